@@ -1,0 +1,33 @@
+"""The errors of demask: each says what was expected, what was found, where, and what to do next."""
+
+
+class DemaskError(Exception):
+    """Base of every error that demask raises on purpose."""
+
+
+class BadInput(DemaskError, ValueError):
+    """The caller gave something that cannot be worked with: an argument, a path, a file."""
+
+
+class RefusedFile(BadInput):
+    """A file from outside holds something that could run code or exhaust the machine."""
+
+
+class Mismatch(DemaskError, AssertionError):
+    """Two networks that should compute the same do not."""
+
+
+class TableError(DemaskError, ValueError):
+    """An entry of the op table contradicts itself, another entry, or the node it is bound to."""
+
+
+class NotExportable(DemaskError):
+    """The model cannot be captured as one graph.
+
+    op: what stopped the capture. where: "file:line" in the user's code, or "unknown".
+    advice: what to change. All three are part of the message.
+    """
+
+    def __init__(self, op: str, where: str, advice: str):
+        super().__init__(f"cannot capture this model: {op}\n  at: {where}\n  what to change: {advice}")
+        self.op, self.where, self.advice = op, where, advice

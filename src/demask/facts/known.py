@@ -1,0 +1,418 @@
+"""Which slices are known before any input comes: one forward sweep.
+
+Four formulas serve the whole table; which one a call needs follows from its line:
+- pointwise: known where every operand is, or where a factor is a known zero;
+- contraction: unknown where a summed position has neither a zero nor two known factors;
+- complete and windowed axes: known only if the whole axis is (windows: with one value);
+- moves: the map of positions, applied to masks and fills.
+Beside them the affine law: where a norm's scale is 0 the output is its shift, whatever comes in.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from demask.facts.masks import (
+    Fact,
+    all_over,
+    any_over,
+    checked,
+    mixed,
+    nothing,
+    project,
+    spread,
+    uniform_over,
+)
+from demask.ops import Declined, Relation, schema
+
+Key = tuple[fx.Node, int]  # a node and which of its outputs
+Facts = dict[Key, Fact]
+Relations = Mapping[fx.Node, "Relation | Declined"]
+
+
+def key_of(node: fx.Node) -> Key:
+    """The value a node stands for: `getitem` is another name of one output of its source."""
+    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        return (node.args[0], int(node.args[1]))  # type: ignore[arg-type]
+    return (node, 0)
+
+
+def known(graph: fx.Graph, relations: Relations, constants: Mapping[str, Tensor]) -> Facts:
+    """The fact of every tensor the graph makes. constants: by get_attr target."""
+    facts: Facts = {}
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            value = constants[str(node.target)]
+            facts[node, 0] = checked(torch.ones([1] * value.ndim, dtype=torch.bool), value)
+        elif node.op == "placeholder" or node.target is operator.getitem:
+            _put_nothing(facts, node)
+        elif node.op == "call_function":
+            relation = relations.get(node)
+            if isinstance(relation, Relation):
+                _put(facts, node, forward(relation, facts))
+            else:
+                _put_nothing(facts, node)
+    return facts
+
+
+def _put_nothing(facts: Facts, node: fx.Node) -> None:
+    if node.target is operator.getitem and key_of(node) in facts:
+        return
+    for k, value in enumerate(schema.outputs(node)):
+        if isinstance(value, Tensor):
+            facts[node, k] = nothing(value.ndim, value.dtype)
+
+
+def _put(facts: Facts, node: fx.Node, found: list[Fact | None]) -> None:
+    for k, (value, fact) in enumerate(zip(schema.outputs(node), found, strict=True)):
+        rank, dtype = value.ndim, value.dtype
+        facts[node, k] = nothing(rank, dtype) if fact is None else checked(fact.known, fact.fill.to(dtype))
+
+
+def operand_facts(relation: Relation, facts: Facts) -> list[Fact]:
+    """The facts of a call's operands; a plain number is known."""
+    return [
+        facts[key_of(o.value)]
+        if isinstance(o.value, fx.Node)
+        else Fact(torch.ones((), dtype=torch.bool), torch.as_tensor(o.value))
+        for o in relation.operands
+    ]
+
+
+def forward(relation: Relation, facts: Facts) -> list[Fact | None]:
+    """The facts of a call's outputs; None where nothing is known."""
+    inputs, count = operand_facts(relation, facts), len(relation.outs)
+    entry = relation.entry
+    if entry.free:
+        return [_free(relation)] * count
+    if relation.moved:
+        return [_move(relation, k, inputs) for k in range(count)]
+    if entry.fill == "none" or not any(bool(fact.known.any()) for fact in inputs):
+        return [None] * count
+    if entry.fill == "sum":
+        return [_contract(relation, inputs)]
+    if entry.fill in ("same", "column"):
+        return [_same(relation, inputs[0]), *[None] * (count - 1)]
+    return [_run(relation, inputs), *[None] * (count - 1)]
+
+
+def _order(relation: Relation) -> list[str]:
+    return list(relation.size)
+
+
+def _spread(relation: Relation, operand: int, fact: Fact) -> Fact:
+    order = _order(relation)
+    axes = relation.ins[operand]
+    return Fact(
+        spread(fact.known, axes, order, relation.size),
+        spread(fact.fill, axes, order, relation.size),
+    )
+
+
+def _project(relation: Relation, fact: Fact, out: int = 0) -> Fact:
+    """A fact over letters, as a fact of an output; letters the output lacks are already 1."""
+    order, axes = _order(relation), relation.outs[out]
+    fact = uniform_over(fact, order, mixed(axes, relation.size))
+    shape = torch.broadcast_shapes(fact.known.shape, fact.fill.shape)
+    wide = Fact(fact.known.expand(shape), fact.fill.expand(shape))
+    return Fact(
+        project(wide.known, axes, order, relation.size),
+        project(wide.fill, axes, order, relation.size),
+    )
+
+
+def _gone(relation: Relation, operand: int, out: int = 0) -> set[str]:
+    """Letters of an operand that the output lacks or that must be complete or uniform."""
+    letters = relation.letters(relation.ins[operand])
+    return set(letters - relation.letters(relation.outs[out])) | set(letters & relation.window)
+
+
+def _same(relation: Relation, fact: Fact) -> Fact | None:
+    """Values move along unchanged; a window over one value gives that value."""
+    order = _order(relation)
+    found = _spread(relation, 0, fact)
+    found = uniform_over(found, order, _gone(relation, 0) | set(relation.complete))
+    if relation.entry.reads_padding(relation.node):
+        found = Fact(found.zero, found.fill)
+    return _project(relation, found)
+
+
+def _free(relation: Relation) -> Fact | None:
+    """Created tensors: run with every size 1, and the same all along."""
+    rank = len(relation.outs[0])
+    found = schema.arguments(relation.node)
+    if "size" in found:
+        found["size"] = [1] * rank
+    if any(schema.is_dynamic(v) for name, v in found.items() if name not in ("self", "input")):
+        return None
+    values = [torch.zeros([1] * rank, dtype=o.value.meta["val"].dtype) for o in relation.operands]
+    found = schema.replaced(found, relation.operands, values)
+    if "device" in found:
+        found["device"] = None
+    fill = _call(relation.node, found)
+    return None if fill is None else Fact(torch.ones([1] * rank, dtype=torch.bool), fill)
+
+
+def _call(node: fx.Node, found: dict[str, Any]) -> Tensor | None:
+    args, kwargs = schema.call(node.target, found)
+    with torch.no_grad():
+        result = node.target(*args, **kwargs)  # type: ignore[operator]
+    return result[0] if isinstance(result, (list, tuple)) else result
+
+
+def _run(relation: Relation, inputs: list[Fact]) -> Fact | None:
+    """Known where all operands are: the op run on their fills, in their own dtype."""
+    order = _order(relation)
+    found = schema.arguments(relation.node)
+    names = {o.name for o in relation.operands}
+    if any(schema.is_dynamic(v) for name, v in found.items() if name not in names):
+        return None
+    wide = [_spread(relation, k, fact) for k, fact in enumerate(inputs)]
+    whole = set(relation.complete) | _reduced(relation)
+    mask = torch.ones([1] * len(order), dtype=torch.bool)
+    for fact in wide:
+        mask = mask & all_over(fact.known, order, whole)
+    value = _value(relation, inputs, found) if bool(mask.any()) else None
+    if value is not None:
+        value = spread(value, relation.outs[0], order, relation.size)
+        if _dynamic_sum(relation) and bool(((value != 0) & mask).any()):
+            mask, value = mask & (value == 0), value
+    fact = None if value is None else Fact(*torch.broadcast_tensors(mask, value))
+    fact = _zeroed(relation, wide, fact)
+    fact = _affine(relation, wide, fact)
+    return None if fact is None else _project(relation, fact)
+
+
+def _reduced(relation: Relation) -> set[str]:
+    made = relation.letters(relation.outs[0])
+    return {a for axes in relation.ins for a in relation.letters(axes) if a not in made}
+
+
+def _dynamic_sum(relation: Relation) -> bool:
+    """Does the value depend on a length that only run time tells?"""
+    whole = set(relation.complete) | _reduced(relation)
+    return relation.entry.sized and any(relation.size[a] is None for a in whole)
+
+
+def _value(relation: Relation, inputs: list[Fact], found: dict[str, Any]) -> Tensor | None:
+    """The op on the fills, axes shrunk to 1 wherever nothing varies along them."""
+    sizes, varies = _run_sizes(relation, inputs)
+    values = []
+    for k, fact in enumerate(inputs):
+        if not isinstance(relation.operands[k].value, fx.Node):
+            values.append(relation.operands[k].value)
+            continue
+        shape: list[int] = []
+        for axis, n in zip(relation.ins[k], fact.fill.shape, strict=True):
+            want = 1
+            for letter in axis:
+                want *= sizes[letter]
+            shape.append(max(n, want))
+        values.append(fact.fill.expand(shape).contiguous())
+    result = _call(relation.node, schema.replaced(found, relation.operands, values))
+    if result is None:
+        return None
+    for axis, letters in enumerate(relation.outs[0]):
+        if not any(letter in varies for letter in letters):
+            result = result.narrow(axis, 0, 1)
+    return result
+
+
+def _run_sizes(relation: Relation, inputs: list[Fact]) -> tuple[dict[str, int], set[str]]:
+    """How long each letter is in a run on fills, and which letters the result varies along."""
+    varies: set[str] = set()
+    for axes, fact in zip(relation.ins, inputs, strict=True):
+        for axis, n in zip(axes, fact.fill.shape, strict=True):
+            if n != 1:
+                varies |= set(axis)
+    together = {a for axes in relation.ins for axis in axes if len(axis) > 1 for a in axis}
+    whole = set(relation.complete) | _reduced(relation)
+    sizes = {}
+    for letter, size in relation.size.items():
+        full = letter in varies or letter in together or (letter in whole and relation.entry.sized)
+        # A norm over equal values does not depend on how many; two are enough for a variance.
+        short = min(2, size or 2) if letter in whole else 1
+        sizes[letter] = size if full and size is not None else short
+    return sizes, varies
+
+
+def _zeroed(relation: Relation, wide: list[Fact], fact: Fact | None) -> Fact | None:
+    """0 · x is 0."""
+    which = {"": [], "any": wide, "first": wide[:1]}[relation.entry.zero]
+    for factor in which:
+        zero = factor.zero
+        if not bool(zero.any()):
+            continue
+        if fact is None:
+            fact = Fact(zero, torch.zeros(zero.shape, dtype=factor.fill.dtype))
+            continue
+        keep, fill = torch.broadcast_tensors(zero, fact.fill)
+        mask, fill = torch.broadcast_tensors(fact.known | zero, fill.masked_fill(keep, 0))
+        fact = Fact(mask, fill)
+    return fact
+
+
+def _affine(relation: Relation, wide: list[Fact], fact: Fact | None) -> Fact | None:
+    """Where the scale is 0 the output is the shift."""
+    which = {(o.name): wide[k] for k, o in enumerate(relation.operands)}
+    if relation.entry.affine is None or "weight" not in which:
+        return fact
+    zero = which["weight"].zero
+    if not bool(zero.any()):
+        return fact
+    shift = which["bias"].fill if "bias" in which else torch.zeros((), dtype=which["weight"].fill.dtype)
+    if fact is None:
+        fact = Fact(torch.zeros_like(zero), torch.zeros(zero.shape, dtype=shift.dtype))
+    mask, zero, fill, shift = torch.broadcast_tensors(fact.known, zero, fact.fill, shift)
+    return Fact(mask | zero, torch.where(zero, shift, fill))
+
+
+def _contract(relation: Relation, inputs: list[Fact]) -> Fact | None:
+    """sum_i a_i · b_i: unknown where some i has neither a zero nor two known factors."""
+    order, factors = _order(relation), relation.factors
+    mask = ~any_over(contributions(relation, inputs), order, relation.contracted)
+    if not bool(mask.any()):
+        return None
+    fill = known_sum(relation, inputs)
+    for k, fact in enumerate(inputs):
+        if k not in factors:
+            added = _spread(relation, k, fact)
+            mask, fill = mask & added.known, fill + added.fill
+    return _project(relation, Fact(*torch.broadcast_tensors(mask, fill)))
+
+
+def contributions(relation: Relation, inputs: list[Fact], *, absorb: bool = False) -> Tensor:
+    """Over letters: which products a_i · b_i are neither zero nor known.
+
+    absorb: known products count as known though, under zero padding, their sum varies along the
+    border (a border map takes them).
+
+    Window letters are 1: a product over a window is known if every one of its products is.
+    """
+    order = _order(relation)
+    a, b = (_spread(relation, k, inputs[k]) for k in relation.factors)
+    zero = all_over(a.zero, order, relation.window) | all_over(b.zero, order, relation.window)
+    if absorb or constant_sums(relation):
+        plain = uniform_over(a, order, relation.window)
+        zero = zero | (plain.known & all_over(b.known, order, relation.window))
+    return ~zero
+
+
+def constant_sums(relation: Relation) -> bool:
+    """Do known products sum to a value that is the same all along windows and dynamic axes?"""
+    if relation.entry.reads_padding(relation.node):
+        return False
+    return all(relation.size[letter] is not None for letter in relation.contracted)
+
+
+def known_sum(relation: Relation, inputs: list[Fact]) -> Tensor:
+    """Over letters: Σ of the products of known factors, in float64."""
+    order = _order(relation)
+    if not constant_sums(relation):
+        return torch.zeros([1] * len(order), dtype=torch.float64)
+    a, b = (_spread(relation, k, inputs[k]) for k in relation.factors)
+    a = uniform_over(a, order, relation.window)
+    kernel = relation.window & relation.letters(relation.ins[relation.factors[1]])
+    over = set(relation.contracted | kernel)
+    return summed(a.fill.double(), b.fill.double(), order, over, relation.size)
+
+
+def summed(
+    a: Tensor, b: Tensor, order: list[str], over: set[str], size: Mapping[str, int | None]
+) -> Tensor:
+    """Σ a · b over the given letters, as a mask-shaped tensor; letters alike in both count fully."""
+    dims = [k for k, letter in enumerate(order) if letter in over]
+    count = 1
+    for k in dims:
+        if a.shape[k] == 1 and b.shape[k] == 1:
+            count *= size[order[k]] or 1
+    rest = [k for k in range(len(order)) if k not in dims]
+    where = rest + dims
+    shape = torch.broadcast_shapes(a.shape, b.shape)
+    lines = [
+        t.expand([shape[k] if k in dims else t.shape[k] for k in range(len(order))])
+        .permute(where).reshape([t.shape[k] for k in rest] + [-1])
+        for t in (a, b)
+    ]  # fmt: skip
+    total = _dot(*lines) * count
+    result = total.reshape(list(total.shape) + [1] * len(dims))
+    return result.permute([where.index(k) for k in range(len(order))])
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """Σ over the last dimension of a broadcast product, as an einsum (no product is stored)."""
+    letters = "abcdefghijklmnopqrstuvwxyz"[: a.ndim - 1]
+    left = "".join(c for c, n in zip(letters, a.shape, strict=False) if n != 1)
+    right = "".join(c for c, n in zip(letters, b.shape, strict=False) if n != 1)
+    out = "".join(c for c in letters if c in left or c in right)
+    shape = torch.broadcast_shapes(a.shape[:-1], b.shape[:-1])
+    a = a.reshape([n for n in a.shape[:-1] if n != 1] + [a.shape[-1]])
+    b = b.reshape([n for n in b.shape[:-1] if n != 1] + [b.shape[-1]])
+    return torch.einsum(f"{left}Z,{right}Z->{out}", a, b).reshape(shape)
+
+
+def _move(relation: Relation, out: int, inputs: list[Fact]) -> Fact | None:
+    """Positions move along the map; padded positions are known."""
+    bases = sorted({a.partition("<")[0] for a in relation.moved if "<" in a})
+    for base in bases:
+        axis = moved_axis(relation, base)
+        move = relation.moves[out].get(base)
+        if move is None:
+            inputs = [_opaque(relation, inputs, axis)]
+            continue
+        whole = _widened(relation, inputs, axis)
+        starts = torch.tensor([0, *(f.fill.shape[axis] for f in whole)]).cumsum(0)
+        at = starts[move.source.clamp(min=0)] + move.position
+        mask = torch.cat([f.known for f in whole], axis).index_select(axis, at)
+        fill = torch.cat([f.fill for f in whole], axis).index_select(axis, at)
+        padded = (move.source < 0).view([-1 if k == axis else 1 for k in range(mask.ndim)])
+        value = torch.tensor(move.value, dtype=torch.float64).to(fill.dtype)
+        inputs = [_shortened(Fact(mask | padded, torch.where(padded, value, fill)), axis)]
+    result = inputs[0]
+    made = {letter.partition(">")[0] for letter in relation.letters(relation.outs[out])}
+    for axis in sorted((moved_axis(relation, b) for b in bases if b not in made), reverse=True):
+        result = Fact(result.known.squeeze(axis), result.fill.squeeze(axis))
+    return result
+
+
+def moved_axis(relation: Relation, base: str) -> int:
+    """The axis of the operands that carries the moved letter."""
+    axes = relation.ins[0]
+    return next(k for k, axis in enumerate(axes) if axis and axis[0].partition("<")[0] == base)
+
+
+def _widened(relation: Relation, inputs: list[Fact], axis: int) -> list[Fact]:
+    """Facts with the moved axis in full, and the other axes as long as their fellows'."""
+    shapes = [[1 if k == axis else n for k, n in enumerate(f.fill.shape)] for f in inputs]
+    shape = list(torch.broadcast_shapes(*shapes))
+    result = []
+    for k, fact in enumerate(inputs):
+        real = relation.operands[min(k, len(relation.operands) - 1)].value.meta["val"].shape[axis]
+        full = [real if d == axis else n for d, n in enumerate(shape)]
+        result.append(Fact(fact.known.expand(full), fact.fill.expand(full)))
+    return result
+
+
+def _shortened(fact: Fact, axis: int) -> Fact:
+    """The axis back to 1 where nothing varies along it."""
+    known, fill = fact.known.narrow(axis, 0, 1), fact.fill.narrow(axis, 0, 1)
+    same = bool((fact.known == known).all()) and bool((fact.fill == fill).all())
+    return Fact(known, fill) if same else fact
+
+
+def _opaque(relation: Relation, inputs: list[Fact], axis: int) -> Fact:
+    """Moved by an unknown map: known where all is known, with one value all along."""
+    order = [str(k) for k in range(inputs[0].known.ndim)]
+    first, *rest = [uniform_over(fact, order, {str(axis)}) for fact in inputs]
+    mask, fill = first.known, first.fill
+    for other in rest:
+        mask = mask & other.known & (fill == other.fill)
+    if relation.entry.reads_padding(relation.node):
+        value = schema.arguments(relation.node).get("value")
+        mask = mask & (fill == (value if isinstance(value, (int, float)) else 0))
+    return Fact(*torch.broadcast_tensors(mask, fill))

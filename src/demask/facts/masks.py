@@ -1,0 +1,120 @@
+"""Broadcastable masks: what is the same all along an axis is written once.
+
+A mask over a tensor is a bool tensor of its rank whose every dimension is 1 ("the same all along")
+or the axis' full size. Over letters it has one dimension per letter. Dynamic axes are always 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from demask.ops.notation import Axes, Axis
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """What is known of a tensor before any input: `known` (bool) and, where known, its `fill`.
+
+    Both have the tensor's rank; every dimension is 1 or full. Where unknown the fill is 0.
+    """
+
+    known: Tensor
+    fill: Tensor
+
+    @property
+    def zero(self) -> Tensor:
+        """Where every element is exactly 0 (−0.0 too)."""
+        return self.known & (self.fill == 0)
+
+
+def nothing(rank: int, dtype: torch.dtype) -> Fact:
+    """The fact of a tensor nothing is known of."""
+    return Fact(torch.zeros([1] * rank, dtype=torch.bool), torch.zeros([1] * rank, dtype=dtype))
+
+
+def checked(known: Tensor, fill: Tensor) -> Fact:
+    """A fact of finite values only: NaN and Inf are alive."""
+    if fill.is_floating_point() or fill.is_complex():
+        known = known & torch.isfinite(fill)
+    shape = torch.broadcast_shapes(known.shape, fill.shape)
+    fill = torch.where(known, fill, torch.zeros((), dtype=fill.dtype))
+    return Fact(known.expand(shape), fill.expand(shape))
+
+
+def spread(mask: Tensor, axes: Axes, order: Sequence[str], size: Mapping[str, int | None]) -> Tensor:
+    """A mask over a tensor's axes, as a mask over the letters `order` (1 where it has no letter)."""
+    shape: list[int] = []
+    letters: list[str] = []
+    for axis, n in zip(axes, mask.shape, strict=True):
+        letters += axis
+        shape += [1] * len(axis) if n == 1 else [size[letter] or 1 for letter in axis]
+    mask = mask.reshape(shape)
+    at = {letter: k for k, letter in enumerate(letters)}
+    mask = mask.permute([at[letter] for letter in order if letter in at])
+    sizes = iter(mask.shape)
+    return mask.reshape([next(sizes) if letter in at else 1 for letter in order])
+
+
+def project(mask: Tensor, axes: Axes, order: Sequence[str], size: Mapping[str, int | None]) -> Tensor:
+    """The inverse of `spread`, for a mask that is 1 along every letter not in `axes`."""
+    at = {letter: k for k, letter in enumerate(order)}
+    letters = [letter for axis in axes for letter in axis]
+    rest = [k for k, letter in enumerate(order) if letter not in letters]
+    mask = mask.permute([at[letter] for letter in letters] + rest)
+    mask = mask.reshape(mask.shape[: len(letters)])
+    full = [n for axis in axes for n in _sizes(axis, mask, letters, size)]
+    mask = mask.expand(full)
+    shape, k = [], 0
+    for axis in axes:
+        n = 1
+        for _ in axis:
+            n *= full[k]
+            k += 1
+        shape.append(n)
+    return mask.reshape(shape)
+
+
+def _sizes(axis: Axis, mask: Tensor, letters: list[str], size: Mapping[str, int | None]) -> list[int]:
+    """Letters of one axis are all 1, or all full."""
+    here = [mask.shape[letters.index(letter)] for letter in axis]
+    if all(n == 1 for n in here):
+        return here
+    return [size[letter] or 1 for letter in axis]
+
+
+def mixed(axes: Axes, size: Mapping[str, int | None]) -> set[str]:
+    """Letters that share an axis with a dynamic one: a mask cannot tell them apart there."""
+    dynamic = [axis for axis in axes if len(axis) > 1 and any(size[a] is None for a in axis)]
+    return {letter for axis in dynamic for letter in axis}
+
+
+def any_over(mask: Tensor, order: Sequence[str], letters: set[str] | frozenset[str]) -> Tensor:
+    """`any` along the given letters, kept as dimensions of 1."""
+    dims = [k for k, letter in enumerate(order) if letter in letters and mask.shape[k] != 1]
+    return mask.any(dim=dims, keepdim=True) if dims else mask
+
+
+def all_over(mask: Tensor, order: Sequence[str], letters: set[str] | frozenset[str]) -> Tensor:
+    """`all` along the given letters, kept as dimensions of 1."""
+    return ~any_over(~mask, order, letters)
+
+
+def uniform_over(fact: Fact, order: Sequence[str], letters: set[str] | frozenset[str]) -> Fact:
+    """Known along the letters only where it is known all along, with one value."""
+    known, fill = fact.known, fact.fill
+    for k, letter in enumerate(order):
+        if letter in letters and known.shape[k] != 1:
+            first = fill.narrow(k, 0, 1)
+            known = (known & (fill == first)).all(dim=k, keepdim=True)
+            fill = first
+    return Fact(known, torch.where(known, fill, torch.zeros((), dtype=fill.dtype)))
+
+
+def along(mask: Tensor, axis: int) -> Tensor:
+    """A 1-D mask: any element at each position of one axis (length 1 if it is the same all along)."""
+    rest = [k for k in range(mask.ndim) if k != axis]
+    return mask.any(dim=rest) if rest else mask

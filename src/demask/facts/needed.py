@@ -1,0 +1,140 @@
+"""Which positions somebody reads: one backward sweep over the same lines.
+
+    need_in = any over the letters the operand lacks of (need_out & not known_out & not zero(other))
+
+A position that is known need not be computed, so nothing is needed for it.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from demask.facts.known import Facts, Key, Relations, _spread, key_of, moved_axis, operand_facts
+from demask.facts.masks import all_over, any_over, mixed, project, spread
+from demask.ops import Declined, Relation, schema
+
+Edge = tuple[fx.Node, int]  # a call and which of its operands
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Masks of what is read: of each value (by anyone), and by each call of each operand.
+
+    live: needed and not known, per value: what must really be computed.
+    """
+
+    value: dict[Key, Tensor]
+    edge: dict[Edge, Tensor]
+    live: dict[Key, Tensor]
+
+
+def needed(graph: fx.Graph, relations: Relations, facts: Facts) -> Needs:
+    """What the graph's outputs need of every value."""
+    needs = Needs({k: torch.zeros_like(f.known) for k, f in facts.items()}, {}, {})
+    for node in reversed(list(graph.nodes)):
+        if node.op == "output":
+            for source in node.all_input_nodes:
+                _everything(needs, source)
+        elif node.op == "call_function" and node.target is not operator.getitem:
+            _through(node, relations.get(node), facts, needs)
+    for key, need in needs.value.items():
+        needs.live[key] = need & ~facts[key].known
+    return needs
+
+
+def _everything(needs: Needs, node: fx.Node) -> None:
+    key = key_of(node)
+    if key in needs.value:
+        needs.value[key] = torch.ones_like(needs.value[key])
+
+
+def _through(node: fx.Node, relation: object, facts: Facts, needs: Needs) -> None:
+    keys = [(node, k) for k in range(len(schema.outputs(node))) if (node, k) in facts]
+    if not keys:
+        # A size is read from a tensor's shape, any other number (item) from its values.
+        if node.target is not torch.ops.aten.sym_size.int:
+            for source in node.all_input_nodes:
+                _everything(needs, source)
+        return
+    live = [needs.value[key] & ~facts[key].known for key in keys]
+    if not any(bool(mask.any()) for mask in live):
+        return
+    if not isinstance(relation, Relation):
+        for source in node.all_input_nodes:
+            _everything(needs, source)
+        return
+    for k, operand in enumerate(relation.operands):
+        if not isinstance(operand.value, fx.Node) or relation.entry.free:
+            continue
+        edge = _edge(relation, k, live, facts)
+        needs.edge[node, k] = edge
+        key = key_of(operand.value)
+        needs.value[key] = needs.value[key] | edge
+
+
+def _edge(relation: Relation, operand: int, live: list[Tensor], facts: Facts) -> Tensor:
+    """What the live outputs need of one operand."""
+    if relation.moved:
+        masks = [_back(relation, k, operand, mask) for k, mask in enumerate(live)]
+    else:
+        masks = [_spelled(relation, k, operand, mask, facts) for k, mask in enumerate(live)]
+    total = masks[0]
+    for mask in masks[1:]:
+        total = total | mask
+    return total
+
+
+def _spelled(relation: Relation, out: int, operand: int, live: Tensor, facts: Facts) -> Tensor:
+    order, axes = list(relation.size), relation.ins[operand]
+    mask = spread(live, relation.outs[out], order, relation.size)
+    # One needed position of a complete axis needs the axis; so do dynamic composites.
+    mask = any_over(mask, order, relation.complete | mixed(axes, relation.size))
+    inputs = operand_facts(relation, facts)
+    if relation.entry.fill == "sum" and operand in relation.factors:
+        others = [k for k in relation.factors if k != operand]
+    else:
+        others = {"": [], "any": range(len(inputs)), "first": [0]}[relation.entry.zero]
+    for k in others:
+        if k != operand:
+            zero = all_over(_spread(relation, k, inputs[k]).zero, order, relation.window)
+            mask = mask & ~zero
+    if relation.entry.affine:
+        mask = mask & ~_scaled_away(relation, operand, inputs)
+    absent = set(order) - relation.letters(axes)
+    return project(any_over(mask, order, absent), axes, order, relation.size)
+
+
+def _scaled_away(relation: Relation, operand: int, inputs: list) -> Tensor:
+    """Where a zero scale hides the operand (for operands other than scale and shift)."""
+    names = [o.name for o in relation.operands]
+    if "weight" not in names or operand != 0:
+        return torch.zeros((), dtype=torch.bool)
+    zero = _spread(relation, names.index("weight"), inputs[names.index("weight")]).zero
+    return all_over(zero, list(relation.size), relation.complete)
+
+
+def _back(relation: Relation, out: int, operand: int, live: Tensor) -> Tensor:
+    """Along moved axes: the positions that the live ones were taken from."""
+    bases = sorted({a.partition("<")[0] for a in relation.moved if "<" in a})
+    made = {letter.partition(">")[0] for letter in relation.letters(relation.outs[out])}
+    for axis in sorted(moved_axis(relation, base) for base in bases if base not in made):
+        live = live.unsqueeze(axis)
+    for base in bases:
+        axis, move = moved_axis(relation, base), relation.moves[out].get(base)
+        if move is None:
+            live = live.any(axis, keepdim=True)
+            continue
+        real = relation.operands[operand].value.meta["val"].shape[axis]
+        full = live.expand([len(move.source) if k == axis else n for k, n in enumerate(live.shape)])
+        ours = (move.source == operand).nonzero().squeeze(1)
+        result = torch.zeros([real if k == axis else n for k, n in enumerate(live.shape)])
+        taken = full.index_select(axis, ours).float()
+        live = result.index_add(axis, move.position[ours], taken) > 0
+    return live
+
+
+__all__ = ["Declined", "Needs", "needed"]

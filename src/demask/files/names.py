@@ -1,0 +1,120 @@
+"""Which names and op targets a file may hold: lists of what is allowed, no attribute walks.
+
+A graph becomes Python source (torch.fx generates it) before it runs, so a name that is not an
+identifier would be code.
+"""
+
+from __future__ import annotations
+
+import keyword
+import math
+import operator
+import re
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+
+from demask.errors import RefusedFile
+
+MAX_NAME = 1000
+_FQN_PART = re.compile(r"(?!__)[\w \-+:/@#]{1,200}")
+_OP = re.compile(r"([a-z][a-z0-9_]*)\.([a-zA-Z_][a-zA-Z0-9_]*)\.([a-zA-Z][a-zA-Z0-9_]*)")
+
+_OPERATORS = (
+    "add sub mul floordiv truediv mod pow neg pos eq ne lt le gt ge and_ or_ lshift rshift getitem"
+)
+_SYMBOLIC = "sym_max sym_min sym_not sym_int sym_float sym_ite sym_sqrt sym_sum _sym_sqrt".split()
+
+#: the plain Python functions that a graph may call, by the name they are stored under
+BUILTINS: dict[str, Callable[..., Any]] = {
+    **{f"operator.{name}": getattr(operator, name) for name in _OPERATORS.split()},
+    **{f"torch.{name}": getattr(torch, name) for name in _SYMBOLIC if hasattr(torch, name)},
+    "math.trunc": math.trunc,
+    "math.floor": math.floor,
+    "math.ceil": math.ceil,
+}
+
+# Private ops that exported graphs hold; the others reach kernels that trust their arguments.
+_PRIVATE_OPS = (
+    "_adaptive_avg_pool2d _adaptive_avg_pool3d _assert_async _assert_scalar "
+    "_assert_tensor_metadata _cdist_forward _conj _convolution _embedding_bag _fft_c2c _fft_c2r "
+    "_fft_r2c _local_scalar_dense _log_softmax _native_batch_norm_legit "
+    "_native_batch_norm_legit_no_training _native_multi_head_attention _pdist_forward "
+    "_reshape_alias _scaled_dot_product_flash_attention_for_cpu _shape_as_tensor _softmax "
+    "_to_copy _transformer_encoder_layer_fwd _trilinear _unsafe_index _unsafe_view "
+    "_upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_nearest_exact1d "
+    "_upsample_nearest_exact2d _upsample_nearest_exact3d _weight_norm _weight_norm_interface "
+).split()
+# Kernels behind these take tensors for packed C++ objects, or replace a tensor's storage.
+_REFUSED_OPS = re.compile(
+    r"(fbgemm|cudnn|miopen|mkldnn|quantized|sparse|fused)_.*|set|set_|set_data|record_stream"
+)
+_TEXT_ARGUMENTS = frozenset(
+    "approximate mode padding pad_mode padding_side indexing rounding_mode interpolation reduce "
+    "equation norm ord p UPLO driver side activation assert_msg".split()
+)
+_ARGUMENT_TYPE = re.compile(
+    r"((Optional|List)\[)*(Tensor|int|float|bool|number|complex|str|Device|Generator)\]*"
+)
+
+
+def check_name(name: Any) -> str:
+    """`name`, a Python identifier that generated source may use as a variable."""
+    known = isinstance(name, str) and len(name) <= MAX_NAME and name.isidentifier()
+    if known and not keyword.iskeyword(name):
+        return name
+    raise RefusedFile(f"found the name {_short(name)}; expected a Python identifier")
+
+
+def check_fqn(name: Any) -> str:
+    """`name`, a dotted path of a tensor or module: no quotes, no backslashes, no dunders."""
+    known = isinstance(name, str) and len(name) <= MAX_NAME
+    if known and all(_FQN_PART.fullmatch(part) for part in name.split(".")):
+        return name
+    raise RefusedFile(f"found the path {_short(name)}; expected a dotted name like 'layer1.weight'")
+
+
+def find_op(name: Any, namespaces: Collection[str] = ("aten",)) -> torch._ops.OpOverload:
+    """The op that `name` ("aten.add.Tensor") stands for, from one of `namespaces`.
+
+    RefusedFile: no such op, or one that takes file names, C++ objects, storages or streams.
+    """
+    match = _OP.fullmatch(name) if isinstance(name, str) and len(name) <= MAX_NAME else None
+    if match is None or match[1] not in namespaces:
+        allowed = ", ".join(sorted(namespaces))
+        raise RefusedFile(f"found the op {_short(name)}; expected an op of: {allowed}")
+    space, base, overload = match.groups()
+    schema_name = f"{space}::{base}", "" if overload == "default" else overload
+    if not _is_harmless(space, base) or not _takes_plain_values(*schema_name):
+        raise RefusedFile(f"found the op {name}; no model needs it, or this torch does not know it")
+    op = getattr(getattr(getattr(torch.ops, space), base), overload)
+    if not isinstance(op, torch._ops.OpOverload):
+        raise RefusedFile(f"found the op {name}; expected an overload of a registered op")
+    return op
+
+
+def _is_harmless(space: str, base: str) -> bool:
+    if space != "aten":
+        return True  # the caller named this namespace
+    if base.startswith("__"):
+        return base.strip("_") in ("and", "or", "xor", "lshift", "rshift")
+    return base in _PRIVATE_OPS if base.startswith("_") else not _REFUSED_OPS.fullmatch(base)
+
+
+def _takes_plain_values(name: str, overload: str) -> bool:
+    if not torch._C._dispatch_has_kernel(f"{name}.{overload}" if overload else name):
+        return False
+    return all(_is_plain(argument) for argument in torch._C._get_schema(name, overload).arguments)
+
+
+def _is_plain(argument: Any) -> bool:
+    kind = str(argument.type)
+    if not _ARGUMENT_TYPE.fullmatch(kind):
+        return False
+    return "str" not in kind or argument.name in _TEXT_ARGUMENTS
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,63 @@
+"""Adding calls to a graph so that every node knows the (fake) value it makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+
+class Builder:
+    """Appends calls to a graph; each gets meta["val"] by running it on its operands' fake values."""
+
+    def __init__(self, graph: fx.Graph, mode: FakeTensorMode):
+        self.graph, self.mode = graph, mode
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A call of `target`; operands may be nodes, numbers, lists of both."""
+        node = self.graph.call_function(target, args, kwargs)
+        self.value(node)
+        return node
+
+    def value(self, node: fx.Node) -> None:
+        """Give a call_function node its fake value."""
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        with self.mode, torch.no_grad():
+            node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def fake(self, tensor: Tensor) -> Tensor:
+        """The fake twin of a real tensor, all sizes static."""
+        return self.mode.from_tensor(tensor, static_shapes=True)
+
+
+def mode_of(graph: fx.Graph) -> FakeTensorMode:
+    """The fake mode the graph was captured under (a new one for a graph without tensors)."""
+    for node in graph.nodes:
+        for leaf in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(leaf, FakeTensor):
+                return leaf.fake_mode
+    return FakeTensorMode()
+
+
+def sizes_of(build: Builder, node: fx.Node) -> list[Any]:
+    """The sizes of a node's value as call arguments: numbers, or nodes that read them."""
+    value = node.meta["val"]
+    return [
+        size if isinstance(size, int) else build.call(torch.ops.aten.sym_size.int, node, axis)
+        for axis, size in enumerate(value.shape)
+    ]
+
+
+def same_shape(a: Tensor, b: Tensor) -> bool:
+    """Are two fake tensors of one shape, dynamic sizes included, without guarding on them?"""
+    return a.ndim == b.ndim and all(same_size(m, n) for m, n in zip(a.shape, b.shape, strict=True))
+
+
+def same_size(a: Any, b: Any) -> bool:
+    """Are two sizes the same number or the same expression?"""
+    if isinstance(a, int) or isinstance(b, int):
+        return isinstance(a, int) and a == b
+    return a.node.expr == b.node.expr

@@ -1,0 +1,222 @@
+"""nn.Module -> Program, by torch.export, in eval mode, on a copy."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import traceback
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from demask.errors import BadInput, NotExportable
+from demask.graph.copying import structural_copy
+from demask.graph.program import Constant, Program
+
+_LICENCE = "dropping 0 · x is exact for finite x: an Inf or NaN meeting a dropped zero is not kept"
+
+
+def capture(
+    model: nn.Module | ExportedProgram,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+) -> Program:
+    """The program of `model(*args, **kwargs)`, captured in eval mode; the model is not changed.
+
+    Dimension 0 of every input is dynamic where export proves it can be; `dynamic_shapes` goes to
+    torch.export as it is. Raises NotExportable (op, file and line, what to change), or BadInput
+    when the model itself fails on the example inputs.
+    """
+    if isinstance(model, ExportedProgram):
+        return _program(model, (), training=False)
+    if not isinstance(model, nn.Module):
+        raise BadInput(f"expected an nn.Module or an ExportedProgram, got {type(model).__name__}")
+    if not isinstance(args, tuple):
+        raise BadInput(f"args must be a tuple of the model's inputs, got {type(args).__name__}: "
+                       "write (x,) for one input")  # fmt: skip
+    work = structural_copy(model, share=True).eval()
+    exported, notes = _export(work, args, dict(kwargs or {}), dynamic_shapes)
+    return _program(exported, notes, model.training)
+
+
+def _export(work, args, kwargs, dynamic_shapes) -> tuple[ExportedProgram, tuple[str, ...]]:
+    if dynamic_shapes is not None:
+        return _attempt(work, args, kwargs, dynamic_shapes), ()
+    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    if not any(t.ndim for t in tensors):
+        return _attempt(work, args, kwargs, None), ()
+    try:
+        wide = pytree.tree_map(_doubled, (args, kwargs))
+        exported = _attempt(work, *wide, _first_dynamic(work, *wide))
+        if _first_is_dynamic(exported):
+            return exported, _range_notes(exported)
+    except (NotExportable, BadInput):
+        pass  # The example as given is tried next, and its own error is the one to show.
+    note = "the first dimension of the inputs is static: the model's code depends on its value"
+    return _attempt(work, args, kwargs, None), (note,)
+
+
+def _doubled(leaf: Any) -> Any:
+    """A batch of one is doubled: export takes size 1 for a constant."""
+    one = isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == 1
+    return torch.cat([leaf, leaf]) if one else leaf
+
+
+def _first_dynamic(work: nn.Module, args: Any, kwargs: Any) -> Any:
+    def spec(leaf: Any) -> Any:
+        return {0: Dim.AUTO} if isinstance(leaf, Tensor) and leaf.ndim else None
+
+    signature = inspect.signature(work.forward)
+    try:
+        bound = signature.bind(*args, **kwargs).arguments
+    except TypeError as error:
+        raise BadInput(f"the example inputs do not fit forward{signature}: {error}") from error
+    flat: dict[str, Any] = {}
+    for name, value in bound.items():
+        keyword = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+        flat |= value if keyword else {name: value}
+    return pytree.tree_map(spec, flat)
+
+
+def _first_is_dynamic(exported: ExportedProgram) -> bool:
+    values = [n.meta.get("val") for n in exported.graph.nodes if n.name in _user_inputs(exported)]
+    sized = [v for v in values if isinstance(v, Tensor) and v.ndim]
+    return any(not isinstance(v.shape[0], int) for v in sized)
+
+
+def _user_inputs(exported: ExportedProgram) -> set[str]:
+    specs = exported.graph_signature.input_specs
+    return {s.arg.name for s in specs if s.kind is InputKind.USER_INPUT}
+
+
+def _range_notes(exported: ExportedProgram) -> tuple[str, ...]:
+    notes = []
+    for symbol, bounds in exported.range_constraints.items():
+        low, high = bounds.lower, bounds.upper
+        if low > 2 or str(high) != "int_oo":
+            notes.append(f"dynamic dimension {symbol} is known to work from {low} to {high} only")
+    return tuple(notes)
+
+
+def _attempt(work: nn.Module, args: Any, kwargs: Any, shapes: Any) -> ExportedProgram:
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            return torch.export.export(work, args, kwargs, dynamic_shapes=shapes, strict=False)
+    except Exception as error:
+        _check_runs(work, args, kwargs)
+        raise _not_exportable(error) from error
+
+
+def _check_runs(work: nn.Module, args: Any, kwargs: Any) -> None:
+    """If the model fails on its example inputs without us, say that."""
+    try:
+        with torch.no_grad():
+            work(*args, **kwargs)
+    except Exception as error:
+        shapes = [tuple(t.shape) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        raise BadInput(
+            f"the model itself fails on the example inputs (shapes {shapes}): "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _not_exportable(error: Exception) -> NotExportable:
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename
+              and "/demask/" not in f.filename and "<" not in f.filename]  # fmt: skip
+    where = f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else "unknown"
+    first = next((line for line in str(error).splitlines() if line.strip()), "")
+    text = f"{type(error).__name__}: {first.strip()}"
+    if any(word in str(error) for word in ("data-dependent", "data dependent", "DataDependent")):
+        advice = ("this line decides by the values of a tensor; compute both sides and select with "
+                  "torch.where, use torch.cond, or demask only a part: modules=['backbone']")  # fmt: skip
+    else:
+        advice = ("torch.export(model, args) must take the model; rewrite the line named here, or "
+                  "demask only the parts that export: modules=['backbone']")  # fmt: skip
+    return NotExportable(text, where, advice)
+
+
+def _program(exported: ExportedProgram, notes: tuple[str, ...], training: bool) -> Program:
+    """The exported graph with parameters and buffers read by get_attr instead of passed in."""
+    _refuse_mutation(exported)
+    graph = fx.Graph()
+    graph.graph_copy(exported.graph, mapping := {})
+    result = next(n for n in exported.graph.nodes if n.op == "output")
+    specs = {s.arg.name: s for s in exported.graph_signature.input_specs}
+    constants: dict[str, Constant] = {}
+    inputs = [n for n in exported.graph.nodes if n.op == "placeholder"]
+    for node in inputs:
+        spec = specs[node.name]
+        if spec.kind is InputKind.USER_INPUT:
+            continue
+        if spec.kind is InputKind.CUSTOM_OBJ or spec.kind is InputKind.TOKEN:
+            raise NotExportable(f"the model holds {spec.arg.name}, which is no tensor", "unknown",
+                                "replace the custom object by tensors")  # fmt: skip
+        constants[spec.target] = _constant(exported, spec)
+        with graph.inserting_before(mapping[node]):
+            read = graph.create_node("get_attr", spec.target, name=f"{node.name}_")
+        read.meta = dict(node.meta)
+        mapping[node].replace_all_uses_with(read)
+        graph.erase_node(mapping[node])
+    values = torch.fx.node.map_arg(result.args[0], lambda n: mapping[n])
+    values = _reread(values, mapping, graph)
+    graph.output(tuple(values))
+    _tidy(graph)
+    spec = exported.call_spec
+    names = _names(exported)
+    return Program(graph, constants, spec.in_spec, spec.out_spec, names, (*notes, _LICENCE), training)
+
+
+def _reread(values, mapping, graph) -> list[Any]:
+    """Outputs that are constants themselves point at their get_attr."""
+    alive = {node.name: node for node in graph.nodes}
+    return [alive.get(f"{v.name}_", v) if isinstance(v, fx.Node) and v.op == "placeholder"
+            and v.name not in alive else v for v in values]  # fmt: skip
+
+
+def _constant(exported: ExportedProgram, spec: Any) -> Constant:
+    pools = [exported.state_dict, exported.constants]
+    tensor = next(pool[spec.target] for pool in pools if spec.target in pool)
+    parameter = isinstance(tensor, nn.Parameter)
+    persistent = spec.kind is InputKind.PARAMETER or bool(getattr(spec, "persistent", False))
+    return Constant(tensor.detach(), spec.target, parameter, tensor.requires_grad, persistent)
+
+
+def _refuse_mutation(exported: ExportedProgram) -> None:
+    for spec in exported.graph_signature.output_specs:
+        if spec.kind.name == "BUFFER_MUTATION":
+            raise NotExportable(f"buffer {spec.target} is changed by forward", "unknown",
+                                "keep state outside the module: return it and pass it in")  # fmt: skip
+
+
+def _names(exported: ExportedProgram) -> tuple[str, ...]:
+    """The argument names of forward, as the exported module spells them."""
+    code = exported.module(check_guards=False).graph._codegen
+    return tuple(code.pytree_info.orig_args)  # type: ignore[attr-defined]
+
+
+_ASSERTS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
+
+
+def _tidy(graph: fx.Graph) -> None:
+    """Assertions go; sizes the assertions read go with them."""
+    for node in reversed(list(graph.nodes)):
+        name = str(getattr(node.target, "name", lambda: node.target)())
+        if node.op == "call_function" and not node.users and any(a in name for a in _ASSERTS):
+            graph.erase_node(node)
+    for node in reversed(list(graph.nodes)):
+        pure = node.op == "get_attr" or node.target is operator.getitem or _is_size(node)
+        if pure and not node.users:
+            graph.erase_node(node)
+
+
+def _is_size(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return node.op == "call_function" and isinstance(value, (int, torch.SymInt, torch.SymBool))

@@ -1,0 +1,39 @@
+"""Copies of a caller's model that leave the caller's alone."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+
+def structural_copy(model: nn.Module, *, share: bool) -> nn.Module:
+    """A copy of the module tree; its tensors are shared, or cloned.
+
+    Unlike `copy.deepcopy` it takes models with active pruning hooks, whose weights are computed
+    tensors. Tensors stay tied where they were tied.
+    """
+    memo: dict[int, object] = {}
+    for tensor in _tensors(model):
+        memo[id(tensor)] = tensor if share else _cloned(tensor)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own, of copied pytree specs
+        return copy.deepcopy(model, memo)
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    for module in model.modules():
+        yield from (p for p in module._parameters.values() if p is not None)
+        yield from (b for b in module._buffers.values() if b is not None)
+        yield from (v for v in vars(module).values() if isinstance(v, Tensor))
+
+
+def _cloned(tensor: Tensor) -> Tensor:
+    with torch.no_grad():
+        value = tensor.detach().clone()
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(value, tensor.requires_grad)
+    return value

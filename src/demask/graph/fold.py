@@ -1,0 +1,146 @@
+"""Constants computed from constants are computed once, and named after what they stand for."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from demask.graph.build import mode_of
+from demask.graph.program import Constant, Program, copied
+
+_RAW = re.compile(
+    r"parametrizations\.(?P<p>[^.]+)\.original\d*$|(?P<o>[^.]+)_orig$|(?P<w>[^.]+)_[gv]$"
+)
+
+
+def folded(program: Program) -> Program:
+    """The program with `weight_orig * weight_mask`, parametrizations, weight norm and every other
+    subgraph over constants evaluated. A folded tensor is a parameter if one went into it, under the
+    name a user would look for: `conv.weight_orig` comes back as `conv.weight`."""
+    graph, _ = copied(program)
+    _share(graph)
+    values: dict[fx.Node, Any] = {}
+    with torch.no_grad():
+        for node in graph.nodes:
+            _evaluate(node, values, program)
+    frontier = _frontier(graph, values)
+    constants = {str(n.target): program.constants[str(n.target)] for n in graph.nodes
+                 if n.op == "get_attr" and _outlives(n, values)}  # fmt: skip
+    mode, made = mode_of(graph), {}
+    for node in frontier:
+        constant = _constant(node, values[node], program, constants)
+        constants[constant.name] = made[node] = constant
+    for node, constant in made.items():
+        with graph.inserting_before(node):
+            read = graph.create_node("get_attr", constant.name)
+        read.meta = {"val": mode.from_tensor(constant.tensor, static_shapes=True)}
+        node.replace_all_uses_with(read)
+    _drop_unread(graph)
+    read_now = {node.target for node in graph.nodes if node.op == "get_attr"}
+    return program.with_graph(graph, {k: c for k, c in constants.items() if k in read_now})
+
+
+def _frontier(graph: fx.Graph, values: dict[fx.Node, Any]) -> list[fx.Node]:
+    """Computed constants that something else reads and that are no larger than what they are
+    computed from: folding never turns a row into a matrix, or a kernel into an image."""
+    found: list[fx.Node] = []
+    for node in reversed(list(graph.nodes)):
+        if node.op != "call_function" or node not in values or not _outlives(node, values):
+            continue
+        value, leaves = values[node], _leaves(node)
+        total = sum(values[leaf].numel() for leaf in leaves)
+        if isinstance(value, Tensor) and leaves and value.numel() <= total:
+            found.append(node)
+        else:
+            del values[node]  # It stays a call; what it reads is now read by a live call.
+    return found[::-1]
+
+
+def _share(graph: fx.Graph) -> None:
+    """Equal computations over constants become one: a module called twice masks its weight twice."""
+    constant: set[fx.Node] = set()
+    known: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        sources = node.all_input_nodes
+        if node.op == "get_attr":
+            key = ("get_attr", node.target)
+        elif node.op == "call_function" and sources and all(s in constant for s in sources):
+            key = (node.target, repr(node.args), repr(node.kwargs))
+        else:
+            continue
+        constant.add(node)
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            continue
+        if (twin := known.setdefault(key, node)) is not node:
+            node.replace_all_uses_with(twin)
+            graph.erase_node(node)
+
+
+def _outlives(node: fx.Node, values: dict[fx.Node, Any]) -> bool:
+    """Is a constant read by something that is not?"""
+    return any(user not in values for user in node.users)
+
+
+def _evaluate(node: fx.Node, values: dict[fx.Node, Any], program: Program) -> None:
+    if node.op == "get_attr":
+        values[node] = program.constants[str(node.target)].tensor
+    elif node.op == "call_function" and _foldable(node, values):
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
+        values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _foldable(node: fx.Node, values: dict[fx.Node, Any]) -> bool:
+    if any(source not in values for source in node.all_input_nodes):
+        return False
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded in tags:
+        return False
+    leaves = pytree.tree_leaves(node.meta.get("val"))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return bool(tensors) and all(isinstance(s, int) for t in tensors for s in t.shape)
+
+
+def _constant(node: fx.Node, value: Tensor, program: Program, taken: dict[str, Constant]) -> Constant:
+    sources = [program.constants[str(n.target)] for n in _leaves(node)]
+    parameters = [c for c in sources if c.parameter]
+    main = parameters[0] if parameters else sources[0] if sources else None
+    name = _plain(main.name) if main else node.name
+    if name in taken:
+        name = _free(name, taken)
+    grad = any(c.requires_grad for c in sources) and value.is_floating_point()
+    return Constant(value.contiguous(), name, bool(parameters) and value.is_floating_point(), grad)
+
+
+def _leaves(node: fx.Node) -> list[fx.Node]:
+    seen: dict[fx.Node, None] = {}
+    stack = [node]
+    while stack:
+        here = stack.pop()
+        if here in seen:
+            continue
+        seen[here] = None
+        stack.extend(reversed(here.all_input_nodes))
+    return [n for n in seen if n.op == "get_attr"]
+
+
+def _plain(name: str) -> str:
+    """`a.weight_orig`, `a.parametrizations.weight.original0`, `a.weight_g` -> `a.weight`."""
+    match = _RAW.search(name)
+    if not match:
+        return name
+    return name[: match.start()] + next(group for group in match.groups() if group)
+
+
+def _free(name: str, taken: dict[str, Constant]) -> str:
+    return next(f"{name}_folded{k or ''}" for k in range(len(taken) + 1)
+                if f"{name}_folded{k or ''}" not in taken)  # fmt: skip
+
+
+def _drop_unread(graph: fx.Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        if node.op not in ("placeholder", "output") and not node.users:
+            graph.erase_node(node)

@@ -1,0 +1,203 @@
+"""In-place ops rewritten as values: only chains that are really written to change.
+
+torch.export leaves `y[:, 0] = 0` as slice, select, fill_ whose result nobody reads; a walk along the
+data flow would drop it. Every write becomes a new value of the tensor it writes through its views
+to, and later readers of that tensor, or of any view of it, read the new value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from demask.errors import NotExportable
+from demask.graph.build import Builder, mode_of, same_shape, sizes_of
+from demask.graph.program import Program
+
+aten = torch.ops.aten
+_SAME = {"alias", "detach", "contiguous", "dropout", "feature_dropout", "lift_fresh", "to"}
+_RESHAPED = {"view", "reshape", "flatten", "unflatten", "_unsafe_view", "unsqueeze", "squeeze"}
+_MAYBE = {"dropout", "feature_dropout"}  # in eval mode they return their input itself
+
+
+def functionalized(program: Program) -> Program:
+    """The same program without in-place ops. Raises NotExportable for writes that outlive the call
+    (into parameters, buffers) or go through a view that cannot be written back."""
+    if not any(_writes(node) for node in program.graph.nodes):
+        return program
+    walk = _Walk(mode_of(program.graph))
+    for node in program.graph.nodes:
+        walk.visit(node)
+    written = [node.target for node in walk.version if node.op == "placeholder"]
+    notes = tuple(f"the model writes into its input {name}; the result leaves it alone" for name in written)
+    return replace(program, graph=walk.build.graph, notes=(*program.notes, *notes))
+
+
+def _writes(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def _base_name(node: fx.Node) -> str:
+    return node.target._schema.name.split("::")[1] if _is_op(node) else ""  # type: ignore[union-attr]
+
+
+def _is_op(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Does the node give its first operand's memory another shape?"""
+    if node.op != "call_function":
+        return False
+    if not _is_op(node):
+        return isinstance(node.meta.get("val"), torch.Tensor) and bool(node.all_input_nodes)
+    if _base_name(node) in _MAYBE:
+        return True
+    returns = node.target._schema.returns  # type: ignore[union-attr]
+    aliased = bool(returns) and returns[0].alias_info is not None
+    return aliased and not (_base_name(node) == "to" and _changes_type(node))
+
+
+def _changes_type(node: fx.Node) -> bool:
+    return node.meta["val"].dtype != node.args[0].meta["val"].dtype  # type: ignore[union-attr]
+
+
+class _Walk:
+    """Rebuilds the graph node by node. now: the current value of each old node. parent: the node a
+    view looks into. version: how often each root was written; seen: the version a value is of."""
+
+    def __init__(self, mode: Any):
+        self.build = Builder(fx.Graph(), mode)
+        self.now: dict[fx.Node, fx.Node] = {}
+        self.parent: dict[fx.Node, fx.Node] = {}
+        self.version: dict[fx.Node, int] = {}
+        self.seen: dict[fx.Node, int] = {}
+
+    def visit(self, node: fx.Node) -> None:
+        if _writes(node):
+            self._write(node)
+            return
+        if _is_view(node):
+            self.parent[node] = node.all_input_nodes[0]
+        self._set(node, self.build.graph.node_copy(node, self.read))
+
+    def read(self, node: fx.Node) -> fx.Node:
+        """The value of an old node as of now: views of a written tensor are taken again."""
+        if self.seen[node] != self.version.get(self._root(node), 0):
+            assert node in self.parent, node
+            again = self.build.graph.node_copy(node, self.read)
+            self._set(node, again)
+        return self.now[node]
+
+    def _set(self, node: fx.Node, value: fx.Node) -> None:
+        self.now[node] = value
+        self.seen[node] = self.version.get(self._root(node), 0)
+
+    def _root(self, node: fx.Node) -> fx.Node:
+        while node in self.parent:
+            node = self.parent[node]
+        return node
+
+    def _write(self, node: fx.Node) -> None:
+        target = node.args[0]
+        assert isinstance(target, fx.Node)
+        value = self._functional(node, target)
+        root = self._root(target)
+        if root.op == "get_attr":
+            raise NotExportable(f"{root.target} is changed by forward ({node.target})", _where(node),
+                                "keep state outside the module: return it and pass it in")  # fmt: skip
+        step = target
+        while step in self.parent:
+            value = self._write_back(step, self.parent[step], value)
+            step = self.parent[step]
+        self.version[root] = self.version.get(root, 0) + 1
+        self._set(root, value)
+        # What the in-place call returns is its target, under another name.
+        self.parent[node] = target
+        self.now[node], self.seen[node] = self.read(target), self.version[root]
+
+    def _functional(self, node: fx.Node, target: fx.Node) -> fx.Node:
+        """The value that the in-place call leaves in its target."""
+        build, old = self.build, self.read(target)
+        name = _base_name(node)
+        if name in ("copy_", "fill_", "zero_"):
+            value = self._filled(node, old, name)
+        else:
+            found = getattr(aten, name.removesuffix("_"), None)
+            overload = getattr(found, node.target._overloadname, None)  # type: ignore[union-attr]
+            if not name.endswith("_") or overload is None:
+                raise NotExportable(f"in-place op {node.target}", _where(node),
+                                    "use the form that returns a new tensor")  # fmt: skip
+            args = fx.node.map_arg((node.args, node.kwargs), self.read)
+            value = build.call(overload, *args[0], **args[1])
+        if value.meta["val"].dtype != old.meta["val"].dtype:
+            value = build.call(aten.to.dtype, value, old.meta["val"].dtype)
+        return value
+
+    def _filled(self, node: fx.Node, old: fx.Node, name: str) -> fx.Node:
+        build = self.build
+        if name == "zero_":
+            return build.call(aten.zeros_like.default, old)
+        source = node.args[1]
+        if not isinstance(source, fx.Node):
+            return build.call(aten.full_like.default, old, source)
+        value = self.read(source)
+        if value.meta["val"].dtype != old.meta["val"].dtype:
+            value = build.call(aten.to.dtype, value, old.meta["val"].dtype)
+        if same_shape(value.meta["val"], old.meta["val"]):
+            return value
+        return build.call(aten.expand.default, value, sizes_of(build, old))
+
+    def _write_back(self, view: fx.Node, parent: fx.Node, value: fx.Node) -> fx.Node:
+        """The parent, with what the view looks at replaced by `value`."""
+        name, whole = _base_name(view), self.read(parent)
+        whole_slice = name == "slice" and same_shape(value.meta["val"], whole.meta["val"])
+        if name in _SAME or name.endswith("_") or whole_slice:
+            return value
+        if name in _RESHAPED:
+            return self.build.call(aten.reshape.default, value, sizes_of(self.build, whole))
+        writer: Callable[..., fx.Node] | None = _WRITERS.get(name)
+        if writer is None:
+            raise NotExportable(f"a write through {view.target}", _where(view),
+                                "clone the view, change the clone, and put it back with torch.where "
+                                "or torch.cat")  # fmt: skip
+        return writer(self.build, view, whole, value)
+
+
+def _slice(build: Builder, view: fx.Node, whole: fx.Node, value: fx.Node) -> fx.Node:
+    return build.call(aten.slice_scatter.default, whole, value, *view.args[1:], **view.kwargs)
+
+
+def _select(build: Builder, view: fx.Node, whole: fx.Node, value: fx.Node) -> fx.Node:
+    dim, index = view.args[1:]
+    end = None if index == -1 else index + 1  # type: ignore[operator]
+    value = build.call(aten.unsqueeze.default, value, dim)
+    return build.call(aten.slice_scatter.default, whole, value, dim, index, end)
+
+
+def _permute(build: Builder, view: fx.Node, whole: fx.Node, value: fx.Node) -> fx.Node:
+    dims = [dim % len(view.args[1]) for dim in view.args[1]]  # type: ignore[arg-type,union-attr]
+    return build.call(aten.permute.default, value, [dims.index(k) for k in range(len(dims))])
+
+
+def _transpose(build: Builder, view: fx.Node, whole: fx.Node, value: fx.Node) -> fx.Node:
+    return build.call(view.target, value, *view.args[1:])
+
+
+_WRITERS: dict[str, Callable[..., fx.Node]] = {
+    "slice": _slice,
+    "select": _select,
+    "permute": _permute,
+    "transpose": _transpose,
+    "t": _transpose,
+}
+
+
+def _where(node: fx.Node) -> str:
+    trace = str(node.meta.get("stack_trace") or "").strip().splitlines()
+    return trace[-2].strip() if len(trace) > 1 else "unknown"

@@ -1,0 +1,55 @@
+"""A captured network: a graph of ATen ops, its constant tensors, and how it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, fx
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A tensor the graph reads by `get_attr`: its value, its fully qualified name in the model,
+    whether it is a parameter (else a buffer), and whether it was persistent there."""
+
+    tensor: Tensor
+    name: str
+    parameter: bool
+    requires_grad: bool = False
+    persistent: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One call of a network, captured in eval mode.
+
+    graph: placeholders are the flattened inputs, `get_attr` targets are keys of `constants`, the
+    output is a flat tuple; every node that makes a tensor has meta["val"]. in_spec, out_spec: the
+    pytrees of the call and of what it returns. names: the argument names of forward. stray:
+    parameters and buffers of the model that the graph never reads. training: the model's flag.
+    """
+
+    graph: fx.Graph
+    constants: Mapping[str, Constant]
+    in_spec: Any
+    out_spec: Any
+    names: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    training: bool = False
+
+    def with_graph(self, graph: fx.Graph, constants: Mapping[str, Constant] | None = None) -> Program:
+        """The same call with another graph (and other constants)."""
+        return replace(self, graph=graph, constants=self.constants if constants is None else constants)
+
+
+def copied(program: Program) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A copy of the program's graph, for a pass to change, and the map from old nodes to new."""
+    graph, mapping = fx.Graph(), {}
+    result = graph.graph_copy(program.graph, mapping, return_output_node=True)
+    assert result is not None
+    value, old = result
+    mapping[old] = graph.output(value)
+    mapping[old].meta.update(old.meta)
+    return graph, mapping

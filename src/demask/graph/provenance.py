@@ -1,0 +1,114 @@
+"""What a demasked network remembers of the one it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+Positions = tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How one tensor of the result was cut from one of the original.
+
+    source: its fully qualified name in the original. shape: its shape there. kept: per axis the
+    old positions in their new order, or None where the whole axis was kept.
+    """
+
+    source: str
+    shape: tuple[int, ...]
+    kept: tuple[Positions, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why something was kept or done: `count` slices of axis `axis` of the value made by `node`."""
+
+    node: str
+    module: str
+    axis: int
+    count: int
+    text: str
+
+    def __str__(self) -> str:
+        place = self.module or self.node
+        return f"{self.text}: {self.count} kept on axis {self.axis} of {place}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Counts of one network: parameters (elements; floating buffers included), MACs of one call on
+    the example inputs, bytes of all its tensors."""
+
+    parameters: int
+    macs: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class InputSpec:
+    """One tensor input: sizes (an int, or the name of a dynamic dimension), dtype ("float32"), and
+    the example size of every dimension."""
+
+    name: str
+    sizes: tuple[int | str, ...]
+    dtype: str
+    example: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """What was done to a network: `slim.demasked`.
+
+    cuts: per tensor of the result, how it was cut. reasons: every slice kept and why. effects: how
+    many ops of each kind the result holds to keep shapes ("scatter", "scatter-add", "gather",
+    "slice", "pad", "border map"). notes: what else the user should know (dynamic dimensions,
+    licences used). inputs: the tensors a call takes, flattened. before, after: sizes.
+    """
+
+    cuts: Mapping[str, Cut]
+    reasons: tuple[Reason, ...]
+    effects: Mapping[str, int]
+    notes: tuple[str, ...]
+    inputs: tuple[InputSpec, ...]
+    before: Sizes
+    after: Sizes
+    removed: Mapping[str, int] = field(default_factory=dict)  # module -> parameters gone
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dictionary; `from_dict` takes it back."""
+        return {
+            "cuts": {name: asdict(cut) for name, cut in self.cuts.items()},
+            "reasons": [asdict(reason) for reason in self.reasons],
+            "effects": dict(self.effects),
+            "notes": list(self.notes),
+            "inputs": [asdict(spec) for spec in self.inputs],
+            "before": asdict(self.before),
+            "after": asdict(self.after),
+            "removed": dict(self.removed),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Provenance:
+        """The inverse of `to_dict`; raises KeyError or TypeError on anything else."""
+        return cls(
+            cuts={name: _cut(cut) for name, cut in data["cuts"].items()},
+            reasons=tuple(Reason(**reason) for reason in data["reasons"]),
+            effects=dict(data["effects"]),
+            notes=tuple(data["notes"]),
+            inputs=tuple(_input(spec) for spec in data["inputs"]),
+            before=Sizes(**data["before"]),
+            after=Sizes(**data["after"]),
+            removed=dict(data["removed"]),
+        )
+
+
+def _cut(data: Mapping[str, Any]) -> Cut:
+    kept = tuple(None if axis is None else tuple(axis) for axis in data["kept"])
+    return Cut(data["source"], tuple(data["shape"]), kept)
+
+
+def _input(data: Mapping[str, Any]) -> InputSpec:
+    return InputSpec(data["name"], tuple(data["sizes"]), data["dtype"], tuple(data["example"]))

@@ -1,0 +1,174 @@
+"""Program -> the module a user gets: one GraphModule over plain modules with original names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
+
+from demask.graph.program import Constant, Program
+from demask.graph.provenance import Provenance
+
+aten = torch.ops.aten
+_NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+
+
+class _Codegen(_PyTreeCodeGen):
+    """Pytree specs are values: copies share them (copying them warns in torch 2.13)."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Codegen:
+        return _Codegen(self.pytree_info)
+
+
+class Demasked(fx.GraphModule):
+    """A demasked network: an ordinary GraphModule that remembers where it came from.
+
+    demasked: its Provenance. Copies keep it.
+    """
+
+    demasked: Provenance
+
+    @classmethod
+    def of(
+        cls, root: nn.Module, graph: fx.Graph, specs: _PyTreeInfo, provenance: Provenance
+    ) -> Demasked:
+        """The module of a graph whose call and result have the given pytrees."""
+        graph.set_codegen(_Codegen(specs))
+        module = cls(root, graph, class_name="Demasked")
+        module.recompile()
+        module.demasked = provenance
+        return module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Demasked:
+        specs: _PyTreeInfo = self.graph._codegen.pytree_info  # type: ignore[attr-defined]
+        memo |= {id(spec): spec for spec in (specs.in_spec, specs.out_spec)}
+        plain = super().__deepcopy__(memo)
+        copied = Demasked.of(plain, plain.graph, specs, self.demasked)
+        copied.training = self.training
+        return copied
+
+
+def build(program: Program, provenance: Provenance) -> Demasked:
+    """The program as an ordinary module: same call and same outputs as the captured model.
+
+    Parameters and buffers stand under their fully qualified names; batch norm and dropout are
+    modules again, so that training works. The result carries `demasked`, its provenance.
+    """
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    outputs = graph.graph_copy(program.graph, mapping)
+    graph.output(outputs)
+    root = nn.Module()
+    shared: dict[int, Tensor] = {}
+    for name, constant in program.constants.items():
+        _place(root, name, constant, shared)
+    _Modules(graph, root, program.constants).restore()
+    specs = _PyTreeInfo(list(program.names), program.in_spec, program.out_spec)
+    return Demasked.of(root, graph, specs, provenance).train(program.training)
+
+
+def _place(root: nn.Module, name: str, constant: Constant, shared: dict[int, Tensor]) -> None:
+    *path, leaf = name.split(".")
+    module = root
+    for step in path:
+        if not hasattr(module, step):
+            module.add_module(step, nn.Module())
+        module = getattr(module, step)
+    tensor = constant.tensor
+    if constant.parameter:
+        # Tied tensors were cut once: one parameter under all their names.
+        tensor = shared.setdefault(id(tensor), nn.Parameter(tensor, constant.requires_grad))
+        module.register_parameter(leaf, tensor)  # type: ignore[arg-type]
+    else:
+        module.register_buffer(leaf, tensor, persistent=True)
+
+
+class _Modules:
+    """Puts batch norm and dropout back as modules."""
+
+    def __init__(self, graph: fx.Graph, root: nn.Module, constants: Mapping[str, Constant]):
+        self.graph, self.root, self.constants = graph, root, constants
+        self.made: dict[Any, str] = {}
+
+    def restore(self) -> None:
+        for node in list(self.graph.nodes):
+            if node.target is aten.batch_norm.default:
+                self._batch_norm(node)
+            elif node.target is aten.dropout.default:
+                self._replace(node, ("dropout", node.args[1]), nn.Dropout(node.args[1]), "dropout")
+        for node in reversed(list(self.graph.nodes)):
+            if node.op == "get_attr" and not node.users:
+                self.graph.erase_node(node)
+
+    def _replace(self, node: fx.Node, key: Any, module: nn.Module, name: str) -> None:
+        if key not in self.made:
+            free, k = name, 1
+            while _get(self.root, free) is not None:
+                free, k = f"{name}_{k}", k + 1
+            _set(self.root, free, module)
+            self.made[key] = free
+        with self.graph.inserting_before(node):
+            call = self.graph.call_module(self.made[key], (node.args[0],))
+        call.meta = dict(node.meta)
+        node.replace_all_uses_with(call)
+        self.graph.erase_node(node)
+
+    def _batch_norm(self, node: fx.Node) -> None:
+        x, weight, bias, mean, var, _, momentum, eps, _ = node.args
+        reads = [n for n in (weight, bias, mean, var) if n is not None]
+        plain = all(isinstance(n, fx.Node) and n.op == "get_attr" for n in reads)
+        names = [str(n.target) for n in reads] if plain else []
+        prefix = names[-1].rpartition(".")[0] if names else ""
+        if not plain or mean is None or (weight is None) != (bias is None):
+            return
+        if any(n.rpartition(".")[0] != prefix for n in names) or not prefix:
+            return
+        count = self.constants[names[-1]].tensor.shape[0]
+        kind = _NORMS[x.meta["val"].ndim]
+        module = kind(count, eps=eps, momentum=momentum, affine=weight is not None)
+        old = _get(self.root, prefix)
+        assert old is not None
+        expected = ["weight", "bias"] if weight is not None else []
+        leaves = [name.rpartition(".")[2] for name in names]
+        if leaves != [*expected, "running_mean", "running_var"] or len(list(old.children())):
+            return
+        self._fill(module, old)
+        key = tuple(names)
+        if key not in self.made:
+            _set(self.root, prefix, module)
+            self.made[key] = prefix
+        self._replace(node, key, module, prefix)
+
+    def _fill(self, module: nn.Module, old: nn.Module) -> None:
+        """The module's tensors are the cut ones; what else stood there stays."""
+        for name, parameter in old._parameters.items():
+            module._parameters[name] = parameter
+        for name, buffer in old._buffers.items():
+            module._buffers[name] = buffer
+        counter = module._buffers.get("num_batches_tracked")
+        device = next(iter(old._buffers.values())).device  # type: ignore[union-attr]
+        if counter is not None:
+            module._buffers["num_batches_tracked"] = counter.to(device)
+
+
+def _get(root: nn.Module, path: str) -> nn.Module | None:
+    module: Any = root
+    for step in path.split("."):
+        module = getattr(module, step, None)
+        if module is None:
+            return None
+    return module
+
+
+def _set(root: nn.Module, path: str, module: nn.Module) -> None:
+    *parents, leaf = path.split(".")
+    here = root
+    for step in parents:
+        if not hasattr(here, step):
+            here.add_module(step, nn.Module())
+        here = getattr(here, step)
+    here._modules.pop(leaf, None)
+    here.add_module(leaf, module)

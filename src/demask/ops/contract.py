@@ -1,0 +1,124 @@
+"""Products that are summed: linear, matmul, convolutions; and embedding, a product with one-hots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from demask.ops import schema
+from demask.ops.entry import Case, Declined, Entry, Spelled
+from demask.ops.entry import Shape as S
+
+
+def _rank(node: fx.Node, name: str) -> int:
+    return len(schema.sizes(schema.arguments(node)[name].meta["val"]))
+
+
+def _conv(node: fx.Node) -> str | Spelled:
+    """n i ~s.., o i ~k.. -> n o ~s..; with groups n (g i), (g o) i; depthwise n g, (g o) 1."""
+    found = schema.arguments(node)
+    groups, x, weight = found["groups"], found["input"].meta["val"], found["weight"].meta["val"]
+    dims = range(weight.ndim - 2)
+    batch = "n " if x.ndim == weight.ndim else ""
+    space, kernel = (" ".join(f"~{letter}{d}" for d in dims) for letter in "sk")
+    if groups == 1:
+        return f"{batch}i {space}, o i {kernel}, o -> {batch}o {space}"
+    if weight.shape[0] == groups and weight.shape[1] == 1:
+        return f"{batch}g {space}, g 1 {kernel}, g -> {batch}g {space}"
+    line = f"{batch}(g i) {space}, (g o) i {kernel}, (g o) -> {batch}(g o) {space}"
+    return Spelled(line, {"g": groups, "i": weight.shape[1], "o": weight.shape[0] // groups})
+
+
+def _conv_transpose(node: fx.Node) -> str | Spelled:
+    found = schema.arguments(node)
+    groups, x, weight = found["groups"], found["input"].meta["val"], found["weight"].meta["val"]
+    dims = range(weight.ndim - 2)
+    batch = "n " if x.ndim == weight.ndim else ""
+    space, kernel = (" ".join(f"~{letter}{d}" for d in dims) for letter in "sk")
+    if groups == 1:
+        return f"{batch}i {space}, i o {kernel}, o -> {batch}o {space}"
+    line = f"{batch}(g i) {space}, (g i) o {kernel}, (g o) -> {batch}(g o) {space}"
+    return Spelled(line, {"g": groups, "i": weight.shape[0] // groups, "o": weight.shape[1]})
+
+
+def _padded(node: fx.Node) -> bool:
+    """Does the window read beyond its input? `same` pads unless every kernel is 1."""
+    found = schema.arguments(node)
+    padding = found["padding"]
+    if isinstance(padding, str):
+        kernel = found["weight"].meta["val"].shape[2:]
+        return padding == "same" and any(size != 1 for size in kernel)
+    return any(pad != 0 for pad in padding)
+
+
+def _groups(node: fx.Node, made: Any) -> dict[str, Any]:
+    """Depthwise convolutions have as many groups as channels are left."""
+    weight = schema.arguments(node)["weight"].meta["val"]
+    depthwise = schema.arguments(node)["groups"] > 1 and weight.shape[1] == 1
+    depthwise = depthwise and weight.shape[0] == schema.arguments(node)["groups"]
+    return {"groups": made[0][1 - (len(made[0]) < weight.ndim)]} if depthwise else {}
+
+
+def _matmul(node: fx.Node) -> str:
+    a, b = _rank(node, "self"), _rank(node, "other")
+    left = "... t i" if a > 1 else "i"
+    right = "... i o" if b > 1 else "i"
+    return f"{left}, {right} -> ..." + " t" * (a > 1) + " o" * (b > 1) if max(a, b) > 1 else "i, i ->"
+
+
+def _addmm(node: fx.Node) -> str | Declined:
+    found = schema.arguments(node)
+    if found["beta"] != 1 or found["alpha"] != 1:
+        return Declined("addmm with beta or alpha other than 1")
+    bias = found["self"].meta["val"]
+    first = {0: "", 1: "o", 2: "n o"}[bias.ndim]
+    return f"{first}, n i, i o -> n o"
+
+
+def _convs() -> list[tuple[str, Entry]]:
+    result = []
+    for d, tail in ((1, (7,)), (2, (5, 6)), (3, (4, 3, 3))):
+        k, one, pad = (3, 3, 2)[:d], [1] * d, [1] * d
+        dense = Case((S((2, 4, *tail)), S((6, 4, *k), True), S((6,), True), one, pad), {})
+        bare = Case((S((2, 4, *tail)), S((6, 4, *k), True), None, [2] * d, [0] * d), {})
+        grouped = Case(
+            (S((2, 4, *tail)), S((6, 2, *k), True), S((6,), True), one, pad, one, 2), {}
+        )
+        depth = Case((S((2, 4, *tail)), S((4, 1, *k), True), None, one, pad, one, 4), {})
+        same = Case((S((2, 4, *tail)), S((6, 4, *k), True), None, one, "same"), {})
+        up = Case((S((2, 4, *tail)), S((4, 6, *k), True), S((6,), True), [2] * d, pad, [1] * d), {})
+        gap = Case((S((2, 4, *tail)), S((4, 3, *([1] * d)), True), None, [2] * d), {})
+        upg = Case((S((2, 4, *tail)), S((4, 3, *k), True), None, [2] * d, pad, [0] * d, 2), {})
+        entry = {"fill": "sum", "pads": _padded, "args": _groups, "region": "conv"}
+        result += [
+            (f"aten.conv{d}d.default", Entry(_conv, **entry, cases=(dense, bare, grouped, depth))),
+            (f"aten.conv{d}d.padding", Entry(_conv, **entry, cases=(same,))),
+        ]
+        name = f"aten.conv_transpose{d}d." + ("default" if d == 1 else "input")
+        transposed = {"fill": "sum", "pads": True, "region": "transposed", "cases": (up, gap, upg)}
+        result.append((name, Entry(_conv_transpose, **transposed)))
+    return result
+
+
+def _embedding(node: fx.Node) -> str:
+    return "!v e, ... -> ... e"
+
+
+ENTRIES = [
+    *_convs(),
+    ("aten.linear.default", Entry("... i, o i, o -> ... o", fill="sum", cases=(
+        Case((S((2, 3, 4)), S((5, 4), True), S((5,), True)), {}),
+        Case((S((2, 4)), S((5, 4), True), None), {})))),
+    ("aten.mm.default", Entry("t i, i o -> t o", fill="sum", cases=(
+        Case((S((3, 4)), S((4, 5), True)), {}), Case((S((3, 4)), S((4, 5))), {})))),
+    ("aten.bmm.default", Entry("b t i, b i o -> b t o", fill="sum", cases=(
+        Case((S((2, 3, 4)), S((2, 4, 5))), {}),))),
+    ("aten.matmul.default", Entry(_matmul, fill="sum", cases=(
+        Case((S((2, 3, 4)), S((4, 5), True)), {}), Case((S((2, 3, 4)), S((2, 4, 5))), {}),
+        Case((S((2, 4)), S((4,), True)), {}), Case((S((4, 3)), S((2, 3, 5))), {})))),
+    ("aten.addmm.default", Entry(_addmm, fill="sum", cases=(
+        Case((S((5,), True), S((3, 4)), S((4, 5), True)), {}),))),
+    ("aten.embedding.default", Entry(_embedding, fill="column", cases=(
+        Case((S((7, 4), True), S((2, 3), of=7)), {}),))),
+]  # fmt: skip

@@ -1,0 +1,151 @@
+"""One entry of the table: what an op states, once, about its axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from demask.errors import TableError
+from demask.ops.notation import parse
+
+
+@dataclass(frozen=True, slots=True)
+class Declined:
+    """Why something was not done; `text` is the reason in the user's words."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Spelled:
+    """A line with the sizes of the letters that no operand shows alone (groups, refinements)."""
+
+    line: str
+    sizes: Mapping[str, int | None]
+
+
+LineOf = Callable[[fx.Node], "str | Spelled | Declined"]
+Sizes = list["int | fx.Node"]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One way to call an op in its law test: tensor shapes stand where tensors go.
+
+    `args` and `kwargs` hold `S(...)` for an activation of that shape, `W(...)` for a constant, and
+    anything else as it is.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A tensor to be drawn for a law test: an activation, or a constant (weight); `of` says from
+    which distribution: "normal", "positive", "bool" or an int n for indices below n."""
+
+    sizes: tuple[int, ...]
+    constant: bool = False
+    of: str | int = "normal"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What the table says of one op.
+
+    line: the notation (see `notation`), or a function of the node that gives it, `Spelled` with
+        sizes, or `Declined` where the node is of a form that has no rule.
+    zero: operands whose zero makes the output zero: "" none, "any" of them, "first" alone.
+    fill: how the value of a known output is found: "run" the op on the operands' values, "same"
+        the value moves along unchanged, "sum" products are summed (contractions), "none" never.
+    sized: the value of a known output depends on how long an axis is (sum, softmax).
+    pads: does the op read positions outside its input, as zeros? Constants then vary at borders.
+    affine: operands (scale, shift): where the scale is 0 the output is the shift, whatever comes.
+    neutral: (value, operands): an operand among these that is this value everywhere leaves the
+        other as it is (times 1, plus 0).
+    args: arguments that hold sizes, rebuilt for cut operands: (node, sizes per output axis) ->
+        {argument name: value}.
+    region: the class of its windows, which tells the input interval an output interval needs:
+        conv, transposed, adaptive, nearest, exact, linear, cubic (see `regions`).
+    kept: inference-time op whose module must live on for training ("batch_norm", "dropout").
+    free: the output does not depend on any input's values (zeros, full_like).
+    cases: calls for the law tests.
+    """
+
+    line: str | LineOf
+    zero: str = ""
+    fill: str = "run"
+    sized: bool = False
+    pads: Callable[[fx.Node], bool] | bool = False
+    affine: tuple[int, int] | None = None
+    neutral: tuple[float, tuple[int, ...]] | None = None
+    args: Callable[[fx.Node, Sizes], Mapping[str, Any]] | None = None
+    region: str = ""
+    kept: str = ""
+    free: bool = False
+    cases: tuple[Case, ...] = ()
+
+    def reads_padding(self, node: fx.Node) -> bool:
+        return self.pads(node) if callable(self.pads) else self.pads
+
+
+class Table(Mapping[str, Entry]):
+    """Entries by op name ("aten.relu.default"); frozen, extended into a new one.
+
+    >>> from demask.ops import TABLE
+    >>> "aten.relu.default" in TABLE
+    True
+    """
+
+    def __init__(self, entries: Iterable[tuple[str, Entry]]):
+        self._entries: dict[str, Entry] = {}
+        for name, entry in entries:
+            if name in self._entries:
+                raise TableError(f"op {name!r} has two entries; the table holds one per op")
+            if isinstance(entry.line, str):
+                parse(entry.line)
+            self._entries[name] = entry
+
+    def __getitem__(self, name: str) -> Entry:
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def extended(self, more: Mapping[str, str | Entry]) -> Table:
+        """A table with your own ops too: {"my::op": "... -> ..."} or {"my::op": Entry(...)}.
+
+        A line alone means: positions depend as the line says, and nothing is known of values, so a
+        known slice is kept unless the op, run on constants, tells what becomes of it. Raises
+        TableError for a line that cannot be read or an op that has an entry already.
+
+        >>> from demask.ops import TABLE
+        >>> len(TABLE.extended({"my::op": "... -> ..."})) - len(TABLE)
+        1
+        """
+        own = [(_canonical(k), Entry(v) if isinstance(v, str) else v) for k, v in more.items()]
+        return Table([*self._entries.items(), *own])
+
+
+def _canonical(name: str) -> str:
+    namespace, _, op = name.replace("::", ".").partition(".")
+    return f"{namespace}.{op}" if "." in op else f"{namespace}.{op}.default"
+
+
+def op_name(target: Any) -> str:
+    """The name under which a call target stands in the table.
+
+    >>> op_name(torch.ops.aten.relu.default)
+    'aten.relu.default'
+    """
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    return f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', target)}".lstrip(".")

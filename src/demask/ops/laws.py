@@ -1,0 +1,515 @@
+"""The laws every entry of the table must obey, tested with no code per op.
+
+    scatter:  op(x * mask + fill) * out_mask == demask of the same
+    region:   tile(op(x)) == tile(op(y)) for every y that equals x on the claimed input region
+    minimal:  re-randomizing any kept slice of any weight moves some output
+
+This is the bottom layer, so the function that demasks is an argument: pass `demask.demask`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+from demask.errors import Mismatch, TableError
+from demask.ops import regions, schema
+from demask.ops.bind import Relation, bind
+from demask.ops.entry import Case, Declined, Shape, Table
+
+Demask = Callable[..., fx.GraphModule]
+_TOLERANCE = 1e-10  # float64, relative: sums in another order, a few hundred terms long
+_BATCHES = (5, 16)  # neither is a size of any case
+
+
+def law_cases(table: Table) -> Iterator[tuple[str, int, Case]]:
+    """Every case of every entry: op name, number of the case, case."""
+    for name, entry in table.items():
+        yield from ((name, index, case) for index, case in enumerate(entry.cases))
+
+
+def target_of(name: str) -> Any:
+    """The callable that a name of the table stands for. Raises TableError if torch has none.
+
+    >>> target_of("aten.relu.default")
+    <OpOverload(op='aten.relu', overload='default')>
+    """
+    namespace, _, rest = name.partition(".")
+    op, _, overload = rest.rpartition(".")
+    try:
+        return getattr(getattr(getattr(torch.ops, namespace), op), overload)
+    except AttributeError as error:
+        raise TableError(f"the table names {name!r}, which torch.ops does not have") from error
+
+
+def drawn(shape: Shape, generator: torch.Generator, sizes: Iterable[int] | None = None) -> Tensor:
+    """A tensor for a shape of a case, float64; some activations are whole numbers, so that
+    comparisons and roundings meet equal values."""
+    size = tuple(shape.sizes if sizes is None else sizes)
+    if isinstance(shape.of, int):
+        return torch.randint(shape.of, size, generator=generator)
+    uniform = torch.rand(size, generator=generator, dtype=torch.float64)
+    if shape.of == "bool":
+        return uniform < 0.5
+    if shape.of == "positive":
+        return 0.2 + 0.6 * uniform  # below 1 too: logit
+    value = torch.randn(size, generator=generator, dtype=torch.float64)
+    return value if shape.constant else torch.where(uniform < 0.3, value.round(), value)
+
+
+def drawn_support(size: int, generator: torch.Generator) -> Tensor:
+    """Which positions of an axis are alive: bool [size]; none, all, one, or any."""
+    kind = int(torch.randint(8, (), generator=generator))
+    if kind == 0:
+        return torch.zeros(size, dtype=torch.bool)
+    if kind == 1:
+        return torch.arange(size) == int(torch.randint(max(size, 1), (), generator=generator))
+    if kind < 5:
+        return torch.rand(size, generator=generator) < 0.5
+    return torch.ones(size, dtype=torch.bool)
+
+
+def drawn_mask(sizes: Iterable[int], generator: torch.Generator, first: bool = True) -> Tensor:
+    """A bool mask, the product of a support per axis; axes that are alive all along are 1 long.
+
+    first: may axis 0 be masked?
+    """
+    sizes = list(sizes)
+    mask = torch.ones([1] * len(sizes), dtype=torch.bool)
+    for axis, size in enumerate(sizes):
+        support = drawn_support(size, generator)
+        if (axis or first) and not bool(support.all()):
+            mask = mask & support.view([-1 if k == axis else 1 for k in range(len(sizes))])
+    return mask
+
+
+def drawn_fill(mask: Tensor, of: str | int, generator: torch.Generator) -> Tensor:
+    """What stands where the mask is off: zeros, one value, or a value per position; else 0."""
+    kind = int(torch.randint(3, (), generator=generator))
+    values = torch.randn(mask.shape, generator=generator, dtype=torch.float64)
+    if of == "positive":
+        values = 0.2 + 0.6 * torch.rand(mask.shape, generator=generator, dtype=torch.float64)
+    elif kind == 0:
+        values = torch.zeros(mask.shape, dtype=torch.float64)
+    if kind == 1:
+        values = values.flatten()[:1].reshape([1] * mask.ndim).expand(mask.shape)
+    return values.masked_fill(mask, 0.0)
+
+
+class LawModule(nn.Module):
+    """op(x * mask + fill) * out_mask for masks and fills drawn from `seed`, in float64.
+
+    Activations of the case are the inputs of forward, in order (`inputs` draws them); its constants
+    are parameters with masked positions of their own; integers and booleans come as they are. One
+    seed in four masks the first axis of activations too, which makes it static.
+    """
+
+    def __init__(self, target: Any, case: Case, seed: int):
+        super().__init__()
+        self.target, self.seed = target, seed
+        leaves, self.spec = pytree.tree_flatten((case.args, dict(case.kwargs)))
+        self.leaves = tuple(leaves)
+        generator = torch.Generator().manual_seed(seed)
+        self.first = seed % 4 == 3
+        for k, leaf in enumerate(leaves):
+            if isinstance(leaf, Shape):
+                self._draw(k, leaf, generator)
+        made = self._run(self.inputs(0))
+        for k, value in enumerate(made):
+            mask = drawn_mask(value.shape, generator, self.first)
+            self.register_parameter(f"out{k}", nn.Parameter(mask.double()))
+
+    def _draw(self, k: int, shape: Shape, generator: torch.Generator) -> None:
+        if shape.of not in ("normal", "positive"):
+            return
+        mask = drawn_mask(shape.sizes, generator, self.first or shape.constant)
+        fill = drawn_fill(mask, shape.of, generator)
+        if shape.constant:
+            value = drawn(shape, generator) * mask + fill
+            self.register_parameter(f"constant{k}", nn.Parameter(value))
+        else:
+            self.register_parameter(f"mask{k}", nn.Parameter(mask.double()))
+            self.register_parameter(f"fill{k}", nn.Parameter(fill))
+
+    def inputs(self, seed: int, batch: int | None = None, dynamic: Any = ()) -> tuple[Tensor, ...]:
+        """Inputs of forward; those whose number is in `dynamic` have `batch` rows."""
+        generator = torch.Generator().manual_seed(self.seed * 1000 + seed)
+        found = []
+        for number, shape in enumerate(s for s in self.leaves if _is_input(s)):
+            sizes = list(shape.sizes)
+            if batch is not None and number in dynamic:
+                sizes[0] = batch
+            found.append(drawn(shape, generator, sizes))
+        return tuple(found)
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        made = self._run(inputs)
+        return tuple(v.double() * getattr(self, f"out{k}") for k, v in enumerate(made))
+
+    def _run(self, inputs: Iterable[Tensor]) -> tuple[Tensor, ...]:
+        rest = iter(inputs)
+        values = [self._value(k, leaf, rest) for k, leaf in enumerate(self.leaves)]
+        args, kwargs = pytree.tree_unflatten(values, self.spec)
+        made = self.target(*args, **kwargs)
+        return tuple(made) if isinstance(made, (list, tuple)) else (made,)
+
+    def _value(self, k: int, leaf: Any, rest: Iterator[Tensor]) -> Any:
+        if not isinstance(leaf, Shape):
+            return leaf
+        if leaf.constant:
+            return getattr(self, f"constant{k}")
+        value = next(rest)
+        if leaf.of not in ("normal", "positive"):
+            return value
+        return value * getattr(self, f"mask{k}") + getattr(self, f"fill{k}")
+
+
+def _is_input(leaf: Any) -> bool:
+    return isinstance(leaf, Shape) and not leaf.constant
+
+
+@dataclass(frozen=True, slots=True)
+class ScatterResult:
+    """How far a demasked law module is from its original.
+
+    error: max |a - b| / max |a| over all outputs and batches; inf where shapes or the positions of
+    NaN differ. batches: the batch sizes compared, None for the case's own. slim: the demasked
+    module, and `inputs` for it, at the largest batch.
+    """
+
+    name: str
+    seed: int
+    error: float
+    batches: tuple[int | None, ...]
+    slim: fx.GraphModule
+    inputs: tuple[Tensor, ...]
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= _TOLERANCE
+
+
+def check_scatter_law(
+    name: str, case: Case, seed: int, table: Table, demask: Demask
+) -> ScatterResult:
+    """The scatter law for one case: demask the law module, compare at the case's own batch and,
+    where dimension 0 of an input is dynamic, at two others."""
+    module = LawModule(target_of(name), case, seed)
+    slim = demask(module, module.inputs(0), table=table)
+    specs: Any = slim.demasked
+    dynamic = {k for k, s in enumerate(specs.inputs) if s.sizes and isinstance(s.sizes[0], str)}
+    batches = (None, *_BATCHES) if dynamic else (None,)
+    error, inputs = 0.0, ()
+    for k, batch in enumerate(batches):
+        inputs = module.inputs(k + 1, batch, dynamic)
+        with torch.no_grad():
+            error = max(error, relative_error(module(*inputs), slim(*inputs)))
+    return ScatterResult(name, seed, error, batches, slim, inputs)
+
+
+def relative_error(expected: Iterable[Tensor], found: Iterable[Tensor]) -> float:
+    """max |a - b| / max |a| over pairs of tensors; inf where shapes, dtypes or NaN differ."""
+    worst = 0.0
+    for a, b in itertools.zip_longest(expected, found):
+        if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
+            return float("inf")
+        same = (a == b) | (a.isnan() & b.isnan())
+        if not bool(same.all()):
+            gap = (a - b).abs()[~same].max()
+            scale = a.abs()[a.isfinite()].max().clamp(min=1e-300)
+            worst = max(worst, float("inf") if gap.isnan() else float(gap / scale))
+    return worst
+
+
+def call_node(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A call of an op on real tensors as a graph node, to be bound to the table."""
+    graph = fx.Graph()
+
+    def placed(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        node = graph.placeholder("x")
+        node.meta["val"] = value
+        return node
+
+    places = pytree.tree_map(placed, (args, kwargs))
+    node = graph.call_function(target, *places)
+    with torch.no_grad():
+        node.meta["val"] = target(*args, **kwargs)
+    return node
+
+
+@dataclass(frozen=True, slots=True)
+class RegionResult:
+    """What garbage outside the claimed input regions did.
+
+    tiles: how many were tried. broken: those whose output changed. loose: claims along windowed and
+    moved axes whose first or last position changed nothing when spoiled.
+    """
+
+    tiles: int
+    broken: tuple[str, ...]
+    loose: tuple[str, ...]
+
+
+def check_region_law(name: str, case: Case, seed: int, table: Table) -> RegionResult | Declined:
+    """The region law for one case: every axis of every output, several tiles, every operand."""
+    generator = torch.Generator().manual_seed(seed)
+    case_args = pytree.tree_map(
+        lambda leaf: drawn(leaf, generator) if isinstance(leaf, Shape) else leaf,
+        (case.args, dict(case.kwargs)),
+        is_leaf=lambda leaf: isinstance(leaf, Shape),
+    )
+    relation = bind(call_node(target_of(name), *case_args[0], **case_args[1]), table)
+    if isinstance(relation, Declined):
+        return relation
+    tiles, broken, loose = 0, [], []
+    for out, axes in enumerate(relation.outs):
+        for axis, operand in itertools.product(range(len(axes)), range(len(relation.operands))):
+            at = regions.axis_of(relation, operand, axis, out=out)
+            if at is None:
+                continue
+            size = schema.outputs(relation.node)[out].shape[axis]
+            for start, end in _tiles(size, generator):
+                tile = _Tile(relation, operand, at, out, axis, start, end)
+                tiles += 1
+                broken += tile.broken(generator)
+                loose += tile.loose(generator)
+    return RegionResult(tiles, tuple(broken), tuple(loose))
+
+
+def _tiles(size: int, generator: torch.Generator) -> list[tuple[int, int]]:
+    """Every single position of a short axis, its halves, and three drawn intervals."""
+    ends = [(0, 1), (size - 1, size), (0, size // 2), (size // 2, size), (0, size)]
+    found = {(k, k + 1) for k in range(min(size, 8))} | {(a, b) for a, b in ends if a < b}
+    for _ in range(3):
+        a, b = sorted(int(torch.randint(size + 1, (), generator=generator)) for _ in range(2))
+        found |= {(a, b)} if a < b else set()
+    return sorted(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Positions [start, end) of one axis of one output, asked of axis `at` of one operand."""
+
+    relation: Relation
+    operand: int
+    at: int
+    out: int
+    axis: int
+    start: int
+    end: int
+
+    def broken(self, generator: torch.Generator) -> list[str]:
+        """Spoils all that neither `needed` nor the pair input_start, input_end claims."""
+        args = (self.relation, self.operand, self.axis)
+        exact = regions.needed(*args, self.start, self.end, out=self.out)
+        pair = (regions.input_start(*args, self.start, out=self.out),
+                regions.input_end(*args, self.end, out=self.out))  # fmt: skip
+        size = self._value.shape[self.at]
+        return [
+            f"{self}: {claim} is not enough"
+            for claim in sorted({exact, pair})
+            if not self._holds([k for k in range(size) if not claim[0] <= k < claim[1]], generator)
+        ]
+
+    def loose(self, generator: torch.Generator) -> list[str]:
+        """Is the first and the last claimed position of a windowed or moved axis really read?"""
+        letters = set(self.relation.outs[self.out][self.axis])
+        if not letters & (self.relation.window | self.relation.moved):
+            return []
+        args = (self.relation, self.operand, self.axis, self.start, self.end)
+        low, high = regions.needed(*args, out=self.out)
+        edges = sorted({low, high - 1}) if low < high else []
+        return [f"{self}: {k} is not read" for k in edges if self._holds([k], generator)]
+
+    @property
+    def _value(self) -> Tensor:
+        return self.relation.operands[self.operand].value.meta["val"]
+
+    def _holds(self, spoiled: list[int], generator: torch.Generator) -> bool:
+        """Is the tile the same when the given positions hold garbage?"""
+        if not spoiled:
+            return True
+        value = self._value.clone()
+        value.index_copy_(self.at, torch.tensor(spoiled), _garbage(value, self.at, spoiled, generator))
+        expected = schema.outputs(self.relation.node)[self.out]
+        found = _again(self.relation, self.operand, value)[self.out]
+        a, b = (v.narrow(self.axis, self.start, self.end - self.start) for v in (expected, found))
+        return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+
+    def __str__(self) -> str:
+        name = self.relation.operands[self.operand].name
+        return (f"{self.relation.node.target}: [{self.start}, {self.end}) of axis {self.axis} of "
+                f"output {self.out} from axis {self.at} of {name}")  # fmt: skip
+
+
+def _garbage(value: Tensor, axis: int, where: list[int], generator: torch.Generator) -> Tensor:
+    """Other values for some positions: NaN and large numbers, other indices, flipped booleans."""
+    old = value.index_select(axis, torch.tensor(where))
+    if value.dtype == torch.bool:
+        return ~old
+    if not value.is_floating_point():
+        top = int(value.max()) + 1
+        return (old + torch.randint(1, max(top, 2), old.shape, generator=generator)) % top
+    large = 1e6 * torch.randn(old.shape, generator=generator, dtype=old.dtype)
+    spoiled = torch.rand(old.shape, generator=generator) < 0.5
+    return large.masked_fill(spoiled, float("nan"))
+
+
+def _again(relation: Relation, operand: int, value: Tensor) -> list[Tensor]:
+    """The call once more with another value of one operand."""
+    values = [
+        value if k == operand else o.value.meta["val"] if isinstance(o.value, fx.Node) else o.value
+        for k, o in enumerate(relation.operands)
+    ]
+    found = schema.replaced(schema.arguments(relation.node), relation.operands, values)
+    args, kwargs = schema.call(relation.node.target, found)
+    with torch.no_grad():
+        made = relation.node.target(*args, **kwargs)  # type: ignore[operator]
+    return list(made) if isinstance(made, (list, tuple)) else [made]
+
+
+def missed(slim: nn.Module, args: tuple[Any, ...], seeds: int = 3) -> list[str]:
+    """Slices of weights that no output depends on, as "name, axis 0: position 3".
+
+    Weights are parameters and floating-point buffers. Each slice of each axis is re-randomized
+    alone on `seeds` shufflings of the inputs. A gradient that is not zero shows that a slice moves
+    an output, so only slices without one are tried. Meant for float64 modules: below 1e-12 of the
+    largest output a difference counts as rounding.
+
+    >>> net = torch.nn.Linear(2, 3).double()
+    >>> missed(torch.nn.Sequential(net, torch.nn.Softmax(-1)), (torch.randn(4, 2).double(),))
+    []
+    """
+    oracle = _Oracle(slim, args, seeds)
+    found = []
+    for name, value in oracle.weights.items():
+        for axis, size in enumerate(value.shape):
+            alive = oracle.moves[name]
+            rest = [k for k in range(value.ndim) if k != axis]
+            certain = alive.any(rest) if rest else alive
+            found += [
+                f"{name}, axis {axis}: position {k}"
+                for k in range(size)
+                if not bool(certain[k]) and not oracle.moved(name, axis, k)
+            ]
+    return found
+
+
+class _Oracle:
+    """A module, some inputs, and what its outputs are on them."""
+
+    def __init__(self, slim: nn.Module, args: tuple[Any, ...], seeds: int):
+        self.slim = slim
+        named = [*slim.named_parameters(), *slim.named_buffers()]
+        self.weights = {n: v.detach() for n, v in named if v.is_floating_point()}
+        self.draws = [_shuffled(args, seed) for seed in range(seeds)]
+        with torch.no_grad():
+            self.before = [_tensors(slim(*draw)) for draw in self.draws]
+        self.moves = {name: torch.zeros_like(v, dtype=torch.bool) for name, v in self.weights.items()}
+        for draw in self.draws:
+            self._differentiate(draw)
+
+    def _differentiate(self, draw: tuple[Any, ...]) -> None:
+        leaves = {name: v.clone().requires_grad_() for name, v in self.weights.items()}
+        made = [v for v in _tensors(functional_call(self.slim, leaves, draw)) if v.requires_grad]
+        if not made or not leaves:
+            return
+        generator = torch.Generator().manual_seed(0)
+        total = sum((v * torch.randn(v.shape, generator=generator, dtype=v.dtype)).sum() for v in made)
+        slopes = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)  # type: ignore[arg-type]
+        scale = max(float(v.detach().abs().max()) if v.numel() else 0.0 for v in made)
+        for name, slope in zip(leaves, slopes, strict=True):
+            if slope is not None:
+                self.moves[name] |= slope.abs() > 1e-9 * scale
+
+    def moved(self, name: str, axis: int, position: int) -> bool:
+        """Does any output change when one slice of a weight is drawn again?"""
+        value = self.weights[name]
+        generator = torch.Generator().manual_seed(position)
+        for draw, before in zip(self.draws, self.before, strict=True):
+            changed = value.clone()
+            part = changed.select(axis, position)
+            scale = float(value.abs().max()) + 1.0
+            fresh = scale * torch.randn(part.shape, generator=generator, dtype=value.dtype)
+            # What is positive stays so: a negative variance gives NaN everywhere.
+            part.copy_(fresh.abs() if bool((value > 0).all()) else fresh)
+            with torch.no_grad():
+                after = _tensors(functional_call(self.slim, {name: changed}, draw))
+            if any(_differs(a, b) for a, b in zip(before, after, strict=True)):
+                return True
+        return False
+
+
+def _differs(a: Tensor, b: Tensor) -> bool:
+    if not a.is_floating_point():
+        return not torch.equal(a, b)
+    same = (a == b) | (a.isnan() & b.isnan())
+    if bool(same.all()):
+        return False
+    gap, scale = (a - b).abs()[~same].max(), a.abs().nan_to_num(0, 0, 0).max()
+    return bool(gap.isnan()) or bool(gap > 1e-12 * scale)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _shuffled(args: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
+    """Inputs like the given ones: the same values at other places, floats moved by up to a tenth."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        order = torch.randperm(leaf.numel(), generator=generator)
+        mixed = leaf.detach().reshape(-1)[order].reshape(leaf.shape)
+        if not mixed.is_floating_point() or seed == 0:
+            return mixed
+        return mixed * (0.9 + 0.2 * torch.rand(leaf.shape, generator=generator, dtype=leaf.dtype))
+
+    return pytree.tree_map(draw, args)
+
+
+def check(name: str, table: Table, demask: Demask, *, seeds: int = 3) -> None:
+    """Checks both laws on every case of an entry; for your own ops, too.
+
+    Raises Mismatch naming the case, seed and tile that break a law, TableError if there is no case.
+
+    >>> import demask
+    >>> check("aten.relu.default", demask.ops.TABLE, demask.demask, seeds=1)
+    """
+    entry = table.get(name)
+    if entry is None or not entry.cases:
+        raise TableError(f"{name!r} has no entry with cases: give Entry(line, cases=(Case(...),))")
+    for (index, case), seed in itertools.product(enumerate(entry.cases), range(seeds)):
+        result = check_scatter_law(name, case, seed, table, demask)
+        if not result.ok:
+            raise Mismatch(
+                f"{name}, case {index}, seed {seed}: the demasked module is off by {result.error:.1e} "
+                f"relative; expected at most {_TOLERANCE:g}: check the entry's line, zero and fill"
+            )
+        region = check_region_law(name, case, seed, table)
+        if isinstance(region, RegionResult) and region.broken:
+            raise Mismatch(f"case {index}, seed {seed}: {region.broken[0]}: check line and region")
+
+
+__all__ = [
+    "LawModule",
+    "RegionResult",
+    "ScatterResult",
+    "call_node",
+    "check",
+    "check_region_law",
+    "check_scatter_law",
+    "law_cases",
+    "missed",
+]

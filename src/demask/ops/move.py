@@ -1,0 +1,271 @@
+"""Ops that move values and compute nothing: views, permutations, slices, joins, pads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from demask.ops import schema
+from demask.ops.entry import Case, Declined, Entry, Spelled
+from demask.ops.entry import Shape as S
+
+
+def _shape(node: fx.Node) -> list[Any]:
+    """Sizes of the first operand, dynamic ones as SymInt."""
+    return list(schema.operands(node)[0].value.meta["val"].shape)
+
+
+def _letters(rank: int) -> list[str]:
+    return [f"a{k}" for k in range(rank)]
+
+
+def _view(node: fx.Node) -> Spelled | Declined:
+    """The common refinement of the two shapes: `n 12 -> n 3 4` is `n (a b) -> n a b`."""
+    old, new = _shape(node), list(schema.outputs(node)[0].shape)
+    refined = _refine(old, new)
+    if isinstance(refined, Declined):
+        return refined
+    before, after, sizes = refined
+    return Spelled(f"{_spell(before)} -> {_spell(after)}", sizes)
+
+
+def _spell(axes: list[list[str]]) -> str:
+    return " ".join("1" if not a else a[0] if len(a) == 1 else f"({' '.join(a)})" for a in axes)
+
+
+def _refine(old: list[Any], new: list[Any]):
+    """Axes of both shapes over shared letters, major first, by equal running products."""
+    before: list[list[str]] = [[] for _ in old]
+    after: list[list[str]] = [[] for _ in new]
+    sizes: dict[str, int | None] = {}
+    i = j = 0
+    left: list[Any] = list(old)
+    right: list[Any] = list(new)
+    while i < len(left) and j < len(right):
+        if _is(left[i], 1):
+            i += 1
+        elif _is(right[j], 1):
+            j += 1
+        else:
+            step = _split(left[i], right[j])
+            if step is None:
+                return Declined(f"view from {tuple(old)} to {tuple(new)} has no common refinement")
+            letter = f"a{len(sizes)}"
+            size, left[i], right[j] = step
+            sizes[letter] = size if isinstance(size, int) else None
+            before[i].append(letter)
+            after[j].append(letter)
+    return before, after, sizes
+
+
+def _is(a: Any, b: Any) -> bool:
+    """Are two sizes equal, without guarding on dynamic ones?"""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return _expr(a) == _expr(b)
+
+
+def _expr(size: Any) -> Any:
+    return size if isinstance(size, int) else size.node.expr
+
+
+def _split(a: Any, b: Any) -> tuple[Any, Any, Any] | None:
+    """The next common factor, minor axes last: (factor, what is left of a, of b)."""
+    if _is(a, b):
+        return a, 1, 1
+    if isinstance(a, int) and isinstance(b, int):
+        small = math.gcd(a, b)
+        if small in (a, b):
+            # Row-major: the major factor is shared first, the rest stays for the next axes.
+            return small, a // small, b // small
+        return None
+    return _split_dynamic(a, b)
+
+
+def _split_dynamic(a: Any, b: Any) -> tuple[Any, Any, Any] | None:
+    import sympy
+
+    quotient = sympy.cancel(_expr(a) / _expr(b))
+    big, small, swap = (a, b, False)
+    if not quotient.is_polynomial() or quotient.as_numer_denom()[1] != 1:
+        quotient, (big, small), swap = 1 / quotient, (b, a), True
+    quotient = sympy.cancel(quotient)
+    if quotient.as_numer_denom()[1] != 1:
+        return None
+    rest = int(quotient) if quotient.is_Integer else _Dynamic(quotient)
+    del big
+    return (small, 1, rest) if swap else (small, rest, 1)
+
+
+class _Dynamic:
+    """A dynamic size that no tensor shows: a factor left over from a composite axis."""
+
+    def __init__(self, expr: Any):
+        self.node = self
+        self.expr = expr
+
+
+def _sizes_as(name: str) -> Callable[[fx.Node, Any], dict[str, Any]]:
+    return lambda node, made: {name: made[0]}
+
+
+def _flat(node: fx.Node, made: Any) -> dict[str, Any]:
+    return {}
+
+
+def _permute(node: fx.Node) -> str:
+    before = _letters(len(_shape(node)))
+    after = [before[dim % len(before)] for dim in schema.arguments(node)["dims"]]
+    return f"{' '.join(before)} -> {' '.join(after)}"
+
+
+def _transpose(node: fx.Node) -> str:
+    before, found = _letters(len(_shape(node))), schema.arguments(node)
+    after = list(before)
+    if before:
+        i, j = found["dim0"] % len(before), found["dim1"] % len(before)
+        after[i], after[j] = before[j], before[i]
+    return f"{' '.join(before)} -> {' '.join(after)}"
+
+
+def _reverse(node: fx.Node) -> str:
+    before = _letters(len(_shape(node)))
+    return f"{' '.join(before)} -> {' '.join(before[::-1])}"
+
+
+def _unsqueeze(node: fx.Node) -> str:
+    before = _letters(len(_shape(node)))
+    dim = schema.arguments(node)["dim"] % (len(before) + 1)
+    return f"{' '.join(before)} -> {' '.join([*before[:dim], '1', *before[dim:]])}"
+
+
+def _expand(node: fx.Node) -> str:
+    old, new = _shape(node), list(schema.outputs(node)[0].shape)
+    fresh = len(new) - len(old)
+    after = [f"e{k}" for k in range(len(new))]
+    before = ["1" if _is(n, 1) and not _is(new[k + fresh], 1) else after[k + fresh]
+              for k, n in enumerate(old)]  # fmt: skip
+    return f"{' '.join(before)} -> {' '.join(after)}"
+
+
+def _dims(node: fx.Node) -> set[int]:
+    """The axes along which positions move."""
+    found, rank = schema.arguments(node), len(_shape(node))
+    if "pad" in found or "padding" in found:
+        count = len(found["pad"] if "pad" in found else found["padding"]) // 2
+        return set(range(rank - count, rank))
+    dims = found.get("dims", found.get("dim"))
+    dims = [dims] if isinstance(dims, int) else dims
+    return {dim % rank for dim in dims} if dims else set(range(rank))
+
+
+def _moved(node: fx.Node, gone: bool = False) -> str | Declined:
+    """Axes of `dim` are moved; each operand's and the outputs' alike; `gone` drops them."""
+    if any(not isinstance(o.value, fx.Node) for o in schema.operands(node)):
+        return Declined("positions taken from a plain number")
+    dims, which = _dims(node), schema.operands(node)
+    marked = [f"@a{k}" if k in dims else f"a{k}" for k in range(len(_shape(node)))]
+    after = [axis for axis in marked if not (gone and axis.startswith("@"))]
+    before = ", ".join([" ".join(marked)] * len(which))
+    return f"{before} -> {', '.join([' '.join(after)] * len(schema.outputs(node)))}"
+
+
+def _slice(node: fx.Node) -> str | Declined:
+    """x[:] along a dynamic axis is the whole axis; torch.export writes one for every ellipsis."""
+    found = schema.arguments(node)
+    new, old = schema.outputs(node)[0].shape, _shape(node)
+    dim = found["dim"] % len(old)
+    if found["step"] == 1 and _is(new[dim], old[dim]):
+        return "... -> ..."
+    return _moved(node)
+
+
+def _gone(node: fx.Node) -> str | Declined:
+    return _moved(node, gone=True)
+
+
+def _stack(node: fx.Node) -> str | Declined:
+    return Declined("stack has operands without the new axis; capture writes it as cat")
+
+
+def _pad(node: fx.Node) -> str | Declined:
+    return _moved(node)
+
+
+def _pixel_shuffle(node: fx.Node) -> Spelled:
+    r = schema.arguments(node)["upscale_factor"]
+    height, width = _shape(node)[-2:]
+    sizes = {"r": r, "s": r, "h": _static(height), "w": _static(width)}
+    return Spelled("... (c !r !s) h w -> ... c (h !r) (w !s)", sizes)
+
+
+def _pixel_unshuffle(node: fx.Node) -> Spelled:
+    r = schema.arguments(node)["downscale_factor"]
+    height, width = schema.outputs(node)[0].shape[-2:]
+    sizes = {"r": r, "s": r, "h": _static(height), "w": _static(width)}
+    return Spelled("... c (!h !r) (!w !s) -> ... (c !r !s) !h !w", sizes)
+
+
+def _channel_shuffle(node: fx.Node) -> Spelled:
+    groups = schema.arguments(node)["groups"]
+    return Spelled("n (!g c) ... -> n (c !g) ...", {"g": groups})
+
+
+def _static(size: Any) -> int | None:
+    return size if isinstance(size, int) else None
+
+
+_X = S((2, 3, 4))
+_VIEW = Case((S((2, 12)), [2, 3, 4]), {})
+_FLAT = Case((S((2, 3, 4)), [2, 12]), {})
+
+
+def _entry(line: Any, *cases: Case, **more: Any) -> Entry:
+    return Entry(line, fill="same", cases=cases, **more)
+
+
+ENTRIES = [
+    ("aten.view.default", _entry(_view, _VIEW, _FLAT, args=_sizes_as("size"))),
+    ("aten._unsafe_view.default", _entry(_view, args=_sizes_as("size"))),
+    ("aten.reshape.default", _entry(_view, _VIEW, _FLAT, args=_sizes_as("shape"))),
+    ("aten.flatten.using_ints", _entry(_view, Case((S((2, 3, 4, 5)), 1), {}))),
+    ("aten.unflatten.int", _entry(_view, Case((S((2, 12)), 1, [3, 4]), {}), args=lambda node, made: {
+        "sizes": made[0][node.args[1] % len(_shape(node)):][: len(node.args[2])]})),
+    ("aten.permute.default", _entry(_permute, Case((_X, [2, 0, 1]), {}))),
+    ("aten.transpose.int", _entry(_transpose, Case((_X, 1, 2), {}))),
+    ("aten.t.default", _entry(_reverse, Case((S((2, 3)),), {}))),
+    ("aten.numpy_T.default", _entry(_reverse)),
+    ("aten.unsqueeze.default", _entry(_unsqueeze, Case((_X, 1), {}), Case((_X, -1), {}))),
+    ("aten.squeeze.dim", _entry(_view, Case((S((2, 1, 3)), 1), {}))),
+    ("aten.squeeze.dims", _entry(_view, Case((S((2, 1, 3, 1)), [1, 3]), {}))),
+    ("aten.squeeze.default", _entry(_view)),
+    ("aten.expand.default", _entry(_expand, Case((S((2, 1, 3)), [2, 5, 3]), {}),
+                                   args=_sizes_as("size"))),
+    ("aten.slice.Tensor", _entry(_slice, Case((_X, 1, 1, 3), {}), Case((S((2, 7)), 1, 0, 7, 3), {}))),
+    ("aten.narrow.default", _entry(_moved, Case((_X, 2, 1, 2), {}))),
+    ("aten.select.int", _entry(_gone, Case((_X, 1, 2), {}))),
+    ("aten.unbind.int", _entry(_gone, Case((_X, 1), {}))),
+    ("aten.split.Tensor", _entry(_moved, Case((S((2, 7)), 3, 1), {}))),
+    ("aten.split_with_sizes.default", _entry(_moved, Case((S((2, 7)), [3, 4], 1), {}))),
+    ("aten.chunk.default", _entry(_moved, Case((S((2, 6)), 2, 1), {}))),
+    ("aten.cat.default", _entry(_moved, Case(([_X, S((2, 5, 4))], 1), {}))),
+    ("aten.flip.default", _entry(_moved, Case((_X, [1]), {}))),
+    ("aten.roll.default", _entry(_moved, Case((_X, [1], [2]), {}))),
+    ("aten.constant_pad_nd.default", _entry(
+        _pad, Case((_X, [1, 2]), {}), Case((S((2, 3, 4, 5)), [1, 0, 0, 2, 2, 1], 0.5), {}), pads=True)),
+    ("aten.pad.default", _entry(
+        _pad, Case((_X, [1, 2]), {}), Case((_X, [1, 2], "reflect"), {}),
+        Case((S((2, 3, 4, 5)), [1, 2, 2, 1], "replicate"), {}),
+        Case((S((2, 3, 4, 5)), [1, 2, 2, 1], "circular"), {}), pads=True)),
+    ("aten.reflection_pad1d.default", _entry(_pad, Case((_X, [1, 2]), {}))),
+    ("aten.reflection_pad2d.default", _entry(_pad, Case((S((2, 3, 4, 5)), [1, 2, 2, 1]), {}))),
+    ("aten.replication_pad1d.default", _entry(_pad, Case((_X, [1, 2]), {}))),
+    ("aten.replication_pad2d.default", _entry(_pad, Case((S((2, 3, 4, 5)), [1, 2, 2, 1]), {}))),
+    ("aten.slice_scatter.default", _entry(_moved, Case((_X, S((2, 2, 4)), 1, 1, 3), {}))),
+    ("aten.pixel_shuffle.default", _entry(_pixel_shuffle, Case((S((2, 12, 3, 4)), 2), {}))),
+    ("aten.pixel_unshuffle.default", _entry(_pixel_unshuffle, Case((S((2, 3, 4, 6)), 2), {}))),
+    ("aten.channel_shuffle.default", _entry(_channel_shuffle, Case((S((2, 6, 3)), 3), {}))),
+]  # fmt: skip

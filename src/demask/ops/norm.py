@@ -1,0 +1,88 @@
+"""Ops that need a whole axis at once: norms, softmax, reductions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from demask.ops import schema
+from demask.ops.entry import Case, Entry, Spelled
+from demask.ops.entry import Shape as S
+
+
+def _rank(node: fx.Node) -> int:
+    return len(schema.sizes(schema.operands(node)[0].value.meta["val"]))
+
+
+def _layer_norm(node: fx.Node) -> str:
+    over = " ".join(f"!d{k}" for k in range(len(schema.arguments(node)["normalized_shape"])))
+    plain = over.replace("!", "")
+    return f"... {over}, {plain}, {plain} -> ... {over}"
+
+
+def _group_norm(node: fx.Node) -> Spelled:
+    space = " ".join(f"!s{k}" for k in range(_rank(node) - 2))
+    line = f"n (g !c) {space}, (g c), (g c) -> n (g !c) {space}"
+    return Spelled(line, {"g": schema.arguments(node)["num_groups"]})
+
+
+def _groups(node: fx.Node, made: Any) -> dict[str, Any]:
+    """Whole groups are kept: as many as the channels left hold."""
+    channels = node.args[0].meta["val"].shape[1]  # type: ignore[union-attr]
+    return {"num_groups": made[0][1] // (channels // schema.arguments(node)["num_groups"])}
+
+
+def _instance_norm(node: fx.Node) -> str:
+    mark = "!" if schema.arguments(node)["use_input_stats"] else ""
+    space = " ".join(f"{mark}s{k}" for k in range(_rank(node) - 2))
+    return f"n c {space}, c, c, c, c -> n c {space}"
+
+
+def _softmax(node: fx.Node) -> str:
+    rank = _rank(node)
+    dim = schema.arguments(node)["dim"] % max(rank, 1)
+    axes = " ".join(f"!a{k}" if k == dim else f"a{k}" for k in range(rank))
+    return f"{axes} -> {axes}"
+
+
+def _reduced(node: fx.Node) -> str:
+    """Reduced axes must be complete and are gone, or one long, in the output."""
+    rank, found = _rank(node), schema.arguments(node)
+    dims = found.get("dim")
+    dims = list(range(rank)) if dims in (None, []) else [dims] if isinstance(dims, int) else dims
+    gone = {dim % max(rank, 1) for dim in dims}
+    before = " ".join(f"!a{k}" if k in gone else f"a{k}" for k in range(rank))
+    one = "1" if found.get("keepdim") else ""
+    after = " ".join(one if k in gone else f"a{k}" for k in range(rank))
+    return f"{before} -> {after}"
+
+
+_OVER_ONE = [(S((2, 3, 4)), [1]), (S((2, 3, 4)), [-1], True), (S((2, 3, 4, 5)), [2, 3])]
+_REDUCED = tuple(Case(args, {}) for args in _OVER_ONE)
+_MEANS = ("mean.dim", "amax.default", "amin.default")
+_SUMS = ("sum.dim_IntList",)
+_WHOLE = ("mean.default", "sum.default")
+_SPREAD = ("var.correction", "std.correction")
+ENTRIES = [
+    *((f"aten.{n}", Entry(_reduced, cases=_REDUCED)) for n in _MEANS),
+    *((f"aten.{n}", Entry(_reduced, sized=True, cases=_REDUCED)) for n in _SUMS),
+    *((f"aten.{n}", Entry(_reduced, sized=True, cases=(Case((S((2, 3)),), {}),))) for n in _WHOLE),
+    *((f"aten.{n}", Entry(_reduced, fill="none", cases=_REDUCED[:1])) for n in _SPREAD),
+    ("aten.linalg_vector_norm.default", Entry(_reduced, sized=True, cases=(
+        Case((S((2, 3, 4)), 2, [1], True), {}),))),
+    ("aten.layer_norm.default", Entry(_layer_norm, affine=(1, 2), cases=(
+        Case((S((2, 3, 4)), [4], S((4,), True), S((4,), True)), {}),
+        Case((S((2, 3, 4)), [3, 4]), {})))),
+    ("aten.rms_norm.default", Entry(_layer_norm, affine=(1, 2), cases=(
+        Case((S((2, 3, 4)), [4], S((4,), True), 1e-6), {}),))),
+    ("aten.group_norm.default", Entry(_group_norm, affine=(1, 2), args=_groups, cases=(
+        Case((S((2, 6, 4, 5)), 3, S((6,), True), S((6,), True)), {}),
+        Case((S((2, 6, 4)), 2), {})))),
+    ("aten.instance_norm.default", Entry(_instance_norm, affine=(1, 2), cases=(
+        Case((S((2, 3, 4, 5)), S((3,), True), S((3,), True), None, None, True, 0.1, 1e-5, False), {}),
+    ))),
+    ("aten.softmax.int", Entry(_softmax, sized=True, cases=(
+        Case((S((2, 3, 4)), -1), {}), Case((S((2, 3, 4)), 1), {})))),
+    ("aten.log_softmax.int", Entry(_softmax, sized=True, cases=(Case((S((2, 3, 4)), 1), {}),))),
+]  # fmt: skip

@@ -1,0 +1,93 @@
+"""The notation of the table: one line says how the axes of an op's outputs depend on its inputs'.
+
+    "... i, o i, o -> ... o"                                   linear
+    "n (g i) ~h ~w, (g o) i ~k ~l, (g o) -> n (g o) ~h ~w"      grouped convolution
+    "... !d, d, d -> ... !d"                                   layer norm
+
+Operands are separated by commas, axes by spaces. A letter (or short name) names an axis; a letter
+of the output is *carried*, a letter only in inputs is *contracted* (two operands) or *reduced*
+(one). `(a b)` is a row-major composite, `1` an axis of size one, `...` the broadcast axes.
+Marks: `~` a window slides along the axis (convolution, pooling, resizing); `!` the axis must be
+complete (it is normalised over); `@` positions are moved along the axis by a map that running the
+op on positions tells (slice, cat, pad). Under `~` and `@` the input's axis and the output's are
+different axes, and get different letters: "h" becomes "h<0" in operand 0 and "h>" in the output.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from demask.errors import TableError
+
+Axis = tuple[str, ...]  # the letters of one axis, major first; () is an axis of size one
+Axes = tuple[Axis, ...]
+
+ELLIPSIS: Axis = ("...",)
+_TOKEN = re.compile(r"\([^()]*\)|\.\.\.|[!~@]?[a-z]\w*|1")
+_LETTER = re.compile(r"([!~@]?)([a-z]\w*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A parsed line: the axes of each input and output, and which letters carry which mark."""
+
+    ins: tuple[Axes, ...]
+    outs: tuple[Axes, ...]
+    window: frozenset[str] = frozenset()
+    complete: frozenset[str] = frozenset()
+    moved: frozenset[str] = frozenset()
+
+
+def parse(text: str) -> Line:
+    """The line that `text` spells.
+
+    Raises TableError, with the offending piece, when it cannot be read.
+
+    >>> parse("... i, o i -> ... o").outs
+    ((('...',), ('o',)),)
+    """
+    left, arrow, right = text.partition("->")
+    if not arrow:
+        raise TableError(f"expected 'inputs -> outputs', got {text!r}: write an arrow")
+    marks: dict[str, set[str]] = {"~": set(), "!": set(), "@": set()}
+    ins = [_axes(part, f"<{k}", marks, text) for k, part in enumerate(_operands(left))]
+    outs = [_axes(part, ">", marks, text) for part in _operands(right)]
+    _check(ins, outs, text)
+    window, complete, moved = (frozenset(marks[m]) for m in "~!@")
+    return Line(tuple(ins), tuple(outs), window, complete, moved)
+
+
+def _operands(side: str) -> list[str]:
+    return side.split(",") if side.strip() else []
+
+
+def _axes(part: str, suffix: str, marks: dict[str, set[str]], text: str) -> Axes:
+    rest = _TOKEN.sub("", part).strip()
+    if rest:
+        raise TableError(f"cannot read {rest!r} in {text!r}: letters, (a b), 1, ... and ! ~ @ only")
+    return tuple(_axis(token, suffix, marks) for token in _TOKEN.findall(part))
+
+
+def _axis(token: str, suffix: str, marks: dict[str, set[str]]) -> Axis:
+    if token == "...":
+        return ELLIPSIS
+    if token == "1":
+        return ()
+    letters = []
+    for mark, letter in _LETTER.findall(token):
+        # Windows and moves change the size of their axis: before and after are different axes.
+        name = letter + suffix if mark in ("~", "@") else letter
+        if mark:
+            marks[mark].add(name)
+        letters.append(name)
+    return tuple(letters)
+
+
+def _check(ins: list[Axes], outs: list[Axes], text: str) -> None:
+    for axes in [*ins, *outs]:
+        letters = [letter for axis in axes for letter in axis]
+        if len(set(letters)) != len(letters):
+            raise TableError(f"a letter stands twice in one operand of {text!r}")
+    if any(ELLIPSIS in axes for axes in outs) and not any(ELLIPSIS in axes for axes in ins):
+        raise TableError(f"'...' in an output of {text!r} but in no input")

@@ -1,0 +1,137 @@
+"""Ops that work on each position alone, batch norm in eval mode among them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from demask.ops import schema
+from demask.ops.entry import Case, Declined, Entry
+from demask.ops.entry import Shape as S
+
+_UNARY = """relu relu6 sigmoid silu tanh hardswish hardsigmoid hardtanh leaky_relu elu selu
+    celu softplus mish exp expm1 log1p abs neg sin cos atan sinh erf erfc floor ceil
+    round trunc sign square softshrink hardshrink log_sigmoid gelu logical_not isnan isinf isfinite
+    nan_to_num alias detach clone contiguous lift_fresh lift_fresh_copy zeros_like ones_like"""
+_POSITIVE = "log log2 log10 sqrt rsqrt reciprocal logit"
+_SCALAR = {
+    "add.Scalar": 1.5, "sub.Scalar": 1.5, "rsub.Scalar": 1.5, "mul.Scalar": 1.5, "div.Scalar": 1.5,
+    "pow.Tensor_Scalar": 2, "eq.Scalar": 0, "ne.Scalar": 0, "gt.Scalar": 0, "ge.Scalar": 0,
+    "lt.Scalar": 0, "le.Scalar": 0, "remainder.Scalar": 1.5, "fmod.Scalar": 1.5, "clamp.default": 0,
+    "clamp_min.default": 0, "clamp_max.default": 0, "fill.Scalar": 1.5,
+}  # fmt: skip
+_BINARY = """rsub.Tensor maximum.default minimum.default atan2.default
+    eq.Tensor ne.Tensor gt.Tensor ge.Tensor lt.Tensor le.Tensor logical_or.default"""
+_PAIR = (Case((S((2, 3, 4)), S((2, 3, 4))), {}), Case((S((2, 3, 4, 5)), S((3, 1, 1))), {}))
+
+
+def _unary() -> list[tuple[str, Entry]]:
+    free = {"zeros_like", "ones_like"}
+    plain = [
+        (f"aten.{n}.default", Entry("... -> ...", free=n in free, cases=(Case((S((2, 3, 4)),), {}),)))
+        for n in _UNARY.split()
+    ]
+    positive = [
+        (f"aten.{n}.default", Entry("... -> ...", cases=(Case((S((2, 3), of="positive"),), {}),)))
+        for n in _POSITIVE.split()
+    ]
+    scalar = [
+        (f"aten.{n}", Entry("... -> ...", cases=(Case((S((2, 3, 4)), value), {}),)))
+        for n, value in _SCALAR.items()
+    ]
+    return plain + positive + scalar
+
+
+def _binary() -> list[tuple[str, Entry]]:
+    plain = [(f"aten.{n}", Entry("..., ... -> ...", cases=_PAIR)) for n in _BINARY.split()]
+    positive = (Case((S((2, 3, 4)), S((2, 3, 4), of="positive")), {}),)
+    modes = (Case((*positive[0].args,), {"rounding_mode": "floor"}),)
+    return [
+        *plain,
+        ("aten.add.Tensor", Entry("..., ... -> ...", neutral=(0, (0, 1)), cases=_PAIR)),
+        ("aten.sub.Tensor", Entry("..., ... -> ...", neutral=(0, (1,)), cases=_PAIR)),
+        ("aten.mul.Tensor", Entry("..., ... -> ...", zero="any", neutral=(1, (0, 1)), cases=_PAIR)),
+        ("aten.logical_and.default", Entry("..., ... -> ...", zero="any", cases=_PAIR)),
+        ("aten.div.Tensor", Entry("..., ... -> ...", zero="first", neutral=(1, (1,)), cases=positive)),
+        ("aten.div.Tensor_mode", Entry("..., ... -> ...", zero="first", cases=modes)),
+        ("aten.pow.Tensor_Tensor", Entry("..., ... -> ...", cases=(
+            Case((S((2, 3), of="positive"), S((2, 3))), {}),))),
+        ("aten.bitwise_and.Tensor", Entry("..., ... -> ...", zero="any", cases=(
+            Case((S((2, 3), of="bool"), S((2, 3), of="bool")), {}),))),
+        ("aten.bitwise_or.Tensor", Entry("..., ... -> ...", cases=(
+            Case((S((2, 3), of="bool"), S((2, 3), of="bool")), {}),))),
+        ("aten.bitwise_not.default", Entry("... -> ...", cases=(
+            Case((S((2, 3), of="bool"),), {}),))),
+        ("aten.lerp.Scalar", Entry("..., ... -> ...", cases=(
+            Case((S((2, 3)), S((2, 3)), 0.3), {}),))),
+        ("aten.where.self", Entry("..., ..., ... -> ...", cases=(
+            Case((S((2, 3), of="bool"), S((2, 3)), S((2, 3))), {}),))),
+        ("aten.masked_fill.Scalar", Entry("..., ... -> ...", cases=(
+            Case((S((2, 3)), S((2, 3), of="bool"), 0.5), {}),))),
+        ("aten.masked_fill.Tensor", Entry("..., ..., ... -> ...")),
+    ]  # fmt: skip
+
+
+def _cast() -> list[tuple[str, Entry]]:
+    import torch
+
+    same = Entry("... -> ...")
+    casts = ["to.dtype_layout", "to.device", "_to_copy.default"]
+    half = Case((S((2, 3)), torch.float32), {})
+    return [("aten.to.dtype", Entry("... -> ...", cases=(half,))), *((f"aten.{n}", same) for n in casts)]
+
+
+def _full(node: fx.Node) -> str:
+    return "-> " + " ".join(f"a{k}" for k in range(len(schema.sizes(schema.outputs(node)[0]))))
+
+
+def _full_from(node: fx.Node) -> str:
+    rank = len(schema.sizes(schema.operands(node)[0].value.meta["val"]))
+    return " ".join(f"!b{k}" for k in range(rank)) + " " + _full(node)
+
+
+def _size(node: fx.Node, made: Any) -> dict[str, Any]:
+    return {"size": made}
+
+
+def _created() -> list[tuple[str, Entry]]:
+    made = [(f"aten.{n}.default", Entry(_full, free=True, args=_size)) for n in ("zeros", "ones", "full")]
+    new = [
+        (f"aten.{n}.default", Entry(_full_from, free=True, args=_size))
+        for n in ("new_zeros", "new_ones", "new_full")
+    ]
+    like = [("aten.full_like.default", Entry("... -> ...", free=True, cases=(Case((S((2, 3)), 1.5), {}),)))]
+    return made + new + like
+
+
+def _batch_norm(node: fx.Node) -> str | Declined:
+    if schema.arguments(node)["training"]:
+        return Declined("batch norm that uses the statistics of its batch")
+    return "n c ..., c, c, c, c -> n c ..."
+
+
+def _dropout(node: fx.Node) -> str | Declined:
+    if schema.arguments(node)["train"]:
+        return Declined("dropout that is active in eval mode")
+    return "... -> ..."
+
+
+def _prelu(node: fx.Node) -> str:
+    return "n c ..., c -> n c ..." if len(schema.sizes(node.args[0].meta["val"])) > 1 else "..., ... -> ..."  # type: ignore[union-attr]
+
+
+_CHANNELS = (S((3,), True), S((3,), True), S((3,), True), S((3,), True, "positive"))
+ENTRIES = [
+    *_unary(),
+    *_binary(),
+    *_cast(),
+    *_created(),
+    ("aten.batch_norm.default", Entry(_batch_norm, affine=(1, 2), kept="batch_norm", cases=(
+        Case((S((2, 3, 4, 5)), *_CHANNELS, False, 0.1, 1e-5, False), {}),
+        Case((S((2, 3)), None, None, *_CHANNELS[2:], False, 0.1, 1e-5, False), {})))),
+    ("aten.dropout.default", Entry(_dropout, kept="dropout", cases=(
+        Case((S((2, 3)), 0.5, False), {}),))),
+    ("aten.feature_dropout.default", Entry(_dropout, cases=(Case((S((2, 3, 4, 4)), 0.5, False), {}),))),
+    ("aten.prelu.default", Entry(_prelu, cases=(Case((S((2, 3, 4)), S((3,), True)), {}),))),
+]  # fmt: skip

@@ -1,0 +1,113 @@
+"""A call read through its op's schema: arguments by name, tensor operands in order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+Size = int | None  # None: dynamic
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """One tensor a call reads: its argument's name, its index where the argument is a list, and
+    what stands there: a node, or a plain number in the place of a tensor."""
+
+    name: str
+    index: int | None
+    value: Any
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """Every argument of a call by its schema name, defaults filled in."""
+    found: dict[str, Any] = {}
+    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if position < len(node.args) and not argument.kwarg_only:
+            found[argument.name] = node.args[position]
+        elif argument.name in node.kwargs:
+            found[argument.name] = node.kwargs[argument.name]
+        else:
+            found[argument.name] = argument.default_value
+    return found
+
+
+def call(target: Any, found: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments that spell `found` for an op, trailing defaults left out."""
+    args, kwargs = [], {}
+    for argument in target._schema.arguments:
+        value = found[argument.name]
+        if not argument.kwarg_only:
+            args.append((value, argument.has_default_value() and value == argument.default_value))
+        elif not (argument.has_default_value() and value == argument.default_value):
+            kwargs[argument.name] = value
+    while args and args[-1][1]:
+        args.pop()
+    return tuple(value for value, _ in args), kwargs
+
+
+def operands(node: fx.Node) -> tuple[Operand, ...]:
+    """The tensors a call reads, in schema order; missing optional tensors are left out."""
+    found = arguments(node)
+    result: list[Operand] = []
+    for argument in node.target._schema.arguments:  # type: ignore[union-attr]
+        kind, value = str(argument.type), found[argument.name]
+        if value is None or "Tensor" not in kind:
+            continue
+        if isinstance(value, (list, tuple)):
+            result += [Operand(argument.name, k, v) for k, v in enumerate(value) if v is not None]
+        else:
+            result.append(Operand(argument.name, None, value))
+    return tuple(result)
+
+
+def replaced(found: Mapping[str, Any], which: tuple[Operand, ...], values: Any) -> dict[str, Any]:
+    """`found` with `values` standing where the operands `which` stood."""
+    result = dict(found)
+    for operand, value in zip(which, values, strict=True):
+        if operand.index is None:
+            result[operand.name] = value
+        else:
+            items = list(result[operand.name])
+            items[operand.index] = value
+            result[operand.name] = items
+    return result
+
+
+def sizes(value: Any) -> tuple[Size, ...]:
+    """The sizes of a tensor, fake or real; None for dynamic ones. A number has none."""
+    if not isinstance(value, torch.Tensor):
+        return ()
+    return tuple(size if isinstance(size, int) else None for size in value.shape)
+
+
+def outputs(node: fx.Node) -> tuple[Any, ...]:
+    """The fake values a node makes, one per output."""
+    value = node.meta.get("val")
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def is_dynamic(value: Any) -> bool:
+    """Does an argument hold a size known only at run time (a node that is not a tensor)?"""
+    if isinstance(value, fx.Node):
+        return not isinstance(value.meta.get("val"), torch.Tensor)
+    if isinstance(value, (list, tuple)):
+        return any(is_dynamic(item) for item in value)
+    return False
+
+
+def hint(size: Any) -> int:
+    """The example's value of a size."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def concrete(value: Any) -> Any:
+    """An argument with every run-time size replaced by the example's."""
+    if isinstance(value, fx.Node):
+        return hint(value.meta["val"])
+    if isinstance(value, (list, tuple)):
+        return [concrete(item) for item in value]
+    return value

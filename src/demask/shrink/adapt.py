@@ -1,0 +1,204 @@
+"""The only maker of gathers, slices, scatters and pads: a value in the layout that a reader wants.
+
+    adapt(scatter(small, have), want) == scatter(small', want)      on everything that is read
+
+A position the value does not hold is filled with what is known of it, or with 0 where nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, fx
+
+from demask.facts.known import Facts, Key, key_of
+from demask.graph.build import Builder
+from demask.shrink.cells import Layout, Positions
+from demask.shrink.pool import Pool
+
+aten = torch.ops.aten
+
+
+@dataclass(slots=True)
+class Made:
+    """A value as the new graph makes it: its node and layout; sizes: the original's."""
+
+    node: fx.Node
+    layout: Layout
+
+
+@dataclass(slots=True)
+class Adapter:
+    """Adapts values while a graph is rewritten; counts what it makes, with reasons."""
+
+    build: Builder
+    pool: Pool
+    facts: Facts
+    made: dict[Key, Made] = field(default_factory=dict)
+    effects: Counter[str] = field(default_factory=Counter)
+    done: dict[tuple[fx.Node, Layout], fx.Node] = field(default_factory=dict)
+
+    def have(self, key: Key) -> Layout | None:
+        """The layout a value is in, None if it was not computed."""
+        return self.made[key].layout if key in self.made else None
+
+    def adapt(self, source: fx.Node, want: Layout, *, broadcast: bool = False) -> fx.Node:
+        """The value that an old node stands for, in layout `want`.
+
+        broadcast: a value known everywhere may come with axes of size one.
+        """
+        key = key_of(source)
+        if source.op == "get_attr":
+            return self.pool.cut(source, want)
+        if key not in self.made or not self._meets(key, source, want):
+            return self._known(source, want, broadcast)
+        made = self.made[key]
+        if made.layout == want:
+            return made.node
+        if (made.node, want) not in self.done:
+            self.done[made.node, want] = self._adapted(key, source, made, want)
+        return self.done[made.node, want]
+
+    def _meets(self, key: Key, source: fx.Node, want: Layout) -> bool:
+        """Is any wanted position held?"""
+        held = self.made[key].layout
+        return all(h is None or w is None or set(h) & set(w) for h, w in zip(held, want, strict=True))
+
+    def _adapted(self, key: Key, source: fx.Node, made: Made, want: Layout) -> fx.Node:
+        node, layout = made.node, list(made.layout)
+        sizes = [n if isinstance(n, int) else None for n in _value(source).shape]
+        # Gathers first: scatters then move less.
+        for axis in range(len(want)):
+            node, layout[axis] = self._gathered(node, axis, layout[axis], want[axis], sizes[axis])
+        for axis in range(len(want)):
+            if layout[axis] != want[axis]:
+                fill = self.fill(key, want, axis, layout)
+                node = self._scattered(node, axis, layout[axis], want[axis], sizes[axis], fill)
+                layout[axis] = want[axis]
+        return node
+
+    def fill(self, key: Key, want: Layout, axis: int, layout: Sequence[Positions]) -> Tensor:
+        """What is known at every wanted position of one axis (0 where nothing is), others as laid
+        out; every dimension 1 or as long as the layout."""
+        fill = self.facts[key].fill
+        for k, positions in enumerate(want if axis < 0 else layout):
+            positions = want[k] if k == axis else positions
+            if positions is not None and fill.shape[k] != 1:
+                fill = fill.index_select(k, torch.tensor(positions, dtype=torch.long))
+        return fill
+
+    def _known(self, source: fx.Node, want: Layout, broadcast: bool) -> fx.Node:
+        """A value that is known everywhere, as a constant."""
+        key = key_of(source)
+        constant = self.pool.constant(self.fill(key, want, -1, want), "fill")
+        if broadcast:
+            return constant
+        real = _value(source)
+        sizes = [
+            self.build_size(size) if want[k] is None else len(want[k] or ())
+            for k, size in enumerate(real.shape)
+        ]
+        wide = self.build.call(aten.expand.default, constant, sizes)
+        return self.build.call(aten.clone.default, wide)
+
+    def build_size(self, size: object) -> object:
+        """A size as a call argument."""
+        return self.pool.size(size)
+
+    def _gathered(
+        self, node: fx.Node, axis: int, have: Positions, want: Positions, size: int | None
+    ) -> tuple[fx.Node, Positions]:
+        """Positions that are held and wanted, in wanted order; all wanted ones held: that is all."""
+        if have == want or size is None:
+            return node, have
+        held = list(range(size)) if have is None else list(have)
+        at = {position: k for k, position in enumerate(held)}
+        wanted = range(size) if want is None else want
+        take = [at[p] for p in wanted if p in at]
+        if take == list(range(len(held))):
+            return node, have
+        if len(take) < len(wanted) and len(take) == len(held):
+            return node, have  # Only the order differs: the scatter to come indexes anyway.
+        left = [held[k] for k in take]
+        positions = None if left == list(range(size)) else tuple(left)
+        return self.select(node, axis, take), positions
+
+    def select(self, node: fx.Node, axis: int, take: Sequence[int]) -> fx.Node:
+        """The given entries of an axis: a slice where they are evenly spaced, else a gather."""
+        step = take[1] - take[0] if len(take) > 1 else 1
+        if step > 0 and list(take) == list(range(take[0], take[0] + step * len(take), step)):
+            self.effects["slice"] += 1
+            end = take[-1] + 1
+            return self.build.call(aten.slice.Tensor, node, axis, take[0], end, step)
+        self.effects["gather"] += 1
+        return self.build.call(aten.index_select.default, node, axis, self.pool.index(take))
+
+    def _scattered(
+        self, node: fx.Node, axis: int, have: Positions, want: Positions, size: int | None, fill: Tensor
+    ) -> fx.Node:
+        """Missing positions put in. fill: over the wanted positions (dimension 1: all alike)."""
+        assert size is not None
+        held = list(range(size)) if have is None else list(have)
+        wanted = list(range(size)) if want is None else list(want)
+        at = {position: k for k, position in enumerate(held)}
+        missing = [k for k, p in enumerate(wanted) if p not in at]
+        filler = fill
+        if fill.shape[axis] != 1:
+            filler = fill.index_select(axis, torch.tensor(missing, dtype=torch.long))
+        flat = filler.reshape(-1)
+        if bool((flat == flat[0]).all()):
+            return self._padded(node, axis, held, wanted, flat[0].item())
+        distinct, which = torch.unique(filler, dim=axis, return_inverse=True)
+        self.effects["scatter"] += 1
+        columns = self.pool.constant(distinct, "fill")
+        shape = [distinct.shape[axis] if k == axis else n for k, n in enumerate(self._sizes(node))]
+        both = self.build.call(
+            aten.cat.default, [node, self.build.call(aten.expand.default, columns, shape)], axis
+        )
+        column = {k: len(held) + int(c) for k, c in zip(missing, which.tolist(), strict=True)}
+        take = [column[k] if k in column else at[p] for k, p in enumerate(wanted)]
+        if take == list(range(len(held) + distinct.shape[axis])):
+            return both
+        return self.build.call(aten.index_select.default, both, axis, self.pool.index(take))
+
+    def _padded(
+        self, node: fx.Node, axis: int, held: list[int], wanted: list[int], value: float
+    ) -> fx.Node:
+        """One value for all missing positions: a pad, indexed where it is not contiguous."""
+        if held == wanted:
+            return node
+        rank = len(_value(node).shape)
+        before = [0, 0] * (rank - axis - 1)
+        start = wanted.index(held[0])
+        if len(held) == len(wanted) and held != wanted:
+            return self.select(node, axis, [held.index(p) for p in wanted])
+        if wanted[start : start + len(held)] == held:
+            self.effects["pad"] += 1
+            ends = [start, len(wanted) - start - len(held)]
+            return self.build.call(aten.constant_pad_nd.default, node, before + ends, value)
+        self.effects["scatter"] += 1
+        one = self.build.call(aten.constant_pad_nd.default, node, [*before, 0, 1], value)
+        at = {position: k for k, position in enumerate(held)}
+        take = [at.get(p, len(held)) for p in wanted]
+        return self.build.call(aten.index_select.default, one, axis, self.pool.index(take))
+
+    def scattered(
+        self, node: fx.Node, axis: int, places: Sequence[int], size: int, value: float
+    ) -> fx.Node:
+        """A new node's entries at `places` of an axis of `size`, `value` everywhere else."""
+        held = {place: k for k, place in enumerate(places)}
+        wanted = [held.get(k, len(places) + k) for k in range(size)]
+        return self._padded(node, axis, list(range(len(places))), wanted, value)
+
+    def _sizes(self, node: fx.Node) -> list[object]:
+        """The sizes of a new node's value, dynamic ones by expression."""
+        return [self.pool.size(size) for size in _value(node).shape]
+
+
+def _value(node: fx.Node) -> Tensor:
+    key = key_of(node)
+    value = key[0].meta["val"]
+    return value[key[1]] if isinstance(value, (list, tuple)) else value

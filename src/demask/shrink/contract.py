@@ -1,0 +1,320 @@
+"""Contractions: operands and weights cut alike, what known inputs leave put into the bias."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from demask.facts.known import key_of
+from demask.graph.build import same_size
+from demask.graph.program import Constant
+from demask.graph.provenance import Cut
+from demask.ops import Relation, schema
+from demask.shrink.border import Absorbed, absorbed
+from demask.shrink.cells import Layout
+from demask.shrink.place import is_constant, is_grouped
+from demask.shrink.pool import cut, module_of
+
+if TYPE_CHECKING:
+    from demask.shrink.rewrite import Rewriter
+
+aten = torch.ops.aten
+
+
+def emit_contraction(walk: Rewriter, relation: Relation) -> None:
+    """linear, matmul, convolution: the same op on fewer positions; constants into the bias."""
+    node = relation.node
+    layout = walk.placement.value[node, 0]
+    left = _absorb(walk, relation)
+    if is_grouped(relation):
+        made, layout = emit_groups(walk, relation, left)
+    elif _nothing_held(walk, relation):
+        made = None
+    else:
+        made = _emit_dense(walk, relation, layout, left)
+        left = replace(left, bias=None if _takes(relation, left) else left.bias)
+    made = _with_constants(walk, relation, layout, made, left)
+    made.meta = {**node.meta, **made.meta}
+    walk.keep(node, 0, made, layout)
+
+
+def _absorb(walk: Rewriter, relation: Relation) -> Absorbed:
+    first, second = relation.factors
+    weight = relation.operands[second].value
+    source = relation.operands[first].value
+    if not isinstance(weight, fx.Node) or weight.op != "get_attr" or is_constant(source):
+        weight, source = source, weight
+        if not is_constant(weight) or is_constant(source) or relation.factors != (0, 1):
+            return Absorbed(None, None)
+        return _absorb_left(walk, relation)
+    kept = walk.placement.slot[relation.node, first]
+    return absorbed(relation, walk.facts, kept, walk.pool.source[str(weight.target)].tensor)
+
+
+def _absorb_left(walk: Rewriter, relation: Relation) -> Absorbed:
+    """A constant on the left: the same sum with the factors changed over."""
+    swapped = replace(
+        relation,
+        operands=relation.operands[::-1][-2:] if len(relation.operands) == 2 else relation.operands,
+        ins=relation.ins[::-1],
+    )
+    weight = relation.operands[0].value
+    kept = walk.placement.slot[relation.node, 1]
+    return absorbed(swapped, walk.facts, kept, walk.pool.source[str(weight.target)].tensor)
+
+
+def _bias_of(relation: Relation) -> str | None:
+    """The argument that can take a bias vector over the output's channels."""
+    found = schema.arguments(relation.node)
+    name = "self" if relation.node.target is aten.addmm.default else "bias"
+    if name not in found or is_grouped(relation):
+        return None
+    old = found[name]
+    takes = old is None or (is_constant(old) and old.meta["val"].ndim == 1)
+    return name if takes else None
+
+
+def _takes(relation: Relation, left: Absorbed) -> bool:
+    """Can the op's own bias take what was absorbed?"""
+    if left.bias is None or _bias_of(relation) is None:
+        return False
+    return left.bias.numel() == left.bias.shape[_channel(relation)]
+
+
+def _nothing_held(walk: Rewriter, relation: Relation) -> bool:
+    """Is no position of the input left to multiply?"""
+    first = relation.factors[0]
+    slot = walk.placement.slot.get((relation.node, first))
+    return bool(relation.contracted) and slot is not None and () in slot
+
+
+def _emit_dense(walk: Rewriter, relation: Relation, layout: Layout, left: Absorbed) -> fx.Node:
+    taken = _bias_of(relation) if _takes(relation, left) else None
+    values = [None if operand.name == taken else walk.operand(relation, k)
+              for k, operand in enumerate(relation.operands)]  # fmt: skip
+    more = {} if taken is None else {taken: _bias(walk, relation, layout, left.bias)}
+    args, kwargs = walk.arguments(relation, values, [layout], more)
+    return walk.build.call(relation.node.target, *args, **kwargs)
+
+
+def _bias(walk: Rewriter, relation: Relation, layout: Layout, extra: Any) -> fx.Node:
+    """The old bias plus what was absorbed, over the output channels in `layout`; a parameter."""
+    axis = _channel(relation)
+    old = next((o.value for o in relation.operands if o.name == _bias_of(relation)), None)
+    vector = extra.reshape(-1) if extra.shape[axis] != 1 else extra.reshape(-1).expand(_size(relation))
+    weight = walk.pool.source[str(_weight(relation).target)]
+    total = vector + (_constant(walk, old).double() if old is not None else 0)
+    total = cut(total.to(weight.tensor.dtype), (layout[axis],))
+    name = str(walk.pool.source[str(old.target)].name) if old is not None else _sibling(weight.name, "bias")
+    made = walk.pool.add(Constant(total, name, weight.parameter, weight.requires_grad))
+    walk.pool.cuts[made] = Cut(name, (len(vector),), (layout[axis],))
+    return walk.pool.read(made)
+
+
+def _constant(walk: Rewriter, node: fx.Node) -> Tensor:
+    return walk.pool.source[str(node.target)].tensor
+
+
+def _weight(relation: Relation) -> fx.Node:
+    return next(o.value for k, o in enumerate(relation.operands)
+                if k in relation.factors and is_constant(o.value))  # fmt: skip
+
+
+def _sibling(name: str, leaf: str) -> str:
+    prefix, _, last = name.rpartition(".")
+    if last == leaf:
+        return name
+    leaf = leaf if last == "weight" else f"{last}_{leaf}"
+    return f"{prefix}.{leaf}" if prefix else leaf
+
+
+def _channel(relation: Relation) -> int:
+    """The output axis that the weight's output letter stands on."""
+    letters = relation.letters(relation.ins[relation.factors[1]])
+    return next(k for k, a in enumerate(relation.outs[0]) if set(a) & letters and not set(a) & relation.window)
+
+
+def _size(relation: Relation) -> int:
+    return relation.node.meta["val"].shape[_channel(relation)]
+
+
+def _with_constants(
+    walk: Rewriter, relation: Relation, layout: Layout, made: fx.Node | None, left: Absorbed
+) -> fx.Node:
+    """Add what the op itself could not take: a border map, a constant that is no bias vector."""
+    build, computed = walk.build, made is not None
+    if left.bias is not None:
+        extra = _laid(left.bias.to(relation.node.meta["val"].dtype), layout)
+        made = _plus(walk, made, walk.pool.constant(extra, "shift"))
+    if left.kernel is not None:
+        made = _plus(walk, made, _border_map(walk, relation, layout, left.kernel))
+    if computed:
+        assert made is not None
+        return made
+    # Every input was constant: what is left depends on the size of the image alone.
+    if relation.operands[-1].name == "bias":
+        vector = walk.pool.cut(relation.operands[-1].value, (layout[_channel(relation)],))
+        shape = [-1 if k == _channel(relation) else 1 for k in range(len(layout))]
+        made = _plus(walk, made, build.call(aten.view.default, vector, shape))
+    assert made is not None
+    sizes = walk.sizes(relation.node, 0, layout)
+    values = [n.meta["val"] if isinstance(n, fx.Node) else n for n in sizes]
+    if all(same_size(a, b) for a, b in zip(made.meta["val"].shape, values, strict=True)):
+        return made
+    return build.call(aten.clone.default, build.call(aten.expand.default, made, sizes))
+
+
+def _plus(walk: Rewriter, a: fx.Node | None, b: fx.Node) -> fx.Node:
+    return b if a is None else walk.build.call(aten.add.Tensor, a, b)
+
+
+def _laid(tensor: Tensor, layout: Layout) -> Tensor:
+    return cut(tensor, tuple(p if tensor.shape[k] != 1 else None for k, p in enumerate(layout)))
+
+
+def _border_map(walk: Rewriter, relation: Relation, layout: Layout, kernel: Tensor) -> fx.Node:
+    """conv(ones [1, 1, H, W], kernel): what constant channels give at every place of the image."""
+    node, build = relation.node, walk.build
+    found = schema.arguments(node)
+    source, weight = found["input"], _weight(relation)
+    constant = walk.pool.source[str(weight.target)]
+    transposed = "output_padding" in found
+    positions = layout[_channel(relation)]
+    kernel = cut(kernel.to(constant.tensor.dtype), (None, positions) if transposed else (positions,))
+    name = walk.pool.add(Constant(kernel, _sibling(constant.name, "border"), constant.parameter,
+                                  constant.requires_grad))  # fmt: skip
+    value = source.meta["val"]
+    space = [walk.pool.size(size) for size in value.shape[-(kernel.ndim - 2):]]
+    ones = build.call(aten.ones.default, [1, 1, *space], dtype=value.dtype, device=value.device)
+    walk.adapter.effects["border map"] += 1
+    plain = {k: v for k, v in found.items() if k not in ("input", "weight", "bias")}
+    plain = {k: walk.argument(v) for k, v in plain.items()}
+    plain |= {"input": ones, "weight": walk.pool.read(name), "bias": None, "groups": 1}
+    args, kwargs = schema.call(node.target, plain)
+    made = build.call(node.target, *args, **kwargs)
+    if value.ndim == kernel.ndim - 1:
+        made = build.call(aten.squeeze.dim, made, 0)
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Consecutive groups with as many inputs and as many outputs each."""
+
+    groups: tuple[int, ...]
+    inputs: tuple[tuple[int, ...], ...]  # per group, the old positions within the input axis
+    outputs: tuple[tuple[int, ...], ...]
+
+
+def emit_groups(walk: Rewriter, relation: Relation, left: Absorbed) -> tuple[fx.Node, Layout]:
+    """A grouped convolution whose groups kept different counts: one convolution per run of groups
+    with equal counts, joined. Returns the value and its layout (channels sorted by group)."""
+    node, layout = relation.node, list(walk.placement.value[relation.node, 0])
+    x_axis, out_axis = _axis_of(relation.ins[0]), _axis_of(relation.outs[0])
+    slot = list(walk.placement.slot[node, 0])
+    count, fan_in, fan_out = _counts(relation)
+    outs = _per_group(layout[out_axis], count, fan_out)
+    ins = _per_group(slot[x_axis], count, fan_in)
+    # A group that is all constants keeps one input, so that it is a group.
+    ins = [i or ([g * fan_in] if o else []) for g, (i, o) in enumerate(zip(ins, outs, strict=True))]
+    ins = [i if o else [] for i, o in zip(ins, outs, strict=True)]
+    runs = _runs(ins, outs)
+    slot[x_axis] = tuple(p for group in ins for p in group)
+    if slot[x_axis] == tuple(range(count * fan_in)):
+        slot[x_axis] = None
+    x = walk.adapter.adapt(relation.operands[0].value, tuple(slot))
+    pieces, start = [], 0
+    for run in runs:
+        width = sum(len(group) for group in run.inputs)
+        part = x if len(runs) == 1 else walk.build.call(aten.slice.Tensor, x, x_axis, start, start + width)
+        start += width
+        pieces.append(_emit_run(walk, relation, run, part, left, alone=len(runs) == 1))
+    made = pieces[0] if len(pieces) == 1 else walk.build.call(aten.cat.default, pieces, out_axis)
+    flat = tuple(p for group in outs for p in group)
+    layout[out_axis] = None if flat == tuple(range(count * fan_out)) else flat
+    return made, tuple(layout)
+
+
+def _axis_of(axes: Any) -> int:
+    return next(k for k, axis in enumerate(axes) if len(axis) > 1)
+
+
+def _counts(relation: Relation) -> tuple[int, int, int]:
+    """Groups, inputs per group, outputs per group."""
+    groups = schema.arguments(relation.node)["groups"]
+    x, out = relation.node.args[0].meta["val"], relation.node.meta["val"]  # type: ignore[union-attr]
+    a, b = _axis_of(relation.ins[0]), _axis_of(relation.outs[0])
+    return groups, x.shape[a] // groups, out.shape[b] // groups
+
+
+def _per_group(positions: Any, groups: int, each: int) -> list[list[int]]:
+    flat = range(groups * each) if positions is None else sorted(positions)
+    found: list[list[int]] = [[] for _ in range(groups)]
+    for p in flat:
+        found[p // each].append(p)
+    return found
+
+
+def _runs(ins: list[list[int]], outs: list[list[int]]) -> list[_Run]:
+    runs: list[tuple[tuple[int, int], list[int]]] = []
+    for g, (i, o) in enumerate(zip(ins, outs, strict=True)):
+        if not o:
+            continue
+        shape = (len(i), len(o))
+        if runs and runs[-1][0] == shape:
+            runs[-1][1].append(g)
+        else:
+            runs.append((shape, [g]))
+    return [_Run(tuple(gs), tuple(tuple(ins[g]) for g in gs), tuple(tuple(outs[g]) for g in gs))
+            for _, gs in runs]  # fmt: skip
+
+
+def _emit_run(
+    walk: Rewriter, relation: Relation, run: _Run, x: fx.Node, left: Absorbed, *, alone: bool
+) -> fx.Node:
+    node, found = relation.node, schema.arguments(relation.node)
+    old = walk.pool.source[str(_weight(relation).target)]
+    transposed = "output_padding" in found
+    tensor = _group_weight(relation, old.tensor, run, transposed)
+    suffix = "" if alone else f"_g{run.groups[0]}"
+    name = walk.pool.add(replace(old, tensor=tensor, name=f"{old.name}{suffix}"))
+    flat = tuple(p for group in run.outputs for p in group)
+    walk.pool.cuts[name] = _group_cut(relation, old, run, transposed)
+    bias = found["bias"]
+    if bias is not None:
+        vector = walk.pool.source[str(bias.target)]
+        made = walk.pool.add(replace(vector, tensor=cut(vector.tensor, (flat,)), name=f"{vector.name}{suffix}"))
+        walk.pool.cuts[made] = Cut(vector.name, tuple(vector.tensor.shape), (flat,))
+        bias = walk.pool.read(made)
+    plain = {k: v if k in ("input", "weight", "bias") else walk.argument(v) for k, v in found.items()}
+    plain |= {"input": x, "weight": walk.pool.read(name), "bias": bias, "groups": len(run.groups)}
+    args, kwargs = schema.call(node.target, plain)
+    return walk.build.call(node.target, *args, **kwargs)
+
+
+def _group_weight(relation: Relation, weight: Tensor, run: _Run, transposed: bool) -> Tensor:
+    """The weight of a run: per group its own rows and columns."""
+    _, fan_in, fan_out = _counts(relation)
+    parts = []
+    for ins, outs in zip(run.inputs, run.outputs, strict=True):
+        rows, columns = (list(ins), [p % fan_out for p in outs]) if transposed else (
+            list(outs), [p % fan_in for p in ins])  # fmt: skip
+        parts.append(weight[rows][:, columns])
+    return torch.cat(parts).contiguous()
+
+
+def _group_cut(relation: Relation, old: Constant, run: _Run, transposed: bool) -> Cut:
+    """Where a run's weight came from; columns are those of its first group."""
+    _, fan_in, fan_out = _counts(relation)
+    rows = run.inputs if transposed else run.outputs
+    columns = run.outputs[0] if transposed else run.inputs[0]
+    each = fan_out if transposed else fan_in
+    kept = (tuple(p for g in rows for p in g), tuple(p % each for p in columns))
+    rest = (None,) * (old.tensor.ndim - 2)
+    return Cut(old.name, tuple(old.tensor.shape), (*kept, *rest))
+
+
+__all__ = ["emit_contraction", "key_of", "module_of"]

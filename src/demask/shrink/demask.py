@@ -1,0 +1,158 @@
+"""The pipeline: capture, fold, know, need, place, rewrite, build."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+
+from demask.facts.known import known
+from demask.facts.needed import needed
+from demask.graph.capture import capture
+from demask.graph.fold import folded
+from demask.graph.functional import functionalized
+from demask.graph.program import Program
+from demask.graph.provenance import InputSpec, Provenance, Sizes
+from demask.graph.result import build
+from demask.graph.spell import spelled
+from demask.ops import TABLE, Declined, Relation, Table, bind, schema
+from demask.shrink.place import place
+from demask.shrink.rewrite import Rewritten, rewrite
+
+
+def demask(
+    model: nn.Module | ExportedProgram,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    modules: Sequence[str] | None = None,
+    table: Table | None = None,
+) -> fx.GraphModule:
+    """A smaller module that computes what `model` computes in eval mode: same call, same outputs.
+
+    args, kwargs: example inputs; dimension 0 of each is dynamic where torch.export proves it can
+    be. dynamic_shapes: goes to torch.export as it is. modules: names of submodules to demask alone,
+    in a copy of the model. table: the op table to use (`demask.ops.TABLE.extended(...)`).
+    Raises NotExportable or BadInput. The model is not changed. Feature rows 000-a to 000-k.
+
+    >>> import torch, demask
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> net[0].weight.data[:5] = 0
+    >>> demask.demask(net, (torch.randn(3, 4),)).get_parameter("0.weight").shape
+    torch.Size([3, 4])
+    """
+    if modules is not None:
+        from demask.shrink.partial import demask_modules
+
+        return demask_modules(model, args, kwargs, dynamic_shapes, modules, table)  # type: ignore[return-value]
+    program = simplified(capture(model, args, kwargs, dynamic_shapes))
+    return shrunk(program, TABLE if table is None else table)
+
+
+def simplified(program: Program) -> Program:
+    """Functional, canonically spelled, constants folded."""
+    return folded(spelled(functionalized(program)))
+
+
+def relations_of(graph: fx.Graph, table: Table) -> dict[fx.Node, Relation | Declined]:
+    """What the table says of every call of a graph."""
+    return {
+        node: bind(node, table)
+        for node in graph.nodes
+        if node.op == "call_function" and node.target is not operator.getitem and _makes_tensors(node)
+    }
+
+
+def _makes_tensors(node: fx.Node) -> bool:
+    return all(isinstance(value, Tensor) for value in schema.outputs(node))
+
+
+def shrunk(program: Program, table: Table) -> fx.GraphModule:
+    """The module of the smallest program that computes the same."""
+    relations = relations_of(program.graph, table)
+    values = {name: constant.tensor for name, constant in program.constants.items()}
+    facts = known(program.graph, relations, values)
+    needs = needed(program.graph, relations, facts)
+    placement = place(program.graph, relations, facts, needs)
+    result = rewrite(program, relations, facts, needs, placement)
+    return build(result.program, _provenance(program, relations, result, table))
+
+
+def _provenance(program: Program, relations, result: Rewritten, table: Table) -> Provenance:
+    before = sizes_of(program, relations)
+    after = sizes_of(result.program, relations_of(result.program.graph, table))
+    return Provenance(
+        cuts=result.cuts,
+        reasons=result.reasons,
+        effects=result.effects,
+        notes=program.notes,
+        inputs=_inputs(program),
+        before=before,
+        after=after,
+        removed=_removed(program, result),
+    )
+
+
+def sizes_of(program: Program, relations: Mapping[fx.Node, Relation | Declined]) -> Sizes:
+    """Parameters, MACs of one call on the example sizes, bytes; tied tensors count once."""
+    tensors = {c.tensor.data_ptr(): c.tensor for c in program.constants.values() if c.tensor.numel()}
+    counted = [t for t in tensors.values() if t.is_floating_point()]
+    return Sizes(
+        parameters=sum(t.numel() for t in counted),
+        macs=sum(_macs(r) for r in relations.values() if isinstance(r, Relation)),
+        bytes=sum(t.numel() * t.element_size() for t in tensors.values()),
+    )
+
+
+def _macs(relation: Relation) -> int:
+    """Output elements times summed positions, from the letters of the line."""
+    if relation.entry.fill != "sum":
+        return 0
+    total = 1
+    for size in relation.node.meta["val"].shape:
+        total *= schema.hint(size)
+    weight = relation.factors[1]
+    kernel = relation.window & relation.letters(relation.ins[weight])
+    first = relation.operands[relation.factors[0]].value.meta["val"]
+    for letter in relation.contracted:
+        size = relation.size[letter]
+        total *= size if size is not None else _hint_of(letter, relation, first)
+    for letter in kernel:
+        total *= relation.size[letter] or 1
+    return total
+
+
+def _hint_of(letter: str, relation: Relation, first: Tensor) -> int:
+    axis = next(k for k, a in enumerate(relation.ins[relation.factors[0]]) if letter in a)
+    return schema.hint(first.shape[axis])
+
+
+def _removed(program: Program, result: Rewritten) -> dict[str, int]:
+    """Per module, how many parameters are gone."""
+    found: dict[str, int] = {}
+    for sign, constants in ((1, program.constants), (-1, result.program.constants)):
+        for name, constant in constants.items():
+            if constant.tensor.is_floating_point():
+                module = name.rpartition(".")[0]
+                found[module] = found.get(module, 0) + sign * constant.tensor.numel()
+    return {module: count for module, count in found.items() if count > 0}
+
+
+def _inputs(program: Program) -> tuple[InputSpec, ...]:
+    specs = []
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder" and isinstance(value, Tensor):
+            sizes = tuple(s if isinstance(s, int) else str(s.node.expr) for s in value.shape)
+            example = tuple(schema.hint(s) for s in value.shape)
+            dtype = str(value.dtype).removeprefix("torch.")
+            specs.append(InputSpec(node.name, sizes, dtype, example))
+    return tuple(specs)
+
+
+__all__ = ["demask", "torch"]

@@ -1,0 +1,51 @@
+"""The order of positions inside cells. It is free; the right one turns scatters into slices.
+
+In a residual stream every tensor's support grows: x1 = x0 + f1, x2 = x1 + f2. Ranked by first
+appearance, every stream tensor is a prefix of every later sum, so a join pads instead of scattering.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+
+def ranked(universe: Iterable[int], supports: Mapping[int, Tensor], fixed: bool) -> list[int] | None:
+    """One order for all cells of a universe (cells joined by adds): every position, by first
+    appearance; None for the natural order.
+
+    universe: cells in the order their tensors are made. supports: bool [size] of each. fixed: some
+    cell must stay in natural order.
+    """
+    masks: list[Tensor] = []
+    for cell in universe:
+        mask = supports[cell]
+        if bool(mask.any()) and not any(torch.equal(mask, seen) for seen in masks):
+            masks.append(mask)
+    if fixed or len(masks) < 2:
+        return None
+    # Lexicographic in membership: first those in the first support, among them those in the second...
+    keys = torch.stack(masks).to(torch.int8).T.tolist()
+    return sorted(range(len(keys)), key=lambda p: ([-k for k in keys[p]], p))
+
+
+def groups(links: Iterable[tuple[int, int]]) -> list[list[int]]:
+    """Connected components of cells, each sorted (cells are numbered as tensors are made)."""
+    up: dict[int, int] = {}
+
+    def root(cell: int) -> int:
+        up.setdefault(cell, cell)
+        while up[cell] != cell:
+            up[cell] = up[up[cell]]
+            cell = up[cell]
+        return cell
+
+    for a, b in links:
+        low, high = sorted((root(a), root(b)))
+        up[high] = low
+    found: dict[int, list[int]] = {}
+    for cell in sorted(up):
+        found.setdefault(root(cell), []).append(cell)
+    return list(found.values())

@@ -1,0 +1,226 @@
+"""Placement: which positions of every axis are kept, and in which order.
+
+Ties are rigid (an axis a unary op, a norm, a move or a product carries) or soft (contractions with
+a constant weight, joins of several values, windows, complete axes, inputs and outputs, ops with no
+entry). A rigid tie whose reader needs less than its value holds is cut: a gather goes there. At a
+soft tie nothing is forced, and `adapt` makes the layouts meet.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from demask.facts.known import Facts, Key, Relations, key_of, operand_facts
+from demask.facts.known import contributions as known_contributions
+from demask.facts.masks import along, any_over, mixed, spread
+from demask.facts.needed import Needs
+from demask.ops import Relation, schema
+from demask.ops.notation import Axis
+from demask.shrink.cells import Cells, Layout, Positions, whole
+from demask.shrink.order import groups, ranked
+
+CellAxes = tuple[tuple[int, ...], ...]  # the cells of each axis
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The layout each value should be made in, and each call's operands should come in.
+
+    value: per value, `slot`: per call and operand. A value missing here is not computed at all.
+    """
+
+    value: Mapping[Key, Layout]
+    slot: Mapping[tuple[fx.Node, int], Layout]
+
+
+def place(graph: fx.Graph, relations: Relations, facts: Facts, needs: Needs) -> Placement:
+    """The smallest layouts that compute every live position."""
+    return _Placer(graph, relations, facts, needs).run()
+
+
+def is_join(relation: Relation) -> bool:
+    """A pointwise op over several values: its operands may come in any layout."""
+    if relation.moved or relation.contracted or relation.complete or relation.window:
+        return False
+    return len([o for o in relation.operands if not is_constant(o.value)]) > 1
+
+
+def is_constant(value: object) -> bool:
+    return not isinstance(value, fx.Node) or value.op == "get_attr"
+
+
+def is_grouped(relation: Relation) -> bool:
+    """A contraction over composite axes: its groups may be left with unequal counts."""
+    return relation.entry.fill == "sum" and any(len(a) > 1 for axes in relation.ins for a in axes)
+
+
+class _Placer:
+    def __init__(self, graph: fx.Graph, relations: Relations, facts: Facts, needs: Needs):
+        self.graph, self.relations, self.facts, self.needs = graph, relations, facts, needs
+        self.cells = Cells()
+        self.value: dict[Key, CellAxes] = {}
+        self.slot: dict[tuple[fx.Node, int], CellAxes] = {}
+        self.links: list[tuple[CellAxes, CellAxes]] = []
+
+    def run(self) -> Placement:
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                self._whole(node)
+            elif node.op == "call_function" and node.target is not operator.getitem:
+                self._call(node)
+        for key, axes in self.value.items():
+            self._need(axes, self.needs.live[key])
+        order = self._orders()
+        return Placement(
+            {key: self._layout(axes, order) for key, axes in self.value.items()},
+            {edge: self._layout(axes, order) for edge, axes in self.slot.items()},
+        )
+
+    def live(self, key: Key) -> bool:
+        return bool(self.needs.live[key].any()) if key in self.needs.live else False
+
+    def _whole(self, node: fx.Node) -> None:
+        """Inputs, and what ops without an entry make, keep their shape."""
+        for k, made in enumerate(schema.outputs(node)):
+            if isinstance(made, Tensor) and (node.op == "placeholder" or self.live((node, k))):
+                axes = tuple((self.cells.new(size),) for size in schema.sizes(made))
+                self.cells.force(cell for axis in axes for cell in axis)
+                self.value[node, k] = axes
+
+    def _call(self, node: fx.Node) -> None:
+        relation = self.relations.get(node)
+        if not isinstance(relation, Relation):
+            self._whole(node)
+            return
+        outs = [k for k in range(len(relation.outs)) if self.live((node, k))]
+        if not outs:
+            return
+        letters = {letter: self.cells.new(size) for letter, size in relation.size.items()}
+        self.cells.force(letters[a] for a in _forced(relation))
+        flat = is_grouped(relation)
+        for k in outs:
+            self.value[node, k] = self._axes(relation.outs[k], letters, relation, flat)
+        for k, operand in enumerate(relation.operands):
+            if isinstance(operand.value, fx.Node):
+                axes = self._axes(relation.ins[k], letters, relation, flat)
+                self.slot[node, k] = axes
+                self._contract(relation, k, axes)
+                self._tie(relation, k, axes)
+
+    def _axes(self, axes, letters: dict[str, int], relation: Relation, flat: bool) -> CellAxes:
+        """Cells of axes; composite axes of grouped contractions are cut position by position."""
+
+        def cells_of(axis: Axis) -> tuple[int, ...]:
+            if not (flat and len(axis) > 1):
+                return tuple(letters[letter] for letter in axis)
+            size = 1
+            for letter in axis:
+                size *= relation.size[letter] or 1
+            return (self.cells.new(size),)
+
+        return tuple(cells_of(axis) for axis in axes)
+
+    def _contract(self, relation: Relation, operand: int, axes: CellAxes) -> None:
+        """Summed positions are kept where some live output needs a product that is not known."""
+        if relation.entry.fill != "sum" or operand not in relation.factors[:1]:
+            return
+        mask = kept_products(relation, self.facts, self.needs)
+        order = list(relation.size)
+        for axis, cells in zip(relation.ins[operand], axes, strict=True):
+            if set(axis) & relation.contracted:
+                others = set(order) - set(axis)
+                line = any_over(mask, order, others).reshape(
+                    [mask.shape[order.index(a)] for a in axis]
+                )
+                sizes = [relation.size[a] or 1 for a in axis]
+                self.cells.need(cells, line.expand(sizes).reshape(-1) if len(axis) > 1 else line)
+
+    def _tie(self, relation: Relation, operand: int, axes: CellAxes) -> None:
+        source = relation.operands[operand].value
+        key = key_of(source)
+        if is_constant(source) or key not in self.value:
+            return
+        if is_join(relation):
+            self.links.append((axes, self.value[key]))
+            return
+        read = self.needs.edge[relation.node, operand] & ~self.facts[key].known
+        soft = relation.window | relation.complete | relation.moved
+        for k, (mine, theirs) in enumerate(zip(axes, self.value[key], strict=True)):
+            letters = relation.ins[operand][k]
+            if mine and not set(letters) & soft and self._equal(key, k, along(read, k)):
+                self.cells.unify(mine, theirs)
+
+    def _equal(self, key: Key, axis: int, read: Tensor) -> bool:
+        """Does the reader need all that the value holds along an axis?"""
+        cells = self.cells.leaves(self.value[key][axis])
+        if all(self.cells.forced(cell) for cell in cells):
+            return bool(read.all())
+        held = along(self.needs.live[key], axis)
+        return bool((read.expand(max(len(held), len(read))) == held).all())
+
+    def _need(self, axes: CellAxes, mask: Tensor) -> None:
+        for k, cells in enumerate(axes):
+            self.cells.need(cells, along(mask, k))
+
+    def _orders(self) -> dict[int, list[int]]:
+        links = []
+        for left, right in self.links:
+            for mine, theirs in zip(left[::-1], right[::-1], strict=False):
+                a, b = self.cells.leaves(mine), self.cells.leaves(theirs)
+                if len(a) == len(b) == 1 and self.cells.size(a[0]) == self.cells.size(b[0]):
+                    links.append((a[0], b[0]))
+        result: dict[int, list[int]] = {}
+        for universe in groups(links):
+            supports = {c: s for c in universe if (s := self.cells.support(c)) is not None}
+            if len(supports) < len(universe):
+                continue  # Dynamic axes are never cut, nor reordered.
+            rank = ranked(universe, supports, any(self.cells.forced(c) for c in universe))
+            if rank is not None:
+                result |= dict.fromkeys(universe, rank)
+        return result
+
+    def _layout(self, axes: CellAxes, order: Mapping[int, list[int]]) -> Layout:
+        return tuple(self._positions(self.cells.leaves(cells), order) for cells in axes)
+
+    def _positions(self, cells: list[int], order: Mapping[int, list[int]]) -> Positions:
+        """Old positions of an axis in their new order: the product of its cells' positions."""
+        total, found = 1, [0]
+        for cell in cells:
+            size, support = self.cells.size(cell), self.cells.support(cell)
+            if size is None or support is None:
+                return None
+            mine = [p for p in order.get(cell, range(size)) if bool(support[p])]
+            found = [before * size + p for before in found for p in mine]
+            total *= size
+        return whole(found, total)
+
+
+def kept_products(relation: Relation, facts: Facts, needs: Needs) -> Tensor:
+    """Over letters: the products of a contraction that a live output really needs at run time.
+
+    Products of two known factors are constants, which a bias or a border map takes.
+    """
+    order = list(relation.size)
+    inputs = operand_facts(relation, facts)
+    live = spread(needs.live[relation.node, 0], relation.outs[0], order, relation.size)
+    mask = any_over(live, order, relation.window) & known_contributions(relation, inputs, absorb=True)
+    return any_over(mask, order, relation.window)
+
+
+def _forced(relation: Relation) -> set[str]:
+    """Letters that stay whole: windows, complete axes, positions moved by an unknown map, and what
+    shares an axis with a dynamic size."""
+    forced = set(relation.window | relation.complete)
+    for axes in [*relation.ins, *relation.outs]:
+        forced |= mixed(axes, relation.size)
+    if relation.moved and not any(relation.moves):
+        forced |= relation.moved
+    return forced
+
+
+__all__ = ["Placement", "is_constant", "is_grouped", "is_join", "kept_products", "place", "torch"]

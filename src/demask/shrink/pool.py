@@ -1,0 +1,144 @@
+"""What the new graph reads besides its inputs: cut tensors, fills, indices, run-time sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from demask.errors import DemaskError
+from demask.graph.build import Builder
+from demask.graph.program import Constant
+from demask.graph.provenance import Cut
+from demask.shrink.cells import Layout
+
+
+class Pool:
+    """Constants and sizes of a graph in the making. Each is made once and read by name."""
+
+    def __init__(self, build: Builder, constants: Mapping[str, Constant], inputs: Sequence[fx.Node]):
+        self.build, self.source = build, constants
+        self.constants: dict[str, Constant] = {}
+        self.cuts: dict[str, Cut] = {}
+        self._reads: dict[str, fx.Node] = {}
+        self._cut: dict[Any, str] = {}
+        self._index: dict[tuple[int, ...], fx.Node] = {}
+        self._sizes: dict[Any, Any] = {}
+        self._symbols = _symbols(inputs)
+        self._first = None
+
+    def read(self, name: str) -> fx.Node:
+        """The get_attr node of a constant."""
+        if name not in self._reads:
+            node = self.build.graph.create_node("get_attr", name)
+            node.meta["val"] = self.build.fake(self.constants[name].tensor)
+            self._reads[name] = node
+        return self._reads[name]
+
+    def cut(self, source: fx.Node, want: Layout) -> fx.Node:
+        """A constant of the old graph, cut to a layout; equal cuts of tied tensors stay tied."""
+        old = self.source[str(source.target)]
+        key = (old.name, want)
+        if key not in self._cut:
+            tied = (old.tensor.data_ptr(), old.tensor.shape, old.tensor.stride(), want)
+            twin = self._cut.get(tied)
+            tensor = self.constants[twin].tensor if twin else cut(old.tensor, want)
+            name = self.add(replace(old, tensor=tensor))
+            self.cuts[name] = Cut(old.name, tuple(old.tensor.shape), want)
+            self._cut[key] = name
+            self._cut.setdefault(tied, name)
+        return self.read(self._cut[key])
+
+    def add(self, constant: Constant) -> str:
+        """Store a constant under its name, or the next free one like it; returns the name."""
+        name, k = constant.name, 1
+        while name in self.constants or any(_nested(name, other) for other in self.constants):
+            name, k = f"{constant.name}_{k}", k + 1
+        self.constants[name] = replace(constant, name=name)
+        return name
+
+    def constant(self, tensor: Tensor, name: str) -> fx.Node:
+        """A buffer of the new graph."""
+        return self.read(self.add(Constant(tensor.contiguous().clone(), name, parameter=False)))
+
+    def index(self, positions: Sequence[int]) -> fx.Node:
+        """An int64 index buffer."""
+        key = tuple(positions)
+        if key not in self._index:
+            tensor = torch.tensor(key, dtype=torch.long)
+            self._index[key] = self.read(self.add(Constant(tensor, "index", parameter=False)))
+        return self._index[key]
+
+    def size(self, size: Any) -> Any:
+        """A size as a call argument: a number, or a node that computes it from input sizes."""
+        if isinstance(size, int):
+            return size
+        return self.expression(size.node.expr)
+
+    def expression(self, expr: sympy.Expr) -> Any:
+        """A node for an expression over the dynamic dimensions of the inputs."""
+        if expr.is_Integer:
+            return int(expr)
+        if expr not in self._sizes:
+            self._sizes[expr] = self._spell(expr)
+        return self._sizes[expr]
+
+    def _spell(self, expr: sympy.Expr) -> fx.Node:
+        import operator
+
+        if expr in self._symbols:
+            node, axis = self._symbols[expr]
+            return self.build.call(torch.ops.aten.sym_size.int, node, axis)
+        args = [self.expression(a) for a in expr.args]
+        if expr.is_Add or expr.is_Mul:
+            total = args[0]
+            for arg in args[1:]:
+                total = self.build.call(operator.add if expr.is_Add else operator.mul, total, arg)
+            return total
+        kind = type(expr).__name__
+        if kind in ("FloorDiv", "CleanDiv"):
+            return self.build.call(operator.floordiv, *args)
+        if kind in ("Mod", "PythonMod"):
+            return self.build.call(operator.mod, *args)
+        if kind == "Pow" and expr.args[1].is_Integer and int(expr.args[1]) > 0:
+            return self.build.call(operator.pow, *args)
+        if kind in ("Max", "Min"):
+            total = args[0]
+            for arg in args[1:]:
+                total = self.build.call(torch.sym_max if kind == "Max" else torch.sym_min, total, arg)
+            return total
+        raise DemaskError(f"a size of the network, {expr}, has no spelling yet; please report it")
+
+
+def cut(tensor: Tensor, want: Layout) -> Tensor:
+    """The wanted positions of each axis, as a tensor of its own memory."""
+    for axis, positions in enumerate(want):
+        if positions is not None:
+            index = torch.tensor(positions, dtype=torch.long, device=tensor.device)
+            tensor = tensor.index_select(axis, index)
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def module_of(node: fx.Node) -> str:
+    """The fully qualified name of the module whose code made a node."""
+    stack = node.meta.get("nn_module_stack")
+    return list(stack.values())[-1][0] if stack else ""
+
+
+def _symbols(inputs: Sequence[fx.Node]) -> dict[Any, tuple[fx.Node, int]]:
+    found: dict[Any, tuple[fx.Node, int]] = {}
+    for node in inputs:
+        value = node.meta.get("val")
+        for axis, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
+            if not isinstance(size, int) and size.node.expr.is_Symbol:
+                found.setdefault(size.node.expr, (node, axis))
+    return found
+
+
+def _nested(a: str, b: str) -> bool:
+    """Would one name be an attribute inside the other's tensor?"""
+    return a.startswith(f"{b}.") or b.startswith(f"{a}.")

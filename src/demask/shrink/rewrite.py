@@ -1,0 +1,350 @@
+"""The new graph: every live call again, on smaller operands.
+
+One small function per kind of call; which kind a call is follows from its relation.
+"""
+
+from __future__ import annotations
+
+import operator
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from demask.facts.known import Facts, Relations, key_of
+from demask.facts.needed import Needs
+from demask.graph.build import Builder, mode_of
+from demask.graph.program import Program
+from demask.graph.provenance import Cut, Reason
+from demask.ops import Declined, Relation, schema
+from demask.shrink.adapt import Adapter, Made
+from demask.shrink.cells import Layout, Positions, whole
+from demask.shrink.contract import emit_contraction
+from demask.shrink.join import emit_join, unchanged
+from demask.shrink.place import Placement, is_join
+from demask.shrink.pool import Pool, module_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """A smaller program, how its tensors were cut, the shape-keeping ops it holds, and why."""
+
+    program: Program
+    cuts: Mapping[str, Cut]
+    effects: Mapping[str, int]
+    reasons: tuple[Reason, ...]
+
+
+def rewrite(
+    program: Program, relations: Relations, facts: Facts, needs: Needs, placement: Placement
+) -> Rewritten:
+    """The program that computes the same outputs from only what `placement` keeps."""
+    walk = Rewriter(program, relations, facts, needs, placement)
+    for node in program.graph.nodes:
+        walk.visit(node)
+    graph = walk.build.graph
+    drop_unread(graph)
+    read = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
+    kept = {name: c for name, c in walk.pool.constants.items() if name in read}
+    cuts = {name: cut for name, cut in walk.pool.cuts.items() if name in read}
+    return Rewritten(
+        program.with_graph(graph, kept), cuts, dict(walk.adapter.effects), tuple(walk.reasons)
+    )
+
+
+def drop_unread(graph: fx.Graph) -> None:
+    """Erase every call nobody reads; inputs stay."""
+    for node in reversed(list(graph.nodes)):
+        if node.op not in ("placeholder", "output") and not node.users:
+            graph.erase_node(node)
+
+
+class Rewriter:
+    """Walks the old graph and appends to the new one."""
+
+    def __init__(self, program, relations: Relations, facts: Facts, needs: Needs, placement: Placement):
+        self.relations, self.facts, self.needs, self.placement = relations, facts, needs, placement
+        self.build = Builder(fx.Graph(), mode_of(program.graph))
+        self.old_inputs = [n for n in program.graph.nodes if n.op == "placeholder"]
+        self.inputs: dict[fx.Node, fx.Node] = {}
+        for node in self.old_inputs:
+            self.inputs[node] = self.build.graph.node_copy(node)
+        self.pool = Pool(self.build, program.constants, list(self.inputs.values()))
+        self.adapter = Adapter(self.build, self.pool, facts)
+        self.numbers: dict[fx.Node, Any] = {}
+        self.reasons: list[Reason] = []
+
+    def visit(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            self.keep(node, 0, self.inputs[node], None)
+        elif node.op == "output":
+            self._output(node)
+        elif node.op == "call_function" and node.target is not operator.getitem:
+            self._call(node)
+
+    def keep(self, node: fx.Node, k: int, made: fx.Node, layout: Layout | None) -> None:
+        value = schema.outputs(node)[k]
+        if isinstance(value, Tensor):
+            full = tuple(None for _ in value.shape)
+            self.adapter.made[node, k] = Made(made, full if layout is None else layout)
+
+    def _call(self, node: fx.Node) -> None:
+        live = [k for k in range(len(schema.outputs(node))) if (node, k) in self.placement.value]
+        if not live:
+            return
+        relation = self.relations[node]
+        if isinstance(relation, Declined):
+            self._barrier(node, relation)
+        elif relation.moved:
+            emit_move(self, relation, live)
+        elif relation.entry.fill == "sum":
+            emit_contraction(self, relation)
+        elif is_join(relation):
+            emit_join(self, relation)
+        else:
+            emit_plain(self, relation, live)
+
+    def _barrier(self, node: fx.Node, why: Declined) -> None:
+        """An op with no rule gets its operands whole, and what it makes is whole."""
+        count = 0
+        for source in node.all_input_nodes:
+            held = self.adapter.have(key_of(source))
+            if held is not None and any(p is not None for p in held):
+                axis = next(k for k, p in enumerate(held) if p is not None)
+                self.reason(node, axis, _value(source).shape[axis], why.text)
+                count += 1
+        if not count:
+            self.reason(node, 0, 0, why.text)
+        args, kwargs = self.argument(node.args), self.argument(node.kwargs)
+        self.finish(node, node.target, args, kwargs, None)
+
+    def reason(self, node: fx.Node, axis: int, count: Any, text: str) -> None:
+        self.reasons.append(
+            Reason(node.name, module_of(node), axis, count if isinstance(count, int) else 0, text)
+        )
+
+    def finish(self, node, target, args, kwargs, layouts: list[Layout | None] | None) -> None:
+        """Append the call that replaces `node`, outputs in the given layouts (None: whole)."""
+        made = self.build.call(target, *args, **kwargs)
+        made.meta = {**node.meta, **made.meta}
+        outputs = schema.outputs(node)
+        if not isinstance(node.meta.get("val"), (list, tuple)):
+            if isinstance(outputs[0], Tensor):
+                self.keep(node, 0, made, layouts[0] if layouts else None)
+            else:
+                self.numbers[node] = made
+            return
+        for k in range(len(outputs)):
+            if (node, k) in self.placement.value:
+                part = self.build.call(operator.getitem, made, k)
+                self.keep(node, k, part, layouts[k] if layouts else None)
+
+    def argument(self, value: Any) -> Any:
+        """An argument for the new graph: tensors whole, sizes recomputed."""
+        return fx.node.map_arg(value, self._argument)
+
+    def _argument(self, node: fx.Node) -> Any:
+        value = _value(node)
+        if isinstance(value, Tensor):
+            return self.adapter.adapt(node, tuple(None for _ in value.shape))
+        if node in self.numbers:
+            return self.numbers[node]
+        if isinstance(value, torch.SymInt):
+            return self.pool.expression(value.node.expr)
+        if isinstance(value, int):
+            return value
+        args, kwargs = self.argument(node.args), self.argument(node.kwargs)
+        self.numbers[node] = self.build.call(node.target, *args, **kwargs)
+        return self.numbers[node]
+
+    def operand(self, relation: Relation, k: int, *, broadcast: bool = False) -> Any:
+        """Operand k of a call in the layout its slot asks for."""
+        source = relation.operands[k].value
+        if not isinstance(source, fx.Node):
+            return source
+        slot = self.placement.slot[relation.node, k]
+        # An op that moves positions and is kept as it is moves along whole axes.
+        axes = zip(relation.ins[k], slot, strict=True)
+        want = tuple(None if set(axis) & relation.moved else p for axis, p in axes)
+        return self.adapter.adapt(source, want, broadcast=broadcast)
+
+    def sizes(self, node: fx.Node, k: int, layout: Layout) -> list[Any]:
+        """The sizes of output k of an old node in a layout, as call arguments."""
+        value = schema.outputs(node)[k]
+        return [
+            self.pool.size(size) if layout[axis] is None else len(layout[axis] or ())
+            for axis, size in enumerate(value.shape)
+        ]
+
+    def arguments(
+        self,
+        relation: Relation,
+        values: list[Any],
+        layouts: list[Layout],
+        more: Mapping[str, Any] = types.MappingProxyType({}),
+    ) -> tuple[Any, Any]:
+        """All arguments of a call again: cut operands, rebuilt sizes, recomputed dynamic ones; `more`
+        by name, above all."""
+        node = relation.node
+        found = schema.arguments(node)
+        names = {operand.name for operand in relation.operands}
+        plain = {name: v if name in names else self.argument(v) for name, v in found.items()}
+        plain = schema.replaced(plain, relation.operands, values)
+        if relation.entry.args is not None:
+            made = [self.sizes(node, k, layout) for k, layout in enumerate(layouts)]
+            plain |= relation.entry.args(node, made)
+        return schema.call(node.target, plain | dict(more))
+
+    def _output(self, node: fx.Node) -> None:
+        """The model's outputs keep their shape."""
+        values = []
+        for value in node.args[0]:  # type: ignore[union-attr]
+            before = sum(self.adapter.effects.values())
+            values.append(self.argument(value) if isinstance(value, fx.Node) else value)
+            if sum(self.adapter.effects.values()) > before and isinstance(value, fx.Node):
+                held = self.adapter.have(key_of(value)) or ()
+                axis = next((k for k, p in enumerate(held) if p is not None), 0)
+                self.reason(value, axis, _value(value).shape[axis], "the model's output keeps its shape")
+        self.build.graph.output(tuple(values))
+
+
+def emit_plain(walk: Rewriter, relation: Relation, live: list[int]) -> None:
+    """A call whose operands and outputs share their cells: the same op, on less."""
+    node = relation.node
+    layouts = [walk.placement.value.get((node, k)) for k in range(len(relation.outs))]
+    known = [tuple(None for _ in axes) for axes in relation.outs]
+    filled = [layout if layout is not None else known[k] for k, layout in enumerate(layouts)]
+    if layouts[0] is not None and (same := unchanged(walk, relation, layouts[0])) is not None:
+        walk.keep(node, 0, same, layouts[0])
+        return
+    for k, operand in enumerate(relation.operands):
+        _explain(walk, relation, k, operand.value)
+    values = [walk.operand(relation, k) for k in range(len(relation.operands))]
+    args, kwargs = walk.arguments(relation, values, filled)
+    walk.finish(node, node.target, args, kwargs, layouts)
+
+
+def _explain(walk: Rewriter, relation: Relation, k: int, source: Any) -> None:
+    """Say why an axis had to be whole."""
+    if not relation.complete or not isinstance(source, fx.Node) or source.op == "get_attr":
+        return
+    held, want = walk.adapter.have(key_of(source)), walk.placement.slot[relation.node, k]
+    for axis, letters in enumerate(relation.ins[k]):
+        if held and held[axis] != want[axis] and set(letters) & relation.complete:
+            text = f"{schema_name(relation)} needs the whole axis"
+            walk.reason(relation.node, axis, _value(source).shape[axis], text)
+
+
+def schema_name(relation: Relation) -> str:
+    return str(relation.node.target).removeprefix("aten.").partition(".")[0]
+
+
+def emit_move(walk: Rewriter, relation: Relation, live: list[int]) -> None:
+    """A call that moves positions: as it is where nothing it moves along is cut, else the positions
+    wanted are taken straight from where they come from."""
+    if _untouched(walk, relation, live):
+        emit_plain(walk, relation, live)
+        return
+    for k in live:
+        _move(walk, relation, k)
+
+
+def _untouched(walk: Rewriter, relation: Relation, live: list[int]) -> bool:
+    if not any(relation.moves):
+        return True
+    for k in live:
+        layout = walk.placement.value[relation.node, k]
+        if any(p is not None and set(a) & relation.moved
+               for p, a in zip(layout, relation.outs[k], strict=True)):  # fmt: skip
+            return False
+    for k, operand in enumerate(relation.operands):
+        held = walk.adapter.have(key_of(operand.value))
+        if operand.value.op == "get_attr":
+            continue
+        if held is None or any(p is not None and set(a) & relation.moved
+                               for p, a in zip(held, relation.ins[k], strict=True)):  # fmt: skip
+            return False
+    return True
+
+
+def _move(walk: Rewriter, relation: Relation, out: int) -> None:
+    node, layout = relation.node, walk.placement.value[relation.node, out]
+    axes = {base: axis for axis, base in _moved_axes(relation, out)}
+    if len(relation.operands) > 1:
+        _gathered_from(walk, relation, out, layout)
+        return
+    want, pads = list(walk.placement.slot[node, 0]), []
+    for base, move in relation.moves[out].items():
+        source = next(k for k, a in enumerate(relation.ins[0]) if a and a[0].startswith(f"{base}<"))
+        wanted = layout[axes[base]] if base in axes else None
+        rows = list(range(len(move.source))) if wanted is None else list(wanted)
+        real = [int(move.position[r]) for r in rows if int(move.source[r]) >= 0]
+        size = _value(relation.operands[0].value).shape[source]
+        want[source] = whole(real, size)
+        pads.append((source, rows, move))
+    made = walk.adapter.adapt(relation.operands[0].value, tuple(want))
+    for source, rows, move in pads:
+        made = _pad_back(walk, made, source, rows, move)
+    gone = [k for k, a in enumerate(relation.ins[0]) if _is_gone(relation, out, a)]
+    for axis in sorted(gone, reverse=True):
+        made = walk.build.call(aten.squeeze.dim, made, axis)
+    walk.keep(node, out, made, layout)
+
+
+def _moved_axes(relation: Relation, out: int) -> list[tuple[int, str]]:
+    suffix = ">"
+    return [(k, a[0].partition(suffix)[0]) for k, a in enumerate(relation.outs[out])
+            if a and a[0] in relation.moved]  # fmt: skip
+
+
+def _is_gone(relation: Relation, out: int, axis: tuple[str, ...]) -> bool:
+    if not axis or axis[0] not in relation.moved:
+        return False
+    base = axis[0].partition("<")[0]
+    return all(base != other for _, other in _moved_axes(relation, out))
+
+
+def _pad_back(walk: Rewriter, made: fx.Node, axis: int, rows: list[int], move: Any) -> fx.Node:
+    """Padded positions that are kept all the same (an axis of several cells) are put back."""
+    padded = [k for k, r in enumerate(rows) if int(move.source[r]) < 0]
+    if not padded:
+        return made
+    real = [k for k in range(len(rows)) if k not in set(padded)]
+    return walk.adapter.scattered(made, axis, tuple(real), len(rows), move.value)
+
+
+def _gathered_from(walk: Rewriter, relation: Relation, out: int, layout: Layout) -> None:
+    """cat and its like: from each operand the positions wanted, joined; operands none of whose
+    positions are wanted are gone."""
+    ((base, move),) = relation.moves[out].items()
+    axis = next(k for k, a in enumerate(relation.outs[out]) if a and a[0].startswith(f"{base}>"))
+    wanted = layout[axis]
+    rows = list(range(len(move.source))) if wanted is None else list(wanted)
+    pieces, order = [], []
+    for k, operand in enumerate(relation.operands):
+        mine = [r for r in rows if int(move.source[r]) == k]
+        if not mine:
+            continue
+        want = list(walk.placement.slot[relation.node, k])
+        size = _value(operand.value).shape[axis]
+        want[axis] = whole([int(move.position[r]) for r in mine], size)
+        pieces.append(walk.adapter.adapt(operand.value, tuple(want)))
+        order += mine
+    made = pieces[0] if len(pieces) == 1 else walk.build.call(aten.cat.default, pieces, axis)
+    final = list(layout)
+    final[axis] = whole(order, len(move.source))
+    walk.keep(relation.node, out, made, tuple(final))
+
+
+def _value(node: fx.Node) -> Any:
+    key = key_of(node)
+    value = key[0].meta.get("val")
+    return value[key[1]] if isinstance(value, (list, tuple)) else value
+
+
+__all__ = ["Positions", "Rewritten", "Rewriter", "rewrite"]
