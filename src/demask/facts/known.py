@@ -71,7 +71,9 @@ def _put_nothing(facts: Facts, node: fx.Node) -> None:
 def _put(facts: Facts, node: fx.Node, found: list[Fact | None]) -> None:
     for k, (value, fact) in enumerate(zip(schema.outputs(node), found, strict=True)):
         rank, dtype = value.ndim, value.dtype
-        facts[node, k] = nothing(rank, dtype) if fact is None else checked(fact.known, fact.fill.to(dtype))
+        facts[node, k] = (
+            nothing(rank, dtype) if fact is None else _short(checked(fact.known, fact.fill.to(dtype)))
+        )
 
 
 def operand_facts(relation: Relation, facts: Facts) -> list[Fact]:
@@ -283,7 +285,20 @@ def _contract(relation: Relation, inputs: list[Fact]) -> Fact | None:
         if k not in factors:
             added = _spread(relation, k, fact)
             mask, fill = mask & added.known, fill + added.fill
-    return _project(relation, Fact(*torch.broadcast_tensors(mask, fill)))
+    result = _project(relation, Fact(*torch.broadcast_tensors(mask, fill)))
+    result = _short(checked(result.known, result.fill))
+    if sum(n > 1 for n in result.fill.shape) > 1 and not bool(result.known.all()):
+        # A matrix of constants is cheaper computed with the rest than stored.
+        return Fact(result.zero, result.fill.masked_fill(~result.zero, 0))
+    return result
+
+
+def _short(fact: Fact) -> Fact:
+    """Every axis along which nothing varies back to 1."""
+    for axis, n in enumerate(fact.fill.shape):
+        if n > 1:
+            fact = _shortened(fact, axis)
+    return fact
 
 
 def contributions(relation: Relation, inputs: list[Fact], *, absorb: bool = False) -> Tensor:

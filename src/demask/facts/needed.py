@@ -131,8 +131,9 @@ def _back(relation: Relation, out: int, operand: int, live: Tensor) -> Tensor:
         real = relation.operands[operand].value.meta["val"].shape[axis]
         full = live.expand([len(move.source) if k == axis else n for k, n in enumerate(live.shape)])
         ours = (move.source == operand).nonzero().squeeze(1)
-        result = torch.zeros([real if k == axis else n for k, n in enumerate(live.shape)])
-        taken = full.index_select(axis, ours).float()
+        shape = [real if k == axis else n for k, n in enumerate(live.shape)]
+        result = torch.zeros(shape, dtype=torch.int32)
+        taken = full.index_select(axis, ours).to(torch.int32)
         live = result.index_add(axis, move.position[ours], taken) > 0
     return live
 

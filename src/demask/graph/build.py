@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
@@ -25,7 +27,10 @@ class Builder:
     def value(self, node: fx.Node) -> None:
         """Give a call_function node its fake value."""
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        with self.mode, torch.no_grad():
+        env = self.mode.shape_env
+        # Asking a dynamic size a question (is it 2?) must not make the answer true of it.
+        unasked = env.suppress_guards() if env is not None else contextlib.nullcontext()
+        with self.mode, unasked, enable_python_dispatcher(), torch.no_grad():
             node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
 
     def fake(self, tensor: Tensor) -> Tensor:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import logging
 import operator
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
@@ -88,7 +91,7 @@ def _first_dynamic(work: nn.Module, args: Any, kwargs: Any) -> Any:
 def _first_is_dynamic(exported: ExportedProgram) -> bool:
     values = [n.meta.get("val") for n in exported.graph.nodes if n.name in _user_inputs(exported)]
     sized = [v for v in values if isinstance(v, Tensor) and v.ndim]
-    return any(not isinstance(v.shape[0], int) for v in sized)
+    return any(not isinstance(_settled(v.shape[0]), int) for v in sized)
 
 
 def _user_inputs(exported: ExportedProgram) -> set[str]:
@@ -107,12 +110,24 @@ def _range_notes(exported: ExportedProgram) -> tuple[str, ...]:
 
 def _attempt(work: nn.Module, args: Any, kwargs: Any, shapes: Any) -> ExportedProgram:
     try:
-        with warnings.catch_warnings(), torch.no_grad():
+        with warnings.catch_warnings(), _quiet(), torch.no_grad():
             warnings.simplefilter("ignore")
             return torch.export.export(work, args, kwargs, dynamic_shapes=shapes, strict=False)
     except Exception as error:
         _check_runs(work, args, kwargs)
         raise _not_exportable(error) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without export's logs: what they tell is in the error we raise."""
+    logger = logging.getLogger("torch")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _check_runs(work: nn.Module, args: Any, kwargs: Any) -> None:
@@ -169,9 +184,28 @@ def _program(exported: ExportedProgram, notes: tuple[str, ...], training: bool) 
     values = _reread(values, mapping, graph)
     graph.output(tuple(values))
     _tidy(graph)
+    for node in graph.nodes:
+        if "val" in node.meta:
+            node.meta["val"] = pytree.tree_map(_settled, node.meta["val"])
     spec = exported.call_spec
     names = _names(exported)
     return Program(graph, constants, spec.in_spec, spec.out_spec, names, (*notes, _LICENCE), training)
+
+
+def _settled(value: Any) -> Any:
+    """Sizes that export found to be fixed are numbers, not symbols that equal a number."""
+    if isinstance(value, torch.SymInt) and value.node.expr.is_number:
+        return int(value.node.expr)
+    if not isinstance(value, FakeTensor) or not any(_is_fixed(size) for size in value.shape):
+        return value
+    sizes = [_settled(size) for size in value.shape]
+    strides = [_settled(stride) for stride in value.stride()]
+    with value.fake_mode:
+        return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+
+
+def _is_fixed(size: Any) -> bool:
+    return isinstance(size, torch.SymInt) and bool(size.node.expr.is_number)
 
 
 def _reread(values, mapping, graph) -> list[Any]:

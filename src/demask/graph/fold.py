@@ -40,6 +40,9 @@ def folded(program: Program) -> Program:
         read.meta = {"val": mode.from_tensor(constant.tensor, static_shapes=True)}
         node.replace_all_uses_with(read)
     _drop_unread(graph)
+    for node in graph.nodes:
+        if node.op == "get_attr" and not constants[str(node.target)].tensor.is_floating_point():
+            node.meta["positions"] = constants[str(node.target)].tensor.cpu()
     read_now = {node.target for node in graph.nodes if node.op == "get_attr"}
     return program.with_graph(graph, {k: c for k, c in constants.items() if k in read_now})
 

@@ -9,27 +9,30 @@ import torch
 from torch import fx
 
 from demask.graph.build import Builder, mode_of, same_shape, sizes_of
-from demask.graph.program import Program, copied
+from demask.graph.program import Constant, Program, copied
 
 aten = torch.ops.aten
+Constants = dict[str, Constant]
 
 
 def spelled(program: Program) -> Program:
     """The same program with `expand_as` as expand, `stack` as cat, `glu` as its product; slices
     of whole axes (torch.export writes one for every `:`) are gone."""
     graph, _ = copied(program)
-    build = Builder(graph, mode_of(graph))
+    build, constants = Builder(graph, mode_of(graph)), dict(program.constants)
     for node in list(graph.nodes):
         with graph.inserting_before(node):
             if node.target is aten.slice.Tensor and _is_whole(node):
                 node.replace_all_uses_with(node.args[0])
                 graph.erase_node(node)
             elif node.target in _RULES:
-                made = _RULES[node.target](build, node)
+                made = _RULES[node.target](build, node, constants)
+                if made is None:
+                    continue
                 made.meta = {**node.meta, **made.meta}
                 node.replace_all_uses_with(made)
                 graph.erase_node(node)
-    return program.with_graph(graph)
+    return program.with_graph(graph, constants)
 
 
 def _is_whole(node: fx.Node) -> bool:
@@ -37,28 +40,28 @@ def _is_whole(node: fx.Node) -> bool:
     return step == 1 and same_shape(node.meta["val"], node.args[0].meta["val"])  # type: ignore[union-attr]
 
 
-def _expand_as(build: Builder, node: fx.Node) -> fx.Node:
+def _expand_as(build: Builder, node: fx.Node, constants: Constants) -> fx.Node:
     x, other = node.args
     return build.call(aten.expand.default, x, sizes_of(build, other))  # type: ignore[arg-type]
 
 
-def _view_as(build: Builder, node: fx.Node) -> fx.Node:
+def _view_as(build: Builder, node: fx.Node, constants: Constants) -> fx.Node:
     x, other = node.args
     return build.call(aten.reshape.default, x, sizes_of(build, other))  # type: ignore[arg-type]
 
 
-def _type_as(build: Builder, node: fx.Node) -> fx.Node:
+def _type_as(build: Builder, node: fx.Node, constants: Constants) -> fx.Node:
     x, other = node.args
     return build.call(aten.to.dtype, x, other.meta["val"].dtype)  # type: ignore[union-attr]
 
 
-def _stack(build: Builder, node: fx.Node) -> fx.Node:
+def _stack(build: Builder, node: fx.Node, constants: Constants) -> fx.Node:
     parts: Any = node.args[0]
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
     return build.call(aten.cat.default, [build.call(aten.unsqueeze.default, p, dim) for p in parts], dim)
 
 
-def _glu(build: Builder, node: fx.Node) -> fx.Node:
+def _glu(build: Builder, node: fx.Node, constants: Constants) -> fx.Node:
     x: Any = node.args[0]
     dim: Any = node.args[1] if len(node.args) > 1 else -1
     half = x.meta["val"].shape[dim] // 2
@@ -67,7 +70,28 @@ def _glu(build: Builder, node: fx.Node) -> fx.Node:
     return build.call(aten.mul.Tensor, value, build.call(aten.sigmoid.default, gate))
 
 
-_RULES: dict[Any, Callable[[Builder, fx.Node], fx.Node]] = {
+def _index_add(build: Builder, node: fx.Node, constants: Constants) -> fx.Node | None:
+    """x.index_add(dim, index, y) is x plus y scattered into zeros, where the index is constant."""
+    x, dim, index, y = node.args
+    held = constants.get(str(index.target)) if index.op == "get_attr" else None  # type: ignore[union-attr]
+    places = held.tensor.tolist() if held else []
+    if held is None or len(set(places)) != len(places):
+        return None
+    size, rank = x.meta["val"].shape[dim], x.meta["val"].ndim  # type: ignore[union-attr,index]
+    where = {place: k for k, place in enumerate(places)}
+    inverse = torch.tensor([where.get(k, len(places)) for k in range(size)])
+    name = f"{held.name}_inverse"
+    constants[name] = Constant(inverse, name, parameter=False)
+    at = build.graph.create_node("get_attr", name)
+    at.meta["val"] = build.fake(inverse)
+    zeros = [0, 0] * (rank - dim % rank - 1) + [0, 1]  # type: ignore[operator]
+    wide = build.call(aten.constant_pad_nd.default, y, zeros)
+    laid = build.call(aten.index_select.default, wide, dim, at)
+    return build.call(aten.add.Tensor, x, laid, alpha=node.kwargs.get("alpha", 1))
+
+
+_RULES: dict[Any, Callable[[Builder, fx.Node, Constants], fx.Node | None]] = {
+    aten.index_add.default: _index_add,
     aten.expand_as.default: _expand_as,
     aten.view_as.default: _view_as,
     aten.reshape_as.default: _view_as,

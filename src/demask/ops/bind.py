@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from torch import fx
+from torch import Tensor, fx
 
 from demask.errors import TableError
 from demask.ops import schema
@@ -68,17 +68,25 @@ def bind(node: fx.Node, table: Table) -> Relation | Declined:
     if isinstance(spelled, Declined):
         return spelled
     text, known = (spelled, {}) if isinstance(spelled, str) else (spelled.line, spelled.sizes)
-    which = schema.operands(node)
+    which = schema.operands(node, entry.indices)
+    indices = {name: _index(schema.arguments(node)[name]) for name in entry.indices}
+    if any(value is None for value in indices.values()):
+        return Declined(f"{name} with positions computed at run time")
     line = _expanded(parse(text), node, which)
     shapes = [schema.sizes(_value(operand)) for operand in which]
     made = [schema.sizes(value) for value in schema.outputs(node)]
     size = _sizes(line, shapes, made, known, f"{name} ({node.name})")
     line = _broadcast(line, shapes, size)
-    maps = moves(node, line, size) if line.moved else [{} for _ in line.outs]
+    maps = moves(node, line, size, which, indices) if line.moved else [{} for _ in line.outs]
     return Relation(
         node, entry, which, line.ins, line.outs, size, tuple(maps),
         line.window, line.complete, line.moved,
     )  # fmt: skip
+
+
+def _index(value) -> Tensor | None:
+    """The value of a constant index, which folding leaves on its node."""
+    return value.meta.get("positions") if isinstance(value, fx.Node) else None
 
 
 def _value(operand: Operand):

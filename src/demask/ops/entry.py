@@ -85,6 +85,7 @@ class Entry:
     affine: tuple[int, int] | None = None
     neutral: tuple[float, tuple[int, ...]] | None = None
     args: Callable[[fx.Node, Sizes], Mapping[str, Any]] | None = None
+    indices: tuple[str, ...] = ()
     region: str = ""
     kept: str = ""
     free: bool = False

@@ -10,7 +10,7 @@ This is the bottom layer, so the function that demasks is an argument: pass `dem
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from demask.ops.bind import Relation, bind
 from demask.ops.entry import Case, Declined, Shape, Table
 
 Demask = Callable[..., fx.GraphModule]
+Axes = frozenset[int] | None
 _TOLERANCE = 1e-10  # float64, relative: sums in another order, a few hundred terms long
 _BATCHES = (5, 16)  # neither is a size of any case
 
@@ -61,7 +62,8 @@ def drawn(shape: Shape, generator: torch.Generator, sizes: Iterable[int] | None 
     if shape.of == "positive":
         return 0.2 + 0.6 * uniform  # below 1 too: logit
     value = torch.randn(size, generator=generator, dtype=torch.float64)
-    return value if shape.constant else torch.where(uniform < 0.3, value.round(), value)
+    # + 0.0: a draw of -0.0 is another input than 0.0 for atan2, and sums lose the difference.
+    return value if shape.constant else torch.where(uniform < 0.6, value.round() + 0.0, value)
 
 
 def drawn_support(size: int, generator: torch.Generator) -> Tensor:
@@ -76,18 +78,25 @@ def drawn_support(size: int, generator: torch.Generator) -> Tensor:
     return torch.ones(size, dtype=torch.bool)
 
 
-def drawn_mask(sizes: Iterable[int], generator: torch.Generator, first: bool = True) -> Tensor:
+def drawn_mask(sizes: Iterable[int], generator: torch.Generator, axes: Axes = None) -> Tensor:
     """A bool mask, the product of a support per axis; axes that are alive all along are 1 long.
 
-    first: may axis 0 be masked?
+    axes: those that may be masked; None: every one.
     """
     sizes = list(sizes)
     mask = torch.ones([1] * len(sizes), dtype=torch.bool)
     for axis, size in enumerate(sizes):
         support = drawn_support(size, generator)
-        if (axis or first) and not bool(support.all()):
+        if (axes is None or axis in axes) and not bool(support.all()):
             mask = mask & support.view([-1 if k == axis else 1 for k in range(len(sizes))])
     return mask
+
+
+def drawn_scale(mask: Tensor, of: str | int, generator: torch.Generator) -> Tensor:
+    """A factor per position, 0 where the mask is off; powers of two keep equal values equal."""
+    low, high = (0.5, 0.9) if of == "positive" else (0.5, 2.0)
+    pick = torch.rand(mask.shape, generator=generator) < 0.5
+    return torch.where(pick, low, high).double() * mask
 
 
 def drawn_fill(mask: Tensor, of: str | int, generator: torch.Generator) -> Tensor:
@@ -104,39 +113,53 @@ def drawn_fill(mask: Tensor, of: str | int, generator: torch.Generator) -> Tenso
 
 
 class LawModule(nn.Module):
-    """op(x * mask + fill) * out_mask for masks and fills drawn from `seed`, in float64.
+    """op(x * scale + fill) * out_scale for scales with masked positions drawn from `seed`, float64.
 
     Activations of the case are the inputs of forward, in order (`inputs` draws them); its constants
-    are parameters with masked positions of their own; integers and booleans come as they are. One
-    seed in four masks the first axis of activations too, which makes it static.
+    are parameters with masked positions of their own; integers and booleans come as they are.
+    inner, outer: per activation and per output, the axes that may be masked; left out, every one.
     """
 
-    def __init__(self, target: Any, case: Case, seed: int):
+    def __init__(
+        self,
+        target: Any,
+        case: Case,
+        seed: int,
+        inner: Mapping[int, frozenset[int]] | None = None,
+        outer: Mapping[int, frozenset[int]] | None = None,
+    ):
         super().__init__()
         self.target, self.seed = target, seed
         leaves, self.spec = pytree.tree_flatten((case.args, dict(case.kwargs)))
         self.leaves = tuple(leaves)
         generator = torch.Generator().manual_seed(seed)
-        self.first = seed % 4 == 3
         for k, leaf in enumerate(leaves):
             if isinstance(leaf, Shape):
-                self._draw(k, leaf, generator)
-        made = self._run(self.inputs(0))
+                self._draw(k, leaf, generator, None if inner is None else inner.get(k, frozenset()))
+        with torch.no_grad():
+            made = self._run(self.inputs(0))
         for k, value in enumerate(made):
-            mask = drawn_mask(value.shape, generator, self.first)
-            self.register_parameter(f"out{k}", nn.Parameter(mask.double()))
+            axes = None if outer is None else outer.get(k, frozenset())
+            mask = drawn_mask(value.shape, generator, axes)
+            self._hold(f"out{k}", drawn_scale(mask, "normal", generator))
+        self.eval()
 
-    def _draw(self, k: int, shape: Shape, generator: torch.Generator) -> None:
+    def _draw(self, k: int, shape: Shape, generator: torch.Generator, axes: Axes) -> None:
         if shape.of not in ("normal", "positive"):
+            if shape.constant:
+                self.register_buffer(f"constant{k}", drawn(shape, generator))
             return
-        mask = drawn_mask(shape.sizes, generator, self.first or shape.constant)
+        mask = drawn_mask(shape.sizes, generator, None if shape.constant else axes)
         fill = drawn_fill(mask, shape.of, generator)
         if shape.constant:
-            value = drawn(shape, generator) * mask + fill
-            self.register_parameter(f"constant{k}", nn.Parameter(value))
+            self._hold(f"constant{k}", drawn(shape, generator) * mask + fill)
         else:
-            self.register_parameter(f"mask{k}", nn.Parameter(mask.double()))
-            self.register_parameter(f"fill{k}", nn.Parameter(fill))
+            self._hold(f"scale{k}", drawn_scale(mask, shape.of, generator))
+            self._hold(f"fill{k}", fill)
+
+    def _hold(self, name: str, value: Tensor) -> None:
+        # Running statistics are among them, and those take no gradient.
+        self.register_parameter(name, nn.Parameter(value, requires_grad=False))
 
     def inputs(self, seed: int, batch: int | None = None, dynamic: Any = ()) -> tuple[Tensor, ...]:
         """Inputs of forward; those whose number is in `dynamic` have `batch` rows."""
@@ -151,7 +174,8 @@ class LawModule(nn.Module):
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         made = self._run(inputs)
-        return tuple(v.double() * getattr(self, f"out{k}") for k, v in enumerate(made))
+        wide = [v if v.dtype == torch.float64 else v.double() for v in made]
+        return tuple(v * getattr(self, f"out{k}") for k, v in enumerate(wide))
 
     def _run(self, inputs: Iterable[Tensor]) -> tuple[Tensor, ...]:
         rest = iter(inputs)
@@ -168,7 +192,7 @@ class LawModule(nn.Module):
         value = next(rest)
         if leaf.of not in ("normal", "positive"):
             return value
-        return value * getattr(self, f"mask{k}") + getattr(self, f"fill{k}")
+        return value * getattr(self, f"scale{k}") + getattr(self, f"fill{k}")
 
 
 def _is_input(leaf: Any) -> bool:
@@ -200,11 +224,16 @@ def check_scatter_law(
     name: str, case: Case, seed: int, table: Table, demask: Demask
 ) -> ScatterResult:
     """The scatter law for one case: demask the law module, compare at the case's own batch and,
-    where dimension 0 of an input is dynamic, at two others."""
-    module = LawModule(target_of(name), case, seed)
+    where dimension 0 of an input is dynamic, at two others.
+
+    Even seeds mask only axes that the op may lose positions of; odd seeds mask any, windows and
+    normalised axes too; one seed in four masks the first axis as well, which makes it static.
+    """
+    inner, outer = _maskable(name, case, table, every=bool(seed % 2), first=seed % 4 == 3)
+    module = LawModule(target_of(name), case, seed, inner, outer)
     slim = demask(module, module.inputs(0), table=table)
     specs: Any = slim.demasked
-    dynamic = {k for k, s in enumerate(specs.inputs) if s.sizes and isinstance(s.sizes[0], str)}
+    dynamic = {k for k, s in enumerate(specs.inputs) if s.sizes and _is_symbol(s.sizes[0])}
     batches = (None, *_BATCHES) if dynamic else (None,)
     error, inputs = 0.0, ()
     for k, batch in enumerate(batches):
@@ -212,6 +241,37 @@ def check_scatter_law(
         with torch.no_grad():
             error = max(error, relative_error(module(*inputs), slim(*inputs)))
     return ScatterResult(name, seed, error, batches, slim, inputs)
+
+
+def _maskable(
+    name: str, case: Case, table: Table, *, every: bool, first: bool
+) -> tuple[dict, dict]:
+    """Axes of each activation (by leaf) and of each output to mask."""
+    leaves, spec = pytree.tree_flatten((case.args, dict(case.kwargs)))
+    relation = bind(_drawn_call(name, leaves, spec, torch.Generator().manual_seed(0)), table)
+    shaped = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Shape)]
+    if isinstance(relation, Declined):
+        return {}, {}
+    fixed = frozenset() if every else relation.window | relation.complete
+
+    def free(axes: Any) -> frozenset[int]:
+        return frozenset(k for k, a in enumerate(axes) if (k or first) and not set(a) & fixed)
+
+    at = {o.value: relation.ins[k] for k, o in enumerate(relation.operands)}
+    places = [node for node in relation.node.graph.nodes if node.op == "placeholder"]
+    inner = {k: free(at[node]) for k, node in zip(shaped, places, strict=True) if node in at}
+    return inner, {k: free(axes) for k, axes in enumerate(relation.outs)}
+
+
+def _drawn_call(name: str, leaves: list, spec: Any, generator: torch.Generator) -> fx.Node:
+    """The call of a case on drawn tensors, as a node."""
+    values = [drawn(leaf, generator) if isinstance(leaf, Shape) else leaf for leaf in leaves]
+    args, kwargs = pytree.tree_unflatten(values, spec)
+    return call_node(target_of(name), *args, **kwargs)
+
+
+def _is_symbol(size: int | str) -> bool:
+    return isinstance(size, str) and not size.isdigit()
 
 
 def relative_error(expected: Iterable[Tensor], found: Iterable[Tensor]) -> float:
@@ -229,14 +289,19 @@ def relative_error(expected: Iterable[Tensor], found: Iterable[Tensor]) -> float
 
 
 def call_node(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """A call of an op on real tensors as a graph node, to be bound to the table."""
+    """A call of an op on real tensors as a graph node, to be bound to the table.
+
+    Integer tensors count as constants: positions to take are known.
+    """
     graph = fx.Graph()
 
     def placed(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        node = graph.placeholder("x")
+        node = graph.placeholder(f"x_{len(graph.nodes)}")
         node.meta["val"] = value
+        if value.dtype == torch.int64:
+            node.meta["positions"] = value
         return node
 
     places = pytree.tree_map(placed, (args, kwargs))
@@ -262,12 +327,8 @@ class RegionResult:
 def check_region_law(name: str, case: Case, seed: int, table: Table) -> RegionResult | Declined:
     """The region law for one case: every axis of every output, several tiles, every operand."""
     generator = torch.Generator().manual_seed(seed)
-    case_args = pytree.tree_map(
-        lambda leaf: drawn(leaf, generator) if isinstance(leaf, Shape) else leaf,
-        (case.args, dict(case.kwargs)),
-        is_leaf=lambda leaf: isinstance(leaf, Shape),
-    )
-    relation = bind(call_node(target_of(name), *case_args[0], **case_args[1]), table)
+    leaves, spec = pytree.tree_flatten((case.args, dict(case.kwargs)))
+    relation = bind(_drawn_call(name, leaves, spec, generator), table)
     if isinstance(relation, Declined):
         return relation
     tiles, broken, loose = 0, [], []
@@ -339,7 +400,9 @@ class _Tile:
         if not spoiled:
             return True
         value = self._value.clone()
-        value.index_copy_(self.at, torch.tensor(spoiled), _garbage(value, self.at, spoiled, generator))
+        value.index_copy_(
+            self.at, torch.tensor(spoiled), _garbage(value, self.at, spoiled, generator)
+        )
         expected = schema.outputs(self.relation.node)[self.out]
         found = _again(self.relation, self.operand, value)[self.out]
         a, b = (v.narrow(self.axis, self.start, self.end - self.start) for v in (expected, found))
@@ -366,11 +429,9 @@ def _garbage(value: Tensor, axis: int, where: list[int], generator: torch.Genera
 
 def _again(relation: Relation, operand: int, value: Tensor) -> list[Tensor]:
     """The call once more with another value of one operand."""
-    values = [
-        value if k == operand else o.value.meta["val"] if isinstance(o.value, fx.Node) else o.value
-        for k, o in enumerate(relation.operands)
-    ]
+    values = [value if k == operand else o.value for k, o in enumerate(relation.operands)]
     found = schema.replaced(schema.arguments(relation.node), relation.operands, values)
+    found = fx.node.map_arg(found, lambda node: node.meta["val"])
     args, kwargs = schema.call(relation.node.target, found)
     with torch.no_grad():
         made = relation.node.target(*args, **kwargs)  # type: ignore[operator]
@@ -381,9 +442,9 @@ def missed(slim: nn.Module, args: tuple[Any, ...], seeds: int = 3) -> list[str]:
     """Slices of weights that no output depends on, as "name, axis 0: position 3".
 
     Weights are parameters and floating-point buffers. Each slice of each axis is re-randomized
-    alone on `seeds` shufflings of the inputs. A gradient that is not zero shows that a slice moves
-    an output, so only slices without one are tried. Meant for float64 modules: below 1e-12 of the
-    largest output a difference counts as rounding.
+    alone. A gradient that is not zero on one of `seeds` shufflings of the inputs shows that a slice
+    moves an output, so only slices without one are tried, on four times as many. Meant for float64
+    modules: below 1e-12 of the largest output a difference counts as rounding.
 
     >>> net = torch.nn.Linear(2, 3).double()
     >>> missed(torch.nn.Sequential(net, torch.nn.Softmax(-1)), (torch.randn(4, 2).double(),))
@@ -405,26 +466,31 @@ def missed(slim: nn.Module, args: tuple[Any, ...], seeds: int = 3) -> list[str]:
 
 
 class _Oracle:
-    """A module, some inputs, and what its outputs are on them."""
+    """A module, drawn inputs, what its outputs are on them, and which weights surely move them."""
 
     def __init__(self, slim: nn.Module, args: tuple[Any, ...], seeds: int):
-        self.slim = slim
+        self.slim, self.args, self.seeds = slim, args, seeds
         named = [*slim.named_parameters(), *slim.named_buffers()]
-        self.weights = {n: v.detach() for n, v in named if v.is_floating_point()}
-        self.draws = [_shuffled(args, seed) for seed in range(seeds)]
-        with torch.no_grad():
-            self.before = [_tensors(slim(*draw)) for draw in self.draws]
-        self.moves = {name: torch.zeros_like(v, dtype=torch.bool) for name, v in self.weights.items()}
-        for draw in self.draws:
-            self._differentiate(draw)
+        self.weights = {n: v.detach() for n, v in named if v.is_floating_point() and v.numel()}
+        self.draws: list[tuple[tuple[Any, ...], list[Tensor]]] = []
+        self.moves = {n: torch.zeros_like(v, dtype=torch.bool) for n, v in self.weights.items()}
+        for seed in range(seeds):
+            self._differentiate(self._draw(seed)[0])
 
     def _differentiate(self, draw: tuple[Any, ...]) -> None:
         leaves = {name: v.clone().requires_grad_() for name, v in self.weights.items()}
-        made = [v for v in _tensors(functional_call(self.slim, leaves, draw)) if v.requires_grad]
-        if not made or not leaves:
+        try:
+            made = [
+                v for v in _tensors(functional_call(self.slim, leaves, draw)) if v.requires_grad
+            ]
+        except RuntimeError:
+            return  # Some op has no gradient for a weight: every slice is tried.
+        if not made:
             return
         generator = torch.Generator().manual_seed(0)
-        total = sum((v * torch.randn(v.shape, generator=generator, dtype=v.dtype)).sum() for v in made)
+        total = sum(
+            (v * torch.randn(v.shape, generator=generator, dtype=v.dtype)).sum() for v in made
+        )
         slopes = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)  # type: ignore[arg-type]
         scale = max(float(v.detach().abs().max()) if v.numel() else 0.0 for v in made)
         for name, slope in zip(leaves, slopes, strict=True):
@@ -432,21 +498,29 @@ class _Oracle:
                 self.moves[name] |= slope.abs() > 1e-9 * scale
 
     def moved(self, name: str, axis: int, position: int) -> bool:
-        """Does any output change when one slice of a weight is drawn again?"""
+        """Does any output change when one slice of a weight is drawn again, or set to zero?"""
         value = self.weights[name]
         generator = torch.Generator().manual_seed(position)
-        for draw, before in zip(self.draws, self.before, strict=True):
+        scale = float(value.abs().max()) + 1.0
+        for attempt in range(4 * self.seeds):
+            draw, before = self._draw(attempt)
             changed = value.clone()
             part = changed.select(axis, position)
-            scale = float(value.abs().max()) + 1.0
             fresh = scale * torch.randn(part.shape, generator=generator, dtype=value.dtype)
-            # What is positive stays so: a negative variance gives NaN everywhere.
-            part.copy_(fresh.abs() if bool((value > 0).all()) else fresh)
+            part.copy_(fresh if attempt % 3 < 2 else torch.zeros_like(fresh))
             with torch.no_grad():
                 after = _tensors(functional_call(self.slim, {name: changed}, draw))
             if any(_differs(a, b) for a, b in zip(before, after, strict=True)):
                 return True
         return False
+
+    def _draw(self, number: int) -> tuple[tuple[Any, ...], list[Tensor]]:
+        """The inputs with a number, and what the module makes of them."""
+        while len(self.draws) <= number:
+            draw = _shuffled(self.args, len(self.draws))
+            with torch.no_grad():
+                self.draws.append((draw, _tensors(self.slim(*draw))))
+        return self.draws[number]
 
 
 def _differs(a: Tensor, b: Tensor) -> bool:

@@ -164,9 +164,9 @@ def _dims(node: fx.Node) -> set[int]:
 
 def _moved(node: fx.Node, gone: bool = False) -> str | Declined:
     """Axes of `dim` are moved; each operand's and the outputs' alike; `gone` drops them."""
-    if any(not isinstance(o.value, fx.Node) for o in schema.operands(node)):
+    dims, which = _dims(node), schema.operands(node, ("index",))
+    if any(not isinstance(o.value, fx.Node) for o in which):
         return Declined("positions taken from a plain number")
-    dims, which = _dims(node), schema.operands(node)
     marked = [f"@a{k}" if k in dims else f"a{k}" for k in range(len(_shape(node)))]
     after = [axis for axis in marked if not (gone and axis.startswith("@"))]
     before = ", ".join([" ".join(marked)] * len(which))
@@ -229,7 +229,7 @@ def _entry(line: Any, *cases: Case, **more: Any) -> Entry:
 
 ENTRIES = [
     ("aten.view.default", _entry(_view, _VIEW, _FLAT, args=_sizes_as("size"))),
-    ("aten._unsafe_view.default", _entry(_view, args=_sizes_as("size"))),
+    ("aten._unsafe_view.default", _entry(_view, _VIEW, args=_sizes_as("size"))),
     ("aten.reshape.default", _entry(_view, _VIEW, _FLAT, args=_sizes_as("shape"))),
     ("aten.flatten.using_ints", _entry(_view, Case((S((2, 3, 4, 5)), 1), {}))),
     ("aten.unflatten.int", _entry(_view, Case((S((2, 12)), 1, [3, 4]), {}), args=lambda node, made: {
@@ -237,11 +237,11 @@ ENTRIES = [
     ("aten.permute.default", _entry(_permute, Case((_X, [2, 0, 1]), {}))),
     ("aten.transpose.int", _entry(_transpose, Case((_X, 1, 2), {}))),
     ("aten.t.default", _entry(_reverse, Case((S((2, 3)),), {}))),
-    ("aten.numpy_T.default", _entry(_reverse)),
+    ("aten.numpy_T.default", _entry(_reverse, Case((S((2, 3)),), {}))),
     ("aten.unsqueeze.default", _entry(_unsqueeze, Case((_X, 1), {}), Case((_X, -1), {}))),
     ("aten.squeeze.dim", _entry(_view, Case((S((2, 1, 3)), 1), {}))),
     ("aten.squeeze.dims", _entry(_view, Case((S((2, 1, 3, 1)), [1, 3]), {}))),
-    ("aten.squeeze.default", _entry(_view)),
+    ("aten.squeeze.default", _entry(_view, Case((S((2, 1, 3)),), {}))),
     ("aten.expand.default", _entry(_expand, Case((S((2, 1, 3)), [2, 5, 3]), {}),
                                    args=_sizes_as("size"))),
     ("aten.slice.Tensor", _entry(_slice, Case((_X, 1, 1, 3), {}), Case((S((2, 7)), 1, 0, 7, 3), {}))),
@@ -264,6 +264,8 @@ ENTRIES = [
     ("aten.reflection_pad2d.default", _entry(_pad, Case((S((2, 3, 4, 5)), [1, 2, 2, 1]), {}))),
     ("aten.replication_pad1d.default", _entry(_pad, Case((_X, [1, 2]), {}))),
     ("aten.replication_pad2d.default", _entry(_pad, Case((S((2, 3, 4, 5)), [1, 2, 2, 1]), {}))),
+    ("aten.index_select.default", _entry(_moved, Case((_X, 1, S((4,), True, 3)), {}),
+                                         indices=("index",))),
     ("aten.slice_scatter.default", _entry(_moved, Case((_X, S((2, 2, 4)), 1, 1, 3), {}))),
     ("aten.pixel_shuffle.default", _entry(_pixel_shuffle, Case((S((2, 12, 3, 4)), 2), {}))),
     ("aten.pixel_unshuffle.default", _entry(_pixel_unshuffle, Case((S((2, 3, 4, 6)), 2), {}))),

@@ -58,6 +58,15 @@ def _reduced(node: fx.Node) -> str:
     return f"{before} -> {after}"
 
 
+def _spread(node: fx.Node) -> str | Declined:
+    """Equal values spread by 0, but a single one by NaN: the length must be known."""
+    line, sizes = _reduced(node), schema.sizes(schema.operands(node)[0].value.meta["val"])
+    whole = [f"!a{k}" in line.split() for k in range(len(sizes))]
+    if any(gone and size is None for gone, size in zip(whole, sizes, strict=True)):
+        return Declined("variance over a dynamic axis")
+    return line
+
+
 _OVER_ONE = [(S((2, 3, 4)), [1]), (S((2, 3, 4)), [-1], True), (S((2, 3, 4, 5)), [2, 3])]
 _REDUCED = tuple(Case(args, {}) for args in _OVER_ONE)
 _MEANS = ("mean.dim", "amax.default", "amin.default")
@@ -68,7 +77,7 @@ ENTRIES = [
     *((f"aten.{n}", Entry(_reduced, cases=_REDUCED)) for n in _MEANS),
     *((f"aten.{n}", Entry(_reduced, sized=True, cases=_REDUCED)) for n in _SUMS),
     *((f"aten.{n}", Entry(_reduced, sized=True, cases=(Case((S((2, 3)),), {}),))) for n in _WHOLE),
-    *((f"aten.{n}", Entry(_reduced, fill="none", cases=_REDUCED[:1])) for n in _SPREAD),
+    *((f"aten.{n}", Entry(_spread, sized=True, cases=_REDUCED)) for n in _SPREAD),
     ("aten.linalg_vector_norm.default", Entry(_reduced, sized=True, cases=(
         Case((S((2, 3, 4)), 2, [1], True), {}),))),
     ("aten.layer_norm.default", Entry(_layer_norm, affine=(1, 2), cases=(

@@ -10,7 +10,7 @@ of the output is *carried*, a letter only in inputs is *contracted* (two operand
 Marks: `~` a window slides along the axis (convolution, pooling, resizing); `!` the axis must be
 complete (it is normalised over); `@` positions are moved along the axis by a map that running the
 op on positions tells (slice, cat, pad). Under `~` and `@` the input's axis and the output's are
-different axes, and get different letters: "h" becomes "h<0" in operand 0 and "h>" in the output.
+different axes, and get different letters: "h" is "h<0" in operand 0 and "h>0" in output 0.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def parse(text: str) -> Line:
         raise TableError(f"expected 'inputs -> outputs', got {text!r}: write an arrow")
     marks: dict[str, set[str]] = {"~": set(), "!": set(), "@": set()}
     ins = [_axes(part, f"<{k}", marks, text) for k, part in enumerate(_operands(left))]
-    outs = [_axes(part, ">", marks, text) for part in _operands(right)]
+    outs = [_axes(part, f">{k}", marks, text) for k, part in enumerate(_operands(right) or [""])]
     _check(ins, outs, text)
     window, complete, moved = (frozenset(marks[m]) for m in "~!@")
     return Line(tuple(ins), tuple(outs), window, complete, moved)

@@ -11,10 +11,10 @@ from demask.ops.entry import Case, Declined, Entry
 from demask.ops.entry import Shape as S
 
 _UNARY = """relu relu6 sigmoid silu tanh hardswish hardsigmoid hardtanh leaky_relu elu selu
-    celu softplus mish exp expm1 log1p abs neg sin cos atan sinh erf erfc floor ceil
+    celu softplus mish exp expm1 abs neg sin cos atan sinh erf erfc floor ceil
     round trunc sign square softshrink hardshrink log_sigmoid gelu logical_not isnan isinf isfinite
     nan_to_num alias detach clone contiguous lift_fresh lift_fresh_copy zeros_like ones_like"""
-_POSITIVE = "log log2 log10 sqrt rsqrt reciprocal logit"
+_POSITIVE = "log log1p log2 log10 sqrt rsqrt reciprocal logit"
 _SCALAR = {
     "add.Scalar": 1.5, "sub.Scalar": 1.5, "rsub.Scalar": 1.5, "mul.Scalar": 1.5, "div.Scalar": 1.5,
     "pow.Tensor_Scalar": 2, "eq.Scalar": 0, "ne.Scalar": 0, "gt.Scalar": 0, "ge.Scalar": 0,
@@ -27,7 +27,7 @@ _PAIR = (Case((S((2, 3, 4)), S((2, 3, 4))), {}), Case((S((2, 3, 4, 5)), S((3, 1,
 
 
 def _unary() -> list[tuple[str, Entry]]:
-    free = {"zeros_like", "ones_like"}
+    free = {"zeros_like", "ones_like", "fill.Scalar"}
     plain = [
         (f"aten.{n}.default", Entry("... -> ...", free=n in free, cases=(Case((S((2, 3, 4)),), {}),)))
         for n in _UNARY.split()
@@ -37,7 +37,7 @@ def _unary() -> list[tuple[str, Entry]]:
         for n in _POSITIVE.split()
     ]
     scalar = [
-        (f"aten.{n}", Entry("... -> ...", cases=(Case((S((2, 3, 4)), value), {}),)))
+        (f"aten.{n}", Entry("... -> ...", free=n in free, cases=(Case((S((2, 3, 4)), value), {}),)))
         for n, value in _SCALAR.items()
     ]
     return plain + positive + scalar
@@ -69,17 +69,22 @@ def _binary() -> list[tuple[str, Entry]]:
             Case((S((2, 3), of="bool"), S((2, 3)), S((2, 3))), {}),))),
         ("aten.masked_fill.Scalar", Entry("..., ... -> ...", cases=(
             Case((S((2, 3)), S((2, 3), of="bool"), 0.5), {}),))),
-        ("aten.masked_fill.Tensor", Entry("..., ..., ... -> ...")),
+        ("aten.masked_fill.Tensor", Entry("..., ..., ... -> ...", cases=(
+            Case((S((2, 3)), S((2, 3), of="bool"), S((), True)), {}),))),
     ]  # fmt: skip
 
 
 def _cast() -> list[tuple[str, Entry]]:
     import torch
 
-    same = Entry("... -> ...")
-    casts = ["to.dtype_layout", "to.device", "_to_copy.default"]
-    half = Case((S((2, 3)), torch.float32), {})
-    return [("aten.to.dtype", Entry("... -> ...", cases=(half,))), *((f"aten.{n}", same) for n in casts)]
+    x, single = S((2, 3)), {"dtype": torch.float32}
+    cases = {
+        "to.dtype": Case((x, torch.float32), {}),
+        "to.dtype_layout": Case((x,), single),
+        "to.device": Case((x, torch.device("cpu"), torch.float32), {}),
+        "_to_copy.default": Case((x,), single),
+    }
+    return [(f"aten.{name}", Entry("... -> ...", cases=(case,))) for name, case in cases.items()]
 
 
 def _full(node: fx.Node) -> str:
@@ -96,11 +101,16 @@ def _size(node: fx.Node, made: Any) -> dict[str, Any]:
 
 
 def _created() -> list[tuple[str, Entry]]:
-    made = [(f"aten.{n}.default", Entry(_full, free=True, args=_size)) for n in ("zeros", "ones", "full")]
-    new = [
-        (f"aten.{n}.default", Entry(_full_from, free=True, args=_size))
-        for n in ("new_zeros", "new_ones", "new_full")
+    more: list[tuple[str, tuple[float, ...]]] = [("zeros", ()), ("ones", ()), ("full", (1.5,))]
+    made = [
+        (f"aten.{n}.default", Entry(_full, free=True, args=_size, cases=(Case(([4, 5], *v), {}),)))
+        for n, v in more
     ]
+    new = [
+        (f"aten.new_{n}.default", Entry(_full_from, free=True, args=_size, cases=(
+            Case((S((2, 3)), [4, 5], *v), {}),)))
+        for n, v in more
+    ]  # fmt: skip
     like = [("aten.full_like.default", Entry("... -> ...", free=True, cases=(Case((S((2, 3)), 1.5), {}),)))]
     return made + new + like
 

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from demask.ops import schema
 from demask.ops.notation import Axes, Line
+from demask.ops.schema import Operand
 
 _STEP = 2.0**32  # float64 counts exactly to 2**53: the operand above this, the position below
 
@@ -28,22 +29,28 @@ class Move:
     value: float
 
 
-def moves(node: fx.Node, line: Line, letters: Mapping[str, int | None]) -> list[dict[str, Move]]:
+def moves(
+    node: fx.Node,
+    line: Line,
+    letters: Mapping[str, int | None],
+    which: tuple[Operand, ...],
+    indices: Mapping[str, Tensor],
+) -> list[dict[str, Move]]:
     """Per output, the map of every moved axis whose sizes are static, by the letter without mark.
 
     Calls with a dynamic size on a moved axis, or in an argument, have no map: they are opaque.
+    which: the operands; indices: the values of arguments that hold positions.
     """
     bases = sorted({letter.partition("<")[0] for letter in line.moved if "<" in letter})
     found = schema.arguments(node)
-    which = schema.operands(node)
-    taken = {(operand.name) for operand in which}
+    taken = {operand.name for operand in which} | set(indices)
     if any(schema.is_dynamic(v) for name, v in found.items() if name not in taken):
         return [{} for _ in line.outs]
     maps: list[dict[str, Move]] = [{} for _ in line.outs]
     if any(letters[name] is None for name in line.moved):
         return maps
     for base in bases:
-        runs = [_run(node, line, base, shift) for shift in (0.0, 1.0)]
+        runs = [_run(node, line, base, shift, which, indices) for shift in (0.0, 1.0)]
         for out, (first, second) in enumerate(zip(*runs, strict=True)):
             maps[out][base] = _read(first, second, line.outs[out], base)
     return maps
@@ -53,9 +60,16 @@ def _base(letter: str) -> str:
     return letter.partition("<")[0].partition(">")[0]
 
 
-def _run(node: fx.Node, line: Line, base: str, shift: float) -> list[Tensor]:
+def _run(
+    node: fx.Node,
+    line: Line,
+    base: str,
+    shift: float,
+    which: tuple[Operand, ...],
+    indices: Mapping[str, Tensor],
+) -> list[Tensor]:
     """The op on positions along axis `base`, axes that do not move shrunk to one."""
-    which, values = schema.operands(node), []
+    values = []
     for k, operand in enumerate(which):
         shape = [1] * len(line.ins[k])
         real = operand.value.meta["val"].shape
@@ -63,10 +77,11 @@ def _run(node: fx.Node, line: Line, base: str, shift: float) -> list[Tensor]:
             if letters and letters[0] in line.moved:
                 shape[axis] = schema.hint(real[axis])
         values.append(_positions(line.ins[k], shape, base, k) + shift)
-    found = {name: schema.concrete(value) if schema.is_dynamic(value) else value
-             for name, value in schema.arguments(node).items()
-             if name not in {operand.name for operand in which}}  # fmt: skip
-    found |= {operand.name: schema.arguments(node)[operand.name] for operand in which}
+    names = {operand.name for operand in which}
+    found = {
+        name: schema.concrete(value) if name not in names and schema.is_dynamic(value) else value
+        for name, value in (schema.arguments(node) | dict(indices)).items()
+    }
     args, kwargs = schema.call(node.target, schema.replaced(found, which, values))
     result = node.target(*args, **kwargs)  # type: ignore[operator]
     return list(result) if isinstance(result, (list, tuple)) else [result]

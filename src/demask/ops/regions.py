@@ -43,7 +43,9 @@ def axis_of(relation: Relation, operand: int, axis: int, *, out: int = 0) -> int
 def input_start(relation: Relation, operand: int, axis: int, start: int, *, out: int = 0) -> int:
     """The first position of the operand that positions `start` and later of the output need.
 
-    >>> import torch; from demask.ops import TABLE, bind; from demask.ops.laws import call_node
+    >>> import torch
+    >>> from demask.ops import TABLE, bind
+    >>> from demask.ops.laws import call_node
     >>> node = call_node(torch.ops.aten.max_pool1d.default, torch.zeros(1, 2, 9), [3], [2])
     >>> input_start(bind(node, TABLE), 0, 2, 1), input_end(bind(node, TABLE), 0, 2, 2)
     (2, 5)
@@ -66,7 +68,9 @@ def needed(
     at = axis_of(relation, operand, axis, out=out)
     if at is None:
         name = relation.operands[operand].name
-        raise ValueError(f"{relation.node}: operand {name!r} has no axis along axis {axis} of the output")
+        raise ValueError(
+            f"{relation.node}: operand {name!r} has no axis along axis {axis} of the output"
+        )
     axis %= len(relation.outs[out])
     length = schema.hint(relation.operands[operand].value.meta["val"].shape[at])
     start, end = max(start, 0), min(end, _length(relation, axis, out))
@@ -141,7 +145,11 @@ class _Axis:
     def kernel(self) -> int:
         size = self.number("kernel_size", None)
         weight = self.found.get("weight")
-        return size if weight is None else schema.hint(weight.meta["val"].shape[self.index - self.rank])
+        return (
+            size
+            if weight is None
+            else schema.hint(weight.meta["val"].shape[self.index - self.rank])
+        )
 
     @property
     def reach(self) -> int:

@@ -49,13 +49,14 @@ def call(target: Any, found: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[s
     return tuple(value for value, _ in args), kwargs
 
 
-def operands(node: fx.Node) -> tuple[Operand, ...]:
-    """The tensors a call reads, in schema order; missing optional tensors are left out."""
+def operands(node: fx.Node, skip: tuple[str, ...] = ()) -> tuple[Operand, ...]:
+    """The tensors a call reads, in schema order; missing optional tensors, and arguments named in
+    `skip`, are left out."""
     found = arguments(node)
     result: list[Operand] = []
     for argument in node.target._schema.arguments:  # type: ignore[union-attr]
         kind, value = str(argument.type), found[argument.name]
-        if value is None or "Tensor" not in kind:
+        if value is None or "Tensor" not in kind or argument.name in skip:
             continue
         if isinstance(value, (list, tuple)):
             result += [Operand(argument.name, k, v) for k, v in enumerate(value) if v is not None]

@@ -65,7 +65,10 @@ class Adapter:
     def _meets(self, key: Key, source: fx.Node, want: Layout) -> bool:
         """Is any wanted position held?"""
         held = self.made[key].layout
-        return all(h is None or w is None or set(h) & set(w) for h, w in zip(held, want, strict=True))
+        return all(
+            w != () and (h is None or w is None or bool(set(h) & set(w)))
+            for h, w in zip(held, want, strict=True)
+        )
 
     def _adapted(self, key: Key, source: fx.Node, made: Made, want: Layout) -> fx.Node:
         node, layout = made.node, list(made.layout)

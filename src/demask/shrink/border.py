@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from demask.facts.known import constant_sums, operand_facts, summed
+from demask.facts.known import Facts, constant_sums, operand_facts, summed
 from demask.facts.masks import Fact, project, spread, uniform_over
 from demask.ops import Relation
 from demask.shrink.cells import Layout
@@ -27,11 +27,12 @@ class Absorbed:
     kernel: Tensor | None
 
 
-def absorbed(relation: Relation, facts, kept: Layout, weight: Tensor) -> Absorbed:
-    """The products that known positions, dropped from the layout `kept` of the first factor, leave
-    to a contraction with a constant weight. Everything is over the original positions."""
+def absorbed(relation: Relation, facts: Facts, kept: Layout) -> Absorbed:
+    """What the products of known factors, at positions dropped from the layout `kept` of the first
+    factor, leave to a contraction. Everything is over the original positions."""
     first, second = relation.factors
-    fact = _dropped(relation, operand_facts(relation, facts)[first], first, kept)
+    inputs = operand_facts(relation, facts)
+    fact, weight = _dropped(relation, inputs[first], first, kept), inputs[second].fill
     if fact is None:
         return Absorbed(None, None)
     order = list(relation.size)
@@ -73,14 +74,11 @@ def _kernel(relation: Relation, total: Tensor, weight: int) -> Tensor | None:
     """The summed kernel, in the axes of the weight with its input axis one long."""
     if not bool((total != 0).any()):
         return None
-    made = relation.letters(relation.outs[0])
     order = list(relation.size)
     axes = relation.ins[weight]
     # Transposed grouped weights are [(g i), o, ...]: their output letters come together in front.
     out = next(axis for axis in relation.outs[0] if set(axis) & relation.letters(axes))
     taken = tuple(axis for axis in axes if set(axis) & relation.window)
     flat = project(total, (out, *taken), order, relation.size)
-    front = next(k for k, axis in enumerate(axes) if set(axis) & made)
     transposed = bool(set(axes[0]) & relation.contracted)
-    del front
     return flat.unsqueeze(0) if transposed else flat.unsqueeze(1)

@@ -107,6 +107,9 @@ class Cells:
         self._parts[cell] = (self.new(major), self.new(size // major))
         for part in self._parts[cell]:
             self._cells[part].forced = self._cells[cell].forced
+        live = self._cells[cell].live
+        if live is not None:
+            self.need(self._parts[cell], live)
         return list(self._parts[cell])
 
     def _join(self, a: int, b: int) -> None:
@@ -115,6 +118,9 @@ class Cells:
         low, high = min(a, b), max(a, b)
         self._up[high] = low
         self._cells[low].forced |= self._cells[high].forced
+        live, other = self._cells[low].live, self._cells[high].live
+        if live is not None and other is not None:
+            live |= other
 
     def force(self, cells: Iterable[int]) -> None:
         """These must stay whole and in order."""

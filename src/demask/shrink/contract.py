@@ -9,14 +9,15 @@ import torch
 from torch import Tensor, fx
 
 from demask.facts.known import key_of
+from demask.facts.masks import any_over, project, spread
 from demask.graph.build import same_size
 from demask.graph.program import Constant
 from demask.graph.provenance import Cut
 from demask.ops import Relation, schema
 from demask.shrink.border import Absorbed, absorbed
-from demask.shrink.cells import Layout
+from demask.shrink.cells import Layout, whole
 from demask.shrink.place import is_constant, is_grouped
-from demask.shrink.pool import cut, module_of
+from demask.shrink.pool import cut
 
 if TYPE_CHECKING:
     from demask.shrink.rewrite import Rewriter
@@ -28,42 +29,80 @@ def emit_contraction(walk: Rewriter, relation: Relation) -> None:
     """linear, matmul, convolution: the same op on fewer positions; constants into the bias."""
     node = relation.node
     layout = walk.placement.value[node, 0]
-    left = _absorb(walk, relation)
     if is_grouped(relation):
-        made, layout = emit_groups(walk, relation, left)
-    elif _nothing_held(walk, relation):
-        made = None
+        made, layout, slot = emit_groups(walk, relation)
+        left = absorbed(relation, walk.facts, slot)
+        made = _plus_constants(walk, relation, layout, made, left)
+        _keep(walk, node, made, layout)
+        return
+    left = _absorb(walk, relation)
+    if left.kernel is not None and (rows := _rows(walk, relation, layout)) != layout:
+        made = _emit_rows(walk, relation, layout, rows, left)
     else:
         made = _emit_dense(walk, relation, layout, left)
-        left = replace(left, bias=None if _takes(relation, left) else left.bias)
-    made = _with_constants(walk, relation, layout, made, left)
+        if _takes(relation, left):
+            left = replace(left, bias=None)
+        made = _plus_constants(walk, relation, layout, made, left)
+    _keep(walk, node, made, layout)
+
+
+def _keep(walk: Rewriter, node: fx.Node, made: fx.Node, layout: Layout) -> None:
     made.meta = {**node.meta, **made.meta}
     walk.keep(node, 0, made, layout)
 
 
-def _absorb(walk: Rewriter, relation: Relation) -> Absorbed:
+def _rows(walk: Rewriter, relation: Relation, layout: Layout) -> Layout:
+    """The layout without output channels that no input left reaches: a border map is all of them."""
     first, second = relation.factors
-    weight = relation.operands[second].value
-    source = relation.operands[first].value
-    if not isinstance(weight, fx.Node) or weight.op != "get_attr" or is_constant(source):
-        weight, source = source, weight
-        if not is_constant(weight) or is_constant(source) or relation.factors != (0, 1):
-            return Absorbed(None, None)
-        return _absorb_left(walk, relation)
-    kept = walk.placement.slot[relation.node, first]
-    return absorbed(relation, walk.facts, kept, walk.pool.source[str(weight.target)].tensor)
+    order, axis = list(relation.size), _channel(relation)
+    weight = walk.facts[key_of(relation.operands[second].value)]
+    live = ~spread(weight.zero, relation.ins[second], order, relation.size)
+    kept = torch.ones([1] * len(order), dtype=torch.bool)
+    for positions, letters in zip(
+        walk.placement.slot[relation.node, first], relation.ins[first], strict=True
+    ):
+        if positions is not None and set(letters) & relation.contracted:
+            mask = torch.zeros(relation.size[letters[0]] or 1, dtype=torch.bool)
+            mask[list(positions)] = True
+            kept = kept & spread(mask, (letters,), order, relation.size)
+    letters = relation.outs[0][axis]
+    reached = any_over(live & kept, order, set(order) - set(letters))
+    reached = project(reached, (letters,), order, relation.size)
+    held = layout[axis]
+    rows = [p for p in (range(_size(relation)) if held is None else held) if bool(reached[p])]
+    return tuple(whole(rows, _size(relation)) if k == axis else p for k, p in enumerate(layout))
 
 
-def _absorb_left(walk: Rewriter, relation: Relation) -> Absorbed:
-    """A constant on the left: the same sum with the factors changed over."""
-    swapped = replace(
-        relation,
-        operands=relation.operands[::-1][-2:] if len(relation.operands) == 2 else relation.operands,
-        ins=relation.ins[::-1],
-    )
-    weight = relation.operands[0].value
-    kept = walk.placement.slot[relation.node, 1]
-    return absorbed(swapped, walk.facts, kept, walk.pool.source[str(weight.target)].tensor)
+def _emit_rows(
+    walk: Rewriter, relation: Relation, layout: Layout, rows: Layout, left: Absorbed
+) -> fx.Node:
+    """Channels that only constants reach are the border map; the others are added to it."""
+    node, build, axis = relation.node, walk.build, _channel(relation)
+    at = {p: k for k, p in enumerate(layout[axis] or range(_size(relation)))}
+    places = [at[p] for p in rows[axis] or ()]
+    vector = torch.zeros(_size(relation), dtype=torch.float64)
+    if relation.operands[-1].name == "bias":
+        vector += _constant(walk, relation.operands[-1].value).double()
+    if places:
+        vector[list(rows[axis] or ())] = 0
+    vector = vector.view([-1 if k == axis else 1 for k in range(len(layout))])
+    bias = vector if bool((vector != 0).any()) else None
+    made = _constants(walk, relation, layout, replace(left, bias=bias))
+    sizes = walk.sizes(node, 0, layout)
+    if not places:
+        values = [n.meta["val"] if isinstance(n, fx.Node) else n for n in sizes]
+        if all(same_size(a, b) for a, b in zip(made.meta["val"].shape, values, strict=True)):
+            return made
+        return build.call(aten.clone.default, build.call(aten.expand.default, made, sizes))
+    live = _emit_dense(walk, relation, rows, left)
+    wide = build.call(aten.expand.default, made, sizes)
+    walk.adapter.effects["scatter-add"] += 1
+    return build.call(aten.index_add.default, wide, axis, walk.pool.index(places), live)
+
+
+def _absorb(walk: Rewriter, relation: Relation) -> Absorbed:
+    kept = walk.placement.slot.get((relation.node, relation.factors[0]))
+    return Absorbed(None, None) if kept is None else absorbed(relation, walk.facts, kept)
 
 
 def _bias_of(relation: Relation) -> str | None:
@@ -84,20 +123,26 @@ def _takes(relation: Relation, left: Absorbed) -> bool:
     return left.bias.numel() == left.bias.shape[_channel(relation)]
 
 
-def _nothing_held(walk: Rewriter, relation: Relation) -> bool:
-    """Is no position of the input left to multiply?"""
-    first = relation.factors[0]
-    slot = walk.placement.slot.get((relation.node, first))
-    return bool(relation.contracted) and slot is not None and () in slot
-
-
 def _emit_dense(walk: Rewriter, relation: Relation, layout: Layout, left: Absorbed) -> fx.Node:
     taken = _bias_of(relation) if _takes(relation, left) else None
-    values = [None if operand.name == taken else walk.operand(relation, k)
+    values = [None if operand.name == taken else _operand(walk, relation, k, layout)
               for k, operand in enumerate(relation.operands)]  # fmt: skip
     more = {} if taken is None else {taken: _bias(walk, relation, layout, left.bias)}
     args, kwargs = walk.arguments(relation, values, [layout], more)
     return walk.build.call(relation.node.target, *args, **kwargs)
+
+
+def _operand(walk: Rewriter, relation: Relation, k: int, layout: Layout) -> Any:
+    """An operand for output channels `layout`: constants are cut to it."""
+    source = relation.operands[k].value
+    if not isinstance(source, fx.Node) or source.op != "get_attr":
+        return walk.operand(relation, k)
+    want = list(walk.placement.slot[relation.node, k])
+    for axis, letters in enumerate(relation.ins[k]):
+        for out, made in enumerate(relation.outs[0]):
+            if letters and letters == made and not set(letters) & relation.window:
+                want[axis] = layout[out]
+    return walk.adapter.adapt(source, tuple(want))
 
 
 def _bias(walk: Rewriter, relation: Relation, layout: Layout, extra: Any) -> fx.Node:
@@ -141,34 +186,26 @@ def _size(relation: Relation) -> int:
     return relation.node.meta["val"].shape[_channel(relation)]
 
 
-def _with_constants(
-    walk: Rewriter, relation: Relation, layout: Layout, made: fx.Node | None, left: Absorbed
+def _plus_constants(
+    walk: Rewriter, relation: Relation, layout: Layout, made: fx.Node, left: Absorbed
 ) -> fx.Node:
     """Add what the op itself could not take: a border map, a constant that is no bias vector."""
-    build, computed = walk.build, made is not None
+    if left.bias is None and left.kernel is None:
+        return made
+    return walk.build.call(aten.add.Tensor, made, _constants(walk, relation, layout, left))
+
+
+def _constants(walk: Rewriter, relation: Relation, layout: Layout, left: Absorbed) -> fx.Node:
+    """What constant inputs give: a map of one image, a vector, or both added."""
+    made = None
     if left.bias is not None:
         extra = _laid(left.bias.to(relation.node.meta["val"].dtype), layout)
-        made = _plus(walk, made, walk.pool.constant(extra, "shift"))
+        made = walk.pool.constant(extra, "shift")
     if left.kernel is not None:
-        made = _plus(walk, made, _border_map(walk, relation, layout, left.kernel))
-    if computed:
-        assert made is not None
-        return made
-    # Every input was constant: what is left depends on the size of the image alone.
-    if relation.operands[-1].name == "bias":
-        vector = walk.pool.cut(relation.operands[-1].value, (layout[_channel(relation)],))
-        shape = [-1 if k == _channel(relation) else 1 for k in range(len(layout))]
-        made = _plus(walk, made, build.call(aten.view.default, vector, shape))
+        border = _border_map(walk, relation, layout, left.kernel)
+        made = border if made is None else walk.build.call(aten.add.Tensor, border, made)
     assert made is not None
-    sizes = walk.sizes(relation.node, 0, layout)
-    values = [n.meta["val"] if isinstance(n, fx.Node) else n for n in sizes]
-    if all(same_size(a, b) for a, b in zip(made.meta["val"].shape, values, strict=True)):
-        return made
-    return build.call(aten.clone.default, build.call(aten.expand.default, made, sizes))
-
-
-def _plus(walk: Rewriter, a: fx.Node | None, b: fx.Node) -> fx.Node:
-    return b if a is None else walk.build.call(aten.add.Tensor, a, b)
+    return made
 
 
 def _laid(tensor: Tensor, layout: Layout) -> Tensor:
@@ -209,9 +246,10 @@ class _Run:
     outputs: tuple[tuple[int, ...], ...]
 
 
-def emit_groups(walk: Rewriter, relation: Relation, left: Absorbed) -> tuple[fx.Node, Layout]:
+def emit_groups(walk: Rewriter, relation: Relation) -> tuple[fx.Node, Layout, Layout]:
     """A grouped convolution whose groups kept different counts: one convolution per run of groups
-    with equal counts, joined. Returns the value and its layout (channels sorted by group)."""
+    with equal counts, joined. Returns the value, its layout (channels sorted by group), and the
+    layout its input came in."""
     node, layout = relation.node, list(walk.placement.value[relation.node, 0])
     x_axis, out_axis = _axis_of(relation.ins[0]), _axis_of(relation.outs[0])
     slot = list(walk.placement.slot[node, 0])
@@ -231,11 +269,11 @@ def emit_groups(walk: Rewriter, relation: Relation, left: Absorbed) -> tuple[fx.
         width = sum(len(group) for group in run.inputs)
         part = x if len(runs) == 1 else walk.build.call(aten.slice.Tensor, x, x_axis, start, start + width)
         start += width
-        pieces.append(_emit_run(walk, relation, run, part, left, alone=len(runs) == 1))
+        pieces.append(_emit_run(walk, relation, run, part, alone=len(runs) == 1))
     made = pieces[0] if len(pieces) == 1 else walk.build.call(aten.cat.default, pieces, out_axis)
     flat = tuple(p for group in outs for p in group)
     layout[out_axis] = None if flat == tuple(range(count * fan_out)) else flat
-    return made, tuple(layout)
+    return made, tuple(layout), tuple(slot)
 
 
 def _axis_of(axes: Any) -> int:
@@ -273,7 +311,7 @@ def _runs(ins: list[list[int]], outs: list[list[int]]) -> list[_Run]:
 
 
 def _emit_run(
-    walk: Rewriter, relation: Relation, run: _Run, x: fx.Node, left: Absorbed, *, alone: bool
+    walk: Rewriter, relation: Relation, run: _Run, x: fx.Node, *, alone: bool
 ) -> fx.Node:
     node, found = relation.node, schema.arguments(relation.node)
     old = walk.pool.source[str(_weight(relation).target)]
@@ -315,6 +353,3 @@ def _group_cut(relation: Relation, old: Constant, run: _Run, transposed: bool) -
     kept = (tuple(p for g in rows for p in g), tuple(p % each for p in columns))
     rest = (None,) * (old.tensor.ndim - 2)
     return Cut(old.name, tuple(old.tensor.shape), (*kept, *rest))
-
-
-__all__ = ["emit_contraction", "key_of", "module_of"]

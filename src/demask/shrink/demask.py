@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
@@ -15,9 +16,9 @@ from demask.facts.needed import needed
 from demask.graph.capture import capture
 from demask.graph.fold import folded
 from demask.graph.functional import functionalized
-from demask.graph.program import Program
+from demask.graph.program import Constant, Program
 from demask.graph.provenance import InputSpec, Provenance, Sizes
-from demask.graph.result import build
+from demask.graph.result import Demasked, build
 from demask.graph.spell import spelled
 from demask.ops import TABLE, Declined, Relation, Table, bind, schema
 from demask.shrink.place import place
@@ -32,7 +33,7 @@ def demask(
     dynamic_shapes: Any = None,
     modules: Sequence[str] | None = None,
     table: Table | None = None,
-) -> fx.GraphModule:
+) -> Demasked:
     """A smaller module that computes what `model` computes in eval mode: same call, same outputs.
 
     args, kwargs: example inputs; dimension 0 of each is dynamic where torch.export proves it can
@@ -50,13 +51,13 @@ def demask(
         from demask.shrink.partial import demask_modules
 
         return demask_modules(model, args, kwargs, dynamic_shapes, modules, table)  # type: ignore[return-value]
-    program = simplified(capture(model, args, kwargs, dynamic_shapes))
+    program = folded(functionalized(capture(model, args, kwargs, dynamic_shapes)))
     return shrunk(program, TABLE if table is None else table)
 
 
 def simplified(program: Program) -> Program:
-    """Functional, canonically spelled, constants folded."""
-    return folded(spelled(functionalized(program)))
+    """Canonically spelled, constants folded: what the facts are read off."""
+    return folded(spelled(program))
 
 
 def relations_of(graph: fx.Graph, table: Table) -> dict[fx.Node, Relation | Declined]:
@@ -72,20 +73,50 @@ def _makes_tensors(node: fx.Node) -> bool:
     return all(isinstance(value, Tensor) for value in schema.outputs(node))
 
 
-def shrunk(program: Program, table: Table) -> fx.GraphModule:
-    """The module of the smallest program that computes the same."""
+def shrunk(given: Program, table: Table) -> Demasked:
+    """The module of the smallest program that computes the same as a functional, folded one.
+
+    Where nothing became smaller, the program is built as it was given: demasking twice is demasking
+    once, and what is added to keep shapes never outweighs what went.
+    """
+    program = simplified(given)
     relations = relations_of(program.graph, table)
     values = {name: constant.tensor for name, constant in program.constants.items()}
     facts = known(program.graph, relations, values)
     needs = needed(program.graph, relations, facts)
     placement = place(program.graph, relations, facts, needs)
     result = rewrite(program, relations, facts, needs, placement)
-    return build(result.program, _provenance(program, relations, result, table))
-
-
-def _provenance(program: Program, relations, result: Rewritten, table: Table) -> Provenance:
     before = sizes_of(program, relations)
-    after = sizes_of(result.program, relations_of(result.program.graph, table))
+    again = relations_of(result.program.graph, table)
+    after = sizes_of(result.program, again)
+    less = after.macs < before.macs or _traffic(result.program) < _traffic(program)
+    if after.parameters > before.parameters or (after.parameters == before.parameters and not less):
+        result, after = Rewritten(_owned(given), {}, {}, ()), before
+    return build(result.program, _provenance(program, result, before, after))
+
+
+def _owned(program: Program) -> Program:
+    """The program with tensors of its own; tied ones stay tied."""
+    clones: dict[Any, Tensor] = {}
+    constants = {}
+    for name, constant in program.constants.items():
+        tensor = constant.tensor
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        constants[name] = replace(constant, tensor=clones.setdefault(key, tensor.clone()))
+    return program.with_graph(program.graph, constants)
+
+
+def _traffic(program: Program) -> int:
+    """Elements that the calls of a program write, on the example sizes."""
+    total = 0
+    for node in program.graph.nodes:
+        for value in schema.outputs(node) if node.op == "call_function" else ():
+            if isinstance(value, Tensor):
+                total += math.prod(schema.hint(size) for size in value.shape)
+    return total
+
+
+def _provenance(program: Program, result: Rewritten, before: Sizes, after: Sizes) -> Provenance:
     return Provenance(
         cuts=result.cuts,
         reasons=result.reasons,
@@ -153,6 +184,3 @@ def _inputs(program: Program) -> tuple[InputSpec, ...]:
             dtype = str(value.dtype).removeprefix("torch.")
             specs.append(InputSpec(node.name, sizes, dtype, example))
     return tuple(specs)
-
-
-__all__ = ["demask", "torch"]

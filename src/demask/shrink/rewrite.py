@@ -322,7 +322,7 @@ def _gathered_from(walk: Rewriter, relation: Relation, out: int, layout: Layout)
     """cat and its like: from each operand the positions wanted, joined; operands none of whose
     positions are wanted are gone."""
     ((base, move),) = relation.moves[out].items()
-    axis = next(k for k, a in enumerate(relation.outs[out]) if a and a[0].startswith(f"{base}>"))
+    axis = next(k for k, base_ in _moved_axes(relation, out) if base_ == base)
     wanted = layout[axis]
     rows = list(range(len(move.source))) if wanted is None else list(wanted)
     pieces, order = [], []

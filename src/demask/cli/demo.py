@@ -1,0 +1,258 @@
+"""`demask demo`: a pruned network beside what demask makes of it, measured on this machine."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor, nn
+
+import demask
+from demask.cli.digits import BATCH, DigitNet, Digits, accuracy, prune_channels, train
+from demask.cli.progress import Step
+from demask.files import atomic
+from demask.graph.provenance import Sizes
+from demask.machine.allocator import fix_allocator
+from demask.machine.timing import Timing, alternate
+from demask.report.report import Report
+from demask.report.text import as_text, decline_line, scatters_reasons
+
+EPOCHS, TUNING = 5, 4  # before and after pruning; enough for 98 % of the test images
+EXAMPLE = 8  # images that demask traces the networks with, and counts MACs for
+IMAGES = 256  # per timed forward pass
+PATIENCE = 6.0  # seconds of timing per number of threads; an idle machine needs 2 to 4
+SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One network of the comparison: its sizes, how well it reads, and how long it takes.
+
+    sizes: MACs are those of one image. difference: largest absolute difference of any test logit
+    from the masked network's. timings: per number of threads, seconds per forward pass of IMAGES
+    images.
+    """
+
+    sizes: Sizes
+    accuracy: float
+    difference: float
+    timings: Mapping[int, Timing] = field(default_factory=dict)
+
+    def timed(self, threads: int, timing: Timing) -> Contender:
+        """The same network with one more timing."""
+        return replace(self, timings={**self.timings, threads: timing})
+
+
+@dataclass(frozen=True, slots=True)
+class Demo:
+    """What the demo found: its three contenders by name, the report, and the machine in words."""
+
+    contenders: Mapping[str, Contender]
+    report: Report
+    machine: str
+
+    @property
+    def threads(self) -> tuple[int, ...]:
+        """The thread counts measured."""
+        return tuple(self.contenders["masked"].timings)
+
+    def speed(self, name: str, over: str, threads: int) -> float:
+        """How many times as fast as `over` the network `name` is: the ratio of their medians."""
+        times = {key: one.timings[threads].median for key, one in self.contenders.items()}
+        return times[over] / times[name]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The demo's numbers as plain dictionaries, ready for JSON; times in seconds."""
+        return {
+            "images": IMAGES,
+            "contenders": {name: asdict(one) for name, one in self.contenders.items()},
+            "speedup": {count: self.speed("demasked", "masked", count) for count in self.threads},
+            "report": self.report.to_dict(),
+            "machine": self.machine,
+        }
+
+    def __str__(self) -> str:
+        return as_text([_table(self), Text(), *map(Text, _remarks(self))])
+
+
+def run(digits: Digits, step: Step, runs: int, keep: Path | None = None) -> Demo:
+    """Train, prune, demask, check and measure; every seed is fixed.
+
+    step: moves a progress bar of `steps(digits)` steps. runs: timed forward passes per network and
+    number of threads (fewer where the machine is busy). keep: where to write the masked network as
+    a .pt2 file, for the other commands to work on. Raises Mismatch if the demasked network
+    computed something else.
+    """
+    machine = f"torch {torch.__version__}, {fix_allocator()}"
+    # One thread for all but the timing: the same network however many cores there are, and none
+    # waits for one that a busy machine has put aside (ten times slower on two busy cores).
+    with _set_threads(1):
+        dense, masked = trained(digits, step)
+        if keep is not None:
+            save_program(masked, digits.test_images, keep)
+        networks, report, contenders = compare(dense, masked, digits, step)
+    for threads in _threads():
+        timings = _timed(networks, digits, threads, runs, step)
+        contenders = {name: one.timed(threads, timings[name]) for name, one in contenders.items()}
+    return Demo(contenders, report, machine)
+
+
+def trained(digits: Digits, step: Step) -> tuple[nn.Module, nn.Module]:
+    """The network as trained, and the same pruned and fine-tuned with its masks active."""
+    torch.manual_seed(SEED)
+    masked = DigitNet()
+    train(masked, digits, EPOCHS, lambda: step("training"), seed=SEED)
+    dense = deepcopy(masked)
+    prune_channels(masked)
+    train(masked, digits, TUNING, lambda: step("fine-tuning the pruned network"), seed=SEED + 1)
+    return dense, masked
+
+
+def compare(
+    dense: nn.Module, masked: nn.Module, digits: Digits, step: Step
+) -> tuple[dict[str, nn.Module], Report, dict[str, Contender]]:
+    """`dense`, `masked` and what demask makes of it; its report; and all three, not yet timed."""
+    step("demasking")
+    example = (digits.test_images[:EXAMPLE],)
+    slim = demask.demask(masked, example)
+    demask.verify(masked, slim, example)
+    report = demask.report(slim)
+    sizes = {"dense": demask.report(demask.demask(dense, example)).before}
+    sizes |= {"masked": report.before, "demasked": report.after}
+    networks = {"dense": dense, "masked": masked, "demasked": slim.eval()}
+    logits = {name: _logits(network, digits.test_images) for name, network in networks.items()}
+    contenders = {
+        name: Contender(
+            replace(sizes[name], macs=sizes[name].macs // EXAMPLE),
+            accuracy(network, digits),
+            (logits[name] - logits["masked"]).abs().max().item(),
+        )
+        for name, network in networks.items()
+    }
+    return networks, report, contenders
+
+
+def steps(digits: Digits) -> int:
+    """How many steps `run` makes: one per training batch, one to demask, one per timing."""
+    batches = len(digits.train_labels) // BATCH * (EPOCHS + TUNING)
+    return batches + 1 + len(_threads())
+
+
+def save_program(model: nn.Module, images: Tensor, path: Path) -> None:
+    """Write `model` as torch.export sees it, masks and all, with a dynamic number of images."""
+    batch = torch.export.Dim("batch", min=1)
+    with warnings.catch_warnings():
+        # Pruning's hooks set `weight` on each call; the exported graph computes it all the same.
+        warnings.filterwarnings("ignore", "The tensor attributes", UserWarning)
+        program = torch.export.export(model, (images[:2],), dynamic_shapes=({0: batch},))
+    with atomic.write(path) as file:
+        torch.export.save(program, file)
+
+
+def _threads() -> tuple[int, ...]:
+    return (1, 2) if torch.get_num_threads() > 1 else (1,)
+
+
+def _logits(network: nn.Module, images: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return torch.cat([network(part) for part in images.split(IMAGES)])
+
+
+def _timed(
+    networks: Mapping[str, nn.Module], digits: Digits, threads: int, runs: int, step: Step
+) -> dict[str, Timing]:
+    step(f"measuring, threads: {threads}")
+    images = digits.test_images[:IMAGES]
+
+    def forward(network: nn.Module) -> Callable[[], Tensor]:
+        return lambda: network(images)
+
+    with _set_threads(threads), torch.inference_mode():
+        calls = {name: forward(network) for name, network in networks.items()}
+        return alternate(calls, runs, seconds=PATIENCE)
+
+
+@contextmanager
+def _set_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _table(demo: Demo) -> Table:
+    table = Table(
+        "",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        title="A residual CNN that reads handwritten digits",
+        title_style="",
+    )
+    for name in demo.contenders:
+        table.add_column(name, justify="right")
+    for label, text in _rows(demo).items():
+        table.add_row(label, *map(text, demo.contenders.values()))
+    table.add_row("scatters left", "–", "–", _scatters(demo.report))
+    return table
+
+
+def _rows(demo: Demo) -> dict[str, Callable[[Contender], str]]:
+    """The table's rows: a label, and the text for one contender."""
+
+    def milliseconds(threads: int) -> Callable[[Contender], str]:
+        return lambda one: _spread(one.timings[threads])
+
+    timed = {f"ms, {_named(threads)}": milliseconds(threads) for threads in demo.threads}
+    return {
+        "parameters": lambda one: f"{one.sizes.parameters:,}",
+        "MACs per image": lambda one: f"{one.sizes.macs:,}",
+        "bytes": lambda one: f"{one.sizes.bytes:,}",
+        **timed,
+        "test accuracy": lambda one: f"{100 * one.accuracy:.1f} %",
+        "difference from masked": lambda one: f"{one.difference:.2g}",
+    }
+
+
+def _named(threads: int) -> str:
+    return f"{threads} thread{'s' if threads > 1 else ''}"
+
+
+def _scatters(report: Report) -> str:
+    count = report.scatters["scatter"] + report.scatters["scatter-add"]
+    return f"{count} (see below)" if count else "0"
+
+
+def _spread(timing: Timing) -> str:
+    low, median, high = (1e3 * t for t in (timing.low, timing.median, timing.high))
+    return f"{median:.1f} ({low:.1f}–{high:.1f})"
+
+
+def _remarks(demo: Demo) -> Iterator[str]:
+    for threads in demo.threads:
+        pruned = demo.speed("masked", "dense", threads)
+        gained = demo.speed("demasked", "masked", threads)
+        yield (
+            f"On {_named(threads)} masked runs at {pruned:.2f} x the speed of dense, "
+            f"demasked at {gained:.2f} x the speed of masked."
+        )
+    yield from scatters_reasons(demo.report)
+    yield from map(decline_line, demo.report.declined)
+    timings = [timing for one in demo.contenders.values() for timing in one.timings.values()]
+    if any(timing.high > 2 * timing.low for timing in timings):
+        yield "Something else was running: times spread wide. Run again for clean numbers."
+    counts = "–".join(str(count) for count in sorted({timing.count for timing in timings}))
+    yield (
+        f"Milliseconds for {IMAGES} images: median (10 %–90 % quantile) of {counts} "
+        f"alternated runs. Difference: the largest of any test logit. {demo.machine}."
+    )

@@ -1,0 +1,115 @@
+"""What `demask inspect` shows of a model: what could go, per module, and the ops it is made of."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+from torch import fx, nn
+
+import demask
+from demask.cli.models import Network
+from demask.graph.provenance import Provenance
+from demask.ops import TABLE
+from demask.ops.entry import op_name
+from demask.report.report import Report
+from demask.report.text import ROWS, as_text, share
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleShare:
+    """One module's own parameters (floating buffers included), and how many of them could go."""
+
+    module: str
+    parameters: int
+    masked: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What could go from a model.
+
+    report: of the demasked model, so `before` is the model as it is. modules: those that hold
+    parameters, most masked first. known, unknown: how often each op with and without an entry in
+    the table is called; work around an unknown op is kept.
+    """
+
+    report: Report
+    modules: tuple[ModuleShare, ...]
+    known: Mapping[str, int]
+    unknown: Mapping[str, int]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The inspection as plain dictionaries, ready for JSON."""
+        ops = {"with_entry": dict(self.known), "without_entry": dict(self.unknown)}
+        modules = [asdict(module) for module in self.modules]
+        return {"report": self.report.to_dict(), "modules": modules, "ops": ops}
+
+    def __str__(self) -> str:
+        return f"{self.report}\n\n{as_text(_parts(self))}"
+
+
+def inspect_network(given: Network) -> Inspection:
+    """Demask the network given and tell what went; it stays as it is."""
+    slim = demask.demask(given.model, given.args)
+    report = demask.report(slim)
+    ops = _ops(given.model.graph)
+    return Inspection(
+        report,
+        _modules(slim, report.removed),
+        {name: count for name, count in ops.items() if name in TABLE},
+        {name: count for name, count in ops.items() if name not in TABLE},
+    )
+
+
+def _ops(graph: fx.Graph) -> Counter[str]:
+    """How often each op that makes a tensor is called."""
+    calls = (node.target for node in graph.nodes if node.op == "call_function")
+    return Counter(op_name(target) for target in calls if _makes_tensors(target))
+
+
+def _makes_tensors(target: Any) -> bool:
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return any("Tensor" in str(made.type) for made in target._schema.returns)
+
+
+def _modules(slim: nn.Module, removed: Mapping[str, int]) -> tuple[ModuleShare, ...]:
+    """Per module of the model that held parameters: how many (kept + removed), and what went."""
+    record = cast(Provenance, slim.demasked)
+    original = {name.rpartition(".")[0] for name in record.cuts} | set(removed)
+    kept: Counter[str] = Counter()
+    for name, tensor in [*slim.named_parameters(), *slim.named_buffers()]:
+        if tensor.is_floating_point():
+            kept[name.rpartition(".")[0]] += tensor.numel()
+    rows = [
+        ModuleShare(module, kept[module] + removed.get(module, 0), removed.get(module, 0))
+        for module in original
+    ]
+    return tuple(sorted(rows, key=lambda row: (-row.masked, row.module)))
+
+
+def _parts(inspection: Inspection) -> Iterable[RenderableType]:
+    table = Table("module", box=SIMPLE_HEAD, show_edge=False)
+    for column in ("parameters", "masked", "share"):
+        table.add_column(column, justify="right")
+    for row in inspection.modules[:ROWS]:
+        numbers = (f"{row.parameters:,}", f"{row.masked:,}", share(row.masked, row.parameters))
+        table.add_row(Text(row.module or "(the model itself)"), *numbers)
+    if len(inspection.modules) > ROWS:
+        table.add_row(f"{len(inspection.modules) - ROWS} more modules: see --json", "", "", "")
+    yield table
+    yield Text(f"\nops with an entry: {_counts(inspection.known)}")
+    yield Text(f"ops without an entry: {_counts(inspection.unknown)}")
+
+
+def _counts(ops: Mapping[str, int]) -> str:
+    rows = sorted(ops.items(), key=lambda row: (-row[1], row[0]))
+    return ", ".join(f"{count} {name.removesuffix('.default')}" for name, count in rows) or "none"

@@ -1,0 +1,123 @@
+"""`report(slim)`: what went, what stayed and why, read off the network's provenance."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from demask.errors import BadInput
+from demask.graph.provenance import Provenance, Reason, Sizes
+from demask.report.page import write_page
+from demask.report.text import EFFECTS, render
+
+NOTHING = "nothing left to remove"
+
+
+@dataclass(frozen=True, slots=True)
+class Decline:
+    """Slices kept for one reason: how many in all, and at which modules or nodes."""
+
+    text: str
+    slices: int
+    places: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What demasking did to one network.
+
+    before, after: parameters, MACs of one call on the example inputs, bytes. removed: parameters
+    gone, per module, most first. scatters: ops that only keep shapes, counted by effect (every
+    effect is present, also at 0). declined: what was kept and why, most slices first. notes: what
+    else to know (dynamic dimensions, licences used).
+    """
+
+    before: Sizes
+    after: Sizes
+    removed: Mapping[str, int]
+    scatters: Mapping[str, int]
+    declined: tuple[Decline, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def nothing_removed(self) -> bool:
+        """True when the network came out as large and as costly as it went in."""
+        same_work = self.after.macs >= self.before.macs
+        return self.after.parameters >= self.before.parameters and same_work
+
+    @property
+    def summary(self) -> str:
+        """One line: what went, or `nothing left to remove`."""
+        if self.nothing_removed:
+            return NOTHING
+        parameters = f"{self.before.parameters:,} -> {self.after.parameters:,} parameters"
+        return f"{parameters}, {self.before.macs:,} -> {self.after.macs:,} MACs"
+
+    def __str__(self) -> str:
+        return render(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain dictionaries, lists, strings and integers, ready for JSON."""
+        return {
+            "summary": self.summary,
+            "nothing_removed": self.nothing_removed,
+            "before": asdict(self.before),
+            "after": asdict(self.after),
+            "removed": dict(self.removed),
+            "scatters": dict(self.scatters),
+            "declined": [asdict(decline) for decline in self.declined],
+            "notes": list(self.notes),
+        }
+
+    def to_html(self, path: str | Path) -> None:
+        """Write the report to `path` as one page that needs no other file; whole or not at all."""
+        write_page(self, Path(path))
+
+
+def report(slim: nn.Module) -> Report:
+    """What `demask.demask` did to `slim`, a network that it returned.
+
+    Raises BadInput for any other module.
+
+        slim = demask.demask(model, (images,))
+        print(demask.report(slim))
+    """
+    provenance = getattr(slim, "demasked", None)
+    if not isinstance(provenance, Provenance):
+        raise BadInput(
+            f"expected a network made by demask.demask, got a {type(slim).__name__} without its "
+            "`demasked` record; call demask.demask(model, args) and report what it returns"
+        )
+    return Report(
+        before=provenance.before,
+        after=provenance.after,
+        removed=_largest_first(provenance.removed),
+        scatters=dict.fromkeys(EFFECTS, 0) | dict(provenance.effects),
+        declined=_grouped(provenance.reasons),
+        notes=provenance.notes,
+    )
+
+
+def _largest_first(removed: Mapping[str, int]) -> dict[str, int]:
+    gone = [(module, count) for module, count in removed.items() if count]
+    return dict(sorted(gone, key=lambda row: (-row[1], row[0])))
+
+
+def _grouped(reasons: tuple[Reason, ...]) -> tuple[Decline, ...]:
+    """One decline per text: the slices summed, the places in the order met, each once."""
+    by_text: dict[str, list[Reason]] = {}
+    for reason in reasons:
+        by_text.setdefault(reason.text, []).append(reason)
+    declines = [
+        Decline(
+            text,
+            sum(reason.count for reason in group),
+            tuple(dict.fromkeys(reason.module or reason.node for reason in group)),
+        )
+        for text, group in by_text.items()
+    ]
+    return tuple(sorted(declines, key=lambda decline: (-decline.slices, decline.text)))

@@ -1,0 +1,118 @@
+"""A report as plain text, 100 columns wide, and the small formats that the web page shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from io import StringIO
+from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from demask.report.report import Decline, Report
+
+WIDTH = 100
+ROWS = 20  # modules and reasons shown in the text; `to_dict` and `to_html` hold them all
+PLACES = 3  # places named per reason
+
+# Every op that only keeps a shape, by its effect, and why a network needs it.
+EFFECTS = {
+    "scatter": "a reader needs the full shape of what was computed smaller",
+    "scatter-add": "the two sides of an add keep different positions",
+    "gather": "a reader needs fewer positions than others do, or another order",
+    "slice": "a reader needs one run of the positions computed",
+    "pad": "a reader needs more positions, at one end, than were computed",
+    "border map": "constants enter a zero-padded window, so they differ at the border",
+}
+
+
+def render(report: Report) -> str:
+    """The report as text: sizes, then what went, the ops that keep shapes, and what stayed."""
+    return as_text(_parts(report))
+
+
+def as_text(parts: Iterable[RenderableType]) -> str:
+    """These rich renderables as one plain string, without colours or trailing blanks."""
+    console = Console(file=StringIO(), width=WIDTH, color_system=None, legacy_windows=False)
+    with console.capture() as capture:
+        for part in parts:
+            console.print(part)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines()).strip("\n")
+
+
+def sizes_rows(report: Report) -> list[tuple[str, str, str, str]]:
+    """One row per size: its name, before, after, and the share kept."""
+    before, after = report.before, report.after
+    pairs = [
+        ("parameters", before.parameters, after.parameters),
+        ("MACs", before.macs, after.macs),
+        ("bytes", before.bytes, after.bytes),
+    ]
+    return [(name, f"{old:,}", f"{new:,}", share(new, old)) for name, old, new in pairs]
+
+
+def share(part: int, whole: int) -> str:
+    """`part` of `whole` in percent, or a dash where the whole is nothing."""
+    return f"{100 * part / whole:.1f} %" if whole else "–"
+
+
+def scatters_line(report: Report) -> str:
+    """The ops left that only keep shapes, by effect, or `none`."""
+    counts = [f"{count} {effect}" for effect, count in report.scatters.items() if count]
+    return ", ".join(counts) or "none"
+
+
+def scatters_reasons(report: Report) -> list[str]:
+    """One line per effect that is left: how often, and why a network needs it."""
+    left = [(effect, count) for effect, count in report.scatters.items() if count]
+    return [f"{count} {effect}: {EFFECTS.get(effect, 'no reason known')}" for effect, count in left]
+
+
+def decline_line(decline: Decline) -> str:
+    """One reason in one line: how many slices, why, and the first places."""
+    named = ", ".join(decline.places[:PLACES])
+    more = len(decline.places) - PLACES
+    places = f"{named} and {more} more" if more > 0 else named
+    kept = f"{decline.slices:,} slices kept: " if decline.slices else ""
+    return f"{kept}{decline.text} ({places})"
+
+
+def _parts(report: Report) -> Iterable[RenderableType]:
+    yield _sizes_table(report)
+    if report.nothing_removed:
+        yield Text(f"\n{report.summary}")
+    if report.removed:
+        yield Text("")
+        yield _removed_table(report)
+    yield Text(f"\nops that only keep shapes: {scatters_line(report)}")
+    yield from map(Text, scatters_reasons(report))
+    yield from map(Text, _shortened([decline_line(item) for item in report.declined], "reasons"))
+    yield from (Text(f"note: {note}") for note in report.notes)
+
+
+def _sizes_table(report: Report) -> Table:
+    table = Table("", box=SIMPLE_HEAD, show_edge=False)
+    for column in ("before", "after", "kept"):
+        table.add_column(column, justify="right")
+    for row in sizes_rows(report):
+        table.add_row(*row)
+    return table
+
+
+def _removed_table(report: Report) -> Table:
+    table = Table("module", box=SIMPLE_HEAD, show_edge=False)
+    table.add_column("parameters removed", justify="right")
+    for module, count in list(report.removed.items())[:ROWS]:
+        table.add_row(Text(module or "(the model itself)"), f"{count:,}")
+    if len(report.removed) > ROWS:
+        rest = list(report.removed.values())[ROWS:]
+        table.add_row(f"{len(rest)} more modules", f"{sum(rest):,}")
+    return table
+
+
+def _shortened(lines: list[str], what: str) -> list[str]:
+    more = len(lines) - ROWS
+    return [*lines[:ROWS], f"... and {more} more {what}"] if more > 0 else lines

@@ -1,0 +1,404 @@
+"""The command line: each command's result, its example, and each way it can be used wrong."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+from torch.nn.utils import prune
+
+import demask
+from demask.cli import app, demo, digits, main
+from demask.cli.progress import progress
+
+COMMANDS = ("demo", "slim", "inspect", "verify")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Runs `demask` with these words in an empty folder, in this process."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["demask", *map(str, words)])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        return Outcome(exit_.value.code or 0, *capsys.readouterr())
+
+    return call
+
+
+def network(masked):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 5, 3, padding=1),
+        nn.Flatten(),
+        nn.Linear(5 * 6 * 7, 4),
+    ).eval()
+    if masked:
+        for layer in (model[0], model[3]):
+            prune.ln_structured(layer, "weight", amount=2, n=2, dim=0)
+            prune.remove(layer, "weight")
+    return model
+
+
+def write(model, path):
+    images = torch.randn(2, 3, 6, 7)
+    batch = torch.export.Dim("batch")
+    program = torch.export.export(model, (images,), dynamic_shapes=({0: batch},))
+    torch.export.save(program, path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory):
+    """Files that commands may read: a masked model, a dense one, and one that is broken off."""
+    folder = tmp_path_factory.mktemp("models")
+    masked = write(network(masked=True), folder / "masked.pt2")
+    write(network(masked=False), folder / "dense.pt2")
+    (folder / "broken.pt2").write_bytes(masked.read_bytes()[: masked.stat().st_size // 2])
+    return folder
+
+
+@pytest.fixture
+def few_digits(monkeypatch):
+    """The demo's digits, cut down to one training batch."""
+    every = digits.load_digits()
+    few = digits.Digits(
+        every.train_images[:64],
+        every.train_labels[:64],
+        every.test_images[:16],
+        every.test_labels[:16],
+    )
+    monkeypatch.setattr(digits, "load_digits", lambda: few)
+    return few
+
+
+# -- slim ------------------------------------------------------------------------------------------
+
+
+def test_slim_writes_a_smaller_network_that_plain_torch_loads(run, saved, tmp_path):
+    outcome = run("slim", saved / "masked.pt2", "-o", "slim.pt2")
+    assert outcome.code == 0, outcome.err
+    assert "written to slim.pt2" in outcome.out
+    assert "nothing left" not in outcome.out
+    slim = torch.export.load(tmp_path / "slim.pt2").module()
+    images = torch.randn(5, 3, 6, 7)
+    torch.testing.assert_close(slim(images), network(masked=True)(images))
+    sizes = [sum(p.numel() for p in net.parameters()) for net in (slim, network(masked=True))]
+    assert sizes[0] < sizes[1]
+
+
+def test_slim_into_an_archive_keeps_the_record(run, saved, tmp_path):
+    assert run("slim", saved / "masked.pt2", "-o", "slim.demask").code == 0
+    slim = demask.load(tmp_path / "slim.demask")
+    assert not demask.report(slim).nothing_removed
+
+
+def test_slim_with_nothing_to_remove_writes_and_says_so(run, saved, tmp_path):
+    outcome = run("slim", saved / "dense.pt2", "-o", "slim.pt2")
+    assert outcome.code == 0, outcome.err
+    assert "nothing left to remove" in outcome.out.splitlines()
+    assert (tmp_path / "slim.pt2").exists()
+
+
+def test_slim_json_is_one_object(run, saved):
+    outcome = run("slim", saved / "masked.pt2", "-o", "slim.pt2", "--json")
+    data = json.loads(outcome.out)
+    assert data["output"] == "slim.pt2"
+    assert data["report"]["after"]["parameters"] < data["report"]["before"]["parameters"]
+    assert data["verification"]["ok"] is True
+    assert data["verification"]["dtype"] == "float32"
+
+
+def test_slim_that_differs_is_not_written(run, saved, tmp_path, monkeypatch):
+    def disagree(*args, **kwargs):
+        raise demask.Mismatch("expected the same, got other numbers, in output 0")
+
+    monkeypatch.setattr(demask, "verify", disagree)
+    outcome = run("slim", saved / "masked.pt2", "-o", "slim.pt2")
+    assert (outcome.code, outcome.out) == (1, "")
+    assert outcome.err == "demask: expected the same, got other numbers, in output 0\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "output", "complaint"),
+    [
+        ("missing.pt2", "slim.pt2", "missing.pt2"),
+        ("broken.pt2", "slim.pt2", "broken.pt2"),
+        ("masked.pt2", "slim.onnx", "ends in .pt2 or .demask"),
+        ("masked.pt2", "missing/slim.pt2", "does not exist"),
+    ],
+)
+def test_slim_refuses_bad_input_and_leaves_nothing(run, saved, tmp_path, model, output, complaint):
+    outcome = run("slim", saved / model, "-o", output)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.startswith("demask: ")
+    assert complaint in outcome.err
+    assert "Traceback" not in outcome.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_output_is_checked_before_the_model_is_read(run, monkeypatch):
+    monkeypatch.setattr("demask.files.pt2.read_model", lambda path: pytest.fail("read first"))
+    assert run("slim", "model.pt2", "-o", "missing/slim.pt2").code == 2
+
+
+def test_a_failed_slim_keeps_an_earlier_output(run, saved, tmp_path):
+    (tmp_path / "slim.pt2").write_text("earlier")
+    assert run("slim", saved / "broken.pt2", "-o", "slim.pt2").code == 2
+    assert (tmp_path / "slim.pt2").read_text() == "earlier"
+
+
+# -- inspect ---------------------------------------------------------------------------------------
+
+
+def test_inspect_shows_the_masked_share_of_each_module(run, saved):
+    outcome = run("inspect", saved / "masked.pt2", "--json")
+    assert outcome.code == 0, outcome.err
+    data = json.loads(outcome.out)
+    modules = {row["module"]: row for row in data["modules"]}
+    # Two of five filters with their bias; of those that stay two of eight channels, which are
+    # constants under zero padding: their sum over both is kept as one border kernel per filter.
+    assert modules["3"]["masked"] == 2 * (8 * 9 + 1) + 3 * 2 * 9 - 3 * 9
+    assert modules["3"]["parameters"] == 5 * (8 * 9 + 1)
+    assert data["ops"]["with_entry"]["aten.conv2d.default"] == 2
+    assert data["ops"]["without_entry"] == {}
+    assert data["report"]["nothing_removed"] is False
+
+
+def test_inspect_says_when_nothing_is_left(run, saved):
+    outcome = run("inspect", saved / "dense.pt2")
+    assert outcome.code == 0, outcome.err
+    assert "nothing left to remove" in outcome.out.splitlines()
+    assert "2 aten.conv2d" in outcome.out
+    assert "ops without an entry: none" in outcome.out
+
+
+def test_inspect_counts_every_parameter_of_a_dense_model(run, saved):
+    data = json.loads(run("inspect", saved / "dense.pt2", "--json").out)
+    weights = {"0": 8 * 28, "1": 8 * 4, "3": 5 * 73, "5": 4 * 211}  # a batch norm holds 4 vectors
+    assert {row["module"]: row["parameters"] for row in data["modules"]} == weights
+    assert {row["masked"] for row in data["modules"]} == {0}
+
+
+def test_inspect_names_ops_without_an_entry(run, tmp_path):
+    class Odd(nn.Module):
+        def forward(self, x):
+            return torch.logcumsumexp(x, 1)
+
+    program = torch.export.export(Odd(), (torch.randn(2, 3),))
+    torch.export.save(program, tmp_path / "odd.pt2")
+    outcome = run("inspect", "odd.pt2", "--json")
+    assert json.loads(outcome.out)["ops"]["without_entry"] == {"aten.logcumsumexp.default": 1}
+
+
+# -- verify ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["pt2", "demask"])
+def test_verify_takes_either_kind_of_file_in_either_order(run, saved, kind):
+    slim = f"slim.{kind}"
+    run("slim", saved / "masked.pt2", "-o", slim)
+    for pair in ((saved / "masked.pt2", slim), (slim, saved / "masked.pt2")):
+        outcome = run("verify", *pair)
+        assert outcome.code == 0, outcome.err
+        assert outcome.out.startswith("same: largest difference ")
+
+
+def test_verify_exits_with_1_on_a_difference(run, saved):
+    outcome = run("verify", saved / "masked.pt2", saved / "dense.pt2")
+    assert outcome.code == 1
+    assert outcome.out.startswith("DIFFERENT: largest difference ")
+    outcome = run("verify", saved / "masked.pt2", saved / "dense.pt2", "--json")
+    assert outcome.code == 1
+    assert json.loads(outcome.out)["ok"] is False
+
+
+def test_verify_refuses_bad_input(run, saved):
+    outcome = run("verify", saved / "masked.pt2", saved / "broken.pt2")
+    assert (outcome.code, outcome.out) == (2, "")
+
+
+# -- demo ------------------------------------------------------------------------------------------
+
+
+def test_the_demo_compares_three_networks(run, few_digits):
+    outcome = run("demo", "--runs", 2, "--json")
+    assert outcome.code == 0, outcome.err
+    data = json.loads(outcome.out)
+    dense, masked, slim = (data["contenders"][key] for key in ("dense", "masked", "demasked"))
+    assert masked["sizes"] == dense["sizes"]
+    assert slim["sizes"]["parameters"] < masked["sizes"]["parameters"] / 2
+    assert slim["sizes"]["macs"] < masked["sizes"]["macs"] / 2
+    assert slim["accuracy"] == masked["accuracy"]
+    assert slim["difference"] < 1e-3 < dense["difference"]
+
+
+def test_the_demo_prints_one_table(run, few_digits):
+    outcome = run("demo", "--runs", 2)
+    rows = [line.split("  ")[0].strip() for line in outcome.out.splitlines()]
+    for row in ("parameters", "MACs per image", "bytes", "test accuracy", "scatters left"):
+        assert row in rows
+    assert max(map(len, outcome.out.splitlines())) <= 100
+    assert "allocator" in outcome.out
+
+
+def test_the_demo_moves_its_bar_to_the_end(few_digits):
+    moved = []
+    demo.run(few_digits, lambda title, done=1: moved.append(done), runs=1)
+    assert sum(moved) == demo.steps(few_digits)
+
+
+def test_the_two_sides_of_a_residual_lose_different_channels():
+    torch.manual_seed(0)
+    model = digits.DigitNet(width=16)
+    digits.prune_channels(model)
+    kept = [layer.weight_mask[:, 0, 0, 0].bool() for layer in (model.stem, model.blocks[0].conv2)]
+    assert [side.sum().item() for side in kept] == [8, 8]
+    assert not torch.equal(*kept)
+
+
+def test_the_demo_without_scikit_learn_says_what_to_install(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    outcome = run("demo")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert 'pip install "demask[demo]"' in outcome.err
+
+
+# -- the whole command line ------------------------------------------------------------------------
+
+
+def examples(help_text):
+    lines = help_text.splitlines()
+    start = next(k for k, line in enumerate(lines) if line.strip() in ("Example:", "Try it:"))
+    return [line.split() for line in lines[start:] if line.strip().startswith("demask ")]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_example_in_the_help_runs(run, saved, few_digits, tmp_path, command):
+    shown = run(command, "--help")
+    assert shown.code == 0
+    for name in ("model.pt2", "slim.pt2"):
+        (tmp_path / name).write_bytes((saved / "masked.pt2").read_bytes())
+    found = examples(shown.out)
+    assert found
+    for words in found:
+        outcome = run(*words[1:])
+        assert outcome.code == 0, outcome.err
+
+
+def blocks(language):
+    """The README's code blocks in one language."""
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (code,) = blocks("python")
+    exec(compile(code, "README.md", "exec"), {})
+    assert {path.name for path in tmp_path.iterdir()} == {"slim.demask", "slim.pt2"}
+
+
+def test_the_commands_of_the_readme_run_in_order(run, few_digits):
+    lines = [
+        line.partition("#")[0].split() for block in blocks("sh") for line in block.splitlines()
+    ]
+    commands = [words[1:] for words in lines if words and words[0] == "demask"]
+    assert [words[0] for words in commands] == ["demo", "inspect", "slim", "verify"]
+    for words in commands:
+        outcome = run(*words)
+        assert outcome.code == 0, outcome.err
+
+
+def test_the_help_names_every_command(run):
+    outcome = run("--help")
+    assert outcome.code == 0
+    registered = {command.name or command.callback.__name__ for command in app.registered_commands}
+    assert registered == set(COMMANDS)
+    assert all(f"  {command} " in outcome.out for command in COMMANDS)
+
+
+def test_the_version(run):
+    outcome = run("--version")
+    assert outcome.code == 0
+    assert outcome.out.startswith("demask ")
+
+
+@pytest.mark.parametrize("words", [("slim",), ("slim", "model.pt2"), ("dance",), ("verify", "a")])
+def test_wrong_usage_exits_with_2(run, words):
+    outcome = run(*words)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "Traceback" not in outcome.err
+
+
+def test_a_real_process_exits_with_2_and_one_message(tmp_path):
+    words = ["-c", "from demask.cli import main; main()", "slim", "none.pt2", "-o", "slim.pt2"]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("demask: ")
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- progress --------------------------------------------------------------------------------------
+
+
+def terminal(is_terminal):
+    return Console(file=StringIO(), force_terminal=is_terminal, width=80)
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 30
+    while not condition() and time.monotonic() < deadline:
+        pass
+    assert condition()
+
+
+def test_a_bar_shows_on_a_terminal_and_goes_when_the_work_ends():
+    console = terminal(True)
+    with progress("first", total=2, patience=0, terminal=console) as step:
+        wait_for(lambda: "first" in console.file.getvalue())
+        step("second")
+        wait_for(lambda: "second" in console.file.getvalue())
+    # The last thing drawn is the erasing of the bar's line.
+    assert console.file.getvalue().endswith("\x1b[2K")
+
+
+@pytest.mark.parametrize(("is_terminal", "patience"), [(False, 0), (True, 60)])
+def test_no_bar_without_a_terminal_or_before_its_time(is_terminal, patience):
+    console = terminal(is_terminal)
+    with progress("quick", patience=patience, terminal=console) as step:
+        step("next")
+    assert console.file.getvalue() == ""
+
+
+def test_the_bar_goes_when_the_work_fails():
+    console = terminal(True)
+    with (
+        pytest.raises(ZeroDivisionError),
+        progress("failing", patience=0, terminal=console),
+    ):
+        wait_for(lambda: "failing" in console.file.getvalue())
+        raise ZeroDivisionError
+    assert console.file.getvalue().endswith("\x1b[2K")

@@ -1,0 +1,290 @@
+"""Random networks under random masks obey every law; and every checker fails on a planted fault."""
+
+import copy
+import importlib
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from demask.shrink import adapt, border, contract
+from fuzz import laws
+from fuzz.generate import generate, is_sound
+from fuzz.laws import Outcome, check, explained, shrink
+from fuzz.program import Input, Program, Step
+
+CHUNK = 20
+pipeline = importlib.import_module("demask.shrink.demask")  # the name is a function, too
+# torch's own, met when a GraphModule or an old weight norm is copied.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated.*:FutureWarning"),
+]
+
+
+def checked(seeds, *, oracle: bool = False, dynamic: bool = False) -> Outcome:
+    """Check each seed (every tenth compiled and trained too); failures are minimised and shown."""
+    total, failures = Outcome(), []
+    for seed in seeds:
+        program, slow = generate(seed, dynamic=dynamic), seed % 10 == 0
+        outcome = check(program, oracle=oracle, slow=slow)
+        total.missed.update(outcome.missed)
+        total.slices.update(outcome.slices)
+        total.declined.update(outcome.declined)
+        if outcome.broken:
+            failures.append((program, outcome, slow))
+    if failures:
+        program, outcome, slow = failures[0]
+        seeds = [p.seed for p, _, _ in failures]
+        pytest.fail(
+            f"seeds {seeds} fail; the first:\n{explained(program, outcome, slow=slow)}",
+            pytrace=False,
+        )
+    return total
+
+
+def chunks(start: int, count: int) -> list[range]:
+    return [range(k, k + CHUNK) for k in range(start, start + count, CHUNK)]
+
+
+@pytest.mark.parametrize("seeds", chunks(0, 240), ids=str)
+def test_random_networks(seeds):
+    checked(seeds)
+
+
+@pytest.mark.parametrize("seeds", chunks(0, 40), ids=str)
+def test_random_networks_at_any_image_size(seeds):
+    checked(seeds, dynamic=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seeds", chunks(1000, 2000), ids=str)
+def test_two_thousand_networks(seeds):
+    checked(seeds)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seeds", chunks(1000, 200), ids=str)
+def test_many_networks_at_any_image_size(seeds):
+    checked(seeds, dynamic=True)
+
+
+def few_missed(seeds) -> None:
+    total = Outcome()
+    for seed in seeds:
+        outcome = check(generate(seed))
+        total.missed.update(outcome.missed)
+        total.slices.update(outcome.slices)
+        total.declined.update(outcome.declined)
+    lines = [
+        f"{op}: {total.missed[op]} of {n} slices missed" for op, n in total.slices.most_common()
+    ]
+    lines += [f"{text}: {n} declined" for text, n in total.declined.most_common()]
+    print("\n".join(lines))
+    assert total.missed.total() <= 0.01 * total.slices.total(), "\n".join(lines)
+
+
+def test_few_slices_are_missed():
+    few_missed(range(5000, 5040))
+
+
+@pytest.mark.nightly
+def test_few_slices_are_missed_by_night():
+    few_missed(range(5000, 5400))
+
+
+# The checkers themselves: each fails on a fault planted for it.
+
+
+def network(*steps: Step, shape=(3, 7, 9)) -> Program:
+    return Program(1, (Input("v0", shape),), steps, (steps[-1].outs[0],), "one")
+
+
+def step(op: str, read: str, out: str, body: str, *init: str) -> Step:
+    return Step(op, (read,), (out,), init, (f"{out} = {body}",))
+
+
+def convs(between: str, *more: str) -> Program:
+    """A convolution with dead channels (bias kept), an op, and a padded convolution."""
+    first = ("self.a = nn.Conv2d(3, 5, 3)", "self.a.weight.data[[1, 3]] = 0", *more)
+    return network(
+        step("conv", "v0", "v1", "self.a(v0)", *first),
+        step("act", "v1", "v2", between),
+        step("conv", "v2", "v3", "self.b(v2)", "self.b = nn.Conv2d(5, 4, 3, padding=1)"),
+    )
+
+
+SELECTED = network(
+    step("linear", "v0", "v1", "self.a(v0)", "self.a = nn.Linear(9, 8)",
+         "self.a.weight.data[[1, 3]] = 0", "self.a.bias.data[[1, 3]] = 0"),
+    step("take", "v1", "v2", "v1[..., [7, 0, 5, 2]]"),
+)  # fmt: skip
+
+
+def broken(program: Program, **options) -> str:
+    return "; ".join(check(program, oracle=False, **options).broken)
+
+
+def test_the_planted_networks_are_sound_without_a_fault():
+    for program in (convs("torch.sigmoid(v1)"), convs("v1 * 1"), SELECTED):
+        assert is_sound(program)
+        assert broken(program, slow=True) == ""
+
+
+def test_a_dead_channel_that_sigmoid_should_wake_is_noticed(monkeypatch):
+    from demask.facts import known
+
+    call = known._call
+
+    def forgetful(node, found):
+        value = call(node, found)
+        return torch.zeros_like(value) if "sigmoid" in str(node.target) else value
+
+    monkeypatch.setattr(known, "_call", forgetful)
+    assert "differs by" in broken(convs("torch.sigmoid(v1)"))
+
+
+def test_a_dropped_border_map_is_noticed(monkeypatch):
+    def borderless(*args):
+        return border.Absorbed(border.absorbed(*args).bias, None)
+
+    monkeypatch.setattr(contract, "absorbed", borderless)
+    assert "differs by" in broken(convs("v1 * 1"))
+
+
+def test_a_swapped_index_is_noticed(monkeypatch):
+    def swapped(self, node, axis, take):
+        return self.build.call(
+            adapt.aten.index_select.default, node, axis, self.pool.index(take[::-1])
+        )
+
+    monkeypatch.setattr(adapt.Adapter, "select", swapped)
+    found = [broken(generate(seed)) for seed in range(12)]
+    assert any("differs by" in text for text in found)
+
+
+def planted(monkeypatch, spoil) -> None:
+    """Let `spoil(net, slim)` change what demask made."""
+    real = laws.shrunken
+
+    def spoiled(program, net):
+        slim = real(program, net)
+        return spoil(net, slim) or slim
+
+    monkeypatch.setattr(laws, "shrunken", spoiled)
+
+
+def test_a_changed_original_is_noticed(monkeypatch):
+    def write(net, slim):
+        next(net.parameters()).data.zero_()
+
+    planted(monkeypatch, write)
+    assert "of the original changed" in broken(convs("v1 * 1"))
+
+
+def test_a_changed_flag_is_noticed(monkeypatch):
+    def switch(net, slim):
+        next(net.children()).train(not net.training)
+
+    planted(monkeypatch, switch)
+    assert "training flags changed" in broken(convs("v1 * 1"))
+
+
+def test_growth_is_noticed(monkeypatch):
+    planted(monkeypatch, lambda net, slim: slim.register_buffer("fat", torch.randn(999)))
+    assert "grow" in broken(convs("v1 * 1"))
+
+
+def seeing_nothing(monkeypatch, calls: int) -> None:
+    """For its first `calls` calls, let the engine take every constant for NaN, which is alive."""
+    known, seen = pipeline.known, []
+
+    def blind(graph, relations, values):
+        seen.append(1)
+        if len(seen) <= calls:
+            values = {name: torch.full_like(v, torch.nan) for name, v in values.items()}
+        return known(graph, relations, values)
+
+    monkeypatch.setattr(pipeline, "known", blind)
+
+
+def test_work_left_for_a_second_time_is_noticed(monkeypatch):
+    seeing_nothing(monkeypatch, 1)
+    assert "a second demask changes" in broken(convs("v1 * 1"))
+
+
+def test_a_copy_that_differs_is_noticed(monkeypatch):
+    class Forgetful(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return self.inner(x)
+
+        def __deepcopy__(self, memo):
+            return nn.Identity()
+
+    slim = laws.shrunken(SELECTED, SELECTED.build())
+    assert list(laws.copies(SELECTED, slim)) == []
+    assert list(laws.copies(SELECTED, Forgetful(slim))) != []
+
+
+def test_a_graph_break_is_noticed():
+    class Breaking(nn.Module):
+        def forward(self, x):
+            torch._dynamo.graph_break()
+            return x
+
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+        list(laws.compiles(SELECTED, Breaking()))
+
+
+def test_a_wrong_gradient_is_noticed(monkeypatch):
+    def double(net, slim):
+        next(slim.parameters()).register_hook(lambda grad: 2 * grad)
+
+    planted(monkeypatch, double)
+    assert "gradient of" in broken(convs("v1 * 1"), slow=True)
+
+
+def test_a_baked_image_size_is_noticed(monkeypatch):
+    def baked(net, slim):
+        slim.register_forward_hook(lambda m, x, y: y * (1.0 if x[0].shape[-1] == 9 else 1.001))
+
+    program = replace(convs("v1 * 1"), dynamic=True)
+    assert broken(program) == ""
+    planted(monkeypatch, baked)
+    assert "size +3" in broken(program)
+
+
+def test_missed_slices_are_noticed(monkeypatch):
+    program, outcome = convs("v1 * 0.5", "self.a.bias.data[[1, 3]] = 0"), Outcome()
+    seeing_nothing(monkeypatch, 1)
+    laws.count_missed(program, laws.shrunken(program, program.build()), outcome)
+    assert outcome.missed.total() > 0.01 * outcome.slices.total()
+
+
+@pytest.mark.parametrize("body", ["torch.zeros_like(v0)", "v0 / 0", "v0.log()"])
+def test_degenerate_networks_are_refused(body):
+    assert not is_sound(network(step("act", "v0", "v1", body)))
+
+
+def test_a_failure_shrinks_to_the_step_that_fails():
+    program = next(p for p in map(generate, range(50)) if _count(p)["pool"] and len(p.steps) > 8)
+    least = shrink(program, lambda p: bool(_count(p)["pool"]))
+    assert len(least.steps) <= 3 and _count(least)["pool"] == 1
+
+
+def _count(program: Program) -> Counter:
+    return Counter(s.op for s in program.steps)
+
+
+def test_equal_seeds_give_equal_networks():
+    a, b = generate(17), generate(17)
+    assert a == b
+    left, right = a.build().state_dict(), b.build().state_dict()
+    assert all(torch.equal(left[k], right[k]) for k in left)
+    assert copy.copy(a) == b

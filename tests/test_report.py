@@ -1,0 +1,194 @@
+"""The report says what went and what stayed, the same in text, as a dictionary and as a page."""
+
+import json
+from html.parser import HTMLParser
+from textwrap import dedent
+
+import pytest
+from torch import nn
+
+from demask.errors import BadInput
+from demask.graph.provenance import Provenance, Reason, Sizes
+from demask.report import Decline, report
+
+
+def demasked(**fields):
+    """A network with a hand-made record, as if demask had made it."""
+    record = {
+        "cuts": {},
+        "reasons": (),
+        "effects": {},
+        "notes": (),
+        "inputs": (),
+        "before": Sizes(parameters=1000, macs=20_000, bytes=4000),
+        "after": Sizes(parameters=250, macs=5000, bytes=1000),
+    }
+    network = nn.Module()
+    network.demasked = Provenance(**(record | fields))
+    return network
+
+
+FOO = "no rule for aten.foo"
+FULL = {
+    "reasons": (
+        Reason("conv2", "layer3.conv2", 1, 48, FOO),
+        Reason("cat_1", "", 1, 3, "graph output"),
+        Reason("conv3", "layer3.conv3", 1, 16, FOO),
+        Reason("conv3", "layer3.conv3", 2, 4, FOO),
+    ),
+    "effects": {"scatter-add": 2, "pad": 1},
+    "notes": ("dimension 0 of x is static",),
+    "removed": {"stem": 50, "layer3.conv2": 700, "idle": 0},
+}
+NOTHING_WENT = {"after": Sizes(parameters=1000, macs=20_000, bytes=4000)}
+
+
+def test_reasons_are_grouped_by_text_with_their_counts():
+    assert report(demasked(**FULL)).declined == (
+        Decline(FOO, 68, ("layer3.conv2", "layer3.conv3")),
+        Decline("graph output", 3, ("cat_1",)),
+    )
+
+
+def test_every_effect_is_counted():
+    scatters = report(demasked(**FULL)).scatters
+    assert scatters == {
+        "scatter": 0,
+        "scatter-add": 2,
+        "gather": 0,
+        "slice": 0,
+        "pad": 1,
+        "border map": 0,
+    }
+
+
+def test_the_text():
+    text = """\
+                  before   after     kept
+    ──────────────────────────────────────
+     parameters    1,000     250   25.0 %
+     MACs         20,000   5,000   25.0 %
+     bytes         4,000   1,000   25.0 %
+
+     module         parameters removed
+    ───────────────────────────────────
+     layer3.conv2                  700
+     stem                           50
+
+    ops that only keep shapes: 2 scatter-add, 1 pad
+    2 scatter-add: the two sides of an add keep different positions
+    1 pad: a reader needs more positions, at one end, than were computed
+    68 slices kept: no rule for aten.foo (layer3.conv2, layer3.conv3)
+    3 slices kept: graph output (cat_1)
+    note: dimension 0 of x is static"""
+    assert str(report(demasked(**FULL))) == dedent(text)
+
+
+def test_nothing_to_remove_is_said_in_every_form(tmp_path):
+    shown = report(demasked(**NOTHING_WENT))
+    assert shown.nothing_removed
+    assert "nothing left to remove" in str(shown).splitlines()
+    assert shown.to_dict()["summary"] == "nothing left to remove"
+    shown.to_html(tmp_path / "report.html")
+    assert "nothing left to remove" in (tmp_path / "report.html").read_text()
+
+
+def test_something_removed_never_says_nothing():
+    assert "nothing left" not in str(report(demasked()))
+    fewer_macs = demasked(after=Sizes(parameters=1000, macs=19_999, bytes=4000))
+    assert not report(fewer_macs).nothing_removed
+
+
+def test_long_lists_are_cut_in_the_text_only():
+    many = {
+        "removed": {f"layer{k}": k + 1 for k in range(30)},
+        "reasons": tuple(Reason(f"n{k}", "", 0, 1, f"reason {k}") for k in range(30)),
+    }
+    shown = report(demasked(**many))
+    lines = str(shown).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert [" ".join(line.split()) for line in lines if "more" in line] == [
+        "10 more modules 55",
+        "... and 10 more reasons",
+    ]
+    assert len(shown.to_dict()["removed"]) == len(shown.to_dict()["declined"]) == 30
+
+
+def test_many_places_are_named_by_the_first_three():
+    reasons = tuple(Reason(f"n{k}", f"layer{k}", 0, 2, FOO) for k in range(5))
+    text = str(report(demasked(reasons=reasons)))
+    assert f"10 slices kept: {FOO} (layer0, layer1, layer2 and 2 more)" in text
+
+
+def test_a_reason_that_kept_no_slice_counts_none():
+    text = str(report(demasked(reasons=(Reason("foo", "", 0, 0, FOO),))))
+    assert text.splitlines()[-1] == f"{FOO} (foo)"
+
+
+def test_square_brackets_are_no_markup():
+    text = str(report(demasked(removed={"a[bold]b": 1}, notes=("[red]x[/red]",))))
+    assert "a[bold]b" in text
+    assert "note: [red]x[/red]" in text
+
+
+def test_the_dictionary_survives_json():
+    data = report(demasked(**FULL)).to_dict()
+    assert json.loads(json.dumps(data)) == json.loads(json.dumps(data, sort_keys=True))
+    assert data["before"] == {"parameters": 1000, "macs": 20_000, "bytes": 4000}
+    assert data["after"] == {"parameters": 250, "macs": 5000, "bytes": 1000}
+    assert data["removed"] == {"layer3.conv2": 700, "stem": 50}
+    assert data["declined"][1] == {"text": "graph output", "slices": 3, "places": ("cat_1",)}
+
+
+class Page(HTMLParser):
+    """Reads a page: its text, and its tags, checked to be closed in order."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.open, self.tags, self.text, self.loads = [], [], [], []
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.loads += [value for key, value in attrs if key in ("src", "href")]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_the_page_is_whole_and_stands_alone(tmp_path):
+    path = tmp_path / "report.html"
+    report(demasked(**FULL)).to_html(path)
+    page = Page(path.read_text(encoding="utf-8"))
+    assert page.open == []
+    assert page.loads == []
+    assert {"layer3.conv2", "700", FOO, "graph output", "25.0 %"} <= set(page.text)
+    assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_names_in_the_page_are_escaped(tmp_path):
+    path = tmp_path / "report.html"
+    evil = "<script>alert(1)</script>"
+    shown = report(
+        demasked(removed={evil: 1}, notes=(evil,), reasons=(Reason(evil, "", 0, 1, evil),))
+    )
+    shown.to_html(path)
+    page = Page(path.read_text(encoding="utf-8"))
+    assert "script" not in page.tags
+    assert page.text.count(evil) == 4
+
+
+def test_a_page_that_cannot_be_written_leaves_nothing(tmp_path):
+    with pytest.raises(BadInput, match="does not exist"):
+        report(demasked()).to_html(tmp_path / "missing" / "report.html")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_module_that_demask_did_not_make_is_refused():
+    with pytest.raises(BadInput, match=r"made by demask\.demask, got a Linear"):
+        report(nn.Linear(2, 3))

@@ -1,0 +1,135 @@
+"""Timing is fair and tidy: alternated order, no garbage collection, honest quantiles."""
+
+import ctypes
+import doctest
+import gc
+import platform
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+
+from demask.errors import BadInput
+from demask.machine import timing
+from demask.machine.allocator import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, THRESHOLDS, fix_allocator
+from demask.machine.timing import Timing, alternate
+
+
+def recording(calls, *names):
+    return {name: lambda name=name: calls.append(name) for name in names}
+
+
+def test_rounds_alternate_their_order_after_the_warmup():
+    calls = []
+    alternate(recording(calls, "a", "b", "c"), pairs=3, warmup=2)
+    assert calls[:6] == ["a", "a", "b", "b", "c", "c"]
+    assert calls[6:] == ["a", "b", "c", "c", "b", "a", "a", "b", "c"]
+
+
+def test_timings_come_from_the_clock():
+    # First round: a took 1, b took 5. Second round, turned: b took 7, a took 3.
+    seconds = iter([0, 1, 10, 15, 20, 27, 30, 33])
+    timings = alternate(recording([], "a", "b"), pairs=2, warmup=0, clock=lambda: next(seconds))
+    assert timings == {"a": Timing(2.0, 1.2, 2.8, 2), "b": Timing(6.0, 5.2, 6.8, 2)}
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(0, 1), (3, 2), (4, 2), (4.5, 3), (100, 5)])
+def test_no_round_starts_after_the_time_is_up(seconds, rounds):
+    ticks = iter(range(100))  # each call takes one tick, so a round of two takes 2
+    contenders = recording([], "a", "b")
+    timings = alternate(contenders, 5, 0, seconds=seconds, clock=lambda: next(ticks))
+    assert {timing.count for timing in timings.values()} == {rounds}
+
+
+def test_quantiles_hold_the_middle_of_the_samples():
+    timing = Timing.of([float(second) for second in range(101)])
+    assert (timing.low, timing.median, timing.high, timing.count) == (10, 50, 90, 101)
+
+
+def test_one_sample_is_its_own_quantiles():
+    assert Timing.of([0.25]) == Timing(0.25, 0.25, 0.25, 1)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_collection_is_off_meanwhile_and_put_back(enabled):
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        seen = []
+        alternate({"a": lambda: seen.append(gc.isenabled())}, pairs=2)
+        with pytest.raises(ZeroDivisionError):
+            alternate({"a": lambda: 1 / 0}, pairs=2)
+        after = gc.isenabled()
+    finally:
+        (gc.enable if before else gc.disable)()
+    assert not any(seen)
+    assert after == enabled
+
+
+@pytest.mark.parametrize(("pairs", "warmup"), [(0, 3), (-1, 3), (5, -1)])
+def test_senseless_counts_are_refused(pairs, warmup):
+    with pytest.raises(BadInput, match=f"got pairs={pairs}, warmup={warmup}"):
+        alternate({"a": lambda: None}, pairs, warmup)
+
+
+def test_a_timing_of_nothing_is_refused():
+    with pytest.raises(BadInput, match="at least one sample"):
+        Timing.of([])
+
+
+class FakeLibrary:
+    """A C library whose mallopt accepts values up to `limit` and remembers what it accepted."""
+
+    def __init__(self, limit):
+        self.limit, self.accepted = limit, {}
+
+    def mallopt(self, option, value):
+        if option == M_MMAP_THRESHOLD and value > self.limit:
+            return 0
+        self.accepted[option] = value
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("limit", "mapped", "words"),
+    [
+        (2**31, THRESHOLDS[0], "allocator keeps freed memory (glibc, blocks up to 1,907 MiB)"),
+        (2**25, THRESHOLDS[1], "allocator keeps freed memory (glibc, blocks up to 32 MiB)"),
+    ],
+)
+def test_the_allocator_keeps_as_much_as_it_can(monkeypatch, limit, mapped, words):
+    library = FakeLibrary(limit)
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.39"))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    assert fix_allocator() == words
+    assert library.accepted == {M_MMAP_THRESHOLD: mapped, M_TRIM_THRESHOLD: THRESHOLDS[0]}
+
+
+def test_elsewhere_the_allocator_stays_and_the_words_say_so(monkeypatch):
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
+    assert fix_allocator() == "allocator as found (mallopt needs glibc)"
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.39"))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: FakeLibrary(limit=0))
+    assert fix_allocator() == "allocator as found (mallopt refused)"
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    assert "has no attribute 'mallopt'" in fix_allocator()
+
+
+def test_the_real_allocator_answers():
+    # In a process of its own: the setting lasts for the life of the process.
+    code = "from demask.machine.allocator import fix_allocator; print(fix_allocator())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    expected = "keeps freed" if platform.libc_ver()[0] == "glibc" else "as found"
+    assert done.stdout.startswith(f"allocator {expected}")
+
+
+def test_the_example_in_the_docstring_runs():
+    assert doctest.testmod(timing) == doctest.TestResults(failed=0, attempted=1)
+
+
+def test_neighbours_are_never_twice_in_the_same_order():
+    calls = []
+    alternate(recording(calls, "a", "b"), pairs=6, warmup=0)
+    orders = [tuple(calls[turn : turn + 2]) for turn in range(0, len(calls), 2)]
+    assert all(one != other for one, other in pairwise(orders))
