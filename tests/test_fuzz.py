@@ -24,15 +24,12 @@ pytestmark = [
 ]
 
 
-def checked(seeds, *, oracle: bool = False, dynamic: bool = False) -> Outcome:
+def checked(seeds, *, dynamic: bool = False) -> None:
     """Check each seed (every tenth compiled and trained too); failures are minimised and shown."""
-    total, failures = Outcome(), []
+    failures = []
     for seed in seeds:
         program, slow = generate(seed, dynamic=dynamic), seed % 10 == 0
-        outcome = check(program, oracle=oracle, slow=slow)
-        total.missed.update(outcome.missed)
-        total.slices.update(outcome.slices)
-        total.declined.update(outcome.declined)
+        outcome = check(program, oracle=False, slow=slow)
         if outcome.broken:
             failures.append((program, outcome, slow))
     if failures:

@@ -38,10 +38,12 @@ DRAWS = settings(
 )
 
 WITHOUT_CASES: dict[str, str] = {}
-# No re-drawn slice shows in the output, whatever is kept.
+# Slices that no output shows for a reason of values, which the table does not state.
 INSENSITIVE = {
     "aten.eq.Tensor": "False wherever a constant meets drawn inputs",
     "aten.ne.Tensor": "True wherever a constant meets drawn inputs",
+    "aten.logical_or.default": "what is or-ed with a true constant",
+    "aten.pow.Tensor_Tensor": "what is raised to a constant 0",
     "aten.var.correction": "a shift of all values alike",
     "aten.std.correction": "a shift of all values alike",
     **{
@@ -131,7 +133,7 @@ def test_regions_of_convolutions_are_tight(size, kernel, stride, dilation, paddi
     exact = intact(
         f"aten.conv1d.{overload}", S((2, 3, size)), weight, None, [stride], where, [dilation]
     )
-    # At the border a window with gaps, or one that lies all in the padding, reads no first position.
+    # A window with gaps, or one that lies all in the padding, may skip the first position.
     assert exact or dilation > 1 or (where != "valid" and where[0] >= kernel)
 
 
@@ -236,7 +238,11 @@ def scatter_breaks(name: str, table: Table) -> bool:
     cases = [found for found in law_cases(table) if found[0] == name]
     for (_, index, case), draw in [(c, d) for c in cases for d in range(8)]:
         for seed in seeds(name, index, draw):
-            if not check_scatter_law(name, case, seed, table, demask.demask).ok:
+            try:
+                result = check_scatter_law(name, case, seed, table, demask.demask)
+            except RuntimeError:
+                return True  # The module that came out does not even run.
+            if not result.ok:
                 return True
     return False
 
@@ -251,15 +257,11 @@ def scatter_breaks(name: str, table: Table) -> bool:
         ("aten.sub.Tensor", {"zero": "first"}),  # says 0 - y is 0
         ("aten.softmax.int", {"line": "... -> ..."}),
         ("aten.sum.dim_IntList", {"sized": False}),
-        ("aten.layer_norm.default", {"affine": (2, 1), "line": "... -> ..."}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_wrong_column_breaks_the_scatter_law(name, columns):
-    try:
-        assert scatter_breaks(name, changed(name, **columns))
-    except (TableError, RuntimeError):
-        pass  # Refused before any number is wrong.
+    assert scatter_breaks(name, changed(name, **columns))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from fuzz.layers import (
     LAYERS,
     batch_norm,
     block,
-    constant_mask,
     conv,
     conv_transpose,
     group_norm,
@@ -127,6 +126,3 @@ def is_sound(program: Program) -> bool:
         return False
     finite = all(bool(torch.isfinite(leaf).all()) for run in runs for leaf in run)
     return finite and any(not torch.equal(a, b) for a, b in zip(*runs, strict=True))
-
-
-__all__ = ["constant_mask", "generate", "is_sound"]

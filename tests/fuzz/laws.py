@@ -327,7 +327,7 @@ def explained(
     def fails(other: Program) -> bool:
         return any(kind_of(b) == kind for b in check(other, oracle=False, slow=slow).broken)
 
-    least = shrink(program, fails, seconds=seconds)
+    least = shrink(program, fails, seconds=20)
     return f"seed {program.seed}: {'; '.join(outcome.broken)}\n\n{least.snippet()}\n"
 
 

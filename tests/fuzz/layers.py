@@ -25,15 +25,18 @@ def conv(d: Draft, x: str) -> str | None:
     out = groups * r.randint(1, 3) if groups > 1 else r.choice((c, *WIDTHS))
     same, bias, m = r.random() < 0.5, r.random() < 0.7, f"self.m{v[1:]}"
     out = (c if r.random() < 0.7 else out) if same and c % groups == 0 else out
-    kernel = tuple(r.choice((1, 2, 3) if not same else (1, 3, 3)) for _ in range(n))
+    dilation = r.choice((1, 1, 2))
+    # No longer than the image: taps that only ever read padding say nothing of masks.
+    fits = [[k for k in ((1, 3, 3) if same else (1, 2, 3)) if dilation * (k - 1) < size]
+            for size in shape[2:]]  # fmt: skip
+    kernel = tuple(r.choice(f) for f in fits)
     if same:
-        dilation = r.choice((1, 1, 2))
         padding = "'same'" if r.random() < 0.4 else tuple((k - 1) // 2 * dilation for k in kernel)
         text = f"padding={padding}, dilation={dilation}"
     else:
         padding = tuple(r.randint(0, max(0, k - 1)) for k in kernel)
         stride = tuple(r.randint(1, 2) for _ in range(n))
-        text = f"stride={stride}, padding={padding}, dilation={r.choice((1, 1, 2))}"
+        text = f"stride={stride}, padding={padding}, dilation={dilation}"
     mode = r.choice(["zeros"] * 7 + ["reflect", "circular", "replicate"])
     init = [
         f"{m} = nn.Conv{n}d({c}, {out}, {kernel}, {text}, groups={groups}, bias={bias}, "
@@ -85,7 +88,8 @@ def instance_norm(d: Draft, x: str) -> str | None:
         return None
     m, tracks = f"self.m{v[1:]}", d.rng.random() < 0.3
     init = [
-        f"{m} = nn.InstanceNorm{len(shape) - 2}d({shape[1]}, affine=True, track_running_stats={tracks})"
+        f"{m} = nn.InstanceNorm{len(shape) - 2}d({shape[1]}, affine=True, "
+        f"track_running_stats={tracks})"
     ]
     init += [*mask_scale(d.rng, m, shape[1]), *(statistics(m) if tracks else [])]
     return d.add("instance_norm", [x], f"{v} = {m}({x})", init)
@@ -136,7 +140,8 @@ def masked_weight(d: Draft, x: str) -> str | None:
     init = [
         f"self.w{k} = nn.Parameter(torch.randn({out}, {size}) * 0.4)",
         f"self.b{k} = nn.Parameter(torch.randn({out}))",
-        f'self.register_buffer("k{k}", ones_but(self.w{k}, 0, {rows}) * ones_but(self.w{k}, 1, {columns}))',
+        f'self.register_buffer("k{k}", '
+        f"ones_but(self.w{k}, 0, {rows}) * ones_but(self.w{k}, 1, {columns}))",
     ]
     shift = f"self.b{k}" if r.random() < 0.5 else f"self.b{k} * self.k{k}.amax(1)"
     return d.add("masked_weight", [x], f"{v} = F.linear({x}, self.w{k} * self.k{k}, {shift})", init)
@@ -192,7 +197,10 @@ def attention(d: Draft, x: str) -> str | None:
     init, body = [], []
     for name in "qkv":
         m = f"self.{name}{k}"
-        init += [f"{m} = nn.Linear({size}, {wide})", *mask_layer(r, m, (0, wide), (1, size), True)]
+        # Softmax hides the bias of the keys: it adds the same to every logit of a query.
+        bias = name != "k" or r.random() < 0.2
+        init += [f"{m} = nn.Linear({size}, {wide}, bias={bias})"]
+        init += mask_layer(r, m, (0, wide), (1, size), bias)
         body += [f"{name}{k} = {m}({x}).unflatten(2, ({heads}, {each})).transpose(1, 2)"]
     init += [f"self.o{k} = nn.Linear({wide}, {size})"]
     init += mask_layer(r, f"self.o{k}", (0, size), (1, wide), True)
@@ -214,6 +222,8 @@ def block(d: Draft, x: str) -> str | None:
         return None
     inner = r.choice(WIDTHS)
     last: str | None = x
+    if min(shape[2:]) < 2:
+        return None
     for i, o in ((c, inner), (inner, c)):
         v = d.new()
         m = f"self.m{v[1:]}"

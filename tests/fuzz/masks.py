@@ -22,7 +22,7 @@ def some(rng: random.Random, size: int) -> list[int]:
 def mask_layer(
     rng: random.Random, m: str, out: tuple[int, int], into: tuple[int, int], bias: bool
 ) -> list[str]:
-    """Masks for layer `m`. out, into: (axis of the weight, its length)."""
+    """Masks for layer `m`, over the axes of its weight that outputs and inputs lie on."""
     kind = rng.choice(KINDS)
     (o, rows), (i, columns) = (out[0], some(rng, out[1])), (into[0], some(rng, into[1]))
     row, column = [_zero(m, axis, gone) for axis, gone in ((o, rows), (i, columns))]
@@ -39,7 +39,8 @@ def mask_layer(
         else [row, *zero_bias],
         "scattered": [f"{m}.weight.data.mul_(torch.rand_like({m}.weight) > 0.6)"],
         "parametrized": [
-            f'parametrize.register_parametrization({m}, "weight", Masked(ones_but({m}.weight, {o}, {rows})))'
+            f'parametrize.register_parametrization({m}, "weight", '
+            f"Masked(ones_but({m}.weight, {o}, {rows})))"
         ],
         "weight_norm": [
             f"parametrizations.weight_norm({m})",

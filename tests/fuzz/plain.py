@@ -5,16 +5,39 @@ from __future__ import annotations
 from fuzz.draft import Draft
 from fuzz.masks import some
 
-ACTS = """torch.relu({0}) | F.relu6({0}) | F.gelu({0}) | torch.sigmoid({0}) | torch.tanh({0})
-    | F.hardswish({0}) | F.silu({0}) | F.softplus({0}) | F.leaky_relu({0}, 0.1) | F.elu({0}) | {0}.abs()
-    | torch.exp(-{0}.abs()) | {0}.clamp(-0.5, 0.8) | {0} * 0.7 | {0} + 0.3 | 1 - {0} | {0} ** 2 | -{0}
-    | torch.where({0} > 0, {0}, 0.2 * {0}) | {0}.masked_fill({0} < -0.3, 0.1) | {0} / ({0}.abs() + 1)
-    | F.hardsigmoid({0}) | F.mish({0}) | F.selu({0}) | F.softsign({0}) | F.dropout({0}, 0.4, False)"""
+ACTS = (
+    "torch.relu({0})",
+    "F.relu6({0})",
+    "F.gelu({0})",
+    "torch.sigmoid({0})",
+    "torch.tanh({0})",
+    "F.hardswish({0})",
+    "F.silu({0})",
+    "F.softplus({0})",
+    "F.leaky_relu({0}, 0.1)",
+    "F.elu({0})",
+    "{0}.abs()",
+    "torch.exp(-{0}.abs())",
+    "{0}.clamp(-0.5, 0.8)",
+    "{0} * 0.7",
+    "{0} + 0.3",
+    "1 - {0}",
+    "{0} ** 2",
+    "-{0}",
+    "torch.where({0} > 0, {0}, 0.2 * {0})",
+    "{0}.masked_fill({0} < -0.3, 0.1)",
+    "{0} / ({0}.abs() + 1)",
+    "F.hardsigmoid({0})",
+    "F.mish({0})",
+    "F.selu({0})",
+    "F.softsign({0})",
+    "F.dropout({0}, 0.4, False)",
+)
 
 
 def act(d: Draft, x: str) -> str | None:
     v = d.new()
-    return d.add("act", [x], f"{v} = " + d.rng.choice(ACTS.split("|")).strip().format(x))
+    return d.add("act", [x], f"{v} = " + d.rng.choice(ACTS).format(x))
 
 
 def join(d: Draft, x: str) -> str | None:
@@ -81,7 +104,8 @@ def pool(d: Draft, x: str) -> str | None:
     if n not in (1, 2, 3):
         return None
     kernel = r.randint(2, 3)
-    common = f"{kernel}, stride={r.randint(1, 2)}, padding={r.randint(0, 1)}, ceil_mode={r.random() < 0.3}"
+    common = f"{kernel}, stride={r.randint(1, 2)}, padding={r.randint(0, 1)}"
+    common += f", ceil_mode={r.random() < 0.3}"
     out = tuple(r.randint(1, 3) for _ in range(n))
     form = r.choice((
         f"F.max_pool{n}d({x}, {common})",
@@ -107,8 +131,12 @@ def shuffle(d: Draft, x: str) -> str | None:
     if len(shape) < 3:
         return None
     c, rest = shape[1], ", ".join(f"{x}.shape[{k}]" for k in range(2, len(shape)))
-    forms = [f"{x}.view({x}.shape[0], {g}, {c // g}, {rest}).transpose(1, 2).reshape({x}.shape[0], {c}, {rest})"
-             for g in range(2, c) if c % g == 0]  # fmt: skip
+    batch = f"{x}.shape[0]"
+    forms = [
+        f"{x}.view({batch}, {g}, {c // g}, {rest}).transpose(1, 2).reshape({batch}, {c}, {rest})"
+        for g in range(2, c)
+        if c % g == 0
+    ]
     forms += [f"F.pixel_shuffle({x}, 2)"] * 3 if len(shape) == 4 and c % 4 == 0 else []
     even = len(shape) == 4 and shape[2] % 2 == 0 and shape[3] % 2 == 0
     forms += [f"F.pixel_unshuffle({x}, 2)"] * 3 if even else []
@@ -159,8 +187,9 @@ def reduce(d: Draft, x: str) -> str | None:
 def normalise(d: Draft, x: str) -> str | None:
     shape, r, v = d.shape(x), d.rng, d.new()
     axis = 1 if r.random() < 0.5 else len(shape) - 1
-    form = r.choice(("torch.softmax({0}, {1})", "torch.log_softmax({0}, {1})", "torch.softmax({0}, {1})",
-                     "F.normalize({0}, dim={1})", "{0}.cumsum({1})", "F.glu({0}, {1})"))  # fmt: skip
+    form = r.choice(("torch.softmax({0}, {1})", "torch.softmax({0}, {1})", "F.glu({0}, {1})",
+                     "torch.log_softmax({0}, {1})", "F.normalize({0}, dim={1})",
+                     "{0}.cumsum({1})"))  # fmt: skip
     return d.add("normalise", [x], f"{v} = {form.format(x, axis)}")
 
 
@@ -189,7 +218,8 @@ def in_place(d: Draft, x: str) -> str | None:
     c = shape[1]
     at, gone = r.randrange(c), some(r, c)
     forms = [[f"{v} = F.relu({x}, inplace=True)"], [f"{x}[:, {at}] = 0", f"{v} = {x} * 1.5"],
-             [f"{x}[:, {at}:] *= 0.5", f"{v} = {x}"], [f"{v} = {x}.clone()", f"{v}[:, {gone}] = 0.25"],
+             [f"{x}[:, {at}:] *= 0.5", f"{v} = {x}"],
+             [f"{v} = {x}.clone()", f"{v}[:, {gone}] = 0.25"],
              [f"{x}.mul_(0.8)", f"{v} = {x} + 0.1"], [f"{v} = torch.zeros_like({x})",
              f"{v}[:, :{at + 1}] = {x}[:, :{at + 1}]"]]  # fmt: skip
     fits = [y for y in d.floats() if y != x and d.shape(y) == shape]
@@ -208,6 +238,6 @@ def dead_branch(d: Draft, x: str) -> str | None:
 
 
 PLAIN = {
-    act: 14, join: 9, cat: 5, split: 3, take: 5, pad: 3, pool: 4, upsample: 2, shuffle: 3, reshape: 6,
-    flatten_linear: 3, reduce: 3, normalise: 2, matmul: 2, in_place: 4, dead_branch: 1,
+    act: 14, join: 9, cat: 5, split: 3, take: 5, pad: 3, pool: 4, upsample: 2, shuffle: 3,
+    reshape: 6, flatten_linear: 3, reduce: 3, normalise: 2, matmul: 2, in_place: 4, dead_branch: 1,
 }  # fmt: skip

@@ -32,7 +32,7 @@ def ones_but(like, axis, gone):
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One argument of forward: its shape without the batch; high: indices below it, 0 for floats."""
+    """One argument of forward: its shape without the batch; high: indices below it (0: floats)."""
 
     name: str
     shape: tuple[int, ...]
@@ -70,17 +70,12 @@ class Program:
     def text(self) -> str:
         """Python source: PREAMBLE and a class Net."""
         names = ", ".join(i.name for i in self.inputs)
-        lines = [
-            PREAMBLE,
-            "class Net(nn.Module):",
-            "    def __init__(self):",
-            "        super().__init__()",
-        ]
-        for k, step in enumerate(self.steps):
+        lines = [PREAMBLE, "class Net(nn.Module):", "    def __init__(self):"]
+        lines += ["        super().__init__()"]
+        for step in self.steps:
             if step.init:
                 lines += [f"        torch.manual_seed({self.seed + 7919 * int(step.outs[0][1:])})"]
             lines += [f"        {line}" for line in step.init]
-            del k
         lines += [f"    def forward(self, {names}):"]
         lines += [f"        {line}" for step in self.steps for line in step.body]
         lines += [f"        return {self._returned()}", ""]
@@ -94,19 +89,11 @@ class Program:
             else f"torch.randn({(self.batch, *i.shape)})"
             for i in self.inputs
         ]
-        auto = ""
+        lines = [self.text(), "import demask", "net = Net().eval()", f"args = ({', '.join(made)},)"]
         if self.dynamic:
-            auto = ", dynamic_shapes=({0: torch.export.Dim.AUTO, 2: torch.export.Dim.AUTO, 3: torch.export.Dim.AUTO},)"  # noqa: E501
-        call = f"slim = demask.demask(net, args{auto})"
-        return "\n".join(
-            [
-                self.text(),
-                "import demask",
-                "net = Net().eval()",
-                f"args = ({', '.join(made)},)",
-                call,
-            ]
-        )
+            lines += ["auto = {k: torch.export.Dim.AUTO for k in (0, 2, 3)}"]
+        shapes = ", dynamic_shapes=(auto,)" if self.dynamic else ""
+        return "\n".join([*lines, f"slim = demask.demask(net, args{shapes})"])
 
     def _returned(self) -> str:
         if self.form == "one" and len(self.outputs) == 1:

@@ -29,6 +29,7 @@ from demask.facts.masks import (
     uniform_over,
 )
 from demask.ops import Declined, Relation, schema
+from demask.ops.notation import Axes
 
 Key = tuple[fx.Node, int]  # a node and which of its outputs
 Facts = dict[Key, Fact]
@@ -78,12 +79,24 @@ def _put(facts: Facts, node: fx.Node, found: list[Fact | None]) -> None:
 
 def operand_facts(relation: Relation, facts: Facts) -> list[Fact]:
     """The facts of a call's operands; a plain number is known."""
-    return [
-        facts[key_of(o.value)]
-        if isinstance(o.value, fx.Node)
-        else Fact(torch.ones((), dtype=torch.bool), torch.as_tensor(o.value))
-        for o in relation.operands
-    ]
+    found = []
+    for operand, axes in zip(relation.operands, relation.ins, strict=True):
+        if isinstance(operand.value, fx.Node):
+            found.append(_undynamic(relation, axes, facts[key_of(operand.value)]))
+        else:
+            found.append(Fact(torch.ones((), dtype=torch.bool), torch.as_tensor(operand.value)))
+    return found
+
+
+def _undynamic(relation: Relation, axes: Axes, fact: Fact) -> Fact:
+    """An axis that another operand says is dynamic can hold only what is the same all along."""
+    order = [str(k) for k in range(len(axes))]
+    dynamic = {
+        str(k)
+        for k, axis in enumerate(axes)
+        if fact.known.shape[k] != 1 and any(relation.size[a] is None for a in axis)
+    }
+    return uniform_over(fact, order, dynamic) if dynamic else fact
 
 
 def forward(relation: Relation, facts: Facts) -> list[Fact | None]:
@@ -285,12 +298,7 @@ def _contract(relation: Relation, inputs: list[Fact]) -> Fact | None:
         if k not in factors:
             added = _spread(relation, k, fact)
             mask, fill = mask & added.known, fill + added.fill
-    result = _project(relation, Fact(*torch.broadcast_tensors(mask, fill)))
-    result = _short(checked(result.known, result.fill))
-    if sum(n > 1 for n in result.fill.shape) > 1 and not bool(result.known.all()):
-        # A matrix of constants is cheaper computed with the rest than stored.
-        return Fact(result.zero, result.fill.masked_fill(~result.zero, 0))
-    return result
+    return _project(relation, Fact(*torch.broadcast_tensors(mask, fill)))
 
 
 def _short(fact: Fact) -> Fact:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from demask.graph.build import Builder, mode_of, same_shape, sizes_of
+from demask.graph.build import Builder, mode_of, same_shape, same_size, sizes_of
 from demask.graph.program import Constant, Program, copied
 
 aten = torch.ops.aten
@@ -29,7 +29,8 @@ def spelled(program: Program) -> Program:
                 made = _RULES[node.target](build, node, constants)
                 if made is None:
                     continue
-                made.meta = {**node.meta, **made.meta}
+                if made not in node.all_input_nodes:
+                    made.meta = {**node.meta, **made.meta}
                 node.replace_all_uses_with(made)
                 graph.erase_node(node)
     return program.with_graph(graph, constants)
@@ -59,6 +60,21 @@ def _stack(build: Builder, node: fx.Node, constants: Constants) -> fx.Node:
     parts: Any = node.args[0]
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
     return build.call(aten.cat.default, [build.call(aten.unsqueeze.default, p, dim) for p in parts], dim)
+
+
+def _squeeze(build: Builder, node: fx.Node, constants: Constants) -> fx.Node:
+    """The axes that are one long now, by name: later an axis may be cut to one."""
+    x = node.args[0]
+    ones = [k for k, n in enumerate(x.meta["val"].shape) if same_size(n, 1)]  # type: ignore[union-attr]
+    return build.call(aten.squeeze.dims, x, ones)
+
+
+def _squeeze_at(build: Builder, node: fx.Node, constants: Constants) -> fx.Node | None:
+    """Squeezing an axis that is not one long does nothing."""
+    x, dim = node.args
+    if same_size(x.meta["val"].shape[dim], 1):  # type: ignore[union-attr,index]
+        return None
+    return x  # type: ignore[return-value]
 
 
 def _glu(build: Builder, node: fx.Node, constants: Constants) -> fx.Node:
@@ -97,5 +113,7 @@ _RULES: dict[Any, Callable[[Builder, fx.Node, Constants], fx.Node | None]] = {
     aten.reshape_as.default: _view_as,
     aten.type_as.default: _type_as,
     aten.stack.default: _stack,
+    aten.squeeze.default: _squeeze,
+    aten.squeeze.dim: _squeeze_at,
     aten.glu.default: _glu,
 }

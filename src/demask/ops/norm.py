@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 
 from demask.ops import schema
-from demask.ops.entry import Case, Entry, Spelled
+from demask.ops.entry import Case, Declined, Entry, Spelled
 from demask.ops.entry import Shape as S
 
 
@@ -72,12 +72,12 @@ _REDUCED = tuple(Case(args, {}) for args in _OVER_ONE)
 _MEANS = ("mean.dim", "amax.default", "amin.default")
 _SUMS = ("sum.dim_IntList",)
 _WHOLE = ("mean.default", "sum.default")
-_SPREAD = ("var.correction", "std.correction")
+_SPREAD = (_REDUCED[0], Case((S((2, 3, 4, 5)), [2, 3]), {"correction": 0, "keepdim": True}))
 ENTRIES = [
     *((f"aten.{n}", Entry(_reduced, cases=_REDUCED)) for n in _MEANS),
     *((f"aten.{n}", Entry(_reduced, sized=True, cases=_REDUCED)) for n in _SUMS),
     *((f"aten.{n}", Entry(_reduced, sized=True, cases=(Case((S((2, 3)),), {}),))) for n in _WHOLE),
-    *((f"aten.{n}", Entry(_spread, sized=True, cases=_REDUCED)) for n in _SPREAD),
+    *((f"aten.{n}.correction", Entry(_spread, sized=True, cases=_SPREAD)) for n in ("var", "std")),
     ("aten.linalg_vector_norm.default", Entry(_reduced, sized=True, cases=(
         Case((S((2, 3, 4)), 2, [1], True), {}),))),
     ("aten.layer_norm.default", Entry(_layer_norm, affine=(1, 2), cases=(

@@ -4,11 +4,11 @@
                                                            [input_start(start), input_end(end))
 
 Intervals are half-open, clamped to the operand, and may be empty (start >= end): a transposed
-convolution whose kernel is shorter than its stride has rows that no input reaches. `axis` is an axis
-of the output; `axis_of` tells the operand's axis, and along all its other axes the operand is
+convolution whose kernel is shorter than its stride has rows that no input reaches. `axis` is an
+axis of the output; `axis_of` tells the operand's axis, and along all its other axes the operand is
 needed whole. Geometry (kernel, stride, padding, dilation, scale, align_corners) is found by name
 in the op's schema; dynamic sizes are those of the example. Source: the arithmetic of ATen's
-UpSample.h, Pool.h and AdaptiveAveragePooling.
+UpSample.h, Pool.h and AdaptivePooling.h.
 """
 
 from __future__ import annotations

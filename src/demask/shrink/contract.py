@@ -219,7 +219,10 @@ def _border_map(walk: Rewriter, relation: Relation, layout: Layout, kernel: Tens
     source, weight = found["input"], _weight(relation)
     constant = walk.pool.source[str(weight.target)]
     transposed = "output_padding" in found
-    positions = layout[_channel(relation)]
+    axis = _channel(relation)
+    held = layout[axis] if layout[axis] is not None else tuple(range(_size(relation)))
+    rows = kernel.movedim(1, 0) if transposed else kernel
+    positions = tuple(p for p in held or () if bool((rows[p] != 0).any()))
     kernel = cut(kernel.to(constant.tensor.dtype), (None, positions) if transposed else (positions,))
     name = walk.pool.add(Constant(kernel, _sibling(constant.name, "border"), constant.parameter,
                                   constant.requires_grad))  # fmt: skip
@@ -234,7 +237,8 @@ def _border_map(walk: Rewriter, relation: Relation, layout: Layout, kernel: Tens
     made = build.call(node.target, *args, **kwargs)
     if value.ndim == kernel.ndim - 1:
         made = build.call(aten.squeeze.dim, made, 0)
-    return made
+    places = [k for k, p in enumerate(held or ()) if p in set(positions)]
+    return walk.adapter.scattered(made, axis, places, len(held or ()), 0.0)
 
 
 @dataclass(frozen=True, slots=True)

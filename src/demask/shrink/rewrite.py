@@ -266,9 +266,13 @@ def _untouched(walk: Rewriter, relation: Relation, live: list[int]) -> bool:
         held = walk.adapter.have(key_of(operand.value))
         if operand.value.op == "get_attr":
             continue
-        if held is None or any(p is not None and set(a) & relation.moved
-                               for p, a in zip(held, relation.ins[k], strict=True)):  # fmt: skip
+        if held is None:
             return False
+        # What is gathered on other axes anyway is gathered together with what is moved.
+        slot = walk.placement.slot[relation.node, k]
+        for have, want, axis in zip(held, slot, relation.ins[k], strict=True):
+            if have is not None if set(axis) & relation.moved else have != want:
+                return False
     return True
 
 

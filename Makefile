@@ -1,0 +1,46 @@
+# make demo     what demask does, on real images, on this machine
+# make test     lint, types, tests
+# make nightly  the slow suites
+# make bench    every script in benchmarks/, one after the other
+#
+# Each needs Python 3.11 or newer and nothing else: the first run makes .venv.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet
+
+.PHONY: demo test nightly bench clean
+
+demo: $(VENV)/demo.stamp
+	$(BIN)/demask demo
+
+test: $(VENV)/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+nightly: $(VENV)/dev.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m nightly
+
+bench: $(VENV)/dev.stamp
+	set -e; for script in benchmarks/*.py; do echo "$$script"; $(BIN)/python "$$script"; done
+
+clean:
+	rm -rf $(VENV)
+
+# Torch first and bounded: the newest releases come with gigabytes of CUDA where a CPU build will do.
+$(VENV)/torch.stamp:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "demask needs Python 3.11 or newer, got " + sys.version)'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) "torch>=2.11,<2.14"
+	touch $@
+
+$(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
+	$(PIP) --editable ".[demo]"
+	touch $@
+
+$(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml
+	$(PIP) --editable ".[demo,dev]"
+	touch $@ $(VENV)/demo.stamp
