@@ -34,12 +34,11 @@ def checked(seeds, *, dynamic: bool = False) -> None:
             failures.append((program, outcome, slow))
     if failures:
         program, outcome, slow = failures[0]
-        seeds = [p.seed for p, _, _ in failures]
+        failing = [p.seed for p, _, _ in failures]
         pytest.fail(
-            f"seeds {seeds} fail; the first:\n{explained(program, outcome, slow=slow)}",
+            f"seeds {failing} fail; the first:\n{explained(program, outcome, slow=slow)}",
             pytrace=False,
         )
-    return total
 
 
 def chunks(start: int, count: int) -> list[range]:

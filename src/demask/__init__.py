@@ -2,7 +2,11 @@
 
 from demask import ops
 from demask.errors import BadInput, DemaskError, Mismatch, NotExportable, RefusedFile
+from demask.files.archive import load, save
+from demask.files.pt2 import to_pt2
+from demask.report import Report, report
 from demask.shrink import demask
+from demask.verify import Verification, verify
 
 __version__ = "0.1.0"
 __all__ = [
@@ -11,6 +15,13 @@ __all__ = [
     "Mismatch",
     "NotExportable",
     "RefusedFile",
+    "Report",
+    "Verification",
     "demask",
+    "load",
     "ops",
+    "report",
+    "save",
+    "to_pt2",
+    "verify",
 ]

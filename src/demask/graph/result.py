@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 
 from demask.graph.program import Constant, Program
-from demask.graph.provenance import Provenance
+from demask.graph.provenance import Provenance, Sizes
 
 aten = torch.ops.aten
 _NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
@@ -68,6 +69,14 @@ def build(program: Program, provenance: Provenance) -> Demasked:
     _Modules(graph, root, program.constants).restore()
     specs = _PyTreeInfo(list(program.names), program.in_spec, program.out_spec)
     return Demasked.of(root, graph, specs, provenance).train(program.training)
+
+
+def build_plain(program: Program) -> fx.GraphModule:
+    """The program as a module that says nothing of where it came from, with tensors of its own."""
+    own = {n: replace(c, tensor=c.tensor.clone()) for n, c in program.constants.items()}
+    nothing = Sizes(0, 0, 0)
+    empty = Provenance({}, (), {}, (), (), nothing, nothing)
+    return build(program.with_graph(program.graph, own), empty).eval()
 
 
 def _place(root: nn.Module, name: str, constant: Constant, shared: dict[int, Tensor]) -> None:

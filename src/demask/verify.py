@@ -1,0 +1,313 @@
+"""Do two networks compute the same? Measured, with the error, never assumed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from demask.errors import BadInput, DemaskError, Mismatch
+from demask.graph.capture import capture
+from demask.graph.copying import structural_copy
+from demask.graph.fold import folded
+from demask.graph.functional import functionalized
+from demask.graph.result import Demasked, build_plain
+from demask.shrink import demask
+
+RELATIVE = 1e-10  # max |a - b| / max |a| in float64
+ULPS = 64.0  # of max |a|, in the model's own dtype
+_NARROW = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What a comparison found.
+
+    max_abs, max_rel: the largest difference over all runs in float64, absolute and relative to the
+    largest output of its leaf. dtype: the model's own. ok: equal within 1e-10 in float64 and within
+    64 units in the last place of the largest output in the model's own dtype. ulps: those units.
+    runs: how many calls were compared. vacuous: outputs that did not depend on the input, for which
+    equality proves nothing. narrowed: calls that cast to a narrower float, whose type then counts.
+    failure: the first difference that was too large, in words.
+    """
+
+    max_abs: float
+    max_rel: float
+    dtype: str
+    ok: bool
+    ulps: float = 0.0
+    runs: int = 0
+    vacuous: tuple[str, ...] = ()
+    narrowed: tuple[str, ...] = ()
+    failure: str = ""
+
+    def __str__(self) -> str:
+        word = "equal" if self.ok else f"DIFFERENT ({self.failure})"
+        text = (f"{word}: {self.max_rel:.1e} relative in float64, {self.ulps:.3g} ulps in "
+                f"{self.dtype}, {self.runs} runs")  # fmt: skip
+        return text + (f"; do not depend on the input: {', '.join(self.vacuous)}" if self.vacuous else "")
+
+
+def verify(
+    model: nn.Module | ExportedProgram,
+    slim: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    check: bool = True,
+) -> Verification:
+    """Compare `slim` with `model` in eval mode, on the given inputs and three seeded draws like them,
+    at batch 1 and 3 too where the batch is dynamic; in float64 and in the model's own dtype.
+
+    Neither module is changed. Raises Mismatch when they differ and `check`; BadInput when there are
+    no example inputs to run. Integer and boolean outputs must be equal.
+
+    >>> import torch, demask
+    >>> net = torch.nn.Linear(4, 3)
+    >>> demask.verify(net, demask.demask(net, (torch.randn(2, 4),)), (torch.randn(2, 4),)).ok
+    True
+    """
+    args, kwargs = _examples(model, slim, args, dict(kwargs or {}))
+    left, right, allowed = _doubles(model, slim, args, kwargs)
+    pairs = [(left, right), _own(model, slim)]
+    narrow = _narrowed(slim)
+    found = _Found(allowed)
+    for seed, batch, inputs in _draws(slim, args, kwargs):
+        for wide, (a, b) in zip((True, False), pairs, strict=True):
+            given = pytree.tree_map(_to_double, inputs) if wide else inputs
+            found.compare(a, b, given, wide, narrow, f"draw {seed}, batch {batch}")
+    result = found.result(str(_dtype(model, slim)).removeprefix("torch."), tuple(name for name, _ in narrow))
+    if check and not result.ok:
+        raise Mismatch(
+            f"the networks differ: {result.failure}. Expected at most {allowed:.1e} relative in "
+            f"float64 and {ULPS:g} ulps in {result.dtype}; got {result.max_rel:.1e} and {result.ulps:.3g}. "
+            "If `slim` came from demask(), please report it with the model."
+        )
+    return result
+
+
+class _Found:
+    """Collects differences over runs."""
+
+    def __init__(self, allowed: float) -> None:
+        self.allowed = allowed
+        self.max_abs = self.max_rel = self.ulps = 0.0
+        self.runs, self.failure = 0, ""
+        self.seen: dict[str, list[Tensor]] = {}
+
+    def compare(self, a, b, inputs, wide: bool, narrow, where: str) -> None:
+        with torch.no_grad():
+            left, right = a(*inputs[0], **inputs[1]), b(*inputs[0], **inputs[1])
+        named = pytree.tree_flatten_with_path(left)[0]
+        leaves = pytree.tree_leaves(right)
+        self.runs += 1
+        if len(named) != len(leaves):
+            self._fail(f"{len(named)} outputs against {len(leaves)} ({where})")
+            return
+        for (path, x), y in zip(named, leaves, strict=True):
+            self._leaf(pytree.keystr(path) or "output", x, y, wide, narrow, where)
+
+    def _leaf(self, name: str, x: Any, y: Any, wide: bool, narrow, where: str) -> None:
+        if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+            if x != y:
+                self._fail(f"output {name} is {x!r} against {y!r} ({where})")
+            return
+        if x.shape != y.shape or x.dtype != y.dtype:
+            self._fail(f"output {name} is {x.dtype} {tuple(x.shape)} against {y.dtype} {tuple(y.shape)} ({where})")
+            return
+        if wide and "batch 1" not in where and "batch 3" not in where:
+            self.seen.setdefault(name, []).append(x)
+        if not x.is_floating_point() or x.numel() == 0:
+            if not torch.equal(x, y):
+                self._fail(f"output {name} ({x.dtype}) is not equal ({where})")
+            return
+        self._floats(name, x, y, wide, narrow, where)
+
+    def _floats(self, name: str, x: Tensor, y: Tensor, wide: bool, narrow, where: str) -> None:
+        if not bool(torch.isfinite(x).all() and torch.isfinite(y).all()):
+            self._fail(f"output {name} is not finite ({where})")
+            return
+        size = float(x.abs().max())
+        gap = float((x.double() - y.double()).abs().max())
+        relative = gap / size if size else (math.inf if gap else 0.0)
+        if wide:
+            self.max_abs, self.max_rel = max(self.max_abs, gap), max(self.max_rel, relative)
+            if relative > self.allowed:
+                self._fail(f"output {name} by {relative:.1e} relative in float64 ({where})")
+            return
+        eps = max(torch.finfo(kind).eps for kind in [x.dtype, *(kind for _, kind in narrow)])
+        unit = eps * 2.0 ** math.floor(math.log2(size)) if size else 0.0
+        ulps = gap / unit if unit else (math.inf if gap else 0.0)
+        self.ulps = max(self.ulps, ulps)
+        if ulps > ULPS:
+            self._fail(f"output {name} by {ulps:.3g} ulps in {x.dtype} ({where})")
+
+    def _fail(self, text: str) -> None:
+        self.failure = self.failure or text
+
+    def result(self, dtype: str, narrowed: tuple[str, ...]) -> Verification:
+        still = tuple(
+            name for name, values in self.seen.items()
+            if len(values) > 1 and all(torch.equal(values[0], v) for v in values[1:])
+        )  # fmt: skip
+        return Verification(self.max_abs, self.max_rel, dtype, not self.failure, self.ulps, self.runs,
+                            still, narrowed, self.failure)  # fmt: skip
+
+
+def _examples(model, slim, args, kwargs) -> tuple[Any, dict[str, Any]]:
+    if args or kwargs or not isinstance(slim, Demasked):
+        return args, kwargs
+    values = []
+    placeholders = [n for n in slim.graph.nodes if n.op == "placeholder"]
+    specs = {spec.name: spec for spec in slim.demasked.inputs}
+    draw = torch.Generator().manual_seed(0)
+    for node in placeholders:
+        spec = specs.get(str(node.target)) or specs.get(node.name)
+        if spec is None:
+            raise BadInput("the network takes inputs that are no tensors: give example inputs")
+        dtype = getattr(torch, spec.dtype)
+        shape = spec.example
+        values.append(torch.randn(shape, generator=draw).to(dtype) if dtype.is_floating_point
+                      else torch.zeros(shape, dtype=dtype))  # fmt: skip
+    spec = slim.graph._codegen.pytree_info.in_spec  # type: ignore[attr-defined]
+    return pytree.tree_unflatten(values, spec)
+
+
+def _own(model, slim) -> tuple[nn.Module, nn.Module]:
+    left = model.module(check_guards=False) if isinstance(model, ExportedProgram) else None
+    return left if left is not None else _eval(model), _eval(slim)
+
+
+def _eval(module: nn.Module, share: bool = True) -> nn.Module:
+    copied = structural_copy(module, share=share)
+    for part in copied.modules():
+        part.training = False
+    return copied
+
+
+def _doubles(model, slim, args, kwargs) -> tuple[nn.Module, nn.Module, float]:
+    """Both in float64, and the relative difference that is then allowed.
+
+    The constants that demasking computed stand in `slim` rounded to its own dtype. Where demasking
+    the model in float64 gives the same tensors up to that rounding, they are put in its place, and
+    the difference left is that of the graph alone. Else (a network trained since, or from somewhere
+    else) the rounding counts.
+    """
+    own = _dtype(model, slim)
+    right = _eval(slim, share=False).double()
+    _widen(right)
+    if isinstance(model, ExportedProgram):
+        left: nn.Module = build_plain(folded(functionalized(capture(model))))
+    else:
+        left = _eval(model, share=False)
+    left = left.double()
+    _widen(left)
+    if own is torch.float64 or (not _narrowed(right) and _refined(left, right, own, args, kwargs)):
+        return left, right, RELATIVE
+    return left, right, ULPS * torch.finfo(own).eps
+
+
+def _refined(left: nn.Module, right: nn.Module, own: torch.dtype, args, kwargs) -> bool:
+    """Put float64 constants in place of rounded ones, if they are those rounded."""
+    try:
+        given = pytree.tree_map(_to_double, (args, kwargs))
+        exact = demask(left, *given).state_dict()
+    except DemaskError:
+        return False
+    rounded = right.state_dict()
+    if exact.keys() != rounded.keys():
+        return False
+    for name, value in exact.items():
+        other = rounded[name]
+        if value.shape != other.shape:
+            return False
+        if value.is_floating_point() and value.numel():
+            allowed = 8 * torch.finfo(own).eps * float(value.abs().max())
+            if not bool(((value - other).abs() <= allowed).all()):
+                return False
+    right.load_state_dict(exact)
+    return True
+
+
+def _widen(module: nn.Module) -> None:
+    """Dtype literals of a graph rewritten to float64."""
+    if not isinstance(module, fx.GraphModule):
+        return
+
+    def wider(value: Any) -> Any:
+        return torch.float64 if value in _NARROW else value
+
+    for node in module.graph.nodes:
+        node.args = fx.node.map_aggregate(node.args, wider)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, wider)
+    module.recompile()
+
+
+def _narrowed(slim: nn.Module) -> list[tuple[str, torch.dtype]]:
+    """Calls that cast to a narrower float than the network's own."""
+    if not isinstance(slim, fx.GraphModule):
+        return []
+    own = next((p.dtype for p in slim.parameters() if p.is_floating_point()), torch.float32)
+    found = []
+    for node in slim.graph.nodes:
+        name = str(node.target)
+        for value in [*node.args, *node.kwargs.values()]:
+            casts = value in _NARROW and ("to." in name or "_to_copy" in name)
+            if casts and torch.finfo(value).eps > torch.finfo(own).eps:
+                found.append((node.name, value))
+    return found
+
+
+def _draws(slim: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[int, Any, Any]]:
+    """(seed, batch, inputs): the inputs as given, and draws like them, at batches 1 and 3 too."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    dynamic = _dynamic(slim, leaves)
+    for seed in range(4):
+        draw = torch.Generator().manual_seed(seed)
+        drawn = [_like(leaf, draw) if seed and isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        yield seed, "given", pytree.tree_unflatten(drawn, spec)
+        if seed == 1 and any(dynamic):
+            for batch in (1, 3):
+                sized = [_batched(x, batch) if d else x for x, d in zip(drawn, dynamic, strict=True)]
+                yield seed, batch, pytree.tree_unflatten(sized, spec)
+
+
+def _dynamic(slim: nn.Module, leaves: list[Any]) -> list[bool]:
+    if not isinstance(slim, Demasked):
+        return [False] * len(leaves)
+    specs = iter(slim.demasked.inputs)
+    result = []
+    for leaf in leaves:
+        spec = next(specs, None) if isinstance(leaf, Tensor) else None
+        result.append(spec is not None and bool(spec.sizes) and isinstance(spec.sizes[0], str))
+    return result
+
+
+def _like(leaf: Tensor, draw: torch.Generator) -> Tensor:
+    if leaf.is_floating_point():
+        return torch.randn(leaf.shape, generator=draw).to(leaf)
+    if leaf.numel() == 0:
+        return leaf
+    low, high = int(leaf.min()), int(leaf.max())
+    return torch.randint(low, high + 1, leaf.shape, generator=draw).to(leaf)
+
+
+def _batched(leaf: Tensor, batch: int) -> Tensor:
+    repeats = -(-batch // max(1, leaf.shape[0]))
+    return leaf.repeat(repeats, *[1] * (leaf.ndim - 1))[:batch]
+
+
+def _to_double(leaf: Any) -> Any:
+    return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+def _dtype(model, slim) -> torch.dtype:
+    source = model.state_dict.values() if isinstance(model, ExportedProgram) else model.parameters()
+    pools = [*source, *slim.parameters()]
+    return next((p.dtype for p in pools if p.is_floating_point()), torch.float32)
