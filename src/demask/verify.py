@@ -18,6 +18,7 @@ from demask.graph.copying import structural_copy
 from demask.graph.fold import folded
 from demask.graph.functional import functionalized
 from demask.graph.result import Demasked, build_plain
+from demask.ops.schema import hint
 from demask.shrink import demask
 
 RELATIVE = 1e-10  # max |a - b| / max |a| in float64
@@ -161,22 +162,35 @@ class _Found:
 
 
 def _examples(model, slim, args, kwargs) -> tuple[Any, dict[str, Any]]:
-    if args or kwargs or not isinstance(slim, Demasked):
+    """The inputs to run: those given, or drawn to the sizes that a file or a result remembers."""
+    if args or kwargs:
         return args, kwargs
-    values = []
-    placeholders = [n for n in slim.graph.nodes if n.op == "placeholder"]
-    specs = {spec.name: spec for spec in slim.demasked.inputs}
-    draw = torch.Generator().manual_seed(0)
-    for node in placeholders:
-        spec = specs.get(str(node.target)) or specs.get(node.name)
-        if spec is None:
-            raise BadInput("the network takes inputs that are no tensors: give example inputs")
-        dtype = getattr(torch, spec.dtype)
-        shape = spec.example
-        values.append(torch.randn(shape, generator=draw).to(dtype) if dtype.is_floating_point
-                      else torch.zeros(shape, dtype=dtype))  # fmt: skip
-    spec = slim.graph._codegen.pytree_info.in_spec  # type: ignore[attr-defined]
+    for known in (slim, model):
+        if isinstance(known, Demasked):
+            values = [_drawn(spec.example, getattr(torch, spec.dtype)) for spec in known.demasked.inputs]
+            spec = known.graph._codegen.pytree_info.in_spec  # type: ignore[attr-defined]
+            return _filled(values, spec)
+        if isinstance(known, ExportedProgram):
+            specs = known.graph_signature.user_inputs
+            nodes = [n for n in known.graph.nodes if n.op == "placeholder" and n.name in specs]
+            fakes = [n.meta["val"] for n in nodes]
+            shaped = [
+                _drawn([hint(s) for s in v.shape], v.dtype) if isinstance(v, Tensor) else v for v in fakes
+            ]
+            return _filled(shaped, known.call_spec.in_spec)
+    return args, kwargs
+
+
+def _filled(values: list[Any], spec: Any) -> tuple[Any, dict[str, Any]]:
+    if len(values) != spec.num_leaves:
+        raise BadInput("the network takes inputs that are no tensors: give example inputs")
     return pytree.tree_unflatten(values, spec)
+
+
+def _drawn(shape: Any, dtype: torch.dtype) -> Tensor:
+    if not dtype.is_floating_point:
+        return torch.zeros(list(shape), dtype=dtype)
+    return torch.randn(list(shape), generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
 def _own(model, slim) -> tuple[nn.Module, nn.Module]:

@@ -109,6 +109,8 @@ def layer_norm(d: Draft, x: str) -> str | None:
     shape, v = d.shape(x), d.new()
     m, count = f"self.m{v[1:]}", 2 if len(shape) > 3 and d.rng.random() < 0.3 else 1
     over = shape[-count:]
+    if over[-1] == 1:  # the norm of one value is a constant
+        return None
     init = [f"{m} = nn.LayerNorm({over})", *mask_scale(d.rng, m, over[0])]
     return d.add("layer_norm", [x], f"{v} = {m}({x})", init)
 

@@ -187,6 +187,8 @@ def reduce(d: Draft, x: str) -> str | None:
 def normalise(d: Draft, x: str) -> str | None:
     shape, r, v = d.shape(x), d.rng, d.new()
     axis = 1 if r.random() < 0.5 else len(shape) - 1
+    if shape[axis] == 1:  # the softmax of one value is a constant
+        return None
     form = r.choice(("torch.softmax({0}, {1})", "torch.softmax({0}, {1})", "F.glu({0}, {1})",
                      "torch.log_softmax({0}, {1})", "F.normalize({0}, dim={1})",
                      "{0}.cumsum({1})"))  # fmt: skip

@@ -17,6 +17,7 @@ from torch import fx, nn
 import demask
 from demask.cli.models import Network
 from demask.graph.provenance import Provenance
+from demask.graph.spell import SPELLED
 from demask.ops import TABLE
 from demask.ops.entry import op_name
 from demask.report.report import Report
@@ -64,8 +65,8 @@ def inspect_network(given: Network) -> Inspection:
     return Inspection(
         report,
         _modules(slim, report.removed),
-        {name: count for name, count in ops.items() if name in TABLE},
-        {name: count for name, count in ops.items() if name not in TABLE},
+        {name: count for name, count in ops.items() if name in TABLE or name in SPELLED},
+        {name: count for name, count in ops.items() if name not in TABLE and name not in SPELLED},
     )
 
 

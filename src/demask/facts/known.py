@@ -43,8 +43,14 @@ def key_of(node: fx.Node) -> Key:
     return (node, 0)
 
 
-def known(graph: fx.Graph, relations: Relations, constants: Mapping[str, Tensor]) -> Facts:
-    """The fact of every tensor the graph makes. constants: by get_attr target."""
+def known(
+    graph: fx.Graph, relations: Relations, constants: Mapping[str, Tensor], *, frugal: bool = False
+) -> Facts:
+    """The fact of every tensor the graph makes.
+
+    constants: by get_attr target. frugal: values other than 0 that vary along several axes are left
+    unknown, since storing them takes more than computing them.
+    """
     facts: Facts = {}
     for node in graph.nodes:
         if node.op == "get_attr":
@@ -55,7 +61,7 @@ def known(graph: fx.Graph, relations: Relations, constants: Mapping[str, Tensor]
         elif node.op == "call_function":
             relation = relations.get(node)
             if isinstance(relation, Relation):
-                _put(facts, node, forward(relation, facts))
+                _put(facts, node, forward(relation, facts), frugal)
             else:
                 _put_nothing(facts, node)
     return facts
@@ -69,12 +75,15 @@ def _put_nothing(facts: Facts, node: fx.Node) -> None:
             facts[node, k] = nothing(value.ndim, value.dtype)
 
 
-def _put(facts: Facts, node: fx.Node, found: list[Fact | None]) -> None:
+def _put(facts: Facts, node: fx.Node, found: list[Fact | None], frugal: bool) -> None:
     for k, (value, fact) in enumerate(zip(schema.outputs(node), found, strict=True)):
-        rank, dtype = value.ndim, value.dtype
-        facts[node, k] = (
-            nothing(rank, dtype) if fact is None else _short(checked(fact.known, fact.fill.to(dtype)))
-        )
+        if fact is None:
+            facts[node, k] = nothing(value.ndim, value.dtype)
+            continue
+        fact = _short(checked(fact.known, fact.fill.to(value.dtype)))
+        if frugal and sum(n > 1 for n in fact.fill.shape) > 1:
+            fact = Fact(fact.zero, torch.zeros_like(fact.fill))
+        facts[node, k] = fact
 
 
 def operand_facts(relation: Relation, facts: Facts) -> list[Fact]:

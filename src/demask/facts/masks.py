@@ -51,7 +51,7 @@ def spread(mask: Tensor, axes: Axes, order: Sequence[str], size: Mapping[str, in
     letters: list[str] = []
     for axis, n in zip(axes, mask.shape, strict=True):
         letters += axis
-        shape += [1] * len(axis) if n == 1 else [size[letter] or 1 for letter in axis]
+        shape += [1] * len(axis) if n == 1 else _full(axis, size)
     mask = mask.reshape(shape)
     at = {letter: k for k, letter in enumerate(letters)}
     mask = mask.permute([at[letter] for letter in order if letter in at])
@@ -83,7 +83,11 @@ def _sizes(axis: Axis, mask: Tensor, letters: list[str], size: Mapping[str, int 
     here = [mask.shape[letters.index(letter)] for letter in axis]
     if all(n == 1 for n in here):
         return here
-    return [size[letter] or 1 for letter in axis]
+    return _full(axis, size)
+
+
+def _full(axis: Axis, size: Mapping[str, int | None]) -> list[int]:
+    return [1 if (n := size[letter]) is None else n for letter in axis]
 
 
 def mixed(axes: Axes, size: Mapping[str, int | None]) -> set[str]:

@@ -40,6 +40,7 @@ class Demasked(fx.GraphModule):
         graph.set_codegen(_Codegen(specs))
         module = cls(root, graph, class_name="Demasked")
         module.recompile()
+        _copy_persistence(root, module)
         module.demasked = provenance
         return module
 
@@ -47,9 +48,18 @@ class Demasked(fx.GraphModule):
         specs: _PyTreeInfo = self.graph._codegen.pytree_info  # type: ignore[attr-defined]
         memo |= {id(spec): spec for spec in (specs.in_spec, specs.out_spec)}
         plain = super().__deepcopy__(memo)
+        _copy_persistence(self, plain)
         copied = Demasked.of(plain, plain.graph, specs, self.demasked)
         copied.training = self.training
         return copied
+
+
+def _copy_persistence(source: nn.Module, target: nn.Module) -> None:
+    """Buffers that are not part of the state stay so (torch.fx registers all as if they were)."""
+    for path, module in source.named_modules():
+        twin = _get(target, path) if path else target
+        if twin is not None:
+            twin._non_persistent_buffers_set |= module._non_persistent_buffers_set & set(twin._buffers)
 
 
 def build(program: Program, provenance: Provenance) -> Demasked:
@@ -92,7 +102,7 @@ def _place(root: nn.Module, name: str, constant: Constant, shared: dict[int, Ten
         tensor = shared.setdefault(id(tensor), nn.Parameter(tensor, constant.requires_grad))
         module.register_parameter(leaf, tensor)  # type: ignore[arg-type]
     else:
-        module.register_buffer(leaf, tensor, persistent=True)
+        module.register_buffer(leaf, tensor, persistent=constant.persistent)
 
 
 class _Modules:

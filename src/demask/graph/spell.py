@@ -117,3 +117,5 @@ _RULES: dict[Any, Callable[[Builder, fx.Node, Constants], fx.Node | None]] = {
     aten.squeeze.dim: _squeeze_at,
     aten.glu.default: _glu,
 }
+
+SPELLED = frozenset(str(target) for target in _RULES)  # ops that need no entry of their own

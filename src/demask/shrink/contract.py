@@ -31,11 +31,11 @@ def emit_contraction(walk: Rewriter, relation: Relation) -> None:
     layout = walk.placement.value[node, 0]
     if is_grouped(relation):
         made, layout, slot = emit_groups(walk, relation)
-        left = absorbed(relation, walk.facts, slot)
+        left = _wanted(relation, absorbed(relation, walk.facts, slot), layout)
         made = _plus_constants(walk, relation, layout, made, left)
         _keep(walk, node, made, layout)
         return
-    left = _absorb(walk, relation)
+    left = _wanted(relation, _absorb(walk, relation), layout)
     if left.kernel is not None and (rows := _rows(walk, relation, layout)) != layout:
         made = _emit_rows(walk, relation, layout, rows, left)
     else:
@@ -44,6 +44,16 @@ def emit_contraction(walk: Rewriter, relation: Relation) -> None:
             left = replace(left, bias=None)
         made = _plus_constants(walk, relation, layout, made, left)
     _keep(walk, node, made, layout)
+
+
+def _wanted(relation: Relation, left: Absorbed, layout: Layout) -> Absorbed:
+    """What was absorbed, if any output channel that is kept gets something of it."""
+    if left.kernel is None:
+        return left
+    axis = _channel(relation)
+    transposed = "output_padding" in schema.arguments(relation.node)
+    kernel = cut(left.kernel, (None, layout[axis]) if transposed else (layout[axis],))
+    return left if bool((kernel != 0).any()) else replace(left, kernel=None)
 
 
 def _keep(walk: Rewriter, node: fx.Node, made: fx.Node, layout: Layout) -> None:

@@ -11,13 +11,13 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
-from demask.facts.known import known
+from demask.facts.known import Relations, known
 from demask.facts.needed import needed
 from demask.graph.capture import capture
 from demask.graph.fold import folded
 from demask.graph.functional import functionalized
 from demask.graph.program import Constant, Program
-from demask.graph.provenance import InputSpec, Provenance, Sizes
+from demask.graph.provenance import Cut, InputSpec, Provenance, Sizes
 from demask.graph.result import Demasked, build
 from demask.graph.spell import spelled
 from demask.ops import TABLE, Declined, Relation, Table, bind, schema
@@ -81,18 +81,28 @@ def shrunk(given: Program, table: Table) -> Demasked:
     """
     program = simplified(given)
     relations = relations_of(program.graph, table)
+    before = sizes_of(program, relations)
+    for frugal in (False, True):
+        result = _attempt(program, relations, frugal)
+        after = sizes_of(result.program, relations_of(result.program.graph, table))
+        less = after.macs < before.macs or _traffic(result.program) < _traffic(program)
+        if after.parameters < before.parameters or (after.parameters == before.parameters and less):
+            return build(result.program, _provenance(program, result, before, after))
+    whole = {
+        name: Cut(c.name, tuple(c.tensor.shape), (None,) * c.tensor.ndim)
+        for name, c in given.constants.items()
+    }
+    kept = Rewritten(_owned(given), whole, {}, ())
+    return build(kept.program, _provenance(program, kept, before, before))
+
+
+def _attempt(program: Program, relations: Relations, frugal: bool) -> Rewritten:
+    """One pass over the program; frugal: constants that would be stored as matrices are computed."""
     values = {name: constant.tensor for name, constant in program.constants.items()}
-    facts = known(program.graph, relations, values)
+    facts = known(program.graph, relations, values, frugal=frugal)
     needs = needed(program.graph, relations, facts)
     placement = place(program.graph, relations, facts, needs)
-    result = rewrite(program, relations, facts, needs, placement)
-    before = sizes_of(program, relations)
-    again = relations_of(result.program.graph, table)
-    after = sizes_of(result.program, again)
-    less = after.macs < before.macs or _traffic(result.program) < _traffic(program)
-    if after.parameters > before.parameters or (after.parameters == before.parameters and not less):
-        result, after = Rewritten(_owned(given), {}, {}, ()), before
-    return build(result.program, _provenance(program, result, before, after))
+    return rewrite(program, relations, facts, needs, placement)
 
 
 def _owned(program: Program) -> Program:
