@@ -72,12 +72,16 @@ def image(*sizes: int) -> tuple[Tensor, ...]:
 
 @micro(4 * 3 + 3 + 3 * 2 + 2)
 def mlp() -> Made:
-    return nn.Sequential(dead(nn.Linear(4, 8), [0, 2, 3, 5, 7]), nn.ReLU(), nn.Linear(8, 2)), image(3, 4)
+    return nn.Sequential(dead(nn.Linear(4, 8), [0, 2, 3, 5, 7]), nn.ReLU(), nn.Linear(8, 2)), image(
+        3, 4
+    )
 
 
 @micro(4 * 3 + 3 + 3 * 2 + 2)
 def mlp_bias_kept() -> Made:
-    net = nn.Sequential(dead(nn.Linear(4, 8), [0, 2, 3, 5, 7], bias=False), nn.GELU(), nn.Linear(8, 2))
+    net = nn.Sequential(
+        dead(nn.Linear(4, 8), [0, 2, 3, 5, 7], bias=False), nn.GELU(), nn.Linear(8, 2)
+    )
     return net, image(3, 4)
 
 
@@ -103,7 +107,10 @@ def dead_outputs_are_scattered() -> Made:
 @micro(3 * 4 * 9 + 4 + 4 * 4 + 4 * 5 * 9 + 5, resizable=True)
 def conv_bn_relu_conv() -> Made:
     net = nn.Sequential(
-        dead(nn.Conv2d(3, 8, 3, padding=1), [0, 3, 4, 7]), norm(8, shift=False), nn.ReLU(), nn.Conv2d(8, 5, 3)
+        dead(nn.Conv2d(3, 8, 3, padding=1), [0, 3, 4, 7]),
+        norm(8, shift=False),
+        nn.ReLU(),
+        nn.Conv2d(8, 5, 3),
     )
     return net, image()
 
@@ -111,7 +118,10 @@ def conv_bn_relu_conv() -> Made:
 @micro(3 * 4 * 9 + 4 + 4 * 4 + 4 * 5 * 9 + 5 + 5 * 9, resizable=True)
 def constants_under_padding() -> Made:
     net = nn.Sequential(
-        dead(nn.Conv2d(3, 8, 3, padding=1), [0, 3, 4, 7]), norm(8), nn.ReLU(), nn.Conv2d(8, 5, 3, padding=1)
+        dead(nn.Conv2d(3, 8, 3, padding=1), [0, 3, 4, 7]),
+        norm(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 5, 3, padding=1),
     )
     return net, image()
 
@@ -119,7 +129,9 @@ def constants_under_padding() -> Made:
 @micro(3 * 4 * 9 + 4 + 4 * 4 + 4 * 5 + 5, resizable=True)
 def same_padding_of_1x1_pads_nothing() -> Made:
     net = nn.Sequential(
-        dead(nn.Conv2d(3, 8, 3, padding="same"), [0, 3, 4, 7]), norm(8), nn.Conv2d(8, 5, 1, padding="same")
+        dead(nn.Conv2d(3, 8, 3, padding="same"), [0, 3, 4, 7]),
+        norm(8),
+        nn.Conv2d(8, 5, 1, padding="same"),
     )
     return net, image()
 
@@ -158,7 +170,10 @@ def concat() -> Made:
 @micro(3 * 4 * 9 + 4 + 4 * 9 + 4 + 4 * 5 + 5, resizable=True)
 def depthwise() -> Made:
     net = nn.Sequential(
-        dead(nn.Conv2d(3, 8, 3), [0, 3, 4, 7]), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 5, 1)
+        dead(nn.Conv2d(3, 8, 3), [0, 3, 4, 7]),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, groups=8),
+        nn.Conv2d(8, 5, 1),
     )
     return net, image()
 
@@ -166,7 +181,10 @@ def depthwise() -> Made:
 @micro(3 * 4 * 9 + 4 + 4 * 9 + 4 + 4 * 5 + 5, resizable=True)
 def dead_depthwise() -> Made:
     net = nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.ReLU(), dead(nn.Conv2d(8, 8, 3, groups=8), [0, 3, 4, 7]), nn.Conv2d(8, 5, 1)
+        nn.Conv2d(3, 8, 3),
+        nn.ReLU(),
+        dead(nn.Conv2d(8, 8, 3, groups=8), [0, 3, 4, 7]),
+        nn.Conv2d(8, 5, 1),
     )
     return net, image()
 
@@ -174,7 +192,10 @@ def dead_depthwise() -> Made:
 @micro(3 * 5 * 9 + 5 + (1 * 4 + 4 * 4) * 1 + 8 + 8 * 2 + 2, resizable=True)
 def uneven_groups() -> Made:
     net = nn.Sequential(
-        dead(nn.Conv2d(3, 8, 3), [0, 1, 3]), nn.ReLU(), nn.Conv2d(8, 8, 1, groups=2), nn.Conv2d(8, 2, 1)
+        dead(nn.Conv2d(3, 8, 3), [0, 1, 3]),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 1, groups=2),
+        nn.Conv2d(8, 2, 1),
     )
     return net, image()
 
@@ -208,7 +229,9 @@ def transposed() -> Made:
 @micro(3 * 4 * 9 + 4 + 4 * 5 * 9 + 5 + 5 * 9, resizable=True)
 def constants_into_transposed() -> Made:
     net = nn.Sequential(
-        dead(nn.Conv2d(3, 8, 3), [0, 3, 4, 7], bias=False), nn.ReLU(), nn.ConvTranspose2d(8, 5, 3, stride=2)
+        dead(nn.Conv2d(3, 8, 3), [0, 3, 4, 7], bias=False),
+        nn.ReLU(),
+        nn.ConvTranspose2d(8, 5, 3, stride=2),
     )
     with torch.no_grad():
         net[0].bias[[0, 3, 4, 7]] = 0.5
@@ -230,7 +253,9 @@ def conv3d() -> Made:
 @micro(3 * 4 * 9 + 4 + 2 * 4 + 4 * 5 * 9 + 5, resizable=True)
 def instance_norm() -> Made:
     layer = nn.InstanceNorm2d(8, affine=True)
-    net = nn.Sequential(dead(nn.Conv2d(3, 8, 3), [0, 3, 4, 7], bias=False), layer, nn.Conv2d(8, 5, 3))
+    net = nn.Sequential(
+        dead(nn.Conv2d(3, 8, 3), [0, 3, 4, 7], bias=False), layer, nn.Conv2d(8, 5, 3)
+    )
     return net, image(2, 3, 12, 11)
 
 
@@ -250,7 +275,10 @@ def pooling_and_upsampling() -> Made:
 @micro(3 * 8 * 9 + 8 + 2 * 5 + 5, resizable=True)
 def pixel_shuffle() -> Made:
     net = nn.Sequential(
-        dead(nn.Conv2d(3, 16, 3), [4, 5, 6, 7, 12, 13, 14, 15]), nn.PixelShuffle(2), nn.ReLU(), nn.Conv2d(4, 5, 1)
+        dead(nn.Conv2d(3, 16, 3), [4, 5, 6, 7, 12, 13, 14, 15]),
+        nn.PixelShuffle(2),
+        nn.ReLU(),
+        nn.Conv2d(4, 5, 1),
     )
     return net, image()
 
@@ -258,7 +286,9 @@ def pixel_shuffle() -> Made:
 @micro(3 * 4 * 9 + 4 + 4 * 5 * 9 + 5, resizable=True)
 def pad_modes() -> Made:
     net = Net(
-        lambda m, x: m["b"](F.pad(F.pad(m["a"](x).relu(), (1, 2, 1, 1), mode="reflect"), (1, 0, 0, 1))),
+        lambda m, x: m["b"](
+            F.pad(F.pad(m["a"](x).relu(), (1, 2, 1, 1), mode="reflect"), (1, 0, 0, 1))
+        ),
         a=dead(nn.Conv2d(3, 8, 3), [0, 3, 4, 7]),
         b=nn.Conv2d(8, 5, 3),
     )
@@ -268,7 +298,10 @@ def pad_modes() -> Made:
 @micro(3 * 4 * 9 + 4 + 4 * 24 * 5 + 5)
 def flatten_into_linear() -> Made:
     net = nn.Sequential(
-        dead(nn.Conv2d(3, 8, 3), [0, 3, 4, 7], bias=False), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 24, 5)
+        dead(nn.Conv2d(3, 8, 3), [0, 3, 4, 7], bias=False),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(8 * 24, 5),
     )
     return net, image()
 
@@ -334,7 +367,9 @@ def dead_branch() -> Made:
 
 @micro(2)
 def dead_layer() -> Made:
-    net = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), dead(nn.Linear(5, 5), list(range(5))), nn.Linear(5, 2))
+    net = nn.Sequential(
+        nn.Linear(4, 5), nn.ReLU(), dead(nn.Linear(5, 5), list(range(5))), nn.Linear(5, 2)
+    )
     return net, image(3, 4)
 
 
@@ -409,7 +444,9 @@ def layer_norm() -> Made:
 @micro(3 * 4 * 9 + 4 + 2 * 4 + 4 * 2 + 2, resizable=True)
 def group_norm_with_dead_groups() -> Made:
     norm_layer = nn.GroupNorm(4, 8)
-    net = nn.Sequential(dead(nn.Conv2d(3, 8, 3), [0, 1, 6, 7], bias=False), norm_layer, nn.Conv2d(8, 2, 1))
+    net = nn.Sequential(
+        dead(nn.Conv2d(3, 8, 3), [0, 1, 6, 7], bias=False), norm_layer, nn.Conv2d(8, 2, 1)
+    )
     with torch.no_grad():
         net[0].bias[[1, 7]] = net[0].bias[[0, 6]]
     return net, image()

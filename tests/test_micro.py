@@ -24,7 +24,9 @@ def difference(a: object, b: object) -> float:
     for x, y in pairs:
         assert x.shape == y.shape
         assert x.dtype == y.dtype
-        worst = max(worst, float((x - y).detach().abs().max() / x.detach().abs().max().clamp(min=1e-300)))
+        worst = max(
+            worst, float((x - y).detach().abs().max() / x.detach().abs().max().clamp(min=1e-300))
+        )
     return worst
 
 

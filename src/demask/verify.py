@@ -52,7 +52,9 @@ class Verification:
         word = "equal" if self.ok else f"DIFFERENT ({self.failure})"
         text = (f"{word}: {self.max_rel:.1e} relative in float64, {self.ulps:.3g} ulps in "
                 f"{self.dtype}, {self.runs} runs")  # fmt: skip
-        return text + (f"; do not depend on the input: {', '.join(self.vacuous)}" if self.vacuous else "")
+        return text + (
+            f"; do not depend on the input: {', '.join(self.vacuous)}" if self.vacuous else ""
+        )
 
 
 def verify(
@@ -83,7 +85,9 @@ def verify(
         for wide, (a, b) in zip((True, False), pairs, strict=True):
             given = pytree.tree_map(_to_double, inputs) if wide else inputs
             found.compare(a, b, given, wide, narrow, f"draw {seed}, batch {batch}")
-    result = found.result(str(_dtype(model, slim)).removeprefix("torch."), tuple(name for name, _ in narrow))
+    result = found.result(
+        str(_dtype(model, slim)).removeprefix("torch."), tuple(name for name, _ in narrow)
+    )
     if check and not result.ok:
         raise Mismatch(
             f"the networks differ: {result.failure}. Expected at most {allowed:.1e} relative in "
@@ -120,7 +124,9 @@ class _Found:
                 self._fail(f"output {name} is {x!r} against {y!r} ({where})")
             return
         if x.shape != y.shape or x.dtype != y.dtype:
-            self._fail(f"output {name} is {x.dtype} {tuple(x.shape)} against {y.dtype} {tuple(y.shape)} ({where})")
+            self._fail(
+                f"output {name} is {x.dtype} {tuple(x.shape)} against {y.dtype} {tuple(y.shape)} ({where})"
+            )
             return
         if wide and "batch 1" not in where and "batch 3" not in where:
             self.seen.setdefault(name, []).append(x)
@@ -167,7 +173,9 @@ def _examples(model, slim, args, kwargs) -> tuple[Any, dict[str, Any]]:
         return args, kwargs
     for known in (slim, model):
         if isinstance(known, Demasked):
-            values = [_drawn(spec.example, getattr(torch, spec.dtype)) for spec in known.demasked.inputs]
+            values = [
+                _drawn(spec.example, getattr(torch, spec.dtype)) for spec in known.demasked.inputs
+            ]
             spec = known.graph._codegen.pytree_info.in_spec  # type: ignore[attr-defined]
             return _filled(values, spec)
         if isinstance(known, ExportedProgram):
@@ -175,7 +183,8 @@ def _examples(model, slim, args, kwargs) -> tuple[Any, dict[str, Any]]:
             nodes = [n for n in known.graph.nodes if n.op == "placeholder" and n.name in specs]
             fakes = [n.meta["val"] for n in nodes]
             shaped = [
-                _drawn([hint(s) for s in v.shape], v.dtype) if isinstance(v, Tensor) else v for v in fakes
+                _drawn([hint(s) for s in v.shape], v.dtype) if isinstance(v, Tensor) else v
+                for v in fakes
             ]
             return _filled(shaped, known.call_spec.in_spec)
     return args, kwargs
@@ -284,11 +293,15 @@ def _draws(slim: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[int, Any, 
     dynamic = _dynamic(slim, leaves)
     for seed in range(4):
         draw = torch.Generator().manual_seed(seed)
-        drawn = [_like(leaf, draw) if seed and isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        drawn = [
+            _like(leaf, draw) if seed and isinstance(leaf, Tensor) else leaf for leaf in leaves
+        ]
         yield seed, "given", pytree.tree_unflatten(drawn, spec)
         if seed == 1 and any(dynamic):
             for batch in (1, 3):
-                sized = [_batched(x, batch) if d else x for x, d in zip(drawn, dynamic, strict=True)]
+                sized = [
+                    _batched(x, batch) if d else x for x, d in zip(drawn, dynamic, strict=True)
+                ]
                 yield seed, batch, pytree.tree_unflatten(sized, spec)
 
 

@@ -120,8 +120,8 @@ def forward(relation: Relation, facts: Facts) -> list[Fact | None]:
         return [None] * count
     if entry.fill == "sum":
         return [_contract(relation, inputs)]
-    if entry.fill in ("same", "column"):
-        return [_same(relation, inputs[0]), *[None] * (count - 1)]
+    if entry.fill in ("same", "mix"):
+        return [_same(relation, inputs[entry.main]), *[None] * (count - 1)]
     return [_run(relation, inputs), *[None] * (count - 1)]
 
 
@@ -159,8 +159,9 @@ def _gone(relation: Relation, operand: int, out: int = 0) -> set[str]:
 def _same(relation: Relation, fact: Fact) -> Fact | None:
     """Values move along unchanged; a window over one value gives that value."""
     order = _order(relation)
-    found = _spread(relation, 0, fact)
-    found = uniform_over(found, order, _gone(relation, 0) | set(relation.complete))
+    main = relation.entry.main
+    found = _spread(relation, main, fact)
+    found = uniform_over(found, order, _gone(relation, main) | set(relation.complete))
     if relation.entry.reads_padding(relation.node):
         found = Fact(found.zero, found.fill)
     return _project(relation, found)
@@ -289,7 +290,9 @@ def _affine(relation: Relation, wide: list[Fact], fact: Fact | None) -> Fact | N
     zero = which["weight"].zero
     if not bool(zero.any()):
         return fact
-    shift = which["bias"].fill if "bias" in which else torch.zeros((), dtype=which["weight"].fill.dtype)
+    shift = (
+        which["bias"].fill if "bias" in which else torch.zeros((), dtype=which["weight"].fill.dtype)
+    )
     if fact is None:
         fact = Fact(torch.zeros_like(zero), torch.zeros(zero.shape, dtype=shift.dtype))
     mask, zero, fill, shift = torch.broadcast_tensors(fact.known, zero, fact.fill, shift)
@@ -329,7 +332,7 @@ def contributions(relation: Relation, inputs: list[Fact], *, absorb: bool = Fals
     order = _order(relation)
     a, b = (_spread(relation, k, inputs[k]) for k in relation.factors)
     zero = all_over(a.zero, order, relation.window) | all_over(b.zero, order, relation.window)
-    if absorb or constant_sums(relation):
+    if relation.entry.fill == "sum" and (absorb or constant_sums(relation)):
         plain = uniform_over(a, order, relation.window)
         zero = zero | (plain.known & all_over(b.known, order, relation.window))
     return ~zero

@@ -45,7 +45,9 @@ def checked(known: Tensor, fill: Tensor) -> Fact:
     return Fact(known.expand(shape), fill.expand(shape))
 
 
-def spread(mask: Tensor, axes: Axes, order: Sequence[str], size: Mapping[str, int | None]) -> Tensor:
+def spread(
+    mask: Tensor, axes: Axes, order: Sequence[str], size: Mapping[str, int | None]
+) -> Tensor:
     """A mask over a tensor's axes, as a mask over the letters `order` (1 where it has no letter)."""
     shape: list[int] = []
     letters: list[str] = []
@@ -59,7 +61,9 @@ def spread(mask: Tensor, axes: Axes, order: Sequence[str], size: Mapping[str, in
     return mask.reshape([next(sizes) if letter in at else 1 for letter in order])
 
 
-def project(mask: Tensor, axes: Axes, order: Sequence[str], size: Mapping[str, int | None]) -> Tensor:
+def project(
+    mask: Tensor, axes: Axes, order: Sequence[str], size: Mapping[str, int | None]
+) -> Tensor:
     """The inverse of `spread`, for a mask that is 1 along every letter not in `axes`."""
     at = {letter: k for k, letter in enumerate(order)}
     letters = [letter for axis in axes for letter in axis]
@@ -78,7 +82,9 @@ def project(mask: Tensor, axes: Axes, order: Sequence[str], size: Mapping[str, i
     return mask.reshape(shape)
 
 
-def _sizes(axis: Axis, mask: Tensor, letters: list[str], size: Mapping[str, int | None]) -> list[int]:
+def _sizes(
+    axis: Axis, mask: Tensor, letters: list[str], size: Mapping[str, int | None]
+) -> list[int]:
     """Letters of one axis are all 1, or all full."""
     here = [mask.shape[letters.index(letter)] for letter in axis]
     if all(n == 1 for n in here):

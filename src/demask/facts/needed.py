@@ -94,7 +94,7 @@ def _spelled(relation: Relation, out: int, operand: int, live: Tensor, facts: Fa
     # One needed position of a complete axis needs the axis; so do dynamic composites.
     mask = any_over(mask, order, relation.complete | mixed(axes, relation.size))
     inputs = operand_facts(relation, facts)
-    if relation.entry.fill == "sum" and operand in relation.factors:
+    if relation.entry.fill in ("sum", "mix") and operand in relation.factors:
         others = [k for k in relation.factors if k != operand]
     else:
         others = {"": [], "any": range(len(inputs)), "first": [0]}[relation.entry.zero]

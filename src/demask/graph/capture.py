@@ -136,7 +136,9 @@ def _check_runs(work: nn.Module, args: Any, kwargs: Any) -> None:
         with torch.no_grad():
             work(*args, **kwargs)
     except Exception as error:
-        shapes = [tuple(t.shape) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        shapes = [
+            tuple(t.shape) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)
+        ]
         raise BadInput(
             f"the model itself fails on the example inputs (shapes {shapes}): "
             f"{type(error).__name__}: {error}"
@@ -146,7 +148,9 @@ def _check_runs(work: nn.Module, args: Any, kwargs: Any) -> None:
 def _not_exportable(error: Exception) -> NotExportable:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename
               and "/demask/" not in f.filename and "<" not in f.filename]  # fmt: skip
-    where = f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else "unknown"
+    where = (
+        f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else "unknown"
+    )
     first = next((line for line in str(error).splitlines() if line.strip()), "")
     text = f"{type(error).__name__}: {first.strip()}"
     if any(word in str(error) for word in ("data-dependent", "data dependent", "DataDependent")):
@@ -189,7 +193,9 @@ def _program(exported: ExportedProgram, notes: tuple[str, ...], training: bool) 
             node.meta["val"] = pytree.tree_map(_settled, node.meta["val"])
     spec = exported.call_spec
     names = _names(exported)
-    return Program(graph, constants, spec.in_spec, spec.out_spec, names, (*notes, _LICENCE), training)
+    return Program(
+        graph, constants, spec.in_spec, spec.out_spec, names, (*notes, _LICENCE), training
+    )
 
 
 def _settled(value: Any) -> Any:

@@ -107,7 +107,9 @@ def _foldable(node: fx.Node, values: dict[fx.Node, Any]) -> bool:
     return bool(tensors) and all(isinstance(s, int) for t in tensors for s in t.shape)
 
 
-def _constant(node: fx.Node, value: Tensor, program: Program, taken: dict[str, Constant]) -> Constant:
+def _constant(
+    node: fx.Node, value: Tensor, program: Program, taken: dict[str, Constant]
+) -> Constant:
     sources = [program.constants[str(n.target)] for n in _leaves(node)]
     parameters = [c for c in sources if c.parameter]
     main = parameters[0] if parameters else sources[0] if sources else None

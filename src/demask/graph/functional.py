@@ -33,7 +33,9 @@ def functionalized(program: Program) -> Program:
     for node in program.graph.nodes:
         walk.visit(node)
     written = [node.target for node in walk.version if node.op == "placeholder"]
-    notes = tuple(f"the model writes into its input {name}; the result leaves it alone" for name in written)
+    notes = tuple(
+        f"the model writes into its input {name}; the result leaves it alone" for name in written
+    )
     return replace(program, graph=walk.build.graph, notes=(*program.notes, *notes))
 
 

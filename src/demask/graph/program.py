@@ -39,9 +39,13 @@ class Program:
     notes: tuple[str, ...] = ()
     training: bool = False
 
-    def with_graph(self, graph: fx.Graph, constants: Mapping[str, Constant] | None = None) -> Program:
+    def with_graph(
+        self, graph: fx.Graph, constants: Mapping[str, Constant] | None = None
+    ) -> Program:
         """The same call with another graph (and other constants)."""
-        return replace(self, graph=graph, constants=self.constants if constants is None else constants)
+        return replace(
+            self, graph=graph, constants=self.constants if constants is None else constants
+        )
 
 
 def copied(program: Program) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:

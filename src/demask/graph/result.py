@@ -14,7 +14,13 @@ from demask.graph.program import Constant, Program
 from demask.graph.provenance import Provenance, Sizes
 
 aten = torch.ops.aten
-_NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+_NORMS = {
+    1: nn.BatchNorm1d,
+    2: nn.BatchNorm1d,
+    3: nn.BatchNorm1d,
+    4: nn.BatchNorm2d,
+    5: nn.BatchNorm3d,
+}
 
 
 class _Codegen(_PyTreeCodeGen):
@@ -59,7 +65,9 @@ def _copy_persistence(source: nn.Module, target: nn.Module) -> None:
     for path, module in source.named_modules():
         twin = _get(target, path) if path else target
         if twin is not None:
-            twin._non_persistent_buffers_set |= module._non_persistent_buffers_set & set(twin._buffers)
+            twin._non_persistent_buffers_set |= module._non_persistent_buffers_set & set(
+                twin._buffers
+            )
 
 
 def build(program: Program, provenance: Provenance) -> Demasked:

@@ -59,7 +59,9 @@ def _type_as(build: Builder, node: fx.Node, constants: Constants) -> fx.Node:
 def _stack(build: Builder, node: fx.Node, constants: Constants) -> fx.Node:
     parts: Any = node.args[0]
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    return build.call(aten.cat.default, [build.call(aten.unsqueeze.default, p, dim) for p in parts], dim)
+    return build.call(
+        aten.cat.default, [build.call(aten.unsqueeze.default, p, dim) for p in parts], dim
+    )
 
 
 def _squeeze(build: Builder, node: fx.Node, constants: Constants) -> fx.Node:

@@ -44,7 +44,7 @@ class Relation:
         made = self.letters(tuple(axis for axes in self.outs for axis in axes))
         counts: dict[str, int] = {}
         for axes in self.ins:
-            for letter in self.letters(axes) - made - self.moved - self.window:
+            for letter in self.letters(axes) - made - self.moved - self.window - self.complete:
                 counts[letter] = counts.get(letter, 0) + 1
         return frozenset(letter for letter, count in counts.items() if count > 1)
 
@@ -102,7 +102,9 @@ def _expanded(line: Line, node: fx.Node, which: tuple[Operand, ...]) -> Line:
             f"entry of {node.target} names {len(line.ins)} operands and {len(line.outs)} outputs, "
             f"the call {node.name} has {len(which)} and {len(made)}"
         )
-    ins = [_dots(axes, len(schema.sizes(_value(op)))) for axes, op in zip(given, which, strict=True)]
+    ins = [
+        _dots(axes, len(schema.sizes(_value(op)))) for axes, op in zip(given, which, strict=True)
+    ]
     outs = [_dots(axes, len(schema.sizes(v))) for axes, v in zip(line.outs, made, strict=True)]
     for axes, rank, what in [
         *((a, len(schema.sizes(_value(op))), op.name) for a, op in zip(ins, which, strict=True)),

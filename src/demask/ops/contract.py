@@ -64,7 +64,9 @@ def _matmul(node: fx.Node) -> str:
     a, b = _rank(node, "self"), _rank(node, "other")
     left = "... t i" if a > 1 else "i"
     right = "... i o" if b > 1 else "i"
-    return f"{left}, {right} -> ..." + " t" * (a > 1) + " o" * (b > 1) if max(a, b) > 1 else "i, i ->"
+    return (
+        f"{left}, {right} -> ..." + " t" * (a > 1) + " o" * (b > 1) if max(a, b) > 1 else "i, i ->"
+    )
 
 
 def _addmm(node: fx.Node) -> str | Declined:
@@ -82,9 +84,7 @@ def _convs() -> list[tuple[str, Entry]]:
         k, one, pad = (3, 3, 2)[:d], [1] * d, [1] * d
         dense = Case((S((2, 4, *tail)), S((6, 4, *k), True), S((6,), True), one, pad), {})
         bare = Case((S((2, 4, *tail)), S((6, 4, *k), True), None, [2] * d, [0] * d), {})
-        grouped = Case(
-            (S((2, 4, *tail)), S((6, 2, *k), True), S((6,), True), one, pad, one, 2), {}
-        )
+        grouped = Case((S((2, 4, *tail)), S((6, 2, *k), True), S((6,), True), one, pad, one, 2), {})
         depth = Case((S((2, 4, *tail)), S((4, 1, *k), True), None, one, pad, one, 4), {})
         # An odd kernel: with an even one `same` pads unevenly, and torch warns.
         same = Case((S((2, 4, *tail)), S((6, 4, *[3] * d), True), None, one, "same"), {})
@@ -100,6 +100,22 @@ def _convs() -> list[tuple[str, Entry]]:
         transposed = {"fill": "sum", "pads": True, "region": "transposed", "cases": (up, gap, upg)}
         result.append((name, Entry(_conv_transpose, **transposed)))
     return result
+
+
+def _attention(node: fx.Node) -> str | Declined:
+    """softmax(q · k + mask) · v: keys are normalised over; queries all count where they are causal."""
+    found = schema.arguments(node)
+    if found["dropout_p"] or found["enable_gqa"]:
+        return Declined("attention with dropout, or with shared key and value heads")
+    t = "!t" if found["is_causal"] else "t"
+    return f"... {t} d, ... !s d, ... !s e, ... {t} !s -> ... {t} e"
+
+
+def _scale(node: fx.Node, made: Any) -> dict[str, Any]:
+    """The scale stays that of the old head size."""
+    found = schema.arguments(node)
+    scale = found["scale"]
+    return {"scale": found["query"].meta["val"].shape[-1] ** -0.5 if scale is None else scale}
 
 
 def _embedding(node: fx.Node) -> str:
@@ -120,6 +136,10 @@ ENTRIES = [
         Case((S((2, 4)), S((4,), True)), {}), Case((S((4, 3)), S((2, 3, 5))), {})))),
     ("aten.addmm.default", Entry(_addmm, fill="sum", cases=(
         Case((S((5,), True), S((3, 4)), S((4, 5), True)), {}),))),
-    ("aten.embedding.default", Entry(_embedding, fill="column", cases=(
+    ("aten.scaled_dot_product_attention.default", Entry(_attention, fill="mix", main=2, args=_scale, cases=(
+        Case((S((2, 3, 4, 5)), S((2, 3, 7, 5)), S((2, 3, 7, 6))), {}),
+        Case((S((2, 3, 4, 5)), S((2, 3, 7, 5)), S((2, 3, 7, 6)), S((4, 7))), {}),
+        Case((S((2, 4, 5)), S((2, 4, 5)), S((2, 4, 6)), None, 0.0, True), {})))),
+    ("aten.embedding.default", Entry(_embedding, fill="same", cases=(
         Case((S((7, 4), True), S((2, 3), of=7)), {}),))),
 ]  # fmt: skip

@@ -62,7 +62,9 @@ class Entry:
         sizes, or `Declined` where the node is of a form that has no rule.
     zero: operands whose zero makes the output zero: "" none, "any" of them, "first" alone.
     fill: how the value of a known output is found: "run" the op on the operands' values, "same"
-        the value moves along unchanged, "sum" products are summed (contractions), "none" never.
+        the value of operand `main` moves along unchanged, "sum" products are summed (contractions),
+        "mix" values of `main` are averaged by weights, which come from products of the others, and
+        sum to one (attention), "none" never.
     sized: the value of a known output depends on how long an axis is (sum, softmax).
     pads: does the op read positions outside its input, as zeros? Constants then vary at borders.
     affine: operands (scale, shift): where the scale is 0 the output is the shift, whatever comes.
@@ -80,6 +82,7 @@ class Entry:
     line: str | LineOf
     zero: str = ""
     fill: str = "run"
+    main: int = 0
     sized: bool = False
     pads: Callable[[fx.Node], bool] | bool = False
     affine: tuple[int, int] | None = None

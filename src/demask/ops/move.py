@@ -251,6 +251,8 @@ ENTRIES = [
     ("aten.split.Tensor", _entry(_moved, Case((S((2, 7)), 3, 1), {}))),
     ("aten.split_with_sizes.default", _entry(_moved, Case((S((2, 7)), [3, 4], 1), {}))),
     ("aten.chunk.default", _entry(_moved, Case((S((2, 6)), 2, 1), {}))),
+    ("aten.tensor_split.sections", _entry(_moved, Case((S((2, 7)), 3, 1), {}))),
+    ("aten.tensor_split.indices", _entry(_moved, Case((S((2, 7)), [2, 5], 1), {}))),
     ("aten.cat.default", _entry(_moved, Case(([_X, S((2, 5, 4))], 1), {}))),
     ("aten.flip.default", _entry(_moved, Case((_X, [1]), {}))),
     ("aten.roll.default", _entry(_moved, Case((_X, [1], [2]), {}))),

@@ -29,7 +29,10 @@ _PAIR = (Case((S((2, 3, 4)), S((2, 3, 4))), {}), Case((S((2, 3, 4, 5)), S((3, 1,
 def _unary() -> list[tuple[str, Entry]]:
     free = {"zeros_like", "ones_like", "fill.Scalar"}
     plain = [
-        (f"aten.{n}.default", Entry("... -> ...", free=n in free, cases=(Case((S((2, 3, 4)),), {}),)))
+        (
+            f"aten.{n}.default",
+            Entry("... -> ...", free=n in free, cases=(Case((S((2, 3, 4)),), {}),)),
+        )
         for n in _UNARY.split()
     ]
     positive = [
@@ -111,7 +114,12 @@ def _created() -> list[tuple[str, Entry]]:
             Case((S((2, 3)), [4, 5], *v), {}),)))
         for n, v in more
     ]  # fmt: skip
-    like = [("aten.full_like.default", Entry("... -> ...", free=True, cases=(Case((S((2, 3)), 1.5), {}),)))]
+    like = [
+        (
+            "aten.full_like.default",
+            Entry("... -> ...", free=True, cases=(Case((S((2, 3)), 1.5), {}),)),
+        )
+    ]
     return made + new + like
 
 
@@ -128,7 +136,11 @@ def _dropout(node: fx.Node) -> str | Declined:
 
 
 def _prelu(node: fx.Node) -> str:
-    return "n c ..., c -> n c ..." if len(schema.sizes(node.args[0].meta["val"])) > 1 else "..., ... -> ..."  # type: ignore[union-attr]
+    return (
+        "n c ..., c -> n c ..."
+        if len(schema.sizes(node.args[0].meta["val"])) > 1
+        else "..., ... -> ..."
+    )  # type: ignore[union-attr]
 
 
 _CHANNELS = (S((3,), True), S((3,), True), S((3,), True), S((3,), True, "positive"))

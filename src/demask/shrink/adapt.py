@@ -140,7 +140,13 @@ class Adapter:
         return self.build.call(aten.index_select.default, node, axis, self.pool.index(take))
 
     def _scattered(
-        self, node: fx.Node, axis: int, have: Positions, want: Positions, size: int | None, fill: Tensor
+        self,
+        node: fx.Node,
+        axis: int,
+        have: Positions,
+        want: Positions,
+        size: int | None,
+        fill: Tensor,
     ) -> fx.Node:
         """Missing positions put in. fill: over the wanted positions (dimension 1: all alike)."""
         assert size is not None

@@ -159,11 +159,17 @@ def _bias(walk: Rewriter, relation: Relation, layout: Layout, extra: Any) -> fx.
     """The old bias plus what was absorbed, over the output channels in `layout`; a parameter."""
     axis = _channel(relation)
     old = next((o.value for o in relation.operands if o.name == _bias_of(relation)), None)
-    vector = extra.reshape(-1) if extra.shape[axis] != 1 else extra.reshape(-1).expand(_size(relation))
+    vector = (
+        extra.reshape(-1) if extra.shape[axis] != 1 else extra.reshape(-1).expand(_size(relation))
+    )
     weight = walk.pool.source[str(_weight(relation).target)]
     total = vector + (_constant(walk, old).double() if old is not None else 0)
     total = cut(total.to(weight.tensor.dtype), (layout[axis],))
-    name = str(walk.pool.source[str(old.target)].name) if old is not None else _sibling(weight.name, "bias")
+    name = (
+        str(walk.pool.source[str(old.target)].name)
+        if old is not None
+        else _sibling(weight.name, "bias")
+    )
     made = walk.pool.add(Constant(total, name, weight.parameter, weight.requires_grad))
     walk.pool.cuts[made] = Cut(name, (len(vector),), (layout[axis],))
     return walk.pool.read(made)
@@ -189,7 +195,11 @@ def _sibling(name: str, leaf: str) -> str:
 def _channel(relation: Relation) -> int:
     """The output axis that the weight's output letter stands on."""
     letters = relation.letters(relation.ins[relation.factors[1]])
-    return next(k for k, a in enumerate(relation.outs[0]) if set(a) & letters and not set(a) & relation.window)
+    return next(
+        k
+        for k, a in enumerate(relation.outs[0])
+        if set(a) & letters and not set(a) & relation.window
+    )
 
 
 def _size(relation: Relation) -> int:
@@ -233,11 +243,13 @@ def _border_map(walk: Rewriter, relation: Relation, layout: Layout, kernel: Tens
     held = layout[axis] if layout[axis] is not None else tuple(range(_size(relation)))
     rows = kernel.movedim(1, 0) if transposed else kernel
     positions = tuple(p for p in held or () if bool((rows[p] != 0).any()))
-    kernel = cut(kernel.to(constant.tensor.dtype), (None, positions) if transposed else (positions,))
+    kernel = cut(
+        kernel.to(constant.tensor.dtype), (None, positions) if transposed else (positions,)
+    )
     name = walk.pool.add(Constant(kernel, _sibling(constant.name, "border"), constant.parameter,
                                   constant.requires_grad))  # fmt: skip
     value = source.meta["val"]
-    space = [walk.pool.size(size) for size in value.shape[-(kernel.ndim - 2):]]
+    space = [walk.pool.size(size) for size in value.shape[-(kernel.ndim - 2) :]]
     ones = build.call(aten.ones.default, [1, 1, *space], dtype=value.dtype, device=value.device)
     walk.adapter.effects["border map"] += 1
     plain = {k: v for k, v in found.items() if k not in ("input", "weight", "bias")}
@@ -281,7 +293,11 @@ def emit_groups(walk: Rewriter, relation: Relation) -> tuple[fx.Node, Layout, La
     pieces, start = [], 0
     for run in runs:
         width = sum(len(group) for group in run.inputs)
-        part = x if len(runs) == 1 else walk.build.call(aten.slice.Tensor, x, x_axis, start, start + width)
+        part = (
+            x
+            if len(runs) == 1
+            else walk.build.call(aten.slice.Tensor, x, x_axis, start, start + width)
+        )
         start += width
         pieces.append(_emit_run(walk, relation, run, part, alone=len(runs) == 1))
     made = pieces[0] if len(pieces) == 1 else walk.build.call(aten.cat.default, pieces, out_axis)
@@ -324,9 +340,7 @@ def _runs(ins: list[list[int]], outs: list[list[int]]) -> list[_Run]:
             for _, gs in runs]  # fmt: skip
 
 
-def _emit_run(
-    walk: Rewriter, relation: Relation, run: _Run, x: fx.Node, *, alone: bool
-) -> fx.Node:
+def _emit_run(walk: Rewriter, relation: Relation, run: _Run, x: fx.Node, *, alone: bool) -> fx.Node:
     node, found = relation.node, schema.arguments(relation.node)
     old = walk.pool.source[str(_weight(relation).target)]
     transposed = "output_padding" in found
@@ -338,10 +352,14 @@ def _emit_run(
     bias = found["bias"]
     if bias is not None:
         vector = walk.pool.source[str(bias.target)]
-        made = walk.pool.add(replace(vector, tensor=cut(vector.tensor, (flat,)), name=f"{vector.name}{suffix}"))
+        made = walk.pool.add(
+            replace(vector, tensor=cut(vector.tensor, (flat,)), name=f"{vector.name}{suffix}")
+        )
         walk.pool.cuts[made] = Cut(vector.name, tuple(vector.tensor.shape), (flat,))
         bias = walk.pool.read(made)
-    plain = {k: v if k in ("input", "weight", "bias") else walk.argument(v) for k, v in found.items()}
+    plain = {
+        k: v if k in ("input", "weight", "bias") else walk.argument(v) for k, v in found.items()
+    }
     plain |= {"input": x, "weight": walk.pool.read(name), "bias": bias, "groups": len(run.groups)}
     args, kwargs = schema.call(node.target, plain)
     return walk.build.call(node.target, *args, **kwargs)

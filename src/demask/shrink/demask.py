@@ -65,7 +65,9 @@ def relations_of(graph: fx.Graph, table: Table) -> dict[fx.Node, Relation | Decl
     return {
         node: bind(node, table)
         for node in graph.nodes
-        if node.op == "call_function" and node.target is not operator.getitem and _makes_tensors(node)
+        if node.op == "call_function"
+        and node.target is not operator.getitem
+        and _makes_tensors(node)
     }
 
 
@@ -141,7 +143,9 @@ def _provenance(program: Program, result: Rewritten, before: Sizes, after: Sizes
 
 def sizes_of(program: Program, relations: Mapping[fx.Node, Relation | Declined]) -> Sizes:
     """Parameters, MACs of one call on the example sizes, bytes; tied tensors count once."""
-    tensors = {c.tensor.data_ptr(): c.tensor for c in program.constants.values() if c.tensor.numel()}
+    tensors = {
+        c.tensor.data_ptr(): c.tensor for c in program.constants.values() if c.tensor.numel()
+    }
     counted = [t for t in tensors.values() if t.is_floating_point()]
     return Sizes(
         parameters=sum(t.numel() for t in counted),
@@ -151,26 +155,33 @@ def sizes_of(program: Program, relations: Mapping[fx.Node, Relation | Declined])
 
 
 def _macs(relation: Relation) -> int:
-    """Output elements times summed positions, from the letters of the line."""
-    if relation.entry.fill != "sum":
+    """Multiplications that are summed, read off the letters of the line."""
+    if relation.entry.fill not in ("sum", "mix"):
         return 0
-    total = 1
-    for size in relation.node.meta["val"].shape:
-        total *= schema.hint(size)
-    weight = relation.factors[1]
-    kernel = relation.window & relation.letters(relation.ins[weight])
-    first = relation.operands[relation.factors[0]].value.meta["val"]
-    for letter in relation.contracted:
-        size = relation.size[letter]
-        total *= size if size is not None else _hint_of(letter, relation, first)
-    for letter in kernel:
-        total *= relation.size[letter] or 1
-    return total
+    sizes = _letter_sizes(relation)
+    first, second = relation.factors
+    kernel = relation.window & relation.letters(relation.ins[second])
+    if relation.entry.fill == "sum":
+        letters = relation.letters(relation.outs[0]) | relation.contracted | kernel
+        return math.prod(sizes[a] for a in letters)
+    # Attention: the products that make the weights, then those of the weights with the values.
+    weights = relation.letters(relation.ins[first]) | relation.letters(relation.ins[second])
+    values = relation.letters(relation.ins[relation.entry.main]) | relation.letters(relation.outs[0])
+    return math.prod(sizes[a] for a in weights) + math.prod(sizes[a] for a in values)
 
 
-def _hint_of(letter: str, relation: Relation, first: Tensor) -> int:
-    axis = next(k for k, a in enumerate(relation.ins[relation.factors[0]]) if letter in a)
-    return schema.hint(first.shape[axis])
+def _letter_sizes(relation: Relation) -> dict[str, int]:
+    """The size of every letter on the example."""
+    sizes = {letter: size for letter, size in relation.size.items() if size is not None}
+    shapes = [o.value.meta["val"].shape if isinstance(o.value, fx.Node) else () for o in relation.operands]
+    shapes += [value.shape for value in schema.outputs(relation.node)]
+    for axes, shape in zip([*relation.ins, *relation.outs], shapes, strict=True):
+        for axis, size in zip(axes, shape, strict=True):
+            rest = [a for a in axis if a not in sizes]
+            if len(rest) == 1:
+                known = math.prod(sizes[a] for a in axis if a in sizes)
+                sizes[rest[0]] = schema.hint(size) // max(known, 1)
+    return sizes
 
 
 def _removed(program: Program, result: Rewritten) -> dict[str, int]:

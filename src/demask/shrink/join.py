@@ -99,7 +99,9 @@ def unchanged(walk: Rewriter, relation: Relation, layout: Layout) -> fx.Node | N
         other = relation.operands[1 - k].value
         if not isinstance(other, fx.Node) or other.op == "get_attr":
             continue
-        same = other.meta["val"].dtype == _dtype(relation) and relation.ins[1 - k] == relation.outs[0]
+        same = (
+            other.meta["val"].dtype == _dtype(relation) and relation.ins[1 - k] == relation.outs[0]
+        )
         if same and _is_all(walk, relation, k, value):
             return walk.operand(relation, 1 - k)
     return None
@@ -182,11 +184,16 @@ def _delta(walk, relation, layout, axis: int, signs, wanted: list[int]) -> Tenso
         held = set(wanted) if held is None else set(held)
         missing = torch.tensor([p not in held for p in wanted])
         shape = [len(wanted) if d == axis else 1 for d in range(fill.ndim)]
-        total = total + torch.where(missing.view(shape), fill, torch.zeros((), dtype=fill.dtype)) * signs[k]
+        total = (
+            total
+            + torch.where(missing.view(shape), fill, torch.zeros((), dtype=fill.dtype)) * signs[k]
+        )
     return total.to(_dtype(relation))
 
 
-def _laid_out(walk, source: fx.Node, layout, axis: int, wanted: list[int], delta: Tensor) -> fx.Node:
+def _laid_out(
+    walk, source: fx.Node, layout, axis: int, wanted: list[int], delta: Tensor
+) -> fx.Node:
     """The base operand in the output's layout, with the constants of the join in it."""
     adapter = walk.adapter
     held = adapter.have(key_of(source))[axis]

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 
-def ranked(universe: Iterable[int], supports: Mapping[int, Tensor], fixed: bool) -> list[int] | None:
+def ranked(
+    universe: Iterable[int], supports: Mapping[int, Tensor], fixed: bool
+) -> list[int] | None:
     """One order for all cells of a universe (cells joined by adds): every position, by first
     appearance; None for the natural order.
 

@@ -49,7 +49,11 @@ def _check(model: nn.Module, names: Sequence[str]) -> None:
     for name in names:
         if name not in known or not name:
             near = sorted(k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2] and k)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; it has {sorted(k for k in known if k)[:8]}"
+            hint = (
+                f"; did you mean {near[0]!r}?"
+                if near
+                else f"; it has {sorted(k for k in known if k)[:8]}"
+            )
             raise BadInput(f"the model has no submodule {name!r}{hint}")
         inside = [other for other in names if other != name and name.startswith(f"{other}.")]
         if inside:
@@ -75,5 +79,7 @@ def _calls(
         work(*args, **kwargs)
     missing = [name for name in names if name not in found]
     if missing:
-        raise BadInput(f"{missing[0]!r} is never called on the example inputs: give inputs that reach it")
+        raise BadInput(
+            f"{missing[0]!r} is never called on the example inputs: give inputs that reach it"
+        )
     return found

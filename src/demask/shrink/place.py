@@ -127,7 +127,7 @@ class _Placer:
 
     def _contract(self, relation: Relation, operand: int, axes: CellAxes) -> None:
         """Summed positions are kept where some live output needs a product that is not known."""
-        if relation.entry.fill != "sum" or operand not in relation.factors[:1]:
+        if relation.entry.fill not in ("sum", "mix") or operand not in relation.factors[:1]:
             return
         mask = kept_products(relation, self.facts, self.needs)
         order = list(relation.size)
@@ -138,6 +138,8 @@ class _Placer:
                     [mask.shape[order.index(a)] for a in axis]
                 )
                 sizes = [relation.size[a] or 1 for a in axis]
+                if relation.entry.fill == "mix" and not bool(line.any()):
+                    line[:1] = True  # Weights that come from no product need one, of zeros, all the same.
                 self.cells.need(cells, line.expand(sizes).reshape(-1) if len(axis) > 1 else line)
 
     def _tie(self, relation: Relation, operand: int, axes: CellAxes) -> None:
@@ -203,12 +205,15 @@ class _Placer:
 def kept_products(relation: Relation, facts: Facts, needs: Needs) -> Tensor:
     """Over letters: the products of a contraction that a live output really needs at run time.
 
-    Products of two known factors are constants, which a bias or a border map takes.
+    Products of two known factors are constants, which a bias or a border map takes (weights of a
+    mix have neither).
     """
     order = list(relation.size)
     inputs = operand_facts(relation, facts)
     live = spread(needs.live[relation.node, 0], relation.outs[0], order, relation.size)
-    mask = any_over(live, order, relation.window) & known_contributions(relation, inputs, absorb=True)
+    mask = any_over(live, order, relation.window) & known_contributions(
+        relation, inputs, absorb=relation.entry.fill == "sum"
+    )
     return any_over(mask, order, relation.window)
 
 

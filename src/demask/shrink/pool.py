@@ -20,7 +20,9 @@ from demask.shrink.cells import Layout
 class Pool:
     """Constants and sizes of a graph in the making. Each is made once and read by name."""
 
-    def __init__(self, build: Builder, constants: Mapping[str, Constant], inputs: Sequence[fx.Node]):
+    def __init__(
+        self, build: Builder, constants: Mapping[str, Constant], inputs: Sequence[fx.Node]
+    ):
         self.build, self.source = build, constants
         self.constants: dict[str, Constant] = {}
         self.cuts: dict[str, Cut] = {}
@@ -109,7 +111,9 @@ class Pool:
         if kind in ("Max", "Min"):
             total = args[0]
             for arg in args[1:]:
-                total = self.build.call(torch.sym_max if kind == "Max" else torch.sym_min, total, arg)
+                total = self.build.call(
+                    torch.sym_max if kind == "Max" else torch.sym_min, total, arg
+                )
             return total
         raise DemaskError(f"a size of the network, {expr}, has no spelling yet; please report it")
 

@@ -67,7 +67,9 @@ def drop_unread(graph: fx.Graph) -> None:
 class Rewriter:
     """Walks the old graph and appends to the new one."""
 
-    def __init__(self, program, relations: Relations, facts: Facts, needs: Needs, placement: Placement):
+    def __init__(
+        self, program, relations: Relations, facts: Facts, needs: Needs, placement: Placement
+    ):
         self.relations, self.facts, self.needs, self.placement = relations, facts, needs, placement
         self.build = Builder(fx.Graph(), mode_of(program.graph))
         self.old_inputs = [n for n in program.graph.nodes if n.op == "placeholder"]
@@ -209,7 +211,9 @@ class Rewriter:
             if sum(self.adapter.effects.values()) > before and isinstance(value, fx.Node):
                 held = self.adapter.have(key_of(value)) or ()
                 axis = next((k for k, p in enumerate(held) if p is not None), 0)
-                self.reason(value, axis, _value(value).shape[axis], "the model's output keeps its shape")
+                self.reason(
+                    value, axis, _value(value).shape[axis], "the model's output keeps its shape"
+                )
         self.build.graph.output(tuple(values))
 
 
