@@ -7,6 +7,7 @@ to, and later readers of that tensor, or of any view of it, read the new value.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,11 +17,13 @@ from torch import fx
 
 from demask.errors import NotExportable
 from demask.graph.build import Builder, mode_of, same_shape, sizes_of
-from demask.graph.program import Program
+from demask.graph.program import Program, copied
+from demask.ops.schema import arguments
 
 aten = torch.ops.aten
 _SAME = {"alias", "detach", "contiguous", "dropout", "feature_dropout", "lift_fresh", "to"}
 _RESHAPED = {"view", "reshape", "flatten", "unflatten", "_unsafe_view", "unsqueeze", "squeeze"}
+_SPLITS = {"split", "split_with_sizes", "chunk", "tensor_split", "unbind"}
 _MAYBE = {"dropout", "feature_dropout"}  # in eval mode they return their input itself
 
 
@@ -30,13 +33,34 @@ def functionalized(program: Program) -> Program:
     if not any(_writes(node) for node in program.graph.nodes):
         return program
     walk = _Walk(mode_of(program.graph))
-    for node in program.graph.nodes:
+    for node in _pieces(program).nodes:
         walk.visit(node)
     written = [node.target for node in walk.version if node.op == "placeholder"]
     notes = tuple(
         f"the model writes into its input {name}; the result leaves it alone" for name in written
     )
     return replace(program, graph=walk.build.graph, notes=(*program.notes, *notes))
+
+
+def _pieces(program: Program) -> fx.Graph:
+    """The graph with the parts of a split as slices, through which a write finds its way back."""
+    graph, _ = copied(program)
+    build = Builder(graph, mode_of(graph))
+    for node in list(graph.nodes):
+        source = node.args[0] if node.target is operator.getitem else None
+        if not isinstance(source, fx.Node) or _base_name(source) not in _SPLITS:
+            continue
+        x, dim = source.args[0], arguments(source)["dim"]
+        sizes = [part.shape[dim] for part in source.meta["val"]]
+        start = sum(sizes[: node.args[1]]) if _base_name(source) != "unbind" else node.args[1]
+        with graph.inserting_before(node):
+            if _base_name(source) == "unbind":
+                made = build.call(aten.select.int, x, dim, start)
+            else:
+                made = build.call(aten.slice.Tensor, x, dim, start, start + sizes[node.args[1]])
+        node.replace_all_uses_with(made)
+        graph.erase_node(node)
+    return graph
 
 
 def _writes(node: fx.Node) -> bool:

@@ -7,7 +7,6 @@ A position the value does not hold is filled with what is known of it, or with 0
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -32,13 +31,12 @@ class Made:
 
 @dataclass(slots=True)
 class Adapter:
-    """Adapts values while a graph is rewritten; counts what it makes, with reasons."""
+    """Adapts values while a graph is rewritten; marks what it makes with its effect."""
 
     build: Builder
     pool: Pool
     facts: Facts
     made: dict[Key, Made] = field(default_factory=dict)
-    effects: Counter[str] = field(default_factory=Counter)
     done: dict[tuple[fx.Node, Layout], fx.Node] = field(default_factory=dict)
 
     def have(self, key: Key) -> Layout | None:
@@ -133,11 +131,10 @@ class Adapter:
         """The given entries of an axis: a slice where they are evenly spaced, else a gather."""
         step = take[1] - take[0] if len(take) > 1 else 1
         if step > 0 and list(take) == list(range(take[0], take[0] + step * len(take), step)):
-            self.effects["slice"] += 1
-            end = take[-1] + 1
-            return self.build.call(aten.slice.Tensor, node, axis, take[0], end, step)
-        self.effects["gather"] += 1
-        return self.build.call(aten.index_select.default, node, axis, self.pool.index(take))
+            made = self.build.call(aten.slice.Tensor, node, axis, take[0], take[-1] + 1, step)
+            return marked(made, "slice")
+        made = self.build.call(aten.index_select.default, node, axis, self.pool.index(take))
+        return marked(made, "gather")
 
     def _scattered(
         self,
@@ -161,7 +158,6 @@ class Adapter:
         if bool((flat == flat[0]).all()):
             return self._padded(node, axis, held, wanted, flat[0].item())
         distinct, which = torch.unique(filler, dim=axis, return_inverse=True)
-        self.effects["scatter"] += 1
         columns = self.pool.constant(distinct, "fill")
         shape = [distinct.shape[axis] if k == axis else n for k, n in enumerate(self._sizes(node))]
         both = self.build.call(
@@ -170,8 +166,9 @@ class Adapter:
         column = {k: len(held) + int(c) for k, c in zip(missing, which.tolist(), strict=True)}
         take = [column[k] if k in column else at[p] for k, p in enumerate(wanted)]
         if take == list(range(len(held) + distinct.shape[axis])):
-            return both
-        return self.build.call(aten.index_select.default, both, axis, self.pool.index(take))
+            return marked(both, "scatter")
+        made = self.build.call(aten.index_select.default, both, axis, self.pool.index(take))
+        return marked(made, "scatter")
 
     def _padded(
         self, node: fx.Node, axis: int, held: list[int], wanted: list[int], value: float
@@ -185,14 +182,14 @@ class Adapter:
         if len(held) == len(wanted) and held != wanted:
             return self.select(node, axis, [held.index(p) for p in wanted])
         if wanted[start : start + len(held)] == held:
-            self.effects["pad"] += 1
             ends = [start, len(wanted) - start - len(held)]
-            return self.build.call(aten.constant_pad_nd.default, node, before + ends, value)
-        self.effects["scatter"] += 1
+            made = self.build.call(aten.constant_pad_nd.default, node, before + ends, value)
+            return marked(made, "pad")
         one = self.build.call(aten.constant_pad_nd.default, node, [*before, 0, 1], value)
         at = {position: k for k, position in enumerate(held)}
         take = [at.get(p, len(held)) for p in wanted]
-        return self.build.call(aten.index_select.default, one, axis, self.pool.index(take))
+        made = self.build.call(aten.index_select.default, one, axis, self.pool.index(take))
+        return marked(made, "scatter")
 
     def scattered(
         self, node: fx.Node, axis: int, places: Sequence[int], size: int, value: float
@@ -205,6 +202,12 @@ class Adapter:
     def _sizes(self, node: fx.Node) -> list[object]:
         """The sizes of a new node's value, dynamic ones by expression."""
         return [self.pool.size(size) for size in _value(node).shape]
+
+
+def marked(node: fx.Node, effect: str) -> fx.Node:
+    """Note on a new node that it is there to keep a shape, and how; the report counts these."""
+    node.meta["effect"] = effect
+    return node
 
 
 def _value(node: fx.Node) -> Tensor:

@@ -14,6 +14,7 @@ from demask.graph.build import same_size
 from demask.graph.program import Constant
 from demask.graph.provenance import Cut
 from demask.ops import Relation, schema
+from demask.shrink.adapt import marked
 from demask.shrink.border import Absorbed, absorbed
 from demask.shrink.cells import Layout, whole
 from demask.shrink.place import is_constant, is_grouped
@@ -106,8 +107,8 @@ def _emit_rows(
         return build.call(aten.clone.default, build.call(aten.expand.default, made, sizes))
     live = _emit_dense(walk, relation, rows, left)
     wide = build.call(aten.expand.default, made, sizes)
-    walk.adapter.effects["scatter-add"] += 1
-    return build.call(aten.index_add.default, wide, axis, walk.pool.index(places), live)
+    made = build.call(aten.index_add.default, wide, axis, walk.pool.index(places), live)
+    return marked(made, "scatter-add")
 
 
 def _absorb(walk: Rewriter, relation: Relation) -> Absorbed:
@@ -251,12 +252,11 @@ def _border_map(walk: Rewriter, relation: Relation, layout: Layout, kernel: Tens
     value = source.meta["val"]
     space = [walk.pool.size(size) for size in value.shape[-(kernel.ndim - 2) :]]
     ones = build.call(aten.ones.default, [1, 1, *space], dtype=value.dtype, device=value.device)
-    walk.adapter.effects["border map"] += 1
     plain = {k: v for k, v in found.items() if k not in ("input", "weight", "bias")}
     plain = {k: walk.argument(v) for k, v in plain.items()}
     plain |= {"input": ones, "weight": walk.pool.read(name), "bias": None, "groups": 1}
     args, kwargs = schema.call(node.target, plain)
-    made = build.call(node.target, *args, **kwargs)
+    made = marked(build.call(node.target, *args, **kwargs), "border map")
     if value.ndim == kernel.ndim - 1:
         made = build.call(aten.squeeze.dim, made, 0)
     places = [k for k, p in enumerate(held or ()) if p in set(positions)]

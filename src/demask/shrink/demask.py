@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -17,7 +18,7 @@ from demask.graph.capture import capture
 from demask.graph.fold import folded
 from demask.graph.functional import functionalized
 from demask.graph.program import Constant, Program
-from demask.graph.provenance import Cut, InputSpec, Provenance, Sizes
+from demask.graph.provenance import Cut, InputSpec, Provenance, Reason, Sizes
 from demask.graph.result import Demasked, build
 from demask.graph.spell import spelled
 from demask.ops import TABLE, Declined, Relation, Table, bind, schema
@@ -78,24 +79,72 @@ def _makes_tensors(node: fx.Node) -> bool:
 def shrunk(given: Program, table: Table) -> Demasked:
     """The module of the smallest program that computes the same as a functional, folded one.
 
-    Where nothing became smaller, the program is built as it was given: demasking twice is demasking
-    once, and what is added to keep shapes never outweighs what went.
+    Passes are made until one makes nothing smaller: what a pass adds to keep shapes (a border map, a
+    vector of constants) may itself hold zeros. So demasking twice is demasking once; and where
+    nothing at all became smaller, the program is built as it was given.
     """
-    program = simplified(given)
+    first = step = _measured(simplified(given), table)
+    while (smaller := _smaller(step, table)) is not None:
+        step = smaller
+    if step is first:
+        step = replace(first, program=_owned(given), cuts=_uncut(given))
+    return build(step.program, _provenance(first, step))
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A program, how it measures, and how its tensors were cut from those of the first."""
+
+    program: Program
+    relations: Relations
+    sizes: Sizes
+    cuts: Mapping[str, Cut]
+    reasons: tuple[Reason, ...] = ()
+
+    @property
+    def weight(self) -> tuple[int, int, int]:
+        """Parameters, MACs, elements written: what has to shrink."""
+        return (self.sizes.parameters, self.sizes.macs, _traffic(self.program))
+
+
+def _measured(program: Program, table: Table) -> _Step:
     relations = relations_of(program.graph, table)
-    before = sizes_of(program, relations)
+    return _Step(program, relations, sizes_of(program, relations), _uncut(program))
+
+
+def _smaller(step: _Step, table: Table) -> _Step | None:
+    """One more pass, if it makes the program smaller in something and no larger in parameters."""
+    program = simplified(step.program)
+    relations = relations_of(program.graph, table)
     for frugal in (False, True):
         result = _attempt(program, relations, frugal)
-        after = sizes_of(result.program, relations_of(result.program.graph, table))
-        less = after.macs < before.macs or _traffic(result.program) < _traffic(program)
-        if after.parameters < before.parameters or (after.parameters == before.parameters and less):
-            return build(result.program, _provenance(program, result, before, after))
-    whole = {
+        made = _measured(result.program, table)
+        less = made.weight[0] < step.weight[0] or made.weight[1:] != step.weight[1:] and (
+            made.weight[1] <= step.weight[1] and made.weight[2] <= step.weight[2]
+        )
+        if made.weight[0] <= step.weight[0] and less:
+            cuts = {name: _composed(cut, step.cuts) for name, cut in result.cuts.items()}
+            return replace(made, cuts=cuts, reasons=(*step.reasons, *result.reasons))
+    return None
+
+
+def _uncut(program: Program) -> dict[str, Cut]:
+    return {
         name: Cut(c.name, tuple(c.tensor.shape), (None,) * c.tensor.ndim)
-        for name, c in given.constants.items()
+        for name, c in program.constants.items()
     }
-    kept = Rewritten(_owned(given), whole, {}, ())
-    return build(kept.program, _provenance(program, kept, before, before))
+
+
+def _composed(later: Cut, earlier: Mapping[str, Cut]) -> Cut:
+    """Where a tensor cut twice came from in the first program."""
+    first = earlier.get(later.source)
+    if first is None or len(first.kept) != len(later.kept):
+        return later
+    kept = tuple(
+        b if a is None else a if b is None else tuple(a[p] for p in b)
+        for a, b in zip(first.kept, later.kept, strict=True)
+    )
+    return Cut(first.source, first.shape, kept)
 
 
 def _attempt(program: Program, relations: Relations, frugal: bool) -> Rewritten:
@@ -128,16 +177,17 @@ def _traffic(program: Program) -> int:
     return total
 
 
-def _provenance(program: Program, result: Rewritten, before: Sizes, after: Sizes) -> Provenance:
+def _provenance(first: _Step, last: _Step) -> Provenance:
+    marks = [node.meta["effect"] for node in last.program.graph.nodes if "effect" in node.meta]
     return Provenance(
-        cuts=result.cuts,
-        reasons=result.reasons,
-        effects=result.effects,
-        notes=program.notes,
-        inputs=_inputs(program),
-        before=before,
-        after=after,
-        removed=_removed(program, result),
+        cuts=last.cuts,
+        reasons=last.reasons,
+        effects=dict(Counter(marks)),
+        notes=first.program.notes,
+        inputs=_inputs(first.program),
+        before=first.sizes,
+        after=last.sizes,
+        removed=_removed(first.program, last.program),
     )
 
 
@@ -184,10 +234,10 @@ def _letter_sizes(relation: Relation) -> dict[str, int]:
     return sizes
 
 
-def _removed(program: Program, result: Rewritten) -> dict[str, int]:
+def _removed(before: Program, after: Program) -> dict[str, int]:
     """Per module, how many parameters are gone."""
     found: dict[str, int] = {}
-    for sign, constants in ((1, program.constants), (-1, result.program.constants)):
+    for sign, constants in ((1, before.constants), (-1, after.constants)):
         for name, constant in constants.items():
             if constant.tensor.is_floating_point():
                 module = name.rpartition(".")[0]

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from demask.facts.known import key_of
 from demask.ops import Relation, schema
+from demask.shrink.adapt import marked
 from demask.shrink.cells import Layout
 
 if TYPE_CHECKING:
@@ -169,9 +170,9 @@ def _add_at(walk, relation, layout: Layout, axis: int, base: int, signs: list[An
         value = walk.build.call(aten.to.dtype, value, dtype)
     if places == list(range(len(wanted))):
         return walk.build.call(aten.add.Tensor, made, value, alpha=signs[other])
-    adapter.effects["scatter-add"] += 1
     index = walk.pool.index(places)
-    return walk.build.call(aten.index_add.default, made, axis, index, value, alpha=signs[other])
+    args = (made, axis, index, value)
+    return marked(walk.build.call(aten.index_add.default, *args, alpha=signs[other]), "scatter-add")
 
 
 def _delta(walk, relation, layout, axis: int, signs, wanted: list[int]) -> Tensor:

@@ -32,11 +32,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """A smaller program, how its tensors were cut, the shape-keeping ops it holds, and why."""
+    """A smaller program, how its tensors were cut, and why what was kept was kept."""
 
     program: Program
     cuts: Mapping[str, Cut]
-    effects: Mapping[str, int]
     reasons: tuple[Reason, ...]
 
 
@@ -53,7 +52,7 @@ def rewrite(
     kept = {name: c for name, c in walk.pool.constants.items() if name in read}
     cuts = {name: cut for name, cut in walk.pool.cuts.items() if name in read}
     return Rewritten(
-        program.with_graph(graph, kept), cuts, dict(walk.adapter.effects), tuple(walk.reasons)
+        program.with_graph(graph, kept), cuts, tuple(walk.reasons)
     )
 
 
@@ -206,10 +205,9 @@ class Rewriter:
         """The model's outputs keep their shape."""
         values = []
         for value in node.args[0]:  # type: ignore[union-attr]
-            before = sum(self.adapter.effects.values())
             values.append(self.argument(value) if isinstance(value, fx.Node) else value)
-            if sum(self.adapter.effects.values()) > before and isinstance(value, fx.Node):
-                held = self.adapter.have(key_of(value)) or ()
+            held = self.adapter.have(key_of(value)) or () if isinstance(value, fx.Node) else ()
+            if any(p is not None for p in held):
                 axis = next((k for k, p in enumerate(held) if p is not None), 0)
                 self.reason(
                     value, axis, _value(value).shape[axis], "the model's output keeps its shape"
