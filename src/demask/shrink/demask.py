@@ -83,7 +83,7 @@ def shrunk(given: Program, table: Table) -> Demasked:
     vector of constants) may itself hold zeros. So demasking twice is demasking once; and where
     nothing at all became smaller, the program is built as it was given.
     """
-    first = step = _measured(simplified(given), table)
+    first = step = _measured(given, table)
     while (smaller := _smaller(step, table)) is not None:
         step = smaller
     if step is first:
