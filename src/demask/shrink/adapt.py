@@ -37,7 +37,7 @@ class Adapter:
     pool: Pool
     facts: Facts
     made: dict[Key, Made] = field(default_factory=dict)
-    done: dict[tuple[fx.Node, Layout], fx.Node] = field(default_factory=dict)
+    done: dict[tuple[Key, Layout], fx.Node] = field(default_factory=dict)
 
     def have(self, key: Key) -> Layout | None:
         """The layout a value is in, None if it was not computed."""
@@ -56,9 +56,9 @@ class Adapter:
         made = self.made[key]
         if made.layout == want:
             return made.node
-        if (made.node, want) not in self.done:
-            self.done[made.node, want] = self._adapted(key, source, made, want)
-        return self.done[made.node, want]
+        if (key, want) not in self.done:
+            self.done[key, want] = self._adapted(key, source, made, want)
+        return self.done[key, want]
 
     def _meets(self, key: Key, source: fx.Node, want: Layout) -> bool:
         """Is any wanted position held?"""

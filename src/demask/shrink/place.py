@@ -103,8 +103,14 @@ class _Placer:
         letters = {letter: self.cells.new(size) for letter, size in relation.size.items()}
         self.cells.force(letters[a] for a in _forced(relation))
         flat = is_grouped(relation)
+        norm = relation.entry.affine is not None and bool(relation.complete)
+        made = letters
+        if norm:
+            # A norm reads whole axes; of what it makes, only what is read is scaled and shifted.
+            made = letters | {a: self.cells.new(relation.size[a]) for a in relation.complete}
+            self._need(self._axes(relation.outs[0], letters, relation, False), self.needs.live[node, 0])
         for k in outs:
-            self.value[node, k] = self._axes(relation.outs[k], letters, relation, flat)
+            self.value[node, k] = self._axes(relation.outs[k], made, relation, flat or norm)
         for k, operand in enumerate(relation.operands):
             if isinstance(operand.value, fx.Node):
                 axes = self._axes(relation.ins[k], letters, relation, flat)
@@ -159,11 +165,25 @@ class _Placer:
 
     def _equal(self, key: Key, axis: int, read: Tensor) -> bool:
         """Does the reader need all that the value holds along an axis?"""
-        cells = self.cells.leaves(self.value[key][axis])
-        if all(self.cells.forced(cell) for cell in cells):
-            return bool(read.all())
-        held = along(self.needs.live[key], axis)
+        held = self._held(key, axis)
         return bool((read.expand(max(len(held), len(read))) == held).all())
+
+    def _held(self, key: Key, axis: int) -> Tensor:
+        """What the value will hold along an axis: the product of what its cells keep."""
+        live = along(self.needs.live[key], axis)
+        cells = self.cells.leaves(self.value[key][axis])
+        sizes = [self.cells.size(cell) for cell in cells]
+        whole = [self.cells.forced(cell) for cell in cells]
+        if all(whole) or None in sizes:
+            return torch.ones(1, dtype=torch.bool)
+        if len(cells) == 1 or len(live) == 1:
+            return live
+        part, held = live.reshape([n or 1 for n in sizes]), torch.ones((), dtype=torch.bool)
+        for k in range(len(cells)):
+            rest = [d for d in range(len(cells)) if d != k]
+            mine = part.any(dim=rest) if not whole[k] else torch.ones(part.shape[k], dtype=torch.bool)
+            held = held.unsqueeze(-1) & mine
+        return held.reshape(-1)
 
     def _need(self, axes: CellAxes, mask: Tensor) -> None:
         for k, cells in enumerate(axes):

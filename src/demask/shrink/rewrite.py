@@ -24,6 +24,7 @@ from demask.shrink.adapt import Adapter, Made
 from demask.shrink.cells import Layout, Positions, whole
 from demask.shrink.contract import emit_contraction
 from demask.shrink.join import emit_join, unchanged
+from demask.shrink.norm import emit_cut_norm
 from demask.shrink.place import Placement, is_join
 from demask.shrink.pool import Pool, module_of
 
@@ -226,6 +227,14 @@ def emit_plain(walk: Rewriter, relation: Relation, live: list[int]) -> None:
         return
     for k, operand in enumerate(relation.operands):
         _explain(walk, relation, k, operand.value)
+    if relation.entry.affine and relation.complete and layouts[0] is not None:
+        held = walk.placement.slot[node, 0]
+        if held != layouts[0] and schema.arguments(node).get("weight") is not None:
+            made = emit_cut_norm(walk, relation, layouts[0])
+            made.meta = {**node.meta, **made.meta}
+            walk.keep(node, 0, made, layouts[0])
+            return
+        layouts[0] = filled[0] = held
     values = [walk.operand(relation, k) for k in range(len(relation.operands))]
     args, kwargs = walk.arguments(relation, values, filled)
     walk.finish(node, node.target, args, kwargs, layouts)

@@ -1,0 +1,116 @@
+"""Writes docs/table.md from `demask.ops.TABLE`: run `python docs/make_table.py` after a change."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from demask.graph.spell import SPELLED
+from demask.ops import TABLE, Declined, Entry, Relation, Spelled, bind
+from demask.ops.entry import Shape
+from demask.ops.laws import call_node, drawn, target_of
+
+PATH = Path(__file__).parent / "table.md"
+SHOWN = "zero main sized pads affine neutral args indices region kept free".split()
+HEAD = """# The table
+
+One entry per ATen op: how the axes of its outputs depend on the axes of its inputs. Made from
+`demask.ops.TABLE` by `python docs/make_table.py`; a test keeps it so. How to read a line is in
+[architecture.md](architecture.md#3-the-table-demaskops), what the columns mean in
+`demask.ops.entry.Entry`.
+
+- *kind*: follows from the line, and from how a known value is filled in; nobody declares it.
+  *contract* sums products, *mix* averages by weights that come from products (attention), *reduce*
+  and *complete* need whole axes, *window* slides, *move* computes nothing, *create* reads no value.
+- *line*: where an entry's line is a function of the call (marked *f*), the one spelled for its
+  first law case.
+- *fill*: how the value of a known output is found.
+- *columns*: what else the entry states; a name alone means a function of the call.
+- *cases*: the calls on which both laws are tested, each with many drawn masks.
+
+"""
+
+
+def kind(relation: Relation) -> str:
+    """What a line makes of its axes, in one word."""
+    fill = relation.entry.fill
+    if fill in ("sum", "mix"):
+        return {"sum": "contract", "mix": "mix"}[fill]
+    if relation.entry.free:
+        return "create"
+    gone = relation.complete - relation.letters(tuple(a for axes in relation.outs for a in axes))
+    if gone:
+        return "reduce" if fill == "run" else "look-up"
+    if relation.window:
+        return "window"
+    if relation.moved or fill == "same":
+        return "move"
+    return "complete" if relation.complete else "pointwise"
+
+
+def first_call(name: str, entry: Entry) -> fx.Node:
+    """The call of an entry's first law case, on drawn tensors."""
+    draw = torch.Generator().manual_seed(0)
+    case = entry.cases[0]
+    args, kwargs = pytree.tree_map(
+        lambda leaf: drawn(leaf, draw) if isinstance(leaf, Shape) else leaf,
+        (case.args, dict(case.kwargs)),
+    )
+    return call_node(target_of(name), *args, **kwargs)
+
+
+def line(entry: Entry, node: fx.Node) -> str:
+    """The line for a call, with the sizes that no operand shows."""
+    if isinstance(entry.line, str):
+        return f"`{entry.line}`"
+    found = entry.line(node)
+    if isinstance(found, Declined):
+        raise ValueError(f"the first case of {node.target} has no line: {found.text}")
+    text = found.line if isinstance(found, Spelled) else found
+    return f"`{' '.join(text.split())}` *f*"
+
+
+def columns(entry: Entry) -> str:
+    """The columns that an entry sets, beside line, fill and cases."""
+    plain = {f.name: f.default for f in fields(Entry) if f.default is not MISSING}
+    found = {name: getattr(entry, name) for name in SHOWN if getattr(entry, name) != plain[name]}
+    texts = [
+        name if callable(value) or value is True else f"{name}={value}"
+        for name, value in found.items()
+    ]
+    return ", ".join(texts).replace("'", "")
+
+
+def row(name: str, entry: Entry) -> tuple[str, list[str]]:
+    """The kind of an entry, and its cells."""
+    node = first_call(name, entry)
+    relation = bind(node, TABLE)
+    if isinstance(relation, Declined):
+        raise ValueError(f"the first case of {name} is declined: {relation.text}")
+    short = name.removeprefix("aten.")
+    made = kind(relation)
+    cases = str(len(entry.cases))
+    return made, [f"`{short}`", made, line(entry, node), entry.fill, columns(entry), cases]
+
+
+def page() -> str:
+    """The whole page, in the order of the table."""
+    made = [row(name, entry) for name, entry in TABLE.items()]
+    counts = Counter(word for word, _ in made)
+    said = ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))
+    lines = [["op (`aten.`)", "kind", "line", "fill", "columns", "cases"], ["---"] * 6]
+    lines += [cells for _, cells in made]
+    body = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    spelled = ", ".join(f"`{name.removeprefix('aten.')}`" for name in sorted(SPELLED))
+    tail = f"Spelled as others before the table is asked (`demask.graph.spell`): {spelled}."
+    return f"{HEAD}{len(TABLE)} entries: {said}.\n\n{body}\n\n{tail}\n"
+
+
+if __name__ == "__main__":
+    PATH.write_text(page())
+    print(f"{PATH.name}: {len(TABLE)} entries")

@@ -1,0 +1,45 @@
+"""Runs the python blocks of the pages in docs/, each page as one program, and compares what they
+print with the text block that follows: `python docs/run_blocks.py --write` puts that right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).parent
+BLOCK = re.compile(
+    r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<out>.*?)^```\n)?", re.M | re.S
+)
+
+
+def ran(page: Path) -> str:
+    """The text of a page with every text block as its python block prints it."""
+    names: dict[str, object] = {}
+
+    def again(found: re.Match[str]) -> str:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(found["code"], page.name, "exec"), names)
+        if found["out"] is None:
+            return found[0]
+        lines = "\n".join(line.rstrip() for line in printed.getvalue().strip("\n").splitlines())
+        return f"```python\n{found['code']}```\n\n```text\n{lines}\n```\n"
+
+    return BLOCK.sub(again, page.read_text())
+
+
+def pages() -> list[Path]:
+    """The pages that hold code."""
+    return [page for page in sorted(DOCS.glob("*.md")) if "```python" in page.read_text()]
+
+
+if __name__ == "__main__":
+    for path in pages():
+        text = ran(path)
+        print(path.name, "as it is" if text == path.read_text() else "changed")
+        if "--write" in sys.argv:
+            path.write_text(text)

@@ -1,0 +1,77 @@
+"""The docs are true: the table's page is that of the table, and every example runs as shown."""
+
+from __future__ import annotations
+
+import doctest
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import demask
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+SOURCES = sorted(Path(demask.__file__).parent.rglob("*.py"))
+
+
+def script(name: str) -> ModuleType:
+    """A script of docs/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+blocks = script("run_blocks")
+
+
+def test_the_page_of_the_table_is_up_to_date():
+    made = script("make_table").page()
+    assert (DOCS / "table.md").read_text() == made, "run `python docs/make_table.py`"
+
+
+def test_the_picture_is_up_to_date():
+    made = script("make_picture").picture()
+    assert (DOCS / "before_after.svg").read_text() == made, "run `python docs/make_picture.py`"
+
+
+@pytest.mark.parametrize("page", blocks.pages(), ids=lambda page: page.name)
+def test_the_examples_of_a_page_print_what_it_shows(page):
+    assert blocks.ran(page) == page.read_text(), "run `python docs/run_blocks.py --write`"
+
+
+def test_a_page_that_shows_something_else_is_noticed(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n")
+    assert blocks.ran(page) == page.read_text().replace("3", "2")
+
+
+def modules_with_examples() -> list[str]:
+    """Modules of demask whose docstrings hold examples."""
+    root = Path(demask.__file__).parent.parent
+    found = [path for path in SOURCES if ">>> " in path.read_text()]
+    return [".".join(path.relative_to(root).with_suffix("").parts) for path in found]
+
+
+@pytest.mark.parametrize("name", modules_with_examples())
+def test_the_examples_of_docstrings_run(name):
+    outcome = doctest.testmod(importlib.import_module(name))
+    assert outcome.attempted > 0
+    assert outcome.failed == 0
+
+
+def test_the_public_names_with_examples_are_among_them():
+    held = set(modules_with_examples())
+    public = {"shrink.demask", "shrink.cells", "verify", "ops.entry", "ops.notation"}
+    assert {f"demask.{name}" for name in public} <= held
+
+
+@pytest.mark.parametrize("page", sorted([*DOCS.glob("*.md"), ROOT / "README.md"]), ids=lambda page: page.name)
+def test_links_to_files_lead_somewhere(page):
+    links = [part.partition(")")[0] for part in page.read_text().split("](")[1:]]
+    files = [link.partition("#")[0] for link in links if "://" not in link]
+    assert [name for name in files if name and not (page.parent / name).exists()] == []
