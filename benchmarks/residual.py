@@ -108,8 +108,7 @@ def masked(model: nn.Module, generator: torch.Generator, *, shifts: bool) -> nn.
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One network in one setting: its sizes, its calls before and after, the float64 difference, and
-    both timings."""
+    """One network in one setting; difference: relative, in float64; calls: before and after."""
 
     network: str
     shifts: str
@@ -240,22 +239,21 @@ float64. Slower than the masked network: {len(slower)} of {len(found)} settings.
 {markdown(HEAD, [cells(row) for row in found])}
 
 Fewer MACs are no speed where a forward pass is mostly calls: the demasked graph has more of them,
-some only to keep shapes or to give constants their border, and a border map is computed anew in each
-call whatever the batch. `demask()` is minimal and knows no machine: it times nothing, and never
-rounds an odd channel count up.
+some only to keep shapes or to give constants their border, and a border map is computed anew in
+each call whatever the batch. `demask()` is minimal and knows no machine: it times nothing, and
+never rounds an odd channel count up.
 
-{markdown(["network", "shifts", "calls", *found[0].report.scatters], [effects(r) for r in once(found)])}
+{markdown(["network", "shifts", "calls", *found[0].report.scatters], effects(found))}
 """
 
 
-def once(found: Sequence[Row]) -> list[Row]:
-    """One row per network and kind of mask."""
-    return list({(row.network, row.shifts): row for row in found}.values())
-
-
-def effects(row: Row) -> list[str]:
-    calls = f"{row.calls[0]} → {row.calls[1]}"
-    return [row.network, row.shifts, calls, *map(str, row.report.scatters.values())]
+def effects(found: Sequence[Row]) -> list[list[str]]:
+    """Calls and shape-keeping operations, once per network and kind of mask."""
+    rows = {(row.network, row.shifts): row for row in found}.values()
+    return [
+        [r.network, r.shifts, f"{r.calls[0]} → {r.calls[1]}", *map(str, r.report.scatters.values())]
+        for r in rows
+    ]
 
 
 def main() -> None:

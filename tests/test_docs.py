@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import doctest
+import importlib
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -22,6 +24,7 @@ def script(name: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
@@ -70,7 +73,9 @@ def test_the_public_names_with_examples_are_among_them():
     assert {f"demask.{name}" for name in public} <= held
 
 
-@pytest.mark.parametrize("page", sorted([*DOCS.glob("*.md"), ROOT / "README.md"]), ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", sorted([*DOCS.glob("*.md"), ROOT / "README.md"]), ids=lambda page: page.name
+)
 def test_links_to_files_lead_somewhere(page):
     links = [part.partition(")")[0] for part in page.read_text().split("](")[1:]]
     files = [link.partition("#")[0] for link in links if "://" not in link]

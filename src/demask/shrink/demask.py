@@ -140,6 +140,9 @@ def _composed(later: Cut, earlier: Mapping[str, Cut]) -> Cut:
     first = earlier.get(later.source)
     if first is None or len(first.kept) != len(later.kept):
         return later
+    made = [n if p is None else len(p) for n, p in zip(first.shape, first.kept, strict=True)]
+    if tuple(made) != later.shape:
+        return later  # A tensor folded between passes, under the name of one it was folded from.
     kept = tuple(
         b if a is None else a if b is None else tuple(a[p] for p in b)
         for a, b in zip(first.kept, later.kept, strict=True)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
+from demask.graph.provenance import Cut
 from demask.ops import Relation, schema
 from demask.shrink.cells import Layout
+from demask.shrink.pool import cut
 
 if TYPE_CHECKING:
     from demask.shrink.rewrite import Rewriter
@@ -44,10 +47,14 @@ def emit_cut_norm(walk: Rewriter, relation: Relation, want: Layout) -> fx.Node:
 def _vector(walk: Rewriter, relation: Relation, name: str, want: Layout) -> fx.Node:
     """A scale or shift cut to the wanted positions, shaped to broadcast over the output."""
     k = next(k for k, operand in enumerate(relation.operands) if operand.name == name)
-    outs = relation.outs[0]
-    axes = [next(d for d, letters in enumerate(outs) if letters == mine) for mine in relation.ins[k]]
-    cut = walk.adapter.adapt(relation.operands[k].value, tuple(want[d] for d in axes))
-    if axes == list(range(len(outs) - len(axes), len(outs))):
-        return cut
-    shape = [cut.meta["val"].shape[axes.index(d)] if d in axes else 1 for d in range(min(axes), len(outs))]
-    return walk.build.call(aten.view.default, cut, shape)
+    source, outs = relation.operands[k].value, relation.outs[0]
+    axes = [next(d for d, a in enumerate(outs) if a == mine) for mine in relation.ins[k]]
+    part = tuple(want[d] for d in axes)
+    if axes == list(range(len(outs) - len(axes), len(outs))) or source.op != "get_attr":
+        return walk.adapter.adapt(source, part)
+    old = walk.pool.source[str(source.target)]
+    tensor = cut(old.tensor, part)
+    shape = [tensor.shape[axes.index(d)] if d in axes else 1 for d in range(min(axes), len(outs))]
+    made = walk.pool.add(replace(old, tensor=tensor.reshape(shape)))
+    walk.pool.cuts[made] = Cut(old.name, tuple(old.tensor.shape), part)
+    return walk.pool.read(made)
