@@ -430,8 +430,12 @@ def mask_inside_forward() -> Made:
 
 @micro(4 * 3 + 3 + 3 * 2 + 2)
 def mask_on_an_activation() -> Made:
-    net = Net(lambda m, x: m["b"](m["mask"](m["a"](x)).relu()), a=nn.Linear(4, 8), b=nn.Linear(8, 2),
-              mask=_Masked(_keep(8, [0, 2, 3, 5, 7])))  # fmt: skip
+    net = Net(
+        lambda m, x: m["b"](m["mask"](m["a"](x)).relu()),
+        a=nn.Linear(4, 8),
+        b=nn.Linear(8, 2),
+        mask=_Masked(_keep(8, [0, 2, 3, 5, 7])),
+    )
     return net, image(3, 4)
 
 

@@ -6,10 +6,11 @@ import copy
 
 import pytest
 import torch
-from demask import demask
-from micro import MICROS, Micro
 from torch.export import Dim
 from torch.utils import _pytree as pytree
+
+from demask import demask
+from micro import MICROS, Micro
 
 
 def made(case: Micro):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
+from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, DemaskError, Mismatch
@@ -65,8 +66,8 @@ def verify(
     *,
     check: bool = True,
 ) -> Verification:
-    """Compare `slim` with `model` in eval mode, on the given inputs and three seeded draws like them,
-    at batch 1 and 3 too where the batch is dynamic; in float64 and in the model's own dtype.
+    """Compare `slim` with `model` in eval mode, on the given inputs and three seeded draws like
+    them, at batch 1 and 3 too where the batch is dynamic; in float64 and in the model's own dtype.
 
     Neither module is changed. Raises Mismatch when they differ and `check`; BadInput when there are
     no example inputs to run. Integer and boolean outputs must be equal.
@@ -91,7 +92,8 @@ def verify(
     if check and not result.ok:
         raise Mismatch(
             f"the networks differ: {result.failure}. Expected at most {allowed:.1e} relative in "
-            f"float64 and {ULPS:g} ulps in {result.dtype}; got {result.max_rel:.1e} and {result.ulps:.3g}. "
+            f"float64 and {ULPS:g} ulps in {result.dtype}; got {result.max_rel:.1e} and "
+            f"{result.ulps:.3g}. "
             "If `slim` came from demask(), please report it with the model."
         )
     return result
@@ -124,9 +126,8 @@ class _Found:
                 self._fail(f"output {name} is {x!r} against {y!r} ({where})")
             return
         if x.shape != y.shape or x.dtype != y.dtype:
-            self._fail(
-                f"output {name} is {x.dtype} {tuple(x.shape)} against {y.dtype} {tuple(y.shape)} ({where})"
-            )
+            kinds = f"{x.dtype} {tuple(x.shape)} against {y.dtype} {tuple(y.shape)}"
+            self._fail(f"output {name} is {kinds} ({where})")
             return
         if wide and "batch 1" not in where and "batch 3" not in where:
             self.seen.setdefault(name, []).append(x)
@@ -163,8 +164,10 @@ class _Found:
             name for name, values in self.seen.items()
             if len(values) > 1 and all(torch.equal(values[0], v) for v in values[1:])
         )  # fmt: skip
-        return Verification(self.max_abs, self.max_rel, dtype, not self.failure, self.ulps, self.runs,
-                            still, narrowed, self.failure)  # fmt: skip
+        return Verification(
+            self.max_abs, self.max_rel, dtype, not self.failure, self.ulps, self.runs,
+            still, narrowed, self.failure,
+        )  # fmt: skip
 
 
 def _examples(model, slim, args, kwargs) -> tuple[Any, dict[str, Any]]:
@@ -203,8 +206,9 @@ def _drawn(shape: Any, dtype: torch.dtype) -> Tensor:
 
 
 def _own(model, slim) -> tuple[nn.Module, nn.Module]:
-    left = model.module(check_guards=False) if isinstance(model, ExportedProgram) else None
-    return left if left is not None else _eval(model), _eval(slim)
+    if isinstance(model, ExportedProgram):
+        return model.module(check_guards=False), _eval(slim)
+    return _eval(model), _eval(slim)
 
 
 def _eval(module: nn.Module, share: bool = True) -> nn.Module:
@@ -267,8 +271,8 @@ def _widen(module: nn.Module) -> None:
         return torch.float64 if value in _NARROW else value
 
     for node in module.graph.nodes:
-        node.args = fx.node.map_aggregate(node.args, wider)
-        node.kwargs = fx.node.map_aggregate(node.kwargs, wider)
+        node.args = map_aggregate(node.args, wider)
+        node.kwargs = map_aggregate(node.kwargs, wider)
     module.recompile()
 
 

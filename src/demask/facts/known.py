@@ -360,7 +360,7 @@ def known_sum(relation: Relation, inputs: list[Fact]) -> Tensor:
 def summed(
     a: Tensor, b: Tensor, order: list[str], over: set[str], size: Mapping[str, int | None]
 ) -> Tensor:
-    """Σ a · b over the given letters, as a mask-shaped tensor; letters alike in both count fully."""
+    """Σ a · b over the given letters, shaped like a mask; letters alike in both count fully."""
     dims = [k for k, letter in enumerate(order) if letter in over]
     count = 1
     for k in dims:

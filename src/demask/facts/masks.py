@@ -48,7 +48,7 @@ def checked(known: Tensor, fill: Tensor) -> Fact:
 def spread(
     mask: Tensor, axes: Axes, order: Sequence[str], size: Mapping[str, int | None]
 ) -> Tensor:
-    """A mask over a tensor's axes, as a mask over the letters `order` (1 where it has no letter)."""
+    """A mask over a tensor's axes, as one over the letters `order` (1 where it has no letter)."""
     shape: list[int] = []
     letters: list[str] = []
     for axis, n in zip(axes, mask.shape, strict=True):
@@ -125,6 +125,6 @@ def uniform_over(fact: Fact, order: Sequence[str], letters: set[str] | frozenset
 
 
 def along(mask: Tensor, axis: int) -> Tensor:
-    """A 1-D mask: any element at each position of one axis (length 1 if it is the same all along)."""
+    """A 1-D mask: any element at each position of one axis (length 1: the same all along)."""
     rest = [k for k in range(mask.ndim) if k != axis]
     return mask.any(dim=rest) if rest else mask

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 
 class Builder:
-    """Appends calls to a graph; each gets meta["val"] by running it on its operands' fake values."""
+    """Appends calls to a graph; each gets meta["val"] by a run on its operands' fake values."""
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode):
         self.graph, self.mode = graph, mode
@@ -26,7 +27,7 @@ class Builder:
 
     def value(self, node: fx.Node) -> None:
         """Give a call_function node its fake value."""
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         env = self.mode.shape_env
         # Asking a dynamic size a question (is it 2?) must not make the answer true of it.
         unasked = env.suppress_guards() if env is not None else contextlib.nullcontext()

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, NotExportable
@@ -57,7 +58,7 @@ def _export(work, args, kwargs, dynamic_shapes) -> tuple[ExportedProgram, tuple[
         return _attempt(work, args, kwargs, None), ()
     try:
         wide = pytree.tree_map(_doubled, (args, kwargs))
-        exported = _attempt(work, *wide, _first_dynamic(work, *wide))
+        exported = _attempt(work, wide[0], wide[1], _first_dynamic(work, wide[0], wide[1]))
         if _first_is_dynamic(exported):
             return exported, _range_notes(exported)
     except (NotExportable, BadInput):
@@ -154,8 +155,10 @@ def _not_exportable(error: Exception) -> NotExportable:
     first = next((line for line in str(error).splitlines() if line.strip()), "")
     text = f"{type(error).__name__}: {first.strip()}"
     if any(word in str(error) for word in ("data-dependent", "data dependent", "DataDependent")):
-        advice = ("this line decides by the values of a tensor; compute both sides and select with "
-                  "torch.where, use torch.cond, or demask only a part: modules=['backbone']")  # fmt: skip
+        advice = (
+            "this line decides by the values of a tensor; compute both sides and select with "
+            "torch.where, use torch.cond, or demask only a part: modules=['backbone']"
+        )
     else:
         advice = ("torch.export(model, args) must take the model; rewrite the line named here, or "
                   "demask only the parts that export: modules=['backbone']")  # fmt: skip
@@ -172,7 +175,7 @@ def _program(exported: ExportedProgram, notes: tuple[str, ...], training: bool) 
     constants: dict[str, Constant] = {}
     inputs = [n for n in exported.graph.nodes if n.op == "placeholder"]
     for node in inputs:
-        spec = specs[node.name]
+        spec: Any = specs[node.name]
         if spec.kind is InputKind.USER_INPUT:
             continue
         if spec.kind is InputKind.CUSTOM_OBJ or spec.kind is InputKind.TOKEN:
@@ -184,7 +187,7 @@ def _program(exported: ExportedProgram, notes: tuple[str, ...], training: bool) 
         read.meta = dict(node.meta)
         mapping[node].replace_all_uses_with(read)
         graph.erase_node(mapping[node])
-    values = torch.fx.node.map_arg(result.args[0], lambda n: mapping[n])
+    values = map_arg(result.args[0], lambda n: mapping[n])
     values = _reread(values, mapping, graph)
     graph.output(tuple(values))
     _tidy(graph)
@@ -232,8 +235,11 @@ def _constant(exported: ExportedProgram, spec: Any) -> Constant:
 def _refuse_mutation(exported: ExportedProgram) -> None:
     for spec in exported.graph_signature.output_specs:
         if spec.kind.name == "BUFFER_MUTATION":
-            raise NotExportable(f"buffer {spec.target} is changed by forward", "unknown",
-                                "keep state outside the module: return it and pass it in")  # fmt: skip
+            raise NotExportable(
+                f"buffer {spec.target} is changed by forward",
+                "unknown",
+                "keep state outside the module: return it and pass it in",
+            )
 
 
 def _names(exported: ExportedProgram) -> tuple[str, ...]:
@@ -248,7 +254,7 @@ _ASSERTS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_c
 def _tidy(graph: fx.Graph) -> None:
     """Assertions go; sizes the assertions read go with them."""
     for node in reversed(list(graph.nodes)):
-        name = str(getattr(node.target, "name", lambda: node.target)())
+        name = str(node.target)
         if node.op == "call_function" and not node.users and any(a in name for a in _ASSERTS):
             graph.erase_node(node)
     for node in reversed(list(graph.nodes)):

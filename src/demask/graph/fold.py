@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from demask.graph.build import mode_of
@@ -64,7 +65,7 @@ def _frontier(graph: fx.Graph, values: dict[fx.Node, Any]) -> list[fx.Node]:
 
 
 def _share(graph: fx.Graph) -> None:
-    """Equal computations over constants become one: a module called twice masks its weight twice."""
+    """Equal computations over constants become one: a module called twice masks twice."""
     constant: set[fx.Node] = set()
     known: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
@@ -92,7 +93,7 @@ def _evaluate(node: fx.Node, values: dict[fx.Node, Any], program: Program) -> No
     if node.op == "get_attr":
         values[node] = program.constants[str(node.target)].tensor
     elif node.op == "call_function" and _foldable(node, values):
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
         values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
 
 

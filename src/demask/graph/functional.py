@@ -1,8 +1,8 @@
 """In-place ops rewritten as values: only chains that are really written to change.
 
-torch.export leaves `y[:, 0] = 0` as slice, select, fill_ whose result nobody reads; a walk along the
-data flow would drop it. Every write becomes a new value of the tensor it writes through its views
-to, and later readers of that tensor, or of any view of it, read the new value.
+torch.export leaves `y[:, 0] = 0` as slice, select, fill_ whose result nobody reads; a walk along
+the data flow would drop it. Every write becomes a new value of the tensor that it writes to,
+through its views, and later readers of that tensor, or of any view of it, read the new value.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from demask.errors import NotExportable
 from demask.graph.build import Builder, mode_of, same_shape, sizes_of
@@ -135,8 +136,11 @@ class _Walk:
         value = self._functional(node, target)
         root = self._root(target)
         if root.op == "get_attr":
-            raise NotExportable(f"{root.target} is changed by forward ({node.target})", _where(node),
-                                "keep state outside the module: return it and pass it in")  # fmt: skip
+            raise NotExportable(
+                f"{root.target} is changed by forward ({node.target})",
+                _where(node),
+                "keep state outside the module: return it and pass it in",
+            )
         step = target
         while step in self.parent:
             value = self._write_back(step, self.parent[step], value)
@@ -159,7 +163,7 @@ class _Walk:
             if not name.endswith("_") or overload is None:
                 raise NotExportable(f"in-place op {node.target}", _where(node),
                                     "use the form that returns a new tensor")  # fmt: skip
-            args = fx.node.map_arg((node.args, node.kwargs), self.read)
+            args = map_arg((node.args, node.kwargs), self.read)
             value = build.call(overload, *args[0], **args[1])
         if value.meta["val"].dtype != old.meta["val"].dtype:
             value = build.call(aten.to.dtype, value, old.meta["val"].dtype)
@@ -189,9 +193,11 @@ class _Walk:
             return self.build.call(aten.reshape.default, value, sizes_of(self.build, whole))
         writer: Callable[..., fx.Node] | None = _WRITERS.get(name)
         if writer is None:
-            raise NotExportable(f"a write through {view.target}", _where(view),
-                                "clone the view, change the clone, and put it back with torch.where "
-                                "or torch.cat")  # fmt: skip
+            raise NotExportable(
+                f"a write through {view.target}",
+                _where(view),
+                "clone the view, change the clone, and put it back with torch.where or torch.cat",
+            )
         return writer(self.build, view, whole, value)
 
 

@@ -51,8 +51,7 @@ class Program:
 def copied(program: Program) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     """A copy of the program's graph, for a pass to change, and the map from old nodes to new."""
     graph, mapping = fx.Graph(), {}
-    result = graph.graph_copy(program.graph, mapping, return_output_node=True)
-    assert result is not None
+    result: Any = graph.graph_copy(program.graph, mapping, return_output_node=True)
     value, old = result
     mapping[old] = graph.output(value)
     mapping[old].meta.update(old.meta)

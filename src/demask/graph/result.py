@@ -144,7 +144,8 @@ class _Modules:
         self.graph.erase_node(node)
 
     def _batch_norm(self, node: fx.Node) -> None:
-        x, weight, bias, mean, var, _, momentum, eps, _ = node.args
+        args: Any = node.args
+        x, weight, bias, mean, var, _, momentum, eps, _ = args
         reads = [n for n in (weight, bias, mean, var) if n is not None]
         plain = all(isinstance(n, fx.Node) and n.op == "get_attr" for n in reads)
         names = [str(n.target) for n in reads] if plain else []

@@ -69,8 +69,9 @@ def bind(node: fx.Node, table: Table) -> Relation | Declined:
         return spelled
     text, known = (spelled, {}) if isinstance(spelled, str) else (spelled.line, spelled.sizes)
     which = schema.operands(node, entry.indices)
-    indices = {name: _index(schema.arguments(node)[name]) for name in entry.indices}
-    if any(value is None for value in indices.values()):
+    places = {name: _index(schema.arguments(node)[name]) for name in entry.indices}
+    indices = {name: value for name, value in places.items() if value is not None}
+    if len(indices) < len(places):
         return Declined(f"{name} with positions computed at run time")
     line = _expanded(parse(text), node, which)
     shapes = [schema.sizes(_value(operand)) for operand in which]

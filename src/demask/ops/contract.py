@@ -1,4 +1,4 @@
-"""Products that are summed: linear, matmul, convolutions; and embedding, a product with one-hots."""
+"""Products that are summed: linear, matmul, convolutions, attention; and embedding."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _convs() -> list[tuple[str, Entry]]:
 
 
 def _attention(node: fx.Node) -> str | Declined:
-    """softmax(q · k + mask) · v: keys are normalised over; queries all count where they are causal."""
+    """softmax(q · k + mask) · v: keys are normalised over; causal queries must stay in place."""
     found = schema.arguments(node)
     if found["dropout_p"] or found["enable_gqa"]:
         return Declined("attention with dropout, or with shared key and value heads")
@@ -136,7 +136,8 @@ ENTRIES = [
         Case((S((2, 4)), S((4,), True)), {}), Case((S((4, 3)), S((2, 3, 5))), {})))),
     ("aten.addmm.default", Entry(_addmm, fill="sum", cases=(
         Case((S((5,), True), S((3, 4)), S((4, 5), True)), {}),))),
-    ("aten.scaled_dot_product_attention.default", Entry(_attention, fill="mix", main=2, args=_scale, cases=(
+    ("aten.scaled_dot_product_attention.default", Entry(
+        _attention, fill="mix", main=2, args=_scale, cases=(
         Case((S((2, 3, 4, 5)), S((2, 3, 7, 5)), S((2, 3, 7, 6))), {}),
         Case((S((2, 3, 4, 5)), S((2, 3, 7, 5)), S((2, 3, 7, 6)), S((4, 7))), {}),
         Case((S((2, 4, 5)), S((2, 4, 5)), S((2, 4, 6)), None, 0.0, True), {})))),

@@ -112,8 +112,10 @@ def _sizes_as(name: str) -> Callable[[fx.Node, Any], dict[str, Any]]:
     return lambda node, made: {name: made[0]}
 
 
-def _flat(node: fx.Node, made: Any) -> dict[str, Any]:
-    return {}
+def _unflattened(node: fx.Node, made: Any) -> dict[str, Any]:
+    found = schema.arguments(node)
+    start = found["dim"] % len(_shape(node))
+    return {"sizes": made[0][start : start + len(found["sizes"])]}
 
 
 def _permute(node: fx.Node) -> str:
@@ -232,8 +234,7 @@ ENTRIES = [
     ("aten._unsafe_view.default", _entry(_view, _VIEW, args=_sizes_as("size"))),
     ("aten.reshape.default", _entry(_view, _VIEW, _FLAT, args=_sizes_as("shape"))),
     ("aten.flatten.using_ints", _entry(_view, Case((S((2, 3, 4, 5)), 1), {}))),
-    ("aten.unflatten.int", _entry(_view, Case((S((2, 12)), 1, [3, 4]), {}), args=lambda node, made: {
-        "sizes": made[0][node.args[1] % len(_shape(node)):][: len(node.args[2])]})),
+    ("aten.unflatten.int", _entry(_view, Case((S((2, 12)), 1, [3, 4]), {}), args=_unflattened)),
     ("aten.permute.default", _entry(_permute, Case((_X, [2, 0, 1]), {}))),
     ("aten.transpose.int", _entry(_transpose, Case((_X, 1, 2), {}))),
     ("aten.t.default", _entry(_reverse, Case((S((2, 3)),), {}))),
@@ -244,7 +245,8 @@ ENTRIES = [
     ("aten.squeeze.default", _entry(_view, Case((S((2, 1, 3)),), {}))),
     ("aten.expand.default", _entry(_expand, Case((S((2, 1, 3)), [2, 5, 3]), {}),
                                    args=_sizes_as("size"))),
-    ("aten.slice.Tensor", _entry(_slice, Case((_X, 1, 1, 3), {}), Case((S((2, 7)), 1, 0, 7, 3), {}))),
+    ("aten.slice.Tensor", _entry(
+        _slice, Case((_X, 1, 1, 3), {}), Case((S((2, 7)), 1, 0, 7, 3), {}))),
     ("aten.narrow.default", _entry(_moved, Case((_X, 2, 1, 2), {}))),
     ("aten.select.int", _entry(_gone, Case((_X, 1, 2), {}))),
     ("aten.unbind.int", _entry(_gone, Case((_X, 1), {}))),
@@ -257,7 +259,8 @@ ENTRIES = [
     ("aten.flip.default", _entry(_moved, Case((_X, [1]), {}))),
     ("aten.roll.default", _entry(_moved, Case((_X, [1], [2]), {}))),
     ("aten.constant_pad_nd.default", _entry(
-        _pad, Case((_X, [1, 2]), {}), Case((S((2, 3, 4, 5)), [1, 0, 0, 2, 2, 1], 0.5), {}), pads=True)),
+        _pad, Case((_X, [1, 2]), {}), Case((S((2, 3, 4, 5)), [1, 0, 0, 2, 2, 1], 0.5), {}),
+        pads=True)),
     ("aten.pad.default", _entry(
         _pad, Case((_X, [1, 2]), {}), Case((_X, [1, 2], "reflect"), {}),
         Case((S((2, 3, 4, 5)), [1, 2, 2, 1], "replicate"), {}),

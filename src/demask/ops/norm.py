@@ -89,8 +89,8 @@ ENTRIES = [
         Case((S((2, 6, 4, 5)), 3, S((6,), True), S((6,), True)), {}),
         Case((S((2, 6, 4)), 2), {})))),
     ("aten.instance_norm.default", Entry(_instance_norm, affine=(1, 2), cases=(
-        Case((S((2, 3, 4, 5)), S((3,), True), S((3,), True), None, None, True, 0.1, 1e-5, False), {}),
-    ))),
+        Case((S((2, 3, 4, 5)), S((3,), True), S((3,), True), None, None, True, 0.1, 1e-5, False),
+             {}),))),
     ("aten.softmax.int", Entry(_softmax, sized=True, cases=(
         Case((S((2, 3, 4)), -1), {}), Case((S((2, 3, 4)), 1), {})))),
     ("aten.log_softmax.int", Entry(_softmax, sized=True, cases=(Case((S((2, 3, 4)), 1), {}),))),

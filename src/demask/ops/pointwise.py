@@ -56,7 +56,8 @@ def _binary() -> list[tuple[str, Entry]]:
         ("aten.sub.Tensor", Entry("..., ... -> ...", neutral=(0, (1,)), cases=_PAIR)),
         ("aten.mul.Tensor", Entry("..., ... -> ...", zero="any", neutral=(1, (0, 1)), cases=_PAIR)),
         ("aten.logical_and.default", Entry("..., ... -> ...", zero="any", cases=_PAIR)),
-        ("aten.div.Tensor", Entry("..., ... -> ...", zero="first", neutral=(1, (1,)), cases=positive)),
+        ("aten.div.Tensor", Entry(
+            "..., ... -> ...", zero="first", neutral=(1, (1,)), cases=positive)),
         ("aten.div.Tensor_mode", Entry("..., ... -> ...", zero="first", cases=modes)),
         ("aten.pow.Tensor_Tensor", Entry("..., ... -> ...", cases=(
             Case((S((2, 3), of="positive"), S((2, 3))), {}),))),
@@ -136,11 +137,8 @@ def _dropout(node: fx.Node) -> str | Declined:
 
 
 def _prelu(node: fx.Node) -> str:
-    return (
-        "n c ..., c -> n c ..."
-        if len(schema.sizes(node.args[0].meta["val"])) > 1
-        else "..., ... -> ..."
-    )  # type: ignore[union-attr]
+    rank = len(schema.sizes(schema.operands(node)[0].value.meta["val"]))
+    return "n c ..., c -> n c ..." if rank > 1 else "..., ... -> ..."
 
 
 _CHANNELS = (S((3,), True), S((3,), True), S((3,), True), S((3,), True, "positive"))
@@ -154,6 +152,7 @@ ENTRIES = [
         Case((S((2, 3)), None, None, *_CHANNELS[2:], False, 0.1, 1e-5, False), {})))),
     ("aten.dropout.default", Entry(_dropout, kept="dropout", cases=(
         Case((S((2, 3)), 0.5, False), {}),))),
-    ("aten.feature_dropout.default", Entry(_dropout, cases=(Case((S((2, 3, 4, 4)), 0.5, False), {}),))),
+    ("aten.feature_dropout.default", Entry(_dropout, cases=(
+        Case((S((2, 3, 4, 4)), 0.5, False), {}),))),
     ("aten.prelu.default", Entry(_prelu, cases=(Case((S((2, 3, 4)), S((3,), True)), {}),))),
 ]  # fmt: skip

@@ -112,7 +112,7 @@ class Adapter:
     def _gathered(
         self, node: fx.Node, axis: int, have: Positions, want: Positions, size: int | None
     ) -> tuple[fx.Node, Positions]:
-        """Positions that are held and wanted, in wanted order; all wanted ones held: that is all."""
+        """The positions that are held and wanted, in wanted order."""
         if have == want or size is None:
             return node, have
         held = list(range(size)) if have is None else list(have)

@@ -63,7 +63,7 @@ def _keep(walk: Rewriter, node: fx.Node, made: fx.Node, layout: Layout) -> None:
 
 
 def _rows(walk: Rewriter, relation: Relation, layout: Layout) -> Layout:
-    """The layout without output channels that no input left reaches: a border map is all of them."""
+    """The layout without output channels that no input left reaches (border map is all)."""
     first, second = relation.factors
     order, axis = list(relation.size), _channel(relation)
     weight = walk.facts[key_of(relation.operands[second].value)]

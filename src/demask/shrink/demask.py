@@ -17,7 +17,7 @@ from demask.facts.needed import needed
 from demask.graph.capture import capture
 from demask.graph.fold import folded
 from demask.graph.functional import functionalized
-from demask.graph.program import Constant, Program
+from demask.graph.program import Program
 from demask.graph.provenance import Cut, InputSpec, Provenance, Reason, Sizes
 from demask.graph.result import Demasked, build
 from demask.graph.spell import spelled
@@ -79,8 +79,8 @@ def _makes_tensors(node: fx.Node) -> bool:
 def shrunk(given: Program, table: Table) -> Demasked:
     """The module of the smallest program that computes the same as a functional, folded one.
 
-    Passes are made until one makes nothing smaller: what a pass adds to keep shapes (a border map, a
-    vector of constants) may itself hold zeros. So demasking twice is demasking once; and where
+    Passes are made until one makes nothing smaller: what a pass adds to keep shapes (a border map,
+    a vector of constants) may itself hold zeros. So demasking twice is demasking once; and where
     nothing at all became smaller, the program is built as it was given.
     """
     first = step = _measured(given, table)
@@ -119,8 +119,9 @@ def _smaller(step: _Step, table: Table) -> _Step | None:
     for frugal in (False, True):
         result = _attempt(program, relations, frugal)
         made = _measured(result.program, table)
-        less = made.weight[0] < step.weight[0] or made.weight[1:] != step.weight[1:] and (
-            made.weight[1] <= step.weight[1] and made.weight[2] <= step.weight[2]
+        less = made.weight[0] < step.weight[0] or (
+            made.weight[1:] != step.weight[1:]
+            and (made.weight[1] <= step.weight[1] and made.weight[2] <= step.weight[2])
         )
         if made.weight[0] <= step.weight[0] and less:
             cuts = {name: _composed(cut, step.cuts) for name, cut in result.cuts.items()}
@@ -151,7 +152,7 @@ def _composed(later: Cut, earlier: Mapping[str, Cut]) -> Cut:
 
 
 def _attempt(program: Program, relations: Relations, frugal: bool) -> Rewritten:
-    """One pass over the program; frugal: constants that would be stored as matrices are computed."""
+    """One pass over the program; frugal: constants that would be matrices are computed instead."""
     values = {name: constant.tensor for name, constant in program.constants.items()}
     facts = known(program.graph, relations, values, frugal=frugal)
     needs = needed(program.graph, relations, facts)
@@ -219,14 +220,18 @@ def _macs(relation: Relation) -> int:
         return math.prod(sizes[a] for a in letters)
     # Attention: the products that make the weights, then those of the weights with the values.
     weights = relation.letters(relation.ins[first]) | relation.letters(relation.ins[second])
-    values = relation.letters(relation.ins[relation.entry.main]) | relation.letters(relation.outs[0])
+    values = relation.letters(relation.ins[relation.entry.main]) | relation.letters(
+        relation.outs[0]
+    )
     return math.prod(sizes[a] for a in weights) + math.prod(sizes[a] for a in values)
 
 
 def _letter_sizes(relation: Relation) -> dict[str, int]:
     """The size of every letter on the example."""
     sizes = {letter: size for letter, size in relation.size.items() if size is not None}
-    shapes = [o.value.meta["val"].shape if isinstance(o.value, fx.Node) else () for o in relation.operands]
+    shapes = [
+        o.value.meta["val"].shape if isinstance(o.value, fx.Node) else () for o in relation.operands
+    ]
     shapes += [value.shape for value in schema.outputs(relation.node)]
     for axes, shape in zip([*relation.ins, *relation.outs], shapes, strict=True):
         for axis, size in zip(axes, shape, strict=True):

@@ -61,7 +61,7 @@ def _widened(walk: Rewriter, relation: Relation, values: list[Any], layout: Layo
 
 
 def _sum(walk: Rewriter, relation: Relation, layout: Layout) -> fx.Node | None:
-    """a ± b with operands in different layouts along one axis; None where the plain form is best."""
+    """a ± b with operands in different layouts along one axis; None where the plain form does."""
     sources = [operand.value for operand in relation.operands]
     if not all(isinstance(s, fx.Node) and s.op != "get_attr" for s in sources):
         return None
@@ -142,7 +142,7 @@ def _base(held: list[Any], layout: Layout, axis: int, signs: list[Any]) -> int |
 
 def _is_run(positions: Any, want: Any) -> bool:
     """Do the positions stand in the wanted ones one after another?"""
-    if positions is None or want is None and not positions:
+    if positions is None or (want is None and not positions):
         return False
     where = {p: k for k, p in enumerate(want)} if want is not None else None
     first = positions[0] if where is None else where.get(positions[0])
@@ -155,7 +155,8 @@ def _add_at(walk, relation, layout: Layout, axis: int, base: int, signs: list[An
     adapter, other = walk.adapter, 1 - base
     source, added = relation.operands[base].value, relation.operands[other].value
     size = relation.node.meta["val"].shape[axis]
-    wanted = list(range(size)) if layout[axis] is None else list(layout[axis])
+    positions = layout[axis]
+    wanted = list(range(size)) if positions is None else list(positions)
     delta = _delta(walk, relation, layout, axis, signs, wanted)
     made = _laid_out(walk, source, layout, axis, wanted, delta)
     at = {p: k for k, p in enumerate(wanted)}

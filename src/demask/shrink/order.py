@@ -1,7 +1,7 @@
 """The order of positions inside cells. It is free; the right one turns scatters into slices.
 
 In a residual stream every tensor's support grows: x1 = x0 + f1, x2 = x1 + f2. Ranked by first
-appearance, every stream tensor is a prefix of every later sum, so a join pads instead of scattering.
+appearance, every stream tensor is a prefix of every later sum: a join pads and never scatters.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def ranked(
             masks.append(mask)
     if fixed or len(masks) < 2:
         return None
-    # Lexicographic in membership: first those in the first support, among them those in the second...
+    # Lexicographic in membership: those in the first support, among them those in the second, ...
     keys = torch.stack(masks).to(torch.int8).T.tolist()
     return sorted(range(len(keys)), key=lambda p: ([-k for k in keys[p]], p))
 

@@ -21,10 +21,10 @@ def demask_modules(
     names: Sequence[str],
     table: Table | None,
 ) -> nn.Module:
-    """A copy of `model` whose submodules `names` are demasked, each on the inputs of its first call.
+    """A copy of `model` with submodules `names` demasked, each on the inputs of its first call.
 
     The rest of the model need not export. Raises BadInput for a name that is no submodule, lies
-    inside another one named, or is never called; NotExportable for a submodule that does not export.
+    inside another one named, or is never called; NotExportable for one that does not export.
     """
     from demask.shrink.demask import demask
 

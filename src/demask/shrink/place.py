@@ -108,7 +108,9 @@ class _Placer:
         if norm:
             # A norm reads whole axes; of what it makes, only what is read is scaled and shifted.
             made = letters | {a: self.cells.new(relation.size[a]) for a in relation.complete}
-            self._need(self._axes(relation.outs[0], letters, relation, False), self.needs.live[node, 0])
+            self._need(
+                self._axes(relation.outs[0], letters, relation, False), self.needs.live[node, 0]
+            )
         for k in outs:
             self.value[node, k] = self._axes(relation.outs[k], made, relation, flat or norm)
         for k, operand in enumerate(relation.operands):
@@ -145,7 +147,9 @@ class _Placer:
                 )
                 sizes = [relation.size[a] or 1 for a in axis]
                 if relation.entry.fill == "mix" and not bool(line.any()):
-                    line[:1] = True  # Weights that come from no product need one, of zeros, all the same.
+                    line[:1] = (
+                        True  # Weights that come from no product need one, of zeros, all the same.
+                    )
                 self.cells.need(cells, line.expand(sizes).reshape(-1) if len(axis) > 1 else line)
 
     def _tie(self, relation: Relation, operand: int, axes: CellAxes) -> None:
@@ -181,7 +185,9 @@ class _Placer:
         part, held = live.reshape([n or 1 for n in sizes]), torch.ones((), dtype=torch.bool)
         for k in range(len(cells)):
             rest = [d for d in range(len(cells)) if d != k]
-            mine = part.any(dim=rest) if not whole[k] else torch.ones(part.shape[k], dtype=torch.bool)
+            mine = (
+                part.any(dim=rest) if not whole[k] else torch.ones(part.shape[k], dtype=torch.bool)
+            )
             held = held.unsqueeze(-1) & mine
         return held.reshape(-1)
 

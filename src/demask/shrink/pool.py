@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -31,7 +32,6 @@ class Pool:
         self._index: dict[tuple[int, ...], fx.Node] = {}
         self._sizes: dict[Any, Any] = {}
         self._symbols = _symbols(inputs)
-        self._first = None
 
     def read(self, name: str) -> fx.Node:
         """The get_attr node of a constant."""
@@ -90,12 +90,10 @@ class Pool:
         return self._sizes[expr]
 
     def _spell(self, expr: sympy.Expr) -> fx.Node:
-        import operator
-
         if expr in self._symbols:
             node, axis = self._symbols[expr]
             return self.build.call(torch.ops.aten.sym_size.int, node, axis)
-        args = [self.expression(a) for a in expr.args]
+        args = [self.expression(a) for a in expr.args]  # type: ignore[arg-type]
         if expr.is_Add or expr.is_Mul:
             total = args[0]
             for arg in args[1:]:
@@ -106,7 +104,7 @@ class Pool:
             return self.build.call(operator.floordiv, *args)
         if kind in ("Mod", "PythonMod"):
             return self.build.call(operator.mod, *args)
-        if kind == "Pow" and expr.args[1].is_Integer and int(expr.args[1]) > 0:
+        if kind == "Pow" and isinstance(args[1], int) and args[1] > 0:
             return self.build.call(operator.pow, *args)
         if kind in ("Max", "Min"):
             total = args[0]

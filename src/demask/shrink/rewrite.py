@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 from demask.facts.known import Facts, Relations, key_of
 from demask.facts.needed import Needs
@@ -52,9 +53,7 @@ def rewrite(
     read = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
     kept = {name: c for name, c in walk.pool.constants.items() if name in read}
     cuts = {name: cut for name, cut in walk.pool.cuts.items() if name in read}
-    return Rewritten(
-        program.with_graph(graph, kept), cuts, tuple(walk.reasons)
-    )
+    return Rewritten(program.with_graph(graph, kept), cuts, tuple(walk.reasons))
 
 
 def drop_unread(graph: fx.Graph) -> None:
@@ -148,7 +147,7 @@ class Rewriter:
 
     def argument(self, value: Any) -> Any:
         """An argument for the new graph: tensors whole, sizes recomputed."""
-        return fx.node.map_arg(value, self._argument)
+        return map_arg(value, self._argument)
 
     def _argument(self, node: fx.Node) -> Any:
         value = _value(node)
@@ -190,15 +189,15 @@ class Rewriter:
         layouts: list[Layout],
         more: Mapping[str, Any] = types.MappingProxyType({}),
     ) -> tuple[Any, Any]:
-        """All arguments of a call again: cut operands, rebuilt sizes, recomputed dynamic ones; `more`
-        by name, above all."""
+        """All arguments of a call again: cut operands, rebuilt sizes, recomputed dynamic ones;
+        `more`, by name, above all."""
         node = relation.node
         found = schema.arguments(node)
         names = {operand.name for operand in relation.operands}
         plain = {name: v if name in names else self.argument(v) for name, v in found.items()}
         plain = schema.replaced(plain, relation.operands, values)
         if relation.entry.args is not None:
-            made = [self.sizes(node, k, layout) for k, layout in enumerate(layouts)]
+            made: Any = [self.sizes(node, k, layout) for k, layout in enumerate(layouts)]
             plain |= relation.entry.args(node, made)
         return schema.call(node.target, plain | dict(more))
 
@@ -288,15 +287,19 @@ def _untouched(walk: Rewriter, relation: Relation, live: list[int]) -> bool:
 
 
 def _move(walk: Rewriter, relation: Relation, out: int) -> None:
-    node, layout = relation.node, walk.placement.value[relation.node, out]
+    node = relation.node
+    layout: Any = walk.placement.value[node, out]
     axes = {base: axis for axis, base in _moved_axes(relation, out)}
     if len(relation.operands) > 1:
         _gathered_from(walk, relation, out, layout)
         return
-    want, pads = list(walk.placement.slot[node, 0]), []
+    want: Any = list(walk.placement.slot[node, 0])
+    pads: Any = []
     for base, move in relation.moves[out].items():
-        source = next(k for k, a in enumerate(relation.ins[0]) if a and a[0].startswith(f"{base}<"))
-        wanted = layout[axes[base]] if base in axes else None
+        source = next(
+            k for k, a in enumerate(relation.ins[0]) if any(x.startswith(f"{base}<") for x in a)
+        )
+        wanted: Positions = layout[axes[base]] if base in axes else None
         rows = list(range(len(move.source))) if wanted is None else list(wanted)
         real = [int(move.position[r]) for r in rows if int(move.source[r]) >= 0]
         size = _value(relation.operands[0].value).shape[source]
@@ -313,7 +316,7 @@ def _move(walk: Rewriter, relation: Relation, out: int) -> None:
 
 def _moved_axes(relation: Relation, out: int) -> list[tuple[int, str]]:
     suffix = ">"
-    return [(k, a[0].partition(suffix)[0]) for k, a in enumerate(relation.outs[out])
+    return [(k, "".join(a).partition(suffix)[0]) for k, a in enumerate(relation.outs[out])
             if a and a[0] in relation.moved]  # fmt: skip
 
 
@@ -362,4 +365,4 @@ def _value(node: fx.Node) -> Any:
     return value[key[1]] if isinstance(value, (list, tuple)) else value
 
 
-__all__ = ["Positions", "Rewritten", "Rewriter", "rewrite"]
+__all__ = ["Positions", "Rewriter", "Rewritten", "rewrite"]
