@@ -287,7 +287,7 @@ def _untouched(walk: Rewriter, relation: Relation, live: list[int]) -> bool:
 
 
 def _move(walk: Rewriter, relation: Relation, out: int) -> None:
-    node = relation.node
+    node, operand = relation.node, relation.operands[0].value
     layout: Any = walk.placement.value[node, out]
     axes = {base: axis for axis, base in _moved_axes(relation, out)}
     if len(relation.operands) > 1:
@@ -302,10 +302,10 @@ def _move(walk: Rewriter, relation: Relation, out: int) -> None:
         wanted: Positions = layout[axes[base]] if base in axes else None
         rows = list(range(len(move.source))) if wanted is None else list(wanted)
         real = [int(move.position[r]) for r in rows if int(move.source[r]) >= 0]
-        size = _value(relation.operands[0].value).shape[source]
+        size = _value(operand).shape[source]
         want[source] = whole(real, size)
         pads.append((source, rows, move))
-    made = walk.adapter.adapt(relation.operands[0].value, tuple(want))
+    made = walk.adapter.adapt(operand, tuple(want))
     for source, rows, move in pads:
         made = _pad_back(walk, made, source, rows, move)
     gone = [k for k, a in enumerate(relation.ins[0]) if _is_gone(relation, out, a)]
