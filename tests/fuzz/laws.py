@@ -284,7 +284,7 @@ def count_missed(program: Program, slim: fx.GraphModule, found: Outcome) -> None
     for name, value in [*slim.named_parameters(), *slim.named_buffers()]:
         if value.is_floating_point():
             found.slices[readers.get(name, "?")] += sum(value.shape)
-    for line in missed(slim, program.example(8, 20)):  # every index of an embedding is drawn
+    for line in missed(slim, program.example(48, 20)):  # every index of an embedding is drawn
         found.missed[readers.get(line.partition(",")[0], "?")] += 1
 
 
