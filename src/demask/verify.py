@@ -244,21 +244,37 @@ def _refined(left: nn.Module, right: nn.Module, own: torch.dtype, args, kwargs) 
     """Put float64 constants in place of rounded ones, if they are those rounded."""
     try:
         given = pytree.tree_map(_to_double, (args, kwargs))
-        exact = demask(left, *given).state_dict()
+        twin = demask(left, *given)
     except DemaskError:
         return False
-    rounded = right.state_dict()
+    exact, rounded, eps = twin.state_dict(), right.state_dict(), 8 * torch.finfo(own).eps
     if exact.keys() != rounded.keys():
         return False
     for name, value in exact.items():
-        other = rounded[name]
-        if value.shape != other.shape:
+        if value.shape != rounded[name].shape:
             return False
         if value.is_floating_point() and value.numel():
-            allowed = 8 * torch.finfo(own).eps * float(value.abs().max())
-            if not bool(((value - other).abs() <= allowed).all()):
+            allowed = eps * float(value.abs().max())
+            if not bool(((value - rounded[name]).abs() <= allowed).all()):
                 return False
+    if not isinstance(right, fx.GraphModule) or not _literals(right.graph, twin.graph, eps):
+        return False
+    right.recompile()
     right.load_state_dict(exact)
+    return True
+
+
+def _literals(rounded: fx.Graph, exact: fx.Graph, eps: float) -> bool:
+    """Numbers written in a graph (a pad's value) from its float64 twin, if the two agree."""
+    pairs = list(zip(rounded.nodes, exact.nodes, strict=False))
+    if len(rounded.nodes) != len(exact.nodes) or any(a.target != b.target for a, b in pairs):
+        return False
+    for node, twin in pairs:
+        mine, theirs = list(node.args), list(twin.args)
+        for k, (a, b) in enumerate(zip(mine, theirs, strict=False)):
+            if isinstance(a, float) and isinstance(b, float) and abs(a - b) <= eps * abs(b):
+                mine[k] = b
+        node.args = tuple(mine)
     return True
 
 

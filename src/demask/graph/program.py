@@ -27,8 +27,8 @@ class Program:
 
     graph: placeholders are the flattened inputs, `get_attr` targets are keys of `constants`, the
     output is a flat tuple; every node that makes a tensor has meta["val"]. in_spec, out_spec: the
-    pytrees of the call and of what it returns. names: the argument names of forward. stray:
-    parameters and buffers of the model that the graph never reads. training: the model's flag.
+    pytrees of the call and of what it returns. names: the argument names of forward. notes: what
+    the user should know of the capture. training: the model's flag.
     """
 
     graph: fx.Graph

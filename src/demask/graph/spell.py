@@ -98,7 +98,9 @@ def _index_add(build: Builder, node: fx.Node, constants: Constants) -> fx.Node |
     size, rank = x.meta["val"].shape[dim], x.meta["val"].ndim  # type: ignore[union-attr,index]
     where = {place: k for k, place in enumerate(places)}
     inverse = torch.tensor([where.get(k, len(places)) for k in range(size)])
-    name = f"{held.name}_inverse"
+    # A pass before this one may have left an inverse of another index under the plain name.
+    names = (f"{held.name}_inverse{k or ''}" for k in range(len(constants) + 1))
+    name = next(name for name in names if name not in constants)
     constants[name] = Constant(inverse, name, parameter=False)
     at = build.graph.create_node("get_attr", name)
     at.meta["val"] = build.fake(inverse)

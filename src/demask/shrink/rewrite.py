@@ -104,6 +104,7 @@ class Rewriter:
         elif relation.moved:
             emit_move(self, relation, live)
         elif relation.entry.fill == "sum":
+            explain(self, relation, 0)
             emit_contraction(self, relation)
         elif is_join(relation):
             emit_join(self, relation)
@@ -224,8 +225,8 @@ def emit_plain(walk: Rewriter, relation: Relation, live: list[int]) -> None:
     if layouts[0] is not None and (same := unchanged(walk, relation, layouts[0])) is not None:
         walk.keep(node, 0, same, layouts[0])
         return
-    for k, operand in enumerate(relation.operands):
-        _explain(walk, relation, k, operand.value)
+    for k in range(len(relation.operands)):
+        explain(walk, relation, k)
     if relation.entry.affine and relation.complete and layouts[0] is not None:
         held = walk.placement.slot[node, 0]
         if held != layouts[0] and schema.arguments(node).get("weight") is not None:
@@ -239,15 +240,26 @@ def emit_plain(walk: Rewriter, relation: Relation, live: list[int]) -> None:
     walk.finish(node, node.target, args, kwargs, layouts)
 
 
-def _explain(walk: Rewriter, relation: Relation, k: int, source: Any) -> None:
-    """Say why an axis had to be whole."""
-    if not relation.complete or not isinstance(source, fx.Node) or source.op == "get_attr":
+def explain(walk: Rewriter, relation: Relation, k: int) -> None:
+    """Say why positions are put back before a call: what is known of them does not suffice it."""
+    source = relation.operands[k].value
+    if not isinstance(source, fx.Node) or source.op == "get_attr":
         return
     held, want = walk.adapter.have(key_of(source)), walk.placement.slot[relation.node, k]
     for axis, letters in enumerate(relation.ins[k]):
-        if held and held[axis] != want[axis] and set(letters) & relation.complete:
-            text = f"{schema_name(relation)} needs the whole axis"
-            walk.reason(relation.node, axis, _value(source).shape[axis], text)
+        if held is None or held[axis] is None or held[axis] == want[axis]:
+            continue
+        have = set(held[axis] or ())
+        wanted = range(_value(source).shape[axis]) if want[axis] is None else want[axis] or ()
+        count = len([p for p in wanted if p not in have])
+        if set(letters) & relation.complete:
+            why = "needs the whole axis"
+        elif relation.entry.fill == "sum" and relation.entry.reads_padding(relation.node):
+            why = "pads with zeros, so a constant entering it differs at the border and is computed"
+        else:
+            continue
+        if count:
+            walk.reason(relation.node, axis, count, f"{schema_name(relation)} {why}")
 
 
 def schema_name(relation: Relation) -> str:
