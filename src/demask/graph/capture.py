@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import io
 import logging
 import operator
 import traceback
@@ -121,12 +122,13 @@ def _attempt(work: nn.Module, args: Any, kwargs: Any, shapes: Any) -> ExportedPr
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without export's logs: what they tell is in the error we raise."""
+    """Without export's logs and prints: what they tell is in the error we raise."""
     logger = logging.getLogger("torch")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        yield
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
     finally:
         logger.setLevel(before)
 

@@ -15,13 +15,17 @@ def _rank(node: fx.Node, name: str) -> int:
     return len(schema.sizes(schema.arguments(node)[name].meta["val"]))
 
 
+def _parts(node: fx.Node) -> tuple[int, Any, str, str, str]:
+    """Of a convolution: groups, weight, and the batch, space and kernel axes of its line."""
+    found = schema.arguments(node)
+    x, weight = found["input"].meta["val"], found["weight"].meta["val"]
+    space, kernel = (" ".join(f"~{a}{d}" for d in range(weight.ndim - 2)) for a in "sk")
+    return found["groups"], weight, "n " if x.ndim == weight.ndim else "", space, kernel
+
+
 def _conv(node: fx.Node) -> str | Spelled:
     """n i ~s.., o i ~k.. -> n o ~s..; with groups n (g i), (g o) i; depthwise n g, (g o) 1."""
-    found = schema.arguments(node)
-    groups, x, weight = found["groups"], found["input"].meta["val"], found["weight"].meta["val"]
-    dims = range(weight.ndim - 2)
-    batch = "n " if x.ndim == weight.ndim else ""
-    space, kernel = (" ".join(f"~{letter}{d}" for d in dims) for letter in "sk")
+    groups, weight, batch, space, kernel = _parts(node)
     if groups == 1:
         return f"{batch}i {space}, o i {kernel}, o -> {batch}o {space}"
     if weight.shape[0] == groups and weight.shape[1] == 1:
@@ -31,11 +35,8 @@ def _conv(node: fx.Node) -> str | Spelled:
 
 
 def _conv_transpose(node: fx.Node) -> str | Spelled:
-    found = schema.arguments(node)
-    groups, x, weight = found["groups"], found["input"].meta["val"], found["weight"].meta["val"]
-    dims = range(weight.ndim - 2)
-    batch = "n " if x.ndim == weight.ndim else ""
-    space, kernel = (" ".join(f"~{letter}{d}" for d in dims) for letter in "sk")
+    """As a convolution, with the weight's input axis first."""
+    groups, weight, batch, space, kernel = _parts(node)
     if groups == 1:
         return f"{batch}i {space}, i o {kernel}, o -> {batch}o {space}"
     line = f"{batch}(g i) {space}, (g i) o {kernel}, (g o) -> {batch}(g o) {space}"
