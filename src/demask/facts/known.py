@@ -129,7 +129,8 @@ def _order(relation: Relation) -> list[str]:
     return list(relation.size)
 
 
-def _spread(relation: Relation, operand: int, fact: Fact) -> Fact:
+def over_letters(relation: Relation, operand: int, fact: Fact) -> Fact:
+    """A fact of an operand, over all letters of the relation."""
     order = _order(relation)
     axes = relation.ins[operand]
     return Fact(
@@ -160,7 +161,7 @@ def _same(relation: Relation, fact: Fact) -> Fact | None:
     """Values move along unchanged; a window over one value gives that value."""
     order = _order(relation)
     main = relation.entry.main
-    found = _spread(relation, main, fact)
+    found = over_letters(relation, main, fact)
     found = uniform_over(found, order, _gone(relation, main) | set(relation.complete))
     if relation.entry.reads_padding(relation.node):
         found = Fact(found.zero, found.fill)
@@ -197,7 +198,7 @@ def _run(relation: Relation, inputs: list[Fact]) -> Fact | None:
     names = {o.name for o in relation.operands}
     if any(schema.is_dynamic(v) for name, v in found.items() if name not in names):
         return None
-    wide = [_spread(relation, k, fact) for k, fact in enumerate(inputs)]
+    wide = [over_letters(relation, k, fact) for k, fact in enumerate(inputs)]
     whole = set(relation.complete) | _reduced(relation)
     mask = torch.ones([1] * len(order), dtype=torch.bool)
     for fact in wide:
@@ -308,7 +309,7 @@ def _contract(relation: Relation, inputs: list[Fact]) -> Fact | None:
     fill = known_sum(relation, inputs)
     for k, fact in enumerate(inputs):
         if k not in factors:
-            added = _spread(relation, k, fact)
+            added = over_letters(relation, k, fact)
             mask, fill = mask & added.known, fill + added.fill
     return _project(relation, Fact(*torch.broadcast_tensors(mask, fill)))
 
@@ -330,7 +331,7 @@ def contributions(relation: Relation, inputs: list[Fact], *, absorb: bool = Fals
     Window letters are 1: a product over a window is known if every one of its products is.
     """
     order = _order(relation)
-    a, b = (_spread(relation, k, inputs[k]) for k in relation.factors)
+    a, b = (over_letters(relation, k, inputs[k]) for k in relation.factors)
     zero = all_over(a.zero, order, relation.window) | all_over(b.zero, order, relation.window)
     if relation.entry.fill == "sum" and (absorb or constant_sums(relation)):
         plain = uniform_over(a, order, relation.window)
@@ -350,7 +351,7 @@ def known_sum(relation: Relation, inputs: list[Fact]) -> Tensor:
     order = _order(relation)
     if not constant_sums(relation):
         return torch.zeros([1] * len(order), dtype=torch.float64)
-    a, b = (_spread(relation, k, inputs[k]) for k in relation.factors)
+    a, b = (over_letters(relation, k, inputs[k]) for k in relation.factors)
     a = uniform_over(a, order, relation.window)
     kernel = relation.window & relation.letters(relation.ins[relation.factors[1]])
     over = set(relation.contracted | kernel)

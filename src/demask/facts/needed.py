@@ -13,9 +13,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from demask.facts.known import Facts, Key, Relations, _spread, key_of, moved_axis, operand_facts
+from demask.facts.known import (
+    Facts,
+    Key,
+    Relations,
+    key_of,
+    moved_axis,
+    operand_facts,
+    over_letters,
+)
 from demask.facts.masks import all_over, any_over, mixed, project, spread
-from demask.ops import Declined, Relation, schema
+from demask.ops import Relation, schema
 
 Edge = tuple[fx.Node, int]  # a call and which of its operands
 
@@ -100,7 +108,7 @@ def _spelled(relation: Relation, out: int, operand: int, live: Tensor, facts: Fa
         others = {"": [], "any": range(len(inputs)), "first": [0]}[relation.entry.zero]
     for k in others:
         if k != operand:
-            zero = all_over(_spread(relation, k, inputs[k]).zero, order, relation.window)
+            zero = all_over(over_letters(relation, k, inputs[k]).zero, order, relation.window)
             mask = mask & ~zero
     if relation.entry.affine:
         mask = mask & ~_scaled_away(relation, operand, inputs)
@@ -113,7 +121,7 @@ def _scaled_away(relation: Relation, operand: int, inputs: list) -> Tensor:
     names = [o.name for o in relation.operands]
     if "weight" not in names or operand != 0:
         return torch.zeros((), dtype=torch.bool)
-    zero = _spread(relation, names.index("weight"), inputs[names.index("weight")]).zero
+    zero = over_letters(relation, names.index("weight"), inputs[names.index("weight")]).zero
     return all_over(zero, list(relation.size), relation.complete)
 
 
@@ -136,6 +144,3 @@ def _back(relation: Relation, out: int, operand: int, live: Tensor) -> Tensor:
         taken = full.index_select(axis, ours).to(torch.int32)
         live = result.index_add(axis, move.position[ours], taken) > 0
     return live
-
-
-__all__ = ["Declined", "Needs", "needed"]

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from demask.errors import TableError
 from demask.ops import schema
-from demask.ops.entry import Declined, Entry, Spelled, Table, op_name
+from demask.ops.entry import Declined, Entry, Table, op_name
 from demask.ops.notation import ELLIPSIS, Axes, Line, parse
 from demask.ops.positions import Move, moves
 from demask.ops.schema import Operand
@@ -180,6 +180,3 @@ def _broadcast(line: Line, shapes, size: Mapping[str, int | None]) -> Line:
         for axes, shape in zip(line.ins, shapes, strict=True)
     )
     return replace(line, ins=ins)
-
-
-__all__ = ["Declined", "Relation", "Spelled", "bind"]

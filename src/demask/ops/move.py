@@ -189,14 +189,6 @@ def _gone(node: fx.Node) -> str | Declined:
     return _moved(node, gone=True)
 
 
-def _stack(node: fx.Node) -> str | Declined:
-    return Declined("stack has operands without the new axis; capture writes it as cat")
-
-
-def _pad(node: fx.Node) -> str | Declined:
-    return _moved(node)
-
-
 def _pixel_shuffle(node: fx.Node) -> Spelled:
     r = schema.arguments(node)["upscale_factor"]
     height, width = _shape(node)[-2:]
@@ -259,16 +251,16 @@ ENTRIES = [
     ("aten.flip.default", _entry(_moved, Case((_X, [1]), {}))),
     ("aten.roll.default", _entry(_moved, Case((_X, [1], [2]), {}))),
     ("aten.constant_pad_nd.default", _entry(
-        _pad, Case((_X, [1, 2]), {}), Case((S((2, 3, 4, 5)), [1, 0, 0, 2, 2, 1], 0.5), {}),
+        _moved, Case((_X, [1, 2]), {}), Case((S((2, 3, 4, 5)), [1, 0, 0, 2, 2, 1], 0.5), {}),
         pads=True)),
     ("aten.pad.default", _entry(
-        _pad, Case((_X, [1, 2]), {}), Case((_X, [1, 2], "reflect"), {}),
+        _moved, Case((_X, [1, 2]), {}), Case((_X, [1, 2], "reflect"), {}),
         Case((S((2, 3, 4, 5)), [1, 2, 2, 1], "replicate"), {}),
         Case((S((2, 3, 4, 5)), [1, 2, 2, 1], "circular"), {}), pads=True)),
-    ("aten.reflection_pad1d.default", _entry(_pad, Case((_X, [1, 2]), {}))),
-    ("aten.reflection_pad2d.default", _entry(_pad, Case((S((2, 3, 4, 5)), [1, 2, 2, 1]), {}))),
-    ("aten.replication_pad1d.default", _entry(_pad, Case((_X, [1, 2]), {}))),
-    ("aten.replication_pad2d.default", _entry(_pad, Case((S((2, 3, 4, 5)), [1, 2, 2, 1]), {}))),
+    ("aten.reflection_pad1d.default", _entry(_moved, Case((_X, [1, 2]), {}))),
+    ("aten.reflection_pad2d.default", _entry(_moved, Case((S((2, 3, 4, 5)), [1, 2, 2, 1]), {}))),
+    ("aten.replication_pad1d.default", _entry(_moved, Case((_X, [1, 2]), {}))),
+    ("aten.replication_pad2d.default", _entry(_moved, Case((S((2, 3, 4, 5)), [1, 2, 2, 1]), {}))),
     ("aten.index_select.default", _entry(_moved, Case((_X, 1, S((4,), True, 3)), {}),
                                          indices=("index",))),
     ("aten.slice_scatter.default", _entry(_moved, Case((_X, S((2, 2, 4)), 1, 1, 3), {}))),

@@ -252,6 +252,3 @@ def _forced(relation: Relation) -> set[str]:
     if relation.moved and not any(relation.moves):
         forced |= relation.moved
     return forced
-
-
-__all__ = ["Placement", "is_constant", "is_grouped", "is_join", "kept_products", "place", "torch"]

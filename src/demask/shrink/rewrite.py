@@ -375,6 +375,3 @@ def _value(node: fx.Node) -> Any:
     key = key_of(node)
     value = key[0].meta.get("val")
     return value[key[1]] if isinstance(value, (list, tuple)) else value
-
-
-__all__ = ["Positions", "Rewriter", "Rewritten", "rewrite"]
