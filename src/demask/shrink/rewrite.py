@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from demask.facts.known import Facts, Relations, key_of
+from demask.facts.masks import along
 from demask.facts.needed import Needs
 from demask.graph.build import Builder, mode_of
 from demask.graph.program import Program
@@ -110,6 +111,23 @@ class Rewriter:
             emit_join(self, relation)
         else:
             emit_plain(self, relation, live)
+        if isinstance(relation, Relation):
+            for k in live:
+                self._supersets(relation, k)
+
+    def _supersets(self, relation: Relation, k: int) -> None:
+        """Say where positions are computed that nothing needs, because others need their cell."""
+        whole_axes = relation.window | relation.complete | relation.moved
+        layout = self.placement.value[relation.node, k]
+        for axis, letters in enumerate(relation.outs[k]):
+            read = along(self.needs.live[relation.node, k], axis)
+            size = relation.node.meta["val"].shape[axis] if len(relation.outs) == 1 else None
+            if set(letters) & whole_axes or len(read) == 1 or not isinstance(size, int):
+                continue
+            held = size if layout[axis] is None else len(layout[axis] or ())
+            if held > int(read.sum()):
+                text = "cut together with axes or tensors that need more"
+                self.reason(relation.node, axis, held - int(read.sum()), text)
 
     def _barrier(self, node: fx.Node, why: Declined) -> None:
         """An op with no rule gets its operands whole, and what it makes is whole."""
