@@ -255,6 +255,8 @@ def _same_gradients(program, net, slim, wanted, got) -> Iterator[str]:
             if kept is not None:
                 index = torch.tensor(kept, dtype=torch.long)
                 want, value = want.index_select(axis, index), value.index_select(axis, index)
+        if want.numel() == got[name].numel():  # a norm's scale may be shaped to broadcast
+            want, value = want.reshape(got[name].shape), value.reshape(got[name].shape)
         if want.shape != got[name].shape:
             yield f"cut of {name} says shape {tuple(want.shape)}, it is {tuple(got[name].shape)}"
             continue

@@ -353,6 +353,8 @@ def known_sum(relation: Relation, inputs: list[Fact]) -> Tensor:
         return torch.zeros([1] * len(order), dtype=torch.float64)
     a, b = (over_letters(relation, k, inputs[k]) for k in relation.factors)
     a = uniform_over(a, order, relation.window)
+    if not bool((a.fill != 0).any() and (b.fill != 0).any()):
+        return torch.zeros([1] * len(order), dtype=torch.float64)
     kernel = relation.window & relation.letters(relation.ins[relation.factors[1]])
     over = set(relation.contracted | kernel)
     return summed(a.fill.double(), b.fill.double(), order, over, relation.size)

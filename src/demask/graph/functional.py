@@ -24,6 +24,7 @@ from demask.ops.schema import arguments
 aten = torch.ops.aten
 _SAME = {"alias", "detach", "contiguous", "dropout", "feature_dropout", "lift_fresh", "to"}
 _RESHAPED = {"view", "reshape", "flatten", "unflatten", "_unsafe_view", "unsqueeze", "squeeze"}
+_PERHAPS = {"reshape", "flatten", "unflatten", "contiguous", "to"}  # views only where they can be
 _SPLITS = {"split", "split_with_sizes", "chunk", "tensor_split", "unbind"}
 _MAYBE = {"dropout", "feature_dropout"}  # in eval mode they return their input itself
 
@@ -87,11 +88,20 @@ def _is_view(node: fx.Node) -> bool:
         return True
     returns = node.target._schema.returns  # type: ignore[union-attr]
     aliased = bool(returns) and returns[0].alias_info is not None
-    return aliased and not (_base_name(node) == "to" and _changes_type(node))
+    return aliased and (_base_name(node) not in _PERHAPS or _shares_memory(node))
 
 
-def _changes_type(node: fx.Node) -> bool:
-    return node.meta["val"].dtype != node.args[0].meta["val"].dtype  # type: ignore[union-attr]
+def _shares_memory(node: fx.Node) -> bool:
+    """Does a call that may copy (reshape of a transposed tensor) look into its operand's memory?"""
+    build = Builder(fx.Graph(), node.args[0].meta["val"].fake_mode)  # type: ignore[union-attr]
+    env: dict[fx.Node, fx.Node] = {}
+    for source in node.all_input_nodes:
+        env[source] = build.graph.placeholder(source.name)
+        env[source].meta["val"] = source.meta["val"]
+    copied_node = build.graph.node_copy(node, env.__getitem__)
+    build.value(copied_node)
+    before = node.args[0].meta["val"].untyped_storage()  # type: ignore[union-attr]
+    return copied_node.meta["val"].untyped_storage()._cdata == before._cdata
 
 
 class _Walk:
@@ -116,9 +126,11 @@ class _Walk:
     def read(self, node: fx.Node) -> fx.Node:
         """The value of an old node as of now: views of a written tensor are taken again."""
         if self.seen[node] != self.version.get(self._root(node), 0):
-            assert node in self.parent, node
-            again = self.build.graph.node_copy(node, self.read)
-            self._set(node, again)
+            # What an in-place call returned is its target; a view is taken again of the new value.
+            if _writes(node):
+                self._set(node, self.read(self.parent[node]))
+            else:
+                self._set(node, self.build.graph.node_copy(node, self.read))
         return self.now[node]
 
     def _set(self, node: fx.Node, value: fx.Node) -> None:

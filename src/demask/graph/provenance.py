@@ -14,7 +14,8 @@ class Cut:
     """How one tensor of the result was cut from one of the original.
 
     source: its fully qualified name in the original. shape: its shape there. kept: per axis the
-    old positions in their new order, or None where the whole axis was kept.
+    old positions in their new order, or None where the whole axis was kept. The scale and shift of
+    a norm that was cut carry axes of size one behind theirs, to broadcast.
     """
 
     source: str

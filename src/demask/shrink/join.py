@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from demask.facts.known import key_of
 from demask.ops import Relation, schema
 from demask.shrink.adapt import marked
-from demask.shrink.cells import Layout
+from demask.shrink.cells import Layout, whole
 
 if TYPE_CHECKING:
     from demask.shrink.rewrite import Rewriter
@@ -70,7 +70,7 @@ def _sum(walk: Rewriter, relation: Relation, layout: Layout) -> fx.Node | None:
         return None
     signs = [1, alpha * _SUMS[relation.node.target]]  # type: ignore[index]
     held = [_held(walk, relation, k) for k in range(2)]
-    if any(h is None for h in held) or not _same_shape(relation):
+    if any(h is None or not _meet(h, layout) for h in held) or not _same_shape(relation):
         return None
     differing = [[a for a in range(len(layout)) if h[a] != layout[a]] for h in held]  # type: ignore[index]
     axes = {axis for axes in differing for axis in axes}
@@ -87,6 +87,12 @@ def _held(walk: Rewriter, relation: Relation, k: int) -> Layout | None:
     return walk.adapter.have(key_of(relation.operands[k].value))
 
 
+def _meet(held: Layout, layout: Layout) -> bool:
+    """Does an operand hold anything of what the output wants? (Else it is a constant here.)"""
+    pairs = zip(held, layout, strict=True)
+    return all(h is None or w is None or bool(set(h) & set(w)) for h, w in pairs)
+
+
 def _same_shape(relation: Relation) -> bool:
     return relation.ins[0] == relation.outs[0] == relation.ins[1]
 
@@ -96,7 +102,10 @@ def unchanged(walk: Rewriter, relation: Relation, layout: Layout) -> fx.Node | N
     if relation.entry.neutral is None or len(relation.operands) != 2:
         return None
     value, places = relation.entry.neutral
+    scaled = schema.arguments(relation.node).get("alpha", 1) != 1  # a + alpha · b
     for k in places:
+        if scaled and k == 0:
+            continue
         other = relation.operands[1 - k].value
         if not isinstance(other, fx.Node) or other.op == "get_attr":
             continue
@@ -202,8 +211,13 @@ def _laid_out(
     part = list(layout)
     real = source.meta["val"].shape[axis]
     have = list(range(real)) if held is None else list(held)
-    part[axis] = held if set(have) <= set(wanted) else _common(have, wanted, real)
-    have = have if part[axis] == held else list(part[axis])
+    if set(have) >= set(wanted):
+        part[axis], have = layout[axis], wanted  # All is held, perhaps in another order.
+    elif set(have) <= set(wanted):
+        part[axis] = held
+    else:
+        have = [p for p in have if p in set(wanted)]
+        part[axis] = whole(have, real)
     made = adapter.adapt(source, tuple(part))
     if made.meta["val"].dtype != delta.dtype:
         made = walk.build.call(aten.to.dtype, made, delta.dtype)
@@ -222,8 +236,3 @@ def _laid_out(
     if bool((delta != 0).any()):
         made = walk.build.call(aten.add.Tensor, made, walk.pool.constant(delta, "shift"))
     return made
-
-
-def _common(have: list[int], wanted: list[int], size: int) -> tuple[int, ...] | None:
-    left = [p for p in have if p in set(wanted)]
-    return None if left == list(range(size)) else tuple(left)
