@@ -179,6 +179,12 @@ def tied(d: Draft, x: str) -> str | None:
         for m, (kind, shape) in d.modules.items()
         if kind == "linear" and shape[-1] == d.shape(x)[-1]
     ]
+    # A weight that a hook or a parametrization computes is no Parameter to share.
+    computed = [
+        line for step in d.steps for line in step.init if "norm(" in line or "prune" in line
+    ]
+    computed += [line for step in d.steps for line in step.init if "parametriz" in line]
+    fits = [m for m in fits if not any(f"{m}," in line or f"{m})" in line for line in computed)]
     if not fits:
         return None
     v, other = d.new(), d.rng.choice(fits)
