@@ -83,12 +83,21 @@ def _is_view(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     if not _is_op(node):
-        return isinstance(node.meta.get("val"), torch.Tensor) and bool(node.all_input_nodes)
+        return _is_part_of_view(node)
     if _base_name(node) in _MAYBE:
         return True
     returns = node.target._schema.returns  # type: ignore[union-attr]
     aliased = bool(returns) and returns[0].alias_info is not None
     return aliased and (_base_name(node) not in _PERHAPS or _shares_memory(node))
+
+
+def _is_part_of_view(node: fx.Node) -> bool:
+    """A part of a split looks into what was split; one output of a pooling is its own tensor."""
+    source = node.args[0] if node.target is operator.getitem else None
+    if not isinstance(source, fx.Node) or not _is_op(source):
+        return False
+    returns = source.target._schema.returns  # type: ignore[union-attr]
+    return returns[min(int(node.args[1]), len(returns) - 1)].alias_info is not None  # type: ignore[arg-type]
 
 
 def _shares_memory(node: fx.Node) -> bool:

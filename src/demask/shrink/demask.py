@@ -139,14 +139,15 @@ def _uncut(program: Program) -> dict[str, Cut]:
 def _composed(later: Cut, earlier: Mapping[str, Cut]) -> Cut:
     """Where a tensor cut twice came from in the first program."""
     first = earlier.get(later.source)
-    if first is None or len(first.kept) != len(later.kept):
+    if first is None:
         return later
-    made = [n if p is None else len(p) for n, p in zip(first.shape, first.kept, strict=True)]
-    if tuple(made) != later.shape:
+    made = tuple(n if p is None else len(p) for n, p in zip(first.shape, first.kept, strict=True))
+    # A norm's scale carries axes of size one behind its own.
+    if later.shape != made + (1,) * (len(later.shape) - len(made)):
         return later  # A tensor folded between passes, under the name of one it was folded from.
     kept = tuple(
         b if a is None else a if b is None else tuple(a[p] for p in b)
-        for a, b in zip(first.kept, later.kept, strict=True)
+        for a, b in zip(first.kept, later.kept, strict=False)
     )
     return Cut(first.source, first.shape, kept)
 
