@@ -193,7 +193,11 @@ def compiles(program: Program, slim: fx.GraphModule) -> Iterator[str]:
 def trains(program: Program, net: nn.Module, slim: fx.GraphModule) -> Iterator[str]:
     """Gradients of what is kept are the original's; a step in train mode runs."""
     args = program.example(3, 9)
-    wanted = _gradients(net, args)
+    try:
+        wanted = _gradients(net, args)
+    except RuntimeError as error:  # the original itself cannot be trained
+        assert "modified inplace" in str(error) or "inplace operation" in str(error), error
+        return
     if wanted is None:
         return
     got = _gradients(slim, args)

@@ -118,7 +118,7 @@ def _smaller(step: _Step, table: Table) -> _Step | None:
     relations = relations_of(program.graph, table)
     for frugal in (False, True):
         result = _attempt(program, relations, frugal)
-        made = _measured(result.program, table)
+        made = _measured(folded(result.program), table)
         less = made.weight[0] < step.weight[0] or (
             made.weight[1:] != step.weight[1:]
             and (made.weight[1] <= step.weight[1] and made.weight[2] <= step.weight[2])
