@@ -260,9 +260,9 @@ def _run_sizes(relation: Relation, inputs: list[Fact]) -> tuple[dict[str, int], 
     whole = set(relation.complete) | _reduced(relation)
     sizes = {}
     for letter, size in relation.size.items():
-        full = letter in varies or letter in together or letter in whole
+        full = letter in varies or letter in together or (letter in whole and relation.entry.sized)
         # A norm over equal values does not depend on how many; two are enough for a variance.
-        short = 2 if letter in whole else 1
+        short = min(2, size or 2) if letter in whole else 1
         sizes[letter] = size if full and size is not None else short
     return sizes, varies
 

@@ -80,10 +80,10 @@ ENTRIES = [
     *((f"aten.{n}.correction", Entry(_spread, sized=True, cases=_SPREAD)) for n in ("var", "std")),
     ("aten.linalg_vector_norm.default", Entry(_reduced, sized=True, cases=(
         Case((S((2, 3, 4)), 2, [1], True), {}),))),
-    ("aten.layer_norm.default", Entry(_layer_norm, affine=(1, 2), cases=(
+    ("aten.layer_norm.default", Entry(_layer_norm, affine=(1, 2), sized=True, cases=(
         Case((S((2, 3, 4)), [4], S((4,), True), S((4,), True)), {}),
         Case((S((2, 3, 4)), [3, 4]), {})))),
-    ("aten.rms_norm.default", Entry(_layer_norm, affine=(1, 2), cases=(
+    ("aten.rms_norm.default", Entry(_layer_norm, affine=(1, 2), sized=True, cases=(
         Case((S((2, 3, 4)), [4], S((4,), True), 1e-6), {}),))),
     ("aten.group_norm.default", Entry(_group_norm, affine=(1, 2), args=_groups, cases=(
         Case((S((2, 6, 4, 5)), 3, S((6,), True), S((6,), True)), {}),

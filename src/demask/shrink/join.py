@@ -70,7 +70,7 @@ def _sum(walk: Rewriter, relation: Relation, layout: Layout) -> fx.Node | None:
         return None
     signs = [1, alpha * _SUMS[relation.node.target]]  # type: ignore[index]
     held = [_held(walk, relation, k) for k in range(2)]
-    if any(h is None or not _meet(h, layout) for h in held) or not _same_shape(relation):
+    if not _same_shape(relation) or any(h is None or not _meet(h, layout) for h in held):
         return None
     differing = [[a for a in range(len(layout)) if h[a] != layout[a]] for h in held]  # type: ignore[index]
     axes = {axis for axes in differing for axis in axes}
