@@ -40,7 +40,7 @@ def folded(program: Program) -> Program:
             read = graph.create_node("get_attr", constant.name)
         read.meta = {"val": mode.from_tensor(constant.tensor, static_shapes=True)}
         node.replace_all_uses_with(read)
-    _drop_unread(graph)
+    drop_unread(graph)
     for node in graph.nodes:
         if node.op == "get_attr" and not constants[str(node.target)].tensor.is_floating_point():
             node.meta["positions"] = constants[str(node.target)].tensor.cpu()
@@ -146,7 +146,8 @@ def _free(name: str, taken: dict[str, Constant]) -> str:
                 if f"{name}_folded{k or ''}" not in taken)  # fmt: skip
 
 
-def _drop_unread(graph: fx.Graph) -> None:
+def drop_unread(graph: fx.Graph) -> None:
+    """Erase every call nobody reads; inputs stay."""
     for node in reversed(list(graph.nodes)):
         if node.op not in ("placeholder", "output") and not node.users:
             graph.erase_node(node)

@@ -74,7 +74,6 @@ class Entry:
         {argument name: value}.
     region: the class of its windows, which tells the input interval an output interval needs:
         conv, transposed, adaptive, nearest, exact, linear, cubic (see `regions`).
-    kept: inference-time op whose module must live on for training ("batch_norm", "dropout").
     free: the output does not depend on any input's values (zeros, full_like).
     cases: calls for the law tests.
     """
@@ -90,7 +89,6 @@ class Entry:
     args: Callable[[fx.Node, Sizes], Mapping[str, Any]] | None = None
     indices: tuple[str, ...] = ()
     region: str = ""
-    kept: str = ""
     free: bool = False
     cases: tuple[Case, ...] = ()
 

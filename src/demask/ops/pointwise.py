@@ -147,10 +147,10 @@ ENTRIES = [
     *_binary(),
     *_cast(),
     *_created(),
-    ("aten.batch_norm.default", Entry(_batch_norm, affine=(1, 2), kept="batch_norm", cases=(
+    ("aten.batch_norm.default", Entry(_batch_norm, affine=(1, 2), cases=(
         Case((S((2, 3, 4, 5)), *_CHANNELS, False, 0.1, 1e-5, False), {}),
         Case((S((2, 3)), None, None, *_CHANNELS[2:], False, 0.1, 1e-5, False), {})))),
-    ("aten.dropout.default", Entry(_dropout, kept="dropout", cases=(
+    ("aten.dropout.default", Entry(_dropout, cases=(
         Case((S((2, 3)), 0.5, False), {}),))),
     ("aten.feature_dropout.default", Entry(_dropout, cases=(
         Case((S((2, 3, 4, 4)), 0.5, False), {}),))),

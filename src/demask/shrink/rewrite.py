@@ -19,6 +19,7 @@ from demask.facts.known import Facts, Relations, key_of
 from demask.facts.masks import along
 from demask.facts.needed import Needs
 from demask.graph.build import Builder, mode_of
+from demask.graph.fold import drop_unread
 from demask.graph.program import Program
 from demask.graph.provenance import Cut, Reason
 from demask.ops import Declined, Relation, schema
@@ -55,13 +56,6 @@ def rewrite(
     kept = {name: c for name, c in walk.pool.constants.items() if name in read}
     cuts = {name: cut for name, cut in walk.pool.cuts.items() if name in read}
     return Rewritten(program.with_graph(graph, kept), cuts, tuple(walk.reasons))
-
-
-def drop_unread(graph: fx.Graph) -> None:
-    """Erase every call nobody reads; inputs stay."""
-    for node in reversed(list(graph.nodes)):
-        if node.op not in ("placeholder", "output") and not node.users:
-            graph.erase_node(node)
 
 
 class Rewriter:
