@@ -81,9 +81,14 @@ def _put(facts: Facts, node: fx.Node, found: list[Fact | None], frugal: bool) ->
             facts[node, k] = nothing(value.ndim, value.dtype)
             continue
         fact = _short(checked(fact.known, fact.fill.to(value.dtype)))
-        if frugal and sum(n > 1 for n in fact.fill.shape) > 1:
+        if frugal and is_matrix(fact):
             fact = Fact(fact.zero, torch.zeros_like(fact.fill))
         facts[node, k] = fact
+
+
+def is_matrix(fact: Fact) -> bool:
+    """Does what is known vary along several axes, in other values than 0?"""
+    return sum(n > 1 for n in fact.fill.shape) > 1 and bool((fact.known & (fact.fill != 0)).any())
 
 
 def operand_facts(relation: Relation, facts: Facts) -> list[Fact]:
@@ -115,7 +120,7 @@ def forward(relation: Relation, facts: Facts) -> list[Fact | None]:
     if entry.free:
         return [_free(relation)] * count
     if relation.moved:
-        return [_move(relation, k, inputs) for k in range(count)]
+        return [moved(relation, k, inputs) for k in range(count)]
     if entry.fill == "none" or not any(bool(fact.known.any()) for fact in inputs):
         return [None] * count
     if entry.fill == "sum":
@@ -330,13 +335,21 @@ def contributions(relation: Relation, inputs: list[Fact], *, absorb: bool = Fals
 
     Window letters are 1: a product over a window is known if every one of its products is.
     """
-    order = _order(relation)
-    a, b = (over_letters(relation, k, inputs[k]) for k in relation.factors)
-    zero = all_over(a.zero, order, relation.window) | all_over(b.zero, order, relation.window)
+    zeros = [window_mask(relation, k, inputs[k], zero=True) for k in relation.factors]
+    zero = zeros[0] | zeros[1]
     if relation.entry.fill == "sum" and (absorb or constant_sums(relation)):
-        plain = uniform_over(a, order, relation.window)
-        zero = zero | (plain.known & all_over(b.known, order, relation.window))
+        first, second = relation.factors
+        plain = over_letters(relation, first, inputs[first])
+        plain = uniform_over(plain, _order(relation), relation.window)
+        zero = zero | (plain.known & window_mask(relation, second, inputs[second], zero=False))
     return ~zero
+
+
+def window_mask(relation: Relation, k: int, fact: Fact, *, zero: bool) -> Tensor:
+    """Over letters: where an operand is known (or zero) all along its windows."""
+    axes = relation.ins[k]
+    dims = tuple(d for d, axis in enumerate(axes) if axis and set(axis) <= relation.window)
+    return spread(fact.all_over(dims, zero=zero), axes, _order(relation), relation.size)
 
 
 def constant_sums(relation: Relation) -> bool:
@@ -394,7 +407,7 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
     return torch.einsum(f"{left}Z,{right}Z->{out}", a, b).reshape(shape)
 
 
-def _move(relation: Relation, out: int, inputs: list[Fact]) -> Fact | None:
+def moved(relation: Relation, out: int, inputs: list[Fact]) -> Fact | None:
     """Positions move along the map; padded positions are known."""
     bases = sorted({a.partition("<")[0] for a in relation.moved if "<" in a})
     for base in bases:

@@ -7,7 +7,8 @@ or the axis' full size. Over letters it has one dimension per letter. Dynamic ax
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from demask.ops.notation import Axes, Axis
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Fact:
     """What is known of a tensor before any input: `known` (bool) and, where known, its `fill`.
 
@@ -24,11 +25,23 @@ class Fact:
 
     known: Tensor
     fill: Tensor
+    _over: dict[tuple[bool, tuple[int, ...]], Tensor] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
-    @property
+    @cached_property
     def zero(self) -> Tensor:
         """Where every element is exactly 0 (−0.0 too)."""
         return self.known & (self.fill == 0)
+
+    def all_over(self, axes: tuple[int, ...], *, zero: bool) -> Tensor:
+        """Where all along some axes is known (or zero), as dimensions of 1. Kept: weights are asked
+        by every sweep."""
+        key = (zero, axes)
+        if key not in self._over:
+            mask = self.zero if zero else self.known
+            self._over[key] = mask.all(dim=axes, keepdim=True) if axes else mask
+        return self._over[key]
 
 
 def nothing(rank: int, dtype: torch.dtype) -> Fact:

@@ -21,6 +21,7 @@ from demask.facts.known import (
     moved_axis,
     operand_facts,
     over_letters,
+    window_mask,
 )
 from demask.facts.masks import all_over, any_over, mixed, project, spread
 from demask.ops import Relation, schema
@@ -108,8 +109,7 @@ def _spelled(relation: Relation, out: int, operand: int, live: Tensor, facts: Fa
         others = {"": [], "any": range(len(inputs)), "first": [0]}[relation.entry.zero]
     for k in others:
         if k != operand:
-            zero = all_over(over_letters(relation, k, inputs[k]).zero, order, relation.window)
-            mask = mask & ~zero
+            mask = mask & ~window_mask(relation, k, inputs[k], zero=True)
     if relation.entry.affine:
         mask = mask & ~_scaled_away(relation, operand, inputs)
     absent = set(order) - relation.letters(axes)

@@ -25,6 +25,16 @@ class Builder:
         self.value(node)
         return node
 
+    def call_like(self, like: fx.Node, target: Any, args: Any, kwargs: Any) -> fx.Node:
+        """A call known to make a tensor of the shape and dtype of its operand `like`: told so,
+        where a run on fake values would take sums over symbols to find it."""
+        value = like.meta["val"]
+        if not value.is_contiguous():
+            return self.call(target, *args, **kwargs)
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta["val"] = value
+        return node
+
     def value(self, node: fx.Node) -> None:
         """Give a call_function node its fake value."""
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from demask.facts.known import Facts, constant_sums, operand_facts, summed
+from demask.facts.known import Facts, constant_sums, contributions, operand_facts, summed
 from demask.facts.masks import Fact, project, spread, uniform_over
 from demask.ops import Relation
 from demask.shrink.cells import Layout
@@ -35,6 +35,32 @@ def absorbed(relation: Relation, facts: Facts, kept: Layout) -> Absorbed:
     fact, weight = _dropped(relation, inputs[first], first, kept), inputs[second].fill
     if fact is None:
         return Absorbed(None, None)
+    return _sums(relation, fact, weight)
+
+
+def constants_alone(relation: Relation, facts: Facts, layout: Layout) -> Absorbed:
+    """What a call leaves of which no product, at the output positions in `layout`, depends on the
+    input: all of it, or nothing where one does."""
+    first, second = relation.factors
+    inputs, order = operand_facts(relation, facts), list(relation.size)
+    kept = torch.ones([1] * len(layout), dtype=torch.bool)
+    for axis, positions in enumerate(layout):
+        if positions is not None:
+            mask = torch.zeros(relation.node.meta["val"].shape[axis], dtype=torch.bool)
+            mask[list(positions)] = True
+            kept = kept & mask.view([-1 if k == axis else 1 for k in range(len(layout))])
+    live = contributions(relation, inputs, absorb=True)
+    live = live & spread(kept, relation.outs[0], order, relation.size)
+    if constant_sums(relation) or bool(live.any()):
+        return Absorbed(None, None)
+    axes = [str(k) for k in range(inputs[first].fill.ndim)]
+    windows = {str(k) for k, axis in enumerate(relation.ins[first]) if set(axis) & relation.window}
+    return _sums(relation, uniform_over(inputs[first], axes, windows), inputs[second].fill)
+
+
+def _sums(relation: Relation, fact: Fact, weight: Tensor) -> Absorbed:
+    """The sum of the products of an operand's known values with the weight."""
+    first, second = relation.factors
     order = list(relation.size)
     a = spread(fact.fill, relation.ins[first], order, relation.size)
     b = spread(weight, relation.ins[second], order, relation.size)

@@ -15,7 +15,7 @@ from demask.graph.program import Constant
 from demask.graph.provenance import Cut
 from demask.ops import Relation, schema
 from demask.shrink.adapt import marked
-from demask.shrink.border import Absorbed, absorbed
+from demask.shrink.border import Absorbed, absorbed, constants_alone
 from demask.shrink.cells import Layout, whole
 from demask.shrink.place import is_constant, is_grouped
 from demask.shrink.pool import cut
@@ -30,6 +30,11 @@ def emit_contraction(walk: Rewriter, relation: Relation) -> None:
     """linear, matmul, convolution: the same op on fewer positions; constants into the bias."""
     node = relation.node
     layout = walk.placement.value[node, 0]
+    alone = _wanted(relation, constants_alone(relation, walk.facts, layout), layout)
+    if alone.kernel is not None:
+        none = tuple(() if k == _channel(relation) else p for k, p in enumerate(layout))
+        _keep(walk, node, _emit_rows(walk, relation, layout, none, alone), layout)
+        return
     if is_grouped(relation):
         made, layout, slot = emit_groups(walk, relation)
         left = _wanted(relation, absorbed(relation, walk.facts, slot), layout)

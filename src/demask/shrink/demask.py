@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
-from demask.facts.known import Relations, known
+from demask.facts.known import Facts, Relations, is_matrix, known
 from demask.facts.needed import needed
 from demask.graph.capture import capture
 from demask.graph.fold import folded
@@ -24,6 +24,7 @@ from demask.graph.spell import spelled
 from demask.ops import TABLE, Declined, Relation, Table, bind, schema
 from demask.shrink.place import place
 from demask.shrink.rewrite import Rewritten, rewrite
+from demask.shrink.side import sided
 
 
 def demask(
@@ -114,19 +115,29 @@ def _measured(program: Program, table: Table) -> _Step:
 
 def _smaller(step: _Step, table: Table) -> _Step | None:
     """One more pass, if it makes the program smaller in something and no larger in parameters."""
-    program = simplified(step.program)
-    relations = relations_of(program.graph, table)
-    for frugal in (False, True):
-        result = _attempt(program, relations, frugal)
-        made = _measured(folded(result.program), table)
+    for attempt in _attempts(simplified(step.program), table):
+        made = _measured(folded(attempt.program), table)
         less = made.weight[0] < step.weight[0] or (
             made.weight[1:] != step.weight[1:]
             and (made.weight[1] <= step.weight[1] and made.weight[2] <= step.weight[2])
         )
         if made.weight[0] <= step.weight[0] and less:
-            cuts = {name: _composed(cut, step.cuts) for name, cut in result.cuts.items()}
-            return replace(made, cuts=cuts, reasons=(*step.reasons, *result.reasons))
+            cuts = {name: _composed(cut, step.cuts) for name, cut in attempt.cuts.items()}
+            return replace(made, cuts=cuts, reasons=(*step.reasons, *attempt.reasons))
     return None
+
+
+def _attempts(program: Program, table: Table) -> Iterator[Rewritten]:
+    """Ways to rewrite a program, the one that removes most first: with its side networks split off,
+    without, and frugal (constants that would be matrices are computed instead)."""
+    relations = relations_of(program.graph, table)
+    facts = facts_of(program, relations)
+    split = sided(program, relations, facts)
+    if split is not None:
+        yield _attempt(split, relations_of(split.graph, table))
+    yield _attempt(program, relations, facts)
+    if any(is_matrix(fact) for (node, _), fact in facts.items() if node.op == "call_function"):
+        yield _attempt(program, relations, facts_of(program, relations, frugal=True))
 
 
 def _uncut(program: Program) -> dict[str, Cut]:
@@ -152,10 +163,15 @@ def _composed(later: Cut, earlier: Mapping[str, Cut]) -> Cut:
     return Cut(first.source, first.shape, kept)
 
 
-def _attempt(program: Program, relations: Relations, frugal: bool) -> Rewritten:
-    """One pass over the program; frugal: constants that would be matrices are computed instead."""
+def facts_of(program: Program, relations: Relations, *, frugal: bool = False) -> Facts:
+    """What is known of every value of a program."""
     values = {name: constant.tensor for name, constant in program.constants.items()}
-    facts = known(program.graph, relations, values, frugal=frugal)
+    return known(program.graph, relations, values, frugal=frugal)
+
+
+def _attempt(program: Program, relations: Relations, facts: Facts | None = None) -> Rewritten:
+    """One pass over the program."""
+    facts = facts_of(program, relations) if facts is None else facts
     needs = needed(program.graph, relations, facts)
     placement = place(program.graph, relations, facts, needs)
     return rewrite(program, relations, facts, needs, placement)

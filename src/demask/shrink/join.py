@@ -30,7 +30,10 @@ def emit_join(walk: Rewriter, relation: Relation) -> None:
     if (same := unchanged(walk, relation, layout)) is not None:
         walk.keep(node, 0, same, layout)
         return
-    if node.target in _SUMS and (made := _sum(walk, relation, layout)) is not None:
+    made = None
+    if node.target in _SUMS:
+        made = _disjoint(walk, relation, layout) or _sum(walk, relation, layout)
+    if made is not None:
         made.meta = {**node.meta, **made.meta}
         walk.keep(node, 0, made, layout)
         return
@@ -81,6 +84,51 @@ def _sum(walk: Rewriter, relation: Relation, layout: Layout) -> fx.Node | None:
     if base is None:
         return None
     return _add_at(walk, relation, layout, axis, base, signs)
+
+
+def _disjoint(walk: Rewriter, relation: Relation, layout: Layout) -> fx.Node | None:
+    """a + b of which each is zero where the other is not: the two joined along one axis."""
+    sources = [operand.value for operand in relation.operands]
+    if relation.node.target is not aten.add.Tensor or schema.arguments(relation.node)["alpha"] != 1:
+        return None
+    if not all(isinstance(s, fx.Node) and s.op != "get_attr" for s in sources):
+        return None
+    held = [_held(walk, relation, k) for k in range(2)]
+    if any(h is None or len(h) != len(layout) for h in held):
+        return None
+    differing = {a for h in held for a in range(len(layout)) if h[a] != layout[a]}  # type: ignore[index]
+    if len(differing) != 1:
+        return None
+    (axis,) = differing
+    size = relation.node.meta["val"].shape[axis]
+    if any(len(axes[axis]) == 0 for axes in relation.ins) or not isinstance(size, int):
+        return None
+    wanted = list(range(size)) if layout[axis] is None else list(layout[axis] or ())
+    mine = [[p for p in wanted if h[axis] is None or p in set(h[axis])] for h in held]  # type: ignore[index,arg-type]
+    if not all(mine) or sorted(mine[0] + mine[1]) != sorted(wanted):
+        return None
+    if bool((_delta(walk, relation, layout, axis, [1, 1], wanted) != 0).any()):
+        return None
+    return _joined(walk, relation, layout, axis, mine, wanted)
+
+
+def _joined(walk, relation, layout: Layout, axis: int, mine, wanted: list[int]) -> fx.Node:
+    first, second = (0, 1) if mine[0][0] == wanted[0] else (1, 0)
+    pieces = []
+    for k in (first, second):
+        part = list(layout)
+        part[axis] = whole(mine[k], relation.node.meta["val"].shape[axis])
+        piece = walk.adapter.adapt(relation.operands[k].value, tuple(part))
+        if relation.ins[k] != relation.outs[0]:
+            sizes = walk.sizes(relation.node, 0, tuple(part))
+            piece = walk.build.call(aten.expand.default, piece, sizes)
+        pieces.append(piece)
+    made = walk.build.call(aten.cat.default, pieces, axis)
+    flat = mine[first] + mine[second]
+    if flat == wanted:
+        return made
+    index = walk.pool.index([flat.index(p) for p in wanted])
+    return marked(walk.build.call(aten.index_select.default, made, axis, index), "scatter")
 
 
 def _held(walk: Rewriter, relation: Relation, k: int) -> Layout | None:

@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 from demask.facts.known import Facts, Relations, key_of
 from demask.facts.masks import along
 from demask.facts.needed import Needs
-from demask.graph.build import Builder, mode_of
+from demask.graph.build import Builder, mode_of, same_size
 from demask.graph.fold import drop_unread
 from demask.graph.program import Program
 from demask.graph.provenance import Cut, Reason
@@ -144,7 +144,11 @@ class Rewriter:
 
     def finish(self, node, target, args, kwargs, layouts: list[Layout | None] | None) -> None:
         """Append the call that replaces `node`, outputs in the given layouts (None: whole)."""
-        made = self.build.call(target, *args, **kwargs)
+        like = self._like(node, args, layouts[0] if layouts else None)
+        if like is None:
+            made = self.build.call(target, *args, **kwargs)
+        else:
+            made = self.build.call_like(like, target, args, kwargs)
         made.meta = {**node.meta, **made.meta}
         outputs = schema.outputs(node)
         if not isinstance(node.meta.get("val"), (list, tuple)):
@@ -157,6 +161,24 @@ class Rewriter:
             if (node, k) in self.placement.value:
                 part = self.build.call(operator.getitem, made, k)
                 self.keep(node, k, part, layouts[k] if layouts else None)
+
+    def _like(self, node: fx.Node, args: Any, layout: Layout | None) -> fx.Node | None:
+        """The operand of the new call whose shape and dtype its one output has, if one surely has."""
+        relation = self.relations.get(node)
+        if not isinstance(relation, Relation) or relation.moved or len(relation.outs) != 1:
+            return None
+        if relation.entry.fill != "run" or relation.entry.args is not None:
+            return None
+        old = node.meta["val"]
+        held = layout or (None,) * old.ndim
+        sizes = [n if p is None else len(p) for n, p in zip(old.shape, held, strict=True)]
+        for arg in args:
+            value = arg.meta.get("val") if isinstance(arg, fx.Node) else None
+            if not isinstance(value, Tensor) or value.dtype != old.dtype or value.ndim != len(sizes):
+                continue
+            if all(same_size(a, b) for a, b in zip(value.shape, sizes, strict=True)):
+                return arg
+        return None
 
     def argument(self, value: Any) -> Any:
         """An argument for the new graph: tensors whole, sizes recomputed."""

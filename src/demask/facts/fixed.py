@@ -1,0 +1,148 @@
+"""Which positions no input reaches, though their value may vary with the size of the input.
+
+What is known is fixed. Beyond it: a constant that entered a zero-padded window is another number at
+the border, and the mean over an image of such a constant depends on the image's size; yet neither
+depends on what the image shows, and one evaluation for one image serves a whole batch. One forward
+sweep, over the lines that `known` reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from demask.facts.known import Facts, Key, Relations, key_of, moved, operand_facts, over_letters, window_mask
+from demask.facts.masks import Fact, all_over, any_over, mixed, project, spread
+from demask.ops import Relation, schema
+
+Fixed = dict[Key, Tensor]
+
+
+def fixed(graph: fx.Graph, relations: Relations, facts: Facts, batch: set[sympy.Symbol]) -> Fixed:
+    """Per value, a mask of what is the same for every input of one size, and along every axis that
+    one of the `batch` sizes counts."""
+    found: Fixed = {key: fact.known for key, fact in facts.items()}
+    for node in graph.nodes:
+        relation = relations.get(node)
+        if node.op != "call_function" or not isinstance(relation, Relation):
+            continue
+        if relation.entry.free or not carries(relation, batch):
+            continue
+        inputs = _inputs(relation, facts, found)
+        for k in range(len(relation.outs)):
+            mask = _out(relation, k, inputs)
+            if mask is not None:
+                found[node, k] = found[node, k] | mask
+    return found
+
+
+def batch_sizes(graph: fx.Graph) -> set[sympy.Symbol]:
+    """The symbols that dimension 0 of the inputs has."""
+    shapes = [
+        node.meta["val"].shape
+        for node in graph.nodes
+        if node.op == "placeholder" and isinstance(node.meta.get("val"), Tensor)
+    ]
+    dynamic = [shape[0] for shape in shapes if shape and not isinstance(shape[0], int)]
+    return {size.node.expr for size in dynamic if size.node.expr.is_Symbol}
+
+
+def has(size: Any, batch: set[sympy.Symbol]) -> bool:
+    """Does a size depend on how many inputs come?"""
+    return not isinstance(size, int) and bool(size.node.expr.free_symbols & batch)
+
+
+def carries(relation: Relation, batch: set[sympy.Symbol]) -> bool:
+    """Is the call, for one input, the call for many cut to the first: are batch axes only carried,
+    each an axis of its own?"""
+    node, gone = relation.node, relation.window | relation.complete | relation.moved
+    made = relation.letters(relation.outs[0])
+    values = [(o.value.meta["val"], axes) for o, axes in zip(relation.operands, relation.ins,
+              strict=True) if isinstance(o.value, fx.Node)]  # fmt: skip
+    for value, axes in [*values, *zip(schema.outputs(node), relation.outs, strict=True)]:
+        for size, axis in zip(value.shape, axes, strict=True):
+            if has(size, batch):
+                whole = not size.node.expr.is_Symbol or len(axis) != 1
+                if whole or axis[0] in gone or axis[0] not in made:
+                    return False
+    if relation.entry.args is not None or relation.moved:
+        return True  # Their sizes are rebuilt from shapes.
+    names = {operand.name for operand in relation.operands}
+    rest = [v for name, v in schema.arguments(node).items() if name not in names]
+    return not any(_counts(v, batch) for v in rest)
+
+
+def _counts(value: Any, batch: set[sympy.Symbol]) -> bool:
+    """Does a plain argument hold a number that depends on how many inputs come?"""
+    if isinstance(value, (list, tuple)):
+        return any(_counts(item, batch) for item in value)
+    made = value.meta.get("val") if isinstance(value, fx.Node) else None
+    return isinstance(made, torch.SymInt) and has(made, batch)
+
+
+def _inputs(relation: Relation, facts: Facts, found: Mapping[Key, Tensor]) -> list[Fact]:
+    """The operands' facts with all that is fixed taken for known."""
+    result = []
+    known = operand_facts(relation, facts)
+    for operand, fact, axes in zip(relation.operands, known, relation.ins, strict=True):
+        if isinstance(operand.value, fx.Node):
+            mask = found[key_of(operand.value)]
+            dynamic = [k for k, axis in enumerate(axes) if any(relation.size[a] is None for a in axis)]
+            if operand.value.op != "get_attr":
+                mask = mask.all(dim=dynamic, keepdim=True) if dynamic else mask
+                fact = _taken(fact, mask | fact.known)
+        result.append(fact)
+    return result
+
+
+def as_known(facts: Facts, found: Fixed) -> Facts:
+    """Facts in which what is fixed counts as known."""
+    return {key: _taken(fact, found[key]) for key, fact in facts.items()}
+
+
+def _taken(fact: Fact, mask: Tensor) -> Fact:
+    """The value 1 stands for one that is not known, so that it never passes for a zero."""
+    if mask is fact.known:
+        return fact
+    fill = torch.where(mask & ~fact.known, torch.ones_like(fact.fill), fact.fill)
+    return Fact(*torch.broadcast_tensors(mask, fill))
+
+
+def _out(relation: Relation, k: int, inputs: list[Fact]) -> Tensor | None:
+    entry, order = relation.entry, list(relation.size)
+    if relation.moved:
+        plain = [Fact(fact.known, torch.zeros_like(fact.fill)) for fact in inputs]
+        result = moved(relation, k, plain)
+        return None if result is None else result.known
+    if k > 0 or entry.fill == "none":
+        return None
+    made = relation.letters(relation.outs[0])
+    gone = set(relation.complete | relation.window) | (set(order) - made)
+    if entry.fill == "sum":
+        mask = _sum(relation, inputs)
+    else:
+        mask = torch.ones([1] * len(order), dtype=torch.bool)
+        for operand, fact in enumerate(inputs):
+            mask = mask & all_over(over_letters(relation, operand, fact).known, order, gone)
+    axes = relation.outs[0]
+    mask = all_over(mask, order, mixed(axes, relation.size))
+    return project(mask, axes, order, relation.size)
+
+
+def _sum(relation: Relation, inputs: list[Fact]) -> Tensor:
+    """Fixed where every product that is summed is zero or of two fixed factors."""
+    order = list(relation.size)
+    pairs = [
+        [window_mask(relation, k, inputs[k], zero=zero) for k in relation.factors]
+        for zero in (True, False)
+    ]
+    zero, both = pairs[0][0] | pairs[0][1], pairs[1][0] & pairs[1][1]
+    mask = ~any_over(~(zero | both), order, relation.contracted)
+    for k, fact in enumerate(inputs):
+        if k not in relation.factors:
+            mask = mask & spread(fact.known, relation.ins[k], order, relation.size)
+    return mask
