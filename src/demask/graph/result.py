@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
+from torch.fx.graph import _PyTreeInfo
 
+from demask.graph.codegen import Codegen
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Provenance, Sizes
 
@@ -21,13 +22,6 @@ _NORMS = {
     4: nn.BatchNorm2d,
     5: nn.BatchNorm3d,
 }
-
-
-class _Codegen(_PyTreeCodeGen):
-    """Pytree specs are values: copies share them (copying them warns in torch 2.13)."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Codegen:
-        return _Codegen(self.pytree_info)
 
 
 class Demasked(fx.GraphModule):
@@ -43,7 +37,7 @@ class Demasked(fx.GraphModule):
         cls, root: nn.Module, graph: fx.Graph, specs: _PyTreeInfo, provenance: Provenance
     ) -> Demasked:
         """The module of a graph whose call and result have the given pytrees."""
-        graph.set_codegen(_Codegen(specs))
+        graph.set_codegen(Codegen(specs))
         module = cls(root, graph, class_name="Demasked")
         module.recompile()
         _copy_persistence(root, module)

@@ -256,7 +256,7 @@ def _border_map(walk: Rewriter, relation: Relation, layout: Layout, kernel: Tens
                                   constant.requires_grad))  # fmt: skip
     value = source.meta["val"]
     space = [walk.pool.size(size) for size in value.shape[-(kernel.ndim - 2) :]]
-    ones = build.call(aten.ones.default, [1, 1, *space], dtype=value.dtype, device=value.device)
+    ones = walk.pool.ones([1, 1, *space], value.dtype, value.device)
     plain = {k: v for k, v in found.items() if k not in ("input", "weight", "bias")}
     plain = {k: walk.argument(v) for k, v in plain.items()}
     plain |= {"input": ones, "weight": walk.pool.read(name), "bias": None, "groups": 1}

@@ -25,6 +25,7 @@ from demask.ops import TABLE, Declined, Relation, Table, bind, schema
 from demask.shrink.place import place
 from demask.shrink.rewrite import Rewritten, rewrite
 from demask.shrink.side import sided
+from demask.shrink.stack import apart, stacked
 
 
 def demask(
@@ -53,7 +54,7 @@ def demask(
         from demask.shrink.partial import demask_modules
 
         return demask_modules(model, args, kwargs, dynamic_shapes, modules, table)  # type: ignore[return-value]
-    program = folded(functionalized(capture(model, args, kwargs, dynamic_shapes)))
+    program = folded(apart(functionalized(capture(model, args, kwargs, dynamic_shapes))))
     return shrunk(program, TABLE if table is None else table)
 
 
@@ -89,7 +90,7 @@ def shrunk(given: Program, table: Table) -> Demasked:
         step = smaller
     if step is first:
         step = replace(first, program=_owned(given), cuts=_uncut(given))
-    return build(step.program, _provenance(first, step))
+    return build(stacked(step.program), _provenance(first, step))
 
 
 @dataclass(frozen=True, slots=True)

@@ -215,6 +215,8 @@ def _add_at(walk, relation, layout: Layout, axis: int, base: int, signs: list[An
     positions = layout[axis]
     wanted = list(range(size)) if positions is None else list(positions)
     delta = _delta(walk, relation, layout, axis, signs, wanted)
+    if (grown := _grown(walk, relation, layout, axis, base, signs, delta)) is not None:
+        return grown
     made = _laid_out(walk, source, layout, axis, wanted, delta)
     at = {p: k for k, p in enumerate(wanted)}
     held = adapter.have(key_of(added))[axis]
@@ -231,6 +233,40 @@ def _add_at(walk, relation, layout: Layout, axis: int, base: int, signs: list[An
     index = walk.pool.index(places)
     args = (made, axis, index, value)
     return marked(walk.build.call(aten.index_add.default, *args, alpha=signs[other]), "scatter-add")
+
+
+def _grown(walk, relation, layout: Layout, axis: int, base: int, signs, delta) -> fx.Node | None:
+    """A sum whose base is a prefix of it, the rest being the other operand alone: the base with
+    what meets it added, and the rest behind it."""
+    build, adapter = walk.build, walk.adapter
+    source, added = relation.operands[base].value, relation.operands[1 - base].value
+    held, other = (adapter.have(key_of(n))[axis] for n in (source, added))
+    wanted = layout[axis] or tuple(range(relation.node.meta["val"].shape[axis]))
+    if held is None or other is None or signs[1 - base] != 1 or len(held) >= len(wanted):
+        return None
+    meets, rest = [p for p in other if p in set(held)], list(wanted[len(held) :])
+    if tuple(wanted[: len(held)]) != tuple(held) or list(other) != meets + rest:
+        return None
+    if bool((delta != 0).any()) or not _plain(walk, relation, layout, axis):
+        return None
+    first, second = adapter.made[key_of(source)].node, adapter.made[key_of(added)].node
+    if meets:
+        part = adapter.select(second, axis, range(len(meets)))
+        index = walk.pool.index([held.index(p) for p in meets])
+        first = marked(build.call(aten.index_add.default, first, axis, index, part), "scatter-add")
+        second = adapter.select(second, axis, range(len(meets), len(other)))
+    return build.call(aten.cat.default, [first, second], axis)
+
+
+def _plain(walk: Rewriter, relation: Relation, layout: Layout, axis: int) -> bool:
+    """Do the operands stand in the output's layout and dtype but for one axis?"""
+    for operand in relation.operands:
+        held = walk.adapter.have(key_of(operand.value))
+        if any(h != w for a, (h, w) in enumerate(zip(held, layout, strict=True)) if a != axis):  # type: ignore[arg-type]
+            return False
+        if operand.value.meta["val"].dtype != _dtype(relation):
+            return False
+    return True
 
 
 def _delta(walk, relation, layout, axis: int, signs, wanted: list[int]) -> Tensor:

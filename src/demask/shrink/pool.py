@@ -30,6 +30,7 @@ class Pool:
         self._reads: dict[str, fx.Node] = {}
         self._cut: dict[Any, str] = {}
         self._index: dict[tuple[int, ...], fx.Node] = {}
+        self._ones: dict[Any, fx.Node] = {}
         self._sizes: dict[Any, Any] = {}
         self._symbols = _symbols(inputs)
 
@@ -74,6 +75,15 @@ class Pool:
             tensor = torch.tensor(key, dtype=torch.long)
             self._index[key] = self.read(self.add(Constant(tensor, "index", parameter=False)))
         return self._index[key]
+
+    def ones(self, sizes: Sequence[Any], dtype: torch.dtype, device: torch.device) -> fx.Node:
+        """A tensor of ones, made at each call."""
+        key = (tuple(sizes), dtype, device)
+        if key not in self._ones:
+            self._ones[key] = self.build.call(
+                torch.ops.aten.ones.default, list(sizes), dtype=dtype, device=device
+            )
+        return self._ones[key]
 
     def size(self, size: Any) -> Any:
         """A size as a call argument: a number, or a node that computes it from input sizes."""

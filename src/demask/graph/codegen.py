@@ -1,0 +1,92 @@
+"""The Python a result runs: the graph's calls, spelled the way that costs least to call.
+
+A call of an overload (`torch.ops.aten.relu.default`) takes a few microseconds more than torch's own
+binding of the same op (`torch.relu`), and every dot behind `self` is a search through a module. A
+network that had its work removed feels both, so neither is left in the code. The graph itself keeps
+its overloads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.graph import _PyTreeCodeGen
+
+_CALL = re.compile(r"torch\.ops\.aten\.(\w+)\.(\w+)\(")
+
+
+class Codegen(_PyTreeCodeGen):
+    """Pytree specs are values: copies share them (copying them warns in torch 2.13)."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Codegen:
+        return Codegen(self.pytree_info)
+
+    def _gen_python_code(self, nodes: Any, root_module: str, *args: Any, **kwargs: Any) -> Any:
+        given, shorts = list(nodes), _shorts(nodes)
+
+        def transformed(body: list[str]) -> list[str]:
+            lines, seen = [], set()
+            for line in (_CALL.sub(_bound, line) for line in body):
+                path = _read_from(line, root_module, shorts)
+                if path and path not in seen:
+                    lines.append(f"{shorts[path]} = {_read(root_module, path)}\n")
+                    seen.add(path)
+                if path:
+                    line = line.replace(f"= {_read(root_module, path)}.", f"= {shorts[path]}.")
+                lines.append(line)
+            return lines
+
+        self._body_transformer = transformed
+        return super()._gen_python_code(given, root_module, *args, **kwargs)
+
+
+def binding(name: str) -> str | None:
+    """How Python spells an ATen op through torch's own binding; None where it has none.
+
+    >>> binding("relu"), binding("linear"), binding("slice")
+    ('torch.relu', 'torch._C._nn.linear', None)
+    """
+    function = getattr(torch._C._VariableFunctions, name, None)
+    if function is not None and getattr(torch, name, None) is function:
+        return f"torch.{name}"
+    if hasattr(torch._C._nn, name):
+        return f"torch._C._nn.{name}"
+    return None
+
+
+def _bound(match: re.Match[str]) -> str:
+    found = binding(match.group(1))
+    return match.group(0) if found is None else f"{found}("
+
+
+def _shorts(nodes: Sequence[fx.Node]) -> dict[str, str]:
+    """Modules below the first level that more than two tensors or calls are read from, with a local
+    name each."""
+    steps = [str(n.target).split(".") for n in nodes if n.op in ("get_attr", "call_module")]
+    counts = Counter(".".join(path[:k]) for path in steps for k in range(2, len(path)))
+    taken, shorts = {node.name for node in nodes}, {}
+    for path, count in counts.items():
+        name = "_".join(["at", *re.findall(r"\w+", path)])
+        if count > 2 and name not in taken:
+            taken.add(name)
+            shorts[path] = name
+    return shorts
+
+
+def _read_from(line: str, root: str, shorts: dict[str, str]) -> str:
+    """The innermost module with a local name that a line reads something of."""
+    found = [path for path in shorts if f"= {_read(root, path)}." in line]
+    return max(found, key=len, default="")
+
+
+def _read(root: str, path: str) -> str:
+    """`self.a.0` as torch.fx spells it: `getattr(self.a, "0")`."""
+    text = root
+    for step in path.split("."):
+        text = f"{text}.{step}" if step.isidentifier() else f'getattr({text}, "{step}")'
+    return text

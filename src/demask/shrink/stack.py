@@ -1,0 +1,134 @@
+"""Border maps of one size are one convolution: their kernels stacked, its output split.
+
+    conv(x, cat(a, b)) == cat(conv(x, a), conv(x, b))
+
+Small calls cost what calling costs, and a deep network has a border map per layer. `apart` is the
+inverse, for a network that comes a second time.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from typing import Any
+
+from torch import fx
+
+import torch
+
+from demask.graph.build import Builder, mode_of
+from demask.graph.fold import drop_unread
+from demask.graph.program import Program, copied
+from demask.ops import schema
+
+aten = torch.ops.aten
+ELEMENTS = 2**18  # of one stack on the example sizes: beyond, calling costs nothing and keeping does
+_CONVOLUTIONS = {
+    aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
+    aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input,
+}  # fmt: skip
+
+
+def stacked(program: Program) -> Program:
+    """The program with its small border maps of equal geometry computed together."""
+    graph, _ = copied(program)
+    build = Builder(graph, mode_of(graph))
+    alike: dict[Any, list[list[fx.Node]]] = defaultdict(lambda: [[]])
+    for node in graph.nodes:
+        if node.target in _CONVOLUTIONS and _is_border(node):
+            stacks = alike[_geometry(node)]
+            if sum(map(_elements, [*stacks[-1], node])) > ELEMENTS:
+                stacks.append([])
+            stacks[-1].append(node)
+    for stacks in alike.values():
+        for stack in stacks:
+            if len(stack) > 1:
+                _stack(build, stack)
+    drop_unread(graph)
+    return program.with_graph(graph)
+
+
+def apart(program: Program) -> Program:
+    """The program with every convolution over stacked kernels, split as they were, in its parts."""
+    graph, _ = copied(program)
+    build = Builder(graph, mode_of(graph))
+    for node in list(graph.nodes):
+        weights = _stacked_weights(node) if node.target in _CONVOLUTIONS else None
+        if weights is None:
+            continue
+        (split,) = node.users
+        found = schema.arguments(node)
+        with graph.inserting_before(node):
+            parts = [
+                build.call(node.target, *args, **kwargs)
+                for args, kwargs in (schema.call(node.target, found | {"weight": w}) for w in weights)
+            ]
+        for part in list(split.users):
+            parts[part.args[1]].meta = {**node.meta, **parts[part.args[1]].meta}
+            part.replace_all_uses_with(parts[part.args[1]])
+    drop_unread(graph)
+    return program.with_graph(graph)
+
+
+def _is_border(node: fx.Node) -> bool:
+    """Is a convolution one of a channel of ones with a stored kernel?"""
+    found = schema.arguments(node)
+    plain = found["bias"] is None and found["groups"] == 1
+    return plain and found["input"].target is aten.ones.default and found["weight"].op == "get_attr"
+
+
+def _geometry(node: fx.Node) -> Any:
+    """What two calls must share to be stacked: all but their kernels."""
+    found = schema.arguments(node)
+    ones = found["input"]
+    rest = {k: v for k, v in found.items() if k not in ("input", "weight")}
+    kernel = found["weight"].meta["val"].shape[2:]
+    return (node.target, ones.target, repr(ones.args), repr(ones.kwargs), repr(rest), kernel)
+
+
+def _elements(node: fx.Node) -> int:
+    total = 1
+    for size in node.meta["val"].shape:
+        total *= schema.hint(size)
+    return total
+
+
+def _axis(node: fx.Node) -> int:
+    """The axis of a kernel that its output channels stand on."""
+    return 1 if "output_padding" in schema.arguments(node) else 0
+
+
+def _stack(build: Builder, nodes: list[fx.Node]) -> None:
+    first, axis = nodes[0], _axis(nodes[0])
+    weights = [schema.arguments(node)["weight"] for node in nodes]
+    for weight in weights:
+        first.prepend(weight)
+    with build.graph.inserting_before(first):
+        kernel = build.call(aten.cat.default, weights, axis)
+        args, kwargs = schema.call(
+            first.target, schema.arguments(first) | {"weight": kernel}
+        )
+        whole = build.call(first.target, *args, **kwargs)
+        sizes = [weight.meta["val"].shape[axis] for weight in weights]
+        parts = build.call(aten.split_with_sizes.default, whole, sizes, 1)
+        for k, node in enumerate(nodes):
+            part = build.call(operator.getitem, parts, k)
+            part.meta = {**node.meta, **part.meta}
+            node.replace_all_uses_with(part)
+
+
+def _stacked_weights(node: fx.Node) -> list[fx.Node] | None:
+    """The kernels of a stack, if the call is over one and is split just so."""
+    found, axis = schema.arguments(node), _axis(node)
+    weight, users = found["weight"], list(node.users)
+    if weight.target is not aten.cat.default or found["groups"] != 1 or found["bias"] is not None:
+        return None
+    weights: Any = weight.args[0]
+    cut = schema.arguments(weight)["dim"]
+    if cut != axis or any(w.op != "get_attr" for w in weights) or len(users) != 1:
+        return None
+    if users[0].target is not aten.split_with_sizes.default:
+        return None
+    sizes = schema.arguments(users[0])
+    alike = sizes["split_sizes"] == [w.meta["val"].shape[axis] for w in weights]
+    return list(weights) if alike and sizes["dim"] == 1 else None
