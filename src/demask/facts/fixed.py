@@ -15,7 +15,16 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from demask.facts.known import Facts, Key, Relations, key_of, moved, operand_facts, over_letters, window_mask
+from demask.facts.known import (
+    Facts,
+    Key,
+    Relations,
+    key_of,
+    moved,
+    operand_facts,
+    over_letters,
+    window_mask,
+)
 from demask.facts.masks import Fact, all_over, any_over, mixed, project, spread
 from demask.ops import Relation, schema
 
@@ -91,7 +100,9 @@ def _inputs(relation: Relation, facts: Facts, found: Mapping[Key, Tensor]) -> li
     for operand, fact, axes in zip(relation.operands, known, relation.ins, strict=True):
         if isinstance(operand.value, fx.Node):
             mask = found[key_of(operand.value)]
-            dynamic = [k for k, axis in enumerate(axes) if any(relation.size[a] is None for a in axis)]
+            dynamic = [
+                k for k, axis in enumerate(axes) if any(relation.size[a] is None for a in axis)
+            ]
             if operand.value.op != "get_attr":
                 mask = mask.all(dim=dynamic, keepdim=True) if dynamic else mask
                 fact = _taken(fact, mask | fact.known)

@@ -25,14 +25,18 @@ class Builder:
         self.value(node)
         return node
 
-    def call_like(self, like: fx.Node, target: Any, args: Any, kwargs: Any) -> fx.Node:
-        """A call known to make a tensor of the shape and dtype of its operand `like`: told so,
-        where a run on fake values would take sums over symbols to find it."""
+    def call_shaped(
+        self, shape: Any, like: fx.Node, target: Any, args: Any, kwargs: Any
+    ) -> fx.Node:
+        """A call known to make a dense tensor of a shape, of the dtype of its operand `like`: told
+        so, where a run on fake values would take sums over symbols to find it."""
         value = like.meta["val"]
         if not value.is_contiguous():
             return self.call(target, *args, **kwargs)
-        node = self.graph.call_function(target, args, kwargs)
-        node.meta["val"] = value
+        node = self.graph.call_function(target, tuple(args), kwargs)
+        same = len(shape) == value.ndim and all(map(same_size, shape, value.shape))
+        with self.mode, torch.no_grad():
+            node.meta["val"] = value if same else value.new_empty(shape)
         return node
 
     def value(self, node: fx.Node) -> None:

@@ -45,12 +45,16 @@ class Codegen(_PyTreeCodeGen):
         return super()._gen_python_code(given, root_module, *args, **kwargs)
 
 
-def binding(name: str) -> str | None:
-    """How Python spells an ATen op through torch's own binding; None where it has none.
+def binding(name: str, overload: str = "default") -> str | None:
+    """How Python spells an ATen op through torch's own binding; None where it has none, or one that
+    does not take all that the op takes (a list with gaps).
 
-    >>> binding("relu"), binding("linear"), binding("slice")
+    >>> binding("relu"), binding("linear"), binding("slice", "Tensor")
     ('torch.relu', 'torch._C._nn.linear', None)
     """
+    op = getattr(getattr(torch.ops.aten, name), overload)
+    if any("List[Optional" in str(argument.type) for argument in op._schema.arguments):
+        return None
     function = getattr(torch._C._VariableFunctions, name, None)
     if function is not None and getattr(torch, name, None) is function:
         return f"torch.{name}"
@@ -60,7 +64,7 @@ def binding(name: str) -> str | None:
 
 
 def _bound(match: re.Match[str]) -> str:
-    found = binding(match.group(1))
+    found = binding(match.group(1), match.group(2))
     return match.group(0) if found is None else f"{found}("
 
 

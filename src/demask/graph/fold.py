@@ -16,6 +16,7 @@ from demask.graph.program import Constant, Program, copied
 _RAW = re.compile(
     r"parametrizations\.(?P<p>[^.]+)\.original\d*$|(?P<o>[^.]+)_orig$|(?P<w>[^.]+)_[gv]$"
 )
+_CREATED = re.compile(r"new_|\w+_like\b")  # what these make has no value of their operand
 
 
 def folded(program: Program) -> Program:
@@ -129,7 +130,8 @@ def _leaves(node: fx.Node) -> list[fx.Node]:
         if here in seen:
             continue
         seen[here] = None
-        stack.extend(reversed(here.all_input_nodes))
+        if not _CREATED.match(getattr(here.target, "__name__", "")):
+            stack.extend(reversed(here.all_input_nodes))
     return [n for n in seen if n.op == "get_attr"]
 
 

@@ -145,7 +145,19 @@ def _emit_dense(walk: Rewriter, relation: Relation, layout: Layout, left: Absorb
               for k, operand in enumerate(relation.operands)]  # fmt: skip
     more = {} if taken is None else {taken: _bias(walk, relation, layout, left.bias)}
     args, kwargs = walk.arguments(relation, values, [layout], more)
-    return walk.build.call(relation.node.target, *args, **kwargs)
+    return _call(walk, relation, layout, args, kwargs)
+
+
+def _call(walk: Rewriter, relation: Relation, layout: Layout, args: Any, kwargs: Any) -> fx.Node:
+    """The contraction, its output in a layout."""
+    node, first = relation.node, args[relation.factors[0]] if args else None
+    target = node.target
+    known = isinstance(first, fx.Node) and first.meta["val"].dtype == node.meta["val"].dtype
+    if not (known and relation.window):
+        return walk.build.call(target, *args, **kwargs)
+    sizes = zip(node.meta["val"].shape, layout, strict=True)
+    shape = [n if p is None else len(p) for n, p in sizes]
+    return walk.build.call_shaped(shape, first, target, args, kwargs)
 
 
 def _operand(walk: Rewriter, relation: Relation, k: int, layout: Layout) -> Any:
@@ -256,10 +268,11 @@ def _border_map(walk: Rewriter, relation: Relation, layout: Layout, kernel: Tens
                                   constant.requires_grad))  # fmt: skip
     value = source.meta["val"]
     space = [walk.pool.size(size) for size in value.shape[-(kernel.ndim - 2) :]]
-    ones = walk.pool.ones([1, 1, *space], value.dtype, value.device)
+    stored = walk.pool.read(name)
+    ones = walk.pool.ones([1, 1, *space], stored)
     plain = {k: v for k, v in found.items() if k not in ("input", "weight", "bias")}
     plain = {k: walk.argument(v) for k, v in plain.items()}
-    plain |= {"input": ones, "weight": walk.pool.read(name), "bias": None, "groups": 1}
+    plain |= {"input": ones, "weight": stored, "bias": None, "groups": 1}
     args, kwargs = schema.call(node.target, plain)
     made = marked(build.call(node.target, *args, **kwargs), "border map")
     if value.ndim == kernel.ndim - 1:
@@ -367,7 +380,9 @@ def _emit_run(walk: Rewriter, relation: Relation, run: _Run, x: fx.Node, *, alon
     }
     plain |= {"input": x, "weight": walk.pool.read(name), "bias": bias, "groups": len(run.groups)}
     args, kwargs = schema.call(node.target, plain)
-    return walk.build.call(node.target, *args, **kwargs)
+    axis = _axis_of(relation.outs[0])
+    layout = tuple(flat if k == axis else None for k in range(node.meta["val"].ndim))
+    return _call(walk, relation, layout, args, kwargs)
 
 
 def _group_weight(relation: Relation, weight: Tensor, run: _Run, transposed: bool) -> Tensor:

@@ -76,13 +76,12 @@ class Pool:
             self._index[key] = self.read(self.add(Constant(tensor, "index", parameter=False)))
         return self._index[key]
 
-    def ones(self, sizes: Sequence[Any], dtype: torch.dtype, device: torch.device) -> fx.Node:
-        """A tensor of ones, made at each call."""
-        key = (tuple(sizes), dtype, device)
+    def ones(self, sizes: Sequence[Any], like: fx.Node) -> fx.Node:
+        """A tensor of ones, made at each call; of the dtype and on the device that `like`, a
+        constant, is moved to."""
+        key = (tuple(sizes), like.meta["val"].dtype)
         if key not in self._ones:
-            self._ones[key] = self.build.call(
-                torch.ops.aten.ones.default, list(sizes), dtype=dtype, device=device
-            )
+            self._ones[key] = self.build.call(torch.ops.aten.new_ones.default, like, list(sizes))
         return self._ones[key]
 
     def size(self, size: Any) -> Any:

@@ -148,7 +148,8 @@ class Rewriter:
         if like is None:
             made = self.build.call(target, *args, **kwargs)
         else:
-            made = self.build.call_like(like, target, args, kwargs)
+            shape = like.meta["val"].shape
+            made = self.build.call_shaped(shape, like, target, args, kwargs)
         made.meta = {**node.meta, **made.meta}
         outputs = schema.outputs(node)
         if not isinstance(node.meta.get("val"), (list, tuple)):
@@ -174,7 +175,11 @@ class Rewriter:
         sizes = [n if p is None else len(p) for n, p in zip(old.shape, held, strict=True)]
         for arg in args:
             value = arg.meta.get("val") if isinstance(arg, fx.Node) else None
-            if not isinstance(value, Tensor) or value.dtype != old.dtype or value.ndim != len(sizes):
+            if (
+                not isinstance(value, Tensor)
+                or value.dtype != old.dtype
+                or value.ndim != len(sizes)
+            ):
                 continue
             if all(same_size(a, b) for a, b in zip(value.shape, sizes, strict=True)):
                 return arg

@@ -64,9 +64,7 @@ def _parts(
     return parts
 
 
-def _worth(
-    key: Key, relations: Relations, varying: set[Key], batch: set[sympy.Symbol]
-) -> bool:
+def _worth(key: Key, relations: Relations, varying: set[Key], batch: set[sympy.Symbol]) -> bool:
     """Is anything computed for every image to make the fixed positions, or are they only moved from
     a side network to where they are read?"""
     if key not in varying or not _batched(key, batch):
@@ -142,7 +140,8 @@ class _Splitter:
             value = operand.value
             if isinstance(value, fx.Node):
                 part = self.parts.get(key_of(value))
-                alone = part is not None and not bool((self.needs.edge[node, k] & part).any())
+                read = self.needs.edge.get((node, k))
+                alone = part is not None and (read is None or not bool((read & part).any()))
                 value = self._split(value)[0] if alone else self._whole(value)
             values.append(value)
         found = map_arg(schema.arguments(node), self.copies.get)

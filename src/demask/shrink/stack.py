@@ -22,7 +22,9 @@ from demask.graph.program import Program, copied
 from demask.ops import schema
 
 aten = torch.ops.aten
-ELEMENTS = 2**18  # of one stack on the example sizes: beyond, calling costs nothing and keeping does
+ELEMENTS = (
+    2**18
+)  # of one stack on the example sizes: beyond, calling costs nothing and keeping does
 _CONVOLUTIONS = {
     aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
     aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input,
@@ -61,7 +63,9 @@ def apart(program: Program) -> Program:
         with graph.inserting_before(node):
             parts = [
                 build.call(node.target, *args, **kwargs)
-                for args, kwargs in (schema.call(node.target, found | {"weight": w}) for w in weights)
+                for args, kwargs in (
+                    schema.call(node.target, found | {"weight": w}) for w in weights
+                )
             ]
         for part in list(split.users):
             parts[part.args[1]].meta = {**node.meta, **parts[part.args[1]].meta}
@@ -74,7 +78,11 @@ def _is_border(node: fx.Node) -> bool:
     """Is a convolution one of a channel of ones with a stored kernel?"""
     found = schema.arguments(node)
     plain = found["bias"] is None and found["groups"] == 1
-    return plain and found["input"].target is aten.ones.default and found["weight"].op == "get_attr"
+    return (
+        plain
+        and found["input"].target is aten.new_ones.default
+        and found["weight"].op == "get_attr"
+    )
 
 
 def _geometry(node: fx.Node) -> Any:
@@ -83,7 +91,7 @@ def _geometry(node: fx.Node) -> Any:
     ones = found["input"]
     rest = {k: v for k, v in found.items() if k not in ("input", "weight")}
     kernel = found["weight"].meta["val"].shape[2:]
-    return (node.target, ones.target, repr(ones.args), repr(ones.kwargs), repr(rest), kernel)
+    return (node.target, ones.target, repr(ones.args[1:]), repr(ones.kwargs), repr(rest), kernel)
 
 
 def _elements(node: fx.Node) -> int:
@@ -101,13 +109,17 @@ def _axis(node: fx.Node) -> int:
 def _stack(build: Builder, nodes: list[fx.Node]) -> None:
     first, axis = nodes[0], _axis(nodes[0])
     weights = [schema.arguments(node)["weight"] for node in nodes]
+    later = set(build.graph.nodes)
+    for node in build.graph.nodes:
+        if node is first:
+            break
+        later.discard(node)
     for weight in weights:
-        first.prepend(weight)
+        if weight in later:
+            first.prepend(weight)
     with build.graph.inserting_before(first):
         kernel = build.call(aten.cat.default, weights, axis)
-        args, kwargs = schema.call(
-            first.target, schema.arguments(first) | {"weight": kernel}
-        )
+        args, kwargs = schema.call(first.target, schema.arguments(first) | {"weight": kernel})
         whole = build.call(first.target, *args, **kwargs)
         sizes = [weight.meta["val"].shape[axis] for weight in weights]
         parts = build.call(aten.split_with_sizes.default, whole, sizes, 1)
