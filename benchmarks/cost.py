@@ -22,18 +22,10 @@ from torch import Tensor, nn
 
 import demask
 from demask.graph.capture import capture
-from residual import (
-    IMAGE,
-    RESULTS,
-    Block,
-    ResNet,
-    calls_of,
-    load,
-    machine,
-    markdown,
-    masked,
-    randomised,
-)
+from cifar import IMAGE, Block, ResNet, masked
+from networks import randomised
+from residual import calls_of
+from tables import RESULTS, load, machine, markdown
 
 LIMIT, RATIO = 10.0, 2.4
 SIZES = (200, 400)  # nodes

@@ -37,7 +37,7 @@ class Codegen(_PyTreeCodeGen):
                     lines.append(f"{shorts[path]} = {_read(root_module, path)}\n")
                     seen.add(path)
                 if path:
-                    line = line.replace(f"= {_read(root_module, path)}.", f"= {shorts[path]}.")
+                    line = line.replace(_read(root_module, path), shorts[path])
                 lines.append(line)
             return lines
 
@@ -50,7 +50,7 @@ def binding(name: str, overload: str = "default") -> str | None:
     does not take all that the op takes (a list with gaps).
 
     >>> binding("relu"), binding("linear"), binding("slice", "Tensor")
-    ('torch.relu', 'torch._C._nn.linear', None)
+    ('torch.relu', 'torch.nn.functional.linear', None)
     """
     op = getattr(getattr(torch.ops.aten, name), overload)
     if any("List[Optional" in str(argument.type) for argument in op._schema.arguments):
@@ -58,9 +58,11 @@ def binding(name: str, overload: str = "default") -> str | None:
     function = getattr(torch._C._VariableFunctions, name, None)
     if function is not None and getattr(torch, name, None) is function:
         return f"torch.{name}"
-    if hasattr(torch._C._nn, name):
-        return f"torch._C._nn.{name}"
-    return None
+    function = getattr(torch._C._nn, name, None)
+    if function is None:
+        return None
+    public = getattr(torch.nn.functional, name, None) is function
+    return f"torch.nn.functional.{name}" if public else f"torch._C._nn.{name}"
 
 
 def _bound(match: re.Match[str]) -> str:
@@ -84,7 +86,8 @@ def _shorts(nodes: Sequence[fx.Node]) -> dict[str, str]:
 
 def _read_from(line: str, root: str, shorts: dict[str, str]) -> str:
     """The innermost module with a local name that a line reads something of."""
-    found = [path for path in shorts if f"= {_read(root, path)}." in line]
+    found = [path for path in shorts
+             if re.search(rf"= (getattr\(+)*{re.escape(_read(root, path))}[.,]", line)]  # fmt: skip
     return max(found, key=len, default="")
 
 

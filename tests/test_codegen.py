@@ -1,0 +1,66 @@
+"""The code of a result calls torch's own bindings; each computes what its op computes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import demask
+from demask.graph.codegen import binding
+from demask.ops import TABLE
+from demask.ops.entry import Shape
+from demask.ops.laws import drawn, law_cases, target_of
+
+CASES = [(name, k, case) for name, k, case in law_cases(TABLE) if name.startswith("aten.")]
+
+
+def function(spelled: str):
+    here = torch
+    for step in spelled.split(".")[1:]:
+        here = getattr(here, step)
+    return here
+
+
+@pytest.mark.parametrize(("name", "k", "case"), CASES, ids=[f"{n}-{k}" for n, k, _ in CASES])
+def test_a_binding_is_its_op(name: str, k: int, case) -> None:
+    spelled = binding(*name.split(".")[1:])
+    if spelled is None:
+        return  # The op is called as it stands in the graph.
+    generator = torch.Generator().manual_seed(k)
+
+    def made(value: object) -> object:
+        return drawn(value, generator) if isinstance(value, Shape) else value
+
+    args, kwargs = pytree.tree_map(made, (case.args, dict(case.kwargs)))
+    torch.manual_seed(0)
+    expected = target_of(name)(*args, **kwargs)
+    torch.manual_seed(0)
+    found = function(spelled)(*args, **kwargs)
+    for a, b in zip(pytree.tree_leaves(expected), pytree.tree_leaves(found), strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b) or torch.isnan(a).any()
+
+
+def test_a_list_with_gaps_has_no_binding() -> None:
+    assert binding("index_put", "default") is None
+    assert binding("slice", "Tensor") is None
+
+
+def test_the_graph_keeps_its_overloads_and_the_code_does_not() -> None:
+    net = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), nn.Linear(8, 2)).eval()
+    slim = demask.demask(net, (torch.randn(3, 4),))
+    assert torch.ops.aten.linear.default in {node.target for node in slim.graph.nodes}
+    assert "torch.ops.aten" not in slim.code
+    assert copy.deepcopy(slim).code == slim.code
+
+
+def test_deep_modules_are_looked_up_once() -> None:
+    net = nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))))
+    x = torch.randn(3, 4)
+    slim = demask.demask(net.eval(), (x,))
+    assert slim.code.count("getattr(self,") == 1
+    torch.testing.assert_close(slim(x), net(x))
