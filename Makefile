@@ -9,6 +9,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet
+# Its networks are Python; its own torch requirement would bring a CUDA build over the one below.
+TORCHVISION := "torchvision==0.28.0"
 
 .PHONY: demo test nightly bench clean
 
@@ -43,4 +45,5 @@ $(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
 
 $(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml
 	$(PIP) --editable ".[demo,dev]"
+	$(PIP) --no-deps $(TORCHVISION)
 	touch $@ $(VENV)/demo.stamp

@@ -16,7 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import fx, nn
-from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
+from torch.fx.graph import _PyTreeInfo
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, DemaskError, NotExportable, RefusedFile
@@ -25,6 +25,7 @@ from demask.files.atomic import check_writable, write
 from demask.files.codec import decode, decode_target, encode, encode_target
 from demask.files.names import BUILTINS
 from demask.files.pt2 import read_model, to_pt2
+from demask.graph.codegen import Codegen
 from demask.graph.provenance import Cut, InputSpec, Provenance, Reason, Sizes
 
 aten = torch.ops.aten
@@ -86,13 +87,14 @@ def network():
     shape = ((0,), {"options": {"offset": 0}})
     out = collections.OrderedDict(y=0, rest=(0, 0))
     specs = pytree.tree_structure(shape), pytree.tree_structure(out)
-    graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(["x", "options"], *specs)))
-    slim = fx.GraphModule(root, graph)
-    slim.body._non_persistent_buffers_set.add("scale")  # fx makes buffers persistent
-    slim.demasked = provenance(
+    history = provenance(
         InputSpec("x", ("batch", 3, 5, 5), "float32", (1, 3, 5, 5)),
         InputSpec("offset", (6,), "float64", (6,)),
     )
+    graph.set_codegen(Codegen(_PyTreeInfo(["x", "options"], *specs), history))
+    slim = fx.GraphModule(root, graph)
+    slim.body._non_persistent_buffers_set.add("scale")  # fx makes buffers persistent
+    slim.demasked = history
     return slim
 
 

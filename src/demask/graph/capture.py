@@ -21,7 +21,9 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, NotExportable
+from demask.graph.build import mode_of
 from demask.graph.copying import structural_copy
+from demask.graph.guards import guards_of
 from demask.graph.program import Constant, Program
 
 _LICENCE = "dropping 0 · x is exact for finite x: an Inf or NaN meeting a dropped zero is not kept"
@@ -199,8 +201,9 @@ def _program(exported: ExportedProgram, notes: tuple[str, ...], training: bool) 
     spec = exported.call_spec
     names = _names(exported)
     return Program(
-        graph, constants, spec.in_spec, spec.out_spec, names, (*notes, _LICENCE), training
-    )
+        graph, constants, spec.in_spec, spec.out_spec, names, (*notes, _LICENCE), training,
+        guards_of(mode_of(graph).shape_env, exported.range_constraints),
+    )  # fmt: skip
 
 
 def _settled(value: Any) -> Any:

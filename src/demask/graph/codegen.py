@@ -17,20 +17,34 @@ import torch
 from torch import fx
 from torch.fx.graph import _PyTreeCodeGen
 
+from demask.graph.guards import checks
+from demask.graph.provenance import Provenance
+
+_C: Any = torch._C
+_BOUND, _NN = _C._VariableFunctions, _C._nn  # torch's bindings of its functions
 _CALL = re.compile(r"torch\.ops\.aten\.(\w+)\.(\w+)\(")
 
 
 class Codegen(_PyTreeCodeGen):
-    """Pytree specs are values: copies share them (copying them warns in torch 2.13)."""
+    """Checks the sizes that come in, then calls.
+
+    Pytree specs are values: copies share them (copying them warns in torch 2.13).
+    """
+
+    def __init__(self, specs: Any, provenance: Provenance):
+        super().__init__(specs)
+        self.provenance = provenance
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Codegen:
-        return Codegen(self.pytree_info)
+        return Codegen(self.pytree_info, self.provenance)
 
     def _gen_python_code(self, nodes: Any, root_module: str, *args: Any, **kwargs: Any) -> Any:
         given, shorts = list(nodes), _shorts(nodes)
+        names = {n.name: str(n.target) for n in given if n.op == "placeholder"}
+        checked = checks(names, self.provenance.inputs, self.provenance.guards)
 
         def transformed(body: list[str]) -> list[str]:
-            lines, seen = [], set()
+            lines, seen = list(checked), set()
             for line in (_CALL.sub(_bound, line) for line in body):
                 path = _read_from(line, root_module, shorts)
                 if path and path not in seen:
@@ -42,7 +56,7 @@ class Codegen(_PyTreeCodeGen):
             return lines
 
         self._body_transformer = transformed
-        return super()._gen_python_code(given, root_module, *args, **kwargs)
+        return super()._gen_python_code(nodes, root_module, *args, **kwargs)
 
 
 def binding(name: str, overload: str = "default") -> str | None:
@@ -55,10 +69,10 @@ def binding(name: str, overload: str = "default") -> str | None:
     op = getattr(getattr(torch.ops.aten, name), overload)
     if any("List[Optional" in str(argument.type) for argument in op._schema.arguments):
         return None
-    function = getattr(torch._C._VariableFunctions, name, None)
+    function = getattr(_BOUND, name, None)
     if function is not None and getattr(torch, name, None) is function:
         return f"torch.{name}"
-    function = getattr(torch._C._nn, name, None)
+    function = getattr(_NN, name, None)
     if function is None:
         return None
     public = getattr(torch.nn.functional, name, None) is function

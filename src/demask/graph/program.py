@@ -28,7 +28,8 @@ class Program:
     graph: placeholders are the flattened inputs, `get_attr` targets are keys of `constants`, the
     output is a flat tuple; every node that makes a tensor has meta["val"]. in_spec, out_spec: the
     pytrees of the call and of what it returns. names: the argument names of forward. notes: what
-    the user should know of the capture. training: the model's flag.
+    the user should know of the capture. training: the model's flag. guards: what
+    must hold of the dynamic sizes.
     """
 
     graph: fx.Graph
@@ -38,6 +39,7 @@ class Program:
     names: tuple[str, ...]
     notes: tuple[str, ...] = ()
     training: bool = False
+    guards: tuple[str, ...] = ()
 
     def with_graph(
         self, graph: fx.Graph, constants: Mapping[str, Constant] | None = None

@@ -77,6 +77,7 @@ class Provenance:
     before: Sizes
     after: Sizes
     removed: Mapping[str, int] = field(default_factory=dict)  # module -> parameters gone
+    guards: tuple[str, ...] = ()  # conditions on dynamic sizes (see `guards`)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary; `from_dict` takes it back."""
@@ -89,6 +90,7 @@ class Provenance:
             "before": asdict(self.before),
             "after": asdict(self.after),
             "removed": dict(self.removed),
+            "guards": list(self.guards),
         }
 
     @classmethod
@@ -103,6 +105,7 @@ class Provenance:
             before=Sizes(**data["before"]),
             after=Sizes(**data["after"]),
             removed=dict(data["removed"]),
+            guards=tuple(str(guard) for guard in data.get("guards", ())),
         )
 
 

@@ -37,7 +37,7 @@ class Demasked(fx.GraphModule):
         cls, root: nn.Module, graph: fx.Graph, specs: _PyTreeInfo, provenance: Provenance
     ) -> Demasked:
         """The module of a graph whose call and result have the given pytrees."""
-        graph.set_codegen(Codegen(specs))
+        graph.set_codegen(Codegen(specs, provenance))
         module = cls(root, graph, class_name="Demasked")
         module.recompile()
         _copy_persistence(root, module)

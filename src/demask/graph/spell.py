@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -88,6 +89,64 @@ def _glu(build: Builder, node: fx.Node, constants: Constants) -> fx.Node:
     return build.call(aten.mul.Tensor, value, build.call(aten.sigmoid.default, gate))
 
 
+def _shuffled(build: Builder, node: fx.Node, constants: Constants) -> fx.Node | None:
+    """An axis split, its parts permuted and merged again (a channel shuffle) is a permutation of
+    the axis, along which single positions can go."""
+    inner: Any = node.args[0]
+    while inner.target in (aten.contiguous.default, aten.clone.default):
+        inner = inner.args[0]
+    if inner.target not in (aten.transpose.int, aten.permute.default):
+        return None
+    split = inner.args[0]
+    if split.target not in _VIEWS:
+        return None
+    x, parts = split.args[0], split.meta["val"].shape
+    order = list(range(len(parts)))
+    if inner.target is aten.transpose.int:
+        a, b = (d % len(parts) for d in inner.args[1:3])
+        order[a], order[b] = order[b], order[a]
+    else:
+        order = [d % len(parts) for d in inner.args[1]]
+    if not same_shape(node.meta["val"], x.meta["val"]):
+        return None
+    return _permuted(build, x, parts, order, constants)
+
+
+def _permuted(
+    build: Builder, x: fx.Node, parts: Any, order: list[int], constants: Constants
+) -> fx.Node | None:
+    """x with one axis, which was split into several of `parts`, in another order."""
+    shape = x.meta["val"].shape
+    moved = [k for k, d in enumerate(order) if k != d]
+    if not moved:
+        return None
+    axis, count = moved[0], len(parts) - len(shape) + 1
+    while axis and not _splits(shape, parts, axis, count):
+        axis -= 1
+    if not _splits(shape, parts, axis, count) or moved[-1] >= axis + count:
+        return None
+    sizes = list(parts[axis : axis + count])
+    inside = [d - axis for d in order[axis : axis + count]]
+    index = torch.arange(shape[axis]).view(sizes).permute(inside).reshape(-1)
+    names = (f"{x.name}_shuffle{k or ''}" for k in range(len(constants) + 1))
+    name = next(name for name in names if name not in constants)
+    constants[name] = Constant(index, name, parameter=False)
+    at = build.graph.create_node("get_attr", name)
+    at.meta["val"] = build.fake(index)
+    return build.call(aten.index_select.default, x, axis, at)
+
+
+def _splits(shape: Any, parts: Any, axis: int, count: int) -> bool:
+    """Are `parts` the shape with one axis, of a plain size, split into `count`?"""
+    inside = parts[axis : axis + count]
+    if count < 2 or not all(isinstance(n, int) for n in [*inside, shape[axis]]):
+        return False
+    rest = [*parts[:axis], *parts[axis + count :]]
+    kept = [*shape[:axis], *shape[axis + 1 :]]
+    whole = math.prod(inside) == shape[axis] and len(rest) == len(kept)
+    return whole and all(map(same_size, rest, kept))
+
+
 def _index_add(build: Builder, node: fx.Node, constants: Constants) -> fx.Node | None:
     """x.index_add(dim, index, y) is x plus y scattered into zeros, where the index is constant."""
     x, dim, index, y = node.args
@@ -110,8 +169,11 @@ def _index_add(build: Builder, node: fx.Node, constants: Constants) -> fx.Node |
     return build.call(aten.add.Tensor, x, laid, alpha=node.kwargs.get("alpha", 1))
 
 
+_VIEWS = (aten.view.default, aten.reshape.default, aten.unflatten.int)
 _RULES: dict[Any, Callable[[Builder, fx.Node, Constants], fx.Node | None]] = {
     aten.index_add.default: _index_add,
+    aten.view.default: _shuffled,
+    aten.reshape.default: _shuffled,
     aten.expand_as.default: _expand_as,
     aten.view_as.default: _view_as,
     aten.reshape_as.default: _view_as,
@@ -122,4 +184,6 @@ _RULES: dict[Any, Callable[[Builder, fx.Node, Constants], fx.Node | None]] = {
     aten.glu.default: _glu,
 }
 
-SPELLED = frozenset(str(target) for target in _RULES)  # ops that need no entry of their own
+SPELLED = frozenset(
+    str(target) for target in _RULES if target not in _VIEWS
+)  # ops that need no entry of their own

@@ -52,7 +52,9 @@ def _refine(old: list[Any], new: list[Any]):
         else:
             step = _split(left[i], right[j])
             if step is None:
-                return Declined(f"view from {tuple(old)} to {tuple(new)} has no common refinement")
+                return Declined(
+                    f"view from {_shown(old)} to {_shown(new)} has no common refinement"
+                )
             letter = f"a{len(sizes)}"
             size, left[i], right[j] = step
             sizes[letter] = size if isinstance(size, int) else None
@@ -70,6 +72,12 @@ def _is(a: Any, b: Any) -> bool:
 
 def _expr(size: Any) -> Any:
     return size if isinstance(size, int) else size.node.expr
+
+
+def _shown(sizes: Any) -> str:
+    """A shape in words; long expressions of dynamic sizes as `?`."""
+    texts = [str(size) for size in sizes]
+    return f"({', '.join(text if len(text) <= 8 else '?' for text in texts)})"
 
 
 def _split(a: Any, b: Any) -> tuple[Any, Any, Any] | None:

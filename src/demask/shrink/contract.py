@@ -152,8 +152,9 @@ def _call(walk: Rewriter, relation: Relation, layout: Layout, args: Any, kwargs:
     """The contraction, its output in a layout."""
     node, first = relation.node, args[relation.factors[0]] if args else None
     target = node.target
-    known = isinstance(first, fx.Node) and first.meta["val"].dtype == node.meta["val"].dtype
-    if not (known and relation.window):
+    if not isinstance(first, fx.Node) or not relation.window:
+        return walk.build.call(target, *args, **kwargs)
+    if first.meta["val"].dtype != node.meta["val"].dtype:
         return walk.build.call(target, *args, **kwargs)
     sizes = zip(node.meta["val"].shape, layout, strict=True)
     shape = [n if p is None else len(p) for n, p in sizes]

@@ -17,6 +17,7 @@ from demask.facts.needed import needed
 from demask.graph.capture import capture
 from demask.graph.fold import folded
 from demask.graph.functional import functionalized
+from demask.graph.guards import renamed
 from demask.graph.program import Program
 from demask.graph.provenance import Cut, InputSpec, Provenance, Reason, Sizes
 from demask.graph.result import Demasked, build
@@ -55,6 +56,9 @@ def demask(
 
         return demask_modules(model, args, kwargs, dynamic_shapes, modules, table)  # type: ignore[return-value]
     program = folded(apart(functionalized(capture(model, args, kwargs, dynamic_shapes))))
+    if isinstance(model, Demasked):
+        inherited = renamed(model.demasked.guards, model.demasked.inputs, _inputs(program))
+        program = replace(program, guards=tuple(dict.fromkeys((*program.guards, *inherited))))
     return shrunk(program, TABLE if table is None else table)
 
 
@@ -210,6 +214,7 @@ def _provenance(first: _Step, last: _Step) -> Provenance:
         before=first.sizes,
         after=last.sizes,
         removed=_removed(first.program, last.program),
+        guards=first.program.guards,
     )
 
 

@@ -164,7 +164,7 @@ class Rewriter:
                 self.keep(node, k, part, layouts[k] if layouts else None)
 
     def _like(self, node: fx.Node, args: Any, layout: Layout | None) -> fx.Node | None:
-        """The operand of the new call whose shape and dtype its one output has, if one surely has."""
+        """The operand of the new call that has its output's shape and dtype, if one surely has."""
         relation = self.relations.get(node)
         if not isinstance(relation, Relation) or relation.moved or len(relation.outs) != 1:
             return None

@@ -23,7 +23,7 @@ from demask.facts.fixed import Fixed, as_known, batch_sizes, fixed, has
 from demask.facts.known import Facts, Key, Relations, key_of
 from demask.facts.needed import Needs, needed
 from demask.graph.build import Builder, mode_of
-from demask.graph.program import Constant, Program
+from demask.graph.program import Program
 from demask.ops import Relation, schema
 from demask.shrink.place import is_constant
 from demask.shrink.pool import Pool

@@ -12,9 +12,8 @@ import operator
 from collections import defaultdict
 from typing import Any
 
-from torch import fx
-
 import torch
+from torch import fx
 
 from demask.graph.build import Builder, mode_of
 from demask.graph.fold import drop_unread

@@ -1,0 +1,129 @@
+"""What must hold of the sizes of a call for a captured graph to be the network's: said in Python.
+
+torch.export walks one path through the code. Where that path was chosen by a size (`if h > 224`),
+or where an expression of sizes came out as a number and was taken for one, the graph holds for such
+sizes alone. A result checks its inputs, since its answer for other sizes would be wrong.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import sympy
+
+from demask.graph.provenance import InputSpec
+
+_SYMBOL = re.compile(r"[A-Za-z]\w{0,30}", re.ASCII)
+_NODES = (
+    ast.Expression, ast.Compare, ast.BinOp, ast.UnaryOp, ast.Constant, ast.Name, ast.Load, ast.Call,
+    ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod, ast.USub, ast.Pow,
+    ast.Eq, ast.LtE, ast.GtE,
+)  # fmt: skip
+
+
+def guards_of(shape_env: Any, ranges: Mapping[Any, Any]) -> tuple[str, ...]:
+    """The conditions on symbols that an export relied on, as Python; those that cannot be spelled
+    are left out.
+
+    Inequalities over several sizes are left out, too: they speak of memory layouts, and fail at
+    batch 1 where nothing else does.
+    """
+    found: dict[str, None] = {}
+    for symbol, bounds in ranges.items():
+        low, high = bounds.lower, bounds.upper
+        if symbol.is_Symbol and low.is_Integer and low > 2:
+            found[f"{symbol} >= {low}"] = None
+        if symbol.is_Symbol and high.is_Integer:
+            found[f"{symbol} <= {high}"] = None
+    for guard in shape_env.guards if shape_env is not None else ():
+        if isinstance(guard.expr, sympy.Eq):
+            sides = [_spelled(side) for side in guard.expr.args]
+            if None not in sides:
+                found[f"{sides[0]} == {sides[1]}"] = None
+    return tuple(found)
+
+
+def _spelled(expr: Any) -> str | None:
+    if expr.is_Symbol or expr.is_Integer:
+        return f"({expr})"
+    parts = [_spelled(argument) for argument in expr.args]
+    if not parts or None in parts:
+        return None
+    texts = [part for part in parts if part is not None]
+    signs = {"Add": "+", "Mul": "*", "FloorDiv": "//", "CleanDiv": "//", "Mod": "%",
+             "PythonMod": "%", "Pow": "**"}  # fmt: skip
+    kind = type(expr).__name__
+    if kind in signs:
+        return f"({signs[kind].join(texts)})"
+    return f"{kind.lower()}({', '.join(texts)})" if kind in ("Max", "Min") else None
+
+
+def renamed(
+    guards: Sequence[str], before: Sequence[InputSpec], after: Sequence[InputSpec]
+) -> tuple[str, ...]:
+    """The conditions of one capture in the symbols of another of the same inputs."""
+    names = {
+        old: str(new)
+        for spec, again in zip(before, after, strict=False)
+        for old, new in zip(spec.sizes, again.sizes, strict=False)
+        if isinstance(old, str)
+    }
+    return tuple(re.sub(r"[A-Za-z]\w*", lambda m: names.get(m.group(0), m.group(0)), guard)
+                 for guard in guards)  # fmt: skip
+
+
+def checks(
+    names: Mapping[str, str], inputs: Sequence[InputSpec], guards: Sequence[str]
+) -> Iterator[str]:
+    """Lines of Python that raise ValueError where a graph does not hold for the inputs' sizes.
+
+    names: of the inputs, and of the variables that hold them."""
+    where: dict[str, str] = {}
+    for spec in inputs:
+        if spec.name not in names:
+            continue
+        wrong, name = [], names[spec.name]
+        for axis, size in enumerate(spec.sizes):
+            here = f"{name}.shape[{axis}]"
+            if isinstance(size, int):
+                wrong.append(f"{here} != {size}")
+            elif _SYMBOL.fullmatch(size):
+                if size in where:
+                    wrong.append(f"{here} != {where[size]}")
+                where.setdefault(size, here)
+        yield from _raising(" or ".join(wrong), name, spec)
+    for guard in guards:
+        text = _over(guard, where)
+        if text is not None:
+            words = (
+                f"this network was captured for sizes with {guard}; demask an example like yours"
+            )
+            yield f"if not ({text}): raise ValueError({words!r})\n"
+
+
+def _raising(wrong: str, name: str, spec: InputSpec) -> Iterator[str]:
+    if wrong:
+        sizes = ", ".join(str(size) for size in spec.sizes if re.fullmatch(r"\w+", str(size)))
+        words = f"{name}: expected sizes ({sizes}), where names stand for any size, got "
+        after = "; for others demask with dynamic_shapes, or with an example of that size"
+        got = f"str(tuple({name}.shape))"
+        yield f"if {wrong}: raise ValueError({words!r} + {got} + {after!r})\n"
+
+
+def _over(guard: str, where: Mapping[str, str]) -> str | None:
+    """A condition over inputs, not symbols; None if it is not one of ours, or names others."""
+    try:
+        tree = ast.parse(guard, mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    for node in ast.walk(tree):
+        if not isinstance(node, _NODES):
+            return None
+        if isinstance(node, ast.Name) and node.id not in {*where, "max", "min"}:
+            return None
+        if isinstance(node, ast.Constant) and type(node.value) is not int:
+            return None
+    return re.sub(r"[A-Za-z]\w*", lambda m: where.get(m.group(0), m.group(0)), guard)

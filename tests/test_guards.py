@@ -1,0 +1,81 @@
+"""A result refuses sizes for which the captured graph is not the network."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+import demask
+from demask.graph.guards import checks
+from demask.graph.provenance import InputSpec
+
+
+class Branches(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.shape[0] > 3 else x.relu()
+
+
+class Flat(nn.Module):
+    """On the example the strided layer leaves one row, and export takes that for a fact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 3, 4), nn.Conv2d(8, 4, (1, 3), padding=(0, 1))
+        with torch.no_grad():
+            self.a.weight[:4] = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x))
+
+
+def test_a_branch_taken_by_size_is_checked() -> None:
+    slim = demask.demask(Branches(), (torch.randn(5, 3),))
+    x = torch.randn(4, 3)
+    assert torch.equal(slim(x), x * 2)
+    with pytest.raises(ValueError, match=">= 4"):
+        slim(x[:3])
+    assert demask.demask(slim, (x,)).demasked.guards == slim.demasked.guards
+
+
+def test_an_expression_that_became_a_number_is_checked() -> None:
+    model = Flat().double().eval()
+    auto = (dict.fromkeys((0, 2, 3), Dim.AUTO),)
+    slim = demask.demask(model, (torch.randn(2, 3, 6, 20).double(),), dynamic_shapes=auto)
+    for size in ((6, 20), (3, 31)):
+        x = torch.randn(1, 3, *size).double()
+        torch.testing.assert_close(slim(x), model(x), rtol=1e-12, atol=1e-12)
+    for module in (slim, copy.deepcopy(slim)):
+        with pytest.raises(ValueError, match="captured for sizes with"):
+            module(torch.randn(1, 3, 20, 20).double())
+
+
+def test_a_static_size_is_checked(tmp_path) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval()
+    slim = demask.demask(model, (torch.randn(2, 3, 8, 9),))
+    demask.save(slim, tmp_path / "slim.demask")
+    for module in (slim, demask.load(tmp_path / "slim.demask")):
+        assert module(torch.randn(1, 3, 8, 9)).shape == (1, 4, 6, 7)
+        with pytest.raises(ValueError, match=r"input: expected sizes \(s\w+, 3, 8, 9\).*got"):
+            module(torch.randn(1, 3, 9, 9))
+
+
+@pytest.mark.parametrize(
+    "guard", ["print(1)", "s0.real == 1", "s1 == 1", "max(s0, 'a') == 1", "(lambda: 1)() == 1", "("]
+)
+def test_a_guard_from_elsewhere_is_a_comparison_of_sizes_or_nothing(guard: str) -> None:
+    spec = InputSpec("x", ("s0", "y"), "float32", (2, 3))
+    assert list(checks({"x": "x"}, [spec], [guard])) == []
+    (line,) = checks({"x": "x"}, [spec], ["(s0) == (2*y)"])
+    assert line.startswith("if not ((x.shape[0]) == (2*x.shape[1])): raise ValueError(")
+
+
+def test_names_from_elsewhere_are_not_code() -> None:
+    assert (
+        list(checks({"x": "x"}, [InputSpec("__import__('os')", (3,), "float32", (3,))], [])) == []
+    )
+    spec = InputSpec("x", ("__import__('os')", 3), "float32", (1, 3))
+    assert "import" not in "".join(checks({"x": "x"}, [spec], []))
