@@ -1,7 +1,7 @@
 # make demo     what demask does, on real images, on this machine
 # make test     lint, types, tests
 # make nightly  the slow suites
-# make bench    every script in benchmarks/, one after the other
+# make bench    the benchmarks, one after the other; their tables go to benchmarks/results
 #
 # Each needs Python 3.11 or newer and nothing else: the first run makes .venv.
 
@@ -26,8 +26,8 @@ test: $(VENV)/dev.stamp
 nightly: $(VENV)/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m nightly
 
-bench: $(VENV)/dev.stamp
-	set -e; for script in benchmarks/*.py; do echo "$$script"; $(BIN)/python "$$script"; done
+bench: $(VENV)/bench.stamp
+	set -e; for script in residual cost peers; do echo "$$script"; $(BIN)/python benchmarks/$$script.py; done
 
 clean:
 	rm -rf $(VENV)
@@ -47,3 +47,8 @@ $(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml
 	$(PIP) --editable ".[demo,dev]"
 	$(PIP) --no-deps $(TORCHVISION)
 	touch $@ $(VENV)/demo.stamp
+
+$(VENV)/bench.stamp: $(VENV)/dev.stamp
+	$(PIP) --editable ".[bench]"
+	$(PIP) --no-deps $(TORCHVISION) "torch-simplify==1.1.4"
+	touch $@

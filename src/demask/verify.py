@@ -247,7 +247,7 @@ def _refined(left: nn.Module, right: nn.Module, own: torch.dtype, args, kwargs) 
         twin = demask(left, *given)
     except DemaskError:
         return False
-    exact, rounded, eps = twin.state_dict(), right.state_dict(), 8 * torch.finfo(own).eps
+    exact, rounded, eps = twin.state_dict(), right.state_dict(), ULPS * torch.finfo(own).eps
     if exact.keys() != rounded.keys():
         return False
     for name, value in exact.items():
