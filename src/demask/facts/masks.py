@@ -35,13 +35,22 @@ class Fact:
         return self.known & (self.fill == 0)
 
     def all_over(self, axes: tuple[int, ...], *, zero: bool) -> Tensor:
-        """Where all along some axes is known (or zero), as dimensions of 1. Kept: weights are asked
-        by every sweep."""
+        """Where all along some axes is known (or zero), as dimensions of 1; so is every axis along
+        which nothing varies. Kept: weights are asked by every sweep."""
         key = (zero, axes)
         if key not in self._over:
             mask = self.zero if zero else self.known
-            self._over[key] = mask.all(dim=axes, keepdim=True) if axes else mask
+            self._over[key] = narrowed(mask.all(dim=axes, keepdim=True) if axes else mask)
         return self._over[key]
+
+
+def narrowed(mask: Tensor) -> Tensor:
+    """A mask with one position along every axis along which it does not vary."""
+    for axis, n in enumerate(mask.shape):
+        if n > 1:
+            first = mask.narrow(axis, 0, 1)
+            mask = first if bool((mask == first).all()) else mask
+    return mask
 
 
 def nothing(rank: int, dtype: torch.dtype) -> Fact:
