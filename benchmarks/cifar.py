@@ -1,8 +1,9 @@
 """The CIFAR ResNets: trained ones, masked ones, and ones built by hand at the widths that are left.
 
-He et al. 2015, "Deep residual learning for image recognition", section 4.2, with option-A shortcuts:
-where a stage widens, every second row and column, and zeros for the new channels on both sides. The
-weights, and the images as JPEG, are in `shared/data` beside the project; its README names sources.
+He et al. 2015, "Deep residual learning for image recognition", section 4.2, with option-A
+shortcuts: where a stage widens, every second row and column, and zeros for the new channels on both
+sides. The weights, and the images as JPEG, are in `shared/data` beside the project; its README
+names sources.
 """
 
 from __future__ import annotations

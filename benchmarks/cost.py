@@ -21,8 +21,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import demask
-from demask.graph.capture import capture
 from cifar import IMAGE, Block, ResNet, masked
+from demask.graph.capture import capture
 from networks import randomised
 from residual import calls_of
 from tables import RESULTS, load, machine, markdown

@@ -143,21 +143,21 @@ def page(found: Sequence[Row], words: str) -> str:
 Made by `python benchmarks/residual.py`. {words}
 
 Half of each convolution's output channels are masked, drawn anew for each layer. Shifts *kept*:
-batch norms stay as they are, so masked channels are constants; *zero*: they are 0. ResNet-20 and -56
-have their trained weights, the wide one random ones; images are real. Milliseconds are the median
-(10 %–90 % quantile) of {counts[0]}–{counts[-1]} alternated calls of each network in one process.
-*By hand*: a module written for the widths that are left, joins by slices and index_add; where shifts
-are kept it lacks what constants give (border maps, constants at joins), so it is less work there.
-*MACs left*: demasked / masked. *Difference*: relative to the largest output, in float64. Slower than
-the masked network: {len(slower)} of {len(found)} settings.
+batch norms stay as they are, so masked channels are constants; *zero*: they are 0. ResNet-20 and
+-56 have their trained weights, the wide one random ones; images are real. Milliseconds are the
+median (10 %–90 % quantile) of {counts[0]}–{counts[-1]} alternated calls of each network in one
+process. *By hand*: a module written for the widths that are left, joins by slices and index_add;
+where shifts are kept it lacks what constants give (border maps, constants at joins), so it is less
+work there. *MACs left*: demasked / masked. *Difference*: relative to the largest output, in
+float64. Slower than the masked network: {len(slower)} of {len(found)} settings.
 
 {markdown(HEAD, [cells(row) for row in found])}
 
 Fewer MACs are no speed where a forward pass is mostly calls: the demasked graph has more of them,
 some only to keep shapes or to give constants their border; border maps of one size are one call.
-The ratio depends on the allocator: with memory given back to the kernel each forward pass faults its
-activations in again, which flatters the network that allocates less. `demask()` is minimal and knows no machine: it times nothing, and
-never rounds an odd channel count up.
+The ratio depends on the allocator: with memory given back to the kernel each forward pass faults
+its activations in again, which flatters the network that allocates less. `demask()` is minimal and
+knows no machine: it times nothing, and never rounds an odd channel count up.
 
 {markdown(["network", "shifts", "calls", *found[0].report.scatters], effects(found))}
 """

@@ -29,7 +29,7 @@ class Side:
     title: str
     totals: str
     strips: dict[str, list[tuple[int, str]]]
-    extra: bool  # pad, add at positions, border map
+    extra: bool  # add at positions, append, border map
 
 
 def _network() -> tuple[Any, Any]:
@@ -114,12 +114,10 @@ def _half(side: Side, centre: float) -> Iterator[str]:
     yield _box(left, 210, "batch norm")
     yield _arrow((left, 238), (left, 252))
     yield _strip(left, 256, norm)
-    if side.extra:
-        yield _arrow((left, 277), (left, 294))
-        yield _box(left, 296, f"pad to {len(summed)}")
-    yield _arrow((left, 324 if side.extra else 277), (left, 342), (centre - 50, 356))
+    yield _arrow((left, 277), (left, 342), (centre - 50, 356))
     yield _arrow((right, 191), (right, 342), (centre + 50, 356))
-    yield _box(centre, 358, "add at positions, ReLU" if side.extra else "add, ReLU", 180)
+    joined = "add where both are, append the rest, ReLU" if side.extra else "add, ReLU"
+    yield _box(centre, 358, joined, 290)
     yield _arrow((centre, 386), (centre, 400))
     yield _strip(centre, 404, summed)
     yield _arrow((centre, 425), (centre, 442))
