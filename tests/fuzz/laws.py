@@ -69,6 +69,8 @@ def check(program: Program, *, oracle: bool = True, slow: bool = False) -> Outco
         try:
             found.broken += law()
         except Exception as error:
+            if "captured for sizes with" in str(error) and program.dynamic:
+                continue  # Export fixed a size that this law varies: refused, with the reason.
             found.broken.append(f"raises {_short(error)}")
     if oracle and not found.broken:
         count_missed(program, slim, found)

@@ -11,6 +11,7 @@ say what nobody needs, and the passes that follow remove it.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,6 +124,8 @@ class _Splitter:
     def _copy(self, node: fx.Node) -> fx.Node:
         """A node of the old graph, reading what was split in both its parts."""
         relation = self.relations.get(node)
+        if node.target is operator.getitem:
+            return self.build.graph.node_copy(node, self.copies.__getitem__)
         if isinstance(relation, Relation) and self._distributes(relation):
             return self._both(relation)
         if isinstance(relation, Relation) and self._reads_parts(relation):
