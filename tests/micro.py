@@ -381,6 +381,57 @@ def pruned_with_hooks() -> Made:
     return net, image()
 
 
+def _expanded(depthwise: nn.Module, after: nn.Module | None = None) -> Made:
+    """Dead channels of the first layer are constants before the depthwise one, maps after it."""
+    net = nn.Sequential(
+        dead(nn.Conv2d(3, 8, 1, bias=False), [0, 3, 4, 7]),
+        norm(8),
+        nn.ReLU(),
+        depthwise,
+        norm(8),
+        nn.ReLU(),
+        *([] if after is None else [after]),
+        nn.Conv2d(8, 5, 1),
+    )
+    return net, image()
+
+
+@micro(3 * 4 + 4 * 4 + 8 * 9 + 4 * 8 + 8 * 5 + 5, resizable=True)
+def constants_through_padded_depthwise() -> Made:
+    return _expanded(nn.Conv2d(8, 8, 3, 2, 1, groups=8, bias=False))
+
+
+@micro(3 * 4 + 4 * 4 + 8 * 4 + 8 + 4 * 8 + 8 * 5 + 5, resizable=True)
+def constants_through_transposed_depthwise() -> Made:
+    return _expanded(nn.ConvTranspose2d(8, 8, 2, 3, 1, groups=8), nn.AvgPool2d(3, 2, 1))
+
+
+class _Swap(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = x.split(4, 1)
+        return torch.cat([right, left], 1)
+
+
+@micro(3 * 4 + 4 * 4 + 8 * 9 + 4 * 8 + 8 * 5 + 5, resizable=True)
+def maps_split_and_joined_again() -> Made:
+    return _expanded(nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False), _Swap())
+
+
+class _Excite(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(8, 2, 1), nn.Conv2d(2, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.b(self.a(x.mean((2, 3), keepdim=True)).relu()).sigmoid()
+
+
+# What is scaled by a factor of the image is a channel of the image again.
+@micro(3 * 4 + 4 * 4 + 8 * 9 + 4 * 8 + (8 * 2 + 2) + (2 * 8 + 8) + 8 * 5 + 5, resizable=True)
+def constants_excited_by_the_image() -> Made:
+    return _expanded(nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False), _Excite())
+
+
 class _Masked(nn.Module):
     def __init__(self, mask: Tensor):
         super().__init__()
