@@ -16,7 +16,7 @@ from demask.ops.entry import Shape
 from demask.ops.laws import call_node, drawn, target_of
 
 PATH = Path(__file__).parent / "table.md"
-SHOWN = "zero main sized pads affine neutral args indices region free".split()
+SHOWN = "zero main stays sized pads affine neutral args indices region free".split()
 HEAD = """# The table
 
 One entry per ATen op: how the axes of its outputs depend on the axes of its inputs. Made from
@@ -26,7 +26,8 @@ One entry per ATen op: how the axes of its outputs depend on the axes of its inp
 
 - *kind*: follows from the line, and from how a known value is filled in; nobody declares it.
   *contract* sums products, *mix* averages by weights that come from products (attention), *reduce*
-  and *complete* need whole axes, *window* slides, *move* computes nothing, *create* reads no value.
+  and *complete* need whole axes, *window* slides, *recur* reads back what it made a step before,
+  *move* computes nothing, *create* reads no value.
 - *line*: where an entry's line is a function of the call (marked *f*), the one spelled for its
   first law case.
 - *fill*: how the value of a known output is found.
@@ -39,8 +40,8 @@ One entry per ATen op: how the axes of its outputs depend on the axes of its inp
 def kind(relation: Relation) -> str:
     """What a line makes of its axes, in one word."""
     fill = relation.entry.fill
-    if fill in ("sum", "mix"):
-        return {"sum": "contract", "mix": "mix"}[fill]
+    if fill in ("sum", "mix", "recur"):
+        return {"sum": "contract"}.get(fill, fill)
     if relation.entry.free:
         return "create"
     gone = relation.complete - relation.letters(tuple(a for axes in relation.outs for a in axes))

@@ -38,7 +38,7 @@ DRAWS = settings(
 )
 
 WITHOUT_CASES: dict[str, str] = {}
-# Slices that no output shows for a reason of values, which the table does not state.
+# Slices that no output shows for a reason of values, which the table does not state: ops, or cases.
 INSENSITIVE = {
     "aten.eq.Tensor": "False wherever a constant meets drawn inputs",
     "aten.ne.Tensor": "True wherever a constant meets drawn inputs",
@@ -53,6 +53,12 @@ INSENSITIVE = {
     "aten.isnan.default": "False for every finite input",
     "aten.isinf.default": "False for every finite input",
     "aten.isfinite.default": "True for every finite input",
+    "aten.gru.input-2": "the reset gate of a unit that reads nothing back",
+    "aten.rnn_relu.input": "units whose sums stay below 0 on drawn inputs",
+    "aten.lstm.input-2": "what only a given initial state reaches",
+    "aten.rnn_tanh.input-2": "what only a given initial state reaches",
+    "aten.lstm.input-4": "cells that a projected call has beyond its outputs",
+    "aten.lstm.input-5": "cells that a projected call has beyond its outputs",
 }
 
 
@@ -74,7 +80,7 @@ def scatter_and_minimality(name: str, index: int, case: Case, draw: int) -> None
     for seed in seeds(name, index, draw):
         result = check_scatter_law(name, case, seed, TABLE, demask.demask)
         assert result.error <= 1e-10, f"{name} case {index} seed {seed}: {result.error}"
-        if seed % 2 == 0 and name not in INSENSITIVE:
+        if seed % 2 == 0 and not {name, f"{name}-{index}"} & set(INSENSITIVE):
             assert missed(result.slim, result.inputs) == [], f"{name} case {index} seed {seed}"
 
 

@@ -10,6 +10,7 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from demask import demask
+import micro_sequences  # noqa: F401  (its networks join MICROS)
 from micro import MICROS, Micro
 
 

@@ -24,6 +24,7 @@ aten = torch.ops.aten
         ("~h, ~k -> ~h", ((("h<0",),), (("k<1",),)), ((("h>0",),),)),
         ("@a b -> @a b, b", ((("a<0",), ("b",)),), ((("a>0",), ("b",)), (("b",),))),
         ("a !b -> a !b", ((("a",), ("b",)),), ((("a",), ("b",)),)),
+        ("t h, (k h) ^h -> t h", ((("t",), ("h",)), (("k", "h"), ("h^",))), ((("t",), ("h",)),)),
     ],
 )
 def test_lines_are_read(text, ins, outs):
@@ -32,10 +33,11 @@ def test_lines_are_read(text, ins, outs):
 
 
 def test_marks_are_kept_apart():
-    line = parse("~h !c @p -> ~h !c @p")
+    line = parse("~h !c @p, ^c -> ~h !c @p")
     assert line.window == {"h<0", "h>0"}
     assert line.complete == {"c"}
     assert line.moved == {"p<0", "p>0"}
+    assert line.back == {"c^"}
 
 
 @pytest.mark.parametrize(
@@ -51,6 +53,7 @@ def test_marks_are_kept_apart():
         ("(a b) a -> b", "a letter stands twice"),
         ("a -> a a", "a letter stands twice"),
         ("a -> ...", "in no input"),
+        ("a ^b -> a", "reads back, under ^, a letter that no output has"),
     ],
 )
 def test_what_cannot_be_read_is_refused(text, complaint):

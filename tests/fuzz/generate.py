@@ -21,6 +21,7 @@ from fuzz.layers import (
 )
 from fuzz.plain import PLAIN, act, cat, in_place, join, pad, pool, split, upsample
 from fuzz.program import Input, Program
+from fuzz.sequences import SEQUENCES
 
 SHAPES = (
     (5, 7, 9),
@@ -33,6 +34,9 @@ SHAPES = (
     (9,),
     (12,),
     (7, 9),
+    (6, 8),
+    (5, 12),
+    (4, 6),
 )
 # Ops that say nothing of the image's size.
 SIZELESS = {conv: 14, block: 4, batch_norm: 6, act: 8, join: 6, cat: 4, split: 2, pad: 2, pool: 3,
@@ -54,6 +58,7 @@ def generate(seed: int, *, dynamic: bool = False) -> Program:
 
 def _drawn(rng: random.Random, seed: int, dynamic: bool) -> Program | None:
     inputs = [Input("v0", (rng.choice((3, 5, 6)), 9, 12))] if dynamic else _inputs(rng)
+    sequence = not dynamic and len(inputs[0].shape) == (1 if inputs[0].high else 2)
     draft = Draft(rng, inputs, seed)
     if inputs[0].high:
         wide = rng.choice((5, 6, 8))
@@ -63,7 +68,9 @@ def _drawn(rng: random.Random, seed: int, dynamic: bool) -> Program | None:
         draft.count = max(draft.count, 10)
         draft.add("embedding", ["v0"], "v10 = self.m1(v0)", lines, outs=("v10",))
         draft.count = 11
-    ops = SIZELESS if dynamic else {**LAYERS, **PLAIN}
+    ops = SIZELESS if dynamic else {**LAYERS, **SEQUENCES, **PLAIN}
+    if sequence and rng.random() < 0.7:
+        ops = {op: weight * (4 if op in SEQUENCES else 1) for op, weight in ops.items()}
     wanted = rng.randint(3, 15)
     for _ in range(6 * wanted):
         if len(draft.steps) >= wanted:

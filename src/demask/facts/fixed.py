@@ -129,7 +129,7 @@ def _out(relation: Relation, k: int, inputs: list[Fact]) -> Tensor | None:
         plain = [Fact(fact.known, torch.zeros_like(fact.fill)) for fact in inputs]
         result = moved(relation, k, plain)
         return None if result is None else result.known
-    if k > 0 or entry.fill == "none":
+    if k > 0 or entry.fill in ("none", "recur"):
         return None
     made = relation.letters(relation.outs[0])
     gone = set(relation.complete | relation.window) | (set(order) - made)

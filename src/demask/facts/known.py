@@ -28,6 +28,7 @@ from demask.facts.masks import (
     spread,
     uniform_over,
 )
+from demask.facts.recurrent import unchanging
 from demask.ops import Declined, Relation, schema
 from demask.ops.notation import Axes
 
@@ -49,9 +50,11 @@ def known(
     """The fact of every tensor the graph makes.
 
     constants: by get_attr target. frugal: values other than 0 that vary along several axes are left
-    unknown, since storing them takes more than computing them.
+    unknown, since storing them takes more than computing them; so are those that calls make of
+    constants alone, which folding would have stored otherwise.
     """
     facts: Facts = {}
+    spread_out: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "get_attr":
             value = constants[str(node.target)]
@@ -59,9 +62,11 @@ def known(
         elif node.op == "placeholder" or node.target is operator.getitem:
             _put_nothing(facts, node)
         elif node.op == "call_function":
-            relation = relations.get(node)
+            relation, sources = relations.get(node), node.all_input_nodes
+            if sources and all(s.op == "get_attr" or s in spread_out for s in sources):
+                spread_out.add(node)
             if isinstance(relation, Relation):
-                _put(facts, node, forward(relation, facts), frugal)
+                _put(facts, node, forward(relation, facts), frugal or node in spread_out)
             else:
                 _put_nothing(facts, node)
     return facts
@@ -125,6 +130,8 @@ def forward(relation: Relation, facts: Facts) -> list[Fact | None]:
         return [None] * count
     if entry.fill == "sum":
         return [_contract(relation, inputs)]
+    if entry.fill == "recur":
+        return unchanging(relation, inputs)
     if entry.fill in ("same", "mix"):
         return [_same(relation, inputs[entry.main]), *[None] * (count - 1)]
     return [_run(relation, inputs), *[None] * (count - 1)]

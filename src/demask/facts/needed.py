@@ -24,6 +24,7 @@ from demask.facts.known import (
     window_mask,
 )
 from demask.facts.masks import all_over, any_over, mixed, project, spread
+from demask.facts.recurrent import read_back, told_by
 from demask.ops import Relation, schema
 
 Edge = tuple[fx.Node, int]  # a call and which of its operands
@@ -70,6 +71,10 @@ def _through(node: fx.Node, relation: object, facts: Facts, needs: Needs) -> Non
                 _everything(needs, source)
         return
     live = [needs.value[key] & ~facts[key].known for key in keys]
+    if isinstance(relation, Relation) and relation.back and any(bool(m.any()) for m in live):
+        live = read_back(relation, operand_facts(relation, facts), live)
+        for key, mask in zip(keys, live, strict=True):
+            needs.value[key] = needs.value[key] | mask
     if not any(bool(mask.any()) for mask in live):
         return
     if not isinstance(relation, Relation):
@@ -89,6 +94,9 @@ def _edge(relation: Relation, operand: int, live: list[Tensor], facts: Facts) ->
     """What the live outputs need of one operand."""
     if relation.moved:
         masks = [_back(relation, k, operand, mask) for k, mask in enumerate(live)]
+    elif relation.back:
+        out = told_by(relation, operand)
+        masks = [_spelled(relation, out, operand, live[out], facts)]
     else:
         masks = [_spelled(relation, k, operand, mask, facts) for k, mask in enumerate(live)]
     total = masks[0]
@@ -103,7 +111,7 @@ def _spelled(relation: Relation, out: int, operand: int, live: Tensor, facts: Fa
     # One needed position of a complete axis needs the axis; so do dynamic composites.
     mask = any_over(mask, order, relation.complete | mixed(axes, relation.size))
     inputs = operand_facts(relation, facts)
-    if relation.entry.fill in ("sum", "mix") and operand in relation.factors:
+    if relation.entry.fill in ("sum", "mix", "recur") and operand in relation.factors:
         others = [k for k in relation.factors if k != operand]
     else:
         others = {"": [], "any": range(len(inputs)), "first": [0]}[relation.entry.zero]

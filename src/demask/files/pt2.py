@@ -22,6 +22,7 @@ from demask.files.bounded import open_zip
 from demask.files.codec import DTYPES
 from demask.files.pt2_gate import open_pt2
 from demask.graph.provenance import InputSpec, Provenance
+from demask.graph.shapes import shapes_only
 
 SEED = 0
 MAX_EXAMPLE = 2**31  # elements of one example input
@@ -35,7 +36,7 @@ def to_pt2(slim: fx.GraphModule, path: str | os.PathLike[str]) -> None:
     """
     check_writable(path)
     args, kwargs, shapes = _example(slim)
-    with _in_eval(slim), warnings.catch_warnings(), torch.no_grad():
+    with _in_eval(slim), warnings.catch_warnings(), shapes_only(), torch.no_grad():
         warnings.simplefilter("ignore")  # torch.export warns of its own internals
         try:
             exported = torch.export.export(slim, args, kwargs, dynamic_shapes=shapes)

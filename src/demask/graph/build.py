@@ -12,6 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from demask.graph.shapes import shapes_only
+from demask.ops.recurrent import GATES
+from demask.ops.schema import same_size
+
 
 class Builder:
     """Appends calls to a graph; each gets meta["val"] by a run on its operands' fake values."""
@@ -45,7 +49,8 @@ class Builder:
         env = self.mode.shape_env
         # Asking a dynamic size a question (is it 2?) must not make the answer true of it.
         unasked = env.suppress_guards() if env is not None else contextlib.nullcontext()
-        with self.mode, unasked, enable_python_dispatcher(), torch.no_grad():
+        shaped = shapes_only() if str(node.target) in GATES else contextlib.nullcontext()
+        with self.mode, unasked, shaped, enable_python_dispatcher(), torch.no_grad():
             node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
 
     def fake(self, tensor: Tensor) -> Tensor:
@@ -74,10 +79,3 @@ def sizes_of(build: Builder, node: fx.Node) -> list[Any]:
 def same_shape(a: Tensor, b: Tensor) -> bool:
     """Are two fake tensors of one shape, dynamic sizes included, without guarding on them?"""
     return a.ndim == b.ndim and all(same_size(m, n) for m, n in zip(a.shape, b.shape, strict=True))
-
-
-def same_size(a: Any, b: Any) -> bool:
-    """Are two sizes the same number or the same expression?"""
-    if isinstance(a, int) or isinstance(b, int):
-        return isinstance(a, int) and a == b
-    return a.node.expr == b.node.expr

@@ -9,7 +9,9 @@ import logging
 import operator
 import traceback
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from demask.graph.build import mode_of
 from demask.graph.copying import structural_copy
 from demask.graph.guards import guards_of
 from demask.graph.program import Constant, Program
+from demask.graph.shapes import shapes_only
 
 _LICENCE = "dropping 0 · x is exact for finite x: an Inf or NaN meeting a dropped zero is not kept"
 
@@ -38,7 +41,7 @@ def capture(
     """The program of `model(*args, **kwargs)`, captured in eval mode; the model is not changed.
 
     Dimension 0 of every input is dynamic where export proves it can be; `dynamic_shapes` goes to
-    torch.export as it is. Raises NotExportable (op, file and line, what to change), or BadInput
+    torch.export as it is, "all" stands for every dimension that can be. Raises NotExportable (op, file and line, what to change), or BadInput
     when the model itself fails on the example inputs.
     """
     if isinstance(model, ExportedProgram):
@@ -54,6 +57,13 @@ def capture(
 
 
 def _export(work, args, kwargs, dynamic_shapes) -> tuple[ExportedProgram, tuple[str, ...]]:
+    if dynamic_shapes == "all":
+        try:
+            wide = pytree.tree_map(_doubled, (args, kwargs))
+            exported = _attempt(work, *wide, _dynamic(work, *wide, first=False))
+            return exported, _range_notes(exported)
+        except (NotExportable, BadInput):
+            dynamic_shapes = None  # What can be proven of the first dimension is tried next.
     if dynamic_shapes is not None:
         return _attempt(work, args, kwargs, dynamic_shapes), ()
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -61,7 +71,7 @@ def _export(work, args, kwargs, dynamic_shapes) -> tuple[ExportedProgram, tuple[
         return _attempt(work, args, kwargs, None), ()
     try:
         wide = pytree.tree_map(_doubled, (args, kwargs))
-        exported = _attempt(work, wide[0], wide[1], _first_dynamic(work, wide[0], wide[1]))
+        exported = _attempt(work, wide[0], wide[1], _dynamic(work, *wide, first=True))
         if _first_is_dynamic(exported):
             return exported, _range_notes(exported)
     except (NotExportable, BadInput):
@@ -76,9 +86,13 @@ def _doubled(leaf: Any) -> Any:
     return torch.cat([leaf, leaf]) if one else leaf
 
 
-def _first_dynamic(work: nn.Module, args: Any, kwargs: Any) -> Any:
+def _dynamic(work: nn.Module, args: Any, kwargs: Any, *, first: bool) -> Any:
+    """Dynamic shapes for export: the first dimension of every input, or all."""
+
     def spec(leaf: Any) -> Any:
-        return {0: Dim.AUTO} if isinstance(leaf, Tensor) and leaf.ndim else None
+        if not isinstance(leaf, Tensor) or not leaf.ndim:
+            return None
+        return dict.fromkeys(range(1 if first else leaf.ndim), Dim.AUTO)
 
     signature = inspect.signature(work.forward)
     try:
@@ -114,7 +128,7 @@ def _range_notes(exported: ExportedProgram) -> tuple[str, ...]:
 
 def _attempt(work: nn.Module, args: Any, kwargs: Any, shapes: Any) -> ExportedProgram:
     try:
-        with warnings.catch_warnings(), _quiet(), torch.no_grad():
+        with warnings.catch_warnings(), _quiet(), shapes_only(), torch.no_grad():
             warnings.simplefilter("ignore")
             return torch.export.export(work, args, kwargs, dynamic_shapes=shapes, strict=False)
     except Exception as error:
@@ -177,6 +191,7 @@ def _program(exported: ExportedProgram, notes: tuple[str, ...], training: bool) 
     result = next(n for n in exported.graph.nodes if n.op == "output")
     specs = {s.arg.name: s for s in exported.graph_signature.input_specs}
     constants: dict[str, Constant] = {}
+    tied = _tied(exported)
     inputs = [n for n in exported.graph.nodes if n.op == "placeholder"]
     for node in inputs:
         spec: Any = specs[node.name]
@@ -185,7 +200,7 @@ def _program(exported: ExportedProgram, notes: tuple[str, ...], training: bool) 
         if spec.kind is InputKind.CUSTOM_OBJ or spec.kind is InputKind.TOKEN:
             raise NotExportable(f"the model holds {spec.arg.name}, which is no tensor", "unknown",
                                 "replace the custom object by tensors")  # fmt: skip
-        constants[spec.target] = _constant(exported, spec)
+        constants[spec.target] = replace(_constant(exported, spec), aliases=tied[spec.target])
         with graph.inserting_before(mapping[node]):
             read = graph.create_node("get_attr", spec.target, name=f"{node.name}_")
         read.meta = dict(node.meta)
@@ -229,9 +244,27 @@ def _reread(values, mapping, graph) -> list[Any]:
             and v.name not in alive else v for v in values]  # fmt: skip
 
 
-def _constant(exported: ExportedProgram, spec: Any) -> Constant:
+def _tied(exported: ExportedProgram) -> dict[str, tuple[str, ...]]:
+    """Per tensor, all names that its memory has, in the model's order; none where it has one."""
+    kinds = (InputKind.PARAMETER, InputKind.BUFFER)
+    alike: dict[Any, list[str]] = {}
+    for spec in exported.graph_signature.input_specs:
+        tensor = _tensor(exported, spec) if spec.kind in kinds else None
+        if tensor is not None:
+            memory = tensor.data_ptr() if tensor.numel() else id(tensor)
+            kind = (spec.kind, memory, tensor.dtype, tensor.shape, tensor.stride())
+            alike.setdefault(kind, []).append(str(spec.target))
+    groups = [tuple(names) for names in alike.values() if len(names) > 1]
+    return defaultdict(tuple, {name: group for group in groups for name in group})
+
+
+def _tensor(exported: ExportedProgram, spec: Any) -> Tensor:
     pools = [exported.state_dict, exported.constants]
-    tensor = next(pool[spec.target] for pool in pools if spec.target in pool)
+    return next(pool[spec.target] for pool in pools if spec.target in pool)
+
+
+def _constant(exported: ExportedProgram, spec: Any) -> Constant:
+    tensor = _tensor(exported, spec)
     parameter = isinstance(tensor, nn.Parameter)
     persistent = spec.kind is InputKind.PARAMETER or bool(getattr(spec, "persistent", False))
     return Constant(tensor.detach(), spec.target, parameter, tensor.requires_grad, persistent)

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.fx.graph import _PyTreeCodeGen
 
-from demask.graph.guards import checks
+from demask.graph.guards import REFUSE, checks, refuse
 from demask.graph.provenance import Provenance
 
 _C: Any = torch._C
@@ -56,7 +56,9 @@ class Codegen(_PyTreeCodeGen):
             return lines
 
         self._body_transformer = transformed
-        return super()._gen_python_code(nodes, root_module, *args, **kwargs)
+        code = super()._gen_python_code(nodes, root_module, *args, **kwargs)
+        code.globals[REFUSE] = refuse
+        return code
 
 
 def binding(name: str, overload: str = "default") -> str | None:

@@ -57,7 +57,10 @@ def _frontier(graph: fx.Graph, values: dict[fx.Node, Any]) -> list[fx.Node]:
         if node.op != "call_function" or node not in values or not _outlives(node, values):
             continue
         value, leaves = values[node], _leaves(node)
-        total = sum(values[leaf].numel() for leaf in leaves)
+        stored = [values[leaf] for leaf in leaves]
+        if isinstance(value, Tensor) and value.is_floating_point():
+            stored = [v for v in stored if v.is_floating_point()]  # Indices are no weights.
+        total = sum(v.numel() for v in stored)
         if isinstance(value, Tensor) and leaves and value.numel() <= total:
             found.append(node)
         else:
@@ -115,11 +118,13 @@ def _constant(
     sources = [program.constants[str(n.target)] for n in _leaves(node)]
     parameters = [c for c in sources if c.parameter]
     main = parameters[0] if parameters else sources[0] if sources else None
-    name = _plain(main.name) if main else node.name
+    name = plain(main.name) if main else node.name
     if name in taken:
         name = _free(name, taken)
     grad = any(c.requires_grad for c in sources) and value.is_floating_point()
-    return Constant(value.contiguous(), name, bool(parameters) and value.is_floating_point(), grad)
+    aliases = tuple(map(plain, main.aliases)) if main else ()
+    parameter = bool(parameters) and value.is_floating_point()
+    return Constant(value.contiguous(), name, parameter, grad, aliases=aliases)
 
 
 def _leaves(node: fx.Node) -> list[fx.Node]:
@@ -135,7 +140,7 @@ def _leaves(node: fx.Node) -> list[fx.Node]:
     return [n for n in seen if n.op == "get_attr"]
 
 
-def _plain(name: str) -> str:
+def plain(name: str) -> str:
     """`a.weight_orig`, `a.parametrizations.weight.original0`, `a.weight_g` -> `a.weight`."""
     match = _RAW.search(name)
     if not match:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import sympy
 
 from demask.graph.provenance import InputSpec
 
+REFUSE = "_refuse_sizes"  # the name of `refuse` in generated code
 _SYMBOL = re.compile(r"[A-Za-z]\w{0,30}", re.ASCII)
 _NODES = (
     ast.Expression, ast.Compare, ast.BinOp, ast.UnaryOp, ast.Constant, ast.Name, ast.Load, ast.Call,
@@ -75,10 +76,18 @@ def renamed(
                  for guard in guards)  # fmt: skip
 
 
+def refuse(words: str) -> NoReturn:
+    """What generated code calls for sizes that it does not hold for.
+
+    Raised from here, not in the generated code, whose errors torch.fx prints with a page of source.
+    """
+    raise ValueError(words)
+
+
 def checks(
     names: Mapping[str, str], inputs: Sequence[InputSpec], guards: Sequence[str]
 ) -> Iterator[str]:
-    """Lines of Python that raise ValueError where a graph does not hold for the inputs' sizes.
+    """Lines of Python that call `refuse` where a graph does not hold for the inputs' sizes.
 
     names: of the inputs, and of the variables that hold them."""
     where: dict[str, str] = {}
@@ -101,7 +110,7 @@ def checks(
             words = (
                 f"this network was captured for sizes with {guard}; demask an example like yours"
             )
-            yield f"if not ({text}): raise ValueError({words!r})\n"
+            yield f"if not ({text}): {REFUSE}({words!r})\n"
 
 
 def _raising(wrong: str, name: str, spec: InputSpec) -> Iterator[str]:
@@ -110,7 +119,7 @@ def _raising(wrong: str, name: str, spec: InputSpec) -> Iterator[str]:
         words = f"{name}: expected sizes ({sizes}), where names stand for any size, got "
         after = "; for others demask with dynamic_shapes, or with an example of that size"
         got = f"str(tuple({name}.shape))"
-        yield f"if {wrong}: raise ValueError({words!r} + {got} + {after!r})\n"
+        yield f"if {wrong}: {REFUSE}({words!r} + {got} + {after!r})\n"
 
 
 def _over(guard: str, where: Mapping[str, str]) -> str | None:

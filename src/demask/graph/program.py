@@ -12,13 +12,15 @@ from torch import Tensor, fx
 @dataclass(frozen=True, slots=True)
 class Constant:
     """A tensor the graph reads by `get_attr`: its value, its fully qualified name in the model,
-    whether it is a parameter (else a buffer), and whether it was persistent there."""
+    whether it is a parameter (else a buffer), and whether it was persistent there. aliases: all
+    its names there, in the model's order, where it had several (tied weights)."""
 
     tensor: Tensor
     name: str
     parameter: bool
     requires_grad: bool = False
     persistent: bool = True
+    aliases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

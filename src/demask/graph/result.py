@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +40,7 @@ class Demasked(fx.GraphModule):
         graph.set_codegen(Codegen(specs, provenance))
         module = cls(root, graph, class_name="Demasked")
         module.recompile()
+        _keep_names(root, module, {})
         _copy_persistence(root, module)
         module.demasked = provenance
         return module
@@ -48,10 +49,44 @@ class Demasked(fx.GraphModule):
         specs: _PyTreeInfo = self.graph._codegen.pytree_info  # type: ignore[attr-defined]
         memo |= {id(spec): spec for spec in (specs.in_spec, specs.out_spec)}
         plain = super().__deepcopy__(memo)
+        _keep_names(self, plain, memo)
         _copy_persistence(self, plain)
         copied = Demasked.of(plain, plain.graph, specs, self.demasked)
         copied.training = self.training
         return copied
+
+
+def _keep_names(source: nn.Module, target: nn.Module, copies: Mapping[int, Any]) -> None:
+    """Names under which a tensor of `target` also stood in `source`: torch.fx copies what a graph
+    reads, so one name each. copies: by id, what a tensor of `source` is in `target`."""
+    there = dict(_tensors(target))
+    held = {id(tensor) for tensor in there.values()}
+    for name, tensor in _tensors(source):
+        twin = copies.get(id(tensor), tensor)
+        if name not in there and id(twin) in held:
+            _attach(target, name, twin)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers by every name they have."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _attach(
+    root: nn.Module, name: str, tensor: Tensor, *, persistent: bool = True
+) -> None:
+    """Register a parameter or buffer under its name, below modules made where there are none."""
+    *path, leaf = name.split(".")
+    module = root
+    for step in path:
+        if not hasattr(module, step):
+            module.add_module(step, nn.Module())
+        module = getattr(module, step)
+    if isinstance(tensor, nn.Parameter):
+        module.register_parameter(leaf, tensor)
+    else:
+        module.register_buffer(leaf, tensor, persistent=persistent)
 
 
 def _copy_persistence(source: nn.Module, target: nn.Module) -> None:
@@ -77,7 +112,8 @@ def build(program: Program, provenance: Provenance) -> Demasked:
     root = nn.Module()
     shared: dict[int, Tensor] = {}
     for name, constant in program.constants.items():
-        _place(root, name, constant, shared)
+        others = [alias for alias in constant.aliases if alias not in program.constants]
+        _place(root, (name, *others), constant, shared)
     _Modules(graph, root, program.constants).restore()
     specs = _PyTreeInfo(list(program.names), program.in_spec, program.out_spec)
     return Demasked.of(root, graph, specs, provenance).train(program.training)
@@ -91,20 +127,15 @@ def build_plain(program: Program) -> fx.GraphModule:
     return build(program.with_graph(program.graph, own), empty).eval()
 
 
-def _place(root: nn.Module, name: str, constant: Constant, shared: dict[int, Tensor]) -> None:
-    *path, leaf = name.split(".")
-    module = root
-    for step in path:
-        if not hasattr(module, step):
-            module.add_module(step, nn.Module())
-        module = getattr(module, step)
+def _place(
+    root: nn.Module, names: Iterable[str], constant: Constant, shared: dict[int, Tensor]
+) -> None:
     tensor = constant.tensor
     if constant.parameter:
         # Tied tensors were cut once: one parameter under all their names.
         tensor = shared.setdefault(id(tensor), nn.Parameter(tensor, constant.requires_grad))
-        module.register_parameter(leaf, tensor)  # type: ignore[arg-type]
-    else:
-        module.register_buffer(leaf, tensor, persistent=constant.persistent)
+    for name in names:
+        _attach(root, name, tensor, persistent=constant.persistent)
 
 
 class _Modules:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
-from demask.graph.build import Builder, mode_of, same_shape, same_size, sizes_of
+from demask.graph.build import Builder, mode_of, same_shape, sizes_of
 from demask.graph.program import Constant, Program, copied
+from demask.graph.recurrent import layered
+from demask.ops.schema import same_size
 
 aten = torch.ops.aten
 Constants = dict[str, Constant]
@@ -19,7 +22,7 @@ Constants = dict[str, Constant]
 def spelled(program: Program) -> Program:
     """The same program with `expand_as` as expand, `stack` as cat, `glu` as its product; slices
     of whole axes (torch.export writes one for every `:`) are gone."""
-    graph, _ = copied(program)
+    graph, _ = copied(layered(program))
     build, constants = Builder(graph, mode_of(graph)), dict(program.constants)
     for node in list(graph.nodes):
         with graph.inserting_before(node):
@@ -63,6 +66,69 @@ def _stack(build: Builder, node: fx.Node, constants: Constants) -> fx.Node:
     return build.call(
         aten.cat.default, [build.call(aten.unsqueeze.default, p, dim) for p in parts], dim
     )
+
+
+def _repeated(build: Builder, node: fx.Node, constants: Constants) -> fx.Node | None:
+    """Every entry of an axis several times over: a new axis, expanded, merged into it."""
+    x, count = node.args[0], node.args[1]
+    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
+    if dim is None or not isinstance(count, int):
+        return None
+    return _wide(build, x, dim % x.meta["val"].ndim, count, inner=True)  # type: ignore[arg-type,union-attr,operator]
+
+
+def _tiled(build: Builder, node: fx.Node, constants: Constants) -> fx.Node | None:
+    """An axis several times after itself: a new axis before it, expanded, merged into it."""
+    x: Any = node.args[0]
+    counts: Any = list(node.args[1])  # type: ignore[arg-type]
+    if not all(isinstance(n, int) for n in counts):
+        return None
+    for _ in range(len(counts) - x.meta["val"].ndim):
+        x = build.call(aten.unsqueeze.default, x, 0)
+    for dim, count in enumerate(counts):
+        x = x if count == 1 else _wide(build, x, dim, count, inner=False)
+    return x
+
+
+def _wide(build: Builder, x: fx.Node, dim: int, count: int, *, inner: bool) -> fx.Node:
+    sizes = sizes_of(build, x)
+    apart = build.call(aten.unsqueeze.default, x, dim + inner)
+    shape = [*sizes[: dim + inner], count, *sizes[dim + inner :]]
+    wide = build.call(aten.expand.default, apart, shape)
+    size = (
+        sizes[dim] * count
+        if isinstance(sizes[dim], int)
+        else build.call(operator.mul, sizes[dim], count)
+    )
+    return build.call(aten.reshape.default, wide, [*sizes[:dim], size, *sizes[dim + 1 :]])
+
+
+def _indexed(build: Builder, node: fx.Node, constants: Constants) -> fx.Node | None:
+    """x[index] with one constant index: its rows selected, then shaped."""
+    x, indices = node.args
+    given = [(k, i) for k, i in enumerate(indices) if i is not None]  # type: ignore[arg-type]
+    if len(given) != 1 or not isinstance(given[0][1], fx.Node) or given[0][1].op != "get_attr":
+        return None
+    (axis, read), shape = given[0], x.meta["val"].shape  # type: ignore[union-attr]
+    held = constants[str(read.target)]
+    if held.tensor.dtype not in (torch.int64, torch.int32) or not isinstance(shape[axis], int):
+        return None
+    flat = (held.tensor.long() % shape[axis]).reshape(-1)
+    name = _free_name(f"{held.name}_rows", constants)
+    constants[name] = Constant(flat, name, parameter=False)
+    at = build.graph.create_node("get_attr", name)
+    at.meta["val"] = build.fake(flat)
+    rows = build.call(aten.index_select.default, x, axis, at)
+    if held.tensor.ndim == 1:
+        return rows
+    sizes = sizes_of(build, x)  # type: ignore[arg-type]
+    return build.call(
+        aten.reshape.default, rows, [*sizes[:axis], *held.tensor.shape, *sizes[axis + 1 :]]
+    )
+
+
+def _free_name(name: str, constants: Constants) -> str:
+    return next(n for k in range(len(constants) + 1) if (n := f"{name}{k or ''}") not in constants)
 
 
 def _squeeze(build: Builder, node: fx.Node, constants: Constants) -> fx.Node:
@@ -128,8 +194,7 @@ def _permuted(
     sizes = list(parts[axis : axis + count])
     inside = [d - axis for d in order[axis : axis + count]]
     index = torch.arange(shape[axis]).view(sizes).permute(inside).reshape(-1)
-    names = (f"{x.name}_shuffle{k or ''}" for k in range(len(constants) + 1))
-    name = next(name for name in names if name not in constants)
+    name = _free_name(f"{x.name}_shuffle", constants)
     constants[name] = Constant(index, name, parameter=False)
     at = build.graph.create_node("get_attr", name)
     at.meta["val"] = build.fake(index)
@@ -158,8 +223,7 @@ def _index_add(build: Builder, node: fx.Node, constants: Constants) -> fx.Node |
     where = {place: k for k, place in enumerate(places)}
     inverse = torch.tensor([where.get(k, len(places)) for k in range(size)])
     # A pass before this one may have left an inverse of another index under the plain name.
-    names = (f"{held.name}_inverse{k or ''}" for k in range(len(constants) + 1))
-    name = next(name for name in names if name not in constants)
+    name = _free_name(f"{held.name}_inverse", constants)
     constants[name] = Constant(inverse, name, parameter=False)
     at = build.graph.create_node("get_attr", name)
     at.meta["val"] = build.fake(inverse)
@@ -182,6 +246,9 @@ _RULES: dict[Any, Callable[[Builder, fx.Node, Constants], fx.Node | None]] = {
     aten.squeeze.default: _squeeze,
     aten.squeeze.dim: _squeeze_at,
     aten.glu.default: _glu,
+    aten.repeat_interleave.self_int: _repeated,
+    aten.repeat.default: _tiled,
+    aten.index.Tensor: _indexed,
 }
 
 SPELLED = frozenset(

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from demask.errors import TableError
 from demask.ops import schema
-from demask.ops.entry import Declined, Entry, Table, op_name
+from demask.ops.entry import Declined, Entry, Spelled, Table, op_name
 from demask.ops.notation import ELLIPSIS, Axes, Line, parse
 from demask.ops.positions import Move, moves
 from demask.ops.schema import Operand
@@ -21,7 +21,7 @@ class Relation:
 
     ins, outs: the letters of each axis of each operand and output. size: of each letter, None where
     dynamic. moves: per output, the position map of each moved axis that has one. window, complete,
-    moved: marked letters. Letters in several operands but no output are contracted.
+    moved, back: marked letters. Letters in several operands but no output are contracted.
     """
 
     node: fx.Node
@@ -34,6 +34,7 @@ class Relation:
     window: frozenset[str]
     complete: frozenset[str]
     moved: frozenset[str]
+    back: frozenset[str] = frozenset()
 
     def letters(self, axes: Axes) -> frozenset[str]:
         return frozenset(letter for axis in axes for letter in axis)
@@ -57,6 +58,12 @@ class Relation:
         summed = self.contracted
         return tuple(k for k, a in enumerate(self.ins) if self.letters(a) & summed) or (0, 1)
 
+    @property
+    def looped(self) -> frozenset[str]:
+        """Letters along which a position depends, through what is read back, on every other."""
+        found = [self.letters(axes) for axes in self.ins if self.letters(axes) & self.back]
+        return frozenset(letter.removesuffix("^") for letters in found for letter in letters)
+
 
 def bind(node: fx.Node, table: Table) -> Relation | Declined:
     """The relation of a call, or why there is none. Raises TableError when an entry is wrong."""
@@ -68,6 +75,8 @@ def bind(node: fx.Node, table: Table) -> Relation | Declined:
     if isinstance(spelled, Declined):
         return spelled
     text, known = (spelled, {}) if isinstance(spelled, str) else (spelled.line, spelled.sizes)
+    if isinstance(spelled, Spelled) and spelled.mixes:
+        entry = replace(entry, fill="mix", main=1)
     which = schema.operands(node, entry.indices)
     places = {name: _index(schema.arguments(node)[name]) for name in entry.indices}
     indices = {name: value for name, value in places.items() if value is not None}
@@ -81,7 +90,7 @@ def bind(node: fx.Node, table: Table) -> Relation | Declined:
     maps = moves(node, line, size, which, indices) if line.moved else [{} for _ in line.outs]
     return Relation(
         node, entry, which, line.ins, line.outs, size, tuple(maps),
-        line.window, line.complete, line.moved,
+        line.window, line.complete, line.moved, line.back,
     )  # fmt: skip
 
 

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from demask.ops import schema
 from demask.ops.entry import Case, Declined, Entry, Spelled
 from demask.ops.entry import Shape as S
+
+
+# What leaves the last axis of its first operand as it is, or shares it out again row by row.
+_KEEP_SUMS = {f"aten.{name}" for name in (
+    "dropout.default", "clone.default", "contiguous.default", "alias.default", "detach.default",
+    "to.dtype", "_to_copy.default", "view.default", "reshape.default", "_unsafe_view.default",
+    "expand.default",
+)}  # fmt: skip
 
 
 def _rank(node: fx.Node, name: str) -> int:
@@ -61,13 +70,52 @@ def _groups(node: fx.Node, made: Any) -> dict[str, Any]:
     return {"groups": made[0][1 - (len(made[0]) < weight.ndim)]} if depthwise else {}
 
 
-def _matmul(node: fx.Node) -> str:
+def _matmul(node: fx.Node) -> str | Spelled:
     a, b = _rank(node, "self"), _rank(node, "other")
+    if _is_softmax(node.args[0]) and b > 1:
+        return Spelled(
+            "... t !i, ... !i o -> ... t o" if a > 1 else "!i, ... !i o -> ... o", {}, mixes=True
+        )
     left = "... t i" if a > 1 else "i"
     right = "... i o" if b > 1 else "i"
     return (
         f"{left}, {right} -> ..." + " t" * (a > 1) + " o" * (b > 1) if max(a, b) > 1 else "i, i ->"
     )
+
+
+def _bmm(node: fx.Node) -> str | Spelled:
+    if _is_softmax(node.args[0]):
+        return Spelled("b t !i, b !i o -> b t o", {}, mixes=True)
+    return "b t i, b i o -> b t o"
+
+
+def _is_softmax(value: Any) -> bool:
+    """Do the entries of a value sum to one along its last axis? (Attention spelled out.)"""
+    while isinstance(value, fx.Node) and str(value.target) in _KEEP_SUMS:
+        before = value.args[0].meta["val"]  # type: ignore[union-attr]
+        if not before.ndim or not schema.same_size(before.shape[-1], value.meta["val"].shape[-1]):
+            return False
+        value = value.args[0]
+    if not isinstance(value, fx.Node) or value.target is not torch.ops.aten.softmax.int:
+        return False
+    return schema.arguments(value)["dim"] in (-1, value.meta["val"].ndim - 1)
+
+
+def _einsum(node: fx.Node) -> str | Declined:
+    """An equation is a line already, but for spaces."""
+    equation = str(schema.arguments(node)["equation"]).replace(" ", "")
+    left, arrow, right = equation.partition("->")
+    parts = left.split(",")
+    if not arrow:
+        right = "".join(sorted(c for c in set(left) - {","} if left.count(c) == 1))
+    if len(parts) != 2 or "." in equation or any(len(set(p)) < len(p) for p in parts):
+        return Declined(
+            f"einsum {equation!r}: two operands without dots or repeated letters have a rule"
+        )
+    if (set(parts[0]) ^ set(parts[1])) - set(right):
+        return Declined(f"einsum {equation!r}: an axis is summed in one operand alone")
+    lines = [" ".join(c.lower() + "u" * c.isupper() for c in part) for part in (*parts, right)]
+    return f"{lines[0]}, {lines[1]} -> {lines[2]}"
 
 
 def _addmm(node: fx.Node) -> str | Declined:
@@ -103,13 +151,22 @@ def _convs() -> list[tuple[str, Entry]]:
     return result
 
 
-def _attention(node: fx.Node) -> str | Declined:
+def _attention(node: fx.Node) -> str | Spelled | Declined:
     """softmax(q · k + mask) · v: keys are normalised over; causal queries must stay in place."""
     found = schema.arguments(node)
-    if found["dropout_p"] or found["enable_gqa"]:
-        return Declined("attention with dropout, or with shared key and value heads")
+    if found["dropout_p"]:
+        return Declined("attention with dropout")
     t = "!t" if found["is_causal"] else "t"
-    return f"... {t} d, ... !s d, ... !s e, ... {t} !s -> ... {t} e"
+    if not found["enable_gqa"]:
+        return f"... {t} d, ... !s d, ... !s e, ... {t} !s -> ... {t} e"
+    heads, shared = (found[name].meta["val"].shape[-3] for name in ("query", "key"))
+    mask = found["attn_mask"]
+    shape = () if mask is None else mask.meta["val"].shape
+    axis = (
+        "" if len(shape) == 2 else "... 1 " if len(shape) > 2 and shape[-3] == 1 else "... (h r) "
+    )
+    line = f"... (h r) {t} d, ... h !s d, ... h !s e, {axis}{t} !s -> ... (h r) {t} e"
+    return Spelled(line, {"h": shared, "r": heads // shared})
 
 
 def _scale(node: fx.Node, made: Any) -> dict[str, Any]:
@@ -130,7 +187,11 @@ ENTRIES = [
         Case((S((2, 4)), S((5, 4), True), None), {})))),
     ("aten.mm.default", Entry("t i, i o -> t o", fill="sum", cases=(
         Case((S((3, 4)), S((4, 5), True)), {}), Case((S((3, 4)), S((4, 5))), {})))),
-    ("aten.bmm.default", Entry("b t i, b i o -> b t o", fill="sum", cases=(
+    ("aten.einsum.default", Entry(_einsum, fill="sum", cases=(
+        Case(("bthd,bshd->bhts", [S((2, 3, 4, 5)), S((2, 6, 4, 5))]), {}),
+        Case(("bti,oi->bto", [S((2, 3, 4)), S((5, 4), True)]), {}),
+        Case(("i,j->ij", [S((3,)), S((4,))]), {})))),
+    ("aten.bmm.default", Entry(_bmm, fill="sum", cases=(
         Case((S((2, 3, 4)), S((2, 4, 5))), {}),))),
     ("aten.matmul.default", Entry(_matmul, fill="sum", cases=(
         Case((S((2, 3, 4)), S((4, 5), True)), {}), Case((S((2, 3, 4)), S((2, 4, 5))), {}),
@@ -141,7 +202,9 @@ ENTRIES = [
         _attention, fill="mix", main=2, args=_scale, cases=(
         Case((S((2, 3, 4, 5)), S((2, 3, 7, 5)), S((2, 3, 7, 6))), {}),
         Case((S((2, 3, 4, 5)), S((2, 3, 7, 5)), S((2, 3, 7, 6)), S((4, 7))), {}),
-        Case((S((2, 4, 5)), S((2, 4, 5)), S((2, 4, 6)), None, 0.0, True), {})))),
+        Case((S((2, 4, 5)), S((2, 4, 5)), S((2, 4, 6)), None, 0.0, True), {}),
+        Case((S((2, 6, 4, 5)), S((2, 3, 7, 5)), S((2, 3, 7, 6)), S((6, 4, 7))),
+             {"enable_gqa": True})))),
     ("aten.embedding.default", Entry(_embedding, fill="same", cases=(
         Case((S((7, 4), True), S((2, 3), of=7)), {}),))),
 ]  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from demask.errors import TableError
 from demask.ops.notation import parse
@@ -22,10 +22,14 @@ class Declined:
 
 @dataclass(frozen=True, slots=True)
 class Spelled:
-    """A line with the sizes of the letters that no operand shows alone (groups, refinements)."""
+    """A line with the sizes of the letters that no operand shows alone (groups, refinements).
+
+    mixes: the call's first operand holds weights that sum to one; the second is averaged by them.
+    """
 
     line: str
     sizes: Mapping[str, int | None]
+    mixes: bool = False
 
 
 LineOf = Callable[[fx.Node], "str | Spelled | Declined"]
@@ -47,7 +51,7 @@ class Case:
 @dataclass(frozen=True, slots=True)
 class Shape:
     """A tensor to be drawn for a law test: an activation, or a constant (weight); `of` says from
-    which distribution: "normal", "positive", "bool" or an int n for indices below n."""
+    which distribution: "normal", "positive", "zero", "bool" or an int n for indices below n."""
 
     sizes: tuple[int, ...]
     constant: bool = False
@@ -64,16 +68,21 @@ class Entry:
     fill: how the value of a known output is found: "run" the op on the operands' values, "same"
         the value of operand `main` moves along unchanged, "sum" products are summed (contractions),
         "mix" values of `main` are averaged by weights, which come from products of the others, and
-        sum to one (attention), "none" never.
+        sum to one (attention), "recur" a unit that reads only zeros, itself included, stays 0
+        (recurrent calls, `stays`), "none" never.
     sized: the value of a known output depends on how long an axis is (sum, softmax).
     pads: does the op read positions outside its input, as zeros? Constants then vary at borders.
     affine: operands (scale, shift): where the scale is 0 the output is the shift, whatever comes.
+    stays: of recurrent calls, whose gate `main` makes what is new: (b_ih, b_hh) of that gate, each
+        over units -> bool over units: does one whose weights meet only zeros stay 0?
     neutral: (value, operands): an operand among these that is this value everywhere leaves the
         other as it is (times 1, plus 0).
     args: arguments that hold sizes, rebuilt for cut operands: (node, sizes per output axis) ->
         {argument name: value}.
     region: the class of its windows, which tells the input interval an output interval needs:
         conv, transposed, adaptive, nearest, exact, linear, cubic (see `regions`).
+    rest: how positions of the complete axis that are known beforehand enter the result: "sum",
+        "mean", "max", "min" of the axis, or the norm it is ("softmax", "layer", "rms").
     free: the output does not depend on any input's values (zeros, full_like).
     cases: calls for the law tests.
     """
@@ -85,10 +94,12 @@ class Entry:
     sized: bool = False
     pads: Callable[[fx.Node], bool] | bool = False
     affine: tuple[int, int] | None = None
+    stays: Callable[[Tensor, Tensor], Tensor] | None = None
     neutral: tuple[float, tuple[int, ...]] | None = None
     args: Callable[[fx.Node, Sizes], Mapping[str, Any]] | None = None
     indices: tuple[str, ...] = ()
     region: str = ""
+    rest: str = ""
     free: bool = False
     cases: tuple[Case, ...] = ()
 

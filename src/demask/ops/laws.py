@@ -10,6 +10,7 @@ This is the bottom layer, so the function that demasks is an argument: pass `dem
 from __future__ import annotations
 
 import itertools
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,11 +23,11 @@ from torch.utils import _pytree as pytree
 from demask.errors import Mismatch, TableError
 from demask.ops import regions, schema
 from demask.ops.bind import Relation, bind
+from demask.ops.draws import Axes, drawn, drawn_fill, drawn_mask, drawn_scale, tied_masks
 from demask.ops.entry import Case, Declined, Shape, Table
 from demask.ops.minimal import missed
 
 Demask = Callable[..., fx.GraphModule]
-Axes = frozenset[int] | None
 _TOLERANCE = 1e-10  # float64, relative: sums in another order, a few hundred terms long
 _BATCHES = (5, 16)  # neither is a size of any case
 
@@ -51,74 +52,13 @@ def target_of(name: str) -> Any:
         raise TableError(f"the table names {name!r}, which torch.ops does not have") from error
 
 
-def drawn(shape: Shape, generator: torch.Generator, sizes: Iterable[int] | None = None) -> Tensor:
-    """A tensor for a shape of a case, float64; some activations are whole numbers, so that
-    comparisons and roundings meet equal values."""
-    size = tuple(shape.sizes if sizes is None else sizes)
-    if isinstance(shape.of, int):
-        return torch.randint(shape.of, size, generator=generator)
-    uniform = torch.rand(size, generator=generator, dtype=torch.float64)
-    if shape.of == "bool":
-        return uniform < 0.5
-    if shape.of == "positive":
-        return 0.2 + 0.6 * uniform  # below 1 too: logit
-    value = torch.randn(size, generator=generator, dtype=torch.float64)
-    # + 0.0: a draw of -0.0 is another input than 0.0 for atan2, and sums lose the difference.
-    return value if shape.constant else torch.where(uniform < 0.6, value.round() + 0.0, value)
-
-
-def drawn_support(size: int, generator: torch.Generator) -> Tensor:
-    """Which positions of an axis are alive: bool [size]; none, all, one, or any."""
-    kind = int(torch.randint(8, (), generator=generator))
-    if kind == 0:
-        return torch.zeros(size, dtype=torch.bool)
-    if kind == 1:
-        return torch.arange(size) == int(torch.randint(max(size, 1), (), generator=generator))
-    if kind < 5:
-        return torch.rand(size, generator=generator) < 0.5
-    return torch.ones(size, dtype=torch.bool)
-
-
-def drawn_mask(sizes: Iterable[int], generator: torch.Generator, axes: Axes = None) -> Tensor:
-    """A bool mask, the product of a support per axis; axes that are alive all along are 1 long.
-
-    axes: those that may be masked; None: every one.
-    """
-    sizes = list(sizes)
-    mask = torch.ones([1] * len(sizes), dtype=torch.bool)
-    for axis, size in enumerate(sizes):
-        support = drawn_support(size, generator)
-        if (axes is None or axis in axes) and not bool(support.all()):
-            mask = mask & support.view([-1 if k == axis else 1 for k in range(len(sizes))])
-    return mask
-
-
-def drawn_scale(mask: Tensor, of: str | int, generator: torch.Generator) -> Tensor:
-    """A factor per position, 0 where the mask is off; powers of two keep equal values equal."""
-    low, high = (0.5, 0.9) if of == "positive" else (0.5, 2.0)
-    pick = torch.rand(mask.shape, generator=generator) < 0.5
-    return torch.where(pick, low, high).double() * mask
-
-
-def drawn_fill(mask: Tensor, of: str | int, generator: torch.Generator) -> Tensor:
-    """What stands where the mask is off: zeros, one value, or a value per position; else 0."""
-    kind = int(torch.randint(3, (), generator=generator))
-    values = torch.randn(mask.shape, generator=generator, dtype=torch.float64)
-    if of == "positive":
-        values = 0.2 + 0.6 * torch.rand(mask.shape, generator=generator, dtype=torch.float64)
-    elif kind == 0:
-        values = torch.zeros(mask.shape, dtype=torch.float64)
-    if kind == 1:
-        values = values.flatten()[:1].reshape([1] * mask.ndim).expand(mask.shape)
-    return values.masked_fill(mask, 0.0)
-
-
 class LawModule(nn.Module):
     """op(x * scale + fill) * out_scale for scales with masked positions drawn from `seed`, float64.
 
     Activations of the case are the inputs of forward, in order (`inputs` draws them); its constants
     are parameters with masked positions of their own; integers and booleans come as they are.
     inner, outer: per activation and per output, the axes that may be masked; left out, every one.
+    tied: constants whose positions go together: per constant, its mask, zero where it is off.
     """
 
     def __init__(
@@ -128,6 +68,7 @@ class LawModule(nn.Module):
         seed: int,
         inner: Mapping[int, frozenset[int]] | None = None,
         outer: Mapping[int, frozenset[int]] | None = None,
+        tied: Mapping[int, Tensor] = types.MappingProxyType({}),
     ):
         super().__init__()
         self.target, self.seed = target, seed
@@ -135,7 +76,9 @@ class LawModule(nn.Module):
         self.leaves = tuple(leaves)
         generator = torch.Generator().manual_seed(seed)
         for k, leaf in enumerate(leaves):
-            if isinstance(leaf, Shape):
+            if k in tied:
+                self._hold(f"constant{k}", drawn(leaf, generator) * tied[k])
+            elif isinstance(leaf, Shape):
                 self._draw(k, leaf, generator, None if inner is None else inner.get(k, frozenset()))
         with torch.no_grad():
             made = self._run(self.inputs(0))
@@ -231,7 +174,8 @@ def check_scatter_law(
     normalised axes too; one seed in four masks the first axis as well, which makes it static.
     """
     inner, outer = _maskable(name, case, table, every=bool(seed % 2), first=seed % 4 == 3)
-    module = LawModule(target_of(name), case, seed, inner, outer)
+    tied = {} if seed % 2 else _tied(name, case, seed, table)
+    module = LawModule(target_of(name), case, seed, inner, outer, tied)
     slim = demask(module, module.inputs(0), table=table)
     specs: Any = slim.demasked
     dynamic = {k for k, s in enumerate(specs.inputs) if s.sizes and _is_symbol(s.sizes[0])}
@@ -262,6 +206,22 @@ def _maskable(
     places = [node for node in relation.node.graph.nodes if node.op == "placeholder"]
     inner = {k: free(at[node]) for k, node in zip(shaped, places, strict=True) if node in at}
     return inner, {k: free(axes) for k, axes in enumerate(relation.outs)}
+
+
+def _tied(name: str, case: Case, seed: int, table: Table) -> dict[int, Tensor]:
+    """Masks of the constants of a recurrent call, by leaf: its gates and all that reads back lose
+    the same units."""
+    leaves, spec = pytree.tree_flatten((case.args, dict(case.kwargs)))
+    generator = torch.Generator().manual_seed(seed)
+    relation = bind(_drawn_call(name, leaves, spec, generator), table)
+    if isinstance(relation, Declined) or not relation.back:
+        return {}
+    masks = {o.value: mask for o, mask in
+             zip(relation.operands, tied_masks(relation, generator), strict=True)}  # fmt: skip
+    shaped = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Shape)]
+    places = [node for node in relation.node.graph.nodes if node.op == "placeholder"]
+    return {k: masks[node] for k, node in zip(shaped, places, strict=True)
+            if leaves[k].constant and leaves[k].of == "normal"}  # fmt: skip
 
 
 def _drawn_call(name: str, leaves: list, spec: Any, generator: torch.Generator) -> fx.Node:

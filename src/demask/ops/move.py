@@ -25,10 +25,10 @@ def _letters(rank: int) -> list[str]:
 def _view(node: fx.Node) -> Spelled | Declined:
     """The common refinement of the two shapes: `n 12 -> n 3 4` is `n (a b) -> n a b`."""
     old, new = _shape(node), list(schema.outputs(node)[0].shape)
-    refined = _refine(old, new)
-    if isinstance(refined, Declined):
-        return refined
-    before, after, sizes = refined
+    found = refined(old, new)
+    if isinstance(found, Declined):
+        return found
+    before, after, sizes = found
     return Spelled(f"{_spell(before)} -> {_spell(after)}", sizes)
 
 
@@ -36,7 +36,9 @@ def _spell(axes: list[list[str]]) -> str:
     return " ".join("1" if not a else a[0] if len(a) == 1 else f"({' '.join(a)})" for a in axes)
 
 
-def _refine(old: list[Any], new: list[Any]):
+def refined(
+    old: list[Any], new: list[Any]
+) -> tuple[list[list[str]], list[list[str]], dict[str, int | None]] | Declined:
     """Axes of both shapes over shared letters, major first, by equal running products."""
     before: list[list[str]] = [[] for _ in old]
     after: list[list[str]] = [[] for _ in new]
@@ -45,9 +47,9 @@ def _refine(old: list[Any], new: list[Any]):
     left: list[Any] = list(old)
     right: list[Any] = list(new)
     while i < len(left) and j < len(right):
-        if _is(left[i], 1):
+        if schema.same_size(left[i], 1):
             i += 1
-        elif _is(right[j], 1):
+        elif schema.same_size(right[j], 1):
             j += 1
         else:
             step = _split(left[i], right[j])
@@ -63,13 +65,6 @@ def _refine(old: list[Any], new: list[Any]):
     return before, after, sizes
 
 
-def _is(a: Any, b: Any) -> bool:
-    """Are two sizes equal, without guarding on dynamic ones?"""
-    if isinstance(a, int) and isinstance(b, int):
-        return a == b
-    return _expr(a) == _expr(b)
-
-
 def _expr(size: Any) -> Any:
     return size if isinstance(size, int) else size.node.expr
 
@@ -82,7 +77,7 @@ def _shown(sizes: Any) -> str:
 
 def _split(a: Any, b: Any) -> tuple[Any, Any, Any] | None:
     """The next common factor, minor axes last: (factor, what is left of a, of b)."""
-    if _is(a, b):
+    if schema.same_size(a, b):
         return a, 1, 1
     if isinstance(a, int) and isinstance(b, int):
         small = math.gcd(a, b)
@@ -156,7 +151,7 @@ def _expand(node: fx.Node) -> str:
     old, new = _shape(node), list(schema.outputs(node)[0].shape)
     fresh = len(new) - len(old)
     after = [f"e{k}" for k in range(len(new))]
-    before = ["1" if _is(n, 1) and not _is(new[k + fresh], 1) else after[k + fresh]
+    before = ["1" if schema.same_size(n, 1) and not schema.same_size(new[k + fresh], 1) else after[k + fresh]
               for k, n in enumerate(old)]  # fmt: skip
     return f"{' '.join(before)} -> {' '.join(after)}"
 
@@ -188,7 +183,7 @@ def _slice(node: fx.Node) -> str | Declined:
     found = schema.arguments(node)
     new, old = schema.outputs(node)[0].shape, _shape(node)
     dim = found["dim"] % len(old)
-    if found["step"] == 1 and _is(new[dim], old[dim]):
+    if found["step"] == 1 and schema.same_size(new[dim], old[dim]):
         return "... -> ..."
     return _moved(node)
 

@@ -67,23 +67,30 @@ def _spread(node: fx.Node) -> str | Declined:
     return line
 
 
+def _both_moments(node: fx.Node) -> str | Declined:
+    line = _spread(node)
+    return line if isinstance(line, Declined) else f"{line}, {line.partition('->')[2]}"
+
+
 _OVER_ONE = [(S((2, 3, 4)), [1]), (S((2, 3, 4)), [-1], True), (S((2, 3, 4, 5)), [2, 3])]
 _REDUCED = tuple(Case(args, {}) for args in _OVER_ONE)
-_MEANS = ("mean.dim", "amax.default", "amin.default")
-_SUMS = ("sum.dim_IntList",)
+_MEANS = {"mean.dim": "mean", "amax.default": "max", "amin.default": "min"}
+_SUMS = {"sum.dim_IntList": "sum"}
 _WHOLE = ("mean.default", "sum.default")
 _SPREAD = (_REDUCED[0], Case((S((2, 3, 4, 5)), [2, 3]), {"correction": 0, "keepdim": True}))
 ENTRIES = [
-    *((f"aten.{n}", Entry(_reduced, cases=_REDUCED)) for n in _MEANS),
-    *((f"aten.{n}", Entry(_reduced, sized=True, cases=_REDUCED)) for n in _SUMS),
+    *((f"aten.{n}", Entry(_reduced, rest=k, cases=_REDUCED)) for n, k in _MEANS.items()),
+    *((f"aten.{n}", Entry(_reduced, sized=True, rest=k, cases=_REDUCED))
+      for n, k in _SUMS.items()),
     *((f"aten.{n}", Entry(_reduced, sized=True, cases=(Case((S((2, 3)),), {}),))) for n in _WHOLE),
     *((f"aten.{n}.correction", Entry(_spread, sized=True, cases=_SPREAD)) for n in ("var", "std")),
+    ("aten.var_mean.correction", Entry(_both_moments, sized=True, cases=_SPREAD)),
     ("aten.linalg_vector_norm.default", Entry(_reduced, sized=True, cases=(
         Case((S((2, 3, 4)), 2, [1], True), {}),))),
-    ("aten.layer_norm.default", Entry(_layer_norm, affine=(1, 2), sized=True, cases=(
+    ("aten.layer_norm.default", Entry(_layer_norm, affine=(1, 2), sized=True, rest="layer", cases=(
         Case((S((2, 3, 4)), [4], S((4,), True), S((4,), True)), {}),
         Case((S((2, 3, 4)), [3, 4]), {})))),
-    ("aten.rms_norm.default", Entry(_layer_norm, affine=(1, 2), sized=True, cases=(
+    ("aten.rms_norm.default", Entry(_layer_norm, affine=(1, 2), sized=True, rest="rms", zero="first", cases=(
         Case((S((2, 3, 4)), [4], S((4,), True), 1e-6), {}),))),
     ("aten.group_norm.default", Entry(_group_norm, affine=(1, 2), args=_groups, cases=(
         Case((S((2, 6, 4, 5)), 3, S((6,), True), S((6,), True)), {}),
@@ -91,7 +98,7 @@ ENTRIES = [
     ("aten.instance_norm.default", Entry(_instance_norm, affine=(1, 2), cases=(
         Case((S((2, 3, 4, 5)), S((3,), True), S((3,), True), None, None, True, 0.1, 1e-5, False),
              {}),))),
-    ("aten.softmax.int", Entry(_softmax, sized=True, cases=(
+    ("aten.softmax.int", Entry(_softmax, sized=True, rest="softmax", cases=(
         Case((S((2, 3, 4)), -1), {}), Case((S((2, 3, 4)), 1), {})))),
     ("aten.log_softmax.int", Entry(_softmax, sized=True, cases=(Case((S((2, 3, 4)), 1), {}),))),
 ]  # fmt: skip

@@ -3,14 +3,17 @@
     "... i, o i, o -> ... o"                                   linear
     "n (g i) ~h ~w, (g o) i ~k ~l, (g o) -> n (g o) ~h ~w"      grouped convolution
     "... !d, d, d -> ... !d"                                   layer norm
+    "!t n i, 1 n h, (!k h) i, (!k h) ^h -> !t n h, 1 n h"       recurrent, of k gates, no biases
 
 Operands are separated by commas, axes by spaces. A letter (or short name) names an axis; a letter
 of the output is *carried*, a letter only in inputs is *contracted* (two operands) or *reduced*
 (one). `(a b)` is a row-major composite, `1` an axis of size one, `...` the broadcast axes.
 Marks: `~` a window slides along the axis (convolution, pooling, resizing); `!` the axis must be
 complete (it is normalised over); `@` positions are moved along the axis by a map that running the
-op on positions tells (slice, cat, pad). Under `~` and `@` the input's axis and the output's are
-different axes, and get different letters: "h" is "h<0" in operand 0 and "h>0" in output 0.
+op on positions tells (slice, cat, pad); `^` along the axis the call reads back what it made of the
+letter itself, one step before. Under `~` and `@` the input's axis and the output's are different
+axes, and get different letters: "h" is "h<0" in operand 0 and "h>0" in output 0. Under `^` they are
+one axis, under another name: "^h" is "h^".
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ Axis = tuple[str, ...]  # the letters of one axis, major first; () is an axis of
 Axes = tuple[Axis, ...]
 
 ELLIPSIS: Axis = ("...",)
-_TOKEN = re.compile(r"\([^()]*\)|\.\.\.|[!~@]?[a-z]\w*|1")
-_LETTER = re.compile(r"([!~@]?)([a-z]\w*)")
+_TOKEN = re.compile(r"\([^()]*\)|\.\.\.|[!~@^]?[a-z]\w*|1")
+_LETTER = re.compile(r"([!~@^]?)([a-z]\w*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ class Line:
     window: frozenset[str] = frozenset()
     complete: frozenset[str] = frozenset()
     moved: frozenset[str] = frozenset()
+    back: frozenset[str] = frozenset()
 
 
 def parse(text: str) -> Line:
@@ -50,12 +54,15 @@ def parse(text: str) -> Line:
     left, arrow, right = text.partition("->")
     if not arrow:
         raise TableError(f"expected 'inputs -> outputs', got {text!r}: write an arrow")
-    marks: dict[str, set[str]] = {"~": set(), "!": set(), "@": set()}
+    marks: dict[str, set[str]] = {mark: set() for mark in "~!@^"}
     ins = [_axes(part, f"<{k}", marks, text) for k, part in enumerate(_operands(left))]
     outs = [_axes(part, f">{k}", marks, text) for k, part in enumerate(_operands(right) or [""])]
     _check(ins, outs, text)
-    window, complete, moved = (frozenset(marks[m]) for m in "~!@")
-    return Line(tuple(ins), tuple(outs), window, complete, moved)
+    window, complete, moved, back = (frozenset(marks[m]) for m in "~!@^")
+    made = {f"{letter}^" for axes in outs for axis in axes for letter in axis}
+    if back - made:
+        raise TableError(f"{text!r} reads back, under ^, a letter that no output has")
+    return Line(tuple(ins), tuple(outs), window, complete, moved, back)
 
 
 def _operands(side: str) -> list[str]:
@@ -65,7 +72,9 @@ def _operands(side: str) -> list[str]:
 def _axes(part: str, suffix: str, marks: dict[str, set[str]], text: str) -> Axes:
     rest = _TOKEN.sub("", part).strip()
     if rest:
-        raise TableError(f"cannot read {rest!r} in {text!r}: letters, (a b), 1, ... and ! ~ @ only")
+        raise TableError(
+            f"cannot read {rest!r} in {text!r}: letters, (a b), 1, ... and ! ~ @ ^ only"
+        )
     return tuple(_axis(token, suffix, marks) for token in _TOKEN.findall(part))
 
 
@@ -77,7 +86,7 @@ def _axis(token: str, suffix: str, marks: dict[str, set[str]]) -> Axis:
     letters = []
     for mark, letter in _LETTER.findall(token):
         # Windows and moves change the size of their axis: before and after are different axes.
-        name = letter + suffix if mark in ("~", "@") else letter
+        name = letter + suffix if mark in ("~", "@") else letter + "^" * (mark == "^")
         if mark:
             marks[mark].add(name)
         letters.append(name)

@@ -67,6 +67,9 @@ def _binary() -> list[tuple[str, Entry]]:
             Case((S((2, 3), of="bool"), S((2, 3), of="bool")), {}),))),
         ("aten.bitwise_not.default", Entry("... -> ...", cases=(
             Case((S((2, 3), of="bool"),), {}),))),
+        ("aten.addcmul.default", Entry("..., ..., ... -> ...", cases=(
+            Case((S((2, 3)), S((2, 3)), S((2, 3))), {}),
+            Case((S((3,), True), S((2, 3)), S((3,), True)), {})))),
         ("aten.lerp.Scalar", Entry("..., ... -> ...", cases=(
             Case((S((2, 3)), S((2, 3)), 0.3), {}),))),
         ("aten.where.self", Entry("..., ..., ... -> ...", cases=(

@@ -86,6 +86,8 @@ def _interval(
     """Unclamped. source: an operand and its axis; made: an output and its axis."""
     whole = (0, schema.hint(relation.operands[source[0]].value.meta["val"].shape[source[1]]))
     theirs, letters = relation.ins[source[0]][source[1]], relation.outs[made[0]][made[1]]
+    if set(letters) & relation.looped:
+        return whole
     if letters[0] in relation.window:
         rule = _RULES.get(relation.entry.region)
         return whole if rule is None else rule(_Axis(relation, *source, *made), start, end)

@@ -100,6 +100,13 @@ def is_dynamic(value: Any) -> bool:
     return False
 
 
+def same_size(a: Any, b: Any) -> bool:
+    """Are two sizes the same number or the same expression, without guarding on dynamic ones?"""
+    if isinstance(a, int) or isinstance(b, int):
+        return isinstance(a, int) and a == b
+    return a.node.expr == b.node.expr
+
+
 def hint(size: Any) -> int:
     """The example's value of a size."""
     return size if isinstance(size, int) else int(size.node.hint)

@@ -94,7 +94,7 @@ class Adapter:
     def _known(self, source: fx.Node, want: Layout, broadcast: bool) -> fx.Node:
         """A value that is known everywhere, as a constant."""
         key = key_of(source)
-        constant = self.pool.constant(self.fill(key, want, -1, want), "fill")
+        constant = self.pool.value(self.fill(key, want, -1, want), "fill")
         if broadcast:
             return constant
         real = _value(source)

@@ -141,7 +141,7 @@ class Cells:
             if len(mask) == 1 or None in sizes:
                 live |= bool(mask.any())
                 continue
-            part = mask.reshape([size or 1 for size in sizes])
+            part = mask.reshape([1 if size is None else size for size in sizes])
             rest = [d for d in range(len(found)) if d != k]
             live |= part.any(dim=rest) if rest else part
 

@@ -10,10 +10,10 @@ from torch import Tensor, fx
 
 from demask.facts.known import key_of
 from demask.facts.masks import any_over, project, spread
-from demask.graph.build import same_size
 from demask.graph.program import Constant
 from demask.graph.provenance import Cut
 from demask.ops import Relation, schema
+from demask.ops.schema import same_size
 from demask.shrink.adapt import marked
 from demask.shrink.border import Absorbed, absorbed, constants_alone
 from demask.shrink.cells import Layout, whole

@@ -19,10 +19,16 @@ from demask.graph.fold import folded
 from demask.graph.functional import functionalized
 from demask.graph.guards import renamed
 from demask.graph.program import Program
+from demask.graph.hoist import hoisted
 from demask.graph.provenance import Cut, InputSpec, Provenance, Reason, Sizes
+from demask.graph.recurrent import layered
 from demask.graph.result import Demasked, build
 from demask.graph.spell import spelled
+from demask.graph.unmerge import unmerged
 from demask.ops import TABLE, Declined, Relation, Table, bind, schema
+from demask.shrink.align import aligned
+from demask.shrink.condense import condensed
+from demask.shrink.names import named
 from demask.shrink.place import place
 from demask.shrink.rewrite import Rewritten, rewrite
 from demask.shrink.side import sided
@@ -41,7 +47,8 @@ def demask(
     """A smaller module that computes what `model` computes in eval mode: same call, same outputs.
 
     args, kwargs: example inputs; dimension 0 of each is dynamic where torch.export proves it can
-    be. dynamic_shapes: goes to torch.export as it is. modules: names of submodules to demask alone,
+    be. dynamic_shapes: goes to torch.export as it is; "all" makes every size dynamic that it
+    proves can be (the default for parts, see modules). modules: names of submodules to demask alone,
     in a copy of the model. table: the op table to use (`demask.ops.TABLE.extended(...)`).
     Raises NotExportable or BadInput. The model is not changed. Feature rows 000-a to 000-k.
 
@@ -64,7 +71,7 @@ def demask(
 
 def simplified(program: Program) -> Program:
     """Canonically spelled, constants folded: what the facts are read off."""
-    return folded(spelled(program))
+    return folded(hoisted(unmerged(spelled(program))))
 
 
 def relations_of(graph: fx.Graph, table: Table) -> dict[fx.Node, Relation | Declined]:
@@ -94,7 +101,8 @@ def shrunk(given: Program, table: Table) -> Demasked:
         step = smaller
     if step is first:
         step = replace(first, program=_owned(given), cuts=_uncut(given))
-    return build(stacked(step.program), _provenance(first, step))
+    program, cuts = named(stacked(step.program), step.cuts)
+    return build(program, _provenance(first, replace(step, cuts=cuts)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +122,7 @@ class _Step:
 
 
 def _measured(program: Program, table: Table) -> _Step:
-    relations = relations_of(program.graph, table)
+    relations = relations_of(layered(program).graph, table)
     return _Step(program, relations, sizes_of(program, relations), _uncut(program))
 
 
@@ -133,14 +141,24 @@ def _smaller(step: _Step, table: Table) -> _Step | None:
 
 
 def _attempts(program: Program, table: Table) -> Iterator[Rewritten]:
-    """Ways to rewrite a program, the one that removes most first: with its side networks split off,
-    without, and frugal (constants that would be matrices are computed instead)."""
+    """Ways to rewrite a program, the one that removes most first: with complete axes over what
+    varies, with heads re-ordered, with side networks split off, as it is; with weights that several
+    calls read cut alike; and frugal (constants that would be matrices are computed instead)."""
     relations = relations_of(program.graph, table)
     facts = facts_of(program, relations)
+    dense = condensed(program, relations, facts)
+    if dense is not None:
+        yield from _attempts(folded(dense), table)
+    needs = needed(program.graph, relations, facts)
+    ordered = aligned(program, relations, facts, needs)
+    if ordered is not None:
+        yield from _attempts(folded(ordered), table)
     split = sided(program, relations, facts)
     if split is not None:
         yield _attempt(split, relations_of(split.graph, table))
     yield _attempt(program, relations, facts)
+    if any(node.op == "get_attr" and len(node.users) > 1 for node in program.graph.nodes):
+        yield _attempt(program, relations, facts, tied=True)
     if any(is_matrix(fact) for (node, _), fact in facts.items() if node.op == "call_function"):
         yield _attempt(program, relations, facts_of(program, relations, frugal=True))
 
@@ -174,11 +192,13 @@ def facts_of(program: Program, relations: Relations, *, frugal: bool = False) ->
     return known(program.graph, relations, values, frugal=frugal)
 
 
-def _attempt(program: Program, relations: Relations, facts: Facts | None = None) -> Rewritten:
+def _attempt(
+    program: Program, relations: Relations, facts: Facts | None = None, *, tied: bool = False
+) -> Rewritten:
     """One pass over the program."""
     facts = facts_of(program, relations) if facts is None else facts
     needs = needed(program.graph, relations, facts)
-    placement = place(program.graph, relations, facts, needs)
+    placement = place(program.graph, relations, facts, needs, tied=tied)
     return rewrite(program, relations, facts, needs, placement)
 
 
@@ -233,6 +253,8 @@ def sizes_of(program: Program, relations: Mapping[fx.Node, Relation | Declined])
 
 def _macs(relation: Relation) -> int:
     """Multiplications that are summed, read off the letters of the line."""
+    if relation.back:
+        return _recurrent_macs(relation)
     if relation.entry.fill not in ("sum", "mix"):
         return 0
     sizes = _letter_sizes(relation)
@@ -241,12 +263,21 @@ def _macs(relation: Relation) -> int:
     if relation.entry.fill == "sum":
         letters = relation.letters(relation.outs[0]) | relation.contracted | kernel
         return math.prod(sizes[a] for a in letters)
+    main = relation.letters(relation.ins[relation.entry.main])
+    values = math.prod(sizes[a] for a in main | relation.letters(relation.outs[0]))
+    if not relation.contracted:
+        return values
     # Attention: the products that make the weights, then those of the weights with the values.
     weights = relation.letters(relation.ins[first]) | relation.letters(relation.ins[second])
-    values = relation.letters(relation.ins[relation.entry.main]) | relation.letters(
-        relation.outs[0]
-    )
-    return math.prod(sizes[a] for a in weights) + math.prod(sizes[a] for a in values)
+    return math.prod(sizes[a] for a in weights) + values
+
+
+def _recurrent_macs(relation: Relation) -> int:
+    """Every entry of every matrix once a step."""
+    sizes = _letter_sizes(relation)
+    weights = [relation.letters(axes) for axes in relation.ins if len(axes) == 2]
+    steps = relation.letters(relation.ins[0]) - frozenset().union(*weights)
+    return math.prod(sizes[a] for a in steps) * sum(math.prod(sizes[a] for a in w) for w in weights)
 
 
 def _letter_sizes(relation: Relation) -> dict[str, int]:

@@ -29,12 +29,14 @@ def demask_modules(
     from demask.shrink.demask import demask
 
     _check(model, names)
+    # How the rest of the model will call its parts is not known: any size may come.
+    shapes = "all" if dynamic_shapes is None else dynamic_shapes
     calls = _calls(model, args, dict(kwargs or {}), names)
     result = structural_copy(model, share=False)
     for name in names:
         given, named = calls[name]
         part = model.get_submodule(name)
-        slim = demask(part, given, named, dynamic_shapes=dynamic_shapes, table=table)
+        slim = demask(part, given, named, dynamic_shapes=shapes, table=table)
         parent, _, leaf = name.rpartition(".")
         holder = result.get_submodule(parent)
         if isinstance(holder, (nn.Sequential, nn.ModuleList)):

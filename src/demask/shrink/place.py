@@ -19,6 +19,7 @@ from demask.facts.known import Facts, Key, Relations, key_of, operand_facts
 from demask.facts.known import contributions as known_contributions
 from demask.facts.masks import along, any_over, mixed, spread
 from demask.facts.needed import Needs
+from demask.facts.recurrent import kept_features, roles
 from demask.ops import Relation, schema
 from demask.ops.notation import Axis
 from demask.shrink.cells import Cells, Layout, Positions, whole
@@ -38,9 +39,12 @@ class Placement:
     slot: Mapping[tuple[fx.Node, int], Layout]
 
 
-def place(graph: fx.Graph, relations: Relations, facts: Facts, needs: Needs) -> Placement:
-    """The smallest layouts that compute every live position."""
-    return _Placer(graph, relations, facts, needs).run()
+def place(
+    graph: fx.Graph, relations: Relations, facts: Facts, needs: Needs, *, tied: bool = False
+) -> Placement:
+    """The smallest layouts that compute every live position. tied: a weight that several calls read
+    is cut alike in all of them, and so stays one tensor."""
+    return Placer(graph, relations, facts, needs, tied=tied).run()
 
 
 def is_join(relation: Relation) -> bool:
@@ -59,15 +63,28 @@ def is_grouped(relation: Relation) -> bool:
     return relation.entry.fill == "sum" and any(len(a) > 1 for axes in relation.ins for a in axes)
 
 
-class _Placer:
-    def __init__(self, graph: fx.Graph, relations: Relations, facts: Facts, needs: Needs):
+class Placer:
+    """Ties the axes of a graph, and lays them out."""
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        relations: Relations,
+        facts: Facts,
+        needs: Needs,
+        *,
+        tied: bool = False,
+    ):
         self.graph, self.relations, self.facts, self.needs = graph, relations, facts, needs
+        self.tied = tied
+        self.weights: dict[object, CellAxes] = {}
         self.cells = Cells()
         self.value: dict[Key, CellAxes] = {}
         self.slot: dict[tuple[fx.Node, int], CellAxes] = {}
         self.links: list[tuple[CellAxes, CellAxes]] = []
 
-    def run(self) -> Placement:
+    def tie(self) -> None:
+        """Cells for every axis of every live value and operand, tied where they must agree."""
         for node in self.graph.nodes:
             if node.op == "placeholder":
                 self._whole(node)
@@ -75,6 +92,12 @@ class _Placer:
                 self._call(node)
         for key, axes in self.value.items():
             self._need(axes, self.needs.live[key])
+        for node, relation in self.relations.items():
+            if isinstance(relation, Relation) and relation.back and (node, 0) in self.slot:
+                self._outnumber(relation)
+
+    def run(self) -> Placement:
+        self.tie()
         order = self._orders()
         return Placement(
             {key: self._layout(axes, order) for key, axes in self.value.items()},
@@ -101,6 +124,8 @@ class _Placer:
         if not outs:
             return
         letters = {letter: self.cells.new(size) for letter, size in relation.size.items()}
+        for letter in relation.back:
+            letters[letter] = letters[letter.removesuffix("^")]
         self.cells.force(letters[a] for a in _forced(relation))
         flat = is_grouped(relation)
         norm = relation.entry.affine is not None and bool(relation.complete)
@@ -135,6 +160,11 @@ class _Placer:
 
     def _contract(self, relation: Relation, operand: int, axes: CellAxes) -> None:
         """Summed positions are kept where some live output needs a product that is not known."""
+        if relation.back and operand == 0:
+            live = [self.needs.live[relation.node, k] for k in range(len(relation.outs))]
+            inputs = operand_facts(relation, self.facts)
+            self.cells.need(axes[-1], kept_features(relation, inputs, live))
+            return
         if relation.entry.fill not in ("sum", "mix") or operand not in relation.factors[:1]:
             return
         mask = kept_products(relation, self.facts, self.needs)
@@ -152,9 +182,28 @@ class _Placer:
                     )
                 self.cells.need(cells, line.expand(sizes).reshape(-1) if len(axis) > 1 else line)
 
+    def _outnumber(self, relation: Relation) -> None:
+        """A projected call has more cells than outputs: torch tells it from a plain one by that."""
+        projection = roles(relation).w_hr
+        if projection is None:
+            return
+        units, cells = self.slot[relation.node, projection]
+        made, held = (self.cells.support(self.cells.leaves(c)[0]) for c in (units, cells))
+        assert made is not None
+        assert held is not None
+        short = int(made.sum()) + 1 - int(held.sum())
+        if short > 0:
+            more = (~held).nonzero().squeeze(1)[:short]
+            self.cells.need(cells, held.index_fill(0, more, True))
+
     def _tie(self, relation: Relation, operand: int, axes: CellAxes) -> None:
         source = relation.operands[operand].value
         key = key_of(source)
+        if source.op == "get_attr" and self.tied:
+            for mine, theirs in zip(
+                axes, self.weights.setdefault(source.target, axes), strict=True
+            ):
+                self.cells.unify(mine, theirs)
         if is_constant(source) or key not in self.value:
             return
         if is_join(relation):
@@ -210,7 +259,23 @@ class _Placer:
             rank = ranked(universe, supports, any(self.cells.forced(c) for c in universe))
             if rank is not None:
                 result |= dict.fromkeys(universe, rank)
-        return result
+        return self._parts() | result
+
+    def _parts(self) -> dict[int, list[int]]:
+        """Orders of axes that calls only take parts of: part after part, so that each is a slice."""
+        found: dict[int, list[int]] = {}
+        for key, axes in self.value.items():
+            users = [u for u in key[0].users if u.target is not torch.ops.aten.sym_size.int]
+            for k, cells in enumerate(axes):
+                leaves = self.cells.leaves(cells)
+                if len(leaves) != 1 or len(users) < 2 or self.cells.forced(leaves[0]):
+                    continue
+                parts = [_taken(self.relations.get(user), key[0], k) for user in users]
+                size = self.cells.size(leaves[0])
+                flat = [p for part in parts for p in part or ()]
+                if None not in parts and len(flat) == size == len(set(flat)):
+                    found[leaves[0]] = flat
+        return found
 
     def _layout(self, axes: CellAxes, order: Mapping[int, list[int]]) -> Layout:
         return tuple(self._positions(self.cells.leaves(cells), order) for cells in axes)
@@ -226,6 +291,19 @@ class _Placer:
             found = [before * size + p for before in found for p in mine]
             total *= size
         return whole(found, total)
+
+
+def _taken(relation: object, source: fx.Node, axis: int) -> list[int] | None:
+    """The positions along an axis that a call takes, if it moves them and does nothing else."""
+    if not isinstance(relation, Relation) or not relation.moved or len(relation.outs) != 1:
+        return None
+    if len(relation.operands) != 1 or relation.operands[0].value is not source:
+        return None
+    letter = "".join(relation.ins[0][axis])
+    move = relation.moves[0].get(letter.partition("<")[0]) if letter in relation.moved else None
+    if move is None or bool((move.source < 0).any()):
+        return None
+    return move.position.tolist()
 
 
 def kept_products(relation: Relation, facts: Facts, needs: Needs) -> Tensor:

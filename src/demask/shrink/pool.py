@@ -32,6 +32,7 @@ class Pool:
         self._index: dict[tuple[int, ...], fx.Node] = {}
         self._ones: dict[Any, fx.Node] = {}
         self._sizes: dict[Any, Any] = {}
+        self._numbers: dict[Any, fx.Node] = {}
         self._symbols = _symbols(inputs)
 
     def read(self, name: str) -> fx.Node:
@@ -57,9 +58,12 @@ class Pool:
         return self.read(self._cut[key])
 
     def add(self, constant: Constant) -> str:
-        """Store a constant under its name, or the next free one like it; returns the name."""
+        """Store a constant under its name, or the next free one like it; returns the name. One made
+        twice alike, for two calls of one module, is stored once."""
         name, k = constant.name, 1
-        while name in self.constants or any(_nested(name, other) for other in self.constants):
+        while name in self.constants or any(is_nested(name, other) for other in self.constants):
+            if name in self.constants and _alike(self.constants[name], constant):
+                return name
             name, k = f"{constant.name}_{k}", k + 1
         self.constants[name] = replace(constant, name=name)
         return name
@@ -68,6 +72,13 @@ class Pool:
         """A buffer of the new graph."""
         return self.read(self.add(Constant(tensor.contiguous().clone(), name, parameter=False)))
 
+    def here(self, tensor: Tensor, name: str) -> fx.Node:
+        """A buffer read right where the graph grows (other reads stand where the first one is)."""
+        made = self.add(Constant(tensor.contiguous(), name, parameter=False))
+        node = self.build.graph.create_node("get_attr", made)
+        node.meta["val"] = self.build.fake(tensor)
+        return node
+
     def index(self, positions: Sequence[int]) -> fx.Node:
         """An int64 index buffer."""
         key = tuple(positions)
@@ -75,6 +86,21 @@ class Pool:
             tensor = torch.tensor(key, dtype=torch.long)
             self._index[key] = self.read(self.add(Constant(tensor, "index", parameter=False)))
         return self._index[key]
+
+    def value(self, tensor: Tensor, name: str) -> fx.Node:
+        """A known tensor: a number where it is one value (no weight is stored), else a buffer."""
+        flat = tensor.reshape(-1)
+        inputs = [n for n in self.build.graph.find_nodes(op="placeholder")
+                  if isinstance(n.meta.get("val"), Tensor)]  # fmt: skip
+        if not inputs or not len(flat) or not bool((flat == flat[0]).all()):
+            return self.constant(tensor, name)
+        key = (flat[0].item(), tensor.dtype)
+        if key not in self._numbers:
+            # Without axes, so that it never decides the dtype of what it is computed with.
+            self._numbers[key] = self.build.call(
+                torch.ops.aten.new_full.default, inputs[0], [], key[0], dtype=key[1]
+            )
+        return self._numbers[key]
 
     def ones(self, sizes: Sequence[Any], like: fx.Node) -> fx.Node:
         """A tensor of ones, made at each call; of the dtype and on the device that `like`, a
@@ -150,6 +176,16 @@ def _symbols(inputs: Sequence[fx.Node]) -> dict[Any, tuple[fx.Node, int]]:
     return found
 
 
-def _nested(a: str, b: str) -> bool:
+def _alike(a: Constant, b: Constant) -> bool:
+    """Are two constants the same tensor, to be trained the same way?"""
+    if (a.parameter, a.requires_grad) != (
+        b.parameter,
+        b.requires_grad,
+    ) or a.tensor.dtype != b.tensor.dtype:
+        return False
+    return a.tensor.shape == b.tensor.shape and torch.equal(a.tensor, b.tensor)
+
+
+def is_nested(a: str, b: str) -> bool:
     """Would one name be an attribute inside the other's tensor?"""
     return a.startswith(f"{b}.") or b.startswith(f"{a}.")

@@ -18,11 +18,12 @@ from torch.fx.node import map_arg
 from demask.facts.known import Facts, Relations, key_of
 from demask.facts.masks import along
 from demask.facts.needed import Needs
-from demask.graph.build import Builder, mode_of, same_size
+from demask.graph.build import Builder, mode_of
 from demask.graph.fold import drop_unread
 from demask.graph.program import Program
 from demask.graph.provenance import Cut, Reason
 from demask.ops import Declined, Relation, schema
+from demask.ops.schema import same_size
 from demask.shrink.adapt import Adapter, Made
 from demask.shrink.cells import Layout, Positions, whole
 from demask.shrink.contract import emit_contraction
@@ -30,6 +31,7 @@ from demask.shrink.join import emit_join, unchanged
 from demask.shrink.norm import emit_cut_norm
 from demask.shrink.place import Placement, is_join
 from demask.shrink.pool import Pool, module_of
+from demask.shrink.recurrent import emit_recurrent
 
 aten = torch.ops.aten
 
@@ -101,6 +103,9 @@ class Rewriter:
         elif relation.entry.fill == "sum":
             explain(self, relation, 0)
             emit_contraction(self, relation)
+        elif relation.back:
+            explain(self, relation, 0)
+            emit_recurrent(self, relation)
         elif is_join(relation):
             emit_join(self, relation)
         else:

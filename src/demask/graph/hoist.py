@@ -1,0 +1,163 @@
+"""Positions are taken before an axis is split, not after.
+
+    linear(x).view(b, t, 3, h, d).permute(2, 0, 3, 1, 4)[0]
+      ==  linear(x)[..., rows].view(b, t, h, d).permute(0, 2, 1, 3)         rows of the queries
+
+Queries, keys and values of a fused projection then have axes of their own, which can be cut apart
+(feature row 000-j: gathers propagate toward the inputs).
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from demask.graph.build import Builder, mode_of, sizes_of
+from demask.graph.fold import drop_unread
+from demask.graph.program import Constant, Program, copied
+from demask.ops import Declined, schema
+from demask.ops.move import refined
+
+aten = torch.ops.aten
+_TAKES = {
+    aten.select.int, aten.unbind.int, aten.chunk.default, aten.split.Tensor,
+    aten.split_with_sizes.default, aten.slice.Tensor, aten.narrow.default,
+}  # fmt: skip
+_VIEWS = {
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unflatten.int,
+}  # fmt: skip
+_PRODUCTS = {aten.linear.default, aten.addmm.default, aten.mm.default, aten.matmul.default}
+
+
+def hoisted(program: Program) -> Program:
+    """The program with slices of a projection's split output taken from the output itself."""
+    if not any(node.target in _TAKES and _split_of(node) for node in program.graph.nodes):
+        return program
+    graph, _ = copied(program)
+    build, constants = Builder(graph, mode_of(graph)), dict(program.constants)
+    for node in list(graph.nodes):
+        found = _split_of(node) if node.target in _TAKES else None
+        if found is not None:
+            with graph.inserting_before(node):
+                _hoist(build, node, *found, constants)
+    drop_unread(graph)
+    return program.with_graph(graph, constants)
+
+
+def _split_of(node: fx.Node) -> tuple[fx.Node, list[int], int, list[int], int] | None:
+    """What a call takes positions of: the view, the order of its axes as taken from, the axis of the
+    view, the axes that one axis of the projection became, and that axis; None if it is no such."""
+    order, source = _unpermuted(node.args[0])
+    if source.target not in _VIEWS or not _is_projection(source.args[0]):
+        return None
+    shape = list(source.meta["val"].shape)
+    found = refined(list(source.args[0].meta["val"].shape), shape)
+    dim = schema.arguments(node)["dim"]
+    if isinstance(found, Declined):
+        return None
+    before, after, sizes = found
+    axis = order[dim % len(order)]
+    home = next(
+        (k for k, letters in enumerate(before) if after[axis][:1] and after[axis][0] in letters),
+        None,
+    )
+    if home is None or len(before[home]) < 2 or any(sizes[a] is None for a in before[home]):
+        return None
+    parts = [k for k, letters in enumerate(after) if set(letters) & set(before[home])]
+    if [after[k] for k in parts] != [[a] for a in before[home]]:
+        return None
+    if parts != list(range(parts[0], parts[0] + len(parts))):
+        return None
+    return source, order, axis, parts, home
+
+
+def _unpermuted(value: Any) -> tuple[list[int], fx.Node]:
+    """The value that transposes are made of, and which of its axes each axis is."""
+    order = list(range(value.meta["val"].ndim))
+    while value.target in (aten.transpose.int, aten.permute.default):
+        found = schema.arguments(value)
+        step, rank = list(range(len(order))), len(order)
+        if value.target is aten.permute.default:
+            step = [d % rank for d in found["dims"]]
+        else:
+            i, j = found["dim0"] % rank, found["dim1"] % rank
+            step[i], step[j] = step[j], step[i]
+        order = [step[k] for k in order]
+        value = value.args[0]
+    return order, value
+
+
+def _is_projection(node: Any) -> bool:
+    """A product with a constant weight, perhaps seen through a view."""
+    while node.target in _VIEWS:
+        node = node.args[0]
+    return node.target in _PRODUCTS and any(s.op == "get_attr" for s in node.all_input_nodes)
+
+
+def _hoist(
+    build: Builder,
+    node: fx.Node,
+    view: fx.Node,
+    order: list[int],
+    axis: int,
+    parts: list[int],
+    home: int,
+    constants: dict[str, Constant],
+) -> None:
+    shape = view.meta["val"].shape
+    count = [int(shape[k]) for k in parts]
+    rows = torch.arange(torch.tensor(count).prod()).view(count)  # type: ignore[arg-type]
+    gone = node.target in (aten.select.int, aten.unbind.int)
+    made = _taken(node, axis, int(shape[axis]))
+    users = [node] if node.target in (aten.select.int, aten.slice.Tensor, aten.narrow.default) else [
+        user for user in node.users if user.target is operator.getitem
+    ]  # fmt: skip
+    sizes = _asked(build, view)
+    for user in users:
+        take = made[0 if user is node else user.args[1]]  # type: ignore[index,call-overload]
+        index = rows.index_select(parts.index(axis), take).reshape(-1)
+        part = _rows(build, view.args[0], home, index, constants)  # type: ignore[arg-type]
+        split = [
+            len(take) if k == axis else n for k, n in enumerate(sizes) if not (gone and k == axis)
+        ]
+        part = build.call(aten.reshape.default, part, split)
+        kept = [k for k in order if not (gone and k == axis)]
+        dims = [k - (gone and k > axis) for k in kept]
+        if dims != list(range(len(dims))):
+            part = build.call(aten.permute.default, part, dims)
+        part.meta = {**user.meta, **part.meta}
+        user.replace_all_uses_with(part)
+
+
+def _taken(node: fx.Node, axis: int, size: int) -> list[Tensor]:
+    """Per output, the positions taken of an axis."""
+    found = schema.arguments(node) | {"self": torch.arange(size), "dim": 0}
+    args, kwargs = schema.call(node.target, found)
+    result = node.target(*args, **kwargs)  # type: ignore[operator]
+    return [t.reshape(-1) for t in (result if isinstance(result, (list, tuple)) else [result])]
+
+
+def _rows(
+    build: Builder, source: fx.Node, axis: int, index: Tensor, constants: dict[str, Constant]
+) -> fx.Node:
+    first, last = int(index[0]), int(index[-1]) + 1
+    if torch.equal(index, torch.arange(first, last)):
+        return build.call(aten.slice.Tensor, source, axis, first, last)
+    name = next(n for k in range(len(constants) + 1)
+                if (n := f"{source.name}_rows{k or ''}") not in constants)  # fmt: skip
+    constants[name] = Constant(index, name, parameter=False)
+    read = build.graph.create_node("get_attr", name)
+    read.meta["val"] = build.fake(index)
+    return build.call(aten.index_select.default, source, axis, read)
+
+
+def _asked(build: Builder, view: fx.Node) -> list[Any]:
+    """The sizes of a view, as they were asked for where they are dynamic."""
+    found = schema.arguments(view)
+    asked, shape = found.get("size", found.get("shape")), view.meta["val"].shape
+    if asked is None or len(asked) != len(shape) or any(a == -1 for a in asked):
+        return sizes_of(build, view)
+    return [n if isinstance(n, int) else a for n, a in zip(shape, asked, strict=True)]
