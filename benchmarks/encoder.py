@@ -1,4 +1,4 @@
-"""A MiniLM-sized encoder, masked and demasked, timed beside one built with the widths that are left:
+"""A MiniLM-sized encoder, masked and demasked, timed beside one built for the widths left:
 `python benchmarks/encoder.py`.
 
 BERT with 6 layers of width 384, 12 heads and 1,536 feed-forward units (random weights). In each
@@ -65,7 +65,7 @@ def masked(model: Any, generator: torch.Generator) -> tuple[nn.Module, list[tupl
 
 
 def by_hand(model: Any, left: list[tuple[Tensor, Tensor]]) -> nn.Module:
-    """The same network with layers of the widths that are left, and what dead units add in a bias."""
+    """The same network with layers of the widths that are left; what dead units add is a bias."""
     model = deepcopy(model)
     for layer, (heads, units) in zip(model.encoder.layer, left, strict=True):
         rows = (heads.unsqueeze(1) * SIZE + torch.arange(SIZE)).flatten()

@@ -1,5 +1,6 @@
 """Shared by all tests."""
 
+import json
 import sys
 import zipfile
 from pathlib import Path
@@ -8,6 +9,54 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+KEY = ("suite", "network", "mask")  # of a result
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--results",
+        metavar="FILE",
+        help="write what tests measured to a JSON file; results of tests not run stay in it",
+    )
+
+
+def pytest_configure(config):
+    path, on_worker = config.getoption("--results"), hasattr(config, "workerinput")
+    if path and not on_worker:
+        config.pluginmanager.register(Results(Path(path)))
+
+
+class Results:
+    """Collects what tests measured, from all workers: one line per network and mask, sorted."""
+
+    def __init__(self, path):
+        self.path = path
+        self.found = {}
+
+    def pytest_runtest_logreport(self, report):
+        given = dict(report.user_properties).get("result")
+        wrong = report.outcome == "failed" or hasattr(report, "wasxfail")
+        if not given or report.when != "call" or (report.outcome == "skipped" and not wrong):
+            return
+        if wrong:
+            given = {name: given[name] for name in KEY} | {"failed": True}
+        self.found[tuple(given[name] for name in KEY)] = given
+
+    def pytest_sessionfinish(self):
+        before = json.loads(self.path.read_text()) if self.path.exists() else []
+        merged = {tuple(line[name] for name in KEY): line for line in before} | self.found
+        lines = [json.dumps(merged[key]) for key in sorted(merged)]
+        self.path.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+
+
+@pytest.fixture
+def result(record_property):
+    """What a test measured, for `--results`: call it with suite, network and mask first, and then
+    with more (error, before, after, note), before anything is asserted."""
+    given = {}
+    record_property("result", given)
+    return given.update
 
 
 @pytest.fixture(scope="module")

@@ -233,7 +233,7 @@ class Stream(nn.Module):
         self.inner, self.outer, self.head = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 10)
         with torch.no_grad():
             for parameter in self.norms.parameters():
-                parameter.normal_()
+                nn.init.normal_(parameter)
         for layer in (self.embed, self.attention.o, self.outer):
             dead(layer, list(range(0, 16, 2)))
 
@@ -265,3 +265,11 @@ def misaligned_residual() -> Made:
     net = Net(lambda m, x: m["d"]((y := F.relu(m["a"](x))) + m["c"](F.relu(m["b"](y)))),
               a=a, b=b, c=c, d=nn.Conv2d(8, 4, 3, bias=False))  # fmt: skip
     return net, image()
+
+
+@micro(2 * (32 * 32 + 32) + 32 * 18 + 18 + 18 * 32 + 32)
+def heads_of_very_different_sizes() -> Made:
+    """Attended to in two groups: 2 and 8 of 8 positions are left in the largest of each."""
+    net = Attention(32)
+    dead(net.v, [h * 8 + p for h, gone in enumerate((6, 0, 7, 1)) for p in range(gone)])
+    return net, tokens(32)

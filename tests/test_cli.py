@@ -212,6 +212,77 @@ def test_inspect_names_ops_without_an_entry(run, tmp_path):
     assert json.loads(outcome.out)["ops"]["without_entry"] == {"aten.logcumsumexp.default": 1}
 
 
+class Gappy(nn.Module):
+    """Six of the sixteen units between two layers are masked, with `op` there in between."""
+
+    def __init__(self, op):
+        super().__init__()
+        torch.manual_seed(0)
+        self.op, self.first, self.last = op, nn.Linear(4, 16), nn.Linear(16, 3)
+        with torch.no_grad():
+            self.first.weight[:6], self.first.bias[:6] = 0, 0
+
+    def forward(self, x):
+        return self.last(self.op(self.first(x))) + torch.arange(3).cumprod(0)
+
+
+class Unread(Gappy):
+    """The last layer reads ten units of sixteen: the other six are made for nobody."""
+
+    def __init__(self, op):
+        super().__init__(op)
+        with torch.no_grad():
+            self.first.weight[:6], self.first.bias[:6], self.last.weight[:, :6] = 1, 1, 0
+
+
+def gap_of(run, tmp_path, model):
+    """What `demask inspect` tells of the one op that slices were kept for, and its text."""
+    torch.export.save(torch.export.export(model, (torch.randn(5, 4),)), tmp_path / "odd.pt2")
+    (gap,) = json.loads(run("inspect", "odd.pt2", "--json").out)["ops"]["gaps"]
+    return gap, run("inspect", "odd.pt2").out
+
+
+@pytest.mark.parametrize(
+    ("model", "frees"),
+    # Masked before: six columns of the last layer. Unread: six rows of the first with their bias.
+    [(Gappy(lambda x: x.cumsum(0)), 6 * 3), (Unread(lambda x: x.cumsum(0)), 6 * 5)],
+    ids=["put back", "unread"],
+)
+def test_inspect_tells_what_an_entry_would_free(run, tmp_path, model, frees):
+    gap, text = gap_of(run, tmp_path, model)
+    assert gap == {
+        "op": "aten.cumsum.default",
+        "calls": 1,
+        "kept": 16 if frees == 18 else 6,
+        "places": ["cumsum"],
+        "frees": frees,
+    }
+    row = next(line.split() for line in text.splitlines() if line.startswith(" aten.cumsum"))
+    assert " ".join(row) == f"aten.cumsum 1 {gap['kept']} at most {frees} parameters"
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_inspect_does_not_guess_of_an_op_that_changes_the_shape(run, tmp_path):
+    class Top(Gappy):
+        def forward(self, x):
+            return self.op(self.first(x))
+
+    gap, text = gap_of(run, tmp_path, Top(lambda x: x.topk(3, 1)[0]))
+    assert (gap["op"], gap["kept"], gap["frees"]) == ("aten.topk.default", 16, None)
+    assert "not known" in text
+
+
+def test_inspect_tells_of_calls_that_an_entry_does_not_cover(run, tmp_path):
+    gap, text = gap_of(run, tmp_path, Gappy(lambda x: nn.functional.dropout(x, 0.5, True)))
+    assert (gap["op"], gap["frees"]) == ("aten.dropout.default", 6 * 3)
+    assert "dropout that is active in eval mode" in text
+
+
+def test_an_op_that_nothing_masked_reaches_is_no_reason(run, tmp_path):
+    _, text = gap_of(run, tmp_path, Gappy(lambda x: x.cumsum(0)))
+    assert [line.split()[0] for line in text.splitlines() if "cumprod" in line] == ["ops"]
+
+
 # -- verify ----------------------------------------------------------------------------------------
 
 

@@ -42,6 +42,30 @@ def test_the_picture_is_up_to_date():
     assert (DOCS / "before_after.svg").read_text() == made, "run `python docs/make_picture.py`"
 
 
+networks = script("make_networks")
+
+
+def test_the_page_of_networks_is_up_to_date():
+    made = networks.page(networks.measured())
+    assert (DOCS / "networks.md").read_text() == made, "run `python docs/make_networks.py`"
+
+
+def test_the_page_of_networks_says_what_was_measured():
+    line = {"suite": "transformers", "network": "some", "allowed": 1e-10}
+    lines = [
+        line | {"mask": "unit", "before": 8, "after": 6, "error": 2e-15},
+        line | {"mask": "head", "before": 8, "after": 4, "error": 3e-8, "allowed": 1e-5},
+        line | {"mask": "mine", "failed": True},
+        line | {"mask": "layer", "note": "it has none"},
+        line | {"mask": "unit", "network": "other", "before": 3, "after": 3, "error": 0.0},
+    ]
+    made = networks.page(lines)
+    assert "| network | head | unit | layer | mine | error |" in made
+    assert "| some | 50 | 75 | – | fails | 3e-08 † |" in made
+    assert "| other |  | 100 |  |  | 0e+00 |" in made
+    assert "- some, layer: it has none." in made
+
+
 @pytest.mark.parametrize("page", blocks.pages(), ids=lambda page: page.name)
 def test_the_examples_of_a_page_print_what_it_shows(page):
     assert blocks.ran(page) == page.read_text(), "run `python docs/run_blocks.py --write`"

@@ -53,6 +53,16 @@ def test_an_expression_that_became_a_number_is_checked() -> None:
             module(torch.randn(1, 3, 20, 20).double())
 
 
+def test_a_refusal_is_one_error_and_nothing_is_printed(capfd) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval()
+    slim = demask.demask(model, (torch.randn(2, 3, 8, 9),))
+    branches = demask.demask(Branches(), (torch.randn(5, 3),))
+    for module, size in ((slim, (1, 3, 9, 9)), (copy.deepcopy(slim), (1, 5)), (branches, (1, 3))):
+        with pytest.raises(ValueError, match="demask"):
+            module(torch.randn(size))
+    assert capfd.readouterr() == ("", "")
+
+
 def test_a_static_size_is_checked(tmp_path) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval()
     slim = demask.demask(model, (torch.randn(2, 3, 8, 9),))
@@ -70,7 +80,7 @@ def test_a_guard_from_elsewhere_is_a_comparison_of_sizes_or_nothing(guard: str) 
     spec = InputSpec("x", ("s0", "y"), "float32", (2, 3))
     assert list(checks({"x": "x"}, [spec], [guard])) == []
     (line,) = checks({"x": "x"}, [spec], ["(s0) == (2*y)"])
-    assert line.startswith("if not ((x.shape[0]) == (2*x.shape[1])): raise ValueError(")
+    assert line.startswith("if not ((x.shape[0]) == (2*x.shape[1])): _refuse_sizes(")
 
 
 def test_names_from_elsewhere_are_not_code() -> None:

@@ -9,8 +9,8 @@ import torch
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
-from demask import demask
 import micro_sequences  # noqa: F401  (its networks join MICROS)
+from demask import demask
 from micro import MICROS, Micro
 
 

@@ -120,9 +120,14 @@ def test_many_places_are_named_by_the_first_three():
     assert f"10 slices kept: {FOO} (layer0, layer1, layer2 and 2 more)" in text
 
 
-def test_a_reason_that_kept_no_slice_counts_none():
-    text = str(report(demasked(reasons=(Reason("foo", "", 0, 0, FOO),))))
-    assert text.splitlines()[-1] == f"{FOO} (foo)"
+def test_a_reason_that_kept_no_slice_is_left_out_everywhere(tmp_path):
+    reasons = (Reason("foo", "", 0, 0, "no rule for aten.bar"), Reason("foo", "", 0, 2, FOO))
+    shown = report(demasked(reasons=reasons))
+    shown.to_html(tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    for text in (str(shown), json.dumps(shown.to_dict()), page):
+        assert "aten.bar" not in text
+        assert FOO in text
 
 
 def test_square_brackets_are_no_markup():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from demask.shrink import demask
 RELATIVE = 1e-10  # max |a - b| / max |a| in float64
 ULPS = 64.0  # of max |a|, in the model's own dtype
 _NARROW = (torch.float16, torch.bfloat16, torch.float32)
+_CREATES = re.compile(r"aten\.(new_|full|zeros|ones|arange|empty|scalar_tensor|linspace)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +233,9 @@ def _doubles(model, slim, args, kwargs) -> tuple[nn.Module, nn.Module, float]:
     _widen(right)
     if isinstance(model, ExportedProgram):
         left: nn.Module = build_plain(folded(functionalized(capture(model))))
+    elif _names_narrow(slim):
+        # What the model's own code casts to float32 can be widened in its graph alone.
+        left = build_plain(folded(functionalized(capture(model, args, kwargs))))
     else:
         left = _eval(model, share=False)
     left = left.double()
@@ -301,10 +306,19 @@ def _narrowed(slim: nn.Module) -> list[tuple[str, torch.dtype]]:
     for node in slim.graph.nodes:
         name = str(node.target)
         for value in [*node.args, *node.kwargs.values()]:
-            casts = value in _NARROW and ("to." in name or "_to_copy" in name)
+            casts = value in _NARROW and not _CREATES.match(name)
             if casts and torch.finfo(value).eps > torch.finfo(own).eps:
                 found.append((node.name, value))
     return found
+
+
+def _names_narrow(slim: nn.Module) -> bool:
+    """Does a graph name a float type that is narrower than float64?"""
+    if not isinstance(slim, fx.GraphModule):
+        return False
+    nodes = [n for n in slim.graph.nodes if n.op == "call_function"]
+    return any(v in _NARROW for n in nodes for v in [*n.args, *n.kwargs.values()]
+               if isinstance(v, torch.dtype))  # fmt: skip
 
 
 def _draws(slim: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[int, Any, Any]]:

@@ -1,4 +1,4 @@
-"""Steps of sequence models: attention in its forms, gated units, norms before linears, recurrence."""
+"""Steps of sequence models: attention in its forms, gated units, norms, recurrence, windows."""
 
 from __future__ import annotations
 
@@ -32,9 +32,8 @@ def heads(d: Draft, x: str) -> str | None:
             m = f"self.{name}{k}"
             init += [f"{m} = nn.Linear({size}, {count}, bias={name != 'k'})"]
             init += _ragged(r, m, count, each, name != "k")
-            body += [
-                f"{name}{k} = {m}({x}).view(-1, {shape[1]}, {count // each}, {each}).transpose(1, 2)"
-            ]
+            sizes = f"(-1, {shape[1]}, {count // each}, {each})"
+            body += [f"{name}{k} = {m}({x}).view{sizes}.transpose(1, 2)"]
     if r.random() < 0.3:
         body += _rotary(k, shape[1], each)
     flag = False
@@ -48,14 +47,12 @@ def heads(d: Draft, x: str) -> str | None:
             body += [f"{name}{k} = {wider}"]
     causal = r.random() < 0.3
     if flag or r.random() < 0.5:
-        body += [
-            f"s{k} = F.scaled_dot_product_attention(q{k}, k{k}, w{k}, is_causal={causal}, enable_gqa={flag})"
-        ]
+        options = f"is_causal={causal}, enable_gqa={flag}"
+        body += [f"s{k} = F.scaled_dot_product_attention(q{k}, k{k}, w{k}, {options})"]
     elif r.random() < 0.4:
         body += [f"a{k}, b{k}, c{k} = [t.flatten(0, 1) for t in (q{k}, k{k}, w{k})]"]
-        body += [
-            f"s{k} = torch.bmm(torch.softmax(torch.bmm(a{k} * 0.5, b{k}.transpose(1, 2)), -1), c{k})"
-        ]
+        body += [f"l{k} = torch.bmm(a{k} * 0.5, b{k}.transpose(1, 2))"]
+        body += [f"s{k} = torch.bmm(torch.softmax(l{k}, -1), c{k})"]
         body += [f"s{k} = s{k}.view(-1, {n}, {shape[1]}, {each})"]
     elif r.random() < 0.5:
         body += [f'l{k} = torch.einsum("bhtd,bhsd->bhts", q{k}, k{k}) * {each**-0.5}']
@@ -211,16 +208,17 @@ def recurrent(d: Draft, x: str) -> str | None:
         count = layers * (1 + both)
         made = f"torch.tanh({x}.mean(1))[:, :1].expand(-1, {hidden}).repeat({count}, 1, 1)"
         if kind == "LSTM":
-            body = f"{v} = {m}({x}, ({made if not more else made.replace(str(hidden), '2', 1)}, {made}))[0]"
+            first = made.replace(f"-1, {hidden}", "-1, 2") if more else made
+            body = f"{v} = {m}({x}, ({first}, {made}))[0]"
         else:
             body = f"{v} = {m}({x}, {made})[0]"
     return d.add("recurrent", [x], body, init)
 
 
 def windows(d: Draft, x: str) -> str | None:
-    """Tokens rolled, cut into windows, a masked linear inside them, put together and rolled back."""
+    """Tokens rolled, cut into windows, a masked linear inside, put together and rolled back."""
     shape, v, r = d.shape(x), d.new(), d.rng
-    if len(shape) != 3 or shape[1] % 2 and shape[1] % 3:
+    if len(shape) != 3 or (shape[1] % 2 and shape[1] % 3):
         return None
     size, k, length = (2 if shape[1] % 2 == 0 else 3), v[1:], shape[1]
     m, back = f"self.m{k}", r.randint(0, 2)

@@ -144,6 +144,9 @@ def slim(
 def inspect(model: Model, as_json: Json = False) -> None:
     """Print what could go from MODEL: sizes, masked share per module, ops demask has no rule for.
 
+    For every such op that something was kept for it says what a rule would free at most: this
+    takes as long as demasking once more.
+
     \b
     Example:
       demask inspect model.pt2
@@ -154,7 +157,7 @@ def inspect(model: Model, as_json: Json = False) -> None:
 
         given = read_network(model)
         step("looking for work that was masked away")
-        inspection = inspect_network(given)
+        inspection = inspect_network(given, step)
     _print(inspection, inspection.to_dict(), as_json)
 
 

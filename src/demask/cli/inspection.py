@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -12,10 +12,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 import demask
+from demask.cli.coverage import Gap, gaps
 from demask.cli.models import Network
+from demask.cli.progress import Step
 from demask.graph.provenance import Provenance
 from demask.graph.spell import SPELLED
 from demask.ops import TABLE
@@ -39,17 +41,22 @@ class Inspection:
 
     report: of the demasked model, so `before` is the model as it is. modules: those that hold
     parameters, most masked first. known, unknown: how often each op with and without an entry in
-    the table is called; work around an unknown op is kept.
+    the table is called. gaps: the ops that slices were kept for, and what an entry would free.
     """
 
     report: Report
     modules: tuple[ModuleShare, ...]
     known: Mapping[str, int]
     unknown: Mapping[str, int]
+    gaps: tuple[Gap, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """The inspection as plain dictionaries, ready for JSON."""
-        ops = {"with_entry": dict(self.known), "without_entry": dict(self.unknown)}
+        ops: dict[str, Any] = {
+            "with_entry": dict(self.known),
+            "without_entry": dict(self.unknown),
+            "gaps": [asdict(gap) for gap in self.gaps],
+        }
         modules = [asdict(module) for module in self.modules]
         return {"report": self.report.to_dict(), "modules": modules, "ops": ops}
 
@@ -57,8 +64,11 @@ class Inspection:
         return f"{self.report}\n\n{as_text(_parts(self))}"
 
 
-def inspect_network(given: Network) -> Inspection:
-    """Demask the network given and tell what went; it stays as it is."""
+def inspect_network(given: Network, step: Step) -> Inspection:
+    """Demask the network given and tell what went; it stays as it is.
+
+    step: told what is being done now.
+    """
     slim = demask.demask(given.model, given.args)
     report = demask.report(slim)
     ops = _ops(given.model.graph)
@@ -67,6 +77,7 @@ def inspect_network(given: Network) -> Inspection:
         _modules(slim, report.removed),
         {name: count for name, count in ops.items() if name in TABLE or name in SPELLED},
         {name: count for name, count in ops.items() if name not in TABLE and name not in SPELLED},
+        gaps(given, slim, ops, step),
     )
 
 
@@ -87,7 +98,7 @@ def _modules(slim: nn.Module, removed: Mapping[str, int]) -> tuple[ModuleShare, 
     record = cast(Provenance, slim.demasked)
     original = {name.rpartition(".")[0] for name in record.cuts} | set(removed)
     kept: Counter[str] = Counter()
-    for name, tensor in [*slim.named_parameters(), *slim.named_buffers()]:
+    for name, tensor in _read_names(slim).items():
         if tensor.is_floating_point():
             kept[name.rpartition(".")[0]] += tensor.numel()
     rows = [
@@ -95,6 +106,19 @@ def _modules(slim: nn.Module, removed: Mapping[str, int]) -> tuple[ModuleShare, 
         for module in original
     ]
     return tuple(sorted(rows, key=lambda row: (-row.masked, row.module)))
+
+
+def _read_names(slim: nn.Module) -> dict[str, Tensor]:
+    """Every tensor once, a tied one under the name that the graph reads it by."""
+    graph = cast(fx.Graph, slim.graph)
+    read = {str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")}
+    names = [
+        *slim.named_parameters(remove_duplicate=False),
+        *slim.named_buffers(remove_duplicate=False),
+    ]
+    names.sort(key=lambda row: not read & {row[0], row[0].rpartition(".")[0]})
+    found = {id(tensor): (name, tensor) for name, tensor in reversed(names)}
+    return dict(found.values())
 
 
 def _parts(inspection: Inspection) -> Iterable[RenderableType]:
@@ -109,8 +133,27 @@ def _parts(inspection: Inspection) -> Iterable[RenderableType]:
     yield table
     yield Text(f"\nops with an entry: {_counts(inspection.known)}")
     yield Text(f"ops without an entry: {_counts(inspection.unknown)}")
+    if inspection.gaps:
+        yield Text("")
+        yield _gaps_table(inspection.gaps)
+
+
+def _gaps_table(found: Sequence[Gap]) -> Table:
+    table = Table("no rule for", box=SIMPLE_HEAD, show_edge=False)
+    for column in ("calls", "slices kept", "an entry would free"):
+        table.add_column(column, justify="right")
+    for gap in found[:ROWS]:
+        words = "not known" if gap.frees is None else f"at most {gap.frees:,} parameters"
+        table.add_row(_short(gap.op), f"{gap.calls:,}", f"{gap.kept:,}", words)
+    if len(found) > ROWS:
+        table.add_row(f"{len(found) - ROWS} more ops: see --json", "", "", "")
+    return table
+
+
+def _short(op: str) -> str:
+    return op.removesuffix(".default")
 
 
 def _counts(ops: Mapping[str, int]) -> str:
     rows = sorted(ops.items(), key=lambda row: (-row[1], row[0]))
-    return ", ".join(f"{count} {name.removesuffix('.default')}" for name, count in rows) or "none"
+    return ", ".join(f"{count} {_short(name)}" for name, count in rows) or "none"

@@ -41,8 +41,8 @@ def capture(
     """The program of `model(*args, **kwargs)`, captured in eval mode; the model is not changed.
 
     Dimension 0 of every input is dynamic where export proves it can be; `dynamic_shapes` goes to
-    torch.export as it is, "all" stands for every dimension that can be. Raises NotExportable (op, file and line, what to change), or BadInput
-    when the model itself fails on the example inputs.
+    torch.export as it is, "all" stands for every dimension that can be. Raises NotExportable (op,
+    file and line, what to change), or BadInput when the model itself fails on the example inputs.
     """
     if isinstance(model, ExportedProgram):
         return _program(model, (), training=False)
@@ -60,7 +60,8 @@ def _export(work, args, kwargs, dynamic_shapes) -> tuple[ExportedProgram, tuple[
     if dynamic_shapes == "all":
         try:
             wide = pytree.tree_map(_doubled, (args, kwargs))
-            exported = _attempt(work, *wide, _dynamic(work, *wide, first=False))
+            shapes = _dynamic(work, wide[0], wide[1], first=False)
+            exported = _attempt(work, wide[0], wide[1], shapes)
             return exported, _range_notes(exported)
         except (NotExportable, BadInput):
             dynamic_shapes = None  # What can be proven of the first dimension is tried next.
@@ -71,7 +72,7 @@ def _export(work, args, kwargs, dynamic_shapes) -> tuple[ExportedProgram, tuple[
         return _attempt(work, args, kwargs, None), ()
     try:
         wide = pytree.tree_map(_doubled, (args, kwargs))
-        exported = _attempt(work, wide[0], wide[1], _dynamic(work, *wide, first=True))
+        exported = _attempt(work, wide[0], wide[1], _dynamic(work, wide[0], wide[1], first=True))
         if _first_is_dynamic(exported):
             return exported, _range_notes(exported)
     except (NotExportable, BadInput):
@@ -251,7 +252,7 @@ def _tied(exported: ExportedProgram) -> dict[str, tuple[str, ...]]:
     for spec in exported.graph_signature.input_specs:
         tensor = _tensor(exported, spec) if spec.kind in kinds else None
         if tensor is not None:
-            memory = tensor.data_ptr() if tensor.numel() else id(tensor)
+            memory = tensor.data_ptr() or id(tensor)  # empty and meta tensors have no address
             kind = (spec.kind, memory, tensor.dtype, tensor.shape, tensor.stride())
             alike.setdefault(kind, []).append(str(spec.target))
     groups = [tuple(names) for names in alike.values() if len(names) > 1]

@@ -48,13 +48,14 @@ def hoisted(program: Program) -> Program:
 
 
 def _split_of(node: fx.Node) -> tuple[fx.Node, list[int], int, list[int], int] | None:
-    """What a call takes positions of: the view, the order of its axes as taken from, the axis of the
-    view, the axes that one axis of the projection became, and that axis; None if it is no such."""
+    """What a call takes positions of, if of a projection's split axis: the view that splits it, its
+    axes in the order they come, which of them is taken from, the parts of the axis, and the axis."""
     order, source = _unpermuted(node.args[0])
     if source.target not in _VIEWS or not _is_projection(source.args[0]):
         return None
     shape = list(source.meta["val"].shape)
-    found = refined(list(source.args[0].meta["val"].shape), shape)
+    projected: Any = source.args[0]
+    found = refined(list(projected.meta["val"].shape), shape)
     dim = schema.arguments(node)["dim"]
     if isinstance(found, Declined):
         return None
@@ -112,9 +113,8 @@ def _hoist(
     rows = torch.arange(torch.tensor(count).prod()).view(count)  # type: ignore[arg-type]
     gone = node.target in (aten.select.int, aten.unbind.int)
     made = _taken(node, axis, int(shape[axis]))
-    users = [node] if node.target in (aten.select.int, aten.slice.Tensor, aten.narrow.default) else [
-        user for user in node.users if user.target is operator.getitem
-    ]  # fmt: skip
+    single = not isinstance(node.meta["val"], (list, tuple))
+    users = [node] if single else [u for u in node.users if u.target is operator.getitem]
     sizes = _asked(build, view)
     for user in users:
         take = made[0 if user is node else user.args[1]]  # type: ignore[index,call-overload]

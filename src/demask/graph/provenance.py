@@ -25,13 +25,17 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why something was kept or done: `count` slices of axis `axis` of the value made by `node`."""
+    """Why something was kept or done: `count` slices of axis `axis` of the value made by `node`.
+
+    op: where nothing is known of the very call of `node`, the op it calls ("aten.foo.default").
+    """
 
     node: str
     module: str
     axis: int
     count: int
     text: str
+    op: str = ""
 
     def __str__(self) -> str:
         place = self.module or self.node

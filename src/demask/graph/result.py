@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -73,9 +73,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def _attach(
-    root: nn.Module, name: str, tensor: Tensor, *, persistent: bool = True
-) -> None:
+def _attach(root: nn.Module, name: str, tensor: Tensor, *, persistent: bool = True) -> None:
     """Register a parameter or buffer under its name, below modules made where there are none."""
     *path, leaf = name.split(".")
     module = root
@@ -189,11 +187,20 @@ class _Modules:
         if leaves != [*expected, "running_mean", "running_var"] or len(list(old.children())):
             return
         self._fill(module, old)
+        for twin in self._twins(names):
+            _attach(self.root, f"{twin}.num_batches_tracked", module.num_batches_tracked)
         key = tuple(names)
         if key not in self.made:
             _set(self.root, prefix, module)
             self.made[key] = prefix
         self._replace(node, key, module, prefix)
+
+    def _twins(self, names: Sequence[str]) -> set[str]:
+        """Where else the model held the very batch norm whose tensors have these names."""
+        paths = [{alias.removesuffix(f".{name.rpartition('.')[2]}")
+                  for alias in self.constants[name].aliases} for name in names]  # fmt: skip
+        shared = set.intersection(*paths)
+        return {path for path in shared if _get(self.root, path) is not None}
 
     def _fill(self, module: nn.Module, old: nn.Module) -> None:
         """The module's tensors are the cut ones; what else stood there stays."""

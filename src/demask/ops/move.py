@@ -151,8 +151,11 @@ def _expand(node: fx.Node) -> str:
     old, new = _shape(node), list(schema.outputs(node)[0].shape)
     fresh = len(new) - len(old)
     after = [f"e{k}" for k in range(len(new))]
-    before = ["1" if schema.same_size(n, 1) and not schema.same_size(new[k + fresh], 1) else after[k + fresh]
-              for k, n in enumerate(old)]  # fmt: skip
+    widened = [
+        schema.same_size(n, 1) and not schema.same_size(new[k + fresh], 1)
+        for k, n in enumerate(old)
+    ]
+    before = ["1" if one else letter for one, letter in zip(widened, after[fresh:], strict=True)]
     return f"{' '.join(before)} -> {' '.join(after)}"
 
 

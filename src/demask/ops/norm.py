@@ -90,8 +90,9 @@ ENTRIES = [
     ("aten.layer_norm.default", Entry(_layer_norm, affine=(1, 2), sized=True, rest="layer", cases=(
         Case((S((2, 3, 4)), [4], S((4,), True), S((4,), True)), {}),
         Case((S((2, 3, 4)), [3, 4]), {})))),
-    ("aten.rms_norm.default", Entry(_layer_norm, affine=(1, 2), sized=True, rest="rms", zero="first", cases=(
-        Case((S((2, 3, 4)), [4], S((4,), True), 1e-6), {}),))),
+    ("aten.rms_norm.default", Entry(
+        _layer_norm, zero="first", affine=(1, 2), sized=True, rest="rms", cases=(
+            Case((S((2, 3, 4)), [4], S((4,), True), 1e-6), {}),))),
     ("aten.group_norm.default", Entry(_group_norm, affine=(1, 2), args=_groups, cases=(
         Case((S((2, 6, 4, 5)), 3, S((6,), True), S((6,), True)), {}),
         Case((S((2, 6, 4)), 2), {})))),

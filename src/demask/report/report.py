@@ -108,9 +108,10 @@ def _largest_first(removed: Mapping[str, int]) -> dict[str, int]:
 
 
 def _grouped(reasons: tuple[Reason, ...]) -> tuple[Decline, ...]:
-    """One decline per text: the slices summed, the places in the order met, each once."""
+    """One decline per text: the slices summed, the places in the order met, each once. An op that
+    has no rule but that nothing masked reaches kept no slice, and is none."""
     by_text: dict[str, list[Reason]] = {}
-    for reason in reasons:
+    for reason in (reason for reason in reasons if reason.count):
         by_text.setdefault(reason.text, []).append(reason)
     declines = [
         Decline(

@@ -76,8 +76,7 @@ def decline_line(decline: Decline) -> str:
     named = ", ".join(decline.places[:PLACES])
     more = len(decline.places) - PLACES
     places = f"{named} and {more} more" if more > 0 else named
-    kept = f"{decline.slices:,} slices kept: " if decline.slices else ""
-    return f"{kept}{decline.text} ({places})"
+    return f"{decline.slices:,} slices kept: {decline.text} ({places})"
 
 
 def _parts(report: Report) -> Iterable[RenderableType]:

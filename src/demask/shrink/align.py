@@ -12,6 +12,7 @@ follow absorb them into the weights (design, section 4).
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +35,7 @@ def aligned(program: Program, relations: Relations, facts: Facts, needs: Needs) 
     """The program with such heads re-ordered; None where no head would become smaller."""
     placer = Placer(program.graph, relations, facts, needs)
     placer.tie()
-    fibers = [f for f in _Fibers(placer, relations, needs).found() if f.order is not None]
+    fibers = [f for f in Fibers(placer, relations, needs).found() if f.order is not None]
     if not fibers:
         return None
     graph, copies = copied(program)
@@ -47,7 +48,7 @@ def aligned(program: Program, relations: Relations, facts: Facts, needs: Needs) 
 
 
 @dataclass(slots=True)
-class _Fiber:
+class Fiber:
     """Positions (cell `inner`) that belong to heads (cell `outer`).
 
     enters: values (and constants a call reads) to re-order, leaves: operands to put back, each with
@@ -70,7 +71,7 @@ class _Fiber:
         return torch.argsort((~self.live).to(torch.int8), dim=1, stable=True)
 
 
-class _Fibers:
+class Fibers:
     """Finds the pairs of cells whose inner positions may be ordered head by head."""
 
     def __init__(self, placer: Placer, relations: Relations, needs: Needs):
@@ -82,23 +83,18 @@ class _Fibers:
     def _leaves(self, axes: Any) -> Leaves:
         return tuple(tuple(self.placer.cells.leaves(cells)) for cells in axes)
 
-    def found(self) -> list[_Fiber]:
-        fibers: dict[int, _Fiber] = {}
+    def found(self) -> list[Fiber]:
+        fibers: dict[int, Fiber] = {}
         cells = self.placer.cells
-        for axes in [*self.value.values(), *self.slot.values()]:
-            for outer, inner in (
-                pair for axis in axes for pair in zip(axis, axis[1:], strict=False)
-            ):
-                sizes = cells.size(outer), cells.size(inner)
-                if None in sizes or 1 in sizes or outer == inner or cells.forced(inner):
-                    continue
-                if (
-                    fibers.setdefault(
-                        inner, _Fiber(outer, inner, torch.zeros(sizes, dtype=torch.bool))
-                    ).outer
-                    != outer
-                ):  # type: ignore[arg-type]
-                    self.bad.add(inner)
+        tensors = [*self.value.values(), *self.slot.values()]
+        pairs = [pair for axes in tensors for axis in axes for pair in itertools.pairwise(axis)]
+        for outer, inner in dict.fromkeys(pairs):
+            heads, size = cells.size(outer), cells.size(inner)
+            if heads in (None, 1) or size in (None, 1) or outer == inner or cells.forced(inner):
+                continue
+            fresh = Fiber(outer, inner, torch.zeros(heads or 0, size or 0, dtype=torch.bool))
+            if fibers.setdefault(inner, fresh).outer != outer:
+                self.bad.add(inner)
         for key, axes in self.value.items():
             self._value(key, axes, fibers)
         for node, relation in self.relations.items():
@@ -107,7 +103,7 @@ class _Fibers:
         self._others(fibers)
         return [fiber for inner, fiber in fibers.items() if inner not in self.bad]
 
-    def _value(self, key: Key, axes: Leaves, fibers: dict[int, _Fiber]) -> None:
+    def _value(self, key: Key, axes: Leaves, fibers: dict[int, Fiber]) -> None:
         """What a value keeps, and whether it is made in the plain order."""
         relation = self.relations.get(key[0])
         for d, axis in enumerate(axes):
@@ -119,12 +115,13 @@ class _Fibers:
                     self.bad.add(inner)
                     continue
                 fiber.live |= self._joint(key, axes, fiber)
-                if isinstance(relation, Relation) and self._is_raw(
+                if isinstance(relation, Relation) and self.is_raw(
                     relation, relation.outs[key[1]][d]
                 ):
                     self._edge(fiber, axis, (key, d), fiber.enters)
 
-    def _is_raw(self, relation: Relation, axis: tuple[str, ...]) -> bool:
+    @staticmethod
+    def is_raw(relation: Relation, axis: tuple[str, ...]) -> bool:
         """Does an output axis come from a constant weight, or by a move?"""
         if set(axis) & (relation.moved | relation.complete | relation.window):
             return True
@@ -136,14 +133,14 @@ class _Fibers:
             if is_constant(relation.operands[k].value)
         )
 
-    def _edge(self, fiber: _Fiber, axis: tuple[int, ...], where: Any, into: set[Any]) -> None:
+    def _edge(self, fiber: Fiber, axis: tuple[int, ...], where: Any, into: set[Any]) -> None:
         """An axis to gather along: it must hold heads and positions both, positions last."""
         if axis[-2:] == (fiber.outer, fiber.inner):
             into.add(where)
         else:
             self.bad.add(fiber.inner)
 
-    def _call(self, node: fx.Node, relation: Relation, fibers: dict[int, _Fiber]) -> None:
+    def _call(self, node: fx.Node, relation: Relation, fibers: dict[int, Fiber]) -> None:
         """Which operands of a call must come in the plain order, which constants in the new one."""
         for k, operand in enumerate(relation.operands):
             slot = self.slot.get((node, k))
@@ -156,7 +153,7 @@ class _Fibers:
                         self._operand(fibers[inner], relation, k, d, mine, theirs)
 
     def _operand(
-        self, fiber: _Fiber, relation: Relation, k: int, d: int, mine: Any, theirs: Any
+        self, fiber: Fiber, relation: Relation, k: int, d: int, mine: Any, theirs: Any
     ) -> None:
         node, value = relation.node, relation.operands[k].value
         if relation.entry.fill == "sum" and is_constant(value):
@@ -179,7 +176,7 @@ class _Fibers:
             and any(is_constant(o.value) for o in others)
         )
 
-    def _others(self, fibers: dict[int, _Fiber]) -> None:
+    def _others(self, fibers: dict[int, Fiber]) -> None:
         """Outputs, and ops without an entry, read the plain order."""
         for node in self.placer.graph.nodes:
             if isinstance(self.relations.get(node), Relation) or node.op in (
@@ -191,7 +188,7 @@ class _Fibers:
                 for axis in self.value.get(key_of(source), ()):
                     self.bad |= set(axis) & set(fibers)
 
-    def _joint(self, key: Key, axes: Leaves, fiber: _Fiber) -> Tensor:
+    def _joint(self, key: Key, axes: Leaves, fiber: Fiber) -> Tensor:
         """What a value keeps of (outer, inner)."""
         mask, cells = self.needs.live[key], self.placer.cells
         shape: list[int] = []
@@ -207,7 +204,7 @@ class _Fibers:
         return mask.expand(fiber.live.shape)
 
 
-def _reorder(fiber: _Fiber, copies: dict[fx.Node, fx.Node], build: Builder, pool: Pool) -> None:
+def _reorder(fiber: Fiber, copies: dict[fx.Node, fx.Node], build: Builder, pool: Pool) -> None:
     """Gathers where values of a fiber come in and go out."""
     order = fiber.order
     assert order is not None

@@ -323,7 +323,7 @@ class _Condenser:
             values = shared.values
             for move in reader.moves:
                 values = self._again(move, values, len(shared.columns.T))
-            target = _BARE.get(old.target, old.target)
+            target = _BARE.get(old.target, old.target)  # type: ignore[call-overload]
             more = self.build.call(target, values, read)
         with self.graph.inserting_after(old):
             both = self.graph.call_function(aten.add.Tensor, (old, more))

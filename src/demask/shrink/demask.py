@@ -18,8 +18,8 @@ from demask.graph.capture import capture
 from demask.graph.fold import folded
 from demask.graph.functional import functionalized
 from demask.graph.guards import renamed
-from demask.graph.program import Program
 from demask.graph.hoist import hoisted
+from demask.graph.program import Program
 from demask.graph.provenance import Cut, InputSpec, Provenance, Reason, Sizes
 from demask.graph.recurrent import layered
 from demask.graph.result import Demasked, build
@@ -28,6 +28,7 @@ from demask.graph.unmerge import unmerged
 from demask.ops import TABLE, Declined, Relation, Table, bind, schema
 from demask.shrink.align import aligned
 from demask.shrink.condense import condensed
+from demask.shrink.groups import grouped
 from demask.shrink.names import named
 from demask.shrink.place import place
 from demask.shrink.rewrite import Rewritten, rewrite
@@ -48,8 +49,8 @@ def demask(
 
     args, kwargs: example inputs; dimension 0 of each is dynamic where torch.export proves it can
     be. dynamic_shapes: goes to torch.export as it is; "all" makes every size dynamic that it
-    proves can be (the default for parts, see modules). modules: names of submodules to demask alone,
-    in a copy of the model. table: the op table to use (`demask.ops.TABLE.extended(...)`).
+    proves can be (the default for parts). modules: names of submodules to demask alone, in a copy
+    of the model. table: the op table to use (`demask.ops.TABLE.extended(...)`).
     Raises NotExportable or BadInput. The model is not changed. Feature rows 000-a to 000-k.
 
     >>> import torch, demask
@@ -135,7 +136,13 @@ def _smaller(step: _Step, table: Table) -> _Step | None:
             and (made.weight[1] <= step.weight[1] and made.weight[2] <= step.weight[2])
         )
         if made.weight[0] <= step.weight[0] and less:
-            cuts = {name: _composed(cut, step.cuts) for name, cut in attempt.cuts.items()}
+            composed = {name: _composed(cut, step.cuts) for name, cut in attempt.cuts.items()}
+            # What folding made of a cut tensor, under its name, is no cut.
+            cuts = {
+                name: cut
+                for name, cut in composed.items()
+                if name in made.cuts and math.prod(_left(cut)) == math.prod(made.cuts[name].shape)
+            }
             return replace(made, cuts=cuts, reasons=(*step.reasons, *attempt.reasons))
     return None
 
@@ -150,6 +157,9 @@ def _attempts(program: Program, table: Table) -> Iterator[Rewritten]:
     if dense is not None:
         yield from _attempts(folded(dense), table)
     needs = needed(program.graph, relations, facts)
+    apart_heads = grouped(program, relations, facts, needs)
+    if apart_heads is not None:
+        yield from _attempts(folded(apart_heads), table)
     ordered = aligned(program, relations, facts, needs)
     if ordered is not None:
         yield from _attempts(folded(ordered), table)
@@ -170,12 +180,17 @@ def _uncut(program: Program) -> dict[str, Cut]:
     }
 
 
+def _left(cut: Cut) -> tuple[int, ...]:
+    """The shape of what a cut leaves."""
+    return tuple(n if p is None else len(p) for n, p in zip(cut.shape, cut.kept, strict=True))
+
+
 def _composed(later: Cut, earlier: Mapping[str, Cut]) -> Cut:
     """Where a tensor cut twice came from in the first program."""
     first = earlier.get(later.source)
     if first is None:
         return later
-    made = tuple(n if p is None else len(p) for n, p in zip(first.shape, first.kept, strict=True))
+    made = _left(first)
     # A norm's scale carries axes of size one behind its own.
     if later.shape != made + (1,) * (len(later.shape) - len(made)):
         return later  # A tensor folded between passes, under the name of one it was folded from.
@@ -302,7 +317,7 @@ def _removed(before: Program, after: Program) -> dict[str, int]:
     for sign, constants in ((1, before.constants), (-1, after.constants)):
         for name, constant in constants.items():
             if constant.tensor.is_floating_point():
-                module = name.rpartition(".")[0]
+                module = next(iter(constant.aliases), name).rpartition(".")[0]
                 found[module] = found.get(module, 0) + sign * constant.tensor.numel()
     return {module: count for module, count in found.items() if count > 0}
 

@@ -21,12 +21,17 @@ Cuts = Mapping[str, Cut]
 
 
 def named(program: Program, cuts: Cuts) -> tuple[Program, dict[str, Cut]]:
-    """The program with every tied tensor under original names: the first its own, the others its
-    aliases. An original name goes to the tensor read by calls of the module that held it, else to
-    one that has it already, else to the first cut of what it named. Every name has its cut, whose
-    source is the first name in the original."""
+    """The program with every tied tensor under original names, in the model's order: read under the
+    first, the one that `named_parameters` of the model lists.
+
+    A name goes to the tensor read by calls of the module that held it, else to one that has it
+    already, else to the first cut of what it named. Every name has its cut, whose source is the
+    first name in the original.
+    """
     groups = _groups(program)
-    names = {key: (key,) for key in program.constants}
+    if not groups:
+        return program, dict(cuts)
+    names: dict[str, tuple[str, ...]] = {key: (key,) for key in program.constants}
     for group in groups.values():
         held = {taken for key in names if key not in group for taken in names[key]}
         names |= _shared(program, group, held)
@@ -34,10 +39,11 @@ def named(program: Program, cuts: Cuts) -> tuple[Program, dict[str, Cut]]:
     for node in graph.nodes:
         if node.op == "get_attr":
             node.target = names[str(node.target)][0]
-    constants, found = {}, {}
+    constants: dict[str, Constant] = {}
+    found: dict[str, Cut] = {}
     for key, own in names.items():
-        constant, aliases = program.constants[key], own if len(own) > 1 else ()
-        constants[own[0]] = replace(constant, name=own[0], aliases=aliases)
+        constant, first = program.constants[key], own[0]
+        constants[first] = replace(constant, name=first, aliases=own if len(own) > 1 else ())
         if key in cuts:
             found |= dict.fromkeys(own, _canonical(cuts[key], constant))
     return program.with_graph(graph, constants), found
@@ -68,13 +74,10 @@ def _shared(program: Program, group: Sequence[str], taken: set[str]) -> dict[str
             names[key].append(name)
     used = taken | {name for found in names.values() for name in found}
     for key, found in names.items():
-        if key in found:  # What torch.export called it stands first: the graph reads it so.
-            found.remove(key)
-            found.insert(0, key)
         if not found:
             found.append(_free(key, used))
             used.add(found[0])
-    return {key: tuple(dict.fromkeys(found)) for key, found in names.items()}
+    return {key: tuple(found) for key, found in names.items()}
 
 
 def _free(name: str, used: set[str]) -> str:

@@ -259,23 +259,75 @@ class Placer:
             rank = ranked(universe, supports, any(self.cells.forced(c) for c in universe))
             if rank is not None:
                 result |= dict.fromkeys(universe, rank)
-        return self._parts() | result
+        self._parts(result)
+        self._moves(result)
+        return result
 
-    def _parts(self) -> dict[int, list[int]]:
-        """Orders of axes that calls only take parts of: part after part, so that each is a slice."""
-        found: dict[int, list[int]] = {}
-        for key, axes in self.value.items():
-            users = [u for u in key[0].users if u.target is not torch.ops.aten.sym_size.int]
-            for k, cells in enumerate(axes):
-                leaves = self.cells.leaves(cells)
-                if len(leaves) != 1 or len(users) < 2 or self.cells.forced(leaves[0]):
+    def _leaf(self, key: Key, axis: int, taken: Mapping[int, list[int]]) -> int | None:
+        """The one cell of an axis, if its order is still free."""
+        leaves = self.cells.leaves(self.value[key][axis])
+        free = len(leaves) == 1 and leaves[0] not in taken and not self.cells.forced(leaves[0])
+        return leaves[0] if free else None
+
+    def _parts(self, orders: dict[int, list[int]]) -> None:
+        """Orders of axes that calls only take parts of: one part after another, each a slice."""
+        for key, axes in reversed(self.value.items()):
+            users = [u for u in key[0].users if u.op == "output" or (u, 0) in self.value]
+            for k in range(len(axes)):
+                leaf = self._leaf(key, k, orders)
+                parts = [] if leaf is None else [self._taken(u, key[0], k, orders) for u in users]
+                if leaf is None or not parts or None in parts:
                     continue
-                parts = [_taken(self.relations.get(user), key[0], k) for user in users]
-                size = self.cells.size(leaves[0])
                 flat = [p for part in parts for p in part or ()]
-                if None not in parts and len(flat) == size == len(set(flat)):
-                    found[leaves[0]] = flat
+                if len(flat) == self.cells.size(leaf) == len(set(flat)):
+                    orders[leaf] = flat
+
+    def _taken(
+        self, user: fx.Node, source: fx.Node, axis: int, orders: Mapping[int, list[int]]
+    ) -> list[int] | None:
+        """The positions along an axis that a call takes, in its own order, if it does no more."""
+        relation = self.relations.get(user)
+        if not isinstance(relation, Relation) or len(relation.operands) != 1:
+            return None
+        if len(relation.outs) != 1 or relation.operands[0].value is not source:
+            return None
+        letter = "".join(relation.ins[0][axis])
+        move = relation.moves[0].get(letter.partition("<")[0]) if letter in relation.moved else None
+        if move is None or bool((move.source < 0).any()):
+            return None
+        found = move.position.tolist()
+        if (user, 0) in self.value and len(relation.outs[0]) == len(relation.ins[0]):
+            leaves = self.cells.leaves(self.value[user, 0][axis])
+            if len(leaves) == 1 and leaves[0] in orders:
+                found = [found[p] for p in orders[leaves[0]]]
         return found
+
+    def _moves(self, orders: dict[int, list[int]]) -> None:
+        """Orders of axes whose positions a call moves: as they come, so that they need not move."""
+        for node, relation in self.relations.items():
+            if not isinstance(relation, Relation) or len(relation.outs) != 1:
+                continue
+            if not relation.moved or (node, 0) not in self.value:
+                continue
+            for axis, letters in enumerate(relation.outs[0]):
+                base = "".join(letters).partition(">")[0]
+                move = relation.moves[0].get(base) if set(letters) & relation.moved else None
+                leaf = None if move is None else self._leaf((node, 0), axis, orders)
+                if move is None or leaf is None or len(move.source) != self.cells.size(leaf):
+                    continue
+                ranks = [self._ranks(o.value, axis, orders) for o in relation.operands]
+                pairs = zip(move.source.tolist(), move.position.tolist(), strict=True)
+                keys = [(k, ranks[k].get(p, p) if k >= 0 else p) for k, p in pairs]
+                orders[leaf] = sorted(range(len(keys)), key=keys.__getitem__)
+
+    def _ranks(self, source: object, axis: int, orders: Mapping[int, list[int]]) -> dict[int, int]:
+        """Where each position of an operand's axis comes in its order; {}: natural."""
+        axes = self.value.get(key_of(source)) if isinstance(source, fx.Node) else None
+        if axes is None or axis >= len(axes):
+            return {}
+        leaves = self.cells.leaves(axes[axis])
+        order = orders.get(leaves[0]) if len(leaves) == 1 else None
+        return {} if order is None else {p: k for k, p in enumerate(order)}
 
     def _layout(self, axes: CellAxes, order: Mapping[int, list[int]]) -> Layout:
         return tuple(self._positions(self.cells.leaves(cells), order) for cells in axes)
@@ -291,19 +343,6 @@ class Placer:
             found = [before * size + p for before in found for p in mine]
             total *= size
         return whole(found, total)
-
-
-def _taken(relation: object, source: fx.Node, axis: int) -> list[int] | None:
-    """The positions along an axis that a call takes, if it moves them and does nothing else."""
-    if not isinstance(relation, Relation) or not relation.moved or len(relation.outs) != 1:
-        return None
-    if len(relation.operands) != 1 or relation.operands[0].value is not source:
-        return None
-    letter = "".join(relation.ins[0][axis])
-    move = relation.moves[0].get(letter.partition("<")[0]) if letter in relation.moved else None
-    if move is None or bool((move.source < 0).any()):
-        return None
-    return move.position.tolist()
 
 
 def kept_products(relation: Relation, facts: Facts, needs: Needs) -> Tensor:

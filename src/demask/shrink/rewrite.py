@@ -22,7 +22,7 @@ from demask.graph.build import Builder, mode_of
 from demask.graph.fold import drop_unread
 from demask.graph.program import Program
 from demask.graph.provenance import Cut, Reason
-from demask.ops import Declined, Relation, schema
+from demask.ops import Declined, Relation, op_name, schema
 from demask.ops.schema import same_size
 from demask.shrink.adapt import Adapter, Made
 from demask.shrink.cells import Layout, Positions, whole
@@ -97,7 +97,7 @@ class Rewriter:
             return
         relation = self.relations[node]
         if isinstance(relation, Declined):
-            self._barrier(node, relation)
+            self._barrier(node, relation, live)
         elif relation.moved:
             emit_move(self, relation, live)
         elif relation.entry.fill == "sum":
@@ -128,24 +128,37 @@ class Rewriter:
                 text = "cut together with axes or tensors that need more"
                 self.reason(relation.node, axis, held - int(read.sum()), text)
 
-    def _barrier(self, node: fx.Node, why: Declined) -> None:
+    def _barrier(self, node: fx.Node, why: Declined, live: list[int]) -> None:
         """An op with no rule gets its operands whole, and what it makes is whole."""
         count = 0
         for source in node.all_input_nodes:
             held = self.adapter.have(key_of(source))
             if held is not None and any(p is not None for p in held):
                 axis = next(k for k, p in enumerate(held) if p is not None)
-                self.reason(node, axis, _value(source).shape[axis], why.text)
+                self.reason(node, axis, _value(source).shape[axis], why.text, barrier=True)
                 count += 1
+        axis, unread = (0, 0) if count else self._unread(node, live)
         if not count:
-            self.reason(node, 0, 0, why.text)
+            self.reason(node, axis, unread, why.text, barrier=True)
         args, kwargs = self.argument(node.args), self.argument(node.kwargs)
         self.finish(node, node.target, args, kwargs, None)
 
-    def reason(self, node: fx.Node, axis: int, count: Any, text: str) -> None:
-        self.reasons.append(
-            Reason(node.name, module_of(node), axis, count if isinstance(count, int) else 0, text)
-        )
+    def _unread(self, node: fx.Node, live: list[int]) -> tuple[int, int]:
+        """Along which axis a call makes most positions that nothing reads, and how many."""
+        found = [(0, 0)]
+        for k in live:
+            for axis in range(self.needs.live[node, k].ndim):
+                read = along(self.needs.live[node, k], axis)
+                found.append((axis, int((~read).sum()) if len(read) > 1 else 0))
+        return max(found, key=lambda row: row[1])
+
+    def reason(
+        self, node: fx.Node, axis: int, count: Any, text: str, *, barrier: bool = False
+    ) -> None:
+        """Note why slices are kept; barrier: because nothing is known of the call itself."""
+        count = count if isinstance(count, int) else 0
+        op = op_name(node.target) if barrier else ""
+        self.reasons.append(Reason(node.name, module_of(node), axis, count, text, op))
 
     def finish(self, node, target, args, kwargs, layouts: list[Layout | None] | None) -> None:
         """Append the call that replaces `node`, outputs in the given layouts (None: whole)."""

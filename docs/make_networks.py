@@ -1,0 +1,129 @@
+"""Writes docs/networks.md from benchmarks/results/networks.json, which the nightly tests measure.
+
+    python -m pytest -m "nightly or not nightly" --results benchmarks/results/networks.json \\
+        tests/test_transformers.py tests/test_zoo.py tests/test_recurrent.py
+    python docs/make_networks.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+PATH = ROOT / "docs" / "networks.md"
+RESULTS = ROOT / "benchmarks" / "results" / "networks.json"
+HEAD = """# Networks and masks
+
+What is left of each network's parameters after `demask`, in %, for each kind of mask. Networks and
+weights are random, small for transformers (two layers, width 32); what goes depends on where they
+hold their parameters, so rows are for reading along, not for comparing. One demask per cell, with
+the batch dynamic, and the length of texts or the size of images where the network has one of its
+own choice; the result is compared with the original at other batches and sizes. *Error*: the
+largest difference in any cell relative to the largest output, in float64 (at most 1e-10; † where
+the network's own code casts to float32: at most 64 units in its last place).
+
+Made by `python docs/make_networks.py` from what the nightly tests wrote; a test keeps it so.
+"""
+# Per suite of tests: title, the words for its masks in the order of the columns.
+SUITES = {
+    "transformers": (
+        "Transformers",
+        {
+            "head": "half of the heads have values of zero",
+            "head_constant": "the same, and their biases stay: those heads are constants",
+            "head_output": "half of the heads are not read by the output projection",
+            "partial": "1 or 2 of 8 positions of each head are zero, others in every head",
+            "unit": "half of the units of feed-forward networks have weights of zero, with biases",
+            "channel": "a quarter of the residual stream is zero in all that writes into it",
+            "stream": "the same, but norms keep scale and shift",
+            "embedding": "a quarter of the embeddings' channels is zero",
+            "layer": "one of two layers (of each kind) adds nothing",
+        },
+    ),
+    "torchvision": (
+        "torchvision's classifiers",
+        {"channels": "half of each convolution's output channels are zero"},
+    ),
+    "recurrent": ("Recurrent networks", {}),
+}
+
+Line = dict[str, Any]
+
+
+def cell(line: Line | None) -> str:
+    """What is left, in %; in words where nothing was measured."""
+    if line is None:
+        return ""
+    if line.get("failed"):
+        return "fails"
+    if "after" not in line:
+        return "–"
+    return f"{100 * line['after'] / line['before']:.0f}"
+
+
+def worst(lines: Iterable[Line]) -> str:
+    """The largest error; with a dagger where a narrower type is allowed for."""
+    found = [line for line in lines if "error" in line]
+    if not found:
+        return ""
+    dagger = " †" if any(line["allowed"] > 1e-10 for line in found) else ""
+    return f"{max(line['error'] for line in found):.0e}{dagger}"
+
+
+def columns(lines: Sequence[Line], known: dict[str, str]) -> list[str]:
+    """The masks that lines have, those with words first."""
+    found = {line["mask"] for line in lines}
+    return [m for m in known if m in found] + sorted(found - known.keys())
+
+
+def table(lines: Sequence[Line], masks: Sequence[str]) -> str:
+    """Networks x masks."""
+    named: dict[str, dict[str, Line]] = {}
+    for line in lines:
+        named.setdefault(line["network"], {})[line["mask"]] = line
+    rows = [["network", *(mask.replace("_", " ") for mask in masks), "error"]]
+    rows += [["---"] + ["--:"] * (len(masks) + 1)]
+    for name in sorted(named):
+        found = named[name]
+        rows.append([name, *(cell(found.get(mask)) for mask in masks), worst(found.values())])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def notes(lines: Sequence[Line]) -> list[str]:
+    """Why cells are as they are: networks with one note share a line."""
+    said: dict[tuple[str, str], list[str]] = {}
+    for line in lines:
+        if "note" in line:
+            said.setdefault((line["note"], line["network"]), []).append(line["mask"])
+    return [
+        f"- {network}, {', '.join(masks).replace('_', ' ')}: {note}."
+        for (note, network), masks in sorted(said.items(), key=lambda item: item[0][::-1])
+    ]
+
+
+def section(suite: str, lines: Sequence[Line]) -> str:
+    title, words = SUITES.get(suite, (suite, {}))
+    masks = columns(lines, words)
+    legend = [f"- *{mask.replace('_', ' ')}*: {words[mask]}." for mask in masks if mask in words]
+    parts = [f"## {title}", "\n".join(legend), table(lines, masks), "\n".join(notes(lines))]
+    return "\n\n".join(part for part in parts if part)
+
+
+def page(lines: Sequence[Line]) -> str:
+    """The whole page, from the results of tests."""
+    found = {line["suite"] for line in lines}
+    suites = [s for s in SUITES if s in found] + sorted(found - SUITES.keys())
+    sections = [section(s, [line for line in lines if line["suite"] == s]) for s in suites]
+    return "\n".join([HEAD, *(f"{text}\n" for text in sections)])
+
+
+def measured() -> list[Line]:
+    return json.loads(RESULTS.read_text())
+
+
+if __name__ == "__main__":
+    PATH.write_text(page(measured()))
+    print(f"{PATH.name}: {len(measured())} results")

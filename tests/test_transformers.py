@@ -1,0 +1,376 @@
+"""Transformers, heads, units, channels and layers masked: exact at two batches and two lengths."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.export import Dim
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+
+import demask
+from anatomy import MASKS, removed
+from architectures import (
+    ARCHITECTURES,
+    LENGTH,
+    VOCABULARY,
+    WIDTH,
+    Architecture,
+    built,
+    masked,
+    token_ids,
+    transformers,
+)
+from demask.ops.minimal import missed
+from demask.verify import RELATIVE, ULPS
+
+DEPENDS = 1e-3  # of the largest output: at least so much differs between two inputs
+QUICK = {
+    "bert": ("head", "unit", "channel"),
+    "gpt2": ("head", "partial"),
+    "llama": ("head_output", "unit", "stream"),
+    "t5": ("head",),
+    "vit": ("head_constant",),
+    "gpt_neox": ("head",),
+    "swin": ("unit",),
+    "fused_qkv": ("partial", "layer"),
+    "torch_encoder": ("channel",),
+}
+PAIRS = [(name, kind) for name in ARCHITECTURES for kind in MASKS]
+
+
+def skip_unless_installed(name: str) -> None:
+    if ARCHITECTURES[name].hub:
+        try:
+            transformers()
+        except ImportError as error:
+            pytest.skip(f"transformers is not installed: {error}")
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def demasked(model: nn.Module, chosen: Architecture, inputs: dict[str, Tensor]) -> Any:
+    return demask.demask(model, (), inputs, dynamic_shapes=chosen.shapes)
+
+
+def ulps(a: Tensor, b: Tensor, dtype: torch.dtype) -> float:
+    """max |a - b| in units in the last place of max |a|."""
+    largest = float(a.abs().max())
+    unit = torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(largest))
+    return float((a.double() - b.double()).abs().max()) / unit
+
+
+def leaves(module: nn.Module, inputs: dict[str, Tensor]) -> tuple[list[Tensor], Any]:
+    with torch.no_grad():
+        made = module(**inputs)
+    return pytree.tree_leaves(made), type(made)
+
+
+def difference(model: nn.Module, slim: nn.Module, inputs: dict[str, Tensor]) -> float:
+    """max |a - b| / max |a|, of the output where that is largest; types and shapes are equal."""
+    (expected, kind), (found, slim_kind) = leaves(model, inputs), leaves(slim, inputs)
+    assert slim_kind is kind
+    worst = 0.0
+    for a, b in zip(expected, found, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        assert bool(torch.isfinite(a).all()), "the case is void: an output is not finite"
+        worst = max(worst, float((a - b).abs().max() / a.abs().max()))
+    return worst
+
+
+def assert_depends(model: nn.Module, one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    """Fails where the outputs hardly depend on the inputs: equality would prove nothing."""
+    pairs = zip(leaves(model, one)[0], leaves(model, other)[0], strict=True)
+    assert max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs) >= DEPENDS
+
+
+def pair_of(name: str, kind: str) -> object:
+    marks = () if kind in QUICK.get(name, ()) else pytest.mark.nightly
+    return pytest.param(name, kind, id=f"{name}-{kind}", marks=marks)
+
+
+@pytest.mark.parametrize(("name", "kind"), [pair_of(*pair) for pair in PAIRS])
+def test_exact_at_two_batches_and_two_lengths(
+    name: str, kind: str, result: Callable[..., None]
+) -> None:
+    skip_unless_installed(name)
+    chosen, draw = ARCHITECTURES[name], generator()
+    result(suite="transformers", network=name, mask=kind)
+    if kind in chosen.declined:
+        result(note=chosen.declined[kind])
+        return
+    model = masked(name, kind, draw)
+    inputs = chosen.inputs(2, chosen.lengths[0], draw)
+    slim = demasked(model, chosen, inputs)
+    before, after = slim.demasked.before.parameters, slim.demasked.after.parameters
+    more, reason = LARGER.get((name, kind), (0, ""))
+    result(before=before, after=after, **({"note": reason} if reason else {}))
+
+    errors = [
+        difference(model, slim, chosen.inputs(batch, length, draw))
+        for length in chosen.lengths
+        for batch in (1, 3)
+    ]
+    result(error=max(errors), allowed=allowed(chosen))
+    assert max(errors) <= allowed(chosen)
+    assert_depends(model, inputs, chosen.inputs(2, chosen.lengths[0], draw))
+    sizes = [spec.sizes for spec in slim.demasked.inputs]
+    for axes, found in zip(chosen.dynamic.values(), sizes, strict=True):
+        assert tuple(k for k, size in enumerate(found) if isinstance(size, str)) == axes
+    assert after <= before
+    if kind in COUNTED:
+        by_hand = before - removed(model, chosen.family, chosen.heads, kind)
+        assert by_hand < before, "the case is void: nothing could go"
+        assert after <= by_hand + more
+        assert after > by_hand or not more, "as small as by hand by now: take it out of LARGER"
+
+
+def allowed(chosen: Architecture) -> float:
+    """Relative to the largest output. What the network's own code casts to counts."""
+    if chosen.narrow is None:
+        return RELATIVE
+    return ULPS / 2 * torch.finfo(chosen.narrow).eps  # a unit is at least half of eps · largest
+
+
+# As many parameters are left as in a module written by hand, but for these: per network and mask,
+# at most how many more, and why.
+COUNTED = ("head", "head_constant", "head_output", "partial", "unit")
+LARGER: dict[tuple[str, str], tuple[int, str]] = {
+    ("segformer", "unit"): (
+        1280,
+        "constants pass a padded depthwise convolution: at its border they differ",
+    ),
+}
+
+
+def test_every_declined_mask_has_a_reason() -> None:
+    for chosen in ARCHITECTURES.values():
+        assert all(kind in MASKS and reason for kind, reason in chosen.declined.items())
+        assert chosen.lengths[1:] or chosen.static
+
+
+# Slices that no output depends on in the network without masks either.
+INHERENT = {
+    "*attention.self.key.bias": "it shifts a row's logits alike, which softmax forgets",
+    "*qkv.bias": "it holds the keys' bias",
+    "*c_attn.bias": "it holds the keys' bias",
+    "*token_type_embeddings.weight": "the second type is never asked for",
+}
+
+
+class Called(nn.Module):
+    """A module that takes its keywords as one dictionary."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, inputs: dict[str, Tensor]) -> object:
+        return self.module(**inputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param("llama_exact_norms", "head"),
+        *(
+            pytest.param(name, kind, marks=pytest.mark.nightly)
+            for name in ("bert", "gpt2", "llama_exact_norms", "fused_qkv")
+            for kind in ("head", "unit", "channel")
+            if (name, kind) != ("llama_exact_norms", "head")
+        ),
+    ],
+)
+def test_nothing_is_missed(name: str, kind: str) -> None:
+    skip_unless_installed(name)
+    chosen, draw = ARCHITECTURES[name], generator()
+    slim = demasked(masked(name, kind, draw), chosen, chosen.inputs(2, 7, draw))
+    inputs = chosen.inputs(24, LENGTH, draw)  # every position is asked for, and every token:
+    inputs["input_ids"] = torch.randint(VOCABULARY, (24, LENGTH), generator=draw)
+    lines = [line.removeprefix("module.") for line in missed(Called(slim), (inputs,))]
+    names = {line.partition(",")[0] for line in lines}
+    assert [n for n in names if not any(fnmatchcase(n, known) for known in INHERENT)] == []
+
+
+def test_the_oracle_sees_a_planted_miss() -> None:
+    chosen, draw = ARCHITECTURES["fused_qkv"], generator()
+    model = masked("fused_qkv", "unit", draw)
+    with torch.no_grad():
+        model.get_parameter("blocks.0.fc2.weight")[:, 5] = 0
+    lines = missed(Called(model), (chosen.inputs(24, LENGTH, draw),))
+    assert any("blocks.0.fc1.weight, axis 0: position 5" in line for line in lines)
+
+
+@pytest.mark.parametrize("kind", ["unit", "head"])
+def test_part_of_a_model_generates_the_same_tokens(kind: str) -> None:
+    """The feed-forward networks alone are demasked; the cache, which no export takes, goes on."""
+    skip_unless_installed("llama")
+    draw = generator()
+    model: Any = masked("llama", kind, draw)
+    parts = [f"model.layers.{k}.mlp" for k in range(2)]
+    # The step after the prompt reads one token: the length is dynamic, too.
+    shapes = ({0: Dim.AUTO, 1: Dim.AUTO},)
+    inputs = {"input_ids": token_ids(2, 7, draw)}
+    slim: Any = demask.demask(model, (), inputs, modules=parts, dynamic_shapes=shapes)
+    options = {"use_cache": True, "do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
+    for prompt in (token_ids(3, 9, draw), token_ids(1, 1, draw)):
+        expected = model.generate(prompt, **options)
+        assert expected.shape[1] > prompt.shape[1] + 2, "the case is void: hardly a token"
+        assert torch.equal(slim.generate(prompt, **options), expected)
+    part = slim.get_submodule(parts[0]).demasked
+    assert part.after.parameters == part.before.parameters // (2 if kind == "unit" else 1)
+
+
+CASTS = pytest.mark.xfail(reason="verify widens casts to float32 in the result alone")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("bert", torch.float64),
+        ("fused_qkv", torch.float32),
+        pytest.param("llama", torch.float32, marks=pytest.mark.nightly),
+        pytest.param("llama", torch.float64, marks=[pytest.mark.nightly, CASTS]),
+        pytest.param("vit_eager", torch.float32, marks=[pytest.mark.nightly, CASTS]),
+    ],
+)
+def test_verify_takes_keywords_and_casts(name: str, dtype: torch.dtype) -> None:
+    skip_unless_installed(name)
+    chosen, draw = ARCHITECTURES[name], generator()
+    model = masked(name, "stream", draw).to(dtype)
+    inputs = chosen.inputs(2, chosen.lengths[0], draw)
+    inputs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+    slim = demasked(model, chosen, inputs)
+    found = demask.verify(model, slim, (), inputs)
+    assert found.ok
+    assert found.vacuous == ()
+    assert demask.report(slim).after.parameters < demask.report(slim).before.parameters
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_narrow_dtypes_stay(name: str, dtype: torch.dtype) -> None:
+    skip_unless_installed(name)
+    chosen, draw = ARCHITECTURES[name], generator()
+    model = masked(name, "unit", draw).to(dtype)
+    inputs = chosen.inputs(2, 7, draw)
+    slim = demasked(model, chosen, inputs)
+    assert {p.dtype for p in slim.parameters()} == {dtype}
+    for length in chosen.lengths:
+        inputs = chosen.inputs(3, length, draw)
+        pairs = zip(leaves(model, inputs)[0], leaves(slim, inputs)[0], strict=True)
+        for a, b in pairs:
+            assert a.dtype == b.dtype == dtype
+            assert ulps(a, b, dtype) <= ULPS
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Any:
+    """One process, for DistributedDataParallel."""
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["bert", "fused_qkv"])
+def test_a_result_trains_in_data_parallel(name: str, process_group: None) -> None:
+    skip_unless_installed(name)
+    chosen, draw = ARCHITECTURES[name], generator()
+    inputs = chosen.inputs(4, 7, draw)
+    slim = demasked(masked(name, "unit", draw), chosen, inputs).train()
+    parallel = DistributedDataParallel(slim)
+    optimizer = torch.optim.SGD(slim.parameters(), lr=0.1)
+    before = [p.detach().clone() for p in slim.parameters()]
+    pytree.tree_leaves(parallel(**inputs))[0].square().sum().backward()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in slim.parameters())
+    optimizer.step()
+    moved = [not torch.equal(a, b) for a, b in zip(before, slim.parameters(), strict=True)]
+    assert sum(moved) > len(moved) / 2
+    assert all(bool(p.isfinite().all()) for p in slim.parameters())
+
+
+@pytest.mark.parametrize("kind", ["unit", "channel"])
+def test_tied_embeddings_stay_tied(kind: str) -> None:
+    """GPT-2 looks tokens up in the matrix that makes its logits."""
+    skip_unless_installed("gpt2")
+    chosen, draw = ARCHITECTURES["gpt2"], generator()
+    slim = demasked(masked("gpt2", kind, draw), chosen, chosen.inputs(2, 7, draw))
+    tables = [p for p in slim.parameters() if p.shape[0] == VOCABULARY]
+    assert [p.shape[1] for p in tables] == [WIDTH if kind == "unit" else WIDTH * 3 // 4]
+    table = slim.get_parameter("lm_head.weight")
+    readers = [
+        str(node.target)
+        for read in slim.graph.nodes
+        if read.op == "get_attr" and slim.state_dict(keep_vars=True).get(read.target) is table
+        for node in read.users
+    ]
+    assert sorted(readers) == ["aten.embedding.default", "aten.linear.default"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["bert", "llama_exact_norms", "fused_qkv", "torch_encoder"])
+def test_exact_on_a_gpu(name: str) -> None:
+    skip_unless_installed(name)
+    chosen, draw = ARCHITECTURES[name], generator()
+    model = masked(name, "unit", draw).cuda()
+
+    def inputs(batch: int, length: int) -> dict[str, Tensor]:
+        return {k: v.cuda() for k, v in chosen.inputs(batch, length, draw).items()}
+
+    slim = demasked(model, chosen, inputs(2, 7))
+    assert {p.device.type for p in slim.parameters()} == {"cuda"}
+    assert slim.demasked.after.parameters < slim.demasked.before.parameters
+    for length in chosen.lengths:
+        assert difference(model, slim, inputs(3, length)) <= RELATIVE
+
+
+@pytest.mark.parametrize("name", ["fused_qkv", "torch_encoder"])
+def test_masks_and_counts_by_hand(name: str) -> None:
+    """What `anatomy` says of a network with 4 heads of 8, 56 units, 2 layers of width 32."""
+    chosen = ARCHITECTURES[name]
+    heads, units = 2 * 2 * 8 * (3 * 33 + 32), 2 * 28 * (33 + 32)
+    for kind, count in {"head": heads, "head_output": heads, "unit": units, "layer": 0}.items():
+        model = masked(name, kind, generator())
+        assert removed(model, chosen.family, chosen.heads, kind) == count
+    whole = built(name, generator())
+    assert removed(whole, chosen.family, chosen.heads, "head") == 0
+    assert not any(bool((p == 0).any()) for p in whole.parameters())
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_mask_zeroes_what_it_says(name: str) -> None:
+    """A pattern that matches nothing would leave a network unmasked, and every test passes."""
+    skip_unless_installed(name)
+    chosen = ARCHITECTURES[name]
+    zeros = {}
+    for kind in MASKS:
+        if kind not in chosen.declined:
+            model = masked(name, kind, generator())
+            zeros[kind] = sum(int((p == 0).sum()) for p in model.parameters())
+            assert zeros[kind] > 0, kind
+            if kind in COUNTED:
+                assert removed(model, chosen.family, chosen.heads, kind) > 0, kind
+    assert zeros["stream"] < zeros["channel"] or name == "gemma2"
+    assert zeros["head_constant"] <= zeros["head"]
+
+
+def test_the_comparison_finds_a_planted_fault() -> None:
+    chosen, draw = ARCHITECTURES["fused_qkv"], generator()
+    model, inputs = masked("fused_qkv", "unit", draw), chosen.inputs(2, 7, draw)
+    slim = demasked(model, chosen, inputs)
+    assert difference(model, slim, inputs) <= RELATIVE
+    with torch.no_grad():
+        slim.get_parameter("classify.bias")[0] += 1e-8
+    assert difference(model, slim, inputs) > RELATIVE
+    with pytest.raises(AssertionError):
+        assert_depends(model, inputs, inputs)
