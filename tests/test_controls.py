@@ -9,6 +9,13 @@ import demask
 NAN, INF = float("nan"), float("inf")
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    """Layers draw their weights from the global generator: a few in a hundred have only dead units
+    on inputs as few as these."""
+    torch.manual_seed(0)
+
+
 class Fn(nn.Module):
     """Layers by name, and a forward over them."""
 
@@ -46,7 +53,8 @@ def assert_same(net: nn.Module, *args: Tensor) -> nn.Module:
     assert torch.equal(finite, torch.isfinite(found))
     if expected.is_floating_point() and bool(finite.any()):
         with torch.no_grad():
-            other = net(*(torch.randn_like(a) if a.is_floating_point() else a for a in args))
+            # Wider than the inputs: what is constant on a few small ones need not be on these.
+            other = net(*(4 * torch.randn_like(a) if a.is_floating_point() else a for a in args))
         assert not torch.equal(other[finite], expected[finite]), "the control depends on nothing"
     return slim
 

@@ -19,6 +19,7 @@ from demask.graph.build import Builder, mode_of, sizes_of
 from demask.graph.fold import drop_unread
 from demask.graph.program import Constant, Program, copied
 from demask.ops import Declined, schema
+from demask.ops.contract import PRODUCTS
 from demask.ops.move import refined
 
 aten = torch.ops.aten
@@ -29,7 +30,6 @@ _TAKES = {
 _VIEWS = {
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unflatten.int,
 }  # fmt: skip
-_PRODUCTS = {aten.linear.default, aten.addmm.default, aten.mm.default, aten.matmul.default}
 
 
 def hoisted(program: Program) -> Program:
@@ -49,7 +49,7 @@ def hoisted(program: Program) -> Program:
 
 def _split_of(node: fx.Node) -> tuple[fx.Node, list[int], int, list[int], int] | None:
     """What a call takes positions of, if of a projection's split axis: the view that splits it, its
-    axes in the order they come, which of them is taken from, the parts of the axis, and the axis."""
+    axes as they come, which of them is taken from, the parts of the axis, and the axis."""
     order, source = _unpermuted(node.args[0])
     if source.target not in _VIEWS or not _is_projection(source.args[0]):
         return None
@@ -95,7 +95,7 @@ def _is_projection(node: Any) -> bool:
     """A product with a constant weight, perhaps seen through a view."""
     while node.target in _VIEWS:
         node = node.args[0]
-    return node.target in _PRODUCTS and any(s.op == "get_attr" for s in node.all_input_nodes)
+    return str(node.target) in PRODUCTS and any(s.op == "get_attr" for s in node.all_input_nodes)
 
 
 def _hoist(

@@ -11,6 +11,8 @@ from demask.ops import schema
 from demask.ops.entry import Case, Declined, Entry, Spelled
 from demask.ops.entry import Shape as S
 
+# Products with a matrix, [out, in] or [in, out].
+PRODUCTS = {f"aten.{name}.default" for name in ("linear", "addmm", "mm", "matmul")}
 # What leaves the last axis of its first operand as it is, or shares it out again row by row.
 _KEEP_SUMS = {f"aten.{name}" for name in (
     "dropout.default", "clone.default", "contiguous.default", "alias.default", "detach.default",

@@ -26,8 +26,10 @@ from demask.facts.known import Facts, Relations, key_of
 from demask.graph.build import Builder, mode_of, sizes_of
 from demask.graph.program import Constant, Program, copied
 from demask.ops import Relation, schema
+from demask.ops.contract import PRODUCTS
 from demask.shrink.place import is_constant
 from demask.shrink.pool import Pool
+from demask.shrink.reading import Reading
 
 aten = torch.ops.aten
 _PASS = {
@@ -35,11 +37,11 @@ _PASS = {
     aten.detach.default,
 }  # fmt: skip
 _BARE = {aten.addmm.default: aten.mm.default}  # the product alone, without what is added to it
-_PRODUCTS = {aten.linear.default, aten.mm.default, aten.matmul.default, aten.addmm.default}
 
 
-def condensed(program: Program, relations: Relations, facts: Facts) -> Program | None:
+def condensed(reading: Reading) -> Program | None:
     """The program with such calls on what varies alone; None where there are none."""
+    program, relations, facts = reading.program, reading.relations, reading.facts
     found = {
         node: axis
         for node, relation in relations.items()
@@ -287,7 +289,7 @@ class _Condenser:
             letters = relation.ins[places[0]][dim] if len(places) == 1 else ()
             if len(letters) != 1:
                 return None
-            if user.target in _PRODUCTS and letters[0] in relation.contracted:
+            if str(user.target) in PRODUCTS and letters[0] in relation.contracted:
                 weight = relation.operands[relation.factors[1]].value
                 if places[0] != relation.factors[0] or not is_constant(weight):
                     return None

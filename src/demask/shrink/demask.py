@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from demask.facts.known import Facts, Relations, is_matrix, known
-from demask.facts.needed import needed
+from demask.facts.known import Relations
 from demask.graph.capture import capture
 from demask.graph.fold import folded
 from demask.graph.functional import functionalized
@@ -25,12 +23,14 @@ from demask.graph.recurrent import layered
 from demask.graph.result import Demasked, build
 from demask.graph.spell import spelled
 from demask.graph.unmerge import unmerged
-from demask.ops import TABLE, Declined, Relation, Table, bind, schema
+from demask.ops import TABLE, Table, schema
 from demask.shrink.align import aligned
 from demask.shrink.condense import condensed
 from demask.shrink.groups import grouped
+from demask.shrink.measure import removed, sizes_of, traffic
 from demask.shrink.names import named
 from demask.shrink.place import place
+from demask.shrink.reading import Reading, relations_of
 from demask.shrink.rewrite import Rewritten, rewrite
 from demask.shrink.side import sided
 from demask.shrink.stack import apart, stacked
@@ -75,21 +75,6 @@ def simplified(program: Program) -> Program:
     return folded(hoisted(unmerged(spelled(program))))
 
 
-def relations_of(graph: fx.Graph, table: Table) -> dict[fx.Node, Relation | Declined]:
-    """What the table says of every call of a graph."""
-    return {
-        node: bind(node, table)
-        for node in graph.nodes
-        if node.op == "call_function"
-        and node.target is not operator.getitem
-        and _makes_tensors(node)
-    }
-
-
-def _makes_tensors(node: fx.Node) -> bool:
-    return all(isinstance(value, Tensor) for value in schema.outputs(node))
-
-
 def shrunk(given: Program, table: Table) -> Demasked:
     """The module of the smallest program that computes the same as a functional, folded one.
 
@@ -119,7 +104,7 @@ class _Step:
     @property
     def weight(self) -> tuple[int, int, int]:
         """Parameters, MACs, elements written: what has to shrink."""
-        return (self.sizes.parameters, self.sizes.macs, _traffic(self.program))
+        return (self.sizes.parameters, self.sizes.macs, traffic(self.program))
 
 
 def _measured(program: Program, table: Table) -> _Step:
@@ -129,7 +114,7 @@ def _measured(program: Program, table: Table) -> _Step:
 
 def _smaller(step: _Step, table: Table) -> _Step | None:
     """One more pass, if it makes the program smaller in something and no larger in parameters."""
-    for attempt in _attempts(simplified(step.program), table):
+    for attempt in _attempts(Reading.of(simplified(step.program), table)):
         made = _measured(folded(attempt.program), table)
         less = made.weight[0] < step.weight[0] or (
             made.weight[1:] != step.weight[1:]
@@ -147,30 +132,23 @@ def _smaller(step: _Step, table: Table) -> _Step | None:
     return None
 
 
-def _attempts(program: Program, table: Table) -> Iterator[Rewritten]:
-    """Ways to rewrite a program, the one that removes most first: with complete axes over what
-    varies, with heads re-ordered, with side networks split off, as it is; with weights that several
-    calls read cut alike; and frugal (constants that would be matrices are computed instead)."""
-    relations = relations_of(program.graph, table)
-    facts = facts_of(program, relations)
-    dense = condensed(program, relations, facts)
-    if dense is not None:
-        yield from _attempts(folded(dense), table)
-    needs = needed(program.graph, relations, facts)
-    apart_heads = grouped(program, relations, facts, needs)
-    if apart_heads is not None:
-        yield from _attempts(folded(apart_heads), table)
-    ordered = aligned(program, relations, facts, needs)
-    if ordered is not None:
-        yield from _attempts(folded(ordered), table)
-    split = sided(program, relations, facts)
-    if split is not None:
-        yield _attempt(split, relations_of(split.graph, table))
-    yield _attempt(program, relations, facts)
-    if any(node.op == "get_attr" and len(node.users) > 1 for node in program.graph.nodes):
-        yield _attempt(program, relations, facts, tied=True)
-    if any(is_matrix(fact) for (node, _), fact in facts.items() if node.op == "call_function"):
-        yield _attempt(program, relations, facts_of(program, relations, frugal=True))
+def _attempts(reading: Reading) -> Iterator[Rewritten]:
+    """Ways to rewrite a program, the one that removes most first.
+
+    Other forms of it, in which more can be cut: complete axes over what varies alone, heads in
+    groups, heads re-ordered, side networks split off. Then as it is; with weights that several
+    calls read cut alike; and frugal.
+    """
+    for form in (condensed, grouped, aligned):
+        if (made := form(reading)) is not None:
+            yield from _attempts(Reading.of(folded(made), reading.table))
+    if (made := sided(reading)) is not None:
+        yield _attempt(Reading.of(made, reading.table))
+    yield _attempt(reading)
+    if reading.has_shared_weights:
+        yield _attempt(reading, tied=True)
+    if reading.has_matrices:
+        yield _attempt(Reading.of(reading.program, reading.table, frugal=True))
 
 
 def _uncut(program: Program) -> dict[str, Cut]:
@@ -201,20 +179,11 @@ def _composed(later: Cut, earlier: Mapping[str, Cut]) -> Cut:
     return Cut(first.source, first.shape, kept)
 
 
-def facts_of(program: Program, relations: Relations, *, frugal: bool = False) -> Facts:
-    """What is known of every value of a program."""
-    values = {name: constant.tensor for name, constant in program.constants.items()}
-    return known(program.graph, relations, values, frugal=frugal)
-
-
-def _attempt(
-    program: Program, relations: Relations, facts: Facts | None = None, *, tied: bool = False
-) -> Rewritten:
+def _attempt(reading: Reading, *, tied: bool = False) -> Rewritten:
     """One pass over the program."""
-    facts = facts_of(program, relations) if facts is None else facts
-    needs = needed(program.graph, relations, facts)
-    placement = place(program.graph, relations, facts, needs, tied=tied)
-    return rewrite(program, relations, facts, needs, placement)
+    program, relations, facts = reading.program, reading.relations, reading.facts
+    placement = place(program.graph, relations, facts, reading.needs, tied=tied)
+    return rewrite(program, relations, facts, reading.needs, placement)
 
 
 def _owned(program: Program) -> Program:
@@ -228,16 +197,6 @@ def _owned(program: Program) -> Program:
     return program.with_graph(program.graph, constants)
 
 
-def _traffic(program: Program) -> int:
-    """Elements that the calls of a program write, on the example sizes."""
-    total = 0
-    for node in program.graph.nodes:
-        for value in schema.outputs(node) if node.op == "call_function" else ():
-            if isinstance(value, Tensor):
-                total += math.prod(schema.hint(size) for size in value.shape)
-    return total
-
-
 def _provenance(first: _Step, last: _Step) -> Provenance:
     marks = [node.meta["effect"] for node in last.program.graph.nodes if "effect" in node.meta]
     return Provenance(
@@ -248,78 +207,9 @@ def _provenance(first: _Step, last: _Step) -> Provenance:
         inputs=_inputs(first.program),
         before=first.sizes,
         after=last.sizes,
-        removed=_removed(first.program, last.program),
+        removed=removed(first.program, last.program),
         guards=first.program.guards,
     )
-
-
-def sizes_of(program: Program, relations: Mapping[fx.Node, Relation | Declined]) -> Sizes:
-    """Parameters, MACs of one call on the example sizes, bytes; tied tensors count once."""
-    tensors = {
-        c.tensor.data_ptr(): c.tensor for c in program.constants.values() if c.tensor.numel()
-    }
-    counted = [t for t in tensors.values() if t.is_floating_point()]
-    return Sizes(
-        parameters=sum(t.numel() for t in counted),
-        macs=sum(_macs(r) for r in relations.values() if isinstance(r, Relation)),
-        bytes=sum(t.numel() * t.element_size() for t in tensors.values()),
-    )
-
-
-def _macs(relation: Relation) -> int:
-    """Multiplications that are summed, read off the letters of the line."""
-    if relation.back:
-        return _recurrent_macs(relation)
-    if relation.entry.fill not in ("sum", "mix"):
-        return 0
-    sizes = _letter_sizes(relation)
-    first, second = relation.factors
-    kernel = relation.window & relation.letters(relation.ins[second])
-    if relation.entry.fill == "sum":
-        letters = relation.letters(relation.outs[0]) | relation.contracted | kernel
-        return math.prod(sizes[a] for a in letters)
-    main = relation.letters(relation.ins[relation.entry.main])
-    values = math.prod(sizes[a] for a in main | relation.letters(relation.outs[0]))
-    if not relation.contracted:
-        return values
-    # Attention: the products that make the weights, then those of the weights with the values.
-    weights = relation.letters(relation.ins[first]) | relation.letters(relation.ins[second])
-    return math.prod(sizes[a] for a in weights) + values
-
-
-def _recurrent_macs(relation: Relation) -> int:
-    """Every entry of every matrix once a step."""
-    sizes = _letter_sizes(relation)
-    weights = [relation.letters(axes) for axes in relation.ins if len(axes) == 2]
-    steps = relation.letters(relation.ins[0]) - frozenset().union(*weights)
-    return math.prod(sizes[a] for a in steps) * sum(math.prod(sizes[a] for a in w) for w in weights)
-
-
-def _letter_sizes(relation: Relation) -> dict[str, int]:
-    """The size of every letter on the example."""
-    sizes = {letter: size for letter, size in relation.size.items() if size is not None}
-    shapes = [
-        o.value.meta["val"].shape if isinstance(o.value, fx.Node) else () for o in relation.operands
-    ]
-    shapes += [value.shape for value in schema.outputs(relation.node)]
-    for axes, shape in zip([*relation.ins, *relation.outs], shapes, strict=True):
-        for axis, size in zip(axes, shape, strict=True):
-            rest = [a for a in axis if a not in sizes]
-            if len(rest) == 1:
-                known = math.prod(sizes[a] for a in axis if a in sizes)
-                sizes[rest[0]] = schema.hint(size) // max(known, 1)
-    return sizes
-
-
-def _removed(before: Program, after: Program) -> dict[str, int]:
-    """Per module, how many parameters are gone."""
-    found: dict[str, int] = {}
-    for sign, constants in ((1, before.constants), (-1, after.constants)):
-        for name, constant in constants.items():
-            if constant.tensor.is_floating_point():
-                module = next(iter(constant.aliases), name).rpartition(".")[0]
-                found[module] = found.get(module, 0) + sign * constant.tensor.numel()
-    return {module: count for module, count in found.items() if count > 0}
 
 
 def _inputs(program: Program) -> tuple[InputSpec, ...]:

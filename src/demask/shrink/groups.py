@@ -18,33 +18,30 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from demask.facts.known import Facts, Relations, key_of
-from demask.facts.needed import Needs
+from demask.facts.known import Relations, key_of
 from demask.graph.build import Builder, mode_of, sizes_of
 from demask.graph.fold import drop_unread
 from demask.graph.program import Program, copied
 from demask.ops import Relation, schema
-from demask.shrink.align import Fiber, Fibers
-from demask.shrink.place import Placer
+from demask.shrink.fibers import Fiber, Fibers
 from demask.shrink.pool import Pool
+from demask.shrink.reading import Reading
 
 aten = torch.ops.aten
 _MOST = 3  # groups: every one is a call more
 _SHARE = 1 / 16  # of the positions that are kept otherwise: less is not worth the calls
 
 
-def grouped(program: Program, relations: Relations, facts: Facts, needs: Needs) -> Program | None:
+def grouped(reading: Reading) -> Program | None:
     """The program with such heads in groups; None where one call for all is as small."""
-    placer = Placer(program.graph, relations, facts, needs)
-    placer.tie()
-    fibers = Fibers(placer, relations, needs)
+    program, held = reading.program, reading.fibers
     heads: dict[int, list[Fiber]] = {}
-    for fiber in fibers.found():
+    for fiber in held.found:
         heads.setdefault(fiber.outer, []).append(fiber)
     plans = {cell: groups for cell, found in heads.items() if (groups := partition(found))}
     if not plans:
         return None
-    walk = _Grouper(program, relations, fibers)
+    walk = _Grouper(program, reading.relations, held)
     done = [walk.split(cell, groups) for cell, groups in plans.items()]
     if not any(done):
         return None
@@ -109,6 +106,12 @@ class _Grouper:
         found = [k for k, axis in enumerate(axes or ()) if cell in axis]
         return found[0] if len(found) == 1 else None
 
+    def _home(self, node: fx.Node, cell: int) -> int:
+        """The axis of what a call makes that heads are on, for a call inside."""
+        axis = self._axis(self.fibers.value[node, 0], cell)
+        assert axis is not None
+        return axis
+
     def _is_inside(self, node: fx.Node, cell: int) -> bool:
         relation = self.relations.get(node)
         axis = self._axis(self.fibers.value.get((node, 0)), cell)
@@ -121,7 +124,7 @@ class _Grouper:
         relation: Any = self.relations[node]
         if len(relation.outs) != 1 or relation.moved or relation.entry.free:
             return False
-        axis = self._axis(self.fibers.value[node, 0], cell)
+        axis = self._home(node, cell)
         letters = set(relation.outs[0][axis])
         own = [self._axis(self.fibers.slot.get((node, k)), cell) for k in range(len(relation.ins))]
         read = [set(relation.ins[k][d]) & letters for k, d in enumerate(own) if d is not None]
@@ -133,10 +136,9 @@ class _Grouper:
         relation: Any = self.relations[node]
         copy, values = self.copies[node], []
         for number, operand in enumerate(relation.operands):
-            slot = self.fibers.slot.get((node, number))
+            slot, value = self.fibers.slot.get((node, number)), operand.value
             axis = self._axis(slot, cell)
-            value = operand.value
-            if not isinstance(value, fx.Node) or axis is None:
+            if not isinstance(value, fx.Node) or slot is None or axis is None:
                 values.append(self.copies.get(value, value))
             elif value in parts and self.fibers.value[key_of(value)][axis] == slot[axis]:
                 values.append(parts[value][k])
@@ -145,7 +147,7 @@ class _Grouper:
                 values.append(self._select(self.copies[value], axis, rows))
         found = schema.replaced(schema.arguments(copy), relation.operands, values)
         if relation.entry.args is not None:
-            axis = self._axis(self.fibers.value[node, 0], cell)
+            axis = self._home(node, cell)
             sizes: list[Any] = list(sizes_of(self.build, copy))
             sizes[axis] = len(self._rows(self.fibers.value[node, 0][axis], cell, groups[k]))
             found |= relation.entry.args(node, [sizes])
@@ -167,22 +169,19 @@ class _Grouper:
     def _join(self, node: fx.Node, cell: int, groups: Any, parts: Any, inside: set) -> None:
         """Whatever else reads heads reads all of them, in the order they were."""
         copy = self.copies[node]
-        axis: Any = self._axis(self.fibers.value[node, 0], cell)
+        axis = self._home(node, cell)
         sizes = {user for user in copy.users if user.target is aten.sym_size.int}
         readers = [u for u in copy.users if u not in sizes and not self._replaced(u, inside)]
         if not readers:
             return
         cells = self.fibers.value[node, 0][axis]
         rows = torch.cat([self._rows(cells, cell, heads) for heads in groups])
-        with self.graph.inserting_before(self._last(parts[node]).next):
+        with self.graph.inserting_before(max(parts[node]).next):
             both = self.build.call(aten.cat.default, parts[node], axis)
             made = self._select(both, axis, torch.argsort(rows))
         made.meta = {**node.meta, **made.meta}
         for user in readers:
             user.replace_input_with(copy, made)
-
-    def _last(self, nodes: list[fx.Node]) -> fx.Node:
-        return max(nodes)
 
     def _replaced(self, user: fx.Node, inside: set[fx.Node]) -> bool:
         return any(self.copies[node] is user for node in inside)

@@ -28,12 +28,14 @@ from demask.graph.program import Program
 from demask.ops import Relation, schema
 from demask.shrink.place import is_constant
 from demask.shrink.pool import Pool
+from demask.shrink.reading import Reading
 
 aten = torch.ops.aten
 
 
-def sided(program: Program, relations: Relations, facts: Facts) -> Program | None:
+def sided(reading: Reading) -> Program | None:
     """The program with its side networks split off; None where it has none."""
+    program, relations, facts = reading.program, reading.relations, reading.facts
     batch = batch_sizes(program.graph)
     if not batch:
         return None

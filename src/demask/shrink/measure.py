@@ -1,0 +1,91 @@
+"""How large a program is, and how much it computes: what has to shrink."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from torch import Tensor, fx
+
+from demask.graph.program import Program
+from demask.graph.provenance import Sizes
+from demask.ops import Declined, Relation, schema
+
+
+def sizes_of(program: Program, relations: Mapping[fx.Node, Relation | Declined]) -> Sizes:
+    """Parameters, MACs of one call on the example sizes, bytes; tied tensors count once."""
+    tensors = {
+        c.tensor.data_ptr(): c.tensor for c in program.constants.values() if c.tensor.numel()
+    }
+    counted = [t for t in tensors.values() if t.is_floating_point()]
+    return Sizes(
+        parameters=sum(t.numel() for t in counted),
+        macs=sum(_macs(r) for r in relations.values() if isinstance(r, Relation)),
+        bytes=sum(t.numel() * t.element_size() for t in tensors.values()),
+    )
+
+
+def _macs(relation: Relation) -> int:
+    """Multiplications that are summed, read off the letters of the line."""
+    if relation.back:
+        return _recurrent_macs(relation)
+    if relation.entry.fill not in ("sum", "mix"):
+        return 0
+    sizes = _letter_sizes(relation)
+    first, second = relation.factors
+    kernel = relation.window & relation.letters(relation.ins[second])
+    if relation.entry.fill == "sum":
+        letters = relation.letters(relation.outs[0]) | relation.contracted | kernel
+        return math.prod(sizes[a] for a in letters)
+    main = relation.letters(relation.ins[relation.entry.main])
+    values = math.prod(sizes[a] for a in main | relation.letters(relation.outs[0]))
+    if not relation.contracted:
+        return values
+    # Attention: the products that make the weights, then those of the weights with the values.
+    weights = relation.letters(relation.ins[first]) | relation.letters(relation.ins[second])
+    return math.prod(sizes[a] for a in weights) + values
+
+
+def _recurrent_macs(relation: Relation) -> int:
+    """Every entry of every matrix once a step."""
+    sizes = _letter_sizes(relation)
+    weights = [relation.letters(axes) for axes in relation.ins if len(axes) == 2]
+    steps = relation.letters(relation.ins[0]) - frozenset().union(*weights)
+    return math.prod(sizes[a] for a in steps) * sum(math.prod(sizes[a] for a in w) for w in weights)
+
+
+def _letter_sizes(relation: Relation) -> dict[str, int]:
+    """The size of every letter on the example."""
+    sizes = {letter: size for letter, size in relation.size.items() if size is not None}
+    shapes = [
+        o.value.meta["val"].shape if isinstance(o.value, fx.Node) else () for o in relation.operands
+    ]
+    shapes += [value.shape for value in schema.outputs(relation.node)]
+    for axes, shape in zip([*relation.ins, *relation.outs], shapes, strict=True):
+        for axis, size in zip(axes, shape, strict=True):
+            rest = [a for a in axis if a not in sizes]
+            if len(rest) == 1:
+                known = math.prod(sizes[a] for a in axis if a in sizes)
+                sizes[rest[0]] = schema.hint(size) // max(known, 1)
+    return sizes
+
+
+def removed(before: Program, after: Program) -> dict[str, int]:
+    """Per module, how many parameters are gone."""
+    found: dict[str, int] = {}
+    for sign, constants in ((1, before.constants), (-1, after.constants)):
+        for name, constant in constants.items():
+            if constant.tensor.is_floating_point():
+                module = next(iter(constant.aliases), name).rpartition(".")[0]
+                found[module] = found.get(module, 0) + sign * constant.tensor.numel()
+    return {module: count for module, count in found.items() if count > 0}
+
+
+def traffic(program: Program) -> int:
+    """Elements that the calls of a program write, on the example sizes."""
+    total = 0
+    for node in program.graph.nodes:
+        for value in schema.outputs(node) if node.op == "call_function" else ():
+            if isinstance(value, Tensor):
+                total += math.prod(schema.hint(size) for size in value.shape)
+    return total

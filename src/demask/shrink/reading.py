@@ -1,0 +1,69 @@
+"""What the table and the sweeps read off a program: a pass begins here."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor, fx
+
+from demask.facts.known import Facts, Relations, is_matrix, known
+from demask.facts.needed import Needs, needed
+from demask.graph.program import Program
+from demask.ops import Declined, Relation, Table, bind, schema
+from demask.shrink.fibers import Fibers
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A program, what the table says of its calls, and what is known of its values."""
+
+    program: Program
+    table: Table
+    relations: Relations
+    facts: Facts
+
+    @classmethod
+    def of(cls, program: Program, table: Table, *, frugal: bool = False) -> Reading:
+        """frugal: known values that would have to be stored as matrices are computed instead."""
+        relations = relations_of(program.graph, table)
+        values = {name: constant.tensor for name, constant in program.constants.items()}
+        return cls(
+            program, table, relations, known(program.graph, relations, values, frugal=frugal)
+        )
+
+    @cached_property
+    def needs(self) -> Needs:
+        return needed(self.program.graph, self.relations, self.facts)
+
+    @cached_property
+    def fibers(self) -> Fibers:
+        return Fibers(self.program.graph, self.relations, self.facts, self.needs)
+
+    @property
+    def has_matrices(self) -> bool:
+        """Would known values have to be stored as matrices?"""
+        calls = (fact for (node, _), fact in self.facts.items() if node.op == "call_function")
+        return any(map(is_matrix, calls))
+
+    @property
+    def has_shared_weights(self) -> bool:
+        """Do several calls read one constant?"""
+        graph = self.program.graph
+        return any(node.op == "get_attr" and len(node.users) > 1 for node in graph.nodes)
+
+
+def relations_of(graph: fx.Graph, table: Table) -> dict[fx.Node, Relation | Declined]:
+    """What the table says of every call of a graph."""
+    return {
+        node: bind(node, table)
+        for node in graph.nodes
+        if node.op == "call_function"
+        and node.target is not operator.getitem
+        and _makes_tensors(node)
+    }
+
+
+def _makes_tensors(node: fx.Node) -> bool:
+    return all(isinstance(value, Tensor) for value in schema.outputs(node))
