@@ -119,6 +119,12 @@ def images(size: int) -> Callable[[int, int, torch.Generator], dict[str, Tensor]
     return make
 
 
+def any_images(batch: int, length: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """Images as high as `length`, and 8 pixels wider."""
+    drawn = torch.randn(batch, 3, length, length + 8, generator=generator, dtype=torch.float64)
+    return {"pixel_values": drawn}
+
+
 def sequences(batch: int, length: int, generator: torch.Generator) -> dict[str, Tensor]:
     return {"src": torch.randn(batch, length, WIDTH, generator=generator, dtype=torch.float64)}
 
@@ -195,6 +201,16 @@ def vit(prefix: str) -> Family:
         ("*.projection",),
         f"{prefix}layers.0",
     )  # fmt: skip
+
+
+DINO = Family(
+    ("*.attention: q_proj k_proj v_proj o_proj",),
+    ("*.mlp: fc1 fc2",),
+    ("*embeddings.*_token", "*.position_embeddings", "*.projection", "*.o_proj", "*.fc2",
+     "*.norm?", "*layernorm"),
+    ("*.projection",),
+    "dinov2.encoder.layer.0",
+)  # fmt: skip
 
 
 def clip(*more: str, embeddings: str) -> Family:
@@ -409,6 +425,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "vit": vision(vit("vit."), VIT_HEAD()),
     "vit_eager": vision(vit("vit."), VIT_HEAD("eager"), narrow=NARROW),
     "deit": vision(vit("deit."), of("DeiTForImageClassification", "DeiTConfig", **IMAGED)),
+    # Its positions are interpolated, in float32, from those of 3 x 3 patches.
+    "dinov2": Architecture(
+        of(
+            "Dinov2ForImageClassification", "Dinov2Config", mlp_ratio=2,
+            **{k: v for k, v in IMAGED.items() if k != "intermediate_size"},
+        ),
+        any_images, DINO, {"pixel_values": (0, 2, 3)}, (40, 56), narrow=NARROW,
+    ),
     "beit": vision(
         vit("beit."),
         of("BeitForImageClassification", "BeitConfig", use_relative_position_bias=True, **IMAGED),

@@ -188,12 +188,18 @@ CASES = [
 
 
 @pytest.mark.parametrize(("config", "mask"), CASES)
-def test_exact_small_and_minimal(config: Config, mask: str) -> None:
+def test_exact_small_and_minimal(config: Config, mask: str, result: Callable[..., None]) -> None:
+    result(suite="recurrent", network=config.name, mask=mask)
     net = made(config, mask)
     slim = demask.demask(net, example(config, 5, 2), dynamic_shapes=shapes(config))
+    before, after = slim.demasked.before.parameters, slim.demasked.after.parameters
+    result(before=before, after=after)
+    errors = []
     for length, batch in [(5, 2), (5, 7), (9, 2), (9, 7), (1, 1)]:
         inputs = example(config, length, batch)
-        assert difference(net(*inputs), slim(*inputs)) <= 1e-10
+        errors.append(difference(net(*inputs), slim(*inputs)))
+    result(error=max(errors), allowed=1e-10)
+    assert max(errors) <= 1e-10
     assert weights(slim) <= hand_count(config, mask), str(slim.graph)
     assert slim.demasked.after.macs <= slim.demasked.before.macs
     # Units of zero weights that only remember a given state have gates that do not matter.

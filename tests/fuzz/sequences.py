@@ -112,12 +112,7 @@ def multihead(d: Draft, x: str) -> str | None:
     rows = [2 * size + p for p in some(r, size)]
     init += [f"{m}.in_proj_weight.data[{rows}] = 0"]
     init += [f"{m}.in_proj_bias.data[{rows}] = 0"] if r.random() < 0.5 else []
-    init += mask_layer(r, f"{m}.out_proj", (0, size), (1, size), True) if r.random() < 0.3 else []
-    init = [
-        line
-        for line in init
-        if "prune" not in line and "norm(" not in line and "parametri" not in line
-    ]
+    init += [f"{m}.out_proj.weight.data[:, {some(r, size)}] = 0"] if r.random() < 0.3 else []
     return d.add(
         "multihead", [x], f"{v} = {m}({x}, {x}, {x}, need_weights={r.random() < 0.5})[0]", init
     )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim, ExportedProgram
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
@@ -59,9 +59,7 @@ def capture(
 def _export(work, args, kwargs, dynamic_shapes) -> tuple[ExportedProgram, tuple[str, ...]]:
     if dynamic_shapes == "all":
         try:
-            wide = pytree.tree_map(_doubled, (args, kwargs))
-            shapes = _dynamic(work, wide[0], wide[1], first=False)
-            exported = _attempt(work, wide[0], wide[1], shapes)
+            exported = _dynamically(work, args, kwargs, first=False)
             return exported, _range_notes(exported)
         except (NotExportable, BadInput):
             dynamic_shapes = None  # What can be proven of the first dimension is tried next.
@@ -71,14 +69,41 @@ def _export(work, args, kwargs, dynamic_shapes) -> tuple[ExportedProgram, tuple[
     if not any(t.ndim for t in tensors):
         return _attempt(work, args, kwargs, None), ()
     try:
-        wide = pytree.tree_map(_doubled, (args, kwargs))
-        exported = _attempt(work, wide[0], wide[1], _dynamic(work, wide[0], wide[1], first=True))
+        exported = _dynamically(work, args, kwargs, first=True)
         if _first_is_dynamic(exported):
             return exported, _range_notes(exported)
     except (NotExportable, BadInput):
         pass  # The example as given is tried next, and its own error is the one to show.
     note = "the first dimension of the inputs is static: the model's code depends on its value"
     return _attempt(work, args, kwargs, None), (note,)
+
+
+def _dynamically(work: nn.Module, args: Any, kwargs: Any, *, first: bool) -> ExportedProgram:
+    """With the first dimension of every input dynamic, or all. Batches of one are doubled, unless
+    the model takes one beside other batches (positions for all texts) and needs it to be one."""
+    wide = pytree.tree_map(_doubled, (args, kwargs))
+    pairs = zip(pytree.tree_leaves(wide), pytree.tree_leaves((args, kwargs)), strict=True)
+    if any(a is not b for a, b in pairs):
+        with contextlib.suppress(NotExportable, BadInput):
+            exported = _attempt(work, *wide, _dynamic(work, *wide, first=first))
+            if _fits(exported, args, kwargs):
+                return exported
+    return _attempt(work, args, kwargs, _dynamic(work, args, kwargs, first=first))
+
+
+def _fits(exported: ExportedProgram, args: Any, kwargs: Any) -> bool:
+    """Do the example inputs have the sizes that the export is for?"""
+    users = _user_inputs(exported)
+    nodes = [node for node in exported.graph.nodes if node.name in users]
+    found: dict[Any, int] = {}
+    for node, leaf in zip(nodes, pytree.tree_leaves((args, kwargs)), strict=True):
+        value = node.meta.get("val")
+        for size, real in zip(value.shape, leaf.shape) if isinstance(value, Tensor) else ():
+            size = _settled(size)
+            expected = size if isinstance(size, int) else found.setdefault(size.node.expr, real)
+            if expected != real:
+                return False
+    return True
 
 
 def _doubled(leaf: Any) -> Any:
@@ -197,6 +222,8 @@ def _program(exported: ExportedProgram, notes: tuple[str, ...], training: bool) 
     for node in inputs:
         spec: Any = specs[node.name]
         if spec.kind is InputKind.USER_INPUT:
+            if isinstance(spec.arg, ConstantArgument):
+                mapping[node].meta["val"] = spec.arg.value
             continue
         if spec.kind is InputKind.CUSTOM_OBJ or spec.kind is InputKind.TOKEN:
             raise NotExportable(f"the model holds {spec.arg.name}, which is no tensor", "unknown",

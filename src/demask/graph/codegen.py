@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.graph import _PyTreeCodeGen
+from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
+from torch.utils import _pytree as pytree
 
-from demask.graph.guards import REFUSE, checks, refuse
+from demask.graph.guards import REFUSE, REFUSE_VALUE, checks, refuse, refuse_value, value_checks
 from demask.graph.provenance import Provenance
 
 _C: Any = torch._C
@@ -26,7 +27,7 @@ _CALL = re.compile(r"torch\.ops\.aten\.(\w+)\.(\w+)\(")
 
 
 class Codegen(_PyTreeCodeGen):
-    """Checks the sizes that come in, then calls.
+    """Checks the sizes and values that come in, then calls.
 
     Pytree specs are values: copies share them (copying them warns in torch 2.13).
     """
@@ -38,10 +39,17 @@ class Codegen(_PyTreeCodeGen):
     def __deepcopy__(self, memo: dict[int, Any]) -> Codegen:
         return Codegen(self.pytree_info, self.provenance)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        names, *specs = self.pytree_info
+        return _codegen, (names, [_plain(spec) for spec in specs], self.provenance)
+
     def _gen_python_code(self, nodes: Any, root_module: str, *args: Any, **kwargs: Any) -> Any:
         given, shorts = list(nodes), _shorts(nodes)
         names = {n.name: str(n.target) for n in given if n.op == "placeholder"}
-        checked = checks(names, self.provenance.inputs, self.provenance.guards)
+        checked = [
+            *value_checks(names, self.provenance.values),
+            *checks(names, self.provenance.inputs, self.provenance.guards),
+        ]
 
         def transformed(body: list[str]) -> list[str]:
             lines, seen = list(checked), set()
@@ -57,8 +65,27 @@ class Codegen(_PyTreeCodeGen):
 
         self._body_transformer = transformed
         code = super()._gen_python_code(nodes, root_module, *args, **kwargs)
-        code.globals[REFUSE] = refuse
+        code.globals |= {REFUSE: refuse, REFUSE_VALUE: refuse_value}
         return code
+
+
+def _codegen(names: list[str], specs: Sequence[Any], provenance: Provenance) -> Codegen:
+    return Codegen(_PyTreeInfo(names, *map(_spec, specs)), provenance)
+
+
+def _plain(spec: Any) -> Any:
+    """A pytree spec as tuples, None for its leaves: pickled as it is, torch 2.13 warns of them."""
+    if spec.is_leaf():
+        return None
+    return spec.type, spec.context, [_plain(spec.child(k)) for k in range(spec.num_children)]
+
+
+def _spec(plain: Any) -> Any:
+    """The inverse of `_plain`."""
+    if plain is None:
+        return pytree.tree_structure(0)
+    kind, context, children = plain
+    return pytree.TreeSpec(kind, context, [_spec(child) for child in children])
 
 
 def binding(name: str, overload: str = "default") -> str | None:

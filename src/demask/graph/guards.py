@@ -1,4 +1,5 @@
 """What must hold of the sizes of a call for a captured graph to be the network's: said in Python.
+And of its inputs that are no tensors: what they were is part of the graph.
 
 torch.export walks one path through the code. Where that path was chosen by a size (`if h > 224`),
 or where an expression of sizes came out as a number and was taken for one, the graph holds for such
@@ -13,10 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import sympy
+from torch import fx
 
 from demask.graph.provenance import InputSpec
 
-REFUSE = "_refuse_sizes"  # the name of `refuse` in generated code
+REFUSE, REFUSE_VALUE = "_refuse_sizes", "_refuse_value"  # `refuse`, `refuse_value` in generated code
+_SCALARS = (bool, int, float, str)
 _SYMBOL = re.compile(r"[A-Za-z]\w{0,30}", re.ASCII)
 _NODES = (
     ast.Expression, ast.Compare, ast.BinOp, ast.UnaryOp, ast.Constant, ast.Name, ast.Load, ast.Call,
@@ -82,6 +85,50 @@ def refuse(words: str) -> NoReturn:
     Raised from here, not in the generated code, whose errors torch.fx prints with a page of source.
     """
     raise ValueError(words)
+
+
+def refuse_value(name: str, expected: str, found: object) -> NoReturn:
+    """What generated code calls for an input that is not what it was in the example."""
+    got = repr(found) if isinstance(found, (*_SCALARS, type(None))) else type(found).__name__
+    raise ValueError(
+        f"{name}: expected {expected}, as in the example that this network was captured with, "
+        f"got {got:.80}; demask an example like yours"
+    )
+
+
+def values_of(graph: fx.Graph) -> dict[str, str]:
+    """The inputs of a captured graph that are no tensors: what they were, as Python spells it."""
+    given = {n.name: n.meta["val"] for n in graph.nodes
+             if n.op == "placeholder" and "val" in n.meta}  # fmt: skip
+    return {name: repr(value) for name, value in given.items()
+            if value is None or type(value) in _SCALARS}  # fmt: skip
+
+
+def value_checks(names: Mapping[str, str], values: Mapping[str, str]) -> Iterator[str]:
+    """Lines of Python that call `refuse_value` where an input is not what it was in the example.
+
+    names: of the inputs, and of the variables that hold them. values: by name, as `values_of` says.
+    """
+    for name, text in values.items():
+        wrong = _differs(names[name], text) if name in names else None
+        if wrong is not None:
+            yield f"if {wrong}: {REFUSE_VALUE}({name!r}, {text!r}, {names[name]})\n"
+
+
+def _differs(name: str, text: str) -> str | None:
+    """Is the variable another value than `text` spells? None where that spells no plain value."""
+    scalar = f"not isinstance({name}, (bool, int, float, str))"
+    if text == "nan":
+        return f"{scalar} or {name} == {name}"
+    if text in ("inf", "-inf"):
+        return f"{scalar} or {name} != float({text!r})"
+    try:
+        value = ast.literal_eval(text)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+    if value is None:
+        return f"{name} is not None"
+    return f"{scalar} or {name} != {value!r}" if type(value) in _SCALARS else None
 
 
 def checks(

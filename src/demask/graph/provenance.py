@@ -70,7 +70,9 @@ class Provenance:
     cuts: per tensor of the result, how it was cut. reasons: every slice kept and why. effects: how
     many ops of each kind the result holds to keep shapes ("scatter", "scatter-add", "gather",
     "slice", "pad", "border map"). notes: what else the user should know (dynamic dimensions,
-    licences used). inputs: the tensors a call takes, flattened. before, after: sizes.
+    licences used). inputs: the tensors a call takes, flattened. before, after: sizes. values: what
+    other inputs (None, numbers, flags, text) were in the example, as Python spells it; the result
+    is the network for these alone.
     """
 
     cuts: Mapping[str, Cut]
@@ -82,6 +84,7 @@ class Provenance:
     after: Sizes
     removed: Mapping[str, int] = field(default_factory=dict)  # module -> parameters gone
     guards: tuple[str, ...] = ()  # conditions on dynamic sizes (see `guards`)
+    values: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary; `from_dict` takes it back."""
@@ -95,6 +98,7 @@ class Provenance:
             "after": asdict(self.after),
             "removed": dict(self.removed),
             "guards": list(self.guards),
+            "values": dict(self.values),
         }
 
     @classmethod
@@ -110,6 +114,7 @@ class Provenance:
             after=Sizes(**data["after"]),
             removed=dict(data["removed"]),
             guards=tuple(str(guard) for guard in data.get("guards", ())),
+            values={str(k): str(v) for k, v in data.get("values", {}).items()},
         )
 
 

@@ -13,8 +13,11 @@ from torch.fx.graph import _PyTreeInfo
 from demask.graph.codegen import Codegen
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Provenance, Sizes
+from demask.graph.rows import Row, graph_of, rows_of
 
 aten = torch.ops.aten
+# Of a GraphModule, made from its graph.
+_GENERATED = {"_graph", "_code", "_lineno_map", "_prologue_start", "_in_spec", "_out_spec"}
 _NORMS = {
     1: nn.BatchNorm1d,
     2: nn.BatchNorm1d,
@@ -27,7 +30,10 @@ _NORMS = {
 class Demasked(fx.GraphModule):
     """A demasked network: an ordinary GraphModule that remembers where it came from.
 
-    demasked: its Provenance. Copies keep it.
+    demasked: its Provenance. Copies keep it, and so do pickles: `torch.save` of the whole module,
+    processes that are spawned. Reading a pickle runs what it says (`torch.load` asks for
+    `weights_only=False`), so read your own alone; `demask.save` and `demask.load` use none, and are
+    for files that come from others.
     """
 
     demasked: Provenance
@@ -54,6 +60,21 @@ class Demasked(fx.GraphModule):
         copied = Demasked.of(plain, plain.graph, specs, self.demasked)
         copied.training = self.training
         return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """How to pickle it: the graph node by node, since torch.fx traces the generated code anew,
+        and stops at its checks of sizes."""
+        state = {name: value for name, value in vars(self).items() if name not in _GENERATED}
+        return _unpickled, (rows_of(self.graph), self.graph._codegen), state
+
+
+def _unpickled(rows: Sequence[Row], codegen: fx.graph.CodeGen) -> Demasked:
+    """The module of a pickled graph; pickle then puts in what its tensors and modules are."""
+    module = Demasked(nn.Module(), fx.Graph(), class_name="Demasked")
+    graph = graph_of(rows)
+    graph.set_codegen(codegen)
+    module.graph = graph
+    return module
 
 
 def _keep_names(source: nn.Module, target: nn.Module, copies: Mapping[int, Any]) -> None:

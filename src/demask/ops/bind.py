@@ -78,6 +78,9 @@ def bind(node: fx.Node, table: Table) -> Relation | Declined:
     if isinstance(spelled, Spelled) and spelled.mixes:
         entry = replace(entry, fill="mix", main=1)
     which = schema.operands(node, entry.indices)
+    numbers = [*(operand.value for operand in which), schema.arguments(node).get("fill_value")]
+    if schema.is_dynamic(numbers):
+        return Declined(f"{name} with a number computed at run time")
     places = {name: _index(schema.arguments(node)[name]) for name in entry.indices}
     indices = {name: value for name, value in places.items() if value is not None}
     if len(indices) < len(places):

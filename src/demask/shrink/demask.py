@@ -15,7 +15,7 @@ from demask.facts.known import Relations
 from demask.graph.capture import capture
 from demask.graph.fold import folded
 from demask.graph.functional import functionalized
-from demask.graph.guards import renamed
+from demask.graph.guards import renamed, values_of
 from demask.graph.hoist import hoisted
 from demask.graph.program import Program
 from demask.graph.provenance import Cut, InputSpec, Provenance, Reason, Sizes
@@ -29,7 +29,7 @@ from demask.shrink.condense import condensed
 from demask.shrink.groups import grouped
 from demask.shrink.measure import removed, sizes_of, traffic
 from demask.shrink.names import named
-from demask.shrink.place import place
+from demask.shrink.place import Placement, place
 from demask.shrink.reading import Reading, relations_of
 from demask.shrink.rewrite import Rewritten, rewrite
 from demask.shrink.side import sided
@@ -143,12 +143,15 @@ def _attempts(reading: Reading) -> Iterator[Rewritten]:
         if (made := form(reading)) is not None:
             yield from _attempts(Reading.of(folded(made), reading.table))
     if (made := sided(reading)) is not None:
-        yield _attempt(Reading.of(made, reading.table))
-    yield _attempt(reading)
-    if reading.has_shared_weights:
-        yield _attempt(reading, tied=True)
+        split = Reading.of(made, reading.table)
+        yield _rewritten(split, split.placer.placement())
+    plain = _rewritten(reading, reading.placer.placement())
+    yield plain
+    if _cut_apart(plain):
+        yield _rewritten(reading, _tied(reading))
     if reading.has_matrices:
-        yield _attempt(Reading.of(reading.program, reading.table, frugal=True))
+        frugal = Reading.of(reading.program, reading.table, frugal=True)
+        yield _rewritten(frugal, frugal.placer.placement())
 
 
 def _uncut(program: Program) -> dict[str, Cut]:
@@ -179,11 +182,22 @@ def _composed(later: Cut, earlier: Mapping[str, Cut]) -> Cut:
     return Cut(first.source, first.shape, kept)
 
 
-def _attempt(reading: Reading, *, tied: bool = False) -> Rewritten:
-    """One pass over the program."""
-    program, relations, facts = reading.program, reading.relations, reading.facts
-    placement = place(program.graph, relations, facts, reading.needs, tied=tied)
-    return rewrite(program, relations, facts, reading.needs, placement)
+def _rewritten(reading: Reading, placement: Placement) -> Rewritten:
+    """The program as a placement lays it out."""
+    program, relations = reading.program, reading.relations
+    return rewrite(program, relations, reading.facts, reading.needs, placement)
+
+
+def _cut_apart(made: Rewritten) -> bool:
+    """Was one tensor cut in several ways, for several calls that read it?"""
+    ways = {(cut.source, cut.kept) for cut in made.cuts.values()}
+    return len(ways) > len({source for source, _ in ways})
+
+
+def _tied(reading: Reading) -> Placement:
+    """A placement in which such a tensor stays one."""
+    graph, relations = reading.program.graph, reading.relations
+    return place(graph, relations, reading.facts, reading.needs, tied=True)
 
 
 def _owned(program: Program) -> Program:
@@ -209,6 +223,7 @@ def _provenance(first: _Step, last: _Step) -> Provenance:
         after=last.sizes,
         removed=removed(first.program, last.program),
         guards=first.program.guards,
+        values=values_of(first.program.graph),
     )
 
 

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from demask.facts.known import Facts, Key, Relations, key_of
-from demask.facts.needed import Needs
-from demask.ops import Declined, Relation
+from demask.facts.known import Key, key_of
+from demask.ops import Relation
 from demask.shrink.place import Placer, is_constant
 
 Leaves = tuple[tuple[int, ...], ...]  # the cells of each axis of a tensor, as they are at the end
@@ -48,11 +47,8 @@ class Fiber:
 class Fibers:
     """The pairs of cells of a graph whose inner positions may be ordered head by head."""
 
-    def __init__(self, graph: fx.Graph, relations: Relations, facts: Facts, needs: Needs):
-        self.relations, self.needs = relations, needs
-        self.placer = Placer(graph, relations, facts, needs)
-        if any(map(_has_composites, self.relations.values())):
-            self.placer.tie()
+    def __init__(self, placer: Placer):
+        self.placer, self.relations, self.needs = placer, placer.relations, placer.needs
         self.value = {key: self._leaves(axes) for key, axes in self.placer.value.items()}
         self.slot = {edge: self._leaves(axes) for edge, axes in self.placer.slot.items()}
         self.bad: set[int] = set()
@@ -180,10 +176,3 @@ class Fibers:
         mask = mask.any(dim=rest, keepdim=True) if rest else mask
         mask = mask.permute([a, b, *rest]).reshape(mask.shape[a], mask.shape[b])
         return mask.expand(fiber.live.shape)
-
-
-def _has_composites(relation: Relation | Declined) -> bool:
-    """Does a call split or merge axes (heads), other than the groups of a convolution?"""
-    if isinstance(relation, Declined) or relation.entry.fill != "same":
-        return False
-    return any(len(axis) > 1 for axes in (*relation.ins, *relation.outs) for axis in axes)

@@ -44,7 +44,9 @@ def place(
 ) -> Placement:
     """The smallest layouts that compute every live position. tied: a weight that several calls read
     is cut alike in all of them, and so stays one tensor."""
-    return Placer(graph, relations, facts, needs, tied=tied).run()
+    placer = Placer(graph, relations, facts, needs, tied=tied)
+    placer.tie()
+    return placer.placement()
 
 
 def is_join(relation: Relation) -> bool:
@@ -96,8 +98,8 @@ class Placer:
             if isinstance(relation, Relation) and relation.back and (node, 0) in self.slot:
                 self._outnumber(relation)
 
-    def run(self) -> Placement:
-        self.tie()
+    def placement(self) -> Placement:
+        """The layouts, once everything is tied."""
         order = self._orders()
         return Placement(
             {key: self._layout(axes, order) for key, axes in self.value.items()},
@@ -259,9 +261,58 @@ class Placer:
             rank = ranked(universe, supports, any(self.cells.forced(c) for c in universe))
             if rank is not None:
                 result |= dict.fromkeys(universe, rank)
-        self._parts(result)
-        self._moves(result)
+        above, below = self._bounds()
+        self._parts(result, above)
+        self._moves(result, below)
         return result
+
+    def _bounds(self) -> tuple[set[int], set[int]]:
+        """Cells that have their order from what makes them, and from what reads them: anything but
+        constant weights, which can be stored in any order, and moves of such."""
+        above: set[int] = set()
+        below: set[int] = set()
+        up: list[tuple[int, int]] = []  # what a move makes, and of what
+        for node in self.graph.nodes:
+            relation = self.relations.get(node)
+            if not isinstance(relation, Relation):
+                above |= self._cells_of((node, 0))
+                below |= {
+                    c for source in node.all_input_nodes for c in self._cells_of(key_of(source))
+                }
+                continue
+            for k, operand in enumerate(relation.operands):
+                if (node, k) in self.slot and key_of(operand.value) in self.value:
+                    self._bound(relation, k, above, below, up)
+        while True:
+            sizes = len(above), len(below)
+            above |= {made for made, source in up if source in above}
+            below |= {source for made, source in up if made in below}
+            if sizes == (len(above), len(below)):
+                return above, below
+
+    def _cells_of(self, key: Key) -> set[int]:
+        return {c for cells in self.value.get(key, ()) for c in self.cells.leaves(cells)}
+
+    def _bound(
+        self, relation: Relation, k: int, above: set[int], below: set[int], up: list
+    ) -> None:
+        """What one operand's axes say of the order of their cells."""
+        node, held = relation.node, self.value[key_of(relation.operands[k].value)]
+        factors = relation.factors if relation.entry.fill == "sum" else ()
+        weighed = any(is_constant(relation.operands[j].value) for j in factors)
+        summed = relation.contracted if weighed else frozenset()
+        for d, (mine, theirs) in enumerate(zip(self.slot[node, k], held, strict=True)):
+            letters = set(relation.ins[k][d])
+            leaves = set(self.cells.leaves(theirs))
+            if letters & relation.moved and len(relation.outs) == 1:
+                made = self.value.get((node, 0), ())
+                same = len(made) == len(held)
+                outs = set(self.cells.leaves(made[d])) if same else leaves
+                up += [(a, b) for a in outs for b in leaves]
+                (above if same else below).update(set() if same else leaves)
+            elif not letters & summed and self.cells.leaves(mine) != self.cells.leaves(theirs):
+                below |= leaves
+                above |= set(self.cells.leaves(mine))
 
     def _leaf(self, key: Key, axis: int, taken: Mapping[int, list[int]]) -> int | None:
         """The one cell of an axis, if its order is still free."""
@@ -269,12 +320,13 @@ class Placer:
         free = len(leaves) == 1 and leaves[0] not in taken and not self.cells.forced(leaves[0])
         return leaves[0] if free else None
 
-    def _parts(self, orders: dict[int, list[int]]) -> None:
+    def _parts(self, orders: dict[int, list[int]], above: set[int]) -> None:
         """Orders of axes that calls only take parts of: one part after another, each a slice."""
         for key, axes in reversed(self.value.items()):
             users = [u for u in key[0].users if u.op == "output" or (u, 0) in self.value]
             for k in range(len(axes)):
                 leaf = self._leaf(key, k, orders)
+                leaf = None if leaf in above else leaf
                 parts = [] if leaf is None else [self._taken(u, key[0], k, orders) for u in users]
                 if leaf is None or not parts or None in parts:
                     continue
@@ -302,7 +354,7 @@ class Placer:
                 found = [found[p] for p in orders[leaves[0]]]
         return found
 
-    def _moves(self, orders: dict[int, list[int]]) -> None:
+    def _moves(self, orders: dict[int, list[int]], below: set[int]) -> None:
         """Orders of axes whose positions a call moves: as they come, so that they need not move."""
         for node, relation in self.relations.items():
             if not isinstance(relation, Relation) or len(relation.outs) != 1:
@@ -313,7 +365,12 @@ class Placer:
                 base = "".join(letters).partition(">")[0]
                 move = relation.moves[0].get(base) if set(letters) & relation.moved else None
                 leaf = None if move is None else self._leaf((node, 0), axis, orders)
-                if move is None or leaf is None or len(move.source) != self.cells.size(leaf):
+                if (
+                    move is None
+                    or leaf is None
+                    or leaf in below
+                    or len(move.source) != self.cells.size(leaf)
+                ):
                     continue
                 ranks = [self._ranks(o.value, axis, orders) for o in relation.operands]
                 pairs = zip(move.source.tolist(), move.position.tolist(), strict=True)

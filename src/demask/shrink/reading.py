@@ -13,6 +13,7 @@ from demask.facts.needed import Needs, needed
 from demask.graph.program import Program
 from demask.ops import Declined, Relation, Table, bind, schema
 from demask.shrink.fibers import Fibers
+from demask.shrink.place import Placer
 
 
 @dataclass(frozen=True)
@@ -38,20 +39,21 @@ class Reading:
         return needed(self.program.graph, self.relations, self.facts)
 
     @cached_property
+    def placer(self) -> Placer:
+        """Every axis tied to those that must be cut alike."""
+        placer = Placer(self.program.graph, self.relations, self.facts, self.needs)
+        placer.tie()
+        return placer
+
+    @cached_property
     def fibers(self) -> Fibers:
-        return Fibers(self.program.graph, self.relations, self.facts, self.needs)
+        return Fibers(self.placer)
 
     @property
     def has_matrices(self) -> bool:
         """Would known values have to be stored as matrices?"""
         calls = (fact for (node, _), fact in self.facts.items() if node.op == "call_function")
         return any(map(is_matrix, calls))
-
-    @property
-    def has_shared_weights(self) -> bool:
-        """Do several calls read one constant?"""
-        graph = self.program.graph
-        return any(node.op == "get_attr" and len(node.users) > 1 for node in graph.nodes)
 
 
 def relations_of(graph: fx.Graph, table: Table) -> dict[fx.Node, Relation | Declined]:

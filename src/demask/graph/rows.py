@@ -1,0 +1,76 @@
+"""A graph as plain values, which pickle takes, and back: nothing is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch.fx.node import map_aggregate
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A node by its name, in the arguments of another."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Overload:
+    """An op by its names: ("aten::relu", "default")."""
+
+    name: str
+    overload: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One node of a graph, as `Graph.create_node` takes it."""
+
+    op: str
+    name: str
+    target: Any
+    args: Any
+    kwargs: Any
+
+
+def rows_of(graph: fx.Graph) -> tuple[Row, ...]:
+    """The nodes of a graph in their order, without their `meta`; `graph_of` is the inverse."""
+
+    def plain(leaf: Any) -> Any:
+        return Reference(leaf.name) if isinstance(leaf, fx.Node) else leaf
+
+    def row(node: fx.Node) -> Row:
+        target: Any = node.target
+        if isinstance(target, OpOverload):
+            target = Overload(target._schema.name, target._overloadname)
+        args, kwargs = (map_aggregate(given, plain) for given in (node.args, node.kwargs))
+        return Row(node.op, node.name, target, args, kwargs)
+
+    return tuple(row(node) for node in graph.nodes)
+
+
+def graph_of(rows: Sequence[Row]) -> fx.Graph:
+    """A graph with the nodes of `rows`. AttributeError where an op of another library is not
+    registered: import that library first."""
+    graph, nodes = fx.Graph(), {}
+
+    def whole(leaf: Any) -> Any:
+        return nodes[leaf.name] if isinstance(leaf, Reference) else leaf
+
+    for row in rows:
+        target = _op(row.target) if isinstance(row.target, Overload) else row.target
+        args, kwargs = (map_aggregate(given, whole) for given in (row.args, row.kwargs))
+        node = graph.create_node(row.op, target, args, kwargs, name=row.name)  # type: ignore[arg-type]
+        node.name = row.name  # torch.fx numbers names that are builtins' again
+        nodes[row.name] = node
+    return graph
+
+
+def _op(overload: Overload) -> OpOverload:
+    namespace, _, name = overload.name.partition("::")
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload.overload)

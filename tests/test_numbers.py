@@ -1,0 +1,55 @@
+"""Sizes as numbers in the arithmetic of tensors: read at run time, with masked channels around."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+import demask
+from test_micro import difference
+
+FORMULAS: dict[str, Callable[[Tensor, Any, Any, Any], Tensor]] = {
+    "mean by hand": lambda y, n, h, w: y - y.sum((2, 3), keepdim=True) / (h * w),
+    "ratio": lambda y, n, h, w: y * (h / w),
+    "sum": lambda y, n, h, w: y + h,
+    "sum with a factor": lambda y, n, h, w: y.sub(h, alpha=2),
+    "reversed": lambda y, n, h, w: w - y,
+    "reciprocal": lambda y, n, h, w: h / y.exp(),
+    "batch": lambda y, n, h, w: y / n,
+    "limit": lambda y, n, h, w: y.clamp(max=w - h),
+    "filled like": lambda y, n, h, w: y + torch.full_like(y, h),
+    "filled": lambda y, n, h, w: y * y.new_full((n, 1, h, w), w),
+    "positions": lambda y, n, h, w: y + torch.arange(h, dtype=y.dtype)[:, None] / h,
+}
+
+
+class Net(nn.Module):
+    def __init__(self, formula: Callable[..., Tensor], bias: float) -> None:
+        super().__init__()
+        self.formula = formula
+        self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 3, padding=1)
+        with torch.no_grad():
+            self.a.weight[:3], self.a.bias[:3] = 0, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        n, _, h, w = y.shape
+        return self.b(self.formula(y, n, h, w))
+
+
+@pytest.mark.parametrize("bias", [0.0, 0.5])
+@pytest.mark.parametrize("name", FORMULAS)
+def test_exact_at_any_size(name: str, bias: float) -> None:
+    torch.manual_seed(0)
+    net = Net(FORMULAS[name], bias).double().eval()
+    shapes = (dict.fromkeys((0, 2, 3), Dim.AUTO),)
+    slim = demask.demask(net, (torch.randn(2, 3, 8, 10).double(),), dynamic_shapes=shapes)
+    assert slim.get_parameter("a.weight").shape[0] == 5
+    for batch, height, width in ((1, 9, 7), (3, 5, 11)):
+        x = torch.randn(batch, 3, height, width).double()
+        assert difference(net(x), slim(x)) <= 1e-10
