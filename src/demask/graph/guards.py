@@ -18,7 +18,10 @@ from torch import fx
 
 from demask.graph.provenance import InputSpec
 
-REFUSE, REFUSE_VALUE = "_refuse_sizes", "_refuse_value"  # `refuse`, `refuse_value` in generated code
+REFUSE, REFUSE_VALUE = (
+    "_refuse_sizes",
+    "_refuse_value",
+)  # `refuse`, `refuse_value` in generated code
 _SCALARS = (bool, int, float, str)
 _SYMBOL = re.compile(r"[A-Za-z]\w{0,30}", re.ASCII)
 _NODES = (

@@ -22,6 +22,7 @@ from demask.graph.provenance import Cut, InputSpec, Provenance, Reason, Sizes
 from demask.graph.recurrent import layered
 from demask.graph.result import Demasked, build
 from demask.graph.spell import spelled
+from demask.graph.tokens import early
 from demask.graph.unmerge import unmerged
 from demask.ops import TABLE, Table, schema
 from demask.shrink.align import aligned
@@ -72,7 +73,7 @@ def demask(
 
 def simplified(program: Program) -> Program:
     """Canonically spelled, constants folded: what the facts are read off."""
-    return folded(hoisted(unmerged(spelled(program))))
+    return folded(early(hoisted(unmerged(spelled(program)))))
 
 
 def shrunk(given: Program, table: Table) -> Demasked:

@@ -1,0 +1,114 @@
+"""What only one token needs is computed for one token, however many there are.
+
+    layer(x)[:, 0]  ==  layer(x[:, :1])[:, 0]        for all that a layer does token by token
+
+Along an axis of a known size the sweeps find this by themselves. A dynamic axis has no positions to
+tell apart, so taking one is moved before every call that does the same to each (feature row 000-j).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from demask.graph.build import Builder, mode_of, sizes_of
+from demask.graph.fold import drop_unread
+from demask.graph.program import Program, copied
+from demask.ops import TABLE, Relation, bind, schema
+
+aten = torch.ops.aten
+_END = 2**63 - 1
+_Take = tuple[int, int]  # the axis, and the position: 0 is the first, -1 the last
+
+
+def early(program: Program) -> Program:
+    """The program with single positions of dynamic axes taken as early as can be."""
+    if not any(_taken(node) for node in program.graph.nodes):
+        return program
+    graph, _ = copied(program)
+    build = Builder(graph, mode_of(graph))
+    todo = [node for node in graph.nodes if _taken(node)]
+    moved = False
+    while todo:
+        made = _move(build, todo.pop())
+        moved |= made is not None
+        todo += made or []
+    if not moved:
+        return program
+    drop_unread(graph)
+    return program.with_graph(graph)
+
+
+def _taken(node: fx.Node) -> _Take | None:
+    """What a call takes, if it is one position of a dynamic axis."""
+    if node.target not in (aten.select.int, aten.slice.Tensor) or not node.users:
+        return None
+    found = schema.arguments(node)
+    shape = found["self"].meta["val"].shape
+    dim = found["dim"] % len(shape)
+    if isinstance(shape[dim], int):
+        return None
+    if node.target is aten.select.int:
+        return (dim, found["index"]) if found["index"] in (0, -1) else None
+    ends = (found["start"] or 0, _END if found["end"] is None else found["end"], found["step"])
+    return {(0, 1, 1): (dim, 0), (-1, _END, 1): (dim, -1)}.get(ends)
+
+
+def _move(build: Builder, node: fx.Node) -> list[fx.Node] | None:
+    """Take a position of what a value is made of; the calls that now take one."""
+    take, source = _taken(node), node.all_input_nodes[0]
+    if take is None or any(_taken(user) != take for user in source.users if not _is_size(user)):
+        return None
+    relation = bind(source, TABLE) if source.op == "call_function" and _single(source) else None
+    if not isinstance(relation, Relation) or relation.entry.free or len(relation.outs) != 1:
+        return None
+    dim, index = take
+    letters = relation.outs[0][dim]
+    bound = relation.complete | relation.window | relation.moved | relation.back
+    if len(letters) != 1 or set(letters) & bound:
+        return None
+    places = [axes.index(letters) if letters in axes else None for axes in relation.ins]
+    merged = [a for axes in relation.ins for a in axes if len(a) > 1 and set(a) & set(letters)]
+    if merged or all(place is None for place in places):
+        return None
+    return _again(build, source, relation, places, dim, index)
+
+
+def _again(
+    build: Builder, source: fx.Node, relation: Relation, places: list[Any], dim: int, index: int
+) -> list[fx.Node]:
+    ends = (0, 1) if index == 0 else (-1, _END)
+    values, made = [], []
+    with build.graph.inserting_before(source.next):
+        for operand, place in zip(relation.operands, places, strict=True):
+            if place is None or not isinstance(operand.value, fx.Node):
+                values.append(operand.value)
+                continue
+            part = build.call(aten.slice.Tensor, operand.value, place, *ends)
+            values.append(part)
+            made.append(part)
+        found = schema.replaced(schema.arguments(source), relation.operands, values)
+        if relation.entry.args is not None:
+            sizes: list[Any] = list(sizes_of(build, source))
+            sizes[dim] = 1
+            found |= relation.entry.args(source, [sizes])
+        args, kwargs = schema.call(source.target, found)
+        one = build.call(source.target, *args, **kwargs)
+        one.meta = {**source.meta, **one.meta}
+    for user in [u for u in source.users if _taken(u)]:
+        with build.graph.inserting_before(user):
+            gone = user.target is aten.select.int
+            final = build.call(aten.squeeze.dim, one, dim) if gone else one
+        final.meta = {**user.meta, **final.meta}
+        user.replace_all_uses_with(final)
+    return made
+
+
+def _is_size(node: fx.Node) -> bool:
+    return node.target is aten.sym_size.int
+
+
+def _single(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)

@@ -1,0 +1,58 @@
+"""What only one token needs is computed for one token, with a length known only at run time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.export import Dim
+
+from demask import demask
+from micro_sequences import Attention
+
+
+class Classifier(nn.Module):
+    """One pre-norm layer, and a head that reads one token."""
+
+    def __init__(self, form: str, token: int):
+        super().__init__()
+        self.attention, self.norm, self.token = Attention(16, form=form), nn.LayerNorm(16), token
+        self.inner, self.outer, self.head = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        x = x + self.outer(F.gelu(self.inner(self.norm(x))))
+        return self.head(self.norm(x)[:, self.token])
+
+
+# Per sample of five tokens: keys and values of all, all else of one.
+MACS = 2 * 5 * 16 * 16 + 16 * 16 + 2 * 5 * 16 + 16 * 16 + 2 * 16 * 32 + 16 * 3
+
+
+@pytest.mark.parametrize("form", ["sdpa", "spelled"])
+@pytest.mark.parametrize("token", [0, -1])
+def test_one_token_of_a_dynamic_length(form: str, token: int) -> None:
+    torch.manual_seed(0)
+    model = Classifier(form, token).double().eval()
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    slim = demask(model, (x,), dynamic_shapes=({0: Dim.AUTO, 1: Dim.AUTO},))
+    for batch, length in ((2, 5), (3, 9), (1, 2)):
+        y = torch.randn(batch, length, 16, dtype=torch.float64)
+        assert float((model(y) - slim(y)).detach().abs().max()) <= 1e-12
+    assert slim.demasked.after.macs == 2 * MACS
+    assert demask(model, (x,)).demasked.after.macs == 2 * MACS
+
+
+def test_a_token_that_others_read_stays() -> None:
+    class Both(Classifier):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            x = x + self.attention(self.norm(x))
+            return self.head(x[:, 0]), self.head(x)
+
+    model = Both("sdpa", 0).double().eval()
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    slim = demask(model, (x,), dynamic_shapes=({0: Dim.AUTO, 1: Dim.AUTO},))
+    y = torch.randn(3, 4, 16, dtype=torch.float64)
+    for a, b in zip(model(y), slim(y), strict=True):
+        assert float((a - b).detach().abs().max()) <= 1e-12
