@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 import demask
-from demask.graph.guards import checks
+from demask.graph.guards import REFUSE_VALUE, checks, value_checks
 from demask.graph.provenance import InputSpec
 
 
@@ -51,6 +52,84 @@ def test_an_expression_that_became_a_number_is_checked() -> None:
     for module in (slim, copy.deepcopy(slim)):
         with pytest.raises(ValueError, match="captured for sizes with"):
             module(torch.randn(1, 3, 20, 20).double())
+
+
+class Optional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(3, 3)
+
+    def forward(
+        self, x: Tensor, shift: Tensor | None = None, factor: float = 2.0, mode: str = "", **more
+    ) -> Tensor:
+        y = self.a(x) * factor
+        if shift is not None:
+            y = y + shift
+        return y * more["scale"] if mode == "scaled" else y
+
+
+@pytest.mark.parametrize(
+    ("position", "other", "words"),
+    [
+        (1, torch.ones(1, 3), "shift: expected None.*got Tensor"),
+        (2, 3.0, "factor: expected 2.0.*got 3.0"),
+        (2, torch.ones(()), "factor: expected 2.0.*got Tensor"),
+        (2, None, "factor: expected 2.0.*got None"),
+        (3, "scaled", "mode: expected 'plain'.*got 'scaled'"),
+    ],
+)
+def test_inputs_that_are_no_tensors_are_those_of_the_example(position, other, words, tmp_path):
+    model, args = Optional().eval(), (torch.randn(2, 3), None, 2.0, "plain")
+    slim = demask.demask(model, args)
+    demask.save(slim, tmp_path / "slim")
+    changed = (*args[:position], other, *args[position + 1 :])
+    for module in (slim, copy.deepcopy(slim), demask.load(tmp_path / "slim")):
+        assert torch.equal(module(*args), model(*args))
+        with pytest.raises(ValueError, match=words):
+            module(*changed)
+    again = demask.demask(slim, args).demasked
+    assert again.values == slim.demasked.values
+    assert again.guards == slim.demasked.guards
+
+
+@pytest.mark.parametrize("factor", [math.inf, -math.inf, math.nan, 0.1 + 0.2, -0.0, 10**40, True])
+def test_any_number_of_the_example_is_taken_again(factor: float) -> None:
+    (line,) = value_checks({"k": "k"}, {"k": repr(factor)})
+    refused: list[object] = []
+    names = {REFUSE_VALUE: lambda *given: refused.append(given)}
+    exec(line, names | {"k": factor})
+    assert refused == []
+    for other in (0.3, None, torch.tensor(factor)):
+        exec(line, names | {"k": other})
+    assert len(refused) == 3
+
+
+def test_values_from_elsewhere_are_not_code() -> None:
+    for text in ("print(1)", "[1]", "(", "__import__('os')", "1j", "b''"):
+        assert list(value_checks({"x": "x"}, {"x": text})) == []
+    assert list(value_checks({"x": "x"}, {"__import__('os')": "1"})) == []
+
+
+def test_a_keyword_that_forward_does_not_name_is_dynamic() -> None:
+    model, x = Optional().eval(), torch.randn(2, 3)
+    given = {"mode": "scaled", "scale": x}
+    for shapes in (None, "all"):
+        slim = demask.demask(model, (x,), given, dynamic_shapes=shapes)
+        y = torch.randn(5, 3)
+        for names in (("mode", "scale"), ("scale", "mode")):
+            inputs = {name: {"mode": "scaled", "scale": y}[name] for name in names}
+            torch.testing.assert_close(slim(y, **inputs), model(y, **inputs))
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_one_beside_other_batches_stays_one(batch: int) -> None:
+    """Positions for all texts: the example itself is not refused."""
+    model, shift = Optional().eval(), torch.randn(1, 3)
+    slim = demask.demask(model, (torch.randn(batch, 3), shift))
+    for count in (batch, 5):
+        x = torch.randn(count, 3)
+        given = shift.expand(count, -1) if batch == 1 else shift  # as many as there are texts
+        torch.testing.assert_close(slim(x, given), model(x, given))
 
 
 def test_a_refusal_is_one_error_and_nothing_is_printed(capfd) -> None:

@@ -211,24 +211,54 @@ def test_the_oracle_sees_a_planted_miss() -> None:
     assert any("blocks.0.fc1.weight, axis 0: position 5" in line for line in lines)
 
 
-@pytest.mark.parametrize("kind", ["unit", "head"])
-def test_part_of_a_model_generates_the_same_tokens(kind: str) -> None:
-    """The feed-forward networks alone are demasked; the cache, which no export takes, goes on."""
+@pytest.mark.parametrize(
+    ("kind", "part", "left"),
+    [("unit", "mlp", 1 / 2), ("head", "mlp", 1), ("head_output", "self_attn.o_proj", 1 / 2)],
+)
+def test_part_of_a_model_generates_the_same_tokens(kind: str, part: str, left: float) -> None:
+    """Parts alone are demasked, for any length: the step after the prompt reads one token. The
+    cache, which no export takes, goes on."""
     skip_unless_installed("llama")
     draw = generator()
     model: Any = masked("llama", kind, draw)
-    parts = [f"model.layers.{k}.mlp" for k in range(2)]
-    # The step after the prompt reads one token: the length is dynamic, too.
-    shapes = ({0: Dim.AUTO, 1: Dim.AUTO},)
-    inputs = {"input_ids": token_ids(2, 7, draw)}
-    slim: Any = demask.demask(model, (), inputs, modules=parts, dynamic_shapes=shapes)
+    parts = [f"model.layers.{k}.{part}" for k in range(2)]
+    slim: Any = demask.demask(model, (), {"input_ids": token_ids(2, 7, draw)}, modules=parts)
     options = {"use_cache": True, "do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
     for prompt in (token_ids(3, 9, draw), token_ids(1, 1, draw)):
         expected = model.generate(prompt, **options)
         assert expected.shape[1] > prompt.shape[1] + 2, "the case is void: hardly a token"
         assert torch.equal(slim.generate(prompt, **options), expected)
-    part = slim.get_submodule(parts[0]).demasked
-    assert part.after.parameters == part.before.parameters // (2 if kind == "unit" else 1)
+    found = slim.get_submodule(parts[0]).demasked
+    assert found.after.parameters == left * found.before.parameters
+
+
+def test_an_attention_that_is_called_by_keywords_is_a_part() -> None:
+    """Without a cache it exports, positions of one text for all of them included; it says so where
+    a cache comes later, and where one is in the example."""
+    skip_unless_installed("llama")
+    draw = generator()
+    model: Any = masked("llama", "head", draw)
+    parts = [f"model.layers.{k}.self_attn" for k in range(2)]
+    inputs = {"input_ids": token_ids(2, 7, draw)}
+    slim: Any = demask.demask(model, (), inputs, modules=parts)
+    for batch, length in ((2, 7), (3, 11), (1, 1)):
+        given = {"input_ids": token_ids(batch, length, draw)}
+        assert difference(model, slim, given) <= allowed(ARCHITECTURES["llama"])
+    found = slim.get_submodule(parts[0]).demasked
+    assert found.after.parameters < found.before.parameters
+    with pytest.raises(ValueError, match="past_key_values: expected None.*DynamicCache"):
+        slim.generate(**inputs, max_new_tokens=2, pad_token_id=0)
+    with pytest.raises(demask.NotExportable, match="DynamicCache"):
+        demask.demask(model, (), inputs | {"use_cache": True}, modules=parts)
+
+
+def test_swin_shifts_its_windows_and_merges_patches() -> None:
+    skip_unless_installed("swin")
+    model: Any = built("swin", generator())
+    blocks = [block for layer in model.swin.encoder.layers for block in layer.blocks]
+    assert [block.shift_size for block in blocks] == [0, 2, 0, 2]
+    assert all(min(block.input_resolution) >= 2 * block.window_size for block in blocks)
+    assert any(name.endswith("downsample.reduction") for name, _ in model.named_modules())
 
 
 @pytest.mark.parametrize(

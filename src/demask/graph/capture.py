@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import io
 import logging
@@ -52,6 +53,7 @@ def capture(
         raise BadInput(f"args must be a tuple of the model's inputs, got {type(args).__name__}: "
                        "write (x,) for one input")  # fmt: skip
     work = structural_copy(model, share=True).eval()
+    _name_keywords(work, kwargs or {}, dynamic_shapes)
     exported, notes = _export(work, args, dict(kwargs or {}), dynamic_shapes)
     return _program(exported, notes, model.training)
 
@@ -125,11 +127,28 @@ def _dynamic(work: nn.Module, args: Any, kwargs: Any, *, first: bool) -> Any:
         bound = signature.bind(*args, **kwargs).arguments
     except TypeError as error:
         raise BadInput(f"the example inputs do not fit forward{signature}: {error}") from error
-    flat: dict[str, Any] = {}
-    for name, value in bound.items():
-        keyword = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
-        flat |= value if keyword else {name: value}
-    return pytree.tree_map(spec, flat)
+    return pytree.tree_map(spec, bound)
+
+
+def _name_keywords(work: nn.Module, kwargs: Mapping[str, Any], dynamic_shapes: Any) -> None:
+    """Have `work`, a copy of ours, say by name which keywords its `**kwargs` takes: where it does
+    not, torch 2.13 has no spelling for their dynamic shapes."""
+    signature = inspect.signature(work.forward)
+    named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    more = [name for name in kwargs if name not in {p.name for p in named}]
+    if len(named) == len(signature.parameters) or not more:
+        return
+    if isinstance(dynamic_shapes, dict) and not set(more) & set(dynamic_shapes):
+        return  # The caller's own spelling.
+    plain = work.forward
+
+    @functools.wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return plain(*args, **kwargs)
+
+    keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in more]
+    forward.__signature__ = signature.replace(parameters=[*named, *keywords])  # type: ignore[attr-defined]
+    work.forward = forward
 
 
 def _first_is_dynamic(exported: ExportedProgram) -> bool:
