@@ -47,7 +47,16 @@ SUITES = {
         "torchvision's classifiers",
         {"channels": "half of each convolution's output channels are zero"},
     ),
-    "recurrent": ("Recurrent networks", {}),
+    "recurrent": (
+        "Recurrent networks",
+        {
+            "nothing": "nothing is zero",
+            "units": "4 of 10 units of every layer are zero, 2 of 4 that a projection makes",
+            "channels": "half of the channels that come in are zero, or not read",
+            "layer": "the first layer is zero",
+            "direction": "the backward direction is zero, where there is one",
+        },
+    ),
 }
 
 Line = dict[str, Any]

@@ -99,7 +99,7 @@ def test_any_number_of_the_example_is_taken_again(factor: float) -> None:
     names = {REFUSE_VALUE: lambda *given: refused.append(given)}
     exec(line, names | {"k": factor})
     assert refused == []
-    for other in (0.3, None, torch.tensor(factor)):
+    for other in (0.3, None, torch.tensor(1.0)):
         exec(line, names | {"k": other})
     assert len(refused) == 3
 

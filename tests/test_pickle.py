@@ -1,4 +1,4 @@
-"""A whole result goes through pickle: into files of torch.save, and to processes that are spawned."""
+"""A whole result goes through pickle: into files of torch.save, to processes that are spawned."""
 
 from __future__ import annotations
 

@@ -194,6 +194,8 @@ def test_exact_small_and_minimal(config: Config, mask: str, result: Callable[...
     slim = demask.demask(net, example(config, 5, 2), dynamic_shapes=shapes(config))
     before, after = slim.demasked.before.parameters, slim.demasked.after.parameters
     result(before=before, after=after)
+    if config.states and mask in ("units", "layer", "direction"):
+        result(note="its states are inputs, and units without weights still hold them")
     errors = []
     for length, batch in [(5, 2), (5, 7), (9, 2), (9, 7), (1, 1)]:
         inputs = example(config, length, batch)

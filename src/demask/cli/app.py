@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
 from pathlib import Path
@@ -29,6 +30,15 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for m
 Model = Annotated[
     Path,
     typer.Argument(help="A .pt2 file of torch.export.save, or a .demask archive of demask.save."),
+]
+Imports = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import",
+        metavar="MODULE",
+        help="Import a module that defines what the network takes or returns, such as "
+        "transformers.modeling_outputs. May be given several times.",
+    ),
 ]
 
 
@@ -110,6 +120,7 @@ def slim(
         typer.Option("--output", "-o", help="Where to write the result: .pt2, or .demask."),
     ],
     as_json: Json = False,
+    imports: Imports = None,
 ) -> None:
     """Write a network that computes the same as MODEL without the work that was masked away.
 
@@ -125,6 +136,7 @@ def slim(
         import demask
         from demask.cli.models import read_network
 
+        _import(imports)
         given = read_network(model)
         step("demasking")
         result = demask.demask(given.model, given.args)
@@ -141,7 +153,7 @@ def slim(
 
 
 @app.command()
-def inspect(model: Model, as_json: Json = False) -> None:
+def inspect(model: Model, as_json: Json = False, imports: Imports = None) -> None:
     """Print what could go from MODEL: sizes, masked share per module, ops demask has no rule for.
 
     For every such op that something was kept for it says what a rule would free at most: this
@@ -155,6 +167,7 @@ def inspect(model: Model, as_json: Json = False) -> None:
         from demask.cli.inspection import inspect_network
         from demask.cli.models import read_network
 
+        _import(imports)
         given = read_network(model)
         step("looking for work that was masked away")
         inspection = inspect_network(given, step)
@@ -162,7 +175,7 @@ def inspect(model: Model, as_json: Json = False) -> None:
 
 
 @app.command()
-def verify(a: Model, b: Model, as_json: Json = False) -> None:
+def verify(a: Model, b: Model, as_json: Json = False, imports: Imports = None) -> None:
     """Check that A and B compute the same; exit with 1 if they do not.
 
     \b
@@ -173,6 +186,7 @@ def verify(a: Model, b: Model, as_json: Json = False) -> None:
         import demask
         from demask.cli.models import read_network
 
+        _import(imports)
         first, second = read_network(a), read_network(b)
         step("comparing")
         verification = demask.verify(first.model, second.module, first.args, check=False)
@@ -181,6 +195,15 @@ def verify(a: Model, b: Model, as_json: Json = False) -> None:
     _print(f"{verdict}: {words}, in {verification.dtype}", _plain(verification), as_json)
     if not verification.ok:
         raise typer.Exit(CHECK_FAILED)
+
+
+def _import(modules: list[str] | None) -> None:
+    """Import what the caller named; BadInput where there is no such module."""
+    for name in modules or ():
+        try:
+            import_module(name)
+        except ImportError as error:
+            raise BadInput(f"cannot import {name}: {error}; is it installed here?") from error
 
 
 def _check_output(path: Path, suffixes: tuple[str, ...]) -> None:

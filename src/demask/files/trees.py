@@ -81,11 +81,11 @@ def _children(node: Any) -> list[Any]:
 
 def _check_context(kind: str, context: Any, children: int) -> None:
     if kind not in pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE:
-        library = kind.split(".")[0]
+        module = kind.rpartition(".")[0]
         raise BadInput(
-            f"the model takes or returns a {kind!r}, which is not known here; "
-            f"import the library that defines it first (import {library}) and register it "
-            "with torch.utils._pytree or torch.export.register_dataclass"
+            f"the model takes or returns a {kind!r}, which is not known here: import {module} "
+            f"first (on the command line: --import {module}); if that does not register it, do so "
+            "with torch.export.register_dataclass"
         )
     if kind == "collections.defaultdict":
         context = _default_keys(context)

@@ -27,6 +27,7 @@ from demask.errors import BadInput, NotExportable
 from demask.graph.build import mode_of
 from demask.graph.copying import structural_copy
 from demask.graph.guards import guards_of
+from demask.graph.inline import inlined
 from demask.graph.program import Constant, Program
 from demask.graph.shapes import shapes_only
 
@@ -87,7 +88,7 @@ def _dynamically(work: nn.Module, args: Any, kwargs: Any, *, first: bool) -> Exp
     pairs = zip(pytree.tree_leaves(wide), pytree.tree_leaves((args, kwargs)), strict=True)
     if any(a is not b for a, b in pairs):
         with contextlib.suppress(NotExportable, BadInput):
-            exported = _attempt(work, *wide, _dynamic(work, *wide, first=first))
+            exported = _attempt(work, wide[0], wide[1], _dynamic(work, *wide, first=first))
             if _fits(exported, args, kwargs):
                 return exported
     return _attempt(work, args, kwargs, _dynamic(work, args, kwargs, first=first))
@@ -100,8 +101,8 @@ def _fits(exported: ExportedProgram, args: Any, kwargs: Any) -> bool:
     found: dict[Any, int] = {}
     for node, leaf in zip(nodes, pytree.tree_leaves((args, kwargs)), strict=True):
         value = node.meta.get("val")
-        for size, real in zip(value.shape, leaf.shape) if isinstance(value, Tensor) else ():
-            size = _settled(size)
+        sizes = value.shape if isinstance(value, Tensor) else ()
+        for size, real in zip(map(_settled, sizes), getattr(leaf, "shape", ()), strict=False):
             expected = size if isinstance(size, int) else found.setdefault(size.node.expr, real)
             if expected != real:
                 return False
@@ -231,13 +232,13 @@ def _not_exportable(error: Exception) -> NotExportable:
 def _program(exported: ExportedProgram, notes: tuple[str, ...], training: bool) -> Program:
     """The exported graph with parameters and buffers read by get_attr instead of passed in."""
     _refuse_mutation(exported)
-    graph = fx.Graph()
-    graph.graph_copy(exported.graph, mapping := {})
-    result = next(n for n in exported.graph.nodes if n.op == "output")
+    graph, given = fx.Graph(), inlined(exported.graph_module)
+    graph.graph_copy(given, mapping := {})
+    result = next(n for n in given.nodes if n.op == "output")
     specs = {s.arg.name: s for s in exported.graph_signature.input_specs}
     constants: dict[str, Constant] = {}
     tied = _tied(exported)
-    inputs = [n for n in exported.graph.nodes if n.op == "placeholder"]
+    inputs = [n for n in given.nodes if n.op == "placeholder"]
     for node in inputs:
         spec: Any = specs[node.name]
         if spec.kind is InputKind.USER_INPUT:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.graph import _PyTreeInfo
+from torch.fx.graph import CodeGen, _PyTreeInfo
 
 from demask.graph.codegen import Codegen
 from demask.graph.program import Constant, Program
@@ -68,7 +68,7 @@ class Demasked(fx.GraphModule):
         return _unpickled, (rows_of(self.graph), self.graph._codegen), state
 
 
-def _unpickled(rows: Sequence[Row], codegen: fx.graph.CodeGen) -> Demasked:
+def _unpickled(rows: Sequence[Row], codegen: CodeGen) -> Demasked:
     """The module of a pickled graph; pickle then puts in what its tensors and modules are."""
     module = Demasked(nn.Module(), fx.Graph(), class_name="Demasked")
     graph = graph_of(rows)

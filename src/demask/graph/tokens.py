@@ -93,7 +93,8 @@ def _again(
         if relation.entry.args is not None:
             sizes: list[Any] = list(sizes_of(build, source))
             sizes[dim] = 1
-            found |= relation.entry.args(source, [sizes])
+            every: Any = [sizes]
+            found |= relation.entry.args(source, every)
         args, kwargs = schema.call(source.target, found)
         one = build.call(source.target, *args, **kwargs)
         one.meta = {**source.meta, **one.meta}

@@ -372,10 +372,14 @@ def _move(walk: Rewriter, relation: Relation, out: int) -> None:
         rows = list(range(len(move.source))) if wanted is None else list(wanted)
         real = [int(move.position[r]) for r in rows if int(move.source[r]) >= 0]
         size = _value(operand).shape[source]
-        want[source] = whole(real, size)
-        pads.append((source, rows, move))
+        # A constant is stored once, however often its entries are read.
+        stored = sorted(set(real)) if operand.op == "get_attr" and len(real) > size else real
+        want[source] = whole(stored, size)
+        pads.append((source, rows, move, [stored.index(p) for p in real]))
     made = walk.adapter.adapt(operand, tuple(want))
-    for source, rows, move in pads:
+    for source, rows, move, read in pads:
+        if read != list(range(made.meta["val"].shape[source])):
+            made = walk.adapter.select(made, source, read)
         made = _pad_back(walk, made, source, rows, move)
     gone = [k for k, a in enumerate(relation.ins[0]) if _is_gone(relation, out, a)]
     for axis in sorted(gone, reverse=True):
