@@ -226,6 +226,15 @@ def _slice(build: Builder, view: fx.Node, whole: fx.Node, value: fx.Node) -> fx.
     return build.call(aten.slice_scatter.default, whole, value, *view.args[1:], **view.kwargs)
 
 
+def _narrow(build: Builder, view: fx.Node, whole: fx.Node, value: fx.Node) -> fx.Node:
+    args: Any = view.args[1:]
+    dim, start, length = args
+    size = whole.meta["val"].shape[dim]
+    first = start + size if isinstance(start, int) and start < 0 else start
+    end = first + length if isinstance(length, int) else build.call(operator.add, first, length)
+    return build.call(aten.slice_scatter.default, whole, value, dim, first, end)
+
+
 def _select(build: Builder, view: fx.Node, whole: fx.Node, value: fx.Node) -> fx.Node:
     dim, index = view.args[1:]
     end = None if index == -1 else index + 1  # type: ignore[operator]
@@ -244,6 +253,7 @@ def _transpose(build: Builder, view: fx.Node, whole: fx.Node, value: fx.Node) ->
 
 _WRITERS: dict[str, Callable[..., fx.Node]] = {
     "slice": _slice,
+    "narrow": _narrow,
     "select": _select,
     "permute": _permute,
     "transpose": _transpose,

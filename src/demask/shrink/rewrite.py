@@ -287,14 +287,26 @@ def emit_plain(walk: Rewriter, relation: Relation, live: list[int]) -> None:
     if relation.entry.affine and relation.complete and layouts[0] is not None:
         held = walk.placement.slot[node, 0]
         if held != layouts[0] and schema.arguments(node).get("weight") is not None:
-            made = emit_cut_norm(walk, relation, layouts[0])
+            sizes = node.meta["val"].shape
+            both = zip(layouts[0], held, sizes, strict=True)
+            # A position that others keep and the norm does not see is known: readers put it in.
+            layout = tuple(_within(want, have, size) for want, have, size in both)
+            made = emit_cut_norm(walk, relation, layout)
             made.meta = {**node.meta, **made.meta}
-            walk.keep(node, 0, made, layouts[0])
+            walk.keep(node, 0, made, layout)
             return
         layouts[0] = filled[0] = held
     values = [walk.operand(relation, k) for k in range(len(relation.operands))]
     args, kwargs = walk.arguments(relation, values, filled)
     walk.finish(node, node.target, args, kwargs, layouts)
+
+
+def _within(want: Positions, have: Positions, size: Any) -> Positions:
+    """The wanted positions of an axis that are held."""
+    if have is None:
+        return want
+    held = set(have)
+    return whole([p for p in (range(size) if want is None else want) if p in held], size)
 
 
 def explain(walk: Rewriter, relation: Relation, k: int) -> None:
