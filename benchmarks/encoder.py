@@ -8,26 +8,20 @@ are masked, drawn anew. Writes benchmarks/results/encoder.md.
 
 from __future__ import annotations
 
-import argparse
-import datetime
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from torch import Tensor, nn
 from torch.export import Dim
 
 import demask
 from architectures import transformers
-from demask.machine.allocator import fix_allocator
 from demask.machine.timing import Timing, alternate
-from tables import RESULTS, load, machine, markdown, spread
+from tables import RESULTS, command, markdown, spread
 
 LAYERS, WIDTH, HEADS, UNITS, SIZE = 6, 384, 12, 1536, 32
 SHAPES = ((8, 128), (1, 128), (8, 16))
@@ -194,26 +188,5 @@ larger of both to the masked network. Slower: {sum(row.speed < 1 for row in foun
 """
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--pairs", type=int, default=31, help="alternated calls of each network")
-    parser.add_argument("--seconds", type=float, default=12.0, help="at most, per setting")
-    parser.add_argument("--output", type=Path, default=RESULTS / "encoder.md")
-    asked = parser.parse_args()
-    allocator, before = fix_allocator(), load()
-    console = Console()
-    with Progress(console=console, transient=True) as bar:
-        found = list(rows(asked.threads, asked.pairs, asked.seconds, bar))
-    today = datetime.date.today().isoformat()
-    words = f"{today}. {machine()}; {allocator}. Load before and after: {before}, {load()}."
-    table = Table(*HEAD, title=words)
-    for row in found:
-        table.add_row(*cells(row))
-    console.print(table)
-    asked.output.parent.mkdir(exist_ok=True)
-    asked.output.write_text(page(found, words))
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, rows, HEAD, cells, page, RESULTS / "encoder.md", seconds=12.0)

@@ -8,27 +8,21 @@ for each layer, so the sides of a residual add never agree. Writes benchmarks/re
 
 from __future__ import annotations
 
-import argparse
-import datetime
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from torch import Tensor, nn
 
 import cifar
 import demask
 from demask.graph.capture import capture
-from demask.machine.allocator import fix_allocator
 from demask.machine.timing import Timing, alternate
 from demask.verify import ULPS
 from networks import randomised
-from tables import RESULTS, load, machine, markdown, spread
+from tables import RESULTS, command, markdown, spread
 
 NETWORKS = ("ResNet-20", "ResNet-56", "ResNet-20, 4 x wide")
 BATCHES = (64, 1)
@@ -172,26 +166,5 @@ def effects(found: Sequence[Row]) -> list[list[str]]:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--pairs", type=int, default=31, help="alternated calls of each network")
-    parser.add_argument("--seconds", type=float, default=8.0, help="at most, per setting")
-    parser.add_argument("--output", type=Path, default=RESULTS / "residual.md")
-    asked = parser.parse_args()
-    allocator, before = fix_allocator(), load()
-    console = Console()
-    with Progress(console=console, transient=True) as bar:
-        found = list(rows(asked.threads, asked.pairs, asked.seconds, bar))
-    today = datetime.date.today().isoformat()
-    words = f"{today}. {machine()}; {allocator}. Load before and after: {before}, {load()}."
-    table = Table(*HEAD, title=words)
-    for row in found:
-        table.add_row(*cells(row))
-    console.print(table)
-    asked.output.parent.mkdir(exist_ok=True)
-    asked.output.write_text(page(found, words))
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, rows, HEAD, cells, page, RESULTS / "residual.md", seconds=8.0)

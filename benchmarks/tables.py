@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
+import datetime
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
 
 import demask
+from demask.machine.allocator import fix_allocator
 from demask.machine.timing import Timing
 
 RESULTS = Path(__file__).parent / "results"
@@ -44,3 +51,33 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """A table of pipes."""
     rule = ["---"] * len(head)
     return "\n".join("| " + " | ".join(line) + " |" for line in [list(head), rule, *lines])
+
+
+def command(
+    about: str | None,
+    rows: Callable[[Sequence[int], int, float, Progress], Iterator[Any]],
+    head: Sequence[str],
+    cells: Callable[[Any], list[str]],
+    page: Callable[[Sequence[Any], str], str],
+    output: Path,
+    seconds: float,
+) -> None:
+    """The command line of a benchmark: time its rows, print them as a table, write its page."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--pairs", type=int, default=31, help="alternated calls of each network")
+    parser.add_argument("--seconds", type=float, default=seconds, help="at most, per setting")
+    parser.add_argument("--output", type=Path, default=output)
+    asked = parser.parse_args()
+    allocator, before = fix_allocator(), load()
+    console = Console()
+    with Progress(console=console, transient=True) as bar:
+        found = list(rows(asked.threads, asked.pairs, asked.seconds, bar))
+    today = datetime.date.today().isoformat()
+    words = f"{today}. {machine()}; {allocator}. Load before and after: {before}, {load()}."
+    table = Table(*head, title=words)
+    for row in found:
+        table.add_row(*cells(row))
+    console.print(table)
+    asked.output.parent.mkdir(exist_ok=True)
+    asked.output.write_text(page(found, words))
