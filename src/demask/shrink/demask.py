@@ -27,6 +27,7 @@ from demask.graph.unmerge import unmerged
 from demask.ops import TABLE, Table, schema
 from demask.shrink.align import aligned
 from demask.shrink.condense import condensed
+from demask.shrink.device import CPU, device_of, moved, on_cpu
 from demask.shrink.groups import grouped
 from demask.shrink.measure import removed, sizes_of, traffic
 from demask.shrink.names import named
@@ -64,6 +65,11 @@ def demask(
         from demask.shrink.partial import demask_modules
 
         return demask_modules(model, args, kwargs, dynamic_shapes, modules, table)  # type: ignore[return-value]
+    if (device := device_of(model, args, kwargs)) != CPU:
+        copy, given, kept = on_cpu(model, args, kwargs)
+        slim = demask(copy, given, kept, dynamic_shapes=dynamic_shapes, table=table)
+        moved(slim, device)
+        return slim
     program = folded(apart(functionalized(capture(model, args, kwargs, dynamic_shapes))))
     if isinstance(model, Demasked):
         inherited = renamed(model.demasked.guards, model.demasked.inputs, _inputs(program))

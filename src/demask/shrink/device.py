@@ -1,0 +1,67 @@
+"""Networks on another device than the CPU: demasked on the CPU, given back where they were.
+
+What is known of values is computed on the CPU, so a copy of the network goes there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
+
+from demask.errors import BadInput
+from demask.graph.copying import structural_copy
+
+CPU = torch.device("cpu")
+
+
+def device_of(model: nn.Module | ExportedProgram, args: Any, kwargs: Any) -> torch.device:
+    """The one device, other than the CPU, of a network and its inputs; else the CPU. Raises
+    BadInput where there are several."""
+    if isinstance(model, ExportedProgram):
+        held = [*model.state_dict.values(), *model.constants.values()]
+    elif isinstance(model, nn.Module):
+        held = [*model.parameters(), *model.buffers()]
+    else:
+        held = []
+    leaves = [*held, *pytree.tree_leaves((args, kwargs))]
+    found = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)} - {CPU}
+    if len(found) > 1:
+        names = ", ".join(sorted(map(str, found)))
+        raise BadInput(f"expected a network on one device, found {names}: move it to one first")
+    return next(iter(found), CPU)
+
+
+def on_cpu(
+    model: nn.Module | ExportedProgram, args: Any, kwargs: Any
+) -> tuple[nn.Module | ExportedProgram, Any, Any]:
+    """A copy of the network, and its inputs, on the CPU."""
+    if isinstance(model, ExportedProgram):
+        from torch.export.passes import move_to_device_pass
+
+        copy: Any = move_to_device_pass(model, "cpu")
+    else:
+        copy = structural_copy(model, share=False).to(CPU)
+        if isinstance(copy, fx.GraphModule):
+            moved(copy, CPU)
+    args, kwargs = pytree.tree_map(
+        lambda leaf: leaf.to(CPU) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
+    )
+    return copy, args, kwargs
+
+
+def moved(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
+    """The module on a device, with the devices that its graph names."""
+
+    def there(value: Any) -> Any:
+        return device if isinstance(value, torch.device) else value
+
+    for node in module.graph.nodes:
+        node.args = map_aggregate(node.args, there)
+        node.kwargs = map_aggregate(node.kwargs, there)
+    module.recompile()
+    return module.to(device)
