@@ -273,3 +273,20 @@ def heads_of_very_different_sizes() -> Made:
     net = Attention(32)
     dead(net.v, [h * 8 + p for h, gone in enumerate((6, 0, 7, 1)) for p in range(gone)])
     return net, tokens(32)
+
+
+@micro(6 * 4 + 4 + 2 * 8 + 8 * 2 + 2)
+def layer_norm() -> Made:
+    net = nn.Sequential(dead(nn.Linear(6, 8), [0, 2, 3, 5]), nn.LayerNorm(8), nn.Linear(8, 2))
+    return net, image(3, 6)
+
+
+@micro(3 * 4 * 9 + 4 + 2 * 4 + 4 * 2 + 2, resizable=True)
+def group_norm_with_dead_groups() -> Made:
+    norm_layer = nn.GroupNorm(4, 8)
+    net = nn.Sequential(
+        dead(nn.Conv2d(3, 8, 3), [0, 1, 6, 7], bias=False), norm_layer, nn.Conv2d(8, 2, 1)
+    )
+    with torch.no_grad():
+        net[0].bias[[1, 7]] = net[0].bias[[0, 6]]
+    return net, image()

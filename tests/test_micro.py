@@ -9,7 +9,8 @@ import torch
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
-import micro_sequences  # noqa: F401  (its networks join MICROS)
+import micro_recurrent  # noqa: F401  (their networks join MICROS)
+import micro_sequences  # noqa: F401
 from demask import demask
 from micro import MICROS, Micro
 

@@ -17,7 +17,7 @@ from torch.export import Dim
 import demask
 from demask.ops import TABLE, Declined, Relation, Table, bind
 from demask.ops.laws import call_node, missed
-from micro import rest
+from micro_recurrent import rest
 from test_micro import difference, weights
 
 aten = torch.ops.aten
