@@ -4,47 +4,27 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import os
-import platform
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 import demask
+from demask.machine import describe
 from demask.machine.allocator import fix_allocator
-from demask.machine.timing import Timing
+from demask.machine.describe import load, spread
+
+__all__ = ["RESULTS", "command", "load", "machine", "markdown", "spread"]
 
 RESULTS = Path(__file__).parent / "results"
 
 
 def machine() -> str:
     """This machine and the versions in words."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    cpu = f"{names[0]}, {len(names)} cores" if names else platform.processor() or "unknown CPU"
-    flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
-    vectors = next((v for v in ("avx512f", "avx2", "asimd") if v in flags), "")
-    return (
-        f"{cpu}{f' ({vectors})' if vectors else ''}, {platform.system()}; Python "
-        f"{platform.python_version()}, torch {torch.__version__}, demask {demask.__version__}"
-    )
-
-
-def load() -> str:
-    """How busy the machine is: processes that run or want to, last minute."""
-    return f"{os.getloadavg()[0]:.1f}"
-
-
-def spread(timing: Timing) -> str:
-    """Milliseconds: median (10 %-90 %)."""
-    low, median, high = (1e3 * t for t in (timing.low, timing.median, timing.high))
-    return f"{median:.1f} ({low:.1f}–{high:.1f})"
+    return f"{describe.machine()}, demask {demask.__version__}"
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

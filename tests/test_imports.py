@@ -16,6 +16,7 @@ LAYOUT = (
     ("facts",),
     ("machine",),
     ("shrink",),
+    ("tune",),
     ("files",),
     ("kernels",),
     ("sparse", "traverse", "stride", "prune", "pilot"),

@@ -125,7 +125,7 @@ def test_the_real_allocator_answers():
 
 
 def test_the_example_in_the_docstring_runs():
-    assert doctest.testmod(timing) == doctest.TestResults(failed=0, attempted=1)
+    assert doctest.testmod(timing) == doctest.TestResults(failed=0, attempted=2)
 
 
 def test_neighbours_are_never_twice_in_the_same_order():

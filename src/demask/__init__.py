@@ -4,6 +4,7 @@ from demask import ops
 from demask.errors import BadInput, DemaskError, Mismatch, NotExportable, RefusedFile
 from demask.files.archive import load, save
 from demask.files.pt2 import to_pt2
+from demask.optimize import optimize
 from demask.report import Report, report
 from demask.shrink import demask
 from demask.verify import Verification, verify
@@ -20,6 +21,7 @@ __all__ = [
     "demask",
     "load",
     "ops",
+    "optimize",
     "report",
     "save",
     "to_pt2",

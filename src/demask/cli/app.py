@@ -42,6 +42,21 @@ Imports = Annotated[
 ]
 
 
+def _several(words: str) -> Any:
+    """An option that takes a count from 1 on, any number of times."""
+    return typer.Option(min=1, metavar="N", help=f"{words} May be given several times.")
+
+
+Threads = Annotated[list[int] | None, _several("Torch's threads; default: as many as it takes.")]
+Batches = Annotated[
+    list[int] | None,
+    _several("Batch size; default: that of the example. Another needs a dynamic dimension 0."),
+]
+Picture = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Also draw it: .svg, .png or .pdf.")
+]
+
+
 def main() -> None:
     """Run the command line and exit: 0 done, 1 a check failed, 2 bad input."""
     try:
@@ -197,6 +212,49 @@ def verify(a: Model, b: Model, as_json: Json = False, imports: Imports = None) -
         raise typer.Exit(CHECK_FAILED)
 
 
+@app.command()
+def bench(
+    model: Model,
+    threads: Threads = None,
+    batch: Batches = None,
+    pairs: Annotated[int, typer.Option(min=1, help="Calls of each contender, in turns.")] = 30,
+    seconds: Annotated[float, typer.Option(min=0, help="At most, per setting.")] = 60.0,
+    with_compile: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Take torch.compile in.")
+    ] = True,
+    plot: Picture = None,
+    as_json: Json = False,
+    imports: Imports = None,
+) -> None:
+    """Time MODEL as given, demasked, optimized and compiled on this machine; print one table.
+
+    In each setting (threads and batch size) all are called in turns, in one process. Each row
+    tells the median with its spread, the speed relative to MODEL as given, and how far the outputs
+    differ. Where torch.compile does not work, its rows say why.
+
+    \b
+    Example:
+      demask bench model.pt2 --threads 1 --batch 8 --plot bench.svg
+    """
+    if plot is not None:
+        _check_plot(plot)
+    with progress("loading"):
+        from demask.cli import bench as benching
+        from demask.cli.models import read_network
+
+        _import(imports)
+        given = read_network(model)
+        counts, batches = (tuple(dict.fromkeys(asked or ())) for asked in (threads, batch))
+        plan = benching.Plan(counts, batches, pairs, seconds, with_compile)
+    with progress("demasking", plan.steps) as step:
+        found = benching.bench(given, model.name, plan, step)
+    _print(found, found.to_dict(), as_json)
+    if plot is not None:
+        from demask.cli.plot import draw
+
+        draw(found, plot)
+
+
 def _import(modules: list[str] | None) -> None:
     """Import what the caller named; BadInput where there is no such module."""
     for name in modules or ():
@@ -214,6 +272,14 @@ def _check_output(path: Path, suffixes: tuple[str, ...]) -> None:
         known = " or ".join(suffixes)
         raise BadInput(f"expected an output that ends in {known}, got {path}; rename it")
     check_writable(path)
+
+
+def _check_plot(path: Path) -> None:
+    """Raise BadInput now if no picture could be drawn to `path` after the work."""
+    from demask.cli.plot import SUFFIXES, check_installed
+
+    _check_output(path, SUFFIXES)
+    check_installed()
 
 
 def _plain(verification: Any) -> dict[str, Any]:

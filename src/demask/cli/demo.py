@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -22,6 +21,8 @@ from demask.cli.progress import Step
 from demask.files import atomic
 from demask.graph.provenance import Sizes
 from demask.machine.allocator import fix_allocator
+from demask.machine.describe import BUSY, count_words, is_wide, spread, thread_words
+from demask.machine.threads import set_threads
 from demask.machine.timing import Timing, alternate
 from demask.report.report import Report
 from demask.report.text import as_text, decline_line, scatters_reasons
@@ -95,7 +96,7 @@ def run(digits: Digits, step: Step, runs: int, keep: Path | None = None) -> Demo
     machine = f"torch {torch.__version__}, {fix_allocator()}"
     # One thread for all but the timing: the same network however many cores there are, and none
     # waits for one that a busy machine has put aside (ten times slower on two busy cores).
-    with _set_threads(1):
+    with set_threads(1):
         dense, masked = trained(digits, step)
         if keep is not None:
             save_program(masked, digits.test_images, keep)
@@ -176,19 +177,9 @@ def _timed(
     def forward(network: nn.Module) -> Callable[[], Tensor]:
         return lambda: network(images)
 
-    with _set_threads(threads), torch.inference_mode():
+    with set_threads(threads), torch.inference_mode():
         calls = {name: forward(network) for name, network in networks.items()}
         return alternate(calls, runs, seconds=PATIENCE)
-
-
-@contextmanager
-def _set_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _table(demo: Demo) -> Table:
@@ -211,9 +202,9 @@ def _rows(demo: Demo) -> dict[str, Callable[[Contender], str]]:
     """The table's rows: a label, and the text for one contender."""
 
     def milliseconds(threads: int) -> Callable[[Contender], str]:
-        return lambda one: _spread(one.timings[threads])
+        return lambda one: spread(one.timings[threads])
 
-    timed = {f"ms, {_named(threads)}": milliseconds(threads) for threads in demo.threads}
+    timed = {f"ms, {thread_words(threads)}": milliseconds(threads) for threads in demo.threads}
     return {
         "parameters": lambda one: f"{one.sizes.parameters:,}",
         "MACs per image": lambda one: f"{one.sizes.macs:,}",
@@ -224,18 +215,9 @@ def _rows(demo: Demo) -> dict[str, Callable[[Contender], str]]:
     }
 
 
-def _named(threads: int) -> str:
-    return f"{threads} thread{'s' if threads > 1 else ''}"
-
-
 def _scatters(report: Report) -> str:
     count = report.scatters["scatter"] + report.scatters["scatter-add"]
     return f"{count} (see below)" if count else "0"
-
-
-def _spread(timing: Timing) -> str:
-    low, median, high = (1e3 * t for t in (timing.low, timing.median, timing.high))
-    return f"{median:.1f} ({low:.1f}–{high:.1f})"
 
 
 def _remarks(demo: Demo) -> Iterator[str]:
@@ -243,16 +225,15 @@ def _remarks(demo: Demo) -> Iterator[str]:
         pruned = demo.speed("masked", "dense", threads)
         gained = demo.speed("demasked", "masked", threads)
         yield (
-            f"On {_named(threads)} masked runs at {pruned:.2f} x the speed of dense, "
+            f"On {thread_words(threads)} masked runs at {pruned:.2f} x the speed of dense, "
             f"demasked at {gained:.2f} x the speed of masked."
         )
     yield from scatters_reasons(demo.report)
     yield from map(decline_line, demo.report.declined)
     timings = [timing for one in demo.contenders.values() for timing in one.timings.values()]
-    if any(timing.high > 2 * timing.low for timing in timings):
-        yield "Something else was running: times spread wide. Run again for clean numbers."
-    counts = "–".join(str(count) for count in sorted({timing.count for timing in timings}))
+    if is_wide(timings):
+        yield BUSY
     yield (
-        f"Milliseconds for {IMAGES} images: median (10 %–90 % quantile) of {counts} "
+        f"Milliseconds for {IMAGES} images: median (10 %–90 % quantile) of {count_words(timings)} "
         f"alternated runs. Difference: the largest of any test logit. {demo.machine}."
     )

@@ -37,11 +37,11 @@ class Codegen(_PyTreeCodeGen):
         self.provenance = provenance
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Codegen:
-        return Codegen(self.pytree_info, self.provenance)
+        return type(self)(self.pytree_info, self.provenance)
 
     def __reduce__(self) -> tuple[Any, ...]:
         names, *specs = self.pytree_info
-        return _codegen, (names, [_plain(spec) for spec in specs], self.provenance)
+        return _codegen, (type(self), names, [_plain(spec) for spec in specs], self.provenance)
 
     def _gen_python_code(self, nodes: Any, root_module: str, *args: Any, **kwargs: Any) -> Any:
         given, shorts = list(nodes), _shorts(nodes)
@@ -69,8 +69,10 @@ class Codegen(_PyTreeCodeGen):
         return code
 
 
-def _codegen(names: list[str], specs: Sequence[Any], provenance: Provenance) -> Codegen:
-    return Codegen(_PyTreeInfo(names, *map(_spec, specs)), provenance)
+def _codegen(
+    kind: type[Codegen], names: list[str], specs: Sequence[Any], provenance: Provenance
+) -> Codegen:
+    return kind(_PyTreeInfo(names, *map(_spec, specs)), provenance)
 
 
 def _plain(spec: Any) -> Any:

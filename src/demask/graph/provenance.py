@@ -64,6 +64,33 @@ class InputSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Decision:
+    """What optimize() chose for one piece of a network: the seconds of each form it could take
+    (infinite where it cannot), and which was taken. The form named "…, whole" is of all of it."""
+
+    place: str
+    chosen: str
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """How fast a result of optimize() was beside the network as given, called in turns.
+
+    given, result: seconds of a call: median, 10 % and 90 % quantiles. ratio: of the medians; least:
+    its lower 95 % bound (bootstrap over `pairs` rounds).
+    """
+
+    given: tuple[float, float, float]
+    result: tuple[float, float, float]
+    ratio: float
+    least: float
+    pairs: int
+    threads: int
+    machine: str
+
+
+@dataclass(frozen=True, slots=True)
 class Provenance:
     """What was done to a network: `slim.demasked`.
 
@@ -72,7 +99,8 @@ class Provenance:
     "slice", "pad", "border map"). notes: what else the user should know (dynamic dimensions,
     licences used). inputs: the tensors a call takes, flattened. before, after: sizes. values: what
     other inputs (None, numbers, flags, text) were in the example, as Python spells it; the result
-    is the network for these alone.
+    is the network for these alone. decisions, speed: of optimize() alone: what was chosen for each
+    piece, and how fast the result was beside the network as given.
     """
 
     cuts: Mapping[str, Cut]
@@ -85,6 +113,8 @@ class Provenance:
     removed: Mapping[str, int] = field(default_factory=dict)  # module -> parameters gone
     guards: tuple[str, ...] = ()  # conditions on dynamic sizes (see `guards`)
     values: Mapping[str, str] = field(default_factory=dict)
+    decisions: tuple[Decision, ...] = ()
+    speed: Speed | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary; `from_dict` takes it back."""
@@ -99,6 +129,11 @@ class Provenance:
             "removed": dict(self.removed),
             "guards": list(self.guards),
             "values": dict(self.values),
+            "decisions": [
+                {"place": d.place, "chosen": d.chosen, "seconds": _finite(d.seconds)}
+                for d in self.decisions
+            ],
+            "speed": None if self.speed is None else asdict(self.speed),
         }
 
     @classmethod
@@ -115,7 +150,25 @@ class Provenance:
             removed=dict(data["removed"]),
             guards=tuple(str(guard) for guard in data.get("guards", ())),
             values={str(k): str(v) for k, v in data.get("values", {}).items()},
+            decisions=tuple(_decision(row) for row in data.get("decisions", ())),
+            speed=None if data.get("speed") is None else _speed(data["speed"]),
         )
+
+
+def _finite(seconds: Mapping[str, float]) -> dict[str, float | None]:
+    """JSON has no infinity."""
+    return {form: taken if taken < float("inf") else None for form, taken in seconds.items()}
+
+
+def _decision(data: Mapping[str, Any]) -> Decision:
+    seconds = {str(form): float("inf") if taken is None else float(taken)
+               for form, taken in data["seconds"].items()}  # fmt: skip
+    return Decision(str(data["place"]), str(data["chosen"]), seconds)
+
+
+def _speed(data: Mapping[str, Any]) -> Speed:
+    given, result = (tuple(map(float, data[key])) for key in ("given", "result"))
+    return Speed(**{**data, "given": given, "result": result})
 
 
 def _cut(data: Mapping[str, Any]) -> Cut:

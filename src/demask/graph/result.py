@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.graph import CodeGen, _PyTreeInfo
 
 from demask.graph.codegen import Codegen
+from demask.graph.fold import drop_unread
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Provenance, Sizes
 from demask.graph.rows import Row, graph_of, rows_of
@@ -37,27 +38,31 @@ class Demasked(fx.GraphModule):
     """
 
     demasked: Provenance
+    codegen: type[Codegen] = Codegen
+    trains: bool = (
+        True  # batch norm and dropout are modules, which a training mode means something to
+    )
 
     @classmethod
     def of(
         cls, root: nn.Module, graph: fx.Graph, specs: _PyTreeInfo, provenance: Provenance
-    ) -> Demasked:
+    ) -> Self:
         """The module of a graph whose call and result have the given pytrees."""
-        graph.set_codegen(Codegen(specs, provenance))
-        module = cls(root, graph, class_name="Demasked")
+        graph.set_codegen(cls.codegen(specs, provenance))
+        module = cls(root, graph, class_name=cls.__name__)
         module.recompile()
         _keep_names(root, module, {})
         _copy_persistence(root, module)
         module.demasked = provenance
         return module
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Demasked:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         specs: _PyTreeInfo = self.graph._codegen.pytree_info  # type: ignore[attr-defined]
         memo |= {id(spec): spec for spec in (specs.in_spec, specs.out_spec)}
         plain = super().__deepcopy__(memo)
         _keep_names(self, plain, memo)
         _copy_persistence(self, plain)
-        copied = Demasked.of(plain, plain.graph, specs, self.demasked)
+        copied = type(self).graph_module().of(plain, plain.graph, specs, self.demasked)
         copied.training = self.training
         return copied
 
@@ -65,12 +70,18 @@ class Demasked(fx.GraphModule):
         """How to pickle it: the graph node by node, since torch.fx traces the generated code anew,
         and stops at its checks of sizes."""
         state = {name: value for name, value in vars(self).items() if name not in _GENERATED}
-        return _unpickled, (rows_of(self.graph), self.graph._codegen), state
+        kind = type(self).graph_module()
+        return _unpickled, (kind, rows_of(self.graph), self.graph._codegen), state
+
+    @classmethod
+    def graph_module(cls) -> type[Self]:
+        """The class itself: torch.fx gives each module a class of its own, derived from it."""
+        return next(kind for kind in cls.__mro__ if "<locals>" not in kind.__qualname__)
 
 
-def _unpickled(rows: Sequence[Row], codegen: CodeGen) -> Demasked:
+def _unpickled(kind: type[Demasked], rows: Sequence[Row], codegen: CodeGen) -> Demasked:
     """The module of a pickled graph; pickle then puts in what its tensors and modules are."""
-    module = Demasked(nn.Module(), fx.Graph(), class_name="Demasked")
+    module = kind(nn.Module(), fx.Graph(), class_name=kind.__name__)
     graph = graph_of(rows)
     graph.set_codegen(codegen)
     module.graph = graph
@@ -118,7 +129,7 @@ def _copy_persistence(source: nn.Module, target: nn.Module) -> None:
             )
 
 
-def build(program: Program, provenance: Provenance) -> Demasked:
+def build(program: Program, provenance: Provenance, kind: type[Demasked] = Demasked) -> Demasked:
     """The program as an ordinary module: same call and same outputs as the captured model.
 
     Parameters and buffers stand under their fully qualified names; batch norm and dropout are
@@ -133,9 +144,11 @@ def build(program: Program, provenance: Provenance) -> Demasked:
     for name, constant in program.constants.items():
         others = [alias for alias in constant.aliases if alias not in program.constants]
         _place(root, (name, *others), constant, shared)
-    _Modules(graph, root, program.constants).restore()
+    if kind.trains:
+        _Modules(graph, root, program.constants).restore()
+    drop_unread(graph)
     specs = _PyTreeInfo(list(program.names), program.in_spec, program.out_spec)
-    return Demasked.of(root, graph, specs, provenance).train(program.training)
+    return kind.of(root, graph, specs, provenance).train(program.training and kind.trains)
 
 
 def build_plain(program: Program) -> fx.GraphModule:
@@ -170,9 +183,6 @@ class _Modules:
                 self._batch_norm(node)
             elif node.target is aten.dropout.default:
                 self._replace(node, ("dropout", node.args[1]), nn.Dropout(node.args[1]), "dropout")
-        for node in reversed(list(self.graph.nodes)):
-            if node.op == "get_attr" and not node.users:
-                self.graph.erase_node(node)
 
     def _replace(self, node: fx.Node, key: Any, module: nn.Module, name: str) -> None:
         if key not in self.made:

@@ -56,6 +56,23 @@ def alternate(
     >>> sorted(alternate({"a": lambda: 1, "b": lambda: 2}, pairs=2))
     ['a', 'b']
     """
+    found = sampled(contenders, pairs, warmup, seconds=seconds, clock=clock)
+    return {name: Timing.of(taken) for name, taken in found.items()}
+
+
+def sampled(
+    contenders: Mapping[str, Callable[[], Any]],
+    pairs: int = 30,
+    warmup: int = 3,
+    *,
+    seconds: float = inf,
+    clock: Callable[[], float] = perf_counter,
+) -> dict[str, list[float]]:
+    """The seconds of every call that `alternate` sums up, round by round.
+
+    >>> {name: len(taken) for name, taken in sampled({"a": lambda: 1}, pairs=2).items()}
+    {'a': 2}
+    """
     if pairs < 1 or warmup < 0:
         raise BadInput(f"expected pairs >= 1 and warmup >= 0, got pairs={pairs}, warmup={warmup}")
     samples: dict[str, list[float]] = {name: [] for name in contenders}
@@ -70,7 +87,7 @@ def alternate(
                 start = clock()
                 contenders[name]()
                 samples[name].append(clock() - start)
-    return {name: Timing.of(taken) for name, taken in samples.items()}
+    return samples
 
 
 @contextmanager

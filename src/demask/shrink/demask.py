@@ -66,15 +66,25 @@ def demask(
 
         return demask_modules(model, args, kwargs, dynamic_shapes, modules, table)  # type: ignore[return-value]
     if (device := device_of(model, args, kwargs)) != CPU:
-        copy, given, kept = on_cpu(model, args, kwargs)
-        slim = demask(copy, given, kept, dynamic_shapes=dynamic_shapes, table=table)
+        copy, examples, kept = on_cpu(model, args, kwargs)
+        slim = demask(copy, examples, kept, dynamic_shapes=dynamic_shapes, table=table)
         moved(slim, device)
         return slim
+    return shrunk(given(model, args, kwargs, dynamic_shapes), TABLE if table is None else table)
+
+
+def given(
+    model: nn.Module | ExportedProgram,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    dynamic_shapes: Any,
+) -> Program:
+    """A network as a functional program with its constants folded, before anything is removed."""
     program = folded(apart(functionalized(capture(model, args, kwargs, dynamic_shapes))))
     if isinstance(model, Demasked):
         inherited = renamed(model.demasked.guards, model.demasked.inputs, _inputs(program))
         program = replace(program, guards=tuple(dict.fromkeys((*program.guards, *inherited))))
-    return shrunk(program, TABLE if table is None else table)
+    return program
 
 
 def simplified(program: Program) -> Program:
@@ -82,20 +92,25 @@ def simplified(program: Program) -> Program:
     return folded(early(hoisted(unmerged(spelled(program)))))
 
 
-def shrunk(given: Program, table: Table) -> Demasked:
-    """The module of the smallest program that computes the same as a functional, folded one.
+def shrunk(program: Program, table: Table) -> Demasked:
+    """The module of the smallest program that computes the same as a functional, folded one."""
+    return build(*reduced(program, table))
+
+
+def reduced(whole: Program, table: Table) -> tuple[Program, Provenance]:
+    """The smallest program that computes the same as a functional, folded one.
 
     Passes are made until one makes nothing smaller: what a pass adds to keep shapes (a border map,
     a vector of constants) may itself hold zeros. So demasking twice is demasking once; and where
     nothing at all became smaller, the program is built as it was given.
     """
-    first = step = _measured(given, table)
+    first = step = _measured(whole, table)
     while (smaller := _smaller(step, table)) is not None:
         step = smaller
     if step is first:
-        step = replace(first, program=_owned(given), cuts=_uncut(given))
+        step = replace(first, program=_owned(whole), cuts=_uncut(whole))
     program, cuts = named(stacked(step.program), step.cuts)
-    return build(program, _provenance(first, replace(step, cuts=cuts)))
+    return program, _provenance(first, replace(step, cuts=cuts))
 
 
 @dataclass(frozen=True, slots=True)

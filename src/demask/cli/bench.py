@@ -1,0 +1,238 @@
+"""`demask bench`: a model as given beside what demask, optimize and torch.compile make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import product
+from math import isfinite
+from typing import Any
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import demask
+from demask.cli import contenders
+from demask.cli.contenders import AS_GIVEN, Contender, Inputs
+from demask.cli.models import Network
+from demask.cli.progress import Step
+from demask.errors import BadInput
+from demask.machine.allocator import fix_allocator
+from demask.machine.describe import (
+    BUSY,
+    count_words,
+    is_wide,
+    load,
+    machine,
+    spread,
+    thread_words,
+)
+from demask.machine.threads import set_threads
+from demask.machine.timing import Timing, alternate
+from demask.report.text import as_text
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure: every batch size (none: the example's) at every number of threads (none:
+    torch's own).
+
+    pairs: calls of each contender, in turns. seconds: at most, per setting. compiled: whether
+    torch.compile takes part.
+    """
+
+    threads: tuple[int, ...] = ()
+    batches: tuple[int, ...] = ()
+    pairs: int = 30
+    seconds: float = 60.0
+    compiled: bool = True
+
+    @property
+    def steps(self) -> int:
+        """How many steps `bench` tells of: its first ones, then each setting's own."""
+        settings = max(1, len(self.threads)) * max(1, len(self.batches))
+        return 2 + 4 * settings if self.compiled else 1 + 2 * settings
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One contender in one setting.
+
+    parameters: floating elements it stores, buffers included, tied ones once. made: seconds that
+    demask(), optimize(), or torch.compile with its first call took. ratio: the median as given over
+    its own, so below 1 is a loss. difference: the largest from the outputs as given, relative to
+    the largest of them. failure: why there are no numbers; empty where there are.
+    """
+
+    threads: int
+    batch: int
+    contender: str
+    parameters: int
+    made: float | None = None
+    timing: Timing | None = None
+    ratio: float | None = None
+    difference: float | None = None
+    failure: str = ""
+
+    @property
+    def setting(self) -> str:
+        """`2 threads, batch 8`."""
+        return _setting(self.threads, self.batch)
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether it is slower than the model as given, in the digits shown."""
+        return self.ratio is not None and round(self.ratio, 2) < 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as JSON can hold it; an infinite difference as a word."""
+        found = self.difference
+        odd = found is not None and not isfinite(found)
+        return asdict(self) | {"difference": str(found) if odd else found}
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What was measured of one model: its rows by setting, and the machine in words."""
+
+    model: str
+    rows: tuple[Row, ...]
+    machine: str
+
+    @property
+    def settings(self) -> Mapping[str, tuple[Row, ...]]:
+        """The rows of each setting, by its words."""
+        names = dict.fromkeys(row.setting for row in self.rows)
+        return {name: tuple(r for r in self.rows if r.setting == name) for name in names}
+
+    @property
+    def timings(self) -> tuple[Timing, ...]:
+        """All timings taken."""
+        return tuple(row.timing for row in self.rows if row.timing is not None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The numbers as plain dictionaries, ready for JSON; times in seconds."""
+        rows = [row.to_dict() for row in self.rows]
+        return {"model": self.model, "rows": rows, "machine": self.machine}
+
+    def __str__(self) -> str:
+        return as_text([_table(self), Text(), *map(Text, _remarks(self))])
+
+
+def bench(given: Network, name: str, plan: Plan, step: Step) -> Bench:
+    """Measure the network given, in eval mode, in every setting of the plan.
+
+    name: what to call it. step: moves a progress bar of `plan.steps` steps. The allocator is fixed
+    for the process's life; torch's number of threads is put back. Raises BadInput where a batch
+    size does not fit the network.
+    """
+    before, allocator = load(), fix_allocator()
+    step("demasking")
+    slim, seconds = contenders.timed(lambda: demask.demask(given.model, given.args))
+    batches = contenders.batches_of(slim, plan.batches)
+    plain = (
+        Contender.of(AS_GIVEN, given.module),
+        Contender.of(contenders.DEMASKED, slim, seconds),
+    )
+    if plan.compiled:
+        step("setting torch.compile up")
+        contenders.set_up_compiler()
+    rows: list[Row] = []
+    for threads, batch in product(plan.threads or (torch.get_num_threads(),), batches):
+        inputs, where = contenders.inputs_of(slim, batch), _setting(threads, batch)
+        with set_threads(threads):
+            step(f"optimizing for {where}")
+            ready = [*plain, contenders.optimized(given, inputs, threads)]
+            ready += _compiled(plain, inputs, where, step) if plan.compiled else []
+            step(f"measuring {where}, at most {plan.seconds:g} s")
+            rows += _measured(ready, inputs, plan, threads, batch)
+    words = f"{machine()}, demask {demask.__version__}; {allocator}."
+    return Bench(name, tuple(rows), f"{words} Load before and after: {before}, {load()}.")
+
+
+def _setting(threads: int, batch: int) -> str:
+    return f"{thread_words(threads)}, batch {batch}"
+
+
+def _compiled(
+    plain: Sequence[Contender], inputs: Inputs, where: str, step: Step
+) -> Iterator[Contender]:
+    torch.compiler.reset()  # what was compiled for other threads and sizes
+    for contender in plain:
+        step(f"compiling {contender.name} for {where}")
+        yield contenders.compiled(contender, inputs)
+
+
+@torch.no_grad()
+def _measured(
+    ready: Sequence[Contender], inputs: Inputs, plan: Plan, threads: int, batch: int
+) -> list[Row]:
+    """A row per contender, with timings and differences where it runs."""
+    calls = {c.name: partial(c.module, *inputs[0], **inputs[1]) for c in ready if not c.failure}
+    outputs = {name: _first(call, name, batch) for name, call in calls.items()}
+    timings = alternate(calls, plan.pairs, seconds=plan.seconds)
+    rows = {c.name: Row(threads, batch, c.name, c.parameters, c.made, failure=c.failure)
+            for c in ready}  # fmt: skip
+    for name, timing in timings.items():
+        rows[name] = replace(
+            rows[name],
+            timing=timing,
+            ratio=timings[AS_GIVEN].median / timing.median,
+            difference=contenders.difference(outputs[AS_GIVEN], outputs[name]),
+        )
+    return list(rows.values())
+
+
+def _first(call: Callable[[], Any], name: str, batch: int) -> Any:
+    """What the call returns, kept apart from later calls; BadInput where it fails."""
+    try:
+        return pytree.tree_map_only(Tensor, torch.clone, call())
+    except (RuntimeError, ValueError) as error:
+        raise BadInput(
+            f"{name} does not run on inputs of batch {batch} ({contenders.reason(error)}); try "
+            "another --batch"
+        ) from error
+
+
+def _table(found: Bench) -> Table:
+    table = Table("", box=SIMPLE_HEAD, show_edge=False, title=Text(found.model), title_style="")
+    table.columns[0].no_wrap = True
+    table.add_column("parameters", justify="right", no_wrap=True)
+    table.add_column("milliseconds", justify="right")
+    for column in ("speed", "difference", "made in"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for setting, rows in found.settings.items():
+        table.add_section()
+        table.add_row(setting)
+        for row in rows:
+            table.add_row(f"  {row.contender}", f"{row.parameters:,}", *_cells(row))
+    return table
+
+
+def _cells(row: Row) -> tuple[str | Text, ...]:
+    """What stands in the row behind its name and size."""
+    made = "–" if row.made is None else f"{row.made:.1f} s"
+    if row.timing is None or row.ratio is None:
+        return Text(f"fails: {row.failure}", justify="left"), "–", "–", made
+    speed = f"{'slower, ' if row.is_loss else ''}{row.ratio:.2f} ×"
+    differs = (
+        "–" if row.contender == AS_GIVEN else f"{row.difference:.1e}" if row.difference else "0"
+    )
+    return spread(row.timing), speed, differs, made
+
+
+def _remarks(found: Bench) -> Iterator[str]:
+    if is_wide(found.timings):
+        yield BUSY
+    yield (
+        f"Milliseconds: median (10 %–90 % quantile) of {count_words(found.timings)} calls in turns."
+        " Speed: the median as given over its own. Difference: the largest from the outputs as"
+        " given, relative to the largest of them. Made in: what demask(), optimize(), or"
+        " torch.compile with its first call took."
+    )
+    yield found.machine

@@ -1,0 +1,166 @@
+"""Who takes part in `demask bench`: the networks, what each is fed, how far results differ."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import inf, isfinite
+from textwrap import shorten
+from time import perf_counter
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from demask.cli.models import Network, example
+from demask.errors import BadInput
+from demask.graph.result import Demasked
+
+AS_GIVEN, DEMASKED, OPTIMIZED = "as given", "demasked", "optimized"
+REASON = 60  # characters of an error that a row shows
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A network that takes part. made: seconds that making it took. failure: why it cannot run."""
+
+    name: str
+    module: nn.Module
+    made: float | None = None
+    failure: str = ""
+
+    @classmethod
+    def of(cls, name: str, module: nn.Module, made: float | None = None) -> Contender:
+        """The module, which is put in eval mode, as a contender."""
+        for part in module.modules():
+            part.training = False  # not eval(): the module of an exported program refuses it
+        return cls(name, module, made)
+
+    @property
+    def parameters(self) -> int:
+        """Floating elements that it stores, buffers included, tied ones once."""
+        stored = [*self.module.parameters(), *self.module.buffers()]
+        tensors = {tensor.data_ptr(): tensor for tensor in stored if tensor.numel()}
+        return sum(t.numel() for t in tensors.values() if t.is_floating_point())
+
+
+def timed(make: Callable[[], Any]) -> tuple[Any, float]:
+    """What `make` returns, and the seconds it took."""
+    start = perf_counter()
+    return make(), perf_counter() - start
+
+
+def optimized(given: Network, inputs: Inputs, threads: int) -> Contender:
+    """What optimize() makes for these inputs and threads."""
+    from demask.optimize import optimize
+
+    made, seconds = timed(lambda: optimize(given.model, *inputs, threads=threads))
+    return Contender.of(OPTIMIZED, made, seconds)
+
+
+@torch.no_grad()
+def compiled(contender: Contender, inputs: Inputs) -> Contender:
+    """The contender compiled for these very sizes, whole: a graph that breaks is a failure."""
+    name = f"{contender.name}, compiled"
+    try:
+        with _alone():
+            module = torch.compile(contender.module, fullgraph=True, dynamic=False)
+            _, seconds = timed(lambda: module(*inputs[0], **inputs[1]))
+    except Exception as error:  # whatever a compiler, a toolchain or generated code may raise
+        return replace(contender, name=name, made=None, failure=reason(error))
+    return Contender(name, cast(nn.Module, module), seconds)
+
+
+def set_up_compiler() -> None:
+    """Compile one small thing, so that the first contender does not pay for imports and headers."""
+    compiled(Contender("", nn.Softplus()), ((torch.zeros(64),), {}))
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Without torch's caches, so that compiling takes as long as the first time; and without its
+    warnings and logs, which tell of its own internals."""
+    logger = logging.getLogger("torch")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    uncached = torch.compiler.config.patch(force_disable_caches=True)  # type: ignore[attr-defined]
+    try:
+        with uncached, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+def reason(error: Exception) -> str:
+    """An error in few words: its first line, or its type."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    words = lines[0] if lines else type(error).__name__
+    return shorten(words, REASON, placeholder="…")
+
+
+def batches_of(slim: Demasked, asked: Sequence[int]) -> tuple[int, ...]:
+    """The batch sizes to measure: those asked for, or the example's.
+
+    Raises BadInput for another than the example's where no input's dimension 0 is dynamic.
+    """
+    sized = [spec for spec in slim.demasked.inputs if spec.sizes]
+    dynamic = [spec for spec in sized if isinstance(spec.sizes[0], str)]
+    own = (dynamic or sized)[0].example[0] if sized else 1
+    others = [batch for batch in asked if batch != own]
+    if others and not dynamic:
+        raise BadInput(
+            f"cannot run batch {others[0]}: dimension 0 of the inputs is fixed to {own} in this "
+            "file; export the model with a dynamic dimension 0, or leave --batch out"
+        )
+    return tuple(asked) or (own,)
+
+
+def inputs_of(slim: Demasked, batch: int) -> Inputs:
+    """Arguments of that batch size for the network that `slim` was made of: seeded numbers.
+
+    Raises BadInput where it takes inputs that are no tensors.
+    """
+    specs = slim.demasked.inputs
+    names = {spec.sizes[0] for spec in specs if spec.sizes and isinstance(spec.sizes[0], str)}
+    leaves = []
+    for spec in specs:
+        sizes = zip(spec.sizes, spec.example, strict=True)
+        sized = tuple(batch if size in names else given for size, given in sizes)
+        leaves.append(example(replace(spec, example=sized)))
+    tree = slim.graph._codegen.pytree_info.in_spec  # type: ignore[attr-defined]
+    if len(leaves) != tree.num_leaves:
+        odd = ", ".join(slim.demasked.values) or "some"
+        raise BadInput(f"cannot make inputs for this network: {odd} of them are no tensors")
+    return pytree.tree_unflatten(leaves, tree)
+
+
+def difference(expected: Any, got: Any) -> float:
+    """The largest difference of any tensor, relative to the largest value of that tensor.
+
+    Infinite where only one of the two is finite, or the shapes differ.
+
+    >>> difference(torch.tensor([1.0, 4.0]), torch.tensor([1.0, 3.0]))
+    0.25
+    """
+    pairs = zip(pytree.tree_leaves(expected), pytree.tree_leaves(got), strict=True)
+    return max((_relative(a, b) for a, b in pairs if isinstance(a, Tensor)), default=0.0)
+
+
+def _relative(a: Tensor, b: Tensor) -> float:
+    if a.shape != b.shape:
+        return inf
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    a, b = a.to(wide), b.to(wide)
+    other = (a != b) & ~(a.isnan() & b.isnan())
+    if not bool(other.any()):
+        return 0.0
+    gap = float((a - b)[other].abs().max())
+    size = float(a.abs().nan_to_num(0, 0, 0).max())
+    return gap / size if size and isfinite(gap) else inf

@@ -1,0 +1,72 @@
+"""What travels with a number, in words: the machine, its load, how far the timings spread."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from demask.machine.timing import Timing
+
+BUSY = "Something else was running: times spread wide. Run again for clean numbers."
+
+
+def machine() -> str:
+    """This machine and its Python and torch.
+
+    >>> "Python" in machine()
+    True
+    """
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    cpu = f"{names[0]}, {len(names)} cores" if names else platform.processor() or "unknown CPU"
+    flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
+    vectors = next((v for v in ("avx512f", "avx2", "asimd") if v in flags), "")
+    return (
+        f"{cpu}{f' ({vectors})' if vectors else ''}, {platform.system()}; Python "
+        f"{platform.python_version()}, torch {torch.__version__}"
+    )
+
+
+def load() -> str:
+    """How busy the machine is: processes that run or want to, last minute."""
+    return f"{os.getloadavg()[0]:.1f}"
+
+
+def thread_words(count: int) -> str:
+    """`1 thread`, `2 threads`."""
+    return f"{count} thread{'s' if count > 1 else ''}"
+
+
+def milliseconds(seconds: float) -> str:
+    """A time in milliseconds: one decimal, below a millisecond three.
+
+    >>> milliseconds(0.0105), milliseconds(0.0001054)
+    ('10.5', '0.105')
+    """
+    return f"{1e3 * seconds:.{1 if seconds >= 1e-3 else 3}f}"
+
+
+def spread(timing: Timing) -> str:
+    """Milliseconds: median (10 %-90 %).
+
+    >>> spread(Timing(median=0.0105, low=0.01, high=0.0112, count=30))
+    '10.5 (10.0–11.2)'
+    """
+    median, low, high = map(milliseconds, (timing.median, timing.low, timing.high))
+    return f"{median} ({low}–{high})"
+
+
+def count_words(timings: Iterable[Timing]) -> str:
+    """How many calls each timing is of: `30`, or `12–30` where they differ."""
+    counts = sorted({timing.count for timing in timings})
+    return "–".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
+
+
+def is_wide(timings: Iterable[Timing]) -> bool:
+    """Whether something else must have been running: a 90 % quantile over twice the 10 % one."""
+    return any(timing.high > 2 * timing.low for timing in timings)

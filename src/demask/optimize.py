@@ -1,0 +1,220 @@
+"""The fastest exact form of a network on this machine, found by measuring."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from demask.errors import BadInput
+from demask.graph.copying import structural_copy
+from demask.graph.program import Program
+from demask.graph.provenance import Decision, Provenance, Speed
+from demask.graph.result import Demasked, build
+from demask.machine.compare import ALLOWED, PAIRS, lower_bound
+from demask.machine.cost import Costs
+from demask.machine.describe import machine
+from demask.machine.threads import set_threads
+from demask.machine.timing import Timing, sampled
+from demask.ops import TABLE
+from demask.shrink.demask import given as captured
+from demask.shrink.demask import reduced
+from demask.shrink.device import CPU, device_of, moved, on_cpu
+from demask.tune.asking import Asker
+from demask.tune.draft import Example
+from demask.tune.fast import Optimized
+from demask.tune.forms import Form, forms
+
+BACKENDS = ("torch", "sparse")
+ROUNDS, SECONDS = 15, 20.0  # in which forms are compared; the last one is compared for longer
+ULPS = 64.0  # of the largest output, in the network's own dtype
+Tell = Callable[[str], object]
+
+
+def optimize(
+    model: nn.Module | ExportedProgram,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    threads: int | None = None,
+    precision: str | None = None,
+    backends: Sequence[str] = BACKENDS,
+    cache: str | os.PathLike[str] | Literal[False] | None = None,
+    progress: Tell = lambda words: None,
+) -> Demasked:
+    """The network that computes what `model` does in eval mode, as fast as it was measured to get.
+
+    It is demasked, then put into several forms (norms in the weights, layers with what follows them
+    in one call, channels last, streams at one width), each made of the pieces that are fastest on
+    the example's sizes. The fastest whole one is called beside `model` in 30 rounds or more; if it
+    may be slower (the lower 95 % bound of the ratio is below 0.97), the network comes back as given.
+    `demask.report` tells what was chosen and why. For inference: calls record no gradients.
+
+    args, kwargs: example inputs, of the sizes to be fast for; others are as exact. dynamic_shapes:
+    as `demask.demask` takes it. threads: to measure with, None for `torch.get_num_threads()`.
+    precision: None, for exact (lossy storage is not there yet). backends: which kernels may be
+    used; "sparse" has none yet. cache: where measurements are kept (None: the user's cache folder;
+    False: nowhere). progress: called with a few words at each step.
+    Raises NotExportable or BadInput. The model is not changed. Feature row 000-k.
+
+    >>> import torch, demask
+    >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8)).eval()
+    >>> fast = demask.optimize(net, (torch.randn(1, 3, 8, 8),), cache=False)
+    >>> fast(torch.randn(2, 3, 8, 8)).shape
+    torch.Size([2, 8, 6, 6])
+    """
+    _check(precision, backends)
+    count = torch.get_num_threads() if threads is None else threads
+    device = device_of(model, args, kwargs)
+    copy, examples, named = on_cpu(model, args, kwargs) if device != CPU else (model, args, kwargs)
+    progress("capturing")
+    program = captured(copy, examples, named, dynamic_shapes)
+    progress("removing what is masked")
+    smaller, provenance = reduced(program, TABLE)
+    race = _Race(_as_given(model), args, dict(kwargs or {}), device)
+    with set_threads(count):
+        return _fastest(race, program, smaller, provenance, cache, progress)
+
+
+def _check(precision: str | None, backends: Sequence[str]) -> None:
+    if precision is not None:
+        raise BadInput(
+            f"expected precision=None, got {precision!r}: lossy storage is not there yet; convert "
+            "the model first (model.bfloat16()), and optimize that"
+        )
+    unknown = [name for name in backends if name not in BACKENDS]
+    if unknown or "torch" not in backends:
+        raise BadInput(
+            f"expected backends of {BACKENDS} with 'torch' among them, got {tuple(backends)}"
+        )
+
+
+def _as_given(model: nn.Module | ExportedProgram) -> nn.Module:
+    """What the user has, in eval mode."""
+    if isinstance(model, ExportedProgram):
+        return model.module(check_guards=False)
+    copy = structural_copy(model, share=True)
+    for part in copy.modules():
+        part.training = False
+    return copy
+
+
+@dataclass(slots=True)
+class _Race:
+    """Networks that are called with one example, in turns, the network as given among them."""
+
+    given: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    device: torch.device
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+    made_by: dict[str, Form] = field(default_factory=dict)
+
+    def rounds(self, names: Sequence[str], pairs: int, seconds: float) -> dict[str, list[float]]:
+        """The seconds of each round."""
+        contenders = {name: self.call(self.modules[name]) for name in names}
+        with torch.no_grad():
+            return sampled({"given": self.call(self.given), **contenders}, pairs, seconds=seconds)
+
+    def call(self, module: nn.Module) -> Callable[[], object]:
+        if self.device.type != "cuda":
+            return lambda: module(*self.args, **self.kwargs)
+
+        def synchronised() -> None:
+            module(*self.args, **self.kwargs)
+            torch.cuda.synchronize(self.device)
+
+        return synchronised
+
+    def outputs(self, module: nn.Module) -> list[Any]:
+        with torch.no_grad():
+            return pytree.tree_leaves(module(*self.args, **self.kwargs))
+
+
+def _fastest(race: _Race, program: Program, smaller: Program, provenance: Provenance,
+             cache: Any, progress: Tell) -> Demasked:  # fmt: skip
+    """The result: the form that won, or the network as given."""
+    costs = Costs.open(cache, measure=race.device == CPU)
+    left_out: list[str] = []
+    for form in _forms(race, smaller, costs, progress):
+        progress(f"building: {form.name}")
+        failure = _enter(race, form, provenance)
+        if failure:
+            left_out.append(f"{form.name} is left out: {failure}")
+    costs.save()
+    notes = (*provenance.notes, *left_out)
+    progress("measuring the forms")
+    found = race.rounds(list(race.modules), ROUNDS, SECONDS)
+    whole = {name: median(taken) for name, taken in found.items()}
+    best = min(race.modules, key=whole.__getitem__)
+    progress("measuring beside the network as given")
+    taken = race.rounds([best], PAIRS, float("inf"))
+    speed = _speed(taken["given"], taken[best])
+    decisions = (Decision("the network, whole", best, whole), *race.made_by[best].decisions)
+    if speed.least < ALLOWED:
+        words = (f"the fastest form ({best}) may be slower than the network as given (ratio "
+                 f"{speed.ratio:.2f}, at least {speed.least:.2f}): that comes back")  # fmt: skip
+        first = build(program, replace(provenance, after=provenance.before, removed={}, cuts={},
+                                       effects={}, reasons=(), notes=(*notes, words),
+                                       decisions=decisions, speed=speed))  # fmt: skip
+        return moved(first, race.device) if race.device != CPU else first  # type: ignore[return-value]
+    result: Any = race.modules[best]
+    result.demasked = replace(provenance, notes=notes, decisions=decisions, speed=speed)
+    result.graph._codegen.provenance = result.demasked
+    return result
+
+
+def _forms(race: _Race, smaller: Program, costs: Costs, progress: Tell) -> Iterator[Form]:
+    yield Form(DEMASKED, smaller)
+    leaves = pytree.tree_leaves((race.args, race.kwargs))
+    asker = Asker(costs, Example.of(smaller.graph, leaves))
+    yield from forms(smaller, asker, progress)
+
+
+DEMASKED = "demasked alone"
+
+
+def _enter(race: _Race, form: Form, provenance: Provenance) -> str:
+    """Let a form take part; in words why it cannot, if so."""
+    kind = Demasked if form.name == DEMASKED else Optimized
+    module = build(form.program, provenance, kind).eval()
+    if race.device != CPU:
+        moved(module, race.device)
+    try:
+        difference = _difference(race, module)
+    except (RuntimeError, ValueError, TypeError) as error:
+        if form.name == DEMASKED:
+            raise
+        return f"it fails ({str(error).splitlines()[0]:.120})"
+    if difference > ULPS:
+        return f"its outputs differ by {difference:.3g} units in the last place"
+    race.modules[form.name], race.made_by[form.name] = module, form
+    return ""
+
+
+def _difference(race: _Race, module: nn.Module) -> float:
+    """Of the outputs for the example, in units in the last place of the largest."""
+    worst = 0.0
+    module(*race.args, **race.kwargs)  # the first call is made otherwise than the later ones
+    for a, b in zip(race.outputs(race.given), race.outputs(module), strict=True):
+        if isinstance(a, Tensor) and a.is_floating_point() and a.numel():
+            size = float(a.abs().max())
+            gap = float((a.double() - b.double()).abs().max())
+            unit = torch.finfo(a.dtype).eps * size
+            worst = max(worst, gap / unit if unit else gap and float("inf"))
+    return worst
+
+
+def _speed(given: list[float], result: list[float]) -> Speed:
+    timings = [Timing.of(taken) for taken in (given, result)]
+    rows = [(t.median, t.low, t.high) for t in timings]
+    return Speed(rows[0], rows[1], rows[0][0] / rows[1][0], lower_bound(given, result),
+                 len(given), torch.get_num_threads(), machine())  # fmt: skip

@@ -1,0 +1,177 @@
+"""Batch norms, and constants added or multiplied per channel, go into the weights before them.
+
+    norm(W x + b) == (s W) x + (s b + t)        with s = scale / sqrt(var + eps), t = shift - s mean
+
+What does not depend on the input may stand between (a border map m): norm(W x + b + m) ==
+(s W) x + (s b + t) + s m, and s m is computed once per size. The products are taken in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from demask.graph.program import Program
+from demask.ops import schema
+from demask.tune.draft import Draft, by_values, channels_of, only_reader, per_channel
+
+aten = torch.ops.aten
+# Contractions with a weight: the axis of the weight that the output's channels stand on.
+OUT_AXIS: Mapping[Any, int] = {
+    aten.conv1d.default: 0, aten.conv2d.default: 0, aten.conv3d.default: 0, aten.linear.default: 0,
+    aten.conv_transpose1d.default: 1, aten.conv_transpose2d.input: 1,
+    aten.conv_transpose3d.input: 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """x * scale + shift along one axis: float64 vectors, None for 1 and 0."""
+
+    x: fx.Node
+    axis: int
+    scale: Tensor | None
+    shift: Tensor | None
+
+
+def absorbed(program: Program) -> Program:
+    """The program with every such norm and constant in the weights of the layer before it."""
+    draft = Draft(program)
+    live = by_values(draft.graph)
+    for node in draft.calls():
+        step = _step(draft, node)
+        if step is not None and step.x in live:
+            made = _pushed(draft, step, node, live)
+            if made is not None:
+                draft.put(node, made)
+    return draft.done()
+
+
+def contraction(draft: Draft, node: Any) -> Tensor | None:
+    """The weight of a call that multiplies by a constant one, its bias constant too; else None."""
+    if not isinstance(node, fx.Node) or node.target not in OUT_AXIS:
+        return None
+    found = schema.arguments(node)
+    weight = draft.tensor(found["weight"])
+    if weight is None or (found["bias"] is not None and draft.tensor(found["bias"]) is None):
+        return None
+    if OUT_AXIS[node.target] == 1 and found["groups"] != 1:
+        return None
+    return weight if weight.is_floating_point() else None
+
+
+def channel_axis(node: fx.Node) -> int:
+    """The axis that a contraction's output channels stand on."""
+    return node.meta["val"].ndim - 1 if node.target is aten.linear.default else 1
+
+
+def rewritten(
+    draft: Draft, node: fx.Node, weight: Tensor, bias: Tensor | None, reader: fx.Node
+) -> fx.Node:
+    """A contraction with another weight and bias in its place, moved before `reader`, which alone
+    reads it; float64 tensors are rounded."""
+    found = schema.arguments(node)
+    dtype = found["weight"].meta["val"].dtype
+    kernel = draft.swapped(found["weight"], weight.to(dtype).contiguous(), node)
+    offset = None
+    if bias is not None and found["bias"] is not None:
+        offset = draft.swapped(found["bias"], bias.to(dtype), node)
+    elif bias is not None:
+        name = str(found["weight"].target).rpartition(".")[0]
+        offset = draft.constant(f"{name}.bias".lstrip("."), bias.to(dtype), reader, parameter=True)
+    made = draft.again(node, reader, weight=kernel, bias=offset)
+    draft.put(node, made)
+    return made
+
+
+def _step(draft: Draft, node: fx.Node) -> Affine | None:
+    """A call as an affine map of one operand, if it is one."""
+    if node.target is aten.batch_norm.default:
+        return _norm(draft, node)
+    if node.target not in (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor):
+        return None
+    x, other, *_ = node.args
+    if node.kwargs or not isinstance(x, fx.Node) or not isinstance(other, fx.Node):
+        return None
+    if draft.tensor(x) is not None and node.target is not aten.sub.Tensor:
+        x, other = other, x
+    value = draft.tensor(other)
+    if value is None or not isinstance(node.meta.get("val"), Tensor):
+        return None
+    if contraction(draft, x) is None or x.meta["val"].ndim != node.meta["val"].ndim:
+        return None
+    axis = channel_axis(x)
+    count = channels_of(x, axis)
+    vector = None if count is None else per_channel(value, x.meta["val"].ndim, axis, count)
+    if vector is None or node.meta["val"].dtype != x.meta["val"].dtype:
+        return None
+    if node.target is aten.mul.Tensor:
+        return Affine(x, axis, vector.double(), None)
+    shift = -vector.double() if node.target is aten.sub.Tensor else vector.double()
+    return Affine(x, axis, None, shift)
+
+
+def _norm(draft: Draft, node: fx.Node) -> Affine | None:
+    found = schema.arguments(node)
+    names = ("weight", "bias", "running_mean", "running_var")
+    tensors = [None if found[name] is None else draft.tensor(found[name]) for name in names]
+    absent = any(found[n] is not None and t is None for n, t in zip(names, tensors, strict=True))
+    if absent or tensors[2] is None or tensors[3] is None:
+        return None
+    weight, bias, mean, var = (None if t is None else t.double() for t in tensors)
+    assert mean is not None and var is not None
+    scale = torch.rsqrt(var + found["eps"])
+    if weight is not None:
+        scale = scale * weight
+    return Affine(found["input"], 1, scale, (0 if bias is None else bias) - mean * scale)
+
+
+def _pushed(draft: Draft, step: Affine, reader: fx.Node, live: set[fx.Node]) -> fx.Node | None:
+    """The node that computes step of its x, by changing what computes x; None if it cannot be."""
+    node = step.x
+    if only_reader(node) is None:
+        return None
+    if contraction(draft, node) is not None:
+        return _into(draft, step, reader) if channel_axis(node) == step.axis else None
+    plain = node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs
+    if not plain or not all(isinstance(a, fx.Node) for a in node.args):
+        return None
+    sides: Any = node.args
+    varying = [side for side in sides if side in live]
+    fixed = [side for side in sides if side not in live]
+    if len(varying) != 1 or varying[0].meta["val"].shape != node.meta["val"].shape:
+        return None
+    inner = _pushed(draft, Affine(varying[0], step.axis, step.scale, step.shift), reader, live)
+    if inner is None:
+        return None
+    offset = fixed[0]
+    if step.scale is not None:
+        shape = [1] * (node.meta["val"].ndim - step.axis)
+        shape[0] = -1
+        factor = step.scale.to(node.meta["val"].dtype).reshape(shape)
+        read = draft.constant(f"{inner.name}_scale", factor, reader)
+        offset = draft.call(reader, None, aten.mul.Tensor, offset, read)
+    made = draft.call(reader, node, aten.add.Tensor, inner, offset)
+    live.update((inner, made))
+    return made
+
+
+def _into(draft: Draft, step: Affine, reader: fx.Node) -> fx.Node:
+    found = schema.arguments(step.x)
+    axis = OUT_AXIS[step.x.target]
+    weight = draft.tensor(found["weight"])
+    bias = None if found["bias"] is None else draft.tensor(found["bias"])
+    assert weight is not None
+    weight, bias = weight.double(), None if bias is None else bias.double()
+    if step.scale is not None:
+        shape = [1] * weight.ndim
+        shape[axis] = -1
+        weight = weight * step.scale.reshape(shape)
+        bias = None if bias is None else bias * step.scale
+    if step.shift is not None:
+        bias = step.shift if bias is None else bias + step.shift
+    return rewritten(draft, step.x, weight, bias, reader)

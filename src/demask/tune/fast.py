@@ -1,0 +1,201 @@
+"""The module that optimize() gives back: a graph like any other, and code that runs it fast.
+
+The graph is functional and whole: it is what is saved, copied, verified and exported. The code that
+calls run is made from it: what depends on the sizes of inputs alone (border maps, side networks,
+weights in the layout that a kernel wants) is computed by the first call with these sizes and kept;
+values are written over what is no longer read, or into an arena (`memory`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import map_arg
+
+from demask.graph.codegen import Codegen
+from demask.graph.program import Program
+from demask.graph.result import Demasked
+from demask.machine.arena import Block, View, extent, planned
+from demask.tune.draft import COPY, by_values
+from demask.tune.epilogues import plain
+from demask.tune.memory import InArena, InPlace, decided
+from demask.tune.plans import Plan, Plans
+
+
+class FastCodegen(Codegen):
+    """Writes the code of the fast graph where that of the whole graph is asked for."""
+
+    def _gen_python_code(self, nodes: Any, root_module: str, *args: Any, **kwargs: Any) -> Any:
+        whole = list(nodes)
+        if not whole:
+            return super()._gen_python_code(nodes, root_module, *args, **kwargs)
+        quick = fast_graph(whole[0].graph)
+        return super()._gen_python_code(quick.nodes, root_module, *args, **kwargs)
+
+
+class Optimized(Demasked):
+    """A network made fast for one machine, for inference: calls record no gradients.
+
+    It can be copied, pickled and saved; what it keeps between calls (see `Plans`) is not part of
+    that. Converted to another dtype or moved to another device it goes on with torch's plain ops.
+    Several threads may call it. Its weights are taken over at the first call of each size: call
+    `refresh()` after changing them in place.
+    """
+
+    codegen = FastCodegen
+    trains = False
+    plans: Plans
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.plans = Plans()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return super().__call__(*args, **kwargs)
+
+    def plan_for(self, inputs: tuple[Any, ...]) -> Plan:
+        """What is kept for inputs of these sizes (flattened, as the graph's placeholders)."""
+        return self.plans.of(inputs, lambda: made(self, inputs))
+
+    def refresh(self) -> None:
+        """Forget what was computed from the weights: the next call computes it anew."""
+        self.plans = Plans()
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self.refresh()
+        return super().load_state_dict(*args, **kwargs)
+
+    def plain(self) -> Demasked:
+        """The same network in ATen ops alone, sharing its tensors: it exports, compiles, and runs
+        in every dtype and on every device."""
+        info = self.graph._codegen.pytree_info  # type: ignore[attr-defined]
+        program = Program(self.graph, {}, info.in_spec, info.out_spec, tuple(info.orig_args))
+        graph = plain(program).graph
+        return Demasked.of(self, graph, info, self.demasked)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        before = _kinds(self)
+        super()._apply(fn, recurse)
+        self.refresh()
+        if _kinds(self) != before:
+            graph = self.plain().graph
+            graph.set_codegen(self.graph._codegen)
+            self.graph = graph
+        return self
+
+
+def _kinds(module: nn.Module) -> set[Any]:
+    tensors = [*module.parameters(), *module.buffers()]
+    return {(t.dtype, t.device) for t in tensors if t.is_floating_point()}
+
+
+def fast_graph(graph: fx.Graph) -> fx.Graph:
+    """The graph that is run: it asks for the plan of its inputs' sizes, and reads from that what no
+    input reaches."""
+    live, calls = by_values(graph), decided(graph)
+    quick, new = fx.Graph(), {}
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    for node in inputs:
+        new[node] = quick.node_copy(node)
+        new[node].name = node.name
+    plan = quick.call_method("__call__", (quick.get_attr("plan_for"), tuple(map(new.get, inputs))))
+    kept, memory = kept_nodes(graph, live), arena_nodes(calls)
+    values = quick.call_function(getattr, (plan, "kept")) if kept else None
+    new |= {n: quick.call_function(operator.getitem, (values, k)) for k, n in enumerate(kept)}
+    taken = quick.call_method("take", (plan,)) if memory else None
+    views = {n: quick.call_function(operator.getitem, (taken, k)) for k, n in enumerate(memory)}
+    for node in graph.nodes:
+        if node in new or node not in live:
+            continue
+        if node.op == "output" and taken is not None:
+            quick.call_method("give", (plan, taken))
+        new[node] = _copied(quick, node, new, calls.get(node), views)
+    return quick
+
+
+def _copied(
+    quick: fx.Graph, node: fx.Node, new: dict[fx.Node, Any], call: InPlace | InArena | None,
+    views: dict[fx.Node, fx.Node],
+) -> fx.Node:  # fmt: skip
+    if call is None:
+        return quick.node_copy(node, lambda n: new[n])
+    if isinstance(call, InPlace):
+        args, kwargs = map_arg((call.args, dict(call.kwargs)), lambda n: new[n])
+        return quick.call_function(call.target, args, kwargs)
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: new[n])
+    if node.target is COPY:
+        return quick.call_function(call.target, (views[node], args[0]))
+    out = next(a.name for a in call.target._schema.arguments if a.is_out)
+    return quick.call_function(call.target, args, {**kwargs, out: views[node]})
+
+
+def kept_nodes(graph: fx.Graph, live: set[fx.Node]) -> list[fx.Node]:
+    """What no input reaches and something that one does reach reads."""
+    return [n for n in graph.nodes if n not in live and any(user in live for user in n.users)]
+
+
+def arena_nodes(calls: dict[fx.Node, InPlace | InArena]) -> list[fx.Node]:
+    """The calls that write into the arena, in order."""
+    return [node for node, call in calls.items() if isinstance(call, InArena)]
+
+
+def made(module: Optimized, inputs: Sequence[Any]) -> Plan:
+    """The plan for inputs of these sizes: the graph is run once, to see what it makes."""
+    graph = module.graph
+    live, calls = by_values(graph), decided(graph)
+    kept, memory = kept_nodes(graph, live), arena_nodes(calls)
+    values = _run(module, inputs, {*kept, *memory})
+    views, blocks = [], []
+    for node in memory:
+        shape, stride, dtype = values[node]
+        call = calls[node]
+        assert isinstance(call, InArena)
+        blocks.append(Block(extent(shape, stride, dtype), call.start, call.end))
+        views.append(View(0, shape, stride, dtype))
+    plan = planned(blocks)
+    placed = tuple(View(offset, v.shape, v.stride, v.dtype)
+                   for offset, v in zip(plan.offsets, views, strict=True))  # fmt: skip
+    return Plan(tuple(values[node] for node in kept), plan.size, placed)
+
+
+def _run(module: nn.Module, inputs: Sequence[Any], wanted: set[fx.Node]) -> dict[fx.Node, Any]:
+    """Run a graph as it stands; of wanted values that inputs reach, their shape, stride, dtype."""
+    given, found = iter(inputs), {}
+    graph: fx.Graph = module.graph  # type: ignore[assignment]
+    live = by_values(graph)
+    values: dict[fx.Node, Any] = {}
+    left = {node: len(node.users) for node in graph.nodes}
+    for node in graph.nodes:
+        if node.op == "output":
+            break
+        if node.op == "placeholder":
+            values[node] = next(given)
+        elif node.op == "get_attr":
+            values[node] = operator.attrgetter(str(node.target))(module)
+        else:
+            args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
+            called = _called(module, node)
+            values[node] = called(*args, **kwargs)
+        if node in wanted:
+            value = values[node]
+            found[node] = (
+                (tuple(value.shape), value.stride(), value.dtype) if node in live else value
+            )
+        for source in node.all_input_nodes:
+            left[source] -= 1
+            if not left[source]:
+                values.pop(source, None)
+    return found
+
+
+def _called(module: nn.Module, node: fx.Node) -> Callable[..., Any]:
+    if node.op == "call_module":
+        return module.get_submodule(str(node.target))
+    if node.op == "call_method":
+        return lambda self, *args, **kwargs: getattr(self, str(node.target))(*args, **kwargs)
+    return node.target  # type: ignore[return-value]

@@ -1,0 +1,191 @@
+"""The forms of a program that are worth measuring whole, each made of the pieces that are fastest.
+
+What a piece costs is asked of the cost model; what the pieces cost together is measured, since
+caches and calls are shared.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import fx
+
+from demask.graph.program import Program
+from demask.graph.provenance import Decision
+from demask.ops import schema
+from demask.tune.affine import absorbed, contraction
+from demask.tune.asking import FUSED, PLAIN, Asker, Layer
+from demask.tune.draft import Draft, Example, by_values
+from demask.tune.epilogues import CONVOLUTIONS, Epilogue
+from demask.tune.fuse import chain, fused
+from demask.tune.joins import Sum, summed
+from demask.tune.layout import CONVOLUTIONS as IMAGES
+from demask.tune.layout import convolves, laid_out, movable
+from demask.tune.pair import paired
+from demask.tune.widen import Widening, rounded, widened
+
+aten = torch.ops.aten
+GAIN = 0.97  # a piece in another form must take less than this share of what it took
+MULTIPLES = (8, 16)  # channels: halves and wholes of a vector register
+
+
+@dataclass(slots=True)
+class Form:
+    """A program in one form: its name, what was decided in it, what its layers should take."""
+
+    name: str
+    program: Program
+    decisions: list[Decision] = field(default_factory=list)
+
+
+def forms(program: Program, asker: Asker, tell: Callable[[str], object]) -> Iterator[Form]:
+    """The program with norms in the weights, then with layers in their fastest forms: images as
+    they come, channels last, or the one or other by their size."""
+    base = absorbed(program)
+    yield Form("norms in the weights", base)
+    tell("asking what layers cost")
+    groups = by_size(base, asker)
+    yield Maker(asker, lambda _: False).made("layers with their epilogues", base)
+    if not groups or not movable(base):
+        return
+    yield Maker(asker, lambda _: True).made("channels last", base)
+    choice = {size: costs[True] < GAIN * costs[False] for size, costs in groups.items()}
+    if len(set(choice.values())) > 1:
+        last = partial(_chosen, asker, choice)
+        yield Maker(asker, last).made("channels last for some sizes", base)
+
+
+def _chosen(asker: Asker, choice: dict[tuple[int, ...], bool], node: fx.Node) -> bool:
+    return choice.get(asker.shape(node)[2:], False)
+
+
+def by_size(program: Program, asker: Asker) -> dict[tuple[int, ...], dict[bool, float]]:
+    """Seconds of the convolutions that make images of one size, with channels last and without."""
+    draft = Draft(program)
+    live = by_values(draft.graph)
+    found: dict[tuple[int, ...], dict[bool, float]] = defaultdict(lambda: {True: 0.0, False: 0.0})
+    for node in draft.calls(*IMAGES):
+        if node in live and contraction(draft, node) is not None and convolves(node):
+            after = chain(node, live)
+            for last in (True, False):
+                _, taken = asker.layer(
+                    asker.of(node), last, after.after, other=after.other is not None
+                )
+                found[asker.shape(node)[2:]][last] += taken
+    return found
+
+
+@dataclass(slots=True)
+class Maker:
+    """Makes one form: `last` says which convolutions have their channels last."""
+
+    asker: Asker
+    last: Callable[[fx.Node], bool]
+    decisions: list[Decision] = field(default_factory=list)
+
+    def made(self, name: str, base: Program) -> Form:
+        """The form of a program whose norms are in the weights."""
+        program = summed(base, self.join)
+        program = widened(program, self.worth)
+        for multiple in MULTIPLES:
+            program = rounded(program, lambda n, m=multiple: -(-n // m) * m, self.worth)
+        program = fused(program, self.fuse)
+        program = laid_out(program, self.last)
+        program = paired(program, self.pair)
+        return Form(name, program, self.decisions)
+
+    def join(self, draft: Draft, found: Sum, branch: fx.Node, join: fx.Node) -> str | None:
+        """How a layer should write at its places of a join: its rows there, or a 1 x 1 convolution
+        behind it; None to leave scatter-adds and pads as they are."""
+        layer, last = self.asker.of(branch), self.last(branch)
+        after = _after(join)
+        shape, count = self.asker.shape(join), self.asker.shape(branch)[found.axis]
+        rows = shape[found.axis] - count
+        grown = self.asker.layer(layer.wider(rows), last, after, other=True)[1]
+        alone = self.asker.layer(layer, last)[1]
+        into = [shape, self.asker.shape(branch)]
+        added = self.asker.call(aten.index_add_.default, last, into, layer.dtype, found.axis,
+                                index=count)  # fmt: skip
+        more = self.asker.call(aten.relu_.default, last, [shape], layer.dtype)
+        seconds = {"grow": grown, "scatter-add": alone + added + more}
+        if found.axis == 1 and layer.convolves and "transpose" not in layer.target:
+            seconds["place"] = alone + self._place(branch, layer, shape, last, after)
+        best = min(seconds, key=seconds.__getitem__)
+        self.decisions.append(Decision(f"join {join.name}", best, seconds))
+        return None if best == "scatter-add" else best
+
+    def _place(self, branch: fx.Node, layer: Layer, shape: tuple[int, ...], last: bool,
+               after: Epilogue) -> float:  # fmt: skip
+        axes, count = len(shape) - 2, self.asker.shape(branch)[1]
+        geometry = ((1,) * axes, (0,) * axes, (1,) * axes, 1)
+        weight = (shape[1], count, *[1] * axes)
+        one = Layer(str(CONVOLUTIONS[axes]), self.asker.shape(branch), weight, geometry, False,
+                    layer.dtype, layer.device)  # fmt: skip
+        return self.asker.layer(one, last, after, other=True)[1]
+
+    def worth(self, draft: Draft, plan: Widening, pad: fx.Node | None) -> bool:
+        """Do wider layers take less than they do now, the pad that goes included?"""
+        live = by_values(draft.graph)
+        before = after = 0.0
+        for node in {**plan.rows, **plan.columns}:
+            layer, found = self.asker.of(node), chain(node, live)
+            wider = layer.wider(plan.more if node in plan.rows else 0,
+                                plan.more if node in plan.columns else 0)  # fmt: skip
+            last, other = self.last(node), found.other is not None
+            before += self.asker.layer(layer, last, found.after, other=other)[1]
+            after += self.asker.layer(wider, last, found.after, other=other)[1]
+        name = "width"
+        if pad is not None:
+            name, dtype = pad.name, pad.meta["val"].dtype
+            source: fx.Node = schema.arguments(pad)["self"]
+            pads = schema.arguments(pad)["pad"]
+            target, shapes = aten.constant_pad_nd.default, [self.asker.shape(source)]
+            before += self.asker.call(target, self.last(source), shapes, dtype, list(pads), 0.0)
+        better = after < GAIN * before
+        if better:
+            first = next(iter(plan.rows), None)
+            place = name if first is None else f"{name} of {first.name}"
+            chosen = f"{plan.more} channels of zeros"
+            self.decisions.append(Decision(place, chosen, {"as it is": before, chosen: after}))
+        return better
+
+    def fuse(self, node: fx.Node, after: Epilogue, other: bool) -> bool:
+        """Is a layer faster as a call of oneDNN's with its epilogue?"""
+        layer, last = self.asker.of(node), self.last(node)
+        forms = self.asker.forms(layer, last)
+        seconds = {f: self.asker.seconds(layer, f, last, after, other) for f in forms}
+        best = min(seconds, key=seconds.__getitem__)
+        self.decisions.append(Decision(str(node.name), best, seconds))
+        return best != PLAIN
+
+    def pair(self, draft: Draft, node: fx.Node) -> int:
+        """How many neighbouring pixels a narrow convolution should compute at once."""
+        layer, after, other = fused_layer(node, self.asker.example)
+        seconds = {f: self.asker.seconds(layer, f, True, after, other)
+                   for f in self.asker.forms(layer, True) if f != PLAIN}  # fmt: skip
+        best = min(seconds, key=seconds.__getitem__)
+        return 1 if best == FUSED or not self.last(node) else int(best.split()[0])
+
+
+def fused_layer(node: fx.Node, example: Example) -> tuple[Layer, Epilogue, bool]:
+    """The layer that a fused convolution is, its epilogue, whether something is added."""
+    found = schema.arguments(node)
+    axes = len(found["padding"])
+    geometry = tuple(tuple(found[key]) for key in ("stride", "padding", "dilation"))
+    value = node.meta["val"]
+    layer = Layer(str(CONVOLUTIONS[axes]), example.shape(found["X"]), example.shape(found["W"]),
+                  (*geometry, found["groups"]), found["B"] is not None, value.dtype,
+                  value.device)  # fmt: skip
+    if "other" in found:
+        return layer, Epilogue(found["unary_attr"] or "none"), True
+    return layer, Epilogue(found["attr"], tuple(found["scalars"]), found["algorithm"]), False
+
+
+def _after(join: fx.Node) -> Epilogue:
+    readers = list(join.users)
+    relu = len(readers) == 1 and readers[0].target is aten.relu.default
+    return Epilogue("relu") if relu else Epilogue()

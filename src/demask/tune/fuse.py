@@ -1,0 +1,148 @@
+"""Convolutions and linear layers with what follows them, in one call: oneDNN adds and activates
+as it stores.
+
+    relu(conv(x) + y) == conv_add_relu(x, y)
+
+What is added may be another value of the same shape, or a map for all images (a border map).
+Weights are laid out as oneDNN wants them, once (what no input reaches is computed once).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from demask.graph.program import Program
+from demask.ops import schema
+from demask.ops.schema import same_size
+from demask.tune.affine import contraction
+from demask.tune.draft import COPY, Draft, by_values, only_reader
+from demask.tune.epilogues import CONVOLUTIONS, Epilogue, available, convolution, epilogue, ops
+
+aten = torch.ops.aten
+# May layers be linear layers of oneDNN's? Called with the layer, its epilogue, what is added.
+Wanted = Callable[[fx.Node, Epilogue, bool], bool]
+
+
+def fused(program: Program, wanted: Wanted) -> Program:
+    """The program with its layers and their epilogues as single calls, where `wanted` says so."""
+    draft = Draft(program)
+    live = by_values(draft.graph)
+    for node in draft.calls(*CONVOLUTIONS.values(), aten.linear.default):
+        weight = contraction(draft, node)
+        value = node.meta["val"]
+        if weight is None or node not in live or not available(weight.dtype, weight.device):
+            continue
+        if value.dtype is not weight.dtype or not all(type(n) is int for n in _numbers(node)):
+            continue
+        convolves = node.target is not aten.linear.default
+        if convolves and value.ndim != weight.ndim:
+            continue  # an image without a batch
+        _fuse(draft, node, live, wanted, convolves)
+    return draft.done()
+
+
+def _numbers(node: fx.Node) -> list[Any]:
+    found = schema.arguments(node)
+    return [n for key in ("stride", "padding", "dilation") for n in found.get(key, ())]
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A layer and what could be computed with it: the last call of them, the activation, what is
+    added before it."""
+
+    last: fx.Node
+    after: Epilogue
+    other: fx.Node | None
+
+
+def chain(node: fx.Node, live: set[fx.Node]) -> Chain:
+    """What oneDNN could compute with a layer."""
+    convolves = node.target is not aten.linear.default
+    last, other = node, None
+    reader = only_reader(node)
+    if reader is not None and (found := _addend(node, reader, live, convolves)) is not None:
+        last, other = reader, found
+        reader = only_reader(last)
+    act = None if reader is None else epilogue(reader)
+    fits = other is None or (act is not None and act.name == "relu" and convolves)
+    if reader is None or act is None or not fits:
+        return Chain(last, Epilogue(), other)
+    if reader.meta["val"].dtype is not node.meta["val"].dtype:
+        return Chain(last, Epilogue(), other)
+    return Chain(reader, act, other)
+
+
+def _fuse(draft: Draft, node: fx.Node, live: set[fx.Node], wanted: Wanted, convolves: bool) -> None:
+    found = chain(node, live)
+    if not wanted(node, found.after, found.other is not None):
+        return
+    make = _convolution if convolves else _linear
+    made = make(draft, node, found.last, found.after, found.other)
+    live.update((found.last, made))
+    draft.put(found.last, made)
+
+
+def _addend(node: fx.Node, reader: fx.Node, live: set[fx.Node], convolves: bool) -> fx.Node | None:
+    """What `reader` adds to a layer's output, if oneDNN can."""
+    if reader.target is not aten.add.Tensor or len(reader.args) != 2 or reader.kwargs:
+        return None
+    sides: Any = reader.args
+    other = sides[1] if sides[0] is node else sides[0]
+    if other is node or not isinstance(other, fx.Node):
+        return None
+    mine, theirs = node.meta["val"], other.meta.get("val")
+    if not isinstance(theirs, torch.Tensor) or theirs.dtype is not mine.dtype:
+        return None
+    if theirs.ndim != mine.ndim or reader.meta["val"].ndim != mine.ndim:
+        return None
+    whole = all(map(same_size, mine.shape, theirs.shape))
+    images = all(map(same_size, mine.shape[1:], theirs.shape[1:]))
+    one_map = convolves and images and same_size(theirs.shape[0], 1) and other not in live
+    return other if whole or one_map else None
+
+
+def _convolution(
+    draft: Draft, node: fx.Node, last: fx.Node, after: Epilogue, other: fx.Node | None
+) -> fx.Node:
+    found = schema.arguments(node)
+    count = node.meta["val"].ndim - 2
+    padding, stride, dilation = (
+        _spread(found[key], count) for key in ("padding", "stride", "dilation")
+    )
+    sizes = [size if isinstance(size, int) else
+             draft.call(last, None, aten.sym_size.int, found["input"], axis)
+             for axis, size in enumerate(found["input"].meta["val"].shape)]  # fmt: skip
+    geometry = (padding, stride, dilation, found["groups"])
+    weight = found["weight"]
+    if count == 2:
+        pack = ops()._reorder_convolution_weight.default
+        weight = draft.call(last, weight, pack, weight, *geometry, sizes)
+    if other is not None and not same_size(other.meta["val"].shape[0], last.meta["val"].shape[0]):
+        # One map for all images: oneDNN would broadcast it slowly, and adds over a copy in place.
+        spread = [sizes[0]] + [-1] * (count + 1)
+        other = draft.call(last, last, aten.expand.default, other, spread)
+        other = draft.call(last, last, COPY, other)
+    target, args = convolution(found["input"], weight, found["bias"], *geometry, after, other)
+    return draft.call(last, last, target, *args)
+
+
+def _spread(value: Any, count: int) -> list[int]:
+    return list(value) * count if len(value) == 1 else list(value)
+
+
+def _linear(
+    draft: Draft, node: fx.Node, last: fx.Node, after: Epilogue, other: fx.Node | None
+) -> fx.Node:
+    found = schema.arguments(node)
+    x, weight, bias = found["input"], found["weight"], found["bias"]
+    packed = draft.call(last, weight, ops()._reorder_linear_weight.default, weight, None)
+    if other is not None:
+        return draft.call(last, last, ops()._linear_pointwise.binary, x, other, packed, bias, "add")
+    arguments = (after.name, list(after.scalars), after.algorithm)
+    return draft.call(last, last, ops()._linear_pointwise.default, x, packed, bias, *arguments)

@@ -1,0 +1,117 @@
+"""Images with their channels last in memory, where their convolutions are faster so.
+
+The same numbers in another order: oneDNN need not reorder them around each call, and a narrow
+layer is not rounded up to whole vectors of channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, fx
+
+from demask.graph.program import Program
+from demask.tune.draft import COPY, Draft, by_values
+from demask.tune.epilogues import ops
+
+aten = torch.ops.aten
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+CONVOLUTIONS = {
+    aten.conv2d.default, aten.conv3d.default, aten.conv_transpose2d.input,
+    aten.conv_transpose3d.input,
+}  # fmt: skip
+# What keeps the layout of its operands.
+_KEEPS = {
+    aten.relu.default, aten.add.Tensor, aten.mul.Tensor, aten.sub.Tensor, aten.batch_norm.default,
+    aten.max_pool2d.default, aten.avg_pool2d.default, aten.silu.default, aten.hardswish.default,
+    aten.hardtanh.default, aten.clamp.default, aten.sigmoid.default, aten.gelu.default,
+    aten.leaky_relu.default, aten.dropout.default, aten.div.Tensor, aten.elu.default,
+    aten.cat.default,
+}  # fmt: skip
+Wants = Callable[[fx.Node], bool]  # should this convolution have its channels last?
+
+
+def convolves(node: fx.Node) -> bool:
+    """Is a call a convolution of images, with an epilogue or without?"""
+    pointwise = ops()._convolution_pointwise
+    return is_image(node) and (
+        node.target in CONVOLUTIONS or node.target in (pointwise.default, pointwise.binary)
+    )
+
+
+def is_image(node: fx.Node) -> bool:
+    """Is a value an image or a volume, with a batch and channels?"""
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.ndim in FORMATS
+
+
+def movable(program: Program) -> bool:
+    """May images be laid out anew? Not where a call speaks of memory itself."""
+    return not any(n.target is aten.as_strided.default for n in program.graph.nodes)
+
+
+def laid_out(program: Program, wants: Wants) -> Program:
+    """The program with channels last where `wants` says so; what it returns is laid out as before.
+
+    Views that other strides would refuse become reshapes, which copy where they must.
+    """
+    draft = Draft(program)
+    layout = _Layout(draft)
+    for node in draft.calls():
+        if node.target is aten.view.default:
+            node.target = aten.reshape.default
+        if node not in layout.live or not is_image(node):
+            continue
+        if convolves(node):
+            layout.settle(node, wants(node))
+        elif node.target in _KEEPS and any(n in layout.last for n in node.all_input_nodes):
+            layout.settle(node, True)
+    layout.restore()
+    return draft.done()
+
+
+class _Layout:
+    """Which values have their channels last, while a graph is walked."""
+
+    def __init__(self, draft: Draft):
+        self.draft = draft
+        self.live = by_values(draft.graph)
+        self.last: set[fx.Node] = set()
+        self.made: dict[tuple[fx.Node, bool], fx.Node] = {}
+
+    def settle(self, node: fx.Node, last: bool) -> None:
+        """Give a call its images in one layout; its own value then has it, too."""
+        for source in node.all_input_nodes:
+            if not is_image(source) or _is_packed(source):
+                continue
+            if source.target is COPY and source.args[0] not in self.live:
+                source.kwargs = {"memory_format": FORMATS[_rank(source)]} if last else {}
+            elif (source in self.last) != last:
+                node.replace_input_with(source, self.converted(source, last, node))
+        if last:
+            self.last.add(node)
+
+    def converted(self, source: fx.Node, last: bool, reader: fx.Node) -> fx.Node:
+        """A value in the other layout."""
+        if (source, last) not in self.made:
+            kwargs = {"memory_format": FORMATS[_rank(source)]} if last else {}
+            made = self.draft.call(reader, source, aten.contiguous.default, source, **kwargs)
+            self.made[source, last] = made
+            if last:
+                self.last.add(made)
+        return self.made[source, last]
+
+    def restore(self) -> None:
+        """Images that are returned, in torch's usual layout."""
+        output = next(iter(reversed(self.draft.graph.nodes)))
+        for source in [n for n in output.all_input_nodes if n in self.last]:
+            output.replace_input_with(source, self.converted(source, False, output))
+
+
+def _is_packed(node: fx.Node) -> bool:
+    return node.target is ops()._reorder_convolution_weight.default
+
+
+def _rank(node: fx.Node) -> int:
+    return node.meta["val"].ndim

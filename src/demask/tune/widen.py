@@ -1,0 +1,206 @@
+"""Values with channels of zeros behind their own, where that is cheaper than to be narrow.
+
+A stream that grows from join to join is padded at each; made at its final width from the start, it
+is not. And kernels like some widths better than smaller ones. Whatever makes a value makes zeros
+too (rows of zeros in its weights), and whatever reads it has columns of zeros for them:
+
+    conv(x, W) == conv(pad(x), [W 0])        pad(relu(conv(x, W))) == relu(conv(x, [W; 0]))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from demask.graph.program import Program
+from demask.ops import schema
+from demask.tune.affine import OUT_AXIS, channel_axis, contraction
+from demask.tune.draft import Draft, by_values, channels_of
+
+aten = torch.ops.aten
+# f(0) == 0
+_ZERO = {
+    aten.relu.default, aten.gelu.default, aten.silu.default, aten.tanh.default,
+    aten.hardswish.default, aten.leaky_relu.default,
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class Widening:
+    """Values to be made `more` channels wider: those made wider, layers whose rows or columns
+    grow, pads that go or shrink, and fixed values that are padded."""
+
+    axis: int
+    more: int
+    values: dict[fx.Node, None] = field(default_factory=dict)
+    rows: dict[fx.Node, None] = field(default_factory=dict)
+    columns: dict[fx.Node, None] = field(default_factory=dict)
+    fixed: dict[fx.Node, None] = field(default_factory=dict)
+
+
+# Is a widening worth it? pad: the call it makes unnecessary, None if it only rounds a width up.
+Worth = Callable[[Draft, Widening, fx.Node | None], bool]
+
+
+def widened(program: Program, worth: Worth) -> Program:
+    """The program without the pads that `worth` says cost more than wider values do."""
+    draft = Draft(program)
+    for pad in reversed(draft.calls(aten.constant_pad_nd.default)):
+        live = by_values(draft.graph)
+        found = _pad(pad) if pad in live else None
+        if found is None:
+            continue
+        source, axis, more = found
+        plan = closure(draft, source, axis, more, live)
+        if plan is not None and worth(draft, plan, pad):
+            apply(draft, plan)
+            draft.put(pad, source)
+    return draft.done()
+
+
+def rounded(program: Program, wanted: Callable[[int], int], worth: Worth) -> Program:
+    """The program with the widths of layers rounded up to what `wanted` says, where that is worth
+    it."""
+    draft = Draft(program)
+    for node in draft.calls(*OUT_AXIS):
+        live = by_values(draft.graph)
+        if node not in live or contraction(draft, node) is None:
+            continue
+        axis = channel_axis(node)
+        count = channels_of(node, axis)
+        more = 0 if count is None else wanted(count) - count
+        if more > 0:
+            plan = closure(draft, node, axis, more, live)
+            if plan is not None and worth(draft, plan, None):
+                apply(draft, plan)
+    return draft.done()
+
+
+def _pad(node: fx.Node) -> tuple[fx.Node, int, int] | None:
+    """Source, axis and count of a call that appends zeros along its channels."""
+    found = schema.arguments(node)
+    pads, rank = list(found["pad"]), node.meta["val"].ndim
+    if not all(isinstance(n, int) for n in pads) or (found["value"] or 0) != 0:
+        return None
+    places = [k for k, n in enumerate(pads) if n]
+    axis = rank - 1 - places[0] // 2 if places else 0
+    if len(places) != 1 or places[0] % 2 == 0 or pads[places[0]] < 0:
+        return None
+    return (found["self"], axis, pads[places[0]]) if axis == 1 or axis == rank - 1 else None
+
+
+def closure(
+    draft: Draft, start: fx.Node, axis: int, more: int, live: set[fx.Node]
+) -> Widening | None:
+    """All that must become wider for `start` to be; None where something cannot."""
+    plan, stack = Widening(axis, more), [start]
+    while stack:
+        node = stack.pop()
+        if node in plan.values or node in plan.fixed:
+            continue
+        if node not in live and node.op != "placeholder":
+            plan.fixed[node] = None
+            continue
+        sources = _makers(draft, node, axis)
+        if sources is None:
+            return None
+        plan.values[node] = None
+        if contraction(draft, node) is not None:
+            plan.rows[node] = None
+        stack += sources
+        stack += [user for user in node.users if _follows(user, node)]
+        for user in node.users:
+            if _reads(draft, user, node, axis):
+                plan.columns[user] = None
+    return plan
+
+
+def _makers(draft: Draft, node: fx.Node, axis: int) -> list[fx.Node] | None:
+    """The operands that must be wider for a value to be; None if it cannot be made wider."""
+    value = node.meta.get("val")
+    if node.op != "call_function" or not isinstance(value, Tensor):
+        return None
+    if contraction(draft, node) is not None:
+        grouped = schema.arguments(node).get("groups", 1) != 1
+        return [] if channel_axis(node) == axis and not grouped else None
+    if node.target is aten.constant_pad_nd.default:
+        found = _pad(node)
+        return [] if found is not None and found[1] == axis else None
+    if node.target in _ZERO:
+        return [node.args[0]]  # type: ignore[list-item]
+    if node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs:
+        sides: Any = node.args
+        alike = all(isinstance(s, fx.Node) and channels_of(s, axis) == channels_of(node, axis)
+                    and s.meta["val"].ndim == value.ndim for s in sides)  # fmt: skip
+        return list(sides) if alike else None
+    return None
+
+
+def _follows(user: fx.Node, node: fx.Node) -> bool:
+    """Is a reader made wider with what it reads? Only sums are: the others take a slice."""
+    return user.target is aten.add.Tensor and node in user.args
+
+
+def _reads(draft: Draft, user: fx.Node, node: fx.Node, axis: int) -> bool:
+    """Does a layer contract the axis?"""
+    if contraction(draft, user) is None or schema.arguments(user)["input"] is not node:
+        return False
+    return channel_axis(user) == axis and schema.arguments(user).get("groups", 1) == 1
+
+
+def apply(draft: Draft, plan: Widening) -> None:
+    """Make the values wider: weights get rows and columns of zeros, other readers a slice."""
+    for node in plan.rows:
+        _grow(draft, node, plan.more, rows=True)
+    for node in plan.columns:
+        _grow(draft, node, plan.more, rows=False)
+    for node in plan.values:
+        count = channels_of(node, plan.axis)
+        assert count is not None
+        kept = set(plan.values) | set(plan.columns)
+        others = [user for user in node.users if user not in kept]
+        value, shape = node.meta["val"], list(node.meta["val"].shape)
+        shape[plan.axis] = count + plan.more
+        with draft.build.mode:
+            node.meta["val"] = value.new_empty(shape)
+        if node.target is aten.constant_pad_nd.default:
+            pads = [n + plan.more if n else 0 for n in node.args[1]]  # type: ignore[union-attr]
+            node.args = (node.args[0], pads, *node.args[2:])
+        if others:
+            with draft.graph.inserting_after(node):
+                cut = draft.graph.call_function(aten.slice.Tensor, (node, plan.axis, 0, count))
+            cut.meta["val"] = value
+            for user in others:
+                user.replace_input_with(node, cut)
+    for node in plan.fixed:
+        _pad_fixed(draft, node, plan)
+
+
+def _pad_fixed(draft: Draft, node: fx.Node, plan: Widening) -> None:
+    users = [user for user in node.users if user in plan.values]
+    first = next(n for n in draft.graph.nodes if n in users)
+    after = [0, 0] * (node.meta["val"].ndim - 1 - plan.axis)
+    made = draft.call(first, None, aten.constant_pad_nd.default, node, [*after, 0, plan.more], 0.0)
+    for user in users:
+        user.replace_input_with(node, made)
+
+
+def _grow(draft: Draft, node: fx.Node, more: int, *, rows: bool) -> None:
+    """Append rows (output channels) or columns (input channels) of zeros to a layer's weight."""
+    found = schema.arguments(node)
+    weight = draft.tensor(found["weight"])
+    assert weight is not None
+    out = OUT_AXIS[node.target]
+    names = ["weight", "bias"] if rows and found["bias"] is not None else ["weight"]
+    for name in names:
+        tensor = draft.tensor(found[name])
+        assert tensor is not None
+        axis = 0 if name == "bias" else out if rows else 1 - out
+        shape = list(tensor.shape)
+        shape[axis] = more
+        grown = torch.cat([tensor, tensor.new_zeros(shape)], axis)
+        node.replace_input_with(found[name], draft.swapped(found[name], grown, node))
