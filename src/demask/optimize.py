@@ -15,8 +15,9 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
 from demask.graph.copying import structural_copy
+from demask.graph.examples import examples
 from demask.graph.program import Program
-from demask.graph.provenance import Decision, Provenance, Speed
+from demask.graph.provenance import WHOLE, Decision, Provenance, Speed
 from demask.graph.result import Demasked, build
 from demask.machine.compare import ALLOWED, PAIRS, lower_bound
 from demask.machine.cost import Costs
@@ -55,8 +56,8 @@ def optimize(
     It is demasked, then put into several forms (norms in the weights, layers with what follows them
     in one call, channels last, streams at one width), each made of the pieces that are fastest on
     the example's sizes. The fastest whole one is called beside `model` in 30 rounds or more; if it
-    may be slower (the lower 95 % bound of the ratio is below 0.97), the network comes back as given.
-    `demask.report` tells what was chosen and why. For inference: calls record no gradients.
+    may be slower (the lower 95 % bound of the ratio is below 0.97), the network comes back as it
+    was. `demask.report` tells what was chosen and why. For inference: calls record no gradients.
 
     args, kwargs: example inputs, of the sizes to be fast for; others are as exact. dynamic_shapes:
     as `demask.demask` takes it. threads: to measure with, None for `torch.get_num_threads()`.
@@ -73,13 +74,14 @@ def optimize(
     """
     _check(precision, backends)
     count = torch.get_num_threads() if threads is None else threads
-    device = device_of(model, args, kwargs)
-    copy, examples, named = on_cpu(model, args, kwargs) if device != CPU else (model, args, kwargs)
+    args, named = examples((model,), args, dict(kwargs or {}))
+    device = device_of(model, args, named)
+    here = on_cpu(model, args, named) if device != CPU else (model, args, named)
     progress("capturing")
-    program = captured(copy, examples, named, dynamic_shapes)
+    program = captured(*here, dynamic_shapes)
     progress("removing what is masked")
     smaller, provenance = reduced(program, TABLE)
-    race = _Race(_as_given(model), args, dict(kwargs or {}), device)
+    race = _Race(_as_given(model), args, named, device)
     with set_threads(count):
         return _fastest(race, program, smaller, provenance, cache, progress)
 
@@ -158,7 +160,7 @@ def _fastest(race: _Race, program: Program, smaller: Program, provenance: Proven
     progress("measuring beside the network as given")
     taken = race.rounds([best], PAIRS, float("inf"))
     speed = _speed(taken["given"], taken[best])
-    decisions = (Decision("the network, whole", best, whole), *race.made_by[best].decisions)
+    decisions = (Decision(WHOLE, best, whole), *race.made_by[best].decisions)
     if speed.least < ALLOWED:
         words = (f"the fastest form ({best}) may be slower than the network as given (ratio "
                  f"{speed.ratio:.2f}, at least {speed.least:.2f}): that comes back")  # fmt: skip

@@ -14,13 +14,13 @@ from torch.export import ExportedProgram
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
-from demask.errors import BadInput, DemaskError, Mismatch
+from demask.errors import DemaskError, Mismatch
 from demask.graph.capture import capture
 from demask.graph.copying import structural_copy
+from demask.graph.examples import examples
 from demask.graph.fold import folded
 from demask.graph.functional import functionalized
 from demask.graph.result import Demasked, build_plain
-from demask.ops.schema import hint
 from demask.shrink import demask
 
 RELATIVE = 1e-10  # max |a - b| / max |a| in float64
@@ -79,7 +79,7 @@ def verify(
     >>> demask.verify(net, demask.demask(net, (torch.randn(2, 4),)), (torch.randn(2, 4),)).ok
     True
     """
-    args, kwargs = _examples(model, slim, args, dict(kwargs or {}))
+    args, kwargs = examples((slim, model), args, dict(kwargs or {}))
     left, right, allowed = _doubles(model, slim, args, kwargs)
     pairs = [(left, right), _own(model, slim)]
     narrow = _narrowed(slim)
@@ -170,41 +170,6 @@ class _Found:
             self.max_abs, self.max_rel, dtype, not self.failure, self.ulps, self.runs,
             still, narrowed, self.failure,
         )  # fmt: skip
-
-
-def _examples(model, slim, args, kwargs) -> tuple[Any, dict[str, Any]]:
-    """The inputs to run: those given, or drawn to the sizes that a file or a result remembers."""
-    if args or kwargs:
-        return args, kwargs
-    for known in (slim, model):
-        if isinstance(known, Demasked):
-            values = [
-                _drawn(spec.example, getattr(torch, spec.dtype)) for spec in known.demasked.inputs
-            ]
-            spec = known.graph._codegen.pytree_info.in_spec  # type: ignore[attr-defined]
-            return _filled(values, spec)
-        if isinstance(known, ExportedProgram):
-            specs = known.graph_signature.user_inputs
-            nodes = [n for n in known.graph.nodes if n.op == "placeholder" and n.name in specs]
-            fakes = [n.meta["val"] for n in nodes]
-            shaped = [
-                _drawn([hint(s) for s in v.shape], v.dtype) if isinstance(v, Tensor) else v
-                for v in fakes
-            ]
-            return _filled(shaped, known.call_spec.in_spec)
-    return args, kwargs
-
-
-def _filled(values: list[Any], spec: Any) -> tuple[Any, dict[str, Any]]:
-    if len(values) != spec.num_leaves:
-        raise BadInput("the network takes inputs that are no tensors: give example inputs")
-    return pytree.tree_unflatten(values, spec)
-
-
-def _drawn(shape: Any, dtype: torch.dtype) -> Tensor:
-    if not dtype.is_floating_point:
-        return torch.zeros(list(shape), dtype=dtype)
-    return torch.randn(list(shape), generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
 def _own(model, slim) -> tuple[nn.Module, nn.Module]:

@@ -168,6 +168,61 @@ def slim(
 
 
 @app.command()
+def optimize(
+    model: Model,
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", help="Where to write the result: .demask, or .pt2."),
+    ],
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="Threads to be fast with. Default: as many as torch takes."),
+    ] = None,
+    cache: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Where measurements are kept. Default: the user's cache folder."
+        ),
+    ] = None,
+    as_json: Json = False,
+    imports: Imports = None,
+) -> None:
+    """Write the fastest exact form of MODEL on this machine, found by measuring.
+
+    MODEL is demasked, then norms go into weights, layers take what follows them along, images get
+    the memory layout that is faster. Nothing is written that may be slower than MODEL: then MODEL
+    is written as it was. A .demask result holds the form; a .pt2 result is the same network in
+    torch's plain ops, for machines without demask.
+
+    \b
+    Example:
+      demask optimize model.pt2 -o fast.demask --threads 2
+    """
+    _check_output(output, suffixes=(".demask", ".pt2"))
+    with progress("loading") as step:
+        import demask
+        from demask.cli.models import read_network
+        from demask.machine.allocator import fix_allocator
+
+        _import(imports)
+        given = read_network(model)
+        fix_allocator()
+        result = demask.optimize(
+            given.model, given.args, threads=threads, cache=cache, progress=step
+        )
+        step("checking that it computes the same")
+        verification = demask.verify(given.model, result, given.args)
+        step("writing")
+        save = demask.save if output.suffix == ".demask" else demask.to_pt2
+        save(result, output)
+    report = demask.report(result)
+    words = f"largest difference {verification.max_abs:.2g} in {verification.dtype}"
+    data = {"output": str(output), "report": report.to_dict()}
+    data["verification"] = _plain(verification)
+    _print(f"{report}\nwritten to {output} ({words})", data, as_json)
+
+
+@app.command()
 def inspect(model: Model, as_json: Json = False, imports: Imports = None) -> None:
     """Print what could go from MODEL: sizes, masked share per module, ops demask has no rule for.
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import safetensors.torch
+import torch
 from safetensors import SafetensorError
 from torch import Tensor, fx, nn
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
@@ -21,11 +22,20 @@ from torch.utils import _pytree as pytree
 from demask.errors import BadInput, RefusedFile
 from demask.files.atomic import write
 from demask.files.bounded import open_zip, read_json
-from demask.files.codec import decode, decode_target, encode, encode_target
+from demask.files.codec import (
+    decode,
+    decode_target,
+    decode_value,
+    encode,
+    encode_target,
+    encode_value,
+)  # fmt: skip
 from demask.files.names import check_fqn, check_name
 from demask.files.trees import check_call_spec, load_spec
 from demask.graph.provenance import Provenance
 from demask.graph.result import Demasked
+from demask.tune.epilogues import available, is_fused, is_pack
+from demask.tune.fast import Optimized
 
 VERSION = 1
 GRAPH, TENSORS = "graph.json", "tensors.safetensors"
@@ -44,6 +54,7 @@ def save(slim: fx.GraphModule, path: str | os.PathLike[str]) -> None:
     document = {
         "format": "demask",
         "version": VERSION,
+        "optimized": isinstance(slim, Optimized),
         **_signature(slim),
         "nodes": [_encode_node(node) for node in slim.graph.nodes],
         "modules": dict(_module_specs(slim)),
@@ -104,7 +115,9 @@ def _encode_node(node: fx.Node) -> dict[str, Any]:
     target = encode_target(node.target) if node.op == "call_function" else str(node.target)
     args = [encode(argument) for argument in node.args]
     kwargs = {name: encode(argument) for name, argument in node.kwargs.items()}
-    return {"op": node.op, "name": node.name, "target": target, "args": args, "kwargs": kwargs}
+    row = {"op": node.op, "name": node.name, "target": target, "args": args, "kwargs": kwargs}
+    value = node.meta.get("value")
+    return row if value is None else row | {"value": encode_value(value)}
 
 
 def _module_specs(slim: fx.GraphModule) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -175,10 +188,16 @@ def _build(document: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Demaske
     _add_nodes(graph, _typed(document, "nodes", list), slim)
     specs = _specs(document, sum(n.op == "placeholder" for n in graph.nodes))
     training = set(_typed(document, "training", list, of=str))
+    kind = Optimized if document.get("optimized") is True else Demasked
+    fused = any(is_fused(node) or is_pack(node) for node in graph.nodes)
+    if fused and kind is Demasked:
+        raise RefusedFile("found calls that only optimize() writes in a network it did not make")
     try:
         graph.lint()
         history = Provenance.from_dict(_typed(document, "demasked", dict))
-        result = Demasked.of(slim, graph, specs, history)
+        result = kind.of(slim, graph, specs, history)
+        if fused and not available(torch.float32, torch.device("cpu")):
+            result = result.plain()  # this torch was built without oneDNN
     except Exception as error:  # whatever torch.fx or the history raise of odd contents
         raise BadInput(f"the graph or its history is damaged: {error}") from error
     for name, module in result.named_modules():
@@ -323,6 +342,8 @@ def _add_nodes(graph: fx.Graph, rows: list[Any], slim: nn.Module) -> None:
         )
         node.name = name
         nodes[name] = node
+        if "value" in row:
+            node.meta["value"] = decode_value(row["value"])
     if not ended:
         raise BadInput(f"{GRAPH}: the graph has no output; the file is damaged")
 

@@ -12,6 +12,7 @@ from torch import fx
 
 from demask.errors import BadInput, RefusedFile
 from demask.files.names import BUILTINS, find_op
+from demask.graph.rows import Value
 
 MAX_DEPTH = 20
 MAX_TEXT = 10_000
@@ -105,11 +106,28 @@ def decode_target(name: Any) -> Any:
     """The function that `name` stands for: a builtin of the list, or a functional ATen op."""
     if isinstance(name, str) and name in BUILTINS:
         return BUILTINS[name]
-    op = find_op(name)
+    op = find_op(name, ("aten", "mkldnn"))
     if op._schema.is_mutable:
         raise RefusedFile(f"found the op {name}, which changes its arguments; expected its "
                           "functional form")  # fmt: skip
     return op
+
+
+def encode_value(value: Value) -> list[Any]:
+    """JSON for the type of a tensor that a node makes."""
+    return [str(value.dtype).removeprefix("torch."), list(value.sizes), value.device]
+
+
+def decode_value(data: Any) -> Value:
+    """The type that `encode_value` wrote. RefusedFile otherwise."""
+    match data:
+        case [str(dtype), list(sizes), str(device)] if (
+            dtype in DTYPES
+            and all(type(n) in (int, str) and len(str(n)) <= MAX_TEXT for n in sizes)
+            and _DEVICE.fullmatch(device)
+        ):
+            return Value(DTYPES[dtype], tuple(sizes), device)
+    raise RefusedFile(f"found the type {_short(data)}; expected a dtype, sizes and a device")
 
 
 def _decode_constant(tag: str, text: Any) -> Any:

@@ -50,9 +50,15 @@ _PRIVATE_OPS = (
 _REFUSED_OPS = re.compile(
     r"(fbgemm|cudnn|miopen|mkldnn|quantized|sparse|fused)_.*|set|set_|set_data|record_stream"
 )
+# What optimize() writes: layers of oneDNN's with their epilogues. Their kernels check little, so
+# demask runs the ATen ops they stand for on the same shapes first (`tune.fast`).
+_FUSED_OPS = (
+    "_convolution_pointwise _linear_pointwise _reorder_convolution_weight _reorder_linear_weight"
+).split()
 _TEXT_ARGUMENTS = frozenset(
     "approximate mode padding pad_mode padding_side indexing rounding_mode interpolation reduce "
-    "equation norm ord p UPLO driver side activation assert_msg".split()
+    "equation norm ord p UPLO driver side activation assert_msg "
+    "attr algorithm binary_attr unary_attr unary_algorithm".split()
 )
 _ARGUMENT_TYPE = re.compile(
     r"((Optional|List)\[)*(Tensor|int|float|bool|number|complex|str|Device|Generator)\]*"
@@ -95,6 +101,8 @@ def find_op(name: Any, namespaces: Collection[str] = ("aten",)) -> torch._ops.Op
 
 
 def _is_harmless(space: str, base: str) -> bool:
+    if space == "mkldnn":
+        return base in _FUSED_OPS
     if space != "aten":
         return True  # the caller named this namespace
     if base.startswith("__"):

@@ -22,6 +22,7 @@ from demask.files.bounded import open_zip
 from demask.files.codec import DTYPES
 from demask.files.pt2_gate import open_pt2
 from demask.graph.provenance import InputSpec, Provenance
+from demask.graph.result import Demasked
 from demask.graph.shapes import shapes_only
 
 SEED = 0
@@ -35,6 +36,8 @@ def to_pt2(slim: fx.GraphModule, path: str | os.PathLike[str]) -> None:
     this machine are in the file. NotExportable: torch.export does not take the network.
     """
     check_writable(path)
+    if isinstance(slim, Demasked):
+        slim = slim.plain()  # what another torch and machine can run
     args, kwargs, shapes = _example(slim)
     with _in_eval(slim), warnings.catch_warnings(), shapes_only(), torch.no_grad():
         warnings.simplefilter("ignore")  # torch.export warns of its own internals

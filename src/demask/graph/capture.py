@@ -29,6 +29,7 @@ from demask.graph.copying import structural_copy
 from demask.graph.guards import guards_of
 from demask.graph.inline import inlined
 from demask.graph.program import Constant, Program
+from demask.graph.result import exportable
 from demask.graph.shapes import shapes_only
 
 _LICENCE = "dropping 0 · x is exact for finite x: an Inf or NaN meeting a dropped zero is not kept"
@@ -53,7 +54,7 @@ def capture(
     if not isinstance(args, tuple):
         raise BadInput(f"args must be a tuple of the model's inputs, got {type(args).__name__}: "
                        "write (x,) for one input")  # fmt: skip
-    work = structural_copy(model, share=True).eval()
+    work = exportable(structural_copy(model, share=True).eval())
     _name_keywords(work, kwargs or {}, dynamic_shapes)
     exported, notes = _export(work, args, dict(kwargs or {}), dynamic_shapes)
     return _program(exported, notes, model.training)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from math import inf
 from typing import Any
 
 Positions = tuple[int, ...] | None
@@ -63,14 +64,22 @@ class InputSpec:
     example: tuple[int, ...]
 
 
+WHOLE = "the network, whole"
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """What optimize() chose for one piece of a network: the seconds of each form it could take
-    (infinite where it cannot), and which was taken. The form named "…, whole" is of all of it."""
+    (infinite where it cannot), and which was taken. place: where, or WHOLE."""
 
     place: str
     chosen: str
     seconds: Mapping[str, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dictionary; None stands for infinity, which JSON has not."""
+        seconds = {form: taken if taken < inf else None for form, taken in self.seconds.items()}
+        return {"place": self.place, "chosen": self.chosen, "seconds": seconds}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +138,7 @@ class Provenance:
             "removed": dict(self.removed),
             "guards": list(self.guards),
             "values": dict(self.values),
-            "decisions": [
-                {"place": d.place, "chosen": d.chosen, "seconds": _finite(d.seconds)}
-                for d in self.decisions
-            ],
+            "decisions": [decision.to_dict() for decision in self.decisions],
             "speed": None if self.speed is None else asdict(self.speed),
         }
 
@@ -155,13 +161,8 @@ class Provenance:
         )
 
 
-def _finite(seconds: Mapping[str, float]) -> dict[str, float | None]:
-    """JSON has no infinity."""
-    return {form: taken if taken < float("inf") else None for form, taken in seconds.items()}
-
-
 def _decision(data: Mapping[str, Any]) -> Decision:
-    seconds = {str(form): float("inf") if taken is None else float(taken)
+    seconds = {str(form): inf if taken is None else float(taken)
                for form, taken in data["seconds"].items()}  # fmt: skip
     return Decision(str(data["place"]), str(data["chosen"]), seconds)
 

@@ -14,7 +14,7 @@ from demask.graph.codegen import Codegen
 from demask.graph.fold import drop_unread
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Provenance, Sizes
-from demask.graph.rows import Row, graph_of, rows_of
+from demask.graph.rows import Row, Value, graph_of, rows_of
 
 aten = torch.ops.aten
 # Of a GraphModule, made from its graph.
@@ -72,6 +72,10 @@ class Demasked(fx.GraphModule):
         state = {name: value for name, value in vars(self).items() if name not in _GENERATED}
         kind = type(self).graph_module()
         return _unpickled, (kind, rows_of(self.graph), self.graph._codegen), state
+
+    def plain(self) -> Demasked:
+        """The network in ATen ops alone: itself, where it is no other already."""
+        return self
 
     @classmethod
     def graph_module(cls) -> type[Self]:
@@ -147,8 +151,16 @@ def build(program: Program, provenance: Provenance, kind: type[Demasked] = Demas
     if kind.trains:
         _Modules(graph, root, program.constants).restore()
     drop_unread(graph)
+    for node in graph.nodes if not kind.trains else ():
+        if (value := Value.of(node.meta.get("val"))) is not None:
+            node.meta["value"] = value
     specs = _PyTreeInfo(list(program.names), program.in_spec, program.out_spec)
     return kind.of(root, graph, specs, provenance).train(program.training and kind.trains)
+
+
+def exportable(model: nn.Module) -> nn.Module:
+    """A network as torch.export takes it: ours in ATen ops alone."""
+    return model.plain() if isinstance(model, Demasked) else model
 
 
 def build_plain(program: Program) -> fx.GraphModule:

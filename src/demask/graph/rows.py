@@ -20,6 +20,24 @@ class Reference:
 
 
 @dataclass(frozen=True, slots=True)
+class Value:
+    """The type of a tensor that a node makes: dynamic sizes are expressions, equal ones alike.
+    It stands in meta["value"] and outlives pickling and files, as fake tensors do not."""
+
+    dtype: torch.dtype
+    sizes: tuple[int | str, ...]
+    device: str = "cpu"
+
+    @classmethod
+    def of(cls, value: Any) -> Value | None:
+        """The type of a fake tensor, None for anything else."""
+        if not isinstance(value, torch.Tensor):
+            return None
+        sizes = tuple(s if isinstance(s, int) else str(s.node.expr) for s in value.shape)
+        return cls(value.dtype, sizes, value.device.type)
+
+
+@dataclass(frozen=True, slots=True)
 class Overload:
     """An op by its names: ("aten::relu", "default")."""
 
@@ -29,13 +47,14 @@ class Overload:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One node of a graph, as `Graph.create_node` takes it."""
+    """One node of a graph, as `Graph.create_node` takes it; value: what it makes, where known."""
 
     op: str
     name: str
     target: Any
     args: Any
     kwargs: Any
+    value: Value | None = None
 
 
 def rows_of(graph: fx.Graph) -> tuple[Row, ...]:
@@ -49,7 +68,7 @@ def rows_of(graph: fx.Graph) -> tuple[Row, ...]:
         if isinstance(target, OpOverload):
             target = Overload(target._schema.name, target._overloadname)
         args, kwargs = (map_aggregate(given, plain) for given in (node.args, node.kwargs))
-        return Row(node.op, node.name, target, args, kwargs)
+        return Row(node.op, node.name, target, args, kwargs, node.meta.get("value"))
 
     return tuple(row(node) for node in graph.nodes)
 
@@ -68,6 +87,8 @@ def graph_of(rows: Sequence[Row]) -> fx.Graph:
         node = graph.create_node(row.op, target, args, kwargs, name=row.name)  # type: ignore[arg-type]
         node.name = row.name  # torch.fx numbers names that are builtins' again
         nodes[row.name] = node
+        if row.value is not None:
+            node.meta["value"] = row.value
     return graph
 
 

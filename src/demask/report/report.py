@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from demask.errors import BadInput
-from demask.graph.provenance import Provenance, Reason, Sizes
+from demask.graph.provenance import Decision, Provenance, Reason, Sizes, Speed
 from demask.report.page import write_page
 from demask.report.text import EFFECTS, render
 
@@ -33,7 +33,9 @@ class Report:
     before, after: parameters, MACs of one call on the example inputs, bytes. removed: parameters
     gone, per module, most first. scatters: ops that only keep shapes, counted by effect (every
     effect is present, also at 0). declined: what was kept and why, most slices first. notes: what
-    else to know (dynamic dimensions, licences used).
+    else to know (dynamic dimensions, licences used). speed, decisions: of `demask.optimize` alone:
+    how fast beside the network as given, and what was chosen for each piece, with the seconds of
+    every form it could take.
     """
 
     before: Sizes
@@ -42,6 +44,8 @@ class Report:
     scatters: Mapping[str, int]
     declined: tuple[Decline, ...]
     notes: tuple[str, ...]
+    speed: Speed | None = None
+    decisions: tuple[Decision, ...] = ()
 
     @property
     def nothing_removed(self) -> bool:
@@ -71,6 +75,8 @@ class Report:
             "scatters": dict(self.scatters),
             "declined": [asdict(decline) for decline in self.declined],
             "notes": list(self.notes),
+            "speed": None if self.speed is None else asdict(self.speed),
+            "decisions": [decision.to_dict() for decision in self.decisions],
         }
 
     def to_html(self, path: str | Path) -> None:
@@ -99,6 +105,8 @@ def report(slim: nn.Module) -> Report:
         scatters=dict.fromkeys(EFFECTS, 0) | dict(provenance.effects),
         declined=_grouped(provenance.reasons),
         notes=provenance.notes,
+        speed=provenance.speed,
+        decisions=provenance.decisions,
     )
 
 

@@ -11,6 +11,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from demask.report.speed import speed_parts
+
 if TYPE_CHECKING:
     from demask.report.report import Decline, Report
 
@@ -90,6 +92,9 @@ def _parts(report: Report) -> Iterable[RenderableType]:
     yield from map(Text, scatters_reasons(report))
     yield from map(Text, _shortened([decline_line(item) for item in report.declined], "reasons"))
     yield from (Text(f"note: {note}") for note in report.notes)
+    if report.speed is not None:
+        yield Text("")
+        yield from speed_parts(report.speed, report.decisions)
 
 
 def _sizes_table(report: Report) -> Table:

@@ -6,7 +6,9 @@ The ops are torch's own (its compiler emits them); they take float32 and bfloat1
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +20,6 @@ from demask.tune.draft import Draft
 
 aten = torch.ops.aten
 CONVOLUTIONS = {1: aten.conv1d.default, 2: aten.conv2d.default, 3: aten.conv3d.default}
-_LINEAR = aten.linear.default
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,65 +90,87 @@ def convolution(
     return ops()._convolution_pointwise.binary, (x, other, *geometry, "add", 1, unary, [], "")
 
 
+def is_fused(node: fx.Node) -> bool:
+    """Is a call a layer of oneDNN's, with its epilogue?"""
+    return node.target in _targets("_convolution_pointwise", "_linear_pointwise")
+
+
+def is_pack(node: fx.Node) -> bool:
+    """Does a call lay a weight out for such a layer?"""
+    return node.target in _targets("_reorder_convolution_weight", "_reorder_linear_weight")
+
+
+def _targets(*names: str) -> list[Any]:
+    packets = [getattr(ops(), name) for name in names]
+    return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+
+
+def packed(node: fx.Node, weight: Tensor, x: Tensor) -> Tensor:
+    """The weight of a fused call, laid out for what it convolves."""
+    found = schema.arguments(node)
+    if "padding" not in found:
+        return ops()._reorder_linear_weight(weight, None)
+    geometry = (found["padding"], found["stride"], found["dilation"], found["groups"])
+    return ops()._reorder_convolution_weight(weight, *geometry, list(x.shape))
+
+
 def plain_call(after: Epilogue, x: Tensor) -> Tensor:
     """An activation of a tensor, over it where torch can."""
     if after.name == "none":
         return x
-    target = next(target for target, known, _ in _ACTIVATIONS if known == after.name)
+    target, args, kwargs = _activation(after.name, after.scalars, after.algorithm)
     over = getattr(aten, f"{target._opname}_", None)
-    function = target if over is None else over.default
-    return function(x, *after.scalars, **({"approximate": after.algorithm} if
-                                          after.name == "gelu" else {}))  # fmt: skip
+    return (target if over is None else over.default)(x, *args, **kwargs)
+
+
+def run_plain(values: Mapping[str, Any]) -> Tensor:
+    """What a fused call makes of these arguments, by the ATen ops it stands for. ValueError where
+    what it adds has another shape: oneDNN would not check."""
+    return _plain(values, lambda target, *args, **kwargs: target(*args, **kwargs), _same_shape)
+
+
+def _same_shape(made: Tensor, other: Tensor) -> None:
+    if made.shape != other.shape:
+        raise ValueError(f"expected {tuple(made.shape)} to be added, got {tuple(other.shape)}")
 
 
 def plain(program: Program) -> Program:
     """The program with every fused call as the ATen calls it stands for, weights as they are: it
     runs in any dtype on any device, and exports."""
     draft = Draft(program)
-    names = {
-        ops()._convolution_pointwise.default: _plain_convolution,
-        ops()._convolution_pointwise.binary: _plain_convolution,
-        ops()._linear_pointwise.default: _plain_linear,
-        ops()._linear_pointwise.binary: _plain_linear,
-    }
     for node in draft.calls():
-        if node.target in (ops()._reorder_convolution_weight.default,
-                           ops()._reorder_linear_weight.default):  # fmt: skip
+        if is_pack(node):
             draft.put(node, node.args[0])  # type: ignore[arg-type]
-        elif node.target in names:
-            draft.put(node, names[node.target](draft, node))
+        elif is_fused(node):
+            call = partial(draft.call, node, node)
+            draft.put(node, _plain(schema.arguments(node), call, lambda made, other: None))
     return draft.done()
 
 
-def _plain_convolution(draft: Draft, node: fx.Node) -> fx.Node:
-    found = schema.arguments(node)
-    target = CONVOLUTIONS[len(found["padding"])]
-    geometry = (found["stride"], found["padding"], found["dilation"], found["groups"])
-    made = draft.call(node, node, target, found["X"], found["W"], found["B"], *geometry)
-    if "other" not in found:
-        return _plain_activation(
-            draft, node, made, found["attr"], found["scalars"], found["algorithm"]
-        )
-    made = draft.call(node, node, aten.add.Tensor, made, found["other"])
-    return _plain_activation(draft, node, made, found["unary_attr"] or "none", (), "")
+def _plain(
+    found: Mapping[str, Any], call: Callable[..., Any], check: Callable[[Any, Any], None]
+) -> Any:
+    """The ATen calls of a fused one: the layer, what is added, the activation."""
+    if "padding" in found:
+        target = CONVOLUTIONS[len(found["padding"])]
+        geometry = (found["stride"], found["padding"], found["dilation"], found["groups"])
+        made = call(target, found["X"], found["W"], found["B"], *geometry)
+    else:
+        made = call(aten.linear.default, found["X"], found["W"], found["B"])
+    name, scalars, algorithm = found.get("attr"), found.get("scalars"), found.get("algorithm")
+    if "other" in found:
+        check(made, found["other"])
+        made = call(aten.add.Tensor, made, found["other"])
+        name, scalars, algorithm = found.get("unary_attr"), (), ""
+    if name in (None, "none"):
+        return made
+    target, args, kwargs = _activation(name, scalars or (), algorithm or "none")
+    return call(target, made, *args, **kwargs)
 
 
-def _plain_linear(draft: Draft, node: fx.Node) -> fx.Node:
-    found = schema.arguments(node)
-    made = draft.call(node, node, _LINEAR, found["X"], found["W"], found["B"])
-    if "other" not in found:
-        return _plain_activation(
-            draft, node, made, found["attr"], found["scalars"], found["algorithm"]
-        )
-    return draft.call(node, node, aten.add.Tensor, made, found["other"])
-
-
-def _plain_activation(
-    draft: Draft, node: fx.Node, x: fx.Node, name: str, scalars: Any, algorithm: str
-) -> fx.Node:
-    if name == "none":
-        return x
-    target = next(target for target, known, _ in _ACTIVATIONS if known == name)
-    if name == "gelu":
-        return draft.call(node, node, target, x, approximate=algorithm or "none")
-    return draft.call(node, node, target, x, *scalars)
+def _activation(name: Any, scalars: Any, algorithm: str) -> tuple[Any, list[Any], dict[str, Any]]:
+    """An activation in ATen: op, arguments, keyword arguments."""
+    target = next((target for target, known, _ in _ACTIVATIONS if known == name), None)
+    if target is None:
+        raise ValueError(f"expected an activation that oneDNN has, got {name!r}")
+    return target, list(scalars), {"approximate": algorithm} if name == "gelu" else {}

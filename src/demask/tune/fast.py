@@ -20,8 +20,9 @@ from demask.graph.codegen import Codegen
 from demask.graph.program import Program
 from demask.graph.result import Demasked
 from demask.machine.arena import Block, View, extent, planned
+from demask.ops import schema
 from demask.tune.draft import COPY, by_values
-from demask.tune.epilogues import plain
+from demask.tune.epilogues import is_fused, is_pack, packed, plain, run_plain
 from demask.tune.memory import InArena, InPlace, decided
 from demask.tune.plans import Plan, Plans
 
@@ -160,11 +161,17 @@ def made(module: Optimized, inputs: Sequence[Any]) -> Plan:
     plan = planned(blocks)
     placed = tuple(View(offset, v.shape, v.stride, v.dtype)
                    for offset, v in zip(plan.offsets, views, strict=True))  # fmt: skip
+    if not values.keys() >= set(kept):
+        raise ValueError("this graph reads packed weights where no layer does: it is damaged")
     return Plan(tuple(values[node] for node in kept), plan.size, placed)
 
 
 def _run(module: nn.Module, inputs: Sequence[Any], wanted: set[fx.Node]) -> dict[fx.Node, Any]:
-    """Run a graph as it stands; of wanted values that inputs reach, their shape, stride, dtype."""
+    """Run a graph as it stands; of wanted values that inputs reach, their shape, stride, dtype.
+
+    Fused calls are made in the ATen ops they stand for, which check every shape: what oneDNN is
+    then called on was seen to fit, whatever file the graph came from.
+    """
     given, found = iter(inputs), {}
     graph: fx.Graph = module.graph  # type: ignore[assignment]
     live = by_values(graph)
@@ -177,11 +184,18 @@ def _run(module: nn.Module, inputs: Sequence[Any], wanted: set[fx.Node]) -> dict
             values[node] = next(given)
         elif node.op == "get_attr":
             values[node] = operator.attrgetter(str(node.target))(module)
+        elif is_pack(node):
+            values[node] = values[node.args[0]]  # type: ignore[index]
+        elif is_fused(node):
+            arguments = schema.arguments(node)
+            values[node] = run_plain(map_arg(arguments, lambda n: values[n]))
+            if arguments["W"] in wanted:
+                weight, x = values[arguments["W"]], values[arguments["X"]]
+                found[arguments["W"]] = packed(node, weight, x)
         else:
             args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
-            called = _called(module, node)
-            values[node] = called(*args, **kwargs)
-        if node in wanted:
+            values[node] = _called(module, node)(*args, **kwargs)
+        if node in wanted and not is_pack(node):
             value = values[node]
             found[node] = (
                 (tuple(value.shape), value.stride(), value.dtype) if node in live else value

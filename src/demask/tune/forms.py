@@ -115,7 +115,7 @@ class Maker:
         if found.axis == 1 and layer.convolves and "transpose" not in layer.target:
             seconds["place"] = alone + self._place(branch, layer, shape, last, after)
         best = min(seconds, key=seconds.__getitem__)
-        self.decisions.append(Decision(f"join {join.name}", best, seconds))
+        self.decisions.append(Decision(f"the join behind {_named(branch)}", best, seconds))
         return None if best == "scatter-add" else best
 
     def _place(self, branch: fx.Node, layer: Layer, shape: tuple[int, ...], last: bool,
@@ -138,9 +138,9 @@ class Maker:
             last, other = self.last(node), found.other is not None
             before += self.asker.layer(layer, last, found.after, other=other)[1]
             after += self.asker.layer(wider, last, found.after, other=other)[1]
-        name = "width"
+        name = "the width of"
         if pad is not None:
-            name, dtype = pad.name, pad.meta["val"].dtype
+            name, dtype = "the pad behind", pad.meta["val"].dtype
             source: fx.Node = schema.arguments(pad)["self"]
             pads = schema.arguments(pad)["pad"]
             target, shapes = aten.constant_pad_nd.default, [self.asker.shape(source)]
@@ -148,9 +148,8 @@ class Maker:
         better = after < GAIN * before
         if better:
             first = next(iter(plan.rows), None)
-            place = name if first is None else f"{name} of {first.name}"
-            chosen = f"{plan.more} channels of zeros"
-            self.decisions.append(Decision(place, chosen, {"as it is": before, chosen: after}))
+            place = name if first is None else f"{name} {_named(first)}"
+            self.decisions.append(Decision(place, "wider", {"as it is": before, "wider": after}))
         return better
 
     def fuse(self, node: fx.Node, after: Epilogue, other: bool) -> bool:
@@ -159,7 +158,7 @@ class Maker:
         forms = self.asker.forms(layer, last)
         seconds = {f: self.asker.seconds(layer, f, last, after, other) for f in forms}
         best = min(seconds, key=seconds.__getitem__)
-        self.decisions.append(Decision(str(node.name), best, seconds))
+        self.decisions.append(Decision(_named(node), best, seconds))
         return best != PLAIN
 
     def pair(self, draft: Draft, node: fx.Node) -> int:
@@ -183,6 +182,12 @@ def fused_layer(node: fx.Node, example: Example) -> tuple[Layer, Epilogue, bool]
     if "other" in found:
         return layer, Epilogue(found["unary_attr"] or "none"), True
     return layer, Epilogue(found["attr"], tuple(found["scalars"]), found["algorithm"]), False
+
+
+def _named(node: fx.Node) -> str:
+    """A layer by the module that holds its weight."""
+    name = str(schema.arguments(node)["weight"].target)
+    return name.rpartition(".")[0] or name
 
 
 def _after(join: fx.Node) -> Epilogue:

@@ -7,6 +7,7 @@ layer is not rounded up to whole vectors of channels.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -87,10 +88,18 @@ class _Layout:
                 continue
             if source.target is COPY and source.args[0] not in self.live:
                 source.kwargs = {"memory_format": FORMATS[_rank(source)]} if last else {}
+                if last:
+                    self.spread(source.args[0])
             elif (source in self.last) != last:
                 node.replace_input_with(source, self.converted(source, last, node))
         if last:
             self.last.add(node)
+
+    def spread(self, node: Any) -> None:
+        """Lay out the map that is expanded to all images."""
+        for source in node.all_input_nodes if node.target is aten.expand.default else ():
+            if is_image(source) and source not in self.last:
+                node.replace_input_with(source, self.converted(source, True, node))
 
     def converted(self, source: fx.Node, last: bool, reader: fx.Node) -> fx.Node:
         """A value in the other layout."""

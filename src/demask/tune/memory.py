@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch._ops import OpOverload
 
-from demask.ops.schema import same_size
+from demask.graph.rows import Value
 from demask.tune.draft import COPY, by_values
 from demask.tune.epilogues import ops
 
@@ -158,11 +158,8 @@ def _dies(node: fx.Node, base: Any, bodies: _Bodies) -> bool:
 
 
 def _alike(node: fx.Node, base: Any) -> bool:
-    mine, theirs = node.meta.get("val"), base.meta.get("val")
-    if not isinstance(mine, Tensor) or not isinstance(theirs, Tensor):
-        return False
-    alike = mine.ndim == theirs.ndim and all(map(same_size, mine.shape, theirs.shape))
-    return alike and mine.dtype is theirs.dtype
+    mine = node.meta.get("value")
+    return isinstance(mine, Value) and mine == base.meta.get("value")
 
 
 def _inplace(target: OpOverload) -> OpOverload | None:
@@ -178,10 +175,10 @@ def _inplace(target: OpOverload) -> OpOverload | None:
 def _with_out(node: fx.Node) -> OpOverload | None:
     """The overload that writes into memory it is given, if it is no copy behind the scenes."""
     target: Any = node.target
-    value = node.meta.get("val")
+    value = node.meta.get("value")
     if not isinstance(target, OpOverload) or target.namespace != "aten" or not fresh(node):
         return None
-    if not isinstance(value, Tensor) or value.device.type != "cpu":
+    if not isinstance(value, Value) or value.device != "cpu":
         return None
     if target is COPY:
         return aten.copy_.default

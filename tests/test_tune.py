@@ -1,0 +1,216 @@
+"""Every pass of optimize() computes what it was given: alone and in sequence, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, fx, nn
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+import micro_recurrent  # noqa: F401  (their networks join MICROS)
+import micro_sequences  # noqa: F401
+from demask.graph.program import Program
+from demask.ops import TABLE
+from demask.shrink.demask import given, reduced
+from demask.tune import epilogues, fuse, joins, layout, pair, widen
+from demask.tune.affine import absorbed
+from demask.tune.draft import Draft, Example, channels_of
+from fuzz.generate import generate
+from fuzz.laws import difference
+from micro import MICROS, Micro, Net
+
+LIMIT = 1e-10  # max |a - b| / max |a| per output leaf, float64: a re-ordered sum is about 1e-15
+Pass = Callable[[Program], Program]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated.*:FutureWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def any_dtype(monkeypatch):
+    """Layers fuse in float64 too: `epilogues.plain` takes what was fused apart again to run it."""
+    monkeypatch.setattr(fuse, "available", lambda dtype, device: True)
+
+
+def program_of(model: nn.Module, args: tuple[Tensor, ...], shapes: Any = None) -> Program:
+    return reduced(given(model, args, None, shapes), TABLE)[0]
+
+
+def made(case: Micro) -> tuple[Program, tuple[Tensor, ...]]:
+    torch.manual_seed(7)
+    model, args = case.make()
+    args = tuple(a.double() if a.is_floating_point() else a for a in args)
+    return program_of(model.double().eval(), args), args
+
+
+def ran(program: Program, inputs: tuple[Any, ...], *, metas: bool = True) -> list[Any]:
+    """What a program of ATen calls returns; each value is checked against what its meta says."""
+    given_inputs = iter(pytree.tree_leaves(inputs))
+    example = Example.of(program.graph, pytree.tree_leaves(inputs))
+    values: dict[fx.Node, Any] = {}
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = next(given_inputs)
+        elif node.op == "get_attr":
+            values[node] = program.constants[str(node.target)].tensor
+        elif node.op == "output":
+            return list(map_arg(node.args[0], lambda n: values[n]))
+        else:
+            args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
+            with torch.no_grad():
+                values[node] = node.target(*args, **kwargs)
+        said, value = node.meta.get("val"), values[node]
+        if metas and isinstance(said, Tensor) and isinstance(value, Tensor):
+            assert tuple(value.shape) == example.shape(node), (node.format_node(), value.shape)
+            assert value.dtype is said.dtype, (node.format_node(), value.dtype)
+    raise AssertionError("a graph without an output")
+
+
+def text(program: Program) -> list[str]:
+    """A program in words: calls, values, constants."""
+    graph = [f"{n.format_node()} {n.args} {n.kwargs} {_said(n)}" for n in program.graph.nodes]
+    return graph + [f"{name} {c}" for name, c in program.constants.items()]
+
+
+def _said(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else str(value)
+
+
+def batches(args: tuple[Tensor, ...], program: Program) -> list[tuple[Tensor, ...]]:
+    """The example, and other numbers at its size, batch 1 and batch 3 where that is free."""
+    sizes = [len(args[0])]
+    nodes = [n for n in program.graph.nodes if n.op == "placeholder"]
+    if all(not isinstance(n.meta["val"].shape[0], int) for n in nodes):
+        sizes += [1, 3]
+    draw = torch.Generator().manual_seed(3)
+    found = [args]
+    for size in sizes:
+        found.append(tuple(
+            torch.randn(size, *a.shape[1:], dtype=a.dtype, generator=draw)
+            if a.is_floating_point() else a.repeat_interleave(size, 0)[:size] for a in args
+        ))  # fmt: skip
+    return found
+
+
+def check(program: Program, change: Pass, args: tuple[Tensor, ...]) -> Program:
+    """change(program) computes what program does, and leaves program as it is."""
+    before = text(program)
+    after = change(program)
+    assert text(program) == before, "the pass changed the program it was given"
+    after.graph.lint()
+    whole = epilogues.plain(after)
+    for inputs in batches(args, program):
+        expected, found = ran(program, inputs, metas=False), ran(whole, inputs)
+        for a, b in zip(expected, found, strict=True):
+            if isinstance(a, Tensor):
+                assert difference(a, b) <= LIMIT, after.graph
+    return after
+
+
+def _joined(form: str | None) -> Pass:
+    def choose(draft: Draft, found: joins.Sum, branch: fx.Node, join: fx.Node) -> str | None:
+        name = str(branch.target)
+        places = found.axis == 1 and "conv" in name and "transpose" not in name
+        return "grow" if form == "place" and not places else form
+
+    return lambda program: joins.summed(program, choose)
+
+
+def _rounded(multiple: int) -> Pass:
+    return lambda program: widen.rounded(
+        program, lambda n: -(-n // multiple) * multiple, lambda *_: True
+    )
+
+
+def _laid(wants: Callable[[], Callable[[fx.Node], bool]]) -> Pass:
+    return lambda program: layout.laid_out(program, wants())
+
+
+def _alternating() -> Callable[[fx.Node], bool]:
+    turn = count()
+    return lambda node: next(turn) % 2 == 0
+
+
+def _paired(width: int) -> Pass:
+    def wanted(draft: Draft, node: fx.Node) -> int:
+        return width if node.meta["val"].shape[3] % width == 0 else 1
+
+    return lambda program: pair.paired(program, wanted)
+
+
+def fused(program: Program) -> Program:
+    return fuse.fused(program, lambda *_: True)
+
+
+def then(*passes: Pass) -> Pass:
+    def all_of(program: Program) -> Program:
+        for change in passes:
+            program = change(program)
+        return program
+
+    return all_of
+
+
+def widened(program: Program) -> Program:
+    return widen.widened(program, lambda *_: True)
+
+
+LAST, FIRST = _laid(lambda: lambda _: True), _laid(lambda: lambda _: False)
+MIXED = _laid(lambda: _alternating())
+PASSES: dict[str, Pass] = {
+    "absorbed": absorbed,
+    "grow": _joined("grow"), "place": _joined("place"), "joins as they are": _joined(None),
+    "widened": widened, "rounded to 8": _rounded(8), "rounded to 16": _rounded(16),
+    "fused": fused, "last": LAST, "first": FIRST, "mixed": MIXED,
+}  # fmt: skip
+SEQUENCES: dict[str, Pass] = {
+    f"{join}, {multiple}, {place}, {width}": then(
+        absorbed, _joined(join), widened, _rounded(multiple), fused, laid, _paired(width)
+    )
+    for join, multiple, place, laid, width in (
+        ("grow", 8, "last", LAST, 2), ("place", 16, "mixed", MIXED, 4),
+        ("grow", 16, "first", FIRST, 4), (None, 8, "last", LAST, 4),
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MICROS, ids=lambda c: c.name)
+def test_every_pass_is_an_identity(case: Micro) -> None:
+    program, args = made(case)
+    for change in PASSES.values():
+        check(program, change, args)
+    for change in SEQUENCES.values():
+        check(program, change, args)
+
+
+def everything(seeds: range) -> None:
+    """Every sequence, on the networks of these seeds."""
+    for seed in seeds:
+        drawn = generate(seed)
+        args = drawn.example(drawn.batch)
+        program = program_of(drawn.build(), args)
+        for name, change in SEQUENCES.items():
+            try:
+                check(program, change, args)
+            except Exception as error:
+                words = f"seed {seed}, {name}: {type(error).__name__}: {str(error)[:300]}"
+                raise AssertionError(words) from error
+
+
+@pytest.mark.parametrize("seeds", [range(k, k + 8) for k in range(0, 40, 8)], ids=str)
+def test_random_networks(seeds: range) -> None:
+    everything(seeds)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seeds", [range(k, k + 20) for k in range(100, 500, 20)], ids=str)
+def test_many_random_networks(seeds: range) -> None:
+    everything(seeds)
