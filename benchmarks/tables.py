@@ -35,24 +35,32 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 def command(
     about: str | None,
-    rows: Callable[[Sequence[int], int, float, Progress], Iterator[Any]],
+    rows: Callable[..., Iterator[Any]],
     head: Sequence[str],
     cells: Callable[[Any], list[str]],
     page: Callable[[Sequence[Any], str], str],
     output: Path,
     seconds: float,
+    networks: Sequence[str] = (),
 ) -> None:
-    """The command line of a benchmark: time its rows, print them as a table, write its page."""
+    """The command line of a benchmark: time its rows, print them as a table, write its page.
+
+    rows: called with threads, pairs, seconds and a progress bar; and first with those of `networks`
+    that are asked for, where there are any to choose from.
+    """
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--pairs", type=int, default=31, help="alternated calls of each network")
     parser.add_argument("--seconds", type=float, default=seconds, help="at most, per setting")
     parser.add_argument("--output", type=Path, default=output)
+    if networks:
+        parser.add_argument("--networks", nargs="+", choices=networks, default=networks)
     asked = parser.parse_args()
+    first = [asked.networks] if networks else []
     allocator, before = fix_allocator(), load()
     console = Console()
     with Progress(console=console, transient=True) as bar:
-        found = list(rows(asked.threads, asked.pairs, asked.seconds, bar))
+        found = list(rows(*first, asked.threads, asked.pairs, asked.seconds, bar))
     today = datetime.date.today().isoformat()
     words = f"{today}. {machine()}; {allocator}. Load before and after: {before}, {load()}."
     table = Table(*head, title=words)

@@ -26,6 +26,7 @@ from demask.tune.joins import Sum, summed
 from demask.tune.layout import CONVOLUTIONS as IMAGES
 from demask.tune.layout import convolves, laid_out, movable
 from demask.tune.pair import paired
+from demask.tune.prefill import prefilled
 from demask.tune.widen import Widening, rounded, widened
 
 aten = torch.ops.aten
@@ -49,14 +50,23 @@ def forms(program: Program, asker: Asker, tell: Callable[[str], object]) -> Iter
     yield Form("norms in the weights", base)
     tell("asking what layers cost")
     groups = by_size(base, asker)
-    yield Maker(asker, lambda _: False).made("layers with their epilogues", base)
+    yield from _both(asker, lambda _: False, "layers with their epilogues", base)
     if not groups or not movable(base):
         return
-    yield Maker(asker, lambda _: True).made("channels last", base)
+    yield from _both(asker, lambda _: True, "channels last", base)
     choice = {size: costs[True] < GAIN * costs[False] for size, costs in groups.items()}
     if len(set(choice.values())) > 1:
         last = partial(_chosen, asker, choice)
-        yield Maker(asker, last).made("channels last for some sizes", base)
+        yield from _both(asker, last, "channels last for some sizes", base)
+
+
+def _both(
+    asker: Asker, last: Callable[[fx.Node], bool], name: str, base: Program
+) -> Iterator[Form]:
+    maker = Maker(asker, last)
+    form = maker.made(name, base)
+    yield form
+    yield from maker.in_arena(form)
 
 
 def _chosen(asker: Asker, choice: dict[tuple[int, ...], bool], node: fx.Node) -> bool:
@@ -94,9 +104,18 @@ class Maker:
         for multiple in MULTIPLES:
             program = rounded(program, lambda n, m=multiple: -(-n // m) * m, self.worth)
         program = fused(program, self.fuse)
-        program = laid_out(program, self.last)
-        program = paired(program, self.pair)
-        return Form(name, program, self.decisions)
+        return Form(name, self.arranged(program), self.decisions)
+
+    def arranged(self, program: Program) -> Program:
+        """A fused program in its memory layout."""
+        return paired(laid_out(program, self.last), self.pair)
+
+    def in_arena(self, form: Form) -> Iterator[Form]:
+        """The form once more with its convolutions in the arena, if any is large."""
+        program = prefilled(form.program, self.asker.example)
+        if program is not None:
+            again = laid_out(program, self.last)
+            yield Form(f"{form.name}, in one arena", again, form.decisions)
 
     def join(self, draft: Draft, found: Sum, branch: fx.Node, join: fx.Node) -> str | None:
         """How a layer should write at its places of a join: its rows there, or a 1 x 1 convolution

@@ -215,25 +215,23 @@ def _scattered(
 
 def _emit(draft: Draft, found: Sum, root: fx.Node, live: set[fx.Node], choose: Chooser) -> None:
     """The sum in place of the root: what layers cannot take first, then each layer added."""
-    branches = [t for t in found.terms if _owned(draft, t[0], found)]
-    others = [t for t in found.terms if t not in branches]
+    owned = [_owned(draft, node, found) for node, _ in found.terms]
+    branches = [term for term, mine in zip(found.terms, owned, strict=True) if mine]
+    others = [term for term, mine in zip(found.terms, owned, strict=True) if not mine]
     forms = [choose(draft, found, node, root) for node, _ in branches]
-    if not branches or None in forms or not others:
+    if not branches or None in forms:
         return
-    made: fx.Node | None = None
-    fixed = [t for t in others if t[0] not in live]
-    for node, where in [t for t in others if t[0] in live]:
-        term = _placed(draft, node, where, found.axis, root, forms[0])
-        made = term if made is None else draft.call(root, root, aten.add.Tensor, made, term)
-    if made is None:
-        return
-    if fixed:
-        offset = _offsets(draft, fixed, found.axis, root)
-        made = draft.call(root, root, aten.add.Tensor, made, offset)
+    terms = [_placed(draft, node, where, found.axis, root, forms[0])
+             for node, where in others if node in live]  # fmt: skip
     constant: Tensor | None = found.constant
     for (node, where), form in zip(branches, forms, strict=True):
-        term = _branch(draft, node, where, constant, form, root)
+        terms.append(_branch(draft, node, where, constant, form, root))
         constant = None
+    fixed = [(node, where) for node, where in others if node not in live]
+    if fixed:
+        terms.insert(1, _offsets(draft, fixed, found.axis, root))
+    made = terms[0]
+    for term in terms[1:]:
         made = draft.call(root, root, aten.add.Tensor, made, term)
     draft.put(root, made)
 

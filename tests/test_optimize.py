@@ -1,0 +1,390 @@
+"""optimize(): equal outputs, never slower, nothing of the user's is changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import warnings
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import demask
+import micro_recurrent  # noqa: F401  (their networks join MICROS)
+import micro_sequences  # noqa: F401
+from demask.errors import BadInput
+from demask.machine.cost import Costs
+from demask.tune.fast import Optimized
+from fuzz.laws import difference
+from micro import MICROS
+
+module = importlib.import_module("demask.optimize")
+LIMIT = 2e-4  # float32: kernels that sum in another order
+pytestmark = pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Costs worked out, not measured, and few rounds: what is tested is not how long it takes."""
+    real = Costs.open.__func__
+
+    def opened(cls, path=None, **options):
+        return real(cls, path, **{**options, "measure": False})
+
+    monkeypatch.setattr(Costs, "open", classmethod(opened))
+    monkeypatch.setattr(module, "ROUNDS", 2)
+    monkeypatch.setattr(module, "PAIRS", 3)
+    monkeypatch.setattr(module, "lower_bound", lambda given, result: 1.0)
+
+
+def fast(model: nn.Module, *args, **options):
+    options.setdefault("cache", False)
+    return demask.optimize(model, args, **options)
+
+
+def agree(a: object, b: object, limit: float = LIMIT) -> None:
+    assert pytree.tree_structure(a) == pytree.tree_structure(b)
+    for x, y in zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True):
+        if isinstance(x, Tensor):
+            assert difference(x.detach(), y.detach()) <= limit
+        else:
+            assert x == y
+
+
+def prefer(monkeypatch, name: str) -> None:
+    """Let the form of this name win every race."""
+
+    def sampled(contenders, pairs=30, warmup=3, **_):
+        for call in contenders.values():
+            call(), call()
+        return {n: [0.5 if n == name else 1.0] * max(pairs, 2) for n in contenders}
+
+    monkeypatch.setattr(module, "sampled", sampled)
+
+
+CHOSEN = ("conv_bn_relu_conv", "misaligned_residual", "lstm", "several_inputs_and_outputs",
+          "conv1d")  # fmt: skip
+FORMS = ("demasked alone", "norms in the weights", "layers with their epilogues", "channels last")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", CHOSEN)
+def test_equal_outputs(name: str, form: str, monkeypatch) -> None:
+    prefer(monkeypatch, form)
+    torch.manual_seed(7)
+    model, args = next(c for c in MICROS if c.name == name).make()
+    model.eval()
+    found = fast(model, *args)
+    left = [note for note in found.demasked.notes if "is left out" in note]
+    assert left == [], left
+    for batch in (len(args[0]), 1, 5):
+        inputs = tuple(torch.randn(batch, *a.shape[1:]) for a in args)
+        with torch.no_grad():
+            agree(model(*inputs), found(*inputs))
+
+
+def convs() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)
+    ).eval()
+
+
+X = torch.randn(2, 3, 10, 10, generator=torch.Generator().manual_seed(5))
+
+
+def test_a_slow_form_loses_to_the_network_as_given(monkeypatch) -> None:
+    monkeypatch.setattr(module, "lower_bound", lambda given, result: 0.96)
+    model = convs()
+    found = fast(model, X)
+    assert not isinstance(found, Optimized)
+    assert any("may be slower than the network as given" in n for n in found.demasked.notes)
+    agree(model(X), found(X))
+    assert found.demasked.before == found.demasked.after and found.demasked.cuts == {}
+
+
+def test_at_the_limit_the_form_comes_back(monkeypatch) -> None:
+    prefer(monkeypatch, "norms in the weights")
+    monkeypatch.setattr(module, "lower_bound", lambda given, result: 0.97)
+    assert isinstance(fast(convs(), X), Optimized)
+
+
+@pytest.mark.parametrize("options", [
+    {"precision": "int8"}, {"precision": "float32"}, {"backends": ("torch", "cuda")},
+    {"backends": ("sparse",)}, {"backends": ()}, {"threads": 0}, {"threads": -1},
+], ids=str)  # fmt: skip
+def test_bad_input(options) -> None:
+    with pytest.raises(BadInput):
+        fast(convs(), X, **options)
+
+
+def plant(monkeypatch, spoil) -> None:
+    """Let `spoil(net)` change the form "norms in the weights" as it is built."""
+    real = module.build
+
+    def build(program, provenance, kind=module.Demasked):
+        made = real(program, provenance, kind)
+        return spoil(made) if kind is Optimized else made
+
+    monkeypatch.setattr(module, "build", build)
+
+
+def spoiled(change):
+    def spoil(made):
+        class Spoiled(type(made)):
+            def __call__(self, *args, **kwargs):
+                return pytree.tree_map(change, super().__call__(*args, **kwargs))
+
+        made.__class__ = Spoiled
+        return made
+
+    return spoil
+
+
+def raising(error: Exception):
+    def change(_: Tensor) -> Tensor:
+        raise error
+
+    return change
+
+
+def is_left_out(monkeypatch, change, model=None, args=(X,)) -> str:
+    plant(monkeypatch, spoiled(change))
+    found = fast(convs() if model is None else model, *args)
+    assert not isinstance(found, Optimized)
+    notes = [note for note in found.demasked.notes if "is left out" in note]
+    assert notes, "a form with other outputs took part"
+    return notes[0]
+
+
+def test_other_numbers_are_left_out(monkeypatch) -> None:
+    assert "differ" in is_left_out(monkeypatch, lambda t: t * 1.001)
+
+
+def test_what_is_no_number_is_left_out(monkeypatch) -> None:
+    is_left_out(monkeypatch, lambda t: t * float("nan"))
+
+
+def test_one_number_that_is_none_is_left_out(monkeypatch) -> None:
+    is_left_out(monkeypatch, lambda t: t.index_fill(0, torch.tensor([0]), float("nan")))
+
+
+def test_another_shape_is_left_out(monkeypatch) -> None:
+    is_left_out(monkeypatch, lambda t: t.unsqueeze(0))
+
+
+def test_another_dtype_is_left_out(monkeypatch) -> None:
+    is_left_out(monkeypatch, lambda t: t.double())
+
+
+def test_other_positions_are_left_out(monkeypatch) -> None:
+    class Classes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = convs()
+
+        def forward(self, x):
+            return self.net(x).flatten(1).argmax(1)
+
+    is_left_out(monkeypatch, lambda t: t + 1, Classes().eval())
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no"), ValueError("no"), TypeError("no"),
+                                   NotImplementedError("no"), IndexError("no"), KeyError("no"),
+                                   AttributeError("no"), AssertionError("no"),
+                                   RuntimeError("")], ids=repr)  # fmt: skip
+def test_a_form_that_fails_is_left_out(monkeypatch, error) -> None:
+    assert "it fails" in is_left_out(monkeypatch, raising(error))
+
+
+def test_nothing_of_the_users_is_changed() -> None:
+    model = convs()
+    model[1].train()  # flags are the user's, of each module
+    flags = [m.training for m in model.modules()]
+    names = [sorted(vars(m)) for m in model.modules()]
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    tensors = {k: id(v) for k, v in model.named_parameters()}
+    x, threads = X.clone(), torch.get_num_threads()
+    random, grad = torch.get_rng_state(), torch.is_grad_enabled()
+    fast(model, x, threads=2)
+    assert flags == [m.training for m in model.modules()]
+    assert names == [sorted(vars(m)) for m in model.modules()]
+    assert all(torch.equal(v, model.state_dict()[k]) for k, v in state.items())
+    assert tensors == {k: id(v) for k, v in model.named_parameters()}
+    assert torch.equal(x, X) and torch.get_num_threads() == threads
+    assert torch.equal(random, torch.get_rng_state()) and torch.is_grad_enabled() == grad
+
+
+class Writes(nn.Module):
+    """Writes into its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = convs()
+
+    def forward(self, x):
+        return self.net(x.mul_(0.5))
+
+
+def test_an_input_that_is_written_to_stays() -> None:
+    x = X.clone()
+    fast(Writes().eval(), x)
+    assert torch.equal(x, X)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1, 2]", b"\xff\xfe", b'{"version": 1}',
+                                     b'{"version": 1, "machines": {"x": {"a": "b"}}}'])  # fmt: skip
+def test_a_corrupt_cache_is_no_cache(content, tmp_path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_bytes(content)
+    model = convs()
+    agree(model(X), fast(model, X, cache=path)(X))
+    if path.read_bytes() != content:
+        json.loads(path.read_bytes())
+
+
+def test_an_exported_program() -> None:
+    model = convs()
+    exported = torch.export.export(model, (X,), dynamic_shapes=({0: torch.export.Dim("n")},))
+    found = fast(exported, X)
+    agree(model(X), found(X))
+    agree(model(X[:1]), found(X[:1]))
+
+
+@dataclass
+class Answer:
+    image: Tensor
+    total: Tensor
+
+
+pytree.register_dataclass(Answer)
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = convs()
+
+    def forward(self, x, *, factor, flag=True):
+        y = self.net(x * factor)
+        return Answer(y, y.sum((1, 2, 3)) if flag else y)
+
+
+def test_named_inputs_and_a_dataclass() -> None:
+    model, factor = Named().eval(), torch.rand(2, 1, 1, 1)
+    found = fast(model, X, kwargs={"factor": factor, "flag": True})
+    a, b = model(X, factor=factor), found(X, factor=factor, flag=True)
+    assert type(b) is Answer and dataclasses.is_dataclass(b)
+    agree((a.image, a.total), (b.image, b.total))
+
+
+def test_no_convolution() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.LayerNorm(8), nn.Linear(8, 2)).eval()
+    x = torch.randn(3, 6)
+    agree(model(x), fast(model, x)(x))
+
+
+def test_an_encoder_layer() -> None:
+    model = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True).eval()
+    x = torch.randn(2, 5, 16)
+    with torch.no_grad():
+        wanted = model(x)
+    agree(wanted, fast(model, x)(x))
+
+
+def test_positions_as_inputs() -> None:
+    model = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3)).eval()
+    x = torch.randint(11, (3, 4))
+    found = fast(model, x)
+    for given in (x, torch.randint(11, (5, 4)), torch.randint(11, (1, 4))):
+        agree(model(given), found(given))
+
+
+def test_no_parameters_no_tensors() -> None:
+    class Plain(nn.Module):
+        def forward(self, x):
+            return (x.exp() + 1).log().sum(1), x
+
+    x = torch.randn(3, 4)
+    agree(Plain()(x), fast(Plain(), x)(x))
+
+
+def test_an_image_without_a_batch() -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.ReLU(), nn.Conv2d(5, 4, 3)).eval()
+    x = torch.randn(3, 10, 9)
+    agree(model(x), fast(model, x)(x))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_one_image(form: str, monkeypatch) -> None:
+    prefer(monkeypatch, form)
+    model = convs()
+    found = fast(model, X[:1])
+    for batch in (1, 2, 7):
+        x = torch.randn(batch, 3, 10, 10)
+        agree(model(x), found(x))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_outputs_lie_in_memory_as_before(form: str, monkeypatch) -> None:
+    """A user's view of an output works on what optimize() gives back."""
+
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = convs()
+
+        def forward(self, x):
+            y = self.net(x)
+            return y, y[:, :2], y.transpose(2, 3), F.interpolate(y, scale_factor=2.0)
+
+    prefer(monkeypatch, form)
+    model = Parts().eval()
+    for a, b in zip(model(X), fast(model, X)(X), strict=True):
+        assert a.stride() == b.stride()
+
+
+def test_optimized_again() -> None:
+    model = convs()
+    once = fast(model, X)
+    agree(model(X), fast(once, X)(X))
+    agree(model(X), demask.demask(once, (X,))(X))
+
+
+def test_a_bfloat16_network() -> None:
+    model = convs().bfloat16()
+    x = X.bfloat16()
+    agree(model(x), fast(model, x)(x), 0.05)
+
+
+def test_verified_and_saved(tmp_path) -> None:
+    model = convs()
+    found = fast(model, X)
+    assert demask.verify(model, found, (X,)).ok
+    demask.save(found, tmp_path / "x.demask")
+    again = demask.load(tmp_path / "x.demask")
+    agree(found(X), again(X), 0)
+    assert again.demasked.decisions == found.demasked.decisions
+    assert replace(again.demasked, decisions=()) == replace(found.demasked, decisions=())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [c.name for c in MICROS])
+def test_measured(name: str, monkeypatch) -> None:
+    """Every micro-network, with costs measured."""
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "ROUNDS", 5)
+    torch.manual_seed(7)
+    model, args = next(c for c in MICROS if c.name == name).make()
+    model.eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = fast(model, *args)
+    with torch.no_grad():
+        agree(model(*args), found(*args))
