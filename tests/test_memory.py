@@ -314,15 +314,6 @@ def test_images_in_one_dimension() -> None:
     same(*pair_of(model, (x,), fused_form), (x,))
 
 
-@pytest.mark.parametrize("layer", [nn.Conv2d(3, 8, 3), nn.Linear(8, 5)], ids=("conv", "linear"))
-def test_a_number_that_is_none_goes_through(layer: nn.Module) -> None:
-    """relu(nan) is nan."""
-    x = torch.randn(2, 3, 8, 8)
-    expected, module = pair_of(nn.Sequential(layer, nn.ReLU()), (x,), fused_form)
-    x[0, 0, 4, 4] = float("nan")
-    same(expected, module, (x,))
-
-
 # Small graphs by hand: who is written over.
 
 

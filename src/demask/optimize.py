@@ -30,6 +30,7 @@ from demask.shrink.demask import reduced
 from demask.shrink.device import CPU, device_of, moved, on_cpu
 from demask.tune.asking import Asker
 from demask.tune.draft import Example
+from demask.tune.epilogues import is_fused
 from demask.tune.fast import Optimized
 from demask.tune.forms import Form, forms
 
@@ -72,7 +73,7 @@ def optimize(
     >>> fast(torch.randn(2, 3, 8, 8)).shape
     torch.Size([2, 8, 6, 6])
     """
-    _check(precision, backends)
+    _check(precision, backends, threads)
     count = torch.get_num_threads() if threads is None else threads
     args, named = examples((model,), args, dict(kwargs or {}))
     device = device_of(model, args, named)
@@ -81,17 +82,20 @@ def optimize(
     program = captured(*here, dynamic_shapes)
     progress("removing what is masked")
     smaller, provenance = reduced(program, TABLE)
+    args, named = _own((args, named))
     race = _Race(_as_given(model), args, named, device)
     with set_threads(count):
         return _fastest(race, program, smaller, provenance, cache, progress)
 
 
-def _check(precision: str | None, backends: Sequence[str]) -> None:
+def _check(precision: str | None, backends: Sequence[str], threads: int | None) -> None:
     if precision is not None:
         raise BadInput(
             f"expected precision=None, got {precision!r}: lossy storage is not there yet; convert "
             "the model first (model.bfloat16()), and optimize that"
         )
+    if threads is not None and threads < 1:
+        raise BadInput(f"expected threads >= 1, or None for as many as torch has, got {threads}")
     unknown = [name for name in backends if name not in BACKENDS]
     if unknown or "torch" not in backends:
         raise BadInput(
@@ -109,9 +113,17 @@ def _as_given(model: nn.Module | ExportedProgram) -> nn.Module:
     return copy
 
 
+def _own(inputs: Any) -> Any:
+    """The inputs with tensors of their own."""
+    return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
+
+
 @dataclass(slots=True)
 class _Race:
-    """Networks that are called with one example, in turns, the network as given among them."""
+    """Networks that are called with one example, in turns, the network as given among them.
+
+    With copies of the caller's inputs: a network may write to what it is given.
+    """
 
     given: nn.Module
     args: tuple[Any, ...]
@@ -137,8 +149,10 @@ class _Race:
         return synchronised
 
     def outputs(self, module: nn.Module) -> list[Any]:
+        """What a network makes of the example."""
+        args, kwargs = _own((self.args, self.kwargs))
         with torch.no_grad():
-            return pytree.tree_leaves(module(*self.args, **self.kwargs))
+            return pytree.tree_leaves(module(*args, **kwargs))
 
 
 def _fastest(race: _Race, program: Program, smaller: Program, provenance: Provenance,
@@ -153,6 +167,8 @@ def _fastest(race: _Race, program: Program, smaller: Program, provenance: Proven
             left_out.append(f"{form.name} is left out: {failure}")
     costs.save()
     notes = (*provenance.notes, *left_out)
+    if not race.modules:
+        return _as_it_was(race, program, provenance, (*notes, "no form is as exact"), (), None)
     progress("measuring the forms")
     found = race.rounds(list(race.modules), ROUNDS, SECONDS)
     whole = {name: median(taken) for name, taken in found.items()}
@@ -164,14 +180,26 @@ def _fastest(race: _Race, program: Program, smaller: Program, provenance: Proven
     if speed.least < ALLOWED:
         words = (f"the fastest form ({best}) may be slower than the network as given (ratio "
                  f"{speed.ratio:.2f}, at least {speed.least:.2f}): that comes back")  # fmt: skip
-        first = build(program, replace(provenance, after=provenance.before, removed={}, cuts={},
-                                       effects={}, reasons=(), notes=(*notes, words),
-                                       decisions=decisions, speed=speed))  # fmt: skip
-        return moved(first, race.device) if race.device != CPU else first  # type: ignore[return-value]
+        return _as_it_was(race, program, provenance, (*notes, words), decisions, speed)
+    if any(is_fused(node) for node in race.made_by[best].program.graph.nodes):
+        notes = (*notes, NAN)
     result: Any = race.modules[best]
     result.demasked = replace(provenance, notes=notes, decisions=decisions, speed=speed)
     result.graph._codegen.provenance = result.demasked
     return result
+
+
+def _as_it_was(race: _Race, program: Program, provenance: Provenance, notes: tuple[str, ...],
+               decisions: tuple[Decision, ...], speed: Speed | None) -> Demasked:  # fmt: skip
+    """The network as given: a copy, if it is an optimized one; else its graph."""
+    if isinstance(race.given, Optimized):
+        copy = structural_copy(race.given, share=False)
+        copy.demasked = replace(copy.demasked, notes=(*copy.demasked.notes, notes[-1]))  # type: ignore
+        return copy  # type: ignore[return-value]
+    same = replace(provenance, after=provenance.before, removed={}, cuts={}, effects={},
+                   reasons=(), notes=notes, decisions=decisions, speed=speed)  # fmt: skip
+    first = build(program, same).eval()
+    return moved(first, race.device) if race.device != CPU else first  # type: ignore[return-value]
 
 
 def _forms(race: _Race, smaller: Program, costs: Costs, progress: Tell) -> Iterator[Form]:
@@ -182,6 +210,7 @@ def _forms(race: _Race, smaller: Program, costs: Costs, progress: Tell) -> Itera
 
 
 DEMASKED = "demasked alone"
+NAN = "a ReLU that a layer takes along makes 0 of NaN: what is not finite may not show in outputs"
 
 
 def _enter(race: _Race, form: Form, provenance: Provenance) -> str:
@@ -191,28 +220,38 @@ def _enter(race: _Race, form: Form, provenance: Provenance) -> str:
     if race.device != CPU:
         moved(module, race.device)
     try:
-        difference = _difference(race, module)
-    except (RuntimeError, ValueError, TypeError) as error:
-        if form.name == DEMASKED:
-            raise
-        return f"it fails ({str(error).splitlines()[0]:.120})"
-    if difference > ULPS:
-        return f"its outputs differ by {difference:.3g} units in the last place"
+        race.outputs(module)  # the first call is made otherwise than the later ones
+        difference = _difference(race.outputs(race.given), race.outputs(module))
+    except Exception as error:  # of any kind: the network can do without this form
+        words = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return f"it fails ({words:.120})"
+    if difference:
+        return f"its outputs differ: {difference}"
     race.modules[form.name], race.made_by[form.name] = module, form
     return ""
 
 
-def _difference(race: _Race, module: nn.Module) -> float:
-    """Of the outputs for the example, in units in the last place of the largest."""
-    worst = 0.0
-    module(*race.args, **race.kwargs)  # the first call is made otherwise than the later ones
-    for a, b in zip(race.outputs(race.given), race.outputs(module), strict=True):
-        if isinstance(a, Tensor) and a.is_floating_point() and a.numel():
-            size = float(a.abs().max())
-            gap = float((a.double() - b.double()).abs().max())
-            unit = torch.finfo(a.dtype).eps * size
-            worst = max(worst, gap / unit if unit else gap and float("inf"))
-    return worst
+def _difference(given: Sequence[Any], made: Sequence[Any]) -> str:
+    """How outputs for the example differ, in words; none if they are the same up to rounding."""
+    for k, (a, b) in enumerate(zip(given, made, strict=True)):
+        if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+            if a is not b and a != b:
+                return f"output {k} is {b!r:.40}, not {a!r:.40}"
+            continue
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return f"output {k} is {b.dtype} {tuple(b.shape)}, not {a.dtype} {tuple(a.shape)}"
+        finite = torch.isfinite(a)
+        if not torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num()):
+            return f"output {k} has other values that are not finite"
+        if not a.is_floating_point() and not torch.equal(a, b):
+            return f"output {k} ({a.dtype}) is not equal"
+        a, b = a[finite].double(), b[finite].double()
+        if a.numel():
+            unit = torch.finfo(given[k].dtype).eps * float(a.abs().max())
+            gap = float((a - b).abs().max())
+            if not gap <= ULPS * unit:
+                return f"output {k} by {gap / unit if unit else gap:.3g} units in the last place"
+    return ""
 
 
 def _speed(given: list[float], result: list[float]) -> Speed:

@@ -90,13 +90,15 @@ def extent(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> i
 
 def allocate(size: int, views: Sequence[View], device: torch.device) -> list[Tensor]:
     """The views of a new arena of `size` bytes, uninitialised; its memory lives as long as they."""
-    memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=device)
-    skipped = -memory.data_ptr() % ALIGNMENT
-    found = []
-    for view in views:
-        span = memory[skipped + view.offset :][: extent(view.shape, view.stride, view.dtype)]
-        found.append(span.view(view.dtype).as_strided(view.shape, view.stride))
-    return found
+    with torch.inference_mode(False):  # who takes it next may be outside of it
+        memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=device)
+        skipped = -memory.data_ptr() % ALIGNMENT
+        return [_seen(memory[skipped + view.offset :], view) for view in views]
+
+
+def _seen(memory: Tensor, view: View) -> Tensor:
+    span = memory[: extent(view.shape, view.stride, view.dtype)]
+    return span.view(view.dtype).as_strided(view.shape, view.stride)
 
 
 def _aligned(size: int) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from demask.graph.program import Program
 from demask.ops import schema
-from demask.tune.draft import Draft, by_values, channels_of, only_reader, per_channel
+from demask.tune.draft import Draft, by_values, channels_of, only_reader, per_channel, reshaped
 
 aten = torch.ops.aten
 # Contractions with a weight: the axis of the weight that the output's channels stand on.
@@ -42,6 +42,7 @@ def absorbed(program: Program) -> Program:
     """The program with every such norm and constant in the weights of the layer before it."""
     draft = Draft(program)
     live = by_values(draft.graph)
+    reshaped(draft.graph)
     for node in draft.calls():
         step = _step(draft, node)
         if step is not None and step.x in live:
@@ -61,6 +62,9 @@ def contraction(draft: Draft, node: Any) -> Tensor | None:
         return None
     if OUT_AXIS[node.target] == 1 and found["groups"] != 1:
         return None
+    batched = node.target is aten.linear.default or node.meta["val"].ndim == weight.ndim
+    if not batched:
+        return None  # an image without a batch: its channels stand on another axis
     return weight if weight.is_floating_point() else None
 
 
@@ -117,6 +121,8 @@ def _step(draft: Draft, node: fx.Node) -> Affine | None:
 
 def _norm(draft: Draft, node: fx.Node) -> Affine | None:
     found = schema.arguments(node)
+    if found["training"]:
+        return None
     names = ("weight", "bias", "running_mean", "running_var")
     tensors = [None if found[name] is None else draft.tensor(found[name]) for name in names]
     absent = any(found[n] is not None and t is None for n, t in zip(names, tensors, strict=True))

@@ -98,6 +98,14 @@ class Draft:
         return self.program.with_graph(self.graph, constants)
 
 
+def reshaped(graph: fx.Graph) -> None:
+    """Turn views, which some strides refuse, into reshapes, which copy where they must: values may
+    come to lie in memory otherwise than where the graph was captured."""
+    for node in graph.nodes:
+        if node.target is aten.view.default:
+            node.target = aten.reshape.default
+
+
 def by_values(graph: fx.Graph) -> set[fx.Node]:
     """The nodes whose value depends on the values of inputs, not on their sizes alone. The others
     need to be computed once per tuple of sizes: border maps, side networks, tables of positions.
@@ -108,10 +116,11 @@ def by_values(graph: fx.Graph) -> set[fx.Node]:
         name = getattr(node.target, "__name__", "")
         sizes_only = name.startswith(_SIZES) or "_like." in name
         tags = getattr(node.target, "tags", ())
-        reads = any(source in found for source in node.all_input_nodes)
+        operand = node.args[0] if sizes_only and node.args else None  # of it the sizes are read
+        reads = any(source in found for source in node.all_input_nodes if source is not operand)
         again = node.op in ("placeholder", "output") or node.target is COPY
         again = again or torch.Tag.nondeterministic_seeded in tags
-        if again or (node.op.startswith("call_") and reads and not sizes_only):
+        if again or (node.op.startswith("call_") and reads):
             found.add(node)
     return found
 

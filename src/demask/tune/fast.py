@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, fx, nn
@@ -21,9 +21,9 @@ from demask.graph.program import Program
 from demask.graph.result import Demasked
 from demask.machine.arena import Block, View, extent, planned
 from demask.ops import schema
-from demask.tune.draft import COPY, by_values
+from demask.tune.draft import COPY, by_values, reshaped
 from demask.tune.epilogues import is_fused, is_pack, packed, plain, run_plain
-from demask.tune.memory import InArena, InPlace, decided
+from demask.tune.memory import InArena, InPlace, decided, kept_bodies
 from demask.tune.plans import Plan, Plans
 
 
@@ -51,6 +51,12 @@ class Optimized(Demasked):
     trains = False
     plans: Plans
 
+    @classmethod
+    def of(cls, root: nn.Module, graph: fx.Graph, specs: Any, provenance: Any) -> Self:
+        """The module of a graph whose call and result have the given pytrees."""
+        reshaped(graph)
+        return super().of(root, graph, specs, provenance)
+
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.plans = Plans()
@@ -67,9 +73,9 @@ class Optimized(Demasked):
         """Forget what was computed from the weights: the next call computes it anew."""
         self.plans = Plans()
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self.refresh()
-        return super().load_state_dict(*args, **kwargs)
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.refresh()  # also where a parent's state is loaded
+        super()._load_from_state_dict(*args, **kwargs)
 
     def plain(self) -> Demasked:
         """The same network in ATen ops alone, sharing its tensors: it exports, compiles, and runs
@@ -113,8 +119,12 @@ def fast_graph(graph: fx.Graph) -> fx.Graph:
     for node in graph.nodes:
         if node in new or node not in live:
             continue
-        if node.op == "output" and taken is not None:
-            quick.call_method("give", (plan, taken))
+        if node.op == "output":
+            for source in kept_bodies(graph, node.all_input_nodes):
+                # The caller may write to what it gets.
+                new[source] = quick.call_function(COPY, (new[source],))
+            if taken is not None:
+                quick.call_method("give", (plan, taken))
         new[node] = _copied(quick, node, new, calls.get(node), views)
     return quick
 
@@ -150,7 +160,8 @@ def made(module: Optimized, inputs: Sequence[Any]) -> Plan:
     graph = module.graph
     live, calls = by_values(graph), decided(graph)
     kept, memory = kept_nodes(graph, live), arena_nodes(calls)
-    values = _run(module, inputs, {*kept, *memory})
+    with torch.inference_mode(False), torch.no_grad():  # later calls may be outside of it
+        values = _run(module, inputs, {*kept, *memory})
     views, blocks = [], []
     for node in memory:
         shape, stride, dtype = values[node]
@@ -189,7 +200,7 @@ def _run(module: nn.Module, inputs: Sequence[Any], wanted: set[fx.Node]) -> dict
         elif is_fused(node):
             arguments = schema.arguments(node)
             values[node] = run_plain(map_arg(arguments, lambda n: values[n]))
-            if arguments["W"] in wanted:
+            if is_pack(arguments["W"]) and arguments["W"] in wanted:
                 weight, x = values[arguments["W"]], values[arguments["X"]]
                 found[arguments["W"]] = packed(node, weight, x)
         else:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from demask.graph.build import same_shape
 from demask.graph.program import Program
 from demask.ops import schema
 from demask.tune.affine import OUT_AXIS, channel_axis, contraction, rewritten
@@ -65,7 +66,7 @@ def summed(program: Program, choose: Chooser) -> Program:
     live = by_values(draft.graph)
     for node in reversed(draft.calls(aten.index_add.default, aten.cat.default)):
         if node.users and node in live and not _inside(node):
-            found = _read(draft, node)
+            found = _read(draft, node, live)
             if found is not None and _overlaps(found):
                 _emit(draft, found, node, live, choose)
     return draft.done()
@@ -83,12 +84,12 @@ def _overlaps(found: Sum) -> bool:
     return bool((torch.as_tensor(count) > 1).any()) and len(found.terms) > 1
 
 
-def _read(draft: Draft, root: fx.Node) -> Sum | None:
+def _read(draft: Draft, root: fx.Node, live: set[fx.Node]) -> Sum | None:
     found = schema.arguments(root)
     axis = found["dim"] % root.meta["val"].ndim
     if channels_of(root, axis) is None or axis not in (1, root.meta["val"].ndim - 1):
         return None
-    made = _tree(draft, root, axis, root)
+    made = _tree(draft, root, axis, root, live)
     return Sum(axis, made.constant, _merged(made.terms), made.inner)
 
 
@@ -105,10 +106,10 @@ def _merged(terms: list[tuple[fx.Node, Tensor]]) -> list[tuple[fx.Node, Tensor]]
     return found
 
 
-def _tree(draft: Draft, node: fx.Node, axis: int, root: fx.Node) -> Sum:
+def _tree(draft: Draft, node: fx.Node, axis: int, root: fx.Node, live: set[fx.Node]) -> Sum:
     """A node as a sum; one that others read too, or that is no such call, is a term."""
     if node is root or (only_reader(node) is not None and node.target in _TREE):
-        made = _call(draft, node, axis, root)
+        made = _call(draft, node, axis, root, live)
         if made is not None:
             made.inner.append(node)
             return made
@@ -117,15 +118,15 @@ def _tree(draft: Draft, node: fx.Node, axis: int, root: fx.Node) -> Sum:
     return Sum(axis, torch.zeros(count, dtype=torch.float64), [(node, torch.arange(count))])
 
 
-def _call(draft: Draft, node: fx.Node, axis: int, root: fx.Node) -> Sum | None:
+def _call(draft: Draft, node: fx.Node, axis: int, root: fx.Node, live: set[fx.Node]) -> Sum | None:
     found = schema.arguments(node)
     rank = node.meta["val"].ndim
 
     def inner(x: Any) -> Sum:
-        return _tree(draft, x, axis, root)
+        return _tree(draft, x, axis, root, live)
 
     if node.target is aten.add.Tensor:
-        return _added(draft, node, axis, inner)
+        return _added(draft, node, axis, live, inner)
     if node.target is aten.cat.default:
         parts: Any = found["tensors"]
         if found["dim"] % rank != axis or any(channels_of(p, axis) is None for p in parts):
@@ -151,22 +152,26 @@ def _call(draft: Draft, node: fx.Node, axis: int, root: fx.Node) -> Sum | None:
     return _scattered(found, axis, index.long(), channels_of(source, axis) or 0, inner)
 
 
-def _added(draft: Draft, node: fx.Node, axis: int, inner: Callable[[Any], Sum]) -> Sum | None:
+def _added(
+    draft: Draft, node: fx.Node, axis: int, live: set[fx.Node], inner: Callable[[Any], Sum]
+) -> Sum | None:
     x, other, *rest = node.args
     if rest or node.kwargs or not (isinstance(x, fx.Node) and isinstance(other, fx.Node)):
         return None
     shape = node.meta["val"].shape
     value = draft.tensor(other)
     count = channels_of(node, axis)
-    if value is not None and count is not None and x.meta["val"].shape == shape:
+    whole = [isinstance(side.meta["val"], Tensor) and same_shape(side.meta["val"], node.meta["val"])
+             for side in (x, other)]  # fmt: skip
+    if value is not None and count is not None and whole[0]:
         vector = per_channel(value, len(shape), axis, count)
         if vector is not None:
             made = inner(x)
             return Sum(axis, made.constant + vector.double(), made.terms, made.inner)
-    if x.meta["val"].shape != shape or channels_of(other, axis) != count:
+    if not whole[0] or channels_of(other, axis) != count or count is None:
         return None
-    if other.meta["val"].ndim != len(shape):
-        return None
+    if other.meta["val"].ndim != len(shape) or (other in live and not whole[1]):
+        return None  # what is broadcast here is a term as it is
     a, b = inner(x), inner(other)
     return Sum(axis, a.constant + b.constant, a.terms + b.terms, a.inner + b.inner)
 

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from demask.graph.program import Program
 from demask.tune.draft import COPY, Draft, by_values
 from demask.tune.epilogues import ops
+from demask.tune.memory import fresh
 
 aten = torch.ops.aten
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -55,13 +56,11 @@ def movable(program: Program) -> bool:
 def laid_out(program: Program, wants: Wants) -> Program:
     """The program with channels last where `wants` says so; what it returns is laid out as before.
 
-    Views that other strides would refuse become reshapes, which copy where they must.
+    Views that other strides would refuse have become reshapes (`affine.absorbed`).
     """
     draft = Draft(program)
     layout = _Layout(draft)
     for node in draft.calls():
-        if node.target is aten.view.default:
-            node.target = aten.reshape.default
         if node not in layout.live or not is_image(node):
             continue
         if convolves(node):
@@ -113,9 +112,21 @@ class _Layout:
 
     def restore(self) -> None:
         """Images that are returned, in torch's usual layout."""
+        for source in list(self.last):
+            for user in [u for u in source.users if _returns_view(u)]:
+                user.replace_input_with(source, self.converted(source, False, user))
         output = next(iter(reversed(self.draft.graph.nodes)))
-        for source in [n for n in output.all_input_nodes if n in self.last]:
+        usual = [n for n in output.all_input_nodes if is_image(n) and n in self.live
+                 and n.op == "call_function" and n.meta["val"].is_contiguous()]  # fmt: skip
+        for source in usual if self.last else ():
             output.replace_input_with(source, self.converted(source, False, output))
+
+
+def _returns_view(node: fx.Node) -> bool:
+    """Is a call a view, itself returned or a view of it?"""
+    if node.op != "call_function" or fresh(node):
+        return False
+    return any(user.op == "output" or _returns_view(user) for user in node.users)
 
 
 def _is_packed(node: fx.Node) -> bool:

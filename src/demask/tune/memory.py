@@ -7,7 +7,8 @@ are one *body*: it is alive as long as any of them is read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,10 @@ _FRESH = {
     aten.batch_norm.default, aten.softmax.int, aten.log_softmax.int, aten.max_pool2d.default,
     aten.scaled_dot_product_attention.default, aten.matmul.default,
 }  # fmt: skip
+
+
+# Views in which several elements lie at one place.
+_STRETCHES = re.compile("expand|broadcast|meshgrid|as_strided|unfold")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +83,7 @@ class _Bodies:
         """Is the memory of a value made by the pass, not the caller's, kept, or given back?"""
         for member in self.members(node):
             kept = member.op != "call_function" or member not in self.live
-            stretched = "expand" in str(member.target)
+            stretched = _STRETCHES.search(str(member.target)) is not None
             if kept or stretched or any(user.op == "output" for user in member.users):
                 return False
         return True
@@ -90,13 +95,20 @@ class _Bodies:
         )
 
 
+def kept_bodies(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Those of some values that share memory with what is kept between calls."""
+    live = by_values(graph)
+    bodies = _Bodies(graph, live)
+    return [n for n in nodes if any(m not in live for m in bodies.members(n))]
+
+
 def fresh(node: fx.Node) -> bool:
     """Does a call return memory of its own, never that of an operand?"""
     target = node.target
     if target in _FRESH:
         return True
-    if not isinstance(target, OpOverload):
-        return False
+    if not isinstance(target, OpOverload) or "unsafe" in target._opname:
+        return False  # the unsafe views share memory without saying so
     aliases = any(r.alias_info is not None for r in target._schema.returns)
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(
         target.name(), "CompositeImplicitAutograd"
@@ -106,6 +118,8 @@ def fresh(node: fx.Node) -> bool:
 
 def decided(graph: fx.Graph) -> dict[fx.Node, InPlace | InArena]:
     """What is written over an operand, and what into the arena; all else is left to torch."""
+    if any(node.target is aten.as_strided.default for node in graph.nodes):
+        return {}  # it speaks of memory as the calls before it left it
     live = by_values(graph)
     bodies = _Bodies(graph, live)
     found: dict[fx.Node, InPlace | InArena] = {}

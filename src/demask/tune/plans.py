@@ -1,4 +1,5 @@
-"""What a pass keeps between calls, per tuple of input sizes: values no input reaches, and memory.
+"""What a pass keeps between calls, per tuple of input sizes and dtypes: values that no input
+reaches, and memory.
 
 A bounded number of plans is held, the one used longest ago dropped first. Copies and files hold
 none: each is made again by the first call with its sizes.
@@ -53,9 +54,13 @@ class Plans:
 
     def of(self, inputs: Sequence[Any], make: Callable[[], Plan]) -> Plan:
         """The plan for inputs of these sizes; `make` is called for new ones."""
-        key = tuple([x.shape if isinstance(x, Tensor) else None for x in inputs])
-        plan = self.known.get(key)
-        return plan if plan is not None else self._made(key, make)
+        key = tuple([(x.shape, x.dtype) if isinstance(x, Tensor) else None for x in inputs])
+        try:
+            plan = self.known[key]
+            self.known.move_to_end(key)
+        except KeyError:  # also where another thread drops it
+            return self._made(key, make)
+        return plan
 
     def _made(self, key: Any, make: Callable[[], Plan]) -> Plan:
         with self.lock:
