@@ -41,6 +41,10 @@ class Widening:
     columns: dict[fx.Node, None] = field(default_factory=dict)
     fixed: dict[fx.Node, None] = field(default_factory=dict)
 
+    def others(self, node: fx.Node) -> list[fx.Node]:
+        """Readers of a value that take a slice of it, since they cannot be made wider."""
+        return [u for u in node.users if u not in self.values and u not in self.columns]
+
 
 # Is a widening worth it? pad: the call it makes unnecessary, None if it only rounds a width up.
 Worth = Callable[[Draft, Widening, fx.Node | None], bool]
@@ -75,7 +79,9 @@ def rounded(program: Program, wanted: Callable[[int], int], worth: Worth) -> Pro
         more = 0 if count is None else wanted(count) - count
         if more > 0:
             plan = closure(draft, node, axis, more, live)
-            if plan is not None and worth(draft, plan, None):
+            # Who reads a slice would copy it: no kernel gains that back by its width.
+            sliced = plan is not None and any(map(plan.others, plan.values))
+            if plan is not None and not sliced and worth(draft, plan, None):
                 apply(draft, plan)
     return draft.done()
 
@@ -161,8 +167,7 @@ def apply(draft: Draft, plan: Widening) -> None:
     for node in plan.values:
         count = channels_of(node, plan.axis)
         assert count is not None
-        kept = set(plan.values) | set(plan.columns)
-        others = [user for user in node.users if user not in kept]
+        others = plan.others(node)
         value, shape = node.meta["val"], list(node.meta["val"].shape)
         shape[plan.axis] = count + plan.more
         with draft.build.mode:
