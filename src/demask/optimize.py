@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -26,16 +27,20 @@ from demask.machine.threads import set_threads
 from demask.machine.timing import Timing, sampled
 from demask.ops import TABLE
 from demask.shrink.demask import given as captured
-from demask.shrink.demask import reduced
+from demask.shrink.demask import left, reduced
 from demask.shrink.device import CPU, device_of, moved, on_cpu
+from demask.shrink.measure import sizes_of
+from demask.shrink.reading import relations_of
 from demask.tune.asking import Asker
 from demask.tune.draft import Example
-from demask.tune.epilogues import is_fused
+from demask.tune.epilogues import is_fused, plain
 from demask.tune.fast import Optimized
 from demask.tune.forms import Form, forms
 
 BACKENDS = ("torch", "sparse")
 ROUNDS, SECONDS = 15, 20.0  # in which forms are compared; the last one is compared for longer
+DEMASKED = "demasked alone"
+NAN = "a ReLU that a layer takes along makes 0 of NaN: what is not finite may not show in outputs"
 ULPS = 64.0  # of the largest output, in the network's own dtype
 Tell = Callable[[str], object]
 
@@ -159,14 +164,8 @@ def _fastest(race: _Race, program: Program, smaller: Program, provenance: Proven
              cache: Any, progress: Tell) -> Demasked:  # fmt: skip
     """The result: the form that won, or the network as given."""
     costs = Costs.open(cache, measure=race.device == CPU)
-    left_out: list[str] = []
-    for form in _forms(race, smaller, costs, progress):
-        progress(f"building: {form.name}")
-        failure = _enter(race, form, provenance)
-        if failure:
-            left_out.append(f"{form.name} is left out: {failure}")
+    notes = (*provenance.notes, *_entered(race, smaller, provenance, costs, progress))
     costs.save()
-    notes = (*provenance.notes, *left_out)
     if not race.modules:
         return _as_it_was(race, program, provenance, (*notes, "no form is as exact"), (), None)
     progress("measuring the forms")
@@ -181,12 +180,27 @@ def _fastest(race: _Race, program: Program, smaller: Program, provenance: Proven
         words = (f"the fastest form ({best}) may be slower than the network as given (ratio "
                  f"{speed.ratio:.2f}, at least {speed.least:.2f}): that comes back")  # fmt: skip
         return _as_it_was(race, program, provenance, (*notes, words), decisions, speed)
-    if any(is_fused(node) for node in race.made_by[best].program.graph.nodes):
+    form, result = race.made_by[best], race.modules[best]
+    if any(is_fused(node) for node in form.program.graph.nodes):
         notes = (*notes, NAN)
-    result: Any = race.modules[best]
-    result.demasked = replace(provenance, notes=notes, decisions=decisions, speed=speed)
-    result.graph._codegen.provenance = result.demasked
+    assert isinstance(result, Demasked)
+    made = _remembered(form.program, provenance)
+    result.demasked = replace(made, notes=notes, decisions=decisions, speed=speed)
+    result.graph._codegen.provenance = result.demasked  # type: ignore[attr-defined]
     return result
+
+
+def _remembered(program: Program, provenance: Provenance) -> Provenance:
+    """What is left in a form: its sizes, its cuts, its ops that only keep shapes."""
+    whole = plain(program)
+    sizes = sizes_of(whole, relations_of(whole.graph, TABLE))
+    cuts = {
+        name: cut
+        for name, cut in provenance.cuts.items()
+        if name in program.constants and left(cut) == program.constants[name].tensor.shape
+    }
+    marks = [node.meta["effect"] for node in program.graph.nodes if "effect" in node.meta]
+    return replace(provenance, after=sizes, cuts=cuts, effects=dict(Counter(marks)))
 
 
 def _as_it_was(race: _Race, program: Program, provenance: Provenance, notes: tuple[str, ...],
@@ -202,6 +216,29 @@ def _as_it_was(race: _Race, program: Program, provenance: Provenance, notes: tup
     return moved(first, race.device) if race.device != CPU else first  # type: ignore[return-value]
 
 
+def _entered(race: _Race, smaller: Program, provenance: Provenance, costs: Costs,
+             progress: Tell) -> Iterator[str]:  # fmt: skip
+    """Let every form take part; in words which do not, and why."""
+    found = _forms(race, smaller, costs, progress)
+    while True:
+        try:
+            form = next(found, None)
+        except Exception as error:  # of any kind: the forms made so far will do
+            yield f"no further forms are made: {_words(error)}"
+            return
+        if form is None:
+            return
+        progress(f"building: {form.name}")
+        failure = _enter(race, form, provenance)
+        if failure:
+            yield f"{form.name} is left out: {failure}"
+
+
+def _words(error: Exception) -> str:
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__} {first:.120}".strip()
+
+
 def _forms(race: _Race, smaller: Program, costs: Costs, progress: Tell) -> Iterator[Form]:
     yield Form(DEMASKED, smaller)
     leaves = pytree.tree_leaves((race.args, race.kwargs))
@@ -209,22 +246,17 @@ def _forms(race: _Race, smaller: Program, costs: Costs, progress: Tell) -> Itera
     yield from forms(smaller, asker, progress)
 
 
-DEMASKED = "demasked alone"
-NAN = "a ReLU that a layer takes along makes 0 of NaN: what is not finite may not show in outputs"
-
-
 def _enter(race: _Race, form: Form, provenance: Provenance) -> str:
     """Let a form take part; in words why it cannot, if so."""
     kind = Demasked if form.name == DEMASKED else Optimized
-    module = build(form.program, provenance, kind).eval()
-    if race.device != CPU:
-        moved(module, race.device)
     try:
+        module = build(form.program, provenance, kind).eval()
+        if race.device != CPU:
+            moved(module, race.device)
         race.outputs(module)  # the first call is made otherwise than the later ones
         difference = _difference(race.outputs(race.given), race.outputs(module))
     except Exception as error:  # of any kind: the network can do without this form
-        words = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return f"it fails ({words:.120})"
+        return f"it fails ({_words(error)})"
     if difference:
         return f"its outputs differ: {difference}"
     race.modules[form.name], race.made_by[form.name] = module, form

@@ -155,16 +155,8 @@ def slim(
         given = read_network(model)
         step("demasking")
         result = demask.demask(given.model, given.args)
-        step("checking that it computes the same")
-        verification = demask.verify(given.model, result, given.args)
-        step("writing")
-        save = demask.save if output.suffix == ".demask" else demask.to_pt2
-        save(result, output)
-    report = demask.report(result)
-    words = f"largest difference {verification.max_abs:.2g} in {verification.dtype}"
-    data = {"output": str(output), "report": report.to_dict()}
-    data["verification"] = _plain(verification)
-    _print(f"{report}\nwritten to {output} ({words})", data, as_json)
+        verification = _write(given, result, output, step)
+    _print_written(result, output, verification, as_json)
 
 
 @app.command()
@@ -210,16 +202,8 @@ def optimize(
         result = demask.optimize(
             given.model, given.args, threads=threads, cache=cache, progress=step
         )
-        step("checking that it computes the same")
-        verification = demask.verify(given.model, result, given.args)
-        step("writing")
-        save = demask.save if output.suffix == ".demask" else demask.to_pt2
-        save(result, output)
-    report = demask.report(result)
-    words = f"largest difference {verification.max_abs:.2g} in {verification.dtype}"
-    data = {"output": str(output), "report": report.to_dict()}
-    data["verification"] = _plain(verification)
-    _print(f"{report}\nwritten to {output} ({words})", data, as_json)
+        verification = _write(given, result, output, step)
+    _print_written(result, output, verification, as_json)
 
 
 @app.command()
@@ -308,6 +292,28 @@ def bench(
         from demask.cli.plot import draw
 
         draw(found, plot)
+
+
+def _write(given: Any, result: Any, output: Path, step: Any) -> Any:
+    """Check a result against the network given, then write it; the verification."""
+    import demask
+
+    step("checking that it computes the same")
+    verification = demask.verify(given.model, result, given.args)
+    step("writing")
+    save = demask.save if output.suffix == ".demask" else demask.to_pt2
+    save(result, output)
+    return verification
+
+
+def _print_written(result: Any, output: Path, verification: Any, as_json: bool) -> None:
+    import demask
+
+    report = demask.report(result)
+    words = f"largest difference {verification.max_abs:.2g} in {verification.dtype}"
+    data = {"output": str(output), "report": report.to_dict()}
+    data["verification"] = _plain(verification)
+    _print(f"{report}\nwritten to {output} ({words})", data, as_json)
 
 
 def _import(modules: list[str] | None) -> None:

@@ -33,8 +33,8 @@ def speed_parts(speed: Speed, decisions: Sequence[Decision]) -> Iterable[Rendera
     """Lines and tables that say what was measured."""
     given, result = (_milliseconds(row) for row in (speed.given, speed.result))
     threads = f"{speed.threads} thread{'s' if speed.threads > 1 else ''}"
-    yield Text(f"as given {given} ms, now {result} ms: {speed.ratio:.2f} x, at least "
-               f"{speed.least:.2f} x ({speed.pairs} rounds in turns, {threads})")  # fmt: skip
+    yield Text(f"as given {given} ms, now {result} ms: {speed.ratio:.2f} x")
+    yield Text(f"at least {speed.least:.2f} x, by {speed.pairs} rounds in turns, {threads}")
     yield Text(speed.machine)
     for decision in decisions:
         if decision.place == WHOLE:

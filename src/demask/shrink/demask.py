@@ -148,7 +148,7 @@ def _smaller(step: _Step, table: Table) -> _Step | None:
             cuts = {
                 name: cut
                 for name, cut in composed.items()
-                if name in made.cuts and math.prod(_left(cut)) == math.prod(made.cuts[name].shape)
+                if name in made.cuts and math.prod(left(cut)) == math.prod(made.cuts[name].shape)
             }
             return replace(made, cuts=cuts, reasons=(*step.reasons, *attempt.reasons))
     return None
@@ -183,7 +183,7 @@ def _uncut(program: Program) -> dict[str, Cut]:
     }
 
 
-def _left(cut: Cut) -> tuple[int, ...]:
+def left(cut: Cut) -> tuple[int, ...]:
     """The shape of what a cut leaves."""
     return tuple(n if p is None else len(p) for n, p in zip(cut.shape, cut.kept, strict=True))
 
@@ -193,7 +193,7 @@ def _composed(later: Cut, earlier: Mapping[str, Cut]) -> Cut:
     first = earlier.get(later.source)
     if first is None:
         return later
-    made = _left(first)
+    made = left(first)
     # A norm's scale carries axes of size one behind its own.
     if later.shape != made + (1,) * (len(later.shape) - len(made)):
         return later  # A tensor folded between passes, under the name of one it was folded from.

@@ -13,9 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from demask.graph.build import Builder, mode_of
 from demask.graph.fold import drop_unread
 from demask.graph.program import Constant, Program, copied
-from demask.ops import schema
+from demask.ops import TABLE, op_name, schema
 
 aten = torch.ops.aten
+_POINTWISE = ("... -> ...", "..., ... -> ...", "..., ..., ... -> ...")
 COPY = aten.clone.default  # memory of its own, to be written over
 # Calls that read the sizes of what they are given, never its values.
 _SIZES = ("new_", "sym_size", "sym_numel", "sym_stride")
@@ -77,7 +78,7 @@ class Draft:
             if like is None:
                 return self.build.call(target, *args, **kwargs)
             node = self.graph.call_function(target, args, kwargs)
-        node.meta = dict(like.meta)
+        node.meta = {key: value for key, value in like.meta.items() if key != "effect"}
         return node
 
     def again(self, node: fx.Node, reader: fx.Node | None = None, **changed: Any) -> fx.Node:
@@ -153,6 +154,13 @@ class Example:
             return size
         value = size.node.expr.subs(self.sizes)
         return int(value) if value.is_Integer else schema.hint(size)
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Does a call work on each position alone, as the table says? Not those that lay out anew."""
+    entry = TABLE.get(op_name(node.target)) if node.op == "call_function" else None
+    moves = node.target is aten.contiguous.default
+    return entry is not None and entry.line in _POINTWISE and not moves
 
 
 def channels_of(node: fx.Node, axis: int) -> int | None:

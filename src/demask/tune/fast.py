@@ -91,6 +91,8 @@ class Optimized(Demasked):
         self.refresh()
         if _kinds(self) != before:
             graph = self.plain().graph
+            for node in graph.nodes:
+                node.meta.pop("value", None)  # planned memory was for what the values were
             graph.set_codegen(self.graph._codegen)
             self.graph = graph
         return self

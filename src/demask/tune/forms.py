@@ -36,7 +36,7 @@ MULTIPLES = (8, 16)  # channels: halves and wholes of a vector register
 
 @dataclass(slots=True)
 class Form:
-    """A program in one form: its name, what was decided in it, what its layers should take."""
+    """A program in one form: its name, what was decided for its pieces."""
 
     name: str
     program: Program

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from demask.graph.program import Program
-from demask.tune.draft import COPY, Draft, by_values
+from demask.tune.draft import COPY, Draft, by_values, is_pointwise
 from demask.tune.epilogues import ops
 from demask.tune.memory import fresh
 
@@ -23,13 +23,9 @@ CONVOLUTIONS = {
     aten.conv2d.default, aten.conv3d.default, aten.conv_transpose2d.input,
     aten.conv_transpose3d.input,
 }  # fmt: skip
-# What keeps the layout of its operands.
+# What keeps the layout of its operands, pointwise ops beside.
 _KEEPS = {
-    aten.relu.default, aten.add.Tensor, aten.mul.Tensor, aten.sub.Tensor, aten.batch_norm.default,
-    aten.max_pool2d.default, aten.avg_pool2d.default, aten.silu.default, aten.hardswish.default,
-    aten.hardtanh.default, aten.clamp.default, aten.sigmoid.default, aten.gelu.default,
-    aten.leaky_relu.default, aten.dropout.default, aten.div.Tensor, aten.elu.default,
-    aten.cat.default,
+    aten.batch_norm.default, aten.max_pool2d.default, aten.avg_pool2d.default, aten.cat.default,
 }  # fmt: skip
 Wants = Callable[[fx.Node], bool]  # should this convolution have its channels last?
 
@@ -65,7 +61,7 @@ def laid_out(program: Program, wants: Wants) -> Program:
             continue
         if convolves(node):
             layout.settle(node, wants(node))
-        elif node.target in _KEEPS and any(n in layout.last for n in node.all_input_nodes):
+        elif layout.continues(node):
             layout.settle(node, True)
     layout.restore()
     return draft.done()
@@ -79,6 +75,11 @@ class _Layout:
         self.live = by_values(draft.graph)
         self.last: set[fx.Node] = set()
         self.made: dict[tuple[fx.Node, bool], fx.Node] = {}
+
+    def continues(self, node: fx.Node) -> bool:
+        """Does a call keep the layout of its operands, some of which have their channels last?"""
+        keeps = is_pointwise(node) or node.target in _KEEPS
+        return keeps and any(source in self.last for source in node.all_input_nodes)
 
     def settle(self, node: fx.Node, last: bool) -> None:
         """Give a call its images in one layout; its own value then has it, too."""

@@ -17,20 +17,12 @@ from torch import fx
 from torch._ops import OpOverload
 
 from demask.graph.rows import Value
+from demask.ops import TABLE
+from demask.ops.entry import op_name
 from demask.tune.draft import COPY, by_values
 from demask.tune.epilogues import ops
 
 aten = torch.ops.aten
-# Made of several ops, yet what they return is always new.
-_FRESH = {
-    aten.linear.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
-    aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input,
-    aten.layer_norm.default, aten.rms_norm.default, aten.group_norm.default,
-    aten.batch_norm.default, aten.softmax.int, aten.log_softmax.int, aten.max_pool2d.default,
-    aten.scaled_dot_product_attention.default, aten.matmul.default,
-}  # fmt: skip
-
-
 # Views in which several elements lie at one place.
 _STRETCHES = re.compile("expand|broadcast|meshgrid|as_strided|unfold")
 
@@ -105,10 +97,13 @@ def kept_bodies(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[fx.Node]:
 def fresh(node: fx.Node) -> bool:
     """Does a call return memory of its own, never that of an operand?"""
     target = node.target
-    if target in _FRESH:
-        return True
     if not isinstance(target, OpOverload) or "unsafe" in target._opname:
         return False  # the unsafe views share memory without saying so
+    entry = TABLE.get(op_name(target))
+    if entry is not None and (entry.affine or entry.rest or entry.region):
+        return True  # norms, softmax, windows: made of several ops, some of them views
+    if entry is not None and entry.fill in ("sum", "mix") and len(node.all_input_nodes) > 1:
+        return True  # products
     aliases = any(r.alias_info is not None for r in target._schema.returns)
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(
         target.name(), "CompositeImplicitAutograd"

@@ -15,18 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 from demask.graph.program import Program
 from demask.ops import schema
 from demask.tune.affine import OUT_AXIS, channel_axis, contraction
-from demask.tune.draft import Draft, by_values, channels_of
+from demask.tune.draft import Draft, by_values, channels_of, is_pointwise
 
 aten = torch.ops.aten
-# f(0) == 0
-_ZERO = {
-    aten.relu.default, aten.gelu.default, aten.silu.default, aten.tanh.default,
-    aten.hardswish.default, aten.leaky_relu.default,
-}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -136,14 +132,21 @@ def _makers(draft: Draft, node: fx.Node, axis: int) -> list[fx.Node] | None:
     if node.target is aten.constant_pad_nd.default:
         found = _pad(node)
         return [] if found is not None and found[1] == axis else None
-    if node.target in _ZERO:
-        return [node.args[0]]  # type: ignore[list-item]
+    if is_pointwise(node) and len(node.all_input_nodes) == 1:
+        return node.all_input_nodes if _keeps_zero(node) else None
     if node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs:
         sides: Any = node.args
         alike = all(isinstance(s, fx.Node) and channels_of(s, axis) == channels_of(node, axis)
                     and s.meta["val"].ndim == value.ndim for s in sides)  # fmt: skip
         return list(sides) if alike else None
     return None
+
+
+def _keeps_zero(node: fx.Node) -> bool:
+    """Is a pointwise op of zero zero?"""
+    zero = torch.zeros(1, dtype=node.meta["val"].dtype)
+    args, kwargs = map_arg((node.args, node.kwargs), lambda _: zero)
+    return bool((node.target(*args, **kwargs) == 0).all())  # type: ignore[operator]
 
 
 def _follows(user: fx.Node, node: fx.Node) -> bool:
