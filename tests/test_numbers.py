@@ -53,3 +53,26 @@ def test_exact_at_any_size(name: str, bias: float) -> None:
     for batch, height, width in ((1, 9, 7), (3, 5, 11)):
         x = torch.randn(batch, 3, height, width).double()
         assert difference(net(x), slim(x)) <= 1e-10
+
+
+class Found(nn.Module):
+    """Returns where its output is positive: how many places, the values decide."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        y = self.b(torch.relu(self.a(x)))
+        return y, torch.nonzero(y > 0)
+
+
+def test_sizes_that_values_decide():
+    torch.manual_seed(0)
+    model, x = Found().eval(), torch.randn(5, 4)
+    with torch.no_grad():
+        model.a.weight[:4] = 0
+    slim = demask.demask(model, (x,))
+    assert slim.get_parameter("a.weight").shape == (4, 4)
+    for draw in (x, torch.randn(3, 4)):
+        assert torch.equal(slim(draw)[1], model(draw)[1])

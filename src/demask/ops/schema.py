@@ -108,8 +108,9 @@ def same_size(a: Any, b: Any) -> bool:
 
 
 def hint(size: Any) -> int:
-    """The example's value of a size."""
-    return size if isinstance(size, int) else int(size.node.hint)
+    """The example's value of a size; 1 where that depends on values (what `nonzero` finds)."""
+    found = size if isinstance(size, int) else size.node.hint
+    return 1 if found is None else int(found)
 
 
 def concrete(value: Any) -> Any:
