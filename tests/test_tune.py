@@ -213,6 +213,12 @@ def everything(seeds: range, few: bool = False) -> None:
                 raise AssertionError(words) from error
 
 
+@pytest.mark.parametrize("seed", [323, 342, 349])
+def test_networks_that_found_faults(seed: int) -> None:
+    """Branches that no input reaches, and layers in groups, do not take rows."""
+    everything(range(seed, seed + 1))
+
+
 @pytest.mark.parametrize("seeds", [range(k, k + 8) for k in range(0, 40, 8)], ids=str)
 def test_random_networks(seeds: range) -> None:
     everything(seeds, few=True)

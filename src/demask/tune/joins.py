@@ -220,7 +220,7 @@ def _scattered(
 
 def _emit(draft: Draft, found: Sum, root: fx.Node, live: set[fx.Node], choose: Chooser) -> None:
     """The sum in place of the root: what layers cannot take first, then each layer added."""
-    owned = [_owned(draft, node, found) for node, _ in found.terms]
+    owned = [node in live and _owned(draft, node, found) for node, _ in found.terms]
     branches = [term for term, mine in zip(found.terms, owned, strict=True) if mine]
     others = [term for term, mine in zip(found.terms, owned, strict=True) if not mine]
     forms = [choose(draft, found, node, root) for node, _ in branches]
@@ -242,10 +242,12 @@ def _emit(draft: Draft, found: Sum, root: fx.Node, live: set[fx.Node], choose: C
 
 
 def _owned(draft: Draft, node: fx.Node, found: Sum) -> bool:
-    """Is a term a layer that nothing but the tree reads?"""
+    """Is a term a layer that nothing but the tree reads? Not one in groups, whose rows are bound to
+    their columns."""
+    if contraction(draft, node) is None or schema.arguments(node).get("groups", 1) != 1:
+        return False
     once = sum(n is node for n, _ in found.terms) == 1
-    mine = once and set(node.users) <= set(found.inner)
-    return mine and contraction(draft, node) is not None and channel_axis(node) == found.axis
+    return once and set(node.users) <= set(found.inner) and channel_axis(node) == found.axis
 
 
 def _placed(
