@@ -30,8 +30,3 @@ def lower_bound(given: Sequence[float], result: Sequence[float], seed: int = 0) 
         drawn = draw.choices(rounds, k=len(rounds))
         ratios.append(median(a for a, _ in drawn) / median(b for _, b in drawn))
     return sorted(ratios)[int((1 - CONFIDENCE) * DRAWS)]
-
-
-def no_slower(given: Sequence[float], result: Sequence[float]) -> bool:
-    """Does the promise hold for these rounds? Of fewer than `PAIRS` it does not."""
-    return len(given) >= PAIRS and lower_bound(given, result) >= ALLOWED

@@ -180,16 +180,6 @@ def per_channel(tensor: Tensor, rank: int, axis: int, count: int) -> Tensor | No
     return tensor.reshape(-1).expand(count) if shape[axis] in (1, count) else None
 
 
-def options(**given: Any) -> Mapping[str, Any]:
-    """Keyword arguments, those that are None left out."""
-    return {name: value for name, value in given.items() if value is not None}
-
-
 def only_reader(node: fx.Node) -> fx.Node | None:
     """The one node that reads a value, None if there are several."""
     return next(iter(node.users)) if len(node.users) == 1 else None
-
-
-def names(nodes: Sequence[fx.Node]) -> str:
-    """Names of nodes in words."""
-    return ", ".join(node.name for node in nodes)
