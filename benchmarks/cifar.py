@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor, nn

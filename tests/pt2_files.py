@@ -5,7 +5,7 @@ import warnings
 import zipfile
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import nn
 
 AUTO = torch.export.Dim.AUTO

@@ -146,7 +146,7 @@ def test_slim_that_differs_is_not_written(run, saved, tmp_path, monkeypatch):
     [
         ("missing.pt2", "slim.pt2", "missing.pt2"),
         ("broken.pt2", "slim.pt2", "broken.pt2"),
-        ("masked.pt2", "slim.onnx", "ends in .pt2 or .demask"),
+        ("masked.pt2", "slim.tflite", "ends in .pt2 or .demask or .onnx"),
         ("masked.pt2", "missing/slim.pt2", "does not exist"),
     ],
 )

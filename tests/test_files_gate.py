@@ -11,7 +11,7 @@ import zipfile
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import nn
 
 from demask.errors import BadInput, DemaskError, RefusedFile

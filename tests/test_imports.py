@@ -21,6 +21,7 @@ LAYOUT = (
     ("kernels",),
     ("sparse", "traverse", "stride", "prune", "pilot"),
     ("optimize", "verify"),
+    ("deploy",),
     ("report",),
     ("cli",),
 )

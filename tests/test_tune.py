@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree

@@ -174,7 +174,7 @@ def _fastest(race: _Race, program: Program, smaller: Program, provenance: Proven
     best = min(race.modules, key=whole.__getitem__)
     progress("measuring beside the network as given")
     taken = race.rounds([best], PAIRS, float("inf"))
-    speed = _speed(taken["given"], taken[best])
+    speed = speed_of(taken["given"], taken[best])
     decisions = (Decision(WHOLE, best, whole), *race.made_by[best].decisions)
     if speed.least < ALLOWED:
         words = (f"the fastest form ({best}) may be slower than the network as given (ratio "
@@ -184,13 +184,13 @@ def _fastest(race: _Race, program: Program, smaller: Program, provenance: Proven
     if any(is_fused(node) for node in form.program.graph.nodes):
         notes = (*notes, NAN)
     assert isinstance(result, Demasked)
-    made = _remembered(form.program, provenance)
+    made = remembered(form.program, provenance)
     result.demasked = replace(made, notes=notes, decisions=decisions, speed=speed)
     result.graph._codegen.provenance = result.demasked  # type: ignore[attr-defined]
     return result
 
 
-def _remembered(program: Program, provenance: Provenance) -> Provenance:
+def remembered(program: Program, provenance: Provenance) -> Provenance:
     """What is left in a form: its sizes, its cuts, its ops that only keep shapes."""
     whole = plain(program)
     sizes = sizes_of(whole, relations_of(whole.graph, TABLE))
@@ -286,7 +286,7 @@ def _difference(given: Sequence[Any], made: Sequence[Any]) -> str:
     return ""
 
 
-def _speed(given: list[float], result: list[float]) -> Speed:
+def speed_of(given: list[float], result: list[float]) -> Speed:
     timings = [Timing.of(taken) for taken in (given, result)]
     rows = [(t.median, t.low, t.high) for t in timings]
     return Speed(rows[0], rows[1], rows[0][0] / rows[1][0], lower_bound(given, result),

@@ -29,7 +29,18 @@ app = typer.Typer(
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")]
 Model = Annotated[
     Path,
-    typer.Argument(help="A .pt2 file of torch.export.save, or a .demask archive of demask.save."),
+    typer.Argument(
+        help="A .pt2 file of torch.export.save, a .demask archive of demask.save, or a .onnx file."
+    ),
+]
+Sizes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--size",
+        metavar="NAME=N",
+        help="A dynamic size of an ONNX file, for example inputs and timing: --size height=480. "
+        "May be given several times. Default: batches of 1, images of 224 x 224, else 16.",
+    ),
 ]
 Imports = Annotated[
     list[str] | None,
@@ -132,31 +143,55 @@ def slim(
     model: Model,
     output: Annotated[
         Path,
-        typer.Option("--output", "-o", help="Where to write the result: .pt2, or .demask."),
+        typer.Option("--output", "-o", help="Where to write the result: .pt2, .demask or .onnx."),
     ],
+    minimal: Annotated[
+        bool, typer.Option("--minimal", help="For .onnx: do not round widths up, do not measure.")
+    ] = False,
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="For .onnx: the runtime's threads. Default: as many as torch's."),
+    ] = None,
     as_json: Json = False,
     imports: Imports = None,
+    sizes: Sizes = None,
 ) -> None:
     """Write a network that computes the same as MODEL without the work that was masked away.
 
     The result is checked against MODEL before anything is written. A .pt2 result is plain torch
-    and runs where demask is not installed; a .demask result keeps the record of what was cut.
+    and runs where demask is not installed; a .demask result keeps the record of what was cut. Of a
+    .onnx result the widths are rounded up to what ONNX Runtime is fastest at, found by measuring
+    where it is installed (else to 8); where nothing is faster there, MODEL is written as it was.
 
     \b
     Example:
       demask slim model.pt2 -o slim.pt2
+      demask slim model.onnx -o slim.onnx --threads 1
     """
-    _check_output(output, suffixes=(".pt2", ".demask"))
+    _check_output(output, suffixes=(".pt2", ".demask", ".onnx"))
+    if output.suffix != ".onnx" and (minimal or threads):
+        raise BadInput("--minimal and --threads are for .onnx results; leave them out")
     with progress("loading") as step:
         import demask
         from demask.cli.models import read_network
 
         _import(imports)
-        given = read_network(model)
-        step("demasking")
-        result = demask.demask(given.model, given.args)
-        verification = _write(given, result, output, step)
-    _print_written(result, output, verification, as_json)
+        given = read_network(model, sizes)
+        if output.suffix == ".onnx":
+            from demask.deploy import deploy
+
+            made = deploy(
+                given.model, given.args, output, file=given.file, minimal=minimal,
+                threads=threads, progress=step,
+            )  # fmt: skip
+        else:
+            step("demasking")
+            result = demask.demask(given.model, given.args)
+            verification = _write(given, result, output, step)
+    if output.suffix == ".onnx":
+        _print_deployed(made, output, as_json)
+    else:
+        _print_written(result, output, verification, as_json)
 
 
 @app.command()
@@ -178,6 +213,7 @@ def optimize(
     ] = None,
     as_json: Json = False,
     imports: Imports = None,
+    sizes: Sizes = None,
 ) -> None:
     """Write the fastest exact form of MODEL on this machine, found by measuring.
 
@@ -197,7 +233,7 @@ def optimize(
         from demask.machine.allocator import fix_allocator
 
         _import(imports)
-        given = read_network(model)
+        given = read_network(model, sizes)
         fix_allocator()
         result = demask.optimize(
             given.model, given.args, threads=threads, cache=cache, progress=step
@@ -207,7 +243,9 @@ def optimize(
 
 
 @app.command()
-def inspect(model: Model, as_json: Json = False, imports: Imports = None) -> None:
+def inspect(
+    model: Model, as_json: Json = False, imports: Imports = None, sizes: Sizes = None
+) -> None:
     """Print what could go from MODEL: sizes, masked share per module, ops demask has no rule for.
 
     For every such op that something was kept for it says what a rule would free at most: this
@@ -222,14 +260,16 @@ def inspect(model: Model, as_json: Json = False, imports: Imports = None) -> Non
         from demask.cli.models import read_network
 
         _import(imports)
-        given = read_network(model)
+        given = read_network(model, sizes)
         step("looking for work that was masked away")
         inspection = inspect_network(given, step)
     _print(inspection, inspection.to_dict(), as_json)
 
 
 @app.command()
-def verify(a: Model, b: Model, as_json: Json = False, imports: Imports = None) -> None:
+def verify(
+    a: Model, b: Model, as_json: Json = False, imports: Imports = None, sizes: Sizes = None
+) -> None:
     """Check that A and B compute the same; exit with 1 if they do not.
 
     \b
@@ -241,7 +281,7 @@ def verify(a: Model, b: Model, as_json: Json = False, imports: Imports = None) -
         from demask.cli.models import read_network
 
         _import(imports)
-        first, second = read_network(a), read_network(b)
+        first, second = read_network(a, sizes), read_network(b, sizes)
         step("comparing")
         verification = demask.verify(first.model, second.module, first.args, check=False)
     words = f"largest difference {verification.max_abs:.2g}, relative {verification.max_rel:.2g}"
@@ -264,6 +304,7 @@ def bench(
     plot: Picture = None,
     as_json: Json = False,
     imports: Imports = None,
+    sizes: Sizes = None,
 ) -> None:
     """Time MODEL as given, demasked, optimized and compiled on this machine; print one table.
 
@@ -282,7 +323,7 @@ def bench(
         from demask.cli.models import read_network
 
         _import(imports)
-        given = read_network(model)
+        given = read_network(model, sizes)
         counts, batches = (tuple(dict.fromkeys(asked or ())) for asked in (threads, batch))
         plan = benching.Plan(counts, batches, pairs, seconds, with_compile)
     with progress("demasking", plan.steps) as step:
@@ -313,6 +354,19 @@ def _print_written(result: Any, output: Path, verification: Any, as_json: bool) 
     words = f"largest difference {verification.max_abs:.2g} in {verification.dtype}"
     data = {"output": str(output), "report": report.to_dict()}
     data["verification"] = _plain(verification)
+    _print(f"{report}\nwritten to {output} ({words})", data, as_json)
+
+
+def _print_deployed(made: Any, output: Path, as_json: bool) -> None:
+    import demask
+
+    report = demask.report(made.slim)
+    words = (
+        "not compared: install onnxruntime"
+        if made.error is None
+        else (f"largest difference {made.error:.2g} of the largest output, in ONNX Runtime")
+    )
+    data = {"output": str(output), "report": report.to_dict(), "error": made.error}
     _print(f"{report}\nwritten to {output} ({words})", data, as_json)
 
 

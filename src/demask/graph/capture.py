@@ -11,7 +11,7 @@ import operator
 import traceback
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from demask.graph.copying import structural_copy
 from demask.graph.guards import guards_of
 from demask.graph.inline import inlined
 from demask.graph.program import Constant, Program
+from demask.graph.provenance import Interface
 from demask.graph.result import exportable
 from demask.graph.shapes import shapes_only
 
@@ -56,8 +57,19 @@ def capture(
                        "write (x,) for one input")  # fmt: skip
     work = exportable(structural_copy(model, share=True).eval())
     _name_keywords(work, kwargs or {}, dynamic_shapes)
-    exported, notes = _export(work, args, dict(kwargs or {}), dynamic_shapes)
-    return _program(exported, notes, model.training)
+    interface = interface_of(model)
+    if dynamic_shapes is None and interface is not None:
+        exported, notes = _as_declared(work, args, dict(kwargs or {}), interface)
+    else:
+        exported, notes = _export(work, args, dict(kwargs or {}), dynamic_shapes)
+    program = _program(exported, notes, model.training)
+    return replace(program, interface=interface)
+
+
+def interface_of(model: nn.Module) -> Interface | None:
+    """How a network that came from an ONNX file was called there; None for others."""
+    found = getattr(getattr(model, "demasked", model), "interface", None)
+    return found if isinstance(found, Interface) else None
 
 
 def _export(work, args, kwargs, dynamic_shapes) -> tuple[ExportedProgram, tuple[str, ...]]:
@@ -82,6 +94,57 @@ def _export(work, args, kwargs, dynamic_shapes) -> tuple[ExportedProgram, tuple[
     return _attempt(work, args, kwargs, None), (note,)
 
 
+def _as_declared(
+    work: nn.Module, args: Any, kwargs: Any, interface: Interface
+) -> tuple[ExportedProgram, tuple[str, ...]]:
+    """With those sizes dynamic that an ONNX file names; where the network does not allow it, with
+    its batch dynamic, or none."""
+    ports = [p for p in interface.inputs if p.sizes is not None]
+    names = {n for port in ports for n in port.sizes or () if isinstance(n, str)}
+    batch = {p.sizes[0] for p in ports if p.sizes and isinstance(p.sizes[0], str)}
+    for dynamic in [names, batch][: 2 if batch < names else 1]:
+        sized = _sized(args, kwargs, interface, dynamic)
+        marks = functools.partial(_marks, sized, interface, dynamic)
+        shapes = _dynamic(work, *sized, marks)
+        with contextlib.suppress(NotExportable, BadInput):
+            exported = _attempt(work, *sized, shapes)
+            if _fits(exported, args, kwargs):
+                return exported, (*_range_notes(exported), *_fixed_notes(exported, interface))
+    exported = _attempt(work, args, kwargs, None)
+    return exported, tuple(_fixed_notes(exported, interface))
+
+
+def _sized(args: Any, kwargs: Any, interface: Interface, dynamic: set[str]) -> tuple[Any, Any]:
+    """The example with dynamic sizes of two in place of one, which export takes for a constant."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    for k, (leaf, port) in enumerate(zip(leaves, interface.inputs, strict=True)):
+        if isinstance(leaf, Tensor):
+            leaves[k] = leaf = leaf.detach()  # two inputs may be one tensor
+        for axis, size in enumerate(port.sizes or ()):
+            if size in dynamic and isinstance(leaf, Tensor) and leaf.shape[axis] == 1:
+                leaves[k] = leaf = torch.cat([leaf, leaf], axis)
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def _marks(example: Any, interface: Interface, dynamic: set[str], leaf: Tensor) -> Any:
+    leaves = pytree.tree_leaves(example)
+    port = next(p for t, p in zip(leaves, interface.inputs, strict=True) if t is leaf)
+    return {axis: Dim.AUTO for axis, size in enumerate(port.sizes or ()) if size in dynamic}
+
+
+def _fixed_notes(exported: ExportedProgram, interface: Interface) -> Iterator[str]:
+    """Sizes that the file names and the network has fixed."""
+    users = _user_inputs(exported)
+    nodes = [node for node in exported.graph.nodes if node.name in users]
+    for node, port in zip(nodes, interface.inputs, strict=True):
+        value = node.meta.get("val")
+        sizes = value.shape if isinstance(value, Tensor) else ()
+        for axis, (size, named) in enumerate(zip(sizes, port.sizes or (), strict=False)):
+            if isinstance(named, str) and isinstance(_settled(size), int):
+                yield (f"size {named!r} (axis {axis} of input {port.name!r}) is static, "
+                       f"{_settled(size)}: the network depends on its value")  # fmt: skip
+
+
 def _dynamically(work: nn.Module, args: Any, kwargs: Any, *, first: bool) -> ExportedProgram:
     """With the first dimension of every input dynamic, or all. Batches of one are doubled, unless
     the model takes one beside other batches (positions for all texts) and needs it to be one."""
@@ -89,10 +152,10 @@ def _dynamically(work: nn.Module, args: Any, kwargs: Any, *, first: bool) -> Exp
     pairs = zip(pytree.tree_leaves(wide), pytree.tree_leaves((args, kwargs)), strict=True)
     if any(a is not b for a, b in pairs):
         with contextlib.suppress(NotExportable, BadInput):
-            exported = _attempt(work, wide[0], wide[1], _dynamic(work, *wide, first=first))
+            exported = _attempt(work, wide[0], wide[1], _dynamic(work, *wide, _auto(first)))
             if _fits(exported, args, kwargs):
                 return exported
-    return _attempt(work, args, kwargs, _dynamic(work, args, kwargs, first=first))
+    return _attempt(work, args, kwargs, _dynamic(work, args, kwargs, _auto(first)))
 
 
 def _fits(exported: ExportedProgram, args: Any, kwargs: Any) -> bool:
@@ -116,13 +179,16 @@ def _doubled(leaf: Any) -> Any:
     return torch.cat([leaf, leaf]) if one else leaf
 
 
-def _dynamic(work: nn.Module, args: Any, kwargs: Any, *, first: bool) -> Any:
-    """Dynamic shapes for export: the first dimension of every input, or all."""
+def _auto(first: bool) -> Callable[[Tensor], Any]:
+    """Marks the first dimension of a tensor as dynamic, or all."""
+    return lambda leaf: dict.fromkeys(range(1 if first else leaf.ndim), Dim.AUTO)
+
+
+def _dynamic(work: nn.Module, args: Any, kwargs: Any, marks: Callable[[Tensor], Any]) -> Any:
+    """Dynamic shapes for export: what `marks` says of each input."""
 
     def spec(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.ndim:
-            return None
-        return dict.fromkeys(range(1 if first else leaf.ndim), Dim.AUTO)
+        return marks(leaf) if isinstance(leaf, Tensor) and leaf.ndim else None
 
     signature = inspect.signature(work.forward)
     try:

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from demask.graph.provenance import Interface
+
 
 @dataclass(frozen=True, slots=True)
 class Constant:
@@ -31,7 +33,7 @@ class Program:
     output is a flat tuple; every node that makes a tensor has meta["val"]. in_spec, out_spec: the
     pytrees of the call and of what it returns. names: the argument names of forward. notes: what
     the user should know of the capture. training: the model's flag. guards: what
-    must hold of the dynamic sizes.
+    must hold of the dynamic sizes. interface: of the ONNX file that the network came from.
     """
 
     graph: fx.Graph
@@ -42,6 +44,7 @@ class Program:
     notes: tuple[str, ...] = ()
     training: bool = False
     guards: tuple[str, ...] = ()
+    interface: Interface | None = None
 
     def with_graph(
         self, graph: fx.Graph, constants: Mapping[str, Constant] | None = None

@@ -64,6 +64,27 @@ class InputSpec:
     example: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Port:
+    """One input or output of an ONNX file: its name, its dtype ("float32"; else what kind of value
+    it is), its sizes (names of dynamic ones, "" for one with no name), None if it has none."""
+
+    name: str
+    dtype: str
+    sizes: tuple[int | str, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """How an ONNX file is called, and what it says of itself. metadata: its `metadata_props`."""
+
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    name: str = ""
+    doc: str = ""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
 WHOLE = "the network, whole"
 
 
@@ -109,7 +130,8 @@ class Provenance:
     licences used). inputs: the tensors a call takes, flattened. before, after: sizes. values: what
     other inputs (None, numbers, flags, text) were in the example, as Python spells it; the result
     is the network for these alone. decisions, speed: of optimize() alone: what was chosen for each
-    piece, and how fast the result was beside the network as given.
+    piece, and how fast the result was beside the network as given. interface: of a network that
+    came from an ONNX file, how it was called there.
     """
 
     cuts: Mapping[str, Cut]
@@ -124,6 +146,7 @@ class Provenance:
     values: Mapping[str, str] = field(default_factory=dict)
     decisions: tuple[Decision, ...] = ()
     speed: Speed | None = None
+    interface: Interface | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary; `from_dict` takes it back."""
@@ -140,6 +163,7 @@ class Provenance:
             "values": dict(self.values),
             "decisions": [decision.to_dict() for decision in self.decisions],
             "speed": None if self.speed is None else asdict(self.speed),
+            "interface": None if self.interface is None else asdict(self.interface),
         }
 
     @classmethod
@@ -158,6 +182,7 @@ class Provenance:
             values={str(k): str(v) for k, v in data.get("values", {}).items()},
             decisions=tuple(_decision(row) for row in data.get("decisions", ())),
             speed=None if data.get("speed") is None else _speed(data["speed"]),
+            interface=None if data.get("interface") is None else _interface(data["interface"]),
         )
 
 
@@ -170,6 +195,17 @@ def _decision(data: Mapping[str, Any]) -> Decision:
 def _speed(data: Mapping[str, Any]) -> Speed:
     given, result = (tuple(map(float, data[key])) for key in ("given", "result"))
     return Speed(**{**data, "given": given, "result": result})
+
+
+def _interface(data: Mapping[str, Any]) -> Interface:
+    inputs, outputs = (tuple(map(_port, data[key])) for key in ("inputs", "outputs"))
+    metadata = {str(k): str(v) for k, v in data["metadata"].items()}
+    return Interface(inputs, outputs, str(data["name"]), str(data["doc"]), metadata)
+
+
+def _port(data: Mapping[str, Any]) -> Port:
+    sizes = data["sizes"]
+    return Port(str(data["name"]), str(data["dtype"]), None if sizes is None else tuple(sizes))
 
 
 def _cut(data: Mapping[str, Any]) -> Cut:

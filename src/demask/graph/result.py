@@ -100,7 +100,7 @@ def _keep_names(source: nn.Module, target: nn.Module, copies: Mapping[int, Any])
     for name, tensor in _tensors(source):
         twin = copies.get(id(tensor), tensor)
         if name not in there and id(twin) in held:
-            _attach(target, name, twin)
+            attach(target, name, twin)
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -109,7 +109,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def _attach(root: nn.Module, name: str, tensor: Tensor, *, persistent: bool = True) -> None:
+def attach(root: nn.Module, name: str, tensor: Tensor, *, persistent: bool = True) -> None:
     """Register a parameter or buffer under its name, below modules made where there are none."""
     *path, leaf = name.split(".")
     module = root
@@ -179,7 +179,7 @@ def _place(
         # Tied tensors were cut once: one parameter under all their names.
         tensor = shared.setdefault(id(tensor), nn.Parameter(tensor, constant.requires_grad))
     for name in names:
-        _attach(root, name, tensor, persistent=constant.persistent)
+        attach(root, name, tensor, persistent=constant.persistent)
 
 
 class _Modules:
@@ -231,7 +231,7 @@ class _Modules:
             return
         self._fill(module, old)
         for twin in self._twins(names):
-            _attach(self.root, f"{twin}.num_batches_tracked", module.num_batches_tracked)
+            attach(self.root, f"{twin}.num_batches_tracked", module.num_batches_tracked)
         key = tuple(names)
         if key not in self.made:
             _set(self.root, prefix, module)

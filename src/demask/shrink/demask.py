@@ -82,7 +82,7 @@ def given(
     """A network as a functional program with its constants folded, before anything is removed."""
     program = folded(apart(functionalized(capture(model, args, kwargs, dynamic_shapes))))
     if isinstance(model, Demasked):
-        inherited = renamed(model.demasked.guards, model.demasked.inputs, _inputs(program))
+        inherited = renamed(model.demasked.guards, model.demasked.inputs, inputs_of(program))
         program = replace(program, guards=tuple(dict.fromkeys((*program.guards, *inherited))))
     return program
 
@@ -97,15 +97,17 @@ def shrunk(program: Program, table: Table) -> Demasked:
     return build(*reduced(program, table))
 
 
-def reduced(whole: Program, table: Table) -> tuple[Program, Provenance]:
+def reduced(whole: Program, table: Table, *, borders: bool = True) -> tuple[Program, Provenance]:
     """The smallest program that computes the same as a functional, folded one.
+
+    borders: False computes constants that enter padded windows, instead of the maps they leave.
 
     Passes are made until one makes nothing smaller: what a pass adds to keep shapes (a border map,
     a vector of constants) may itself hold zeros. So demasking twice is demasking once; and where
     nothing at all became smaller, the program is built as it was given.
     """
     first = step = _measured(whole, table)
-    while (smaller := _smaller(step, table)) is not None:
+    while (smaller := _smaller(step, table, borders)) is not None:
         step = smaller
     if step is first:
         step = replace(first, program=_owned(whole), cuts=_uncut(whole))
@@ -134,9 +136,10 @@ def _measured(program: Program, table: Table) -> _Step:
     return _Step(program, relations, sizes_of(program, relations), _uncut(program))
 
 
-def _smaller(step: _Step, table: Table) -> _Step | None:
+def _smaller(step: _Step, table: Table, borders: bool) -> _Step | None:
     """One more pass, if it makes the program smaller in something and no larger in parameters."""
-    for attempt in _attempts(Reading.of(simplified(step.program), table)):
+    reading = Reading.of(simplified(step.program), table, borders=borders)
+    for attempt in _attempts(reading):
         made = _measured(folded(attempt.program), table)
         less = made.weight[0] < step.weight[0] or (
             made.weight[1:] != step.weight[1:]
@@ -163,16 +166,16 @@ def _attempts(reading: Reading) -> Iterator[Rewritten]:
     """
     for form in (condensed, grouped, aligned):
         if (made := form(reading)) is not None:
-            yield from _attempts(Reading.of(folded(made), reading.table))
-    if (made := sided(reading)) is not None:
-        split = Reading.of(made, reading.table)
+            yield from _attempts(reading.again(folded(made)))
+    if reading.borders and (made := sided(reading)) is not None:
+        split = reading.again(made)
         yield _rewritten(split, split.placer.placement())
     plain = _rewritten(reading, reading.placer.placement())
     yield plain
     if _cut_apart(plain):
         yield _rewritten(reading, _tied(reading))
     if reading.has_matrices:
-        frugal = Reading.of(reading.program, reading.table, frugal=True)
+        frugal = reading.again(reading.program, frugal=True)
         yield _rewritten(frugal, frugal.placer.placement())
 
 
@@ -240,16 +243,17 @@ def _provenance(first: _Step, last: _Step) -> Provenance:
         reasons=last.reasons,
         effects=dict(Counter(marks)),
         notes=first.program.notes,
-        inputs=_inputs(first.program),
+        inputs=inputs_of(first.program),
         before=first.sizes,
         after=last.sizes,
         removed=removed(first.program, last.program),
         guards=first.program.guards,
         values=values_of(first.program.graph),
+        interface=first.program.interface,
     )
 
 
-def _inputs(program: Program) -> tuple[InputSpec, ...]:
+def inputs_of(program: Program) -> tuple[InputSpec, ...]:
     specs = []
     for node in program.graph.nodes:
         value = node.meta.get("val")

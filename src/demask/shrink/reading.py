@@ -24,15 +24,22 @@ class Reading:
     table: Table
     relations: Relations
     facts: Facts
+    borders: bool = True
 
     @classmethod
-    def of(cls, program: Program, table: Table, *, frugal: bool = False) -> Reading:
-        """frugal: known values that would have to be stored as matrices are computed instead."""
+    def of(
+        cls, program: Program, table: Table, *, frugal: bool = False, borders: bool = True
+    ) -> Reading:
+        """frugal: known values that would have to be stored as matrices are computed instead;
+        borders: False for those that would leave a border map."""
         relations = relations_of(program.graph, table)
         values = {name: constant.tensor for name, constant in program.constants.items()}
-        return cls(
-            program, table, relations, known(program.graph, relations, values, frugal=frugal)
-        )
+        facts = known(program.graph, relations, values, frugal=frugal, borders=borders)
+        return cls(program, table, relations, facts, borders)
+
+    def again(self, program: Program, *, frugal: bool = False) -> Reading:
+        """Another form of the program, read alike."""
+        return Reading.of(program, self.table, frugal=frugal, borders=self.borders)
 
     @cached_property
     def needs(self) -> Needs:

@@ -114,7 +114,7 @@ def closure(
         if contraction(draft, node) is not None:
             plan.rows[node] = None
         stack += sources
-        stack += [user for user in node.users if _follows(user, node)]
+        stack += [user for user in node.users if _follows(draft, user, node)]
         for user in node.users:
             if _reads(draft, user, node, axis):
                 plan.columns[user] = None
@@ -127,8 +127,10 @@ def _makers(draft: Draft, node: fx.Node, axis: int) -> list[fx.Node] | None:
     if node.op != "call_function" or not isinstance(value, Tensor):
         return None
     if contraction(draft, node) is not None:
-        grouped = schema.arguments(node).get("groups", 1) != 1
-        return [] if channel_axis(node) == axis and not grouped else None
+        found = schema.arguments(node)
+        if is_depthwise(draft, node):
+            return [found["input"]] if axis == 1 else None
+        return [] if channel_axis(node) == axis and found.get("groups", 1) == 1 else None
     if node.target is aten.constant_pad_nd.default:
         found = _pad(node)
         return [] if found is not None and found[1] == axis else None
@@ -142,6 +144,18 @@ def _makers(draft: Draft, node: fx.Node, axis: int) -> list[fx.Node] | None:
     return None
 
 
+def is_depthwise(draft: Draft, node: fx.Node) -> bool:
+    """Does a convolution make each of its channels of one of its own?"""
+    weight, found = contraction(draft, node), schema.arguments(node)
+    groups = found.get("groups", 1)
+    return (
+        weight is not None
+        and groups > 1
+        and weight.shape[0] == groups
+        and (channels_of(found["input"], 1) == groups)
+    )
+
+
 def _keeps_zero(node: fx.Node) -> bool:
     """Is a pointwise op of zero zero?"""
     zero = torch.zeros(1, dtype=node.meta["val"].dtype)
@@ -149,9 +163,14 @@ def _keeps_zero(node: fx.Node) -> bool:
     return bool((node.target(*args, **kwargs) == 0).all())  # type: ignore[operator]
 
 
-def _follows(user: fx.Node, node: fx.Node) -> bool:
-    """Is a reader made wider with what it reads? Only sums are: the others take a slice."""
-    return user.target is aten.add.Tensor and node in user.args
+def _follows(draft: Draft, user: fx.Node, node: fx.Node) -> bool:
+    """Is a reader made wider with what it reads? Sums, depthwise layers and activations are; the
+    others take a slice."""
+    if user.target is aten.add.Tensor:
+        return node in user.args
+    if is_pointwise(user) and len(user.all_input_nodes) == 1:
+        return _keeps_zero(user)
+    return contraction(draft, user) is not None and is_depthwise(draft, user)
 
 
 def _reads(draft: Draft, user: fx.Node, node: fx.Node, axis: int) -> bool:
@@ -163,6 +182,7 @@ def _reads(draft: Draft, user: fx.Node, node: fx.Node, axis: int) -> bool:
 
 def apply(draft: Draft, plan: Widening) -> None:
     """Make the values wider: weights get rows and columns of zeros, other readers a slice."""
+    depthwise = {node for node in plan.rows if is_depthwise(draft, node)}
     for node in plan.rows:
         _grow(draft, node, plan.more, rows=True)
     for node in plan.columns:
@@ -175,6 +195,11 @@ def apply(draft: Draft, plan: Widening) -> None:
         shape[plan.axis] = count + plan.more
         with draft.build.mode:
             node.meta["val"] = value.new_empty(shape)
+        if node in depthwise:
+            args, kwargs = schema.call(
+                node.target, schema.arguments(node) | {"groups": count + plan.more}
+            )
+            node.args, node.kwargs = args, kwargs
         if node.target is aten.constant_pad_nd.default:
             pads = [n + plan.more if n else 0 for n in node.args[1]]  # type: ignore[union-attr]
             node.args = (node.args[0], pads, *node.args[2:])

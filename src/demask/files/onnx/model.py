@@ -1,0 +1,69 @@
+"""An ONNX file as frozen values: what `read` makes of bytes, and `module` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from demask.graph.provenance import Port
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A call of one op. inputs, outputs: names of values, "" where an optional one is left out.
+    attributes: ints, floats, text, tuples of them, tensors, or graphs."""
+
+    op: str
+    domain: str
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attributes: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        place = self.name or next(filter(None, self.outputs), "")
+        return f"node {place!r} ({self.domain + '.' if self.domain else ''}{self.op})"
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """Nodes in an order in which they can run. constants: initializers by name."""
+
+    name: str
+    nodes: tuple[Node, ...]
+    constants: Mapping[str, Tensor]
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """An op that the file itself defines: a body with named inputs, outputs and attributes."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attributes: Mapping[str, Any]  # name -> default, or ... where it must be given
+    nodes: tuple[Node, ...]
+    opsets: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """An attribute that takes the value of one of the enclosing function's."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """All of an ONNX file that demask reads. opsets: version by domain ("" is ONNX's own)."""
+
+    graph: Graph
+    opsets: Mapping[str, int]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    functions: Mapping[tuple[str, str], Function] = field(default_factory=dict)
+    ir_version: int = 0
+    doc: str = ""

@@ -1,0 +1,238 @@
+"""What runs a graph: its nodes with their entries, its constants, what can be let go after each."""
+
+from __future__ import annotations
+
+import itertools
+from collections import ChainMap, Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from demask.errors import BadInput
+from demask.files.onnx.model import File, Graph, Node, Reference
+from demask.files.onnx.ops import ENTRIES
+from demask.files.onnx.table import Entry
+from demask.files.onnx.values import MAX_HOST, NUMPY, Host
+from demask.graph.provenance import Port
+
+FEW = 16  # numbers of a constant that nothing trains: factors of sizes, such as Resize's scales
+MAX_NODES = 1_000_000  # after the ops that a file defines itself are written out
+MAX_PATH = 16  # modules inside each other that the dots of a name ask for
+_TAKEN = frozenset(dir(nn.Module())) | {"plan", "interface"}  # the module's own attributes
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One node: its entry, the version of its op set, the names that nobody reads behind it.
+    Attributes that are graphs are plans."""
+
+    node: Node
+    entry: Entry
+    version: int
+    drops: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A graph that can run. constants: what each constant is while it runs."""
+
+    steps: tuple[Step, ...]
+    constants: Mapping[str, Host | str]  # a name of the module's where only the tensor is known
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    ports: tuple[Port, ...] = ()  # what the file says of the outputs
+
+
+class Planner:
+    """Makes the plan of a file, and gathers the tensors that the module has to hold.
+
+    tensors: by the name that they get there; stored: those among them that nothing trains.
+    """
+
+    def __init__(self, file: File):
+        self.file = file
+        self.tensors: dict[str, Tensor] = {}
+        self.stored: set[str] = set()
+        self.modules: set[str] = set()
+        self.fresh = itertools.count()
+        self.nodes = 0
+
+    def plan(self, graph: Graph | None = None, opsets: Mapping[str, int] | None = None) -> Plan:
+        """The plan of the file's graph (of a graph inside it, which may be a function's)."""
+        graph = self.file.graph if graph is None else graph
+        opsets = self.file.opsets if opsets is None else opsets
+        whole = [n for node in graph.nodes for n in self._written_out(node, opsets)]
+        nodes = [(node, opsets) for node, opsets in whole if node.op != "Constant"]
+        _check_known([n for n, _ in nodes])
+        constants = dict(graph.constants)
+        constants |= {n.outputs[0]: _constant(n) for n, _ in whole if n.op == "Constant"}
+        stored = {n.inputs[k] for n, _ in nodes for k in _entry(n).stored if k < len(n.inputs)}
+        stored |= set(constants) - set(graph.constants)
+        known = {name: self._held(name, t, name in stored) for name, t in constants.items()}
+        steps = [self._step(n, opsets) for n, opsets in nodes]
+        outputs = tuple(port.name for port in graph.outputs)
+        inputs = tuple(port.name for port in graph.inputs)
+        _check_distinct([*inputs, *constants, *(o for n, _ in nodes for o in n.outputs if o)])
+        return Plan(tuple(_letting_go(steps, outputs)), known, inputs, outputs, graph.outputs)
+
+    def _held(self, name: str, tensor: Tensor | Host, stored: bool) -> Host | str:
+        """What a constant is while the graph runs; its tensor goes to the module."""
+        if isinstance(tensor, Host):
+            return tensor
+        free = _path(name)
+        while free in self.modules or any(part in self.tensors for part in (free, *_above(free))):
+            free = f"{_path(name)}_{next(self.fresh)}"
+        self.tensors[free] = tensor
+        self.modules.update(_above(free))
+        if stored or not tensor.is_floating_point() or not tensor.ndim:
+            self.stored.add(free)
+        if tensor.dtype not in NUMPY or tensor.numel() > MAX_HOST:
+            return free
+        few = stored and tensor.numel() <= FEW
+        weights = tensor.is_floating_point() and tensor.ndim > 0 and not few
+        return Host(tensor.numpy().copy(), tensor.dtype, free, folds=not weights)
+
+    def _step(self, node: Node, opsets: Mapping[str, int]) -> Step:
+        attributes = {k: self.plan(v, opsets) if isinstance(v, Graph) else _known(v)
+                      for k, v in node.attributes.items()}  # fmt: skip
+        version = opsets.get(node.domain, self.file.opsets.get(node.domain, 1))
+        return Step(replace(node, attributes=attributes), _entry(node), version, ())
+
+    def _written_out(
+        self, node: Node, opsets: Mapping[str, int]
+    ) -> Iterator[tuple[Node, Mapping[str, int]]]:
+        """The node, or the nodes of the function that the file defines for it."""
+        self.nodes += 1
+        if self.nodes > MAX_NODES:
+            raise BadInput(f"{node}: the file's own functions make more than {MAX_NODES} nodes")
+        function = self.file.functions.get((node.domain, node.op))
+        if function is None:
+            yield node, opsets
+            return
+        prefix = f"{(node.name or node.op)[-100:]}_{next(self.fresh)}."
+        names = ChainMap(dict(zip(function.inputs, node.inputs, strict=False)))
+        names |= dict.fromkeys(function.inputs[len(node.inputs) :], "")
+        names |= {o: n for o, n in zip(function.outputs, node.outputs, strict=False) if n}
+        given = {
+            k: v for k, v in {**function.attributes, **node.attributes}.items() if v is not ...
+        }
+        for inner in function.nodes:
+            renamed = _renamed(inner, names, prefix, given)
+            yield from self._written_out(renamed, {**opsets, **function.opsets})
+
+
+def _known(value: Any) -> Any:
+    """An attribute; of a tensor the numbers: `torch.export` would not look into it."""
+    if not isinstance(value, Tensor) or value.dtype not in NUMPY or value.numel() > MAX_HOST:
+        return value
+    return Host.of(value.numpy().copy())
+
+
+def _renamed(node: Node, names: ChainMap[str, str], prefix: str, given: Mapping[str, Any]) -> Node:
+    """A node of a function's body where it is called: its values and attributes are the call's."""
+
+    def name(old: str) -> str:
+        return names.setdefault(old, prefix + old) if old else ""
+
+    attributes = {}
+    for key, value in node.attributes.items():
+        if isinstance(value, Reference):
+            if value.name in given:
+                attributes[key] = given[value.name]
+        elif isinstance(value, Graph):
+            attributes[key] = _renamed_graph(value, names.new_child(), prefix, given)
+        else:
+            attributes[key] = value
+    return Node(node.op, node.domain, prefix + node.name, tuple(map(name, node.inputs)),
+                tuple(map(name, node.outputs)), attributes)  # fmt: skip
+
+
+def _renamed_graph(
+    graph: Graph, names: ChainMap[str, str], prefix: str, given: Mapping[str, Any]
+) -> Graph:
+    for port in graph.inputs:
+        names[port.name] = prefix + port.name
+    constants = {names.setdefault(k, prefix + k): v for k, v in graph.constants.items()}
+    inputs = tuple(replace(port, name=names[port.name]) for port in graph.inputs)
+    nodes = tuple(_renamed(node, names, prefix, given) for node in graph.nodes)
+    outputs = tuple(replace(p, name=names.get(p.name, prefix + p.name)) for p in graph.outputs)
+    return Graph(graph.name, nodes, constants, inputs, outputs)
+
+
+def _entry(node: Node) -> Entry:
+    return ENTRIES[node.domain, node.op]
+
+
+def _check_known(nodes: list[Node]) -> None:
+    """Raise BadInput for ops that demask has no function for."""
+    missing = Counter(n.op if not n.domain else f"{n.domain}.{n.op}" for n in nodes
+                      if (n.domain, n.op) not in ENTRIES)  # fmt: skip
+    if missing:
+        words = ", ".join(f"{op} ({count})" for op, count in missing.most_common())
+        first = next(n for n in nodes if (n.domain, n.op) not in ENTRIES)
+        raise BadInput(f"demask has no function for these ONNX ops: {words}; first: {first}")
+
+
+def _check_distinct(names: list[str]) -> None:
+    """Raise BadInput for a name that is there twice once the file's own functions are written
+    out."""
+    if len(set(names)) != len(names):
+        twice = next(name for name, count in Counter(names).items() if count > 1)
+        raise BadInput(f"two values named {twice!r}; names are made once")
+
+
+_KINDS = {"value_float": float, "value_int": int, "value_string": str}
+
+
+def _constant(node: Node) -> Tensor | Host:
+    """The value of a Constant node."""
+    if not node.attributes:
+        raise BadInput(f"{node}: expected one attribute, got none")
+    key, value = next(iter(node.attributes.items()))
+    if key in ("value", "sparse_value") and isinstance(value, Tensor | Host):
+        return value
+    kind = _KINDS.get(key.removesuffix("s"))
+    items = value if key.endswith("s") and isinstance(value, tuple) else (value,)
+    if kind is None or not all(type(item) is kind for item in items):
+        raise BadInput(f"{node}: expected a value, got {key!r} of type {type(value).__name__}")
+    if kind is str:
+        return Host.of(np.array(value, dtype=object))
+    return torch.tensor(value, dtype=torch.float32 if kind is float else torch.int64)
+
+
+def _letting_go(steps: list[Step], outputs: tuple[str, ...]) -> list[Step]:
+    """The steps, each with the names read last there."""
+    later, found = set(outputs), []
+    for step in reversed(steps):
+        here = {name for name in (*_reads(step), *step.node.outputs) if name}
+        found.append(replace(step, drops=tuple(sorted(here - later))))
+        later |= here
+    return found[::-1]
+
+
+def _reads(step: Step) -> Iterator[str]:
+    yield from step.node.inputs
+    for plan in step.node.attributes.values():
+        if isinstance(plan, Plan):
+            yield from plan.outputs
+            for inner in plan.steps:
+                yield from _reads(inner)
+
+
+def _path(name: str) -> str:
+    """A name as torch's modules take it: parts between dots, none of them an attribute that every
+    module has."""
+    parts = ["".join(c if c.isalnum() or c in "_ -+:/@#" else "_" for c in part)[:200]
+             for part in name.split(".", MAX_PATH)]  # fmt: skip
+    parts = [f"p{part}" if part.startswith("__") else part for part in parts]
+    return ".".join(f"{p}_" if not p or p in _TAKEN else p for p in parts)
+
+
+def _above(path: str) -> Iterator[str]:
+    """The names of the modules that a tensor of this name stands in."""
+    parts = path.split(".")
+    return (".".join(parts[:k]) for k in range(1, len(parts)))

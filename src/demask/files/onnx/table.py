@@ -1,0 +1,188 @@
+"""One short PyTorch function per ONNX op, and how a node's inputs and attributes reach it.
+
+The function's signature says it all. Positional parameters take the node's inputs in order, and
+attributes of the same name: `axes` of Squeeze was an attribute before opset 13, and is an input
+since, so one function serves both. What stands after `*` are attributes alone, and five words of
+context: `version` (of the op set), `outputs` (how many the node names), `run` (calls a subgraph),
+`device` (of new tensors), `as_tensor` (makes a tensor of a `Value`).
+An annotation says in what form an input comes:
+
+    Tensor   a tensor
+    Ints     a list of ints, which may be symbolic; Floats likewise
+    Int      one of them; Float likewise
+    Number   a Python number where a scalar (no axes) is known without looking into a tensor, else
+             the tensor
+    Value    as it is: Tensor, Host, list or None
+
+A parameter with no annotation is a tensor.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from demask.errors import BadInput, TableError
+from demask.files.onnx.model import Node
+from demask.files.onnx.values import Host, Value, number_of, numbers_of, tensor_of
+
+Ints = list[Any]
+Floats = list[Any]
+Int = Any
+Float = Any
+Number = Any
+MAX_WORK = 2**22  # the most elements that arithmetic on host values can make
+CONTEXT = ("version", "outputs", "run", "device", "as_tensor")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a node is called with, beside its inputs and attributes."""
+
+    held: Callable[[str], Tensor]  # a tensor of the module, by name
+    device: torch.device
+    context: Mapping[str, Any]
+
+    def form(self, value: Value, kind: str) -> Any:
+        """A value in the form that an annotation asks for."""
+        if value is None or kind == "Value":
+            return value
+        if kind in ("Ints", "Floats"):
+            return numbers_of(value)
+        if kind in ("Int", "Float") or (kind == "Number" and _scalar(value)):
+            return number_of(value)
+        if isinstance(value, Host | Tensor) and kind in ("Tensor", "Number"):
+            return tensor_of(value, self.held, self.device)
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What demask does for one ONNX op.
+
+    function: on tensors. host: on numpy arrays, for arithmetic on sizes; None where that is not
+    needed. stored: positions of inputs that are buffers where constant, since nothing trains them.
+    """
+
+    name: str
+    domain: str
+    function: Callable[..., Any]
+    host: Callable[..., Any] | None = None
+    stored: tuple[int, ...] = ()
+
+    def __call__(self, node: Node, inputs: Sequence[Value], call: Call) -> tuple[Value, ...]:
+        """The outputs of a node."""
+        if self.host is not None and _small(inputs) and all(v is None or _folds(v) for v in inputs):
+            made = self._on_host(node, inputs, call)
+            if made is not NotImplemented:
+                return made
+        args, named = _bound(self.function, node, inputs, call)
+        made = self.function(*args, **named)
+        return made if isinstance(made, tuple) else (made,)
+
+    def _on_host(self, node: Node, inputs: Sequence[Value], call: Call) -> Any:
+        arrays = [v.array if isinstance(v, Host) else v for v in inputs]
+        args, named = _bound(self.host, node, arrays, call)
+        made = self.host(*args, **named)  # type: ignore[misc]
+        if made is NotImplemented:
+            return made
+        like = next((v.dtype for v in inputs if isinstance(v, Host)), None)
+        results = made if isinstance(made, tuple) else (made,)
+        return tuple(v if v is None or isinstance(v, Host | Tensor | list) else Host.of(v, like)
+                     for v in results)  # fmt: skip
+
+
+def _scalar(value: Value) -> bool:
+    return isinstance(value, Host) and value.folds and not value.array.ndim
+
+
+def _small(inputs: Sequence[Value]) -> bool:
+    """Can arithmetic on these not make much more of them?"""
+    sizes = [v.array.size for v in inputs if isinstance(v, Host)]
+    return math.prod(n for n in sizes if n) <= MAX_WORK and sum(sizes) <= MAX_WORK
+
+
+def _folds(value: Value) -> bool:
+    return isinstance(value, Host) and value.folds
+
+
+def _bound(function: Any, node: Node, inputs: Sequence[Any], call: Call) -> tuple[list, dict]:
+    """Arguments of a function, from a node's inputs and attributes."""
+    parameters = inspect.signature(function).parameters
+    places = [p for p in parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    rest = next((p for p in places if p.kind is p.VAR_POSITIONAL), None)
+    plain = [p for p in places if p is not rest]
+    if len(inputs) > len(plain) and rest is None:
+        raise BadInput(f"{node}: expected at most {len(plain)} inputs, got {len(inputs)}")
+    kinds = [_kind(p) for p in plain] + [_kind(rest)] * max(0, len(inputs) - len(plain))
+    args = [call.form(v, kind) for v, kind in zip(inputs, kinds, strict=False)]
+    while args and args[-1] is None and len(args) <= len(plain):
+        args.pop()  # left out: the function's own default
+    taken = {p.name for p in plain[: len(args)]}
+    named = {}
+    for name, value in node.attributes.items():
+        if name not in parameters or name in taken or parameters[name] is rest:
+            raise BadInput(f"{node}: demask does not know its attribute {name!r}")
+        named[name] = call.form(value, _kind(parameters[name]))
+    for name in CONTEXT:
+        if name in parameters:
+            named[name] = call.context[name]
+    for k, parameter in enumerate(plain[: len(args)]):
+        if args[k] is None and parameter.default is not parameter.empty:
+            args[k] = parameter.default
+    missing = [p.name for p in plain[len(args) :] if p.default is p.empty and p.name not in named]
+    if missing:
+        raise BadInput(f"{node}: input {missing[0]!r} is missing")
+    return args, named
+
+
+def _kind(parameter: inspect.Parameter | None) -> str:
+    if parameter is None or parameter.annotation is parameter.empty:
+        return "Tensor"
+    text = str(parameter.annotation)
+    return text.partition("|")[0].strip()
+
+
+@dataclass(slots=True)
+class Ops:
+    """Entries of one family, gathered by decorators: `@OPS("Relu")`."""
+
+    domain: str = ""
+    entries: dict[tuple[str, str], Entry] = field(default_factory=dict)
+
+    def __call__(self, *names: str, host: Callable[..., Any] | None = None,
+                 stored: tuple[int, ...] = (), domain: str | None = None) -> Any:  # fmt: skip
+        """Enter the function below for the ops named."""
+
+        def enter(function: Callable[..., Any]) -> Callable[..., Any]:
+            for name in names:
+                self.put(Entry(name, self.domain if domain is None else domain, function, host,
+                               stored))  # fmt: skip
+            return function
+
+        return enter
+
+    def put(self, entry: Entry) -> None:
+        """One more entry; TableError if the op has one."""
+        key = (entry.domain, entry.name)
+        if key in self.entries:
+            raise TableError(f"two entries for ONNX op {entry.name}; expected one")
+        self.entries[key] = entry
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self.entries.values())
+
+
+def joined(*families: Ops) -> Mapping[tuple[str, str], Entry]:
+    """One table of several families; TableError where two have an entry for one op."""
+    whole = Ops()
+    for family in families:
+        for entry in family:
+            whole.put(entry)
+    return whole.entries

@@ -1,0 +1,135 @@
+"""Gathers and slices of channels, taken into the layers behind them.
+
+    conv(x[:, p], W) == conv(x, W')      with columns of zeros in W' for what p leaves out
+
+Depthwise layers and activations in between compute what was left out too, with kernels of zeros. A
+gather copies its value and ends the blocked layout that a runtime keeps between layers, while a few
+more channels often cost nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, fx
+
+from demask.graph.program import Program
+from demask.ops import schema
+from demask.tune.affine import OUT_AXIS, channel_axis, contraction
+from demask.tune.draft import Draft, by_values, channels_of, is_pointwise
+from demask.tune.widen import is_depthwise
+
+aten = torch.ops.aten
+COPY = 96  # multiply-adds that take as long as to copy one value there and back into its layout
+
+
+@dataclass(slots=True)
+class _Region:
+    """What lies between a gather and the layers that can read without it."""
+
+    count: int
+    positions: Tensor
+    through: dict[fx.Node, None] = field(default_factory=dict)
+    readers: dict[fx.Node, None] = field(default_factory=dict)
+
+
+def ungathered(program: Program) -> Program:
+    """The program without gathers that cost more than what they save."""
+    draft = Draft(program)
+    for node in draft.calls(aten.index_select.default, aten.slice.Tensor):
+        live = by_values(draft.graph)
+        region = _region(draft, node) if node in live else None
+        if region is not None and _worth(draft, region):
+            _apply(draft, node, region)
+    return draft.done()
+
+
+def _region(draft: Draft, gather: fx.Node) -> _Region | None:
+    found = schema.arguments(gather)
+    source, axis = found["self"], found["dim"]
+    value = gather.meta["val"]
+    axis %= value.ndim
+    count, made = channels_of(source, axis), channels_of(gather, axis)
+    if count is None or made is None or (axis != 1 and axis != value.ndim - 1):
+        return None
+    positions = _positions(draft, gather, count)
+    if positions is None or len(positions) != made or len(set(positions.tolist())) != made:
+        return None
+    region, stack = _Region(count, positions), [gather]
+    while stack:
+        node = stack.pop()
+        for user in node.users:
+            if _absorbs(draft, user, node, axis):
+                region.readers[user] = None
+            elif _passes(draft, user, axis):
+                region.through[user] = None
+                stack.append(user)
+            else:
+                return None
+    return region
+
+
+def _positions(draft: Draft, gather: fx.Node, count: int) -> Tensor | None:
+    found = schema.arguments(gather)
+    if gather.target is aten.index_select.default:
+        return draft.tensor(found["index"])
+    ends = [found["start"], found["end"], found["step"]]
+    if not all(n is None or isinstance(n, int) for n in ends):
+        return None
+    return torch.arange(count)[slice(*ends)]
+
+
+def _absorbs(draft: Draft, user: fx.Node, node: fx.Node, axis: int) -> bool:
+    weight = contraction(draft, user)
+    if weight is None or schema.arguments(user)["input"] is not node:
+        return False
+    plain = schema.arguments(user).get("groups", 1) == 1
+    return plain and channel_axis(user) == axis
+
+
+def _passes(draft: Draft, user: fx.Node, axis: int) -> bool:
+    if contraction(draft, user) is not None:
+        return axis == 1 and is_depthwise(draft, user)
+    return is_pointwise(user) and len(user.all_input_nodes) == 1
+
+
+def _worth(draft: Draft, region: _Region) -> bool:
+    """Does a copy take longer than the products that it saves?"""
+    more, made = region.count - len(region.positions), len(region.positions)
+    products = 0
+    for reader in region.readers:
+        weight = contraction(draft, reader)
+        assert weight is not None
+        products += more * weight.numel() // weight.shape[1 - OUT_AXIS[reader.target]]
+    return bool(region.readers) and products <= COPY * made
+
+
+def _apply(draft: Draft, gather: fx.Node, region: _Region) -> None:
+    depthwise = [node for node in region.through if contraction(draft, node) is not None]
+    for node in depthwise:
+        _spread(draft, node, region, rows=True)
+        changed = schema.arguments(node) | {"groups": region.count}
+        node.args, node.kwargs = schema.call(node.target, changed)
+    for node in region.readers:
+        _spread(draft, node, region, rows=False)
+    axis = schema.arguments(gather)["dim"] % gather.meta["val"].ndim
+    for node in region.through:
+        shape = list(node.meta["val"].shape)
+        shape[axis] = region.count
+        with draft.build.mode:
+            node.meta["val"] = node.meta["val"].new_empty(shape)
+    draft.put(gather, schema.arguments(gather)["self"])
+
+
+def _spread(draft: Draft, node: fx.Node, region: _Region, *, rows: bool) -> None:
+    """Put a layer's rows (or columns) where they are without the gather; the others are zeros."""
+    found = schema.arguments(node)
+    for name in ("weight", "bias") if rows and found["bias"] is not None else ("weight",):
+        tensor = draft.tensor(found[name])
+        assert tensor is not None
+        axis = 0 if rows else 1 - OUT_AXIS[node.target]
+        shape = list(tensor.shape)
+        shape[axis] = region.count
+        wide = tensor.new_zeros(shape).index_copy(axis, region.positions, tensor)
+        node.replace_input_with(found[name], draft.swapped(found[name], wide, node))
