@@ -21,6 +21,8 @@ from demask.shrink.demask import given, reduced
 from demask.tune import epilogues, fuse, joins, layout, pair, widen
 from demask.tune.affine import absorbed
 from demask.tune.draft import Draft, Example
+from demask.tune.runtime import for_runtime
+from demask.tune.ungather import ungathered
 from fuzz.generate import generate
 from fuzz.laws import difference
 from micro import MICROS, Micro, Net, dead
@@ -170,6 +172,7 @@ PASSES: dict[str, Pass] = {
     "absorbed": absorbed,
     "grow": _joined("grow"), "place": _joined("place"), "joins as they are": _joined(None),
     "widened": widened, "rounded to 8": _rounded(8), "rounded to 16": _rounded(16),
+    "ungathered": ungathered, "for a runtime": lambda program: for_runtime(program, 8),
     "fused": fused, "last": LAST, "first": FIRST, "mixed": MIXED,
 }  # fmt: skip
 SEQUENCES: dict[str, Pass] = {
@@ -188,6 +191,19 @@ def test_every_pass_is_an_identity(case: Micro) -> None:
     program, args = made(case)
     for change in [*PASSES.values(), next(iter(SEQUENCES.values()))]:
         check(program, change, args)
+
+
+@pytest.mark.parametrize("case", MICROS, ids=lambda c: c.name)
+def test_constants_that_are_computed_leave_no_border_maps(case: Micro) -> None:
+    """Without border maps the same is computed, and in the form for runtimes too."""
+    torch.manual_seed(7)
+    model, args = case.make()
+    args = tuple(a.double() if a.is_floating_point() else a for a in args)
+    whole = given(model.double().eval(), args, None, None)
+    program, provenance = reduced(whole, TABLE, borders=False)
+    assert "border map" not in provenance.effects
+    check(whole, lambda _: program, args)
+    check(program, lambda p: for_runtime(p, 8), args)
 
 
 @pytest.mark.nightly

@@ -3,6 +3,7 @@
 from demask import ops
 from demask.errors import BadInput, DemaskError, Mismatch, NotExportable, RefusedFile
 from demask.files.archive import load, save
+from demask.files.onnx import from_onnx, to_onnx
 from demask.files.pt2 import to_pt2
 from demask.optimize import optimize
 from demask.report import Report, report
@@ -19,11 +20,13 @@ __all__ = [
     "Report",
     "Verification",
     "demask",
+    "from_onnx",
     "load",
     "ops",
     "optimize",
     "report",
     "save",
+    "to_onnx",
     "to_pt2",
     "verify",
 ]

@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, DemaskError, Mismatch
 from demask.files.onnx.write import copy_file, proto_of, save, serialized
+from demask.graph.examples import examples
 from demask.graph.program import Program
 from demask.graph.provenance import WHOLE, Decision, Provenance
 from demask.graph.result import Demasked, build
@@ -48,6 +50,7 @@ def deploy(
     model: nn.Module | ExportedProgram,
     args: tuple[Any, ...],
     path: str | os.PathLike[str],
+    kwargs: Mapping[str, Any] | None = None,
     *,
     file: str | os.PathLike[str] | None = None,
     dynamic_shapes: Any = None,
@@ -60,17 +63,19 @@ def deploy(
     With ONNX Runtime installed, candidates (widths in multiples of 1, 4, 8, 16; constants that
     enter padded windows computed, or added as maps) are compared with the network given and called
     beside it in turns; where none is faster, the network is written as it was. Without it, widths
-    are rounded up to 8. minimal: the smallest candidate, whatever it takes. args: example inputs,
-    of the sizes to be fast for. file: the ONNX file that `model` came from. threads: the runtime's.
+    are rounded up to 8. minimal: the smallest candidate, whatever it takes. args, kwargs: example
+    inputs, of the sizes to be fast for. file: the ONNX file that `model` came from. threads: the runtime's.
     Raises NotExportable, BadInput, or Mismatch where no candidate computes the same.
     """
     progress("capturing")
-    program = captured(model, args, None, dynamic_shapes)
+    args, named = examples((model,), args, dict(kwargs or {}))
+    inputs = [t for t in pytree.tree_leaves((args, named)) if isinstance(t, Tensor)]
+    program = captured(model, args, named, dynamic_shapes)
     if file is None:
         plain = build(program, _unchanged(reduced(program, TABLE)[1])).eval()
-        race = _Race(serialized(proto_of(plain)), args, threads)
+        race = _Race(serialized(proto_of(plain)), inputs, threads)
     else:
-        race = _Race(os.fspath(file), args, threads)
+        race = _Race(os.fspath(file), inputs, threads)
     forms = _Forms(program, race, progress)
     name = _winner(forms, race, minimal, progress)
     if name is None:
@@ -180,7 +185,7 @@ class _Forms:
 class _Race:
     """Networks in ONNX Runtime, called in turns with the same inputs. given: a path, or bytes."""
 
-    def __init__(self, given: str | bytes, args: Sequence[Any], threads: int | None):
+    def __init__(self, given: str | bytes, inputs: Sequence[Tensor], threads: int | None):
         self.runtime, self.given = _runtime(), given
         self.threads = torch.get_num_threads() if threads is None else threads
         self.sessions: dict[str, Any] = {}
@@ -189,7 +194,7 @@ class _Race:
         first = self._session(given)
         self.sessions["given"] = first
         self.names = [port.name for port in first.get_inputs()]
-        self.draws = [self._feed(args, seed) for seed in range(DRAWS)]
+        self.draws = [self._feed(inputs, seed) for seed in range(DRAWS)]
         self.expected = [first.run(None, feed) for feed in self.draws]
 
     def _session(self, model: str | bytes) -> Any:
@@ -200,12 +205,12 @@ class _Race:
         except Exception as error:  # its classes are many, and share no base
             raise BadInput(f"ONNX Runtime does not take the network: {_first(error)}") from error
 
-    def _feed(self, args: Sequence[Any], seed: int) -> Mapping[str, np.ndarray]:
+    def _feed(self, inputs: Sequence[Tensor], seed: int) -> Mapping[str, np.ndarray]:
         """Inputs for one call: the example, then as many seeded normal numbers."""
         generator = torch.Generator().manual_seed(seed)
         feed = {}
-        for name, value in zip(self.names, args, strict=True):
-            if seed and isinstance(value, Tensor) and value.is_floating_point():
+        for name, value in zip(self.names, inputs, strict=True):
+            if seed and value.is_floating_point():
                 value = torch.randn(value.shape, generator=generator).to(value.dtype)
             feed[name] = value.detach().cpu().numpy()
         return feed

@@ -57,15 +57,23 @@ def _frontier(graph: fx.Graph, values: dict[fx.Node, Any]) -> list[fx.Node]:
         if node.op != "call_function" or node not in values or not _outlives(node, values):
             continue
         value, leaves = values[node], _leaves(node)
-        stored = [values[leaf] for leaf in leaves]
+        stored = leaves
         if isinstance(value, Tensor) and value.is_floating_point():
-            stored = [v for v in stored if v.is_floating_point()]  # Indices are no weights.
-        total = sum(v.numel() for v in stored)
+            stored = [leaf for leaf in leaves if _is_weight(leaf, values[leaf])]
+        total = sum(values[leaf].numel() for leaf in stored)
         if isinstance(value, Tensor) and leaves and value.numel() <= total:
             found.append(node)
         else:
             del values[node]  # It stays a call; what it reads is now read by a live call.
     return found[::-1]
+
+
+def _is_weight(leaf: fx.Node, value: Tensor) -> bool:
+    """Does a constant hold numbers that are computed with? Indices do not; quantized weights do."""
+    dequantized = torch.ops.demask.dequantize.default
+    return value.is_floating_point() or any(
+        user.target is dequantized and user.args[0] is leaf for user in leaf.users
+    )
 
 
 def _share(graph: fx.Graph) -> None:

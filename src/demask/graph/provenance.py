@@ -75,14 +75,27 @@ class Port:
 
 
 @dataclass(frozen=True, slots=True)
+class Grid:
+    """The whole numbers that a constant of an ONNX file is stored as: their dtype ("int8"), and one
+    scale and zero point for all of it, or one of each for every place on an axis."""
+
+    dtype: str
+    axis: int
+    scales: tuple[float, ...]
+    zero_points: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Interface:
-    """How an ONNX file is called, and what it says of itself. metadata: its `metadata_props`."""
+    """How an ONNX file is called, and what it says of itself. metadata: its `metadata_props`.
+    grids: of quantized constants, by the name that they get in the module."""
 
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     name: str = ""
     doc: str = ""
     metadata: Mapping[str, str] = field(default_factory=dict)
+    grids: Mapping[str, Grid] = field(default_factory=dict)
 
 
 WHOLE = "the network, whole"
@@ -200,7 +213,13 @@ def _speed(data: Mapping[str, Any]) -> Speed:
 def _interface(data: Mapping[str, Any]) -> Interface:
     inputs, outputs = (tuple(map(_port, data[key])) for key in ("inputs", "outputs"))
     metadata = {str(k): str(v) for k, v in data["metadata"].items()}
-    return Interface(inputs, outputs, str(data["name"]), str(data["doc"]), metadata)
+    grids = {str(k): _grid(v) for k, v in data.get("grids", {}).items()}
+    return Interface(inputs, outputs, str(data["name"]), str(data["doc"]), metadata, grids)
+
+
+def _grid(data: Mapping[str, Any]) -> Grid:
+    scales, points = tuple(map(float, data["scales"])), tuple(map(int, data["zero_points"]))
+    return Grid(str(data["dtype"]), int(data["axis"]), scales, points)
 
 
 def _port(data: Mapping[str, Any]) -> Port:

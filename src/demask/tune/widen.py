@@ -25,6 +25,15 @@ from demask.tune.draft import Draft, by_values, channels_of, is_pointwise
 aten = torch.ops.aten
 
 
+# Pools that make zeros of zeros, each channel by itself, by the rank of a batch of images.
+_POOLS = {
+    aten.adaptive_avg_pool1d.default: 3, aten.adaptive_avg_pool2d.default: 4,
+    aten.adaptive_avg_pool3d.default: 5, aten.avg_pool1d.default: 3, aten.avg_pool2d.default: 4,
+    aten.avg_pool3d.default: 5, aten.max_pool1d.default: 3, aten.max_pool2d.default: 4,
+    aten.max_pool3d.default: 5,
+}  # fmt: skip
+
+
 @dataclass(slots=True)
 class Widening:
     """Values to be made `more` channels wider: those made wider, layers whose rows or columns
@@ -136,6 +145,8 @@ def _makers(draft: Draft, node: fx.Node, axis: int) -> list[fx.Node] | None:
         return [] if found is not None and found[1] == axis else None
     if is_pointwise(node) and len(node.all_input_nodes) == 1:
         return node.all_input_nodes if _keeps_zero(node) else None
+    if axis == 1 and is_pooling(node):
+        return node.all_input_nodes
     if node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs:
         sides: Any = node.args
         alike = all(isinstance(s, fx.Node) and channels_of(s, axis) == channels_of(node, axis)
@@ -156,6 +167,15 @@ def is_depthwise(draft: Draft, node: fx.Node) -> bool:
     )
 
 
+def is_pooling(node: fx.Node) -> bool:
+    """Does a call sum an image up, each channel by itself?"""
+    if node.target is aten.mean.dim:
+        found = schema.arguments(node)
+        rank, dims = found["self"].meta["val"].ndim, found["dim"] or [1]
+        return all(dim % rank > 1 for dim in dims)
+    return node.target in _POOLS and node.meta["val"].ndim == _POOLS[node.target]
+
+
 def _keeps_zero(node: fx.Node) -> bool:
     """Is a pointwise op of zero zero?"""
     zero = torch.zeros(1, dtype=node.meta["val"].dtype)
@@ -164,12 +184,14 @@ def _keeps_zero(node: fx.Node) -> bool:
 
 
 def _follows(draft: Draft, user: fx.Node, node: fx.Node) -> bool:
-    """Is a reader made wider with what it reads? Sums, depthwise layers and activations are; the
-    others take a slice."""
+    """Is a reader made wider with what it reads? Sums, depthwise layers, activations and pools are;
+    the others take a slice."""
     if user.target is aten.add.Tensor:
         return node in user.args
     if is_pointwise(user) and len(user.all_input_nodes) == 1:
         return _keeps_zero(user)
+    if is_pooling(user):
+        return True
     return contraction(draft, user) is not None and is_depthwise(draft, user)
 
 

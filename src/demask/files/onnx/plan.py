@@ -85,7 +85,7 @@ class Planner:
             return tensor
         free = _path(name)
         while free in self.modules or any(part in self.tensors for part in (free, *_above(free))):
-            free = f"{_path(name)}_{next(self.fresh)}"
+            free = f"{_path(name).replace('.', '_')}_{next(self.fresh)}"  # in no module
         self.tensors[free] = tensor
         self.modules.update(_above(free))
         if stored or not tensor.is_floating_point() or not tensor.ndim:

@@ -21,6 +21,7 @@ from torch.export import ExportedProgram
 
 from demask.errors import BadInput, NotExportable
 from demask.files.atomic import check_writable, write
+from demask.files.onnx.grids import translations
 from demask.files.onnx.read import installed
 from demask.files.tracing import traced
 from demask.graph.capture import capture
@@ -183,7 +184,7 @@ def _translated(exported: ExportedProgram, opset: int | None) -> Any:
         with quiet(), torch.no_grad():
             program = torch.onnx.export(
                 exported, (), dynamo=True, verbose=False, opset_version=opset,
-                custom_translation_table={},
+                custom_translation_table=translations(),
             )  # fmt: skip
     except ImportError as error:
         raise BadInput("writing ONNX needs onnxscript: pip install 'demask[onnx]'") from error

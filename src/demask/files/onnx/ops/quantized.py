@@ -16,6 +16,7 @@ from demask.files.onnx.ops.cast import cast
 from demask.files.onnx.ops.layers import convolution
 from demask.files.onnx.table import Ops
 from demask.files.onnx.tensors import DTYPES, NARROW
+from demask.ops import quantize
 
 OPS = Ops()
 UINT8 = 2
@@ -101,9 +102,14 @@ def quantize_linear(
     x: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, axis: int = 1,
     block_size: int = 0, output_dtype: int = 0, precision: int = 0, saturate: int = 1,
 ) -> Tensor:  # fmt: skip
-    """x in few bits. The type is the zero point's where no attribute tells it."""
+    """x in few bits. The type is the zero point's where no attribute tells it. Whole, as an op of
+    demask's own, where that is one."""
     told = UINT8 if zero_point is None else NUMBERS[zero_point.dtype]
     to = output_dtype or told
+    dtype = DTYPES.get(to)
+    plain = scale.is_floating_point() and scale.ndim < 2 and not (precision or block_size)
+    if dtype in quantize.DTYPES and plain and to == told:
+        return quantize.quantize(x, scale, zero_point, axis, dtype)
     return quantized(x, scale, zero_point, axis, block_size, to, precision, bool(saturate))
 
 
@@ -112,7 +118,11 @@ def dequantize_linear(
     x: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, axis: int = 1,
     block_size: int = 0, output_dtype: int = 0,
 ) -> Tensor:  # fmt: skip
-    """The numbers that x in few bits stands for."""
+    """The numbers that x in few bits stands for. Whole, as an op of demask's own, where that is
+    one."""
+    plain = scale.is_floating_point() and scale.ndim < 2 and not (output_dtype or block_size)
+    if x.dtype in (*quantize.DTYPES, torch.int32) and plain:
+        return quantize.dequantize(x, scale, zero_point, axis)
     return dequantized(x, scale, zero_point, axis, block_size, output_dtype)
 
 

@@ -57,6 +57,12 @@ class Forest:
         return goes
 
 
+def _ways(places: Sequence[int], leaf: Sequence[int]) -> list[int]:
+    """Where nodes lead, in one numbering of nodes and leaves."""
+    nodes = len(places)
+    return [place + nodes * bool(is_leaf) for place, is_leaf in zip(places, leaf, strict=True)]
+
+
 def _depth(roots: Sequence[int], yes: Sequence[int], no: Sequence[int], nodes: int) -> int:
     """How many nodes lie on the longest way to a leaf; BadInput for ways that do not end."""
     level, depth = {r for r in roots if r < nodes}, 0
@@ -69,7 +75,8 @@ def _depth(roots: Sequence[int], yes: Sequence[int], no: Sequence[int], nodes: i
 
 
 def _members(values: Value, modes: list[int], x: Tensor) -> Tensor | None:
-    """For each node its set of members, padded with NaN; the file separates them by NaN."""
+    """For each node (and leaf, of mode -1) its set of members, padded with NaN; the file separates
+    them by NaN."""
     if MEMBER not in modes:
         return None
     groups: list[list[float]] = [[]]
@@ -110,26 +117,20 @@ def tree_ensemble(
         raise BadInput(f"expected post_transform 0, 1 or 2, got {post_transform}")
     nodes, modes = len(nodes_featureids), [int(n) for n in numbers_of(nodes_modes)]
     leaves = range(nodes, nodes + len(leaf_targetids))
-    yes, no = (
-        [k + nodes * bool(leaf) for k, leaf in zip(ids, flags, strict=True)]
-        for ids, flags in (
-            (nodes_truenodeids, nodes_trueleafs),
-            (nodes_falsenodeids, nodes_falseleafs),
-        )
-    )
+    yes = _ways(nodes_truenodeids, nodes_trueleafs)
+    no = _ways(nodes_falsenodeids, nodes_falseleafs)
     missing = list(nodes_missing_value_tracks_true) or [0] * nodes
 
     def table(numbers: Sequence[int], rest: Sequence[int]) -> Tensor:
         return torch.tensor([*numbers, *rest], device=x.device)
 
     rest = [0] * len(leaves)
-    members = _members(membership_values, modes, x)
+    modes = [*modes, *([-1] * len(leaves))]
     forest = Forest(
-        table(tree_roots, []), table(nodes_featureids, rest), table(modes, [-1] * len(leaves)),
+        table(tree_roots, []), table(nodes_featureids, rest), table(modes, []),
         torch.cat([nodes_splits, nodes_splits.new_zeros(len(leaves))]).to(x.device),
         table(missing, rest).bool(), table(yes, leaves), table(no, leaves),
-        members if members is None else torch.nn.functional.pad(
-            members, (0, 0, 0, len(leaves)), value=torch.nan),
+        _members(membership_values, modes, x),
         nodes, _depth(tree_roots, yes, no, nodes),
     )  # fmt: skip
     reached = forest.leaves(x)
