@@ -15,128 +15,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+
+from onnx_files import honest, varint, with_weights
 
 LIMIT = 2.0  # seconds of the processor for one file
 MEMORY = 2**30  # bytes that a process may grow by over all its files
-REAL = Path(__file__).parents[3] / "shared/data/ultraface_rfb_320.onnx"
-WEIGHTS = "weights.bin"  # beside the file that names it
-
-FLOAT, INT64, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
 NUMBERS = [0, 1, -1, 2, 3, 7, 127, 255, 2**31 - 1, -(2**31), 2**40, 2**62, 2**63 - 1, -(2**63)]
 TEXTS = ["", "x", "y", "w", "a.b", "Relu", "If", "Constant", "ai.onnx", "mine", "\x1b[2J",
          "é\u202e", "../up", "/etc/passwd", "plan", "forward", "x" * 5000]  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------ honest files
-
-
-def value(name: str, kind: int = FLOAT, sizes: Any = ("n", 6)) -> Any:
-    """An input or output."""
-    return helper.make_tensor_value_info(name, kind, sizes)
-
-
-def constant(name: str, array: Any) -> Any:
-    """A tensor with its bytes in raw_data."""
-    return numpy_helper.from_array(np.asarray(array), name)
-
-
-def model(nodes: list[Any], constants: Any = (), functions: Any = (), *, ir: int = 9) -> Any:
-    """A model from x to y."""
-    graph = helper.make_graph(nodes, "g", [value("x")], [value("y", sizes=None)], list(constants))
-    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("mine", 1)]
-    return helper.make_model(graph, opset_imports=opsets, functions=list(functions), ir_version=ir)
-
-
-def weights(*sizes: int) -> np.ndarray:
-    """Numbers of a fixed seed."""
-    return np.random.default_rng(len(sizes)).normal(size=sizes).astype(np.float32)
-
-
-def layers() -> Any:
-    """Weights in raw_data and in float_data; arithmetic on shapes."""
-    node = helper.make_node
-    floats = helper.make_tensor("b", FLOAT, [8], np.arange(8.0))
-    ints = helper.make_tensor("axes", INT64, [1], [0])
-    return model(
-        [node("Gemm", ["x", "w", "b"], ["h"], "gemm", alpha=1.0, transB=0),
-         node("Relu", ["h"], ["r"], "relu"), node("Shape", ["x"], ["s"]),
-         node("Gather", ["s", "zero"], ["n"], axis=0), node("Unsqueeze", ["n", "axes"], ["n1"]),
-         node("Concat", ["n1", "two"], ["to"], axis=0), node("Reshape", ["r", "to"], ["y"])],
-        [constant("w", weights(6, 8)), floats, ints, constant("zero", np.array(0)),
-         constant("two", np.array([2, 4]))],
-    )  # fmt: skip
-
-
-def branches() -> Any:
-    """If inside Loop, constants in graphs."""
-    node = helper.make_node
-
-    def branch(op: str) -> Any:
-        made = node("Constant", [], [f"c{op}"], value=constant("", weights(6)))
-        nodes = [made, node(op, ["v", f"c{op}"], [f"o{op}"])]
-        return helper.make_graph(nodes, op, [], [value(f"o{op}")])
-
-    body = helper.make_graph(
-        [node("Greater", ["i", "one"], ["big"]),
-         node("If", ["big"], ["next"], then_branch=branch("Add"), else_branch=branch("Mul")),
-         node("Identity", ["c"], ["go"])],
-        "body", [value("i", INT64, []), value("c", BOOL, []), value("v")],
-        [value("go", BOOL, []), value("next")], [constant("one", np.array(1))],
-    )  # fmt: skip
-    trips = [constant("trips", np.array(3)), constant("yes", np.array(True))]
-    return model([node("Loop", ["trips", "yes", "x"], ["y"], "loop", body=body)], trips)
-
-
-def functions() -> Any:
-    """A function that calls another, with an attribute that goes through."""
-    node, opsets = helper.make_node, [helper.make_opsetid("", 18), helper.make_opsetid("mine", 1)]
-    leaky = node("LeakyRelu", ["a"], ["b"])
-    leaky.attribute.append(onnx.AttributeProto(
-        name="alpha", ref_attr_name="slope", type=onnx.AttributeProto.FLOAT))  # fmt: skip
-    inner = helper.make_function("mine", "Inner", ["a"], ["b"], [leaky], opsets, ["slope"])
-    call = node("Inner", ["p"], ["q"], domain="mine", slope=0.2)
-    outer = helper.make_function("mine", "Outer", ["p", "w"], ["r"],
-                                 [call, node("Add", ["q", "w"], ["r"])], opsets)  # fmt: skip
-    first = node("Outer", ["x", "w"], ["h"], "first", domain="mine")
-    nodes = [first, node("Outer", ["h", "w"], ["y"], "second", domain="mine")]
-    return model(nodes, [constant("w", weights(6))], [inner, outer])
-
-
-def outside(
-    location: str = WEIGHTS, offset: Any = 16, length: Any = 192, sizes: Any = (6, 8)
-) -> Any:
-    """A weight beside the file."""
-    tensor = TensorProto(name="w", data_type=FLOAT, dims=sizes, data_location=TensorProto.EXTERNAL)
-    pairs = {"location": location, "offset": offset, "length": length, "checksum": "0"}
-    for key, text in pairs.items():
-        if text is not None:
-            tensor.external_data.add(key=key, value=str(text))
-    return model([helper.make_node("MatMul", ["x", "w"], ["y"])], [tensor])
-
-
-def kinds() -> Any:
-    """Tensors of many types, text and a sparse one."""
-    names = "FLOAT16 BFLOAT16 DOUBLE INT8 UINT8 INT16 UINT16 INT32 UINT32 UINT64 BOOL COMPLEX64 "
-    names += "FLOAT8E4M3FN INT4 UINT4 FLOAT4E2M1"
-    some = [helper.make_tensor(n, getattr(TensorProto, n), [3], [1, 0, 1]) for n in names.split()]
-    some.append(helper.make_tensor("words", TensorProto.STRING, [2], [b"one", "zwö".encode()]))
-    made = model([helper.make_node("Relu", ["x"], ["y"])], some)
-    places = constant("", np.array([1, 4]))
-    made.graph.sparse_initializer.append(helper.make_sparse_tensor(
-        constant("sparse", weights(2)), places, [3, 2]))  # fmt: skip
-    return made
-
-
-def honest() -> dict[str, bytes]:
-    """Honest files, and the real one where it is."""
-    makers = (layers, branches, functions, outside, kinds)
-    found = {make.__name__: make().SerializeToString() for make in makers}
-    if REAL.exists():
-        found["real"] = REAL.read_bytes()
-    return found
 
 
 # ----------------------------------------------------------------------------------------- damage
@@ -193,15 +80,6 @@ def relength(data: bytes, draw: random.Random, other: bytes) -> bytes:
         new = draw.choice([size + 1, max(size - 1, 0), 0, 2 * size, 2**31, 2**63, size + 2**32])
         made = made[:place] + varint(new) + made[behind:]
     return made
-
-
-def varint(number: int) -> bytes:
-    """A number as protobuf writes it."""
-    made = bytearray()
-    while number > 127:
-        made.append(number & 127 | 128)
-        number >>= 7
-    return bytes([*made, number])
 
 
 def revalued(data: bytes, draw: random.Random, other: bytes) -> bytes:
@@ -302,8 +180,7 @@ def grown() -> int:
 def main(first: int, count: int, folder: Path) -> int:
     """Check seeds; print those that break the law. The number of them."""
     bases, found = honest(), 0
-    (folder / WEIGHTS).write_bytes(bytes(16) + weights(6, 8).tobytes())
-    path = folder / "damaged.onnx"
+    path = with_weights(folder) / "damaged.onnx"
     for data in bases.values():
         path.write_bytes(data)
         assert broken(path) is None, broken(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +85,7 @@ def _spec(port: Port, sizes: Mapping[str, int]) -> InputSpec:
     for axis, (size, name) in enumerate(zip(port.sizes, _names(port), strict=True)):
         guess = 1 if axis == 0 else IMAGE if len(port.sizes) == 4 and axis > 1 else LENGTH
         made.append(size if isinstance(size, int) else sizes.get(name, guess))
-    if torch.Size(made).numel() > MAX_EXAMPLE:
+    if math.prod(made) > MAX_EXAMPLE:
         raise BadInput(f"input {port.name!r}: an example of sizes {made} cannot be allocated")
     return InputSpec(port.name, port.sizes, port.dtype, tuple(made))
 

@@ -106,7 +106,7 @@ def decode_target(name: Any) -> Any:
     """The function that `name` stands for: a builtin of the list, or a functional ATen op."""
     if isinstance(name, str) and name in BUILTINS:
         return BUILTINS[name]
-    op = find_op(name, ("aten", "mkldnn"))
+    op = find_op(name, ("aten", "demask", "mkldnn"))
     if op._schema.is_mutable:
         raise RefusedFile(f"found the op {name}, which changes its arguments; expected its "
                           "functional form")  # fmt: skip

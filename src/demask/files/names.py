@@ -55,6 +55,8 @@ _REFUSED_OPS = re.compile(
 _FUSED_OPS = (
     "_convolution_pointwise _linear_pointwise _reorder_convolution_weight _reorder_linear_weight"
 ).split()
+# Demask's own, plain PyTorch: a quantized network keeps its quantization in them.
+_OWN_OPS = ("quantize", "dequantize")
 _TEXT_ARGUMENTS = frozenset(
     "approximate mode padding pad_mode padding_side indexing rounding_mode interpolation reduce "
     "equation norm ord p UPLO driver side activation assert_msg "
@@ -103,6 +105,8 @@ def find_op(name: Any, namespaces: Collection[str] = ("aten",)) -> torch._ops.Op
 def _is_harmless(space: str, base: str) -> bool:
     if space == "mkldnn":
         return base in _FUSED_OPS
+    if space == "demask":
+        return base in _OWN_OPS
     if space != "aten":
         return True  # the caller named this namespace
     if base.startswith("__"):

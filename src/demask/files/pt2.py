@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import fx
@@ -15,7 +16,9 @@ from demask.files.atomic import check_writable, write
 from demask.files.bounded import open_zip
 from demask.files.pt2_gate import open_pt2
 from demask.files.tracing import traced
+from demask.graph.copying import structural_copy
 from demask.graph.result import Demasked
+from demask.ops.quantize import PLAIN
 
 
 def to_pt2(slim: fx.GraphModule, path: str | os.PathLike[str]) -> None:
@@ -26,12 +29,23 @@ def to_pt2(slim: fx.GraphModule, path: str | os.PathLike[str]) -> None:
     """
     check_writable(path)
     if isinstance(slim, Demasked):
-        slim = slim.plain()  # what another torch and machine can run
+        slim = spelled_out(slim.plain())  # what another torch and machine can run
     exported = traced(slim)
     _strip(exported)
     with write(path) as file, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.export warns of its own internals
         torch.export.save(exported, file)
+
+
+def spelled_out(slim: Demasked) -> Demasked:
+    """The network with demask's own ops as the arithmetic that they stand for."""
+    if not any(node.target in PLAIN for node in slim.graph.nodes):
+        return slim
+    twin: Any = structural_copy(slim, share=True)
+    for node in twin.graph.nodes:
+        node.target = PLAIN.get(node.target, node.target)
+    twin.recompile()
+    return twin
 
 
 def read_model(

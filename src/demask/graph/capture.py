@@ -99,6 +99,7 @@ def _as_declared(
 ) -> tuple[ExportedProgram, tuple[str, ...]]:
     """With those sizes dynamic that an ONNX file names; where the network does not allow it, with
     its batch dynamic, or none."""
+    _check_tensors(args, kwargs, interface)
     ports = [p for p in interface.inputs if p.sizes is not None]
     names = {n for port in ports for n in port.sizes or () if isinstance(n, str)}
     batch = {p.sizes[0] for p in ports if p.sizes and isinstance(p.sizes[0], str)}
@@ -112,6 +113,18 @@ def _as_declared(
                 return exported, (*_range_notes(exported), *_fixed_notes(exported, interface))
     exported = _attempt(work, args, kwargs, None)
     return exported, tuple(_fixed_notes(exported, interface))
+
+
+def _check_tensors(args: Any, kwargs: Any, interface: Interface) -> None:
+    """Raise BadInput unless there is one tensor for each input of the file."""
+    given = [*args, *kwargs.values()]
+    kinds = [type(v).__name__ for v in given if not isinstance(v, Tensor) and v is not None]
+    if kinds or len(given) != len(interface.inputs):
+        raise BadInput(
+            f"expected tensors for {[p.name for p in interface.inputs]}, got {len(given)} inputs"
+            + (f", among them {', '.join(kinds)}: a network that takes sequences or text cannot be "
+               "captured" if kinds else "")
+        )  # fmt: skip
 
 
 def _sized(args: Any, kwargs: Any, interface: Interface, dynamic: set[str]) -> tuple[Any, Any]:

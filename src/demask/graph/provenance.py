@@ -219,6 +219,8 @@ def _interface(data: Mapping[str, Any]) -> Interface:
 
 def _grid(data: Mapping[str, Any]) -> Grid:
     scales, points = tuple(map(float, data["scales"])), tuple(map(int, data["zero_points"]))
+    if not all(0 < scale < inf for scale in scales) or any(abs(p) >= 2**31 for p in points):
+        raise ValueError("expected finite scales above 0, and zero points of 32 bits")
     return Grid(str(data["dtype"]), int(data["axis"]), scales, points)
 
 
@@ -228,8 +230,8 @@ def _port(data: Mapping[str, Any]) -> Port:
 
 
 def _cut(data: Mapping[str, Any]) -> Cut:
-    kept = tuple(None if axis is None else tuple(axis) for axis in data["kept"])
-    return Cut(data["source"], tuple(data["shape"]), kept)
+    kept = tuple(None if axis is None else tuple(map(int, axis)) for axis in data["kept"])
+    return Cut(str(data["source"]), tuple(map(int, data["shape"])), kept)
 
 
 def _input(data: Mapping[str, Any]) -> InputSpec:

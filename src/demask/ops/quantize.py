@@ -6,6 +6,7 @@ tells ONNX Runtime which layers to run on whole numbers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from demask.ops.entry import Case, Entry
 from demask.ops.entry import Shape as S
 
 #: what a value can be quantized to
-DTYPES = (torch.uint8, torch.int8, torch.int16)
+DTYPES = (torch.uint8, torch.int8, torch.int16, torch.uint16)
 
 
 def along(scale: Tensor, x: Tensor, axis: int) -> Tensor:
@@ -55,7 +56,7 @@ def dequantized(x: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int) 
         raise BadInput(f"expected whole numbers and a scale, got {x.dtype} and {scale.dtype}")
     if zero_point is not None:
         x = x.to(torch.int32) - along(zero_point.to(torch.int32), x, axis)
-    wide = torch.promote_types(scale.dtype, torch.float32)
+    wide = torch.float64 if scale.dtype == torch.float64 else torch.float32
     return (x.to(wide) * along(scale.to(wide), x, axis)).to(scale.dtype)
 
 
@@ -75,12 +76,21 @@ def dequantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int) -
 
 @quantize.register_fake
 def _(x: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int, dtype: torch.dtype) -> Tensor:
+    _check(x, scale, zero_point, axis)
     return torch.empty_like(x, dtype=dtype)
 
 
 @dequantize.register_fake
 def _(x: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int) -> Tensor:
+    _check(x, scale, zero_point, axis)
     return torch.empty_like(x, dtype=scale.dtype)
+
+
+def _check(x: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int) -> None:
+    """Raise BadInput for scales and zero points that do not go with x."""
+    along(scale, x, axis)
+    if zero_point is not None:
+        along(zero_point, x, axis)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -101,7 +111,7 @@ def _slopes(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
 dequantize.register_autograd(_slopes, setup_context=_keep)
 
 #: the arithmetic of each op, where a graph has to be in ATen ops alone
-PLAIN = {
+PLAIN: dict[Any, Callable[..., Tensor]] = {
     torch.ops.demask.quantize.default: quantized,
     torch.ops.demask.dequantize.default: dequantized,
 }
@@ -125,7 +135,7 @@ ENTRIES = [
         Case((S((2, 3, 4)), _ONE, None, 1, torch.int8), {}),
         Case((S((2, 3, 4)), _ONE, _POINT, 1, torch.uint8), {}),
         Case((S((2, 3, 4)), _EACH, _POINTS, 1, torch.uint8), {}),
-        Case((S((2, 4, 3)), _EACH, None, -1, torch.int8), {}),
+        Case((S((2, 4, 3)), _EACH, None, -1, torch.uint16), {}),
     ))),
     ("demask.dequantize.default", Entry(_line, cases=(
         Case((S((2, 3, 4), of=200), _ONE, None, 1), {}),

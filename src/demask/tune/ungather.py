@@ -18,7 +18,7 @@ from demask.graph.program import Program
 from demask.ops import schema
 from demask.tune.affine import OUT_AXIS, channel_axis, contraction
 from demask.tune.draft import Draft, by_values, channels_of, is_pointwise
-from demask.tune.widen import is_depthwise, is_pooling
+from demask.tune.widen import is_depthwise, is_pooling, is_rounding
 
 aten = torch.ops.aten
 COPY = 96  # multiply-adds that take as long as to copy one value there and back into its layout
@@ -92,6 +92,8 @@ def _passes(draft: Draft, user: fx.Node, axis: int) -> bool:
     if contraction(draft, user) is not None:
         return axis == 1 and is_depthwise(draft, user)
     one = len(user.all_input_nodes) == 1
+    if is_rounding(draft, user):
+        return True
     return one and (is_pointwise(user) or (axis == 1 and is_pooling(user)))
 
 

@@ -23,6 +23,7 @@ from demask.tune.affine import OUT_AXIS, channel_axis, contraction
 from demask.tune.draft import Draft, by_values, channels_of, is_pointwise
 
 aten = torch.ops.aten
+QUANTIZE, DEQUANTIZE = torch.ops.demask.quantize.default, torch.ops.demask.dequantize.default
 
 
 # Pools that make zeros of zeros, each channel by itself, by the rank of a batch of images.
@@ -95,7 +96,11 @@ def _pad(node: fx.Node) -> tuple[fx.Node, int, int] | None:
     """Source, axis and count of a call that appends zeros along its channels."""
     found = schema.arguments(node)
     pads, rank = list(found["pad"]), node.meta["val"].ndim
-    if not all(isinstance(n, int) for n in pads) or (found["value"] or 0) != 0:
+    if (
+        not node.meta["val"].is_floating_point()
+        or not all(isinstance(n, int) for n in pads)
+        or (found["value"] or 0) != 0
+    ):
         return None
     places = [k for k, n in enumerate(pads) if n]
     axis = rank - 1 - places[0] // 2 if places else 0
@@ -145,6 +150,8 @@ def _makers(draft: Draft, node: fx.Node, axis: int) -> list[fx.Node] | None:
         return [] if found is not None and found[1] == axis else None
     if is_pointwise(node) and len(node.all_input_nodes) == 1:
         return node.all_input_nodes if _keeps_zero(node) else None
+    if is_rounding(draft, node):
+        return [node.all_input_nodes[0]]
     if axis == 1 and is_pooling(node):
         return node.all_input_nodes
     if node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs:
@@ -176,6 +183,21 @@ def is_pooling(node: fx.Node) -> bool:
     return node.target in _POOLS and node.meta["val"].ndim == _POOLS[node.target]
 
 
+def is_rounding(draft: Draft, node: fx.Node) -> bool:
+    """Does a call quantize with one scale, or dequantize again? Zero becomes the zero point, and
+    zero again."""
+    source: Any = node.args[0] if node.target is DEQUANTIZE else node
+    if not isinstance(source, fx.Node) or source.target is not QUANTIZE:
+        return False
+    scale, points = draft.tensor(node.args[1]), [draft.tensor(n.args[2]) for n in (node, source)]
+    if scale is None or any(t is not None and t.numel() != 1 for t in (scale, *points)):
+        return False
+    known = [
+        n.args[2] is None or t is not None for n, t in zip((node, source), points, strict=True)
+    ]
+    return all(known) and len({0 if t is None else int(t) for t in points}) == 1
+
+
 def _keeps_zero(node: fx.Node) -> bool:
     """Is a pointwise op of zero zero?"""
     zero = torch.zeros(1, dtype=node.meta["val"].dtype)
@@ -190,6 +212,8 @@ def _follows(draft: Draft, user: fx.Node, node: fx.Node) -> bool:
         return node in user.args
     if is_pointwise(user) and len(user.all_input_nodes) == 1:
         return _keeps_zero(user)
+    if is_rounding(draft, user):
+        return True
     if is_pooling(user):
         return True
     return contraction(draft, user) is not None and is_depthwise(draft, user)

@@ -19,6 +19,7 @@ from demask.errors import BadInput, RefusedFile
 MAX_NAME = 4096
 REPEATS = 4  # how often tensors may take the same bytes of a file: tied weights do
 FREE = 2**26  # bytes that they may take anyhow
+MAX_EXPANDED = 2**30  # bytes of what takes more room in memory than in the file
 
 
 def text(value: Any, what: str, most: int = MAX_NAME) -> str:
@@ -61,7 +62,14 @@ class Beside:
         self.folders = tuple(dict.fromkeys((folder.resolve(), (real or folder).resolve())))
         self.places: dict[str, Path] = {}
         self.taken: dict[Path, int] = {}
-        self.expanded = 0  # bytes of sparse tensors
+        self.expanded = 0
+
+    def expand(self, size: int, what: str) -> None:
+        """Raise RefusedFile where what takes more room in memory than in the file (sparse tensors,
+        lists) takes too much in all. size: bytes of one such thing."""
+        self.expanded += size
+        if self.expanded > MAX_EXPANDED:
+            raise RefusedFile(f"{what} is too large: with others, more than {MAX_EXPANDED} bytes")
 
     def tensor_bytes(self, entries: Any, size: int) -> np.ndarray:
         """The `size` bytes that external_data points to."""

@@ -53,8 +53,9 @@ class OnnxModule(nn.Module):
         except RecursionError as error:
             raise BadInput("expected functions that do not call themselves") from error
         self.interface = Interface(
-            file.graph.inputs, file.graph.outputs, file.graph.name, file.doc, dict(file.metadata)
-        )
+            file.graph.inputs, file.graph.outputs, file.graph.name, file.doc, dict(file.metadata),
+            planner.grids,
+        )  # fmt: skip
         for name, tensor in planner.tensors.items():
             fixed = name in planner.stored
             attach(self, name, tensor if fixed else nn.Parameter(tensor))

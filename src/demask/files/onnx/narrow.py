@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from demask.files.onnx.model import Graph, Node
@@ -18,14 +19,15 @@ TYPED = {"QuantizeLinear": (2, "output_dtype"), "CastLike": (1, "to")}
 
 def narrow_types(proto: Any) -> Mapping[str, int]:
     """The element types of those values of a GraphProto or FunctionProto that are narrow."""
-    values = (*getattr(proto, "input", ()), *proto.value_info)  # a function's inputs are names
-    types = {v.name: v.type.tensor_type.elem_type for v in values if not isinstance(v, str)}
-    types |= {t.name: t.data_type for t in getattr(proto, "initializer", ())}
+    ports = chain(getattr(proto, "input", ()), proto.value_info)  # a function's inputs are names
+    types = ((v.name, v.type.tensor_type.elem_type) for v in ports if not isinstance(v, str))
+    constants = ((t.name, t.data_type) for t in getattr(proto, "initializer", ()))
+    found: dict[str, int] = {n: k for n, k in chain(types, constants) if k in NARROW}
     for node in proto.node:
         told = [a.t.data_type or a.i for a in node.attribute
                 if a.name in ("value", "to", "output_dtype")]  # fmt: skip
-        types |= dict(zip(node.output, told, strict=False))
-    return {name: kind for name, kind in types.items() if kind in NARROW}
+        found |= {n: k for n, k in zip(node.output, told, strict=False) if k in NARROW}
+    return found
 
 
 def said(nodes: tuple[Node, ...], types: Mapping[str, int]) -> tuple[Node, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from demask.errors import BadInput, RefusedFile
 from demask.files.onnx.model import File, Function, Graph, Node
 
-MAX_CALLED = 250_000  # nodes that calls of the file's own functions become
+MAX_CALLED = 500_000  # nodes that calls of the file's own functions become, and their names
 MAX_DEPTH = 32  # calls and graphs inside each other
 
 Key = tuple[str, str]
@@ -172,8 +172,10 @@ class Calls:
             count += sum(n for n, _ in weights)
             depth = max(depth, 1 + max(d for _, d in weights))
             if count > MAX_CALLED or depth > MAX_DEPTH:
-                raise RefusedFile(f"{node}: calls of the file's own functions become more than "
-                                  f"{MAX_CALLED} nodes or {MAX_DEPTH} levels")  # fmt: skip
+                raise RefusedFile(
+                    f"{node}: calls of the file's own functions become more than {MAX_CALLED} "
+                    f"nodes and names, or {MAX_DEPTH} levels"
+                )
         return count, depth
 
     def _call(self, node: Node, key: Key) -> tuple[int, int]:
@@ -192,10 +194,11 @@ class Calls:
             if len(self.open) > MAX_DEPTH:
                 raise RefusedFile(f"functions that call each other over {MAX_DEPTH} levels")
             self.open.append(key)
-            nodes = self.functions[key].nodes
-            count, depth = self._nodes(nodes)
+            function = self.functions[key]
+            count, depth = self._nodes(function.nodes)
             self.open.pop()
-            self.weighed[key] = count + _count(nodes), depth
+            names = map(len, (function.inputs, function.outputs, function.attributes))
+            self.weighed[key] = count + _count(function.nodes) + sum(names), depth
         return self.weighed[key]
 
 

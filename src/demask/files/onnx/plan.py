@@ -13,14 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from demask.errors import BadInput
+from demask.files.onnx.grids import grids_of
 from demask.files.onnx.model import File, Graph, Node, Reference
 from demask.files.onnx.ops import ENTRIES
 from demask.files.onnx.table import Entry
 from demask.files.onnx.values import MAX_HOST, NUMPY, Host
-from demask.graph.provenance import Port
+from demask.graph.provenance import Grid, Port
 
 FEW = 16  # numbers of a constant that nothing trains: factors of sizes, such as Resize's scales
 MAX_NODES = 1_000_000  # after the ops that a file defines itself are written out
+MAX_MODULES = 50_000
 MAX_PATH = 16  # modules inside each other that the dots of a name ask for
 _TAKEN = frozenset(dir(nn.Module())) | {"plan", "interface"}  # the module's own attributes
 
@@ -50,13 +52,15 @@ class Plan:
 class Planner:
     """Makes the plan of a file, and gathers the tensors that the module has to hold.
 
-    tensors: by the name that they get there; stored: those among them that nothing trains.
+    tensors: by the name that they get there; stored: those among them that nothing trains; grids:
+    of those that are quantized.
     """
 
     def __init__(self, file: File):
         self.file = file
         self.tensors: dict[str, Tensor] = {}
         self.stored: set[str] = set()
+        self.grids: dict[str, Grid] = {}
         self.modules: set[str] = set()
         self.fresh = itertools.count()
         self.nodes = 0
@@ -73,6 +77,9 @@ class Planner:
         stored = {n.inputs[k] for n, _ in nodes for k in _entry(n).stored if k < len(n.inputs)}
         stored |= set(constants) - set(graph.constants)
         known = {name: self._held(name, t, name in stored) for name, t in constants.items()}
+        for name, grid in grids_of((n for n, _ in nodes), constants).items():
+            held = known[name]
+            self.grids[str(held.held if isinstance(held, Host) else held)] = grid
         steps = [self._step(n, opsets) for n, opsets in nodes]
         outputs = tuple(port.name for port in graph.outputs)
         inputs = tuple(port.name for port in graph.inputs)
@@ -84,6 +91,8 @@ class Planner:
         if isinstance(tensor, Host):
             return tensor
         free = _path(name)
+        if len(self.modules) > MAX_MODULES:
+            free = free.replace(".", "_")
         while free in self.modules or any(part in self.tensors for part in (free, *_above(free))):
             free = f"{_path(name).replace('.', '_')}_{next(self.fresh)}"  # in no module
         self.tensors[free] = tensor
@@ -120,9 +129,9 @@ class Planner:
         given = {
             k: v for k, v in {**function.attributes, **node.attributes}.items() if v is not ...
         }
+        inside = {**opsets, **function.opsets}
         for inner in function.nodes:
-            renamed = _renamed(inner, names, prefix, given)
-            yield from self._written_out(renamed, {**opsets, **function.opsets})
+            yield from self._written_out(_renamed(inner, names, prefix, given), inside)
 
 
 def _known(value: Any) -> Any:
@@ -172,7 +181,7 @@ def _check_known(nodes: list[Node]) -> None:
     missing = Counter(n.op if not n.domain else f"{n.domain}.{n.op}" for n in nodes
                       if (n.domain, n.op) not in ENTRIES)  # fmt: skip
     if missing:
-        words = ", ".join(f"{op} ({count})" for op, count in missing.most_common())
+        words = ", ".join(f"{op} ({count})" for op, count in missing.most_common(20))
         first = next(n for n in nodes if (n.domain, n.op) not in ENTRIES)
         raise BadInput(f"demask has no function for these ONNX ops: {words}; first: {first}")
 

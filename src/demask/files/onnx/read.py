@@ -26,6 +26,8 @@ from demask.graph.provenance import Port
 __all__ = ["DTYPES", "NARROW", "STRING", "installed", "parsed", "read", "tensor"]
 
 FIRST_WITH_OPSETS = 3  # the IR version since which files name their op sets
+MAX_DOMAINS = 100
+LISTED = 40  # bytes of an item of a list in memory
 MAX_TEXT = 2**26  # characters of a description
 
 
@@ -113,6 +115,8 @@ def parsed(proto: Any, folder: Path, real: Path | None = None) -> File:
 
 
 def _opsets(proto: Any) -> dict[str, int]:
+    if len(proto.opset_import) > MAX_DOMAINS:
+        raise BadInput(f"expected at most {MAX_DOMAINS} op sets, got {len(proto.opset_import)}")
     newest, found = installed().defs.onnx_opset_version(), {}
     for entry in proto.opset_import:
         domain, version = _domain(entry.domain), entry.version
@@ -242,7 +246,10 @@ class Reader:
                 return dense(value, self.beside)
             case "tp":
                 return value.WhichOneof("value") or ""
-        return value if field in _SINGLE else tuple(value)
+        if field in _SINGLE:
+            return value
+        self.beside.expand(LISTED * len(value), f"attribute {name!r}")
+        return tuple(value)
 
     def function(self, proto: Any) -> Function:
         """An op that the file itself defines."""
@@ -276,6 +283,8 @@ def _check_left_out(proto: Any, name: str, field: str) -> None:
 
 def _port(proto: Any) -> Port:
     name = _word(proto.name, "the name of an input or output")
+    if not name:
+        raise BadInput("an input or output has no name")
     if not proto.type.HasField("tensor_type"):
         return Port(name, proto.type.WhichOneof("value") or "", None)
     found = proto.type.tensor_type

@@ -62,6 +62,13 @@ class Call:
         return value
 
 
+def entered(domain: str, name: str) -> Entry:
+    """The entry of an op."""
+    from demask.files.onnx.ops import ENTRIES  # which is made of what this file defines
+
+    return ENTRIES[domain, name]
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """What demask does for one ONNX op.
@@ -75,6 +82,10 @@ class Entry:
     function: Callable[..., Any]
     host: Callable[..., Any] | None = None
     stored: tuple[int, ...] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled by name: its functions may be lambdas."""
+        return entered, (self.domain, self.name)
 
     def __call__(self, node: Node, inputs: Sequence[Value], call: Call) -> tuple[Value, ...]:
         """The outputs of a node."""

@@ -10,13 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from demask.errors import BadInput, RefusedFile
+from demask.errors import BadInput
 from demask.files.onnx.beside import Beside, text
 from demask.files.onnx.values import Host
 
 MAX_RANK = 64
 MAX_ELEMENTS = 2**44  # as if sizes of 0 were 1
-MAX_DENSE = 2**30  # bytes of sparse tensors, which the file's own size does not bound
 
 #: torch's dtype of an ONNX element type, by its number in onnx.TensorProto; types that torch has
 #: no room for (strings, less than 8 bits) are missing
@@ -79,9 +78,9 @@ def _tensor(proto: Any, beside: Beside) -> Tensor | Host:
 
 
 def _sizes(proto: Any) -> tuple[int, ...]:
+    if len(proto.dims) > MAX_RANK:
+        raise BadInput(f"expected at most {MAX_RANK} dimensions, got {len(proto.dims)}")
     sizes = tuple(proto.dims)
-    if len(sizes) > MAX_RANK:
-        raise BadInput(f"expected at most {MAX_RANK} dimensions, got {len(sizes)}")
     if min(sizes, default=0) < 0:
         raise BadInput(f"expected sizes of at least 0, got {list(sizes)}")
     if math.prod(max(n, 1) for n in sizes) > MAX_ELEMENTS:
@@ -183,9 +182,7 @@ def dense(proto: Any, beside: Beside) -> Tensor:
     name, sizes = proto.values.name, _sizes(proto)
     if not isinstance(values, Tensor) or not isinstance(places, Tensor):
         raise BadInput(f"sparse tensor {name!r}: expected numbers, got text")
-    beside.expanded += math.prod(sizes) * values.dtype.itemsize
-    if beside.expanded > MAX_DENSE:
-        raise RefusedFile(f"sparse tensor {name!r} of sizes {list(sizes)} is too large")
+    beside.expand(math.prod(sizes) * values.dtype.itemsize, f"sparse tensor {name!r}")
     wide = places.dtype == torch.int64 and values.ndim == 1 and 1 <= places.ndim <= 2
     if not wide or places.shape != (len(values), len(sizes))[: places.ndim]:
         raise BadInput(f"sparse tensor {name!r}: its values and indices do not belong together")

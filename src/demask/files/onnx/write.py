@@ -21,8 +21,9 @@ from torch.export import ExportedProgram
 
 from demask.errors import BadInput, NotExportable
 from demask.files.atomic import check_writable, write
-from demask.files.onnx.grids import translations
+from demask.files.onnx.grids import on_grids, opset_for, translations
 from demask.files.onnx.read import installed
+from demask.files.onnx.steps import kept_whole, translation
 from demask.files.tracing import traced
 from demask.graph.capture import capture
 from demask.graph.program import Program
@@ -74,8 +75,8 @@ def proto_of(
     else:
         slim = remembering(capture(module, args, kwargs, dynamic_shapes))
     interface = slim.demasked.interface or _interface(slim)
-    exported = traced(slim)
-    model = _translated(exported, opset)
+    exported = traced(on_grids(slim))
+    model = _translated(exported, opset_for(slim, opset))
     for node in model.graph.all_nodes():
         node.metadata_props.clear()  # stack traces, with paths of this machine
     _named(model, interface)
@@ -181,10 +182,11 @@ def _interface(slim: Demasked) -> Interface:
 def _translated(exported: ExportedProgram, opset: int | None) -> Any:
     installed()
     try:
+        kept_whole(exported)
         with quiet(), torch.no_grad():
             program = torch.onnx.export(
                 exported, (), dynamo=True, verbose=False, opset_version=opset,
-                custom_translation_table=translations(),
+                custom_translation_table=translations() | translation(),
             )  # fmt: skip
     except ImportError as error:
         raise BadInput("writing ONNX needs onnxscript: pip install 'demask[onnx]'") from error
@@ -218,6 +220,10 @@ def _named(model: Any, interface: Interface) -> None:
     graph = model.graph
     _own_outputs(graph)
     inputs = [v for v in graph.inputs if v.name not in graph.initializers]
+    ports = len(interface.inputs), len(interface.outputs)
+    if (len(inputs), len(graph.outputs)) != ports:
+        raise NotExportable("an input or output that is a sequence, or None", "the interface",
+                            "let the network take and return tensors")  # fmt: skip
     pairs = list(zip(inputs, interface.inputs, strict=True))
     pairs += zip(graph.outputs, interface.outputs, strict=True)
     _free(graph, {port.name for _, port in pairs}, {id(value) for value, _ in pairs})
@@ -290,8 +296,8 @@ def _resize(value: Any, sizes: Mapping[str, str], own: Sequence[int | str] | Non
         return
     made: list[Any] = []
     for axis, size in enumerate(value.shape):
-        if isinstance(size, int):
-            made.append(size)
+        if isinstance(size, int) or str(size.value).isdecimal():
+            made.append(int(size if isinstance(size, int) else size.value))
             continue
         given = own[axis] if own is not None and axis < len(own) else None
         text = re.sub(r"[A-Za-z_]\w*", lambda m: sizes.get(m[0], m[0]), str(size.value))

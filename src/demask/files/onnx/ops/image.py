@@ -170,6 +170,11 @@ def non_max_suppression(
     threshold: Float = None, *, center_point_box: int = 0,
 ) -> Tensor:  # fmt: skip
     """[picture, class, box] of the boxes that no better box of their class covers."""
+    if torch.compiler.is_exporting():
+        raise BadInput(
+            "expected a call outside of torch.export, which cannot record how boxes are compared "
+            "one by one; cut the file in front of it (onnx.utils.extract_model)"
+        )
     # numpy: many small steps, and each box is looked at
     corners, values = (t.detach().float().cpu().numpy() for t in (boxes, scores))
     first, second = corners[..., :2], corners[..., 2:]

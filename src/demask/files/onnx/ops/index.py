@@ -201,7 +201,7 @@ def tensor_scatter(
 @OPS("OneHot")
 def one_hot(indices: Tensor, depth: Int, values: Tensor, *, axis: int = -1) -> Tensor:
     """values[1] where the new axis is at the index, values[0] elsewhere."""
-    depth = int(depth) if isinstance(depth, float) else depth
+    depth = torch.sym_int(depth) if isinstance(depth, float | torch.SymFloat) else depth
     axis = axis + indices.ndim + 1 if axis < 0 else axis
     places = torch.arange(depth, device=indices.device)
     places = places.reshape([-1] + [1] * (indices.ndim - axis))

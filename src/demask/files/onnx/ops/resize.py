@@ -24,6 +24,8 @@ from demask.files.onnx.table import Floats, Ints, Ops
 from demask.files.onnx.values import SYMBOLIC
 
 OPS = Ops()
+MAX_SIZE = 2**24  # positions on an axis: each is worked out here, before torch could refuse
+MAX_MATRIX = 2**27
 
 _HALF = ("half_pixel", "half_pixel_symmetric", "pytorch_half_pixel")
 _COORDINATES = (*_HALF, "align_corners", "asymmetric", "tf_half_pixel_for_nn", "tf_crop_and_resize")
@@ -162,6 +164,10 @@ def _resized(x: Tensor, axes: list[Axis], kind: Kind) -> Tensor:
     axes = [a for a in axes if not _same(a)]
     if not axes:
         return x
+    for axis in axes:
+        if isinstance(axis.new, int) and axis.new > MAX_SIZE:
+            raise BadInput(f"expected at most {MAX_SIZE} positions on axis {axis.index}, "
+                           f"got {axis.new}")  # fmt: skip
     whole = _at_once(x, axes, kind)
     if whole is not None:
         return whole
@@ -378,6 +384,8 @@ def _mixed(x: Tensor, axis: Axis, kind: Kind) -> Tensor:
 
 def _multiplied(x: Tensor, axis: Axis, places: np.ndarray, weights: np.ndarray) -> Tensor:
     """x times a matrix of the weights: cheaper than many taps."""
+    if axis.new * axis.size > MAX_MATRIX:
+        raise BadInput(f"a resize from {axis.size} to {axis.new} positions is too large for demask")
     matrix = np.zeros((axis.new, axis.size))
     np.add.at(matrix, (np.arange(axis.new)[:, None], places.astype(np.int64)), weights)
     weight = _tensor(matrix, x, x.dtype)

@@ -1,0 +1,216 @@
+"""Writes docs/onnx.md from the table of ONNX ops and the ONNX package's node tests, which it counts
+and does not run: run `python docs/make_onnx.py` after a change."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from fnmatch import fnmatchcase
+from itertools import groupby
+from pathlib import Path
+
+import onnx
+
+from demask.files.onnx import ops
+from demask.files.onnx.ops import ENTRIES
+from demask.files.onnx.table import Ops
+
+ROOT = Path(__file__).parent.parent
+PATH = ROOT / "docs" / "onnx.md"
+sys.path.insert(0, str(ROOT / "tests"))
+
+import conformance  # noqa: E402
+
+ELSEWHERE = {("", "Constant"): "plan"}  # no function: its value is known before anything runs
+HEAD = """# ONNX files
+
+`demask.from_onnx` reads an ONNX file as an `nn.Module`, `demask.to_onnx` writes one. Between the
+two, everything that demask does to a network is done to an ONNX file. Both need
+`pip install 'demask[onnx]'`.
+
+Made by `python docs/make_onnx.py`; a test keeps it so. Counts are those of onnx {version}, whose
+newest op set is {opset}.
+
+## In Python
+
+```python
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+import demask
+
+torch.manual_seed(0)
+folder, images = Path(tempfile.mkdtemp()), torch.randn(2, 3, 32, 32)
+trained = nn.Sequential(nn.Conv2d(3, 16, 3, bias=False), nn.ReLU(), nn.Conv2d(16, 4, 3)).eval()
+prune.ln_structured(trained[0], "weight", amount=0.5, n=2, dim=0)
+demask.to_onnx(trained, folder / "model.onnx", (images,))  # or a file from elsewhere
+
+net = demask.from_onnx(folder / "model.onnx")
+slim = demask.demask(net, (images,))  # same call, same outputs, smaller
+demask.verify(net, slim, (images,))
+demask.to_onnx(slim, folder / "slim.onnx")
+for network in (net, slim):
+    print({{name: tuple(p.shape) for name, p in network.named_parameters()}})
+```
+
+```text
+{printed}
+```
+
+- The module takes the file's inputs by position, in the file's order, and returns its one output or
+  a tuple of them. Text comes and goes as NumPy arrays of strings, sequences as lists, an optional
+  value that is not there as `None`.
+- Float initializers become parameters, so that `state_dict`, pruning and training work as on any
+  module. These become buffers, which nothing trains: initializers of integers or booleans, those
+  without axes, the statistics of batch norms, the bounds of `Clip`, what quantized ops read, and
+  the values of `Constant` nodes. Names stay: a dot makes a submodule (`encoder.0.weight`), signs
+  that PyTorch does not take become `_`. An initializer that the file lists as an input too has its
+  value, and is no argument.
+- Arithmetic on shapes (`Shape`, `Gather`, `Concat`, `Reshape`) is done on sizes, without tensors.
+  Sizes that the file names therefore stay dynamic in `demask()`, where the network allows it; the
+  report says which were fixed.
+- `to_onnx` takes any module with example inputs, or a demasked one without. A network that came
+  from an ONNX file keeps the names of its inputs, outputs and dynamic sizes, and its metadata.
+  Weights of more than 2 GiB go to a file beside it.
+
+## On the command line
+
+```sh
+demask inspect model.onnx                        # what could go, and what stays for which op
+demask slim model.onnx -o slim.onnx              # the file that ONNX Runtime runs fastest
+demask slim model.onnx -o slim.onnx --minimal    # the smallest, not measured
+demask slim model.onnx -o slim.onnx --size height=480 --size width=640 --threads 1
+demask verify model.onnx slim.onnx
+```
+
+The smallest file is not always the fastest. `slim` tries widths in multiples of 1, 4, 8 and 16,
+compares each candidate with the file given, calls both in turns in ONNX Runtime
+(`pip install 'demask[onnxruntime]'`), and writes the file as it was where nothing is faster.
+Without the runtime it rounds widths up to 8.
+
+`--size` gives a dynamic size its number, in example inputs and in what is timed. Its name is the
+file's, or input and axis (`image_2`) where the file has none. Other commands take `.onnx` files
+too; what `optimize` finds is fast in PyTorch, and is written as `.demask` or `.pt2`.
+
+## What is refused
+
+A file is run as it says or refused with a `demask.BadInput` that names the node; no op, attribute
+or value is skipped. Refused are
+
+- **ops without a function** in the table below: those of other domains (`com.microsoft`), and
+  {missing}. Ops that the file defines itself, as functions, run;
+- **op sets** newer than the installed onnx package knows. From op set 7 on, each is read as its
+  version says. In older ones, nodes with attributes that are gone since (`broadcast`, `is_test`)
+  are refused;
+- **damaged or planted files**: names made twice, cycles, tensors with fewer bytes than their sizes
+  ask for; and, as `demask.RefusedFile`, weights outside the file's folder, and functions or sizes
+  that would exhaust the machine.
+
+Some networks run as modules, and `demask()`, which needs `torch.export`, refuses them:
+
+- **Control flow decided by values.** An `If` whose condition follows from sizes or constants
+  becomes the side it takes, a `Loop` or `Scan` with a fixed number of turns is written out. Where
+  the values of inputs decide, `torch.export` cannot record both.
+- **Text, sequences and optional values** as inputs or outputs of the file: `torch.export` takes
+  tensors. Sequences inside are fine.
+- **Boxes compared one by one** (`NonMaxSuppression`): cut the file in front of it
+  (`onnx.utils.extract_model`). Other sizes that values decide (`NonZero`, `Compress`) are fine.
+
+Random ops (`RandomNormal`, `Bernoulli`, `Dropout` in training mode, ...) draw from PyTorch's
+generator, which `torch.manual_seed` sets. A node's own `seed` is not followed: the standard does not
+say which numbers it stands for.
+"""
+TESTS = """
+These are the tests that the ONNX package brings for each op. The whole list is run by
+[test_onnx_nodes.py](../tests/test_onnx_nodes.py); those with float32 alone go on through `demask()`,
+back into a file and through ONNX Runtime in
+[test_onnx_engine.py](../tests/test_onnx_engine.py). Those that fail are known, and counted above;
+on other processors some of them pass:
+"""
+PRINTED = """\
+{'0.weight': (16, 3, 3, 3), '0.bias': (16,), '2.weight': (4, 16, 3, 3), '2.bias': (4,)}
+{'0.weight': (8, 3, 3, 3), '0.bias': (8,), '2.weight': (4, 8, 3, 3), '2.bias': (4,)}"""
+
+
+def files() -> dict[tuple[str, str], str]:
+    """The file of each op's entry, below demask/files/onnx/ops."""
+    modules = [(name, module) for name, module in vars(ops).items() if hasattr(module, "OPS")]
+    found = {key: name for name, module in modules for key in module.OPS.entries}
+    if found.keys() != ENTRIES.keys() or not all(isinstance(m.OPS, Ops) for _, m in modules):
+        raise ValueError("expected every entry of the table in one file below ops/")
+    return found | ELSEWHERE
+
+
+def missing() -> str:
+    """Ops of ONNX that have no function, and are not replaced by newer ones."""
+    newest = {(s.domain, s.name): s for s in onnx.defs.get_all_schemas()}
+    lacking = sorted(k for k in newest.keys() - files().keys() if not newest[k].deprecated)
+    domains = [(domain, [f"`{name}`" for _, name in keys])
+               for domain, keys in groupby(lacking, lambda key: key[0])]  # fmt: skip
+    return " and ".join(f"{', '.join(names)} (`{domain}`)" for domain, names in domains)
+
+
+def table() -> list[str]:
+    """One line per op."""
+    whole = Counter(case.key for case in conformance.cases())
+    passed = Counter(case.key for case in conformance.cases() if not case.expected)
+    lines = ["| op | file | node tests |", "| --- | --- | --: |"]
+    for domain, op in sorted(files()):
+        name = f"{domain}.{op}" if domain else op
+        count = whole[domain, op]
+        cell = f"{passed[domain, op]} of {count}" if count else "none"
+        lines.append(f"| `{name}` | {files()[domain, op]} | {cell} |")
+    return lines
+
+
+def totals() -> list[str]:
+    """How many tests pass, of all and of those with float32."""
+    lines = ["| node tests | pass | of | % |", "| --- | --: | --: | --: |"]
+    kinds = {"all": ("all", "some", "none"), "float32 inputs and outputs alone": ("all",),
+             "float32 among inputs and outputs": ("all", "some")}  # fmt: skip
+    for title, kind in kinds.items():
+        chosen = [case for case in conformance.cases() if case.float32 in kind]
+        good = sum(not case.expected for case in chosen)
+        lines.append(f"| {title} | {good} | {len(chosen)} | {100 * good / len(chosen):.1f} |")
+    return lines
+
+
+def expected() -> list[str]:
+    """The tests that may fail, with why: a line per reason."""
+    lines = []
+    for why in dict.fromkeys(conformance.EXPECTED.values()):
+        patterns = [names for names, reason in conformance.EXPECTED.items() if reason == why]
+        count = sum(any(fnmatchcase(case.name, names) for names in patterns)
+                    for case in conformance.cases())  # fmt: skip
+        lines.append(f"- {', '.join(f'`{names}`' for names in patterns)} ({count} tests). {why}")
+    return lines
+
+
+def page() -> str:
+    """The whole page."""
+    tested = {case.key for case in conformance.cases()}
+    untested = len(files().keys() - tested)
+    head = HEAD.format(version=onnx.__version__, opset=onnx.defs.onnx_opset_version(),
+                       missing=missing(), printed=PRINTED)  # fmt: skip
+    parts = [
+        head,
+        "## Node tests\n",
+        *totals(),
+        TESTS,
+        *expected(),
+        "\n## Ops\n",
+        f"{len(files())} ops, one PyTorch function each, in a file below `demask/files/onnx/ops`. "
+        "*node tests*: how many of the op's pass, in its plain form and written out as the "
+        f"function that ONNX defines it by. {untested} ops have no test of their own there.\n",
+        *table(),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    PATH.write_text(page())
+    print(f"{PATH.name}: {len(files())} ops")
