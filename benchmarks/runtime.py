@@ -31,7 +31,7 @@ MASKED = 0.4  # of the channels of each convolution of the face detector
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One file with one number of threads. error: relative to the largest output, in the runtime."""
+    """One file, one number of threads. error: relative to the largest output, in the runtime."""
 
     network: str
     threads: int

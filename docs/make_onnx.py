@@ -4,9 +4,9 @@ and does not run: run `python docs/make_onnx.py` after a change."""
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections import Counter
 from fnmatch import fnmatchcase
-from itertools import groupby
 from pathlib import Path
 
 import onnx
@@ -46,7 +46,7 @@ import demask
 torch.manual_seed(0)
 folder, images = Path(tempfile.mkdtemp()), torch.randn(2, 3, 32, 32)
 trained = nn.Sequential(nn.Conv2d(3, 16, 3, bias=False), nn.ReLU(), nn.Conv2d(16, 4, 3)).eval()
-prune.ln_structured(trained[0], "weight", amount=0.5, n=2, dim=0)
+prune.remove(prune.ln_structured(trained[0], "weight", amount=0.5, n=2, dim=0), "weight")
 demask.to_onnx(trained, folder / "model.onnx", (images,))  # or a file from elsewhere
 
 net = demask.from_onnx(folder / "model.onnx")
@@ -102,7 +102,7 @@ A file is run as it says or refused with a `demask.BadInput` that names the node
 or value is skipped. Refused are
 
 - **ops without a function** in the table below: those of other domains (`com.microsoft`), and
-  {missing}. Ops that the file defines itself, as functions, run;
+{missing}. Ops that the file defines itself, as functions, run;
 - **op sets** newer than the installed onnx package knows. From op set 7 on, each is read as its
   version says. In older ones, nodes with attributes that are gone since (`broadcast`, `is_test`)
   are refused;
@@ -115,25 +115,31 @@ Some networks run as modules, and `demask()`, which needs `torch.export`, refuse
 - **Control flow decided by values.** An `If` whose condition follows from sizes or constants
   becomes the side it takes, a `Loop` or `Scan` with a fixed number of turns is written out. Where
   the values of inputs decide, `torch.export` cannot record both.
-- **Text, sequences and optional values** as inputs or outputs of the file: `torch.export` takes
-  tensors. Sequences inside are fine.
+- **Text and sequences** as inputs of the file: `torch.export` takes tensors. Sequences inside are
+  fine; as outputs they cannot be written as ONNX again.
 - **Boxes compared one by one** (`NonMaxSuppression`): cut the file in front of it
-  (`onnx.utils.extract_model`). Other sizes that values decide (`NonZero`, `Compress`) are fine.
+  (`onnx.utils.extract_model`). Other sizes that values decide are fine (`NonZero`,
+  `Compress`), with few exceptions (`Unique`).
 
 Random ops (`RandomNormal`, `Bernoulli`, `Dropout` in training mode, ...) draw from PyTorch's
-generator, which `torch.manual_seed` sets. A node's own `seed` is not followed: the standard does not
-say which numbers it stands for.
+generator, which `torch.manual_seed` sets. A node's own `seed` is not followed: the standard does
+not say which numbers it stands for.
 """
 TESTS = """
-These are the tests that the ONNX package brings for each op. The whole list is run by
-[test_onnx_nodes.py](../tests/test_onnx_nodes.py); those with float32 alone go on through `demask()`,
-back into a file and through ONNX Runtime in
-[test_onnx_engine.py](../tests/test_onnx_engine.py). Those that fail are known, and counted above;
-on other processors some of them pass:
+These are the tests that the ONNX package brings for each op. All are run by
+[test_onnx_nodes.py](../tests/test_onnx_nodes.py); those with float32 alone go on through
+`demask()`, back into a file and through ONNX Runtime in
+[test_onnx_engine.py](../tests/test_onnx_engine.py). Those that fail are known; on other processors
+some of them pass:
+"""
+OPS = """
+{count} ops, one PyTorch function each, in a file below `demask/files/onnx/ops`. *node tests*: how
+many of the op's pass, in its plain form and written out as the function that ONNX defines it by.
+{untested} ops have none of their own.
 """
 PRINTED = """\
-{'0.weight': (16, 3, 3, 3), '0.bias': (16,), '2.weight': (4, 16, 3, 3), '2.bias': (4,)}
-{'0.weight': (8, 3, 3, 3), '0.bias': (8,), '2.weight': (4, 8, 3, 3), '2.bias': (4,)}"""
+{'0.weight': (16, 3, 3, 3), '2.weight': (4, 16, 3, 3), '2.bias': (4,)}
+{'0.weight': (8, 3, 3, 3), '2.weight': (4, 8, 3, 3), '2.bias': (4,)}"""
 
 
 def files() -> dict[tuple[str, str], str]:
@@ -149,9 +155,15 @@ def missing() -> str:
     """Ops of ONNX that have no function, and are not replaced by newer ones."""
     newest = {(s.domain, s.name): s for s in onnx.defs.get_all_schemas()}
     lacking = sorted(k for k in newest.keys() - files().keys() if not newest[k].deprecated)
-    domains = [(domain, [f"`{name}`" for _, name in keys])
-               for domain, keys in groupby(lacking, lambda key: key[0])]  # fmt: skip
-    return " and ".join(f"{', '.join(names)} (`{domain}`)" for domain, names in domains)
+    return ", ".join(f"`{_name(key)}`" for key in lacking)
+
+
+def _name(key: tuple[str, str]) -> str:
+    return ".".join(filter(None, key))
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(text, 98, initial_indent="  ", subsequent_indent="  ")
 
 
 def table() -> list[str]:
@@ -159,11 +171,9 @@ def table() -> list[str]:
     whole = Counter(case.key for case in conformance.cases())
     passed = Counter(case.key for case in conformance.cases() if not case.expected)
     lines = ["| op | file | node tests |", "| --- | --- | --: |"]
-    for domain, op in sorted(files()):
-        name = f"{domain}.{op}" if domain else op
-        count = whole[domain, op]
-        cell = f"{passed[domain, op]} of {count}" if count else "none"
-        lines.append(f"| `{name}` | {files()[domain, op]} | {cell} |")
+    for key, name in sorted(files().items()):
+        cell = f"{passed[key]} of {whole[key]}" if whole[key] else "none"
+        lines.append(f"| `{_name(key)}` | {name} | {cell} |")
     return lines
 
 
@@ -195,17 +205,15 @@ def page() -> str:
     tested = {case.key for case in conformance.cases()}
     untested = len(files().keys() - tested)
     head = HEAD.format(version=onnx.__version__, opset=onnx.defs.onnx_opset_version(),
-                       missing=missing(), printed=PRINTED)  # fmt: skip
+                       missing=_filled(missing()), printed=PRINTED)  # fmt: skip
     parts = [
         head,
         "## Node tests\n",
         *totals(),
         TESTS,
         *expected(),
-        "\n## Ops\n",
-        f"{len(files())} ops, one PyTorch function each, in a file below `demask/files/onnx/ops`. "
-        "*node tests*: how many of the op's pass, in its plain form and written out as the "
-        f"function that ONNX defines it by. {untested} ops have no test of their own there.\n",
+        "\n## Ops",
+        OPS.format(count=len(files()), untested=untested),
         *table(),
     ]
     return "\n".join(parts) + "\n"

@@ -25,13 +25,13 @@ from demask.files.onnx.module import OnnxModule
 from demask.files.onnx.read import parsed
 
 _STEPS = (
-    "NumPy rounds to 16 bits after every step, and the test asks for less than one step of the "
-    "type; PyTorch rounds less often, and its outputs are nearer to those in float64."
+    "NumPy rounds to 16 bits after every operation, and less than one step of the type is allowed; "
+    "PyTorch rounds less often, and its outputs are nearer to those in float64."
 )
-_STREAM = (
-    "It expects the random numbers that NumPy's generator gives for its seed; ours are PyTorch's."
+_STREAM = "Expected are the random numbers of NumPy's generator for a seed; ours are PyTorch's."
+_NOISE = (
+    "Expected is NumPy's rounding error, 2e-7, where the exact value is 0, and so is PyTorch's."
 )
-_NOISE = "It expects NumPy's rounding error, 2e-7, where the exact value is 0, and so is PyTorch's."
 #: by name (with `*`), why a case may fail; on other processors some of them pass
 EXPECTED: Mapping[str, str] = {
     "test_attention_*_bf16": _STEPS,
@@ -133,7 +133,7 @@ def failure(case: Case) -> str | None:
                 made = module(*map(to_torch, given))
                 made = made if isinstance(made, tuple) else (made,)
                 for k, (a, b) in enumerate(zip(made, expected, strict=True)):
-                    _compare(f"output {k}", a, b, case)
+                    compare(f"output {k}", a, b, case)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
@@ -164,11 +164,12 @@ def _array(value: Any) -> np.ndarray:
     return np.asarray(value)
 
 
-def _compare(where: str, made: Any, expected: Any, case: Case) -> None:
+def compare(where: str, made: Any, expected: Any, case: Case) -> None:
+    """Raise AssertionError unless a value has the type, the sizes and the numbers expected."""
     if isinstance(expected, list):
         assert isinstance(made, list) and len(made) == len(expected), f"{where}: another length"
         for k, (a, b) in enumerate(zip(made, expected, strict=True)):
-            _compare(f"{where}[{k}]", a, b, case)
+            compare(f"{where}[{k}]", a, b, case)
         return
     if expected is None:
         assert made is None, f"{where}: expected None"

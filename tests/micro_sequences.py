@@ -290,3 +290,18 @@ def group_norm_with_dead_groups() -> Made:
     with torch.no_grad():
         net[0].bias[[1, 7]] = net[0].bias[[0, 6]]
     return net, image()
+
+
+@micro(6 * 3 + 3 + 6 * 2 + 2 + 5 * 4 + 4)
+def stacked_then_merged() -> Made:
+    """Two values along an axis of their own, merged into their features, as the directions of an
+    LSTM in an ONNX file: each loses other entries."""
+    net = Net(
+        lambda m, x: m["c"](
+            torch.stack((m["a"](x), m["b"](x)), 1).permute(0, 2, 1, 3).reshape(*x.shape[:2], 10)
+        ),
+        a=dead(nn.Linear(6, 5), [0, 3]),
+        b=dead(nn.Linear(6, 5), [1, 2, 4]),
+        c=nn.Linear(10, 4),
+    )
+    return net, tokens(6)

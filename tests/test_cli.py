@@ -374,6 +374,8 @@ def test_the_example_in_the_help_runs(run, saved, few_digits, tmp_path, command)
         (tmp_path / name).write_bytes((saved / "masked.pt2").read_bytes())
     found = examples(shown.out)
     assert found
+    if any("model.onnx" in words for words in found):
+        assert run("slim", "model.pt2", "-o", "model.onnx", "--minimal").code == 0
     for words in found:
         outcome = run(*words[1:])
         assert outcome.code == 0, outcome.err
@@ -399,7 +401,7 @@ def test_the_commands_of_the_readme_run_in_order(run, few_digits, monkeypatch):
     ]
     commands = [words[1:] for words in lines if words and words[0] == "demask"]
     assert [words[0] for words in commands] == [
-        "demo", "inspect", "slim", "optimize", "bench", "verify"
+        "demo", "inspect", "slim", "optimize", "bench", "verify", "slim", "slim"
     ]  # fmt: skip
     for words in commands:
         outcome = run(*words)

@@ -31,7 +31,7 @@ from demask.files.onnx.write import proto_of, serialized
 onnx = pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")
 
-from conformance import Case, cases, to_torch  # noqa: E402
+from conformance import Case, cases, compare, to_torch  # noqa: E402
 
 PARTS, SAMPLE, WRITTEN = 16, 40, 10
 DRAWS = 2
@@ -226,6 +226,31 @@ def test_every_node_test_with_zeros_in_its_weights_comes_through(part, axis):
     found = unwanted(some, 1)
     assert len(some) > 50
     assert not found, "\n".join(found)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", range(4))
+def test_node_tests_of_other_types_are_exact_or_refused(part):
+    others = [case for case in cases() if case.float32 != "all" and not case.expected]
+    found = [words for case in others[part::4] if (words := _fault(case)) is not None]
+    assert not found, "\n".join(found)
+
+
+def _fault(case: Case) -> str | None:
+    """What is wrong with a case demasked; None where it is exact or refused."""
+    module = OnnxModule(parsed(case.model, Path()))
+    (given, expected), *_ = case.data
+    args = tuple(map(to_torch, given))
+    try:
+        made = demask.demask(module, args)(*args)
+        made = made if isinstance(made, tuple) else (made,)
+        for k, (a, b) in enumerate(zip(made, expected, strict=True)):
+            compare(f"output {k}", a, b, case)
+    except DemaskError:
+        return None
+    except Exception as error:
+        return f"{case.name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return None
 
 
 def one(name: str) -> Case:

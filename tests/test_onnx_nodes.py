@@ -65,7 +65,7 @@ def test_cases_compare_types_and_sizes_too():
     """What a case expects is held against dtype, sizes and values."""
     case = Case("one", None, [], 1e-3, 1e-7)
     expected = np.array([[1.0, 2.0]], dtype=np.float32)
-    conformance._compare("output", torch.tensor([[1.0, 2.0]]), expected, case)
+    conformance.compare("output", torch.tensor([[1.0, 2.0]]), expected, case)
     for made in ([[1.0, 2.1]], [1.0, 2.0], [[1, 2]], [[1.0, float("nan")]]):
         with pytest.raises(AssertionError):
-            conformance._compare("output", torch.tensor(made), expected, case)
+            conformance.compare("output", torch.tensor(made), expected, case)

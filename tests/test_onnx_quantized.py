@@ -238,11 +238,7 @@ def test_each_way_to_store_a_constant(tmp_path, kind):
     step = (
         0.517
         * np.abs(given["v"]).max()
-        * np.abs(
-            dequantized(
-                *(torch.from_numpy(np.asarray(given[k])) for k in ("m", "ms", "mz")), 1
-            ).numpy()
-        )
+        * np.abs(dequantized(*(torch.tensor(given[k]) for k in ("m", "ms", "mz")), 1).numpy())
         .sum(0)
         .max()
     )
@@ -348,7 +344,7 @@ def test_the_file_to_run_has_round_widths(tmp_path):
     program = captured(demask.demask(net, (x,)), (x,), None, None)
     wide = for_runtime(program, 5)
     shapes = {k: tuple(c.tensor.shape) for k, c in wide.constants.items() if "weight" in k}
-    assert shapes["b.weight_quantized"][:2] == (10, 15)
+    assert shapes["b.weight_quantized"][1] == shapes["a.weight_quantized"][0] == 15
     for minimal in (True, False):
         result = deploy(net, (x,), out, file=path, minimal=minimal, threads=1)
         assert result.error == 0.0
@@ -377,7 +373,16 @@ def test_archives_and_pt2_files(tmp_path):
 
 @pytest.mark.parametrize(
     ("place", "value"),
-    [(3, 10**9), (3, -7), (4, {"dtype": "float32"}), (4, 99), (0, None), (1, 0.5), (3, None)],
+    [
+        (3, 10**9),
+        (3, -7),
+        (4, {"dtype": "float32"}),
+        (4, "float32"),
+        (4, 99),
+        (0, None),
+        (1, 0.5),
+        (3, None),
+    ],
 )
 def test_odd_arguments_in_an_archive_are_errors(tmp_path, place, value):
     x = torch.from_numpy(image(9))
@@ -417,13 +422,13 @@ def test_odd_grids_in_an_archive_are_refused():
 def test_the_ops_say_what_they_take():
     x, scale = torch.randn(2, 3), torch.ones(3)
     with pytest.raises(BadInput, match="for each place on axis 0"):
-        torch.ops.demask.quantize(x, scale, None, 0, torch.int8)
+        torch.ops.demask.quantize(x, scale, None, 0, "int8")
     with pytest.raises(BadInput, match="to quantize to"):
-        quantized(x, scale, None, 1, torch.int64)
+        quantized(x, scale, None, 1, "int64")
     with pytest.raises(BadInput, match="expected whole numbers"):
         torch.ops.demask.dequantize(x, scale, None, 1)
     halves = torch.tensor([0.5, 1.5, 2.5, -0.5, 300.0, -300.0])
-    assert quantized(halves, torch.tensor(1.0), None, 0, torch.int8).tolist() == [
+    assert quantized(halves, torch.tensor(1.0), None, 0, "int8").tolist() == [
         0,
         2,
         2,

@@ -22,7 +22,7 @@ from demask.graph.provenance import WHOLE, Decision, Provenance
 from demask.graph.result import Demasked, build
 from demask.machine.compare import ALLOWED, PAIRS
 from demask.machine.timing import sampled
-from demask.ops import TABLE, schema
+from demask.ops import TABLE
 from demask.optimize import remembered, speed_of
 from demask.shrink.demask import given as captured
 from demask.shrink.demask import reduced
@@ -66,8 +66,10 @@ def deploy(
     With ONNX Runtime installed, candidates (widths in multiples of 1, 4, 8, 16; constants that
     enter padded windows computed, or added as maps) are compared with the network given and called
     beside it in turns; where none is faster, the network is written as it was. Without it, widths
-    are rounded up to 8. minimal: the smallest candidate, whatever it takes. args, kwargs: example
-    inputs, of the sizes to be fast for. file: the ONNX file that `model` came from. threads: the runtime's.
+    are rounded up to 8. Outputs may differ by 1e-5 of the largest (the rounding of sums in another
+    order), in a quantized network by 2 steps (where a sum falls on the edge between two).
+    minimal: the smallest candidate, whatever it takes. args, kwargs: example inputs, of the sizes
+    to be fast for. file: the ONNX file that `model` came from. threads: the runtime's.
     Raises NotExportable, BadInput, or Mismatch where no candidate computes the same.
     """
     progress("capturing")
@@ -189,8 +191,8 @@ def _levels(program: Program) -> int:
     """How many steps the coarsest values of a quantized network have; 0 for other networks."""
     target = torch.ops.demask.quantize.default
     calls = program.graph.find_nodes(op="call_function", target=target)
-    bits = (torch.iinfo(schema.arguments(node)["dtype"]).bits for node in calls)
-    return min((2**n - 1 for n in bits), default=0)
+    sizes = (node.meta["val"].dtype.itemsize for node in calls)
+    return min((2 ** (8 * n) - 1 for n in sizes), default=0)
 
 
 class _Race:

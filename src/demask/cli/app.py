@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
@@ -184,14 +185,13 @@ def slim(
                 given.model, given.args, output, file=given.file, minimal=minimal,
                 threads=threads, progress=step,
             )  # fmt: skip
+            shown = partial(_print_deployed, made, output)
         else:
             step("demasking")
             result = demask.demask(given.model, given.args)
             verification = _write(given, result, output, step)
-    if output.suffix == ".onnx":
-        _print_deployed(made, output, as_json)
-    else:
-        _print_written(result, output, verification, as_json)
+            shown = partial(_print_written, result, output, verification)
+    shown(as_json)
 
 
 @app.command()

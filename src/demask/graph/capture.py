@@ -165,7 +165,8 @@ def _dynamically(work: nn.Module, args: Any, kwargs: Any, *, first: bool) -> Exp
     pairs = zip(pytree.tree_leaves(wide), pytree.tree_leaves((args, kwargs)), strict=True)
     if any(a is not b for a, b in pairs):
         with contextlib.suppress(NotExportable, BadInput):
-            exported = _attempt(work, wide[0], wide[1], _dynamic(work, *wide, _auto(first)))
+            shapes = _dynamic(work, wide[0], wide[1], _auto(first))
+            exported = _attempt(work, wide[0], wide[1], shapes)
             if _fits(exported, args, kwargs):
                 return exported
     return _attempt(work, args, kwargs, _dynamic(work, args, kwargs, _auto(first)))

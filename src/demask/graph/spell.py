@@ -155,6 +155,42 @@ def _glu(build: Builder, node: fx.Node, constants: Constants) -> fx.Node:
     return build.call(aten.mul.Tensor, value, build.call(aten.sigmoid.default, gate))
 
 
+def _viewed(build: Builder, node: fx.Node, constants: Constants) -> fx.Node | None:
+    """A view that merges axes which lie otherwise before it, as the move that it is."""
+    return _unstacked(build, node) or _shuffled(build, node, constants)
+
+
+def _unstacked(build: Builder, node: fx.Node) -> fx.Node | None:
+    """Values stacked along a new axis that is then merged into the one behind it are values one
+    after the other: stack((a, b)).reshape(...) is cat((a, b)), whose parts may lose other entries
+    (the directions of an LSTM in an ONNX file)."""
+    inner: Any = node.args[0]
+    moved = inner.target is aten.permute.default
+    order = [d % inner.meta["val"].ndim for d in inner.args[1]] if moved else None
+    stack = inner.args[0] if moved else inner
+    if stack.target is not aten.cat.default or not all(_is_new_axis(p) for p in stack.args[0]):
+        return None
+    axis = stack.args[1] % stack.meta["val"].ndim if len(stack.args) > 1 else 0
+    if any(p.args[1] % p.meta["val"].ndim != axis for p in stack.args[0]):
+        return None
+    order = order or list(range(stack.meta["val"].ndim))
+    place = order.index(axis)
+    shape, parted = node.meta["val"].shape, inner.meta["val"].shape
+    if len(shape) != len(parted) - 1 or place == len(shape):
+        return None
+    if not _splits(shape, parted, place, 2):
+        return None
+    rest = [d - (d > axis) for d in order if d != axis]
+    parts = [p.args[0] for p in stack.args[0]]
+    if rest != sorted(rest):
+        parts = [build.call(aten.permute.default, p, rest) for p in parts]
+    return build.call(aten.cat.default, parts, place)
+
+
+def _is_new_axis(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.target is aten.unsqueeze.default
+
+
 def _shuffled(build: Builder, node: fx.Node, constants: Constants) -> fx.Node | None:
     """An axis split, its parts permuted and merged again (a channel shuffle) is a permutation of
     the axis, along which single positions can go."""
@@ -236,8 +272,8 @@ def _index_add(build: Builder, node: fx.Node, constants: Constants) -> fx.Node |
 _VIEWS = (aten.view.default, aten.reshape.default, aten.unflatten.int)
 _RULES: dict[Any, Callable[[Builder, fx.Node, Constants], fx.Node | None]] = {
     aten.index_add.default: _index_add,
-    aten.view.default: _shuffled,
-    aten.reshape.default: _shuffled,
+    aten.view.default: _viewed,
+    aten.reshape.default: _viewed,
     aten.expand_as.default: _expand_as,
     aten.view_as.default: _view_as,
     aten.reshape_as.default: _view_as,

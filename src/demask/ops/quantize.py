@@ -17,8 +17,16 @@ from demask.ops import schema
 from demask.ops.entry import Case, Entry
 from demask.ops.entry import Shape as S
 
-#: what a value can be quantized to
-DTYPES = (torch.uint8, torch.int8, torch.int16, torch.uint16)
+#: what a value can be quantized to, by name. Ops take the name: torch looks up kernels by whatever
+#: number stands in a file for a dtype, and crashes where it has none.
+DTYPES = {"uint8": torch.uint8, "int8": torch.int8, "int16": torch.int16, "uint16": torch.uint16}
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of a name; BadInput for one that nothing is quantized to."""
+    if name not in DTYPES:
+        raise BadInput(f"expected one of {', '.join(DTYPES)} to quantize to, got {name!r}")
+    return DTYPES[name]
 
 
 def along(scale: Tensor, x: Tensor, axis: int) -> Tensor:
@@ -36,18 +44,15 @@ def along(scale: Tensor, x: Tensor, axis: int) -> Tensor:
     return scale.reshape(sizes)
 
 
-def quantized(
-    x: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int, dtype: torch.dtype
-) -> Tensor:
+def quantized(x: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int, dtype: str) -> Tensor:
     """saturate(round(x / scale) + zero_point) in a dtype; half is rounded to even."""
-    if dtype not in DTYPES:
-        raise BadInput(f"expected one of {DTYPES} to quantize to, got {dtype}")
+    kind = dtype_of(dtype)
     wide = torch.float64 if scale.dtype == torch.float64 else torch.float32
     whole = (x.to(scale.dtype) / along(scale, x, axis)).to(wide).round()
     if zero_point is not None:
         whole = whole + along(zero_point.to(wide), x, axis)
-    limits = torch.iinfo(dtype)
-    return whole.clamp(limits.min, limits.max).to(dtype)
+    limits = torch.iinfo(kind)
+    return whole.clamp(limits.min, limits.max).to(kind)
 
 
 def dequantized(x: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int) -> Tensor:
@@ -61,9 +66,7 @@ def dequantized(x: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int) 
 
 
 @torch.library.custom_op("demask::quantize", mutates_args=())
-def quantize(
-    x: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int, dtype: torch.dtype
-) -> Tensor:
+def quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int, dtype: str) -> Tensor:
     """`quantized` as an op."""
     return quantized(x, scale, zero_point, axis, dtype)
 
@@ -75,9 +78,9 @@ def dequantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int) -
 
 
 @quantize.register_fake
-def _(x: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int, dtype: torch.dtype) -> Tensor:
+def _(x: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int, dtype: str) -> Tensor:
     _check(x, scale, zero_point, axis)
-    return torch.empty_like(x, dtype=dtype)
+    return torch.empty_like(x, dtype=dtype_of(dtype))
 
 
 @dequantize.register_fake
@@ -132,10 +135,10 @@ _POINT, _ONE = S((), True, 9), S((), True, "positive")
 _EACH, _POINTS = S((3,), True, "positive"), S((3,), True, 9)
 ENTRIES = [
     ("demask.quantize.default", Entry(_line, cases=(
-        Case((S((2, 3, 4)), _ONE, None, 1, torch.int8), {}),
-        Case((S((2, 3, 4)), _ONE, _POINT, 1, torch.uint8), {}),
-        Case((S((2, 3, 4)), _EACH, _POINTS, 1, torch.uint8), {}),
-        Case((S((2, 4, 3)), _EACH, None, -1, torch.uint16), {}),
+        Case((S((2, 3, 4)), _ONE, None, 1, "int8"), {}),
+        Case((S((2, 3, 4)), _ONE, _POINT, 1, "uint8"), {}),
+        Case((S((2, 3, 4)), _EACH, _POINTS, 1, "uint8"), {}),
+        Case((S((2, 4, 3)), _EACH, None, -1, "uint16"), {}),
     ))),
     ("demask.dequantize.default", Entry(_line, cases=(
         Case((S((2, 3, 4), of=200), _ONE, None, 1), {}),

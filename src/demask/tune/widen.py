@@ -9,7 +9,7 @@ too (rows of zeros in its weights), and whatever reads it has columns of zeros f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ QUANTIZE, DEQUANTIZE = torch.ops.demask.quantize.default, torch.ops.demask.dequa
 
 
 # Pools that make zeros of zeros, each channel by itself, by the rank of a batch of images.
-_POOLS = {
+_POOLS: Mapping[Any, int] = {
     aten.adaptive_avg_pool1d.default: 3, aten.adaptive_avg_pool2d.default: 4,
     aten.adaptive_avg_pool3d.default: 5, aten.avg_pool1d.default: 3, aten.avg_pool2d.default: 4,
     aten.avg_pool3d.default: 5, aten.max_pool1d.default: 3, aten.max_pool2d.default: 4,

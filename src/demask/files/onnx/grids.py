@@ -26,8 +26,7 @@ from demask.ops import schema
 from demask.ops.quantize import DTYPES, along, dequantized
 
 aten = torch.ops.aten
-#: what a constant can be stored in, by its name
-KINDS = {str(dtype).removeprefix("torch."): dtype for dtype in (*DTYPES, torch.int32)}
+KINDS = {**DTYPES, "int32": torch.int32}  # what a constant can be stored in
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # of scales
 OFF = 1e-3  # how far a bias may be from a whole number: constants were added to it in float32
 SINCE = 21  # the op set that can quantize to 16 bits
@@ -240,7 +239,7 @@ def _bias(module: nn.Module, node: fx.Node, stored: Mapping[str, Stored]) -> dic
 def opset_for(slim: fx.GraphModule, opset: int | None) -> int | None:
     """The op set to write a network in: ONNX quantizes to 16 bits since version 21."""
     calls = slim.graph.find_nodes(op="call_function", target=torch.ops.demask.quantize.default)
-    wide = any(torch.iinfo(schema.arguments(node)["dtype"]).bits == 16 for node in calls)
+    wide = any(DTYPES[schema.arguments(node)["dtype"]].itemsize == 2 for node in calls)
     if wide and opset is not None and opset < SINCE:
         raise BadInput(f"opset {opset}; expected {SINCE} or later, which can quantize to 16 bits")
     return SINCE if wide and opset is None else opset
@@ -251,8 +250,8 @@ def translations() -> dict[Any, Any]:
     from onnxscript import ir
     from onnxscript import opset18 as op
 
-    def quantize(x: Any, scale: Any, zero_point: Any, axis: int, dtype: int) -> Any:
-        kind = ir.DataType(dtype)
+    def quantize(x: Any, scale: Any, zero_point: Any, axis: int, dtype: str) -> Any:
+        kind = ir.DataType[dtype.upper()]
         if zero_point is None and kind != ir.DataType.UINT8:
             zero_point = op.Sub(scale, scale)
         if zero_point is not None and zero_point.dtype != kind:

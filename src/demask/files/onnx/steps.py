@@ -81,7 +81,9 @@ def kept_whole(exported: ExportedProgram) -> None:
 
 def translation() -> dict[Any, Any]:
     """What torch's exporter writes for `recur`."""
-    from onnxscript import opset18 as op
+    from onnxscript import opset18
+
+    op: Any = opset18
 
     def written(name, x, states, params, biases, layers, two, batch_first):  # type: ignore[no-untyped-def]
         kind, width = _KINDS_BY_NAME[name], 2 if two else 1

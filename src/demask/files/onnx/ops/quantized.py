@@ -106,7 +106,7 @@ def quantize_linear(
     demask's own, where that is one."""
     told = UINT8 if zero_point is None else NUMBERS[zero_point.dtype]
     to = output_dtype or told
-    dtype = DTYPES.get(to)
+    dtype = str(DTYPES.get(to)).removeprefix("torch.")
     plain = scale.is_floating_point() and scale.ndim < 2 and not (precision or block_size)
     if dtype in quantize.DTYPES and plain and to == told:
         return quantize.quantize(x, scale, zero_point, axis, dtype)
@@ -121,7 +121,7 @@ def dequantize_linear(
     """The numbers that x in few bits stands for. Whole, as an op of demask's own, where that is
     one."""
     plain = scale.is_floating_point() and scale.ndim < 2 and not (output_dtype or block_size)
-    if x.dtype in (*quantize.DTYPES, torch.int32) and plain:
+    if x.dtype in (*quantize.DTYPES.values(), torch.int32) and plain:
         return quantize.dequantize(x, scale, zero_point, axis)
     return dequantized(x, scale, zero_point, axis, block_size, output_dtype)
 
