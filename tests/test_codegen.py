@@ -64,3 +64,11 @@ def test_deep_modules_are_looked_up_once() -> None:
     slim = demask.demask(net.eval(), (x,))
     assert slim.code.count("getattr(self,") == 1
     torch.testing.assert_close(slim(x), net(x))
+
+
+def test_a_reduction_has_no_binding() -> None:
+    """Where it is left out, torch's bindings do not reduce, and its ops do."""
+    x, y = torch.randn(3, 5), torch.randn(3, 5)
+    for loss in (nn.MSELoss(), nn.L1Loss(), nn.HuberLoss(), nn.BCEWithLogitsLoss()):
+        assert torch.equal(demask.demask(loss, (x, y))(x, y), loss(x, y))
+    assert binding("mse_loss") is None

@@ -487,6 +487,8 @@ def _widened(relation: Relation, inputs: list[Fact], axis: int) -> list[Fact]:
 
 def _shortened(fact: Fact, axis: int) -> Fact:
     """The axis back to 1 where nothing varies along it."""
+    if not fact.known.shape[axis] or not fact.fill.shape[axis]:
+        return fact
     known, fill = fact.known.narrow(axis, 0, 1), fact.fill.narrow(axis, 0, 1)
     same = bool((fact.known == known).all()) and bool((fact.fill == fill).all())
     return Fact(known, fill) if same else fact

@@ -9,12 +9,20 @@ import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from demask.errors import NotExportable
 from demask.graph.shapes import shapes_only
 from demask.ops.recurrent import GATES
 from demask.ops.schema import same_size
+
+
+ADVICE = (
+    "sizes here depend on the values of a tensor; make them numbers, or demask only a part that "
+    "does not hold this call: modules=['backbone']"
+)
 
 
 class Builder:
@@ -51,7 +59,11 @@ class Builder:
         unasked = env.suppress_guards() if env is not None else contextlib.nullcontext()
         shaped = shapes_only() if str(node.target) in GATES else contextlib.nullcontext()
         with self.mode, unasked, shaped, enable_python_dispatcher(), torch.no_grad():
-            node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+            try:
+                node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+            except GuardOnDataDependentSymNode as error:
+                first = str(error).strip().splitlines()[0]
+                raise NotExportable(f"{node.target}: {first}", node.name, ADVICE) from error
 
     def fake(self, tensor: Tensor) -> Tensor:
         """The fake twin of a real tensor, all sizes static."""

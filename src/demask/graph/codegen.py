@@ -92,13 +92,15 @@ def _spec(plain: Any) -> Any:
 
 def binding(name: str, overload: str = "default") -> str | None:
     """How Python spells an ATen op through torch's own binding; None where it has none, or one that
-    does not take all that the op takes (a list with gaps).
+    does not take all that the op takes (a list with gaps) or has another default (of a reduction:
+    torch 2.13 sums nothing up where it is left out).
 
     >>> binding("relu"), binding("linear"), binding("slice", "Tensor")
     ('torch.relu', 'torch.nn.functional.linear', None)
     """
     op = getattr(getattr(torch.ops.aten, name), overload)
-    if any("List[Optional" in str(argument.type) for argument in op._schema.arguments):
+    arguments = op._schema.arguments
+    if any("List[Optional" in str(a.type) or a.name == "reduction" for a in arguments):
         return None
     function = getattr(_BOUND, name, None)
     if function is not None and getattr(torch, name, None) is function:

@@ -53,13 +53,14 @@ def _pieces(program: Program) -> fx.Graph:
         if not isinstance(source, fx.Node) or _base_name(source) not in _SPLITS:
             continue
         x, dim = source.args[0], arguments(source)["dim"]
-        sizes = [part.shape[dim] for part in source.meta["val"]]
-        start = sum(sizes[: node.args[1]]) if _base_name(source) != "unbind" else node.args[1]
+        place: Any = node.args[1]
         with graph.inserting_before(node):
             if _base_name(source) == "unbind":
-                made = build.call(aten.select.int, x, dim, start)
+                made = build.call(aten.select.int, x, dim, place)
             else:
-                made = build.call(aten.slice.Tensor, x, dim, start, start + sizes[node.args[1]])
+                sizes = [part.shape[dim] for part in source.meta["val"]]
+                start = sum(sizes[:place])
+                made = build.call(aten.slice.Tensor, x, dim, start, start + sizes[place])
         node.replace_all_uses_with(made)
         graph.erase_node(node)
     return graph

@@ -103,7 +103,7 @@ def is_dynamic(value: Any) -> bool:
 def same_size(a: Any, b: Any) -> bool:
     """Are two sizes the same number or the same expression, without guarding on dynamic ones?"""
     if isinstance(a, int) or isinstance(b, int):
-        return isinstance(a, int) and a == b
+        return isinstance(a, int) and isinstance(b, int) and a == b
     return a.node.expr == b.node.expr
 
 

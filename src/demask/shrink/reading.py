@@ -13,7 +13,7 @@ from demask.facts.needed import Needs, needed
 from demask.graph.program import Program
 from demask.ops import Declined, Relation, Table, bind, schema
 from demask.shrink.fibers import Fibers
-from demask.shrink.place import Placer
+from demask.shrink.place import Placer, is_constant, is_grouped
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,20 @@ class Reading:
 def relations_of(graph: fx.Graph, table: Table) -> dict[fx.Node, Relation | Declined]:
     """What the table says of every call of a graph."""
     return {
-        node: bind(node, table)
+        node: _with_weights(bind(node, table))
         for node in graph.nodes
         if node.op == "call_function"
         and node.target is not operator.getitem
         and _makes_tensors(node)
     }
+
+
+def _with_weights(relation: Relation | Declined) -> Relation | Declined:
+    """Groups are cut one by one, which takes a weight that can be cut."""
+    if not isinstance(relation, Relation) or not is_grouped(relation):
+        return relation
+    held = any(is_constant(relation.operands[k].value) for k in relation.factors)
+    return relation if held else Declined("a grouped convolution whose weight is computed")
 
 
 def _makes_tensors(node: fx.Node) -> bool:

@@ -120,7 +120,7 @@ class Rewriter:
         layout = self.placement.value[relation.node, k]
         for axis, letters in enumerate(relation.outs[k]):
             read = along(self.needs.live[relation.node, k], axis)
-            size = relation.node.meta["val"].shape[axis] if len(relation.outs) == 1 else None
+            size = schema.outputs(relation.node)[k].shape[axis]
             if set(letters) & whole_axes or len(read) == 1 or not isinstance(size, int):
                 continue
             held = size if layout[axis] is None else len(layout[axis] or ())
