@@ -17,9 +17,9 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 import demask
+from architectures import transformers
 from demask.errors import BadInput, NotExportable
 from demask.files.onnx.module import OnnxModule
-from architectures import transformers
 from test_onnx_out import agree, run
 
 ort = pytest.importorskip("onnxruntime")
@@ -199,8 +199,16 @@ def test_arithmetic_on_sizes_disappears(tmp_path):
         node("Relu", "x", "r"), node("Reshape", "r to", "flat"),
         node("ReduceSum", "flat axis1", "y", keepdims=1),
     ]  # fmt: skip
-    path = file(tmp_path / "m.onnx", nodes, {"x": ["N", 3, "H", 5]}, {"y": ["N", 1]},
-                zero=np.array(0), axes=np.array([0]), rest=np.array([-1]), axis1=np.array([1]))  # fmt: skip
+    path = file(
+        tmp_path / "m.onnx",
+        nodes,
+        {"x": ["N", 3, "H", 5]},
+        {"y": ["N", 1]},
+        zero=np.array(0),
+        axes=np.array([0]),
+        rest=np.array([-1]),
+        axis1=np.array([1]),
+    )
     _, slim = check(path, torch.randn(2, 3, 4, 5))
     assert "torch.tensor" not in slim.code and ".item(" not in slim.code
     x = torch.randn(7, 3, 9, 5)
@@ -215,8 +223,12 @@ def test_a_size_that_the_network_fixes_is_told(tmp_path):
 
 
 def test_half_and_whole_numbers_keep_their_types(tmp_path):
-    nodes = [node("Cast", "x", "h", to=TensorProto.FLOAT16), node("MatMul", "h w", "y"),
-             node("ArgMax", "y", "best", axis=1, keepdims=0), node("Add", "k one", "k1")]  # fmt: skip
+    nodes = [
+        node("Cast", "x", "h", to=TensorProto.FLOAT16),
+        node("MatMul", "h w", "y"),
+        node("ArgMax", "y", "best", axis=1, keepdims=0),
+        node("Add", "k one", "k1"),
+    ]
     outputs = {"y": (TensorProto.FLOAT16, ["N", 4]), "best": (TensorProto.INT64, ["N"]),
                "k1": (TensorProto.INT32, [])}  # fmt: skip
     w = drawn(3, 4).astype(np.float16)

@@ -18,7 +18,6 @@ from demask.graph.shapes import shapes_only
 from demask.ops.recurrent import GATES
 from demask.ops.schema import same_size
 
-
 ADVICE = (
     "sizes here depend on the values of a tensor; make them numbers, or demask only a part that "
     "does not hold this call: modules=['backbone']"

@@ -101,7 +101,8 @@ def _read(first: Tensor, second: Tensor, axes: Axes, base: str) -> Move:
     at = next((a for a, letters in enumerate(axes) if letters and _base(letters[0]) == base), None)
     n = 1 if at is None else first.shape[at]
     if not first.numel():
-        return Move(*torch.empty(2, n, dtype=torch.long).fill_(-1), 0.0)
+        nothing = torch.full((n,), -1)
+        return Move(nothing, nothing, 0.0)
     rows = first.movedim(at, 0).reshape(n, -1) if at is not None else first.reshape(1, -1)
     again = second.movedim(at, 0).reshape(n, -1) if at is not None else second.reshape(1, -1)
     real = rows != again

@@ -74,8 +74,9 @@ def kept_whole(exported: ExportedProgram) -> None:
             raise NotExportable(
                 "a projected LSTM", "the demasked graph", "ONNX's LSTM has no projection: spell it"
             )
-        node.args = (str(node.target), found["input"], states, list(found["params"]),
-                     bool(found["has_biases"]), layers, two, bool(found["batch_first"]))  # fmt: skip
+        biases, first = bool(found["has_biases"]), bool(found["batch_first"])
+        params = list(found["params"])
+        node.args = (str(node.target), found["input"], states, params, biases, layers, two, first)
         node.kwargs, node.target = {}, torch.ops.demask.recur.default
 
 
