@@ -27,7 +27,7 @@ nightly: $(VENV)/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m nightly
 
 bench: $(VENV)/bench.stamp
-	set -e; for script in residual encoder cost optimize peers; do echo "$$script"; $(BIN)/python benchmarks/$$script.py; done
+	set -e; for script in residual encoder cost optimize runtime peers; do echo "$$script"; $(BIN)/python benchmarks/$$script.py; done
 
 clean:
 	rm -rf $(VENV)

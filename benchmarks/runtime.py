@@ -134,6 +134,7 @@ def call(path: Path, inputs: Sequence[Tensor], threads: int) -> Callable[[], obj
     """A call of a file in ONNX Runtime."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = threads, 3
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     names = [port.name for port in session.get_inputs()]
     feed = {name: value.numpy() for name, value in zip(names, inputs, strict=True)}
@@ -170,8 +171,8 @@ shifts of norms kept; its file lists all weights as inputs, which keeps the runt
 norms, so the second row has it without. ResNet-50, MobileNetV2: random weights, half of the
 channels masked, norms included; ResNet-56: trained, half of the channels, shifts kept; encoder:
 half of the heads and units. Batch 1, float32. Milliseconds are the median (10 %–90 % quantile) of
-{counts[0]}–{counts[-1]} alternated calls in one process. *Difference*: of the outputs, relative to
-the largest. Slower: {sum(row.speed < 1 for row in found)} of {len(found)}.
+{counts[0]}–{counts[-1]} alternated calls in one process; threads wait without spinning, which would take the cores from the
+next contender. *Difference*: of the outputs, relative to the largest. Slower: {sum(row.speed < 1 for row in found)} of {len(found)}.
 
 {markdown(HEAD, [cells(row) for row in found])}
 """

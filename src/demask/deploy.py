@@ -84,14 +84,14 @@ def deploy(
     forms = _Forms(program, race, progress)
     name = _winner(forms, race, minimal, progress)
     if name is None:
-        slim = build(program, replace(_unchanged(forms.smaller(True)[1]), **forms.record)).eval()
+        slim = build(program, forms.told(_unchanged(forms.smaller(True)[1]))).eval()
         progress("writing the network as it was")
         copy_file(race.given, path)
         return Deployed(slim, 0.0)
     slim, model_proto, error = forms.made[name]
     progress("writing")
     save(model_proto, path)
-    slim.demasked = replace(slim.demasked, **forms.record)
+    slim.demasked = forms.told(slim.demasked)
     return Deployed(slim, error)
 
 
@@ -118,7 +118,7 @@ def _winner(forms: _Forms, race: _Race, minimal: bool, progress: Tell) -> str | 
     progress("measuring beside the network as given")
     taken = race.rounds([best], PAIRS, float("inf"))
     speed = replace(speed_of(taken["given"], taken[best]), threads=race.threads)
-    forms.record |= {"decisions": (Decision(WHOLE, best, whole),), "speed": speed}
+    forms.measured = {"decisions": (Decision(WHOLE, best, whole),), "speed": speed}
     if speed.least >= ALLOWED:
         return best
     forms.notes.append(
@@ -126,7 +126,6 @@ def _winner(forms: _Forms, race: _Race, minimal: bool, progress: Tell) -> str | 
         f"{speed.ratio:.2f}, at least {speed.least:.2f}): that was written, unchanged; --minimal "
         "writes the smallest"
     )
-    forms.record["notes"] = (*forms.smaller(True)[1].notes, *forms.notes)
     return None
 
 
@@ -144,7 +143,7 @@ class _Forms:
     made: dict[str, tuple[Demasked, Any, float | None]] = field(default_factory=dict)
     borders: dict[str, bool] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    record: dict[str, Any] = field(default_factory=dict)
+    measured: dict[str, Any] = field(default_factory=dict)
     reductions: dict[bool, tuple[Program, Provenance]] = field(default_factory=dict)
     failure: DemaskError | None = None
 
@@ -182,9 +181,10 @@ class _Forms:
         """Raise what stopped the candidates, if none is left."""
         if not self.made and self.failure is not None:
             raise self.failure
-        if self.notes:
-            _, provenance = self.smaller(True)
-            self.record["notes"] = (*provenance.notes, *self.notes)
+
+    def told(self, provenance: Provenance) -> Provenance:
+        """A provenance that tells what was measured, and what was left out."""
+        return replace(provenance, notes=(*provenance.notes, *self.notes), **self.measured)
 
 
 def _levels(program: Program) -> int:
@@ -215,6 +215,8 @@ class _Race:
     def _session(self, model: str | bytes) -> Any:
         options = self.runtime.SessionOptions()
         options.intra_op_num_threads, options.log_severity_level = self.threads, 3
+        # Threads of one session that wait by spinning would take the cores from the next one.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         try:
             return self.runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         except Exception as error:  # its classes are many, and share no base
