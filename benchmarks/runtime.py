@@ -171,8 +171,9 @@ shifts of norms kept; its file lists all weights as inputs, which keeps the runt
 norms, so the second row has it without. ResNet-50, MobileNetV2: random weights, half of the
 channels masked, norms included; ResNet-56: trained, half of the channels, shifts kept; encoder:
 half of the heads and units. Batch 1, float32. Milliseconds are the median (10 %–90 % quantile) of
-{counts[0]}–{counts[-1]} alternated calls in one process; threads wait without spinning, which would take the cores from the
-next contender. *Difference*: of the outputs, relative to the largest. Slower: {sum(row.speed < 1 for row in found)} of {len(found)}.
+{counts[0]}–{counts[-1]} alternated calls in one process; threads wait without spinning, which would
+take the cores from the next contender. *Difference*: of the outputs, relative to the largest.
+Slower: {sum(row.speed < 1 for row in found)} of {len(found)}.
 
 {markdown(HEAD, [cells(row) for row in found])}
 """

@@ -11,7 +11,7 @@ Beside them the affine law: where a norm's scale is 0 the output is its shift, w
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -50,17 +50,16 @@ def known(
     constants: Mapping[str, Tensor],
     *,
     frugal: bool = False,
-    borders: bool = True,
+    zeros: Collection[fx.Node] = (),
 ) -> Facts:
     """The fact of every tensor the graph makes.
 
     constants: by get_attr target. frugal: values other than 0 that vary along several axes are left
     unknown, since storing them takes more than computing them; so are those that calls make of
-    constants alone, which folding would have stored otherwise. borders: False leaves values other
-    than 0 unknown where a window reads them together with padding, which makes them a map.
+    constants alone, which folding would have stored otherwise. zeros: of what these nodes make,
+    0 alone counts as known.
     """
     facts: Facts = {}
-    framed = set() if borders else set(_framed(relations))
     spread_out: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "get_attr":
@@ -76,24 +75,9 @@ def known(
                 _put(facts, node, forward(relation, facts), frugal or node in spread_out)
             else:
                 _put_nothing(facts, node)
-        for k in range(len(schema.outputs(node)) if node in framed else 0):
+        for k in range(len(schema.outputs(node)) if node in zeros else 0):
             facts[node, k] = _zeros_alone(facts[node, k])
     return facts
-
-
-def _framed(relations: Relations) -> Iterator[fx.Node]:
-    """Values that a padded window reads, and those that are moved to such values."""
-    found: set[fx.Node] = set()
-    for node, relation in reversed(list(relations.items())):
-        if not isinstance(relation, Relation):
-            continue
-        read = relation.operands if node in found and relation.moved else ()
-        if relation.entry.fill == "sum" and relation.entry.reads_padding(node):
-            read = (relation.operands[relation.factors[0]],)
-        for operand in read:
-            if isinstance(operand.value, fx.Node) and operand.value.op == "call_function":
-                found.add(operand.value)
-    yield from found
 
 
 def _zeros_alone(fact: Fact) -> Fact:

@@ -34,7 +34,8 @@ class Reading:
         borders: False for those that would leave a border map."""
         relations = relations_of(program.graph, table)
         values = {name: constant.tensor for name, constant in program.constants.items()}
-        facts = known(program.graph, relations, values, frugal=frugal, borders=borders)
+        zeros = () if borders else _framed(relations)
+        facts = known(program.graph, relations, values, frugal=frugal, zeros=zeros)
         return cls(program, table, relations, facts, borders)
 
     def again(self, program: Program, *, frugal: bool = False) -> Reading:
@@ -61,6 +62,21 @@ class Reading:
         """Would known values have to be stored as matrices?"""
         calls = (fact for (node, _), fact in self.facts.items() if node.op == "call_function")
         return any(map(is_matrix, calls))
+
+
+def _framed(relations: Relations) -> set[fx.Node]:
+    """Values that a padded window reads, and those that are moved to such values."""
+    found: set[fx.Node] = set()
+    for node, relation in reversed(list(relations.items())):
+        if not isinstance(relation, Relation):
+            continue
+        read = relation.operands if node in found and relation.moved else ()
+        if relation.entry.fill == "sum" and relation.entry.reads_padding(node):
+            read = (relation.operands[relation.factors[0]],)
+        for operand in read:
+            if isinstance(operand.value, fx.Node) and operand.value.op == "call_function":
+                found.add(operand.value)
+    return found
 
 
 def relations_of(graph: fx.Graph, table: Table) -> dict[fx.Node, Relation | Declined]:
