@@ -45,7 +45,7 @@ def chunks(start: int, count: int) -> list[range]:
     return [range(k, k + CHUNK) for k in range(start, start + count, CHUNK)]
 
 
-@pytest.mark.parametrize("seeds", chunks(0, 160), ids=str)
+@pytest.mark.parametrize("seeds", chunks(0, 120), ids=str)
 def test_random_networks(seeds):
     checked(seeds)
 
