@@ -15,7 +15,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, DemaskError, Mismatch
-from demask.files.onnx.write import copy_file, proto_of, save, serialized
+from demask.files.onnx.write import copy_file, proto_of, remembering, save, serialized
 from demask.graph.examples import examples
 from demask.graph.program import Program
 from demask.graph.provenance import WHOLE, Decision, Provenance
@@ -23,7 +23,7 @@ from demask.graph.result import Demasked, build
 from demask.machine.compare import ALLOWED, PAIRS
 from demask.machine.timing import sampled
 from demask.ops import TABLE
-from demask.optimize import remembered, speed_of
+from demask.optimize import remembered, speed_of, unchanged
 from demask.shrink.demask import given as captured
 from demask.shrink.demask import reduced
 from demask.tune.runtime import for_runtime
@@ -77,14 +77,13 @@ def deploy(
     inputs = [t for t in pytree.tree_leaves((args, named)) if isinstance(t, Tensor)]
     program = captured(model, args, named, dynamic_shapes)
     if file is None:
-        plain = build(program, _unchanged(reduced(program, TABLE)[1])).eval()
-        race = _Race(serialized(proto_of(plain)), inputs, threads, _levels(program))
+        race = _Race(serialized(proto_of(remembering(program))), inputs, threads, _levels(program))
     else:
         race = _Race(os.fspath(file), inputs, threads, _levels(program))
     forms = _Forms(program, race, progress)
     name = _winner(forms, race, minimal, progress)
     if name is None:
-        slim = build(program, forms.told(_unchanged(forms.smaller(True)[1]))).eval()
+        slim = build(program, forms.told(unchanged(forms.smaller(True)[1]))).eval()
         progress("writing the network as it was")
         copy_file(race.given, path)
         return Deployed(slim, 0.0)
@@ -127,10 +126,6 @@ def _winner(forms: _Forms, race: _Race, minimal: bool, progress: Tell) -> str | 
         "writes the smallest"
     )
     return None
-
-
-def _unchanged(provenance: Provenance) -> Provenance:
-    return replace(provenance, after=provenance.before, removed={}, cuts={}, effects={}, reasons=())
 
 
 @dataclass(slots=True)

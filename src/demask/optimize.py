@@ -203,6 +203,11 @@ def remembered(program: Program, provenance: Provenance) -> Provenance:
     return replace(provenance, after=sizes, cuts=cuts, effects=dict(Counter(marks)))
 
 
+def unchanged(provenance: Provenance) -> Provenance:
+    """The provenance of a network from which nothing was taken."""
+    return replace(provenance, after=provenance.before, removed={}, cuts={}, effects={}, reasons=())
+
+
 def _as_it_was(race: _Race, program: Program, provenance: Provenance, notes: tuple[str, ...],
                decisions: tuple[Decision, ...], speed: Speed | None) -> Demasked:  # fmt: skip
     """The network as given: a copy, if it is an optimized one; else its graph."""
@@ -210,8 +215,7 @@ def _as_it_was(race: _Race, program: Program, provenance: Provenance, notes: tup
         copy = structural_copy(race.given, share=False)
         copy.demasked = replace(copy.demasked, notes=(*copy.demasked.notes, notes[-1]))  # type: ignore
         return copy  # type: ignore[return-value]
-    same = replace(provenance, after=provenance.before, removed={}, cuts={}, effects={},
-                   reasons=(), notes=notes, decisions=decisions, speed=speed)  # fmt: skip
+    same = replace(unchanged(provenance), notes=notes, decisions=decisions, speed=speed)
     first = build(program, same).eval()
     return moved(first, race.device) if race.device != CPU else first  # type: ignore[return-value]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from functools import reduce
@@ -66,8 +67,6 @@ class OnnxModule(nn.Module):
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         nn.Module.__init__(twin)
-        import copy
-
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return twin
 

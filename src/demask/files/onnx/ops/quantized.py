@@ -17,6 +17,7 @@ from demask.files.onnx.ops.layers import convolution
 from demask.files.onnx.table import Ops
 from demask.files.onnx.tensors import DTYPES, NARROW
 from demask.ops import quantize
+from demask.ops.quantize import along
 
 OPS = Ops()
 UINT8 = 2
@@ -32,17 +33,8 @@ FLOATS = (17, 18, 19, 20, 23, 27, 28)  # of 8 bits, and of 4 and 6
 def spread(scale: Tensor, x: Tensor, axis: int, block_size: int) -> Tensor:
     """A scale (or zero point) in a shape that goes with x: one number, one for each place on an
     axis, or one for each block of places."""
-    if scale.ndim == 0 or (scale.ndim == 1 and scale.shape[0] == 1):
-        return scale.reshape(())
-    if not block_size:
-        if scale.ndim != 1 or not -x.ndim <= axis < x.ndim:
-            raise BadInput(
-                f"expected a scale for each place on axis {axis} of {x.ndim}, got one of "
-                f"{scale.ndim} axes"
-            )
-        sizes = [1] * x.ndim
-        sizes[axis] = -1
-        return scale.reshape(sizes)
+    if not block_size or scale.ndim == 0 or scale.shape == (1,):
+        return along(scale, x, axis)
     if block_size < 0 or scale.ndim != x.ndim:
         raise BadInput(
             f"expected a scale for each block of {x.ndim} axes, got one of {scale.ndim}, for "
