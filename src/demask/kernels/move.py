@@ -1,0 +1,187 @@
+"""Kernels that move and combine whole vectors: between layouts, over borders of tiles, pools.
+
+Each is called with (call, arena): `call` holds 64-bit fields, buffers among them as (slot of the
+arena, bytes behind it). Channels are looped over inside; tables say what belongs to one channel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from llvmlite import ir
+
+from demask.kernels.emit import FLOAT, I32, I64, Emitter, Value
+from demask.kernels.tile import Act
+
+#: fields of every call: three buffers, bytes from channel to channel in each, channels, tables
+CALL = np.dtype([(key, "<i8") for key in (
+    "x_slot", "x", "z_slot", "z", "out_slot", "out", "x_pitch", "z_pitch", "out_pitch",
+    "begin", "end", "count", "table", "lines", "weights")])  # fmt: skip
+
+
+class _Call:
+    """The fields of a call, as values; buffers as pointers."""
+
+    def __init__(self, e: Emitter):
+        call, self.e = e.pointer(e.args[0]), e
+        self.arena = e.pointer(e.args[1])
+        self.field = {key: e.load(I64, call, k) for k, key in enumerate(CALL.names or ())}
+
+    def buffer(self, key: str) -> Value:
+        e = self.e
+        base = e.pointer(e.load(I64, self.arena, self.field[f"{key}_slot"]))
+        return e.at(base, self.field[key])
+
+    def channel(self, key: str, base: Value, channel: Value) -> Value:
+        """Where a channel of a buffer begins."""
+        return self.e.at(base, self.e.b.mul(channel, self.field[f"{key}_pitch"]))
+
+    def table(self, key: str = "table") -> Value:
+        return self.e.pointer(self.field[key])
+
+
+def _index(e: Emitter, table: Value, row: Value) -> tuple[Value, Value]:
+    """A vector of element numbers and the mask of those that are not negative."""
+    index = e.b.load(e.line(table, row), typ=e.ints, align=4)
+    return index, e.b.icmp_signed(">=", index, ir.Constant(e.ints, [0] * e.lanes))
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """out[line] = x[elements] of each channel: `table` has a row of element numbers per line, -1
+    for the fill; `lines` the lines in out."""
+
+    fill: float = 0.0
+
+    arguments = 2
+
+    def emit(self, e: Emitter) -> None:
+        call = _Call(e)
+        x, out = call.buffer("x"), call.buffer("out")
+        with e.loop(call.field["begin"], call.field["end"]) as c:
+            x_c, out_c = call.channel("x", x, c), call.channel("out", out, c)
+            with e.loop(I64(0), call.field["count"]) as k:
+                index, mask = _index(e, call.table(), k)
+                found = e.gather(x_c, index, mask, e.splat(self.fill))
+                e.write(found, e.line(out_c, e.load_long(I32, call.table("lines"), k)))
+
+
+@dataclass(frozen=True, slots=True)
+class Scatter:
+    """out[elements] = x[line]: the way back, lanes with a negative number left out."""
+
+    arguments = 2
+
+    def emit(self, e: Emitter) -> None:
+        call = _Call(e)
+        x, out = call.buffer("x"), call.buffer("out")
+        with e.loop(call.field["begin"], call.field["end"]) as c:
+            x_c, out_c = call.channel("x", x, c), call.channel("out", out, c)
+            with e.loop(I64(0), call.field["count"]) as k:
+                index, mask = _index(e, call.table(), k)
+                line = e.line(x_c, e.load_long(I32, call.table("lines"), k))
+                e.scatter(e.read(line), out_c, index, mask)
+
+
+@dataclass(frozen=True, slots=True)
+class Border:
+    """out[line] = lanes of another line of the same channels, for each permutation: `table` has
+    pairs (from, to) of lines, permutation after permutation; `lines` where each of these ends."""
+
+    lanes: tuple[tuple[int, ...], ...]
+    fill: float = 0.0
+
+    arguments = 2
+
+    def emit(self, e: Emitter) -> None:
+        call = _Call(e)
+        out, table, ends = call.buffer("out"), call.table(), call.table("lines")
+        with e.loop(call.field["begin"], call.field["end"]) as c:
+            channel, begin = call.channel("out", out, c), I64(0)
+            for k, lanes in enumerate(self.lanes):
+                end = e.load_long(I32, ends, k)
+                with e.loop(begin, end) as pair:
+                    place = e.at(table, e.b.mul(pair, I64(8)))
+                    source, to = (e.line(channel, e.load_long(I32, place, n)) for n in (0, 1))
+                    e.write(e.permuted(e.read(source), lanes, self.fill), to)
+                begin = end
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """out[line] = the largest, or the weighted sum, of x at `taps` lines from another: `table` has
+    pairs (x, out) of lines, `weights` a vector per pair."""
+
+    taps: tuple[int, ...]
+    mean: bool
+
+    arguments = 2
+
+    def emit(self, e: Emitter) -> None:
+        call = _Call(e)
+        x, out = call.buffer("x"), call.buffer("out")
+        with e.loop(call.field["begin"], call.field["end"]) as c:
+            x_c, out_c = call.channel("x", x, c), call.channel("out", out, c)
+            with e.loop(I64(0), call.field["count"]) as k:
+                pair = e.at(call.table(), e.b.mul(k, I64(8)))
+                source, to = (
+                    e.line(place, e.load_long(I32, pair, n)) for n, place in enumerate((x_c, out_c))
+                )
+                found = e.read(source, self.taps[0])
+                for tap in self.taps[1:]:
+                    other = e.read(source, tap)
+                    found = e.b.fadd(found, other) if self.mean else e.larger(other, found)
+                if self.mean:
+                    found = e.b.fmul(found, e.read(e.line(call.table("weights"), k)))
+                e.write(found, to)
+
+
+@dataclass(frozen=True, slots=True)
+class Pointwise:
+    """out[line] = act(x[line] + z[line]), or act(x[line]): `table` has triples of lines."""
+
+    act: Act | None
+    add: bool
+
+    arguments = 2
+
+    def emit(self, e: Emitter) -> None:
+        call = _Call(e)
+        x, z, out = call.buffer("x"), call.buffer("z"), call.buffer("out")
+        with e.loop(call.field["begin"], call.field["end"]) as c:
+            places = [call.channel(k, p, c) for k, p in (("x", x), ("z", z), ("out", out))]
+            with e.loop(I64(0), call.field["count"]) as k:
+                row = e.at(call.table(), e.b.mul(k, I64(12)))
+                source, other, to = (
+                    e.line(place, e.load_long(I32, row, n)) for n, place in enumerate(places)
+                )
+                found = e.read(source)
+                if self.add:
+                    found = e.b.fadd(found, e.read(other))
+                e.write(e.activated(found, self.act), to)
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """The mean of each channel over the positions of an image: `table` has its lines, `weights` a
+    vector per line. groups: the lanes of each image; `lines` the element of out for each."""
+
+    groups: tuple[tuple[int, ...], ...]
+
+    arguments = 2
+
+    def emit(self, e: Emitter) -> None:
+        call = _Call(e)
+        x, out = call.buffer("x"), call.buffer("out")
+        with e.loop(call.field["begin"], call.field["end"]) as c:
+            x_c, out_c = call.channel("x", x, c), call.channel("out", out, c)
+            sums = e.variable(e.vector, e.splat(0.0))
+            with e.loop(I64(0), call.field["count"]) as k:
+                line = e.read(e.line(x_c, e.load_long(I32, call.table(), k)))
+                sums.set(e.fma(line, e.read(e.line(call.table("weights"), k)), sums.get()))
+            for b, lanes in enumerate(self.groups):
+                own = [k if k in lanes else -1 for k in range(e.lanes)]
+                total = e.total(e.permuted(sums.get(), own))
+                place = e.at(out_c, e.load_long(I32, call.table("lines"), b), FLOAT)
+                e.b.store(total, place)

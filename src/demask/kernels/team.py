@@ -1,0 +1,193 @@
+"""Threads that run a tape of kernel calls together, one call into machine code per inference.
+
+torch's own threads are used where its OpenMP is GNU's: a second pool beside it would fight for the
+cores, since threads of either spin for a while after their work. Elsewhere Python threads enter.
+
+A tape has phases; in each, every thread of the plan has a list of calls, and nobody begins a phase
+before all have ended the one before. Where fewer threads come than the plan has, each does the work
+of several.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+
+from demask.kernels.emit import I32, I64, VOID, Emitter, Value
+from demask.kernels.jit import CODE
+
+#: a call of a tape: machine code, its argument
+ENTRY = np.dtype([("code", "<i8"), ("call", "<i8")])
+#: what threads enter with
+JOB = np.dtype([(key, "<i8") for key in (
+    "entries", "ends", "phases", "threads", "number_of", "count_of", "give_way", "present", "runs",
+    "arenas")])  # fmt: skip
+SPINS = 2000  # looks at the counter before the processor is offered to others
+PAD = 64  # bytes of a cache line
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """work(job, number, count): what thread `number` of `count` does; work(job) asks OpenMP which
+    one it is. A job's `present` counts the threads that have come to barriers so far.
+
+    runs = 1: all threads run the tape together. runs > 1: run k has its own arena, and each thread
+    runs whole tapes (made for one thread) alone.
+    """
+
+    asks: bool
+
+    @property
+    def arguments(self) -> int:
+        return 1 if self.asks else 3
+
+    def emit(self, e: Emitter) -> None:
+        job = e.pointer(e.args[0])
+        field = {key: e.load(I64, job, k) for k, key in enumerate(JOB.names or ())}
+        if self.asks:
+            number, count = (
+                e.b.sext(_called(e, field[key], I32), I64) for key in ("number_of", "count_of")
+            )
+        else:
+            number, count = e.args[1], e.args[2]
+        alone = e.b.icmp_signed(">", field["runs"], I64(1))
+        with e.b.if_else(alone) as (then, otherwise):
+            with then, e.loop(number, field["runs"], count) as run:
+                arena = e.load(I64, e.pointer(field["arenas"]), run)
+                with e.loop(I64(0), field["phases"]) as phase:
+                    _phase(e, field, phase, (I64(0), I64(1)), arena)
+            with otherwise, e.loop(I64(0), field["phases"]) as phase:
+                _phase(e, field, phase, (number, count), e.load(I64, e.pointer(field["arenas"])))
+                _barrier(e, field, e.b.mul(e.b.add(phase, I64(1)), count))
+
+
+def _called(e: Emitter, address: Value, result: Any, *args: Value) -> Value:
+    """The result of the function at an address."""
+    kind = ir.FunctionType(result, [a.type for a in args])
+    return e.b.call(e.b.inttoptr(address, kind.as_pointer()), args)
+
+
+def _phase(e: Emitter, field: dict[str, Value], phase: Value, team: tuple[Value, Value],
+           arena: Value) -> None:  # fmt: skip
+    """The calls of one phase that a thread makes: its own, and those of threads that are not
+    there."""
+    entries, ends = e.pointer(field["entries"]), e.pointer(field["ends"])
+    with e.loop(team[0], field["threads"], team[1]) as thread:
+        place = e.b.add(e.b.mul(phase, field["threads"]), thread)
+        begin, end = e.load(I64, ends, place), e.load(I64, ends, e.b.add(place, I64(1)))
+        with e.loop(begin, end) as k:
+            entry = e.at(entries, e.b.mul(k, I64(ENTRY.itemsize)))
+            _called(e, e.load(I64, entry, 0), VOID, e.load(I64, entry, 1), arena)
+
+
+def _barrier(e: Emitter, field: dict[str, Value], expected: Value) -> None:
+    """Wait until as many threads have come, in all phases so far, as are expected."""
+    place, b = e.pointer(field["present"]), e.b
+    b.atomic_rmw("add", place, I64(1), "acq_rel")
+    spins = e.variable(I64, I64(0))
+    look, wait, behind = (e.function.append_basic_block(n) for n in ("look", "wait", "behind"))
+    b.branch(look)
+    b.position_at_end(look)
+    present = b.load_atomic(place, "acquire", 8, typ=I64)
+    b.cbranch(b.icmp_signed(">=", present, expected), behind, wait)
+    b.position_at_end(wait)
+    spins.set(b.add(spins.get(), I64(1)))
+    if e.isa.triple.startswith("x86"):
+        b.call(e.intrinsic("llvm.x86.sse2.pause", VOID), [])
+    with b.if_then(b.icmp_signed(">", spins.get(), I64(SPINS))):
+        _called(e, field["give_way"], I32)
+    b.branch(look)
+    b.position_at_end(behind)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenMP:
+    """GNU's, as torch has loaded it: addresses of its functions."""
+
+    parallel: Any
+    number_of: int
+    count_of: int
+
+
+@functools.cache
+def openmp() -> OpenMP | None:
+    """The OpenMP that torch uses, if it is GNU's and the system says where it lies."""
+    import torch  # noqa: F401  loads it
+
+    try:
+        text = Path("/proc/self/maps").read_text(errors="replace")
+    except OSError:
+        return None
+    found = dict.fromkeys(re.findall(r"(/.*libgomp[^/\n]*)$", text, re.MULTILINE))
+    ours = [path for path in found if "torch" in path] or list(found)
+    if not ours:
+        return None
+    library = ctypes.CDLL(ours[0])
+    parallel = library.GOMP_parallel
+    parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    parallel.restype = None
+    places = (getattr(library, name) for name in ("omp_get_thread_num", "omp_get_num_threads"))
+    return OpenMP(parallel, *(_address(place) for place in places))
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+@functools.cache
+def _give_way() -> int:
+    """The function that offers the processor to other threads."""
+    library = ctypes.CDLL(None)
+    return _address(library.sched_yield)
+
+
+@functools.cache
+def _entered() -> tuple[int, Any]:
+    """`Work` for OpenMP, as an address; and for threads that say who they are, as a function."""
+    asking, told = Work(True), Work(False)
+    codes = CODE.addresses([asking, told])
+    kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+    return codes[asking], kind(codes[told])
+
+
+class Job:
+    """What one call of a tape needs beside the tape: not to be used by two calls at once."""
+
+    def __init__(self, entries: np.ndarray, ends: np.ndarray, threads: int, arenas: np.ndarray):
+        self.entries, self.ends, self.arenas = entries, ends, arenas
+        self.threads, self.runs = threads, len(arenas)
+        self.memory = np.zeros(4 * PAD // 8, np.int64)
+        self.fields = np.zeros(1, JOB)
+        omp = openmp()
+        self.fields[0] = (
+            entries.ctypes.data, ends.ctypes.data, (len(ends) - 1) // threads, threads,
+            0 if omp is None else omp.number_of, 0 if omp is None else omp.count_of, _give_way(),
+            self.memory[PAD // 8 :].ctypes.data, self.runs, arenas.ctypes.data,
+        )  # fmt: skip
+        self.place = self.fields.ctypes.data
+        self.omp = omp
+        self.asking, self.told = _entered()
+
+    def run(self, threads: int) -> None:
+        """Run the tape with at most so many threads."""
+        self.memory[:] = 0
+        if threads == 1:
+            self.told(self.place, 0, 1)
+        elif self.omp is not None:
+            self.omp.parallel(self.asking, self.place, threads, 0)
+        else:
+            others = [threading.Thread(target=self.told, args=(self.place, k, threads))
+                      for k in range(1, threads)]  # fmt: skip
+            for other in others:
+                other.start()
+            self.told(self.place, 0, threads)
+            for other in others:
+                other.join()

@@ -1,0 +1,17 @@
+"""Sparse layers and products: of weights, only the nonzeros are stored and computed with."""
+
+from demask.sparse.modules import (
+    SparseConv1d,
+    SparseConv2d,
+    SparseConvTranspose1d,
+    SparseConvTranspose2d,
+    SparseLinear,
+)
+
+__all__ = [
+    "SparseConv1d",
+    "SparseConv2d",
+    "SparseConvTranspose1d",
+    "SparseConvTranspose2d",
+    "SparseLinear",
+]

@@ -1,0 +1,444 @@
+"""A segment of a network as a value: steps over images and tokens, weights as spans of tensors.
+
+A program says what is computed, nothing about where or how: layouts, tiles and packed weights are a
+plan's (`sparse.plan`), made for one machine and one size. It is text in graphs and files, so it is
+hostile until `Program.parse` has checked it.
+
+Value k is input k, or what step k - len(inputs) makes. Kinds of values, by their tensors:
+
+    image   [batch, channels, height, width]
+    signal  [batch, channels, length]
+    tokens  [..., channels]
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from math import inf
+from typing import Any
+
+from demask.errors import BadInput
+
+KINDS = ("image", "signal", "tokens")
+MAX_TEXT = 4_000_000  # characters of a program: ResNet-152 has 60,000
+MAX_SIZE = 2**31 - 1
+LARGEST = 3.4e38  # a float32 takes it
+
+#: activations: how many numbers each takes. torch's names; clamp: least, largest
+ACTIVATIONS = {
+    "relu": 0, "sigmoid": 0, "tanh": 0, "hardswish": 0, "hardsigmoid": 0, "silu": 0,
+    "leaky_relu": 1, "clamp": 2, "gelu": 0, "gelu_tanh": 0,
+}  # fmt: skip
+Act = tuple[str, tuple[float, ...]]
+Span = tuple[int, int, int]  # tensor, first element, element behind the last
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A sparse matrix [rows, columns] in CSR: float values, int32 row starts and columns. That of
+    a convolution is [out, in / groups · kernel height · kernel width], as `weight.flatten(1)`.
+    values: float32, bfloat16, or int8 with a float32 scale per row."""
+
+    values: Span
+    crow: Span
+    col: Span
+    scale: Span | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Conv:
+    """act(conv(x) + bias + value `add`) of an image or a signal (height 1).
+
+    padding: before and behind, per axis. transposed: as conv_transpose, whose full output (input
+    · stride apart, kernel not flipped) is cut by `padding`; behind may be less than zero, down to
+    1 - the larger of stride and dilation: torch's output_padding is before - behind. Its matrix is
+    [out, in / groups · kernel] too, that is weight.transpose(0, 1).flatten(1) for one group.
+    Fields of a signal are those of an image of height 1: (1, kernel), ((0, 0), (before, behind)).
+    """
+
+    x: int
+    weight: Weight
+    bias: Span | None
+    out: int
+    kernel: Pair
+    stride: Pair = (1, 1)
+    padding: tuple[Pair, Pair] = ((0, 0), (0, 0))
+    dilation: Pair = (1, 1)
+    groups: int = 1
+    transposed: bool = False
+    act: Act | None = None
+    add: int | None = None
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """act(x @ W.T + bias + value `add`) of tokens."""
+
+    x: int
+    weight: Weight
+    bias: Span | None
+    out: int
+    act: Act | None = None
+    add: int | None = None
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The largest or the mean value of each window. ceil: windows may begin inside and end outside
+    the padded image. counted: the padding counts in means, whose windows have no dilation."""
+
+    x: int
+    mean: bool
+    kernel: Pair
+    stride: Pair
+    padding: Pair = (0, 0)
+    dilation: Pair = (1, 1)
+    ceil: bool = False
+    counted: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """The mean of each channel of an image: an image of one pixel (keep) or tokens."""
+
+    x: int
+    keep: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """Images of one pixel as tokens."""
+
+    x: int
+
+
+@dataclass(frozen=True, slots=True)
+class Map:
+    """act(x)."""
+
+    x: int
+    act: Act
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """act(x + z), of one shape."""
+
+    x: int
+    z: int
+    act: Act | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cat:
+    """Channels of several values, one behind the other."""
+
+    xs: tuple[int, ...]
+
+
+Step = Conv | Linear | Pool | Mean | Flat | Map | Add | Cat
+STEPS: dict[str, type] = {kind.__name__.lower(): kind for kind in (
+    Conv, Linear, Pool, Mean, Flat, Map, Add, Cat)}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Steps from inputs (their kinds) to outputs (values)."""
+
+    inputs: tuple[str, ...]
+    steps: tuple[Step, ...]
+    outputs: tuple[int, ...]
+    kinds: tuple[str, ...] = field(init=False, compare=False)  # of every value
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kinds", _kinds(self))
+
+    def text(self) -> str:
+        """As one line of JSON: `Program.parse` reads it."""
+        steps = [{"op": type(s).__name__.lower(), **_plain(s)} for s in self.steps]
+        whole = {"inputs": self.inputs, "steps": steps, "outputs": self.outputs}
+        return json.dumps(whole, separators=(",", ":"))
+
+    @classmethod
+    def parse(cls, text: str) -> Program:
+        """The program of a text; BadInput for what is none."""
+        if len(text) > MAX_TEXT:
+            raise BadInput(f"expected a program of at most {MAX_TEXT} characters, got {len(text)}")
+        try:
+            whole = json.loads(text)
+            steps = tuple(_step(dict(entry)) for entry in whole["steps"])
+            return cls(tuple(whole["inputs"]), steps, tuple(whole["outputs"]))
+        except BadInput:
+            raise
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise BadInput(
+                f"expected a program as Program.text writes it: {error!r:.200}"
+            ) from None
+
+    def shapes(self, inputs: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+        """The shape of every value; sizes may be symbolic. BadInput where steps do not fit."""
+        if len(inputs) != len(self.inputs):
+            raise BadInput(f"expected {len(self.inputs)} inputs, got {len(inputs)}")
+        made: list[tuple[Any, ...]] = []
+        for kind, shape in zip(self.inputs, inputs, strict=True):
+            rank = {"image": 4, "signal": 3}.get(kind)
+            if (len(shape) != rank) if rank else (len(shape) < 1):
+                raise BadInput(f"expected {kind}, got a tensor of shape {tuple(shape)}")
+            made.append(tuple(shape))
+        for place, step in enumerate(self.steps):
+            kind = self.kinds[reads(step)[0]]
+            try:
+                made.append(_positive(_shape(step, made, kind), kind))
+            except BadInput as error:
+                raise BadInput(f"step {place} ({type(step).__name__}): {error}") from None
+        return made
+
+
+def reads(step: Step) -> tuple[int, ...]:
+    """The values that a step reads."""
+    if isinstance(step, Cat):
+        return step.xs
+    more = [getattr(step, key) for key in ("z", "add") if getattr(step, key, None) is not None]
+    return (step.x, *more)
+
+
+def canonical(kind: str, shape: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
+    """(batch, channels, height, width) of a value; tokens are the pixels of one row."""
+    if kind == "image":
+        return shape[0], shape[1], shape[2], shape[3]
+    if kind == "signal":
+        return shape[0], shape[1], 1, shape[2]
+    count = 1
+    for size in shape[:-1]:
+        count = count * size
+    return 1, shape[-1], 1, count
+
+
+def _plain(step: Step) -> dict[str, Any]:
+    """The fields that differ from their defaults."""
+    found = {}
+    for f in fields(step):
+        value = getattr(step, f.name)
+        if value != f.default:
+            found[f.name] = _spans(value) if isinstance(value, Weight) else value
+    return found
+
+
+def _spans(weight: Weight) -> list[Span]:
+    spans = [weight.values, weight.crow, weight.col]
+    return spans if weight.scale is None else [*spans, weight.scale]
+
+
+def _step(entry: dict[str, Any]) -> Step:
+    kind = STEPS[entry.pop("op")]
+    known = {f.name for f in fields(kind)}
+    if set(entry) - known:
+        raise BadInput(f"expected the fields {sorted(known)}, got {sorted(entry)}")
+    values = {key: _tupled(value) for key, value in entry.items()}
+    if "weight" in values:
+        values["weight"] = Weight(*values["weight"])
+    return kind(**values)
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(map(_tupled, value)) if isinstance(value, list) else value
+
+
+def _kinds(program: Program) -> tuple[str, ...]:
+    """The kind of each value; BadInput for steps whose fields make no sense."""
+    made: list[str] = []
+    for kind in program.inputs:
+        if kind not in KINDS:
+            raise BadInput(f"expected inputs of the kinds {KINDS}, got {kind!r:.40}")
+        made.append(kind)
+    for place, step in enumerate(program.steps):
+        try:
+            _check(step, len(made))
+            made.append(_kind(step, [made[v] for v in reads(step)]))
+        except BadInput as error:
+            raise BadInput(f"step {place} ({type(step).__name__}): {error}") from None
+    if not program.outputs or not all(_is_count(v) and v < len(made) for v in program.outputs):
+        raise BadInput(f"expected outputs among {len(made)} values, got {program.outputs!r:.80}")
+    return tuple(made)
+
+
+def _kind(step: Step, found: Sequence[str]) -> str:
+    """The kind of what a step makes."""
+    wanted = {Conv: ("image", "signal"), Pool: ("image",), Mean: ("image",), Flat: ("image",),
+              Linear: ("tokens",)}.get(type(step), KINDS)  # fmt: skip
+    if found[0] not in wanted or len(set(found)) != 1:
+        raise BadInput(f"expected values of one kind of {wanted}, got {found}")
+    if isinstance(step, Conv) and found[0] == "signal":
+        first = step.kernel[0], step.stride[0], step.dilation[0], step.padding[0]
+        if first != (1, 1, 1, (0, 0)):
+            raise BadInput(f"expected a kernel of height 1 for a signal, got {step.kernel}")
+    if isinstance(step, Flat) or (isinstance(step, Mean) and not step.keep):
+        return "tokens"
+    return found[0]
+
+
+def _is_count(value: Any, least: int = 0) -> bool:
+    return type(value) is int and least <= value <= MAX_SIZE
+
+
+def _check(step: Step, known: int) -> None:
+    """Raise BadInput for fields that make no sense, whatever the sizes."""
+    if not all(_is_count(v) and v < known for v in reads(step)) or not reads(step):
+        raise BadInput(f"expected values before it, got {reads(step)!r:.80}")
+    if isinstance(step, (Conv, Linear)):
+        _check_layer(step)
+    if isinstance(step, (Conv, Pool)):
+        _check_window(step)
+    act = getattr(step, "act", None)
+    if act is not None or isinstance(step, Map):
+        _check_act(act)
+
+
+def _check_layer(step: Conv | Linear) -> None:
+    weight = step.weight
+    spans = _spans(weight) + ([] if step.bias is None else [step.bias])
+    for span in spans:
+        if len(span) != 3 or not all(map(_is_count, span)) or span[1] > span[2]:
+            raise BadInput(f"expected spans (tensor, first, end), got {span!r:.80}")
+    if not _is_count(step.out, 1) or type(step.name) is not str:
+        raise BadInput(f"expected output channels and a name, got {step.out!r}, {step.name!r:.40}")
+    if weight.crow[2] - weight.crow[1] != step.out + 1:
+        raise BadInput(f"expected {step.out + 1} row starts, got {weight.crow}")
+    if weight.values[2] - weight.values[1] != weight.col[2] - weight.col[1]:
+        raise BadInput(f"expected a column per value, got {weight.values} and {weight.col}")
+    for what, span in (("bias", step.bias), ("scale", weight.scale)):
+        if span is not None and span[2] - span[1] != step.out:
+            raise BadInput(f"expected a {what} per output channel, got {span}")
+
+
+def _check_window(step: Conv | Pool) -> None:
+    for key in ("kernel", "stride", "dilation"):
+        found = getattr(step, key)
+        if len(found) != 2 or not all(_is_count(n, 1) for n in found):
+            raise BadInput(f"expected two positive {key} sizes, got {found!r:.80}")
+    if len(step.padding) != 2:
+        raise BadInput(f"expected padding of two axes, got {step.padding!r:.80}")
+    if isinstance(step, Conv):
+        _check_conv(step)
+        return
+    if not all(map(_is_count, step.padding)) or any(
+        2 * p > k for p, k in zip(step.padding, step.kernel, strict=True)
+    ):
+        raise BadInput(f"expected padding of at most half the kernel, got {step.padding!r:.80}")
+    if any(type(flag) is not bool for flag in (step.mean, step.ceil, step.counted)):
+        raise BadInput(f"expected flags, got {step.mean!r}, {step.ceil!r}, {step.counted!r}")
+    if step.mean and step.dilation != (1, 1):
+        raise BadInput(f"expected a mean of windows without dilation, got {step.dilation}")
+
+
+def _check_conv(step: Conv) -> None:
+    if not _is_count(step.groups, 1) or step.out % step.groups:
+        raise BadInput(f"expected groups that divide {step.out}, got {step.groups!r}")
+    if type(step.transposed) is not bool:
+        raise BadInput(f"expected a flag, got transposed={step.transposed!r}")
+    for axis, found in enumerate(step.padding):
+        room = max(step.stride[axis], step.dilation[axis]) if step.transposed else 1
+        pair = type(found) is tuple and len(found) == 2
+        if not pair or not _is_count(found[0]) or not _is_count(found[1], 1 - room):
+            raise BadInput(f"expected padding (before, behind) per axis, got {step.padding!r:.80}")
+
+
+def _check_act(act: Any) -> None:
+    known = type(act) is tuple and len(act) == 2 and act[0] in ACTIVATIONS
+    numbers = act[1] if known else ()
+    if not known or len(numbers) != ACTIVATIONS[act[0]]:
+        raise BadInput(f"expected an activation of {sorted(ACTIVATIONS)}, got {act!r:.80}")
+    if not all(type(n) in (int, float) and (abs(n) <= LARGEST or abs(n) == inf) for n in numbers):
+        raise BadInput(f"expected numbers, got {act!r:.80}")
+
+
+def _shape(step: Step, made: Sequence[tuple[Any, ...]], kind: str) -> tuple[Any, ...]:
+    """The shape of what a step makes."""
+    x = made[reads(step)[0]]
+    if isinstance(step, Linear):
+        return _same(step, made, (*x[:-1], step.out))
+    if isinstance(step, Conv):
+        if x[1] % step.groups:
+            raise BadInput(f"expected channels in {step.groups} groups, got {x[1]}")
+        height = (1,) if len(x) == 3 else ()
+        sizes = _convolved(step, (*height, *x[2:]))
+        return _same(step, made, (x[0], step.out, *sizes[len(height) :]))
+    if isinstance(step, Pool):
+        return (x[0], x[1], *_pooled(step, x[2:]))
+    if isinstance(step, Mean):
+        return (x[0], x[1], 1, 1) if step.keep else (x[0], x[1])
+    if isinstance(step, Flat):
+        if x[2] != 1 or x[3] != 1:
+            raise BadInput(f"expected images of one pixel, got {x}")
+        return (x[0], x[1])
+    if isinstance(step, Cat):
+        return _joined([made[v] for v in step.xs], len(x) - 1 if kind == "tokens" else 1)
+    return _same(step, made, x)
+
+
+def _joined(found: Sequence[tuple[Any, ...]], axis: int) -> tuple[Any, ...]:
+    """The shape of values one behind the other along an axis."""
+    around = [(*shape[:axis], *shape[axis + 1 :]) for shape in found]
+    if any(other != around[0] for other in around):
+        raise BadInput(f"expected shapes that differ in axis {axis} alone, got {found}")
+    total = found[0][axis]
+    for shape in found[1:]:
+        total = total + shape[axis]
+    return (*found[0][:axis], total, *found[0][axis + 1 :])
+
+
+def _positive(shape: tuple[Any, ...], kind: str) -> tuple[Any, ...]:
+    """The shape, of which no image is empty or too large; symbolic sizes are taken as they are."""
+    sizes = shape[2:] if len(shape) > 2 and kind != "tokens" else ()
+    if any(isinstance(size, int) and not 1 <= size <= MAX_SIZE for size in sizes):
+        raise BadInput(f"expected windows that fit into the input, got an output of {shape}")
+    return shape
+
+
+def _same(step: Step, made: Sequence[tuple[Any, ...]], shape: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`shape`, which what is added has too."""
+    other = getattr(step, "add", None)
+    other = getattr(step, "z", None) if other is None else other
+    if other is not None and tuple(made[other]) != shape:
+        raise BadInput(f"expected {shape} to be added, got {made[other]}")
+    return shape
+
+
+def _convolved(step: Conv, sizes: Sequence[Any]) -> list[Any]:
+    found = []
+    for axis, size in enumerate(sizes):
+        reach = step.dilation[axis] * (step.kernel[axis] - 1)
+        before, behind = step.padding[axis]
+        if step.transposed:
+            found.append((size - 1) * step.stride[axis] + reach + 1 - before - behind)
+        else:
+            found.append((size + before + behind - reach - 1) // step.stride[axis] + 1)
+    return found
+
+
+def _pooled(step: Pool, sizes: Sequence[Any]) -> list[Any]:
+    found = []
+    for axis, size in enumerate(sizes):
+        reach, pad = step.dilation[axis] * (step.kernel[axis] - 1), step.padding[axis]
+        stride = step.stride[axis]
+        room = size + 2 * pad - reach - 1 + (stride - 1 if step.ceil else 0)
+        count = room // stride + 1
+        if step.ceil and (count - 1) * stride >= size + pad:
+            count = count - 1
+        found.append(count)
+    return found
+
+
+def constants(program: Program) -> Mapping[int, int]:
+    """How many elements of each weight tensor the program reads, at least."""
+    ends: dict[int, int] = {}
+    for step in program.steps:
+        if isinstance(step, (Conv, Linear)):
+            for span in (*_spans(step.weight), *([] if step.bias is None else [step.bias])):
+                ends[span[0]] = max(ends.get(span[0], 0), span[2])
+    return ends

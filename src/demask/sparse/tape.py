@@ -1,0 +1,141 @@
+"""Calls of kernels, phase by phase, and the buffers between them, until they have addresses."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from demask.kernels.jit import CODE
+from demask.kernels.team import ENTRY
+from demask.machine.arena import Block, planned
+from demask.sparse.layout import Layout
+
+HEADER = 4096  # bytes in front of an arena's buffers: its slots
+MAX_SLOTS = HEADER // 8
+
+
+@dataclass(slots=True, eq=False)
+class Buffer:
+    """Memory of one value in one layout, in use from phase `start` to phase `end`."""
+
+    layout: Layout
+    fill: float = 0.0
+    start: int = 2**31
+    end: int = -1
+
+    def used(self, phase: int) -> None:
+        self.start, self.end = min(self.start, phase), max(self.end, phase)
+
+
+Place = tuple[Buffer | int, int]  # a buffer, or a slot (an input or output); bytes behind it
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A kernel's call: its fields by name; buffers among them; arrays are passed by address."""
+
+    kernel: Any
+    kind: np.dtype
+    buffers: Mapping[str, Place]
+    fields: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Tape:
+    """Phases of calls, a list for each thread."""
+
+    threads: int
+    phases: list[list[list[Call]]] = field(default_factory=list)
+    held: list[Any] = field(default_factory=list)  # arrays that machine code reads
+
+    @property
+    def now(self) -> int:
+        """The phase that is being written."""
+        return len(self.phases) - 1
+
+    def phase(self) -> None:
+        """What follows reads what came before."""
+        if not self.phases or any(self.phases[-1]):
+            self.phases.append([[] for _ in range(self.threads)])
+
+    def add(self, thread: int, call: Call) -> None:
+        """One more call of a thread in the present phase."""
+        self.phases[-1][thread].append(call)
+        for place, _ in call.buffers.values():
+            if isinstance(place, Buffer):
+                place.used(self.now)
+
+    def done(self) -> Ready:
+        """Buffers get their offsets, kernels their addresses."""
+        buffers: dict[int, Buffer] = {}
+        flat = [call for phase in self.phases for calls in phase for call in calls]
+        for call in flat:
+            for place, _ in call.buffers.values():
+                if isinstance(place, Buffer):
+                    buffers[id(place)] = place
+        blocks = [Block(b.layout.bytes, b.start, b.end) for b in buffers.values()]
+        plan = planned(blocks)
+        offsets = {key: HEADER + o for key, o in zip(buffers, plan.offsets, strict=True)}
+        code = CODE.addresses(call.kernel for call in flat)
+        entries = np.zeros(max(len(flat), 1), ENTRY)
+        for k, call in enumerate(flat):
+            fields = self._fields(call, offsets)
+            self.held.append(fields)
+            entries[k] = (code[call.kernel], fields.ctypes.data)
+        counts = [len(calls) for phase in self.phases for calls in phase]
+        ends = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
+        return Ready(entries, ends, self.threads, HEADER + plan.size, self.held)
+
+    def _fields(self, call: Call, offsets: Mapping[int, int]) -> np.ndarray:
+        found = np.zeros(1, call.kind)
+        for key, value in call.fields.items():
+            if isinstance(value, np.ndarray):
+                self.held.append(value)
+                value = value.ctypes.data
+            found[key] = value
+        for key, (place, more) in call.buffers.items():
+            if isinstance(place, Buffer):
+                found[f"{key}_slot"], found[key] = 0, offsets[id(place)] + more
+            else:
+                found[f"{key}_slot"], found[key] = place, more
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A tape as machine code reads it; size: bytes of an arena."""
+
+    entries: np.ndarray
+    ends: np.ndarray
+    threads: int
+    size: int
+    held: list[Any]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all that is read beside inputs: packed weights and tables."""
+        known = {a.ctypes.data: a.nbytes for a in self.held}
+        return sum(known.values())
+
+
+class Arena:
+    """Memory for one call of a tape. Slot 0 is its own address, the others inputs and outputs."""
+
+    def __init__(self, size: int):
+        self.memory = mmap.mmap(-1, size)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self.memory.madvise(mmap.MADV_HUGEPAGE)
+        self.slots = np.frombuffer(self.memory, np.int64, MAX_SLOTS)
+        self.address = self.slots.ctypes.data
+        self.slots[0] = self.address
+
+
+def by_thread(count: int, threads: int) -> Sequence[tuple[int, int]]:
+    """(begin, end) of each thread's share of things that are alike."""
+    cuts = [count * k // threads for k in range(threads + 1)]
+    return list(pairwise(cuts))
