@@ -1,8 +1,8 @@
 """The sparse kernel: a tile of positions stays in registers while the nonzeros of a row go by.
 
-    for tile: for block of columns: for row:  acc[t] = bias or what earlier blocks left
+    for tile: for block of columns: for row:  acc[t] = bias + add, or what earlier blocks left
         for nonzero:  acc[t] += value * x[offset + displacement[t]]
-        out[row] = act(acc + add)
+        out[row] = act(acc)
 
 One kernel serves linear layers and convolutions of any kernel, stride, dilation and groups: what
 differs is the stream of (offset, value) and the displacements, which are written into the code. An
@@ -21,10 +21,10 @@ from demask.kernels.emit import BYTE, FLOAT, I16, I32, I64, Emitter, Value, Vari
 
 Act = tuple[str, tuple[float, ...]]
 
-#: a row of a block: where its nonzeros end, its line in out and in what is added, its bias, and
-#: whether it is the first and the last block of this row
+#: a row of a block: where its nonzeros end, times 4, and whether this is the first and the last
+#: block of this row; its line in out and in what is added; its bias; the factor of int8 values
 RECORD = np.dtype([("end", "<i4"), ("out", "<i4"), ("add", "<i4"), ("bias", "<f4"),
-                   ("flags", "<i4"), ("scale", "<f4"), ("hole", "<i8")])  # fmt: skip
+                   ("scale", "<f4")])  # fmt: skip
 FIRST, LAST = 1, 2
 #: a block of columns: where its part of x begins, in bytes; its records
 BLOCK = np.dtype([("x", "<i8"), ("begin", "<i8"), ("end", "<i8")])
@@ -83,44 +83,48 @@ class Tile:
         x, out, add = at
         each = [e.at(record, r * RECORD.itemsize) for r in range(self.rows)]
         outs = [e.line(out, e.load_long(I32, one, 1)) for one in each]
-        flags = e.load(I32, record, 4)
+        ending = e.load_long(I32, record, 0)
         sums = [[e.variable(e.vector) for _ in self.x] for _ in each]
-        is_first = e.b.icmp_signed("!=", e.b.and_(flags, I32(FIRST)), I32(0))
+        is_first = e.b.icmp_signed("!=", e.b.and_(ending, I64(FIRST)), I64(0))
         with e.b.if_else(is_first) as (then, otherwise):
             with then:
                 for one, row in zip(each, sums, strict=True):
-                    bias = e.splat(self._bias(e, one))
-                    for place in row:
-                        place.set(bias)
+                    self._begin(e, one, add, row)
             with otherwise:
                 for place, row in zip(outs, sums, strict=True):
                     for line, sum_ in zip(self.out, row, strict=True):
                         sum_.set(e.read(place, line))
-        end = e.load_long(I32, record, 0)
+        end = e.b.lshr(ending, I64(2))
         self._products(e, n.get(), end, x, sums, places)
         n.set(end)
-        is_last = e.b.icmp_signed("!=", e.b.and_(flags, I32(LAST)), I32(0))
+        is_last = e.b.icmp_signed("!=", e.b.and_(ending, I64(LAST)), I64(0))
         with e.b.if_then(is_last):
             for one, row in zip(each, sums, strict=True):
-                self._finish(e, one, add, row)
+                self._finish(e, one, row)
         for place, row in zip(outs, sums, strict=True):
             for line, sum_ in zip(self.out, row, strict=True):
                 e.write(sum_.get(), place, line)
 
-    def _bias(self, e: Emitter, record: Value) -> Value:
-        """What sums begin with; scaled sums get their bias at the end."""
-        return e.load(FLOAT, record, 3) if self.values != "int8" else FLOAT(0.0)
-
-    def _finish(self, e: Emitter, record: Value, add: Value, row: list[Variable]) -> None:
-        """The scale, what is added, the activation."""
+    def _begin(self, e: Emitter, record: Value, add: Value, row: list[Variable]) -> None:
+        """What sums begin with: `add` is read before out is written, which may be the same. Sums
+        that are scaled at the end begin with that much less."""
+        bias = e.load(FLOAT, record, 3)
+        less = e.b.fdiv(FLOAT(1.0), e.load(FLOAT, record, 4)) if self.values == "int8" else None
+        value = e.splat(bias if less is None else e.b.fmul(bias, less))
         other = e.line(add, e.load_long(I32, record, 2))
         for t, sum_ in enumerate(row):
+            if self.add is None:
+                sum_.set(value)
+                continue
+            more = e.read(other, self.add[t])
+            sum_.set(e.b.fadd(more, value) if less is None else e.fma(more, e.splat(less), value))
+
+    def _finish(self, e: Emitter, record: Value, row: list[Variable]) -> None:
+        """The scale and the activation."""
+        for sum_ in row:
             value = sum_.get()
             if self.values == "int8":
-                scale, bias = (e.splat(e.load(FLOAT, record, k)) for k in (5, 3))
-                value = e.fma(value, scale, bias)
-            if self.add is not None:
-                value = e.b.fadd(value, e.read(other, self.add[t]))
+                value = e.b.fmul(value, e.splat(e.load(FLOAT, record, 4)))
             sum_.set(e.activated(value, self.act))
 
     def _products(self, e: Emitter, begin: Value, end: Value, x: Value,

@@ -3,18 +3,39 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from demask.kernels import move
 from demask.kernels.isa import Isa
-from demask.kernels.tile import CALL, TILE, Tile
-from demask.sparse.layout import NO_BORDER, Border, Grid, Layout, grid_for, permutations, widened
-from demask.sparse.pack import Csr, Places, Stream, dealt, packed, read
+from demask.sparse.layers import (
+    NoPlan,
+    Piece,
+    as_conv,
+    chain_pays,
+    emit_alone,
+    emit_chain,
+    first_read,
+    looks_at_pixels,
+    pieces,
+    reach,
+    shape_of,
+    windows,
+)
+from demask.sparse.layout import (
+    NO_BORDER,
+    At,
+    Border,
+    Grid,
+    Layout,
+    grid_for,
+    permutations,
+    widened,
+)
 from demask.sparse.program import (
     Add,
     Cat,
@@ -28,15 +49,11 @@ from demask.sparse.program import (
     canonical,
     reads,
 )
-from demask.sparse.tape import Buffer, Call, Tape, by_thread
-from demask.sparse.tiling import Cut, Shape, best, rects, shares
+from demask.sparse.tape import Buffer, Call, Place, Tape, by_thread
+from demask.sparse.tiling import Cut, Shape
 
 POSITIVE = ("relu", "sigmoid", "hardsigmoid")
 LEAST = -math.inf
-
-
-class NoPlan(Exception):
-    """The kernels cannot do this; its text says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,50 +66,16 @@ class Need:
     fill: float
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
-    """The positions of an output that one stream of nonzeros computes, and where each kernel place
-    reads, in lines of rows and columns from a position (None: nowhere)."""
-
-    start: tuple[int, int]
-    step: tuple[int, int]
-    stride: tuple[int, int]
-    taps: tuple[tuple[int | None, ...], tuple[int | None, ...]]
+Row = tuple[int, int, np.ndarray]  # a part, a line, the elements that belong to its lanes
 
 
-def windows(step: Conv) -> list[Window]:
-    """One of a convolution; of a transposed one as many as its strides give."""
-    if not step.transposed:
-        taps = tuple(tuple(k * d - p[0] for k in range(n)) for n, d, p in
-                     zip(step.kernel, step.dilation, step.padding, strict=True))  # fmt: skip
-        return [Window((0, 0), (1, 1), step.stride, taps)]  # type: ignore[arg-type]
-    found = []
-    for i in range(step.stride[0]):
-        for j in range(step.stride[1]):
-            taps = tuple(_turned(step, axis, at) for axis, at in enumerate((i, j)))
-            found.append(Window((i, j), step.stride, (1, 1), taps))  # type: ignore[arg-type]
-    return found
+class Work(NamedTuple):
+    """A thread's part: which of the positions, which channels."""
 
-
-def _turned(step: Conv, axis: int, at: int) -> tuple[int | None, ...]:
-    """Output position s·i + at reads input i + tap: s · (i + tap) + d · k = s · i + at + p."""
-    s, d, p = step.stride[axis], step.dilation[axis], step.padding[axis][0]
-    shifts = [at + p - d * k for k in range(step.kernel[axis])]
-    return tuple(shift // s if shift % s == 0 else None for shift in shifts)
-
-
-def reach(grid: Grid, out: Grid, all_: Sequence[Window]) -> Border:
-    """The border that windows read of an input."""
-    found = [0, 0, 0, 0]
-    for window in all_:
-        for axis, (size, made) in enumerate(((grid.height, out.height), (grid.width, out.width))):
-            taps = [tap for tap in window.taps[axis] if tap is not None]
-            if not taps:
-                continue
-            last = (made // window.step[axis] - 1) * window.stride[axis]
-            found[2 * axis] = max(found[2 * axis], -min(taps))
-            found[2 * axis + 1] = max(found[2 * axis + 1], last + max(taps) - (size - 1))
-    return tuple(found)  # type: ignore[return-value]
+    thread: int
+    picked: np.ndarray
+    begin: int
+    end: int
 
 
 @dataclass(slots=True)
@@ -111,6 +94,7 @@ class Builder:
     positive: list[bool] = field(default_factory=list)
     made: dict[tuple[int, Grid, float], Buffer] = field(default_factory=dict)
     cuts: list[tuple[str, Cut]] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)  # values that are still to be made
 
     def __post_init__(self) -> None:
         self.tape = Tape(self.threads)
@@ -129,10 +113,10 @@ class Builder:
         """Grids of all values; how each is read."""
         count = len(self.program.inputs)
         for value, (batch, _, height, width) in enumerate(self.shapes):
-            grid = grid_for(batch, height, width, self.isa.lanes)
+            grid = grid_for(batch, height, width, self.isa.lanes, self.threads)
             step = self.program.steps[value - count] if value >= count else None
             if isinstance(step, Conv) and step.transposed:
-                grid = _multiple(grid, step.stride)
+                grid = _multiple(replace(grid, parts=1), step.stride)
             self.grids.append(grid)
             self.positive.append(step is not None and self._is_positive(step))
             for need in [] if step is None else self._reads(step, grid):
@@ -176,12 +160,17 @@ class Builder:
         """Where a value is made: with the borders that its readers want there, if they agree."""
         key = (value, self.grids[value], 0.0)
         if key not in self.made:
-            border = NO_BORDER
-            for need in self.needs.get(value, ()):
-                if need.grid == self.grids[value] and need.fill == 0.0:
-                    border = widened(border, need.border)
-            self.made[key] = Buffer(self.layout(value, self.grids[value], border))
+            layout = self.layout(value, self.grids[value], self._border(value))
+            self.made[key] = Buffer(layout)
         return self.made[key]
+
+    def _border(self, value: int) -> Border:
+        """The border that readers of a value want where it is made."""
+        border = NO_BORDER
+        for need in self.needs.get(value, ()):
+            if need.grid == self.grids[value] and need.fill == 0.0:
+                border = widened(border, need.border)
+        return border
 
     def buffer(self, need: Need) -> Buffer:
         """A value as a step reads it; copied into another layout if it lies otherwise."""
@@ -202,25 +191,42 @@ class Builder:
     def _copy(self, source: Buffer, to: Buffer) -> None:
         """A value into another layout, borders too."""
         self.tape.phase()
-        table, lines = [], []
-        for i, j in to.layout.around():
-            image, y, x, real = to.layout.pixels(i, j)
+        rows = []
+        for at in to.layout.around():
+            image, y, x, real = to.layout.pixels(at)
             held = [np.where(real, a, 0) for a in (image, y, x)]
-            table.append(np.where(real, source.layout.element(*held), -1))
-            lines.append(to.layout.line(i, j))
-        pitch = source.layout.pitch * self.isa.line
-        self._moved(move.Gather(to.fill), (source, 0), (to, 0), to.layout.size[1], pitch,
-                    to.layout.pitch * self.isa.line, table, lines)  # fmt: skip
+            found = np.where(real, source.layout.element(*held), -1)
+            rows.append((at[0], to.layout.line(*at), found))
+        self._moved(move.Gather(to.fill), (source, 0), (to, 0), to.layout,
+                    (self._pitch(source), self._pitch(to)), rows)  # fmt: skip
 
-    def _moved(self, kernel: Any, x: Any, out: Any, channels: int, x_pitch: int, out_pitch: int,
-               table: Sequence[np.ndarray], lines: Sequence[int]) -> None:  # fmt: skip
-        rows = np.ascontiguousarray(np.stack(table).astype(np.int32))
-        places = np.array(lines, np.int32)
-        for thread, (begin, end) in enumerate(by_thread(channels, self.threads)):
-            if begin < end:
-                self.tape.add(thread, Call(kernel, move.CALL, {"x": x, "out": out}, {
-                    "x_pitch": x_pitch, "out_pitch": out_pitch, "begin": begin, "end": end,
-                    "count": len(places), "table": rows, "lines": places}))  # fmt: skip
+    def _pitch(self, buffer: Buffer) -> int:
+        """Bytes from channel to channel."""
+        return buffer.layout.pitch * self.isa.line
+
+    def _moved(self, kernel: Any, x: Place, out: Place, lay: Layout, pitches: tuple[int, int],
+               rows: Sequence[Row]) -> None:  # fmt: skip
+        """Gather or scatter. lay: which channels, and whose parts these are."""
+        for thread, picked, begin, end in self._work(lay, [row[0] for row in rows]):
+            table = np.stack([rows[k][2] for k in picked]).astype(np.int32)
+            lines = np.array([rows[k][1] for k in picked], np.int32)
+            self.tape.add(thread, Call(kernel, move.CALL, {"x": x, "out": out}, {
+                "x_pitch": pitches[0], "out_pitch": pitches[1], "begin": begin, "end": end,
+                "count": len(lines), "table": table, "lines": lines}))  # fmt: skip
+
+    def _work(self, layout: Layout, parts: Sequence[int]) -> Iterator[Work]:
+        """What each thread does of a work on positions of given parts of every channel: that on its
+        own part; on some channels, where there is one part."""
+        grid, channels, every = layout.grid, layout.size[1], np.arange(len(parts))
+        if grid.parts < self.threads:
+            for thread, (begin, end) in enumerate(by_thread(channels, self.threads)):
+                if begin < end and len(parts):
+                    yield Work(thread, every, begin, end)
+            return
+        for thread in range(self.threads):
+            picked = np.flatnonzero(np.array(parts) == thread)
+            if len(picked):
+                yield Work(thread, picked, 0, channels)
 
     def _borders(self, buffer: Buffer) -> None:
         """Fill the border of a value that was just made."""
@@ -230,14 +236,17 @@ class Builder:
         if not found:
             return
         self.tape.phase()
-        pairs = np.array([pair for pairs in found.values() for pair in pairs], np.int32)
-        ends = np.cumsum([len(pairs) for pairs in found.values()]).astype(np.int32)
         kernel = move.Border(tuple(found), buffer.fill)
-        for thread, (begin, end) in enumerate(by_thread(buffer.layout.size[1], self.threads)):
-            if begin < end:
-                self.tape.add(thread, Call(kernel, move.CALL, {"out": (buffer, 0)}, {
-                    "out_pitch": buffer.layout.pitch * self.isa.line, "begin": begin, "end": end,
-                    "table": pairs, "lines": ends}))  # fmt: skip
+        flat = [(k, *place) for k, places in enumerate(found.values()) for place in places]
+        for thread, picked, begin, end in self._work(
+            buffer.layout, [at[0] for _, at, _, _ in flat]
+        ):
+            own = [flat[k] for k in picked]
+            counts = np.bincount([k for k, *_ in own], minlength=len(found))
+            self.tape.add(thread, Call(kernel, move.CALL, {"out": (buffer, 0)}, {
+                "out_pitch": self._pitch(buffer), "begin": begin, "end": end,
+                "table": np.array([pair for _, _, *pair in own], np.int32),
+                "lines": np.cumsum(counts).astype(np.int32)}))  # fmt: skip
 
     # -- steps
 
@@ -246,30 +255,102 @@ class Builder:
         count = len(self.program.inputs)
         for value, stride in enumerate(strides):
             self._take(value, stride)
-        for place, step in enumerate(self.program.steps):
-            self._step(step, count + place)
+        self.left = [count + place for place in range(len(self.program.steps))]
+        while self.left:
+            chain = self._chain()
+            if len(chain) == 1:
+                self._step(self.step(chain[0]), chain[0])
+            else:
+                self._chained(chain)
+            self.left = [value for value in self.left if value not in chain]
         for place, value in enumerate(self.program.outputs):
             self._give(value, 1 + count + place)
+
+    def step(self, value: int) -> Step:
+        """What makes a value."""
+        return self.program.steps[value - len(self.program.inputs)]
+
+    def _chain(self) -> list[int]:
+        """The next value to make, and those that its threads may make right after it."""
+        chain, waiting = self.left[:1], set(self.left)
+        head = self.step(chain[0])
+        if not isinstance(head, (Conv, Linear)) or as_conv(head).transposed:
+            return chain
+        shapes = [self._shape(chain[0])]
+        for value in self.left[1:]:
+            step = self.step(value)
+            if not isinstance(step, (Conv, Linear)) or not looks_at_pixels(step):
+                continue
+            grids = {self.grids[v] for v in (value, *(v for v in reads(step) if v in chain))}
+            made = all(v not in waiting or v in chain for v in reads(step))
+            if made and grids == {self.grids[chain[0]]}:
+                more = [*shapes, self._shape(value)]
+                if chain_pays(more, self.threads, self.isa):
+                    chain, shapes = [*chain, value], more
+        return chain
+
+    def _shape(self, value: int) -> Shape:
+        """What is to be cut of the layer that makes a value."""
+        step = self.step(value)
+        assert isinstance(step, (Conv, Linear))
+        nonzeros = step.weight.values[2] - step.weight.values[1]
+        conv = as_conv(step)
+        channels = self.shapes[step.x][1]
+        return shape_of(conv, windows(conv)[0], self.grids[value], channels, nonzeros)
+
+    def _chained(self, chain: list[int]) -> None:
+        """Several layers in one phase."""
+        found: list[Piece] = []
+        for place, value in enumerate(chain):
+            step, inside = self.step(value), chain[:place]
+            assert isinstance(step, (Conv, Linear))
+            needs = self._reads(step, self.grids[value])
+            sources = [self.main(n.value) if n.value in inside else self.buffer(n) for n in needs]
+            found += self._pieces(step, sources, self._out(value, inside))
+        self.tape.phase()
+        cuts = emit_chain(self.tape, self.isa, found)
+        self.cuts += [(p.step.name, cut) for p, cut in zip(found, cuts, strict=True)]
+        for piece in found:
+            self._borders(piece.out)
+
+    def _pieces(self, step: Conv | Linear, sources: list[Buffer], out: Buffer) -> list[Piece]:
+        add = sources[-1] if step.add is not None else None
+        return pieces(as_conv(step), self.weights, sources[0], add, out)
+
+    def _out(self, value: int, before: Sequence[int]) -> Buffer:
+        """Where a layer writes: over what it adds, if nobody reads that afterwards. before: layers
+        of the same phase that come first."""
+        step = self.step(value)
+        add = getattr(step, "add", None)
+        if add is None or add in self.program.outputs or add == reads(step)[0]:
+            return self.main(value)
+        others = [v for v in self.left if v != value and add in reads(self.step(v))]
+        if any(v not in before or not looks_at_pixels(self.step(v)) for v in others):  # type: ignore[arg-type]
+            return self.main(value)
+        key = (value, self.grids[value], 0.0)
+        old = self.made.get((add, self.grids[value], 0.0))
+        if old is not None and key not in self.made and old.layout.border == self._border(value):
+            self.made[key] = old
+        return self.main(value)
 
     def _take(self, value: int, stride: tuple[int, int, int, int]) -> None:
         to = self.main(value)
         self.tape.phase()
-        table, lines = self._elements(to.layout, stride, to.layout.around())
-        self._moved(move.Gather(to.fill), (1 + value, 0), (to, 0), to.layout.size[1],
-                    4 * stride[1], to.layout.pitch * self.isa.line, table, lines)  # fmt: skip
+        rows = self._elements(to.layout, stride, to.layout.around())
+        self._moved(move.Gather(to.fill), (1 + value, 0), (to, 0), to.layout,
+                    (4 * stride[1], self._pitch(to)), rows)  # fmt: skip
 
     def _elements(self, layout: Layout, stride: tuple[int, int, int, int],
-                  positions: Any) -> tuple[list[np.ndarray], list[int]]:  # fmt: skip
-        """Rows of element numbers of a strided tensor, and the line of each."""
-        table, lines = [], []
-        for i, j in positions:
-            image, y, x, real = layout.pixels(i, j)
+                  positions: Iterator[At]) -> list[Row]:  # fmt: skip
+        """Positions, their lines, and the elements of a strided tensor there."""
+        rows = []
+        for at in positions:
+            image, y, x, real = layout.pixels(at)
             place = image * stride[0] + y * stride[2] + x * stride[3]
             if real.any() and int(place[real].max()) >= 2**31:
                 raise NoPlan("a tensor has more than 2**31 elements")
-            table.append(np.where(real, place, -1))
-            lines.append(layout.line(i, j))
-        return table, lines
+            rows.append((at[0], layout.line(*at), np.where(real, place, -1)))
+        return rows
 
     def _give(self, value: int, slot: int) -> None:
         source = self.main(value)
@@ -278,19 +359,18 @@ class Builder:
         tokens = self.program.kinds[value] == "tokens"
         stride = ((0, 1, 0, channels) if tokens
                   else (channels * height * width, height * width, width, 1))  # fmt: skip
-        table, lines = self._elements(source.layout, stride, source.layout.inside())
-        self._moved(move.Scatter(), (source, 0), (slot, 0), channels,
-                    source.layout.pitch * self.isa.line, 4 * stride[1], table, lines)  # fmt: skip
+        rows = self._elements(source.layout, stride, source.layout.inside())
+        self._moved(move.Scatter(), (source, 0), (slot, 0), source.layout,
+                    (self._pitch(source), 4 * stride[1]), rows)  # fmt: skip
 
     def _step(self, step: Step, value: int) -> None:
         grid = self.grids[value]
         sources = [self.buffer(need) for need in self._reads(step, grid)]
-        out = self.main(value)
+        out = self._out(value, ()) if isinstance(step, (Conv, Linear)) else self.main(value)
         self.tape.phase()
-        if isinstance(step, Conv):
-            self._conv(step, windows(step), sources, out)
-        elif isinstance(step, Linear):
-            self._conv(_as_one_by_one(step), windows(_as_one_by_one(step)), sources, out)
+        if isinstance(step, (Conv, Linear)):
+            cuts = emit_alone(self.tape, self.isa, self._pieces(step, sources, out))
+            self.cuts += [(step.name, cut) for cut in cuts]
         elif isinstance(step, Pool):
             self._pool(step, sources[0], out)
         elif isinstance(step, Mean):
@@ -311,52 +391,55 @@ class Builder:
         rows = [(x.layout.line(*at), z.layout.line(*at), out.layout.line(*at))
                 for at in out.layout.inside()]  # fmt: skip
         table = np.array(rows, np.int32)
-        pitch = out.layout.pitch * self.isa.line
         kernel = move.Pointwise(act, len(sources) == 2)
-        for thread, (begin, end) in enumerate(by_thread(x.layout.size[1], self.threads)):
-            if begin < end:
-                places = {"x": (x, 0), "z": (z, 0), "out": (out, first * pitch)}
-                self.tape.add(thread, Call(kernel, move.CALL, places, {
-                    "x_pitch": x.layout.pitch * self.isa.line,
-                    "z_pitch": z.layout.pitch * self.isa.line, "out_pitch": pitch,
-                    "begin": begin, "end": end, "count": len(table), "table": table}))  # fmt: skip
+        parts = [at[0] for at in out.layout.inside()]
+        for thread, picked, begin, end in self._work(x.layout, parts):
+            places = {"x": (x, 0), "z": (z, 0), "out": (out, first * self._pitch(out))}
+            self.tape.add(thread, Call(kernel, move.CALL, places, {
+                "x_pitch": self._pitch(x), "z_pitch": self._pitch(z),
+                "out_pitch": self._pitch(out), "begin": begin, "end": end,
+                "count": len(picked), "table": table[picked]}))  # fmt: skip
 
     def _pool(self, step: Pool, x: Buffer, out: Buffer) -> None:
         (window,) = windows(_as_conv(step))
-        taps = [dy * x.layout.row + dx for dy in window.taps[0] for dx in window.taps[1]]  # type: ignore[operator]
+        lay, made = x.layout, out.layout
+        above, _, left, _ = lay.border
+        taps = [(dy + above) * lay.row + dx + left
+                for dy in window.taps[0] for dx in window.taps[1]]  # type: ignore[operator]  # fmt: skip
         rows, scales = [], []
-        for i, j in out.layout.inside():
-            source = x.layout.line(i * step.stride[0], j * step.stride[1]) + min(taps)
-            rows.append((source, out.layout.line(i, j)))
-            _, y, col, real = out.layout.pixels(i, j)
-            counts = _counts(step, 0, y, x.layout.size[2]) * _counts(step, 1, col, x.layout.size[3])
+        for at in made.inside():
+            rows.append((first_read(window, lay, made, at), made.line(*at)))
+            _, y, col, real = made.pixels(at)
+            counts = _counts(step, 0, y, lay.size[2]) * _counts(step, 1, col, lay.size[3])
             scales.append(np.where(real, 1 / np.maximum(counts, 1), 0))
-        kernel = move.Pool(tuple(tap - min(taps) for tap in taps), step.mean)
-        table, scale = np.array(rows, np.int32), _aligned(np.stack(scales))
-        self._each(kernel, x, out, table, {"weights": scale})
+        kernel, parts = move.Pool(tuple(taps), step.mean), [at[0] for at in made.inside()]
+        table, scale = np.array(rows, np.int32), np.stack(scales)
+        for thread, picked, begin, end in self._work(made, parts):
+            self._each(kernel, x, out, (thread, begin, end), table[picked],
+                       {"weights": _aligned(scale[picked])})  # fmt: skip
 
-    def _each(self, kernel: Any, x: Buffer, out: Buffer, table: np.ndarray,
-              more: dict[str, Any]) -> None:  # fmt: skip
-        for thread, (begin, end) in enumerate(by_thread(x.layout.size[1], self.threads)):
-            if begin < end:
-                self.tape.add(thread, Call(kernel, move.CALL, {"x": (x, 0), "out": (out, 0)}, {
-                    "x_pitch": x.layout.pitch * self.isa.line,
-                    "out_pitch": out.layout.pitch * self.isa.line, "begin": begin, "end": end,
-                    "count": len(table), "table": table, **more}))  # fmt: skip
+    def _each(self, kernel: Any, x: Buffer, out: Buffer, own: tuple[int, int, int],
+              table: np.ndarray, more: dict[str, Any]) -> None:  # fmt: skip
+        thread, begin, end = own
+        self.tape.add(thread, Call(kernel, move.CALL, {"x": (x, 0), "out": (out, 0)}, {
+            "x_pitch": self._pitch(x), "out_pitch": self._pitch(out), "begin": begin, "end": end,
+            "count": len(table), "table": table, **more}))  # fmt: skip
 
     def _mean(self, x: Buffer, out: Buffer) -> None:
         batch, _, height, width = x.layout.size
         lines, weights = [], []
-        for i, j in x.layout.inside():
-            lines.append(x.layout.line(i, j))
-            weights.append(x.layout.pixels(i, j)[3] / (height * width))
+        for at in x.layout.inside():
+            lines.append(x.layout.line(*at))
+            weights.append(x.layout.pixels(at)[3] / (height * width))
         grid = x.layout.grid
         per = grid.rows * grid.columns
         groups = tuple(tuple(range(b * per, (b + 1) * per)) for b in range(batch))
         places = self._pixel_places(out, batch)
-        self._each(move.Mean(groups), x, out, np.array(lines, np.int32),
-                   {"weights": _aligned(np.stack(weights)),
-                    "lines": places.astype(np.int32)})  # fmt: skip
+        more = {"weights": _aligned(np.stack(weights)), "lines": places.astype(np.int32)}
+        for thread, (begin, end) in enumerate(by_thread(x.layout.size[1], self.threads)):
+            if begin < end:
+                self._each(move.Mean(groups), x, out, (thread, begin, end),
+                           np.array(lines, np.int32), more)  # fmt: skip
 
     def _pixel_places(self, out: Buffer, batch: int) -> np.ndarray:
         """The element of each image's only pixel; tokens are pixels of one row."""
@@ -370,106 +453,18 @@ class Builder:
     def _flat(self, x: Buffer, out: Buffer) -> None:
         batch = x.layout.size[0]
         source, to = self._pixel_places(x, batch), self._pixel_places(out, batch)
-        table = np.full((out.layout.pitch, self.isa.lanes), -1)
-        table.reshape(-1)[to] = source
         used = sorted({int(place) // self.isa.lanes for place in to})
-        self._moved(move.Gather(), (x, 0), (out, 0), x.layout.size[1],
-                    x.layout.pitch * self.isa.line, out.layout.pitch * self.isa.line,
-                    [table[line] for line in used], used)  # fmt: skip
-
-    # -- layers
-
-    def _conv(self, step: Conv, all_: list[Window], sources: list[Buffer], out: Buffer) -> None:
-        x = sources[0]
-        weight = read(step, self.weights, self._columns(step, x))
-        for window in all_:
-            self._window(step, window, weight, sources, out)
-
-    def _columns(self, step: Conv, x: Buffer) -> int:
-        channels = x.layout.size[1]
-        if channels % step.groups:
-            raise NoPlan(f"{channels} channels in {step.groups} groups")
-        return channels // step.groups * math.prod(step.kernel)
-
-    def _window(self, step: Conv, window: Window, weight: Csr, sources: list[Buffer],
-                out: Buffer) -> None:  # fmt: skip
-        x, grid = sources[0], out.layout.grid
-        weight, places = self._places(step, window, weight, sources, out)
-        rows, columns = grid.height // window.step[0], grid.width // window.step[1]
-        spans = [[tap for tap in taps if tap is not None] or [0] for taps in window.taps]
-        shape = Shape(rows, columns, weight.count, x.layout.size[1] // step.groups, len(weight),
-                      window.stride, (max(spans[0]) - min(spans[0]),
-                                      max(spans[1]) - min(spans[1])))  # fmt: skip
-        cut = best(shape, self.threads, self.isa.line, self.isa.registers)
-        self.cuts.append((step.name, cut))
-        every = np.arange(weight.count)
-        if cut.by_rows:
-            parts = [(part, [((0, rows), (0, columns))])
-                     for part in dealt(weight.per_row() + 1, self.threads)]  # fmt: skip
-        else:
-            parts = [(every, [share]) for share in shares(shape, self.threads)]
-        streams: dict[int, Stream] = {}
-        for thread, (part, areas) in enumerate(parts):
-            if not len(part):
-                continue
-            key = thread if cut.by_rows else 0
-            if key not in streams:
-                streams[key] = packed(weight, places, part, cut.block, cut.side, self.isa.line)
-            cut_ = [rect for area in areas for rect in rects(*area, cut.tile)]
-            for size in dict.fromkeys(rect[2:] for rect in cut_):
-                tiles = [rect for rect in cut_ if rect[2:] == size]
-                self.tape.add(thread, self._call(step, window, sources, out, streams[key], tiles,
-                                                 cut.side, weight.kind))  # fmt: skip
-
-    def _places(self, step: Conv, window: Window, weight: Csr, sources: list[Buffer],
-                out: Buffer) -> tuple[Csr, Places]:  # fmt: skip
-        """The nonzeros that a window reads, and where they read."""
-        x, add = sources[0].layout, sources[-1].layout
-        kernel = math.prod(step.kernel)
-        ky, kx = weight.columns % kernel // step.kernel[1], weight.columns % step.kernel[1]
-        taps = [np.array([2**30 if tap is None else tap for tap in taps]) for taps in window.taps]
-        dy, dx = taps[0][ky], taps[1][kx]
-        used = (dy < 2**30) & (dx < 2**30)
-        if not used.all():
-            weight = replace(weight, rows=weight.rows[used], columns=weight.columns[used],
-                             values=weight.values[used])  # fmt: skip
-            dy, dx = dy[used], dx[used]
-        group = weight.rows // (step.out // step.groups)
-        channels = group * (x.size[1] // step.groups) + weight.columns // kernel
-        lines = (dy + x.border[0]) * x.row + dx + x.border[2]
-        every = np.arange(weight.count)
-        return weight, Places(channels, lines, every * out.layout.pitch, every * add.pitch, x.pitch)
-
-    def _call(self, step: Conv, window: Window, sources: list[Buffer], out: Buffer, stream: Stream,
-              tiles: list[Any], side: int, kind: str) -> Call:  # fmt: skip
-        x, made, add = sources[0].layout, out.layout, sources[-1].layout
-        (height, width), (sy, sx) = tiles[0][2:], window.stride
-        oy, ox = window.step
-        inner = [(i, j) for i in range(height) for j in range(width)]
-        adds = None if step.add is None else tuple(oy * i * add.row + ox * j for i, j in inner)
-        kernel = Tile(tuple(sy * i * x.row + sx * j for i, j in inner),
-                      tuple(oy * i * made.row + ox * j for i, j in inner), adds, side, step.act,
-                      kind, stream.offsets.dtype == np.uint32)  # fmt: skip
-        table = np.zeros(len(tiles), TILE)
-        for k, (i, j, _, _) in enumerate(tiles):
-            at = oy * i + window.start[0], ox * j + window.start[1]
-            table[k] = (sy * i * x.row + sx * j, made.line(*at), add.line(*at), 0)
-        buffers = {"x": (sources[0], 0), "out": (out, 0), "add": (sources[-1], 0)}
-        return Call(kernel, CALL, buffers, {
-            "blocks": stream.blocks, "block_count": len(stream.blocks), "records": stream.records,
-            "offsets": stream.offsets, "values": stream.values, "first": 0, "tiles": table,
-            "tile_begin": 0, "tile_end": len(table)})  # fmt: skip
+        table = np.full((used[-1] + 1, self.isa.lanes), -1)
+        table.reshape(-1)[to] = source
+        self._moved(move.Gather(), (x, 0), (out, 0), out.layout, (self._pitch(x), self._pitch(out)),
+                    [(line // (out.layout.size[1] * out.layout.pitch), line, table[line])
+                     for line in used])  # fmt: skip
 
 
 def _multiple(grid: Grid, of: tuple[int, int]) -> Grid:
     """The grid with tiles rounded up to multiples."""
     return replace(grid, height=-(-grid.height // of[0]) * of[0],
                    width=-(-grid.width // of[1]) * of[1])  # fmt: skip
-
-
-def _as_one_by_one(step: Linear) -> Conv:
-    return Conv(step.x, step.weight, step.bias, step.out, (1, 1), act=step.act, add=step.add,
-                name=step.name)  # fmt: skip
 
 
 def _as_conv(step: Pool) -> Conv:

@@ -1,7 +1,7 @@
 """A sparse weight as the stream that a kernel reads: offsets and values, block by block.
 
-Rows are dealt to threads by their nonzeros (longest first, in snake order), columns are cut into
-blocks of which the first cache holds the inputs, and rows that go side by side are of one length.
+Rows are dealt to threads by their nonzeros, columns are cut into blocks of which the first cache
+holds the inputs, and rows that go side by side are of one length.
 """
 
 from __future__ import annotations
@@ -99,21 +99,21 @@ class Places:
 
 
 def dealt(counts: np.ndarray, threads: int) -> list[np.ndarray]:
-    """Rows for each thread, about as many nonzeros for each: longest first, there and back."""
-    order = np.argsort(-counts, kind="stable")
-    place = np.arange(len(order)) % (2 * threads)
-    owner = np.where(place < threads, place, 2 * threads - 1 - place)
-    return [np.sort(order[owner == k]) for k in range(threads)]
+    """Rows for each thread, about as many nonzeros for each; neighbours, since threads that write
+    to neighbouring lines disturb one another."""
+    done = np.cumsum(counts)
+    cuts = np.searchsorted(done, done[-1] * np.arange(1, threads) / threads)
+    return np.split(np.arange(len(counts)), np.minimum(cuts + 1, len(counts)))
 
 
 def packed(weight: Csr, places: Places, rows: np.ndarray, block: int, side: int,
            line: int) -> Stream:  # fmt: skip
     """The stream of some rows, in blocks of `block` input channels, `side` rows side by side;
     line: bytes of a vector."""
-    own = np.full(weight.count, -1, np.int64)
-    own[rows] = np.arange(len(rows))
-    picked = np.flatnonzero(own[weight.rows] >= 0)
-    row, channel = own[weight.rows[picked]], places.channels[picked]
+    number = np.full(weight.count, -1, np.int64)
+    number[rows] = np.arange(len(rows))
+    picked = np.flatnonzero(number[weight.rows] >= 0)
+    row, channel = number[weight.rows[picked]], places.channels[picked]
     blocks = int(channel.max()) // block + 1 if len(channel) else 1
     count = len(rows)
     kb = channel // block
@@ -130,8 +130,9 @@ def packed(weight: Csr, places: Places, rows: np.ndarray, block: int, side: int,
         flags = (first[here] == k) * FIRST + (last[here] == k) * LAST
         groups = _groups(here, lengths[k][here], flags, side)
         made, read, written = _records(groups, lengths[k], starts[k], written)
-        made["flags"] = (first[groups.ravel()] == k) * FIRST + (last[groups.ravel()] == k) * LAST
-        real = rows[groups.ravel()]
+        own = groups.ravel()
+        made["end"] = made["end"] * 4 + (first[own] == k) * FIRST + (last[own] == k) * LAST
+        real = rows[own]
         made["out"], made["add"] = places.out[real], places.add[real]
         made["bias"], made["scale"] = weight.bias[real], weight.scale[real]
         table[k] = (k * block * places.pitch * line, done, done + len(made))

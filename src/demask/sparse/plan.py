@@ -13,7 +13,8 @@ from torch import Tensor
 from demask.errors import BadInput
 from demask.kernels.isa import host
 from demask.kernels.team import Job
-from demask.sparse.build import Builder, NoPlan
+from demask.sparse.build import Builder
+from demask.sparse.layers import NoPlan
 from demask.sparse.program import Program
 from demask.sparse.tape import Arena, Ready
 from demask.sparse.tiling import Cut

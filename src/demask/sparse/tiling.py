@@ -10,28 +10,32 @@ cache. The numbers are fitted to measurements (benchmarks/results/cpu_sparse.md)
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-import numpy as np
+from demask.kernels.isa import Isa
+from demask.sparse.layout import Area
 
-PRODUCT, NONZERO, ROW, LINE = 0.62, 1.1, 20.0, 2.5  # cycles
-MISS = 0.7  # cycles more per product whose input comes from the second cache
-CACHE = 40 * 1024  # bytes of the first cache that inputs may take
+PRODUCT, NONZERO, ROW, LINE = 0.68, 1.3, 4.5, 5.4  # cycles
+MISS = 0.76  # cycles more per product whose input comes from the second cache
+WAIT = 0.25  # per nonzero and missing chain
+FAR, NEAR = 3.8, 0.6  # per vector of inputs: made by the other thread, or by this one
+CACHE = 48 * 1024  # bytes of the first cache
 MAX_BLOCKS = 64
-Rect = tuple[int, int, int, int]  # first row, first column, rows, columns
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What is to be cut: positions of a tile of the image; products of a position; how far inputs
-    of neighbours lie apart, and how many more rows and columns of them a kernel spans."""
+    """What is to be cut: rows and columns of each part of the positions; nonzeros of the weight;
+    how far inputs of neighbours lie apart, and how many more rows and columns a kernel spans."""
 
-    rows: int
-    columns: int
+    parts: tuple[tuple[int, int], ...]
     outputs: int
     channels: int
+    groups: int
     nonzeros: int
     stride: tuple[int, int]
     reach: tuple[int, int]
@@ -48,9 +52,11 @@ class Cut:
     by_rows: bool
 
 
-def rects(rows: tuple[int, int], columns: tuple[int, int], tile: tuple[int, int]) -> list[Rect]:
-    """Tiles of about equal size that cover [rows) × [columns)."""
-    return [(i, j, h, w) for i, h in _pieces(*rows, tile[0]) for j, w in _pieces(*columns, tile[1])]
+def rects(area: Area, tile: tuple[int, int]) -> list[Area]:
+    """Tiles of about equal size that cover an area."""
+    i, j, rows, columns = area
+    return [(y, x, h, w) for y, h in _pieces(i, i + rows, tile[0])
+            for x, w in _pieces(j, j + columns, tile[1])]  # fmt: skip
 
 
 def _pieces(begin: int, end: int, most: int) -> Iterator[tuple[int, int]]:
@@ -59,38 +65,33 @@ def _pieces(begin: int, end: int, most: int) -> Iterator[tuple[int, int]]:
     yield from ((a, b - a) for a, b in pairwise(cuts))
 
 
-def shares(shape: Shape, threads: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """The rows and columns of positions of each thread: along the longer side."""
-    by_row = shape.rows >= shape.columns
-    count = shape.rows if by_row else shape.columns
-    cuts = [count * k // threads for k in range(threads + 1)]
-    parts = list(pairwise(cuts))
-    whole = (0, shape.columns) if by_row else (0, shape.rows)
-    return [(part, whole) if by_row else (whole, part) for part in parts]
+def strips(rows: int, columns: int, most: int) -> Iterator[Area]:
+    """Pieces of whole rows with about `most` positions."""
+    yield from ((i, 0, h, columns) for i, h in _pieces(0, rows, max(1, most // columns)))
 
 
 def cost(shape: Shape, cut: Cut, threads: int, line: int) -> float:
     """Cycles of the thread that has most to do."""
     blocks = -(-shape.channels // cut.block)
     rows, nonzeros = shape.outputs, float(shape.nonzeros)
-    if cut.by_rows:
-        parts = [((0, shape.rows), (0, shape.columns))]
-        rows, nonzeros = -(-rows // threads), nonzeros / threads
-    else:
-        parts = shares(shape, threads)
-    return max(sum(_tile(shape, cut, blocks, rows, nonzeros, h, w, line)
-                   for _, _, h, w in rects(*part, cut.tile)) for part in parts)  # fmt: skip
+    each = [sum(_tile(shape, cut, blocks, rows, nonzeros, *rect[2:], line)
+                for rect in rects((0, 0, *part), cut.tile)) for part in shape.parts]  # fmt: skip
+    lines = sum(_read(shape, *part) for part in shape.parts) * shape.channels
+    if len(shape.parts) == threads and not cut.by_rows:
+        return lines * NEAR + max(each)
+    return lines * (FAR if threads > 1 else NEAR) + sum(each) / threads
 
 
 def _tile(shape: Shape, cut: Cut, blocks: int, rows: int, nonzeros: float, h: int, w: int,
           line: int) -> float:  # fmt: skip
-    lines = _read(shape, h, w)
+    """Cycles for one tile: of a row, and of a row's part in a block where it has one."""
+    lines, t = _read(shape, h, w), h * w
     missed = max(0.0, 1 - CACHE / (lines * line * min(cut.block, shape.channels)))
-    touched = rows * min(blocks, 1 + nonzeros / max(rows, 1) * 2)
-    t = h * w
-    padded = 1.0 if cut.side == 1 else 1.03
-    product = (PRODUCT + MISS * missed) * max(t, 6 / cut.side) + NONZERO
-    return nonzeros * padded * product + touched * (ROW / cut.side + LINE * t)
+    in_block = nonzeros * shape.groups / max(rows * blocks, 1)
+    touched = rows * max(1.0, blocks / shape.groups * (1 - math.exp(-in_block)))
+    few = max(0, 8 - t * cut.side) / cut.side  # chains of sums that wait for themselves
+    product = (PRODUCT + MISS * missed) * t + NONZERO + WAIT * few
+    return nonzeros * product + touched * (ROW / cut.side + LINE * t)
 
 
 def _read(shape: Shape, h: int, w: int) -> int:
@@ -100,46 +101,52 @@ def _read(shape: Shape, h: int, w: int) -> int:
     return high * wide
 
 
-def best(shape: Shape, threads: int, line: int, registers: int) -> Cut:
-    """The cut that costs least, by the estimate."""
-    found = min((cost(shape, cut, threads, line), n, cut)
-                for n, cut in enumerate(cuts(shape, threads, line, registers)))  # fmt: skip
-    return found[2]
+@functools.cache
+def best(shape: Shape, threads: int, isa: Isa, by_rows: bool | None = None) -> tuple[float, Cut]:
+    """The cut that costs least, and its cycles, by the estimate. by_rows: how threads share."""
+    found = [(cost(shape, cut, threads, isa.line), n, cut)
+             for n, cut in enumerate(cuts(shape, threads, isa))
+             if by_rows in (None, cut.by_rows)]  # fmt: skip
+    return min(found)[::2]  # type: ignore[return-value]
 
 
-def cuts(shape: Shape, threads: int, line: int, registers: int) -> Iterator[Cut]:
-    """The cuts worth a thought."""
-    most = registers - 4
-    splits = (True, False) if threads > 1 else (True,)
-    for by_rows in splits:
-        if not by_rows and max(shape.rows, shape.columns) < threads:
-            continue
+def cuts(shape: Shape, threads: int, isa: Isa) -> Iterator[Cut]:
+    """The cuts worth a thought: tiles of one row, or of all positions where there are few."""
+    most = isa.registers - 4
+    own = len(shape.parts) == threads
+    for by_rows in (True, False) if own and threads > 1 else (not own,):
         for h, w in _tiles(shape, most):
-            side = max(1, min(4, 8 // (h * w), most // (h * w)))
-            for block in _blocks(shape, h, w, line):
-                yield Cut((h, w), block, side, by_rows)
+            for side in _sides(h * w, most):
+                for block in _blocks(shape, h, w, isa.line):
+                    yield Cut((h, w), block, side, by_rows)
+
+
+def _sides(positions: int, most: int) -> Iterator[int]:
+    """How many rows may go side by side."""
+    for side in (1, 2, 3, 4):
+        if positions * side <= most and (positions * side >= 7 or side == 4):
+            yield side
 
 
 def _tiles(shape: Shape, most: int) -> Iterator[tuple[int, int]]:
-    widths = {-(-shape.columns // n) for n in range(1, shape.columns + 1)}
-    heights = {-(-shape.rows // n) for n in range(1, shape.rows + 1)}
-    small = shape.rows * shape.columns < 4
-    for w in widths:
-        for h in heights:
-            if h * w <= most and (h * w >= 4 or small or h == shape.rows or w == shape.columns):
-                yield h, w
+    """Parts of a row; whole rows, where these are short."""
+    rows, columns = shape.parts[0]
+    for count in range(1, columns + 1):
+        w = -(-columns // count)
+        if w <= most and (w >= 4 or w == columns):
+            yield 1, w
+    if columns <= 4:
+        heights = {-(-rows // count) for count in range(1, rows)} | {7}
+        for h in sorted(heights):
+            if 1 < h <= rows and h * columns <= most:
+                yield h, columns
 
 
 def _blocks(shape: Shape, h: int, w: int, line: int) -> Iterator[int]:
     fits = CACHE / (line * _read(shape, h, w))
     sizes = {shape.channels}
-    for factor in (1.0, 1.6, 2.5):
+    for factor in (1.0, 1.6, 2.5, 4.0):
         count = max(1, -(-shape.channels // max(1, int(fits * factor))))
         if count <= MAX_BLOCKS:
             sizes.add(-(-shape.channels // count))
     yield from sorted(sizes)
-
-
-def balanced(counts: np.ndarray) -> float:
-    """How much longer the longest part takes than the mean."""
-    return float(counts.max() / max(counts.mean(), 1e-9))

@@ -1,0 +1,296 @@
+"""Kernels over matrices in CSR as they come, without packing: sparse times dense.
+
+Every row checks its own indices before it uses them: those of a bad one are not followed, and the
+call says so. Vectors are as wide as there are columns, so that none is wasted on few of them; rows
+of similar length go side by side then, since one row alone would wait for its own sums.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+
+from demask.kernels.emit import BIT, FLOAT, I32, I64, POINTER, VOID, Emitter, Value, Variable
+from demask.kernels.isa import Isa
+from demask.kernels.tile import Act
+
+#: what kernels are called with. names: rows of out, for rows that have names; order: rows of the
+#: matrix, of which this call takes begin to end, `together` being where those side by side end;
+#: pitches: bytes from row to row; tiles: how many are computed of each row; left: lanes in use of a
+#: partial vector; rows, columns, entries: sizes of the matrix; bad: set to 1 for bad indices.
+CALL = np.dtype([(key, "<i8") for key in (
+    "crow", "col", "values", "names", "order", "begin", "together", "end", "x", "x_pitch", "out",
+    "out_pitch", "bias", "tiles", "left", "rows", "columns", "entries", "bad")])  # fmt: skip
+
+
+def narrowed(e: Emitter, lanes: int) -> Emitter:
+    """The same function, written with vectors of so many lanes."""
+    other = copy.copy(e)
+    other.isa, other.lanes = replace(e.isa, lanes=lanes), lanes
+    other.vector, other.ints = ir.VectorType(FLOAT, lanes), ir.VectorType(I32, lanes)
+    return other
+
+
+class _Matrix:
+    """The fields of a call; rows and their nonzeros."""
+
+    def __init__(self, e: Emitter, wide: bool):
+        call = e.pointer(e.args[0])
+        self.e, self.index = e, I64 if wide else I32
+        self.field = {key: e.load(I64, call, k) for k, key in enumerate(CALL.names or ())}
+        names = ("crow", "col", "values", "names", "order", "x", "out", "bias", "bad")
+        self.at = {key: e.pointer(self.field[key]) for key in names}
+
+    def number(self, key: str, place: Value) -> Value:
+        """An index as a signed number of 64 bits."""
+        found = self.e.load(self.index, self.at[key], place)
+        return found if self.index is I64 else self.e.b.sext(found, I64)
+
+    def row(self, place: Value) -> tuple[Value, Value, Value]:
+        """(row of out, first nonzero, nonzeros) of a row in the order; none of a bad one."""
+        e, b = self.e, self.e.b
+        row = e.load_long(I32, self.at["order"], place)
+        begin, end = self.number("crow", row), self.number("crow", b.add(row, I64(1)))
+        good = b.and_(b.icmp_signed("<=", I64(0), begin), b.icmp_signed("<=", begin, end))
+        good = b.and_(good, b.icmp_signed("<=", end, self.field["entries"]))
+        self.report(b.not_(good))
+        return row, b.select(good, begin, I64(0)), b.select(good, b.sub(end, begin), I64(0))
+
+    def named(self, row: Value, named: bool) -> tuple[Value, Value]:
+        """The row of out that a row's name says, and whether there is one; else row 0."""
+        if not named:
+            return row, BIT(1)
+        b, name = self.e.b, self.number("names", row)
+        good = b.icmp_unsigned("<", name, self.field["rows"])
+        self.report(b.not_(good))
+        return b.select(good, name, I64(0)), good
+
+    def report(self, bad: Value) -> None:
+        """Note that an index is bad, where it is."""
+        with self.e.b.if_then(bad, likely=False):
+            self.e.b.store(I64(1), self.at["bad"])
+
+    def columns(self, place: Value, mask: Value) -> tuple[Value, Value]:
+        """A vector of columns, and the mask of those that are there and in range."""
+        e, b = self.e, self.e.b
+        kind = ir.VectorType(self.index, e.lanes)
+        found = masked(e, kind, e.at(self.at["col"], place, self.index), mask)
+        limit = self.field["columns"]
+        limit = limit if self.index is I64 else b.trunc(limit, I32)
+        inside = b.icmp_unsigned("<", found, e.splat(limit))
+        return found, b.and_(mask, inside)
+
+    def checked(self, begin: Value, count: Value) -> Value:
+        """How many nonzeros of a row may be followed: all or, where a column is bad, none."""
+        e, b = self.e, self.e.b
+        mask_type = ir.VectorType(BIT, e.lanes)
+        bad = e.variable(mask_type, ir.Constant(mask_type, [0] * e.lanes))
+        with e.loop(I64(0), count, e.lanes) as i:
+            mask = below(e, b.sub(count, i))
+            _, good = self.columns(b.add(begin, i), mask)
+            bad.set(b.or_(bad.get(), b.xor(mask, good)))
+        any_ = any_set(e, bad.get())
+        self.report(any_)
+        return b.select(any_, I64(0), count)
+
+
+def below(e: Emitter, count: Value) -> Value:
+    """The mask of the first `count` lanes; count may be any number of 64 bits."""
+    kind = ir.VectorType(I64, e.lanes)
+    return e.b.icmp_signed("<", ir.Constant(kind, list(range(e.lanes))), e.splat(count))
+
+
+def any_set(e: Emitter, mask: Value) -> Value:
+    """Whether any lane of a mask is set."""
+    bits = e.b.bitcast(mask, ir.IntType(e.lanes))
+    return e.b.icmp_unsigned("!=", bits, ir.IntType(e.lanes)(0))
+
+
+def masked(e: Emitter, kind: Any, pointer: Value, mask: Value) -> Value:
+    """A vector from memory; lanes outside of the mask are 0 and are not read."""
+    word = {FLOAT: "f32", I32: "i32", I64: "i64"}[kind.element]
+    load = e.intrinsic(f"llvm.masked.load.v{e.lanes}{word}.p0", kind, POINTER, I32, mask.type, kind)
+    return e.b.call(load, [pointer, I32(4), mask, ir.Constant(kind, [0] * e.lanes)])
+
+
+@dataclass(frozen=True, slots=True)
+class Wide:
+    """out[r] = act(bias[r] + sum of values · x[columns]) in tiles of `tile` vectors of `lanes`.
+
+    partial: of the last vector of a tile, `left` lanes are in use. wide: indices of 64 bits.
+    side: rows side by side. named: rows of out have names. biased: there is a bias.
+    """
+
+    tile: int
+    lanes: int
+    partial: bool
+    side: int
+    wide: bool = False
+    named: bool = False
+    biased: bool = False
+    act: Act | None = None
+
+    arguments = 2
+
+    def emit(self, e: Emitter) -> None:
+        """k(call, arena)"""
+        m, e = _Matrix(e, self.wide), narrowed(e, self.lanes)
+        f, b = m.field, e.b
+        size = self.tile * self.lanes * 4
+        mask = below(e, f["left"])
+        with e.loop(I64(0), f["tiles"]) as tile:
+            shift = b.mul(tile, I64(size))
+            x, out = e.at(m.at["x"], shift), e.at(m.at["out"], shift)
+            with e.loop(f["begin"], f["together"], self.side) as first:
+                self._rows(e, m, first, self.side, (x, out, mask))
+            with e.loop(f["together"], f["end"]) as first:
+                self._rows(e, m, first, 1, (x, out, mask))
+
+    def _rows(self, e: Emitter, m: _Matrix, first: Value, side: int,
+              at: tuple[Value, Value, Value]) -> None:  # fmt: skip
+        b, (x, out, mask) = e.b, at
+        rows = [m.row(b.add(first, I64(r)) if r else first) for r in range(side)]
+        counts = [m.checked(begin, count) for _, begin, count in rows]
+        least = counts[0]
+        for count in counts[1:]:
+            least = b.select(b.icmp_signed("<", count, least), count, least)
+        names = [m.named(row, self.named) for row, _, _ in rows]
+        sums = []
+        for name, _ in names:
+            start = e.splat(e.load(FLOAT, m.at["bias"], name)) if self.biased else e.splat(0.0)
+            sums.append([e.variable(e.vector, start) for _ in range(self.tile)])
+        with e.loop(I64(0), least) as i:
+            for (_, begin, _), row in zip(rows, sums, strict=True):
+                self._product(e, m, b.add(begin, i), row, (x, mask))
+        for (_, begin, _), count, row in zip(rows, counts, sums, strict=True):
+            if side > 1:
+                with e.loop(least, count) as i:
+                    self._product(e, m, b.add(begin, i), row, (x, mask))
+        for (name, good), sum_ in zip(names, sums, strict=True):
+            with b.if_then(good):
+                self._store(e, m, name, sum_, (out, mask))
+
+    def _product(self, e: Emitter, m: _Matrix, place: Value, sums: list[Variable],
+                 at: tuple[Value, Value]) -> None:  # fmt: skip
+        """sums += value · x[column]"""
+        x, mask = at
+        value = e.splat(e.load(FLOAT, m.at["values"], place))
+        line = e.at(x, e.b.mul(m.number("col", place), m.field["x_pitch"]))
+        for t, sum_ in enumerate(sums):
+            pointer = e.at(line, t * self.lanes * 4)
+            if self.partial and t == self.tile - 1:
+                found = masked(e, e.vector, pointer, mask)
+            else:
+                found = e.b.load(pointer, typ=e.vector, align=4)
+            sum_.set(e.fma(value, found, sum_.get()))
+
+    def _store(self, e: Emitter, m: _Matrix, row: Value, sums: list[Variable],
+               at: tuple[Value, Value]) -> None:  # fmt: skip
+        out, mask = at
+        line = e.at(out, e.b.mul(row, m.field["out_pitch"]))
+        for t, sum_ in enumerate(sums):
+            value, pointer = e.activated(sum_.get(), self.act), e.at(line, t * self.lanes * 4)
+            if self.partial and t == self.tile - 1:
+                name = f"llvm.masked.store.v{e.lanes}f32.p0"
+                store = e.intrinsic(name, VOID, e.vector, POINTER, I32, mask.type)
+                e.b.call(store, [value, pointer, I32(4), mask])
+            else:
+                e.b.store(value, pointer, align=4)
+
+
+@dataclass(frozen=True, slots=True)
+class Dot:
+    """The same for one column: lanes are nonzeros, x is gathered.
+
+    A row begins where its values' vector begins in memory, so that values are read aligned; lanes
+    of other rows are masked, and masked lanes are not read.
+    """
+
+    wide: bool = False
+    named: bool = False
+    biased: bool = False
+    act: Act | None = None
+
+    arguments = 2
+
+    def emit(self, e: Emitter) -> None:
+        """k(call, arena)"""
+        m, b = _Matrix(e, self.wide), e.b
+        shift = b.lshr(m.field["values"], I64(2))  # of the first value in its vector, in lanes
+        with e.loop(m.field["begin"], m.field["end"]) as place:
+            row, begin, count = m.row(place)
+            back = b.and_(b.add(begin, shift), I64(e.lanes - 1))
+            sum_ = e.variable(e.vector, e.splat(0.0))
+            none = ir.Constant(ir.VectorType(BIT, e.lanes), [0] * e.lanes)
+            bad = e.variable(none.type, none)
+            end = b.select(b.icmp_signed(">", count, I64(0)), count, b.neg(back))
+            with e.loop(b.neg(back), end, e.lanes) as i:
+                self._products(e, m, (begin, count, i), sum_, bad)
+            m.report(any_set(e, bad.get()))
+            self._finish(e, m, row, e.total(sum_.get()))
+
+    def _products(self, e: Emitter, m: _Matrix, at: tuple[Value, Value, Value], sum_: Variable,
+                  bad: Variable) -> None:  # fmt: skip
+        b, (begin, count, i) = e.b, at
+        mask = b.and_(below(e, b.sub(count, i)), b.not_(below(e, b.neg(i))))
+        place = b.add(begin, i)
+        col, good = m.columns(place, mask)
+        bad.set(b.or_(bad.get(), b.xor(mask, good)))
+        # columns fit 32 bits: there are fewer than 2**31
+        index = b.trunc(col, e.ints) if self.wide else col
+        values = masked(e, e.vector, e.at(m.at["values"], place, FLOAT), mask)
+        found = e.gather(m.at["x"], index, good, e.splat(0.0))
+        sum_.set(e.fma(values, found, sum_.get()))
+
+    def _finish(self, e: Emitter, m: _Matrix, row: Value, total: Value) -> None:
+        name, good = m.named(row, self.named)
+        if self.biased:
+            total = e.b.fadd(total, e.load(FLOAT, m.at["bias"], name))
+        value = e.b.extract_element(e.activated(e.splat(total), self.act), I32(0))
+        with e.b.if_then(good):
+            e.b.store(value, e.at(m.at["out"], name, FLOAT))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some columns of the product: the kernel for them, where they begin, tiles of them, lanes in
+    use of the last vector."""
+
+    kernel: Wide | Dot
+    first: int
+    tiles: int
+    left: int
+
+
+def pieces(columns: int, isa: Isa, options: dict[str, Any]) -> list[Piece]:
+    """The kernels that compute so many columns together. options: fields of the kernels."""
+    if columns == 1:
+        return [Piece(Dot(**options), 0, 1, 1)]
+    if columns < isa.lanes:
+        lanes = 1 << (columns - 1).bit_length()
+        kernel = Wide(1, lanes, columns < lanes, SIDE[0], **options)
+        return [Piece(kernel, 0, 1, columns)]
+    vectors = -(-columns // isa.lanes)
+    tile = -(-vectors // -(-vectors // (isa.registers // 4)))  # of equal tiles that fit
+    left = columns % isa.lanes or isa.lanes
+    whole = (vectors - (left < isa.lanes)) // tile
+    found = []
+    if whole:
+        found.append(Piece(Wide(tile, isa.lanes, False, side(tile), **options), 0, whole, 0))
+    rest = vectors - whole * tile
+    if rest:
+        kernel = Wide(rest, isa.lanes, left < isa.lanes, side(rest), **options)
+        found.append(Piece(kernel, whole * tile * isa.lanes, 1, left))
+    return found
+
+
+SIDE = (4, 2, 2)  # rows side by side, for tiles of 1, 2, 3 vectors: enough sums to hide their wait
+
+
+def side(tile: int) -> int:
+    """How many rows go side by side with tiles of so many vectors."""
+    return SIDE[tile - 1] if tile <= len(SIDE) else 1
