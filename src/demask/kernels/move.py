@@ -20,6 +20,9 @@ CALL = np.dtype([(key, "<i8") for key in (
     "begin", "end", "count", "table", "lines", "weights")])  # fmt: skip
 
 
+UNROLLED = 16  # lines: longer runs are loops
+
+
 class _Call:
     """The fields of a call, as values; buffers as pointers."""
 
@@ -86,26 +89,31 @@ class Scatter:
 
 @dataclass(frozen=True, slots=True)
 class Border:
-    """out[line] = lanes of another line of the same channels, for each permutation: `table` has
-    pairs (from, to) of lines, permutation after permutation; `lines` where each of these ends."""
+    """out[line] = lanes of another line of the same channels: runs of (permutation of lanes, first
+    line, where it goes, how many)."""
 
     lanes: tuple[tuple[int, ...], ...]
+    runs: tuple[tuple[int, int, int, int], ...]
     fill: float = 0.0
 
     arguments = 2
 
     def emit(self, e: Emitter) -> None:
         call = _Call(e)
-        out, table, ends = call.buffer("out"), call.table(), call.table("lines")
+        out = call.buffer("out")
         with e.loop(call.field["begin"], call.field["end"]) as c:
-            channel, begin = call.channel("out", out, c), I64(0)
-            for k, lanes in enumerate(self.lanes):
-                end = e.load_long(I32, ends, k)
-                with e.loop(begin, end) as pair:
-                    place = e.at(table, e.b.mul(pair, I64(8)))
-                    source, to = (e.line(channel, e.load_long(I32, place, n)) for n in (0, 1))
-                    e.write(e.permuted(e.read(source), lanes, self.fill), to)
-                begin = end
+            channel = call.channel("out", out, c)
+            for lanes, source, to, count in self.runs:
+                ends = e.line(channel, source), e.line(channel, to)
+                if count <= UNROLLED:
+                    for k in range(count):
+                        self._copy(e, lanes, e.line(ends[0], k), e.line(ends[1], k))
+                    continue
+                with e.loop(I64(0), I64(count)) as k:
+                    self._copy(e, lanes, e.line(ends[0], k), e.line(ends[1], k))
+
+    def _copy(self, e: Emitter, lanes: int, source: Value, to: Value) -> None:
+        e.write(e.permuted(e.read(source), self.lanes[lanes], self.fill), to)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from torch import Tensor
 from demask.kernels import move
 from demask.kernels.isa import Isa
 from demask.sparse.layers import (
-    NoPlan,
     Piece,
     as_conv,
     chain_pays,
@@ -24,6 +23,7 @@ from demask.sparse.layers import (
     pieces,
     reach,
     shape_of,
+    touched,
     windows,
 )
 from demask.sparse.layout import (
@@ -49,7 +49,7 @@ from demask.sparse.program import (
     canonical,
     reads,
 )
-from demask.sparse.tape import Buffer, Call, Place, Tape, by_thread
+from demask.sparse.tape import Buffer, Call, NoPlan, Place, Tape, by_thread
 from demask.sparse.tiling import Cut, Shape
 
 POSITIVE = ("relu", "sigmoid", "hardsigmoid")
@@ -152,7 +152,8 @@ class Builder:
         return grid.scaled(step.stride)
 
     def layout(self, value: int, grid: Grid, border: Border) -> Layout:
-        return Layout(self.shapes[value], grid, border, self.isa.lanes)
+        apart = self.tape.apart // self.isa.line if grid.parts > 1 else 0
+        return Layout(self.shapes[value], grid, border, self.isa.lanes, apart)
 
     # -- buffers
 
@@ -185,14 +186,28 @@ class Builder:
                 border_ = widened(border_, other.border)
         made = Buffer(self.layout(need.value, need.grid, border_), fill)
         self.made[key] = made
-        self._copy(self.main(need.value), made)
+        self._copy(self.main(need.value), made, self._read_of(need.value, made.layout))
         return made
 
-    def _copy(self, source: Buffer, to: Buffer) -> None:
-        """A value into another layout, borders too."""
+    def _read_of(self, value: int, layout: Layout) -> set[At]:
+        """The positions of a copy of a value that anybody reads."""
+        found: set[At] = set()
+        for reader in self.left:
+            step = self.step(reader)
+            if value not in reads(step):
+                continue
+            if not isinstance(step, (Conv, Pool)) or step.x != value:
+                return set(layout.around())
+            made = self.grids[reader]
+            for window in windows(step if isinstance(step, Conv) else _as_conv(step)):
+                found |= touched(window, layout.grid, made)
+        return found
+
+    def _copy(self, source: Buffer, to: Buffer, wanted: set[At]) -> None:
+        """A value into another layout, borders too, at the positions that are wanted."""
         self.tape.phase()
         rows = []
-        for at in to.layout.around():
+        for at in sorted(wanted & set(to.layout.around())):
             image, y, x, real = to.layout.pixels(at)
             held = [np.where(real, a, 0) for a in (image, y, x)]
             found = np.where(real, source.layout.element(*held), -1)
@@ -236,17 +251,13 @@ class Builder:
         if not found:
             return
         self.tape.phase()
-        kernel = move.Border(tuple(found), buffer.fill)
         flat = [(k, *place) for k, places in enumerate(found.values()) for place in places]
         for thread, picked, begin, end in self._work(
             buffer.layout, [at[0] for _, at, _, _ in flat]
         ):
-            own = [flat[k] for k in picked]
-            counts = np.bincount([k for k, *_ in own], minlength=len(found))
+            kernel = move.Border(tuple(found), _runs([flat[k] for k in picked]), buffer.fill)
             self.tape.add(thread, Call(kernel, move.CALL, {"out": (buffer, 0)}, {
-                "out_pitch": self._pitch(buffer), "begin": begin, "end": end,
-                "table": np.array([pair for _, _, *pair in own], np.int32),
-                "lines": np.cumsum(counts).astype(np.int32)}))  # fmt: skip
+                "out_pitch": self._pitch(buffer), "begin": begin, "end": end}))  # fmt: skip
 
     # -- steps
 
@@ -457,14 +468,25 @@ class Builder:
         table = np.full((used[-1] + 1, self.isa.lanes), -1)
         table.reshape(-1)[to] = source
         self._moved(move.Gather(), (x, 0), (out, 0), out.layout, (self._pitch(x), self._pitch(out)),
-                    [(line // (out.layout.size[1] * out.layout.pitch), line, table[line])
-                     for line in used])  # fmt: skip
+                    [(0, line, table[line]) for line in used])  # fmt: skip
 
 
 def _multiple(grid: Grid, of: tuple[int, int]) -> Grid:
     """The grid with tiles rounded up to multiples."""
     return replace(grid, height=-(-grid.height // of[0]) * of[0],
                    width=-(-grid.width // of[1]) * of[1])  # fmt: skip
+
+
+def _runs(places: Sequence[tuple[int, At, int, int]]) -> tuple[tuple[int, int, int, int], ...]:
+    """Runs of neighbouring lines (permutation, first line, where it goes, how many)."""
+    found: list[tuple[int, int, int, int]] = []
+    for lanes, _, source, to in places:
+        last = found[-1] if found else (-1, 0, 0, 0)
+        if (lanes, source, to) == (last[0], last[1] + last[3], last[2] + last[3]):
+            found[-1] = (*last[:3], last[3] + 1)
+        else:
+            found.append((lanes, source, to, 1))
+    return tuple(found)
 
 
 def _as_conv(step: Pool) -> Conv:

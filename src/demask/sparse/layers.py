@@ -19,15 +19,11 @@ from demask.kernels.tile import CALL, TILE, Tile
 from demask.sparse.layout import Area, At, Border, Grid, Layout
 from demask.sparse.pack import Csr, Places, Stream, dealt, packed, read
 from demask.sparse.program import Conv, Linear
-from demask.sparse.tape import Buffer, Call, Tape
+from demask.sparse.tape import Buffer, Call, NoPlan, Tape
 from demask.sparse.tiling import Cut, Shape, best, rects, strips
 
 BARRIER = 3000.0  # cycles until all threads have come
 CACHE = 768 * 1024  # bytes of what a chain makes that may wait in the second cache
-
-
-class NoPlan(Exception):
-    """The kernels cannot do this; its text says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +73,22 @@ def reach(grid: Grid, out: Grid, all_: Sequence[Window]) -> Border:
                 more = last + max(taps) - (mine[2 + axis] - 1)
                 found[2 * axis + 1] = max(found[2 * axis + 1], more)
     return tuple(found)  # type: ignore[return-value]
+
+
+def touched(window: Window, grid: Grid, out: Grid) -> set[At]:
+    """The positions of an input that a window reads."""
+    found: set[At] = set()
+    for part in range(out.parts):
+        mine, made = grid.part(part), out.part(part)
+        axes = []
+        for axis in (0, 1):
+            stride, step = window.stride[axis], window.step[axis]
+            first = made[axis] // step * stride - mine[axis]
+            taps = [tap for tap in window.taps[axis] if tap is not None]
+            axes.append({first + k * stride + tap for k in range(made[2 + axis] // step)
+                         for tap in taps})  # fmt: skip
+        found |= {(part, i, j) for i in axes[0] for j in axes[1]}
+    return found
 
 
 def looks_at_pixels(step: Conv | Linear) -> bool:
@@ -231,4 +243,4 @@ def first_read(window: Window, x: Layout, out: Layout, at: At) -> int:
     mine, made = x.grid.part(part), out.grid.part(part)
     places = [(made[axis] // window.step[axis] + k) * window.stride[axis] - mine[axis]
               for axis, k in enumerate((i, j))]  # fmt: skip
-    return part * x.size[1] * x.pitch + places[0] * x.row + places[1]
+    return part * x.apart + places[0] * x.row + places[1]

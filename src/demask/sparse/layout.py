@@ -94,6 +94,7 @@ class Layout:
     grid: Grid
     border: Border
     lanes: int
+    apart: int = 0  # lines from a part to the next
 
     @property
     def row(self) -> int:
@@ -110,12 +111,12 @@ class Layout:
 
     @property
     def bytes(self) -> int:
-        return self.grid.parts * self.size[1] * self.pitch * 4 * self.lanes
+        """Of one part."""
+        return self.size[1] * self.pitch * 4 * self.lanes
 
     def line(self, part: int, i: int, j: int) -> int:
         """The line of a position of channel 0."""
-        first = part * self.size[1] * self.pitch
-        return first + (i + self.border[0]) * self.row + j + self.border[2]
+        return part * self.apart + (i + self.border[0]) * self.row + j + self.border[2]
 
     def inside(self) -> Iterator[At]:
         """Positions (part, i, j) without borders."""
@@ -158,8 +159,7 @@ class Layout:
         along = i if grid.by_rows else j
         part = np.searchsorted(firsts, along, side="right") - 1
         own_i, own_j = (i - firsts[part], j) if grid.by_rows else (i, j - firsts[part])
-        first = part * self.size[1] * self.pitch
-        return first + (own_i + self.border[0]) * self.row + own_j + self.border[2]
+        return part * self.apart + (own_i + self.border[0]) * self.row + own_j + self.border[2]
 
 
 def widened(a: Border, b: Border) -> Border:

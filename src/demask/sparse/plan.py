@@ -14,9 +14,8 @@ from demask.errors import BadInput
 from demask.kernels.isa import host
 from demask.kernels.team import Job
 from demask.sparse.build import Builder
-from demask.sparse.layers import NoPlan
 from demask.sparse.program import Program
-from demask.sparse.tape import Arena, Ready
+from demask.sparse.tape import Arena, NoPlan, Ready
 from demask.sparse.tiling import Cut
 
 __all__ = ["NoPlan", "Plan"]

@@ -16,7 +16,14 @@ from demask.machine.arena import Block, planned
 from demask.sparse.layout import Layout
 
 HEADER = 4096  # bytes in front of an arena's buffers: its slots
+# Address space for the buffers of one thread. What one thread wrote lies in its own cache: no other
+# thread should get the same memory later.
+APART = 2**27 + 2**13
 MAX_SLOTS = HEADER // 8
+
+
+class NoPlan(Exception):
+    """The kernels cannot do this; its text says why."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +57,7 @@ class Tape:
     """Phases of calls, a list for each thread."""
 
     threads: int
+    apart: int = APART  # bytes between the arenas of threads
     phases: list[list[list[Call]]] = field(default_factory=list)
     held: list[Any] = field(default_factory=list)  # arrays that machine code reads
 
@@ -78,9 +86,7 @@ class Tape:
             for place, _ in call.buffers.values():
                 if isinstance(place, Buffer):
                     buffers[id(place)] = place
-        blocks = [Block(b.layout.bytes, b.start, b.end) for b in buffers.values()]
-        plan = planned(blocks)
-        offsets = {key: HEADER + o for key, o in zip(buffers, plan.offsets, strict=True)}
+        offsets, size = self._placed(buffers)
         code = CODE.addresses(call.kernel for call in flat)
         entries = np.zeros(max(len(flat), 1), ENTRY)
         for k, call in enumerate(flat):
@@ -89,7 +95,22 @@ class Tape:
             entries[k] = (code[call.kernel], fields.ctypes.data)
         counts = [len(calls) for phase in self.phases for calls in phase]
         ends = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
-        return Ready(entries, ends, self.threads, HEADER + plan.size, self.held)
+        return Ready(entries, ends, self.threads, size, self.held)
+
+    def _placed(self, buffers: Mapping[int, Buffer]) -> tuple[dict[int, int], int]:
+        """Offsets of buffers, and bytes of the arena: first what all threads write, then an arena
+        for each thread's part of the others."""
+        offsets: dict[int, int] = {}
+        first, size = HEADER, HEADER
+        for own in (False, True):
+            some = {k: b for k, b in buffers.items() if (b.layout.grid.parts > 1) is own}
+            plan = planned([Block(b.layout.bytes, b.start, b.end) for b in some.values()])
+            offsets |= {key: first + o for key, o in zip(some, plan.offsets, strict=True)}
+            if own and plan.size > self.apart:
+                raise NoPlan(f"a thread needs {plan.size} bytes at once")
+            size = first + plan.size + (self.threads - 1) * self.apart * (own and bool(some))
+            first += plan.size
+        return offsets, size
 
     def _fields(self, call: Call, offsets: Mapping[int, int]) -> np.ndarray:
         found = np.zeros(1, call.kind)

@@ -22,7 +22,7 @@ from demask.sparse.layout import Area
 PRODUCT, NONZERO, ROW, LINE = 0.68, 1.3, 4.5, 5.4  # cycles
 MISS = 0.76  # cycles more per product whose input comes from the second cache
 WAIT = 0.25  # per nonzero and missing chain
-FAR, NEAR = 3.8, 0.6  # per vector of inputs: made by the other thread, or by this one
+FAR, NEAR = 12.0, 0.6  # per vector of inputs: made by the other thread, or by this one
 CACHE = 48 * 1024  # bytes of the first cache
 MAX_BLOCKS = 64
 
