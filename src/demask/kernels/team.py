@@ -29,7 +29,7 @@ ENTRY = np.dtype([("code", "<i8"), ("call", "<i8")])
 #: what threads enter with
 JOB = np.dtype([(key, "<i8") for key in (
     "entries", "ends", "phases", "threads", "number_of", "count_of", "give_way", "present", "runs",
-    "arenas")])  # fmt: skip
+    "arenas", "slots", "slot_count")])  # fmt: skip
 SPINS = 2000  # looks at the counter before the processor is offered to others
 PAD = 64  # bytes of a cache line
 
@@ -39,8 +39,9 @@ class Work:
     """work(job, number, count): what thread `number` of `count` does; work(job) asks OpenMP which
     one it is. A job's `present` counts the threads that have come to barriers so far.
 
-    runs = 1: all threads run the tape together. runs > 1: run k has its own arena, and each thread
-    runs whole tapes (made for one thread) alone.
+    runs = 0: all threads run the tape together, in the first arena. Else each thread runs whole
+    tapes (made for one thread) alone, in an arena of its own, into whose slots it writes those of
+    the run.
     """
 
     asks: bool
@@ -58,10 +59,14 @@ class Work:
             )
         else:
             number, count = e.args[1], e.args[2]
-        alone = e.b.icmp_signed(">", field["runs"], I64(1))
+        alone = e.b.icmp_signed(">", field["runs"], I64(0))
         with e.b.if_else(alone) as (then, otherwise):
             with then, e.loop(number, field["runs"], count) as run:
-                arena = e.load(I64, e.pointer(field["arenas"]), run)
+                arena = e.load(I64, e.pointer(field["arenas"]), number)
+                own = e.at(e.pointer(field["slots"]), e.b.mul(run, field["slot_count"]), I64)
+                with e.loop(I64(0), field["slot_count"]) as slot:
+                    place = e.at(e.pointer(arena), e.b.add(slot, I64(1)), I64)
+                    e.b.store(e.load(I64, own, slot), place)
                 with e.loop(I64(0), field["phases"]) as phase:
                     _phase(e, field, phase, (I64(0), I64(1)), arena)
             with otherwise, e.loop(I64(0), field["phases"]) as phase:
@@ -161,16 +166,18 @@ def _entered() -> tuple[int, Any]:
 class Job:
     """What one call of a tape needs beside the tape: not to be used by two calls at once."""
 
-    def __init__(self, entries: np.ndarray, ends: np.ndarray, threads: int, arenas: np.ndarray):
-        self.entries, self.ends, self.arenas = entries, ends, arenas
-        self.threads, self.runs = threads, len(arenas)
+    def __init__(self, entries: np.ndarray, ends: np.ndarray, threads: int, arenas: np.ndarray,
+                 slots: np.ndarray | None = None):  # fmt: skip
+        """slots [runs, inputs and outputs]: for threads that run tapes alone, filled before."""
+        self.entries, self.ends, self.arenas, self.slots = entries, ends, arenas, slots
+        runs, count, place = (0, 0, 0) if slots is None else (*slots.shape, slots.ctypes.data)
         self.memory = np.zeros(4 * PAD // 8, np.int64)
         self.fields = np.zeros(1, JOB)
         omp = openmp()
         self.fields[0] = (
             entries.ctypes.data, ends.ctypes.data, (len(ends) - 1) // threads, threads,
             0 if omp is None else omp.number_of, 0 if omp is None else omp.count_of, _give_way(),
-            self.memory[PAD // 8 :].ctypes.data, self.runs, arenas.ctypes.data,
+            self.memory[PAD // 8 :].ctypes.data, runs, arenas.ctypes.data, place, count,
         )  # fmt: skip
         self.place = self.fields.ctypes.data
         self.omp = omp

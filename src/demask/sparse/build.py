@@ -50,7 +50,7 @@ from demask.sparse.program import (
     reads,
 )
 from demask.sparse.tape import Buffer, Call, NoPlan, Place, Tape, by_thread
-from demask.sparse.tiling import Cut, Shape
+from demask.sparse.tiling import Cut, Shape, best
 
 POSITIVE = ("relu", "sigmoid", "hardsigmoid")
 LEAST = -math.inf
@@ -84,7 +84,7 @@ class Builder:
 
     program: Program
     weights: Sequence[Tensor]
-    sizes: Sequence[tuple[Any, ...]]
+    inputs: Sequence[Tensor]
     isa: Isa
     threads: int
     tape: Tape = field(init=False)
@@ -98,7 +98,7 @@ class Builder:
 
     def __post_init__(self) -> None:
         self.tape = Tape(self.threads)
-        shapes = self.program.shapes(self.sizes)
+        shapes = self.program.shapes([tuple(x.shape) for x in self.inputs])
         self.shapes = [canonical(*both) for both in zip(self.program.kinds, shapes, strict=True)]
         for value, size in enumerate(self.shapes):
             if math.prod(size) == 0 or max(size) >= 2**24:
@@ -299,6 +299,18 @@ class Builder:
                 if chain_pays(more, self.threads, self.isa):
                     chain, shapes = [*chain, value], more
         return chain
+
+    def estimate(self) -> float:
+        """Cycles of the layers, about."""
+        first = len(self.program.inputs)
+        layers = [first + k for k, step in enumerate(self.program.steps)
+                  if isinstance(step, (Conv, Linear))]  # fmt: skip
+        return sum(best(self._shape(v), self.threads, self.isa)[0] for v in layers)
+
+    def largest(self) -> int:
+        """Bytes of the largest value."""
+        return max(size[1] * grid.positions for size, grid in
+                   zip(self.shapes, self.grids, strict=True)) * self.isa.line  # fmt: skip
 
     def _shape(self, value: int) -> Shape:
         """What is to be cut of the layer that makes a value."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,29 +18,51 @@ from demask.sparse.tape import Arena, NoPlan, Ready
 from demask.sparse.tiling import Cut
 
 __all__ = ["NoPlan", "Plan"]
+CACHE = 2**18  # bytes of the largest value, where several images are computed at once
 SPARE = 4  # sets of memory that are kept: calls that run at the same time
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a call needs for itself."""
+
+    job: Job
+    arenas: list[Arena]
+    slots: np.ndarray  # [runs, inputs and outputs]: addresses
 
 
 @dataclass(slots=True)
 class Part:
-    """Images of a batch that are computed at once, by one tape; runs of it, alike."""
+    """Images of a batch: `runs` times `images`, from the first on, by one tape. alone: each thread
+    takes whole runs, else all threads share each (there is one then)."""
 
     ready: Ready
-    images: int
     first: int
+    images: int
     runs: int
-    spare: list[tuple[Job, list[Arena]]] = field(default_factory=list)
+    alone: bool
+    spare: list[Memory] = field(default_factory=list)
 
-    def take(self) -> tuple[Job, list[Arena]]:
+    def take(self, threads: int, tensors: int) -> Memory:
         """Memory for a call, until it is given back."""
         try:
             return self.spare.pop()
         except IndexError:
-            arenas = [Arena(self.ready.size) for _ in range(self.runs)]
+            arenas = [Arena(self.ready.size) for _ in range(threads if self.alone else 1)]
             places = np.array([arena.address for arena in arenas], np.int64)
-            return Job(self.ready.entries, self.ready.ends, self.ready.threads, places), arenas
+            slots = np.zeros((self.runs, tensors), np.int64)
+            ready, own = self.ready, slots if self.alone else None
+            return Memory(Job(ready.entries, ready.ends, ready.threads, places, own), arenas, slots)
 
-    def give(self, memory: tuple[Job, list[Arena]]) -> None:
+    def run(self, threads: int, tensors: Sequence[Tensor]) -> None:
+        memory = self.take(threads, len(tensors))
+        for k, tensor in enumerate(tensors):
+            step = tensor.stride(0) * 4 if tensor.ndim and (self.alone or self.first) else 0
+            begin = tensor.data_ptr() + self.first * step
+            memory.slots[:, k] = begin + step * self.images * np.arange(self.runs)
+        if not self.alone:
+            memory.arenas[0].slots[1 : 1 + len(tensors)] = memory.slots[0]
+        memory.job.run(threads)
         if len(self.spare) < SPARE:
             self.spare.append(memory)
 
@@ -53,7 +74,6 @@ class Plan:
     def __init__(self, parts: list[Part], shapes: list[tuple[int, ...]], threads: int,
                  cuts: list[tuple[str, Cut]]):  # fmt: skip
         self.parts, self.shapes, self.threads, self.cuts = parts, shapes, threads, cuts
-        self.lock = threading.Lock()
 
     @classmethod
     def of(cls, program: Program, weights: Sequence[Tensor], inputs: Sequence[Tensor],
@@ -62,28 +82,55 @@ class Plan:
         kernels cannot do."""
         if any(x.dtype is not torch.float32 or x.device.type != "cpu" for x in inputs):
             raise NoPlan("inputs are not float32 on the CPU")
-        sizes = [tuple(x.shape) for x in inputs]
-        shapes = program.shapes(sizes)
-        builder = Builder(program, weights, sizes, host(), threads)
-        builder.build([_strides(kind, x) for kind, x in zip(program.inputs, inputs, strict=True)])
-        part = Part(builder.tape.done(), 0, 0, 1)
-        return cls([part], [shapes[v] for v in program.outputs], threads, builder.cuts)
+        shapes = program.shapes([tuple(x.shape) for x in inputs])
+        parts, cuts = [], []
+        for first, images, runs in _batches(program, weights, inputs, threads):
+            own = [x[:images] for x in inputs] if images else inputs
+            alone = images > 0 and runs > 1
+            builder = Builder(program, weights, own, host(), 1 if alone else threads)
+            builder.build([_strides(kind, x) for kind, x in zip(program.inputs, own, strict=True)])
+            parts.append(Part(builder.tape.done(), first, images, runs, alone))
+            cuts += builder.cuts
+        return cls(parts, [shapes[v] for v in program.outputs], threads, cuts)
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         outputs = [torch.empty(shape) for shape in self.shapes]
         for part in self.parts:
-            job, arenas = memory = part.take()
-            slots = [t.data_ptr() for t in (*inputs, *outputs)]
-            for arena in arenas:
-                arena.slots[1 : 1 + len(slots)] = slots
-            job.run(self.threads)
-            part.give(memory)
+            part.run(self.threads, (*inputs, *outputs))
         return outputs
 
     @property
     def bytes(self) -> int:
         """Of packed weights and tables."""
         return sum(part.ready.weight_bytes for part in self.parts)
+
+
+def _batches(program: Program, weights: Sequence[Tensor], inputs: Sequence[Tensor],
+             threads: int) -> list[tuple[int, int, int]]:  # fmt: skip
+    """(first image, images at once, runs) of each part; images 0: all at once. A batch is cut
+    where its images are independent: threads that take different ones wait for nobody."""
+    count = _independent(program, inputs)
+    if count is None or count == 1:
+        return [(0, 0, 1)]
+    sizes = [n for n in (1, 2, 4, 8, 16) if n <= min(count, host().lanes)]
+    costs: dict[int, float] = {}
+    for n in sizes:
+        builder = Builder(program, weights, [x[:n] for x in inputs], host(), 1)
+        if n == 1 or (count // n >= threads and builder.largest() <= CACHE):
+            costs[n] = builder.estimate() / n
+    images = min(costs, key=costs.__getitem__)
+    runs, left = divmod(count, images)
+    return [(0, images, runs)] + ([(runs * images, left, 1)] if left else [])
+
+
+def _independent(program: Program, inputs: Sequence[Tensor]) -> int | None:
+    """How many images come in and go out; None where values are not one per image."""
+    if any(kind == "tokens" for kind in program.inputs):
+        return None
+    counts = {x.shape[0] for x in inputs}
+    made = {shape[0] for shape in (program.shapes([x.shape for x in inputs])[v]
+                                   for v in program.outputs)}  # fmt: skip
+    return counts.pop() if len(counts) == 1 and made == counts else None
 
 
 def _strides(kind: str, x: Tensor) -> tuple[int, int, int, int]:
