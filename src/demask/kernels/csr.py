@@ -110,11 +110,11 @@ def any_set(e: Emitter, mask: Value) -> Value:
     return e.b.icmp_unsigned("!=", bits, ir.IntType(e.lanes)(0))
 
 
-def masked(e: Emitter, kind: Any, pointer: Value, mask: Value) -> Value:
+def masked(e: Emitter, kind: Any, pointer: Value, mask: Value, align: int = 4) -> Value:
     """A vector from memory; lanes outside of the mask are 0 and are not read."""
     word = {FLOAT: "f32", I32: "i32", I64: "i64"}[kind.element]
     load = e.intrinsic(f"llvm.masked.load.v{e.lanes}{word}.p0", kind, POINTER, I32, mask.type, kind)
-    return e.b.call(load, [pointer, I32(4), mask, ir.Constant(kind, [0] * e.lanes)])
+    return e.b.call(load, [pointer, I32(align), mask, ir.Constant(kind, [0] * e.lanes)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,8 +206,8 @@ class Wide:
 class Dot:
     """The same for one column: lanes are nonzeros, x is gathered.
 
-    A row begins where its values' vector begins in memory, so that values are read aligned; lanes
-    of other rows are masked, and masked lanes are not read.
+    A row begins where its values' vector begins in memory, so that values are read aligned (they
+    lie at multiples of 4 bytes); lanes of other rows are masked, and masked lanes are not read.
     """
 
     wide: bool = False
@@ -242,7 +242,7 @@ class Dot:
         bad.set(b.or_(bad.get(), b.xor(mask, good)))
         # columns fit 32 bits: there are fewer than 2**31
         index = b.trunc(col, e.ints) if self.wide else col
-        values = masked(e, e.vector, e.at(m.at["values"], place, FLOAT), mask)
+        values = masked(e, e.vector, e.at(m.at["values"], place, FLOAT), mask, e.isa.line)
         found = e.gather(m.at["x"], index, good, e.splat(0.0))
         sum_.set(e.fma(values, found, sum_.get()))
 

@@ -160,6 +160,21 @@ class Emitter:
         picks = [self.lanes if lane < 0 else lane for lane in lanes]
         return self.b.shuffle_vector(x, self.splat(fill), ir.Constant(self.ints, picks))
 
+    def transposed(self, rows: Sequence[Value]) -> list[Value]:
+        """As many vectors as they have lanes: lane k of row r becomes lane r of row k. In each of
+        log2(lanes) rounds, rows and lanes that differ in one bit change places."""
+        found, distance = list(rows), 1
+        while distance < self.lanes:
+            low = [k if not k & distance else self.lanes + k - distance for k in range(self.lanes)]
+            high = [k + distance if not k & distance else self.lanes + k for k in range(self.lanes)]
+            for k in range(self.lanes):
+                if not k & distance:
+                    a, b = found[k], found[k + distance]
+                    found[k] = self.b.shuffle_vector(a, b, ir.Constant(self.ints, low))
+                    found[k + distance] = self.b.shuffle_vector(a, b, ir.Constant(self.ints, high))
+            distance *= 2
+        return found
+
     def places(self, pointer: Value, index: Value) -> Value:
         """Addresses of the float32 elements that a vector of int32 counts."""
         found = self.b.gep(pointer, [index], source_etype=FLOAT)

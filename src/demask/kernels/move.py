@@ -88,6 +88,54 @@ class Scatter:
 
 
 @dataclass(frozen=True, slots=True)
+class Turned:
+    """`Gather` or `Scatter` (out: which) of tensors whose channels are neighbours, for whole
+    vectors of channels: lanes and channels change places in registers."""
+
+    out: bool
+
+    arguments = 2
+
+    def emit(self, e: Emitter) -> None:
+        call = _Call(e)
+        x, out = call.buffer("x"), call.buffer("out")
+        mine, theirs = ("x", out) if self.out else ("out", x)
+        with e.loop(call.field["begin"], call.field["end"], e.lanes) as c:
+            own = call.channel(mine, x if self.out else out, c)
+            base = e.at(theirs, c, FLOAT)
+            with e.loop(I64(0), call.field["count"]) as k:
+                table = e.line(call.table(), k)
+                line = e.line(own, e.load_long(I32, call.table("lines"), k))
+                lines = [e.at(line, e.b.mul(call.field[f"{mine}_pitch"], I64(r)))
+                         for r in range(e.lanes)]  # fmt: skip
+                if self.out:
+                    self._give(e, lines, table, base)
+                else:
+                    self._take(e, lines, table, base)
+
+    def _give(self, e: Emitter, lines: list[Value], table: Value, base: Value) -> None:
+        for lane, value in enumerate(e.transposed([e.read(place) for place in lines])):
+            place = e.load(I32, table, lane)
+            with e.b.if_then(e.b.icmp_signed(">=", place, I32(0))):
+                e.b.store(value, e.at(base, e.b.zext(place, I64), FLOAT), align=4)
+
+    def _take(self, e: Emitter, lines: list[Value], table: Value, base: Value) -> None:
+        found = e.transposed([self._read(e, base, table, lane) for lane in range(e.lanes)])
+        for value, place in zip(found, lines, strict=True):
+            e.write(value, place)
+
+    def _read(self, e: Emitter, base: Value, table: Value, lane: int) -> Value:
+        """Channels of the element of a lane, zeros where it has none."""
+        place = e.load(I32, table, lane)
+        real = e.b.icmp_signed(">=", place, I32(0))
+        found = e.variable(e.vector, e.splat(0.0))
+        with e.b.if_then(real):
+            at = e.at(base, e.b.zext(place, I64), FLOAT)
+            found.set(e.b.load(at, typ=e.vector, align=4))
+        return found.get()
+
+
+@dataclass(frozen=True, slots=True)
 class Border:
     """out[line] = lanes of another line of the same channels: runs of (permutation of lanes, first
     line, where it goes, how many)."""

@@ -222,12 +222,17 @@ class Builder:
     def _moved(self, kernel: Any, x: Place, out: Place, lay: Layout, pitches: tuple[int, int],
                rows: Sequence[Row]) -> None:  # fmt: skip
         """Gather or scatter. lay: which channels, and whose parts these are."""
+        neighbours = 4 in (pitches if isinstance(kernel, move.Scatter) else pitches[:1])
         for thread, picked, begin, end in self._work(lay, [row[0] for row in rows]):
             table = np.stack([rows[k][2] for k in picked]).astype(np.int32)
             lines = np.array([rows[k][1] for k in picked], np.int32)
-            self.tape.add(thread, Call(kernel, move.CALL, {"x": x, "out": out}, {
-                "x_pitch": pitches[0], "out_pitch": pitches[1], "begin": begin, "end": end,
-                "count": len(lines), "table": table, "lines": lines}))  # fmt: skip
+            whole = (end - begin) // self.isa.lanes * self.isa.lanes if neighbours else 0
+            turned = move.Turned(isinstance(kernel, move.Scatter))
+            for one, a, b in ((turned, begin, begin + whole), (kernel, begin + whole, end)):
+                if a < b:
+                    self.tape.add(thread, Call(one, move.CALL, {"x": x, "out": out}, {
+                        "x_pitch": pitches[0], "out_pitch": pitches[1], "begin": a, "end": b,
+                        "count": len(lines), "table": table, "lines": lines}))  # fmt: skip
 
     def _work(self, layout: Layout, parts: Sequence[int]) -> Iterator[Work]:
         """What each thread does of a work on positions of given parts of every channel: that on its

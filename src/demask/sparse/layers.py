@@ -15,9 +15,11 @@ import numpy as np
 from torch import Tensor
 
 from demask.kernels.isa import Isa
+from demask.kernels.narrow import CALL as NARROW
+from demask.kernels.narrow import Narrow
 from demask.kernels.tile import CALL, TILE, Tile
 from demask.sparse.layout import Area, At, Border, Grid, Layout
-from demask.sparse.pack import Csr, Places, Stream, dealt, packed, read
+from demask.sparse.pack import Csr, Places, Stream, dealt, packed, read, sliced
 from demask.sparse.program import Conv, Linear
 from demask.sparse.tape import Buffer, Call, NoPlan, Tape
 from demask.sparse.tiling import Cut, Shape, best, rects, strips
@@ -165,6 +167,9 @@ def emit_alone(tape: Tape, isa: Isa, found: Sequence[Piece]) -> list[Cut]:
     """A layer as a phase of its own, each window cut as is best."""
     cuts = []
     for piece in found:
+        if is_narrow(piece):
+            emit_narrow(tape, isa, piece)
+            continue
         cut = best(piece.shape, tape.threads, isa)[1]
         cuts.append(cut)
         whole = [(0, 0, *part) for part in piece.shape.parts]
@@ -178,6 +183,37 @@ def emit_alone(tape: Tape, isa: Isa, found: Sequence[Piece]) -> list[Cut]:
                 stream = _stream(piece, rows, cut, isa)
                 _emit(tape, thread, piece, cut, stream, dict(enumerate(whole)))
     return cuts
+
+
+def is_narrow(piece: Piece) -> bool:
+    """Is a layer computed for so few positions that lanes had better be rows?"""
+    batch, _, height, width = piece.out.layout.size
+    grid = piece.out.layout.grid
+    return looks_at_pixels(piece.step) and batch * height * width <= 2 and grid.positions == 1
+
+
+def emit_narrow(tape: Tape, isa: Isa, piece: Piece) -> None:
+    """A layer on one or two positions as a phase of its own."""
+    weight, lays = piece.weight, [b.layout for b in (piece.x, piece.out, piece.add)]
+    kernel = Narrow(piece.step.add is not None, piece.step.act, weight.kind)
+    columns = piece.places.channels * lays[0].pitch * isa.lanes
+    batch, _, height, width = lays[1].size
+    image, y, x = (a.ravel() for a in np.indices((batch, height, width)))
+    tokens = np.stack([lay.element(image, y, x) for lay in lays], 1).astype(np.int32)
+    for thread, rows in enumerate(dealt(weight.per_row() + 1, tape.threads)):
+        if not len(rows):
+            continue
+        found = sliced(weight, rows, isa.lanes)
+        real, own = found.source >= 0, found.rows
+        picked = np.where(real, columns[found.source], 0) if len(weight) else found.source
+        values = np.where(real, weight.values[found.source], 0) if len(weight) else found.source
+        outs, adds = (np.where(own >= 0, own * lay.pitch * isa.lanes, -1) for lay in lays[1:])
+        tape.add(thread, Call(kernel, NARROW, {
+            "x": (piece.x, 0), "out": (piece.out, 0), "add": (piece.add, 0)}, {
+            "begin": 0, "end": len(own), "ends": found.ends, "count": len(tokens),
+            "columns": picked.astype(np.int32), "values": values.astype(weight.values.dtype),
+            "outs": outs.astype(np.int32), "adds": adds.astype(np.int32), "tokens": tokens,
+            "biases": weight.bias[own], "scales": weight.scale[own]}))  # fmt: skip
 
 
 def emit_chain(tape: Tape, isa: Isa, found: Sequence[Piece]) -> list[Cut]:

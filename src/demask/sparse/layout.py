@@ -20,7 +20,7 @@ Border = tuple[int, int, int, int]  # lines above, below, left, right
 Area = tuple[int, int, int, int]  # first row, first column, rows, columns
 At = tuple[int, int, int]  # part, row, column
 NO_BORDER: Border = (0, 0, 0, 0)
-LEAST = 4  # positions of a part: fewer are slower than rows dealt to threads
+LEAST = 6  # positions of a part: fewer are slower than rows dealt to threads
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,6 +143,33 @@ def packed(weight: Csr, places: Places, rows: np.ndarray, block: int, side: int,
                    np.concatenate(records), block)  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """Rows as lanes: per group where its vectors end (from 0 on), a row of each lane (-1: none);
+    per vector the nonzeros it takes (-1: none)."""
+
+    ends: np.ndarray
+    rows: np.ndarray
+    source: np.ndarray
+
+
+def sliced(weight: Csr, rows: np.ndarray, lanes: int) -> Slices:
+    """Some rows, as many at once as there are lanes, longest first."""
+    lengths = weight.per_row()
+    starts = np.concatenate([[0], np.cumsum(lengths)])[:-1]
+    order = rows[np.argsort(-lengths[rows], kind="stable")]
+    groups = np.full(-(-len(order) // lanes) * lanes, -1)
+    groups[: len(order)] = order
+    groups = groups.reshape(-1, lanes)
+    own = np.where(groups >= 0, lengths[groups], 0)
+    longest = own.max(1)
+    step = np.arange(int(longest.sum())) - np.repeat(np.cumsum(longest) - longest, longest)
+    group = np.repeat(np.arange(len(groups)), longest)
+    taken = starts[groups[group]] + step[:, None]
+    source = np.where(step[:, None] < own[group], taken, -1)
+    return Slices(np.concatenate([[0], np.cumsum(longest)]).astype(np.int32), groups, source)
+
+
 def _groups(rows: np.ndarray, lengths: np.ndarray, flags: np.ndarray, side: int) -> np.ndarray:
     """Rows that go side by side [groups, side]: of one kind, of about one length. A row fills up
     what is left over: it is computed twice, the same."""

@@ -123,8 +123,8 @@ def cuts(shape: Shape, threads: int, isa: Isa) -> Iterator[Cut]:
 
 def _sides(positions: int, most: int) -> Iterator[int]:
     """How many rows may go side by side."""
-    for side in (1, 2, 3, 4):
-        if positions * side <= most and (positions * side >= 7 or side == 4):
+    for side in (1, 2, 3, 4, 8):
+        if positions * side <= most and (positions * side >= 7 or side == 8):
             yield side
 
 

@@ -1,0 +1,90 @@
+"""The sparse kernel for one or two positions: lanes are rows of the weight.
+
+    for group of rows: for token:  acc[r] = bias[r] + add[r]
+        for k:  acc[r] += value[k][r] * x[column[k][r]]
+        out[r] = act(acc[r])
+
+Rows of about one length are grouped, so that few lanes are filled up with zeros (sliced ELLPACK:
+Monakov, Lokhmotov and Avetisyan 2010). A vector of inputs is gathered, which costs about as much as
+the loads; lanes that are positions would be used by one in sixteen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from llvmlite import ir
+
+from demask.kernels.emit import BYTE, FLOAT, I16, I32, I64, Emitter, Value
+from demask.kernels.tile import Act
+
+#: what the kernel is called with. ends: per group; columns, values: a vector per k; rows: vectors
+#: of the elements of out (-1: no row) and of what is added, bias, scale; tokens: first elements in
+#: x, out and what is added
+CALL = np.dtype([(key, "<i8") for key in (
+    "x_slot", "x", "out_slot", "out", "add_slot", "add", "begin", "end", "ends", "columns",
+    "values", "outs", "adds", "biases", "scales", "tokens", "count")])  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Narrow:
+    """The kernel for groups of as many rows as there are lanes."""
+
+    add: bool
+    act: Act | None
+    values: str = "float32"
+
+    arguments = 2
+
+    def emit(self, e: Emitter) -> None:
+        """k(call, arena)"""
+        call, arena = e.pointer(e.args[0]), e.pointer(e.args[1])
+        field = {key: e.load(I64, call, k) for k, key in enumerate(CALL.names or ())}
+
+        def buffer(key: str) -> Value:
+            base = e.pointer(e.load(I64, arena, field[f"{key}_slot"]))
+            return e.at(base, field[key])
+
+        buffers = [buffer(key) for key in ("x", "out", "add")]
+        ends, tokens = e.pointer(field["ends"]), e.pointer(field["tokens"])
+        with e.loop(field["begin"], field["end"]) as group:
+            first = e.load_long(I32, ends, group)
+            last = e.load_long(I32, ends, e.b.add(group, I64(1)))
+            with e.loop(I64(0), field["count"]) as token:
+                row = e.at(tokens, e.b.mul(token, I64(12)))
+                at = [e.at(b, e.load_long(I32, row, k), FLOAT) for k, b in enumerate(buffers)]
+                self._group(e, field, group, (first, last), at)
+
+    def _group(self, e: Emitter, field: dict[str, Value], group: Value, span: tuple[Value, Value],
+               at: list[Value]) -> None:  # fmt: skip
+        x, out, add = at
+
+        def vector(key: str, kind: Value, row: Value) -> Value:
+            place = e.at(e.pointer(field[key]), e.b.mul(row, I64(e.lanes)), kind.element)
+            return e.b.load(place, typ=kind, align=1)
+
+        outs = vector("outs", e.ints, group)
+        real = e.b.icmp_signed(">=", outs, ir.Constant(e.ints, [0] * e.lanes))
+        sums = e.variable(e.vector, e.splat(0.0))
+        with e.loop(*span) as k:
+            found = e.gather(x, vector("columns", e.ints, k), e.every(), e.splat(0.0))
+            sums.set(e.fma(self._values(e, vector, k), found, sums.get()))
+        value = sums.get()
+        if self.values == "int8":
+            value = e.b.fmul(value, vector("scales", e.vector, group))
+        value = e.b.fadd(value, vector("biases", e.vector, group))
+        if self.add:
+            more = e.gather(add, vector("adds", e.ints, group), real, e.splat(0.0))
+            value = e.b.fadd(value, more)
+        e.scatter(e.activated(value, self.act), out, outs, real)
+
+    def _values(self, e: Emitter, vector: Value, k: Value) -> Value:
+        if self.values == "float32":
+            return vector("values", e.vector, k)
+        kind = ir.VectorType(I16 if self.values == "bfloat16" else BYTE, e.lanes)
+        found = vector("values", kind, k)
+        if self.values == "int8":
+            return e.b.sitofp(found, e.vector)
+        half = ir.Constant(e.ints, [16] * e.lanes)
+        return e.b.bitcast(e.b.shl(e.b.zext(found, e.ints), half), e.vector)
