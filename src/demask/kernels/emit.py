@@ -121,7 +121,7 @@ class Emitter:
         self.b.cbranch(self.b.icmp_signed("<", i, end), body, behind)
         self.b.position_at_end(body)
         yield i
-        index.set(self.b.add(i, step, flags=("nsw",)))
+        index.set(self.b.add(i, step))
         self.b.branch(head)
         self.b.position_at_end(behind)
 

@@ -51,23 +51,25 @@ class Code:
     """Compiled kernels of this process, each kept as long as the process lives."""
 
     def __init__(self) -> None:
-        self.known: dict[Any, int] = {}
+        self.known: dict[tuple[Any, Isa], int] = {}
         self.engines: list[Any] = []
         self.lock = threading.Lock()
 
-    def addresses(self, kernels: Iterable[Kernel]) -> dict[Any, int]:
-        """Where the machine code of each kernel begins."""
+    def addresses(self, kernels: Iterable[Kernel], isa: Isa | None = None) -> dict[Any, int]:
+        """Where the machine code of each kernel begins. isa: what may be used of this machine
+        (None: all)."""
+        isa = isa or host()
         wanted = list(dict.fromkeys(kernels))
         with self.lock:
-            missing = [kernel for kernel in wanted if kernel not in self.known]
+            missing = [kernel for kernel in wanted if (kernel, isa) not in self.known]
             if missing:
-                module, machine = optimized(source(missing, host()), host())
+                module, machine = optimized(source(missing, isa), isa)
                 engine = llvm.create_mcjit_compiler(module, machine)
                 engine.finalize_object()
                 self.engines.append(engine)
                 for place, kernel in enumerate(missing):
-                    self.known[kernel] = engine.get_function_address(f"k{place}")
-            return {kernel: self.known[kernel] for kernel in wanted}
+                    self.known[kernel, isa] = engine.get_function_address(f"k{place}")
+            return {kernel: self.known[kernel, isa] for kernel in wanted}
 
 
 CODE = Code()

@@ -235,7 +235,10 @@ class Mean:
             sums = e.variable(e.vector, e.splat(0.0))
             with e.loop(I64(0), call.field["count"]) as k:
                 line = e.read(e.line(x_c, e.load_long(I32, call.table(), k)))
-                sums.set(e.fma(line, e.read(e.line(call.table("weights"), k)), sums.get()))
+                weight = e.read(e.line(call.table("weights"), k))
+                # beyond the image there may be anything, also what times 0 is no number
+                real = e.b.fcmp_ordered("!=", weight, e.splat(0.0))
+                sums.set(e.b.select(real, e.fma(line, weight, sums.get()), sums.get()))
             for b, lanes in enumerate(self.groups):
                 own = [k if k in lanes else -1 for k in range(e.lanes)]
                 total = e.total(e.permuted(sums.get(), own))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -18,7 +17,6 @@ from demask.sparse.layers import (
     chain_pays,
     emit_alone,
     emit_chain,
-    first_read,
     looks_at_pixels,
     pieces,
     reach,
@@ -33,9 +31,9 @@ from demask.sparse.layout import (
     Grid,
     Layout,
     grid_for,
-    permutations,
     widened,
 )
+from demask.sparse.moves import Moves, as_windows, elements
 from demask.sparse.program import (
     Add,
     Cat,
@@ -49,7 +47,7 @@ from demask.sparse.program import (
     canonical,
     reads,
 )
-from demask.sparse.tape import Buffer, Call, NoPlan, Place, Tape, by_thread
+from demask.sparse.tape import Buffer, NoPlan, Tape
 from demask.sparse.tiling import Cut, Shape, best
 
 POSITIVE = ("relu", "sigmoid", "hardsigmoid")
@@ -66,18 +64,6 @@ class Need:
     fill: float
 
 
-Row = tuple[int, int, np.ndarray]  # a part, a line, the elements that belong to its lanes
-
-
-class Work(NamedTuple):
-    """A thread's part: which of the positions, which channels."""
-
-    thread: int
-    picked: np.ndarray
-    begin: int
-    end: int
-
-
 @dataclass(slots=True)
 class Builder:
     """Writes the tape of a program."""
@@ -88,6 +74,7 @@ class Builder:
     isa: Isa
     threads: int
     tape: Tape = field(init=False)
+    moves: Moves = field(init=False)
     shapes: list[tuple[int, int, int, int]] = field(init=False)
     grids: list[Grid] = field(default_factory=list)
     needs: dict[int, list[Need]] = field(default_factory=dict)
@@ -98,6 +85,7 @@ class Builder:
 
     def __post_init__(self) -> None:
         self.tape = Tape(self.threads)
+        self.moves = Moves(self.tape, self.isa)
         shapes = self.program.shapes([tuple(x.shape) for x in self.inputs])
         self.shapes = [canonical(*both) for both in zip(self.program.kinds, shapes, strict=True)]
         for value, size in enumerate(self.shapes):
@@ -137,7 +125,7 @@ class Builder:
                 border = reach(of, grid, windows(step))
                 added = [] if step.add is None else [Need(step.add, grid, NO_BORDER, 0.0)]
                 return [Need(x, of, border, 0.0), *added]
-            border = reach(of, grid, windows(_as_conv(step)))
+            border = reach(of, grid, windows(as_windows(step)))
             largest = not step.mean and not self.positive[x]
             return [Need(x, of, border, LEAST if largest else 0.0)]
         if isinstance(step, (Mean, Flat)):
@@ -199,7 +187,7 @@ class Builder:
             if not isinstance(step, (Conv, Pool)) or step.x != value:
                 return set(layout.around())
             made = self.grids[reader]
-            for window in windows(step if isinstance(step, Conv) else _as_conv(step)):
+            for window in windows(step if isinstance(step, Conv) else as_windows(step)):
                 found |= touched(window, layout.grid, made)
         return found
 
@@ -212,57 +200,8 @@ class Builder:
             held = [np.where(real, a, 0) for a in (image, y, x)]
             found = np.where(real, source.layout.element(*held), -1)
             rows.append((at[0], to.layout.line(*at), found))
-        self._moved(move.Gather(to.fill), (source, 0), (to, 0), to.layout,
-                    (self._pitch(source), self._pitch(to)), rows)  # fmt: skip
-
-    def _pitch(self, buffer: Buffer) -> int:
-        """Bytes from channel to channel."""
-        return buffer.layout.pitch * self.isa.line
-
-    def _moved(self, kernel: Any, x: Place, out: Place, lay: Layout, pitches: tuple[int, int],
-               rows: Sequence[Row]) -> None:  # fmt: skip
-        """Gather or scatter. lay: which channels, and whose parts these are."""
-        neighbours = 4 in (pitches if isinstance(kernel, move.Scatter) else pitches[:1])
-        for thread, picked, begin, end in self._work(lay, [row[0] for row in rows]):
-            table = np.stack([rows[k][2] for k in picked]).astype(np.int32)
-            lines = np.array([rows[k][1] for k in picked], np.int32)
-            whole = (end - begin) // self.isa.lanes * self.isa.lanes if neighbours else 0
-            turned = move.Turned(isinstance(kernel, move.Scatter))
-            for one, a, b in ((turned, begin, begin + whole), (kernel, begin + whole, end)):
-                if a < b:
-                    self.tape.add(thread, Call(one, move.CALL, {"x": x, "out": out}, {
-                        "x_pitch": pitches[0], "out_pitch": pitches[1], "begin": a, "end": b,
-                        "count": len(lines), "table": table, "lines": lines}))  # fmt: skip
-
-    def _work(self, layout: Layout, parts: Sequence[int]) -> Iterator[Work]:
-        """What each thread does of a work on positions of given parts of every channel: that on its
-        own part; on some channels, where there is one part."""
-        grid, channels, every = layout.grid, layout.size[1], np.arange(len(parts))
-        if grid.parts < self.threads:
-            for thread, (begin, end) in enumerate(by_thread(channels, self.threads)):
-                if begin < end and len(parts):
-                    yield Work(thread, every, begin, end)
-            return
-        for thread in range(self.threads):
-            picked = np.flatnonzero(np.array(parts) == thread)
-            if len(picked):
-                yield Work(thread, picked, 0, channels)
-
-    def _borders(self, buffer: Buffer) -> None:
-        """Fill the border of a value that was just made."""
-        if buffer.layout.border == NO_BORDER:
-            return
-        found = permutations(buffer.layout)
-        if not found:
-            return
-        self.tape.phase()
-        flat = [(k, *place) for k, places in enumerate(found.values()) for place in places]
-        for thread, picked, begin, end in self._work(
-            buffer.layout, [at[0] for _, at, _, _ in flat]
-        ):
-            kernel = move.Border(tuple(found), _runs([flat[k] for k in picked]), buffer.fill)
-            self.tape.add(thread, Call(kernel, move.CALL, {"out": (buffer, 0)}, {
-                "out_pitch": self._pitch(buffer), "begin": begin, "end": end}))  # fmt: skip
+        self.moves.moved(move.Gather(to.fill), (source, 0), (to, 0), to.layout,
+                    (self.moves.pitch(source), self.moves.pitch(to)), rows)  # fmt: skip
 
     # -- steps
 
@@ -339,7 +278,7 @@ class Builder:
         cuts = emit_chain(self.tape, self.isa, found)
         self.cuts += [(p.step.name, cut) for p, cut in zip(found, cuts, strict=True)]
         for piece in found:
-            self._borders(piece.out)
+            self.moves.borders(piece.out)
 
     def _pieces(self, step: Conv | Linear, sources: list[Buffer], out: Buffer) -> list[Piece]:
         add = sources[-1] if step.add is not None else None
@@ -364,21 +303,9 @@ class Builder:
     def _take(self, value: int, stride: tuple[int, int, int, int]) -> None:
         to = self.main(value)
         self.tape.phase()
-        rows = self._elements(to.layout, stride, to.layout.around())
-        self._moved(move.Gather(to.fill), (1 + value, 0), (to, 0), to.layout,
-                    (4 * stride[1], self._pitch(to)), rows)  # fmt: skip
-
-    def _elements(self, layout: Layout, stride: tuple[int, int, int, int],
-                  positions: Iterator[At]) -> list[Row]:  # fmt: skip
-        """Positions, their lines, and the elements of a strided tensor there."""
-        rows = []
-        for at in positions:
-            image, y, x, real = layout.pixels(at)
-            place = image * stride[0] + y * stride[2] + x * stride[3]
-            if real.any() and int(place[real].max()) >= 2**31:
-                raise NoPlan("a tensor has more than 2**31 elements")
-            rows.append((at[0], layout.line(*at), np.where(real, place, -1)))
-        return rows
+        rows = elements(to.layout, stride, to.layout.around())
+        self.moves.moved(move.Gather(to.fill), (1 + value, 0), (to, 0), to.layout,
+                    (4 * stride[1], self.moves.pitch(to)), rows)  # fmt: skip
 
     def _give(self, value: int, slot: int) -> None:
         source = self.main(value)
@@ -387,9 +314,9 @@ class Builder:
         tokens = self.program.kinds[value] == "tokens"
         stride = ((0, 1, 0, channels) if tokens
                   else (channels * height * width, height * width, width, 1))  # fmt: skip
-        rows = self._elements(source.layout, stride, source.layout.inside())
-        self._moved(move.Scatter(), (source, 0), (slot, 0), source.layout,
-                    (self._pitch(source), 4 * stride[1]), rows)  # fmt: skip
+        rows = elements(source.layout, stride, source.layout.inside())
+        self.moves.moved(move.Scatter(), (source, 0), (slot, 0), source.layout,
+                    (self.moves.pitch(source), 4 * stride[1]), rows)  # fmt: skip
 
     def _step(self, step: Step, value: int) -> None:
         grid = self.grids[value]
@@ -400,132 +327,22 @@ class Builder:
             cuts = emit_alone(self.tape, self.isa, self._pieces(step, sources, out))
             self.cuts += [(step.name, cut) for cut in cuts]
         elif isinstance(step, Pool):
-            self._pool(step, sources[0], out)
+            self.moves.pool(step, sources[0], out)
         elif isinstance(step, Mean):
-            self._mean(sources[0], out)
+            self.moves.mean(sources[0], out)
         elif isinstance(step, Flat):
-            self._flat(sources[0], out)
+            self.moves.flat(sources[0], out)
         elif isinstance(step, Cat):
             first = 0
             for source in sources:
-                self._pointwise(None, [source], out, first)
+                self.moves.pointwise(None, [source], out, first)
                 first += source.layout.size[1]
         else:
-            self._pointwise(step.act, sources, out, 0)
-        self._borders(out)
-
-    def _pointwise(self, act: Any, sources: list[Buffer], out: Buffer, first: int) -> None:
-        x, z = sources[0], sources[-1]
-        rows = [(x.layout.line(*at), z.layout.line(*at), out.layout.line(*at))
-                for at in out.layout.inside()]  # fmt: skip
-        table = np.array(rows, np.int32)
-        kernel = move.Pointwise(act, len(sources) == 2)
-        parts = [at[0] for at in out.layout.inside()]
-        for thread, picked, begin, end in self._work(x.layout, parts):
-            places = {"x": (x, 0), "z": (z, 0), "out": (out, first * self._pitch(out))}
-            self.tape.add(thread, Call(kernel, move.CALL, places, {
-                "x_pitch": self._pitch(x), "z_pitch": self._pitch(z),
-                "out_pitch": self._pitch(out), "begin": begin, "end": end,
-                "count": len(picked), "table": table[picked]}))  # fmt: skip
-
-    def _pool(self, step: Pool, x: Buffer, out: Buffer) -> None:
-        (window,) = windows(_as_conv(step))
-        lay, made = x.layout, out.layout
-        above, _, left, _ = lay.border
-        taps = [(dy + above) * lay.row + dx + left
-                for dy in window.taps[0] for dx in window.taps[1]]  # type: ignore[operator]  # fmt: skip
-        rows, scales = [], []
-        for at in made.inside():
-            rows.append((first_read(window, lay, made, at), made.line(*at)))
-            _, y, col, real = made.pixels(at)
-            counts = _counts(step, 0, y, lay.size[2]) * _counts(step, 1, col, lay.size[3])
-            scales.append(np.where(real, 1 / np.maximum(counts, 1), 0))
-        kernel, parts = move.Pool(tuple(taps), step.mean), [at[0] for at in made.inside()]
-        table, scale = np.array(rows, np.int32), np.stack(scales)
-        for thread, picked, begin, end in self._work(made, parts):
-            self._each(kernel, x, out, (thread, begin, end), table[picked],
-                       {"weights": _aligned(scale[picked])})  # fmt: skip
-
-    def _each(self, kernel: Any, x: Buffer, out: Buffer, own: tuple[int, int, int],
-              table: np.ndarray, more: dict[str, Any]) -> None:  # fmt: skip
-        thread, begin, end = own
-        self.tape.add(thread, Call(kernel, move.CALL, {"x": (x, 0), "out": (out, 0)}, {
-            "x_pitch": self._pitch(x), "out_pitch": self._pitch(out), "begin": begin, "end": end,
-            "count": len(table), "table": table, **more}))  # fmt: skip
-
-    def _mean(self, x: Buffer, out: Buffer) -> None:
-        batch, _, height, width = x.layout.size
-        lines, weights = [], []
-        for at in x.layout.inside():
-            lines.append(x.layout.line(*at))
-            weights.append(x.layout.pixels(at)[3] / (height * width))
-        grid = x.layout.grid
-        per = grid.rows * grid.columns
-        groups = tuple(tuple(range(b * per, (b + 1) * per)) for b in range(batch))
-        places = self._pixel_places(out, batch)
-        more = {"weights": _aligned(np.stack(weights)), "lines": places.astype(np.int32)}
-        for thread, (begin, end) in enumerate(by_thread(x.layout.size[1], self.threads)):
-            if begin < end:
-                self._each(move.Mean(groups), x, out, (thread, begin, end),
-                           np.array(lines, np.int32), more)  # fmt: skip
-
-    def _pixel_places(self, out: Buffer, batch: int) -> np.ndarray:
-        """The element of each image's only pixel; tokens are pixels of one row."""
-        image = np.arange(batch)
-        zero = np.zeros(batch, np.int64)
-        tokens = out.layout.size[0] == 1 and out.layout.size[3] == batch
-        if tokens:
-            return out.layout.element(zero, zero, image)
-        return out.layout.element(image, zero, zero)
-
-    def _flat(self, x: Buffer, out: Buffer) -> None:
-        batch = x.layout.size[0]
-        source, to = self._pixel_places(x, batch), self._pixel_places(out, batch)
-        used = sorted({int(place) // self.isa.lanes for place in to})
-        table = np.full((used[-1] + 1, self.isa.lanes), -1)
-        table.reshape(-1)[to] = source
-        self._moved(move.Gather(), (x, 0), (out, 0), out.layout, (self._pitch(x), self._pitch(out)),
-                    [(0, line, table[line]) for line in used])  # fmt: skip
+            self.moves.pointwise(step.act, sources, out, 0)
+        self.moves.borders(out)
 
 
 def _multiple(grid: Grid, of: tuple[int, int]) -> Grid:
     """The grid with tiles rounded up to multiples."""
     return replace(grid, height=-(-grid.height // of[0]) * of[0],
                    width=-(-grid.width // of[1]) * of[1])  # fmt: skip
-
-
-def _runs(places: Sequence[tuple[int, At, int, int]]) -> tuple[tuple[int, int, int, int], ...]:
-    """Runs of neighbouring lines (permutation, first line, where it goes, how many)."""
-    found: list[tuple[int, int, int, int]] = []
-    for lanes, _, source, to in places:
-        last = found[-1] if found else (-1, 0, 0, 0)
-        if (lanes, source, to) == (last[0], last[1] + last[3], last[2] + last[3]):
-            found[-1] = (*last[:3], last[3] + 1)
-        else:
-            found.append((lanes, source, to, 1))
-    return tuple(found)
-
-
-def _as_conv(step: Pool) -> Conv:
-    """A convolution with the windows of a pool."""
-    pads = tuple((p, p) for p in step.padding)
-    return Conv(step.x, None, None, 1, step.kernel, step.stride, pads, step.dilation)  # type: ignore[arg-type]
-
-
-def _counts(step: Pool, axis: int, out: np.ndarray, size: int) -> np.ndarray:
-    """How many pixels the windows of these outputs hold along an axis, as torch counts them."""
-    kernel, pad = step.kernel[axis], step.padding[axis]
-    start = out * step.stride[axis] - pad
-    end = np.minimum(start + kernel, size + pad)
-    if step.counted:
-        return end - start
-    return np.minimum(end, size) - np.maximum(start, 0)
-
-
-def _aligned(array: np.ndarray) -> np.ndarray:
-    """A float32 copy that begins at a cache line."""
-    raw = np.zeros(array.size * 4 + 64, np.uint8)
-    skipped = -raw.ctypes.data % 64
-    found = raw[skipped : skipped + array.size * 4].view(np.float32).reshape(array.shape)
-    found[:] = array
-    return found

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from demask.errors import BadInput
-from demask.kernels.isa import host
+from demask.kernels.isa import Isa, host
 from demask.kernels.team import Job
 from demask.sparse.build import Builder
 from demask.sparse.program import Program
@@ -77,19 +77,20 @@ class Plan:
 
     @classmethod
     def of(cls, program: Program, weights: Sequence[Tensor], inputs: Sequence[Tensor],
-           threads: int) -> Plan:  # fmt: skip
-        """The plan for inputs like these. BadInput: weights that do not fit; NoPlan: what the
-        kernels cannot do."""
+           threads: int, isa: Isa | None = None) -> Plan:  # fmt: skip
+        """The plan for inputs like these. isa: what may be used of this machine (None: all).
+        BadInput: weights that do not fit; NoPlan: what the kernels cannot do."""
+        isa = isa or host()
         if any(x.dtype is not torch.float32 or x.device.type != "cpu" for x in inputs):
             raise NoPlan("inputs are not float32 on the CPU")
         shapes = program.shapes([tuple(x.shape) for x in inputs])
         parts, cuts = [], []
-        for first, images, runs in _batches(program, weights, inputs, threads):
+        for first, images, runs in _batches(program, weights, inputs, threads, isa):
             own = [x[:images] for x in inputs] if images else inputs
             alone = images > 0 and runs > 1
-            builder = Builder(program, weights, own, host(), 1 if alone else threads)
+            builder = Builder(program, weights, own, isa, 1 if alone else threads)
             builder.build([_strides(kind, x) for kind, x in zip(program.inputs, own, strict=True)])
-            parts.append(Part(builder.tape.done(), first, images, runs, alone))
+            parts.append(Part(builder.tape.done(isa), first, images, runs, alone))
             cuts += builder.cuts
         return cls(parts, [shapes[v] for v in program.outputs], threads, cuts)
 
@@ -106,16 +107,16 @@ class Plan:
 
 
 def _batches(program: Program, weights: Sequence[Tensor], inputs: Sequence[Tensor],
-             threads: int) -> list[tuple[int, int, int]]:  # fmt: skip
+             threads: int, isa: Isa) -> list[tuple[int, int, int]]:  # fmt: skip
     """(first image, images at once, runs) of each part; images 0: all at once. A batch is cut
     where its images are independent: threads that take different ones wait for nobody."""
     count = _independent(program, inputs)
     if count is None or count == 1:
         return [(0, 0, 1)]
-    sizes = [n for n in (1, 2, 4, 8, 16) if n <= min(count, host().lanes)]
+    sizes = [n for n in (1, 2, 4, 8, 16) if n <= min(count, isa.lanes)]
     costs: dict[int, float] = {}
     for n in sizes:
-        builder = Builder(program, weights, [x[:n] for x in inputs], host(), 1)
+        builder = Builder(program, weights, [x[:n] for x in inputs], isa, 1)
         if n == 1 or (count // n >= threads and builder.largest() <= CACHE):
             costs[n] = builder.estimate() / n
     images = min(costs, key=costs.__getitem__)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from demask.kernels.isa import Isa
 from demask.kernels.jit import CODE
 from demask.kernels.team import ENTRY
 from demask.machine.arena import Block, planned
@@ -78,7 +79,7 @@ class Tape:
             if isinstance(place, Buffer):
                 place.used(self.now)
 
-    def done(self) -> Ready:
+    def done(self, isa: Isa) -> Ready:
         """Buffers get their offsets, kernels their addresses."""
         buffers: dict[int, Buffer] = {}
         flat = [call for phase in self.phases for calls in phase for call in calls]
@@ -87,7 +88,7 @@ class Tape:
                 if isinstance(place, Buffer):
                     buffers[id(place)] = place
         offsets, size = self._placed(buffers)
-        code = CODE.addresses(call.kernel for call in flat)
+        code = CODE.addresses((call.kernel for call in flat), isa)
         entries = np.zeros(max(len(flat), 1), ENTRY)
         for k, call in enumerate(flat):
             fields = self._fields(call, offsets)
