@@ -86,6 +86,12 @@ class Emitter:
         """An unsigned number as one of 64 bits."""
         return self.b.zext(self.load(kind, pointer, index), I64)
 
+    def opaque(self, pointer: Value) -> Value:
+        """The same address, computed once: LLVM would add its terms in each instruction that reads
+        there, and Intel's processors split such instructions in two."""
+        kind = ir.FunctionType(POINTER, [POINTER])
+        return self.b.asm(kind, "", "=r,0", [pointer], side_effect=False)
+
     def line(self, pointer: Value, index: Value | int = 0) -> Value:
         """The address of vector `index`."""
         if isinstance(index, int):

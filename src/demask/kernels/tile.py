@@ -134,7 +134,7 @@ class Tile:
             for r, row in enumerate(sums):
                 place = e.b.add(i, I64(r)) if r else i
                 offset = e.load_long(I32 if self.wide else I16, offsets, place)
-                line = e.line(x, offset)
+                line = e.opaque(e.line(x, offset))
                 value = e.splat(self._value(e, values, place))
                 for lines, sum_ in zip(self.x, row, strict=True):
                     sum_.set(e.fma(value, e.read(line, lines), sum_.get()))

@@ -25,7 +25,7 @@ from demask.sparse.tape import Buffer, Call, NoPlan, Tape
 from demask.sparse.tiling import Cut, Shape, best, rects, strips
 
 BARRIER = 3000.0  # cycles until all threads have come
-CACHE = 768 * 1024  # bytes of what a chain makes that may wait in the second cache
+CACHE = 128 * 1024  # bytes of what a chain makes from one strip of positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,14 +186,14 @@ def emit_alone(tape: Tape, isa: Isa, found: Sequence[Piece]) -> list[Cut]:
 
 
 def is_narrow(piece: Piece) -> bool:
-    """Is a layer computed for so few positions that lanes had better be rows?"""
+    """Is a layer computed for one position only? Then lanes had better be rows."""
     batch, _, height, width = piece.out.layout.size
     grid = piece.out.layout.grid
-    return looks_at_pixels(piece.step) and batch * height * width <= 2 and grid.positions == 1
+    return looks_at_pixels(piece.step) and batch * height * width == 1 and grid.positions == 1
 
 
 def emit_narrow(tape: Tape, isa: Isa, piece: Piece) -> None:
-    """A layer on one or two positions as a phase of its own."""
+    """A layer on one position as a phase of its own."""
     weight, lays = piece.weight, [b.layout for b in (piece.x, piece.out, piece.add)]
     kernel = Narrow(piece.step.add is not None, piece.step.act, weight.kind)
     columns = piece.places.channels * lays[0].pitch * isa.lanes

@@ -19,8 +19,8 @@ from itertools import pairwise
 from demask.kernels.isa import Isa
 from demask.sparse.layout import Area
 
-PRODUCT, NONZERO, ROW, LINE = 0.68, 1.3, 4.5, 5.4  # cycles
-MISS = 0.76  # cycles more per product whose input comes from the second cache
+PRODUCT, NONZERO, ROW, LINE = 0.68, 2.0, 4.5, 5.4  # cycles
+MISS = 1.0  # cycles more per product whose input comes from the second cache
 WAIT = 0.25  # per nonzero and missing chain
 FAR, NEAR = 12.0, 0.6  # per vector of inputs: made by the other thread, or by this one
 CACHE = 48 * 1024  # bytes of the first cache
@@ -122,9 +122,10 @@ def cuts(shape: Shape, threads: int, isa: Isa) -> Iterator[Cut]:
 
 
 def _sides(positions: int, most: int) -> Iterator[int]:
-    """How many rows may go side by side."""
-    for side in (1, 2, 3, 4, 8):
-        if positions * side <= most and (positions * side >= 7 or side == 8):
+    """How many rows may go side by side: enough to keep the adders busy."""
+    least = max(1, 4 // positions)
+    for side in (least, 2 * least):
+        if positions * side <= most:
             yield side
 
 
