@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
+from demask.kernels import move
 from demask.kernels.isa import Isa
 from demask.kernels.narrow import CALL as NARROW
 from demask.kernels.narrow import Narrow
 from demask.kernels.tile import CALL, TILE, Tile
-from demask.sparse.layout import Area, At, Border, Grid, Layout
+from demask.sparse.layout import NO_BORDER, Area, At, Border, Grid, Layout
 from demask.sparse.pack import Csr, Places, Stream, dealt, packed, read, sliced
 from demask.sparse.program import Conv, Linear
 from demask.sparse.tape import Buffer, Call, NoPlan, Tape
@@ -194,26 +195,45 @@ def is_narrow(piece: Piece) -> bool:
 
 def emit_narrow(tape: Tape, isa: Isa, piece: Piece) -> None:
     """A layer on one position as a phase of its own."""
-    weight, lays = piece.weight, [b.layout for b in (piece.x, piece.out, piece.add)]
+    weight, outs = piece.weight, [b.layout for b in (piece.out, piece.add)]
     kernel = Narrow(piece.step.add is not None, piece.step.act, weight.kind)
-    columns = piece.places.channels * lays[0].pitch * isa.lanes
-    batch, _, height, width = lays[1].size
-    image, y, x = (a.ravel() for a in np.indices((batch, height, width)))
-    tokens = np.stack([lay.element(image, y, x) for lay in lays], 1).astype(np.int32)
+    zero = np.zeros(1, np.int64)
+    first = [0, *(int(lay.element(zero, zero, zero)[0]) for lay in outs)]
     for thread, rows in enumerate(dealt(weight.per_row() + 1, tape.threads)):
         if not len(rows):
             continue
         found = sliced(weight, rows, isa.lanes)
-        real, own = found.source >= 0, found.rows
-        picked = np.where(real, columns[found.source], 0) if len(weight) else found.source
-        values = np.where(real, weight.values[found.source], 0) if len(weight) else found.source
-        outs, adds = (np.where(own >= 0, own * lay.pitch * isa.lanes, -1) for lay in lays[1:])
-        tape.add(thread, Call(kernel, NARROW, {
-            "x": (piece.x, 0), "out": (piece.out, 0), "add": (piece.add, 0)}, {
-            "begin": 0, "end": len(own), "ends": found.ends, "count": len(tokens),
-            "columns": picked.astype(np.int32), "values": values.astype(weight.values.dtype),
-            "outs": outs.astype(np.int32), "adds": adds.astype(np.int32), "tokens": tokens,
-            "biases": weight.bias[own], "scales": weight.scale[own]}))  # fmt: skip
+        own, source = found.rows, np.maximum(found.source, 0)
+        columns, values = (
+            np.zeros(source.shape, np.int32),
+            np.zeros(source.shape, weight.values.dtype),
+        )
+        if len(weight):
+            columns[:] = piece.places.channels[source]
+            values[:] = np.where(found.source >= 0, weight.values[source], 0)
+        places = [np.where(own >= 0, own * lay.pitch * isa.lanes, -1) for lay in outs]
+        buffers = {"x": (_close(tape, isa, thread, piece.x), 0), "out": (piece.out, 0),
+                   "add": (piece.add, 0)}  # fmt: skip
+        tape.add(thread, Call(kernel, NARROW, buffers, {
+            "begin": 0, "end": len(own), "ends": found.ends, "columns": columns, "values": values,
+            "outs": places[0].astype(np.int32), "adds": places[1].astype(np.int32),
+            "biases": weight.bias[own], "scales": weight.scale[own],
+            "tokens": np.array(first, np.int32), "count": 1}))  # fmt: skip
+
+
+def _close(tape: Tape, isa: Isa, thread: int, x: Buffer) -> Buffer:
+    """The only position of all channels, one behind the other, for one thread: gathers of them stay
+    in the first cache."""
+    lay, zero = x.layout, np.zeros(1, np.int64)
+    count = -(-lay.size[1] // isa.lanes)
+    near = Buffer(Layout((1, count, 1, 1), Grid(1, 1, 1, 1, 1), NO_BORDER, isa.lanes))
+    table = np.full(count * isa.lanes, -1, np.int32)
+    table[: lay.size[1]] = np.arange(lay.size[1]) * lay.pitch * isa.lanes
+    table[: lay.size[1]] += lay.element(zero, zero, zero).astype(np.int32)
+    tape.add(thread, Call(move.Gather(), move.CALL, {"x": (x, 0), "out": (near, 0)}, {
+        "begin": 0, "end": 1, "count": count, "table": table,
+        "lines": np.arange(count, dtype=np.int32)}))  # fmt: skip
+    return near
 
 
 def emit_chain(tape: Tape, isa: Isa, found: Sequence[Piece]) -> list[Cut]:
