@@ -8,6 +8,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
+# DeepSparse 1.8.0, the last one, wants packages of its own and Python 3.11 at most.
+DEEPSPARSE := .venv-deepsparse
 PIP := $(BIN)/python -m pip install --quiet
 # Its networks are Python; its own torch requirement would bring a CUDA build over the one below.
 TORCHVISION := "torchvision==0.28.0"
@@ -26,11 +28,12 @@ test: $(VENV)/dev.stamp
 nightly: $(VENV)/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m nightly
 
-bench: $(VENV)/bench.stamp
+bench: $(VENV)/bench.stamp $(DEEPSPARSE)/bench.stamp
 	set -e; for script in residual encoder cost optimize runtime peers; do echo "$$script"; $(BIN)/python benchmarks/$$script.py; done
+	$(BIN)/python benchmarks/cpu_sparse.py $$(test -x $(DEEPSPARSE)/bin/python && echo --deepsparse $(DEEPSPARSE)/bin/python)
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(DEEPSPARSE)
 
 # Torch first and bounded: the newest releases come with gigabytes of CUDA where a CPU build will do.
 $(VENV)/torch.stamp:
@@ -51,4 +54,10 @@ $(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml
 $(VENV)/bench.stamp: $(VENV)/dev.stamp
 	$(PIP) --editable ".[bench]"
 	$(PIP) --no-deps $(TORCHVISION) "torch-simplify==1.1.4"
+	touch $@
+
+# Without Python 3.11 the benchmark runs without it, and says so.
+$(DEEPSPARSE)/bench.stamp:
+	mkdir -p $(DEEPSPARSE)
+	if command -v python3.11; then python3.11 -m venv $(DEEPSPARSE) && $(DEEPSPARSE)/bin/python -m pip install --quiet --only-binary=:all: "deepsparse==1.8.0"; fi
 	touch $@

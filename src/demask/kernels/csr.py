@@ -121,8 +121,9 @@ def masked(e: Emitter, kind: Any, pointer: Value, mask: Value, align: int = 4) -
 class Wide:
     """out[r] = act(bias[r] + sum of values · x[columns]) in tiles of `tile` vectors of `lanes`.
 
-    partial: of the last vector of a tile, `left` lanes are in use. wide: indices of 64 bits.
-    side: rows side by side. named: rows of out have names. biased: there is a bias.
+    partial: of the last vector of a tile, `left` lanes are in use. side: rows side by side.
+    wide: indices of 64 bits. named: rows of out have names. biased: there is a bias. padded: rows
+    of x have whole vectors all the same.
     """
 
     tile: int
@@ -133,6 +134,7 @@ class Wide:
     named: bool = False
     biased: bool = False
     act: Act | None = None
+    padded: bool = False
 
     arguments = 2
 
@@ -182,7 +184,7 @@ class Wide:
         line = e.at(x, e.b.mul(m.number("col", place), m.field["x_pitch"]))
         for t, sum_ in enumerate(sums):
             pointer = e.at(line, t * self.lanes * 4)
-            if self.partial and t == self.tile - 1:
+            if self.partial and not self.padded and t == self.tile - 1:
                 found = masked(e, e.vector, pointer, mask)
             else:
                 found = e.b.load(pointer, typ=e.vector, align=4)
@@ -269,9 +271,10 @@ class Piece:
 def pieces(columns: int, isa: Isa, options: dict[str, Any]) -> list[Piece]:
     """The kernels that compute so many columns together. options: fields of the kernels."""
     if columns == 1:
-        return [Piece(Dot(**options), 0, 1, 1)]
+        unpadded = {key: value for key, value in options.items() if key != "padded"}
+        return [Piece(Dot(**unpadded), 0, 1, 1)]
+    lanes = vector(columns, isa)
     if columns < isa.lanes:
-        lanes = 1 << (columns - 1).bit_length()
         kernel = Wide(1, lanes, columns < lanes, SIDE[0], **options)
         return [Piece(kernel, 0, 1, columns)]
     vectors = -(-columns // isa.lanes)
@@ -286,6 +289,11 @@ def pieces(columns: int, isa: Isa, options: dict[str, Any]) -> list[Piece]:
         kernel = Wide(rest, isa.lanes, left < isa.lanes, side(rest), **options)
         found.append(Piece(kernel, whole * tile * isa.lanes, 1, left))
     return found
+
+
+def vector(columns: int, isa: Isa) -> int:
+    """Lanes of the vectors that kernels for so many columns use."""
+    return min(isa.lanes, 1 << (columns - 1).bit_length())
 
 
 SIDE = (4, 2, 2)  # rows side by side, for tiles of 1, 2, 3 vectors: enough sums to hide their wait

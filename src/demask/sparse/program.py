@@ -203,8 +203,10 @@ def reads(step: Step) -> tuple[int, ...]:
     """The values that a step reads."""
     if isinstance(step, Cat):
         return step.xs
-    more = [getattr(step, key) for key in ("z", "add") if getattr(step, key, None) is not None]
-    return (step.x, *more)
+    if isinstance(step, Add):
+        return step.x, step.z
+    add = getattr(step, "add", None)
+    return (step.x,) if add is None else (step.x, add)
 
 
 def canonical(kind: str, shape: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
@@ -290,6 +292,8 @@ def _check(step: Step, known: int) -> None:
     """Raise BadInput for fields that make no sense, whatever the sizes."""
     if not all(_is_count(v) and v < known for v in reads(step)) or not reads(step):
         raise BadInput(f"expected values before it, got {reads(step)!r:.80}")
+    if isinstance(step, Mean) and type(step.keep) is not bool:
+        raise BadInput(f"expected a flag, got keep={step.keep!r:.40}")
     if isinstance(step, (Conv, Linear)):
         _check_layer(step)
     if isinstance(step, (Conv, Pool)):

@@ -1,0 +1,180 @@
+"""Products with sparse matrices: `spmm`.
+
+Matrices stay as they come (torch.sparse_csr, torch.sparse_csc, DCSR): nothing is packed, so that
+they may change from call to call. Layers whose weights stay are faster (`sparse.modules`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from demask.errors import BadInput
+from demask.sparse.activations import Activation, act_of
+from demask.sparse.dense import check_indices
+from demask.sparse.product import NARROW, product
+from demask.sparse.program import MAX_SIZE
+
+INDICES = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DCSR:
+    """A doubly compressed sparse matrix: rows without nonzeros are not there.
+
+    rows [r]: the numbers of the others, rising. crow [r + 1], col and values as in CSR, of these
+    rows. size: (rows, columns) of the whole matrix. BadInput for indices that do not fit.
+
+    >>> ones = torch.ones(2)
+    >>> DCSR(torch.tensor([1]), torch.tensor([0, 2]), torch.tensor([0, 3]), ones, (3, 4)).size
+    (3, 4)
+    """
+
+    rows: Tensor
+    crow: Tensor
+    col: Tensor
+    values: Tensor
+    size: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        parts = (self.rows, self.crow, self.col)
+        kinds = {t.dtype for t in parts}
+        if len(kinds) != 1 or not kinds <= set(INDICES) or any(t.ndim != 1 for t in parts):
+            found = [f"{t.dtype} {tuple(t.shape)}" for t in parts]
+            raise BadInput(f"expected rows, crow, col in int32 or int64, of one axis, got {found}")
+        if self.crow.numel() != self.rows.numel() + 1 or self.values.shape != self.col.shape:
+            sizes = [t.numel() for t in (*parts, self.values)]
+            raise BadInput(f"expected r rows, r + 1 row starts, n columns and values, got {sizes}")
+        _check_size(self.size)
+        check_indices(self.crow, self.col, self.size[1])
+        rows = self.rows
+        if rows.numel() and not (rows[0] >= 0 and rows[-1] < self.size[0]):
+            raise BadInput(f"expected rows below {self.size[0]}, got {rows[0]} to {rows[-1]}")
+        if (rows[1:] <= rows[:-1]).any():
+            raise BadInput("expected rows that rise")
+
+    @classmethod
+    def from_csr(cls, matrix: Tensor) -> Self:
+        """The matrix without its empty rows, from torch.sparse_csr."""
+        crow, col, values = csr_parts(matrix)
+        there = crow.diff() != 0
+        rows = there.nonzero()[:, 0].to(crow.dtype)
+        short = torch.cat([crow[:1], crow[1:][there]])
+        return cls(rows, short, col, values, (matrix.shape[0], matrix.shape[1]))
+
+    def to_csr(self) -> Tensor:
+        """As torch.sparse_csr, with the empty rows."""
+        counts = torch.zeros(self.size[0], dtype=self.crow.dtype, device=self.crow.device)
+        counts = counts.index_copy(0, self.rows.long(), self.crow.diff())
+        crow = torch.cat([self.crow[:1], counts.cumsum(0).to(self.crow.dtype)])
+        return torch.sparse_csr_tensor(
+            crow, self.col, self.values, self.size, check_invariants=False
+        )
+
+
+def spmm(
+    w: Tensor | DCSR, x: Tensor, bias: Tensor | None = None, activation: Activation = None
+) -> Tensor:
+    """act(w @ x + bias), where one of the matrices, or both, are sparse.
+
+        sparse_csr or DCSR [m, k] @ dense [k, n]       -> dense [m, n]; bias [m]
+        dense [m, k]              @ sparse_csc [k, n]  -> dense [m, n]; bias [n]
+        sparse_csr [m, k]         @ sparse_csr [k, n]  -> sparse_csr [m, n]; no bias, no activation
+
+    Floating-point matrices of one dtype; indices of 32 or 64 bits; differentiable. float32 on the
+    CPU is computed by kernels, float16 and bfloat16 in float32, other things by ATen ops.
+    activation: as those of `SparseLinear`. BadInput for shapes, types and indices that do not fit.
+
+    >>> one = torch.tensor([0, 1])
+    >>> w = DCSR(one[:1], one, torch.tensor([2]), torch.tensor([3.0]), (2, 3))  # 3 at (0, 2)
+    >>> spmm(w, torch.ones(3, 2), bias=torch.tensor([0.0, -1.0]), activation="relu")
+    tensor([[3., 3.],
+            [0., 0.]])
+    """
+    act = act_of(activation)
+    if isinstance(w, Tensor) and w.layout == torch.strided and x.layout == torch.sparse_csc:
+        # x @ w = (w.T @ x.T).T, and w.T has in CSR what w has in CSC
+        _check_pair(w, x)
+        crow, col, values = _parts(x, x.ccol_indices(), x.row_indices())
+        parts = (crow, col, values, None, (x.shape[1], x.shape[0]))
+        return product(*parts, w.T, bias, act).T.contiguous()
+    if isinstance(w, DCSR):
+        _check_pair(w, x)
+        return product(w.crow, w.col, w.values, w.rows, w.size, x, bias, act)
+    if w.layout != torch.sparse_csr or x.layout not in (torch.sparse_csr, torch.strided):
+        raise BadInput(
+            "expected sparse_csr or DCSR @ dense, dense @ sparse_csc or sparse_csr @ sparse_csr, "
+            f"got {w.layout} @ {x.layout}"
+        )
+    _check_pair(w, x)
+    crow, col, values = csr_parts(w)
+    if x.layout == torch.strided:
+        size = (w.shape[0], w.shape[1])
+        return product(crow, col, values, None, size, x, bias, act)
+    if bias is not None or act is not None:
+        raise BadInput("expected no bias and no activation for a sparse product")
+    return sparse_product(w, x)
+
+
+def sparse_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b of sparse_csr matrices, sparse_csr: what any nonzeros meet in is stored, zero or not.
+
+    Every nonzero of a meets a row of b; the products are sorted by their place and summed.
+    """
+    (crow, col, values), (other_crow, other_col, other_values) = csr_parts(a), csr_parts(b)
+    check_indices(crow, col, a.shape[1])
+    check_indices(other_crow, other_col, b.shape[1])
+    rows = torch.arange(a.shape[0], device=col.device).repeat_interleave(crow.diff().long())
+    begins, counts = other_crow[:-1].long()[col.long()], other_crow.diff().long()[col.long()]
+    which = torch.arange(len(col), device=col.device).repeat_interleave(counts)
+    within = torch.arange(len(which), device=col.device) - (counts.cumsum(0) - counts)[which]
+    met = begins[which] + within
+    places = rows[which] * b.shape[1] + other_col.long()[met]
+    kept, slot = torch.unique(places, return_inverse=True)
+    wide = torch.float32 if values.dtype in NARROW else values.dtype
+    sums = torch.zeros(len(kept), dtype=wide, device=values.device)
+    sums = sums.index_add(0, slot, values[which].to(wide) * other_values[met].to(wide))
+    starts = torch.arange(a.shape[0] + 1, device=col.device) * b.shape[1]
+    starts = torch.searchsorted(kept, starts).to(crow.dtype)
+    columns = (kept % max(b.shape[1], 1)).to(crow.dtype)
+    size = (a.shape[0], b.shape[1])
+    sums = sums.to(values.dtype)
+    return torch.sparse_csr_tensor(starts, columns, sums, size, check_invariants=False)
+
+
+def csr_parts(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Row starts, columns and values of a sparse_csr matrix; BadInput for anything else."""
+    if matrix.layout != torch.sparse_csr or matrix.ndim != 2:
+        raise BadInput(f"expected a sparse_csr matrix, got {tuple(matrix.shape)}, {matrix.layout}")
+    return _parts(matrix, matrix.crow_indices(), matrix.col_indices())
+
+
+def _parts(matrix: Tensor, starts: Tensor, others: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    values = matrix.values()
+    if values.ndim != 1:
+        raise BadInput(f"expected single numbers as values, got blocks {tuple(values.shape)}")
+    return starts, others, values
+
+
+def _check_pair(w: Tensor | DCSR, x: Tensor) -> None:
+    """Raise BadInput for matrices that cannot be multiplied."""
+    size, values = (w.size, w.values) if isinstance(w, DCSR) else (tuple(w.shape), w)
+    if len(size) != 2 or x.ndim != 2 or size[1] != x.shape[0]:
+        raise BadInput(f"expected matrices [m, k] and [k, n], got {size} and {tuple(x.shape)}")
+    if x.layout not in (torch.strided, torch.sparse_csr, torch.sparse_csc):
+        raise BadInput(f"expected a dense or compressed matrix, got {x.layout}")
+    if values.dtype != x.dtype or not x.is_floating_point():
+        found = f"{values.dtype} and {x.dtype}"
+        raise BadInput(f"expected floating-point matrices of one dtype, got {found}")
+    if values.device != x.device:
+        raise BadInput(f"expected one device, got {values.device} and {x.device}")
+    _check_size(size)
+    _check_size(tuple(x.shape))
+
+
+def _check_size(size: tuple[int, ...]) -> None:
+    if len(size) != 2 or not all(type(n) is int and 0 <= n <= MAX_SIZE for n in size):
+        raise BadInput(f"expected (rows, columns) of at most {MAX_SIZE}, got {size!r:.80}")

@@ -1,0 +1,198 @@
+"""Sparse times dense by kernels that read the matrix as it comes (`kernels.csr`)."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from demask.errors import BadInput
+from demask.kernels.csr import CALL, pieces, vector
+from demask.kernels.isa import host
+from demask.kernels.jit import CODE
+from demask.kernels.team import ENTRY, Job
+from demask.sparse.program import Act
+
+LINE = 64  # bytes of a cache line
+WORK = 1 << 15  # products that are worth waking a thread for
+OFTEN = 8  # reads of a row of x that pay for a copy of it
+SPARE = 4  # calls that wait, of one size
+SIZES = 64  # for which calls wait; matrices whose deals are remembered
+
+
+class Rows(NamedTuple):
+    """A matrix in CSR; rows that are there have names if most of them are empty."""
+
+    crow: Tensor
+    col: Tensor
+    values: Tensor
+    names: Tensor | None
+    size: tuple[int, int]
+
+
+class Options(NamedTuple):
+    """Fields of kernels, by their names there."""
+
+    wide: bool
+    named: bool
+    biased: bool
+    act: Act | None
+    padded: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Deal:
+    """Rows in the order in which threads take them, where each thread's share ends; calls that were
+    made for them and wait for the next product of their size."""
+
+    order: np.ndarray
+    ends: tuple[int, ...]
+    spare: dict[Any, list[Task]] = field(default_factory=dict)
+
+
+class Task:
+    """Calls of the kernels for products of one size: not to be run twice at once."""
+
+    def __init__(self, deal: Deal, n: int, options: Options):
+        self.deal = deal  # machine code reads its order
+        parts = pieces(n, host(), options._asdict())
+        threads = self.threads = len(deal.ends) - 1
+        self.calls = np.zeros(threads * len(parts), CALL)
+        self.bad = np.zeros(threads * LINE // 8, np.int64)
+        self.firsts = np.array([4 * part.first for part in parts] * threads, np.int64)
+        codes = CODE.addresses(part.kernel for part in parts)
+        entries = np.zeros(len(self.calls), ENTRY)
+        for k, call in enumerate(self.calls):
+            thread, part = k // len(parts), parts[k % len(parts)]
+            begin, end = deal.ends[thread], deal.ends[thread + 1]
+            side = getattr(part.kernel, "side", 1)
+            call["begin"], call["end"] = begin, end
+            call["together"] = begin + (end - begin) // side * side
+            call["tiles"], call["left"] = part.tiles, part.left
+            call["bad"] = self.bad.ctypes.data + thread * LINE
+            entries[k] = codes[part.kernel], self.calls[k:].ctypes.data
+        self.calls["order"] = deal.order.ctypes.data
+        ends = np.arange(threads + 1, dtype=np.int64) * len(parts)
+        self.job = Job(entries, ends, threads, np.zeros(1, np.int64))
+
+    def run(self, m: Rows, x: Tensor, made: Tensor, bias: Tensor | None) -> bool:
+        """Whether all indices were in range."""
+        fields = self.calls.view(np.int64).reshape(len(self.calls), -1)
+        # in the order of CALL
+        fields[:, :4] = (
+            m.crow.data_ptr(), m.col.data_ptr(), m.values.data_ptr(),
+            0 if m.names is None else m.names.data_ptr(),
+        )  # fmt: skip
+        self.calls["x"], self.calls["x_pitch"] = self.firsts + x.data_ptr(), 4 * x.stride(0)
+        self.calls["out"] = self.firsts + made.data_ptr()
+        self.calls["out_pitch"] = 4 * made.shape[1]
+        self.calls["bias"] = 0 if bias is None else bias.data_ptr()
+        fields[:, -4:-1] = (*m.size, m.values.numel())
+        self.job.run(self.threads)
+        good = not self.bad.any()
+        self.bad[:] = 0
+        return good
+
+
+def multiplied(m: Rows, x: Tensor, bias: Tensor | None, act: Act | None) -> Tensor:
+    """act(m @ x + bias) [rows, columns of x], float32 on the CPU; BadInput for bad indices.
+
+    x [columns of m, n]: rows may lie anywhere, their elements side by side. bias [rows].
+    """
+    n = x.shape[1]
+    made = torch.empty(m.size[0], n)
+    if m.names is not None:
+        _fill(made, bias, act)
+    if m.crow.numel() <= 1 or not n:
+        return made
+    x, padded = _laid(x, m.values.numel())
+    m = Rows(*(None if t is None else t.contiguous() for t in m[:4]), m.size)  # type: ignore[arg-type]
+    if m.values.data_ptr() % 4:  # memory from elsewhere may begin anywhere
+        m = m._replace(values=m.values.clone())
+    bias = None if bias is None else bias.contiguous()
+    threads = max(1, min(torch.get_num_threads(), m.values.numel() * n // WORK))
+    deal = dealt(m.crow, threads, max(1, LINE // (4 * n)))
+    wide = m.col.dtype == torch.int64
+    options = Options(wide, m.names is not None, bias is not None, act, padded)
+    spare = deal.spare.setdefault((n, options), [])
+    try:
+        task = spare.pop()
+    except IndexError:
+        task = Task(deal, n, options)
+    good = task.run(m, x, made, bias)
+    if len(spare) < SPARE:
+        spare.append(task)
+    if len(deal.spare) > SIZES:
+        deal.spare.clear()
+    if good:
+        return made
+    entries, columns = m.values.numel(), m.size[1]
+    raise BadInput(f"expected row starts that rise to {entries} and columns below {columns}")
+
+
+def _laid(x: Tensor, entries: int) -> tuple[Tensor, bool]:
+    """x with the elements of a row side by side; and whether its rows have whole, aligned vectors
+    beyond their end, into which it is copied where each row is read often enough."""
+    rows, n = x.shape
+    lanes = vector(n, host())
+    if n > 1 and n % lanes and entries >= OFTEN * rows:
+        made = torch.zeros(rows, -(-n // lanes) * lanes)
+        made[:, :n] = x
+        return made, True
+    return (x.contiguous() if x.stride(1) != 1 or (n == 1 and x.stride(0) != 1) else x), False
+
+
+def _fill(made: Tensor, bias: Tensor | None, act: Act | None) -> None:
+    """What rows without nonzeros are."""
+    from demask.sparse.dense import ACTIVATIONS
+
+    one = torch.zeros(1) if bias is None else bias
+    one = one if act is None else ACTIVATIONS[act[0]](one, *act[1])
+    made.copy_(one.reshape(-1, 1).expand_as(made))
+
+
+_DEALT: dict[Any, Deal] = {}
+
+
+def dealt(crow: Tensor, threads: int, unit: int) -> Deal:
+    """The deal of a matrix, remembered as long as its row starts live.
+
+    unit: rows that belong together, for they share a cache line of the output. If row starts were
+    written to unseen, shares are uneven, and still every row is taken once.
+    """
+    try:
+        version = crow._version
+    except RuntimeError:  # made in inference mode
+        version = 0
+    storage = crow.untyped_storage()
+    key = id(storage), crow.data_ptr(), crow.numel(), crow.dtype, version, threads, unit
+    found = _DEALT.get(key)
+    if found is None:
+        if len(_DEALT) >= SIZES:
+            _DEALT.clear()
+        found = _DEALT[key] = deal_rows(crow.numpy(), threads, unit)
+        weakref.finalize(storage, _DEALT.pop, key, None).atexit = False
+    return found
+
+
+def deal_rows(crow: np.ndarray, threads: int, unit: int) -> Deal:
+    """Units of rows, longest first, dealt to and fro (0, 1, 1, 0, 0, 1, …), so that threads get
+    about as many nonzeros; each takes its rows in the order of their length.
+
+    >>> deal_rows(np.array([0, 1, 6, 8, 11]), 2, 1).order.tolist()  # 1, 5, 2, 3 nonzeros
+    [1, 0, 3, 2]
+    """
+    counts = np.diff(crow.astype(np.int64))
+    firsts = np.arange(0, len(counts), unit)
+    ranked = np.argsort(-np.add.reduceat(counts, firsts), kind="stable")
+    turn = np.arange(len(firsts)) % (2 * threads)
+    owner = np.empty(len(firsts), np.int64)
+    owner[ranked] = np.minimum(turn, 2 * threads - 1 - turn)
+    thread = np.repeat(owner, unit)[: len(counts)]
+    order = np.lexsort((-counts, thread)).astype(np.int32)
+    ends = np.concatenate([[0], np.cumsum(np.bincount(thread, minlength=threads))])
+    return Deal(order, tuple(ends.tolist()))

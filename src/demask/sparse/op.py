@@ -1,0 +1,258 @@
+"""The op `demask::segment`: a program as one call of a graph, whatever runs it.
+
+    torch.ops.demask.segment(Tensor[] inputs, Tensor[] weights, str program) -> Tensor[]
+
+float32 on the CPU is run by plans (`sparse.plan`), made at the first call and kept as long as the
+weights live; everything else by ATen ops (`sparse.dense`), as are gradients. Outputs are contiguous
+and share no memory with anything.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from demask.sparse import dense
+from demask.sparse.plan import NoPlan, Plan
+from demask.sparse.program import Program
+
+PLANS = 8  # kept per program and weights: one for every size of the inputs
+ASKED = 64  # sizes whose calls are counted
+PLAIN = (Tensor, torch.nn.Parameter)
+
+# Not torch.library.custom_op: a call of its ops costs 12 µs of Python, one of these 4 to 6.
+_LIBRARY = Library("demask", "FRAGMENT")
+_LIBRARY.define(
+    "segment(Tensor[] inputs, Tensor[] weights, str program) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def segment(inputs: Sequence[Tensor], weights: Sequence[Tensor], program: str) -> list[Tensor]:
+    """The outputs of a program (`Program.text`), in the dtype of the inputs.
+
+    inputs: floating-point tensors of one dtype. weights: what the spans of the program count.
+    BadInput where program, inputs and weights do not fit. Writes into a weight are seen if torch
+    counts them: those through `.data` or NumPy are not.
+
+    >>> from demask.sparse.program import Linear, Program, Weight
+    >>> step = Linear(0, Weight((0, 0, 1), (1, 0, 3), (1, 3, 4)), None, out=2)
+    >>> weights = [torch.tensor([5.0]), torch.tensor([0, 0, 1, 2], dtype=torch.int32)]
+    >>> segment([torch.eye(3)], weights, Program(("tokens",), (step,), (1,)).text())
+    [tensor([[0., 0.],
+            [0., 0.],
+            [0., 5.]])]
+    """
+    return torch.ops.demask.segment.default(inputs, weights, program)
+
+
+@functools.lru_cache(maxsize=64)
+def parsed(text: str) -> Program:
+    """The program of a text."""
+    return Program.parse(text)
+
+
+Made = tuple[Plan | None, tuple[int, ...]]  # a plan, if there is one; inputs it wants contiguous
+
+
+class Kept:
+    """Plans of one program over one set of weights, by versions of weights, sizes and threads.
+
+    Plans that the next call makes useless cost more than they bring: after each one thrown away,
+    a new one waits for one more call that asks for it. So weights that are trained get no plans.
+    """
+
+    def __init__(self, text: str):
+        self.text, self.program = text, parsed(text)
+        self.lock = threading.Lock()
+        self.plans: dict[Any, Made] = {}
+        self.calls: dict[Any, int] = {}
+        self.versions: tuple[int, ...] = ()
+        self.thrown = 0
+        self.copies: list[Tensor] = []
+        self.edition = 0
+
+    def run(self, inputs: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
+        """The outputs, by a plan or without."""
+        try:
+            versions = tuple([w._version for w in weights])
+        except RuntimeError:  # tensors made in inference mode have none
+            versions = self._counted(weights)
+        sizes = tuple([(x.shape, x.stride(), x.dtype) for x in inputs])
+        asked = versions, sizes, torch.get_num_threads()
+        plan, copied = self.plans.get(asked) or self._made(asked, inputs, weights)
+        if plan is None:
+            return without_plan(self.program, inputs, weights)
+        for place in copied:
+            inputs[place] = inputs[place].contiguous()
+        return plan(inputs)
+
+    def _counted(self, weights: list[Tensor]) -> tuple[int, ...]:
+        """Versions of weights for which torch has none: they are compared with copies."""
+        with self.lock:
+            if not self.copies or not all(map(torch.equal, self.copies, weights)):
+                self.copies, self.edition = [w.clone() for w in weights], self.edition + 1
+            return (self.edition,)
+
+    def _made(self, asked: Any, inputs: list[Tensor], weights: list[Tensor]) -> Made:
+        """A plan for what is asked, kept; none where there is none or it would not be kept."""
+        with self.lock:
+            if asked in self.plans:
+                return self.plans[asked]
+            if asked[0] != self.versions:
+                self.versions, self.thrown = asked[0], self.thrown + bool(self.plans)
+                self.plans, self.calls = {}, {}
+            if len(self.calls) == ASKED:
+                self.calls = {}
+            self.calls[asked] = self.calls.get(asked, 0) + 1
+            if self.calls[asked] <= self.thrown:
+                return None, ()
+            if len(self.plans) == PLANS:
+                self.plans.pop(next(iter(self.plans)))
+                self.thrown += 1
+            self.plans[asked] = planned(self.program, inputs, weights)
+            return self.plans[asked]
+
+
+def planned(program: Program, inputs: list[Tensor], weights: list[Tensor]) -> Made:
+    """A plan, if kernels can do it; BadInput for what does not fit."""
+    dense.check(program, inputs, weights)
+    if inputs[0].dtype != torch.float32 or any(x.numel() == 0 for x in inputs):
+        return None, ()
+    copied = tuple(place for place, x in enumerate(inputs) if _apart(program, place, x))
+    given = [x.contiguous() if place in copied else x for place, x in enumerate(inputs)]
+    try:
+        return Plan.of(program, weights, given, torch.get_num_threads()), copied
+    except NoPlan:
+        return None, ()
+
+
+def _apart(program: Program, place: int, x: Tensor) -> bool:
+    """Whether an input holds tokens that do not follow one another at one distance."""
+    tokens = program.inputs[place] == "tokens" and x.ndim > 2
+    return tokens and x.flatten(0, -2).data_ptr() != x.data_ptr()
+
+
+def without_plan(
+    program: Program, inputs: Sequence[Tensor], weights: Sequence[Tensor]
+) -> list[Tensor]:
+    """The outputs by ATen ops, contiguous and in memory of their own."""
+    found = dense.run(program, inputs, weights)
+    used = {id(t.untyped_storage()) for t in (*inputs, *weights)}
+    for place, y in enumerate(found):
+        if not y.is_contiguous() or id(y.untyped_storage()) in used:
+            found[place] = y.clone(memory_format=torch.contiguous_format)
+        used.add(id(found[place].untyped_storage()))
+    return found
+
+
+_KEPT: dict[Any, list[Kept]] = {}  # by weights: their memory and how it is read
+_NEW = threading.Lock()
+
+
+def kept(weights: list[Tensor], text: str) -> Kept:
+    """What is kept for these weights; it goes when their memory does."""
+    who = tuple(
+        [(id(w.untyped_storage()), w.data_ptr(), w.shape, w.stride(), w.dtype) for w in weights]
+    )
+    for one in _KEPT.get(who, ()):
+        if one.text == text:
+            return one
+    made = Kept(text)
+    with _NEW:
+        if who not in _KEPT:
+            for w in weights:
+                # A storage is one Python object as long as any tensor uses it.
+                ends = weakref.finalize(w.untyped_storage(), _KEPT.pop, who, None)
+                ends.atexit = False
+        _KEPT[who] = [made, *_KEPT.get(who, ())][:PLANS]
+    return made
+
+
+def on_cpu(inputs: list[Tensor], weights: list[Tensor], text: str) -> list[Tensor]:
+    """The op's kernel on the CPU."""
+    try:
+        found = kept(weights, text)
+    except RuntimeError:  # sparse tensors have no memory that could be named
+        dense.check(parsed(text), inputs, weights)
+        raise
+    return found.run(inputs, weights)
+
+
+def elsewhere(inputs: list[Tensor], weights: list[Tensor], text: str) -> list[Tensor]:
+    """The op's kernel on other devices."""
+    return without_plan(parsed(text), inputs, weights)
+
+
+def fake(inputs: list[Tensor], weights: list[Tensor], text: str) -> list[Tensor]:
+    """Outputs without values; sizes may be symbolic."""
+    program = parsed(text)
+    shapes = dense.check(program, inputs, weights)
+    return [inputs[0].new_empty(shapes[value]) for value in program.outputs]
+
+
+def with_gradients(inputs: list[Tensor], weights: list[Tensor], text: str) -> list[Tensor]:
+    """The op's kernel above those of devices: it records what gradients need, if any do."""
+    given = (*inputs, *weights)
+    if torch._C._are_functorch_transforms_active():
+        return dense.run(parsed(text), inputs, weights)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+        return list(Recomputed.apply(text, len(inputs), *given))
+    here = all(type(t) in PLAIN and t.is_cpu for t in given)
+    if here and not torch._C._len_torch_dispatch_stack():
+        return on_cpu(inputs, weights, text)  # as the call below, 4 µs earlier
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.demask.segment.default(inputs, weights, text)
+
+
+class Recomputed(torch.autograd.Function):
+    """Gradients of a program: those of `dense.run`, computed again."""
+
+    @staticmethod
+    def forward(ctx: Any, text: str, count: int, *given: Tensor) -> tuple[Tensor, ...]:
+        ctx.text, ctx.count = text, count
+        ctx.save_for_backward(*given)
+        with torch._C._AutoDispatchBelowAutograd():
+            inputs, weights = list(given[:count]), list(given[count:])
+            return tuple(torch.ops.demask.segment.default(inputs, weights, text))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        again, needed = torch.is_grad_enabled(), ctx.needs_input_grad[2:]
+        with torch.enable_grad():
+            # Views, since one tensor may be given twice; leaves, unless these gradients have some.
+            given = [t.view_as(t) if again else t.detach() for t in ctx.saved_tensors]
+            wanted = [t if again else t.requires_grad_()
+                      for t, need in zip(given, needed, strict=True) if need]  # fmt: skip
+            found = dense.run(parsed(ctx.text), given[: ctx.count], given[ctx.count :])
+            made = iter(torch.autograd.grad(
+                found, wanted, grads, create_graph=again, allow_unused=True))  # fmt: skip
+        return (None, None, *[next(made) if need else None for need in needed])
+
+
+def mapped(info: Any, dims: Any, *given: Any) -> tuple[list[Tensor], list[int]]:
+    """The op under torch.vmap: one call after the other."""
+    (inputs, weights, text), (input_dims, weight_dims, _) = given, dims
+
+    def part(tensors: list[Tensor], axes: list[int | None], k: int) -> list[Tensor]:
+        return [t if axis is None else t.select(axis, k)
+                for t, axis in zip(tensors, axes, strict=True)]  # fmt: skip
+
+    made = [segment(part(inputs, input_dims, k), part(weights, weight_dims, k), text)
+            for k in range(info.batch_size)]  # fmt: skip
+    found = [torch.stack(one) for one in zip(*made, strict=True)]
+    return found, [0] * len(found)
+
+
+_LIBRARY.impl("segment", on_cpu, "CPU")
+_LIBRARY.impl("segment", elsewhere, "CompositeExplicitAutograd")
+_LIBRARY.impl("segment", with_gradients, "Autograd")
+torch.library.register_fake("demask::segment", fake, lib=_LIBRARY)
+torch.library.register_vmap("demask::segment", mapped, lib=_LIBRARY)

@@ -1,0 +1,173 @@
+"""The op `demask::spmm`: a matrix in CSR or DCSR times a dense one, with gradients.
+
+torch.ops.demask.spmm(Tensor crow, Tensor col, Tensor values, Tensor? rows, int[] size,
+                      Tensor x, Tensor? bias, str act, float[] numbers) -> Tensor
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from demask.errors import BadInput
+from demask.sparse.dense import ACTIVATIONS, check_indices
+from demask.sparse.multiply import Rows, multiplied
+from demask.sparse.program import ACTIVATIONS as NUMBERS
+from demask.sparse.program import Act
+
+AT_ONCE = 1 << 22  # elements that are gathered at once where nothing multiplies in place
+NARROW = (torch.float16, torch.bfloat16)
+
+_LIBRARY = Library("demask", "FRAGMENT")
+_LIBRARY.define(
+    "spmm(Tensor crow, Tensor col, Tensor values, Tensor? rows, int[] size, Tensor x, Tensor? bias,"
+    " str act, float[] numbers) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def product(
+    crow: Tensor, col: Tensor, values: Tensor, rows: Tensor | None, size: tuple[int, int],
+    x: Tensor, bias: Tensor | None = None, act: Act | None = None,
+) -> Tensor:  # fmt: skip
+    """act(matrix @ x + bias) [size[0], n]. rows: what row each of CSR's rows is; by default its
+    own."""
+    name, numbers = act or ("", ())
+    return torch.ops.demask.spmm.default(
+        crow, col, values, rows, size, x, bias, name, list(map(float, numbers))
+    )
+
+
+def check(m: Rows, x: Tensor, bias: Tensor | None, act: Act | None) -> None:
+    """Raise BadInput for what cannot be multiplied; indices are not looked at."""
+    indices = [t for t in (m.crow, m.col, m.names) if t is not None]
+    whole = {t.dtype for t in indices}
+    if len(whole) != 1 or not whole <= {torch.int32, torch.int64}:
+        raise BadInput(f"expected indices in int32 or int64, got {[t.dtype for t in indices]}")
+    given = [m.values, x, *([] if bias is None else [bias])]
+    if len({t.dtype for t in given}) != 1 or not x.is_floating_point():
+        raise BadInput(
+            f"expected floating-point numbers of one dtype, got {[t.dtype for t in given]}"
+        )
+    if any(t.layout != torch.strided or t.device != x.device for t in (*indices, *given)):
+        raise BadInput(f"expected dense tensors on {x.device}")
+    count = m.size[0] if m.names is None else m.names.numel()
+    shapes = tuple(m.crow.shape), tuple(m.col.shape), x.shape[0] if x.ndim == 2 else None
+    if shapes != ((count + 1,), tuple(m.values.shape), m.size[1]):
+        raise BadInput(f"expected row starts, columns and x for a matrix of {m.size}, got {shapes}")
+    if bias is not None and tuple(bias.shape) != m.size[:1]:
+        raise BadInput(f"expected a bias of shape ({m.size[0]},), got {tuple(bias.shape)}")
+    if act is not None and len(act[1]) != NUMBERS.get(act[0], -1):
+        raise BadInput(f"expected an activation, got {act}")
+
+
+def _given(
+    crow: Tensor, col: Tensor, values: Tensor, rows: Tensor | None, size: Any, x: Tensor,
+    bias: Tensor | None, act: str, numbers: list[float],
+) -> tuple[Rows, Tensor, Tensor | None, Act | None]:  # fmt: skip
+    """The arguments of the op, checked."""
+    if len(size) != 2:
+        raise BadInput(f"expected two sizes, got {tuple(size)}")
+    m = Rows(crow, col, values, rows, (size[0], size[1]))
+    found = (act, tuple(numbers)) if act else None
+    check(m, x, bias, found)
+    return m, x, bias, found
+
+
+def on_cpu(*given: Any) -> Tensor:
+    """The op's kernel on the CPU."""
+    m, x, bias, act = _given(*given)
+    if x.dtype in NARROW:
+        wide = None if bias is None else bias.float()
+        return multiplied(m._replace(values=m.values.float()), x.float(), wide, act).to(x.dtype)
+    return multiplied(m, x, bias, act) if x.dtype == torch.float32 else _gathered(m, x, bias, act)
+
+
+def elsewhere(*given: Any) -> Tensor:
+    """The op's kernel on other devices."""
+    m, x, bias, act = _given(*given)
+    if x.dtype in NARROW:
+        wide = None if bias is None else bias.float()
+        return _gathered(m._replace(values=m.values.float()), x.float(), wide, act).to(x.dtype)
+    return _gathered(m, x, bias, act)
+
+
+def _gathered(m: Rows, x: Tensor, bias: Tensor | None, act: Act | None) -> Tensor:
+    """The product by ATen ops."""
+    check_indices(m.crow, m.col, m.size[1])
+    row = _row_of(m)
+    if len(row) and not 0 <= int(row.min()) <= int(row.max()) < m.size[0]:
+        raise BadInput(f"expected rows below {m.size[0]}, got {int(row.min())} to {int(row.max())}")
+    made = x.new_zeros(m.size[0], x.shape[1])
+    for part in _parts(len(row), x.shape[1]):
+        made.index_add_(0, row[part], m.values[part, None] * x[m.col[part].long()])
+    made = made if bias is None else made + bias[:, None]
+    return made if act is None else ACTIVATIONS[act[0]](made, *act[1])
+
+
+def fake(*given: Any) -> Tensor:
+    """The output without values."""
+    m, x, _, _ = _given(*given)
+    return x.new_empty(m.size[0], x.shape[1])
+
+
+def _row_of(m: Rows) -> Tensor:
+    """The row of each nonzero."""
+    count = m.crow.shape[0] - 1
+    names = torch.arange(count, device=m.crow.device) if m.names is None else m.names.long()
+    return names.repeat_interleave(m.crow.diff(), output_size=m.col.shape[0])
+
+
+def _parts(count: int, n: int) -> list[slice]:
+    """Nonzeros in parts whose products with n columns are held at once."""
+    step = max(1, AT_ONCE // max(n, 1))
+    return [slice(first, first + step) for first in range(0, count, step)]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    crow, col, values, rows, size, x, bias, act, numbers = inputs
+    ctx.save_for_backward(crow, col, values, rows, x, bias)
+    ctx.size, ctx.act = size, (act, tuple(numbers)) if act else None
+
+
+def _slopes(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+    """Those of values, x and the bias: products with the transposed matrix, and of slopes with x
+    where nonzeros are."""
+    crow, col, values, rows, x, bias = ctx.saved_tensors
+    m = Rows(crow, col, values, rows, tuple(ctx.size))
+    if ctx.act is not None:
+        slope = _before(m, x, bias, ctx.act, slope)
+    row = _row_of(m)
+    of_x = of_values = None
+    if ctx.needs_input_grad[5]:
+        order = torch.argsort(col, stable=True)
+        ones = torch.ones_like(col)
+        counts = torch.zeros(m.size[1] + 1, dtype=col.dtype, device=col.device)
+        starts = counts.index_add(0, col + 1, ones).cumsum(0).to(col.dtype)
+        turned = (m.size[1], m.size[0])
+        of_x = product(starts, row[order].to(col.dtype), values[order], None, turned, slope)
+    if ctx.needs_input_grad[2]:
+        parts = [(slope[row[p]] * x[col[p].long()]).sum(1) for p in _parts(len(row), x.shape[1])]
+        of_values = torch.cat(parts) if parts else torch.zeros_like(values)
+    of_bias = slope.sum(1) if bias is not None and ctx.needs_input_grad[6] else None
+    return None, None, of_values, None, None, of_x, of_bias, None, None
+
+
+def _before(m: Rows, x: Tensor, bias: Tensor | None, act: Act, slope: Tensor) -> Tensor:
+    """The slope of what the activation was given, which is computed again."""
+    again = torch.is_grad_enabled()
+    z = product(*m[:3], m.names, m.size, x, bias)
+    with torch.enable_grad():
+        z = z.view_as(z) if again else z.detach().requires_grad_()
+        y = ACTIVATIONS[act[0]](z, *act[1])
+        (found,) = torch.autograd.grad(y, z, slope, create_graph=again)
+    return found
+
+
+_LIBRARY.impl("spmm", on_cpu, "CPU")
+_LIBRARY.impl("spmm", elsewhere, "CompositeExplicitAutograd")
+torch.library.register_fake("demask::spmm", fake, lib=_LIBRARY)
+torch.library.register_autograd("demask::spmm", _slopes, setup_context=_keep, lib=_LIBRARY)
