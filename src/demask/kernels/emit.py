@@ -98,6 +98,11 @@ class Emitter:
             return self.at(pointer, index * self.isa.line)
         return self.at(pointer, self.b.mul(index, I64(self.isa.line)))
 
+    def prefetch(self, pointer: Value) -> None:
+        """Ask for a line that will be written to."""
+        ask = self.intrinsic("llvm.prefetch.p0", VOID, POINTER, I32, I32, I32)
+        self.b.call(ask, [pointer, I32(1), I32(3), I32(1)])
+
     def read(self, pointer: Value, lines: int = 0) -> Value:
         """An aligned vector."""
         place = self.line(pointer, lines) if lines else pointer

@@ -95,6 +95,7 @@ class Tile:
                     for line, sum_ in zip(self.out, row, strict=True):
                         sum_.set(e.read(place, line))
         end = e.b.lshr(ending, I64(2))
+        self._fetch(e, record, out)
         self._products(e, n.get(), end, x, sums, places)
         n.set(end)
         is_last = e.b.icmp_signed("!=", e.b.and_(ending, I64(LAST)), I64(0))
@@ -104,6 +105,15 @@ class Tile:
         for place, row in zip(outs, sums, strict=True):
             for line, sum_ in zip(self.out, row, strict=True):
                 e.write(sum_.get(), place, line)
+
+    def _fetch(self, e: Emitter, record: Value, out: Value) -> None:
+        """Ask for the outputs of the next rows: they lie far apart, and no processor guesses
+        where."""
+        for r in range(self.rows):
+            behind = e.at(record, (self.rows + r) * RECORD.itemsize)
+            place = e.opaque(e.line(out, e.load_long(I32, behind, 1)))
+            for line in self.out:
+                e.prefetch(e.line(place, line))
 
     def _begin(self, e: Emitter, record: Value, add: Value, row: list[Variable]) -> None:
         """What sums begin with: `add` is read before out is written, which may be the same. Sums

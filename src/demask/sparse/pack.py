@@ -140,7 +140,7 @@ def packed(weight: Csr, places: Places, rows: np.ndarray, block: int, side: int,
         records.append(made)
         source.append(read)
     return _stream(weight, places, picked[order], np.concatenate(source), table,
-                   np.concatenate(records), block)  # fmt: skip
+                   np.concatenate([*records, np.zeros(side, RECORD)]), block)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
