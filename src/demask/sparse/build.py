@@ -30,6 +30,7 @@ from demask.sparse.layout import (
     Border,
     Grid,
     Layout,
+    commons,
     grid_for,
     widened,
 )
@@ -50,6 +51,9 @@ from demask.sparse.program import (
 from demask.sparse.tape import Buffer, NoPlan, Tape
 from demask.sparse.tiling import Cut, Shape, best
 
+# Cycles, to choose grids by: of a product of vectors; of a line of a border, made by another thread
+# or by this one; of a line that is copied into another grid.
+PRODUCT, FAR, NEAR, COPY = 0.75, 40.0, 10.0, 18.0
 POSITIVE = ("relu", "sigmoid", "hardsigmoid")
 LEAST = -math.inf
 
@@ -93,15 +97,41 @@ class Builder:
                 raise NoPlan(f"value {value} has the size {size}")
             if size[0] > self.isa.lanes:
                 raise NoPlan(f"{size[0]} images at once")
-        self._choose()
+        found = []
+        for place, common in enumerate((None, *commons(self.isa.lanes))):
+            self._choose(common)
+            found.append((self._cost(), place, common))
+        self._choose(min(found)[2])
 
     # -- what values look like
 
-    def _choose(self) -> None:
-        """Grids of all values; how each is read."""
+    def _cost(self) -> float:
+        """Cycles of one thread that depend on grids, about: products, borders, copies."""
+        cycles, count = 0.0, len(self.program.inputs)
+        for value, grid in enumerate(self.grids):
+            channels = self.shapes[value][1]
+            sizes = [grid.part(part)[2:] for part in range(grid.parts)]
+            h, w = max(sizes, key=lambda size: size[0] * size[1])
+            step = self.program.steps[value - count] if value >= count else None
+            if isinstance(step, (Conv, Linear)):
+                nonzeros = step.weight.values[2] - step.weight.values[1]
+                cycles += PRODUCT * nonzeros * h * w / (self.threads if grid.parts == 1 else 1)
+            above, below, left, right = self._border(value)
+            if self.threads > 1:
+                cycles += channels * (FAR * (above + below) * w + NEAR * (left + right) * h)
+            for other, border in {(n.grid, n.border) for n in self.needs.get(value, ())}:
+                if other != grid:
+                    lines = (other.height + border[0]) * (other.width + border[2])
+                    cycles += COPY * channels * lines / self.threads
+        return cycles
+
+    def _choose(self, common: tuple[int, int] | None) -> None:
+        """Grids of all values, with as many rows and columns of tiles as are common to all, where
+        these fit; how each is read."""
         count = len(self.program.inputs)
+        self.grids, self.positive, self.needs = [], [], {}
         for value, (batch, _, height, width) in enumerate(self.shapes):
-            grid = grid_for(batch, height, width, self.isa.lanes, self.threads)
+            grid = grid_for(batch, height, width, self.isa.lanes, self.threads, common)
             step = self.program.steps[value - count] if value >= count else None
             if isinstance(step, Conv) and step.transposed:
                 grid = _multiple(replace(grid, parts=1), step.stride)

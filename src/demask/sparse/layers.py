@@ -243,7 +243,7 @@ def emit_chain(tape: Tape, isa: Isa, found: Sequence[Piece]) -> list[Cut]:
                for piece, cut in zip(found, cuts, strict=True)]  # fmt: skip
     bytes_ = sum(piece.weight.count for piece in found) * isa.line
     for part, size in enumerate(found[0].shape.parts):
-        for area in strips(*size, max(1, CACHE // bytes_)):
+        for area in strips(*size, CACHE // bytes_, max(cut.tile[0] for cut in cuts)):
             for piece, cut, stream in zip(found, cuts, streams, strict=True):
                 _emit(tape, part, piece, cut, stream, {part: area})
     return cuts

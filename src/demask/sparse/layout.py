@@ -20,6 +20,8 @@ Border = tuple[int, int, int, int]  # lines above, below, left, right
 Area = tuple[int, int, int, int]  # first row, first column, rows, columns
 At = tuple[int, int, int]  # part, row, column
 NO_BORDER: Border = (0, 0, 0, 0)
+USED = 0.8  # of the lanes
+WASTE = 1.2  # times the positions that need be computed
 LEAST = 6  # positions of a part: fewer are slower than rows dealt to threads
 
 
@@ -62,12 +64,32 @@ class Grid:
         return 0, begin, self.height, end - begin
 
 
+def commons(lanes: int) -> Iterator[tuple[int, int]]:
+    """Rows and columns of tiles that use most of the lanes."""
+    for rows in range(1, lanes + 1):
+        for columns in range(1, lanes // rows + 1):
+            if rows * columns > USED * lanes:
+                yield rows, columns
+
+
 @functools.cache
-def grid_for(batch: int, height: int, width: int, lanes: int, threads: int) -> Grid:
-    """The grid that computes least beyond the image, and then has the smallest borders."""
+def grid_for(batch: int, height: int, width: int, lanes: int, threads: int,
+             common: tuple[int, int] | None = None) -> Grid:  # fmt: skip
+    """The grid that computes least beyond the image, and then has the smallest borders; that with
+    `common` rows and columns of tiles, if it computes not much more."""
+    if batch > lanes:
+        raise ValueError(f"expected at most {lanes} images at once, got {batch}")
+    own = lanes // batch
+    best = _best(batch, height, width, [(r, own // r) for r in range(1, own + 1)], threads)
+    if common is None or common[0] * common[1] > own:
+        return best
+    found = _best(batch, height, width, [common], threads)
+    return found if found.positions <= WASTE * best.positions else best
+
+
+def _best(batch: int, height: int, width: int, tiles: list[tuple[int, int]], threads: int) -> Grid:
     best: tuple[tuple[int, int, int], Grid] | None = None
-    for rows in range(1, lanes // batch + 1):
-        columns = lanes // batch // rows
+    for rows, columns in tiles:
         tile = -(-height // rows), -(-width // columns)
         used = -(-height // tile[0]), -(-width // tile[1])  # no lane for nothing
         whole = Grid(batch, *used, *tile)
@@ -79,8 +101,7 @@ def grid_for(batch: int, height: int, width: int, lanes: int, threads: int) -> G
         cost = (most, max((h + 2) * (w + 2) for h, w in sizes), abs(rows - columns))
         if best is None or cost < best[0]:
             best = cost, grid
-    if best is None:
-        raise ValueError(f"expected at most {lanes} images at once, got {batch}")
+    assert best is not None
     return best[1]
 
 

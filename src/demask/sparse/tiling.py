@@ -65,9 +65,9 @@ def _pieces(begin: int, end: int, most: int) -> Iterator[tuple[int, int]]:
     yield from ((a, b - a) for a, b in pairwise(cuts))
 
 
-def strips(rows: int, columns: int, most: int) -> Iterator[Area]:
-    """Pieces of whole rows with about `most` positions."""
-    yield from ((i, 0, h, columns) for i, h in _pieces(0, rows, max(1, most // columns)))
+def strips(rows: int, columns: int, most: int, tile: int) -> Iterator[Area]:
+    """Pieces of whole rows with about `most` positions, but no lower than a tile."""
+    yield from ((i, 0, h, columns) for i, h in _pieces(0, rows, max(tile, most // columns)))
 
 
 def cost(shape: Shape, cut: Cut, threads: int, line: int) -> float:
