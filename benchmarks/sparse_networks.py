@@ -15,6 +15,7 @@ import dlmc
 import networks
 
 SIZE, HIDDEN, INNER = 224, 768, 3072
+BRANCH = 0.2
 LEAST = 0.01  # of a channel's variance: one that is always 0 would be multiplied by 300
 WIDTHS = ((64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2), *((512, 1),) * 5, (1024, 2),
           (1024, 1))  # fmt: skip
@@ -47,12 +48,17 @@ def uniform(shape: torch.Size, sparsity: float, generator: torch.Generator) -> T
 @torch.no_grad()
 def settled(model: nn.Module, images: Tensor, generator: torch.Generator) -> nn.Module:
     """The model in eval mode, the statistics of its norms those of the images: so that every layer
-    gets values of order one. Their scales and shifts are drawn around 1 and 0."""
+    gets values of order one. Their scales and shifts are drawn around 1 and 0; those that end a
+    residual branch around `BRANCH`, as in trained networks: with 1, rounding errors grow from block
+    to block until float32 has no answer that two orders of summation agree on."""
     norms = [layer for layer in model.modules() if isinstance(layer, nn.BatchNorm2d)]
+    ends = [part.bn3 for part in model.modules() if hasattr(part, "bn3")]
     for norm in norms:
         norm.weight.uniform_(0.5, 1.5, generator=generator)
         norm.bias.normal_(0, 0.2, generator=generator)
         norm.momentum = 1.0  # the last batch alone
+    for norm in ends:
+        norm.weight.mul_(BRANCH)
     model.train()(images)
     for norm in norms:
         norm.momentum = 0.1

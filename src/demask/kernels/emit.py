@@ -68,9 +68,6 @@ class Emitter:
 
     # -- numbers and memory
 
-    def i64(self, value: int) -> Value:
-        return I64(value)
-
     def pointer(self, address: Value) -> Value:
         return self.b.inttoptr(address, POINTER)
 

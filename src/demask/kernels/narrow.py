@@ -1,4 +1,4 @@
-"""The sparse kernel for few positions: lanes are rows of the weight.
+"""The sparse kernel for one position (or a few): lanes are rows of the weight.
 
     for group of rows: for token:  acc[r] = bias[r] + add[r]
         for k:  acc[r] += value[k][r] * x[column[k][r]]

@@ -135,7 +135,10 @@ def openmp() -> OpenMP | None:
     ours = [path for path in found if "torch" in path] or list(found)
     if not ours:
         return None
-    library = ctypes.CDLL(ours[0])
+    try:
+        library = ctypes.CDLL(ours[0])
+    except OSError:  # the file was replaced since
+        return None
     parallel = library.GOMP_parallel
     parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
     parallel.restype = None

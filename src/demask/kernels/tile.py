@@ -6,9 +6,9 @@
 
 One kernel serves linear layers and convolutions of any kernel, stride, dilation and groups: what
 differs is the stream of (offset, value) and the displacements, which are written into the code. An
-offset counts vectors, so that it has 16 bits; a block of columns is as much of x as the first
-cache holds. Few positions leave the adders idle, so `rows` rows go side by side then, of equal
-length, their nonzeros in turns.
+offset counts vectors, so that it has 16 bits; a block of columns is about as much of x as the first
+cache holds. Few positions leave the adders idle, so `rows` rows go side by side, filled up with
+zeros to one length, their nonzeros in turns.
 """
 
 from __future__ import annotations

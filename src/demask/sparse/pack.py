@@ -1,7 +1,7 @@
 """A sparse weight as the stream that a kernel reads: offsets and values, block by block.
 
-Rows are dealt to threads by their nonzeros, columns are cut into blocks of which the first cache
-holds the inputs, and rows that go side by side are of one length.
+Rows are dealt to threads by their nonzeros, columns are cut into blocks whose inputs about fit into
+the first cache, and rows that go side by side are of about one length, filled up with zeros.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from demask.errors import BadInput
 from demask.kernels.tile import BLOCK, FIRST, LAST, RECORD
 from demask.sparse.program import Conv, Linear, Span
+from demask.sparse.tape import NoPlan
 
 WIDE = 2**16  # offsets from here on have 32 bits
 
@@ -40,12 +41,13 @@ class Csr:
 
 
 def read(step: Conv | Linear, weights: Sequence[Tensor], columns: int) -> Csr:
-    """The weight of a step; BadInput where its spans, row starts or columns are out of range."""
+    """The weight of a step; BadInput where its spans, row starts or columns are out of range,
+    NoPlan for dtypes that kernels do not take."""
     weight = step.weight
     starts = _span(weights, weight.crow, (torch.int32,)).astype(np.int64)
     found = _span(weights, weight.col, (torch.int32,)).astype(np.int64)
-    kinds = (torch.float32,) if weight.scale is None else (torch.int8,)
-    values = _span(weights, weight.values, (torch.bfloat16, *kinds))
+    kinds = (torch.float32, torch.bfloat16) if weight.scale is None else (torch.int8,)
+    values = _span(weights, weight.values, kinds)
     if starts[0] != 0 or starts[-1] != len(found) or (np.diff(starts) < 0).any():
         raise BadInput(f"expected row starts from 0 up to {len(found)} in {_name(step)}")
     if len(found) and (found.min() < 0 or found.max() >= columns):
@@ -64,7 +66,7 @@ def _span(weights: Sequence[Tensor], span: Span, kinds: tuple[torch.dtype, ...])
         raise BadInput(f"expected tensors that hold {span}, got {len(weights)}")
     tensor = weights[number].detach().flatten()[begin:end]
     if tensor.dtype not in kinds:
-        raise BadInput(f"expected one of {kinds}, got {tensor.dtype}")
+        raise NoPlan(f"a tensor of {tensor.dtype}, where kernels take {kinds}")
     return (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).cpu().numpy()
 
 
@@ -80,10 +82,6 @@ class Stream:
     records: np.ndarray
     offsets: np.ndarray
     values: np.ndarray
-
-    @property
-    def bytes(self) -> int:
-        return sum(a.nbytes for a in (self.blocks, self.records, self.offsets, self.values))
 
 
 @dataclass(frozen=True, slots=True)

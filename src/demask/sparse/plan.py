@@ -14,7 +14,7 @@ from demask.kernels.isa import Isa, host
 from demask.kernels.team import Job
 from demask.sparse.build import Builder
 from demask.sparse.program import Program
-from demask.sparse.tape import Arena, NoPlan, Ready
+from demask.sparse.tape import MAX_SLOTS, Arena, NoPlan, Ready
 from demask.sparse.tiling import Cut
 
 __all__ = ["NoPlan", "Plan"]
@@ -83,6 +83,8 @@ class Plan:
         isa = isa or host()
         if any(x.dtype is not torch.float32 or x.device.type != "cpu" for x in inputs):
             raise NoPlan("inputs are not float32 on the CPU")
+        if len(inputs) + len(program.outputs) >= MAX_SLOTS:
+            raise NoPlan(f"{len(inputs)} inputs and {len(program.outputs)} outputs")
         shapes = program.shapes([tuple(x.shape) for x in inputs])
         parts, cuts = [], []
         for first, images, runs in _batches(program, weights, inputs, threads, isa):
@@ -99,11 +101,6 @@ class Plan:
         for part in self.parts:
             part.run(self.threads, (*inputs, *outputs))
         return outputs
-
-    @property
-    def bytes(self) -> int:
-        """Of packed weights and tables."""
-        return sum(part.ready.weight_bytes for part in self.parts)
 
 
 def _batches(program: Program, weights: Sequence[Tensor], inputs: Sequence[Tensor],

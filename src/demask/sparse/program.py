@@ -14,7 +14,7 @@ Value k is input k, or what step k - len(inputs) makes. Kinds of values, by thei
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from math import inf
 from typing import Any
@@ -436,13 +436,3 @@ def _pooled(step: Pool, sizes: Sequence[Any]) -> list[Any]:
             count = count - 1
         found.append(count)
     return found
-
-
-def constants(program: Program) -> Mapping[int, int]:
-    """How many elements of each weight tensor the program reads, at least."""
-    ends: dict[int, int] = {}
-    for step in program.steps:
-        if isinstance(step, (Conv, Linear)):
-            for span in (*_spans(step.weight), *([] if step.bias is None else [step.bias])):
-                ends[span[0]] = max(ends.get(span[0], 0), span[2])
-    return ends

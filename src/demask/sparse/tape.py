@@ -138,18 +138,16 @@ class Ready:
     size: int
     held: list[Any]
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all that is read beside inputs: packed weights and tables."""
-        known = {a.ctypes.data: a.nbytes for a in self.held}
-        return sum(known.values())
-
 
 class Arena:
     """Memory for one call of a tape. Slot 0 is its own address, the others inputs and outputs."""
 
     def __init__(self, size: int):
-        self.memory = mmap.mmap(-1, size)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # a forked process gets memory of its own
+        try:
+            self.memory = mmap.mmap(-1, size, flags=flags)
+        except OSError as error:
+            raise NoPlan(f"no room for {size} bytes: {error}") from None
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self.memory.madvise(mmap.MADV_HUGEPAGE)
         self.slots = np.frombuffer(self.memory, np.int64, MAX_SLOTS)
