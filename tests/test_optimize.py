@@ -115,7 +115,7 @@ def test_at_the_limit_the_form_comes_back(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("options", [
-    {"precision": "int8"}, {"precision": "float32"}, {"backends": ("torch", "cuda")},
+    {"precision": "int4"}, {"precision": "float32"}, {"backends": ("torch", "cuda")},
     {"backends": ("sparse",)}, {"backends": ()}, {"threads": 0}, {"threads": -1},
 ], ids=str)  # fmt: skip
 def test_bad_input(options) -> None:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
 from demask.graph.copying import structural_copy
-from demask.graph.examples import examples
+from demask.graph.examples import examples, like
 from demask.graph.program import Program
 from demask.graph.provenance import WHOLE, Decision, Provenance, Speed
 from demask.graph.result import Demasked, build
@@ -31,14 +31,20 @@ from demask.shrink.demask import left, reduced
 from demask.shrink.device import CPU, device_of, moved, on_cpu
 from demask.shrink.measure import sizes_of
 from demask.shrink.reading import relations_of
+from demask.sparse.forms import Sparse
+from demask.sparse.segments import SEGMENT, layers_of
 from demask.tune.asking import Asker
 from demask.tune.draft import Example
 from demask.tune.epilogues import is_fused, plain
 from demask.tune.fast import Optimized
 from demask.tune.forms import Form, forms
 
-BACKENDS = ("torch", "sparse")
-ROUNDS, SECONDS = 15, 20.0  # in which forms are compared; the last one is compared for longer
+BACKENDS, PRECISIONS = ("torch", "sparse"), ("bf16", "int8")
+LOOKS, ROUNDS, SECONDS = 5, 15, 20.0  # in which forms are compared; the last one for longer
+WARMUP = 1  # calls before each of these: all have been called before
+FAR = 1.5  # times what the fastest form took: no form that took more is looked at again
+AHEAD = 0.7  # of what the layers of dense forms take: a sparse form that takes less has won
+DRAWS = 3  # inputs on which lossy storage is judged, beside the example
 DEMASKED = "demasked alone"
 NAN = "a ReLU that a layer takes along makes 0 of NaN: what is not finite may not show in outputs"
 ULPS = 64.0  # of the largest output, in the network's own dtype
@@ -60,16 +66,18 @@ def optimize(
     """The network that computes what `model` does in eval mode, as fast as it was measured to get.
 
     It is demasked, then put into several forms (norms in the weights, layers with what follows them
-    in one call, channels last, streams at one width), each made of the pieces that are fastest on
-    the example's sizes. The fastest whole one is called beside `model` in 30 rounds or more; if it
-    may be slower (the lower 95 % bound of the ratio is below 0.97), the network comes back as it
-    was. `demask.report` tells what was chosen and why. For inference: calls record no gradients.
+    in one call, channels last, streams at one width, layers computed by their nonzeros alone), each
+    made of the pieces that are fastest on the example's sizes. The fastest whole one is called
+    beside `model` in 30 rounds or more; if it may be slower (the lower 95 % bound of the ratio is
+    below 0.97), the network comes back as it was. `demask.report` tells what was chosen and why.
+    For inference: calls record no gradients.
 
     args, kwargs: example inputs, of the sizes to be fast for; others are as exact. dynamic_shapes:
     as `demask.demask` takes it. threads: to measure with, None for `torch.get_num_threads()`.
-    precision: None, for exact (lossy storage is not there yet). backends: which kernels may be
-    used; "sparse" has none yet. cache: where measurements are kept (None: the user's cache folder;
-    False: nowhere). progress: called with a few words at each step.
+    precision: None, for exact; "bf16" or "int8" (a scale per row) to store the weights of sparse
+    layers with fewer bits: `demasked.notes` tell what that changes. backends: which kernels may be
+    used; "sparse" are those of float32 on the CPU. cache: where measurements are kept (None: the
+    user's cache folder; False: nowhere). progress: called with a few words at each step.
     Raises NotExportable or BadInput. The model is not changed. Feature row 000-k.
 
     >>> import torch, demask
@@ -83,21 +91,24 @@ def optimize(
     args, named = examples((model,), args, dict(kwargs or {}))
     device = device_of(model, args, named)
     here = on_cpu(model, args, named) if device != CPU else (model, args, named)
-    progress("capturing")
-    program = captured(*here, dynamic_shapes)
-    progress("removing what is masked")
-    smaller, provenance = reduced(program, TABLE)
-    args, named = _own((args, named))
-    race = _Race(_as_given(model), args, named, device)
-    with set_threads(count):
-        return _fastest(race, program, smaller, provenance, cache, progress)
+    # What is done to graphs are small calls, which two threads do no faster than one, and many
+    # times slower where another process has the second processor. Networks run with `count`.
+    with set_threads(1):
+        progress("capturing")
+        program = captured(*here, dynamic_shapes)
+        progress("removing what is masked")
+        smaller, provenance = reduced(program, TABLE)
+        args, named = _own((args, named))
+        race = _Race(_as_given(model), args, named, device, count)
+        wanted = _Wanted("sparse" in backends, precision, cache)
+        return _fastest(race, program, smaller, provenance, wanted, progress)
 
 
 def _check(precision: str | None, backends: Sequence[str], threads: int | None) -> None:
-    if precision is not None:
+    if precision is not None and precision not in PRECISIONS:
         raise BadInput(
-            f"expected precision=None, got {precision!r}: lossy storage is not there yet; convert "
-            "the model first (model.bfloat16()), and optimize that"
+            f"expected precision=None or one of {PRECISIONS}, got {precision!r}; for another dtype "
+            "convert the model first (model.bfloat16()), and optimize that"
         )
     if threads is not None and threads < 1:
         raise BadInput(f"expected threads >= 1, or None for as many as torch has, got {threads}")
@@ -123,25 +134,60 @@ def _own(inputs: Any) -> Any:
     return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
 
 
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What the caller asks for: sparse forms, how weights are stored, where costs are kept."""
+
+    sparse: bool
+    precision: str | None
+    cache: Any
+
+
 @dataclass(slots=True)
 class _Race:
     """Networks that are called with one example, in turns, the network as given among them.
 
-    With copies of the caller's inputs: a network may write to what it is given.
+    With copies of the caller's inputs: a network may write to what it is given. exact: what lossy
+    networks come near to.
     """
 
     given: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     device: torch.device
+    threads: int
     modules: dict[str, nn.Module] = field(default_factory=dict)
     made_by: dict[str, Form] = field(default_factory=dict)
+    exact: dict[str, nn.Module] = field(default_factory=dict)
+    seen: dict[str, float] = field(default_factory=dict)
+
+    def forms(self) -> dict[str, float]:
+        """Median seconds of the forms; those that are far behind are not called for long."""
+        whole = self.looked()
+        near = [name for name in whole if whole[name] <= FAR * min(whole.values())]
+        return whole | self.medians(near, ROUNDS) if len(near) > 1 else whole
+
+    def looked(self) -> dict[str, float]:
+        """Median seconds of the forms made so far, each called a few times, once in all."""
+        new = [name for name in self.modules if name not in self.seen]
+        if new:
+            self.seen |= self.medians(new, LOOKS)
+        return self.seen
+
+    def medians(self, names: Sequence[str], pairs: int) -> dict[str, float]:
+        """Median seconds of some forms."""
+        found = self.rounds(names, pairs, SECONDS)
+        return {name: median(taken) for name, taken in found.items()}
+
+    def beside(self, name: str) -> dict[str, list[float]]:
+        """The seconds of each round of a form and the network as given."""
+        return self.rounds(["given", name], PAIRS, float("inf"))
 
     def rounds(self, names: Sequence[str], pairs: int, seconds: float) -> dict[str, list[float]]:
-        """The seconds of each round."""
-        contenders = {name: self.call(self.modules[name]) for name in names}
-        with torch.no_grad():
-            return sampled({"given": self.call(self.given), **contenders}, pairs, seconds=seconds)
+        everyone = {"given": self.given, **self.modules}
+        contenders = {name: self.call(everyone[name]) for name in names}
+        with torch.no_grad(), set_threads(self.threads):
+            return sampled(contenders, pairs, WARMUP, seconds=seconds)
 
     def call(self, module: nn.Module) -> Callable[[], object]:
         if self.device.type != "cuda":
@@ -153,54 +199,80 @@ class _Race:
 
         return synchronised
 
-    def outputs(self, module: nn.Module) -> list[Any]:
-        """What a network makes of the example."""
+    def outputs(self, module: nn.Module, draw: torch.Generator | None = None) -> list[Any]:
+        """What a network makes of the example, or of other inputs like it."""
         args, kwargs = _own((self.args, self.kwargs))
-        with torch.no_grad():
+        if draw is not None:
+            args, kwargs = pytree.tree_map_only(
+                Tensor, lambda leaf: like(leaf, draw), (args, kwargs)
+            )
+        with torch.no_grad(), set_threads(self.threads):
             return pytree.tree_leaves(module(*args, **kwargs))
 
 
 def _fastest(race: _Race, program: Program, smaller: Program, provenance: Provenance,
-             cache: Any, progress: Tell) -> Demasked:  # fmt: skip
+             wanted: _Wanted, progress: Tell) -> Demasked:  # fmt: skip
     """The result: the form that won, or the network as given."""
-    costs = Costs.open(cache, measure=race.device == CPU)
-    notes = (*provenance.notes, *_entered(race, smaller, provenance, costs, progress))
-    costs.save()
+    notes = [*provenance.notes, *_all(race, program, smaller, provenance, wanted, progress)]
     if not race.modules:
         return _as_it_was(race, program, provenance, (*notes, "no form is as exact"), (), None)
     progress("measuring the forms")
-    found = race.rounds(list(race.modules), ROUNDS, SECONDS)
-    whole = {name: median(taken) for name, taken in found.items()}
+    whole = race.forms()
     best = min(race.modules, key=whole.__getitem__)
     progress("measuring beside the network as given")
-    taken = race.rounds([best], PAIRS, float("inf"))
-    speed = speed_of(taken["given"], taken[best])
+    taken = race.beside(best)
+    speed = replace(speed_of(taken["given"], taken[best]), threads=race.threads)
+    whole = {"given": speed.given[0], **whole}
     decisions = (Decision(WHOLE, best, whole), *race.made_by[best].decisions)
     if speed.least < ALLOWED:
         words = (f"the fastest form ({best}) may be slower than the network as given (ratio "
                  f"{speed.ratio:.2f}, at least {speed.least:.2f}): that comes back")  # fmt: skip
         return _as_it_was(race, program, provenance, (*notes, words), decisions, speed)
     form, result = race.made_by[best], race.modules[best]
-    if any(is_fused(node) for node in form.program.graph.nodes):
-        notes = (*notes, NAN)
+    if any(is_fused(node) or node.target is SEGMENT for node in form.program.graph.nodes):
+        notes.append(NAN)
+    if wanted.precision is not None:
+        notes.append(_lossy(race, best, wanted.precision))
     assert isinstance(result, Demasked)
     made = remembered(form.program, provenance)
-    result.demasked = replace(made, notes=notes, decisions=decisions, speed=speed)
+    result.demasked = replace(made, notes=tuple(notes), decisions=decisions, speed=speed)
     result.graph._codegen.provenance = result.demasked  # type: ignore[attr-defined]
     return result
+
+
+def _lossy(race: _Race, name: str, precision: str) -> str:
+    """How far the outputs of a form are from exact ones, in words."""
+    if name not in race.exact:
+        return f"precision={precision!r} changes nothing: no layer is sparse in the fastest form"
+    largest = relative = 0.0
+    for seed in range(DRAWS + 1):
+        draws = [torch.Generator().manual_seed(seed) if seed else None for _ in range(2)]
+        exact, made = (race.outputs(module, draw) for module, draw in
+                       zip((race.exact[name], race.modules[name]), draws, strict=True))  # fmt: skip
+        for a, b in zip(exact, made, strict=True):
+            if isinstance(a, Tensor) and a.is_floating_point() and a.numel():
+                gap, size = float((a - b).abs().max()), float(a.abs().max())
+                largest, relative = max(largest, gap), max(relative, gap / size if size else gap)
+    return (f"weights of sparse layers are stored as {precision}: outputs differ from exact ones "
+            f"by {largest:.2g} at most, {relative:.2g} of the largest, on the example and {DRAWS} "
+            "draws like it")  # fmt: skip
 
 
 def remembered(program: Program, provenance: Provenance) -> Provenance:
     """What is left in a form: its sizes, its cuts, its ops that only keep shapes."""
     whole = plain(program)
     sizes = sizes_of(whole, relations_of(whole.graph, TABLE))
+    sparse = layers_of(whole.graph)
+    sizes = replace(sizes, macs=sizes.macs + sum(layer.products for layer in sparse))
+    densities = {layer.name: layer.stored / layer.weights for layer in sparse if layer.weights}
     cuts = {
         name: cut
         for name, cut in provenance.cuts.items()
         if name in program.constants and left(cut) == program.constants[name].tensor.shape
     }
     marks = [node.meta["effect"] for node in program.graph.nodes if "effect" in node.meta]
-    return replace(provenance, after=sizes, cuts=cuts, effects=dict(Counter(marks)))
+    return replace(provenance, after=sizes, cuts=cuts, effects=dict(Counter(marks)),
+                   densities=densities)  # fmt: skip
 
 
 def unchanged(provenance: Provenance) -> Provenance:
@@ -220,10 +292,23 @@ def _as_it_was(race: _Race, program: Program, provenance: Provenance, notes: tup
     return moved(first, race.device) if race.device != CPU else first  # type: ignore[return-value]
 
 
-def _entered(race: _Race, smaller: Program, provenance: Provenance, costs: Costs,
+def _all(race: _Race, program: Program, smaller: Program, provenance: Provenance,
+         wanted: _Wanted, progress: Tell) -> Iterator[str]:  # fmt: skip
+    """Let the sparse forms take part, then the dense ones; in words which do not, and why."""
+    costs = Costs.open(wanted.cache, threads=race.threads, measure=race.device == CPU)
+    leaves = pytree.tree_leaves((race.args, race.kwargs))
+    asker = Asker(costs, Example.of(smaller.graph, leaves))
+    sparse = Sparse(asker, wanted.precision)
+    if wanted.sparse and race.device == CPU:
+        yield from _entered(race, sparse.forms(smaller, program, progress), provenance, progress)
+    dense = _dense(race, smaller, asker, sparse, progress)
+    yield from _entered(race, dense, provenance, progress)
+    costs.save()
+
+
+def _entered(race: _Race, found: Iterator[Form], provenance: Provenance,
              progress: Tell) -> Iterator[str]:  # fmt: skip
     """Let every form take part; in words which do not, and why."""
-    found = _forms(race, smaller, costs, progress)
     while True:
         try:
             form = next(found, None)
@@ -243,10 +328,12 @@ def _words(error: Exception) -> str:
     return f"{type(error).__name__} {first:.120}".strip()
 
 
-def _forms(race: _Race, smaller: Program, costs: Costs, progress: Tell) -> Iterator[Form]:
+def _dense(race: _Race, smaller: Program, asker: Asker, sparse: Sparse,
+           progress: Tell) -> Iterator[Form]:  # fmt: skip
+    """The dense forms, unless a sparse one is far ahead."""
+    if race.modules and min(race.looked().values()) < AHEAD * sparse.least:
+        return  # the layers of a dense form alone take longer
     yield Form(DEMASKED, smaller)
-    leaves = pytree.tree_leaves((race.args, race.kwargs))
-    asker = Asker(costs, Example.of(smaller.graph, leaves))
     yield from forms(smaller, asker, progress)
 
 
@@ -254,17 +341,27 @@ def _enter(race: _Race, form: Form, provenance: Provenance) -> str:
     """Let a form take part; in words why it cannot, if so."""
     kind = Demasked if form.name == DEMASKED else Optimized
     try:
-        module = build(form.program, provenance, kind).eval()
-        if race.device != CPU:
-            moved(module, race.device)
-        race.outputs(module)  # the first call is made otherwise than the later ones
-        difference = _difference(race.outputs(race.given), race.outputs(module))
+        exact = _built(race, form.program if form.exact is None else form.exact, provenance, kind)
+        difference = _difference(race.outputs(race.given), race.outputs(exact))
+        module = exact
+        if form.exact is not None:
+            module = _built(race, form.program, provenance, kind)
     except Exception as error:  # of any kind: the network can do without this form
         return f"it fails ({_words(error)})"
     if difference:
         return f"its outputs differ: {difference}"
     race.modules[form.name], race.made_by[form.name] = module, form
+    if form.exact is not None:
+        race.exact[form.name] = exact
     return ""
+
+
+def _built(race: _Race, program: Program, provenance: Provenance, kind: type[Demasked]) -> Demasked:
+    module = build(program, provenance, kind).eval()
+    if race.device != CPU:
+        moved(module, race.device)
+    race.outputs(module)  # the first call is made otherwise than the later ones
+    return module
 
 
 def _difference(given: Sequence[Any], made: Sequence[Any]) -> str:

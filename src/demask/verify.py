@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from demask.errors import DemaskError, Mismatch
 from demask.graph.capture import capture
 from demask.graph.copying import structural_copy
-from demask.graph.examples import examples
+from demask.graph.examples import examples, like
 from demask.graph.fold import folded
 from demask.graph.functional import functionalized
 from demask.graph.result import Demasked, build_plain
@@ -292,9 +292,7 @@ def _draws(slim: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[int, Any, 
     dynamic = _dynamic(slim, leaves)
     for seed in range(4):
         draw = torch.Generator().manual_seed(seed)
-        drawn = [
-            _like(leaf, draw) if seed and isinstance(leaf, Tensor) else leaf for leaf in leaves
-        ]
+        drawn = [like(leaf, draw) if seed and isinstance(leaf, Tensor) else leaf for leaf in leaves]
         yield seed, "given", pytree.tree_unflatten(drawn, spec)
         if seed == 1 and any(dynamic):
             for batch in (1, 3):
@@ -313,15 +311,6 @@ def _dynamic(slim: nn.Module, leaves: list[Any]) -> list[bool]:
         spec = next(specs, None) if isinstance(leaf, Tensor) else None
         result.append(spec is not None and bool(spec.sizes) and isinstance(spec.sizes[0], str))
     return result
-
-
-def _like(leaf: Tensor, draw: torch.Generator) -> Tensor:
-    if leaf.is_floating_point():
-        return torch.randn(leaf.shape, generator=draw).to(leaf)
-    if leaf.numel() == 0:
-        return leaf
-    low, high = int(leaf.min()), int(leaf.max())
-    return torch.randint(low, high + 1, leaf.shape, generator=draw).to(leaf)
 
 
 def _batched(leaf: Tensor, batch: int) -> Tensor:

@@ -211,6 +211,13 @@ def optimize(
             metavar="FILE", help="Where measurements are kept. Default: the user's cache folder."
         ),
     ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            metavar="bf16|int8",
+            help="Store the weights of sparse layers with fewer bits; the error is reported.",
+        ),
+    ] = None,
     as_json: Json = False,
     imports: Imports = None,
     sizes: Sizes = None,
@@ -218,13 +225,15 @@ def optimize(
     """Write the fastest exact form of MODEL on this machine, found by measuring.
 
     MODEL is demasked, then norms go into weights, layers take what follows them along, images get
-    the memory layout that is faster. Nothing is written that may be slower than MODEL: then MODEL
-    is written as it was. A .demask result holds the form; a .pt2 result is the same network in
-    torch's plain ops, for machines without demask.
+    the memory layout that is faster, layers with many zeros compute with the rest alone. Nothing is
+    written that may be slower than MODEL: then MODEL is written as it was. A .demask result holds
+    the form; a .pt2 result is the same network in torch's plain ops, for machines without demask:
+    zeros and all.
 
     \b
-    Example:
+    Examples:
       demask optimize model.pt2 -o fast.demask --threads 2
+      demask optimize model.pt2 -o small.demask --precision int8
     """
     _check_output(output, suffixes=(".demask", ".pt2"))
     with progress("loading") as step:
@@ -236,9 +245,10 @@ def optimize(
         given = read_network(model, sizes)
         fix_allocator()
         result = demask.optimize(
-            given.model, given.args, threads=threads, cache=cache, progress=step
-        )
-        verification = _write(given, result, output, step)
+            given.model, given.args, threads=threads, precision=precision, cache=cache,
+            progress=step,
+        )  # fmt: skip
+        verification = _write(given, result, output, step, exact=precision is None)
     _print_written(result, output, verification, as_json)
 
 
@@ -335,12 +345,13 @@ def bench(
         draw(found, plot)
 
 
-def _write(given: Any, result: Any, output: Path, step: Any) -> Any:
-    """Check a result against the network given, then write it; the verification."""
+def _write(given: Any, result: Any, output: Path, step: Any, *, exact: bool = True) -> Any:
+    """Check a result against the network given, then write it; the verification. exact: where it
+    is not, the result is written although it differs."""
     import demask
 
     step("checking that it computes the same")
-    verification = demask.verify(given.model, result, given.args)
+    verification = demask.verify(given.model, result, given.args, check=exact)
     step("writing")
     save = demask.save if output.suffix == ".demask" else demask.to_pt2
     save(result, output)

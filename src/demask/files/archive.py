@@ -10,6 +10,7 @@ import json
 import os
 import zipfile
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 import safetensors.torch
@@ -17,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, fx, nn
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
+from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, RefusedFile
@@ -33,8 +35,10 @@ from demask.files.codec import (
 from demask.files.names import check_fqn, check_name
 from demask.files.trees import check_call_spec, load_spec
 from demask.graph.provenance import Provenance
-from demask.graph.result import Demasked
-from demask.tune.epilogues import available, is_fused, is_pack
+from demask.graph.result import Demasked, changed
+from demask.ops import schema
+from demask.ops.own import OWN
+from demask.tune.epilogues import available, is_fused, is_pack, plain
 from demask.tune.fast import Optimized
 
 VERSION = 1
@@ -192,17 +196,34 @@ def _build(document: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Demaske
     fused = any(is_fused(node) or is_pack(node) for node in graph.nodes)
     if fused and kind is Demasked:
         raise RefusedFile("found calls that only optimize() writes in a network it did not make")
+    _check_own(graph, slim)
     try:
         graph.lint()
         history = Provenance.from_dict(_typed(document, "demasked", dict))
         result = kind.of(slim, graph, specs, history)
         if fused and not available(torch.float32, torch.device("cpu")):
-            result = result.plain()  # this torch was built without oneDNN
+            result = changed(result, plain)  # this torch was built without oneDNN
     except Exception as error:  # whatever torch.fx or the history raise of odd contents
         raise BadInput(f"the graph or its history is damaged: {error}") from error
     for name, module in result.named_modules():
         module.training = name in training
     return result
+
+
+def _check_own(graph: fx.Graph, slim: nn.Module) -> None:
+    """Refuse calls of demask's ops with arguments that no network gives them."""
+
+    def value(node: fx.Node) -> Tensor | None:
+        return attrgetter(str(node.target))(slim) if node.op == "get_attr" else None
+
+    for node in graph.nodes:
+        own = OWN.get(node.target)
+        if own is None or own.check is None:
+            continue
+        try:
+            own.check(map_arg(schema.arguments(node), value))
+        except (BadInput, KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise RefusedFile(f"node {node.name!r}: {error}") from error
 
 
 def _typed(data: Mapping[str, Any], key: str, kind: type, of: type | None = None) -> Any:

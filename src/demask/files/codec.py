@@ -15,7 +15,7 @@ from demask.files.names import BUILTINS, find_op
 from demask.graph.rows import Value
 
 MAX_DEPTH = 20
-MAX_TEXT = 10_000
+MAX_TEXT = 4_000_000  # characters: the program of a segment may have as many
 
 _DEVICE = re.compile(r"(cpu|cuda|mps|xpu|meta)(:\d{1,3})?", re.ASCII)
 _NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from demask.errors import RefusedFile
+from demask.ops.own import OWN
 
 MAX_NAME = 1000
 _FQN_PART = re.compile(r"(?!__)[\w \-+:/@#]{1,200}")
@@ -55,13 +56,11 @@ _REFUSED_OPS = re.compile(
 _FUSED_OPS = (
     "_convolution_pointwise _linear_pointwise _reorder_convolution_weight _reorder_linear_weight"
 ).split()
-# Demask's own, plain PyTorch: a quantized network keeps its quantization in them.
-_OWN_OPS = ("quantize", "dequantize")
 _TEXT_ARGUMENTS = frozenset(
     "approximate mode padding pad_mode padding_side indexing rounding_mode interpolation reduce "
     "equation norm ord p UPLO driver side activation assert_msg "
     "attr algorithm binary_attr unary_attr unary_algorithm "
-    "dtype".split()
+    "dtype program".split()
 )
 _ARGUMENT_TYPE = re.compile(
     r"((Optional|List)\[)*(Tensor|int|float|bool|number|complex|str|Device|Generator)\]*"
@@ -107,7 +106,7 @@ def _is_harmless(space: str, base: str) -> bool:
     if space == "mkldnn":
         return base in _FUSED_OPS
     if space == "demask":
-        return base in _OWN_OPS
+        return base in {op._opname for op in OWN}
     if space != "aten":
         return True  # the caller named this namespace
     if base.startswith("__"):

@@ -51,3 +51,13 @@ def _drawn(shape: Any, dtype: torch.dtype) -> Tensor:
     if not dtype.is_floating_point:
         return torch.zeros(list(shape), dtype=dtype)
     return torch.randn(list(shape), generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def like(leaf: Tensor, draw: torch.Generator) -> Tensor:
+    """Other numbers in the shape of a tensor: normally distributed, or whole ones of its range."""
+    if leaf.is_floating_point():
+        return torch.randn(leaf.shape, generator=draw).to(leaf)
+    if leaf.numel() == 0:
+        return leaf
+    low, high = int(leaf.min()), int(leaf.max())
+    return torch.randint(low, high + 1, leaf.shape, generator=draw).to(leaf)

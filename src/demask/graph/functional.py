@@ -185,8 +185,12 @@ class _Walk:
             if not name.endswith("_") or overload is None:
                 raise NotExportable(f"in-place op {node.target}", _where(node),
                                     "use the form that returns a new tensor")  # fmt: skip
-            args = map_arg((node.args, node.kwargs), self.read)
-            value = build.call(overload, *args[0], **args[1])
+            args, kwargs = map_arg((node.args, node.kwargs), self.read)
+            if node.all_input_nodes == [target] and old.meta["val"].is_floating_point():
+                # Of one float tensor alone: an activation, say. It is as the tensor was.
+                value = build.call_shaped(old.meta["val"].shape, old, overload, args, kwargs)
+            else:
+                value = build.call(overload, *args, **kwargs)
         if value.meta["val"].dtype != old.meta["val"].dtype:
             value = build.call(aten.to.dtype, value, old.meta["val"].dtype)
         return value

@@ -144,7 +144,8 @@ class Provenance:
     other inputs (None, numbers, flags, text) were in the example, as Python spells it; the result
     is the network for these alone. decisions, speed: of optimize() alone: what was chosen for each
     piece, and how fast the result was beside the network as given. interface: of a network that
-    came from an ONNX file, how it was called there.
+    came from an ONNX file, how it was called there. densities: of the layers that are computed by
+    their nonzeros alone, the share of weights that are stored.
     """
 
     cuts: Mapping[str, Cut]
@@ -160,6 +161,7 @@ class Provenance:
     decisions: tuple[Decision, ...] = ()
     speed: Speed | None = None
     interface: Interface | None = None
+    densities: Mapping[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary; `from_dict` takes it back."""
@@ -177,6 +179,7 @@ class Provenance:
             "decisions": [decision.to_dict() for decision in self.decisions],
             "speed": None if self.speed is None else asdict(self.speed),
             "interface": None if self.interface is None else asdict(self.interface),
+            "densities": dict(self.densities),
         }
 
     @classmethod
@@ -196,6 +199,7 @@ class Provenance:
             decisions=tuple(_decision(row) for row in data.get("decisions", ())),
             speed=None if data.get("speed") is None else _speed(data["speed"]),
             interface=None if data.get("interface") is None else _interface(data["interface"]),
+            densities={str(k): float(v) for k, v in data.get("densities", {}).items()},
         )
 
 

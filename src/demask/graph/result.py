@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Any, Self
 
 import torch
@@ -15,6 +16,7 @@ from demask.graph.fold import drop_unread
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Provenance, Sizes
 from demask.graph.rows import Row, Value, graph_of, rows_of
+from demask.ops.own import OWN
 
 aten = torch.ops.aten
 # Of a GraphModule, made from its graph.
@@ -74,13 +76,43 @@ class Demasked(fx.GraphModule):
         return _unpickled, (kind, rows_of(self.graph), self.graph._codegen), state
 
     def plain(self) -> Demasked:
-        """The network in ATen ops alone: itself, where it is no other already."""
-        return self
+        """The network without ops that demask alone knows (quantization stays), sharing tensors:
+        itself, where it has none."""
+        found = [OWN[node.target].spelled for node in self.graph.nodes if node.target in OWN]
+        passes = dict.fromkeys(change for change in found if change is not None)
+        return reduce(changed, passes, self)
 
     @classmethod
     def graph_module(cls) -> type[Self]:
         """The class itself: torch.fx gives each module a class of its own, derived from it."""
         return next(kind for kind in cls.__mro__ if "<locals>" not in kind.__qualname__)
+
+
+def changed(module: Demasked, change: Callable[[Program], Program]) -> Demasked:
+    """The network behind a pass that computes the same; it shares tensors."""
+    info: _PyTreeInfo = module.graph._codegen.pytree_info  # type: ignore[attr-defined]
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    for node in graph.nodes:
+        value = Value.of(node.meta.get("val"))
+        if value is not None:  # of what it was in its first dtype
+            del node.meta["val"]
+            node.meta.setdefault("value", value)
+    given = {name: Constant(tensor, name, isinstance(tensor, nn.Parameter), tensor.requires_grad)
+             for name, tensor in _tensors(module)}  # fmt: skip
+    made = change(Program(graph, given, info.in_spec, info.out_spec, tuple(info.orig_args)))
+    root = nn.Module()
+    for node in made.graph.find_nodes(op="call_module"):
+        _set(root, str(node.target), module.get_submodule(str(node.target)))
+    for name, tensor in _tensors(module):
+        attach(root, name, tensor)
+    _copy_persistence(module, root)
+    for name, constant in made.constants.items():
+        if name not in given:
+            _place(root, (name,), constant, {})
+    for path, part in root.named_modules():
+        part.training = getattr(_get(module, path) if path else module, "training", module.training)
+    return Demasked.of(root, made.graph, info, module.demasked)
 
 
 def _unpickled(kind: type[Demasked], rows: Sequence[Row], codegen: CodeGen) -> Demasked:
@@ -151,11 +183,17 @@ def build(program: Program, provenance: Provenance, kind: type[Demasked] = Demas
     if kind.trains:
         _Modules(graph, root, program.constants).restore()
     drop_unread(graph)
-    for node in graph.nodes if not kind.trains else ():
-        if (value := Value.of(node.meta.get("val"))) is not None:
+    for node in graph.nodes:
+        value = Value.of(node.meta.get("val"))
+        if value is not None and (not kind.trains or any(map(_is_spelled, node.users))):
             node.meta["value"] = value
     specs = _PyTreeInfo(list(program.names), program.in_spec, program.out_spec)
     return kind.of(root, graph, specs, provenance).train(program.training and kind.trains)
+
+
+def _is_spelled(node: fx.Node) -> bool:
+    """Is a call one that ATen calls stand for elsewhere? Which ones depends on what it reads."""
+    return node.target in OWN and OWN[node.target].spelled is not None
 
 
 def exportable(model: nn.Module) -> nn.Module:

@@ -6,7 +6,6 @@ tells ONNX Runtime which layers to run on whole numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from demask.errors import BadInput
 from demask.ops import schema
 from demask.ops.entry import Case, Entry
 from demask.ops.entry import Shape as S
+from demask.ops.own import Own, register
 
 #: what a value can be quantized to, by name. Ops take the name: torch looks up kernels by whatever
 #: number stands in a file for a dtype, and crashes where it has none.
@@ -113,11 +113,8 @@ def _slopes(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
 
 dequantize.register_autograd(_slopes, setup_context=_keep)
 
-#: the arithmetic of each op, where a graph has to be in ATen ops alone
-PLAIN: dict[Any, Callable[..., Tensor]] = {
-    torch.ops.demask.quantize.default: quantized,
-    torch.ops.demask.dequantize.default: dequantized,
-}
+register(torch.ops.demask.quantize.default, Own(quantized))
+register(torch.ops.demask.dequantize.default, Own(dequantized))
 
 
 def _line(node: fx.Node) -> str:

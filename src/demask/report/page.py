@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from demask.files import atomic
-from demask.report.text import scatters_line, scatters_reasons, sizes_rows
+from demask.report.text import scatters_line, scatters_reasons, sizes_rows, sparse_rows
 
 if TYPE_CHECKING:
     from demask.report.report import Report
@@ -50,6 +50,9 @@ def _sections(report: Report) -> Iterable[str]:
         rows = [(module or "(the model itself)", f"{n:,}") for module, n in report.removed.items()]
         yield "<h2>Removed</h2>"
         yield _table(("module", "parameters"), rows, numbers=(1,))
+    if report.densities:
+        yield "<h2>Computed by their nonzeros alone</h2>"
+        yield _table(("layer", "weights stored"), sparse_rows(report), numbers=(1,))
     if report.declined:
         kept = [(f"{d.slices:,}", d.text, ", ".join(d.places)) for d in report.declined]
         yield "<h2>Kept, and why</h2>"

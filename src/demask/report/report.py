@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,8 @@ class Report:
     effect is present, also at 0). declined: what was kept and why, most slices first. notes: what
     else to know (dynamic dimensions, licences used). speed, decisions: of `demask.optimize` alone:
     how fast beside the network as given, and what was chosen for each piece, with the seconds of
-    every form it could take.
+    every form it could take. densities: of the layers that are computed by their nonzeros alone,
+    the share of weights that are stored.
     """
 
     before: Sizes
@@ -46,6 +47,7 @@ class Report:
     notes: tuple[str, ...]
     speed: Speed | None = None
     decisions: tuple[Decision, ...] = ()
+    densities: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def nothing_removed(self) -> bool:
@@ -77,6 +79,7 @@ class Report:
             "notes": list(self.notes),
             "speed": None if self.speed is None else asdict(self.speed),
             "decisions": [decision.to_dict() for decision in self.decisions],
+            "densities": dict(self.densities),
         }
 
     def to_html(self, path: str | Path) -> None:
@@ -107,6 +110,7 @@ def report(slim: nn.Module) -> Report:
         notes=provenance.notes,
         speed=provenance.speed,
         decisions=provenance.decisions,
+        densities=provenance.densities,
     )
 
 

@@ -56,7 +56,7 @@ def sizes_rows(report: Report) -> list[tuple[str, str, str, str]]:
     return [(name, f"{old:,}", f"{new:,}", share(new, old)) for name, old, new in pairs]
 
 
-def share(part: int, whole: int) -> str:
+def share(part: float, whole: float) -> str:
     """`part` of `whole` in percent, or a dash where the whole is nothing."""
     return f"{100 * part / whole:.1f} %" if whole else "–"
 
@@ -92,6 +92,9 @@ def _parts(report: Report) -> Iterable[RenderableType]:
     yield from map(Text, scatters_reasons(report))
     yield from map(Text, _shortened([decline_line(item) for item in report.declined], "reasons"))
     yield from (Text(f"note: {note}") for note in report.notes)
+    if report.densities:
+        yield Text("")
+        yield _sparse_table(report)
     if report.speed is not None:
         yield Text("")
         yield from speed_parts(report.speed, report.decisions)
@@ -114,6 +117,22 @@ def _removed_table(report: Report) -> Table:
     if len(report.removed) > ROWS:
         rest = list(report.removed.values())[ROWS:]
         table.add_row(f"{len(rest)} more modules", f"{sum(rest):,}")
+    return table
+
+
+def sparse_rows(report: Report) -> list[tuple[str, str]]:
+    """One row per layer that is computed by its nonzeros alone: its name, what is stored of it."""
+    return [(name, share(found, 1.0)) for name, found in report.densities.items()]
+
+
+def _sparse_table(report: Report) -> Table:
+    table = Table("computed by their nonzeros alone", box=SIMPLE_HEAD, show_edge=False)
+    table.add_column("weights stored", justify="right")
+    rows = sparse_rows(report)
+    for name, stored in rows[:ROWS]:
+        table.add_row(Text(name), stored)
+    if len(rows) > ROWS:
+        table.add_row(f"{len(rows) - ROWS} more layers", "")
     return table
 
 

@@ -396,7 +396,8 @@ class Placer:
             size, support = self.cells.size(cell), self.cells.support(cell)
             if size is None or support is None:
                 return None
-            mine = [p for p in order.get(cell, range(size)) if bool(support[p])]
+            lives = support.tolist()  # reading a tensor place by place takes long
+            mine = [p for p in order.get(cell, range(size)) if lives[p]]
             found = [before * size + p for before in found for p in mine]
             total *= size
         return whole(found, total)

@@ -17,8 +17,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
 from demask.graph.codegen import Codegen
-from demask.graph.program import Program
-from demask.graph.result import Demasked
+from demask.graph.result import Demasked, attach, changed
 from demask.machine.arena import Block, View, extent, planned
 from demask.ops import schema
 from demask.tune.draft import COPY, by_values, reshaped
@@ -80,22 +79,32 @@ class Optimized(Demasked):
     def plain(self) -> Demasked:
         """The same network in ATen ops alone, sharing its tensors: it exports, compiles, and runs
         in every dtype and on every device."""
-        info = self.graph._codegen.pytree_info  # type: ignore[attr-defined]
-        program = Program(self.graph, {}, info.in_spec, info.out_spec, tuple(info.orig_args))
-        graph = plain(program).graph
-        return Demasked.of(self, graph, info, self.demasked)
+        return changed(self, plain).plain()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         before = _kinds(self)
         super()._apply(fn, recurse)
         self.refresh()
         if _kinds(self) != before:
-            graph = self.plain().graph
-            for node in graph.nodes:
-                node.meta.pop("value", None)  # planned memory was for what the values were
-            graph.set_codegen(self.graph._codegen)
-            self.graph = graph
+            self._becomes(self.plain())
         return self
+
+    def _becomes(self, other: Demasked) -> None:
+        """Take over the graph of another network, with what it reads and not what it does not."""
+        before, graph = _read(self.graph), other.graph
+        for node in graph.nodes:
+            node.meta.pop("value", None)  # planned memory was for what the values were
+        for name in _read(graph) - before:
+            attach(self, name, operator.attrgetter(name)(other))
+        for name in before - _read(graph):
+            path, _, leaf = name.rpartition(".")
+            delattr(self.get_submodule(path), leaf)
+        graph.set_codegen(self.graph._codegen)
+        self.graph = graph
+
+
+def _read(graph: fx.Graph) -> set[str]:
+    return {str(node.target) for node in graph.find_nodes(op="get_attr")}
 
 
 def _kinds(module: nn.Module) -> set[Any]:

@@ -36,11 +36,13 @@ MULTIPLES = (8, 16)  # channels: halves and wholes of a vector register
 
 @dataclass(slots=True)
 class Form:
-    """A program in one form: its name, what was decided for its pieces."""
+    """A program in one form: its name, what was decided for its pieces. exact: the program that it
+    comes near to, where its weights are stored with fewer bits."""
 
     name: str
     program: Program
     decisions: list[Decision] = field(default_factory=list)
+    exact: Program | None = None
 
 
 def forms(program: Program, asker: Asker, tell: Callable[[str], object]) -> Iterator[Form]:

@@ -1,0 +1,192 @@
+"""The forms of a network that compute with its nonzeros alone: which layers, found by measuring.
+
+A layer's dense and sparse seconds are asked of the cost model. What a whole form takes is measured
+by `demask.optimize`, as that of every other form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import cycle
+from math import inf, prod
+
+import torch
+from torch import Tensor, fx
+
+import demask.sparse.spell  # noqa: F401  (makes known what segments stand for)
+from demask.graph.program import Constant
+from demask.graph.program import Program as Whole
+from demask.graph.provenance import Decision
+from demask.machine.cost import Question
+from demask.sparse.calls import Call, matrix
+from demask.sparse.plan import Plan
+from demask.sparse.program import Conv, Linear, Program, Weight
+from demask.sparse.segments import csr, name_of, segmented, segments_of
+from demask.tune.affine import absorbed
+from demask.tune.asking import CACHE, Asker
+from demask.tune.draft import Draft, by_values
+from demask.tune.forms import GAIN, Form, Maker, by_size
+from demask.tune.fuse import chain
+from demask.tune.runtime import for_runtime
+from demask.tune.ungather import ungathered
+
+DENSEST = 0.6  # share of nonzeros above which a layer is not asked about: no kernel gains there
+EACH, ALL = "sparse layers, where each is faster", "all sparse layers"
+DENSE, SPARSE = "dense", "sparse"
+GAIN_OF_EACH = 0.9  # share of their seconds below which layers are worth being apart
+SETS = 3  # inputs that a layer is timed on in turns, where one would stay in the cache
+
+
+@dataclass(slots=True)
+class Sparse:
+    """The sparse forms of a network, on the sizes of its example.
+
+    precision: how weights are stored. least: seconds that the layers asked about take in a dense
+    form, each in its fastest.
+    """
+
+    asker: Asker
+    precision: str | None = None
+    least: float = 0.0
+    seen: set[str] = field(default_factory=set)
+
+    def forms(self, reduced: Whole, given: Whole, tell: Callable[[str], object]) -> Iterator[Form]:
+        """The forms of a network from which channels were removed, then as it was given: where many
+        channels are left, keeping all may cost less than what stands between others."""
+        if not any(map(_is_sparse, reduced.constants.values())):
+            return
+        cut = _elements(reduced) < _elements(given)
+        for name, base in _bases(reduced, given if cut else None):
+            tell("asking what sparse layers cost")
+            chosen = _Chosen(self.asker)
+            yield from self._new(self._made(ALL + name, base, chosen))
+            seconds = chosen.known.values()
+            self.least = max(self.least, sum(s[DENSE] for s in seconds))
+            mixed = sum(min(s.values()) for s in seconds)
+            # Where few layers are a little faster dense, the way out and in again costs more.
+            if mixed < GAIN_OF_EACH * sum(s[SPARSE] for s in seconds):
+                chosen.every = False
+                yield from self._new(self._made(EACH + name, base, chosen))
+
+    def _new(self, form: Form) -> Iterator[Form]:
+        """The form, if it has segments and there was none like it."""
+        words = str(form.program.graph)
+        if segments_of(form.program.graph) and words not in self.seen:
+            self.seen.add(words)
+            yield form
+
+    def _made(self, name: str, base: Whole, chosen: _Chosen) -> Form:
+        """One form: segments, and the fastest forms of what is outside of them."""
+        form = self._outside(name, segmented(base, chosen.core, chosen.between))
+        form.decisions = [*chosen.decisions(), *form.decisions]
+        if self.precision is None:
+            return form
+        narrow = segmented(base, chosen.core, chosen.between, precision=self.precision)
+        program = self._outside(name, narrow).program
+        return replace(form, program=program, exact=form.program)
+
+    def _outside(self, name: str, program: Whole) -> Form:
+        sizes = by_size(program, self.asker)
+        last = {size for size, costs in sizes.items() if costs[True] < GAIN * costs[False]}
+        maker = Maker(self.asker, lambda node: self.asker.shape(node)[2:] in last)
+        return maker.made(name, program)
+
+
+def _bases(reduced: Whole, given: Whole | None) -> Iterator[tuple[str, Whole]]:
+    """Programs of layers without norms, whose joins are sums; what to call them."""
+    yield "", ungathered(for_runtime(reduced))
+    if given is not None:
+        yield ", uncut", absorbed(given)
+
+
+def _elements(program: Whole) -> int:
+    return sum(constant.tensor.numel() for constant in program.constants.values())
+
+
+@dataclass(slots=True)
+class _Chosen:
+    """Which layers of a program are sparse. every: all that may be, not those alone for which the
+    cost model says so; what lies between them goes along."""
+
+    asker: Asker
+    every: bool = True
+    known: dict[str, dict[str, float]] = field(default_factory=dict)  # by node: seconds
+    names: dict[str, str] = field(default_factory=dict)
+    live: dict[Draft, set[fx.Node]] = field(default_factory=dict)
+
+    def core(self, draft: Draft, call: Call) -> bool:
+        """Is a layer sparse, and worth a segment?"""
+        weight = draft.tensor(call.weight)
+        assert weight is not None
+        density = float(weight.count_nonzero()) / weight.numel()
+        if density > DENSEST:
+            return False
+        name = call.node.name
+        if name not in self.known:
+            self.known[name] = self._asked(draft, call, matrix(call, weight), density)
+            self.names[name] = name_of(draft, call)
+        found = self.known[name]
+        return found[SPARSE] < (inf if self.every else found[DENSE])
+
+    def between(self, draft: Draft, call: Call) -> bool:
+        """May a dense layer be in a segment? One of few weights costs less there than going out."""
+        depthwise = isinstance(call.step, Conv) and call.step.groups == call.step.out
+        return self.every or depthwise
+
+    def decisions(self) -> list[Decision]:
+        """What was chosen for the layers that could be sparse."""
+        return [Decision(self.names[node], self._form(seconds), seconds)
+                for node, seconds in self.known.items()]  # fmt: skip
+
+    def _form(self, seconds: Mapping[str, float]) -> str:
+        limit = inf if self.every else seconds[DENSE]
+        return SPARSE if seconds[SPARSE] < limit else DENSE
+
+    def _asked(self, draft: Draft, call: Call, matrix: Tensor, density: float) -> dict[str, float]:
+        """Seconds of a layer in its fastest dense form, and by its nonzeros."""
+        if draft not in self.live:
+            self.live = {draft: by_values(draft.graph)}
+        found = chain(call.node, self.live[draft])
+        layer = self.asker.of(call.node)
+        _, dense = self.asker.layer(layer, False, found.after, other=found.other is not None)
+        count = round(float(f"{density:.2g}") * matrix.numel())
+        pixels = prod(layer.out) // max(len(matrix), 1)
+        moved = 4.0 * (prod(layer.x) + prod(layer.out)) + 8.0 * count
+        name = f"sparse; {layer}; density {density:.2g}; {count} nonzeros"
+        shape = tuple(matrix.shape)
+        make = _timed(call, layer.x, shape, count / max(matrix.numel(), 1))
+        question = Question(name, 2.0 * count * pixels, moved, make)
+        return {DENSE: dense, SPARSE: self.asker.costs.seconds(question)}
+
+
+def _is_sparse(constant: Constant) -> bool:
+    """May a constant be the weight of a layer that is worth being sparse?"""
+    tensor = constant.tensor
+    if tensor.ndim < 2 or not tensor.numel() or tensor.dtype is not torch.float32:
+        return False
+    return int(tensor.count_nonzero()) <= DENSEST * tensor.numel()
+
+
+def _timed(
+    call: Call, x: tuple[int, ...], shape: tuple[int, ...], density: float
+) -> Callable[[], Callable[[], object]]:
+    """What makes the call to time: a layer as a segment of its own, on drawn weights and inputs."""
+
+    def make() -> Callable[[], object]:
+        draw = torch.Generator().manual_seed(0)
+        here = torch.rand(shape, generator=draw) < density
+        values, crow, col = csr(torch.randn(shape, generator=draw) * here)
+        spans = ((0, 0, len(values)), (1, 0, len(crow)), (1, len(crow), len(crow) + len(col)))
+        bias = (0, len(values), len(values) + shape[0])
+        assert isinstance(call.step, (Conv, Linear))
+        step = replace(call.step, weight=Weight(*spans), bias=None if call.bias is None else bias)
+        weights = [torch.cat([values, torch.randn(shape[0], generator=draw)]),
+                   torch.cat([crow, col])]  # fmt: skip
+        sets = SETS if 4 * prod(x) > CACHE else 1
+        inputs = [torch.randn(x, generator=draw) for _ in range(sets)]
+        program = Program((call.kind,), (step,), (1,))
+        plan, turns = Plan.of(program, weights, inputs[:1], torch.get_num_threads()), cycle(inputs)
+        return lambda: plan([next(turns)])
+
+    return make
