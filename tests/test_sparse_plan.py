@@ -174,8 +174,8 @@ def test_networks(batch, size, threads, isa):
 def test_batches_are_cut_into_runs():
     program, weights, inputs = network(7, 40)
     made = check(program, weights, inputs, 2)
-    assert sum(part.images * part.runs for part in made.parts) == 7
-    assert made.parts[0].alone
+    assert sum(batch.images * batch.runs for batch in made.batches) == 7
+    assert made.batches[0].alone
 
 
 def test_memory_in_any_order():
@@ -218,11 +218,11 @@ def test_threads_of_python(monkeypatch):
 def test_fewer_threads_than_the_plan_has():
     program, weights, inputs = network(1, 33)
     made = Plan.of(program, weights, inputs, 4)
-    (part,) = made.parts
+    (batch,) = made.batches
     whole = made(inputs)
     outputs = [torch.empty(shape) for shape in made.shapes]
     for count in (1, 2, 3):
-        part.run(count, (*inputs, *outputs))
+        batch.run(count, (*inputs, *outputs))
         assert all(map(torch.equal, whole, outputs))
 
 
@@ -255,7 +255,7 @@ def test_a_forked_process_has_memory_of_its_own():
     program, weights, inputs = network(1, 33)
     made = Plan.of(program, weights, inputs, 1)
     made(inputs)
-    (memory,) = made.parts[0].spare
+    (memory,) = made.batches[0].spare
     arena = memory.arenas[0]
     arena.slots[5] = 7
     pid = os.fork()
@@ -314,8 +314,8 @@ def test_nothing_beside_its_memory_is_touched(monkeypatch, end):
         made = Plan.of(program, weights, inputs, 2)
         poisoned = [torch.full((torch.Size(s).numel() + 64,), 7.0) for s in made.shapes]
         views = [p[32:-32].view(s) for p, s in zip(poisoned, made.shapes, strict=True)]
-        for part in made.parts:
-            part.run(2, (*inputs, *views))
+        for batch in made.batches:
+            batch.run(2, (*inputs, *views))
         assert all(bool((p[:32] == 7).all() and (p[-32:] == 7).all()) for p in poisoned)
         whole = made(inputs)
         assert all(map(torch.equal, whole, views))

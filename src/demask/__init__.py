@@ -1,6 +1,6 @@
 """demask: pruned and masked neural networks, actually smaller and faster, computing the same."""
 
-from demask import ops
+from demask import ops, sparse
 from demask.errors import BadInput, DemaskError, Mismatch, NotExportable, RefusedFile
 from demask.files.archive import load, save
 from demask.files.onnx import from_onnx, to_onnx
@@ -26,6 +26,7 @@ __all__ = [
     "optimize",
     "report",
     "save",
+    "sparse",
     "to_onnx",
     "to_pt2",
     "verify",

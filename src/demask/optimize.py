@@ -32,7 +32,7 @@ from demask.shrink.device import CPU, device_of, moved, on_cpu
 from demask.shrink.measure import sizes_of
 from demask.shrink.reading import relations_of
 from demask.sparse.forms import Sparse
-from demask.sparse.segments import SEGMENT, layers_of
+from demask.sparse.segments import layers_of
 from demask.tune.asking import Asker
 from demask.tune.draft import Example
 from demask.tune.epilogues import is_fused, plain
@@ -229,7 +229,7 @@ def _fastest(race: _Race, program: Program, smaller: Program, provenance: Proven
                  f"{speed.ratio:.2f}, at least {speed.least:.2f}): that comes back")  # fmt: skip
         return _as_it_was(race, program, provenance, (*notes, words), decisions, speed)
     form, result = race.made_by[best], race.modules[best]
-    if any(is_fused(node) or node.target is SEGMENT for node in form.program.graph.nodes):
+    if any(is_fused(node) for node in form.program.graph.nodes):
         notes.append(NAN)
     if wanted.precision is not None:
         notes.append(_lossy(race, best, wanted.precision))

@@ -16,6 +16,7 @@ from demask.graph.rows import Value
 
 MAX_DEPTH = 20
 MAX_TEXT = 4_000_000  # characters: the program of a segment may have as many
+MAX_SIZE = 10_000  # characters of a symbolic size
 
 _DEVICE = re.compile(r"(cpu|cuda|mps|xpu|meta)(:\d{1,3})?", re.ASCII)
 _NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
@@ -123,7 +124,7 @@ def decode_value(data: Any) -> Value:
     match data:
         case [str(dtype), list(sizes), str(device)] if (
             dtype in DTYPES
-            and all(type(n) in (int, str) and len(str(n)) <= MAX_TEXT for n in sizes)
+            and all(type(n) in (int, str) and len(str(n)) <= MAX_SIZE for n in sizes)
             and _DEVICE.fullmatch(device)
         ):
             return Value(DTYPES[dtype], tuple(sizes), device)

@@ -19,6 +19,7 @@ from demask.kernels.isa import Isa
 BYTE, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 BIT, FLOAT, POINTER, VOID = ir.IntType(1), ir.FloatType(), ir.PointerType(), ir.VoidType()
 Value = Any  # an ir.Value; llvmlite has no types
+Act = tuple[str, tuple[float, ...]]  # an activation, as torch names it, and its numbers
 
 
 class Kernel(Protocol):
@@ -214,8 +215,8 @@ class Emitter:
 
     # -- activations
 
-    def activated(self, x: Value, act: tuple[str, tuple[float, ...]] | None) -> Value:
-        """act(x), as torch names it (`sparse.program.ACTIVATIONS`)."""
+    def activated(self, x: Value, act: Act | None) -> Value:
+        """act(x), by the method of its name."""
         if act is None:
             return x
         name, numbers = act

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from llvmlite import ir
 
-from demask.kernels.emit import FLOAT, I32, I64, Emitter, Value
-from demask.kernels.tile import Act
+from demask.kernels.emit import FLOAT, I32, I64, Act, Emitter, Value
 
 #: fields of every call: three buffers, bytes from channel to channel in each, channels, tables
 CALL = np.dtype([(key, "<i8") for key in (

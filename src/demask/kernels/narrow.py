@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from llvmlite import ir
 
-from demask.kernels.emit import BYTE, FLOAT, I16, I32, I64, Emitter, Value
-from demask.kernels.tile import Act
+from demask.kernels.emit import BYTE, FLOAT, I16, I32, I64, Act, Emitter, Value
 
 #: what the kernel is called with. ends: per group; columns, values: a vector per k; rows: vectors
 #: of the elements of out (-1: no row) and of what is added, bias, scale; tokens: first elements in

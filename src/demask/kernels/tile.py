@@ -7,7 +7,7 @@
 One kernel serves linear layers and convolutions of any kernel, stride, dilation and groups: what
 differs is the stream of (offset, value) and the displacements, which are written into the code. An
 offset counts vectors, so that it has 16 bits; a block of columns is about as much of x as the first
-cache holds. Few positions leave the adders idle, so `rows` rows go side by side, filled up with
+cache holds. Few positions leave the adders idle, so `side` rows go side by side, filled up with
 zeros to one length, their nonzeros in turns.
 """
 
@@ -17,9 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from demask.kernels.emit import BYTE, FLOAT, I16, I32, I64, Emitter, Value, Variable
-
-Act = tuple[str, tuple[float, ...]]
+from demask.kernels.emit import BYTE, FLOAT, I16, I32, I64, Act, Emitter, Value, Variable
 
 #: a row of a block: where its nonzeros end, times 4, and whether this is the first and the last
 #: block of this row; its line in out and in what is added; its bias; the factor of int8 values
@@ -45,7 +43,7 @@ class Tile:
     x: tuple[int, ...]
     out: tuple[int, ...]
     add: tuple[int, ...] | None
-    rows: int
+    side: int
     act: Act | None
     values: str = "float32"
     wide: bool = False
@@ -74,14 +72,14 @@ class Tile:
             with e.loop(I64(0), places["block_count"]) as k:
                 block = e.at(blocks, e.b.mul(k, I64(BLOCK.itemsize)))
                 x_b = e.at(x_t, e.load(I64, block, 0))
-                with e.loop(e.load(I64, block, 1), e.load(I64, block, 2), self.rows) as first:
+                with e.loop(e.load(I64, block, 1), e.load(I64, block, 2), self.side) as first:
                     at = e.at(records, e.b.mul(first, I64(RECORD.itemsize)))
                     self._rows(e, n, at, (x_b, out_t, add_t), places)
 
     def _rows(self, e: Emitter, n: Variable, record: Value, at: tuple[Value, Value, Value],
               places: dict[str, Value]) -> None:  # fmt: skip
         x, out, add = at
-        each = [e.at(record, r * RECORD.itemsize) for r in range(self.rows)]
+        each = [e.at(record, r * RECORD.itemsize) for r in range(self.side)]
         outs = [e.line(out, e.load_long(I32, one, 1)) for one in each]
         ending = e.load_long(I32, record, 0)
         sums = [[e.variable(e.vector) for _ in self.x] for _ in each]
@@ -109,8 +107,8 @@ class Tile:
     def _fetch(self, e: Emitter, record: Value, out: Value) -> None:
         """Ask for the outputs of the next rows: they lie far apart, and no processor guesses
         where."""
-        for r in range(self.rows):
-            behind = e.at(record, (self.rows + r) * RECORD.itemsize)
+        for r in range(self.side):
+            behind = e.at(record, (self.side + r) * RECORD.itemsize)
             place = e.opaque(e.line(out, e.load_long(I32, behind, 1)))
             for line in self.out:
                 e.prefetch(e.line(place, line))
@@ -140,7 +138,7 @@ class Tile:
     def _products(self, e: Emitter, begin: Value, end: Value, x: Value,
                   sums: list[list[Variable]], places: dict[str, Value]) -> None:  # fmt: skip
         offsets, values = e.pointer(places["offsets"]), e.pointer(places["values"])
-        with e.loop(begin, end, self.rows) as i:
+        with e.loop(begin, end, self.side) as i:
             for r, row in enumerate(sums):
                 place = e.b.add(i, I64(r)) if r else i
                 offset = e.load_long(I32 if self.wide else I16, offsets, place)

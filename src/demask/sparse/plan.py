@@ -32,7 +32,7 @@ class Memory:
 
 
 @dataclass(slots=True)
-class Part:
+class Batch:
     """Images of a batch: `runs` times `images`, from the first on, by one tape. alone: each thread
     takes whole runs, else all threads share each (there is one then)."""
 
@@ -71,9 +71,9 @@ class Plan:
     """plan(inputs) -> outputs, for inputs of the sizes and strides it was made for. Several threads
     may call it at once."""
 
-    def __init__(self, parts: list[Part], shapes: list[tuple[int, ...]], threads: int,
+    def __init__(self, batches: list[Batch], shapes: list[tuple[int, ...]], threads: int,
                  cuts: list[tuple[str, Cut]]):  # fmt: skip
-        self.parts, self.shapes, self.threads, self.cuts = parts, shapes, threads, cuts
+        self.batches, self.shapes, self.threads, self.cuts = batches, shapes, threads, cuts
 
     @classmethod
     def of(cls, program: Program, weights: Sequence[Tensor], inputs: Sequence[Tensor],
@@ -86,20 +86,20 @@ class Plan:
         if len(inputs) + len(program.outputs) >= MAX_SLOTS:
             raise NoPlan(f"{len(inputs)} inputs and {len(program.outputs)} outputs")
         shapes = program.shapes([tuple(x.shape) for x in inputs])
-        parts, cuts = [], []
+        batches, cuts = [], []
         for first, images, runs in _batches(program, weights, inputs, threads, isa):
             own = [x[:images] for x in inputs] if images else inputs
             alone = images > 0 and runs > 1
             builder = Builder(program, weights, own, isa, 1 if alone else threads)
             builder.build([_strides(kind, x) for kind, x in zip(program.inputs, own, strict=True)])
-            parts.append(Part(builder.tape.done(isa), first, images, runs, alone))
+            batches.append(Batch(builder.tape.done(isa), first, images, runs, alone))
             cuts += builder.cuts
-        return cls(parts, [shapes[v] for v in program.outputs], threads, cuts)
+        return cls(batches, [shapes[v] for v in program.outputs], threads, cuts)
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         outputs = [torch.empty(shape) for shape in self.shapes]
-        for part in self.parts:
-            part.run(self.threads, (*inputs, *outputs))
+        for batch in self.batches:
+            batch.run(self.threads, (*inputs, *outputs))
         return outputs
 
 

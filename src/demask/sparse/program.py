@@ -20,6 +20,7 @@ from math import inf
 from typing import Any
 
 from demask.errors import BadInput
+from demask.kernels.emit import Act
 
 KINDS = ("image", "signal", "tokens")
 MAX_TEXT = 4_000_000  # characters of a program: ResNet-152 has 60,000
@@ -31,7 +32,6 @@ ACTIVATIONS = {
     "relu": 0, "sigmoid": 0, "tanh": 0, "hardswish": 0, "hardsigmoid": 0, "silu": 0,
     "leaky_relu": 1, "clamp": 2, "gelu": 0, "gelu_tanh": 0,
 }  # fmt: skip
-Act = tuple[str, tuple[float, ...]]
 Span = tuple[int, int, int]  # tensor, first element, element behind the last
 Pair = tuple[int, int]
 
