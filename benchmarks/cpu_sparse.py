@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -107,6 +108,7 @@ def chosen(asked: argparse.Namespace) -> list[nets.Case]:
     found = [
         case for case in nets.cases()
         if case.title in titles and (not asked.quick or str(case).startswith(QUICK))
+        and re.search(asked.only, str(case))
     ]  # fmt: skip
     if any(case.title == nets.RESNET for case in found) and not dlmc.DATA.exists():
         sys.exit(
@@ -135,6 +137,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--deepsparse", metavar="PYTHON", help="of an environment that has it")
     parser.add_argument("--networks", nargs="+", choices=nets.KEYS, default=list(nets.KEYS))
+    parser.add_argument("--only", default="", metavar="PATTERN", help="settings whose name has it")
     parser.add_argument("--threads", type=int, nargs="+", default=[2])
     parser.add_argument("--rounds", type=int, help=f"{ROUNDS}, or {FEW} where quick")
     parser.add_argument("--quick", action="store_true", help="a few settings, a few rounds")

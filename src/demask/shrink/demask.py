@@ -139,8 +139,6 @@ def _measured(program: Program, table: Table) -> _Step:
 def _smaller(step: _Step, table: Table, borders: bool) -> _Step | None:
     """One more pass, if it makes the program smaller in something and no larger in parameters."""
     reading = Reading.of(simplified(step.program), table, borders=borders)
-    if reading.is_whole and _targets(reading.program) == _targets(step.program):
-        return None  # nothing is known, all is read, and nothing is said in another way
     for attempt in _attempts(reading):
         made = _measured(folded(attempt.program), table)
         less = made.weight[0] < step.weight[0] or (
@@ -157,10 +155,6 @@ def _smaller(step: _Step, table: Table, borders: bool) -> _Step | None:
             }
             return replace(made, cuts=cuts, reasons=(*step.reasons, *attempt.reasons))
     return None
-
-
-def _targets(program: Program) -> list[Any]:
-    return [node.target for node in program.graph.nodes]
 
 
 def _attempts(reading: Reading) -> Iterator[Rewritten]:

@@ -46,14 +46,6 @@ class Reading:
     def needs(self) -> Needs:
         return needed(self.program.graph, self.relations, self.facts)
 
-    @property
-    def is_whole(self) -> bool:
-        """Must every position of every value be computed, and does each reader need all of it?"""
-        needs = self.needs
-        live = [mask for (node, _), mask in needs.live.items() if node.op != "get_attr"]
-        masks = [*live, *needs.value.values(), *needs.edge.values()]
-        return all(bool(mask.all()) for mask in masks)
-
     @cached_property
     def placer(self) -> Placer:
         """Every axis tied to those that must be cut alike."""
