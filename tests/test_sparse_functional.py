@@ -55,7 +55,9 @@ def close(found, wanted):
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("density", [0.0, 0.05, 0.5, 1.0])
-@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    "index", [torch.int32, pytest.param(torch.int64, marks=pytest.mark.nightly)], ids=str
+)
 def test_products_with_any_number_of_columns(size, density, index):
     w = uneven(*size, density)
     given, short = as_csr(w, index), DCSR.from_csr(as_csr(w, index))

@@ -71,7 +71,9 @@ def pruned(layer: nn.Module, density: float = 0.4) -> nn.Module:
 
 
 @pytest.mark.parametrize(("make", "shapes"), LAYERS, ids=lambda a: str(a()) if callable(a) else "")
-@pytest.mark.parametrize("density", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize(
+    "density", [0.4, *(pytest.param(d, marks=pytest.mark.nightly) for d in (0.0, 1.0))]
+)
 def test_layers_compute_what_torch_computes(make, shapes, density):
     layer = pruned(make(), density)
     sparse = KINDS[type(layer)].from_dense(layer)
