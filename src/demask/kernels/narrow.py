@@ -1,8 +1,8 @@
-"""The sparse kernel for one position (or a few): lanes are rows of the weight.
+"""The sparse kernel for one position: lanes are rows of the weight.
 
-    for group of rows: for token:  acc[r] = bias[r] + add[r]
+    for group of rows:  acc[r] = 0
         for k:  acc[r] += value[k][r] * x[column[k][r]]
-        out[r] = act(acc[r])
+        out[r] = act(acc[r] + bias[r] + add[r])
 
 Rows of about one length are grouped, so that few lanes are filled up with zeros (sliced ELLPACK:
 Monakov, Lokhmotov and Avetisyan 2010). A vector of inputs is gathered, which costs about as much as
@@ -16,14 +16,13 @@ from dataclasses import dataclass
 import numpy as np
 from llvmlite import ir
 
-from demask.kernels.emit import BYTE, FLOAT, I16, I32, I64, Act, Emitter, Value
+from demask.kernels.emit import BYTE, I16, I32, I64, Act, Emitter, Value
 
 #: what the kernel is called with. ends: per group; columns, values: a vector per k; rows: vectors
-#: of the elements of out (-1: no row) and of what is added, bias, scale; tokens: first elements in
-#: x, out and what is added
+#: of the elements of out (-1: no row) and of what is added, bias, scale
 CALL = np.dtype([(key, "<i8") for key in (
     "x_slot", "x", "out_slot", "out", "add_slot", "add", "begin", "end", "ends", "columns",
-    "values", "outs", "adds", "biases", "scales", "tokens", "count")])  # fmt: skip
+    "values", "outs", "adds", "biases", "scales")])  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +45,11 @@ class Narrow:
             return e.at(base, field[key])
 
         buffers = [buffer(key) for key in ("x", "out", "add")]
-        ends, tokens = e.pointer(field["ends"]), e.pointer(field["tokens"])
+        ends = e.pointer(field["ends"])
         with e.loop(field["begin"], field["end"]) as group:
             first = e.load_long(I32, ends, group)
             last = e.load_long(I32, ends, e.b.add(group, I64(1)))
-            with e.loop(I64(0), field["count"]) as token:
-                row = e.at(tokens, e.b.mul(token, I64(12)))
-                at = [e.at(b, e.load_long(I32, row, k), FLOAT) for k, b in enumerate(buffers)]
-                self._group(e, field, group, (first, last), at)
+            self._group(e, field, group, (first, last), buffers)
 
     def _group(self, e: Emitter, field: dict[str, Value], group: Value, span: tuple[Value, Value],
                at: list[Value]) -> None:  # fmt: skip

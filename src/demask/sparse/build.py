@@ -53,7 +53,7 @@ from demask.sparse.tiling import Cut, Shape, best
 
 # Cycles, to choose grids by: of a product of vectors; of a line of a border, made by another thread
 # or by this one; of a line that is copied into another grid.
-PRODUCT, FAR, NEAR, COPY = 0.75, 40.0, 10.0, 18.0
+VECTOR, CROSSED, OWN, COPIED = 0.75, 40.0, 10.0, 18.0
 POSITIVE = ("relu", "sigmoid", "hardsigmoid")
 LEAST = -math.inf
 
@@ -115,14 +115,14 @@ class Builder:
             step = self.program.steps[value - count] if value >= count else None
             if isinstance(step, (Conv, Linear)):
                 nonzeros = step.weight.values[2] - step.weight.values[1]
-                cycles += PRODUCT * nonzeros * h * w / (self.threads if grid.parts == 1 else 1)
+                cycles += VECTOR * nonzeros * h * w / (self.threads if grid.parts == 1 else 1)
             above, below, left, right = self._border(value)
             if self.threads > 1:
-                cycles += channels * (FAR * (above + below) * w + NEAR * (left + right) * h)
+                cycles += channels * (CROSSED * (above + below) * w + OWN * (left + right) * h)
             for other, border in {(n.grid, n.border) for n in self.needs.get(value, ())}:
                 if other != grid:
                     lines = (other.height + border[0]) * (other.width + border[2])
-                    cycles += COPY * channels * lines / self.threads
+                    cycles += COPIED * channels * lines / self.threads
         return cycles
 
     def _choose(self, common: tuple[int, int] | None) -> None:

@@ -198,7 +198,7 @@ def emit_narrow(tape: Tape, isa: Isa, piece: Piece) -> None:
     weight, outs = piece.weight, [b.layout for b in (piece.out, piece.add)]
     kernel = Narrow(piece.step.add is not None, piece.step.act, weight.kind)
     zero = np.zeros(1, np.int64)
-    first = [0, *(int(lay.element(zero, zero, zero)[0]) for lay in outs)]
+    first = [4 * int(lay.element(zero, zero, zero)[0]) for lay in outs]  # bytes
     for thread, rows in enumerate(dealt(weight.per_row() + 1, tape.threads)):
         if not len(rows):
             continue
@@ -212,13 +212,12 @@ def emit_narrow(tape: Tape, isa: Isa, piece: Piece) -> None:
             columns[:] = piece.places.channels[source]
             values[:] = np.where(found.source >= 0, weight.values[source], 0)
         places = [np.where(own >= 0, own * lay.pitch * isa.lanes, -1) for lay in outs]
-        buffers = {"x": (_close(tape, isa, thread, piece.x), 0), "out": (piece.out, 0),
-                   "add": (piece.add, 0)}  # fmt: skip
+        buffers = {"x": (_close(tape, isa, thread, piece.x), 0), "out": (piece.out, first[0]),
+                   "add": (piece.add, first[1])}  # fmt: skip
         tape.add(thread, Call(kernel, NARROW, buffers, {
             "begin": 0, "end": len(own), "ends": found.ends, "columns": columns, "values": values,
             "outs": places[0].astype(np.int32), "adds": places[1].astype(np.int32),
-            "biases": weight.bias[own], "scales": weight.scale[own],
-            "tokens": np.array(first, np.int32), "count": 1}))  # fmt: skip
+            "biases": weight.bias[own], "scales": weight.scale[own]}))  # fmt: skip
 
 
 def _close(tape: Tape, isa: Isa, thread: int, x: Buffer) -> Buffer:
