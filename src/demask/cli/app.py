@@ -345,6 +345,67 @@ def bench(
         draw(found, plot)
 
 
+@app.command()
+def stream(
+    model: Model,
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="IN.npy", help="Images (N, C, H, W), volumes or sequences (N, C, L)."
+        ),
+    ],
+    destination: Annotated[
+        Path, typer.Argument(metavar="OUT.npy", help="Appears, whole, when all is done.")
+    ],
+    memory: Annotated[
+        str, typer.Option(metavar="SIZE", help="A budget: 512MiB, 1.5GB, or a number of bytes.")
+    ] = "1GiB",
+    output: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DTYPE",
+            help="uint8 (round(clamp(y, 0, 1) * 255), NaN as 0), float16, float32 or float64. "
+            "Default: what the network returns.",
+        ),
+    ] = None,
+    spill: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Where intermediate maps go. Default: the folder of OUT.npy."
+        ),
+    ] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Print the plan, and run nothing.")] = False,
+    as_json: Json = False,
+    imports: Imports = None,
+) -> None:
+    """Run MODEL on images of any size within a budget of memory, from a file to a file.
+
+    The images are read, and what MODEL makes of them is written, some rows at a time; between its
+    layers only the rows are kept that are still needed. The result is that of MODEL on each image
+    alone. MODEL must take images of this size: export it with dynamic sizes. Images of uint8 are
+    given to networks that take floating numbers as x / 255.
+
+    \b
+    Examples:
+      demask stream model.pt2 image.npy result.npy --memory 256MiB --plan
+      demask stream model.pt2 image.npy result.npy --memory 256MiB --output uint8
+    """
+    _check_output(destination, suffixes=(".npy",))
+    with progress("loading") as step:
+        from demask.traverse.stream import prepare
+
+        _import(imports)
+        step("planning")
+        job = prepare(model, source, destination, memory=memory, output=output, spill=spill)
+    if plan:
+        _print(job.plan, {"rows": job.rows, "plan": job.plan.to_dict()}, as_json)
+        return
+    with progress("streaming", job.steps) as step:
+        done = job.run(step)
+    data = done.to_dict() | {"output": str(destination), "plan": job.plan.to_dict()}
+    _print(f"{done}\nwritten to {destination}", data, as_json)
+
+
 def _write(given: Any, result: Any, output: Path, step: Any, *, exact: bool = True) -> Any:
     """Check a result against the network given, then write it; the verification. exact: where it
     is not, the result is written although it differs."""

@@ -35,7 +35,7 @@ from demask.files.codec import (
 from demask.files.names import check_fqn, check_name
 from demask.files.trees import check_call_spec, load_spec
 from demask.graph.provenance import Provenance
-from demask.graph.result import Demasked, changed
+from demask.graph.result import KINDS, Demasked, changed
 from demask.ops import schema
 from demask.ops.own import OWN
 from demask.tune.epilogues import available, is_fused, is_pack, plain
@@ -65,6 +65,7 @@ def save(slim: fx.GraphModule, path: str | os.PathLike[str]) -> None:
         "tensors": table,
         "training": [name for name, module in slim.named_modules() if module.training],
         "demasked": _provenance(slim).to_dict(),
+        **_extra(slim),
     }
     text = json.dumps(document, allow_nan=False)
     with write(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
@@ -106,6 +107,12 @@ def _signature(slim: fx.GraphModule) -> dict[str, Any]:
             "torch.export.register_dataclass(cls, serialized_type_name=...)"
         ) from error
     return {"orig_args": list(info.orig_args), "in_spec": specs[0], "out_spec": specs[1]}
+
+
+def _extra(slim: nn.Module) -> dict[str, Any]:
+    names = {kind: name for name, kind in KINDS.items()}
+    kind = type(slim).graph_module() if isinstance(slim, Demasked) else None
+    return {"kind": names[kind], "extra": slim.extra()} if kind in names else {}  # type: ignore[union-attr]
 
 
 def _provenance(slim: fx.GraphModule) -> Provenance:
@@ -192,7 +199,7 @@ def _build(document: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Demaske
     _add_nodes(graph, _typed(document, "nodes", list), slim)
     specs = _specs(document, sum(n.op == "placeholder" for n in graph.nodes))
     training = set(_typed(document, "training", list, of=str))
-    kind = Optimized if document.get("optimized") is True else Demasked
+    kind = _kind(document)
     fused = any(is_fused(node) or is_pack(node) for node in graph.nodes)
     if fused and kind is Demasked:
         raise RefusedFile("found calls that only optimize() writes in a network it did not make")
@@ -207,7 +214,19 @@ def _build(document: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Demaske
         raise BadInput(f"the graph or its history is damaged: {error}") from error
     for name, module in result.named_modules():
         module.training = name in training
+    if kind in KINDS.values():
+        result.restore(document.get("extra"))
     return result
+
+
+def _kind(document: Mapping[str, Any]) -> type[Demasked]:
+    name = document.get("kind")
+    if name is None:
+        return Optimized if document.get("optimized") is True else Demasked
+    if not isinstance(name, str) or name not in KINDS:
+        raise BadInput(f"a network of kind {name!r:.40}, expected one of {sorted(KINDS)}; install a "
+                       "newer demask")  # fmt: skip
+    return KINDS[name]
 
 
 def _check_own(graph: fx.Graph, slim: nn.Module) -> None:

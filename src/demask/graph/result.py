@@ -75,6 +75,13 @@ class Demasked(fx.GraphModule):
         kind = type(self).graph_module()
         return _unpickled, (kind, rows_of(self.graph), self.graph._codegen), state
 
+    def extra(self) -> dict[str, Any] | None:
+        """What a file keeps of a network beside graph, tensors and provenance, in JSON types."""
+        return None
+
+    def restore(self, extra: Any) -> None:
+        """Take over what extra() gave; BadInput where it is damaged."""
+
     def plain(self) -> Demasked:
         """The network without ops that demask alone knows (quantization stays), sharing tensors:
         itself, where it has none."""
@@ -86,6 +93,10 @@ class Demasked(fx.GraphModule):
     def graph_module(cls) -> type[Self]:
         """The class itself: torch.fx gives each module a class of its own, derived from it."""
         return next(kind for kind in cls.__mro__ if "<locals>" not in kind.__qualname__)
+
+
+# Kinds of networks that keep something `extra`, by the names that files give them.
+KINDS: dict[str, type[Demasked]] = {}
 
 
 def changed(module: Demasked, change: Callable[[Program], Program]) -> Demasked:

@@ -14,17 +14,21 @@ UpSample.h, Pool.h and AdaptivePooling.h.
 from __future__ import annotations
 
 import math
+import struct
+from bisect import bisect_left
 from collections.abc import Callable
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from demask.ops import schema
 from demask.ops.bind import Relation
 from demask.ops.positions import Move
 
 Interval = tuple[int, int]
+Rule = Callable[[int, int], Interval]  # start, end of an output -> interval of an operand
 
 
 def axis_of(relation: Relation, operand: int, axis: int, *, out: int = 0) -> int | None:
@@ -65,6 +69,14 @@ def needed(
 
     Raises ValueError where the operand has no such axis: it is needed whole.
     """
+    return rule(relation, operand, axis, out=out)(start, end)
+
+
+def rule(relation: Relation, operand: int, axis: int, *, out: int = 0) -> Rule:
+    """`needed` for many intervals: the geometry is bound once, an answer is plain arithmetic.
+
+    Raises ValueError where the operand has no such axis: it is needed whole.
+    """
     at = axis_of(relation, operand, axis, out=out)
     if at is None:
         name = relation.operands[operand].name
@@ -73,41 +85,68 @@ def needed(
         )
     axis %= len(relation.outs[out])
     length = schema.hint(relation.operands[operand].value.meta["val"].shape[at])
-    start, end = max(start, 0), min(end, _length(relation, axis, out))
-    if start >= end:
-        return 0, 0
-    low, high = _interval(relation, (operand, at), (out, axis), start, end)
-    return min(max(low, 0), length), min(max(high, 0), length)
+    made = _length(relation, axis, out)
+    unclamped = _unclamped(relation, (operand, at), (out, axis))
+
+    def answer(start: int, end: int) -> Interval:
+        start, end = max(start, 0), min(end, made)
+        if start >= end:
+            return 0, 0
+        low, high = (0, length) if unclamped is None else unclamped(start, end)
+        return min(max(low, 0), length), min(max(high, 0), length)
+
+    return answer
 
 
-def _interval(
-    relation: Relation, source: tuple[int, int], made: tuple[int, int], start: int, end: int
-) -> Interval:
-    """Unclamped. source: an operand and its axis; made: an output and its axis."""
-    whole = (0, schema.hint(relation.operands[source[0]].value.meta["val"].shape[source[1]]))
+def is_whole(relation: Relation, operand: int, axis: int, *, out: int = 0) -> bool:
+    """Does every position along an axis of the output need all of the operand along `axis_of`?"""
+    at = axis_of(relation, operand, axis, out=out)
+    axis %= len(relation.outs[out])
+    return at is None or _unclamped(relation, (operand, at), (out, axis)) is None
+
+
+def _unclamped(relation: Relation, source: Interval, made: Interval) -> Rule | None:
+    """source: an operand and its axis; made: an output and its axis. None: needed whole."""
     theirs, letters = relation.ins[source[0]][source[1]], relation.outs[made[0]][made[1]]
     if set(letters) & relation.looped:
-        return whole
+        return None
     if letters[0] in relation.window:
-        rule = _RULES.get(relation.entry.region)
-        return whole if rule is None else rule(_Axis(relation, *source, *made), start, end)
+        windowed = _RULES.get(relation.entry.region)
+        return None if windowed is None else partial(windowed, Geometry(relation, *source, *made))
     if letters[0] in relation.moved:
         move = relation.moves[made[0]].get(_base(letters[0]))
-        return whole if move is None else _moved(move, source[0], start, end)
-    return _carried(relation, theirs, letters, start, end) or whole
+        return None if move is None else _moved(move, source[0])
+    common, step, tile = _steps(relation, theirs, letters)
+    if not common or step is None or tile is None:
+        return None
+    return lambda start, end: (start // tile * step, -(-end // tile) * step)
 
 
-def _carried(relation: Relation, theirs, letters, start: int, end: int) -> Interval | None:
-    """The same letters in front: whole steps of what follows them; None where that is the axis."""
+def steps(relation: Relation, operand: int, axis: int, *, out: int = 0) -> tuple[int, int, int]:
+    """Of a carried axis: how many letters in front the operand's axis and the output's share, and
+    how many positions follow one of their positions, in the operand and in the output.
+
+    >>> from demask.ops import TABLE, bind
+    >>> from demask.ops.laws import call_node
+    >>> node = call_node(torch.ops.aten.pixel_shuffle.default, torch.zeros(1, 8, 3, 5), 2)
+    >>> steps(bind(node, TABLE), 0, 2)
+    (1, 1, 2)
+    """
+    at = axis_of(relation, operand, axis, out=out)
+    if at is None:
+        raise ValueError(f"{relation.node}: operand {operand} has no axis along axis {axis}")
+    common, step, tile = _steps(relation, relation.ins[operand][at], relation.outs[out][axis])
+    return common, step or 1, tile or 1
+
+
+def _steps(relation: Relation, theirs, letters) -> tuple[int, int | None, int | None]:
+    """The same letters in front, and the sizes of what follows them; None where dynamic."""
     common = 0
     for mine, other in zip(theirs, letters, strict=False):
         if mine != other or mine in relation.complete:
             break
         common += 1
-    step, tile = (_product(relation, axis[common:]) for axis in (theirs, letters))
-    if not common or step is None or tile is None:
-        return None
-    return start // tile * step, -(-end // tile) * step
+    return common, _product(relation, theirs[common:]), _product(relation, letters[common:])
 
 
 def _product(relation: Relation, letters: tuple[str, ...]) -> int | None:
@@ -115,16 +154,44 @@ def _product(relation: Relation, letters: tuple[str, ...]) -> int | None:
     return None if None in sizes else math.prod(size or 1 for size in sizes)
 
 
-def _moved(move: Move, operand: int, start: int, end: int) -> Interval:
-    ours = move.source[start:end] == operand
-    if not bool(ours.any()):
-        return 0, 0
-    taken = move.position[start:end][ours]
-    return int(taken.min()), int(taken.max()) + 1
+def _moved(move: Move, operand: int) -> Rule:
+    """The positions taken from an operand, as runs in which they only rise or only fall: the ends
+    of what an interval takes of a run are its extremes."""
+    runs = _runs([int(k) for k in (move.source == operand).nonzero()], move.position.tolist())
+    ends = [last for last, _, _ in runs]
+
+    def unclamped(start: int, end: int) -> Interval:
+        low, high = 0, 0
+        for last, first, taken in islice(runs, bisect_left(ends, start), None):
+            if first >= end:
+                break
+            a, b = sorted((taken[max(start - first, 0)], taken[min(end - 1, last) - first]))
+            low, high = (a, b + 1) if low == high else (min(low, a), max(high, b + 1))
+        return low, high
+
+    return unclamped
 
 
-class _Axis:
-    """One windowed axis of a call, read by name from its arguments."""
+def _runs(ours: list[int], position: list[int]) -> list[tuple[int, int, list[int]]]:
+    """Of places that follow each other and rise or fall together: last, first, positions."""
+    runs: list[tuple[int, int, list[int]]] = []
+    slope = 0
+    for place in ours:
+        here = position[place]
+        if runs and runs[-1][0] == place - 1:
+            turn = (here > position[place - 1]) - (here < position[place - 1])
+            if slope * turn >= 0:
+                slope = slope or turn
+                runs[-1][2].append(here)
+                runs[-1] = (place, *runs[-1][1:])
+                continue
+        slope = 0
+        runs.append((place, place, [here]))
+    return runs
+
+
+class Geometry:
+    """One windowed axis of a call, read by name from its arguments, once."""
 
     def __init__(self, relation: Relation, operand: int, at: int, out: int, axis: int):
         self.found = schema.arguments(relation.node)
@@ -133,7 +200,17 @@ class _Axis:
         operands = relation.operands
         self.input = schema.hint(operands[operand].value.meta["val"].shape[at])
         self.output = _length(relation, axis, out)
+        weight = self.found.get("weight")
+        self.kernel = (
+            self.number("kernel_size", None)
+            if weight is None
+            else schema.hint(weight.meta["val"].shape[self.index - self.rank])
+        )
         self.step = self.number("stride", None) or self.kernel
+        # From the first input position of a window to its last.
+        self.reach = self.number("dilation", 1) * ((self.kernel or 1) - 1)
+        self.padding = self._padding()
+        self._floors: dict[tuple[float, bool], tuple[list[int], list[int]]] = {}
 
     def number(self, name: str, default: Any) -> Any:
         """An argument's value along this axis; one value stands for every axis."""
@@ -143,25 +220,9 @@ class _Axis:
         value = value if isinstance(value, (list, tuple)) else [value]
         return schema.concrete(value[self.index if len(value) == self.rank else 0])
 
-    @property
-    def kernel(self) -> int:
-        size = self.number("kernel_size", None)
-        weight = self.found.get("weight")
-        return (
-            size
-            if weight is None
-            else schema.hint(weight.meta["val"].shape[self.index - self.rank])
-        )
-
-    @property
-    def reach(self) -> int:
-        """From the first input position of a window to its last."""
-        return self.number("dilation", 1) * (self.kernel - 1)
-
-    @property
-    def padding(self) -> int:
+    def _padding(self) -> int:
         """Positions before the first; a string pads by half the window, rounded down, or not."""
-        value = self.found["padding"]
+        value = self.found.get("padding")
         if isinstance(value, str):
             return self.reach // 2 if value == "same" else 0
         return self.number("padding", 0)
@@ -175,64 +236,77 @@ class _Axis:
             scale = self.input / self.output if factor is None else 1.0 / factor
         return scale, float(torch.tensor(scale, dtype=torch.float32))
 
+    def floors(self, shift: float, align: bool) -> tuple[list[int], list[int]]:
+        """floor((place + shift) * scale - shift) of every place, at its lowest and highest: at
+        exact multiples single and double precision round to different sides."""
+        if (shift, align) not in self._floors:
+            places, found = torch.arange(self.output, dtype=torch.float64) + shift, []
+            for scale in self.scales(align):
+                found += [(v * scale - shift).floor().long() for v in (places, places.float())]
+            table = torch.stack(found)
+            self._floors[shift, align] = (table.amin(0).tolist(), table.amax(0).tolist())
+        return self._floors[shift, align]
 
-def _conv(axis: _Axis, start: int, end: int) -> Interval:
+
+def geometry(relation: Relation, operand: int, axis: int, *, out: int = 0) -> Geometry:
+    """Kernel, step, reach and padding of the window that slides along a windowed axis.
+
+    Raises ValueError where the operand has no such axis.
+    """
+    at = axis_of(relation, operand, axis, out=out)
+    if at is None:
+        raise ValueError(f"{relation.node}: operand {operand} has no axis along axis {axis}")
+    return Geometry(relation, operand, at, out, axis % len(relation.outs[out]))
+
+
+def _conv(axis: Geometry, start: int, end: int) -> Interval:
     """Window o reads o * stride - padding + dilation * k."""
     first = start * axis.step - axis.padding
     return first, (end - 1) * axis.step - axis.padding + axis.reach + 1
 
 
-def _transposed(axis: _Axis, start: int, end: int) -> Interval:
+def _transposed(axis: Geometry, start: int, end: int) -> Interval:
     """Input i writes i * stride - padding + dilation * k."""
     first = -(-(start + axis.padding - axis.reach) // axis.step)
     return first, (end - 1 + axis.padding) // axis.step + 1
 
 
-def _adaptive(axis: _Axis, start: int, end: int) -> Interval:
+def _adaptive(axis: Geometry, start: int, end: int) -> Interval:
     """Window o reads from floor(o * in / out) to ceil((o + 1) * in / out)."""
     return start * axis.input // axis.output, -(-end * axis.input // axis.output)
 
 
-def _floors(axis: _Axis, place: int, *, shift: float, align: bool = False) -> tuple[int, int]:
-    """floor((place + shift) * scale - shift) at its lowest and highest: at exact multiples single
-    and double precision round to different sides."""
-    found = []
-    for scale in axis.scales(align):
-        exact = (place + shift) * scale - shift
-        single = torch.tensor(place + shift, dtype=torch.float32) * scale - shift
-        found += [math.floor(exact), math.floor(float(single))]
-    return min(found), max(found)
+def _nearest(axis: Geometry, start: int, end: int) -> Interval:
+    low, high = axis.floors(0.0, False)
+    return min(low[start], axis.input - 1), high[end - 1] + 1
 
 
-def _nearest(axis: _Axis, start: int, end: int) -> Interval:
-    low, high = _floors(axis, start, shift=0.0)[0], _floors(axis, end - 1, shift=0.0)[1]
+def _exact(axis: Geometry, start: int, end: int) -> Interval:
+    """floor((o + 0.5) * scale), rounded to single precision before."""
+    scales = axis.scales(False)
+    low = min(_floor_single((start + 0.5) * scale) for scale in scales)
+    high = max(_floor_single((end - 0.5) * scale) for scale in scales)
     return min(low, axis.input - 1), high + 1
 
 
-def _exact(axis: _Axis, start: int, end: int) -> Interval:
-    """floor((o + 0.5) * scale)"""
-
-    def places(place: int) -> Tensor:
-        return torch.tensor([(place + 0.5) * scale for scale in axis.scales(False)]).floor().long()
-
-    return min(int(places(start).min()), axis.input - 1), int(places(end - 1).max()) + 1
+def _floor_single(value: float) -> int:
+    return math.floor(struct.unpack("f", struct.pack("f", value))[0])
 
 
-def _taps(before: int, after: int) -> Callable[[_Axis, int, int], Interval]:
+def _taps(before: int, after: int) -> Callable[[Geometry, int, int], Interval]:
     """Interpolation that reads from `before` positions before the source's floor to `after` after;
     beyond the border it reads the border."""
 
-    def rule(axis: _Axis, start: int, end: int) -> Interval:
+    def windowed(axis: Geometry, start: int, end: int) -> Interval:
         align = bool(axis.found["align_corners"])
-        shift = 0.0 if align else 0.5
-        low = _floors(axis, start, shift=shift, align=align)[0] - before
-        high = max(_floors(axis, end - 1, shift=shift, align=align)[1], -before) + after
-        return min(low, axis.input - 1), high + 1
+        low, high = axis.floors(0.0 if align else 0.5, align)
+        last = max(high[end - 1], -before) + after
+        return min(low[start] - before, axis.input - 1), last + 1
 
-    return rule
+    return windowed
 
 
-_RULES: dict[str, Callable[[_Axis, int, int], Interval]] = {
+_RULES: dict[str, Callable[[Geometry, int, int], Interval]] = {
     "conv": _conv,
     "transposed": _transposed,
     "adaptive": _adaptive,
@@ -251,4 +325,14 @@ def _base(letter: str) -> str:
     return letter.partition("<")[0].partition(">")[0]
 
 
-__all__ = ["axis_of", "input_end", "input_start", "needed"]
+__all__ = [
+    "Geometry",
+    "axis_of",
+    "geometry",
+    "input_end",
+    "input_start",
+    "is_whole",
+    "needed",
+    "rule",
+    "steps",
+]

@@ -1,0 +1,65 @@
+"""Amounts of memory: read from what users write, and written for them to read."""
+
+from __future__ import annotations
+
+import re
+
+from demask.errors import BadInput
+
+UNITS = {
+    "": 1, "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+_AMOUNT = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]{0,3})", re.ASCII)
+
+
+def parse_memory(amount: str | int) -> int:
+    """Bytes, of a number of them or of words such as "512MiB", "1.5 GB" or "64000000".
+
+    Units: B, kB, MB, GB, TB are powers of 1000; KiB, MiB, GiB, TiB of 1024; case does not matter.
+    BadInput: anything else, and less than one byte.
+
+    >>> parse_memory("512MiB"), parse_memory("1.5GB"), parse_memory(4096)
+    (536870912, 1500000000, 4096)
+    """
+    if isinstance(amount, int) and not isinstance(amount, bool):
+        found = amount
+    else:
+        match = _AMOUNT.fullmatch(amount.strip()) if isinstance(amount, str) else None
+        if match is None or match[2].upper() not in UNITS:
+            raise BadInput(f"expected an amount of memory such as '512MiB', '1.5GB' or a number of "
+                           f"bytes, got {amount!r:.60}{_hint(match)}")  # fmt: skip
+        whole, _, rest = match[1].partition(".")
+        unit = UNITS[match[2].upper()]
+        # In whole numbers: 0.1 GB has no exact float.
+        found = int(whole) * unit + int(rest or 0) * unit // 10 ** len(rest)
+    if found < 1:
+        raise BadInput(f"expected at least one byte of memory, got {amount!r}")
+    return found
+
+
+def _hint(match: re.Match[str] | None) -> str:
+    """What a unit that is none may have meant."""
+    letter = match[2].upper() if match else ""
+    return (
+        f": write {match[1]}{letter}iB or {match[1]}{letter}B"
+        if letter in (*"KMGT",) and match
+        else ""
+    )
+
+
+def human(size: float) -> str:
+    """An amount in words, in units of 1024.
+
+    >>> human(512), human(1536 * 2**20), human(300 * 2**20)
+    ('512 B', '1.50 GiB', '300 MiB')
+    """
+    if size < 2**10:
+        return f"{size:.0f} B"
+    power = next((p for p in (4, 3, 2, 1) if size >= 2 ** (10 * p)), 1)
+    value = size / 2 ** (10 * power)
+    return f"{value:.{max(0, 2 - len(str(int(value))) + 1)}f} {'KMGT'[power - 1]}iB"
+
+
+__all__ = ["human", "parse_memory"]

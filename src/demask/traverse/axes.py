@@ -1,0 +1,137 @@
+"""Which axis of each value the rows and the columns of the input run along.
+
+Tiles are cut along them. A value that has none, but depends on the input, is *whole*: a pooled
+vector, a count. The axes follow the table from operand to output: an axis carried, moved or seen
+through windows goes on; one that is summed over or normalised ends (`ops.regions.axis_of`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, fx
+
+from demask.ops import schema
+from demask.ops.bind import Relation
+from demask.ops.entry import Declined
+from demask.ops.regions import Interval, axis_of
+
+ROWS, COLUMNS = 0, 1
+Axes = tuple[int | None, int | None]  # of a value: where its rows run, where its columns do
+Window = tuple[Interval, Interval]  # positions along rows and columns; (0, 1) where there are none
+NONE: Axes = (None, None)
+
+
+def axes_of(
+    graph: fx.Graph,
+    relations: Mapping[fx.Node, Relation | Declined],
+    inputs: Mapping[fx.Node, Axes],
+) -> dict[fx.Node, Axes]:
+    """The axes of each value that depends on an input along which tiles are cut.
+
+    inputs: of the placeholders. Calls with several outputs have none: their outputs end there.
+    """
+    found = dict(inputs)
+    for node in graph.nodes:
+        relation = relations.get(node)
+        if not isinstance(relation, Relation) or not isinstance(node.meta.get("val"), Tensor):
+            continue
+        pair = (_axis(relation, found, ROWS), _axis(relation, found, COLUMNS))
+        if pair[ROWS] is None or pair[ROWS] == pair[COLUMNS]:
+            pair = (pair[ROWS], None)
+        if pair != NONE:
+            found[node] = pair if pair[ROWS] is not None else NONE
+    return {node: pair for node, pair in found.items() if pair[ROWS] is not None}
+
+
+def _axis(relation: Relation, found: Mapping[fx.Node, Axes], dim: int) -> int | None:
+    """The output's axis along which the operands' axis `dim` runs; None where they do not agree."""
+    for axis in range(len(relation.outs[0])):
+        for k, operand in enumerate(relation.operands):
+            mine = found.get(operand.value, NONE)[dim]
+            if mine is not None and axis_of(relation, k, axis) == mine:
+                return None if _ends(relation.node, axis, operand.value, mine) else axis
+    return None
+
+
+def _ends(node: fx.Node, axis: int, source: fx.Node, theirs: int) -> bool:
+    """Is one position left of many? Such a value is whole."""
+    left, many = node.meta["val"].shape[axis], source.meta["val"].shape[theirs]
+    return schema.hint(left) == 1 and schema.hint(many) > 1
+
+
+def length(node: fx.Node, axes: Axes, dim: int) -> int:
+    """Positions of a value along its rows or columns; 1 where it has none."""
+    axis = axes[dim]
+    return 1 if axis is None else schema.hint(node.meta["val"].shape[axis])
+
+
+def whole(node: fx.Node, axes: Axes) -> Window:
+    """The window that is all of a value."""
+    return (0, length(node, axes, ROWS)), (0, length(node, axes, COLUMNS))
+
+
+def cut_shape(shape: Sequence[int], axes: Axes, window: Window) -> tuple[int, ...]:
+    """The shape of a value's part in a window.
+
+    >>> cut_shape((1, 8, 32, 32), (2, 3), ((4, 6), (0, 32)))
+    (1, 8, 2, 32)
+    """
+    sizes = list(shape)
+    for axis, (start, end) in zip(axes, window, strict=True):
+        if axis is not None:
+            sizes[axis] = end - start
+    return tuple(sizes)
+
+
+def order(rank: int, axes: Axes) -> tuple[int, ...]:
+    """The dimensions of a part from outermost to innermost in memory: rows first, so that some
+    rows of a part are one piece of memory; then columns; channels of images (axis 1) last.
+
+    >>> order(4, (2, 3)), order(3, (1, None))
+    ((2, 3, 0, 1), (1, 0, 2))
+    """
+    first = [axis for axis in axes if axis is not None]
+    image = axes[COLUMNS] is not None
+    inner = [k for k in range(rank) if k not in first and (k > 1 or not image)]
+    return tuple(
+        first + inner + ([k for k in range(min(rank, 2)) if k not in first] if image else [])
+    )
+
+
+def strides(shape: Sequence[int], axes: Axes) -> tuple[int, ...]:
+    """The strides, in elements, of a dense part of this shape in the order that `order` says.
+
+    A first axis of one image steps over all of it, as torch wants it of channels_last.
+
+    >>> strides((1, 8, 2, 32), (2, 3))
+    (512, 1, 256, 8)
+    """
+    found, step = [0] * len(shape), 1
+    for axis in reversed(order(len(shape), axes)):
+        found[axis] = step
+        step *= max(shape[axis], 1)
+    if shape and shape[0] == 1:
+        found[0] = step
+    return tuple(found)
+
+
+def part(tensor: Tensor, axes: Axes, window: Window, origin: tuple[int, int] = (0, 0)) -> Tensor:
+    """A view of the positions of a window. tensor: a part whose first row and column are `origin`."""
+    for axis, (start, end), first in zip(axes, window, origin, strict=True):
+        if axis is not None:
+            size = max(end - start, 0)
+            tensor = tensor.narrow(axis, start - first if size else 0, size)
+    return tensor
+
+
+def empty(shape: Sequence[int], axes: Axes, dtype: torch.dtype) -> Tensor:
+    """New memory for a part, laid out as parts are."""
+    return torch.empty_strided(tuple(shape), strides(shape, axes), dtype=dtype)
+
+
+def is_pick(node: fx.Node) -> bool:
+    """Is a node one of several outputs of a call?"""
+    return node.target is operator.getitem

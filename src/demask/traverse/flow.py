@@ -1,0 +1,151 @@
+"""A captured network as values that can be cut, and how: read once, asked by everything else.
+
+Calls are of three kinds. *Cut*: makes rows from rows (`local`). *Gathered*: makes a whole value
+from rows, each counted once (`reductions`). *Whole*: everything else; it takes whole values and
+makes one. A call that reads rows whole (keys and values of attention) must wait until all are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from demask.errors import BadInput
+from demask.graph.capture import capture
+from demask.graph.fold import folded
+from demask.graph.functional import functionalized
+from demask.graph.program import Program
+from demask.graph.spell import spelled
+from demask.ops.bind import Relation
+from demask.ops.entry import Declined, Table
+from demask.ops.regions import Interval
+from demask.shrink.reading import relations_of
+from demask.traverse.axes import Axes, axes_of, length
+from demask.traverse.local import Local, local
+from demask.traverse.parted import TABLE_PARTED, parted
+from demask.traverse.reductions import Reduction, reduction
+
+Rule = Callable[[int, int], Interval]  # positions of an output -> those of an operand
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """One operand with rows that a call reads. rules: along rows and columns; whole: all of it."""
+
+    source: fx.Node
+    rules: tuple[Rule, Rule]
+    whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What is known of each call of a program.
+
+    axes: of the values that are cut. local, gathers: how cut and gathered calls run. refusals: why
+    a call that reads rows runs whole.
+    """
+
+    program: Program
+    axes: Mapping[fx.Node, Axes]
+    local: Mapping[fx.Node, Local]
+    gathers: Mapping[fx.Node, Reduction]
+    refusals: Mapping[fx.Node, str]
+
+    @property
+    def calls(self) -> tuple[fx.Node, ...]:
+        """The calls in the order in which they run."""
+        return tuple(n for n in self.program.graph.nodes if n.op == "call_function")
+
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        """What the network returns, flat."""
+        return tuple(next(iter(self.program.graph.find_nodes(op="output"))).args[0])  # type: ignore[arg-type]
+
+    @property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        return tuple(self.program.graph.find_nodes(op="placeholder"))
+
+    def edges(self, node: fx.Node) -> tuple[Edge, ...]:
+        """The operands with rows that a call reads: of whole calls, all of each."""
+        if node in self.local:
+            reads = self.local[node].reads
+            return tuple(Edge(read.node, read.rules, read.whole) for read in reads)
+        if node in self.gathers:
+            return (Edge(self.gathered(node), (_same, _same), whole=False),)
+        return tuple(Edge(n, (_same, _same), whole=True)
+                     for n in node.all_input_nodes if n in self.axes)  # fmt: skip
+
+    def gathered(self, node: fx.Node) -> fx.Node:
+        """The rows that a gathering call reads."""
+        return next(n for n in node.all_input_nodes if n in self.axes)
+
+    def rows(self, node: fx.Node) -> int:
+        return length(node, self.axes[node], 0)
+
+    def columns(self, node: fx.Node) -> int:
+        return length(node, self.axes[node], 1)
+
+
+def _same(start: int, end: int) -> Interval:
+    return start, end
+
+
+def read(
+    model: nn.Module | Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+) -> Program:
+    """A model captured at the sizes of the example, for traversal."""
+    return spelled(folded(functionalized(capture(model, args, kwargs, dynamic_shapes={}))))
+
+
+def flow_of(program: Program, split: Collection[str] | None = None) -> Flow:
+    """The flow of a program. split: names of the global calls that become statistics and what
+    applies them; None: all."""
+    program = _hoisted(parted(program, split))
+    inputs = {n: axes for n in program.graph.find_nodes(op="placeholder")
+              if (axes := _input_axes(n)) is not None}  # fmt: skip
+    relations = relations_of(program.graph, TABLE_PARTED)
+    axes = axes_of(program.graph, relations, inputs)
+    cut, gathers, refusals = {}, {}, {}
+    for node, relation in relations.items():
+        if not any(n in axes for n in node.all_input_nodes):
+            continue
+        if node in axes:
+            found = relation if isinstance(relation, Declined) else local(node, relation, axes)
+            if isinstance(found, Declined):
+                refusals[node] = found.text
+            else:
+                cut[node] = found
+        else:
+            made = relation if isinstance(relation, Declined) else reduction(node, relation, axes)
+            if isinstance(made, Declined):
+                refusals[node] = made.text
+            else:
+                gathers[node] = made
+    return Flow(program, axes, cut, gathers, refusals)
+
+
+def _input_axes(node: fx.Node) -> Axes | None:
+    """Images and volumes are cut along their first two spatial axes, sequences along the last or,
+    where that is none, the middle one."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.ndim < 3:
+        return None
+    if value.ndim == 3:
+        return (2, None)
+    return (2, 3)
+
+
+def _hoisted(program: Program) -> Program:
+    """The program with calls that no rows reach in front: they run once, whole."""
+    reached = {n for n in program.graph.find_nodes(op="placeholder") if _input_axes(n) is not None}
+    for node in program.graph.nodes:
+        if node.op == "call_function" and any(n in reached for n in node.all_input_nodes):
+            reached.add(node)
+    places = {"placeholder": 0, "get_attr": 1, "output": 4}
+    graph, mapping = fx.Graph(), {}
+    for node in sorted(program.graph.nodes, key=lambda n: places.get(n.op, 2 + (n in reached))):
+        mapping[node] = graph.node_copy(node, mapping.__getitem__)
+    return program.with_graph(graph)

@@ -1,0 +1,170 @@
+"""The error of a tile against the padding it is given: what a guessed halo costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from demask.errors import BadInput
+from demask.graph.copying import structural_copy
+
+SHARES = tuple(Fraction(k, 8) for k in (0, 1, 2, 4, 6, 8, 10))  # of the halo
+TILE = 4  # the tile is this part of the image a side, in its middle
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One padding: per image axis, in positions of the first input; as a share of the halo; the
+    largest absolute error of the tile; and the share of its 8-bit values that change."""
+
+    padding: tuple[int, ...]
+    share: float
+    max_abs: float
+    changed: float
+
+    def __str__(self) -> str:
+        sizes = " x ".join(map(str, self.padding))
+        return (f"{sizes} ({self.share:.0%} of the halo): largest error {self.max_abs:.2g}, "
+                f"{self.changed:.2%} of the 8-bit values change")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """Where an image axis runs in an input or output, and how many positions of the first input
+    there are per position of it."""
+
+    axis: int
+    scale: Fraction
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Tiles along one image axis: the leaves of the call and of its result (None: not cut), the
+    halo, and the grid on which crops begin and end, in positions of the first input."""
+
+    given: tuple[Leaf | None, ...]
+    made: tuple[Leaf | None, ...]
+    halo: int
+    grid: int
+
+
+Range = tuple[int, int]  # of positions of the first input
+
+
+def curve_of(
+    model: Any,
+    call: tuple[tuple[Any, ...], Mapping[str, Any]],
+    cuts: Sequence[Cut],
+    levels: tuple[float, float],
+    progress: Callable[[str, float], object] | None,
+) -> tuple[Point, ...]:
+    """The error of the tile in the middle of the image for growing paddings, each but once.
+
+    Padding grows to the grid of the network's strides. Raises BadInput where the model does not
+    take tiles, or has no output that is cut along every axis.
+    """
+    if not isinstance(model, nn.Module):
+        raise BadInput(f"a curve needs a model that runs, got {type(model).__name__}: give the "
+                       "nn.Module that was exported")  # fmt: skip
+    tell = progress or (lambda title, share: None)
+    work = structural_copy(model, share=True).eval()
+    leaves, spec = pytree.tree_flatten(call)
+    tell("whole image", 0.0)
+    whole = _outputs(work, leaves, spec)
+    sizes = [_length(cut, leaves) for cut in cuts]
+    tile = [_middle(size, cut.grid) for size, cut in zip(sizes, cuts, strict=True)]
+    points: dict[tuple[int, ...], Point] = {}
+    for k, share in enumerate(SHARES):
+        tell(f"tile with {float(share):.0%} of the halo", (k + 1) / (len(SHARES) + 1))
+        crops = [_padded(one, cut, share, size)
+                 for one, cut, size in zip(tile, cuts, sizes, strict=True)]  # fmt: skip
+        padding = tuple(max(one[0] - crop[0], crop[1] - one[1])
+                        for one, crop in zip(tile, crops, strict=True))  # fmt: skip
+        if padding in points:
+            continue
+        parts = [_part(leaf, cuts, k, crops) for k, leaf in enumerate(leaves)]
+        made = _outputs(work, parts, spec)
+        pairs = _tiles(made, whole, cuts, tile, crops)
+        points[padding] = Point(padding, float(share), *_errors(pairs, levels))
+    tell("compared", 1.0)
+    return tuple(points.values())
+
+
+def _outputs(work: nn.Module, leaves: Sequence[Any], spec: Any) -> list[Any]:
+    args, kwargs = pytree.tree_unflatten(list(leaves), spec)
+    try:
+        with torch.no_grad():
+            return pytree.tree_leaves(work(*args, **kwargs))
+    except RuntimeError as error:
+        shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
+        raise BadInput(f"the model does not run on inputs of shapes {shapes}, so it has no curve: "
+                       f"{error}") from error  # fmt: skip
+
+
+def _length(cut: Cut, leaves: Sequence[Any]) -> int:
+    """Positions of the first input."""
+    k, place = next((k, place) for k, place in enumerate(cut.given) if place is not None)
+    return leaves[k].shape[place.axis]
+
+
+def _middle(size: int, grid: int) -> Range:
+    length = max(size // TILE // grid, 1) * grid
+    start = (size - length) // 2 // grid * grid
+    return start, start + length
+
+
+def _padded(tile: Range, cut: Cut, share: Fraction, size: int) -> Range:
+    """A tile with some of the halo around, out to the grid, within the image."""
+    pad = math.ceil(share * cut.halo / cut.grid) * cut.grid
+    return max(tile[0] - pad, 0), min(tile[1] + pad, size)
+
+
+def _part(leaf: Any, cuts: Sequence[Cut], k: int, crops: Sequence[Range]) -> Any:
+    for cut, (start, end) in zip(cuts, crops, strict=True):
+        place = cut.given[k]
+        if place is not None:
+            first, last = int(start / place.scale), int(end / place.scale)
+            leaf = leaf.narrow(place.axis, first, last - first)
+    return leaf
+
+
+def _tiles(
+    made: Sequence[Any],
+    whole: Sequence[Any],
+    cuts: Sequence[Cut],
+    tile: Sequence[Range],
+    crops: Sequence[Range],
+) -> list[tuple[Tensor, Tensor]]:
+    """The tile as it was made from a crop, and as it is in the whole image, of each output."""
+    pairs = []
+    for k, (part, image) in enumerate(zip(made, whole, strict=True)):
+        places = [cut.made[k] for cut in cuts]
+        if any(place is None for place in places):
+            continue
+        for place, (start, end), (first, _) in zip(places, tile, crops, strict=True):
+            length = int((end - start) / place.scale)  # type: ignore[union-attr]
+            part = part.narrow(place.axis, int((start - first) / place.scale), length)  # type: ignore[union-attr]
+            image = image.narrow(place.axis, int(start / place.scale), length)  # type: ignore[union-attr]
+        pairs.append((part, image))
+    if not pairs:
+        raise BadInput("no output has positions along the image's axes, so tiles have no curve")
+    return pairs
+
+
+def _errors(
+    pairs: Sequence[tuple[Tensor, Tensor]], levels: tuple[float, float]
+) -> tuple[float, float]:
+    """The largest absolute difference, and the share of 8-bit values that differ."""
+    low, high = levels
+    worst = max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
+    bits = [[((v - low) / (high - low)).clamp(0, 1).mul(255).round() for v in pair]
+            for pair in pairs]  # fmt: skip
+    changed = sum(int((a != b).sum()) for a, b in bits)
+    return worst, changed / sum(a.numel() for a, _ in pairs)

@@ -1,0 +1,234 @@
+"""The network a user gets: called like the model, executed by its plan within its budget."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, Self
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from demask.graph.program import Constant, Program
+from demask.graph.provenance import Provenance, Sizes
+from demask.graph.result import KINDS, Demasked, build
+from demask.shrink.demask import inputs_of
+from demask.traverse.ends import tensor_sink, tensor_source
+from demask.traverse.flow import Flow, flow_of
+from demask.traverse.layout import Layout, laid
+from demask.traverse.plan import Plan
+from demask.traverse.run import Call, Told, execute
+from demask.traverse.sweep import Counter
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A plan met with its network: made at the first call, held by no copy and no file."""
+
+    flow: Flow
+    layout: Layout
+
+
+class Tiled(Demasked):
+    """A network that runs in tiles within a budget, for inference: calls record no gradients.
+
+    plan: how it runs. counted: what the last call did. images: may a call bring several images?
+    Its weights are read at every call. It can be copied, pickled and saved.
+    """
+
+    trains = False
+    plan: Plan
+    counted: Counter = Counter()
+    prepared: Prepared | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return called(self, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        prepared, self.prepared = self.prepared, None
+        try:
+            copied = super().__deepcopy__(memo)
+        finally:
+            self.prepared = prepared
+        copied.plan = self.plan
+        return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        make, args, state = super().__reduce__()
+        return make, args, {name: value for name, value in state.items() if name != "prepared"}
+
+    def extra(self) -> dict[str, Any]:
+        """The plan, computed off-line and stored with the network (row 003-b)."""
+        return self.plan.to_dict()
+
+    def restore(self, extra: Any) -> None:
+        """Take over a plan; BadInput where it is none, or none of this network."""
+        self.plan = Plan.from_dict(extra)
+        self.ready()
+
+    def ready(self) -> Prepared:
+        """The plan met with the graph."""
+        if self.prepared is None:
+            flow = flow_of(program_of(self))
+            self.prepared = Prepared(flow, laid(flow, self.plan.segments, frozenset()))
+        return self.prepared
+
+
+KINDS["tiled"] = Tiled
+
+
+def tiled(program: Program, plan: Plan, flow: Flow, layout: Layout) -> Tiled:
+    """The module of a program and its plan."""
+    nothing = Sizes(0, 0, 0)
+    notes = (*program.notes, "runs in tiles: " + str(plan).partition("\n")[0])
+    record = Provenance(
+        {}, (), {}, notes, inputs_of(program), nothing, nothing, guards=program.guards
+    )
+    made = build(program, record, Tiled)
+    made.plan, made.prepared = plan, Prepared(flow, layout)
+    return made
+
+
+def program_of(module: Tiled) -> Program:
+    """The program of a module's graph, with the values that its nodes make at the plan's sizes."""
+    info: Any = module.graph._codegen.pytree_info  # type: ignore[attr-defined]
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    names = [str(n.target) for n in graph.find_nodes(op="get_attr")]
+    constants = {name: Constant(attrgetter(name)(module), name, parameter=True) for name in names}
+    _sized(graph, module)
+    return Program(graph, constants, info.in_spec, info.out_spec, tuple(info.orig_args))
+
+
+def _sized(graph: fx.Graph, module: Tiled) -> None:
+    """Give each node the value it makes, as a fake tensor."""
+    specs = {spec.name: spec for spec in module.demasked.inputs}
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                spec = specs.get(node.name)
+                if spec is not None:
+                    node.meta["val"] = torch.empty(spec.example, dtype=getattr(torch, spec.dtype))
+            elif node.op == "get_attr":
+                node.meta["val"] = mode.from_tensor(attrgetter(str(node.target))(module))
+            elif node.op == "call_function":
+                args, kwargs = fx.node.map_arg(
+                    (node.args, dict(node.kwargs)), lambda n: n.meta["val"]
+                )
+                node.meta["val"] = node.target(*args, **kwargs)
+
+
+def called(module: Tiled, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """One call: image by image."""
+    info: Any = module.graph._codegen.pytree_info  # type: ignore[attr-defined]
+    flat = _flat(info, args, kwargs)
+    here = module.ready()
+    count = _images(module, here.flow, flat)
+    results: list[Any] = [None] * len(here.flow.outputs)
+    module.counted = Counter()
+    for k in range(count):
+        values, counter = image(module, here, flat, results, k, count)
+        module.counted = Counter(
+            module.counted.macs + counter.macs, module.counted.steps + counter.steps
+        )
+        for index, node in enumerate(here.flow.outputs):
+            if not isinstance(node, fx.Node):
+                results[index] = node
+            elif node not in here.flow.axes:
+                results[index] = _joined(results[index], values[node], k, count)
+    return pytree.tree_unflatten(results, info.out_spec)
+
+
+def _joined(found: Any, value: Any, k: int, count: int) -> Any:
+    """A whole value of one image, among those of the others."""
+    if count == 1 or not isinstance(value, Tensor):
+        return value
+    if found is None:
+        found = value.new_empty((count, *value.shape[1:]))
+    found[k : k + 1] = value
+    return found
+
+
+def _flat(info: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    flat, spec = pytree.tree_flatten((args, dict(kwargs)))
+    if spec != info.in_spec:
+        raise TypeError(f"expected a call like that of the example: {info.in_spec}, got {spec}")
+    return flat
+
+
+def _images(module: Tiled, flow: Flow, flat: Sequence[Any]) -> int:
+    """How many images the inputs bring; ValueError where they are not what the plan is for."""
+    counts = set()
+    for node, value in zip(flow.inputs, flat, strict=True):
+        if node not in flow.axes:
+            continue
+        expected = tuple(node.meta["val"].shape)
+        if not isinstance(value, Tensor) or tuple(value.shape[1:]) != expected[1:]:
+            found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"input {node.name!r}: the plan is for {expected}, got {found}; "
+                             "call demask.traverse.tile with an example of this size")  # fmt: skip
+        if value.dtype != node.meta["val"].dtype:
+            raise ValueError(
+                f"input {node.name!r}: expected {node.meta['val'].dtype}, got {value.dtype}"
+            )
+        counts.add(value.shape[0])
+    if len(counts) != 1:
+        raise ValueError(f"expected inputs of one number of images, got {sorted(counts)}")
+    count = counts.pop()
+    if count != 1 and not module.plan.images:
+        raise ValueError(f"the plan is for one image at a time, got {count}: it was made from an "
+                         "example of one, which does not show that images are independent; give "
+                         "demask.traverse.tile an example of two or more")  # fmt: skip
+    return count
+
+
+def image(
+    module: Tiled, here: Prepared, flat: Sequence[Any], results: list[Any], k: int, count: int,
+    told: Told | None = None,
+) -> tuple[dict[fx.Node, Any], Counter]:  # fmt: skip
+    """Image k of a call; results with rows are allocated at the first."""
+    flow = here.flow
+    sources, wholes = {}, constants(module, flow)
+    for node, value in zip(flow.inputs, flat, strict=True):
+        if node in flow.axes:
+            sources[node] = tensor_source(value, flow.axes[node], k)
+        else:
+            wholes[node] = value
+    sinks = {}
+    for index, node in enumerate(flow.outputs):
+        if isinstance(node, fx.Node) and node in flow.axes:
+            if results[index] is None:
+                results[index] = _result(node, flat, count)
+            sinks[node] = tensor_sink(results[index], flow.axes[node], node.meta["val"].dtype, k)
+    return execute(flow, here.layout, Call(sources, sinks, {}, wholes), told=told,
+                   folder=tempfile.gettempdir())  # fmt: skip
+
+
+def constants(module: nn.Module, flow: Flow) -> dict[fx.Node, Any]:
+    """The tensors that a flow reads: those of the module, by name."""
+    found = {}
+    for node in flow.program.graph.find_nodes(op="get_attr"):
+        name = str(node.target)
+        try:
+            found[node] = attrgetter(name)(module)
+        except AttributeError:
+            found[node] = flow.program.constants[name].tensor
+    return found
+
+
+def _result(node: fx.Node, flat: Sequence[Any], count: int) -> Tensor:
+    """Memory for a result, laid out as the first input is."""
+    value = node.meta["val"]
+    first = next((x for x in flat if isinstance(x, Tensor) and x.ndim == value.ndim == 4), None)
+    last = first is not None and first.is_contiguous(memory_format=torch.channels_last)
+    last = last and not first.is_contiguous()  # type: ignore[union-attr]
+    form = torch.channels_last if last else torch.contiguous_format
+    return torch.empty((count, *value.shape[1:]), dtype=value.dtype, memory_format=form)
+
+
+__all__ = ["Tiled", "tiled"]

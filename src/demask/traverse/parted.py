@@ -1,0 +1,500 @@
+"""Calls that need every row at once, spelled so that all but their statistics goes row by row.
+
+    norm(x) == x * scale + shift           scale, shift: of the moments of x, one per channel
+    softmax(x) == exp(x - max(x)) / sum(exp(x - max(x)))
+
+The statistics are reductions, whole values computed part by part (`reductions`); the application
+is pointwise. Calls with several outputs become calls with one, which can be cut.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from demask.errors import BadInput
+from demask.graph.build import Builder, mode_of, same_shape
+from demask.graph.fold import drop_unread
+from demask.graph.program import Program, copied
+from demask.ops import TABLE, Case, Entry, Relation, schema
+from demask.ops.entry import Shape as S
+from demask.ops.own import Own, register
+from demask.shrink.reading import relations_of
+from demask.traverse.axes import Axes, axes_of
+from demask.traverse.reductions import moments_of
+
+aten = torch.ops.aten
+_Rule = Callable[[Builder, fx.Node, Mapping[str, Any]], "fx.Node | None"]
+
+
+@torch.library.custom_op("demask::moments", mutates_args=())
+def moments(x: Tensor, dims: list[int]) -> Tensor:
+    """Mean and population variance over some axes, kept one long, stacked, in float64."""
+    return moments_of(x, tuple(dims))
+
+
+@moments.register_fake
+def _(x: Tensor, dims: list[int]) -> Tensor:
+    gone = {dim % x.ndim for dim in dims}
+    kept = [1 if k in gone else n for k, n in enumerate(x.shape)]
+    return x.new_empty([2, *kept], dtype=torch.float64)
+
+
+def _moments(x: Tensor, dims: list[int]) -> Tensor:
+    variance, mean = torch.var_mean(x.double(), dims, correction=0, keepdim=True)
+    return torch.stack([mean, variance])
+
+
+register(torch.ops.demask.moments.default, Own(_moments))
+
+
+def _moments_line(node: fx.Node) -> str:
+    found = schema.arguments(node)
+    rank = found["x"].meta["val"].ndim
+    gone = {dim % rank for dim in found["dims"]}
+    before = " ".join(f"!a{k}" if k in gone else f"a{k}" for k in range(rank))
+    after = " ".join("1" if k in gone else f"a{k}" for k in range(rank))
+    return f"{before} -> which {after}"
+
+
+def _reduction(*cases: tuple[Any, ...]) -> Entry:
+    """Axes of `dim` must be complete and are gone, or one long, in the output."""
+    line = TABLE["aten.amax.default"].line
+    return Entry(line, sized=True, cases=tuple(Case(args, {}) for args in cases))
+
+
+_X, _BOOL = S((2, 3, 4)), S((2, 3, 4), of="bool")
+#: the table, and reductions that only traversal takes apart
+TABLE_PARTED = TABLE.extended(
+    {
+        "demask::moments": Entry(
+            _moments_line,
+            fill="none",  # each value is two: the table says one of a position
+            sized=True,
+            cases=(Case((_X, [1]), {}), Case((S((2, 3, 4, 5)), [2, 3]), {})),
+        ),
+        "aten::prod.dim_int": _reduction((_X, 1)),
+        **{f"aten::{op}.default": _reduction((_X,)) for op in ("prod", "max", "min", "var", "std")},
+        **{f"aten::{op}.dim": _reduction((_X, [1])) for op in ("var", "std")},
+        **{f"aten::{op}.default": _reduction((_BOOL,)) for op in ("any", "all")},
+        **{f"aten::{op}.dim": _reduction((_BOOL, 1)) for op in ("any", "all")},
+        **{f"aten::{op}.dims": _reduction((_BOOL, [1, 2], True)) for op in ("any", "all")},
+        "aten::logsumexp.default": _reduction((_X, [1], True)),
+        "aten::norm.Scalar": _reduction((_X,)),
+        "aten::norm.ScalarOpt_dim": _reduction((_X, 2, [1])),
+        **{f"aten::arg{op}.default": _reduction((_X,), (_X, 1)) for op in ("max", "min")},
+    }
+)
+
+
+def parted(program: Program, nodes: Collection[str] | None = None) -> Program:
+    """The program with calls that need all rows as statistics and what applies them.
+
+    nodes: names of the calls to rewrite; None: those that `global_calls` names. Outputs of calls
+    with several are made by calls with one in either case. Names that the graph does not have, or
+    that no rule rewrites, raise BadInput. Its table: TABLE_PARTED.
+    """
+    chosen = global_calls(program) if nodes is None else sorted(nodes)
+    build = _picked(program)
+    known = {node.name: node for node in program.graph.nodes}
+    left = {node.name: node for node in build.graph.nodes}
+    for name in chosen:
+        if name not in known:
+            raise BadInput(f"expected names of calls in the graph, got {name!r}, which it lacks")
+        target = known[name].target
+        if target not in _RULES and target not in _PICKED:
+            raise BadInput(f"{name} ({target}) has no statistics to take apart")
+        if target in _RULES:
+            _replace(build, left[name])
+    for node in build.graph.find_nodes(op="call_function", target=aten.expand.default):
+        _unexpand(node)
+    drop_unread(build.graph)
+    return program.with_graph(build.graph)
+
+
+def global_calls(program: Program, inputs: Mapping[str, Axes] | None = None) -> tuple[str, ...]:
+    """Names of the calls that pass rows or columns on, but need them all.
+
+    inputs: the axes of placeholders by name; None: of images (n c h w) and sequences (n c l).
+    """
+    build = _picked(program)
+    trained = [node for node in build.graph.nodes if _is_trained(node)]
+    names = [node.name for node in trained]
+    for node in trained:  # the table has no line for them, so that their axes would end there
+        _replace(build, node)
+    relations = relations_of(build.graph, TABLE_PARTED)
+    axes = axes_of(build.graph, relations, _given(build.graph, inputs))
+    for node, relation in relations.items():
+        if node.target in _RULES and isinstance(relation, Relation) and _needs(relation, axes):
+            names.append(node.name)
+    return tuple(names)
+
+
+def folded_scale(program: Program) -> Program:
+    """The program of `parted` with norms in the weights of the 1x1 convolutions before them.
+
+    Such a convolution runs twice, for the moments and scaled, and its result is kept by nobody.
+    """
+    graph, _ = copied(program)
+    build = Builder(graph, mode_of(graph))
+    for node in graph.find_nodes(op="call_function", target=aten.addcmul.default):
+        shift, conv, scale = node.args
+        if not _is_point(conv, node) or tuple(scale.meta["val"].shape[2:]) != (1, 1):
+            continue
+        found = schema.arguments(conv)
+        with graph.inserting_before(node):
+            flat, bias = (build.call(aten.reshape.default, v, [-1]) for v in (scale, shift))
+            if found["bias"] is not None:
+                bias = build.call(aten.addcmul.default, bias, found["bias"], flat)
+            column = build.call(aten.reshape.default, scale, [-1, 1, 1, 1])
+            weight = build.call(aten.mul.Tensor, found["weight"], column)
+            args, _ = schema.call(conv.target, {**found, "weight": weight, "bias": bias})
+            made = build.call(conv.target, *args)
+        made.meta = {**node.meta, **made.meta}
+        node.replace_all_uses_with(made)
+        graph.erase_node(node)
+    return program.with_graph(graph)
+
+
+def _is_point(conv: Any, norm: fx.Node) -> bool:
+    """Is it a dense 1x1 convolution of one image that only a norm and its moments read?"""
+    if conv.target is not aten.conv2d.default or conv.meta["val"].shape[0] != 1:
+        return False
+    found, readers = schema.arguments(conv), {user.target for user in conv.users}
+    point = found["weight"].meta["val"].shape[2:] == (1, 1) and found["groups"] == 1
+    return point and readers == {norm.target, torch.ops.demask.moments.default}
+
+
+def _picked(program: Program) -> Builder:
+    """A copy of the graph whose calls with several outputs are calls with one, where known."""
+    graph, _ = copied(program)
+    build = Builder(graph, mode_of(graph))
+    for node in list(graph.nodes):
+        if node.target in _PICKED:
+            _pick(build, node)
+    return build
+
+
+def _given(graph: fx.Graph, inputs: Mapping[str, Axes] | None) -> dict[fx.Node, Axes]:
+    found: dict[fx.Node, Axes] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op != "placeholder" or not isinstance(value, Tensor):
+            continue
+        plain: Axes = (2, 3) if value.ndim > 3 else (2, None) if value.ndim == 3 else (None, None)
+        pair = plain if inputs is None else inputs.get(node.name, (None, None))
+        if pair[0] is not None:
+            found[node] = pair
+    return found
+
+
+def _needs(relation: Relation, axes: Mapping[fx.Node, Axes]) -> bool:
+    """Must an axis be complete along which the operand is cut, or does a pool leave one of many?"""
+    x, made = relation.operands[0].value, relation.node.meta["val"]
+    cut = [axis for axis in axes.get(x, (None, None)) if axis is not None]
+    if relation.node.target in _POOLS:
+        return any(made.shape[axis] == 1 < x.meta["val"].shape[axis] for axis in cut)
+    return any(set(relation.ins[0][axis]) & relation.complete for axis in cut)
+
+
+def _replace(build: Builder, node: fx.Node) -> None:
+    with build.graph.inserting_before(node):
+        made = _RULES[node.target](build, node, schema.arguments(node))
+    if made is not None:
+        made.meta = {**node.meta, **made.meta}
+        node.replace_all_uses_with(made)
+        build.graph.erase_node(node)
+
+
+def _unexpand(node: fx.Node) -> None:
+    """Let arithmetic read a whole value itself, not widened to the size of what is beside it."""
+    for user in list(node.users):
+        others = [n.meta["val"] for n in user.all_input_nodes if n is not node]
+        if user.target in _BROADCAST and any(same_shape(v, user.meta["val"]) for v in others):
+            user.replace_input_with(node, node.args[0])  # type: ignore[arg-type]
+
+
+def _moments_of(build: Builder, x: fx.Node, dims: list[int]) -> tuple[fx.Node, fx.Node]:
+    """The nodes of mean and variance, in float64, their axes one long."""
+    both = build.call(torch.ops.demask.moments.default, x, dims)
+    return build.call(aten.select.int, both, 0, 0), build.call(aten.select.int, both, 0, 1)
+
+
+def _deviation(build: Builder, variance: fx.Node, eps: float) -> fx.Node:
+    """1 / sqrt(variance + eps)"""
+    return build.call(aten.rsqrt.default, build.call(aten.add.Scalar, variance, eps))
+
+
+def _applied(
+    build: Builder, node: fx.Node, x: fx.Node, scale: fx.Node, shift: fx.Node | None
+) -> fx.Node:
+    """x * scale + shift, in single precision at least, as torch's norms do."""
+    dtype = node.meta["val"].dtype
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    scale = _cast(build, scale, wide)
+    if shift is None:
+        made = build.call(aten.mul.Tensor, x, scale)
+    else:
+        made = build.call(aten.addcmul.default, _cast(build, shift, wide), x, scale)
+    return _cast(build, made, dtype)
+
+
+def _cast(build: Builder, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    same = node.meta["val"].dtype == dtype
+    return node if same else build.call(aten.to.dtype, node, dtype)
+
+
+def _channels(
+    build: Builder, node: fx.Node, found: Mapping[str, Any], groups: int, dims: list[int]
+) -> fx.Node:
+    """The norm over groups of channels: moments per channel, merged in each group."""
+    x = found["input"]
+    shape = x.meta["val"].shape
+    batch, inside = 1 if 0 in dims else shape[0], shape[1] // groups
+    mean, variance = _moments_of(build, x, dims)
+    apart = [batch, groups, inside]
+    mean, variance = (build.call(aten.reshape.default, v, apart) for v in (mean, variance))
+    if inside > 1:
+        mean, variance = _merged(build, mean, variance)
+    scale = _deviation(build, variance, found["eps"])
+    weight, bias = (_by_group(build, found[name], apart) for name in ("weight", "bias"))
+    if weight is not None:
+        scale = build.call(aten.mul.Tensor, weight, scale)
+    shift = build.call(aten.neg.default, build.call(aten.mul.Tensor, mean, scale))
+    if bias is not None:
+        shift = build.call(aten.add.Tensor, bias, shift)
+    pair = [_per_channel(build, v, apart, x.meta["val"].ndim) for v in (scale, shift)]
+    return _applied(build, node, x, *pair)
+
+
+def _merged(build: Builder, mean: fx.Node, variance: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Over channels of as many positions each: the mean of means, and of variances and squared
+    distances from it."""
+    middle = build.call(aten.mean.dim, mean, [2], True)
+    apart = build.call(aten.square.default, build.call(aten.sub.Tensor, mean, middle))
+    spread = build.call(aten.add.Tensor, variance, apart)
+    return middle, build.call(aten.mean.dim, spread, [2], True)
+
+
+def _by_group(build: Builder, given: fx.Node | None, apart: list[int]) -> fx.Node | None:
+    if given is None:
+        return None
+    return build.call(aten.reshape.default, given, [1, *apart[1:]])
+
+
+def _per_channel(build: Builder, value: fx.Node, apart: list[int], rank: int) -> fx.Node:
+    wide = value if apart[2] == 1 else build.call(aten.expand.default, value, apart)
+    sizes = [apart[0], apart[1] * apart[2], *[1] * (rank - 2)]
+    return build.call(aten.reshape.default, wide, sizes)
+
+
+def _group_norm(build: Builder, node: fx.Node, found: Mapping[str, Any]) -> fx.Node | None:
+    space = list(range(2, node.meta["val"].ndim))
+    return _channels(build, node, found, found["num_groups"], space) if space else None
+
+
+def _instance_norm(build: Builder, node: fx.Node, found: Mapping[str, Any]) -> fx.Node | None:
+    if not found["use_input_stats"]:
+        return None
+    value = node.meta["val"]
+    return _channels(build, node, found, value.shape[1], list(range(2, value.ndim)))
+
+
+def _is_trained(node: fx.Node) -> bool:
+    """A batch norm that uses the statistics of its batch; the table has no line for it."""
+    return node.target is aten.batch_norm.default and schema.arguments(node)["training"]
+
+
+def _batch_norm(build: Builder, node: fx.Node, found: Mapping[str, Any]) -> fx.Node | None:
+    value = node.meta["val"]
+    dims = [0, *range(2, value.ndim)]
+    return _channels(build, node, found, value.shape[1], dims)
+
+
+def _layer_norm(build: Builder, node: fx.Node, found: Mapping[str, Any]) -> fx.Node:
+    x, rank = found["input"], node.meta["val"].ndim
+    dims = list(range(rank - len(found["normalized_shape"]), rank))
+    mean, variance = _moments_of(build, x, dims)
+    scale = _deviation(build, variance, found["eps"])
+    shift = build.call(aten.neg.default, build.call(aten.mul.Tensor, mean, scale))
+    return _weighted(build, node, x, (scale, shift), (found["weight"], found["bias"]))
+
+
+def _rms_norm(build: Builder, node: fx.Node, found: Mapping[str, Any]) -> fx.Node:
+    """The mean of squares is the variance and the squared mean together."""
+    x, rank = found["input"], node.meta["val"].ndim
+    dims = list(range(rank - len(found["normalized_shape"]), rank))
+    mean, variance = _moments_of(build, x, dims)
+    power = build.call(aten.add.Tensor, variance, build.call(aten.square.default, mean))
+    eps = found["eps"]
+    single = torch.float64 if x.meta["val"].dtype == torch.float64 else torch.float32
+    scale = _deviation(build, power, torch.finfo(single).eps if eps is None else eps)
+    return _weighted(build, node, x, (scale, None), (found["weight"], None))
+
+
+def _weighted(
+    build: Builder,
+    node: fx.Node,
+    x: fx.Node,
+    norm: tuple[fx.Node, fx.Node | None],
+    affine: tuple[fx.Node | None, fx.Node | None],
+) -> fx.Node:
+    """The norm applied, then a weight and a bias per position."""
+    made, (weight, bias) = _applied(build, node, x, *norm), affine
+    if weight is not None and bias is not None:
+        made = build.call(aten.addcmul.default, bias, made, weight)
+    elif weight is not None:
+        made = build.call(aten.mul.Tensor, made, weight)
+    elif bias is not None:
+        made = build.call(aten.add.Tensor, made, bias)
+    return _cast(build, made, node.meta["val"].dtype)
+
+
+def _shifted(
+    build: Builder, node: fx.Node, found: Mapping[str, Any]
+) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """x - max(x), its exponentials, and their sum; half precision in single, as torch does."""
+    x, dtype = found["self"], node.meta["val"].dtype
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    x = _cast(build, x, wide)
+    dim = found["dim"]
+    apart = build.call(aten.sub.Tensor, x, build.call(aten.amax.default, x, [dim], True))
+    raised = build.call(aten.exp.default, apart)
+    return apart, raised, build.call(aten.sum.dim_IntList, raised, [dim], True)
+
+
+def _softmax(build: Builder, node: fx.Node, found: Mapping[str, Any]) -> fx.Node:
+    _, raised, total = _shifted(build, node, found)
+    made = build.call(aten.div.Tensor, raised, total)
+    return _cast(build, made, node.meta["val"].dtype)
+
+
+def _log_softmax(build: Builder, node: fx.Node, found: Mapping[str, Any]) -> fx.Node:
+    apart, _, total = _shifted(build, node, found)
+    made = build.call(aten.sub.Tensor, apart, build.call(aten.log.default, total))
+    return _cast(build, made, node.meta["val"].dtype)
+
+
+def _adaptive(build: Builder, node: fx.Node, found: Mapping[str, Any]) -> fx.Node | None:
+    """An adaptive average of all positions along an axis is their mean; along others it stays."""
+    x, sizes = found["self"], list(found["output_size"])
+    rank = x.meta["val"].ndim
+    space = range(rank - len(sizes), rank)
+    dims = [k for k, size in zip(space, sizes, strict=True) if size == 1 < x.meta["val"].shape[k]]
+    if not dims:
+        return None
+    mean = build.call(aten.mean.dim, x, dims, True)
+    shape = mean.meta["val"].shape
+    if all(shape[k] == size for k, size in zip(space, sizes, strict=True)):
+        return mean
+    return build.call(node.target, mean, sizes)
+
+
+def _whole_pool(build: Builder, node: fx.Node, found: Mapping[str, Any]) -> fx.Node | None:
+    """A pool whose one window is the whole image."""
+    x = found["self"]
+    size, kernel, padding = x.meta["val"].shape, found["kernel_size"], found["padding"]
+    space = list(range(x.meta["val"].ndim - len(kernel), x.meta["val"].ndim))
+    inside = [size[k] for k in space]
+    kernel = list(kernel) * (len(space) // len(kernel))
+    if list(kernel) != inside or any(padding) or math.prod(inside) == 1:
+        return None
+    if found.get("divisor_override") is not None or any(d != 1 for d in found.get("dilation", ())):
+        return None
+    reduce = aten.mean.dim if "avg" in str(node.target) else aten.amax.default
+    return build.call(reduce, x, space, True)
+
+
+def _pick(build: Builder, node: fx.Node) -> None:
+    """Put a call of one output in the place of each output of a call, where one is known."""
+    for user in list(node.users):
+        if user.target is not operator.getitem:
+            continue
+        with build.graph.inserting_before(user):
+            made = _PICKED[node.target](build, node, int(user.args[1]))  # type: ignore[arg-type]
+        if made is not None:
+            made.meta = {**user.meta, **made.meta}
+            user.replace_all_uses_with(made)
+            build.graph.erase_node(user)
+
+
+def _split(build: Builder, node: fx.Node, k: int) -> fx.Node | None:
+    found, values = schema.arguments(node), schema.outputs(node)
+    x, dim = found["self"], found["dim"] % values[0].ndim
+    sizes = [value.shape[dim] for value in values]
+    if not all(isinstance(size, int) for size in sizes):
+        return None
+    start = sum(sizes[:k])
+    return build.call(aten.slice.Tensor, x, dim, start, start + sizes[k])
+
+
+def _unbind(build: Builder, node: fx.Node, k: int) -> fx.Node:
+    found = schema.arguments(node)
+    return build.call(aten.select.int, found["self"], found["dim"], k)
+
+
+def _spread_and_mean(build: Builder, node: fx.Node, k: int) -> fx.Node:
+    found = schema.arguments(node)
+    x, keep = found["self"], found.get("keepdim", False)
+    dims = found.get("dim") or list(range(x.meta["val"].ndim))
+    if k:
+        return build.call(aten.mean.dim, x, dims, keep)
+    less = found["correction"] if "correction" in found else float(found["unbiased"])
+    return build.call(aten.var.correction, x, dims, correction=less, keepdim=keep)
+
+
+def _extreme(build: Builder, node: fx.Node, k: int) -> fx.Node:
+    """Values and places of the largest or smallest along an axis."""
+    found, largest = schema.arguments(node), node.target is aten.max.dim
+    x, dim, keep = found["self"], found["dim"], found["keepdim"]
+    if k == 0:
+        return build.call(aten.amax.default if largest else aten.amin.default, x, [dim], keep)
+    return build.call(aten.argmax.default if largest else aten.argmin.default, x, dim, keep)
+
+
+def _adaptive_max(build: Builder, node: fx.Node, k: int) -> fx.Node | None:
+    found = schema.arguments(node)
+    x, sizes = found["self"], list(found["output_size"])
+    if k or any(size != 1 for size in sizes):
+        return None
+    rank = x.meta["val"].ndim
+    return build.call(aten.amax.default, x, list(range(rank - len(sizes), rank)), True)
+
+
+_PICKED: dict[Any, Callable[[Builder, fx.Node, int], fx.Node | None]] = {
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split,
+    aten.chunk.default: _split,
+    aten.tensor_split.sections: _split,
+    aten.tensor_split.indices: _split,
+    aten.unbind.int: _unbind,
+    aten.var_mean.correction: _spread_and_mean,
+    aten.var_mean.dim: _spread_and_mean,
+    aten.var_mean.default: _spread_and_mean,
+    aten.max.dim: _extreme,
+    aten.min.dim: _extreme,
+    **{getattr(aten, f"adaptive_max_pool{d}d").default: _adaptive_max for d in (1, 2, 3)},
+}
+_BROADCAST = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
+_POOLS: dict[Any, _Rule] = {
+    **{getattr(aten, f"adaptive_avg_pool{d}d").default: _adaptive for d in (1, 2, 3)},
+    **{getattr(aten, f"{kind}_pool{d}d").default: _whole_pool
+       for kind in ("avg", "max") for d in (1, 2, 3)},
+}  # fmt: skip
+_RULES: dict[Any, _Rule] = {
+    **_POOLS,
+    aten.group_norm.default: _group_norm,
+    aten.instance_norm.default: _instance_norm,
+    aten.batch_norm.default: _batch_norm,
+    aten.layer_norm.default: _layer_norm,
+    aten.rms_norm.default: _rms_norm,
+    aten.softmax.int: _softmax,
+    aten.log_softmax.int: _log_softmax,
+}
+
+__all__ = ["TABLE_PARTED", "folded_scale", "global_calls", "moments", "parted"]

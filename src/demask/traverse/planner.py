@@ -1,0 +1,439 @@
+"""From a budget to a plan: where the graph is cut, and how each piece runs.
+
+Between two cuts lies a segment; what crosses a cut is kept as a map (its dependence closure, as in
+Occam, arXiv 2006.15308). Cuts are forced where a call waits for all rows of something (statistics,
+keys of attention); others are offered where little crosses. A dynamic program over the cuts finds
+the fastest sequence of segments of which none takes more than the budget: the memory of a segment
+depends on its own cuts alone, and a plan takes as much as its largest segment.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from demask.errors import BadInput
+from demask.machine.memory import human
+from demask.traverse.axes import whole
+from demask.traverse.flow import Flow
+from demask.traverse.layout import (
+    Layout,
+    laid,
+    over_of,
+    stage_of,
+    steps_of,
+    tiles,
+    value_bytes,
+    written_over,
+)
+from demask.traverse.memory import memory
+from demask.traverse.plan import BANDS, BARRIER, FRUSTUMS, LAYERWISE, Plan, Segment
+from demask.traverse.schedule import Step, at_once, ends_of, middle
+from demask.traverse.stage import Stage, Unit, staged
+
+BANDS_TRIED = tuple(2**k for k in range(12))
+TILES_TRIED = (1024, 512, 256, 128, 64, 32, 16)
+CUTS = 12  # offered between forced ones
+RECOMPUTED = 0.003  # of the multiply-adds may run twice where that saves a map
+OVERHEAD = 12 * 2**20  # bytes that torch, oneDNN and the allocator take beside ours: measured
+
+# What the estimate of time takes: a machine of two cores. It only has to rank plans.
+MACS = 90e9  # per second
+NEAR, FAR, FIRST, DISK = 80e9, 40e9, 3e9, 0.5e9  # bytes per second: caches, memory, new pages, disk
+CACHE = 4 * 2**20  # bytes of what one call reads and writes
+CALL = 120e-6  # seconds per call of a step: Python, and threads that wait for one another
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One way to run the calls between two cuts."""
+
+    segment: Segment
+    seconds: float
+    bytes: int  # with the maps that live beside it
+
+
+class Planner:
+    """The search for one flow. outside: values whose memory is not ours. disk: maps may be spilled."""
+
+    def __init__(
+        self,
+        flow: Flow,
+        outside: frozenset[fx.Node],
+        *,
+        again: bool,
+        spills: bool,
+        tiles: bool = True,
+        smallest: int = 2**20,
+    ):
+        self.flow, self.outside, self.spills, self.smallest = flow, outside, spills, smallest
+        self.calls = list(flow.calls)
+        self.place = {node: k for k, node in enumerate(self.calls)}
+        self.outputs = {n for n in flow.outputs if isinstance(n, fx.Node)}
+        self.forced = _forced(flow, self.calls)
+        self.tiles = tiles
+        self.known: dict[tuple[int, int], list[Choice]] = {}
+        self.again = frozenset[fx.Node]()
+        self.last = self._last_reads()
+        if again:
+            self.again = self._cheap()
+            self.last = self._last_reads()
+
+    def _last_reads(self) -> dict[fx.Node, int]:
+        """The last call that reads each value; what is computed again reads where it is read."""
+        found: dict[fx.Node, int] = {}
+        for n in reversed(list(self.flow.program.graph.nodes)):
+            if n in self.flow.axes:
+                found[n] = max((self._read_at(u, found) for u in n.users), default=-1)
+        return found
+
+    def _read_at(self, user: fx.Node, last: Mapping[fx.Node, int]) -> int:
+        if user.op == "output":
+            return len(self.calls)
+        return max(self.place[user], last[user]) if user in self.again else self.place[user]
+
+    def _cheap(self) -> frozenset[fx.Node]:
+        """Values across forced cuts that are computed again rather than kept: what they are made of
+        is kept anyway, and all of them together take few multiply-adds."""
+        total = sum(macs(self.flow, n) for n in self.calls)
+        found, spent = set[fx.Node](), 0
+        for cut in self.forced:
+            crossing = self._crossing(cut)
+            for v in sorted(crossing, key=lambda v: -value_bytes(v)):
+                read = [n for n in v.all_input_nodes if n in self.flow.axes]
+                held = all(n in crossing or n.op == "placeholder" for n in read)
+                cost = macs(self.flow, v) if v in self.flow.local else math.inf
+                if held and v not in found and spent + cost <= RECOMPUTED * total:
+                    found.add(v)
+                    spent += int(cost)
+        return frozenset(found)
+
+    def _crossing(self, cut: int) -> set[fx.Node]:
+        """Values made before a cut that are read behind it."""
+        return {n for n in self.flow.axes
+                if self.place.get(n, -1) < cut <= self.last[n] and n.op == "call_function"}  # fmt: skip
+
+    def cuts(self) -> list[int]:
+        """Forced cuts, and the narrowest places between them."""
+        ends = sorted({0, len(self.calls), *self.forced})
+        crossing = self._crossing_bytes()
+        offered: list[tuple[float, int]] = []
+        for low, high in zip(ends, ends[1:], strict=False):
+            inner = [
+                (crossing[k], k)
+                for k in range(low + 1, high)
+                if crossing[k] <= min(crossing[max(low, k - 1)], crossing[min(high, k + 1)])
+            ]
+            offered += inner
+        offered.sort()
+        spread: list[int] = []
+        for _, k in offered:
+            if len(spread) < CUTS:
+                spread.append(k)
+        return sorted({*ends, *spread})
+
+    def _crossing_bytes(self) -> list[float]:
+        change = [0.0] * (len(self.calls) + 2)
+        for node, last in self.last.items():
+            if node.op == "call_function" and last > self.place[node]:
+                size = value_bytes(node)
+                change[self.place[node] + 1] += size
+                change[min(last, len(self.calls)) + 1] -= size
+        total, found = 0.0, []
+        for step in change:
+            total += step
+            found.append(total)
+        return found
+
+    def pieces(self, low: int, high: int) -> tuple[list[fx.Node], set[fx.Node]]:
+        """The calls between two cuts, with those made again for them; and what is kept of them."""
+        mine = self.calls[low:high]
+        inside, front = set(mine), list[fx.Node]()
+        stack = [n for node in mine for n in node.all_input_nodes]
+        while stack:
+            node = stack.pop()
+            if node in self.again and node not in inside:
+                inside.add(node)
+                front.append(node)
+                stack += node.all_input_nodes
+        front.sort(key=self.place.__getitem__)
+        keeps = {
+            n for n in mine if n in self.flow.axes and n not in self.again and self._kept(n, high)
+        }
+        return front + mine, keeps
+
+    def _kept(self, node: fx.Node, high: int) -> bool:
+        """Is a value read behind a cut?"""
+        return self.last[node] >= high
+
+    def choices(self, low: int, high: int) -> list[Choice]:
+        """The ways to run the calls between two cuts."""
+        nodes, keeps = self.pieces(low, high)
+        if self._is_barrier(nodes):
+            segment = Segment(BARRIER, tuple(n.name for n in nodes), ())
+            return [Choice(segment, 0.0, self._beside(low, high, set()))]
+        stage = staged(self.flow, nodes, keeps)
+        ways = [(LAYERWISE, 0, 0)]
+        if stage.streams and ends_of(stage):
+            height = max(ends_of(stage).values())
+            ways += [(BANDS, n, 0) for n in BANDS_TRIED if n < height]
+        if self.tiles and self._tiles(stage):
+            width = max(stage.flow.columns(v) for v in ends_of(stage))
+            ways += [(FRUSTUMS, n, n) for n in TILES_TRIED if n < width]
+        return [self._choice(stage, nodes, (low, high), *way) for way in ways]
+
+    def made(self, low: int, high: int, mode: str, rows: int, columns: int) -> Segment:
+        """The calls between two cuts in one mode; layer-wise where they cannot run in it."""
+        nodes, keeps = self.pieces(low, high)
+        if self._is_barrier(nodes):
+            return Segment(BARRIER, tuple(n.name for n in nodes), ())
+        stage = staged(self.flow, nodes, keeps)
+        can = stage.streams and bool(ends_of(stage)) and (mode != FRUSTUMS or self._tiles(stage))
+        way = (mode, rows, columns) if can else (LAYERWISE, 0, 0)
+        return self._choice(stage, nodes, (low, high), *way).segment
+
+    def _is_barrier(self, nodes: Sequence[fx.Node]) -> bool:
+        return not any(n in self.flow.axes or n in self.flow.gathers for n in nodes)
+
+    def _tiles(self, stage: Stage) -> bool:
+        """Have all values columns, so that tiles can be cut along them?"""
+        axes = self.flow.axes
+        values = [*stage.enters, *(u.value for u in stage.units if u.value in axes)]
+        return (
+            stage.streams and bool(ends_of(stage)) and all(axes[v][1] is not None for v in values)
+        )
+
+    def _choice(
+        self, stage: Stage, nodes: Sequence[fx.Node], cuts: tuple[int, int], mode: str, rows: int,
+        columns: int,
+    ) -> Choice:  # fmt: skip
+        low, high = cuts
+        names = [tuple(n.name for n in some) for some in (nodes, stage.targets)]
+        spills = tuple(v.name for v in stage.targets if self._spilled(v))
+        segment = Segment(mode, *names, spills, rows=rows, columns=columns)
+        maps = frozenset(v for v in [*stage.enters, *stage.targets] if self._is_map(v))
+        steps = _sample(stage, segment)
+        where = memory(stage, steps, maps)
+        over = {} if mode == FRUSTUMS else written_over(stage, steps, maps - self.outside)
+        over = {a: b for a, b in over.items() if self.last[b] < high}
+        segment = replace(
+            segment, over={a.name: b.name for a, b in over.items()}, steps=_count(stage, segment),
+            bytes=where.size, traffic=sum(value_bytes(v) for v in [*stage.enters, *stage.targets]),
+        )  # fmt: skip
+        doing = _macs(stage, steps[0]) * segment.steps if mode == FRUSTUMS else _all_macs(stage)
+        segment = replace(segment, macs=doing)
+        beside = self._beside(low, high, set(over))
+        return Choice(segment, _seconds(stage, segment), beside + where.size)
+
+    def safe(self, segment: Segment) -> Segment:
+        """The segment without maps written over others where some step would not allow it."""
+        if not segment.over:
+            return segment
+        stage = stage_of(self.flow, segment)
+        return replace(segment, over={a.name: b.name for a, b in over_of(stage, segment).items()})
+
+    def _is_map(self, node: fx.Node) -> bool:
+        if node in self.outside:
+            return True
+        return node.op == "call_function" and not self._spilled(node) and not self._leaves(node)
+
+    def _leaves(self, node: fx.Node) -> bool:
+        """Is a value only handed out, to a sink?"""
+        return node in self.outputs and all(u.op == "output" for u in node.users)
+
+    def _spilled(self, node: fx.Node) -> bool:
+        whole_read = any(e.whole and e.source is node for u in node.users if u.op == "call_function"
+                         for e in self.flow.edges(u))  # fmt: skip
+        return (
+            self.spills
+            and not self._leaves(node)
+            and not whole_read
+            and value_bytes(node) >= self.smallest
+        )
+
+    def _beside(self, low: int, high: int, over: set[fx.Node]) -> int:
+        """Bytes of the maps that live while the calls between two cuts run."""
+        made = [*self.calls[:high]]
+        live = 0
+        for n in made:
+            if n not in self.flow.axes or n in self.again or n in over or not self._is_map(n):
+                continue
+            if n in self.outside:
+                continue
+            before, behind = self.place[n] < low, self._kept(n, high)
+            if behind or (before and self._kept(n, low)):
+                live += value_bytes(n)
+        return live
+
+    def search(self, budget: float) -> tuple[float, list[Segment]] | None:
+        """The fastest sequence of segments within a budget of live bytes, and its seconds."""
+        cuts = self.cuts()
+        best: dict[int, tuple[float, list[Segment]]] = {0: (0.0, [])}
+        for j, high in enumerate(cuts):
+            for low in cuts[:j]:
+                for choice in self.all(low, high) if low in best else ():
+                    seconds = best[low][0] + choice.seconds
+                    if choice.bytes <= budget and seconds < best.get(high, (math.inf,))[0]:
+                        best[high] = seconds, [*best[low][1], choice.segment]
+        return best.get(len(self.calls))
+
+    def least(self) -> int:
+        """The least live bytes of any sequence of segments."""
+        cuts = self.cuts()
+        best: dict[int, float] = {0: 0}
+        for j in range(1, len(cuts)):
+            ways = [
+                max(best[cuts[i]], c.bytes) for i in range(j) for c in self.all(cuts[i], cuts[j])
+            ]
+            best[cuts[j]] = min(ways, default=math.inf)
+        return int(best[len(self.calls)])
+
+    def all(self, low: int, high: int) -> list[Choice]:
+        """choices(), computed once."""
+        if (low, high) not in self.known:
+            self.known[low, high] = self.choices(low, high)
+        return self.known[low, high]
+
+
+def _forced(flow: Flow, calls: Sequence[fx.Node]) -> list[int]:
+    """Where a call waits for all rows of something made since the last cut."""
+    found: list[int] = []
+    group: set[fx.Node] = set()
+    ready: set[fx.Node] = set()  # whole values made since the last cut
+    for k, node in enumerate(calls):
+        cut = node in flow.local or node in flow.gathers
+        waits = any(e.whole and e.source in group for e in flow.edges(node))
+        waits |= any(n in ready for n in node.all_input_nodes) and cut
+        waits |= any(n in ready and n in flow.gathers for n in node.all_input_nodes)
+        waits |= bool(group) and cut != _streams(flow, calls[k - 1])
+        if waits:
+            found.append(k)
+            group, ready = set(), set()
+        group.add(node)
+        if node not in flow.axes:
+            ready.add(node)
+    return found
+
+
+def _streams(flow: Flow, node: fx.Node) -> bool:
+    return node in flow.local or node in flow.gathers
+
+
+def macs(flow: Flow, node: fx.Node) -> int:
+    """Multiply-adds of a call on all rows; 0 for those that run whole."""
+    here = flow.local.get(node)
+    return 0 if here is None else here.macs(whole(node, flow.axes[node]))
+
+
+def _sample(stage: Stage, segment: Segment) -> list[Step]:
+    """Steps that stand for all others: two in the middle of bands, a tile in the middle."""
+    if segment.mode == BANDS:
+        return middle(stage, segment.rows)
+    if segment.mode == FRUSTUMS:
+        every = list(tiles(stage, segment.rows, segment.columns))
+        return [every[len(every) // 2]]
+    return [at_once(stage)]
+
+
+def _count(stage: Stage, segment: Segment) -> int:
+    ends = ends_of(stage)
+    height, width = (
+        max(ends.values(), default=1),
+        max((stage.flow.columns(v) for v in ends), default=1),
+    )
+    if segment.mode == BANDS:
+        return math.ceil(height / segment.rows)
+    if segment.mode == FRUSTUMS:
+        return math.ceil(height / segment.rows) * math.ceil(width / segment.columns)
+    return 1
+
+
+def _macs(stage: Stage, step: Step) -> int:
+    """Multiply-adds of one step."""
+    total = 0
+    for unit in stage.units:
+        held = step.get(unit.value)
+        if held is not None and unit.node in stage.flow.local and held.done < held.end:
+            window = (held.done, held.end), held.columns
+            total += stage.flow.local[unit.node].macs(window)
+    return total
+
+
+def _all_macs(stage: Stage) -> int:
+    return sum(macs(stage.flow, u.node) for u in stage.units)
+
+
+def _seconds(stage: Stage, segment: Segment) -> float:
+    """An estimate, to rank plans by."""
+    seconds = segment.macs / MACS + segment.bytes / FIRST + segment.traffic / FAR
+    again = max(segment.macs / max(_all_macs(stage), 1), 1)
+    for unit in stage.units:
+        moved = 2 * value_bytes(unit.value)
+        seconds += again * moved / (NEAR if moved / segment.steps < CACHE else FAR)
+    spilled = sum(value_bytes(v) for v in stage.targets if v.name in segment.spills)
+    return seconds + segment.steps * len(stage.units) * CALL + 2 * spilled / DISK
+
+
+def planned(
+    flow: Flow, budget: int, *, outside: frozenset[fx.Node], beside: int = 0, disk: bool = True
+) -> tuple[Plan, Layout]:
+    """The fastest plan found within a budget, and where everything lies.
+
+    beside: bytes the call takes for other things. disk: maps may be kept in files. BadInput: no
+    plan fits; it says the least budget that would do.
+    """
+    room, tried = budget - beside - OVERHEAD, list[Planner]()
+    for tiles, spills in itertools.product((False, True), repeat=2):
+        if spills and not disk:
+            continue
+        both = [Planner(flow, outside, again=again, spills=spills, tiles=tiles)
+                for again in (False, True)]  # fmt: skip
+        tried += both
+        made = [found for p in both if (found := _fitted(p, room)) is not None]
+        if made:
+            _, segments, layout = min(made, key=lambda found: found[0])
+            return packed_plan(flow, segments, layout, budget, beside), layout
+    least = min(p.least() for p in tried) + beside + OVERHEAD
+    raise BadInput(
+        f"no plan of this network fits {human(budget)}; the least budget that would do is about "
+        f"{human(math.ceil(least * 1.02))}"
+    )
+
+
+def _fitted(planner: Planner, room: int) -> tuple[float, list[Segment], Layout] | None:
+    """The fastest segments whose exact layout fits, after their seconds; estimates of memory may
+    be some rows too low."""
+    limit = float(room)
+    for _ in range(5):
+        found = planner.search(limit)
+        if found is None:
+            return None
+        seconds, segments = found[0], [planner.safe(s) for s in found[1]]
+        layout = laid(planner.flow, segments, planner.outside)
+        if layout.size <= room:
+            return seconds, segments, layout
+        limit -= layout.size - room
+    return None
+
+
+def packed_plan(
+    flow: Flow, segments: Iterable[Segment], layout: Layout, budget: int, beside: int
+) -> Plan:
+    """The plan of segments as they lie: exact counts."""
+    exact = []
+    for place in layout.places:
+        steps = list(steps_of(place.stage, place.segment)) if place.segment.mode != BARRIER else []
+        doing = sum(_macs(place.stage, step) for step in steps)
+        exact.append(
+            replace(place.segment, bytes=place.memory.size, macs=doing, steps=max(len(steps), 1))
+        )
+    live = layout.size + beside
+    total = sum(s.macs for s in exact)
+    untiled = sum(macs(flow, n) for n in flow.calls)
+    sizes = tuple(tuple(n.meta["val"].shape) for n in flow.inputs if n in flow.axes)
+    return Plan(tuple(exact), budget, live + OVERHEAD, live, OVERHEAD, total, untiled,
+                sum(s.traffic for s in exact), sizes)  # fmt: skip

@@ -1,0 +1,107 @@
+"""A plan, executed: segment after segment in one arena, from sources to sinks."""
+
+from __future__ import annotations
+
+import mmap
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from demask.machine.arena import ALIGNMENT
+from demask.traverse.axes import Window
+from demask.traverse.ends import Spill, spill
+from demask.traverse.flow import Flow
+from demask.traverse.layout import Layout, Place, steps_of
+from demask.traverse.schedule import Step
+from demask.traverse.sweep import Counter, Ends, Sweep, seen
+
+Told = Callable[[Place, Step], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One image: where its rows come from and go to.
+
+    sources, sinks: of values that lie elsewhere; maps: of values that lie whole in memory, in the
+    layout of parts; wholes: inputs without rows, and constants.
+    """
+
+    sources: Mapping[fx.Node, Any]
+    sinks: Mapping[fx.Node, Any]
+    maps: Mapping[fx.Node, Tensor]
+    wholes: Mapping[fx.Node, Any]
+
+
+def execute(
+    flow: Flow,
+    layout: Layout,
+    call: Call,
+    *,
+    folder: str = tempfile.gettempdir(),
+    told: Told | None = None,
+) -> tuple[dict[fx.Node, Any], Counter]:
+    """Run all segments. Returns the values without rows that were made, and what was done.
+
+    folder: for maps on disk, which are gone when they were read. told: called after each step of each segment.
+    """
+    counter, arena = Counter(), _arena(layout.size)
+    wholes, spills = dict(call.wholes), dict[fx.Node, Spill]()
+    for k, place in enumerate(layout.places):
+        maps = _maps(flow, layout, place, call, arena)
+        ends = Ends(maps, dict(call.sources), dict(call.sinks), wholes)
+        for v in place.stage.targets:
+            if v.name in place.segment.spills:
+                value = v.meta["val"]
+                spills[v] = spill(tuple(value.shape), value.dtype, flow.axes[v], folder)
+                ends.sinks[v] = spills[v] if v not in call.sinks else Tee(spills[v], call.sinks[v])
+        ends.sources |= {v: spills[v] for v in place.stage.enters if v in spills}
+        work = arena[layout.work[k] : layout.work[k] + place.memory.size]
+        sweep = Sweep(place.stage, place.memory, ends, work, counter)
+        sweep.run(steps_of(place.stage, place.segment), _telling(told, place))
+        _forget(layout, k, spills)
+    return wholes, counter
+
+
+@dataclass(frozen=True, slots=True)
+class Tee:
+    """A value that goes to two places."""
+
+    first: Any
+    second: Any
+
+    def write(self, window: Window, part: Tensor) -> None:
+        self.first.write(window, part)
+        self.second.write(window, part)
+
+
+def _telling(told: Told | None, place: Place) -> Callable[[Step], None] | None:
+    return None if told is None else lambda step: told(place, step)
+
+
+def _maps(
+    flow: Flow, layout: Layout, place: Place, call: Call, arena: Tensor
+) -> dict[fx.Node, Tensor]:
+    found = {}
+    for v in place.maps:
+        value = v.meta["val"]
+        found[v] = call.maps[v] if v in call.maps else seen(
+            arena, layout.maps[v], tuple(value.shape), flow.axes[v], value.dtype)  # fmt: skip
+    return found
+
+
+def _forget(layout: Layout, k: int, spills: dict[fx.Node, Spill]) -> None:
+    """Free the disk of maps that no later segment reads."""
+    later = {v for place in layout.places[k + 1 :] for v in place.stage.enters}
+    for v in [v for v in spills if v not in later]:
+        del spills[v]
+
+
+def _arena(size: int) -> Tensor:
+    """Memory of our own: given back as a whole when the last view goes."""
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(-1, size + ALIGNMENT), dtype=torch.uint8)

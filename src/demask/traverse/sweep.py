@@ -1,0 +1,265 @@
+"""A stage, executed: its steps, one unit after the other, in the memory planned for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+
+from demask.machine.arena import ALIGNMENT
+from demask.ops.regions import Interval
+from demask.traverse.axes import Axes, Window, cut_shape, part, strides, whole
+from demask.traverse.memory import Memory
+from demask.traverse.reductions import Reduction
+from demask.traverse.schedule import Held, Step
+from demask.traverse.stage import Stage, Unit
+
+
+class Source(Protocol):
+    """Where the rows of a value are read from."""
+
+    def read(self, window: Window, into: Tensor) -> None: ...
+
+
+class Sink(Protocol):
+    """Where the rows of a value go; each position is written once."""
+
+    def write(self, window: Window, part: Tensor) -> None: ...
+
+
+@dataclass(slots=True)
+class Ends:
+    """What a stage reads from and writes to.
+
+    maps: values that lie whole in memory, in the layout of parts. sources: of values that do not.
+    sinks: of targets, also of those that are maps. wholes: values without rows.
+    """
+
+    maps: MutableMapping[fx.Node, Tensor] = field(default_factory=dict)
+    sources: MutableMapping[fx.Node, Source] = field(default_factory=dict)
+    sinks: MutableMapping[fx.Node, Sink] = field(default_factory=dict)
+    wholes: MutableMapping[fx.Node, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Counter:
+    """What the executor did. macs: multiply-adds; rows: of the tallest target."""
+
+    macs: int = 0
+    steps: int = 0
+
+
+class Sweep:
+    """One stage with its memory and ends, ready to run. arena: at least memory.size bytes."""
+
+    def __init__(self, stage: Stage, memory: Memory, ends: Ends, arena: Tensor, counter: Counter):
+        self.stage, self.flow, self.memory, self.ends = stage, stage.flow, memory, ends
+        self.arena, self.counter = arena, counter
+        self.views: dict[tuple[Any, ...], Tensor] = {}
+        self.states: dict[fx.Node, tuple[Reduction, Any]] = {}
+        self.first, self.last = _uses(stage)
+
+    def run(self, steps: Iterable[Step], told: Callable[[Step], None] | None = None) -> None:
+        """Run all steps, then finish the statistics. told: called after each step."""
+        for node in (u.node for u in self.stage.sinks):
+            made = self.flow.gathers[node]
+            self.states[node] = made, made.begin()
+        for step in steps:
+            self._step(step)
+            self.counter.steps += 1
+            if told is not None:
+                told(step)
+        for node, (made, state) in self.states.items():
+            if node not in self.ends.wholes:
+                self.ends.wholes[node] = made.finish(state)
+
+    def _step(self, step: Step) -> None:
+        active = self._active(step)
+        for k, unit in enumerate(self.stage.units):
+            for node in self.first.get(k, ()):
+                if node in active:
+                    self._load(node, step)
+            if unit.node in self.states:
+                self._gather(unit, step)
+            elif unit.value not in self.flow.axes or unit.node not in self.flow.local:
+                self._whole(unit, step)
+            elif step[unit.value].done < step[unit.value].end:
+                self._make(k, unit, step)
+            for node in self.last.get(k, ()):
+                if node in active:
+                    self._put_aside(node, step)
+
+    def _active(self, step: Step) -> set[fx.Node]:
+        """Values in blocks that are made or read in a step."""
+        found = set()
+        for unit in self.stage.units:
+            held = step.get(unit.value)
+            if (
+                held is None
+                and unit.node not in self.states
+                or held is not None
+                and held.done < held.end
+            ):
+                found.add(unit.value)
+                found |= {edge.source for edge in unit.edges}
+        found |= {v for v, held in step.items() if held.done < held.end}
+        return {v for v in found if v in self.memory.owner}
+
+    def _load(self, node: fx.Node, step: Step) -> None:
+        """Put the rows kept in front of the block, and, of what is read from elsewhere, the new."""
+        held = step[node]
+        if held.first < held.done and node in self.memory.tail:
+            tail = self._tail(node, held, held.done - held.first)
+            self._rows(node, step, held.first, held.done).copy_(tail)
+        if node in self.ends.sources and held.done < held.end:
+            window = (held.done, held.end), held.columns
+            self.ends.sources[node].read(window, self._rows(node, step, held.done, held.end))
+
+    def _put_aside(self, node: fx.Node, step: Step) -> None:
+        held = step[node]
+        if held.tail and node in self.memory.tail:
+            rows = self._rows(node, step, held.keep, held.end)
+            self._tail(node, held, held.tail).copy_(rows)
+
+    def _gather(self, unit: Unit, step: Step) -> None:
+        source = unit.edges[0].source
+        held = step.get(unit.node, step[source])
+        made, state = self.states[unit.node]
+        if held.done < held.end:
+            window = (held.done, held.end), held.columns
+            rows = self._rows(source, step, held.done, held.end, held.columns)
+            made.update(state, rows, window)
+        if held.columns == (0, self.flow.columns(source)) and held.end >= self.flow.rows(source):
+            self.ends.wholes[unit.node] = made.finish(state)
+
+    def _make(self, k: int, unit: Unit, step: Step) -> None:
+        held, here = step[unit.value], self.flow.local[unit.node]
+        window = (held.done, held.end), held.columns
+        into = self._rows(unit.value, step, held.done, held.end)
+        operands = self._operands(unit, step, window)
+        fused: dict[str, Any] = {}
+        if unit.addend is not None:
+            addend = self._rows(unit.addend, step, held.done, held.end, held.columns)
+            if addend.data_ptr() != into.data_ptr():
+                into.copy_(addend)
+            fused["add"] = True
+        if unit.after is not None:
+            fused["after"] = unit.after
+        here.run(operands, window, into, scratch=self._scratch(k), **fused)
+        self.counter.macs += here.macs(window)
+        if unit.value in self.ends.sinks:
+            self.ends.sinks[unit.value].write(window, into)
+
+    def _operands(self, unit: Unit, step: Step, window: Window) -> list[Any]:
+        """The operands of a cut call, in the order of its relation: the parts that it needs."""
+        here = self.flow.local[unit.node]
+        cut = {read.operand: edge for read, edge in zip(here.reads, unit.edges, strict=False)}
+        found: list[Any] = []
+        for k, operand in enumerate(here.relation.operands):
+            edge = cut.get(k)
+            if edge is None:
+                found.append(self._value(operand.value))
+            elif edge.whole:
+                found.append(self.ends.maps[edge.source])
+            else:
+                rows, columns = edge.rules[0](*window[0]), edge.rules[1](*window[1])
+                found.append(self._rows(edge.source, step, *rows, columns))
+        return found
+
+    def _value(self, value: Any) -> Any:
+        return self.ends.wholes[value] if isinstance(value, fx.Node) else value
+
+    def _whole(self, unit: Unit, step: Step) -> None:
+        """A call on whole values, as torch makes it."""
+
+        def value(source: fx.Node) -> Any:
+            if source in self.ends.wholes:
+                return self.ends.wholes[source]
+            return self._rows(source, step, 0, self.flow.rows(source))
+
+        node = unit.node
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value)
+        made = node.target(*args, **kwargs)  # type: ignore[operator]
+        if node not in self.flow.axes:
+            self.ends.wholes[node] = made
+            return
+        into = self._rows(node, step, 0, self.flow.rows(node))
+        into.copy_(made)
+        if node in self.ends.sinks:
+            self.ends.sinks[node].write(whole(node, self.flow.axes[node]), into)
+
+    def _rows(
+        self, node: fx.Node, step: Step, low: int, high: int, columns: Interval | None = None
+    ) -> Tensor:
+        """Rows of a value, and columns of them, wherever they lie."""
+        held, axes = step[node], self.flow.axes[node]
+        wanted = held.columns if columns is None or axes[1] is None else columns
+        if node in self.ends.maps:
+            return part(self.ends.maps[node], axes, ((low, high), wanted))
+        block, origin = self._block(node, step)
+        return part(block, axes, ((low, high), wanted), (origin, held.columns[0]))
+
+    def _block(self, node: fx.Node, step: Step) -> tuple[Tensor, int]:
+        """The block of a value as a part, and its first row."""
+        owner = self.memory.owner[node]
+        held, mine = step[owner], step[node]
+        origin = min(held.first, mine.first)
+        rows = max(held.end, mine.end) - origin
+        return self._view(node, self.memory.block[owner], rows, mine.columns), origin
+
+    def _tail(self, node: fx.Node, held: Held, rows: int) -> Tensor:
+        return self._view(node, self.memory.tail[node], rows, held.columns)
+
+    def _view(self, node: fx.Node, offset: int, rows: int, columns: Interval) -> Tensor:
+        key = (node, offset, rows, columns[1] - columns[0])
+        if key not in self.views:
+            value, axes = node.meta["val"], self.flow.axes[node]
+            shape = cut_shape(value.shape, axes, ((0, rows), columns))
+            self.views[key] = seen(self.arena, offset, shape, axes, value.dtype)
+        return self.views[key]
+
+    def _scratch(self, k: int) -> Callable[..., Tensor]:
+        """Memory for what a unit needs while it runs: one piece behind the other."""
+        place, size = self.memory.scratch.get(k, (0, 0))
+        end = place + size
+
+        def take(shape: Any, axes: Axes, dtype: torch.dtype) -> Tensor:
+            nonlocal place
+            made = seen(self.arena, place, shape, axes, dtype)
+            place += -(-made.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+            if place > end:
+                raise RuntimeError(f"{self.stage.units[k].node} asks for more memory than planned")
+            return made
+
+        return take
+
+
+def seen(arena: Tensor, offset: int, shape: Any, axes: Axes, dtype: torch.dtype) -> Tensor:
+    """A part in an arena of bytes, beginning at an offset."""
+    count = dtype.itemsize
+    for size in shape:
+        count *= size
+    memory = arena[offset : offset + count].view(dtype)
+    return memory.as_strided(tuple(shape), strides(shape, axes))
+
+
+def _uses(stage: Stage) -> tuple[dict[int, list[fx.Node]], dict[int, list[fx.Node]]]:
+    """Per unit, the values in blocks that are used by it first, and those used by it last."""
+    first: dict[fx.Node, int] = {}
+    last: dict[fx.Node, int] = {}
+    for k, unit in enumerate(stage.units):
+        for node in (unit.value, *(edge.source for edge in unit.edges)):
+            if node in stage.flow.axes:
+                first.setdefault(node, k)
+                last[node] = k
+    found: tuple[dict[int, list[fx.Node]], dict[int, list[fx.Node]]] = {}, {}
+    for uses, made in zip((first, last), found, strict=True):
+        for node, k in uses.items():
+            made.setdefault(k, []).append(node)
+    return found
+
+
+__all__ = ["Counter", "Ends", "Sink", "Source", "Sweep", "seen"]

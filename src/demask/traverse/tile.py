@@ -1,0 +1,117 @@
+"""tile() and plan(): a model within a memory budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from demask.errors import BadInput
+from demask.graph.program import Program
+from demask.machine.memory import parse_memory
+from demask.shrink.reading import relations_of
+from demask.traverse.axes import axes_of
+from demask.traverse.flow import Flow, flow_of, read
+from demask.traverse.layout import Layout
+from demask.traverse.module import Tiled, tiled
+from demask.traverse.parted import TABLE_PARTED
+from demask.traverse.plan import Plan
+from demask.traverse.planner import planned
+
+
+def tile(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    memory: str | int = "512MiB",
+) -> Tiled:
+    """The model as a module that computes the same within a budget of memory (rows 003-a to 003-h).
+
+    memory: bytes ("256MiB", "1GiB", 10**9) above what the process holds at the call, but for the
+    caller's input and the result. args, kwargs: an example; the sizes of its images are those the
+    plan is for. An example of two images or more allows any number: they run one after another.
+
+    The result equals the model in eval mode but for the order of sums in statistics over space
+    (float64 there) and the kernels that torch chooses by size. BadInput: no plan fits; it says the
+    least budget. NotExportable: torch.export does not take the model.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 3, 3, padding=1))
+    >>> x = torch.randn(1, 3, 64, 64)
+    >>> small = tile(net, (x,), memory="16MiB")
+    >>> torch.allclose(small(x), net(x), atol=1e-6)
+    True
+    """
+    program, flow, made, layout = _planned(model, args, kwargs, parse_memory(memory))
+    return tiled(program, made, flow, layout)
+
+
+def plan(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    memory: str | int = "256MiB",
+) -> Plan:
+    """How `tile` would run the model: a value that prints. Nothing of the model runs.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 3, 3, padding=1))
+    >>> plan(net, (torch.empty(1, 3, 2048, 2048),), memory="32MiB").recompute
+    1.0
+    """
+    return _planned(model, args, kwargs, parse_memory(memory))[2]
+
+
+def _planned(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, budget: int
+) -> tuple[Program, Flow, Plan, Layout]:
+    given = read(model, args, kwargs)
+    count = _count(given)
+    several = count > 1
+    if several:
+        _check_independent(given)
+        given = read(model, *_first(args, kwargs or {}, count))
+    flow = flow_of(given)
+    if not flow.axes:
+        raise BadInput(
+            "no input has rows to cut: expected images (N, C, H, W), volumes or sequences"
+        )
+    made, layout = planned(flow, budget, outside=frozenset())
+    return given, flow, replace(made, images=several), layout
+
+
+def _count(program: Program) -> int:
+    """Images of the example."""
+    values = [n.meta.get("val") for n in program.graph.find_nodes(op="placeholder")]
+    return max((v.shape[0] for v in values if isinstance(v, Tensor) and v.ndim >= 3), default=1)
+
+
+def _first(args: Any, kwargs: Any, count: int) -> tuple[Any, Any]:
+    """The example with its first image alone."""
+
+    def one(leaf: Any) -> Any:
+        mine = isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == count
+        return leaf[:1] if mine else leaf
+
+    return pytree.tree_map(one, (args, dict(kwargs)))
+
+
+def _check_independent(program: Program) -> None:
+    """BadInput unless every result of an image depends on that image alone."""
+    inputs = {n: (0, None) for n in program.graph.find_nodes(op="placeholder")
+              if isinstance(n.meta.get("val"), Tensor) and n.meta["val"].ndim >= 3}  # fmt: skip
+    found = axes_of(program.graph, relations_of(program.graph, TABLE_PARTED), inputs)
+    outputs: Any = next(iter(program.graph.find_nodes(op="output"))).args[0]
+    for node in [*program.graph.nodes, *outputs]:
+        if not isinstance(node, fx.Node) or node.op != "call_function":
+            continue
+        if any(n in found for n in node.all_input_nodes) and found.get(node, (None,))[0] != 0:
+            raise BadInput(f"{node.name} ({node.target}) mixes the images of a batch; give an example "
+                           "of one image, and call it so")  # fmt: skip

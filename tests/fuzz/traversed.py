@@ -1,0 +1,58 @@
+"""A network executed in a mode that is told, rather than chosen: what the laws of traversal check."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from demask.traverse.flow import Flow, flow_of, read
+from demask.traverse.layout import laid
+from demask.traverse.module import Tiled, tiled
+from demask.traverse.plan import BANDS, BARRIER, FRUSTUMS, LAYERWISE, Segment
+from demask.traverse.planner import Planner, packed_plan
+
+
+def executed(model: nn.Module, x: Tensor, mode: str, rows: int, columns: int = 0, *, seed: int = 0,
+             spills: bool = False, again: bool = False) -> Tiled:  # fmt: skip
+    """The network with every segment that can in this mode; the others layer-wise. seed: draws
+    further cuts; 0 draws none."""
+    program = read(model, (x,))
+    flow = flow_of(program)
+    segments = told(flow, mode, rows, columns, seed=seed, spills=spills, again=again)
+    layout = laid(flow, segments, frozenset())
+    return tiled(program, packed_plan(flow, segments, layout, 2**40, 0), flow, layout)
+
+
+def told(flow: Flow, mode: str, rows: int, columns: int = 0, *, seed: int = 0, spills: bool = False,
+         again: bool = False) -> list[Segment]:  # fmt: skip
+    planner = Planner(flow, frozenset(), again=again, spills=spills, smallest=0)
+    draw, last = random.Random(seed), len(planner.calls)
+    drawn = {draw.randint(0, last) for _ in range(2)} if seed else set[int]()
+    ends = sorted({0, last, *planner.forced, *drawn})
+    found = []
+    for low, high in zip(ends, ends[1:], strict=False):
+        found.append(planner.safe(planner.made(low, high, mode, rows, columns)))
+    return found
+
+
+def flat(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else list(value)
+
+
+def difference(model: nn.Module, x: Tensor, module: nn.Module) -> float:
+    """The largest difference over the largest value, of all outputs; infinite where NaNs differ."""
+    with torch.no_grad():
+        expected, got = flat(model(x)), flat(module(x))
+    worst = 0.0
+    for a, b in zip(expected, got, strict=True):
+        if a.shape != b.shape or a.dtype != b.dtype or not torch.equal(a.isnan(), b.isnan()):
+            return float("inf")
+        scale = a.nan_to_num().abs().max().item() or 1.0
+        worst = max(worst, (a - b).nan_to_num().abs().max().item() / scale)
+    return worst
+
+
+__all__ = ["BANDS", "BARRIER", "FRUSTUMS", "LAYERWISE", "difference", "executed", "flat", "told"]
