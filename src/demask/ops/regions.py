@@ -236,6 +236,13 @@ class Geometry:
             scale = self.input / self.output if factor is None else 1.0 / factor
         return scale, float(torch.tensor(scale, dtype=torch.float32))
 
+    def shortcuts(self, place: int) -> tuple[int, ...]:
+        """Where kernels of images read instead, whatever scale is given: they copy where sizes are
+        equal, and read each position twice where one is twice the other."""
+        step = self.output / max(self.input, 1)
+        plain = self.rank == 1 and "align_corners" not in self.found
+        return () if plain or step not in (1, 2) else (int(place // step),)
+
     def floors(self, shift: float, align: bool) -> tuple[list[int], list[int]]:
         """floor((place + shift) * scale - shift) of every place, at its lowest and highest: at
         exact multiples single and double precision round to different sides."""
@@ -243,6 +250,9 @@ class Geometry:
             places, found = torch.arange(self.output, dtype=torch.float64) + shift, []
             for scale in self.scales(align):
                 found += [(v * scale - shift).floor().long() for v in (places, places.float())]
+            found += [
+                torch.tensor(v) for v in zip(*map(self.shortcuts, range(self.output)), strict=True)
+            ]
             table = torch.stack(found)
             self._floors[shift, align] = (table.amin(0).tolist(), table.amax(0).tolist())
         return self._floors[shift, align]
@@ -284,9 +294,10 @@ def _nearest(axis: Geometry, start: int, end: int) -> Interval:
 def _exact(axis: Geometry, start: int, end: int) -> Interval:
     """floor((o + 0.5) * scale), rounded to single precision before."""
     scales = axis.scales(False)
-    low = min(_floor_single((start + 0.5) * scale) for scale in scales)
-    high = max(_floor_single((end - 0.5) * scale) for scale in scales)
-    return min(low, axis.input - 1), high + 1
+    low = [_floor_single((start + 0.5) * scale) for scale in scales]
+    high = [_floor_single((end - 0.5) * scale) for scale in scales]
+    low, high = [*low, *axis.shortcuts(start)], [*high, *axis.shortcuts(end - 1)]
+    return min(*low, axis.input - 1), max(high) + 1
 
 
 def _floor_single(value: float) -> int:

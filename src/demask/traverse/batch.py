@@ -306,7 +306,7 @@ def _source(
     if Path(weights).is_dir():
         program = _on_cpu(_read(model, args, kwargs))
         stored = streamable(program, inputs)
-        if not keep:
+        if not keep or not stored:
             return program, stored, None
         file = write(Path(weights) / FILE, {n: program.constants[n].tensor for n in stored})
         return program, {name: file.tensors[name] for name in stored}, file
@@ -343,8 +343,8 @@ def _on_cpu(program: Program) -> Program:
     leaves = [leaf for n in program.graph.nodes for leaf in pytree.tree_leaves(n.meta.get("val"))]
     found = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)}
     if found - {"cpu"}:
-        raise BadInput(f"weights in a file are for networks on the CPU, got one on {found}; move it "
-                       "there, or give weights=None")  # fmt: skip
+        raise BadInput(f"weights in a file are for networks on the CPU, got one on {found}; move "
+                       "it there, or give weights=None")  # fmt: skip
     return program
 
 

@@ -146,16 +146,7 @@ def halo(
     (2, 2)
     """
     kwargs = dict(kwargs or {})
-    if not isinstance(args, tuple):
-        raise BadInput(f"args must be a tuple of the model's inputs, got {type(args).__name__}: "
-                       "write (x,) for one input")  # fmt: skip
-    leaves = pytree.tree_leaves((args, kwargs))
-    if not any(_is_image(leaf) for leaf in leaves):
-        shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
-        raise BadInput(
-            "expected an image (n, channels, rows, columns) or a sequence (n, channels, positions) "
-            f"among the inputs, got shapes {shapes}"
-        )
+    _check(args, kwargs)
     found, paths, notes = _read(model, args, kwargs)
     names = _names(model, args, kwargs)
     inputs = tuple(
@@ -171,6 +162,20 @@ def halo(
     if result.barriers:
         notes += (OWN,)
     return Halo(inputs, result.barriers, notes, points)
+
+
+def _check(args: Any, kwargs: dict[str, Any]) -> None:
+    """Raise BadInput unless an input has positions."""
+    if not isinstance(args, tuple):
+        raise BadInput(f"args must be a tuple of the model's inputs, got {type(args).__name__}: "
+                       "write (x,) for one input")  # fmt: skip
+    leaves = pytree.tree_leaves((args, kwargs))
+    if not any(_is_image(leaf) for leaf in leaves):
+        shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
+        raise BadInput(
+            "expected an image (n, channels, rows, columns) or a sequence (n, channels, positions) "
+            f"among the inputs, got shapes {shapes}"
+        )
 
 
 def _is_image(leaf: Any) -> bool:
@@ -190,8 +195,8 @@ def _read(
     for attempt in range(TRIES + 1):
         paths = _paths(found, last=attempt == TRIES)
         if isinstance(paths[0], Paths) and isinstance(paths[1], Paths):
-            sizes = " and ".join(f"{n} times the {name}" for n, name in zip(factors, NAMES, strict=True)
-                                 if n > 1)  # fmt: skip
+            pairs = zip(factors, NAMES, strict=True)
+            sizes = " and ".join(f"{n} times the {name}" for n, name in pairs if n > 1)
             note = f"read at {sizes} given: there, calls would see both borders"
             return found, (paths[0], paths[1]), (note,) * (max(factors) > 1)
         factors = tuple(n if isinstance(axis, Paths) else n * GROWTH

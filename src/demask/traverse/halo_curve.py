@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from demask.errors import BadInput
 from demask.graph.copying import structural_copy
 
-SHARES = tuple(Fraction(k, 8) for k in (0, 1, 2, 4, 6, 8, 10))  # of the halo
+SHARES = tuple(Fraction(k, 8) for k in (*range(9), 10))  # of the halo
 TILE = 4  # the tile is this part of the image a side, in its middle
 
 
@@ -65,7 +65,8 @@ def curve_of(
     levels: tuple[float, float],
     progress: Callable[[str, float], object] | None,
 ) -> tuple[Point, ...]:
-    """The error of the tile in the middle of the image for growing paddings, each but once.
+    """The error of the tile in the middle of the image for growing paddings, each but once,
+    as long as the image is larger than tile and padding.
 
     Padding grows to the grid of the network's strides. Raises BadInput where the model does not
     take tiles, or has no output that is cut along every axis.
@@ -87,8 +88,8 @@ def curve_of(
                  for one, cut, size in zip(tile, cuts, sizes, strict=True)]  # fmt: skip
         padding = tuple(max(one[0] - crop[0], crop[1] - one[1])
                         for one, crop in zip(tile, crops, strict=True))  # fmt: skip
-        if padding in points:
-            continue
+        if padding in points or crops == [(0, size) for size in sizes]:
+            continue  # a crop that is the whole image tells nothing of tiles
         parts = [_part(leaf, cuts, k, crops) for k, leaf in enumerate(leaves)]
         made = _outputs(work, parts, spec)
         pairs = _tiles(made, whole, cuts, tile, crops)

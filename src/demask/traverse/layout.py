@@ -111,6 +111,7 @@ def check(flow: Flow, segments: Sequence[Segment]) -> None:
 def laid(flow: Flow, segments: Sequence[Segment], outside: frozenset[fx.Node]) -> Layout:
     """Where everything lies. outside: values that lie whole in memory that is not ours (the
     caller's input, the result), in the layout of parts."""
+    check(flow, segments)
     stages = [stage_of(flow, s) for s in segments]
     spilled = {name for s in segments for name in s.spills}
     kept = {v for stage in stages for v in stage.targets

@@ -20,6 +20,7 @@ from demask.errors import BadInput
 from demask.graph.program import Program
 from demask.ops import TABLE, Relation, bind, schema
 from demask.ops.contract import PRODUCTS
+from demask.ops.recurrent import GATES
 from demask.traverse.lanes import Lanes, lanes_of
 from demask.traverse.passes import Call, Level, Plan, Ref, Streamed, Weight, constants_read
 from demask.traverse.weights import Stored
@@ -28,8 +29,10 @@ aten = torch.ops.aten
 WORK = 4 * 2**20  # bytes that BLAS and allocator take beside tensors: 0.5 to 2.6 MiB were measured
 BLOCK = 16 * 2**20  # bytes: of 1 GiB, blocks of 4 to 48 MiB were equally fast on a quiet machine
 ROWS = 64  # a block's rows are a multiple where they can be: full tiles of the matrix product
-_SEEN = {aten.t.default, aten.transpose.int, aten.permute.default, aten.detach.default,
-         aten.alias.default}  # fmt: skip
+_TRANSPOSED = {aten.t.default, aten.numpy_T.default, aten.mT.default}
+_SEEN = _TRANSPOSED | {
+    aten.transpose.int, aten.permute.default, aten.detach.default, aten.alias.default,
+}  # fmt: skip
 _VIEWS = _SEEN | {
     aten.view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.select.int,
     aten.slice.Tensor, aten.expand.default, operator.getitem,
@@ -66,7 +69,7 @@ def planned(
     sizes = {node.name: found for node, found in shape.lanes.sizes.items()}
     given = _names(program.graph.find_nodes(op="placeholder"))
     return Plan(
-        tuple(levels), lanes, sizes, inputs, best, shape.peak(levels, fixed, best), least,
+        tuple(levels), lanes, sizes, inputs, best, shape.peak(levels, fixed, best), least, resident,
         given, _refs(shape.results), program.out_spec,
     )  # fmt: skip
 
@@ -85,7 +88,7 @@ class _Shape:
     """Which call is in which level, and the bytes of everything."""
 
     def __init__(self, program: Program, stored: Mapping[str, Stored], inputs: int):
-        self.program, self.inputs = program, inputs
+        self.program, self.stored, self.inputs = program, stored, inputs
         self.lanes: Lanes = lanes_of(program, inputs)
         self.nodes = list(program.graph.nodes)
         self.results: Any = self.nodes[-1].args[0]
@@ -144,7 +147,7 @@ class _Shape:
                 key = (self.at[node], node if node in self.whole else None)
                 groups.setdefault(key, []).append(node)
         made = list(groups.values())
-        constant = [n for n in self.results if isinstance(n, fx.Node) and self._loose(n)]
+        constant = [n for n in _nodes(self.results) if self._loose(n)]
         made += [constant] if constant else []
         last = self._last(made)
         return [self._level(k, group, last) for k, group in enumerate(made)]
@@ -158,7 +161,7 @@ class _Shape:
 
     def _last(self, groups: list[list[fx.Node]]) -> dict[fx.Node, int]:
         """The last level that reads a value of the batch: one after the end for the results."""
-        last = {n: len(groups) for n in self.results if isinstance(n, fx.Node)}
+        last = {n: len(groups) for n in _nodes(self.results)}
         for k, group in enumerate(groups):
             for node in group:
                 for source in node.all_input_nodes:
@@ -172,7 +175,7 @@ class _Shape:
         # A tuple is held as what is picked of it.
         writes = [n for n in group if last.get(n, -1) > k and isinstance(n.meta["val"], Tensor)]
         ready = [n for n in reads if last[n] == k and n.op != "placeholder"]
-        self.kept |= {*reads, *writes, *(n for n in self.results if isinstance(n, fx.Node))}
+        self.kept |= {*reads, *writes, *_nodes(self.results)}
         names = (_names(reads), _names(writes), _names(ready))
         if group[0] in self.streams:
             return Level(True, (), self.streams[group[0]], *names)
@@ -222,9 +225,9 @@ class _Shape:
 
     def resident(self, levels: Sequence[Level]) -> int:
         """Bytes of constants that had to be taken into memory, because others are in a file."""
-        if not self.streams:
+        if not self.stored:
             return 0
-        used = constants_read(levels)
+        used = constants_read(levels) | {str(n.target) for n in _nodes(self.results, "get_attr")}
         return sum(c.tensor.nbytes for n, c in self.program.constants.items() if n in used)
 
     def held(self, levels: Sequence[Level]) -> list[int]:
@@ -261,7 +264,9 @@ class _Shape:
             alive[base[call.name]] += 1
             if source is None and (copied or call.name not in level.writes):
                 made[call.name] = self.lanes.nbytes(node, count)
-            most = max(most, made.total())
+            # A recurrent call makes its gates first, of all steps.
+            gates = GATES.get(str(node.target), 0) * self.lanes.nbytes(node, count)
+            most = max(most, made.total() + gates)
             for name in call.frees:
                 alive[base[name]] -= 1
                 if not alive[base[name]]:
@@ -320,7 +325,7 @@ def _flips(node: fx.Node) -> bool:
         return (found["dim0"] - found["dim1"]) % 2 == 1
     if node.target is aten.permute.default:
         return found["dims"][0] % 2 == 1
-    return node.target is aten.t.default
+    return node.target in _TRANSPOSED
 
 
 def is_view(node: fx.Node) -> bool:
@@ -364,6 +369,11 @@ def _root(node: fx.Node) -> str:
 def _bytes(node: fx.Node) -> int:
     value = node.meta["val"]
     return value.numel() * value.dtype.itemsize
+
+
+def _nodes(results: Sequence[Any], op: str = "") -> list[fx.Node]:
+    """The results that are nodes, of one kind or all."""
+    return [n for n in results if isinstance(n, fx.Node) and op in ("", n.op)]
 
 
 def _names(nodes: Any) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from demask.ops.entry import Declined, op_name
 from demask.ops.regions import Geometry, Interval, Rule
-from demask.traverse.axes import Axes, Window
+from demask.traverse.axes import COLUMNS, ROWS, Axes, Window
 from demask.traverse.local_call import (
     Call,
     Kind,
@@ -30,6 +30,7 @@ from demask.traverse.local_call import (
 
 _PERIOD = 8  # signals; more than the taps of any position
 _PHASES = 8  # the largest repeat of positions that is looked for
+_BEFORE = {"linear": 1, "cubic": 2}  # taps before the middle of the source
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -97,7 +98,7 @@ class Resize(Kind):
         return Resize(call, found, tuple(_factor(s, align) for s in found))
 
     def made(self, window: Window) -> Window:
-        if not self._native(window):
+        if not self._native(window) or self._head(window):
             return window
         pair = list(window)
         for s, factor in zip(self.axes, self.factors, strict=True):
@@ -128,7 +129,7 @@ class Resize(Kind):
     def run(self, values: list[Any], window: Window, into: Tensor, scratch: Scratch) -> None:
         x = values[0]
         if self._native(window):
-            self._op(x, into, window)
+            self._run_native(x, window, into, scratch)
             return
         work = torch.float32 if x.dtype in _HALVES else x.dtype
         made = into if work == into.dtype else scratch(into.shape, self.call.axes, work)
@@ -148,6 +149,49 @@ class Resize(Kind):
             self._op(x, made, window, skip=True)
         if made is not into:
             into.copy_(made)
+
+    def _run_native(self, x: Tensor, window: Window, into: Tensor, scratch: Scratch) -> None:
+        """Rows in place, as if the image began where the window does; then the first ones anew."""
+        count = self._head(window)
+        if not count:
+            self._op(x, into, window)
+            return
+        rows, head = self.call.axes[ROWS], self._first(window, count)
+        assert rows is not None
+        made, before = self.made(head), self._before(window)
+        self._op(x.narrow(rows, before, x.shape[rows] - before), into, window)
+        beside = scratch(self.call.sizes(made), self.call.axes, into.dtype)
+        needs = self._needs(self._rows(), head)
+        self._op(x.narrow(rows, 0, needs[1] - needs[0]), beside, head)
+        first = beside.narrow(rows, head[ROWS][0] - made[ROWS][0], count)
+        into.narrow(rows, 0, count).copy_(first)
+
+    def _rows(self) -> Sliding:
+        rank = len(self.call.shape)
+        return next(s for s in self.axes if rank + s.axis == self.call.axes[ROWS])
+
+    def _before(self, window: Window) -> int:
+        """Rows that are read before the one on which the window's first lies."""
+        s, (start, _) = self._rows(), window[ROWS]
+        factor = self.factors[self.axes.index(s)] or 1
+        return start // factor - self._needs(s, window)[0]
+
+    def _first(self, window: Window, count: int) -> Window:
+        return (window[ROWS][0], window[ROWS][0] + count), window[COLUMNS]
+
+    def _head(self, window: Window) -> int:
+        """Rows that differ where the image would begin with the window: those are few, so that
+        the others can be written in place; 0 where all are made beside, or none differ."""
+        partial = [s for s in self.axes if self._partial(s, window)]
+        if len(partial) != 1 or self._dim(partial[0]) != ROWS:
+            return 0
+        factor, (start, end) = self.factors[self.axes.index(partial[0])] or 1, window[ROWS]
+        if factor == 1 or start % factor or self._before(window) <= 0:
+            return 0
+        count = factor * (_BEFORE[self.call.relation.entry.region] - 1) + factor // 2
+        kept = self._needs(partial[0], window)[1] - start // factor
+        even = _distinct(factor, (0, kept), end - start) == (0, end - start)
+        return count if even and 0 < count < end - start else 0
 
     def _layout(self) -> Axes:
         return self.call.cuts[0].axes
@@ -182,10 +226,17 @@ class Resize(Kind):
             self.tables[index, dtype] = made
         return self.tables[index, dtype]
 
+    def _beside(self, made: Window) -> int:
+        """Bytes of a result that cannot be written where it belongs."""
+        return 0 if written_in_place(self.call, made) else self.call.bytes(made)
+
     def temporary(self, window: Window) -> int:
         own = not self._native(window) and not self._rest(window)
+        if count := self._head(window):
+            head = self.made(self._first(window, count))
+            return self.call.bytes(head) + self._beside(window) + self._beside(head)
         made = self.made(window)
-        beside = 0 if own or written_in_place(self.call, window) else self.call.bytes(made)
+        beside = 0 if own else self._beside(made)
         if self._native(window):
             return beside
         halves = self.call.dtype in _HALVES
@@ -233,10 +284,11 @@ def _read_taps(
     signals = torch.arange(g.input).double()[None] if nearest else _signals(g.input, dtype)
     shape: list[int] = [1, signals.shape[0], *[1] * rank]
     shape[2 + index] = g.input
-    sizes, scales = [1] * rank, [None] * rank
+    # Of two, as the op only copies where no size changes.
+    sizes, scales = [2] * rank, [None] * rank
     sizes[index], scales[index] = g.output, g.number("scale_factors", None)
     made = packet.default(signals.reshape(shape), sizes, *([] if nearest else [align]), *scales)
-    made = made.reshape(signals.shape[0], g.output)
+    made = made[0].movedim(1 + index, 1).reshape(*signals.shape[:1], g.output, -1)[..., 0]
     if nearest:
         return Taps(tuple(map(int, made[0].tolist())), (1,) * g.output, None)
     intervals = [rule(k, k + 1) for k in range(g.output)]

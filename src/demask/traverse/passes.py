@@ -90,7 +90,8 @@ class Plan:
 
     lanes: of held values, by name. sizes: of numbers, for 1, 2, ... inputs. inputs: at a time, N.
     at_once: of those between fully connected layers. peak: bytes at most, predicted; least: what
-    the smallest blocks would take. given, made: the network's inputs and outputs, and how those are
+    the smallest blocks would take. resident: those of constants in memory, where others are in a
+    file. given, made: the network's inputs and outputs, and how those are
     packed.
     """
 
@@ -101,6 +102,7 @@ class Plan:
     at_once: int
     peak: int
     least: int
+    resident: int
     given: tuple[str, ...]
     made: tuple[Any, ...]
     out_spec: Any

@@ -103,7 +103,7 @@ class Planner:
         found, spent = set[fx.Node](), 0
         for cut in self.forced:
             crossing = self._crossing(cut)
-            for v in sorted(crossing, key=lambda v: -value_bytes(v)):
+            for v in sorted(crossing - self.outputs, key=lambda v: -value_bytes(v)):
                 read = [n for n in v.all_input_nodes if n in self.flow.axes]
                 held = all(n in crossing or n.op == "placeholder" for n in read)
                 cost = macs(self.flow, v) if v in self.flow.local else math.inf

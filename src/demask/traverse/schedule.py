@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from demask.ops.regions import Interval
-from demask.traverse.axes import whole
+from demask.traverse.axes import Window, whole
 from demask.traverse.flow import Edge
 from demask.traverse.stage import Stage, Unit
 
@@ -76,26 +76,32 @@ def walked(stage: Stage, band: int) -> Iterator[Step]:
             return
 
 
-def tile(stage: Stage, window: Mapping[fx.Node, tuple[Interval, Interval]]) -> Step:
+def tile(stage: Stage, window: Mapping[fx.Node, Window]) -> Step:
     """The one step that makes a window of each target and shares nothing with others."""
-    rows: dict[fx.Node, Interval] = {v: w[0] for v, w in window.items()}
-    columns: dict[fx.Node, Interval] = {v: w[1] for v, w in window.items()}
+    need = {v: w for v, w in window.items() if not _is_empty(w)}
     for unit in reversed(stage.units):
-        mine = rows.get(unit.value, EMPTY), columns.get(unit.value, EMPTY)
-        if unit.node in stage.flow.gathers or mine[0][0] >= mine[0][1]:
+        if unit.node in stage.flow.gathers or unit.value not in need:
             continue
+        rows, columns = need[unit.value]
         for edge in _cut(unit):
-            for found, rule, part in ((rows, edge.rules[0], mine[0]),
-                                      (columns, edge.rules[1], mine[1])):  # fmt: skip
-                found[edge.source] = _union(found.get(edge.source, EMPTY), rule(*part))
-    found = {}
-    for v in _values(stage):
-        (low, high), across = rows.get(v, EMPTY), columns.get(v, EMPTY)
-        found[v] = Held(low, low, high, high, across)
+            found = edge.rules[0](*rows), edge.rules[1](*columns)
+            if not _is_empty(found):
+                before = need.get(edge.source, found)
+                need[edge.source] = _union(before[0], found[0]), _union(before[1], found[1])
+    steps = {v: _alone(need.get(v, (EMPTY, EMPTY))) for v in _values(stage)}
     for unit in stage.sinks:  # halos are no part of what a tile counts
-        (low, high), across = window[unit.edges[0].source]
-        found[unit.node] = Held(low, low, high, high, across)
-    return found
+        mine = window[unit.edges[0].source]
+        steps[unit.node] = _alone((EMPTY, EMPTY) if _is_empty(mine) else mine)
+    return steps
+
+
+def _alone(window: Window) -> Held:
+    (low, high), columns = window
+    return Held(low, low, high, high, columns)
+
+
+def _is_empty(window: Window) -> bool:
+    return any(start >= end for start, end in window)
 
 
 def middle(stage: Stage, band: int) -> list[Step]:
@@ -138,9 +144,7 @@ def _values(stage: Stage) -> list[fx.Node]:
 
 
 def _union(a: Interval, b: Interval) -> Interval:
-    if a[0] >= a[1]:
-        return b
-    return a if b[0] >= b[1] else (min(a[0], b[0]), max(a[1], b[1]))
+    return min(a[0], b[0]), max(a[1], b[1])
 
 
 def _ahead(

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from demask.machine.arena import ALIGNMENT
 from demask.ops.regions import Interval
-from demask.traverse.axes import Axes, Window, cut_shape, part, strides, whole
+from demask.traverse.axes import Axes, Window, cut_shape, empty, part, strides, whole
 from demask.traverse.memory import Memory
 from demask.traverse.reductions import Reduction
 from demask.traverse.schedule import Held, Step
@@ -132,7 +132,7 @@ class Sweep:
             window = (held.done, held.end), held.columns
             rows = self._rows(source, step, held.done, held.end, held.columns)
             made.update(state, rows, window)
-        if held.columns == (0, self.flow.columns(source)) and held.end >= self.flow.rows(source):
+        if held.end >= self.flow.rows(source) and held.columns[1] >= self.flow.columns(source):
             self.ends.wholes[unit.node] = made.finish(state)
 
     def _make(self, k: int, unit: Unit, step: Step) -> None:
@@ -197,6 +197,9 @@ class Sweep:
         """Rows of a value, and columns of them, wherever they lie."""
         held, axes = step[node], self.flow.axes[node]
         wanted = held.columns if columns is None or axes[1] is None else columns
+        if low >= high or wanted[0] >= wanted[1]:  # windows that see nothing but padding
+            value = node.meta["val"]
+            return empty(cut_shape(value.shape, axes, ((low, high), wanted)), axes, value.dtype)
         if node in self.ends.maps:
             return part(self.ends.maps[node], axes, ((low, high), wanted))
         block, origin = self._block(node, step)

@@ -1,0 +1,403 @@
+"""Windows that slide over each channel by itself: depthwise convolutions, average and max pools.
+
+    out[r, q, c] = act(bias[c] + sum over i, j of w[c, i, j] * x[y, z, c])
+    y = r * step + i * dilation - top;  z = q * step + j * dilation - left
+
+x is 0 (for a max pool -inf) outside of the image. An image lies as (rows, columns, channels).
+
+Where columns are one step apart, a row is columns * channels floats, and every vector is full
+whatever the number of channels is: the weights repeat with their period. Elsewhere vectors hold
+channels of one position. Several rows of the output are computed side by side, so that what is read
+of x serves all of them. Columns near the border are read through masks: a column is in the image if
+and only if its floats are in the row. Taps are summed in one order everywhere, so that a value does
+not depend on the part that it is made in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+
+from demask.kernels.emit import BIT, FLOAT, I32, I64, POINTER, VOID, Act, Emitter, Value
+from demask.kernels.isa import Isa, host
+from demask.kernels.jit import CODE
+from demask.kernels.team import ENTRY, Job
+
+#: what kernels are called with. table: memory for weights as vectors meet them; pitches: floats
+#: from row to row; floats: of a row; left: floats before it; rows and units of the output, of which
+#: [inner, inner_end) read nothing outside of the image. A unit is a vector of a row, or a column.
+CALL = np.dtype([(key, "<i8") for key in (
+    "x", "out", "weight", "bias", "table", "x_pitch", "out_pitch", "rows_in", "floats_in",
+    "floats_out", "top", "left", "row", "inner_row", "inner_row_end", "row_end", "unit",
+    "inner_unit", "inner_unit_end", "unit_end")])  # fmt: skip
+PLACES = 4  # the first fields, which change from call to call
+LARGEST = 7  # of a kernel's sides: its taps are written out
+TABLE = 1 << 13  # bytes of weights that are repeated up to their period
+WORK = 1 << 18  # products that are worth waking a thread for
+SIZES = 64  # for which tasks wait
+LINE = 64  # bytes of a cache line
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The kernel of one geometry; pairs are (rows, columns).
+
+    mode: "conv", "mean" or "max". divisor: of a mean. add: onto what the output holds. side: rows
+    of the output side by side, and of those that are left over.
+    """
+
+    size: tuple[int, int]
+    step: tuple[int, int]
+    dilation: tuple[int, int]
+    channels: int
+    mode: str = "conv"
+    divisor: int = 1
+    act: Act | None = None
+    add: bool = False
+    side: tuple[int, ...] = (4, 1)
+
+    arguments = 2
+
+    @property
+    def flat(self) -> bool:
+        """Do vectors run on from column to column?"""
+        return self.step[1] == 1
+
+    @property
+    def taps(self) -> int:
+        return self.size[0] * self.size[1]
+
+    def table(self, lanes: int) -> Table:
+        if not self.flat:
+            return Table(-(-self.channels // lanes) * lanes, lanes, self.channels)
+        period = math.lcm(self.channels, lanes)
+        if 4 * period * (self.taps + 1) <= TABLE:
+            return Table(period, lanes, period)
+        return Table(self.channels + lanes, lanes % self.channels, self.channels)
+
+    def emit(self, e: Emitter) -> None:
+        """k(call, arena)"""
+        _Body(e, self).emit()
+
+
+class Table(NamedTuple):
+    """Where weights lie: a line of `pitch` floats per tap, then the bias. A vector reads its line
+    from a float on, its phase, which the next vector has `advance` later, modulo `modulus`."""
+
+    pitch: int
+    advance: int
+    modulus: int
+
+
+class _Body:
+    """Writes one kernel."""
+
+    def __init__(self, e: Emitter, window: Window):
+        call = e.pointer(e.args[0])
+        self.e, self.w, self.t = e, window, window.table(e.lanes)
+        self.field = {key: e.load(I64, call, k) for k, key in enumerate(CALL.names or ())}
+        self.out, self.table = e.pointer(self.field["out"]), e.pointer(self.field["table"])
+        # of the column that the first one begins with, which may lie before the row
+        self.x = e.at(e.pointer(self.field["x"]), e.b.neg(self.field["left"]), FLOAT)
+        self.counted = ir.Constant(e.ints, list(range(e.lanes)))
+
+    def emit(self) -> None:
+        e, b, f = self.e, self.e.b, self.field
+        if self.w.mode == "conv":
+            self._fill()
+        with e.loop(f["row"], f["row_end"]) as row:
+            inner = b.and_(b.icmp_signed(">=", row, f["inner_row"]),
+                           b.icmp_signed("<", row, f["inner_row_end"]))  # fmt: skip
+            end = b.select(inner, f["inner_unit"], f["unit_end"])
+            begin = b.select(inner, f["inner_unit_end"], f["unit_end"])
+            with e.loop(I64(0), I64(2)) as part:
+                first = b.icmp_signed("==", part, I64(0))
+                ends = b.select(first, f["unit"], begin), b.select(first, end, f["unit_end"])
+                self._units(*ends, lambda *unit: self._border(row, *unit))
+        begin = f["inner_row"]
+        for side in self.w.side:
+            count = b.sdiv(b.sub(f["inner_row_end"], begin), I64(side))
+            end = b.add(begin, b.mul(count, I64(side)))
+            with e.loop(begin, end, side) as row:
+                self._rows(row, side)
+            begin = end
+
+    def _fill(self) -> None:
+        """Weights and bias as vectors meet them."""
+        e, b, taps = self.e, self.e.b, self.w.taps
+        weight, bias = e.pointer(self.field["weight"]), e.pointer(self.field["bias"])
+        biased = b.icmp_signed("!=", self.field["bias"], I64(0))
+        with e.loop(I64(0), I64(self.t.pitch)) as k:
+            channel = b.urem(k, I64(self.w.channels))
+            own = e.at(weight, b.mul(channel, I64(taps)), FLOAT)
+            for tap in range(taps):
+                value = e.load(FLOAT, own, tap)
+                b.store(value, e.at(self.table, b.add(k, I64(tap * self.t.pitch)), FLOAT))
+            value = e.variable(FLOAT, FLOAT(0.0))
+            with b.if_then(biased):
+                value.set(e.load(FLOAT, bias, channel))
+            place = b.add(k, I64(taps * self.t.pitch))
+            b.store(value.get(), e.at(self.table, place, FLOAT))
+
+    def _units(self, begin: Value, end: Value, body: Callable[..., None]) -> None:
+        """Calls body(float of x, float of out, phase, lanes in use or None) for each vector of the
+        units of a row."""
+        e, b, w, t = self.e, self.e.b, self.w, self.t
+        if w.flat:
+            phase = e.variable(I64, b.urem(b.mul(begin, I64(e.lanes)), I64(t.modulus)))
+            with e.loop(begin, end) as k:
+                place = b.mul(k, I64(e.lanes))
+                now = I64(0) if t.modulus == e.lanes else phase.get()
+                body(place, place, now, None)
+                after = b.add(phase.get(), I64(t.advance))
+                behind = b.icmp_signed(">=", after, I64(t.modulus))
+                phase.set(b.select(behind, b.sub(after, I64(t.modulus)), after))
+            return
+        whole, rest = w.channels // e.lanes * e.lanes, w.channels % e.lanes
+        with e.loop(begin, end) as k:
+            x, out = b.mul(k, I64(w.step[1] * w.channels)), b.mul(k, I64(w.channels))
+            if whole:
+                with e.loop(I64(0), I64(whole), e.lanes) as c:
+                    body(b.add(x, c), b.add(out, c), c, None)
+            if rest:
+                lanes = [k < rest for k in range(e.lanes)]
+                mask = ir.Constant(ir.VectorType(BIT, e.lanes), lanes)
+                body(b.add(x, I64(whole)), b.add(out, I64(whole)), I64(whole), mask)
+
+    # -- rows within the image
+
+    def _rows(self, row: Value, side: int) -> None:
+        """Rows side by side, of the units that read nothing outside of the image."""
+        e, b, w, f = self.e, self.e.b, self.w, self.field
+        first = b.sub(b.mul(row, I64(w.step[0])), f["top"])
+        reads: dict[int, list[tuple[int, int]]] = {}  # row of x: (row of out, tap's row)
+        for r in range(side):
+            for i in range(w.size[0]):
+                reads.setdefault(r * w.step[0] + i * w.dilation[0], []).append((r, i))
+        sources = {y: self._row(self.x, b.add(first, I64(y)), "x_pitch") for y in sorted(reads)}
+        outs = [self._row(self.out, b.add(row, I64(r)), "out_pitch") for r in range(side)]
+        kept = None
+        if w.flat and self.t.modulus == e.lanes and w.mode == "conv":
+            kept = [self._weight(I64(tap), I64(0)) for tap in range(w.taps + 1)]
+
+        def body(x: Value, out: Value, phase: Value, mask: Value | None) -> None:
+            weights = kept or [_Later(self, tap, phase) for tap in range(w.taps + 1)]
+            sums = [self._begin(weights[-1], place, out, mask) for place in outs]
+            for j in range(w.size[1]):
+                column = [weights[i * w.size[1] + j] for i in range(w.size[0])]
+                column = [v.get() if isinstance(v, _Later) else v for v in column]
+                for y, source in sources.items():
+                    place = e.at(source, b.add(x, I64(j * w.dilation[1] * w.channels)), FLOAT)
+                    value = self._read(place, mask)
+                    for r, i in reads[y]:
+                        sums[r] = self._met(sums[r], column[i], value)
+            for place, sum_ in zip(outs, sums, strict=True):
+                self._end(sum_, e.at(place, out, FLOAT), mask)
+
+        self._units(f["inner_unit"], f["inner_unit_end"], body)
+
+    def _row(self, base: Value, row: Value, pitch: str) -> Value:
+        return self.e.at(base, self.e.b.mul(row, self.field[pitch]), FLOAT)
+
+    def _weight(self, tap: Value, phase: Value) -> Value:
+        place = self.e.b.add(self.e.b.mul(tap, I64(self.t.pitch)), phase)
+        return self.e.b.load(self.e.at(self.table, place, FLOAT), typ=self.e.vector, align=4)
+
+    # -- what a vector begins with, what it meets, how it ends
+
+    def _begin(self, bias: Any, out: Value, place: Value, mask: Value | None) -> Value:
+        e = self.e
+        if self.w.mode == "max":
+            return e.splat(-math.inf)
+        if self.w.mode == "mean":
+            return e.splat(0.0)
+        start = bias.get() if isinstance(bias, _Later) else bias
+        if not self.w.add:
+            return start
+        return e.b.fadd(start, self._read(e.at(out, place, FLOAT), mask))
+
+    def _met(self, sum_: Value, weight: Value, value: Value) -> Value:
+        e, b = self.e, self.e.b
+        if self.w.mode == "conv":
+            return e.fma(weight, value, sum_)
+        if self.w.mode == "mean":
+            return b.fadd(sum_, value)
+        larger = b.select(b.fcmp_ordered("<", value, sum_), sum_, value)
+        return b.select(b.fcmp_unordered("uno", sum_, sum_), sum_, larger)  # NaN stays
+
+    def _end(self, sum_: Value, place: Value, mask: Value | None) -> None:
+        e = self.e
+        if self.w.mode == "mean":
+            sum_ = e.b.fmul(sum_, e.splat(1 / self.w.divisor))
+        value = e.activated(sum_, self.w.act)
+        if mask is None:
+            e.b.store(value, place, align=4)
+            return
+        kinds = (e.vector, POINTER, I32, mask.type)
+        store = e.intrinsic(f"llvm.masked.store.v{e.lanes}f32.p0", VOID, *kinds)
+        e.b.call(store, [value, place, I32(4), mask])
+
+    def _read(self, place: Value, mask: Value | None, other: float = 0.0) -> Value:
+        """A vector of which the lanes in use are read."""
+        e = self.e
+        if mask is None:
+            return e.b.load(place, typ=e.vector, align=4)
+        kinds = (POINTER, I32, mask.type, e.vector)
+        load = e.intrinsic(f"llvm.masked.load.v{e.lanes}f32.p0", e.vector, *kinds)
+        return e.b.call(load, [place, I32(4), mask, e.splat(other)])
+
+    # -- beside the image
+
+    def _border(self, row: Value, x: Value, out: Value, phase: Value, mask: Value | None) -> None:
+        """A vector that may read outside of the image, of one row."""
+        e, b, w, f = self.e, self.e.b, self.w, self.field
+        used = self._within(out, f["floats_out"], mask)
+        to, other = self._row(self.out, row, "out_pitch"), -math.inf if w.mode == "max" else 0.0
+        bias = self._weight(I64(w.taps), phase) if w.mode == "conv" else None
+        sum_ = e.variable(e.vector, self._begin(bias, to, out, used))
+        columns = [b.add(x, I64(j * w.dilation[1] * w.channels)) for j in range(w.size[1])]
+        masks = [self._within(b.sub(c, f["left"]), f["floats_in"], used) for c in columns]
+        first, taps = self._taps(row)
+        for j, (column, inside) in enumerate(zip(columns, masks, strict=True)):
+            with e.loop(*taps) as i:
+                source = self._row(self.x, b.add(first, b.mul(i, I64(w.dilation[0]))), "x_pitch")
+                tap = b.add(b.mul(i, I64(w.size[1])), I64(j))
+                weight = self._weight(tap, phase) if w.mode == "conv" else None
+                value = self._read(e.at(source, column, FLOAT), inside, other)
+                sum_.set(self._met(sum_.get(), weight, value))
+        self._end(sum_.get(), e.at(to, out, FLOAT), used)
+
+    def _taps(self, row: Value) -> tuple[Value, tuple[Value, Value]]:
+        """The row of x that the first tap of a row of out is at; the taps within the image."""
+        b, w, zero = self.e.b, self.w, I64(0)
+        first = b.sub(b.mul(row, I64(w.step[0])), self.field["top"])
+        ends = []
+        for edge in (b.neg(first), b.sub(self.field["rows_in"], first)):
+            edge = b.select(b.icmp_signed("<", edge, zero), zero, edge)
+            tap = b.udiv(b.add(edge, I64(w.dilation[0] - 1)), I64(w.dilation[0]))
+            over = b.icmp_signed(">", tap, I64(w.size[0]))
+            ends.append(b.select(over, I64(w.size[0]), tap))
+        return first, (ends[0], ends[1])
+
+    def _within(self, place: Value, floats: Value, mask: Value | None) -> Value:
+        """The lanes of a vector that begins at a float of a row, which lie in the row."""
+        e, b = self.e, self.e.b
+        index = b.add(e.splat(b.trunc(place, I32)), self.counted)
+        found = b.icmp_unsigned("<", index, e.splat(b.trunc(floats, I32)))
+        return found if mask is None else b.and_(found, mask)
+
+
+class _Later(NamedTuple):
+    """A weight that is read where it is used: all of them would not stay in registers."""
+
+    body: _Body
+    tap: int
+    phase: Value
+
+    def get(self) -> Value:
+        return self.body._weight(I64(self.tap), self.phase)
+
+
+class Sizes(NamedTuple):
+    """Of x and out: rows, columns, floats from row to row; rows and columns of zeros before x."""
+
+    rows_in: int
+    columns_in: int
+    rows_out: int
+    columns_out: int
+    x_pitch: int
+    out_pitch: int
+    top: int
+    left: int
+
+
+class Task:
+    """Calls of a kernel for parts of one size: not to be run twice at once."""
+
+    def __init__(self, window: Window, sizes: Sizes, threads: int, isa: Isa):
+        table = -(-4 * window.table(isa.lanes).pitch * (window.taps + 1) // LINE) * LINE
+        self.tables = np.zeros(threads * table + LINE, np.uint8)
+        self.calls, self.threads = np.zeros(threads, CALL), threads
+        first = -self.tables.ctypes.data % LINE + self.tables.ctypes.data
+        rows, units = _ranges(window, sizes, isa.lanes)
+        by_rows = rows[3] >= threads
+        entries = np.zeros(threads, ENTRY)
+        code = CODE.addresses([window], isa)[window]
+        for k in range(threads):
+            shares = (_share(rows, k, threads) if by_rows else rows,
+                      units if by_rows else _share(units, k, threads))  # fmt: skip
+            channels = window.channels
+            fields = (0, 0, 0, 0, first + k * table, sizes.x_pitch, sizes.out_pitch, sizes.rows_in,
+                      sizes.columns_in * channels, sizes.columns_out * channels, sizes.top,
+                      sizes.left * channels, *shares[0], *shares[1])  # fmt: skip
+            self.calls[k : k + 1] = np.array([fields], CALL)
+            entries[k] = code, self.calls[k:].ctypes.data
+        self.places = self.calls.view(np.int64).reshape(threads, -1)[:, :PLACES]
+        ends = np.arange(threads + 1, dtype=np.int64)
+        self.job = Job(entries, ends, threads, np.zeros(1, np.int64))
+
+    def run(self, places: tuple[int, int, int, int]) -> None:
+        self.places[:] = places
+        self.job.run(self.threads)
+
+
+Range = tuple[int, int, int, int]  # begin, inner begin, inner end, end
+
+
+def _ranges(window: Window, sizes: Sizes, lanes: int) -> tuple[Range, Range]:
+    """The rows and the units of the output, those within the image among them."""
+    (height, width), (down, along) = window.size, window.dilation
+    rows = _range(sizes.rows_in, sizes.rows_out, sizes.top, window.step[0], (height - 1) * down)
+    reach = (width - 1) * along
+    if not window.flat:
+        return rows, _range(sizes.columns_in, sizes.columns_out, sizes.left, window.step[1], reach)
+    c, floats = window.channels, sizes.columns_out * window.channels
+    inner = -(-sizes.left * c // lanes)
+    behind = (sizes.columns_in - reach + sizes.left) * c
+    return rows, _clipped(inner, min(behind, floats) // lanes, -(-floats // lanes))
+
+
+def _range(into: int, out: int, before: int, step: int, reach: int) -> Range:
+    return _clipped(-(-before // step), (into - 1 - reach + before) // step + 1, out)
+
+
+def _clipped(inner: int, inner_end: int, end: int) -> Range:
+    inner = min(inner, end)
+    return 0, inner, max(min(inner_end, end), inner), end
+
+
+def _share(whole: Range, k: int, count: int) -> Range:
+    """The part of a range that thread k of so many takes."""
+    begin, end = whole[3] * k // count, whole[3] * (k + 1) // count
+    inner = min(max(whole[1], begin), end)
+    return begin, inner, max(min(whole[2], end), inner), end
+
+
+class Runner:
+    """Runs a kernel on parts of any size; may be used by several threads at once."""
+
+    def __init__(self, window: Window, isa: Isa | None = None):
+        self.window, self.isa = window, isa or host()
+        self.spare: dict[tuple[Sizes, int], list[Task]] = {}
+
+    def run(self, sizes: Sizes, threads: int, places: tuple[int, int, int, int]) -> None:
+        """Fill the output. places: addresses of x, out, the weight [channels, *size] (dense), the
+        bias (0: none)."""
+        work = sizes.rows_out * sizes.columns_out * self.window.channels * self.window.taps
+        threads = max(1, min(threads, work // WORK))
+        spare = self.spare.get((sizes, threads))
+        if spare is None:
+            if len(self.spare) >= SIZES:
+                self.spare.clear()
+            spare = self.spare.setdefault((sizes, threads), [])
+        try:
+            task = spare.pop()
+        except IndexError:
+            task = Task(self.window, sizes, threads, self.isa)
+        task.run(places)
+        spare.append(task)

@@ -1,0 +1,496 @@
+"""Where parts come from and go to: every layout and type, by parts as whole; planted failures."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import math
+import mmap
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from demask.errors import BadInput
+from demask.machine.memory import human, parse_memory
+from demask.traverse import ends
+from demask.traverse.axes import empty, part
+from demask.traverse.ends import array_sink, array_source, spill, tensor_sink, tensor_source
+
+SRC = Path(ends.__file__).parents[2]
+AXES = [  # of a value of sizes 1 3 4 5 or fewer: rows and columns
+    ((2, 3, 4, 5), (2, 3)),
+    ((2, 3, 4, 5), (3, 2)),
+    ((2, 3, 4, 5), (2, None)),
+    ((2, 3, 7), (2, None)),
+    ((2, 7, 3), (1, None)),
+    ((7, 4), (0, None)),
+    ((2, 3, 4, 5, 6), (2, 3)),
+    ((2, 9), (None, None)),
+]
+NUMBERS = {"float16", "float32", "float64", "uint8", "int8", "int16", "int32", "int64", "uint16"}
+relaxed = settings(
+    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def drawn(shape, dtype="float32", seed=0):
+    draw = np.random.default_rng(seed)
+    if np.dtype(dtype).kind == "f":
+        return draw.normal(0.5, 0.6, shape).astype(dtype)
+    return draw.integers(0, 100, shape).astype(dtype)
+
+
+def whole(shape, axes):
+    return tuple((0, 1 if axis is None else shape[axis]) for axis in axes)
+
+
+def windows(data, shape, axes):
+    """A drawn partition of a value into windows, in a drawn order."""
+    cuts = []
+    for axis in axes:
+        size = 1 if axis is None else shape[axis]
+        inner = data.draw(st.sets(st.integers(1, size - 1))) if size > 1 else set()
+        places = [0, *sorted(inner), size]
+        cuts.append(list(itertools.pairwise(places)))
+    found = [(rows, columns) for rows in cuts[0] for columns in cuts[1]]
+    return data.draw(st.permutations(found))
+
+
+def read_by_parts(source, shape, axes, dtype, parts):
+    """The value as its parts were read, and whether what was allocated is what was predicted."""
+    made = empty(shape, axes, dtype)
+    for window in parts:
+        into = part(made, axes, window)
+        with Allocated() as counted:
+            source.read(window, into)
+        assert counted.bytes == source.workspace(window)
+    return made
+
+
+def written_by_parts(sink, value, axes, parts):
+    held = empty(value.shape, axes, value.dtype).copy_(value)
+    for window in parts:
+        with Allocated() as counted:
+            sink.write(window, part(held, axes, window))
+        assert counted.bytes == sink.workspace(window)
+
+
+class Allocated(TorchDispatchMode):
+    """Bytes of the tensors that were made with memory of their own."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        known = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs))
+                 if isinstance(t, torch.Tensor)}  # fmt: skip
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in known | {0}:
+                self.bytes += t.untyped_storage().nbytes()
+        return out
+
+
+def in_bytes(y):
+    """The rule of 8-bit images, element by element."""
+    y = y.astype(np.float64 if y.dtype == np.float64 else np.float32)
+    scaled = [0 if math.isnan(v) else round(float(np.clip(v, 0, 1) * y.dtype.type(255)))
+              for v in y.ravel()]  # fmt: skip
+    return np.array(scaled, np.uint8).reshape(y.shape)
+
+
+# -- laws ------------------------------------------------------------------------------------------
+
+
+@relaxed
+@given(st.data())
+def test_what_is_read_by_parts_is_the_array(tmp_path, monkeypatch, data):
+    """read(window) == array[window], from any order of the file, in any partition, of any dtype."""
+    monkeypatch.setattr(ends, "LIMIT", data.draw(st.sampled_from([64, 200, 1 << 20])))
+    shape, axes = data.draw(st.sampled_from(AXES))
+    held = data.draw(st.sampled_from(sorted(NUMBERS)))
+    array = drawn(shape, held)
+    fortran = data.draw(st.booleans())
+    np.save(tmp_path / "x.npy", np.asfortranarray(array) if fortran else array)
+    kept = torch.from_numpy(array).dtype
+    wanted = data.draw(st.sampled_from([kept, torch.float32, torch.float64, torch.bfloat16]))
+    expected = torch.from_numpy(array).to(wanted)
+    if held == "uint8" and wanted.is_floating_point:
+        expected = expected / 255
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    for source in (array_source(tmp_path / "x.npy", axes), tensor_source(array, axes)):
+        assert (source.shape, source.dtype) == (shape, kept)
+        got = read_by_parts(source, shape, axes, wanted, windows(data, shape, axes))
+        assert torch.equal(got, expected)
+    got = empty(shape, axes, wanted)
+    for window in windows(data, shape, axes):
+        tensor_source(mapped, axes).read(window, part(got, axes, window))
+    assert torch.equal(got, expected)
+
+
+@relaxed
+@given(st.data())
+def test_what_is_written_by_parts_is_the_array(tmp_path, monkeypatch, data):
+    """The file's array equals the value, converted; in any partition, in any order."""
+    monkeypatch.setattr(ends, "LIMIT", data.draw(st.sampled_from([64, 200, 1 << 20])))
+    shape, axes = data.draw(st.sampled_from(AXES))
+    values = data.draw(st.sampled_from(["float16", "float32", "float64", "int64", "uint8"]))
+    array = drawn(shape, values)
+    value = torch.from_numpy(array)
+    eight = data.draw(st.booleans()) and value.is_floating_point()
+    stored = torch.uint8 if eight else data.draw(st.sampled_from([value.dtype, torch.float64]))
+    expected = in_bytes(array) if eight else value.to(stored).numpy()
+    with array_sink(tmp_path / "y.npy", shape, axes, value.dtype, stored).opened() as sink:
+        assert sink.shape == shape
+        written_by_parts(sink, value, axes, windows(data, shape, axes))
+    found = np.load(tmp_path / "y.npy")
+    assert found.dtype == expected.dtype and np.array_equal(found, expected)
+    into = torch.zeros(shape, dtype=stored).transpose(0, -1).contiguous().transpose(0, -1)
+    written_by_parts(tensor_sink(into, axes, value.dtype), value, axes, windows(data, shape, axes))
+    assert np.array_equal(into.numpy(), expected)
+
+
+@relaxed
+@given(st.data())
+def test_a_spill_gives_back_what_it_was_given(tmp_path, data):
+    shape, axes = data.draw(st.sampled_from(AXES))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.bool, torch.int16]))
+    value = torch.from_numpy(drawn(shape, "int64")).to(dtype)
+    held = spill(torch.Size(shape), dtype, axes, tmp_path)
+    assert list(tmp_path.iterdir()) == []  # it has no name
+    written_by_parts(held, value, axes, windows(data, shape, axes))
+    got = read_by_parts(held, shape, axes, dtype, windows(data, shape, axes))
+    assert torch.equal(got, value)
+
+
+@relaxed
+@given(st.data())
+def test_pieces_cover_a_box_once_and_the_first_is_the_largest(data):
+    box = data.draw(
+        st.lists(st.tuples(st.integers(0, 3), st.integers(3, 9)), min_size=1, max_size=4)
+    )
+    dims = data.draw(st.permutations(range(len(box))))
+    limit = data.draw(st.integers(1, 200))
+    seen = np.zeros([9] * len(box), int)
+    found = list(ends.pieces(tuple(box), tuple(dims), limit))
+    for piece in found:
+        seen[tuple(slice(a, b) for a, b in piece)] += 1
+    inside = seen[tuple(slice(a, b) for a, b in box)]
+    assert (inside == 1).all() and seen.sum() == inside.size
+    sizes = [ends.elements(piece) for piece in found]
+    assert max(sizes, default=0) == next(iter(sizes), 0) <= limit
+
+
+def test_images_of_a_batch_are_ends_of_their_own(tmp_path):
+    array = drawn((3, 2, 4, 5))
+    np.save(tmp_path / "x.npy", array)
+    axes, part_ = (2, 3), ((1, 3), (0, 5))
+    for source in (array_source(tmp_path / "x.npy", axes), tensor_source(array, axes)):
+        one = source.image(1)
+        assert one.shape == (1, 2, 4, 5)
+        into = empty((1, 2, 2, 5), axes, torch.float32)
+        one.read(part_, into)
+        assert np.array_equal(into.numpy(), array[1:2, :, 1:3])
+    out = torch.zeros(3, 2, 4, 5)
+    with array_sink(tmp_path / "y.npy", array.shape, axes, torch.float32).opened() as sink:
+        for k in range(3):
+            for place in (sink.image(k), tensor_sink(out, axes, torch.float32).image(k)):
+                place.write(((0, 4), (0, 5)), torch.from_numpy(array[k : k + 1]))
+    assert np.array_equal(np.load(tmp_path / "y.npy"), array)
+    assert np.array_equal(out.numpy(), array)
+
+
+# -- eight bits ------------------------------------------------------------------------------------
+
+EDGES = [
+    -math.inf,
+    -1,
+    -0.0,
+    0,
+    0.5 / 255,
+    1.5 / 255,
+    2.5 / 255,
+    0.5,
+    1,
+    1.0001,
+    7,
+    math.inf,
+    math.nan,
+]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_eight_bits_follow_the_rule_at_the_edges(dtype):
+    array = np.array(EDGES, dtype).reshape(1, 1, 1, -1)
+    out = torch.empty(array.shape, dtype=torch.uint8)
+    sink = tensor_sink(out, (2, 3), torch.from_numpy(array).dtype)
+    sink.write(((0, 1), (0, len(EDGES))), torch.from_numpy(array))
+    assert np.array_equal(out.numpy(), in_bytes(array))
+    assert out[0, 0, 0, -1] == 0 and out[0, 0, 0, 10] == 255
+
+
+def test_what_was_written_in_eight_bits_reads_back_as_itself():
+    """write(read(u)) == u for every byte."""
+    every = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        values, back = empty((1, 1, 16, 16), (2, 3), dtype), torch.zeros_like(every)
+        tensor_source(every, (2, 3)).read(((0, 16), (0, 16)), values)
+        tensor_sink(back, (2, 3), dtype).write(((0, 16), (0, 16)), values)
+        assert torch.equal(back, every), dtype
+
+
+# -- mappings --------------------------------------------------------------------------------------
+
+
+def test_only_pages_that_lie_in_a_file_are_given_back(tmp_path):
+    np.save(tmp_path / "x.npy", drawn((1, 2, 3, 4)))
+    plain = np.frombuffer(mmap.mmap(-1, 96), np.float32).reshape(1, 2, 3, 4)
+    for mode, shared in (("r", True), ("r+", True), ("c", False)):
+        array = np.load(tmp_path / "x.npy", mmap_mode=mode)
+        found = [tensor_source(a, (2, 3)).mapping for a in (array, array[:, :1], np.asarray(array))]
+        assert [m is not None for m in found] == [shared] * 3
+    assert tensor_source(plain, (2, 3)).mapping is None
+
+
+def test_a_mapped_destination_holds_what_was_written(tmp_path):
+    value = torch.from_numpy(drawn((1, 2, 300, 400)))
+    out = np.lib.format.open_memmap(tmp_path / "y.npy", "w+", np.uint8, (1, 2, 300, 400))
+    sink = tensor_sink(out, (2, 3), torch.float32)
+    sink.write(((0, 300), (0, 400)), value)
+    del out, sink
+    assert np.array_equal(np.load(tmp_path / "y.npy"), in_bytes(value.numpy()))
+
+
+# -- refusals and planted failures -----------------------------------------------------------------
+
+
+def hostile(path, kind):
+    """A file that is no plain array."""
+    if kind == "pickle":
+        np.save(path, np.array([{}], object), allow_pickle=True)
+    elif kind == "short":
+        np.save(path, drawn((1, 2, 3, 4)))
+        path.write_bytes(path.read_bytes()[:-1])
+    elif kind == "zip":
+        np.savez(path.with_suffix(".npz"), drawn((2, 2)))
+        path.with_suffix(".npz").rename(path)
+    elif kind == "nested":
+        text = b"(" * 9000
+        path.write_bytes(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text)
+    elif kind == "foreign order":
+        np.save(path, drawn((1, 2, 3, 4)).astype(">f4"))
+    elif kind == "structure":
+        np.save(path, np.zeros(3, [("a", "f4")]))
+    elif kind == "text":
+        np.save(path, np.array(["a"]))
+    elif kind == "folder":
+        path.mkdir()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["pickle", "short", "zip", "nested", "foreign order", "structure", "text", "folder", "missing"],
+)
+def test_a_file_that_is_no_array_is_refused_by_name(tmp_path, kind):
+    path = tmp_path / "x.npy"
+    hostile(path, kind)
+    with pytest.raises(BadInput, match=r"x\.npy"):
+        array_source(path, (2, 3))
+
+
+def test_a_file_cut_short_while_it_is_read_is_an_error(tmp_path):
+    np.save(tmp_path / "x.npy", drawn((1, 2, 3, 4)))
+    source = array_source(tmp_path / "x.npy", (2, 3))
+    os.truncate(tmp_path / "x.npy", 140)
+    with pytest.raises(BadInput, match="ended at byte 140"):
+        source.read(((0, 3), (0, 4)), torch.empty(1, 2, 3, 4))
+
+
+@pytest.mark.parametrize(
+    ("values", "stored"),
+    [("float32", "int32"), ("int64", "int32"), ("int8", "uint8"), ("int64", "bool"),
+     ("complex64", "float32")],
+)  # fmt: skip
+def test_a_conversion_that_loses_numbers_is_refused(tmp_path, values, stored):
+    kinds = getattr(torch, values), getattr(torch, stored)
+    with pytest.raises(BadInput, match=f"{values}.*{stored}"):
+        array_sink(tmp_path / "y.npy", (1, 2, 3, 4), (2, 3), *kinds)
+
+
+def test_a_sink_says_what_it_cannot_write(tmp_path):
+    with pytest.raises(BadInput, match=r"numpy has no bfloat16.*output='float32'"):
+        array_sink(tmp_path / "y.npy", (1, 2, 3, 4), (2, 3), torch.bfloat16)
+    with pytest.raises(BadInput, match="does not exist"):
+        array_sink(tmp_path / "no" / "y.npy", (1, 2, 3, 4), (2, 3), torch.float32)
+    np.save(tmp_path / "x.npy", drawn((1, 2, 3, 4)))
+    with pytest.raises(BadInput, match=r"mode='r\+'"):
+        tensor_sink(np.load(tmp_path / "x.npy", mmap_mode="r"), (2, 3), torch.float32)
+    with pytest.raises(ValueError, match="not open"):
+        sink = array_sink(tmp_path / "y.npy", (1, 2, 3, 4), (2, 3), torch.float32)
+        sink.write(((0, 3), (0, 4)), torch.zeros(1, 2, 3, 4))
+    with pytest.raises(BadInput, match="copy it first"):
+        tensor_source(drawn((1, 2, 3, 4))[:, ::-1], (2, 3))
+    with pytest.raises(BadInput, match="on the CPU"):
+        tensor_source(torch.empty(1, 2, 3, 4, device="meta"), (2, 3))
+    assert [p.name for p in tmp_path.iterdir()] == ["x.npy"]
+
+
+def test_a_spill_refuses_parts_in_another_layout(tmp_path):
+    held = spill((1, 3, 4, 5), torch.float32, (2, 3), tmp_path)
+    with pytest.raises(ValueError, match="laid out"):
+        held.write(((0, 4), (0, 5)), torch.zeros(1, 3, 4, 5))
+    with pytest.raises(ValueError, match="expected a part of"):
+        held.write(((0, 4), (0, 5)), torch.zeros(1, 3, 4, 4))
+
+
+def test_a_block_that_fails_leaves_the_old_file(tmp_path):
+    (tmp_path / "y.npy").write_text("earlier")
+    sink = array_sink(tmp_path / "y.npy", (1, 2, 3, 4), (2, 3), torch.float32)
+    with pytest.raises(ZeroDivisionError), sink.opened() as opened:
+        opened.write(((0, 1), (0, 4)), torch.zeros(1, 2, 1, 4))
+        raise ZeroDivisionError
+    assert [p.name for p in tmp_path.iterdir()] == ["y.npy"]
+    assert (tmp_path / "y.npy").read_text() == "earlier"
+
+
+def test_files_are_closed_with_their_ends(tmp_path):
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    np.save(tmp_path / "x.npy", drawn((1, 2, 3, 4)))
+    held = spill((1, 2, 3, 4), torch.float32, (2, 3), tmp_path)
+    source = array_source(tmp_path / "x.npy", (2, 3))
+    with array_sink(tmp_path / "y.npy", (1, 2, 3, 4), (2, 3), torch.float32).opened() as sink:
+        assert len(os.listdir("/proc/self/fd")) >= before + 3
+    held.close()
+    held.close()
+    for spoil in (copy.deepcopy, pickle.dumps):  # a second owner would close it twice
+        with pytest.raises(TypeError, match="is open"):
+            spoil(source)
+    del source, sink
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def child(code, tmp_path, **options):
+    """A process of its own that runs `code` after these lines."""
+    start = """
+        import os, resource, sys, time
+        import numpy as np, torch
+        from demask.traverse.axes import empty, part
+        from demask.traverse.ends import array_sink, array_source, spill, tensor_source
+        torch.set_num_threads(1)
+    """
+    text = textwrap.dedent(start) + textwrap.dedent(code)
+    env = os.environ | {"PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-c", text], cwd=tmp_path, env=env, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        "spill(shape, torch.float32, (2, 3), '.')",
+        "array_sink('y.npy', shape, (2, 3), torch.float32).opened().__enter__()",
+    ],
+    ids=["spill", "array"],
+)
+def test_a_full_disk_is_found_at_once_and_says_how_much_is_needed(tmp_path, make):
+    code = f"""
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        shape = (1, 3, 64, 64)
+        try:
+            held = {make}
+        except ValueError as error:
+            print(error)
+    """
+    out, err = child(code, tmp_path).communicate(timeout=120)
+    needed = 3 * 64 * 64 * 4 + (0 if "spill" in make else 128)
+    assert f"{needed:,} bytes" in out and "no room" in out, err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_killed_while_it_writes_leaves_the_old_file(tmp_path):
+    (tmp_path / "y.npy").write_text("earlier")
+    code = """
+        with array_sink("y.npy", (1, 3, 64, 64), (2, 3), torch.float32).opened() as sink:
+            sink.write(((0, 32), (0, 64)), torch.zeros(1, 3, 32, 64))
+            print("half", flush=True)
+            time.sleep(100)
+    """
+    process = child(code, tmp_path)
+    assert process.stdout.readline() == "half\n"
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert (tmp_path / "y.npy").read_text() == "earlier"
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="reads Linux's /proc")
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_gibibyte_passes_through_a_few_mebibytes(tmp_path, mapped):
+    """A file with holes, read as float32 and written as bytes, in bands of 64 rows."""
+    code = f"""
+        def kib(key):
+            return int(next(l for l in open("/proc/self/status") if l.startswith(key)).split()[1])
+        shape, axes = (1, 4, 4096, 16384), (2, 3)
+        np.lib.format.open_memmap("x.npy", "w+", np.float32, shape)._mmap.close()
+        band = empty((1, 4, 64, 16384), axes, torch.float32).zero_()
+        source = (tensor_source(np.load("x.npy", mmap_mode="r"), axes) if {mapped}
+                  else array_source("x.npy", axes))
+        with array_sink("y.npy", shape, axes, torch.float32, torch.uint8).opened() as sink:
+            open("/proc/self/clear_refs", "w").write("5")
+            before = kib("VmRSS")
+            for row in range(0, 4096, 64):
+                window = (row, row + 64), (0, 16384)
+                source.read(window, band)
+                sink.write(window, band)
+        print(kib("VmHWM") - before)
+    """
+    out, err = child(code, tmp_path).communicate(timeout=300)
+    assert out, err
+    assert int(out) < 32 * 1024
+    assert (tmp_path / "y.npy").stat().st_size == 4 * 4096 * 16384 + 128
+    for path in tmp_path.iterdir():
+        path.unlink()  # pytest keeps folders
+
+
+# -- amounts of memory -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1GiB", 2**30), ("512 MiB", 512 * 2**20), ("1.5gb", 1_500_000_000), ("0.1 GB", 10**8),
+     ("64000000", 64_000_000), (4096, 4096), ("2TiB", 2**41), ("1B", 1)],
+)  # fmt: skip
+def test_amounts_are_read_exactly(text, size):
+    assert parse_memory(text) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1GiB", "1e9", "5Q", "1.GB", "0", 0, -1, 1.5, None, True, "9" * 40, "0.1B"]
+)
+def test_what_is_no_amount_is_refused(text):
+    with pytest.raises(BadInput, match="memory"):
+        parse_memory(text)
+
+
+def test_a_unit_that_could_be_two_asks_which():
+    with pytest.raises(BadInput, match="5GiB or 5GB"):
+        parse_memory("5G")
+
+
+@given(st.integers(1, 2**50))
+def test_an_amount_in_words_reads_back_as_about_itself(size):
+    back = parse_memory(human(size))
+    assert abs(back - size) <= size / 100

@@ -1,0 +1,281 @@
+"""The run law: a call on parts of its operands makes that part of what it makes of the whole.
+
+run(parts, window) == op(whole)[window], over every case of the table and over drawn geometry.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import strategies as st
+
+from demask.ops import TABLE, Declined, regions
+from demask.ops.entry import Case
+from demask.ops.entry import Shape as S
+from demask.ops.laws import check_region_law, law_cases
+from demask.traverse.local_call import Sliding
+from local_runs import CONV, check, holds, related
+
+CASES = [pytest.param(*found, id=f"{found[0]}-{found[1]}") for found in law_cases(TABLE)]
+DRAWS = settings(
+    derandomize=True,
+    deadline=None,
+    database=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# What no part of can be run: several outputs, or every choice of rows is normalised over or summed.
+NEVER = {
+    "aten.unbind.int", "aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default",
+    "aten.tensor_split.sections", "aten.tensor_split.indices", "aten.var_mean.correction",
+    *(f"aten.adaptive_max_pool{d}d.default" for d in (1, 2, 3)),
+    *(f"aten.{name}.default" for name in ("zeros", "ones", "full", "mean", "sum")),
+    *(f"aten.new_{name}.default" for name in ("zeros", "ones", "full")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "index", "case"), CASES)
+def test_run_law(name, index, case):
+    seed = zlib.crc32(f"{name}-{index}".encode())
+    relation = related(name, case.args, case.kwargs, seed=seed)
+    if isinstance(relation, Declined):
+        pytest.skip(relation.text)
+    found = check(relation, seed, exact=False)
+    assert found.runs or name in NEVER or any(s in name for s in ("lstm", "gru", "rnn", "quant"))
+
+
+# Geometry: windows of drawn sizes, where one-off errors hide.
+
+WINDOWS = settings(DRAWS, max_examples=120)
+
+
+def of(*bounds):
+    return st.tuples(*[st.integers(*b) for b in bounds])
+
+
+@WINDOWS
+@given(
+    of((5, 11), (5, 11)), of((1, 7), (1, 7)), of((1, 4), (1, 4)), of((0, 3), (0, 3)),
+    of((1, 3), (1, 3)), st.sampled_from([(1, 2, 3), (2, 2, 1), (4, 1, 1)]), st.booleans(),
+)  # fmt: skip
+def test_convolutions(size, kernel, stride, pad, dilation, groups, bias):
+    assume(
+        all(n + 2 * p > d * (k - 1) for n, p, d, k in zip(size, pad, dilation, kernel, strict=True))
+    )
+    g, i, o = groups
+    weight, vector = S((g * o, i, *kernel), True), S((g * o,), True) if bias else None
+    x = S((1, g * i, *size))
+    args = (x, weight, vector, list(stride), list(pad), list(dilation), g)
+    holds("aten.conv2d.default", *args)
+    holds("aten.conv2d.default", *args, dtype=torch.int64, exact=True)
+
+
+@settings(WINDOWS, max_examples=20)
+@given(
+    of((7, 12), (7, 12)), of((1, 4), (1, 4)), st.integers(1, 2), st.sampled_from(["same", "valid"])
+)
+def test_convolutions_padded_by_name(size, kernel, dilation, padding):
+    even = any(dilation * (k - 1) % 2 for k in kernel)
+    assume(padding == "valid" or not even)  # torch warns, and pads unevenly
+    args = (S((1, 2, *size)), S((3, 2, *kernel), True), None, [1, 1], padding, [dilation] * 2)
+    holds("aten.conv2d.padding", *args)
+
+
+@WINDOWS
+@given(
+    of((2, 7), (2, 7)), of((1, 5), (1, 5)), of((1, 4), (1, 4)), of((0, 2), (0, 2)),
+    of((0, 2), (0, 2)), st.integers(1, 2), st.sampled_from([1, 2]),
+)  # fmt: skip
+def test_transposed_convolutions(size, kernel, stride, pad, extra, dilation, groups):
+    assume(all(e < max(s, dilation) for e, s in zip(extra, stride, strict=True)))
+    made = [(n - 1) * s - 2 * p + dilation * (k - 1) + e + 1
+            for n, s, p, k, e in zip(size, stride, pad, kernel, extra, strict=True)]  # fmt: skip
+    assume(min(made) > 0)
+    weight = S((2 * groups, 3, *kernel), True)
+    holds(
+        "aten.conv_transpose2d.input", S((1, 2 * groups, *size)), weight, S((3 * groups,), True),
+        list(stride), list(pad), list(extra), groups, [dilation] * 2,
+    )  # fmt: skip
+
+
+@WINDOWS
+@given(
+    of((4, 12), (4, 12)), of((1, 5), (1, 5)), of((1, 4), (1, 4)), of((0, 2), (0, 2)),
+    st.integers(1, 3), st.booleans(), st.booleans(), st.sampled_from([None, 3]),
+)  # fmt: skip
+def test_pools(size, kernel, stride, pad, dilation, ceil, include, divisor):
+    assume(all(2 * p <= k <= n for p, k, n in zip(pad, kernel, size, strict=True)))
+    x, how = S((1, 3, *size)), (list(kernel), list(stride), list(pad))
+    holds("aten.avg_pool2d.default", x, *how, ceil, include, divisor)
+    assume(all(n + 2 * p > dilation * (k - 1) for n, p, k in zip(size, pad, kernel, strict=True)))
+    for dtype in (torch.float64, torch.int64):
+        holds("aten.max_pool2d.default", x, *how, [dilation] * 2, ceil, dtype=dtype, exact=True)
+
+
+@settings(WINDOWS, max_examples=40)
+@given(
+    st.integers(4, 12),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(0, 2),
+    st.booleans(),
+    st.booleans(),
+)
+def test_pools_of_sequences(size, kernel, stride, pad, ceil, include):
+    assume(2 * pad <= kernel <= size)
+    x, line = S((1, 3, size)), (2, None)
+    holds("aten.avg_pool1d.default", x, [kernel], [stride], [pad], ceil, include, axes=line)
+    holds("aten.max_pool1d.default", x, [kernel], [stride], [pad], 1, ceil, axes=line)
+
+
+@settings(WINDOWS, max_examples=60)
+@given(of((1, 12), (1, 12)), of((2, 9), (2, 9)))
+def test_adaptive_pools(size, out):
+    holds("aten.adaptive_avg_pool2d.default", S((1, 3, *size)), list(out))
+
+
+@WINDOWS
+@given(
+    of((1, 9), (1, 9)),
+    st.one_of(
+        of((1, 20), (1, 20)),
+        st.tuples(st.floats(0.3, 5), st.floats(0.3, 5)),
+        of((1, 8), (1, 8)).map(lambda t: tuple(map(float, t))),
+    ),
+    st.booleans(),
+)
+def test_resizes(size, out, align):
+    scaled = isinstance(out[0], float)
+    assume(not scaled or all(n * f >= 1 for n, f in zip(size, out, strict=True)))
+    how = (None, list(out)) if scaled else (list(out), None)
+    x = S((1, 3, *size))
+    for name in ("upsample_nearest2d", "_upsample_nearest_exact2d"):
+        holds(f"aten.{name}.vec", x, *how, exact=True)
+    for name in ("upsample_bilinear2d", "upsample_bicubic2d"):
+        holds(f"aten.{name}.vec", x, how[0], align, how[1])
+
+
+@settings(WINDOWS, max_examples=60)
+@given(
+    of((4, 9), (4, 9)),
+    of((-1, 3), (0, 3), (-2, 3), (0, 3)),
+    st.sampled_from(["reflect", "replicate", "circular"]),
+)
+def test_pads(size, pad, mode):
+    x = S((1, 3, *size))
+    holds("aten.constant_pad_nd.default", x, list(pad), 0.5, exact=True)
+    positive = [max(p, 0) for p in pad]
+    holds("aten.pad.default", x, positive, mode, exact=True)
+
+
+@settings(WINDOWS, max_examples=40)
+@given(
+    of((4, 9), (4, 9)), st.integers(0, 3), st.integers(1, 9), st.integers(1, 3), st.integers(-4, 4)
+)
+def test_moves(size, start, length, step, shift):
+    x, more = S((1, 3, *size)), S((1, 3, size[0], 5))
+    stop = min(start + length, size[0])
+    holds("aten.slice.Tensor", x, 2, start, stop, step, exact=True)
+    holds("aten.flip.default", x, [2], exact=True)
+    holds("aten.flip.default", x, [2, 3], exact=True)
+    holds("aten.roll.default", x, [shift, 1], [2, 3], exact=True)
+    holds("aten.cat.default", [x, S((1, 3, length, size[1]))], 2, exact=True)
+    holds("aten.cat.default", [x, more, x], 3, exact=True)
+    holds("aten.cat.default", [x, S((1, length, *size))], 1, exact=True)
+    index = S((length,), True, size[0])
+    holds("aten.index_select.default", x, 2, index, exact=True)
+    holds(
+        "aten.slice_scatter.default",
+        x,
+        S((1, 3, stop - start, size[1])),
+        2,
+        start,
+        stop,
+        exact=True,
+    )
+
+
+@settings(WINDOWS, max_examples=30)
+@given(of((2, 5), (2, 5)), st.integers(1, 3))
+def test_shuffles_and_views(size, r):
+    h, w = size
+    holds("aten.pixel_shuffle.default", S((1, 2 * r * r, h, w)), r, exact=True)
+    holds("aten.flatten.using_ints", S((1, 3, h, w)), 2, axes=(2, None), exact=True)
+    holds("aten.view.default", S((1, h * w, 3)), [1, h, w, 3], axes=(1, None), exact=True)
+    holds("aten.view.default", S((1, h, r, w, r, 3)), [1, h * r, w * r, 3], axes=(1, 2), exact=True)
+    holds("aten.permute.default", S((1, 3, h, w)), [0, 2, 3, 1], axes=(1, 2), exact=True)
+
+
+@pytest.mark.parametrize("scale", [1.14, 2.2])
+@pytest.mark.parametrize("name", ["upsample_nearest2d", "_upsample_nearest_exact2d"])
+def test_sizes_that_some_kernels_treat_apart(name, scale):
+    """7 positions times 1.14 are 7: there ATen copies, whatever the scale."""
+    case = Case((S((1, 2, 3, 7)), None, [2.0, scale]), {})
+    claims = check_region_law(f"aten.{name}.vec", case, 0, TABLE)
+    assert not isinstance(claims, Declined)
+    assert claims.broken == ()
+    holds(f"aten.{name}.vec", *case.args, exact=True)
+
+
+# Planted faults: the law must see them.
+
+
+def breaks(name: str, *args) -> bool:
+    try:
+        holds(name, *args)
+    except (AssertionError, RuntimeError):
+        return True
+    return False
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_need_one_short_breaks_the_law(monkeypatch, side):
+    rule = regions._RULES["conv"]
+
+    def short(axis, start, end):
+        low, high = rule(axis, start, end)
+        return (low + 1, high) if side == 0 else (low, high - 1)
+
+    assert not breaks(*CONV)
+    monkeypatch.setitem(regions._RULES, "conv", short)
+    assert breaks(*CONV)
+
+
+def test_padding_inside_the_image_breaks_the_law(monkeypatch):
+    plain = Sliding.margins
+
+    def everywhere(self, interval):
+        before, inside, after = plain(self, interval)
+        padding = self.geometry.padding
+        return padding, inside - (padding - before), after
+
+    monkeypatch.setattr(Sliding, "margins", everywhere)
+    assert breaks(*CONV)
+    assert breaks("aten.avg_pool2d.default", S((1, 3, 9, 9)), [3, 3], [1, 1], [1, 1])
+
+
+def test_weights_of_other_positions_break_the_law(monkeypatch):
+    from demask.traverse import local_resize
+
+    call = ("aten.upsample_bilinear2d.vec", S((1, 3, 7, 6)), [15, 9], False, None)
+    plain = local_resize.resample
+    assert not breaks(*call)
+
+    def first(x, into, axis, pieces, weights, origin):
+        plain(x, into, axis, pieces, weights, 0)
+
+    monkeypatch.setattr(local_resize, "resample", first)
+    assert breaks(*call)
