@@ -32,9 +32,8 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from demask.errors import DemaskError
+from demask.errors import BudgetTooSmall
 from demask.machine.allocator import M_MMAP_THRESHOLD
-from demask.machine.memory import parse_memory
 from tables import RESULTS, load, machine, markdown
 from traverse_networks import Network, named
 
@@ -46,8 +45,6 @@ SIZES = {
 SMALL = 64  # the size of the call that brings the libraries' code and threads into memory
 BUDGETS = 4
 SHARE, SLACK = 0.05, 16 * MIB  # how far a peak may be from its prediction: the larger of the two
-STEP = 1.1
-HINT = re.compile(r"least budget that would do is about (\d[\d.]* \w+)")
 FIXED = 128 * 1024  # bytes from which a block is mapped on its own, where that is fixed
 
 
@@ -262,19 +259,16 @@ def untiled(setting: Setting) -> Untiled:
 
 @torch.no_grad()
 def least(setting: Setting, most: int) -> int:
-    """The least budget that a plan is made for, in bytes: what the planner says would do, or a
-    tenth more, and so on; DemaskError where more than `most` bytes are asked for."""
+    """The least budget that a plan is made for, in bytes; BudgetTooSmall where it is more than
+    `most`."""
     _, model, x = ready(setting)
-    budget = MIB
-    while True:
-        try:
-            engine_of(setting).plan(model, (x,), memory=budget)
-            return budget
-        except DemaskError as error:
-            hint = HINT.search(str(error))
-            budget = max(parse_memory(hint[1]) if hint else 0, round(STEP * budget))
-            if budget > most:
-                raise
+    try:
+        engine_of(setting).plan(model, (x,), memory=MIB)
+    except BudgetTooSmall as error:
+        if error.least > most:
+            raise
+        return error.least
+    return MIB
 
 
 @dataclass(frozen=True, slots=True)

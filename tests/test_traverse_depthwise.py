@@ -131,8 +131,11 @@ def test_a_planted_fault_breaks_the_law(monkeypatch, planted):
         holds(Depthwise, *depthwise())
 
 
-def test_a_max_pool_is_bit_equal():
-    here = placed("aten.max_pool2d.default", S((1, 10, 21, 19)), [3, 3], [2, 2], [1, 1], [2, 2])
+@pytest.mark.parametrize("name", ["max", "avg"])
+@pytest.mark.parametrize("step", [1, 2])
+def test_pools_are_bit_equal_to_torch(name, step):
+    how = ([3, 3], [step, step], [1, 1])
+    here = placed(f"aten.{name}_pool2d.default", S((1, 10, 21, 19)), *how)
     for window in windows(here.call.shape, here.axes, random.Random(0)):
         expected = parts.part(here.node.meta["val"], here.axes, window)
         assert torch.equal(run(here, window, values_of(here)), expected)

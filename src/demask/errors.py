@@ -13,6 +13,14 @@ class RefusedFile(BadInput):
     """A file from outside holds something that could run code or exhaust the machine."""
 
 
+class BudgetTooSmall(BadInput):
+    """No plan fits a budget of memory. least: bytes that do."""
+
+    def __init__(self, text: str, least: int):
+        super().__init__(text)
+        self.least = least
+
+
 class Mismatch(DemaskError, AssertionError):
     """Two networks that should compute the same do not."""
 

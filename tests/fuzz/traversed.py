@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,12 +17,14 @@ from demask.traverse.planner import Planner, packed_plan
 
 
 def executed(model: nn.Module, x: Tensor, mode: str, rows: int, columns: int = 0, *, seed: int = 0,
-             spills: bool = False, again: bool = False) -> Tiled:  # fmt: skip
+             spills: bool = False, again: bool = False, workers: int = 1) -> Tiled:  # fmt: skip
     """The network with every segment that can in this mode; the others layer-wise. seed: draws
     further cuts; 0 draws none."""
     program = read(model, (x,))
     flow = flow_of(program)
     segments = told(flow, mode, rows, columns, seed=seed, spills=spills, again=again)
+    segments = [replace(s, workers=workers, over={}) if s.mode == BANDS and workers > 1 else s
+                for s in segments]  # fmt: skip
     layout = laid(flow, segments, frozenset())
     return tiled(program, packed_plan(flow, segments, layout, 2**40, 0), flow, layout)
 

@@ -15,10 +15,11 @@ not depend on the part that it is made in.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -181,45 +182,36 @@ class _Body:
                 reads.setdefault(r * w.step[0] + i * w.dilation[0], []).append((r, i))
         sources = {y: self._row(self.x, b.add(first, I64(y)), "x_pitch") for y in sorted(reads)}
         outs = [self._row(self.out, b.add(row, I64(r)), "out_pitch") for r in range(side)]
-        kept = None
-        if w.flat and self.t.modulus == e.lanes and w.mode == "conv":
-            kept = [self._weight(I64(tap), I64(0)) for tap in range(w.taps + 1)]
+        fixed = w.flat and self.t.modulus == e.lanes  # all vectors meet the same weights
+        kept = [self._weight(I64(tap), I64(0)) for tap in range(w.taps + 1)] if fixed else None
 
         def body(x: Value, out: Value, phase: Value, mask: Value | None) -> None:
-            weights = kept or [_Later(self, tap, phase) for tap in range(w.taps + 1)]
-            sums = [self._begin(weights[-1], place, out, mask) for place in outs]
-            for j in range(w.size[1]):
-                column = [weights[i * w.size[1] + j] for i in range(w.size[0])]
-                column = [v.get() if isinstance(v, _Later) else v for v in column]
-                for y, source in sources.items():
-                    place = e.at(source, b.add(x, I64(j * w.dilation[1] * w.channels)), FLOAT)
-                    value = self._read(place, mask)
-                    for r, i in reads[y]:
-                        sums[r] = self._met(sums[r], column[i], value)
+            weights = kept or [self._weight(I64(tap), phase) for tap in range(w.taps + 1)]
+            sums = [self._begin()] * side
+            for (y, source), j in itertools.product(sources.items(), range(w.size[1])):
+                place = e.at(source, b.add(x, I64(j * w.dilation[1] * w.channels)), FLOAT)
+                value = self._read(place, mask)
+                for r, i in reads[y]:
+                    sums[r] = self._met(sums[r], weights[i * w.size[1] + j], value)
             for place, sum_ in zip(outs, sums, strict=True):
-                self._end(sum_, e.at(place, out, FLOAT), mask)
+                self._end(sum_, weights[-1], e.at(place, out, FLOAT), mask)
 
         self._units(f["inner_unit"], f["inner_unit_end"], body)
 
     def _row(self, base: Value, row: Value, pitch: str) -> Value:
         return self.e.at(base, self.e.b.mul(row, self.field[pitch]), FLOAT)
 
-    def _weight(self, tap: Value, phase: Value) -> Value:
+    def _weight(self, tap: Value, phase: Value) -> Value | None:
+        """The weights that a vector of this phase meets at a tap; behind the taps, its bias."""
+        if self.w.mode != "conv":
+            return None
         place = self.e.b.add(self.e.b.mul(tap, I64(self.t.pitch)), phase)
         return self.e.b.load(self.e.at(self.table, place, FLOAT), typ=self.e.vector, align=4)
 
-    # -- what a vector begins with, what it meets, how it ends
+    # -- what sums begin with, what they meet, how they end
 
-    def _begin(self, bias: Any, out: Value, place: Value, mask: Value | None) -> Value:
-        e = self.e
-        if self.w.mode == "max":
-            return e.splat(-math.inf)
-        if self.w.mode == "mean":
-            return e.splat(0.0)
-        start = bias.get() if isinstance(bias, _Later) else bias
-        if not self.w.add:
-            return start
-        return e.b.fadd(start, self._read(e.at(out, place, FLOAT), mask))
+    def _begin(self) -> Value:
+        return self.e.splat(-math.inf if self.w.mode == "max" else 0.0)
 
     def _met(self, sum_: Value, weight: Value, value: Value) -> Value:
         e, b = self.e, self.e.b
@@ -230,10 +222,16 @@ class _Body:
         larger = b.select(b.fcmp_ordered("<", value, sum_), sum_, value)
         return b.select(b.fcmp_unordered("uno", sum_, sum_), sum_, larger)  # NaN stays
 
-    def _end(self, sum_: Value, place: Value, mask: Value | None) -> None:
+    def _end(self, sum_: Value, bias: Value, place: Value, mask: Value | None) -> None:
+        """Write a vector. The bias comes behind the taps, as oneDNN's kernels for AVX-512 have it
+        where windows are not dilated: bit-equal to them."""
         e = self.e
+        if self.w.mode == "conv":
+            sum_ = e.b.fadd(sum_, bias)
         if self.w.mode == "mean":
-            sum_ = e.b.fmul(sum_, e.splat(1 / self.w.divisor))
+            sum_ = e.b.fdiv(sum_, e.splat(float(self.w.divisor)))
+        if self.w.add:
+            sum_ = e.b.fadd(sum_, self._read(place, mask))
         value = e.activated(sum_, self.w.act)
         if mask is None:
             e.b.store(value, place, align=4)
@@ -258,19 +256,18 @@ class _Body:
         e, b, w, f = self.e, self.e.b, self.w, self.field
         used = self._within(out, f["floats_out"], mask)
         to, other = self._row(self.out, row, "out_pitch"), -math.inf if w.mode == "max" else 0.0
-        bias = self._weight(I64(w.taps), phase) if w.mode == "conv" else None
-        sum_ = e.variable(e.vector, self._begin(bias, to, out, used))
+        bias = self._weight(I64(w.taps), phase)
+        sum_ = e.variable(e.vector, self._begin())
         columns = [b.add(x, I64(j * w.dilation[1] * w.channels)) for j in range(w.size[1])]
         masks = [self._within(b.sub(c, f["left"]), f["floats_in"], used) for c in columns]
         first, taps = self._taps(row)
-        for j, (column, inside) in enumerate(zip(columns, masks, strict=True)):
-            with e.loop(*taps) as i:
-                source = self._row(self.x, b.add(first, b.mul(i, I64(w.dilation[0]))), "x_pitch")
-                tap = b.add(b.mul(i, I64(w.size[1])), I64(j))
-                weight = self._weight(tap, phase) if w.mode == "conv" else None
+        with e.loop(*taps) as i:
+            source = self._row(self.x, b.add(first, b.mul(i, I64(w.dilation[0]))), "x_pitch")
+            for j, (column, inside) in enumerate(zip(columns, masks, strict=True)):
+                weight = self._weight(b.add(b.mul(i, I64(w.size[1])), I64(j)), phase)
                 value = self._read(e.at(source, column, FLOAT), inside, other)
                 sum_.set(self._met(sum_.get(), weight, value))
-        self._end(sum_.get(), e.at(to, out, FLOAT), used)
+        self._end(sum_.get(), bias, e.at(to, out, FLOAT), used)
 
     def _taps(self, row: Value) -> tuple[Value, tuple[Value, Value]]:
         """The row of x that the first tap of a row of out is at; the taps within the image."""
@@ -290,17 +287,6 @@ class _Body:
         index = b.add(e.splat(b.trunc(place, I32)), self.counted)
         found = b.icmp_unsigned("<", index, e.splat(b.trunc(floats, I32)))
         return found if mask is None else b.and_(found, mask)
-
-
-class _Later(NamedTuple):
-    """A weight that is read where it is used: all of them would not stay in registers."""
-
-    body: _Body
-    tap: int
-    phase: Value
-
-    def get(self) -> Value:
-        return self.body._weight(I64(self.tap), self.phase)
 
 
 class Sizes(NamedTuple):

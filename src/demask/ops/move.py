@@ -206,7 +206,7 @@ def _pixel_unshuffle(node: fx.Node) -> Spelled:
     r = schema.arguments(node)["downscale_factor"]
     height, width = schema.outputs(node)[0].shape[-2:]
     sizes = {"r": r, "s": r, "h": _static(height), "w": _static(width)}
-    return Spelled("... c (!h !r) (!w !s) -> ... (c !r !s) !h !w", sizes)
+    return Spelled("... c (h !r) (w !s) -> ... (c !r !s) h w", sizes)
 
 
 def _channel_shuffle(node: fx.Node) -> Spelled:

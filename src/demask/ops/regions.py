@@ -237,11 +237,10 @@ class Geometry:
         return scale, float(torch.tensor(scale, dtype=torch.float32))
 
     def shortcuts(self, place: int) -> tuple[int, ...]:
-        """Where kernels of images read instead, whatever scale is given: they copy where sizes are
-        equal, and read each position twice where one is twice the other."""
+        """Where nearest kernels of images read instead, whatever scale is given: they copy where
+        sizes are equal, and read each position twice where one is twice the other."""
         step = self.output / max(self.input, 1)
-        plain = self.rank == 1 and "align_corners" not in self.found
-        return () if plain or step not in (1, 2) else (int(place // step),)
+        return () if self.rank == 1 or step not in (1, 2) else (int(place // step),)
 
     def floors(self, shift: float, align: bool) -> tuple[list[int], list[int]]:
         """floor((place + shift) * scale - shift) of every place, at its lowest and highest: at
@@ -250,9 +249,6 @@ class Geometry:
             places, found = torch.arange(self.output, dtype=torch.float64) + shift, []
             for scale in self.scales(align):
                 found += [(v * scale - shift).floor().long() for v in (places, places.float())]
-            found += [
-                torch.tensor(v) for v in zip(*map(self.shortcuts, range(self.output)), strict=True)
-            ]
             table = torch.stack(found)
             self._floors[shift, align] = (table.amin(0).tolist(), table.amax(0).tolist())
         return self._floors[shift, align]
@@ -288,7 +284,8 @@ def _adaptive(axis: Geometry, start: int, end: int) -> Interval:
 
 def _nearest(axis: Geometry, start: int, end: int) -> Interval:
     low, high = axis.floors(0.0, False)
-    return min(low[start], axis.input - 1), high[end - 1] + 1
+    first = min([low[start], *axis.shortcuts(start)])
+    return min(first, axis.input - 1), max([high[end - 1], *axis.shortcuts(end - 1)]) + 1
 
 
 def _exact(axis: Geometry, start: int, end: int) -> Interval:

@@ -30,7 +30,7 @@ from torch import Tensor
 from demask.errors import BadInput
 from demask.files import atomic
 from demask.ops.regions import Interval
-from demask.traverse.axes import Axes, Window, order
+from demask.traverse.axes import Axes, Window, order, strides
 from demask.traverse.convert import (
     assign,
     check_conversion,
@@ -373,6 +373,20 @@ def tensor_sink(
     tensor, mapping = _tensor(given)
     check_conversion(values, tensor.dtype)
     return TensorSink(axes, index, tensor, values, mapping)
+
+
+def in_place(end: Any) -> Tensor | None:
+    """The image of an end as a part, where it is a tensor that lies in memory as parts do."""
+    if not isinstance(end, TensorSource | TensorSink) or end.mapping is not None:
+        return None
+    values = end.tensor.dtype if isinstance(end, TensorSource) else end.values
+    if values != end.tensor.dtype:
+        return None
+    image = end.tensor if end.index is None else end.tensor[end.index : end.index + 1]
+    wanted = strides(tuple(image.shape), end.axes)
+    alike = all(n == 1 or a == b
+                for n, a, b in zip(image.shape, image.stride(), wanted, strict=True))  # fmt: skip
+    return image.as_strided(image.shape, wanted) if alike else None
 
 
 def _tensor(given: Tensor | np.ndarray) -> tuple[Tensor, mmap.mmap | None]:

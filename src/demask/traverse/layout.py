@@ -15,21 +15,43 @@ from torch import Tensor, fx
 
 from demask.errors import BadInput
 from demask.machine.arena import ALIGNMENT, Block, planned
+from demask.ops.regions import Interval
 from demask.traverse.flow import Flow
 from demask.traverse.memory import Memory, memory
 from demask.traverse.plan import BANDS, FRUSTUMS, Segment
-from demask.traverse.schedule import Step, at_once, ends_of, tile, walked
+from demask.traverse.schedule import Step, Strip, at_once, ends_of, strips, tile, walked
 from demask.traverse.stage import Stage, Unit, staged
+
+
+WORKERS = 64  # at most, side by side
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One segment ready to run: its stage, which of its values are maps, its memory."""
+    """One segment ready to run: its stage, which of its values are maps, the memory of each of its
+    workers, and the strips that they walk down, if they are several."""
 
     segment: Segment
     stage: Stage
     maps: frozenset[fx.Node]
     memory: Memory
+    strips: tuple[Strip, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Of all workers, with the borders between them."""
+        each = _aligned(self.memory.size)
+        return each * max(len(self.strips), 1) + sum(map(sum, self.borders()))
+
+    def borders(self) -> list[list[int]]:
+        """Between each two strips, the bytes of each value that goes from one to the other."""
+        return [[_aligned(self.border_bytes(v, n)) for v, n in strip.borders.items()]
+                for strip in self.strips[:-1]]  # fmt: skip
+
+    def border_bytes(self, node: fx.Node, rows: int) -> int:
+        if node in self.maps:
+            return 0
+        return value_bytes(node) // self.stage.flow.rows(node) * rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +75,9 @@ def steps_of(stage: Stage, segment: Segment) -> Iterator[Step]:
     """The steps in which a segment runs."""
     if not ends_of(stage):
         yield at_once(stage)
+    elif segment.mode == BANDS and segment.workers > 1:
+        for strip in strips(stage, segment.workers):
+            yield from walked(stage, segment.rows, strip)
     elif segment.mode == BANDS:
         yield from walked(stage, segment.rows)
     elif segment.mode == FRUSTUMS:
@@ -63,16 +88,22 @@ def steps_of(stage: Stage, segment: Segment) -> Iterator[Step]:
 
 def tiles(stage: Stage, rows: int, columns: int) -> Iterator[Step]:
     """One step for each tile of the tallest target; other targets are cut in proportion."""
-    flow, ends = stage.flow, ends_of(stage)
-    height, width = max(ends.values()), max(flow.columns(v) for v in ends)
+    ends = ends_of(stage)
+    height, width = max(ends.values()), max(stage.flow.columns(v) for v in ends)
     for top in range(0, height, rows):
         for left in range(0, width, columns):
-            window = {}
-            for v, n in ends.items():
-                m = flow.columns(v)
-                window[v] = ((top * n // height, min(top + rows, height) * n // height),
-                             (left * m // width, min(left + columns, width) * m // width))  # fmt: skip
-            yield tile(stage, window)
+            yield tile_at(stage, (top, top + rows), (left, left + columns))
+
+
+def tile_at(stage: Stage, rows: Interval, columns: Interval) -> Step:
+    """The tile that makes these rows and columns of the tallest target."""
+    ends, window = ends_of(stage), {}
+    height, width = max(ends.values()), max(stage.flow.columns(v) for v in ends)
+    for v, n in ends.items():
+        m = stage.flow.columns(v)
+        window[v] = ((rows[0] * n // height, min(rows[1], height) * n // height),
+                     (columns[0] * m // width, min(columns[1], width) * m // width))  # fmt: skip
+    return tile(stage, window)
 
 
 def stage_of(flow: Flow, segment: Segment) -> Stage:
@@ -91,6 +122,8 @@ def check(flow: Flow, segments: Sequence[Segment]) -> None:
         stage = stage_of(flow, segment)
         if segment.mode in (BANDS, FRUSTUMS) and (not stage.streams or segment.rows < 1):
             raise BadInput(f"the plan runs {segment.nodes[:1]} in {segment.mode}, which it cannot")
+        if not 1 <= segment.workers <= WORKERS:
+            raise BadInput(f"the plan asks for {segment.workers} workers, expected 1 to {WORKERS}")
         if segment.mode == FRUSTUMS and segment.columns < 1:
             raise BadInput(f"the plan cuts {segment.nodes[:1]} in tiles of no columns")
         if len(over_of(stage, segment)) != len(segment.over):
@@ -125,7 +158,9 @@ def laid(flow: Flow, segments: Sequence[Segment], outside: frozenset[fx.Node]) -
     for segment, stage in zip(segments, stages, strict=True):
         mine = frozenset(v for v in [*stage.enters, *stage.targets] if v in kept or v in outside)
         where = memory(stage, steps_of(stage, segment), mine)
-        places.append(Place(segment, stage, mine, where))
+        several = segment.workers > 1 and segment.mode == BANDS and bool(ends_of(stage))
+        side = tuple(strips(stage, segment.workers)) if several else ()
+        places.append(Place(segment, stage, mine, where, side if len(side) > 1 else ()))
     return _packed(tuple(places), kept)
 
 
@@ -143,7 +178,7 @@ def _packed(places: tuple[Place, ...], kept: set[fx.Node]) -> Layout:
             first, last = lives.get(owner[v], (k, k))
             lives[owner[v]] = min(first, k), max(last, k)
     blocks = [Block(_aligned(value_bytes(v)), *life) for v, life in lives.items()]
-    blocks += [Block(_aligned(p.memory.size), k, k) for k, p in enumerate(places)]
+    blocks += [Block(_aligned(p.bytes), k, k) for k, p in enumerate(places)]
     found = planned(blocks)
     at = dict(zip(lives, found.offsets, strict=False))
     maps = {v: at[owner[v]] for v in kept if owner[v] in at}
@@ -188,5 +223,6 @@ def over_of(stage: Stage, segment: Segment) -> dict[fx.Node, fx.Node]:
     said = {stage_value.name: stage_value for stage_value in [*stage.enters, *stage.targets]}
     pairs = {said[a]: said[b] for a, b in segment.over.items() if a in said and b in said}
     maps = frozenset([*pairs, *pairs.values()])
-    found = written_over(stage, list(steps_of(stage, segment)), maps) if pairs else {}
+    alone = segment.workers <= 1  # the worker below may still read what this one writes over
+    found = written_over(stage, list(steps_of(stage, segment)), maps) if pairs and alone else {}
     return {a: b for a, b in found.items() if pairs.get(a) is b}

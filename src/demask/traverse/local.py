@@ -23,6 +23,7 @@ from demask.traverse import axes as parts
 from demask.traverse.axes import COLUMNS, NONE, ROWS, Axes, Window
 from demask.traverse.local_call import Call, Cut, Kind, Scratch, narrowed, nbytes
 from demask.traverse.local_carried import Apply, Rearrange, is_rearranged
+from demask.traverse.local_depthwise import quicker
 from demask.traverse.local_moves import Moved
 from demask.traverse.local_resize import Resize
 from demask.traverse.local_windows import windowed
@@ -201,7 +202,7 @@ def _kind(call: Call) -> Kind | Declined:
     if letters & relation.window and relation.entry.region in RESIZES:
         return Resize.of(call)
     if letters & relation.window:
-        return windowed(call)
+        return quicker(windowed(call))
     if is_rearranged(call):
         return Rearrange.of(call)
     return Apply.of(call)

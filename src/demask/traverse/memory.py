@@ -48,6 +48,8 @@ class _Most:
         self.block = dict.fromkeys(self.values, 0)
         self.tail = dict.fromkeys(self.values, 0)
         self.scratch = dict.fromkeys(range(len(stage.units)), 0)
+        # Operands of which a unit reads just the rows that it makes, in every step.
+        self.same = {(u.value, e.source) for u in stage.units for e in u.edges}
 
     def add(self, step: Step) -> None:
         for v in self.values:
@@ -57,12 +59,16 @@ class _Most:
         for k, unit in enumerate(self.stage.units):
             if unit.node in self.stage.flow.local:
                 self._scratch(k, unit, step)
+        for value, base in list(self.same):
+            mine, theirs = step.get(value), step[base]
+            if mine is None or mine.made != theirs.made or mine.columns != theirs.columns:
+                self.same.discard((value, base))
 
     def _scratch(self, k: int, unit: Unit, step: Step) -> None:
         held = step[unit.value]
-        if held.done >= held.end:
+        if held.made[0] >= held.made[1]:
             return
-        window = (held.done, held.end), held.columns
+        window = held.made, held.columns
         here = self.stage.flow.local[unit.node]
         self.scratch[k] = max(self.scratch[k], here.temporary(window))
 
@@ -139,6 +145,8 @@ def _owners(stage: Stage, most: _Most) -> dict[fx.Node, fx.Node]:
 
 def _dies(stage: Stage, most: _Most, unit: Unit, base: fx.Node) -> bool:
     """Does nobody but a unit read a value, and the unit only once, at the rows it makes?"""
+    if (unit.value, base) not in most.same:
+        return False
     if base not in most.block or base in stage.targets or most.tail[base]:
         return False
     mine, theirs = unit.value.meta["val"], base.meta["val"]

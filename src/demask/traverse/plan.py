@@ -25,7 +25,7 @@ class Segment:
     nodes: the calls, in order; some may have run in an earlier segment and run again. keeps: values
     that are read later. spills: those of them on disk. over: maps written over a map read here.
     bytes: of the segment's own memory, without the maps that live beside it. traffic: bytes that
-    enter and leave the segment. steps: bands or tiles.
+    enter and leave the segment. steps: bands or tiles. workers: walk strips of bands side by side.
     """
 
     mode: str
@@ -36,6 +36,7 @@ class Segment:
     rows: int = 0
     columns: int = 0
     steps: int = 1
+    workers: int = 1
     bytes: int = 0
     macs: int = 0
     traffic: int = 0
@@ -112,6 +113,8 @@ def _row(k: int, segment: Segment) -> tuple[str, ...]:
     kept = ", ".join(
         f"{name} on disk" if name in segment.spills else name for name in segment.keeps
     )
+    if segment.workers > 1:
+        tile[BANDS] += f" x {segment.workers} strips"
     return (str(k), segment.mode, tile.get(segment.mode, "whole"), str(segment.steps),
             _span(segment.nodes), kept, human(segment.bytes), f"{segment.macs:.3g}",
             human(segment.traffic))  # fmt: skip
@@ -127,7 +130,7 @@ def _segment(row: Any) -> Segment:
         raise ValueError(f"mode {mode!r}")
     names = {key: tuple(map(_word, row[key])) for key in ("nodes", "keeps", "spills")}
     numbers = {
-        key: _number(row[key]) for key in ("rows", "columns", "steps", "bytes", "macs", "traffic")
+        key: _number(row[key]) for key in ("rows", "columns", "steps", "workers", "bytes", "macs", "traffic")
     }
     over = {_word(a): _word(b) for a, b in row["over"].items()}
     return Segment(mode, over=over, **names, **numbers)

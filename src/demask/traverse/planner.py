@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from demask.errors import BadInput
+from demask.errors import BudgetTooSmall
 from demask.machine.memory import human
 from demask.traverse.axes import whole
 from demask.traverse.flow import Flow
@@ -26,7 +26,7 @@ from demask.traverse.layout import (
     over_of,
     stage_of,
     steps_of,
-    tiles,
+    tile_at,
     value_bytes,
     written_over,
 )
@@ -281,16 +281,16 @@ class Planner:
                         best[high] = seconds, [*best[low][1], choice.segment]
         return best.get(len(self.calls))
 
-    def least(self) -> int:
-        """The least live bytes of any sequence of segments."""
+    def least(self) -> tuple[float, list[Segment]]:
+        """The sequence of segments that takes the fewest live bytes, and its seconds."""
         cuts = self.cuts()
-        best: dict[int, float] = {0: 0}
-        for j in range(1, len(cuts)):
-            ways = [
-                max(best[cuts[i]], c.bytes) for i in range(j) for c in self.all(cuts[i], cuts[j])
-            ]
-            best[cuts[j]] = min(ways, default=math.inf)
-        return int(best[len(self.calls)])
+        best: dict[int, tuple[float, float, list[Segment]]] = {0: (0.0, 0.0, [])}
+        for j, high in enumerate(cuts[1:], 1):
+            ways = [(max(best[low][0], c.bytes), best[low][1] + c.seconds, low, c.segment)
+                    for low in cuts[:j] for c in self.all(low, high)]  # fmt: skip
+            size, seconds, low, segment = min(ways, key=lambda way: way[:2])
+            best[high] = size, seconds, [*best[low][2], segment]
+        return best[len(self.calls)][1:]
 
     def all(self, low: int, high: int) -> list[Choice]:
         """choices(), computed once."""
@@ -334,8 +334,10 @@ def _sample(stage: Stage, segment: Segment) -> list[Step]:
     if segment.mode == BANDS:
         return middle(stage, segment.rows)
     if segment.mode == FRUSTUMS:
-        every = list(tiles(stage, segment.rows, segment.columns))
-        return [every[len(every) // 2]]
+        ends, (rows, columns) = ends_of(stage), (segment.rows, segment.columns)
+        top = max(ends.values()) // 2 // rows * rows
+        left = max(stage.flow.columns(v) for v in ends) // 2 // columns * columns
+        return [tile_at(stage, (top, top + rows), (left, left + columns))]
     return [at_once(stage)]
 
 
@@ -357,8 +359,8 @@ def _macs(stage: Stage, step: Step) -> int:
     total = 0
     for unit in stage.units:
         held = step.get(unit.value)
-        if held is not None and unit.node in stage.flow.local and held.done < held.end:
-            window = (held.done, held.end), held.columns
+        if held is not None and unit.node in stage.flow.local and held.made[0] < held.made[1]:
+            window = held.made, held.columns
             total += stage.flow.local[unit.node].macs(window)
     return total
 
@@ -383,8 +385,8 @@ def planned(
 ) -> tuple[Plan, Layout]:
     """The fastest plan found within a budget, and where everything lies.
 
-    beside: bytes the call takes for other things. disk: maps may be kept in files. BadInput: no
-    plan fits; it says the least budget that would do.
+    beside: bytes the call takes for other things. disk: maps may be kept in files. BudgetTooSmall:
+    no plan fits; `least` bytes would do.
     """
     room, tried = budget - beside - OVERHEAD, list[Planner]()
     for tiles, spills in itertools.product((False, True), repeat=2):
@@ -397,10 +399,11 @@ def planned(
         if made:
             _, segments, layout = min(made, key=lambda found: found[0])
             return packed_plan(flow, segments, layout, budget, beside), layout
-    least = min(p.least() for p in tried) + beside + OVERHEAD
-    raise BadInput(
+    least = min(_exact(p, p.least())[2].size for p in tried) + beside + OVERHEAD
+    raise BudgetTooSmall(
         f"no plan of this network fits {human(budget)}; the least budget that would do is about "
-        f"{human(math.ceil(least * 1.02))}"
+        f"{human(math.ceil(least * 1.01))}",
+        least,
     )
 
 
@@ -411,13 +414,21 @@ def _fitted(planner: Planner, room: int) -> tuple[float, list[Segment], Layout] 
     for _ in range(5):
         found = planner.search(limit)
         if found is None:
-            return None
-        seconds, segments = found[0], [planner.safe(s) for s in found[1]]
-        layout = laid(planner.flow, segments, planner.outside)
-        if layout.size <= room:
-            return seconds, segments, layout
-        limit -= layout.size - room
-    return None
+            break
+        made = _exact(planner, found)
+        if made[2].size <= room:
+            return made
+        limit -= made[2].size - room
+    made = _exact(planner, planner.least())
+    return made if made[2].size <= room else None
+
+
+def _exact(
+    planner: Planner, found: tuple[float, list[Segment]]
+) -> tuple[float, list[Segment], Layout]:
+    """Segments that were found, after their seconds, as they really lie."""
+    segments = [planner.safe(s) for s in found[1]]
+    return found[0], segments, laid(planner.flow, segments, planner.outside)
 
 
 def packed_plan(

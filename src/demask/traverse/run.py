@@ -13,11 +13,12 @@ from torch import Tensor, fx
 
 from demask.machine.arena import ALIGNMENT
 from demask.traverse.axes import Window
-from demask.traverse.ends import Spill, spill
+from demask.traverse.ends import Spill, in_place, spill
 from demask.traverse.flow import Flow
 from demask.traverse.layout import Layout, Place, steps_of
 from demask.traverse.schedule import Step
 from demask.traverse.sweep import Counter, Ends, Sweep, seen
+from demask.traverse.workers import side_by_side
 
 Told = Callable[[Place, Step], None]
 
@@ -46,7 +47,8 @@ def execute(
 ) -> tuple[dict[fx.Node, Any], Counter]:
     """Run all segments. Returns the values without rows that were made, and what was done.
 
-    folder: for maps on disk, which are gone when they were read. told: called after each step of each segment.
+    folder: for maps on disk, which are gone when they were read. told: called
+    after each step of each segment, by whichever thread made it.
     """
     counter, arena = Counter(), _arena(layout.size)
     wholes, spills = dict(call.wholes), dict[fx.Node, Spill]()
@@ -59,9 +61,13 @@ def execute(
                 spills[v] = spill(tuple(value.shape), value.dtype, flow.axes[v], folder)
                 ends.sinks[v] = spills[v] if v not in call.sinks else Tee(spills[v], call.sinks[v])
         ends.sources |= {v: spills[v] for v in place.stage.enters if v in spills}
-        work = arena[layout.work[k] : layout.work[k] + place.memory.size]
-        sweep = Sweep(place.stage, place.memory, ends, work, counter)
-        sweep.run(steps_of(place.stage, place.segment), _telling(told, place))
+        work = arena[layout.work[k] : layout.work[k] + place.bytes]
+        _direct(place, call, ends)
+        if place.strips:
+            side_by_side(place, ends, work, counter, _telling(told, place))
+        else:
+            sweep = Sweep(place.stage, place.memory, ends, work, counter)
+            sweep.run(steps_of(place.stage, place.segment), _telling(told, place))
         _forget(layout, k, spills)
     return wholes, counter
 
@@ -91,6 +97,21 @@ def _maps(
         found[v] = call.maps[v] if v in call.maps else seen(
             arena, layout.maps[v], tuple(value.shape), flow.axes[v], value.dtype)  # fmt: skip
     return found
+
+
+def _direct(place: Place, call: Call, ends: Ends) -> None:
+    """Read and write without a copy what lies in memory as parts do: the plan counts a block for
+    it, which is then left untouched."""
+    for v in place.stage.enters:
+        held = in_place(call.sources.get(v))
+        if held is not None:
+            ends.maps[v] = held
+            ends.sources.pop(v)
+    for v in place.stage.targets:
+        held = in_place(call.sinks.get(v))
+        if held is not None and ends.sinks.get(v) is call.sinks[v] and v not in ends.maps:
+            ends.maps[v] = held
+            ends.sinks.pop(v)
 
 
 def _forget(layout: Layout, k: int, spills: dict[fx.Node, Spill]) -> None:

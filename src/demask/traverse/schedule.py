@@ -5,6 +5,11 @@ completes (pull): `end[v] = max over readers of needs(end[reader])`, so that str
 delays of residual branches and concatenations follow from the table's rules alone. Deep stages
 start before their first output: a layer that is n rows ahead of the outputs is so from the first
 step on, else the first step would make all n at once.
+
+Several workers walk side by side, each down a strip of its own (row 003-e). Strips are cut
+slantwise: a worker's layers begin at the rows that its first outputs need, so that it needs nothing
+from the worker above; that one ends where the other began, and takes the few rows beyond from what
+the other made in its first steps. Nothing is computed twice, and only borders are exchanged.
 """
 
 from __future__ import annotations
@@ -27,13 +32,24 @@ EMPTY: Interval = (0, 0)
 class Held:
     """Rows of a value in one step: those before `first` are gone, `done` were made by earlier
     steps, `end` are there when the step is over; the next step starts with those from `keep` on.
-    columns: the same in every step of a walk."""
+    columns: the same in every step of a walk. own: rows from there on come from the next worker."""
 
     first: int
     done: int
     end: int
     keep: int
     columns: Interval
+    own: int = 2**62
+
+    @property
+    def made(self) -> Interval:
+        """The rows that the step computes."""
+        return self.done, min(self.end, max(self.own, self.done))
+
+    @property
+    def lent(self) -> Interval:
+        """The rows that the step takes over from the next worker."""
+        return max(self.done, min(self.own, self.end)), self.end
 
     @property
     def rows(self) -> int:
@@ -56,24 +72,96 @@ def ends_of(stage: Stage) -> dict[fx.Node, int]:
     return found | {e.source: flow.rows(e.source) for u in stage.sinks for e in u.edges}
 
 
-def walked(stage: Stage, band: int) -> Iterator[Step]:
-    """The steps of bands of `band` rows of the tallest target, over the full width."""
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """The rows of each value that are one worker's: from `first` to `last`. It makes those up to
+    `own` and sees those up to `seen`; what a stage enters with each worker reads for itself."""
+
+    first: Mapping[fx.Node, int]
+    last: Mapping[fx.Node, int]
+    own: Mapping[fx.Node, int]
+    seen: Mapping[fx.Node, int]
+
+    @property
+    def borders(self) -> dict[fx.Node, int]:
+        """How many rows of each value come from the next worker."""
+        return {v: self.seen[v] - n for v, n in self.own.items() if self.seen[v] > n}
+
+
+def strips(stage: Stage, workers: int) -> list[Strip]:
+    """Strips for so many workers, or for as many as the stage has rows for: a border must lie
+    within the next strip."""
+    for count in range(workers, 1, -1):
+        found = _strips(stage, count)
+        pairs = zip(found, found[1:], strict=False)
+        if all(a.last[v] >= a.first[v] and a.seen[v] <= b.own[v] for a, b in pairs for v in a.own):
+            return found
+    return _strips(stage, 1)
+
+
+def _strips(stage: Stage, count: int) -> list[Strip]:
+    rows = {v: stage.flow.rows(v) for v in _values(stage)}
+    tops = [_top(stage, rows, k / count) for k in range(count)]
+    found = []
+    for k, first in enumerate(tops):
+        last = tops[k + 1] if k + 1 < count else rows
+        own = {v: rows[v] if v in stage.enters else last[v] for v in rows}
+        seen = dict(own)
+        for unit in stage.units:
+            if unit.value not in own or unit.node in stage.flow.gathers:
+                continue
+            if first[unit.value] < own[unit.value]:
+                for edge in _cut(unit):
+                    high = edge.rules[0](first[unit.value], own[unit.value])[1]
+                    seen[edge.source] = max(seen[edge.source], high)
+        found.append(Strip(first, last, own, seen))
+    return found
+
+
+def _top(stage: Stage, rows: Mapping[fx.Node, int], share: float) -> dict[fx.Node, int]:
+    """The first row of each value in the strip whose targets begin at a share of their rows."""
+    if not share:
+        return dict.fromkeys(rows, 0)
+    found = dict(rows)
+    for v, n in ends_of(stage).items():
+        found[v] = min(found[v], math.floor(n * share))
+    for unit in reversed(stage.units):
+        mine = unit.value
+        if unit.node in stage.flow.gathers or found[mine] >= rows[mine]:
+            continue
+        for edge in _cut(unit):
+            low, high = edge.rules[0](found[mine], rows[mine])
+            if low < high:
+                found[edge.source] = min(found[edge.source], low)
+    return found
+
+
+def walked(stage: Stage, band: int, strip: Strip | None = None) -> Iterator[Step]:
+    """The steps of bands of `band` rows of the tallest target, over the full width, down a strip or
+    the whole image."""
+    strip = strip or _strips(stage, 1)[0]
     ends = ends_of(stage)
     height = max(ends.values())
+    top = min(strip.first[v] * height // n for v, n in ends.items())
+    bottom = max(math.ceil(strip.last[v] * height / n) for v, n in ends.items())
     ahead = _ahead(stage, ends, height, band)
     most = max((n * height / stage.flow.rows(v) for v, n in ahead.items()), default=0.0)
-    start = math.ceil(most / band) * band if band < height else 0
+    start = math.ceil(most / band) * band if band < bottom - top else 0
     columns = {v: (0, stage.flow.columns(v)) for v in _values(stage)}
-    done = dict.fromkeys(columns, 0)
-    kept = dict.fromkeys(columns, 0)
-    for row in range(band - start, height + band, band):
-        wanted = {v: min(n, math.floor(row * n / height)) for v, n in ends.items()}
-        end = _pulled(stage, wanted, done, row, height, ahead)
-        keep = _kept(stage, end, ends)
-        yield {v: Held(kept[v], done[v], end[v], keep[v], columns[v]) for v in columns}
+    done, kept = dict(strip.first), dict(strip.first)
+    for row in range(top + band - start, bottom + band, band):
+        last = row >= bottom
+        wanted = {v: strip.last[v] if last else min(strip.last[v], math.floor(row * n / height))
+                  for v, n in ends.items()}  # fmt: skip
+        end = _pulled(stage, strip, wanted, done, row, height, ahead)
+        keep = _kept(stage, strip, end)
+        step = {v: Held(kept[v], done[v], end[v], keep[v], columns[v], strip.own[v]) for v in columns}
+        for unit in stage.sinks:  # each row is counted by one worker
+            v = unit.edges[0].source
+            low, high = (min(n, strip.last[v]) for n in (done[v], end[v]))
+            step[unit.node] = Held(low, low, high, high, columns[v])
+        yield step
         done, kept = end, keep
-        if all(done[v] >= n for v, n in ends.items()):
-            return
 
 
 def tile(stage: Stage, window: Mapping[fx.Node, Window]) -> Step:
@@ -106,7 +194,7 @@ def _is_empty(window: Window) -> bool:
 
 def middle(stage: Stage, band: int) -> list[Step]:
     """Two steps from the middle of walked(): what most of them hold."""
-    ends = ends_of(stage)
+    ends, strip = ends_of(stage), _strips(stage, 1)[0]
     height = max(ends.values())
     row = height // 2 // band * band
     values = _values(stage)
@@ -115,8 +203,8 @@ def middle(stage: Stage, band: int) -> list[Step]:
     kept: dict[fx.Node, int] = {}
     for k in range(3):
         wanted = {v: min(n, (row + k * band) * n // height) for v, n in ends.items()}
-        end = _pulled(stage, wanted, done, row, height, {})
-        keep = _kept(stage, end, ends)
+        end = _pulled(stage, strip, wanted, done, row, height, {})
+        keep = _kept(stage, strip, end)
         if k:
             columns = {v: (0, stage.flow.columns(v)) for v in values}
             found.append({v: Held(kept[v], done[v], end[v], keep[v], columns[v]) for v in values})
@@ -152,47 +240,44 @@ def _ahead(
 ) -> dict[fx.Node, float]:
     """Rows by which each value is ahead of its share, seen from a band near the top."""
     nothing = dict.fromkeys(_values(stage), 0)
+    strip = _strips(stage, 1)[0]
     wanted = {v: math.floor(min(band, height) * n / height) for v, n in ends.items()}
-    end = _pulled(stage, wanted, nothing, 0, height, {})
+    end = _pulled(stage, strip, wanted, nothing, 0, height, {})
     rows = stage.flow.rows
     return {v: max(0.0, n - rows(v) * min(band, height) / height) for v, n in end.items()}
 
 
 def _pulled(
-    stage: Stage, wanted: Mapping[fx.Node, int], done: Mapping[fx.Node, int], row: int, height: int,
-    ahead: Mapping[fx.Node, float],
+    stage: Stage, strip: Strip, wanted: Mapping[fx.Node, int], done: Mapping[fx.Node, int],
+    row: int, height: int, ahead: Mapping[fx.Node, float],
 ) -> dict[fx.Node, int]:  # fmt: skip
-    """Rows of each value made when the step is over that brings the unit to `row`."""
+    """Rows of each value there when the step is over that brings the tallest target to `row`."""
     flow, end = stage.flow, dict(done)
     for v, n in wanted.items():
         end[v] = max(end[v], n)
-    if row <= height and ahead:
+    if row <= height:
         for v, lead in ahead.items():
             due = math.floor(row * flow.rows(v) / height + lead)
-            end[v] = max(end[v], min(flow.rows(v), due))
+            end[v] = max(end[v], min(strip.own[v], due))
     for unit in reversed(stage.units):
         mine = unit.value
-        if unit.node in flow.gathers or done[mine] >= end[mine]:
+        if unit.node in flow.gathers:
             continue
-        for edge in _cut(unit):
-            need = edge.rules[0](done[mine], end[mine])
-            end[edge.source] = max(end[edge.source], need[1])
+        last = min(end[mine], strip.own[mine])
+        for edge in _cut(unit) if done[mine] < last else ():
+            need = edge.rules[0](done[mine], last)[1]
+            end[edge.source] = max(end[edge.source], min(need, strip.seen[edge.source]))
     return end
 
 
-def _kept(
-    stage: Stage, end: Mapping[fx.Node, int], ends: Mapping[fx.Node, int]
-) -> dict[fx.Node, int]:
+def _kept(stage: Stage, strip: Strip, end: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
     """The first row of each value that a later step reads; `end` where none is read again."""
-    flow, keep = stage.flow, dict(end)
+    keep = dict(end)
     for unit in stage.units:
-        if unit.node in flow.gathers:
-            continue
-        rows = flow.rows(unit.value)
-        if end[unit.value] >= rows:
+        if unit.node in stage.flow.gathers or end[unit.value] >= strip.own[unit.value]:
             continue
         for edge in _cut(unit):
-            low, high = edge.rules[0](end[unit.value], rows)
+            low, high = edge.rules[0](end[unit.value], strip.own[unit.value])
             if low < high:
                 keep[edge.source] = min(keep[edge.source], low)
     return keep

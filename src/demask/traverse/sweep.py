@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping
+import threading
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -52,29 +53,77 @@ class Counter:
     steps: int = 0
 
 
-class Sweep:
-    """One stage with its memory and ends, ready to run. arena: at least memory.size bytes."""
+class Border:
+    """Rows that one worker makes in its first steps and the worker above it needs in its last.
 
-    def __init__(self, stage: Stage, memory: Memory, ends: Ends, arena: Tensor, counter: Counter):
+    held: of each value, the rows from `first` on; None for values that lie in maps, which both see.
+    """
+
+    def __init__(self, held: Mapping[fx.Node, Tensor | None], spans: Mapping[fx.Node, Interval]):
+        self.held, self.spans = held, spans
+        self.missing = {v: high - low for v, (low, high) in spans.items()}
+        self.ready, self.failed = threading.Event(), False
+
+    def put(self, node: fx.Node, axis: int, rows: Interval, made: Tensor) -> None:
+        """Take over those of some rows that belong to the border."""
+        first, last = self.spans[node]
+        low, high = max(rows[0], first), min(rows[1], last)
+        if low >= high:
+            return
+        held = self.held[node]
+        if held is not None:
+            held.narrow(axis, low - first, high - low).copy_(
+                made.narrow(axis, low - rows[0], high - low)
+            )
+        self.missing[node] -= high - low
+        if not any(self.missing.values()):
+            self.ready.set()
+
+    def fail(self) -> None:
+        """The worker that makes the rows stopped: who waits for them is to stop too."""
+        self.failed = True
+        self.ready.set()
+
+    def take(self, node: fx.Node, axis: int, rows: Interval) -> Tensor | None:
+        """Some rows, as soon as all of the border are made; None where they lie in a map."""
+        self.ready.wait()
+        if self.failed:
+            raise RuntimeError("the worker of the next strip stopped")
+        held = self.held[node]
+        first = self.spans[node][0]
+        return None if held is None else held.narrow(axis, rows[0] - first, rows[1] - rows[0])
+
+
+class Sweep:
+    """One stage with its memory and ends, ready to run. arena: at least memory.size bytes. above,
+    below: the borders to the workers beside this one; a worker alone has none."""
+
+    def __init__(
+        self, stage: Stage, memory: Memory, ends: Ends, arena: Tensor, counter: Counter,
+        above: Border | None = None, below: Border | None = None,
+    ):  # fmt: skip
         self.stage, self.flow, self.memory, self.ends = stage, stage.flow, memory, ends
-        self.arena, self.counter = arena, counter
+        self.arena, self.counter, self.above, self.below = arena, counter, above, below
         self.views: dict[tuple[Any, ...], Tensor] = {}
         self.states: dict[fx.Node, tuple[Reduction, Any]] = {}
         self.first, self.last = _uses(stage)
 
     def run(self, steps: Iterable[Step], told: Callable[[Step], None] | None = None) -> None:
-        """Run all steps, then finish the statistics. told: called after each step."""
+        """Run all steps. told: called after each. Statistics are finished when all rows were seen,
+        by the worker alone, or by who merges the states of several."""
         for node in (u.node for u in self.stage.sinks):
             made = self.flow.gathers[node]
             self.states[node] = made, made.begin()
-        for step in steps:
-            self._step(step)
-            self.counter.steps += 1
-            if told is not None:
-                told(step)
-        for node, (made, state) in self.states.items():
-            if node not in self.ends.wholes:
-                self.ends.wholes[node] = made.finish(state)
+        try:
+            for step in steps:
+                self._step(step)
+                self.counter.steps += 1
+                if told is not None:
+                    told(step)
+        except BaseException:
+            if self.above is not None:
+                self.above.fail()
+            raise
 
     def _step(self, step: Step) -> None:
         active = self._active(step)
@@ -86,14 +135,14 @@ class Sweep:
                 self._gather(unit, step)
             elif unit.value not in self.flow.axes or unit.node not in self.flow.local:
                 self._whole(unit, step)
-            elif step[unit.value].done < step[unit.value].end:
+            elif step[unit.value].made[0] < step[unit.value].made[1]:
                 self._make(k, unit, step)
             for node in self.last.get(k, ()):
                 if node in active:
                     self._put_aside(node, step)
 
     def _active(self, step: Step) -> set[fx.Node]:
-        """Values in blocks that are made or read in a step."""
+        """Values in blocks that are made or read in a step, and those lent by the next worker."""
         found = set()
         for unit in self.stage.units:
             held = step.get(unit.value)
@@ -106,7 +155,8 @@ class Sweep:
                 found.add(unit.value)
                 found |= {edge.source for edge in unit.edges}
         found |= {v for v, held in step.items() if held.done < held.end}
-        return {v for v in found if v in self.memory.owner}
+        owner = self.memory.owner
+        return {v for v in found if v in owner or v in step and step[v].lent[0] < step[v].lent[1]}
 
     def _load(self, node: fx.Node, step: Step) -> None:
         """Put the rows kept in front of the block, and, of what is read from elsewhere, the new."""
@@ -117,6 +167,11 @@ class Sweep:
         if node in self.ends.sources and held.done < held.end:
             window = (held.done, held.end), held.columns
             self.ends.sources[node].read(window, self._rows(node, step, held.done, held.end))
+        low, high = held.lent
+        if low < high and self.below is not None:
+            lent = self.below.take(node, self.flow.axes[node][0] or 0, (low, high))
+            if lent is not None:
+                self._rows(node, step, low, high).copy_(lent)
 
     def _put_aside(self, node: fx.Node, step: Step) -> None:
         held = step[node]
@@ -132,17 +187,18 @@ class Sweep:
             window = (held.done, held.end), held.columns
             rows = self._rows(source, step, held.done, held.end, held.columns)
             made.update(state, rows, window)
-        if held.end >= self.flow.rows(source) and held.columns[1] >= self.flow.columns(source):
+        seen = held.end >= self.flow.rows(source) and held.columns[1] >= self.flow.columns(source)
+        if seen and self.above is None and self.below is None:
             self.ends.wholes[unit.node] = made.finish(state)
 
     def _make(self, k: int, unit: Unit, step: Step) -> None:
         held, here = step[unit.value], self.flow.local[unit.node]
-        window = (held.done, held.end), held.columns
-        into = self._rows(unit.value, step, held.done, held.end)
+        window = held.made, held.columns
+        into = self._rows(unit.value, step, *held.made)
         operands = self._operands(unit, step, window)
         fused: dict[str, Any] = {}
         if unit.addend is not None:
-            addend = self._rows(unit.addend, step, held.done, held.end, held.columns)
+            addend = self._rows(unit.addend, step, *held.made, held.columns)
             if addend.data_ptr() != into.data_ptr():
                 into.copy_(addend)
             fused["add"] = True
@@ -152,6 +208,8 @@ class Sweep:
         self.counter.macs += here.macs(window)
         if unit.value in self.ends.sinks:
             self.ends.sinks[unit.value].write(window, into)
+        if self.above is not None and unit.value in self.above.spans:
+            self.above.put(unit.value, self.flow.axes[unit.value][0] or 0, held.made, into)
 
     def _operands(self, unit: Unit, step: Step, window: Window) -> list[Any]:
         """The operands of a cut call, in the order of its relation: the parts that it needs."""
@@ -202,27 +260,25 @@ class Sweep:
             return empty(cut_shape(value.shape, axes, ((low, high), wanted)), axes, value.dtype)
         if node in self.ends.maps:
             return part(self.ends.maps[node], axes, ((low, high), wanted))
-        block, origin = self._block(node, step)
-        return part(block, axes, ((low, high), wanted), (origin, held.columns[0]))
-
-    def _block(self, node: fx.Node, step: Step) -> tuple[Tensor, int]:
-        """The block of a value as a part, and its first row."""
         owner = self.memory.owner[node]
-        held, mine = step[owner], step[node]
-        origin = min(held.first, mine.first)
-        rows = max(held.end, mine.end) - origin
-        return self._view(node, self.memory.block[owner], rows, mine.columns), origin
+        origin = min(step[owner].first, held.first)
+        left, right = held.columns
+        key = node, low - origin, high - origin, wanted[0] - left, wanted[1] - left, right - left
+        found = self.views.get(key)
+        if found is None:
+            rows = max(step[owner].end, held.end) - origin
+            block = self._view(node, self.memory.block[owner], rows, held.columns)
+            found = part(block, axes, ((low, high), wanted), (origin, left))
+            self.views[key] = found
+        return found
 
     def _tail(self, node: fx.Node, held: Held, rows: int) -> Tensor:
         return self._view(node, self.memory.tail[node], rows, held.columns)
 
     def _view(self, node: fx.Node, offset: int, rows: int, columns: Interval) -> Tensor:
-        key = (node, offset, rows, columns[1] - columns[0])
-        if key not in self.views:
-            value, axes = node.meta["val"], self.flow.axes[node]
-            shape = cut_shape(value.shape, axes, ((0, rows), columns))
-            self.views[key] = seen(self.arena, offset, shape, axes, value.dtype)
-        return self.views[key]
+        value, axes = node.meta["val"], self.flow.axes[node]
+        shape = cut_shape(value.shape, axes, ((0, rows), columns))
+        return seen(self.arena, offset, shape, axes, value.dtype)
 
     def _scratch(self, k: int) -> Callable[..., Tensor]:
         """Memory for what a unit needs while it runs: one piece behind the other."""

@@ -1,0 +1,89 @@
+"""Several workers side by side, each down its strip of bands in a thread of its own (row 003-e).
+
+Each has memory of its own and one of torch's threads; they share the ends, and the borders between
+their strips. What they counted and the statistics they gathered are merged when all are done.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from demask.machine.arena import ALIGNMENT
+from demask.traverse.axes import cut_shape
+from demask.traverse.layout import Place
+from demask.traverse.schedule import Step, Strip, walked
+from demask.traverse.sweep import Border, Counter, Ends, Sweep, seen
+
+
+@dataclass(slots=True)
+class _Arena:
+    """Memory handed out piece by piece."""
+
+    memory: Tensor
+    taken: int = 0
+
+    def take(self, size: int) -> Tensor:
+        start = self.taken
+        self.taken += -(-size // ALIGNMENT) * ALIGNMENT
+        return self.memory[start : start + size]
+
+
+def side_by_side(
+    place: Place, ends: Ends, work: Tensor, counter: Counter, told: Callable[[Step], None] | None
+) -> None:
+    """Run a place's strips at once. work: memory of place.bytes."""
+    arena = _Arena(work)
+    memories = [arena.take(place.memory.size) for _ in place.strips]
+    borders = [_border(place, a, b, arena) for a, b in zip(place.strips, place.strips[1:], strict=False)]
+    beside = [None, *borders, None]
+    sweeps = [Sweep(place.stage, place.memory, ends, memory, Counter(), above, below)
+              for memory, above, below in zip(memories, beside, beside[1:], strict=False)]  # fmt: skip
+    threads = max(1, torch.get_num_threads() // len(sweeps))
+    with ThreadPoolExecutor(len(sweeps)) as pool:
+        jobs = [pool.submit(_walk, sweep, place, strip, threads, told)
+                for sweep, strip in zip(sweeps, place.strips, strict=True)]  # fmt: skip
+    failures = [error for job in jobs if (error := job.exception()) is not None]
+    if failures:
+        raise failures[-1]  # those above only waited for it
+    for sweep in sweeps:
+        counter.macs += sweep.counter.macs
+        counter.steps += sweep.counter.steps
+    _merged(sweeps, ends)
+
+
+def _walk(
+    sweep: Sweep, place: Place, strip: Strip, threads: int, told: Callable[[Step], None] | None
+) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        torch.set_num_threads(threads)  # of this thread alone
+    with torch.no_grad():
+        sweep.run(walked(place.stage, place.segment.rows, strip), told)
+
+
+def _border(place: Place, upper: Strip, lower: Strip, arena: _Arena) -> Border:
+    """The rows that go from one strip to the one above it."""
+    held: dict[fx.Node, Tensor | None] = {}
+    spans = {v: (upper.own[v], upper.own[v] + n) for v, n in upper.borders.items()}
+    for v, (low, high) in spans.items():
+        held[v] = None
+        if v not in place.maps:
+            value, axes = v.meta["val"], place.stage.flow.axes[v]
+            columns = 0, place.stage.flow.columns(v)
+            shape = cut_shape(value.shape, axes, ((low, high), columns))
+            memory = arena.take(place.border_bytes(v, high - low))
+            held[v] = seen(memory, 0, shape, axes, value.dtype)
+    return Border(held, spans)
+
+
+def _merged(sweeps: list[Sweep], ends: Ends) -> None:
+    """Finish the statistics of all strips."""
+    for node, (made, state) in sweeps[0].states.items():
+        for other in sweeps[1:]:
+            made.merge(state, other.states[node][1])
+        ends.wholes[node] = made.finish(state)

@@ -1,0 +1,338 @@
+"""tile() and plan(): networks within budgets of memory, through the public names."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import demask
+import traverse_networks as networks
+from demask.errors import BadInput, BudgetTooSmall
+from demask.traverse import plan, tile
+from demask.traverse.planner import OVERHEAD
+
+MIB = 2**20
+ULPS = 64  # of the largest value: sums over space and kernels of other sizes
+EPS = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8,
+       torch.float16: 2.0**-11}  # fmt: skip
+
+
+def decoder(width: int = 8) -> nn.Module:
+    """Laid out as TAEF2, with its pooled blocks, narrower."""
+    torch.manual_seed(0)
+    conv, block = networks.conv, networks.Block
+    return nn.Sequential(
+        networks.Clamp(), conv(4, width), nn.ReLU(), block(width, pooled=True),
+        block(width, pooled=True), nn.Upsample(scale_factor=2), conv(width, width, bias=False),
+        block(width, pooled=False), nn.Upsample(scale_factor=2), conv(width, width, bias=False),
+        block(width, pooled=False), conv(width, 3),
+    ).eval()  # fmt: skip
+
+
+def autoencoder() -> nn.Module:
+    """Norms and attention over the image, strides, resizes."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        networks.conv(3, 32), networks.Residual(32, 32), networks.Half(32),
+        networks.Residual(32, 32), networks.Attention(32), nn.Upsample(scale_factor=2),
+        *networks._ending(32, 3),
+    ).eval()  # fmt: skip
+
+
+def seeded(make):
+    def maker() -> nn.Module:
+        torch.manual_seed(0)
+        return make().eval()
+
+    return maker
+
+
+NETWORKS = {
+    "decoder": (decoder, (1, 4, 24, 20)),
+    "autoencoder": (autoencoder, (1, 3, 48, 36)),
+    "U-Net": (seeded(lambda: networks.UNet((4, 8, 16))), (1, 3, 52, 44)),
+    "squeeze-excite": (seeded(lambda: networks.squeeze_excite(4, 8)), (1, 3, 45, 39)),
+    "SRVGG": (seeded(lambda: networks.SRVGG(3, 8)), (1, 3, 21, 33)),
+    "RRDB": (seeded(lambda: networks.DenseTriple().blocks[0]), (1, 64, 25, 17)),
+    "dense": (seeded(lambda: nn.Sequential(networks.conv(3, 8), networks.Grown(8, 4),
+                                           networks.Grown(12, 4))), (1, 3, 41, 30)),
+    "gated": (seeded(lambda: nn.Sequential(*(networks.Gated() for _ in range(2)))), (1, 16, 40, 31)),
+}  # fmt: skip
+
+
+def made(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Tensor]:
+    make, shape = NETWORKS[name]
+    generator = torch.Generator().manual_seed(1)
+    return make().to(dtype), torch.randn(shape, generator=generator).to(dtype)
+
+
+def least(model: nn.Module, *args) -> int:
+    with pytest.raises(BudgetTooSmall) as refused:
+        plan(model, args, memory=1)
+    return refused.value.least
+
+
+@torch.no_grad()
+def same(model: nn.Module, module: nn.Module, *args, ulps: float = ULPS) -> None:
+    """The results are equal but for so many ulps of the largest value."""
+    expected, result = copy.deepcopy(model).eval()(*args), module(*args)
+    assert pytree.tree_structure(expected) == pytree.tree_structure(result)
+    for a, b in zip(pytree.tree_leaves(expected), pytree.tree_leaves(result), strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype and not b.requires_grad
+        scale = float(a.abs().max()) * 2 * EPS.get(a.dtype, 0.0)
+        worst = float((a.double() - b.double()).abs().max())
+        assert worst <= ulps * scale, f"{worst / scale:.0f} ulps"
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_result_within_budgets_from_the_least_to_plenty(name: str) -> None:
+    model, x = made(name)
+    low = least(model, x)
+    for budget in (low, low + (2**30 - low) // 2000, 2**30):
+        module = tile(model, (x,), memory=budget)
+        assert module.plan.peak <= budget and module.plan.live + OVERHEAD == module.plan.peak
+        same(model, module, x)
+        assert module.counted.macs == module.plan.macs
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_least_budget_does_and_less_is_refused_in_words(name: str) -> None:
+    model, x = made(name)
+    low = least(model, x)
+    assert plan(model, (x,), memory=low).peak <= low
+    with pytest.raises(BudgetTooSmall, match="no plan of this network fits 5.00 MiB; the least"):
+        plan(model, (x,), memory="5MiB")
+
+
+GOLDEN = """\
+"""
+
+
+def test_a_plan_prints() -> None:
+    model, x = made("decoder")
+    text = str(plan(model, (torch.empty(1, 4, 256, 256),), memory="24MiB"))
+    assert text == GOLDEN, text
+
+
+def test_plan_and_tile_agree_and_nothing_runs() -> None:
+    model, x = made("decoder")
+    first = plan(model, (x,), memory="32MiB")
+    assert tile(model, (x,), memory="32MiB").plan == first
+    assert plan(model, (torch.empty(1, 4, 20000, 16),), memory="300MiB").budget == 300 * MIB
+
+
+# --- layouts and types ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", [torch.channels_last, torch.contiguous_format])
+def test_the_layout_of_the_input_is_that_of_the_result(form) -> None:
+    model, x = made("decoder")
+    module = tile(model, (x,))
+    assert module(x.to(memory_format=form)).is_contiguous(memory_format=form)
+    same(model, module, x.to(memory_format=form))
+    strided = torch.randn(1, 4, 24, 40)[..., ::2]
+    same(model, module, strided)
+
+
+@pytest.mark.parametrize("dtype", EPS)
+@pytest.mark.parametrize("name", ["decoder", "U-Net"])
+def test_other_types(name: str, dtype: torch.dtype) -> None:
+    model, x = made(name, dtype)
+    for memory in (least(model, x), "64MiB"):
+        same(model, tile(model, (x,), memory=memory), x)
+
+
+def test_behind_the_pools_every_bit_is_torchs_in_channels_last() -> None:
+    """The tail of TAEF2, from its first enlargement on: no sums over space."""
+    torch.manual_seed(0)
+    model = networks.tiny_decoder(32, pooled=True)[6:].eval()
+    x = torch.randn(1, 64, 24, 32).contiguous(memory_format=torch.channels_last)
+    module = tile(model, (x,), memory=least(model, x) + 4 * MIB)
+    assert any(segment.mode == "bands" for segment in module.plan.segments)
+    with torch.no_grad():
+        expected = copy.deepcopy(model).to(memory_format=torch.channels_last)(x)
+    assert torch.equal(module(x), expected)
+
+
+# --- what goes in and what comes out --------------------------------------------------------------
+
+
+class Several(nn.Module):
+    """A time embedding, a constant, a dict, an input handed on, a map and a pooled vector."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 2, 3, padding=1)
+        self.time = nn.Sequential(nn.Linear(5, 6), nn.SiLU(), nn.Linear(6, 6))
+
+    def forward(self, x: Tensor, t: Tensor, mask: Tensor | None = None, *, gain: float = 1.0):
+        y = self.first(x) + self.time(t)[:, :, None, None]
+        y = y if mask is None else y * mask
+        z = self.last(F.relu(y))
+        return {"z": z * gain, "same": x, "pooled": z.mean((2, 3)), "one": torch.ones(2),
+                "more": [y, 7]}  # fmt: skip
+
+
+def several() -> tuple[nn.Module, Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    draw = torch.randn(1, 3, 30, 22), torch.randn(1, 5), torch.randn(1, 1, 30, 22)
+    return Several().eval(), *draw
+
+
+def test_several_inputs_and_outputs() -> None:
+    model, x, t, mask = several()
+    module = tile(model, (x, t, mask), {"gain": 2.0}, memory="13MiB")
+    with torch.no_grad():
+        expected, result = model(x, t, mask, gain=2.0), module(x, t, mask, gain=2.0)
+    assert list(result) == list(expected) and result["more"][1] == 7
+    assert torch.equal(result["same"], x) and torch.equal(result["one"], torch.ones(2))
+    for key in ("z", "pooled"):
+        torch.testing.assert_close(result[key], expected[key], rtol=0, atol=2e-6)
+    torch.testing.assert_close(result["more"][0], expected["more"][0], rtol=0, atol=2e-6)
+
+
+def test_a_result_does_not_share_memory_with_the_input() -> None:
+    model, x, t, _ = several()
+    module = tile(model, (x, t))
+    before = x.clone()
+    module(x, t)["z"].zero_()
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("name", ["decoder", "autoencoder", "U-Net"])
+def test_images_of_a_batch_run_one_after_another(name: str) -> None:
+    model, x = made(name)
+    batch = torch.cat([x, x.flip(2), x * 0.5])
+    module = tile(model, (batch[:2],), memory="64MiB")
+    for count in (1, 2, 3):
+        same(model, module, batch[:count])
+    assert module.plan.images and module.counted.macs == 3 * module.plan.macs
+
+
+class Mixing(nn.Module):
+    def __init__(self, mix):
+        super().__init__()
+        self.conv, self.mix = nn.Conv2d(3, 3, 3), mix
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(self.conv(x))
+
+
+@pytest.mark.parametrize("mix", [lambda x: x - x.mean(0, keepdim=True), lambda x: x.flip(0),
+                                 lambda x: x + x[:1], lambda x: x.transpose(0, 1)])  # fmt: skip
+def test_batches_that_mix_are_refused(mix) -> None:
+    with pytest.raises(BadInput, match="mixes the images of a batch"):
+        tile(Mixing(mix), (torch.randn(2, 3, 9, 9),))
+
+
+def test_wrong_calls_are_refused_in_words() -> None:
+    model, x = made("decoder")
+    module = tile(model, (x,))
+    for wrong, error, words in (
+        (x[:, :, :-1], ValueError, r"the plan is for \(1, 4, 24, 20\), got \(1, 4, 23, 20\)"),
+        (x.double(), ValueError, "expected torch.float32, got torch.float64"),
+        (None, (ValueError, TypeError), "NoneType|expected a call like"),
+        (torch.cat([x, x]), ValueError, "for one image at a time, got 2"),
+        (x[:0], ValueError, "for one image at a time, got 0"),
+    ):
+        with pytest.raises(error, match=words):
+            module(wrong)
+    for args in ((), (x, x)):
+        with pytest.raises(TypeError, match="expected a call like that of the example"):
+            module(*args)
+    for memory in ("much", -1, 0, "5"):
+        with pytest.raises(BadInput):
+            tile(model, (x,), memory=memory)
+
+
+def test_nothing_to_cut_is_refused() -> None:
+    with pytest.raises(BadInput, match="no input has rows to cut"):
+        tile(nn.Linear(4, 4), (torch.randn(2, 4),))
+
+
+class Strange(nn.Module):
+    """Calls that demask has no rule for between layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.a(x)).cumsum(2)
+        y = torch.fft.fft2(y).real
+        return self.b(torch.sort(y, dim=3)[0] * 1e-3)
+
+
+def test_calls_without_a_rule_run_whole() -> None:
+    torch.manual_seed(0)
+    model, x = Strange().double().eval(), torch.randn(1, 3, 33, 21).double()
+    same(model, tile(model, (x,), memory=least(model, x)), x, ulps=256)  # of a transform
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 1, 40), (1, 3, 40, 1), (1, 3, 7, 5), (1, 3, 2, 2)])
+def test_small_and_odd_sizes(shape) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Upsample(scale_factor=2),
+                          nn.Conv2d(4, 5, 5, padding=2, stride=2), nn.GELU()).eval()  # fmt: skip
+    x = torch.randn(shape)
+    for memory in (least(model, x), "20MiB"):
+        same(model, tile(model, (x,), memory=memory), x)
+
+
+def test_training_models_run_in_eval_mode_and_record_nothing() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5)).train()
+    x = torch.randn(1, 3, 12, 12, requires_grad=True)
+    module = tile(model, (x,))
+    assert model.training and not module(x).requires_grad
+    same(model, module, x)
+
+
+# --- its life -------------------------------------------------------------------------------------
+
+
+def test_weights_are_read_at_every_call() -> None:
+    model, x = made("squeeze-excite")
+    module = tile(model, (x,))
+    with torch.no_grad():
+        for weight in module.parameters():
+            weight.mul_(0.5)
+    again = tile(module, (x,)) if False else copy.deepcopy(module)
+    before = tile(model, (x,))(x)
+    assert torch.equal(module(x), again(x)) and not torch.allclose(module(x), before)
+
+
+def stored(module: nn.Module, folder) -> nn.Module:
+    demask.save(module, folder / "tiled.demask")
+    return demask.load(folder / "tiled.demask")
+
+
+AGAIN = {
+    "deepcopy": lambda module, folder: copy.deepcopy(module),
+    "pickle": lambda module, folder: pickle.loads(pickle.dumps(module)),
+    "save": stored,
+}
+
+
+@pytest.mark.parametrize("how", AGAIN)
+@pytest.mark.parametrize("name", ["decoder", "autoencoder", "U-Net"])
+def test_copies_keep_plan_and_result(name: str, how: str, tmp_path) -> None:
+    model, x = made(name)
+    module = tile(model, (torch.cat([x, x]),), memory=least(model, x) + MIB)
+    other = AGAIN[how](module, tmp_path)
+    assert other.plan == module.plan and type(other) is not nn.Module
+    assert torch.equal(other(x), module(x)) and other.counted == module.counted
+    assert torch.equal(other(torch.cat([x, x])), module(torch.cat([x, x])))
+
+
+def test_an_unused_batch_changes_nothing_of_the_plan() -> None:
+    model, x = made("decoder")
+    one, two = (tile(model, (torch.cat([x] * n),)).plan for n in (1, 2))
+    assert replace(two, images=False) == one
