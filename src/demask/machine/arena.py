@@ -7,6 +7,7 @@ and Lee 2020, "Efficient memory management for deep neural net inference", algor
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,8 +73,11 @@ def peak(blocks: Sequence[Block]) -> int:
     >>> peak([Block(64, 0, 1), Block(64, 1, 2), Block(64, 2, 3)])
     128
     """
-    steps = {step for block in blocks for step in (block.start, block.end)}
-    return max((sum(b.size for b in blocks if b.start <= s <= b.end) for s in steps), default=0)
+    change: dict[int, int] = {}
+    for block in blocks:
+        change[block.start] = change.get(block.start, 0) + block.size
+        change[block.end + 1] = change.get(block.end + 1, 0) - block.size
+    return max(itertools.accumulate(change[step] for step in sorted(change)), default=0)
 
 
 def extent(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> int:

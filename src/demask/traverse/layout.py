@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from torch import Tensor, fx
 
@@ -24,6 +25,10 @@ from demask.traverse.stage import Stage, Unit, staged
 
 
 WORKERS = 64  # at most, side by side
+STEPS = 2**21  # at most, of a segment: a plan from a file must not run for ever
+# What the process takes beside live values, measured: libraries, and a kernel that oneDNN keeps.
+LIBRARIES, KERNEL = 8 * 2**20, 120 * 2**10
+KERNELS = 1024  # that oneDNN keeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,11 @@ class Place:
         each = _aligned(self.memory.size)
         return each * max(len(self.strips), 1) + sum(map(sum, self.borders()))
 
+    @property
+    def packed(self) -> int:
+        """Bytes of the weights that its workers share."""
+        return self.memory.packed
+
     def borders(self) -> list[list[int]]:
         """Between each two strips, the bytes of each value that goes from one to the other."""
         return [[_aligned(self.border_bytes(v, n)) for v, n in strip.borders.items()]
@@ -57,12 +67,27 @@ class Place:
 @dataclass(frozen=True, slots=True)
 class Layout:
     """places: per segment. maps: offsets of maps in the arena; work: of each segment's memory.
-    size: of the arena. bytes of whole values and statistics: `small`."""
+    size: of the arena."""
 
     places: tuple[Place, ...]
     maps: Mapping[fx.Node, int]
     work: tuple[int, ...]
     size: int
+
+    @property
+    def live(self) -> int:
+        """Bytes of values and weights laid out that are alive at once at most."""
+        return self.size + max((place.packed for place in self.places), default=0)
+
+    @property
+    def overhead(self) -> int:
+        """Bytes that the process takes beside."""
+        kernels = frozenset[Any]().union(*(place.memory.kernels for place in self.places))
+        return LIBRARIES + KERNEL * min(len(kernels), KERNELS)
+
+    @property
+    def peak(self) -> int:
+        return self.live + self.overhead
 
 
 def value_bytes(node: fx.Node) -> int:
@@ -106,6 +131,16 @@ def tile_at(stage: Stage, rows: Interval, columns: Interval) -> Step:
     return tile(stage, window)
 
 
+def count_steps(stage: Stage, segment: Segment) -> int:
+    """In about how many steps a segment runs."""
+    ends = ends_of(stage)
+    if segment.mode not in (BANDS, FRUSTUMS) or not ends:
+        return 1
+    down = -(-max(ends.values()) // segment.rows)
+    width = max(stage.flow.columns(v) for v in ends)
+    return down if segment.mode == BANDS else down * -(-width // segment.columns)
+
+
 def stage_of(flow: Flow, segment: Segment) -> Stage:
     """BadInput: the segment names calls that the network does not have, or not in this order."""
     names = {node.name: node for node in flow.program.graph.nodes}
@@ -126,10 +161,14 @@ def check(flow: Flow, segments: Sequence[Segment]) -> None:
             raise BadInput(f"the plan asks for {segment.workers} workers, expected 1 to {WORKERS}")
         if segment.mode == FRUSTUMS and segment.columns < 1:
             raise BadInput(f"the plan cuts {segment.nodes[:1]} in tiles of no columns")
+        if count_steps(stage, segment) > STEPS:
+            raise BadInput(f"the plan runs {segment.nodes[:1]} in more than {STEPS} steps")
         if len(over_of(stage, segment)) != len(segment.over):
             raise BadInput(f"the plan writes maps of {segment.nodes[:1]} over what is still read")
-        here = set(made)
+        here, mine = set(made), {u.value for u in stage.units}
         for unit in stage.units:
+            if unit.node in flow.local and any(e.whole and e.source in mine for e in unit.edges):
+                raise BadInput(f"the plan runs {unit.node.name} with what it reads whole")
             missing = [n.name for node in unit.nodes for n in node.all_input_nodes
                        if n not in here and n not in unit.nodes]  # fmt: skip
             if missing:

@@ -94,6 +94,16 @@ class Kind:
     def macs(self, window: Window) -> int:
         return 0
 
+    def kernel(self, window: Window) -> Any:
+        """What tells apart the kernels that oneDNN makes, and keeps, for windows; None for no such
+        kernel."""
+        return None
+
+    @property
+    def packs(self) -> int:
+        """Bytes of the weight as `prepared` lays it out; 0 where it stays as it is."""
+        return 0
+
 
 @dataclass(frozen=True, slots=True)
 class Sliding:

@@ -143,6 +143,27 @@ class Conv(_Windows):
         weight = self.call.found["weight"].meta["val"].shape
         return math.prod(self.call.sizes(window)) * math.prod(weight[1:])
 
+    def kernel(self, window: Window) -> Any:
+        """The geometry of the call and the shapes of what it reads."""
+        if not available(self.call.dtype, self.call.node.meta["val"].device):
+            return None
+        padding, margins = self._padding(window)
+        weight = tuple(self.call.found["weight"].meta["val"].shape)
+        shape = tuple(grown(self.operand(window), margins))
+        return weight, shape, tuple(padding), str(self._steps()), self.call.found["groups"]
+
+    @property
+    def packs(self) -> int:
+        """Bytes of the weight, which is padded to whole vectors of channels."""
+        weight = self.call.found["weight"].meta["val"]
+        if len(self.axes) == 1 or not available(weight.dtype, weight.device):
+            return 0
+        outer, inner, *window = weight.shape
+        groups = self.call.found["groups"]
+        whole = groups if groups > 1 else 1
+        wide = -(-outer // whole // 16) * 16 * -(-inner // 16) * 16 * whole
+        return wide * math.prod(window) * weight.dtype.itemsize
+
     def prepared(self, weight: Tensor, window: Window) -> Tensor:
         """The weight laid out once for such windows, to be given in place of `weight`."""
         if len(self.axes) == 1 or not available(weight.dtype, weight.device):

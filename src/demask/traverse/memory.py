@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from torch import fx
 
-from demask.machine.arena import ALIGNMENT, Block, planned
+from demask.machine.arena import ALIGNMENT, Block, Plan, peak, planned
 from demask.traverse.axes import Window, cut_shape
 from demask.traverse.schedule import Held, Step
 from demask.traverse.stage import Stage, Unit
@@ -25,8 +26,9 @@ class Memory:
     """Offsets in bytes from the beginning of the stage's memory, and its size.
 
     block: of values made in blocks, or read into them. tail: of those that keep rows. scratch: of
-    units that need memory while they run, with its size. owner: values that are written over one another share
-    the block of the last of them.
+    units that need memory while they run, with its size. owner: values that are written over one
+    another share the block of the last of them. Beside that memory, in torch's: packed, the bytes
+    of weights laid out for the stage, and kernels, those that oneDNN makes for it.
     """
 
     block: Mapping[fx.Node, int]
@@ -34,6 +36,8 @@ class Memory:
     scratch: Mapping[int, tuple[int, int]]
     owner: Mapping[fx.Node, fx.Node]
     size: int
+    packed: int
+    kernels: frozenset[Any]
 
 
 class _Most:
@@ -48,6 +52,7 @@ class _Most:
         self.block = dict.fromkeys(self.values, 0)
         self.tail = dict.fromkeys(self.values, 0)
         self.scratch = dict.fromkeys(range(len(stage.units)), 0)
+        self.kernels = set[Any]()
         # Operands of which a unit reads just the rows that it makes, in every step.
         self.same = {(u.value, e.source) for u in stage.units for e in u.edges}
 
@@ -71,6 +76,7 @@ class _Most:
         window = held.made, held.columns
         here = self.stage.flow.local[unit.node]
         self.scratch[k] = max(self.scratch[k], here.temporary(window))
+        self.kernels.add(here.kind.kernel(window))
 
 
 def part_bytes(stage: Stage, node: fx.Node, held: Held, rows: int) -> int:
@@ -84,26 +90,30 @@ def memory(
     stage: Stage,
     steps: Iterable[Step],
     maps: frozenset[fx.Node],
-    extra: Mapping[int, int] | None = None,
+    *,
+    estimate: bool = False,
 ) -> Memory:
     """Where everything lies in all of the steps. maps: values that lie whole somewhere else.
-    extra: bytes that reading or writing takes beside each unit."""
+    estimate: only sum up what lives at once, which is quicker and no more than is needed."""
     most = _Most(stage, maps)
     for step in steps:
         most.add(step)
     owner = _owners(stage, most)
     lives = _lives(stage, most, owner)
-    scratch = {k: n + (extra or {}).get(k, 0) for k, n in most.scratch.items()}
-    scratch = {k: n for k, n in scratch.items() if n}
+    scratch = {k: n for k, n in most.scratch.items() if n}
     blocks = [Block(_aligned(most.block[v]), *life) for v, life in lives.items()]
     blocks += [Block(_aligned(n), k, k) for k, n in scratch.items()]
-    where = planned(blocks)
+    where = Plan((0,) * len(blocks), peak(blocks)) if estimate else planned(blocks)
     size, tails = where.size, {}
     for v, n in most.tail.items():
         if n:
             tails[v], size = size, size + _aligned(n)
     at = {k: (where.offsets[len(lives) + i], n) for i, (k, n) in enumerate(scratch.items())}
-    return Memory(dict(zip(lives, where.offsets, strict=False)), tails, at, owner, size)
+    cut = [stage.flow.local[u.node] for u in stage.units if u.node in stage.flow.local]
+    packed = sum(here.kind.packs for here in cut)
+    kernels = frozenset(most.kernels - {None})
+    found = dict(zip(lives, where.offsets, strict=False))
+    return Memory(found, tails, at, owner, size, packed, kernels)
 
 
 def _aligned(size: int) -> int:

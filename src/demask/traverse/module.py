@@ -129,10 +129,13 @@ def called(module: Tiled, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
     flat = _flat(info, args, kwargs)
     here = module.ready()
     count = _images(module, here.flow, flat)
+    each = _each(here.flow, flat, count)
     results: list[Any] = [None] * len(here.flow.outputs)
     module.counted = Counter()
     for k in range(count):
-        values, counter = image(module, here, flat, results, k, count)
+        mine = [x[k : k + 1] if node in each and node not in here.flow.axes else x
+                for node, x in zip(here.flow.inputs, flat, strict=True)]  # fmt: skip
+        values, counter = image(module, here, mine, results, k, count)
         module.counted = Counter(
             module.counted.macs + counter.macs, module.counted.steps + counter.steps
         )
@@ -140,8 +143,20 @@ def called(module: Tiled, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
             if not isinstance(node, fx.Node):
                 results[index] = node
             elif node not in here.flow.axes:
-                results[index] = _joined(results[index], values[node], k, count)
+                value = values[node]
+                results[index] = _joined(results[index], value, k, count) if node in each else value
     return pytree.tree_unflatten(results, info.out_spec)
+
+
+def _each(flow: Flow, flat: Sequence[Any], count: int) -> set[fx.Node]:
+    """The values of which each image has its own."""
+    found = {node for node, value in zip(flow.inputs, flat, strict=True)
+             if isinstance(value, Tensor) and value.ndim and value.shape[0] == count
+             and node.meta["val"].shape[0] == 1}  # fmt: skip
+    for node in flow.calls:
+        if any(n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _joined(found: Any, value: Any, k: int, count: int) -> Any:
@@ -163,28 +178,49 @@ def _flat(info: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[A
 
 def _images(module: Tiled, flow: Flow, flat: Sequence[Any]) -> int:
     """How many images the inputs bring; ValueError where they are not what the plan is for."""
+    pairs = list(zip(flow.inputs, flat, strict=True))
     counts = set()
-    for node, value in zip(flow.inputs, flat, strict=True):
-        if node not in flow.axes:
-            continue
-        expected = tuple(node.meta["val"].shape)
-        if not isinstance(value, Tensor) or tuple(value.shape[1:]) != expected[1:]:
-            found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"input {node.name!r}: the plan is for {expected}, got {found}; "
-                             "call demask.traverse.tile with an example of this size")  # fmt: skip
-        if value.dtype != node.meta["val"].dtype:
-            raise ValueError(
-                f"input {node.name!r}: expected {node.meta['val'].dtype}, got {value.dtype}"
-            )
-        counts.add(value.shape[0])
-    if len(counts) != 1:
+    for node, value in pairs:
+        _check_kind(node, value)
+        if node in flow.axes:
+            if tuple(value.shape[1:]) != tuple(node.meta["val"].shape[1:]):
+                raise _unplanned(node, value)
+            counts.add(value.shape[0])
+    if len(counts) != 1 or 0 in counts:
         raise ValueError(f"expected inputs of one number of images, got {sorted(counts)}")
     count = counts.pop()
     if count != 1 and not module.plan.images:
         raise ValueError(f"the plan is for one image at a time, got {count}: it was made from an "
                          "example of one, which does not show that images are independent; give "
                          "demask.traverse.tile an example of two or more")  # fmt: skip
+    for node, value in pairs:
+        if isinstance(value, Tensor) and node not in flow.axes:
+            expected = tuple(node.meta["val"].shape)
+            if tuple(value.shape) not in (expected, (count, *expected[1:]) if expected[:1] == (1,)
+                                          else expected):  # fmt: skip
+                raise _unplanned(node, value)
     return count
+
+
+def _check_kind(node: fx.Node, value: Any) -> None:
+    """ValueError unless an input is a tensor of the example's type, or the example's very value."""
+    expected = node.meta.get("val")
+    if not isinstance(expected, Tensor):
+        if value != expected or type(value) is not type(expected):
+            raise ValueError(f"input {node.name!r}: expected {expected!r}, as in the example that "
+                             f"the plan was made from, got {value!r:.60}")  # fmt: skip
+    elif not isinstance(value, Tensor) or value.ndim != expected.ndim:
+        raise _unplanned(node, value)
+    elif value.dtype != expected.dtype:
+        raise ValueError(f"input {node.name!r}: expected {expected.dtype}, got {value.dtype}")
+    elif value.device.type != "cpu":
+        raise ValueError(f"input {node.name!r}: expected a tensor on the CPU, got {value.device}")
+
+
+def _unplanned(node: fx.Node, value: Any) -> ValueError:
+    found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+    return ValueError(f"input {node.name!r}: the plan is for {tuple(node.meta['val'].shape)}, got "
+                      f"{found}; call demask.traverse.tile with an example of this size")  # fmt: skip
 
 
 def image(
@@ -199,11 +235,18 @@ def image(
             sources[node] = tensor_source(value, flow.axes[node], k)
         else:
             wholes[node] = value
-    sinks = {}
+    sinks, given = {}, dict(zip(flow.inputs, flat, strict=True))
     for index, node in enumerate(flow.outputs):
-        if isinstance(node, fx.Node) and node in flow.axes:
-            if results[index] is None:
-                results[index] = _result(node, flat, count)
+        if not isinstance(node, fx.Node) or node not in flow.axes:
+            continue
+        if flow.outputs.index(node) < index:  # handed out twice, as one tensor
+            results[index] = results[flow.outputs.index(node)]
+            continue
+        if results[index] is None:
+            results[index] = _result(node, flat, count)
+        if node in given:
+            results[index][k : k + 1] = given[node][k : k + 1]
+        else:
             sinks[node] = tensor_sink(results[index], flow.axes[node], node.meta["val"].dtype, k)
     return execute(flow, here.layout, Call(sources, sinks, {}, wholes), told=told,
                    folder=tempfile.gettempdir())  # fmt: skip

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -21,7 +21,9 @@ from demask.machine.memory import human
 from demask.traverse.axes import whole
 from demask.traverse.flow import Flow
 from demask.traverse.layout import (
+    LIBRARIES,
     Layout,
+    count_steps,
     laid,
     over_of,
     stage_of,
@@ -37,9 +39,8 @@ from demask.traverse.stage import Stage, Unit, staged
 
 BANDS_TRIED = tuple(2**k for k in range(12))
 TILES_TRIED = (1024, 512, 256, 128, 64, 32, 16)
-CUTS = 12  # offered between forced ones
+CUTS, MANY = 12, 400  # offered between forced ones; fewer in graphs of many calls
 RECOMPUTED = 0.003  # of the multiply-adds may run twice where that saves a map
-OVERHEAD = 12 * 2**20  # bytes that torch, oneDNN and the allocator take beside ours: measured
 
 # What the estimate of time takes: a machine of two cores. It only has to rank plans.
 MACS = 90e9  # per second
@@ -76,7 +77,8 @@ class Planner:
         self.outputs = {n for n in flow.outputs if isinstance(n, fx.Node)}
         self.forced = _forced(flow, self.calls)
         self.tiles = tiles
-        self.known: dict[tuple[int, int], list[Choice]] = {}
+        self.known: dict[tuple[int, int, str, int, int], Choice] = {}
+        self.stages: dict[tuple[int, int], Stage] = {}
         self.again = frozenset[fx.Node]()
         self.last = self._last_reads()
         if again:
@@ -106,6 +108,7 @@ class Planner:
             for v in sorted(crossing - self.outputs, key=lambda v: -value_bytes(v)):
                 read = [n for n in v.all_input_nodes if n in self.flow.axes]
                 held = all(n in crossing or n.op == "placeholder" for n in read)
+                held = held and not self._read_whole(v)
                 cost = macs(self.flow, v) if v in self.flow.local else math.inf
                 if held and v not in found and spent + cost <= RECOMPUTED * total:
                     found.add(v)
@@ -132,7 +135,7 @@ class Planner:
         offered.sort()
         spread: list[int] = []
         for _, k in offered:
-            if len(spread) < CUTS:
+            if len(spread) < (CUTS if len(self.calls) < MANY else CUTS // 3):
                 spread.append(k)
         return sorted({*ends, *spread})
 
@@ -170,21 +173,31 @@ class Planner:
         """Is a value read behind a cut?"""
         return self.last[node] >= high
 
-    def choices(self, low: int, high: int) -> list[Choice]:
-        """The ways to run the calls between two cuts."""
+    def choices(self, low: int, high: int, budget: float) -> list[Choice]:
+        """Ways to run the calls between two cuts, those that are best within a budget among them."""
         nodes, keeps = self.pieces(low, high)
         if self._is_barrier(nodes):
             segment = Segment(BARRIER, tuple(n.name for n in nodes), ())
             return [Choice(segment, 0.0, self._beside(low, high, set()))]
-        stage = staged(self.flow, nodes, keeps)
-        ways = [(LAYERWISE, 0, 0)]
+        if (low, high) not in self.stages:
+            self.stages[low, high] = staged(self.flow, nodes, keeps)
+        stage = self.stages[low, high]
+
+        def one(mode: str, rows: int = 0, columns: int = 0) -> Choice:
+            key = low, high, mode, rows, columns
+            if key not in self.known:
+                self.known[key] = self._choice(stage, nodes, (low, high), mode, rows, columns)
+            return self.known[key]
+
+        found = [one(LAYERWISE)]
         if stage.streams and ends_of(stage):
-            height = max(ends_of(stage).values())
-            ways += [(BANDS, n, 0) for n in BANDS_TRIED if n < height]
+            found += _bands(stage, lambda rows: one(BANDS, rows), budget)
         if self.tiles and self._tiles(stage):
             width = max(stage.flow.columns(v) for v in ends_of(stage))
-            ways += [(FRUSTUMS, n, n) for n in TILES_TRIED if n < width]
-        return [self._choice(stage, nodes, (low, high), *way) for way in ways]
+            sizes = [n for n in TILES_TRIED if n < width]
+            fits = next((c for n in sizes if (c := one(FRUSTUMS, n, n)).bytes <= budget), None)
+            found += [fits] if fits is not None else [one(FRUSTUMS, n, n) for n in sizes[-1:]]
+        return found
 
     def made(self, low: int, high: int, mode: str, rows: int, columns: int) -> Segment:
         """The calls between two cuts in one mode; layer-wise where they cannot run in it."""
@@ -217,17 +230,17 @@ class Planner:
         segment = Segment(mode, *names, spills, rows=rows, columns=columns)
         maps = frozenset(v for v in [*stage.enters, *stage.targets] if self._is_map(v))
         steps = _sample(stage, segment)
-        where = memory(stage, steps, maps)
+        where = memory(stage, steps, maps, estimate=True)
         over = {} if mode == FRUSTUMS else written_over(stage, steps, maps - self.outside)
         over = {a: b for a, b in over.items() if self.last[b] < high}
         segment = replace(
-            segment, over={a.name: b.name for a, b in over.items()}, steps=_count(stage, segment),
+            segment, over={a.name: b.name for a, b in over.items()}, steps=count_steps(stage, segment),
             bytes=where.size, traffic=sum(value_bytes(v) for v in [*stage.enters, *stage.targets]),
         )  # fmt: skip
         doing = _macs(stage, steps[0]) * segment.steps if mode == FRUSTUMS else _all_macs(stage)
         segment = replace(segment, macs=doing)
         beside = self._beside(low, high, set(over))
-        return Choice(segment, _seconds(stage, segment), beside + where.size)
+        return Choice(segment, _seconds(stage, segment), beside + where.size + where.packed)
 
     def safe(self, segment: Segment) -> Segment:
         """The segment without maps written over others where some step would not allow it."""
@@ -245,13 +258,15 @@ class Planner:
         """Is a value only handed out, to a sink?"""
         return node in self.outputs and all(u.op == "output" for u in node.users)
 
+    def _read_whole(self, node: fx.Node) -> bool:
+        return any(e.whole and e.source is node for u in node.users if u.op == "call_function"
+                   for e in self.flow.edges(u))  # fmt: skip
+
     def _spilled(self, node: fx.Node) -> bool:
-        whole_read = any(e.whole and e.source is node for u in node.users if u.op == "call_function"
-                         for e in self.flow.edges(u))  # fmt: skip
         return (
             self.spills
             and not self._leaves(node)
-            and not whole_read
+            and not self._read_whole(node)
             and value_bytes(node) >= self.smallest
         )
 
@@ -275,7 +290,7 @@ class Planner:
         best: dict[int, tuple[float, list[Segment]]] = {0: (0.0, [])}
         for j, high in enumerate(cuts):
             for low in cuts[:j]:
-                for choice in self.all(low, high) if low in best else ():
+                for choice in self.choices(low, high, budget) if low in best else ():
                     seconds = best[low][0] + choice.seconds
                     if choice.bytes <= budget and seconds < best.get(high, (math.inf,))[0]:
                         best[high] = seconds, [*best[low][1], choice.segment]
@@ -287,16 +302,34 @@ class Planner:
         best: dict[int, tuple[float, float, list[Segment]]] = {0: (0.0, 0.0, [])}
         for j, high in enumerate(cuts[1:], 1):
             ways = [(max(best[low][0], c.bytes), best[low][1] + c.seconds, low, c.segment)
-                    for low in cuts[:j] for c in self.all(low, high)]  # fmt: skip
+                    for low in cuts[:j] for c in self.choices(low, high, 0)]  # fmt: skip
             size, seconds, low, segment = min(ways, key=lambda way: way[:2])
             best[high] = size, seconds, [*best[low][2], segment]
         return best[len(self.calls)][1:]
 
-    def all(self, low: int, high: int) -> list[Choice]:
-        """choices(), computed once."""
-        if (low, high) not in self.known:
-            self.known[low, high] = self.choices(low, high)
-        return self.known[low, high]
+
+def _bands(stage: Stage, one: Callable[[int], Choice], budget: float) -> list[Choice]:
+    """The lowest bands, and the fastest that fit. Memory grows with the height of bands by so much
+    a row, which two heights tell; the others are tried where the estimate calls for them."""
+    heights = [n for n in BANDS_TRIED if n < max(ends_of(stage).values())]
+    if not heights:
+        return []
+    least, more = one(heights[0]), one(heights[min(6, len(heights) - 1)])
+    apart = max(more.segment.rows - least.segment.rows, 1)
+    slope = max(more.bytes - least.bytes, 0) / apart
+
+    def guess(rows: int) -> tuple[float, int]:
+        extra = int(slope * (rows - least.segment.rows))
+        like = replace(least.segment, rows=rows, bytes=least.segment.bytes + extra)
+        like = replace(like, steps=count_steps(stage, like))
+        fits = least.bytes + 0.9 * extra <= budget
+        return (_seconds(stage, like) if fits else math.inf), rows
+
+    for seconds, rows in sorted(guess(n) for n in heights):
+        found = one(rows) if seconds < math.inf else least
+        if found.bytes <= budget:
+            return [least, found]
+    return [least]
 
 
 def _forced(flow: Flow, calls: Sequence[fx.Node]) -> list[int]:
@@ -341,19 +374,6 @@ def _sample(stage: Stage, segment: Segment) -> list[Step]:
     return [at_once(stage)]
 
 
-def _count(stage: Stage, segment: Segment) -> int:
-    ends = ends_of(stage)
-    height, width = (
-        max(ends.values(), default=1),
-        max((stage.flow.columns(v) for v in ends), default=1),
-    )
-    if segment.mode == BANDS:
-        return math.ceil(height / segment.rows)
-    if segment.mode == FRUSTUMS:
-        return math.ceil(height / segment.rows) * math.ceil(width / segment.columns)
-    return 1
-
-
 def _macs(stage: Stage, step: Step) -> int:
     """Multiply-adds of one step."""
     total = 0
@@ -388,18 +408,19 @@ def planned(
     beside: bytes the call takes for other things. disk: maps may be kept in files. BudgetTooSmall:
     no plan fits; `least` bytes would do.
     """
-    room, tried = budget - beside - OVERHEAD, list[Planner]()
+    room, tried = budget - beside, list[Planner]()
     for tiles, spills in itertools.product((False, True), repeat=2):
         if spills and not disk:
             continue
         both = [Planner(flow, outside, again=again, spills=spills, tiles=tiles)
                 for again in (False, True)]  # fmt: skip
+        both = both if both[1].again else both[:1]
         tried += both
         made = [found for p in both if (found := _fitted(p, room)) is not None]
         if made:
             _, segments, layout = min(made, key=lambda found: found[0])
             return packed_plan(flow, segments, layout, budget, beside), layout
-    least = min(_exact(p, p.least())[2].size for p in tried) + beside + OVERHEAD
+    least = min(_exact(p, p.least())[2].peak for p in tried) + beside
     raise BudgetTooSmall(
         f"no plan of this network fits {human(budget)}; the least budget that would do is about "
         f"{human(math.ceil(least * 1.01))}",
@@ -410,17 +431,17 @@ def planned(
 def _fitted(planner: Planner, room: int) -> tuple[float, list[Segment], Layout] | None:
     """The fastest segments whose exact layout fits, after their seconds; estimates of memory may
     be some rows too low."""
-    limit = float(room)
-    for _ in range(5):
+    limit = float(room - LIBRARIES)
+    for _ in range(8):
         found = planner.search(limit)
         if found is None:
             break
         made = _exact(planner, found)
-        if made[2].size <= room:
+        if made[2].peak <= room:
             return made
-        limit -= made[2].size - room
+        limit -= made[2].peak - room
     made = _exact(planner, planner.least())
-    return made if made[2].size <= room else None
+    return made if made[2].peak <= room else None
 
 
 def _exact(
@@ -442,9 +463,9 @@ def packed_plan(
         exact.append(
             replace(place.segment, bytes=place.memory.size, macs=doing, steps=max(len(steps), 1))
         )
-    live = layout.size + beside
+    live = layout.live + beside
     total = sum(s.macs for s in exact)
     untiled = sum(macs(flow, n) for n in flow.calls)
     sizes = tuple(tuple(n.meta["val"].shape) for n in flow.inputs if n in flow.axes)
-    return Plan(tuple(exact), budget, live + OVERHEAD, live, OVERHEAD, total, untiled,
+    return Plan(tuple(exact), budget, live + layout.overhead, live, layout.overhead, total, untiled,
                 sum(s.traffic for s in exact), sizes)  # fmt: skip

@@ -75,12 +75,14 @@ def ends_of(stage: Stage) -> dict[fx.Node, int]:
 @dataclass(frozen=True, slots=True)
 class Strip:
     """The rows of each value that are one worker's: from `first` to `last`. It makes those up to
-    `own` and sees those up to `seen`; what a stage enters with each worker reads for itself."""
+    `own` and sees those up to `seen`; what a stage enters with each worker reads for itself. due:
+    rows that the worker above waits for, whether or not this one needs them."""
 
     first: Mapping[fx.Node, int]
     last: Mapping[fx.Node, int]
     own: Mapping[fx.Node, int]
     seen: Mapping[fx.Node, int]
+    due: Mapping[fx.Node, int]
 
     @property
     def borders(self) -> dict[fx.Node, int]:
@@ -102,7 +104,7 @@ def strips(stage: Stage, workers: int) -> list[Strip]:
 def _strips(stage: Stage, count: int) -> list[Strip]:
     rows = {v: stage.flow.rows(v) for v in _values(stage)}
     tops = [_top(stage, rows, k / count) for k in range(count)]
-    found = []
+    found: list[Strip] = []
     for k, first in enumerate(tops):
         last = tops[k + 1] if k + 1 < count else rows
         own = {v: rows[v] if v in stage.enters else last[v] for v in rows}
@@ -114,7 +116,8 @@ def _strips(stage: Stage, count: int) -> list[Strip]:
                 for edge in _cut(unit):
                     high = edge.rules[0](first[unit.value], own[unit.value])[1]
                     seen[edge.source] = max(seen[edge.source], high)
-        found.append(Strip(first, last, own, seen))
+        due = {v: found[-1].seen[v] for v in found[-1].borders} if found else {}
+        found.append(Strip(first, last, own, seen, due))
     return found
 
 
@@ -153,6 +156,8 @@ def walked(stage: Stage, band: int, strip: Strip | None = None) -> Iterator[Step
         last = row >= bottom
         wanted = {v: strip.last[v] if last else min(strip.last[v], math.floor(row * n / height))
                   for v, n in ends.items()}  # fmt: skip
+        for v, n in strip.due.items() if last else ():
+            wanted[v] = max(n, wanted.get(v, 0))
         end = _pulled(stage, strip, wanted, done, row, height, ahead)
         keep = _kept(stage, strip, end)
         step = {v: Held(kept[v], done[v], end[v], keep[v], columns[v], strip.own[v]) for v in columns}

@@ -36,13 +36,15 @@ class Ends:
     """What a stage reads from and writes to.
 
     maps: values that lie whole in memory, in the layout of parts. sources: of values that do not.
-    sinks: of targets, also of those that are maps. wholes: values without rows.
+    sinks: of targets, also of those that are maps. wholes: values without rows. packed: weights
+    laid out for the calls that read them.
     """
 
     maps: MutableMapping[fx.Node, Tensor] = field(default_factory=dict)
     sources: MutableMapping[fx.Node, Source] = field(default_factory=dict)
     sinks: MutableMapping[fx.Node, Sink] = field(default_factory=dict)
     wholes: MutableMapping[fx.Node, Any] = field(default_factory=dict)
+    packed: MutableMapping[fx.Node, Tensor] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -218,7 +220,9 @@ class Sweep:
         found: list[Any] = []
         for k, operand in enumerate(here.relation.operands):
             edge = cut.get(k)
-            if edge is None:
+            if edge is None and operand.name == "weight" and here.kind.packs:
+                found.append(self._packed(unit.node, operand.value, window))
+            elif edge is None:
                 found.append(self._value(operand.value))
             elif edge.whole:
                 found.append(self.ends.maps[edge.source])
@@ -226,6 +230,13 @@ class Sweep:
                 rows, columns = edge.rules[0](*window[0]), edge.rules[1](*window[1])
                 found.append(self._rows(edge.source, step, *rows, columns))
         return found
+
+    def _packed(self, node: fx.Node, weight: Any, window: Window) -> Tensor:
+        """A weight laid out for the stage, by whichever worker needs it first."""
+        if node not in self.ends.packed:
+            kind: Any = self.flow.local[node].kind
+            self.ends.packed[node] = kind.prepared(self._value(weight), window)
+        return self.ends.packed[node]
 
     def _value(self, value: Any) -> Any:
         return self.ends.wholes[value] if isinstance(value, fx.Node) else value
@@ -263,10 +274,18 @@ class Sweep:
         owner = self.memory.owner[node]
         origin = min(step[owner].first, held.first)
         left, right = held.columns
-        key = node, low - origin, high - origin, wanted[0] - left, wanted[1] - left, right - left
+        rows = max(step[owner].end, held.end) - origin
+        key = (
+            node,
+            rows,
+            low - origin,
+            high - origin,
+            wanted[0] - left,
+            wanted[1] - left,
+            right - left,
+        )
         found = self.views.get(key)
         if found is None:
-            rows = max(step[owner].end, held.end) - origin
             block = self._view(node, self.memory.block[owner], rows, held.columns)
             found = part(block, axes, ((low, high), wanted), (origin, left))
             self.views[key] = found

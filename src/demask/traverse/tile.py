@@ -12,8 +12,9 @@ from torch.utils import _pytree as pytree
 from demask.errors import BadInput
 from demask.graph.program import Program
 from demask.machine.memory import parse_memory
+from demask.ops.regions import axis_of, rule
 from demask.shrink.reading import relations_of
-from demask.traverse.axes import axes_of
+from demask.traverse.axes import Axes, axes_of
 from demask.traverse.flow import Flow, flow_of, read
 from demask.traverse.layout import Layout
 from demask.traverse.module import Tiled, tiled
@@ -35,9 +36,10 @@ def tile(
     caller's input and the result. args, kwargs: an example; the sizes of its images are those the
     plan is for. An example of two images or more allows any number: they run one after another.
 
-    The result equals the model in eval mode but for the order of sums in statistics over space
-    (float64 there) and the kernels that torch chooses by size. BadInput: no plan fits; it says the
-    least budget. NotExportable: torch.export does not take the model.
+    Weights that stay as they are given are shared with the model, not copied. The result equals the
+    model in eval mode but for the order of sums in statistics over space
+    (float64 there) and the kernels that torch chooses by size. BudgetTooSmall: no plan fits; `least`
+    bytes would do. NotExportable: torch.export does not take the model.
 
     >>> import torch
     >>> from torch import nn
@@ -76,7 +78,7 @@ def _planned(
     count = _count(given)
     several = count > 1
     if several:
-        _check_independent(given)
+        _check_independent(given, count)
         given = read(model, *_first(args, kwargs or {}, count))
     flow = flow_of(given)
     if not flow.axes:
@@ -103,15 +105,24 @@ def _first(args: Any, kwargs: Any, count: int) -> tuple[Any, Any]:
     return pytree.tree_map(one, (args, dict(kwargs)))
 
 
-def _check_independent(program: Program) -> None:
+def _check_independent(program: Program, count: int) -> None:
     """BadInput unless every result of an image depends on that image alone."""
     inputs = {n: (0, None) for n in program.graph.find_nodes(op="placeholder")
-              if isinstance(n.meta.get("val"), Tensor) and n.meta["val"].ndim >= 3}  # fmt: skip
-    found = axes_of(program.graph, relations_of(program.graph, TABLE_PARTED), inputs)
+              if isinstance(n.meta.get("val"), Tensor) and n.meta["val"].shape[:1] == (count,)}  # fmt: skip
+    relations = relations_of(program.graph, TABLE_PARTED)
+    found = axes_of(program.graph, relations, inputs)
     outputs: Any = next(iter(program.graph.find_nodes(op="output"))).args[0]
     for node in [*program.graph.nodes, *outputs]:
         if not isinstance(node, fx.Node) or node.op != "call_function":
             continue
-        if any(n in found for n in node.all_input_nodes) and found.get(node, (None,))[0] != 0:
+        read = [n for n in node.all_input_nodes if n in found]
+        if read and (found.get(node) != (0, None) or _mixes(relations[node], found, count)):
             raise BadInput(f"{node.name} ({node.target}) mixes the images of a batch; give an example "
                            "of one image, and call it so")  # fmt: skip
+
+
+def _mixes(relation: Any, found: Mapping[fx.Node, Axes], count: int) -> bool:
+    """Does an image of a call's output need another of an operand?"""
+    mine = [k for k, operand in enumerate(relation.operands) if operand.value in found]
+    return any(axis_of(relation, k, 0) != 0 or rule(relation, k, 0)(i, i + 1) != (i, i + 1)
+               for k in mine for i in range(count))  # fmt: skip

@@ -1,0 +1,143 @@
+"""Writes docs/traverse.jpg, a picture decoded from its latent in two ways, and how far each is off:
+`python docs/make_traverse_picture.py`.
+
+Left, tiles that are given some padding and are decoded each by itself; right, `demask.traverse`.
+Both are compared with the untiled network. The weights and the latent lie in shared/data beside the
+project; where they are not there, the script says so and leaves the picture as it is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from demask.files import atomic
+from demask.traverse import tile
+
+DOCS = Path(__file__).parent
+sys.path.append(str(DOCS.parent / "benchmarks"))
+from traverse_networks import latent, named  # noqa: E402
+
+PATH = DOCS / "traverse.jpg"
+SIZE, GROWS = (96, 256), 8  # of the latent; pixels per position
+SIDE, PADDING = 64, 11  # of a tile, in positions of the latent
+MEMORY = "64MiB"
+SHOWN = slice(100, 720), slice(56, 846)  # rows and columns: seams cross in them
+SCALE = 0.1  # of the values of the picture, which go from 0 to 1, at the end of the colours
+FEW = 8  # marks that are drawn long
+INK, SEAM, BANDS = "#1f2933", "#ff3b30", "#2f6fb5"
+QUALITY = 88
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One way: its picture (rows, columns, 3), its differences, and the words about both."""
+
+    title: str
+    words: str
+    picture: Tensor
+    apart: Tensor
+    seams: tuple[tuple[int, ...], tuple[int, ...]]  # rows and columns at which parts meet
+
+
+def by_tiles(model: nn.Module, x: Tensor) -> Tensor:
+    """Each tile decoded with its padding, which is cut off again."""
+    height, width = x.shape[2:]
+    made = x.new_empty(1, 3, GROWS * height, GROWS * width)
+    for rows in spans(height):
+        for columns in spans(width):
+            (above, left), near = (
+                _start(rows, columns),
+                (_wide(rows, height), _wide(columns, width)),
+            )
+            tile = model(x[:, :, near[0], near[1]])
+            inner = (_times(rows, above), _times(columns, left))
+            made[:, :, _times(rows), _times(columns)] = tile[:, :, inner[0], inner[1]]
+    return made
+
+
+def spans(length: int) -> Iterator[slice]:
+    for start in range(0, length, SIDE):
+        yield slice(start, min(start + SIDE, length))
+
+
+def _start(*pair: slice) -> list[int]:
+    return [max(span.start - PADDING, 0) for span in pair]
+
+
+def _wide(span: slice, length: int) -> slice:
+    return slice(max(span.start - PADDING, 0), min(span.stop + PADDING, length))
+
+
+def _times(span: slice, before: int = 0) -> slice:
+    """The pixels of some positions, counted from a position."""
+    return slice(GROWS * (span.start - before), GROWS * (span.stop - before))
+
+
+@torch.no_grad()
+def columns() -> tuple[Column, Column]:
+    """Both ways, computed."""
+    model = named(["TAEF2"])["TAEF2"].make().to(memory_format=torch.channels_last)
+    x = latent(*SIZE).contiguous(memory_format=torch.channels_last)
+    whole, small = model(x), tile(model, (x,), memory=MEMORY)
+    rows, columns = (tuple(GROWS * s.start for s in spans(n) if s.start) for n in SIZE)
+    title = f"tiles of {SIDE} x {SIDE} positions of the latent, padding {PADDING}, each by itself"
+    tiles = _column(title, by_tiles(model, x), whole, (rows, columns))
+    band = small.plan.segments[-1].rows
+    title = f"demask.traverse.tile(model, (latent,), memory={MEMORY!r}): bands of {band} rows"
+    rows = tuple(range(band, GROWS * SIZE[0], band))
+    return tiles, _column(title, small(x), whole, (rows, ()))
+
+
+def _column(title: str, made: Tensor, whole: Tensor, seams: Any) -> Column:
+    apart = (made - whole).abs()
+    bits = [(y.clamp(0, 1) * 255).round() for y in (made, whole)]
+    changed = float((bits[0] != bits[1]).double().mean())
+    words = (f"difference from the untiled network: at most {float(apart.max()):.2g}; "
+             f"{100 * changed:.2g} % of the 8-bit values change")  # fmt: skip
+    picture = made[0].permute(1, 2, 0).clamp(0, 1)
+    return Column(title, words, picture[SHOWN], apart[0].amax(0)[SHOWN], seams)
+
+
+def drawn(pair: tuple[Column, Column]) -> Figure:
+    """A column for each way: its picture, then its differences on one scale of colours."""
+    figure = Figure(figsize=(15, 11.6), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.16, h_pad=0.08)
+    panels, colours = figure.subplots(2, 2), None
+    for (top, bottom), column in zip(panels.T, pair, strict=True):
+        top.imshow(column.picture.numpy())
+        colours = bottom.imshow(column.apart.numpy(), vmin=0, vmax=SCALE, cmap="inferno")
+        _marked(top, column.seams)
+        top.set_title(column.title, fontsize=11.5, color=INK, parse_math=False, pad=18)
+        bottom.set_title(column.words, fontsize=11.5, color=INK, parse_math=False)
+        for axes in (top, bottom):
+            axes.set(xticks=[], yticks=[])
+    figure.colorbar(colours, ax=panels[1, :], shrink=0.8, pad=0.01, aspect=30)
+    return figure
+
+
+def _marked(axes: Any, seams: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    """Marks beside the picture where parts meet: nothing is drawn over it."""
+    rows, columns = ([n - span.start for n in places if span.start < n < span.stop]
+                     for span, places in zip(SHOWN, seams, strict=True))  # fmt: skip
+    high, wide = (span.stop - span.start for span in SHOWN)
+    few = len(rows) <= FEW
+    style = {"colors": SEAM if few else BANDS, "linewidths": 3 if few else 1, "clip_on": False}
+    reach = 22 if few else 12
+    axes.hlines(rows, -reach, -2, **style)
+    axes.hlines(rows, wide + 1, wide + reach - 1, **style)
+    axes.vlines(columns, -reach, -2, **style)
+    axes.vlines(columns, high + 1, high + reach - 1, **style)
+    axes.set(xlim=(-0.5, wide - 0.5), ylim=(high - 0.5, -0.5))
+
+
+if __name__ == "__main__":
+    with atomic.write(PATH) as file:
+        drawn(columns()).savefig(file, format="jpg", dpi=100, pil_kwargs={"quality": QUALITY})
