@@ -38,13 +38,14 @@ QUALITY = 88
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One way: its picture (rows, columns, 3), its differences, and the words about both."""
+    """One way: its picture (rows, columns, 3), its differences, and the words about both. seams:
+    rows and columns at which parts meet."""
 
     title: str
     words: str
     picture: Tensor
     apart: Tensor
-    seams: tuple[tuple[int, ...], tuple[int, ...]]  # rows and columns at which parts meet
+    seams: tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def by_tiles(model: nn.Module, x: Tensor) -> Tensor:
@@ -53,32 +54,27 @@ def by_tiles(model: nn.Module, x: Tensor) -> Tensor:
     made = x.new_empty(1, 3, GROWS * height, GROWS * width)
     for rows in spans(height):
         for columns in spans(width):
-            (above, left), near = (
-                _start(rows, columns),
-                (_wide(rows, height), _wide(columns, width)),
-            )
-            tile = model(x[:, :, near[0], near[1]])
-            inner = (_times(rows, above), _times(columns, left))
-            made[:, :, _times(rows), _times(columns)] = tile[:, :, inner[0], inner[1]]
+            above, beside = padded(rows, height), padded(columns, width)
+            near = model(x[:, :, above, beside])
+            inner = pixels(rows, above.start), pixels(columns, beside.start)
+            made[:, :, pixels(rows), pixels(columns)] = near[:, :, *inner]
     return made
 
 
 def spans(length: int) -> Iterator[slice]:
+    """The positions of each tile along one axis."""
     for start in range(0, length, SIDE):
         yield slice(start, min(start + SIDE, length))
 
 
-def _start(*pair: slice) -> list[int]:
-    return [max(span.start - PADDING, 0) for span in pair]
-
-
-def _wide(span: slice, length: int) -> slice:
+def padded(span: slice, length: int) -> slice:
+    """Those that a tile is given: at the border of the image there are no more."""
     return slice(max(span.start - PADDING, 0), min(span.stop + PADDING, length))
 
 
-def _times(span: slice, before: int = 0) -> slice:
+def pixels(span: slice, first: int = 0) -> slice:
     """The pixels of some positions, counted from a position."""
-    return slice(GROWS * (span.start - before), GROWS * (span.stop - before))
+    return slice(GROWS * (span.start - first), GROWS * (span.stop - first))
 
 
 @torch.no_grad()

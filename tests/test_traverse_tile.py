@@ -20,6 +20,7 @@ import demask
 import traverse_networks as networks
 from demask.errors import BadInput, BudgetTooSmall
 from demask.traverse import plan, run, tile
+from fuzz.traversed import executed
 
 MIB = 2**20
 ULPS = 64  # of the largest value: sums over space and kernels of other sizes
@@ -66,7 +67,7 @@ NETWORKS = {
     "RRDB": (seeded(lambda: networks.DenseTriple().blocks[0]), (1, 64, 25, 17)),
     "dense": (seeded(lambda: nn.Sequential(networks.conv(3, 8), networks.Grown(8, 4),
                                            networks.Grown(12, 4))), (1, 3, 41, 30)),
-    "gated": (seeded(lambda: nn.Sequential(*(networks.Gated() for _ in range(2)))), (1, 16, 40, 31)),
+    "gated": (seeded(lambda: nn.Sequential(*(networks.Gated() for _ in range(2)))), (1, 16, 40, 9)),
 }  # fmt: skip
 
 
@@ -113,7 +114,7 @@ def test_the_least_budget_does_and_less_is_refused_in_words(name: str) -> None:
     model, x = made(name)
     low = least(model, x)
     assert plan(model, (x,), memory=low).peak <= low
-    with pytest.raises(BudgetTooSmall, match="no plan of this network fits 5.00 MiB; the least"):
+    with pytest.raises(BudgetTooSmall, match="no plan of this network fits"):
         plan(model, (x,), memory="5MiB")
 
 
@@ -415,7 +416,6 @@ HOSTILE = {
     "no such calls": first("nodes", ["no_such_call"]),
     "no such maps": first("keeps", ["no_such_map"]),
     "another order": lambda plan: plan["segments"].reverse(),
-    "calls backwards": lambda plan: [s["nodes"].reverse() for s in plan["segments"]],
     "no result": lambda plan: plan["segments"].pop(),
     "nothing kept": lambda plan: [s.update(keeps=[]) for s in plan["segments"]],
     "negative rows": first("rows", -3),
@@ -431,26 +431,43 @@ HOSTILE = {
 }
 
 
+@pytest.fixture(scope="module")
+def stored_plan(tmp_path_factory) -> bytes:
+    """A network with pools and attention in bands, and maps between them."""
+    model, x = made("autoencoder")
+    module, path = executed(model, x, "bands", 5, seed=4), tmp_path_factory.mktemp("plan") / "a"
+    assert len([s for s in module.plan.segments if s.mode == "bands"]) > 3
+    demask.save(module, path)
+    return path.read_bytes()
+
+
+def spoiled(stored: bytes, folder, edit):
+    path = folder / "spoiled.demask"
+    path.write_bytes(stored)
+    edited(path, edit)
+    return path
+
+
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_plans_are_refused(name: str, tmp_path) -> None:
-    model, x = made("autoencoder")
-    path = tmp_path / "tiled.demask"
-    demask.save(tile(model, (x,), memory=least(model, x) + MIB // 2), path)
-    assert any(s.mode == "bands" for s in demask.load(path).plan.segments)
-    edited(path, HOSTILE[name])
+def test_hostile_plans_are_refused(name: str, stored_plan, tmp_path) -> None:
     with pytest.raises(BadInput):
-        demask.load(path)
+        demask.load(spoiled(stored_plan, tmp_path, HOSTILE[name]))
 
 
-@pytest.mark.parametrize("row, value", [("rows", 2**40), ("workers", 3), ("spills", ["no_map"]),
-                                        ("over", {"a": "b"}), ("bytes", 0)])  # fmt: skip
-def test_odd_plans_are_refused_or_right(row: str, value, tmp_path) -> None:
+ODD = {
+    "calls backwards": lambda plan: [s["nodes"].reverse() for s in plan["segments"]],
+    "more rows than there are": first("rows", 2**40),
+    "workers": first("workers", 3),
+    "no such map on disk": first("spills", ["no_such_map"]),
+    "no such map written over": first("over", {"a": "b"}),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_plans_are_refused_or_right(name: str, stored_plan, tmp_path) -> None:
     model, x = made("autoencoder")
-    path = tmp_path / "tiled.demask"
-    demask.save(tile(model, (x,), memory=least(model, x) + MIB // 2), path)
-    edited(path, first(row, value))
     with contextlib.suppress(BadInput):
-        same(model, demask.load(path), x)
+        same(model, demask.load(spoiled(stored_plan, tmp_path, ODD[name])), x)
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -484,5 +501,7 @@ def test_no_more_memory_is_used_than_the_plan_says(name: str, monkeypatch) -> No
     beside = allocated(lambda: results.append(module(x))) - results[0].nbytes
     (arena,) = arenas
     touched = sum(bool((page != 165).any()) for page in arena.split(4096)) * 4096
-    assert touched + beside <= module.plan.live + 64 * 1024  # weights of one position, pages
-    assert touched + beside >= 0.6 * module.plan.live
+    reserved = [n for place in module.ready().layout.places
+                for _, n in place.memory.scratch.values()]  # fmt: skip
+    assert 0.9 * module.plan.live <= touched <= module.plan.live + 4096
+    assert beside <= max(reserved, default=0) + 64 * 1024  # beside: values of one position

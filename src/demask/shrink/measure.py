@@ -20,12 +20,12 @@ def sizes_of(program: Program, relations: Mapping[fx.Node, Relation | Declined])
     counted = [t for t in tensors.values() if t.is_floating_point()]
     return Sizes(
         parameters=sum(t.numel() for t in counted),
-        macs=sum(_macs(r) for r in relations.values() if isinstance(r, Relation)),
+        macs=sum(macs_of(r) for r in relations.values() if isinstance(r, Relation)),
         bytes=sum(t.numel() * t.element_size() for t in tensors.values()),
     )
 
 
-def _macs(relation: Relation) -> int:
+def macs_of(relation: Relation) -> int:
     """Multiplications that are summed, read off the letters of the line."""
     if relation.back:
         return _recurrent_macs(relation)

@@ -31,11 +31,11 @@ def axes_of(
 ) -> dict[fx.Node, Axes]:
     """The axes of each value that depends on an input along which tiles are cut.
 
-    inputs: of the placeholders. Calls with several outputs have none: their outputs end there.
+    inputs: of the placeholders, and of calls behind which rows begin anew. Calls with several outputs have none: their outputs end there.
     """
     found = dict(inputs)
     for node in graph.nodes:
-        relation = relations.get(node)
+        relation = None if node in inputs else relations.get(node)
         if not isinstance(relation, Relation) or not isinstance(node.meta.get("val"), Tensor):
             continue
         pair = (_axis(relation, found, ROWS), _axis(relation, found, COLUMNS))

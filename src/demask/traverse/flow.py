@@ -22,8 +22,9 @@ from demask.graph.spell import spelled
 from demask.ops.bind import Relation
 from demask.ops.entry import Declined, Table
 from demask.ops.regions import Interval
+from demask.shrink.measure import macs_of
 from demask.shrink.reading import relations_of
-from demask.traverse.axes import Axes, axes_of, length
+from demask.traverse.axes import Axes, axes_of, length, whole
 from demask.traverse.local import Local, local
 from demask.traverse.parted import TABLE_PARTED, parted
 from demask.traverse.reductions import Reduction, reduction
@@ -53,6 +54,14 @@ class Flow:
     local: Mapping[fx.Node, Local]
     gathers: Mapping[fx.Node, Reduction]
     refusals: Mapping[fx.Node, str]
+    relations: Mapping[fx.Node, Relation | Declined]
+
+    def macs(self, node: fx.Node) -> int:
+        """Multiply-adds of a call on all of its operands."""
+        here, relation = self.local.get(node), self.relations.get(node)
+        if here is not None:
+            return here.macs(whole(node, self.axes[node]))
+        return macs_of(relation) if isinstance(relation, Relation) else 0
 
     @property
     def calls(self) -> tuple[fx.Node, ...]:
@@ -108,6 +117,9 @@ def flow_of(program: Program, split: Collection[str] | None = None) -> Flow:
               if (axes := _input_axes(n)) is not None}  # fmt: skip
     relations = relations_of(program.graph, TABLE_PARTED)
     axes = axes_of(program.graph, relations, inputs)
+    while afresh := _afresh(relations, axes):
+        inputs |= afresh
+        axes = axes_of(program.graph, relations, inputs)
     cut, gathers, refusals = {}, {}, {}
     for node, relation in relations.items():
         if not any(n in axes for n in node.all_input_nodes):
@@ -124,7 +136,24 @@ def flow_of(program: Program, split: Collection[str] | None = None) -> Flow:
                 refusals[node] = made.text
             else:
                 gathers[node] = made
-    return Flow(program, axes, cut, gathers, refusals)
+    return Flow(program, axes, cut, gathers, refusals, relations)
+
+
+def _afresh(
+    relations: Mapping[fx.Node, Relation | Declined], axes: Mapping[fx.Node, Axes]
+) -> dict[fx.Node, Axes]:
+    """Results of calls that must run whole: behind them rows begin anew, as behind an input."""
+    found = {}
+    for node, relation in relations.items():
+        if node in axes or not any(n in axes for n in node.all_input_nodes):
+            continue
+        refused = isinstance(relation, Declined) or isinstance(
+            reduction(node, relation, axes), Declined
+        )
+        pair = _input_axes(node) if refused else None
+        if pair is not None and length(node, pair, 0) > 1:
+            found[node] = pair
+    return found
 
 
 def _input_axes(node: fx.Node) -> Axes | None:

@@ -67,17 +67,18 @@ class Place:
 @dataclass(frozen=True, slots=True)
 class Layout:
     """places: per segment. maps: offsets of maps in the arena; work: of each segment's memory.
-    size: of the arena."""
+    size: of the arena. wholes: bytes of values without rows, which stay until the end."""
 
     places: tuple[Place, ...]
     maps: Mapping[fx.Node, int]
     work: tuple[int, ...]
     size: int
+    wholes: int
 
     @property
     def live(self) -> int:
         """Bytes of values and weights laid out that are alive at once at most."""
-        return self.size + max((place.packed for place in self.places), default=0)
+        return self.size + self.wholes + max((place.packed for place in self.places), default=0)
 
     @property
     def overhead(self) -> int:
@@ -200,10 +201,11 @@ def laid(flow: Flow, segments: Sequence[Segment], outside: frozenset[fx.Node]) -
         several = segment.workers > 1 and segment.mode == BANDS and bool(ends_of(stage))
         side = tuple(strips(stage, segment.workers)) if several else ()
         places.append(Place(segment, stage, mine, where, side if len(side) > 1 else ()))
-    return _packed(tuple(places), kept)
+    wholes = sum(value_bytes(n) for n in flow.calls if n not in flow.axes)
+    return _packed(tuple(places), kept, wholes)
 
 
-def _packed(places: tuple[Place, ...], kept: set[fx.Node]) -> Layout:
+def _packed(places: tuple[Place, ...], kept: set[fx.Node], wholes: int) -> Layout:
     """Maps and segments in one arena, by when they are alive."""
     owner = {v: v for v in kept}
     names = {v.name: v for v in kept}
@@ -221,7 +223,7 @@ def _packed(places: tuple[Place, ...], kept: set[fx.Node]) -> Layout:
     found = planned(blocks)
     at = dict(zip(lives, found.offsets, strict=False))
     maps = {v: at[owner[v]] for v in kept if owner[v] in at}
-    return Layout(places, maps, found.offsets[len(lives) :], found.size)
+    return Layout(places, maps, found.offsets[len(lives) :], found.size, wholes)
 
 
 def _aligned(size: int) -> int:

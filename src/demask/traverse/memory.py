@@ -64,6 +64,14 @@ class _Most:
         for k, unit in enumerate(self.stage.units):
             if unit.node in self.stage.flow.local:
                 self._scratch(k, unit, step)
+            elif unit.value in self.stage.flow.axes:  # torch's own result, before it is copied
+                held = step[unit.value]
+                self.scratch[k] = part_bytes(self.stage, unit.value, held, held.end)
+            elif unit.node in self.stage.flow.gathers:
+                held = step.get(unit.node, step[unit.edges[0].source])
+                window = (held.done, max(held.done, held.end)), held.columns
+                taken = self.stage.flow.gathers[unit.node].temporary(window)
+                self.scratch[k] = max(self.scratch[k], taken)
         for value, base in list(self.same):
             mine, theirs = step.get(value), step[base]
             if mine is None or mine.made != theirs.made or mine.columns != theirs.columns:

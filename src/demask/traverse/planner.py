@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -69,6 +69,7 @@ class Planner:
         again: bool,
         spills: bool,
         tiles: bool = True,
+        workers: int = 1,
         smallest: int = 2**20,
     ):
         self.flow, self.outside, self.spills, self.smallest = flow, outside, spills, smallest
@@ -76,7 +77,7 @@ class Planner:
         self.place = {node: k for k, node in enumerate(self.calls)}
         self.outputs = {n for n in flow.outputs if isinstance(n, fx.Node)}
         self.forced = _forced(flow, self.calls)
-        self.tiles = tiles
+        self.tiles, self.workers = tiles, workers
         self.known: dict[tuple[int, int, str, int, int], Choice] = {}
         self.stages: dict[tuple[int, int], Stage] = {}
         self.again = frozenset[fx.Node]()
@@ -101,7 +102,7 @@ class Planner:
     def _cheap(self) -> frozenset[fx.Node]:
         """Values across forced cuts that are computed again rather than kept: what they are made of
         is kept anyway, and all of them together take few multiply-adds."""
-        total = sum(macs(self.flow, n) for n in self.calls)
+        total = sum(self.flow.macs(n) for n in self.calls)
         found, spent = set[fx.Node](), 0
         for cut in self.forced:
             crossing = self._crossing(cut)
@@ -109,7 +110,7 @@ class Planner:
                 read = [n for n in v.all_input_nodes if n in self.flow.axes]
                 held = all(n in crossing or n.op == "placeholder" for n in read)
                 held = held and not self._read_whole(v)
-                cost = macs(self.flow, v) if v in self.flow.local else math.inf
+                cost = self.flow.macs(v) if v in self.flow.local else math.inf
                 if held and v not in found and spent + cost <= RECOMPUTED * total:
                     found.add(v)
                     spent += int(cost)
@@ -227,20 +228,21 @@ class Planner:
         low, high = cuts
         names = [tuple(n.name for n in some) for some in (nodes, stage.targets)]
         spills = tuple(v.name for v in stage.targets if self._spilled(v))
-        segment = Segment(mode, *names, spills, rows=rows, columns=columns)
+        count = self.workers if mode == BANDS else 1
+        segment = Segment(mode, *names, spills, rows=rows, columns=columns, workers=count)
         maps = frozenset(v for v in [*stage.enters, *stage.targets] if self._is_map(v))
         steps = _sample(stage, segment)
         where = memory(stage, steps, maps, estimate=True)
-        over = {} if mode == FRUSTUMS else written_over(stage, steps, maps - self.outside)
+        over = {} if mode == FRUSTUMS or count > 1 else written_over(stage, steps, maps - self.outside)
         over = {a: b for a, b in over.items() if self.last[b] < high}
         segment = replace(
             segment, over={a.name: b.name for a, b in over.items()}, steps=count_steps(stage, segment),
-            bytes=where.size, traffic=sum(value_bytes(v) for v in [*stage.enters, *stage.targets]),
+            bytes=count * where.size, traffic=sum(value_bytes(v) for v in [*stage.enters, *stage.targets]),
         )  # fmt: skip
         doing = _macs(stage, steps[0]) * segment.steps if mode == FRUSTUMS else _all_macs(stage)
         segment = replace(segment, macs=doing)
         beside = self._beside(low, high, set(over))
-        return Choice(segment, _seconds(stage, segment), beside + where.size + where.packed)
+        return Choice(segment, _seconds(stage, segment), beside + segment.bytes + where.packed)
 
     def safe(self, segment: Segment) -> Segment:
         """The segment without maps written over others where some step would not allow it."""
@@ -356,12 +358,6 @@ def _streams(flow: Flow, node: fx.Node) -> bool:
     return node in flow.local or node in flow.gathers
 
 
-def macs(flow: Flow, node: fx.Node) -> int:
-    """Multiply-adds of a call on all rows; 0 for those that run whole."""
-    here = flow.local.get(node)
-    return 0 if here is None else here.macs(whole(node, flow.axes[node]))
-
-
 def _sample(stage: Stage, segment: Segment) -> list[Step]:
     """Steps that stand for all others: two in the middle of bands, a tile in the middle."""
     if segment.mode == BANDS:
@@ -379,14 +375,16 @@ def _macs(stage: Stage, step: Step) -> int:
     total = 0
     for unit in stage.units:
         held = step.get(unit.value)
-        if held is not None and unit.node in stage.flow.local and held.made[0] < held.made[1]:
+        if unit.node not in stage.flow.local:
+            total += 0 if unit.node in stage.flow.gathers else stage.flow.macs(unit.node)
+        elif held is not None and held.made[0] < held.made[1]:
             window = held.made, held.columns
             total += stage.flow.local[unit.node].macs(window)
     return total
 
 
 def _all_macs(stage: Stage) -> int:
-    return sum(macs(stage.flow, u.node) for u in stage.units)
+    return sum(stage.flow.macs(u.node) for u in stage.units)
 
 
 def _seconds(stage: Stage, segment: Segment) -> float:
@@ -401,7 +399,13 @@ def _seconds(stage: Stage, segment: Segment) -> float:
 
 
 def planned(
-    flow: Flow, budget: int, *, outside: frozenset[fx.Node], beside: int = 0, disk: bool = True
+    flow: Flow,
+    budget: int,
+    *,
+    outside: frozenset[fx.Node],
+    beside: int = 0,
+    disk: bool = True,
+    workers: int = 1,
 ) -> tuple[Plan, Layout]:
     """The fastest plan found within a budget, and where everything lies.
 
@@ -412,7 +416,7 @@ def planned(
     for tiles, spills in itertools.product((False, True), repeat=2):
         if spills and not disk:
             continue
-        both = [Planner(flow, outside, again=again, spills=spills, tiles=tiles)
+        both = [Planner(flow, outside, again=again, spills=spills, tiles=tiles, workers=workers)
                 for again in (False, True)]  # fmt: skip
         both = both if both[1].again else both[:1]
         tried += both
@@ -458,14 +462,20 @@ def packed_plan(
     """The plan of segments as they lie: exact counts."""
     exact = []
     for place in layout.places:
-        steps = list(steps_of(place.stage, place.segment)) if place.segment.mode != BARRIER else []
+        steps = list(steps_of(place.stage, place.segment))
         doing = sum(_macs(place.stage, step) for step in steps)
         exact.append(
-            replace(place.segment, bytes=place.memory.size, macs=doing, steps=max(len(steps), 1))
+            replace(place.segment, bytes=place.bytes, macs=doing, steps=max(len(steps), 1))
         )
     live = layout.live + beside
     total = sum(s.macs for s in exact)
-    untiled = sum(macs(flow, n) for n in flow.calls)
+    untiled = sum(flow.macs(n) for n in flow.calls)
     sizes = tuple(tuple(n.meta["val"].shape) for n in flow.inputs if n in flow.axes)
     return Plan(tuple(exact), budget, live + layout.overhead, live, layout.overhead, total, untiled,
-                sum(s.traffic for s in exact), sizes)  # fmt: skip
+                sum(s.traffic for s in exact), sizes, notes=tuple(_refused(flow)))  # fmt: skip
+
+
+def _refused(flow: Flow) -> Iterator[str]:
+    """Which calls run whole, and why."""
+    for node, text in flow.refusals.items():
+        yield f"{node.name} runs whole: {text}"

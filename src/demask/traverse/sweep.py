@@ -252,6 +252,7 @@ class Sweep:
         node = unit.node
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value)
         made = node.target(*args, **kwargs)  # type: ignore[operator]
+        self.counter.macs += self.flow.macs(node)
         if node not in self.flow.axes:
             self.ends.wholes[node] = made
             return

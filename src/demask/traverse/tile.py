@@ -16,7 +16,7 @@ from demask.ops.regions import axis_of, rule
 from demask.shrink.reading import relations_of
 from demask.traverse.axes import Axes, axes_of
 from demask.traverse.flow import Flow, flow_of, read
-from demask.traverse.layout import Layout
+from demask.traverse.layout import WORKERS, Layout
 from demask.traverse.module import Tiled, tiled
 from demask.traverse.parted import TABLE_PARTED
 from demask.traverse.plan import Plan
@@ -29,12 +29,16 @@ def tile(
     kwargs: Mapping[str, Any] | None = None,
     *,
     memory: str | int = "512MiB",
+    workers: int = 1,
 ) -> Tiled:
     """The model as a module that computes the same within a budget of memory (rows 003-a to 003-h).
 
     memory: bytes ("256MiB", "1GiB", 10**9) above what the process holds at the call, but for the
     caller's input and the result. args, kwargs: an example; the sizes of its images are those the
     plan is for. An example of two images or more allows any number: they run one after another.
+    workers: threads that walk strips of bands side by side, each with memory of its own and its
+    share of torch's threads; 1 leaves the threads to torch's calls, which is as fast on an idle
+    machine.
 
     Weights that stay as they are given are shared with the model, not copied. The result equals the
     model in eval mode but for the order of sums in statistics over space
@@ -49,7 +53,7 @@ def tile(
     >>> torch.allclose(small(x), net(x), atol=1e-6)
     True
     """
-    program, flow, made, layout = _planned(model, args, kwargs, parse_memory(memory))
+    program, flow, made, layout = _planned(model, args, kwargs, parse_memory(memory), workers)
     return tiled(program, made, flow, layout)
 
 
@@ -59,6 +63,7 @@ def plan(
     kwargs: Mapping[str, Any] | None = None,
     *,
     memory: str | int = "256MiB",
+    workers: int = 1,
 ) -> Plan:
     """How `tile` would run the model: a value that prints. Nothing of the model runs.
 
@@ -68,12 +73,18 @@ def plan(
     >>> plan(net, (torch.empty(1, 3, 2048, 2048),), memory="32MiB").recompute
     1.0
     """
-    return _planned(model, args, kwargs, parse_memory(memory))[2]
+    return _planned(model, args, kwargs, parse_memory(memory), workers)[2]
 
 
 def _planned(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, budget: int
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    budget: int,
+    workers: int,
 ) -> tuple[Program, Flow, Plan, Layout]:
+    if not 1 <= workers <= WORKERS:
+        raise BadInput(f"expected 1 to {WORKERS} workers, got {workers}")
     given = read(model, args, kwargs)
     count = _count(given)
     several = count > 1
@@ -85,7 +96,7 @@ def _planned(
         raise BadInput(
             "no input has rows to cut: expected images (N, C, H, W), volumes or sequences"
         )
-    made, layout = planned(flow, budget, outside=frozenset())
+    made, layout = planned(flow, budget, outside=frozenset(), workers=workers)
     return given, flow, replace(made, images=several), layout
 
 
