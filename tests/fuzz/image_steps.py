@@ -33,7 +33,11 @@ def spatial(x: Tensor) -> int:
 
 
 def channels_last(x: Tensor) -> Tensor:
-    return x.movedim(1, -1)
+    return x.permute(0, *range(2, x.ndim), 1)
+
+
+def channels_first(x: Tensor) -> Tensor:
+    return x.permute(0, x.ndim - 1, *range(1, x.ndim - 1))
 
 
 def plain(*_: Any) -> tuple:
@@ -196,7 +200,7 @@ def mixed(net, x, values, weight, how) -> Tensor:
     if how == "einsum":
         return torch.einsum("nc...,oc->no...", x, w)
     rows = channels_last(x)
-    return (rows @ w.T if how == "matmul" else F.linear(rows, w)).movedim(-1, 1)
+    return channels_first(rows @ w.T if how == "matmul" else F.linear(rows, w))
 
 
 def draw_affine(net, values, at) -> tuple:
@@ -254,11 +258,11 @@ def attention(net, x, values, how, weight) -> Tensor:
 def axial(x: Tensor) -> Tensor:
     """Attention along the last axis: each row for itself."""
     rows = channels_last(x)
-    return F.scaled_dot_product_attention(rows, rows * 0.1, rows).movedim(-1, 1)
+    return channels_first(F.scaled_dot_product_attention(rows, rows * 0.1, rows))
 
 
 def norm_channels(x: Tensor) -> Tensor:
-    return F.layer_norm(channels_last(x), (x.shape[1],)).movedim(-1, 1)
+    return F.layer_norm(x.movedim(1, -1), (x.shape[1],)).movedim(-1, 1)
 
 
 def centred(x: Tensor) -> Tensor:

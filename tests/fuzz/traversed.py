@@ -1,7 +1,8 @@
-"""A network executed in a mode that is told, rather than chosen: what the laws of traversal check."""
+"""A network executed in a mode that is told, not chosen: what the laws of traversal check."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 from typing import Any
@@ -36,7 +37,7 @@ def told(flow: Flow, mode: str, rows: int, columns: int = 0, *, seed: int = 0, s
     drawn = {draw.randint(0, last) for _ in range(2)} if seed else set[int]()
     ends = sorted({0, last, *planner.forced, *drawn})
     found = []
-    for low, high in zip(ends, ends[1:], strict=False):
+    for low, high in itertools.pairwise(ends):
         found.append(planner.safe(planner.made(low, high, mode, rows, columns)))
     return found
 

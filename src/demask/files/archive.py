@@ -224,8 +224,8 @@ def _kind(document: Mapping[str, Any]) -> type[Demasked]:
     if name is None:
         return Optimized if document.get("optimized") is True else Demasked
     if not isinstance(name, str) or name not in KINDS:
-        raise BadInput(f"a network of kind {name!r:.40}, expected one of {sorted(KINDS)}; install a "
-                       "newer demask")  # fmt: skip
+        raise BadInput(f"a network of kind {name!r:.40}, expected one of {sorted(KINDS)}; "
+                       "install a newer demask")  # fmt: skip
     return KINDS[name]
 
 

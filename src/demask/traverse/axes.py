@@ -31,7 +31,8 @@ def axes_of(
 ) -> dict[fx.Node, Axes]:
     """The axes of each value that depends on an input along which tiles are cut.
 
-    inputs: of the placeholders, and of calls behind which rows begin anew. Calls with several outputs have none: their outputs end there.
+    inputs: of the placeholders, and of calls behind which rows begin anew. Calls with several
+    outputs have none: their outputs end there.
     """
     found = dict(inputs)
     for node in graph.nodes:
@@ -119,7 +120,7 @@ def strides(shape: Sequence[int], axes: Axes) -> tuple[int, ...]:
 
 
 def part(tensor: Tensor, axes: Axes, window: Window, origin: tuple[int, int] = (0, 0)) -> Tensor:
-    """A view of the positions of a window. tensor: a part whose first row and column are `origin`."""
+    """A view of the positions of a window. origin: first row and column of the part `tensor`."""
     for axis, (start, end), first in zip(axes, window, origin, strict=True):
         if axis is not None:
             size = max(end - start, 0)

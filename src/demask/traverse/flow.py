@@ -13,14 +13,13 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from demask.errors import BadInput
 from demask.graph.capture import capture
 from demask.graph.fold import folded
 from demask.graph.functional import functionalized
 from demask.graph.program import Program
 from demask.graph.spell import spelled
 from demask.ops.bind import Relation
-from demask.ops.entry import Declined, Table
+from demask.ops.entry import Declined
 from demask.ops.regions import Interval
 from demask.shrink.measure import macs_of
 from demask.shrink.reading import relations_of

@@ -23,7 +23,6 @@ from demask.traverse.plan import BANDS, FRUSTUMS, Segment
 from demask.traverse.schedule import Step, Strip, at_once, ends_of, strips, tile, walked
 from demask.traverse.stage import Stage, Unit, staged
 
-
 WORKERS = 64  # at most, side by side
 STEPS = 2**21  # at most, of a segment: a plan from a file must not run for ever
 # What the process takes beside live values, measured: libraries, and a kernel that oneDNN keeps.
@@ -166,10 +165,8 @@ def check(flow: Flow, segments: Sequence[Segment]) -> None:
             raise BadInput(f"the plan runs {segment.nodes[:1]} in more than {STEPS} steps")
         if len(over_of(stage, segment)) != len(segment.over):
             raise BadInput(f"the plan writes maps of {segment.nodes[:1]} over what is still read")
-        here, mine = set(made), {u.value for u in stage.units}
+        here = set(made)
         for unit in stage.units:
-            if unit.node in flow.local and any(e.whole and e.source in mine for e in unit.edges):
-                raise BadInput(f"the plan runs {unit.node.name} with what it reads whole")
             missing = [n.name for node in unit.nodes for n in node.all_input_nodes
                        if n not in here and n not in unit.nodes]  # fmt: skip
             if missing:
@@ -260,7 +257,7 @@ def _follows(stage: Stage, steps: Sequence[Step], maker: tuple[int, Unit], base:
 
 
 def over_of(stage: Stage, segment: Segment) -> dict[fx.Node, fx.Node]:
-    """Of the maps that a segment says are written over others, those of which every step allows it."""
+    """The maps that a segment says are written over others, where every step allows it."""
     said = {stage_value.name: stage_value for stage_value in [*stage.enters, *stage.targets]}
     pairs = {said[a]: said[b] for a, b in segment.over.items() if a in said and b in said}
     maps = frozenset([*pairs, *pairs.values()])

@@ -16,7 +16,8 @@ from typing import Any
 from torch import fx
 
 from demask.machine.arena import ALIGNMENT, Block, Plan, peak, planned
-from demask.traverse.axes import Window, cut_shape
+from demask.traverse.attend import temporary
+from demask.traverse.axes import cut_shape
 from demask.traverse.schedule import Held, Step
 from demask.traverse.stage import Stage, Unit
 
@@ -44,7 +45,7 @@ class _Most:
     """The largest sizes seen over the steps."""
 
     def __init__(self, stage: Stage, maps: frozenset[fx.Node]):
-        self.stage = stage
+        self.stage, self.maps = stage, maps
         self.values = [v for v in stage.enters if v not in maps]
         self.values += [
             u.value for u in stage.units if u.value in stage.flow.axes and u.value not in maps
@@ -83,7 +84,12 @@ class _Most:
             return
         window = held.made, held.columns
         here = self.stage.flow.local[unit.node]
-        self.scratch[k] = max(self.scratch[k], here.temporary(window))
+        size = here.temporary(window)
+        if any(edge.whole and edge.source not in self.maps for edge in unit.edges):
+            value = unit.value.meta["val"]
+            queries = cut_shape(value.shape, self.stage.flow.axes[unit.value], window)
+            size = temporary(unit.node, queries, value.dtype)
+        self.scratch[k] = max(self.scratch[k], size)
         self.kernels.add(here.kind.kernel(window))
 
 

@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from demask.graph.program import Constant, Program
@@ -89,7 +90,7 @@ def tiled(program: Program, plan: Plan, flow: Flow, layout: Layout) -> Tiled:
     record = Provenance(
         {}, (), {}, notes, inputs_of(program), nothing, nothing, guards=program.guards
     )
-    made = build(program, record, Tiled)
+    made: Any = build(program, record, Tiled)
     made.plan, made.prepared = plan, Prepared(flow, layout)
     return made
 
@@ -117,9 +118,7 @@ def _sized(graph: fx.Graph, module: Tiled) -> None:
             elif node.op == "get_attr":
                 node.meta["val"] = mode.from_tensor(attrgetter(str(node.target))(module))
             elif node.op == "call_function":
-                args, kwargs = fx.node.map_arg(
-                    (node.args, dict(node.kwargs)), lambda n: n.meta["val"]
-                )
+                args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
                 node.meta["val"] = node.target(*args, **kwargs)
 
 
@@ -219,8 +218,9 @@ def _check_kind(node: fx.Node, value: Any) -> None:
 
 def _unplanned(node: fx.Node, value: Any) -> ValueError:
     found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-    return ValueError(f"input {node.name!r}: the plan is for {tuple(node.meta['val'].shape)}, got "
-                      f"{found}; call demask.traverse.tile with an example of this size")  # fmt: skip
+    expected = tuple(node.meta["val"].shape)
+    return ValueError(f"input {node.name!r}: the plan is for {expected}, got {found}; call "
+                      "demask.traverse.tile with an example of this size")  # fmt: skip
 
 
 def image(

@@ -48,9 +48,9 @@ class Plan:
 
     budget, peak: bytes asked for, and predicted at most: everything live at once, and what the
     process takes beside (`overhead`). macs: multiply-adds, those computed twice included;
-    macs_untiled: of the network as given. traffic: bytes that pass between segments, and the weights
-    once per step. sizes: of the inputs the plan is for, one image each; images:
-    may a call bring several, which are independent of each other?
+    macs_untiled: of the network as given. traffic: bytes that segments read and write.
+    sizes: of the inputs the plan is for, one image each; images: may a call bring several, which
+    are independent of each other?
     """
 
     segments: tuple[Segment, ...]
@@ -130,10 +130,12 @@ def _segment(row: Any) -> Segment:
         raise ValueError(f"mode {mode!r}")
     names = {key: tuple(map(_word, row[key])) for key in ("nodes", "keeps", "spills")}
     numbers = {
-        key: _number(row[key]) for key in ("rows", "columns", "steps", "workers", "bytes", "macs", "traffic")
+        key: _number(row[key])
+        for key in ("rows", "columns", "steps", "workers", "bytes", "macs", "traffic")
     }
     over = {_word(a): _word(b) for a, b in row["over"].items()}
-    return Segment(mode, over=over, **names, **numbers)
+    found: dict[str, Any] = {**names, **numbers}
+    return Segment(mode, over=over, **found)
 
 
 def _number(value: Any) -> int:

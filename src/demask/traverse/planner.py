@@ -18,7 +18,7 @@ from torch import fx
 
 from demask.errors import BudgetTooSmall
 from demask.machine.memory import human
-from demask.traverse.axes import whole
+from demask.traverse.attend import streams_keys
 from demask.traverse.flow import Flow
 from demask.traverse.layout import (
     LIBRARIES,
@@ -35,7 +35,7 @@ from demask.traverse.layout import (
 from demask.traverse.memory import memory
 from demask.traverse.plan import BANDS, BARRIER, FRUSTUMS, LAYERWISE, Plan, Segment
 from demask.traverse.schedule import Step, at_once, ends_of, middle
-from demask.traverse.stage import Stage, Unit, staged
+from demask.traverse.stage import Stage, staged
 
 BANDS_TRIED = tuple(2**k for k in range(12))
 TILES_TRIED = (1024, 512, 256, 128, 64, 32, 16)
@@ -59,7 +59,8 @@ class Choice:
 
 
 class Planner:
-    """The search for one flow. outside: values whose memory is not ours. disk: maps may be spilled."""
+    """The search for one flow. outside: values whose memory is not ours. again: cheap values are
+    computed twice rather than kept; spills: maps lie on disk; tiles: they may overlap."""
 
     def __init__(
         self,
@@ -118,15 +119,15 @@ class Planner:
 
     def _crossing(self, cut: int) -> set[fx.Node]:
         """Values made before a cut that are read behind it."""
-        return {n for n in self.flow.axes
-                if self.place.get(n, -1) < cut <= self.last[n] and n.op == "call_function"}  # fmt: skip
+        calls = (n for n in self.flow.axes if n.op == "call_function")
+        return {n for n in calls if self.place[n] < cut <= self.last[n]}
 
     def cuts(self) -> list[int]:
         """Forced cuts, and the narrowest places between them."""
         ends = sorted({0, len(self.calls), *self.forced})
         crossing = self._crossing_bytes()
         offered: list[tuple[float, int]] = []
-        for low, high in zip(ends, ends[1:], strict=False):
+        for low, high in itertools.pairwise(ends):
             inner = [
                 (crossing[k], k)
                 for k in range(low + 1, high)
@@ -175,7 +176,7 @@ class Planner:
         return self.last[node] >= high
 
     def choices(self, low: int, high: int, budget: float) -> list[Choice]:
-        """Ways to run the calls between two cuts, those that are best within a budget among them."""
+        """Ways to run the calls between two cuts, among them the best within a budget."""
         nodes, keeps = self.pieces(low, high)
         if self._is_barrier(nodes):
             segment = Segment(BARRIER, tuple(n.name for n in nodes), ())
@@ -226,19 +227,24 @@ class Planner:
         columns: int,
     ) -> Choice:  # fmt: skip
         low, high = cuts
-        names = [tuple(n.name for n in some) for some in (nodes, stage.targets)]
+        names, keeps = (tuple(n.name for n in some) for some in (nodes, stage.targets))
         spills = tuple(v.name for v in stage.targets if self._spilled(v))
         count = self.workers if mode == BANDS else 1
-        segment = Segment(mode, *names, spills, rows=rows, columns=columns, workers=count)
+        segment = Segment(mode, names, keeps, spills, rows=rows, columns=columns, workers=count)
         maps = frozenset(v for v in [*stage.enters, *stage.targets] if self._is_map(v))
         steps = _sample(stage, segment)
         where = memory(stage, steps, maps, estimate=True)
-        over = {} if mode == FRUSTUMS or count > 1 else written_over(stage, steps, maps - self.outside)
+        over = (
+            {} if mode == FRUSTUMS or count > 1 else written_over(stage, steps, maps - self.outside)
+        )
         over = {a: b for a, b in over.items() if self.last[b] < high}
         segment = replace(
-            segment, over={a.name: b.name for a, b in over.items()}, steps=count_steps(stage, segment),
-            bytes=count * where.size, traffic=sum(value_bytes(v) for v in [*stage.enters, *stage.targets]),
-        )  # fmt: skip
+            segment,
+            over={a.name: b.name for a, b in over.items()},
+            steps=count_steps(stage, segment),
+            bytes=count * where.size,
+            traffic=sum(value_bytes(v) for v in [*stage.enters, *stage.targets]),
+        )
         doing = _macs(stage, steps[0]) * segment.steps if mode == FRUSTUMS else _all_macs(stage)
         segment = replace(segment, macs=doing)
         beside = self._beside(low, high, set(over))
@@ -260,15 +266,18 @@ class Planner:
         """Is a value only handed out, to a sink?"""
         return node in self.outputs and all(u.op == "output" for u in node.users)
 
-    def _read_whole(self, node: fx.Node) -> bool:
-        return any(e.whole and e.source is node for u in node.users if u.op == "call_function"
-                   for e in self.flow.edges(u))  # fmt: skip
+    def _read_whole(
+        self, node: fx.Node, unless: Callable[[fx.Node], bool] = lambda reader: False
+    ) -> bool:
+        """Does a call read all rows of a value at once, but for calls that take blocks of them?"""
+        readers = [u for u in node.users if u.op == "call_function" and not unless(u)]
+        return any(e.whole and e.source is node for u in readers for e in self.flow.edges(u))
 
     def _spilled(self, node: fx.Node) -> bool:
         return (
             self.spills
             and not self._leaves(node)
-            and not self._read_whole(node)
+            and not self._read_whole(node, unless=streams_keys)
             and value_bytes(node) >= self.smallest
         )
 

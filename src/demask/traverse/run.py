@@ -60,7 +60,7 @@ def execute(
                 value = v.meta["val"]
                 spills[v] = spill(tuple(value.shape), value.dtype, flow.axes[v], folder)
                 ends.sinks[v] = spills[v] if v not in call.sinks else Tee(spills[v], call.sinks[v])
-        ends.sources |= {v: spills[v] for v in place.stage.enters if v in spills}
+        ends.sources.update({v: spills[v] for v in place.stage.enters if v in spills})
         work = arena[layout.work[k] : layout.work[k] + place.bytes]
         _direct(place, call, ends)
         if place.strips:

@@ -14,6 +14,7 @@ the other made in its first steps. Nothing is computed twice, and only borders a
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -95,7 +96,7 @@ def strips(stage: Stage, workers: int) -> list[Strip]:
     within the next strip."""
     for count in range(workers, 1, -1):
         found = _strips(stage, count)
-        pairs = zip(found, found[1:], strict=False)
+        pairs = itertools.pairwise(found)
         if all(a.last[v] >= a.first[v] and a.seen[v] <= b.own[v] for a, b in pairs for v in a.own):
             return found
     return _strips(stage, 1)
@@ -160,7 +161,9 @@ def walked(stage: Stage, band: int, strip: Strip | None = None) -> Iterator[Step
             wanted[v] = max(n, wanted.get(v, 0))
         end = _pulled(stage, strip, wanted, done, row, height, ahead)
         keep = _kept(stage, strip, end)
-        step = {v: Held(kept[v], done[v], end[v], keep[v], columns[v], strip.own[v]) for v in columns}
+        step = {
+            v: Held(kept[v], done[v], end[v], keep[v], columns[v], strip.own[v]) for v in columns
+        }
         for unit in stage.sinks:  # each row is counted by one worker
             v = unit.edges[0].source
             low, high = (min(n, strip.last[v]) for n in (done[v], end[v]))

@@ -9,9 +9,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 from demask.machine.arena import ALIGNMENT
 from demask.ops.regions import Interval
+from demask.traverse.attend import attend
 from demask.traverse.axes import Axes, Window, cut_shape, empty, part, strides, whole
 from demask.traverse.memory import Memory
 from demask.traverse.reductions import Reduction
@@ -148,17 +150,14 @@ class Sweep:
         found = set()
         for unit in self.stage.units:
             held = step.get(unit.value)
-            if (
-                held is None
-                and unit.node not in self.states
-                or held is not None
-                and held.done < held.end
+            if (held is None and unit.node not in self.states) or (
+                held is not None and held.done < held.end
             ):
                 found.add(unit.value)
                 found |= {edge.source for edge in unit.edges}
         found |= {v for v, held in step.items() if held.done < held.end}
         owner = self.memory.owner
-        return {v for v in found if v in owner or v in step and step[v].lent[0] < step[v].lent[1]}
+        return {v for v in found if v in owner or (v in step and step[v].lent[0] < step[v].lent[1])}
 
     def _load(self, node: fx.Node, step: Step) -> None:
         """Put the rows kept in front of the block, and, of what is read from elsewhere, the new."""
@@ -197,6 +196,12 @@ class Sweep:
         held, here = step[unit.value], self.flow.local[unit.node]
         window = held.made, held.columns
         into = self._rows(unit.value, step, *held.made)
+        if any(e.whole and e.source not in self.ends.maps for e in unit.edges):
+            q = unit.edges[0]
+            queries = self._rows(q.source, step, *q.rules[0](*window[0]), q.rules[1](*window[1]))
+            into.copy_(attend(unit.node, queries, self.ends.sources, self.flow.axes))
+            self._made(unit, held, into)
+            return
         operands = self._operands(unit, step, window)
         fused: dict[str, Any] = {}
         if unit.addend is not None:
@@ -207,7 +212,12 @@ class Sweep:
         if unit.after is not None:
             fused["after"] = unit.after
         here.run(operands, window, into, scratch=self._scratch(k), **fused)
-        self.counter.macs += here.macs(window)
+        self._made(unit, held, into)
+
+    def _made(self, unit: Unit, held: Held, into: Tensor) -> None:
+        """Count what was made, and hand it on to who waits for it."""
+        window = held.made, held.columns
+        self.counter.macs += self.flow.local[unit.node].macs(window)
         if unit.value in self.ends.sinks:
             self.ends.sinks[unit.value].write(window, into)
         if self.above is not None and unit.value in self.above.spans:
@@ -224,8 +234,6 @@ class Sweep:
                 found.append(self._packed(unit.node, operand.value, window))
             elif edge is None:
                 found.append(self._value(operand.value))
-            elif edge.whole:
-                found.append(self.ends.maps[edge.source])
             else:
                 rows, columns = edge.rules[0](*window[0]), edge.rules[1](*window[1])
                 found.append(self._rows(edge.source, step, *rows, columns))
@@ -250,7 +258,8 @@ class Sweep:
             return self._rows(source, step, 0, self.flow.rows(source))
 
         node = unit.node
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value)
+        found: Any = map_arg((node.args, dict(node.kwargs)), value)
+        args, kwargs = found
         made = node.target(*args, **kwargs)  # type: ignore[operator]
         self.counter.macs += self.flow.macs(node)
         if node not in self.flow.axes:

@@ -41,9 +41,9 @@ def tile(
     machine.
 
     Weights that stay as they are given are shared with the model, not copied. The result equals the
-    model in eval mode but for the order of sums in statistics over space
-    (float64 there) and the kernels that torch chooses by size. BudgetTooSmall: no plan fits; `least`
-    bytes would do. NotExportable: torch.export does not take the model.
+    model in eval mode but for the order of sums in statistics over space (float64 there) and the
+    kernels that torch chooses by size. BudgetTooSmall: no plan fits; `least` bytes would do.
+    NotExportable: torch.export does not take the model.
 
     >>> import torch
     >>> from torch import nn
@@ -119,7 +119,7 @@ def _first(args: Any, kwargs: Any, count: int) -> tuple[Any, Any]:
 def _check_independent(program: Program, count: int) -> None:
     """BadInput unless every result of an image depends on that image alone."""
     inputs = {n: (0, None) for n in program.graph.find_nodes(op="placeholder")
-              if isinstance(n.meta.get("val"), Tensor) and n.meta["val"].shape[:1] == (count,)}  # fmt: skip
+              if tuple(getattr(n.meta.get("val"), "shape", ()))[:1] == (count,)}  # fmt: skip
     relations = relations_of(program.graph, TABLE_PARTED)
     found = axes_of(program.graph, relations, inputs)
     outputs: Any = next(iter(program.graph.find_nodes(op="output"))).args[0]
@@ -128,8 +128,8 @@ def _check_independent(program: Program, count: int) -> None:
             continue
         read = [n for n in node.all_input_nodes if n in found]
         if read and (found.get(node) != (0, None) or _mixes(relations[node], found, count)):
-            raise BadInput(f"{node.name} ({node.target}) mixes the images of a batch; give an example "
-                           "of one image, and call it so")  # fmt: skip
+            raise BadInput(f"{node.name} ({node.target}) mixes the images of a batch; give an "
+                           "example of one image, and call it so")  # fmt: skip
 
 
 def _mixes(relation: Any, found: Mapping[fx.Node, Axes], count: int) -> bool:

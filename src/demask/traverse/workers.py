@@ -40,10 +40,13 @@ def side_by_side(
     """Run a place's strips at once. work: memory of place.bytes."""
     arena = _Arena(work)
     memories = [arena.take(place.memory.size) for _ in place.strips]
-    borders = [_border(place, a, b, arena) for a, b in zip(place.strips, place.strips[1:], strict=False)]
+    borders = [
+        _border(place, a, b, arena) for a, b in zip(place.strips, place.strips[1:], strict=False)
+    ]
     beside = [None, *borders, None]
+    sides = zip(memories, beside, beside[1:], strict=False)
     sweeps = [Sweep(place.stage, place.memory, ends, memory, Counter(), above, below)
-              for memory, above, below in zip(memories, beside, beside[1:], strict=False)]  # fmt: skip
+              for memory, above, below in sides]  # fmt: skip
     threads = max(1, torch.get_num_threads() // len(sweeps))
     with ThreadPoolExecutor(len(sweeps)) as pool:
         jobs = [pool.submit(_walk, sweep, place, strip, threads, told)

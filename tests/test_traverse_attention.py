@@ -1,0 +1,55 @@
+"""Attention over the image: keys and values in memory, and on disk."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from demask.errors import BudgetTooSmall
+from demask.traverse import plan, tile
+from demask.traverse.plan import BANDS
+from fuzz.traversed import difference, executed
+
+
+class Attended(nn.Module):
+    """A convolution, attention over all positions by two heads, a convolution."""
+
+    def __init__(self, width: int = 8):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, 3, 3, padding=1)
+        self.qkv = nn.ModuleList(nn.Conv2d(width, width, 1) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        q, k, v = (layer(x).unflatten(1, (2, -1)).flatten(3).transpose(2, 3) for layer in self.qkv)
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.last(x + y.transpose(2, 3).flatten(1, 2).view_as(x))
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return Attended().double().eval()
+
+
+@pytest.mark.parametrize("spills", [False, True], ids=["memory", "disk"])
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_queries_go_band_by_band(model, rows, spills):
+    x = torch.randn(1, 3, 19, 14, dtype=torch.float64)
+    module = executed(model, x, BANDS, rows, spills=spills)
+    assert difference(model, x, module) <= 1e-12
+    assert any(segment.spills for segment in module.plan.segments) is spills
+
+
+def test_keys_go_to_disk_where_the_budget_asks():
+    torch.manual_seed(0)
+    model, x = Attended(64).eval(), torch.randn(1, 3, 64, 72)
+    plenty = tile(model, (x,), memory="256MiB")
+    with pytest.raises(BudgetTooSmall) as refused:
+        plan(model, (x,), memory=1)
+    little = tile(model, (x,), memory=refused.value.least)
+    assert any(segment.spills for segment in little.plan.segments)
+    with torch.no_grad():
+        expected = model(x)
+    scale = expected.abs().max().item()
+    assert (plenty(x) - expected).abs().max().item() <= 2e-6 * scale  # other orders of summation
+    assert (little(x) - expected).abs().max().item() <= 2e-6 * scale
