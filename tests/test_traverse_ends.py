@@ -436,6 +436,7 @@ def test_a_process_killed_while_it_writes_leaves_the_old_file(tmp_path):
     assert (tmp_path / "y.npy").read_text() == "earlier"
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="reads Linux's /proc")
 @pytest.mark.parametrize("mapped", [False, True])
 def test_a_gibibyte_passes_through_a_few_mebibytes(tmp_path, mapped):

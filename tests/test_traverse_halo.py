@@ -206,6 +206,7 @@ def test_each_layer_is_exact_and_tight(name):
     assert check(positive(nn.Sequential(conv(3, p=1), make(), conv(3, p=1))), scale)
 
 
+@pytest.mark.nightly
 @settings(max_examples=60, deadline=None, derandomize=True,
           suppress_health_check=[HealthCheck.filter_too_much])  # fmt: skip
 @given(st.lists(st.sampled_from(sorted({*LAYERS} - {"adaptive"})), min_size=2, max_size=5))

@@ -84,6 +84,7 @@ def test_the_decoder_has_thirty_group_norms_and_one_attention() -> None:
     assert found.count(networks.Attention) == 1
 
 
+@pytest.mark.nightly
 @trained
 @torch.no_grad()
 def test_the_latent_decodes_to_the_picture() -> None:
@@ -167,6 +168,7 @@ def taking(at_most: int, returned: int) -> tuple[int, int]:
     return peak, memory.nbytes(result)
 
 
+@pytest.mark.nightly
 def test_the_peak_of_a_call_is_measured() -> None:
     for at_most, returned in ((96, 16), (16, 32)):
         peak, output = memory.fresh(taking, at_most, returned)
@@ -182,6 +184,7 @@ def silent(pipe) -> None:
     time.sleep(60)
 
 
+@pytest.mark.nightly
 def test_a_process_that_fails_says_why(capfd: pytest.CaptureFixture[str]) -> None:
     assert memory.fresh(failing) == Failed("ValueError: planted")
     assert memory.fresh(os._exit, 3) == Failed("ended with exit code 3")
@@ -219,7 +222,7 @@ STAND_IN = """
     import numpy as np
     import torch
 
-    from demask.errors import BadInput
+    from demask.errors import BudgetTooSmall
 
     LEAST, EXTRA, SHIFT = 3_000_000, {extra}, {shift}
 
@@ -236,7 +239,7 @@ STAND_IN = """
     def plan(model, args, kwargs=None, *, memory):
         memory = memory if isinstance(memory, int) else 2**29
         if memory < LEAST:
-            raise BadInput("no plan")
+            raise BudgetTooSmall("no plan", LEAST)
         return SimpleNamespace(peak=memory, macs=9, macs_untiled=9)
 
     def tile(model, args, kwargs=None, *, memory):
@@ -261,6 +264,7 @@ def run(script, monkeypatch, folder: Path, *words: str, extra: int = 0, shift: f
     return json.loads(output.with_suffix(".json").read_text())
 
 
+@pytest.mark.nightly
 def test_the_script_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--only", "blur20", "--size", "64", "--budgets", "1", "--threads", "1"]
     found = run(memory, monkeypatch, tmp_path, *words, extra=16 * MIB, shift=0.5)

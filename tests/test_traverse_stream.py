@@ -406,6 +406,7 @@ def test_a_full_disk_is_found_before_anything_runs(files, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["image.npy", "model.pt2", "result.npy"]
 
 
+@pytest.mark.nightly
 def test_a_full_disk_for_maps_says_how_much_they_need(tmp_path):
     code = """
         net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.GroupNorm(4, 16), nn.Conv2d(16, 1, 3)).eval()
@@ -422,6 +423,7 @@ def test_a_full_disk_for_maps_says_how_much_they_need(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="reads Linux's /proc")
 def test_neither_the_example_nor_the_files_cost_memory(tmp_path):
     """Images of 1.5 GiB are planned, and 200 MiB streamed, within the budget's memory."""

@@ -94,7 +94,16 @@ def same(model: nn.Module, module: nn.Module, *args, ulps: float = ULPS) -> None
         assert worst <= ulps * scale, f"{worst / scale:.0f} ulps"
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+def at_night(*names: str) -> list:
+    return [pytest.param(name, marks=pytest.mark.nightly) for name in names]
+
+
+def by_day(*names: str) -> list:
+    """All networks, but for these at night."""
+    return [*names, *at_night(*(name for name in NETWORKS if name not in names))]
+
+
+@pytest.mark.parametrize("name", by_day("decoder", "gated"))
 def test_the_result_within_budgets_from_the_least_to_plenty(name: str) -> None:
     model, x = made(name)
     low = least(model, x)
@@ -108,7 +117,7 @@ def test_the_result_within_budgets_from_the_least_to_plenty(name: str) -> None:
         assert module.counted.macs == module.plan.macs
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", by_day("autoencoder", "SRVGG"))
 def test_the_least_budget_does_and_less_is_refused_in_words(name: str) -> None:
     model, x = made(name)
     low = least(model, x)
@@ -151,7 +160,7 @@ def test_the_layout_of_the_input_is_that_of_the_result(form) -> None:
 
 
 @pytest.mark.parametrize("dtype", EPS)
-@pytest.mark.parametrize("name", ["decoder", "U-Net"])
+@pytest.mark.parametrize("name", ["decoder", pytest.param("U-Net", marks=pytest.mark.nightly)])
 def test_other_types(name: str, dtype: torch.dtype) -> None:
     model, x = made(name, dtype)
     for memory in (least(model, x), "64MiB"):
@@ -235,7 +244,7 @@ def test_a_result_does_not_share_memory_with_the_input() -> None:
     assert torch.equal(x, before)
 
 
-@pytest.mark.parametrize("name", ["decoder", "autoencoder", "U-Net"])
+@pytest.mark.parametrize("name", ["autoencoder", *at_night("decoder", "U-Net")])
 def test_images_of_a_batch_run_one_after_another(name: str) -> None:
     model, x = made(name)
     batch = torch.cat([x, x.flip(2), x * 0.5])
@@ -351,7 +360,7 @@ AGAIN = {
 
 
 @pytest.mark.parametrize("how", AGAIN)
-@pytest.mark.parametrize("name", ["decoder", "autoencoder", "U-Net"])
+@pytest.mark.parametrize("name", ["decoder", *at_night("autoencoder", "U-Net")])
 def test_copies_keep_plan_and_result(name: str, how: str, tmp_path) -> None:
     model, x = made(name)
     module = tile(model, (torch.cat([x, x]),), memory=least(model, x) + MIB)
@@ -478,7 +487,9 @@ def allocated(call) -> int:
     return most
 
 
-@pytest.mark.parametrize("name", ["decoder", "U-Net", "squeeze-excite", "SRVGG", "gated"])
+@pytest.mark.parametrize(
+    "name", ["decoder", "gated", *at_night("U-Net", "squeeze-excite", "SRVGG")]
+)
 def test_no_more_memory_is_used_than_the_plan_says(name: str, monkeypatch) -> None:
     model, (n, c, h, w) = NETWORKS[name][0](), NETWORKS[name][1]
     x = torch.randn(n, c, 4 * h, 4 * w)

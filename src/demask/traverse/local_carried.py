@@ -50,11 +50,22 @@ def _linear(found: Found, into: Tensor) -> None:
         torch.addmm(bias, flat, weight.t(), out=made)
 
 
+def _matmul(found: Found, into: Tensor) -> None:
+    """`matmul.out` folds rows and columns into one: it fails where a tile lies in a wider map."""
+    x, other = found["self"], found["other"]
+    if x.is_contiguous() and other.is_contiguous() and into.is_contiguous():
+        aten.matmul.out(x, other, out=into)
+    else:
+        into.copy_(aten.matmul.default(x, other))
+
+
 _WRITERS: dict[Any, Callable[[Found, Tensor], None]] = {
     aten.relu.default: _relu,
     aten.batch_norm.default: _batch_norm,
     aten.linear.default: _linear,
+    aten.matmul.default: _matmul,
 }
+_PRODUCTS = (_linear, _matmul)  # torch allocates the result where it is not contiguous
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +131,7 @@ class Apply(Kind):
         how, found = _way(call, target)
         even = carried.tiles in ((1, 1), (1, 0))
         pointwise = torch.Tag.pointwise in target.tags or how == "copy" or target in _WRITERS
-        pointwise &= even and target is not aten.linear.default
+        pointwise &= even and found not in _PRODUCTS
         return Apply(call, carried, how, found, pointwise, _products(call))
 
     @property
@@ -159,8 +170,8 @@ class Apply(Kind):
 
     def temporary(self, window: Window) -> int:
         made = self.made(window)
-        linear = self.target is _linear
-        if self.how == "result" or (linear and not self._contiguous(made)):
+        product = self.target in _PRODUCTS
+        if self.how == "result" or (product and not self._contiguous(made)):
             return self.call.bytes(made)
         return 0
 
