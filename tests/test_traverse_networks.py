@@ -25,6 +25,7 @@ from traverse_memory import MIB, Failed
 trained = pytest.mark.skipif(
     not networks.WEIGHTS.exists(), reason="TAEF2's weights are not in shared/data"
 )
+pytestmark = pytest.mark.nightly  # of benchmarks, not of the library
 SLOW = ("SD decoder", "SD encoder")
 CASES = [
     pytest.param(name, marks=[pytest.mark.nightly] if name in SLOW else [trained] * network.trained)
