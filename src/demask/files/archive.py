@@ -112,7 +112,7 @@ def _signature(slim: fx.GraphModule) -> dict[str, Any]:
 def _extra(slim: nn.Module) -> dict[str, Any]:
     names = {kind: name for name, kind in KINDS.items()}
     kind = type(slim).graph_module() if isinstance(slim, Demasked) else None
-    return {"kind": names[kind], "extra": slim.extra()} if kind in names else {}  # type: ignore[union-attr]
+    return {"kind": names[kind], "extra": slim._archived()} if kind in names else {}  # type: ignore[union-attr]
 
 
 def _provenance(slim: fx.GraphModule) -> Provenance:
@@ -215,7 +215,7 @@ def _build(document: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Demaske
     for name, module in result.named_modules():
         module.training = name in training
     if kind in KINDS.values():
-        result.restore(document.get("extra"))
+        result._unarchived(document.get("extra"))
     return result
 
 

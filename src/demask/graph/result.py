@@ -75,12 +75,13 @@ class Demasked(fx.GraphModule):
         kind = type(self).graph_module()
         return _unpickled, (kind, rows_of(self.graph), self.graph._codegen), state
 
-    def extra(self) -> dict[str, Any] | None:
-        """What a file keeps of a network beside graph, tensors and provenance, in JSON types."""
+    def _archived(self) -> dict[str, Any] | None:
+        """What a file keeps beside graph, tensors and provenance, in JSON types. The name is
+        private: modules of a network may have any other (`extra`)."""
         return None
 
-    def restore(self, extra: Any) -> None:
-        """Take over what extra() gave; BadInput where it is damaged."""
+    def _unarchived(self, extra: Any) -> None:
+        """Take over what _archived() gave; BadInput where it is damaged."""
 
     def plain(self) -> Demasked:
         """The network without ops that demask alone knows (quantization stays), sharing tensors:

@@ -63,11 +63,11 @@ class Tiled(Demasked):
         make, args, state = super().__reduce__()
         return make, args, {name: value for name, value in state.items() if name != "prepared"}
 
-    def extra(self) -> dict[str, Any]:
+    def _archived(self) -> dict[str, Any]:
         """The plan, computed off-line and stored with the network (row 003-b)."""
         return self.plan.to_dict()
 
-    def restore(self, extra: Any) -> None:
+    def _unarchived(self, extra: Any) -> None:
         """Take over a plan; BadInput where it is none, or none of this network."""
         self.plan = Plan.from_dict(extra)
         self.ready()
