@@ -130,11 +130,12 @@ def contender(setting: Setting, who: str) -> tuple[nn.Module, Tensor]:
     if who == TUNED:
         fix_allocator()
     _, model, x = ready(setting)
+    if who != NCHW:
+        x = x.contiguous(memory_format=torch.channels_last)
     if who not in WHOLE:
         return engine_of(setting).tile(model, (x,), memory=who.partition(", ")[2]), x
     if who != NCHW:
         model = model.to(memory_format=torch.channels_last)
-        x = x.contiguous(memory_format=torch.channels_last)
     return (compiled(model) if who == COMPILED else model), x
 
 
@@ -187,11 +188,12 @@ def turn(call: Callable[[], object], least: float, last: float, who: str) -> flo
 @dataclass(slots=True)
 class Row:
     """One network, size and number of threads. checked: the contenders that ran, or why they did
-    not. samples: seconds of every turn, by contender and round."""
+    not. samples: seconds of every turn, by contender and round. words: when and where."""
 
     setting: Setting
     checked: dict[str, Checked | Failed] = field(default_factory=dict)
     samples: dict[str, list[float]] = field(default_factory=dict)
+    words: str = ""
 
     @property
     def macs(self) -> int:
@@ -295,18 +297,20 @@ def against(row: Row) -> Iterator[list[str]]:
             yield [row.setting.title, str(row.setting.threads), who, *found]
 
 
-def page(found: Sequence[Row], words: str, least: float) -> str:
+def page(found: Sequence[Row], least: float) -> str:
+    words = "  \n".join(dict.fromkeys(row.words for row in found))
     table = markdown(HEAD, [line for row in found for line in lines(row)])
     ratios = markdown(AGAINST, [line for row in found for line in against(row)])
     return f"""# Networks run part by part, and as a whole
 
-Made by `python benchmarks/traverse_speed.py`. {words}
+Made by `python benchmarks/traverse_speed.py`, which replaces the rows that it measures anew.
+{words}
 
 Size: the side of the larger of input and output, in pixels. Batch 1, float32. *Untiled*: the model
 as it is, NCHW being what torch does by default. *Tuned allocator*: glibc keeps what is freed
 (`M_MMAP_THRESHOLD` and `M_TRIM_THRESHOLD` of 2 GB), so that no activation is faulted in anew.
 *torch.compile*: with freezing, in channels_last. *demask*: `demask.traverse.tile` under the budget
-named; its input comes in NCHW, that of the channels_last contenders in channels_last.
+named. All but *NCHW* take their input in channels_last.
 
 Each contender is a process of its own; they take turns in rounds that alternate their order, with
 everybody else at rest. A turn is one call where calls take over {LONG:.0f} s, else the median of
@@ -327,12 +331,23 @@ def rounds(found: Sequence[Row]) -> str:
     return "–".join(map(str, sorted({min(counts), max(counts)})))
 
 
-def write(found: Sequence[Row], words: str, least: float, output: Path) -> None:
+def write(found: Sequence[Row], least: float, output: Path) -> None:
     """The page, and the rows beside it as JSON."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(page(found, words, least))
-    stored = {"words": words, "rows": [asdict(row) for row in found]}
-    output.with_suffix(".json").write_text(json.dumps(stored, indent=1) + "\n")
+    output.write_text(page(found, least))
+    rows = [asdict(row) for row in found]
+    output.with_suffix(".json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+
+
+def stored(output: Path) -> dict[Setting, Row]:
+    """The rows that were measured before."""
+    beside, found = output.with_suffix(".json"), {}
+    for row in json.loads(beside.read_text())["rows"] if beside.exists() else ():
+        checked = {who: Failed(**one) if "reason" in one else Checked(**one)
+                   for who, one in row["checked"].items()}  # fmt: skip
+        setting = Setting(**row["setting"])
+        found[setting] = Row(setting, checked, row["samples"], row["words"])
+    return found
 
 
 # --- the command line ---------------------------------------------------------------------------
@@ -366,8 +381,9 @@ def in_all() -> int:
 
 
 def main() -> None:
-    asked, console, found, before = arguments(), Console(markup=False), [], load()
+    asked, console, before = arguments(), Console(markup=False), load()
     named(asked.only)
+    found = stored(asked.output)
     settings = [
         Setting(name, size, threads, asked.engine)
         for name in asked.only
@@ -376,12 +392,12 @@ def main() -> None:
     ]
     for k, setting in zip(count(1), settings, strict=False):
         console.print(f"{k} of {len(settings)}: {setting.title}")
-        found.append(measured(setting, asked, console))
-        words = (
+        found[setting] = row = measured(setting, asked, console)
+        row.words = (
             f"{datetime.date.today().isoformat()}. {machine()}; allocator as found but where said. "
             f"Load before and after: {before}, {load()}."
         )
-        write(found, words, asked.least, asked.output)
+        write(list(found.values()), asked.least, asked.output)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from demask.errors import BudgetTooSmall
 from demask.traverse import plan, tile
-from demask.traverse.plan import BANDS
+from demask.traverse.plan import BANDS, FRUSTUMS, LAYERWISE
 from fuzz.traversed import difference, executed
 
 
@@ -53,3 +53,39 @@ def test_the_least_budget_and_plenty_give_the_same():
     scale = expected.abs().max().item()
     assert (plenty(x) - expected).abs().max().item() <= 2e-6 * scale  # other orders of summation
     assert (little(x) - expected).abs().max().item() <= 2e-6 * scale
+
+
+class Calls(nn.Module):
+    """A function as a network."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(x)
+
+
+MASK = torch.randn(24, 24, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+scaled = nn.functional.scaled_dot_product_attention
+WHOLE = {
+    "itself": lambda x: scaled(x, x, x),
+    "masked": lambda x: scaled(x, x, x, attn_mask=MASK),
+    "causal": lambda x: scaled(x, x, x, is_causal=True),
+    "keys made, values given": lambda x: scaled(x.relu(), x.relu(), x),
+    "keys given, values made": lambda x: scaled(x.relu(), x, x.relu()),
+    "narrow values": lambda x: scaled(x, x.relu(), x.relu()[..., :1]),
+    "products": lambda x: (x @ x.transpose(-1, -2)).softmax(-1) @ x,
+}
+
+
+@pytest.mark.parametrize("mode", ["plan", BANDS, FRUSTUMS, LAYERWISE, "disk"])
+@pytest.mark.parametrize("name", WHOLE)
+def test_inputs_that_are_read_whole(name, mode):
+    model, x = Calls(WHOLE[name]), torch.randn(1, 2, 24, 16, dtype=torch.float64)
+    if mode == "plan":
+        module = tile(model, (x,), memory="64MiB")
+    else:
+        way = BANDS if mode == "disk" else mode
+        module = executed(model, x, way, 5, 5, spills=mode == "disk")
+    assert difference(model, x, module) <= 1e-12

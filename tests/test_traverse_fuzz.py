@@ -157,6 +157,7 @@ def test_a_line_buffer_one_row_short_is_noticed(monkeypatch):
 
 def test_a_map_written_over_too_early_is_noticed(monkeypatch):
     monkeypatch.setattr(layout, "_follows", lambda *args: True)
+    monkeypatch.setattr(layout, "_behind", lambda *args: True)
     found = [seen(alike(), Setting(BANDS, 3, cuts=seed)) for seed in range(1, 6)]
     assert any("differs by" in text for text in found), found
 

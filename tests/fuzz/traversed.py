@@ -26,19 +26,19 @@ def executed(model: nn.Module, x: Tensor, mode: str, rows: int, columns: int = 0
     segments = told(flow, mode, rows, columns, seed=seed, spills=spills, again=again)
     segments = [replace(s, workers=workers, over={}) if s.mode == BANDS and workers > 1 else s
                 for s in segments]  # fmt: skip
-    layout = laid(flow, segments, frozenset())
-    return tiled(program, packed_plan(flow, segments, layout, 2**40, 0), flow, layout)
+    layout = laid(flow, segments)
+    return tiled(program, packed_plan(flow, layout, 2**40, 0), flow, layout)
 
 
 def told(flow: Flow, mode: str, rows: int, columns: int = 0, *, seed: int = 0, spills: bool = False,
          again: bool = False) -> list[Segment]:  # fmt: skip
-    planner = Planner(flow, frozenset(), again=again, spills=spills, smallest=0)
+    planner = Planner(flow, again=again, spills=spills, smallest=0)
     draw, last = random.Random(seed), len(planner.calls)
     drawn = {draw.randint(0, last) for _ in range(2)} if seed else set[int]()
     ends = sorted({0, last, *planner.forced, *drawn})
     found = []
     for low, high in itertools.pairwise(ends):
-        found.append(planner.safe(planner.made(low, high, mode, rows, columns)))
+        found.append(planner.made(low, high, mode, rows, columns))
     return found
 
 

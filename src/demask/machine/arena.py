@@ -45,6 +45,15 @@ class View:
     dtype: torch.dtype
 
 
+def aligned(size: int) -> int:
+    """Bytes that a block of some size takes.
+
+    >>> aligned(1), aligned(64)
+    (64, 64)
+    """
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
 def planned(blocks: Sequence[Block]) -> Plan:
     """Offsets at which no two blocks that live at the same time overlap.
 

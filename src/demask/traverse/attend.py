@@ -9,23 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor, fx
 
 from demask.ops import schema
-from demask.traverse.axes import Axes, Window, cut_shape, empty, length
+from demask.ops.regions import Interval
+from demask.traverse.axes import Axes, cut_shape, empty, length
+from demask.traverse.ends import Source
 from demask.traverse.reductions import attention
 
 SCORES = 2**22  # bytes of the scores of one block
 aten = torch.ops.aten
-
-
-class Rows(Protocol):
-    """Where rows are read from."""
-
-    def read(self, window: Window, into: Tensor) -> None: ...
 
 
 def streams_keys(node: fx.Node) -> bool:
@@ -44,13 +39,21 @@ def keys_of(node: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 def attend(
-    node: fx.Node, q: Tensor, sources: Mapping[fx.Node, Rows], axes: Mapping[fx.Node, Axes]
+    node: fx.Node,
+    q: Tensor,
+    sources: Mapping[fx.Node, Source],
+    axes: Mapping[fx.Node, Axes],
+    columns: Interval,
 ) -> Tensor:
-    """The call for some queries."""
-    keys, values = (
-        _blocks(n, sources[n], axes[n], _block_rows(node, tuple(q.shape))) for n in keys_of(node)
+    """The call for some queries. columns: of the values, and of the result."""
+    rows, (keys, values) = _block_rows(node, tuple(q.shape)), keys_of(node)
+    everything = 0, length(keys, axes[keys], 1)
+    return attention(
+        q,
+        _blocks(keys, sources[keys], axes[keys], rows, everything),
+        _blocks(values, sources[values], axes[values], rows, columns),
+        scale=schema.arguments(node)["scale"],
     )
-    return attention(q, keys, values, scale=schema.arguments(node)["scale"])
 
 
 def temporary(node: fx.Node, queries: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -68,9 +71,10 @@ def _block_rows(node: fx.Node, queries: tuple[int, ...]) -> int:
     return max(64, SCORES // (4 * max(math.prod(queries[:-1]), 1)))
 
 
-def _blocks(node: fx.Node, source: Rows, axes: Axes, rows: int) -> Iterator[Tensor]:
-    value, columns = node.meta["val"], (0, length(node, axes, 1))
-    count = length(node, axes, 0)
+def _blocks(
+    node: fx.Node, source: Source, axes: Axes, rows: int, columns: Interval
+) -> Iterator[Tensor]:
+    value, count = node.meta["val"], length(node, axes, 0)
     for start in range(0, count, rows):
         window = (start, min(start + rows, count)), columns
         block = empty(cut_shape(value.shape, axes, window), axes, value.dtype)

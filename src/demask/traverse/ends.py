@@ -46,35 +46,25 @@ LIMIT = 1 << 20  # bytes of buffers; 256 KiB read 10 % slower, 4 MiB no faster
 
 
 class Source(Protocol):
-    """Where parts of a value are read from.
+    """Where parts of a value are read from."""
 
-    shape, dtype: of the value as it is held. workspace: bytes that a read allocates.
-    """
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
     def read(self, window: Window, into: Tensor) -> None:
         """Fill `into`, a part laid out as parts are, with the positions of a window."""
         ...
 
-    def workspace(self, window: Window) -> int: ...
-
 
 class Sink(Protocol):
-    """Where parts of a value are written to: each position once, in any order.
-
-    workspace: bytes that a write allocates.
-    """
+    """Where parts of a value are written to: each position once, in any order."""
 
     def write(self, window: Window, part: Tensor) -> None: ...
-    def workspace(self, window: Window) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """What all ends share. axes: of the value; index: which image of a batch it is, None: all."""
+    """What all ends share. axes: of the value; index: which image of a batch it is, None: all.
+
+    `workspace` of an end: bytes that it allocates to read or write a window.
+    """
 
     axes: Axes
     index: int | None

@@ -7,10 +7,11 @@ makes one. A call that reads rows whole (keys and values of attention) must wait
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from demask.graph.capture import capture
@@ -65,7 +66,7 @@ class Flow:
     @property
     def calls(self) -> tuple[fx.Node, ...]:
         """The calls in the order in which they run."""
-        return tuple(n for n in self.program.graph.nodes if n.op == "call_function")
+        return tuple(_calls(self.program.graph))
 
     @property
     def outputs(self) -> tuple[Any, ...]:
@@ -75,6 +76,13 @@ class Flow:
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
         return tuple(self.program.graph.find_nodes(op="placeholder"))
+
+    @property
+    def constants(self) -> dict[fx.Node, Tensor]:
+        """The tensors that the calls read, as they were captured."""
+        held = self.program.constants
+        return {n: held[str(n.target)].tensor
+                for n in self.program.graph.find_nodes(op="get_attr")}  # fmt: skip
 
     def edges(self, node: fx.Node) -> tuple[Edge, ...]:
         """The operands with rows that a call reads: of whole calls, all of each."""
@@ -108,10 +116,16 @@ def read(
     return spelled(folded(functionalized(capture(model, args, kwargs, dynamic_shapes={}))))
 
 
-def flow_of(program: Program, split: Collection[str] | None = None) -> Flow:
-    """The flow of a program. split: names of the global calls that become statistics and what
-    applies them; None: all."""
-    program = _hoisted(parted(program, split))
+def flow_of(program: Program) -> Flow:
+    """The flow of a program; its global calls become statistics and what applies them."""
+    program = _hoisted(parted(program))
+    found = _flow(program)
+    reads = (read for here in found.local.values() for read in here.reads if read.whole)
+    entered = {read.node for read in reads if read.node.op == "placeholder"}
+    return _flow(_copied(program, entered)) if entered else found
+
+
+def _flow(program: Program) -> Flow:
     inputs = {n: axes for n in program.graph.find_nodes(op="placeholder")
               if (axes := _input_axes(n)) is not None}  # fmt: skip
     relations = relations_of(program.graph, TABLE_PARTED)
@@ -138,6 +152,10 @@ def flow_of(program: Program, split: Collection[str] | None = None) -> Flow:
     return Flow(program, axes, cut, gathers, refusals, relations)
 
 
+def _calls(graph: fx.Graph) -> Iterator[fx.Node]:
+    return (n for n in graph.nodes if n.op == "call_function")
+
+
 def _afresh(
     relations: Mapping[fx.Node, Relation | Declined], axes: Mapping[fx.Node, Axes]
 ) -> dict[fx.Node, Axes]:
@@ -156,14 +174,24 @@ def _afresh(
 
 
 def _input_axes(node: fx.Node) -> Axes | None:
-    """Images and volumes are cut along their first two spatial axes, sequences along the last or,
-    where that is none, the middle one."""
+    """Images and volumes are cut along their first two spatial axes, sequences (N, C, L) along
+    their positions."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.ndim < 3:
         return None
-    if value.ndim == 3:
-        return (2, None)
-    return (2, 3)
+    return (2, None) if value.ndim == 3 else (2, 3)
+
+
+def _copied(program: Program, inputs: Collection[fx.Node]) -> Program:
+    """The program whose calls read copies of some inputs: what is read whole must lie somewhere."""
+    for node in inputs:
+        readers = [user for user in node.users if user.op == "call_function"]
+        with program.graph.inserting_before(next(_calls(program.graph))):
+            made = program.graph.call_function(torch.ops.aten.clone.default, (node,))
+        made.meta["val"] = node.meta["val"]
+        for reader in readers:
+            reader.replace_input_with(node, made)
+    return program
 
 
 def _hoisted(program: Program) -> Program:

@@ -8,15 +8,16 @@ written after it was read.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from torch import Tensor, fx
 
 from demask.errors import BadInput
-from demask.machine.arena import ALIGNMENT, Block, planned
+from demask.machine.arena import Block, aligned, planned
 from demask.ops.regions import Interval
+from demask.traverse.attend import streams_keys
 from demask.traverse.flow import Flow
 from demask.traverse.memory import Memory, memory
 from demask.traverse.plan import BANDS, FRUSTUMS, Segment
@@ -32,8 +33,8 @@ KERNELS = 1024  # that oneDNN keeps
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One segment ready to run: its stage, which of its values are maps, the memory of each of its
-    workers, and the strips that they walk down, if they are several."""
+    """One segment ready to run: with what it takes, its stage, which of its values are maps, the
+    memory of each of its workers, and the strips that they walk down, if they are several."""
 
     segment: Segment
     stage: Stage
@@ -44,17 +45,17 @@ class Place:
     @property
     def bytes(self) -> int:
         """Of all workers, with the borders between them."""
-        each = _aligned(self.memory.size)
+        each = aligned(self.memory.size)
         return each * max(len(self.strips), 1) + sum(map(sum, self.borders()))
 
     @property
-    def packed(self) -> int:
-        """Bytes of the weights that its workers share."""
-        return self.memory.packed
+    def beside(self) -> int:
+        """Bytes in torch's memory: the weights that its workers share, and results of theirs."""
+        return self.memory.packed + self.memory.beside * max(len(self.strips), 1)
 
     def borders(self) -> list[list[int]]:
         """Between each two strips, the bytes of each value that goes from one to the other."""
-        return [[_aligned(self.border_bytes(v, n)) for v, n in strip.borders.items()]
+        return [[aligned(self.border_bytes(v, n)) for v, n in strip.borders.items()]
                 for strip in self.strips[:-1]]  # fmt: skip
 
     def border_bytes(self, node: fx.Node, rows: int) -> int:
@@ -66,18 +67,22 @@ class Place:
 @dataclass(frozen=True, slots=True)
 class Layout:
     """places: per segment. maps: offsets of maps in the arena; work: of each segment's memory.
-    size: of the arena. wholes: bytes of values without rows, which stay until the end."""
+    size: of the arena. wholes: bytes of the values without rows that live while each segment runs;
+    dies: those that are read for the last time in it."""
 
     places: tuple[Place, ...]
     maps: Mapping[fx.Node, int]
     work: tuple[int, ...]
     size: int
-    wholes: int
+    wholes: tuple[int, ...]
+    dies: tuple[frozenset[fx.Node], ...]
 
     @property
     def live(self) -> int:
-        """Bytes of values and weights laid out that are alive at once at most."""
-        return self.size + self.wholes + max((place.packed for place in self.places), default=0)
+        """Bytes of values and weights laid out that are alive at once at most, where the arena's
+        stay from the first touch on."""
+        pairs = zip(self.places, self.wholes, strict=True)
+        return self.size + max((place.beside + held for place, held in pairs), default=0)
 
     @property
     def overhead(self) -> int:
@@ -163,10 +168,13 @@ def check(flow: Flow, segments: Sequence[Segment]) -> None:
             raise BadInput(f"the plan cuts {segment.nodes[:1]} in tiles of no columns")
         if count_steps(stage, segment) > STEPS:
             raise BadInput(f"the plan runs {segment.nodes[:1]} in more than {STEPS} steps")
-        if len(over_of(stage, segment)) != len(segment.over):
-            raise BadInput(f"the plan writes maps of {segment.nodes[:1]} over what is still read")
         here = set(made)
+        spilled = {name for s in segments for name in s.spills}
         for unit in stage.units:
+            for edge in unit.edges:
+                if edge.whole and edge.source.name in spilled and not streams_keys(unit.node):
+                    raise BadInput(f"the plan puts {edge.source.name} on disk, of which "
+                                   f"{unit.node.name} reads all rows at once")  # fmt: skip
             missing = [n.name for node in unit.nodes for n in node.all_input_nodes
                        if n not in here and n not in unit.nodes]  # fmt: skip
             if missing:
@@ -178,14 +186,21 @@ def check(flow: Flow, segments: Sequence[Segment]) -> None:
         raise BadInput(f"the plan does not make {wanted[0].name}, which the network returns")
 
 
-def laid(flow: Flow, segments: Sequence[Segment], outside: frozenset[fx.Node]) -> Layout:
-    """Where everything lies. outside: values that lie whole in memory that is not ours (the
-    caller's input, the result), in the layout of parts."""
+def admitted(flow: Flow, segments: Sequence[Segment]) -> Layout:
+    """Where everything lies by a plan from elsewhere; BadInput where it would not run."""
     check(flow, segments)
+    found = laid(flow, segments)
+    for segment, place in zip(segments, found.places, strict=True):
+        if place.segment.over != segment.over:
+            raise BadInput(f"the plan writes maps of {segment.nodes[:1]} over what is still read")
+    return found
+
+
+def laid(flow: Flow, segments: Sequence[Segment]) -> Layout:
+    """Where everything lies. Maps are not written over others where some step forbids it."""
     stages = [stage_of(flow, s) for s in segments]
     spilled = {name for s in segments for name in s.spills}
-    kept = {v for stage in stages for v in stage.targets
-            if v.name not in spilled and v not in outside}  # fmt: skip
+    kept = {v for stage in stages for v in stage.targets if v.name not in spilled}
     outputs = {n for n in flow.outputs if isinstance(n, fx.Node)}
     read = {v for stage in stages for v in stage.enters} | {
         e.source for stage in stages for u in stage.units for e in u.edges if e.whole
@@ -193,16 +208,58 @@ def laid(flow: Flow, segments: Sequence[Segment], outside: frozenset[fx.Node]) -
     kept = {v for v in kept if v in read or v not in outputs}
     places = []
     for segment, stage in zip(segments, stages, strict=True):
-        mine = frozenset(v for v in [*stage.enters, *stage.targets] if v in kept or v in outside)
-        where = memory(stage, steps_of(stage, segment), mine)
-        several = segment.workers > 1 and segment.mode == BANDS and bool(ends_of(stage))
-        side = tuple(strips(stage, segment.workers)) if several else ()
-        places.append(Place(segment, stage, mine, where, side if len(side) > 1 else ()))
-    wholes = sum(value_bytes(n) for n in flow.calls if n not in flow.axes)
-    return _packed(tuple(places), kept, wholes)
+        mine = frozenset(v for v in [*stage.enters, *stage.targets] if v in kept)
+        places.append(_place(segment, stage, mine))
+    return _packed(flow, tuple(places), kept)
 
 
-def _packed(places: tuple[Place, ...], kept: set[fx.Node], wholes: int) -> Layout:
+def _place(segment: Segment, stage: Stage, maps: frozenset[fx.Node]) -> Place:
+    """A segment on its own: all its steps, looked at once."""
+    over, doing, count = _said_over(stage, segment), 0, 0
+
+    def told() -> Iterator[Step]:
+        nonlocal over, doing, count
+        for step in steps_of(stage, segment):
+            over = {a: b for a, b in over.items() if _behind(step, a, b)}
+            doing, count = doing + step_macs(stage, step), count + 1
+            yield step
+
+    where = memory(stage, told(), maps)
+    several = segment.workers > 1 and segment.mode == BANDS and bool(ends_of(stage))
+    side = tuple(strips(stage, segment.workers)) if several else ()
+    names = {a.name: b.name for a, b in over.items()}
+    exact = replace(segment, over=names, macs=doing, steps=max(count, 1))
+    place = Place(exact, stage, maps, where, side if len(side) > 1 else ())
+    return replace(place, segment=replace(exact, bytes=place.bytes))
+
+
+def step_macs(stage: Stage, step: Step) -> int:
+    """Multiply-adds of one step."""
+    total = 0
+    for unit in stage.units:
+        held = step.get(unit.value)
+        if unit.node not in stage.flow.local:
+            total += 0 if unit.node in stage.flow.gathers else stage.flow.macs(unit.node)
+        elif held is not None and held.made[0] < held.made[1]:
+            total += stage.flow.local[unit.node].macs((held.made, held.columns))
+    return total
+
+
+def _wholes(flow: Flow, places: Sequence[Place]) -> dict[fx.Node, tuple[int, int]]:
+    """The first and the last segment that hold each value without rows."""
+    found: dict[fx.Node, tuple[int, int]] = {}
+    for k, place in enumerate(places):
+        for node in (node for unit in place.stage.units for node in unit.nodes):
+            for value in (node, *node.all_input_nodes):
+                if value.op == "call_function" and value not in flow.axes:
+                    found[value] = found.get(value, (k, k))[0], k
+    for value in flow.outputs:
+        if value in found:
+            found[value] = found[value][0], len(places)
+    return found
+
+
+def _packed(flow: Flow, places: tuple[Place, ...], kept: set[fx.Node]) -> Layout:
     """Maps and segments in one arena, by when they are alive."""
     owner = {v: v for v in kept}
     names = {v.name: v for v in kept}
@@ -215,16 +272,19 @@ def _packed(places: tuple[Place, ...], kept: set[fx.Node], wholes: int) -> Layou
         for v in place.maps & kept:
             first, last = lives.get(owner[v], (k, k))
             lives[owner[v]] = min(first, k), max(last, k)
-    blocks = [Block(_aligned(value_bytes(v)), *life) for v, life in lives.items()]
-    blocks += [Block(_aligned(p.bytes), k, k) for k, p in enumerate(places)]
+    blocks = [Block(aligned(value_bytes(v)), *life) for v, life in lives.items()]
+    blocks += [Block(aligned(p.bytes), k, k) for k, p in enumerate(places)]
     found = planned(blocks)
     at = dict(zip(lives, found.offsets, strict=False))
     maps = {v: at[owner[v]] for v in kept if owner[v] in at}
-    return Layout(places, maps, found.offsets[len(lives) :], found.size, wholes)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+    held = _wholes(flow, places)
+    wholes, dies = [], []
+    for k in range(len(places)):
+        alive = (v for v, (first, last) in held.items() if first <= k <= last)
+        wholes.append(sum(map(value_bytes, alive)))
+        dies.append(frozenset(v for v, (_, last) in held.items() if last == k))
+    work = found.offsets[len(lives) :]
+    return Layout(places, maps, work, found.size, tuple(wholes), tuple(dies))
 
 
 def written_over(
@@ -235,15 +295,21 @@ def written_over(
     free = [v for v in stage.enters if v in maps]
     found: dict[fx.Node, fx.Node] = {}
     for target in (v for v in stage.targets if v in maps):
-        base = next((b for b in free if _follows(stage, steps, makers[target], b)), None)
+        may = (b for b in free if _follows(stage, makers[target], b))
+        base = next((b for b in may if all(_behind(s, target, b) for s in steps)), None)
         if base is not None:
             found[target] = base
             free.remove(base)
     return found
 
 
-def _follows(stage: Stage, steps: Sequence[Step], maker: tuple[int, Unit], base: fx.Node) -> bool:
-    """Are a map's rows written behind those of `base` that are still to be read?"""
+def _behind(step: Step, target: fx.Node, base: fx.Node) -> bool:
+    """Does a step write no rows of a target beyond those of `base` that are read again?"""
+    return step[target].end <= step[base].keep
+
+
+def _follows(stage: Stage, maker: tuple[int, Unit], base: fx.Node) -> bool:
+    """Can a map be written over `base`, in steps that keep none of the rows it writes?"""
     k, unit = maker
     mine, theirs = unit.value.meta["val"], base.meta["val"]
     if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
@@ -251,16 +317,19 @@ def _follows(stage: Stage, steps: Sequence[Step], maker: tuple[int, Unit], base:
     readers = stage.readers[base]
     if any(edge.whole or j > k for j, edge in readers):
         return False
-    if any(j == k and unit.addend is not base for j, _ in readers):
-        return False
-    return all(step[unit.value].end <= step[base].keep for step in steps)
+    return not any(j == k and unit.addend is not base for j, _ in readers)
 
 
-def over_of(stage: Stage, segment: Segment) -> dict[fx.Node, fx.Node]:
-    """The maps that a segment says are written over others, where every step allows it."""
-    said = {stage_value.name: stage_value for stage_value in [*stage.enters, *stage.targets]}
-    pairs = {said[a]: said[b] for a, b in segment.over.items() if a in said and b in said}
-    maps = frozenset([*pairs, *pairs.values()])
-    alone = segment.workers <= 1  # the worker below may still read what this one writes over
-    found = written_over(stage, list(steps_of(stage, segment)), maps) if pairs and alone else {}
-    return {a: b for a, b in found.items() if pairs.get(a) is b}
+def _said_over(stage: Stage, segment: Segment) -> dict[fx.Node, fx.Node]:
+    """The maps that a segment says are written over others, where they can be."""
+    if segment.workers > 1:  # the worker below may still read what this one writes over
+        return {}
+    makers = {u.value: (k, u) for k, u in enumerate(stage.units)}
+    read = {v.name: v for v in stage.enters}
+    found: dict[fx.Node, fx.Node] = {}
+    for target in stage.targets:
+        base = read.get(segment.over.get(target.name, ""))
+        if base is not None and _follows(stage, makers[target], base):
+            found[target] = base
+            del read[base.name]
+    return found

@@ -114,10 +114,14 @@ class Local:
         return self.kind.macs(self.kind.made(window))
 
     def temporary(self, window: Window) -> int:
-        """Bytes that `run` asks scratch for, and that torch allocates for results beside them."""
+        """Bytes that `run` asks scratch for."""
         made = self.kind.made(window)
         crop = 0 if made == window else nbytes(self.call.sizes(made), self.call.dtype)
         return crop + self.kind.temporary(window)
+
+    def beside(self, window: Window) -> int:
+        """Bytes that torch allocates for results while `run` runs."""
+        return self.kind.beside(window)
 
 
 def activate(after: Epilogue, into: Tensor) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from demask.machine.arena import ALIGNMENT
+from demask.machine.arena import aligned
 from demask.ops import regions, schema
 from demask.ops.bind import Relation
 from demask.ops.regions import Geometry, Interval, Rule
@@ -88,7 +88,11 @@ class Kind:
         raise NotImplementedError
 
     def temporary(self, window: Window) -> int:
-        """Bytes of scratch, and of what torch allocates for results, while `run` runs."""
+        """Bytes of scratch that `run` asks for."""
+        return 0
+
+    def beside(self, window: Window) -> int:
+        """Bytes that torch allocates for results while `run` runs, beside scratch."""
         return 0
 
     def macs(self, window: Window) -> int:
@@ -215,4 +219,4 @@ def grown(shape: Sequence[int], margins: Mapping[int, Interval]) -> Sizes:
 
 def nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     """Bytes of a piece of scratch, as an arena holds it."""
-    return -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+    return aligned(math.prod(shape) * dtype.itemsize)

@@ -168,7 +168,7 @@ class Apply(Kind):
         found = entry.args(self.call.node, [list(made)])  # type: ignore[arg-type]
         return {name: value for name, value in found.items() if isinstance(value, (list, int))}
 
-    def temporary(self, window: Window) -> int:
+    def beside(self, window: Window) -> int:
         made = self.made(window)
         product = self.target in _PRODUCTS
         if self.how == "result" or (product and not self._contiguous(made)):

@@ -217,6 +217,9 @@ class Pool(_Kernels):
     def temporary(self, window: Part) -> int:
         return 0 if self._divisor(window) is not None else self.other.temporary(window)
 
+    def beside(self, window: Part) -> int:
+        return 0 if self._divisor(window) is not None else self.other.beside(window)
+
     def _divisor(self, window: Part) -> int | None:
         """What all windows of a part are divided by; None where they differ."""
         if isinstance(self.other, MaxPool):

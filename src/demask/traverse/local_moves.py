@@ -160,7 +160,7 @@ class Moved(Kind):
             x = x.index_select(*selected[-1])
         into.copy_(x)
 
-    def temporary(self, window: Window) -> int:
+    def beside(self, window: Window) -> int:
         """Selections along two axes at once: the first is made beside."""
         found = [
             any(r.index is not None or r.step < 0 for r in line) for line in self._within(window)

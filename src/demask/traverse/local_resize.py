@@ -226,19 +226,18 @@ class Resize(Kind):
             self.tables[index, dtype] = made
         return self.tables[index, dtype]
 
-    def _beside(self, made: Window) -> int:
-        """Bytes of a result that cannot be written where it belongs."""
+    def beside(self, window: Window) -> int:
+        """A result that cannot be written where it belongs."""
+        if not self._native(window) and not self._rest(window):
+            return 0
+        made = self.made(window)
         return 0 if written_in_place(self.call, made) else self.call.bytes(made)
 
     def temporary(self, window: Window) -> int:
-        own = not self._native(window) and not self._rest(window)
         if count := self._head(window):
-            head = self.made(self._first(window, count))
-            return self.call.bytes(head) + self._beside(window) + self._beside(head)
-        made = self.made(window)
-        beside = 0 if own else self._beside(made)
+            return self.call.bytes(self.made(self._first(window, count)))
         if self._native(window):
-            return beside
+            return 0
         halves = self.call.dtype in _HALVES
         work = torch.float32 if halves else self.call.dtype
         shape, total = list(self.call.cuts[0].part(window)), 0
@@ -247,7 +246,7 @@ class Resize(Kind):
             interval = window[self._dim(s) or 0]
             shape[s.axis] = interval[1] - interval[0]
             total += nbytes(shape, work)
-        return total + beside + (nbytes(self.call.sizes(window), work) if halves else 0)
+        return total + (nbytes(self.call.sizes(window), work) if halves else 0)
 
 
 def _distinct(factor: int, needs: Interval, end: int) -> Interval:

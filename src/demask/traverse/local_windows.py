@@ -135,9 +135,11 @@ class Conv(_Windows):
     def temporary(self, window: Window) -> int:
         value = self.call.node.args[0].meta["val"]  # type: ignore[union-attr]
         margins = self._padding(window)[1]
-        border = nbytes(grown(self.operand(window), margins), value.dtype) if margins else 0
-        own = available(self.call.dtype, value.device)
-        return border + (0 if own else self.call.bytes(window))
+        return nbytes(grown(self.operand(window), margins), value.dtype) if margins else 0
+
+    def beside(self, window: Window) -> int:
+        own = available(self.call.dtype, self.call.node.meta["val"].device)
+        return 0 if own else self.call.bytes(window)
 
     def macs(self, window: Window) -> int:
         weight = self.call.found["weight"].meta["val"].shape
@@ -230,9 +232,12 @@ class Transposed(_Windows):
     def temporary(self, window: Window) -> int:
         plans = self._plans(window)
         margins = {s.axis: p.zeros for s, p in zip(self.axes, plans, strict=True) if any(p.zeros)}
-        border = nbytes(grown(self.operand(window), margins), self.call.dtype) if margins else 0
+        return nbytes(grown(self.operand(window), margins), self.call.dtype) if margins else 0
+
+    def beside(self, window: Window) -> int:
+        plans = self._plans(window)
         behind = {s.axis: (0, p.surplus) for s, p in zip(self.axes, plans, strict=True)}
-        return border + nbytes(grown(self.call.sizes(window), behind), self.call.dtype)
+        return nbytes(grown(self.call.sizes(window), behind), self.call.dtype)
 
     def macs(self, window: Window) -> int:
         """Each position read meets the whole kernel."""
@@ -427,16 +432,18 @@ class AvgPool(_Windows):
         return found
 
     def temporary(self, window: Window) -> int:
-        beside = 0 if written_in_place(self.call, window) else self.call.bytes(window)
         if all(self._own(window)):
-            return beside
+            return 0
         halves = self.call.dtype in _HALVES
         wide = torch.float32 if halves else self.call.dtype
         shape = list(self.operand(window))
         for s, interval in zip(self.axes, self.intervals(window), strict=True):
             shape[s.axis] = sum(s.margins(interval))
         copy = nbytes(shape, wide)
-        return copy + beside + (nbytes(self.call.sizes(window), wide) if halves else 0)
+        return copy + (nbytes(self.call.sizes(window), wide) if halves else 0)
+
+    def beside(self, window: Window) -> int:
+        return 0 if written_in_place(self.call, window) else self.call.bytes(window)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -473,7 +480,7 @@ class Adaptive(_Windows):
         over: Any = aten.adaptive_avg_pool3d if len(sizes) == 3 else aten.adaptive_avg_pool2d
         written(op, into, x, sizes, over=over)
 
-    def temporary(self, window: Window) -> int:
+    def beside(self, window: Window) -> int:
         return 0 if written_in_place(self.call, window) else self.call.bytes(window)
 
 

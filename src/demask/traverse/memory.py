@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import fx
 
-from demask.machine.arena import ALIGNMENT, Block, Plan, peak, planned
+from demask.machine.arena import Block, Plan, aligned, peak, planned
 from demask.traverse.attend import temporary
 from demask.traverse.axes import cut_shape
 from demask.traverse.schedule import Held, Step
@@ -28,8 +28,9 @@ class Memory:
 
     block: of values made in blocks, or read into them. tail: of those that keep rows. scratch: of
     units that need memory while they run, with its size. owner: values that are written over one
-    another share the block of the last of them. Beside that memory, in torch's: packed, the bytes
-    of weights laid out for the stage, and kernels, those that oneDNN makes for it.
+    another share the block of the last of them. Beside that memory, in torch's: `beside`, bytes of
+    results and copies of one call at most; packed, the bytes of weights laid out for the stage;
+    and kernels, those that oneDNN makes for it.
     """
 
     block: Mapping[fx.Node, int]
@@ -37,6 +38,7 @@ class Memory:
     scratch: Mapping[int, tuple[int, int]]
     owner: Mapping[fx.Node, fx.Node]
     size: int
+    beside: int
     packed: int
     kernels: frozenset[Any]
 
@@ -53,7 +55,7 @@ class _Most:
         self.block = dict.fromkeys(self.values, 0)
         self.tail = dict.fromkeys(self.values, 0)
         self.scratch = dict.fromkeys(range(len(stage.units)), 0)
-        self.kernels = set[Any]()
+        self.beside, self.kernels = 0, set[Any]()
         # Operands of which a unit reads just the rows that it makes, in every step.
         self.same = {(u.value, e.source) for u in stage.units for e in u.edges}
 
@@ -64,32 +66,33 @@ class _Most:
             self.tail[v] = max(self.tail[v], part_bytes(self.stage, v, held, held.tail))
         for k, unit in enumerate(self.stage.units):
             if unit.node in self.stage.flow.local:
-                self._scratch(k, unit, step)
+                self._local(k, unit, step)
             elif unit.value in self.stage.flow.axes:  # torch's own result, before it is copied
                 held = step[unit.value]
-                self.scratch[k] = part_bytes(self.stage, unit.value, held, held.end)
+                self.beside = max(self.beside, part_bytes(self.stage, unit.value, held, held.end))
             elif unit.node in self.stage.flow.gathers:
                 held = step.get(unit.node, step[unit.edges[0].source])
                 window = (held.done, max(held.done, held.end)), held.columns
                 taken = self.stage.flow.gathers[unit.node].temporary(window)
-                self.scratch[k] = max(self.scratch[k], taken)
+                self.beside = max(self.beside, taken)
         for value, base in list(self.same):
             mine, theirs = step.get(value), step[base]
             if mine is None or mine.made != theirs.made or mine.columns != theirs.columns:
                 self.same.discard((value, base))
 
-    def _scratch(self, k: int, unit: Unit, step: Step) -> None:
+    def _local(self, k: int, unit: Unit, step: Step) -> None:
         held = step[unit.value]
         if held.made[0] >= held.made[1]:
             return
         window = held.made, held.columns
         here = self.stage.flow.local[unit.node]
-        size = here.temporary(window)
-        if any(edge.whole and edge.source not in self.maps for edge in unit.edges):
+        if self.stage.streamed(unit, self.maps):
             value = unit.value.meta["val"]
             queries = cut_shape(value.shape, self.stage.flow.axes[unit.value], window)
-            size = temporary(unit.node, queries, value.dtype)
-        self.scratch[k] = max(self.scratch[k], size)
+            self.beside = max(self.beside, temporary(unit.node, queries, value.dtype))
+            return
+        self.scratch[k] = max(self.scratch[k], here.temporary(window))
+        self.beside = max(self.beside, here.beside(window))
         self.kernels.add(here.kind.kernel(window))
 
 
@@ -115,23 +118,19 @@ def memory(
     owner = _owners(stage, most)
     lives = _lives(stage, most, owner)
     scratch = {k: n for k, n in most.scratch.items() if n}
-    blocks = [Block(_aligned(most.block[v]), *life) for v, life in lives.items()]
-    blocks += [Block(_aligned(n), k, k) for k, n in scratch.items()]
+    blocks = [Block(aligned(most.block[v]), *life) for v, life in lives.items()]
+    blocks += [Block(aligned(n), k, k) for k, n in scratch.items()]
     where = Plan((0,) * len(blocks), peak(blocks)) if estimate else planned(blocks)
     size, tails = where.size, {}
     for v, n in most.tail.items():
         if n:
-            tails[v], size = size, size + _aligned(n)
+            tails[v], size = size, size + aligned(n)
     at = {k: (where.offsets[len(lives) + i], n) for i, (k, n) in enumerate(scratch.items())}
     cut = [stage.flow.local[u.node] for u in stage.units if u.node in stage.flow.local]
     packed = sum(here.kind.packs for here in cut)
     kernels = frozenset(most.kernels - {None})
     found = dict(zip(lives, where.offsets, strict=False))
-    return Memory(found, tails, at, owner, size, packed, kernels)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+    return Memory(found, tails, at, owner, size, most.beside, packed, kernels)
 
 
 def _lives(

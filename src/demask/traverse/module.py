@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Self
@@ -20,7 +21,7 @@ from demask.graph.result import KINDS, Demasked, build
 from demask.shrink.demask import inputs_of
 from demask.traverse.ends import tensor_sink, tensor_source
 from demask.traverse.flow import Flow, flow_of
-from demask.traverse.layout import Layout, laid
+from demask.traverse.layout import Layout, admitted
 from demask.traverse.plan import Plan
 from demask.traverse.run import Call, Told, execute
 from demask.traverse.sweep import Counter
@@ -37,8 +38,8 @@ class Prepared:
 class Tiled(Demasked):
     """A network that runs in tiles within a budget, for inference: calls record no gradients.
 
-    plan: how it runs. counted: what the last call did. images: may a call bring several images?
-    Its weights are read at every call. It can be copied, pickled and saved.
+    plan: how it runs. counted: what the last call did. prepared: the plan met with the graph, from
+    the first call on. Its weights are read at every call. It can be copied, pickled and saved.
     """
 
     trains = False
@@ -69,14 +70,14 @@ class Tiled(Demasked):
 
     def _unarchived(self, extra: Any) -> None:
         """Take over a plan; BadInput where it is none, or none of this network."""
-        self.plan = Plan.from_dict(extra)
+        self.plan, self.prepared = Plan.from_dict(extra), None
         self.ready()
 
     def ready(self) -> Prepared:
         """The plan met with the graph."""
         if self.prepared is None:
             flow = flow_of(program_of(self))
-            self.prepared = Prepared(flow, laid(flow, self.plan.segments, frozenset()))
+            self.prepared = Prepared(flow, admitted(flow, self.plan.segments))
         return self.prepared
 
 
@@ -248,19 +249,16 @@ def image(
             results[index][k : k + 1] = given[node][k : k + 1]
         else:
             sinks[node] = tensor_sink(results[index], flow.axes[node], node.meta["val"].dtype, k)
-    return execute(flow, here.layout, Call(sources, sinks, {}, wholes), told=told,
+    return execute(flow, here.layout, Call(sources, sinks, wholes), told=told,
                    folder=tempfile.gettempdir())  # fmt: skip
 
 
 def constants(module: nn.Module, flow: Flow) -> dict[fx.Node, Any]:
-    """The tensors that a flow reads: those of the module, by name."""
-    found = {}
-    for node in flow.program.graph.find_nodes(op="get_attr"):
-        name = str(node.target)
-        try:
-            found[node] = attrgetter(name)(module)
-        except AttributeError:
-            found[node] = flow.program.constants[name].tensor
+    """The tensors that a flow reads: those of the module where it has them."""
+    found = flow.constants
+    for node in found:
+        with suppress(AttributeError):
+            found[node] = attrgetter(str(node.target))(module)
     return found
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -25,9 +25,7 @@ from demask.traverse.layout import (
     Layout,
     count_steps,
     laid,
-    over_of,
-    stage_of,
-    steps_of,
+    step_macs,
     tile_at,
     value_bytes,
     written_over,
@@ -45,7 +43,7 @@ RECOMPUTED = 0.003  # of the multiply-adds may run twice where that saves a map
 # What the estimate of time takes: a machine of two cores. It only has to rank plans.
 MACS = 90e9  # per second
 NEAR, FAR, FIRST, DISK = 80e9, 40e9, 3e9, 0.5e9  # bytes per second: caches, memory, new pages, disk
-CACHE = 4 * 2**20  # bytes of what one call reads and writes
+CACHE = 20 * 2**20  # bytes of what one call reads and writes
 CALL = 120e-6  # seconds per call of a step: Python, and threads that wait for one another
 
 
@@ -59,13 +57,12 @@ class Choice:
 
 
 class Planner:
-    """The search for one flow. outside: values whose memory is not ours. again: cheap values are
-    computed twice rather than kept; spills: maps lie on disk; tiles: they may overlap."""
+    """The search for one flow. again: cheap values are computed twice rather than kept; spills:
+    maps lie on disk; tiles: they may overlap."""
 
     def __init__(
         self,
         flow: Flow,
-        outside: frozenset[fx.Node],
         *,
         again: bool,
         spills: bool,
@@ -73,7 +70,7 @@ class Planner:
         workers: int = 1,
         smallest: int = 2**20,
     ):
-        self.flow, self.outside, self.spills, self.smallest = flow, outside, spills, smallest
+        self.flow, self.spills, self.smallest = flow, spills, smallest
         self.calls = list(flow.calls)
         self.place = {node: k for k, node in enumerate(self.calls)}
         self.outputs = {n for n in flow.outputs if isinstance(n, fx.Node)}
@@ -234,9 +231,7 @@ class Planner:
         maps = frozenset(v for v in [*stage.enters, *stage.targets] if self._is_map(v))
         steps = _sample(stage, segment)
         where = memory(stage, steps, maps, estimate=True)
-        over = (
-            {} if mode == FRUSTUMS or count > 1 else written_over(stage, steps, maps - self.outside)
-        )
+        over = {} if mode == FRUSTUMS or count > 1 else written_over(stage, steps, maps)
         over = {a: b for a, b in over.items() if self.last[b] < high}
         segment = replace(
             segment,
@@ -245,21 +240,13 @@ class Planner:
             bytes=count * where.size,
             traffic=sum(value_bytes(v) for v in [*stage.enters, *stage.targets]),
         )
-        doing = _macs(stage, steps[0]) * segment.steps if mode == FRUSTUMS else _all_macs(stage)
+        doing = step_macs(stage, steps[0]) * segment.steps if mode == FRUSTUMS else _all_macs(stage)
         segment = replace(segment, macs=doing)
         beside = self._beside(low, high, set(over))
-        return Choice(segment, _seconds(stage, segment), beside + segment.bytes + where.packed)
-
-    def safe(self, segment: Segment) -> Segment:
-        """The segment without maps written over others where some step would not allow it."""
-        if not segment.over:
-            return segment
-        stage = stage_of(self.flow, segment)
-        return replace(segment, over={a.name: b.name for a, b in over_of(stage, segment).items()})
+        taken = segment.bytes + where.packed + count * where.beside
+        return Choice(segment, _seconds(stage, segment), beside + taken)
 
     def _is_map(self, node: fx.Node) -> bool:
-        if node in self.outside:
-            return True
         return node.op == "call_function" and not self._spilled(node) and not self._leaves(node)
 
     def _leaves(self, node: fx.Node) -> bool:
@@ -288,8 +275,6 @@ class Planner:
         for n in made:
             if n not in self.flow.axes or n in self.again or n in over or not self._is_map(n):
                 continue
-            if n in self.outside:
-                continue
             before, behind = self.place[n] < low, self._kept(n, high)
             if behind or (before and self._kept(n, low)):
                 live += value_bytes(n)
@@ -307,8 +292,9 @@ class Planner:
                         best[high] = seconds, [*best[low][1], choice.segment]
         return best.get(len(self.calls))
 
-    def least(self) -> tuple[float, list[Segment]]:
-        """The sequence of segments that takes the fewest live bytes, and its seconds."""
+    def least(self) -> tuple[float, float, list[Segment]]:
+        """The fewest live bytes, by estimates that may be some rows too low; the seconds of the
+        segments that take them, and these."""
         cuts = self.cuts()
         best: dict[int, tuple[float, float, list[Segment]]] = {0: (0.0, 0.0, [])}
         for j, high in enumerate(cuts[1:], 1):
@@ -316,7 +302,7 @@ class Planner:
                     for low in cuts[:j] for c in self.choices(low, high, 0)]  # fmt: skip
             size, seconds, low, segment = min(ways, key=lambda way: way[:2])
             best[high] = size, seconds, [*best[low][2], segment]
-        return best[len(self.calls)][1:]
+        return best[len(self.calls)]
 
 
 def _bands(stage: Stage, one: Callable[[int], Choice], budget: float) -> list[Choice]:
@@ -379,19 +365,6 @@ def _sample(stage: Stage, segment: Segment) -> list[Step]:
     return [at_once(stage)]
 
 
-def _macs(stage: Stage, step: Step) -> int:
-    """Multiply-adds of one step."""
-    total = 0
-    for unit in stage.units:
-        held = step.get(unit.value)
-        if unit.node not in stage.flow.local:
-            total += 0 if unit.node in stage.flow.gathers else stage.flow.macs(unit.node)
-        elif held is not None and held.made[0] < held.made[1]:
-            window = held.made, held.columns
-            total += stage.flow.local[unit.node].macs(window)
-    return total
-
-
 def _all_macs(stage: Stage) -> int:
     return sum(stage.flow.macs(u.node) for u in stage.units)
 
@@ -411,7 +384,6 @@ def planned(
     flow: Flow,
     budget: int,
     *,
-    outside: frozenset[fx.Node],
     beside: int = 0,
     disk: bool = True,
     workers: int = 1,
@@ -425,15 +397,16 @@ def planned(
     for tiles, spills in itertools.product((False, True), repeat=2):
         if spills and not disk:
             continue
-        both = [Planner(flow, outside, again=again, spills=spills, tiles=tiles, workers=workers)
+        both = [Planner(flow, again=again, spills=spills, tiles=tiles, workers=workers)
                 for again in (False, True)]  # fmt: skip
         both = both if both[1].again else both[:1]
         tried += both
         made = [found for p in both if (found := _fitted(p, room)) is not None]
         if made:
-            _, segments, layout = min(made, key=lambda found: found[0])
-            return packed_plan(flow, segments, layout, budget, beside), layout
-    least = min(_exact(p, p.least())[2].peak for p in tried) + beside
+            layout = min(made, key=lambda found: found[0])[1]
+            return packed_plan(flow, layout, budget, beside), layout
+    planner, found = min(((p, p.least()) for p in tried), key=lambda pair: pair[1][0])
+    least = _exact(planner, found[1:])[1].peak + beside
     raise BudgetTooSmall(
         f"no plan of this network fits {human(budget)}; the least budget that would do is about "
         f"{human(math.ceil(least * 1.01))}",
@@ -441,7 +414,7 @@ def planned(
     )
 
 
-def _fitted(planner: Planner, room: int) -> tuple[float, list[Segment], Layout] | None:
+def _fitted(planner: Planner, room: int) -> tuple[float, Layout] | None:
     """The fastest segments whose exact layout fits, after their seconds; estimates of memory may
     be some rows too low."""
     limit = float(room - LIBRARIES)
@@ -450,37 +423,27 @@ def _fitted(planner: Planner, room: int) -> tuple[float, list[Segment], Layout] 
         if found is None:
             break
         made = _exact(planner, found)
-        if made[2].peak <= room:
+        if made[1].peak <= room:
             return made
-        limit -= made[2].peak - room
-    made = _exact(planner, planner.least())
-    return made if made[2].peak <= room else None
+        limit -= made[1].peak - room
+    size, seconds, segments = planner.least()
+    made = _exact(planner, (seconds, segments)) if size + LIBRARIES <= room else None
+    return made if made is not None and made[1].peak <= room else None
 
 
-def _exact(
-    planner: Planner, found: tuple[float, list[Segment]]
-) -> tuple[float, list[Segment], Layout]:
-    """Segments that were found, after their seconds, as they really lie."""
-    segments = [planner.safe(s) for s in found[1]]
-    return found[0], segments, laid(planner.flow, segments, planner.outside)
+def _exact(planner: Planner, found: tuple[float, list[Segment]]) -> tuple[float, Layout]:
+    """Segments that were found, as they really lie, after their seconds."""
+    return found[0], laid(planner.flow, found[1])
 
 
-def packed_plan(
-    flow: Flow, segments: Iterable[Segment], layout: Layout, budget: int, beside: int
-) -> Plan:
+def packed_plan(flow: Flow, layout: Layout, budget: int, beside: int) -> Plan:
     """The plan of segments as they lie: exact counts."""
-    exact = []
-    for place in layout.places:
-        steps = list(steps_of(place.stage, place.segment))
-        doing = sum(_macs(place.stage, step) for step in steps)
-        exact.append(
-            replace(place.segment, bytes=place.bytes, macs=doing, steps=max(len(steps), 1))
-        )
+    exact = tuple(place.segment for place in layout.places)
     live = layout.live + beside
     total = sum(s.macs for s in exact)
     untiled = sum(flow.macs(n) for n in flow.calls)
     sizes = tuple(tuple(n.meta["val"].shape) for n in flow.inputs if n in flow.axes)
-    return Plan(tuple(exact), budget, live + layout.overhead, live, layout.overhead, total, untiled,
+    return Plan(exact, budget, live + layout.overhead, live, layout.overhead, total, untiled,
                 sum(s.traffic for s in exact), sizes, notes=tuple(_refused(flow)))  # fmt: skip
 
 

@@ -27,13 +27,11 @@ Told = Callable[[Place, Step], None]
 class Call:
     """One image: where its rows come from and go to.
 
-    sources, sinks: of values that lie elsewhere; maps: of values that lie whole in memory, in the
-    layout of parts; wholes: inputs without rows, and constants.
+    sources, sinks: of values with rows; wholes: inputs without, and constants.
     """
 
     sources: Mapping[fx.Node, Any]
     sinks: Mapping[fx.Node, Any]
-    maps: Mapping[fx.Node, Tensor]
     wholes: Mapping[fx.Node, Any]
 
 
@@ -45,7 +43,7 @@ def execute(
     folder: str = tempfile.gettempdir(),
     told: Told | None = None,
 ) -> tuple[dict[fx.Node, Any], Counter]:
-    """Run all segments. Returns the values without rows that were made, and what was done.
+    """Run all segments. Returns the results without rows, and what was done.
 
     folder: for maps on disk, which are gone when they were read. told: called
     after each step of each segment, by whichever thread made it.
@@ -53,7 +51,7 @@ def execute(
     counter, arena = Counter(), _arena(layout.size)
     wholes, spills = dict(call.wholes), dict[fx.Node, Spill]()
     for k, place in enumerate(layout.places):
-        maps = _maps(flow, layout, place, call, arena)
+        maps = _maps(flow, layout, place, arena)
         ends = Ends(maps, dict(call.sources), dict(call.sinks), wholes)
         for v in place.stage.targets:
             if v.name in place.segment.spills:
@@ -69,6 +67,8 @@ def execute(
             sweep = Sweep(place.stage, place.memory, ends, work, counter)
             sweep.run(steps_of(place.stage, place.segment), _telling(told, place))
         _forget(layout, k, spills)
+        for v in layout.dies[k]:
+            wholes.pop(v, None)
     return wholes, counter
 
 
@@ -88,15 +88,10 @@ def _telling(told: Told | None, place: Place) -> Callable[[Step], None] | None:
     return None if told is None else lambda step: told(place, step)
 
 
-def _maps(
-    flow: Flow, layout: Layout, place: Place, call: Call, arena: Tensor
-) -> dict[fx.Node, Tensor]:
-    found = {}
-    for v in place.maps:
-        value = v.meta["val"]
-        found[v] = call.maps[v] if v in call.maps else seen(
-            arena, layout.maps[v], tuple(value.shape), flow.axes[v], value.dtype)  # fmt: skip
-    return found
+def _maps(flow: Flow, layout: Layout, place: Place, arena: Tensor) -> dict[fx.Node, Tensor]:
+    values = {v: v.meta["val"] for v in place.maps}
+    return {v: seen(arena, layout.maps[v], tuple(value.shape), flow.axes[v], value.dtype)
+            for v, value in values.items()}  # fmt: skip
 
 
 def _direct(place: Place, call: Call, ends: Ends) -> None:

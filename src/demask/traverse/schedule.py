@@ -99,7 +99,13 @@ def strips(stage: Stage, workers: int) -> list[Strip]:
         pairs = itertools.pairwise(found)
         if all(a.last[v] >= a.first[v] and a.seen[v] <= b.own[v] for a, b in pairs for v in a.own):
             return found
-    return _strips(stage, 1)
+    return [_undivided(stage)]
+
+
+def _undivided(stage: Stage) -> Strip:
+    """The strip that is all rows."""
+    rows = {v: stage.flow.rows(v) for v in _values(stage)}
+    return Strip(dict.fromkeys(rows, 0), rows, rows, rows, {})
 
 
 def _strips(stage: Stage, count: int) -> list[Strip]:
@@ -143,7 +149,7 @@ def _top(stage: Stage, rows: Mapping[fx.Node, int], share: float) -> dict[fx.Nod
 def walked(stage: Stage, band: int, strip: Strip | None = None) -> Iterator[Step]:
     """The steps of bands of `band` rows of the tallest target, over the full width, down a strip or
     the whole image."""
-    strip = strip or _strips(stage, 1)[0]
+    strip = strip or _undivided(stage)
     ends = ends_of(stage)
     height = max(ends.values())
     top = min(strip.first[v] * height // n for v, n in ends.items())
@@ -202,7 +208,7 @@ def _is_empty(window: Window) -> bool:
 
 def middle(stage: Stage, band: int) -> list[Step]:
     """Two steps from the middle of walked(): what most of them hold."""
-    ends, strip = ends_of(stage), _strips(stage, 1)[0]
+    ends, strip = ends_of(stage), _undivided(stage)
     height = max(ends.values())
     row = height // 2 // band * band
     values = _values(stage)
@@ -248,7 +254,7 @@ def _ahead(
 ) -> dict[fx.Node, float]:
     """Rows by which each value is ahead of its share, seen from a band near the top."""
     nothing = dict.fromkeys(_values(stage), 0)
-    strip = _strips(stage, 1)[0]
+    strip = _undivided(stage)
     wanted = {v: math.floor(min(band, height) * n / height) for v, n in ends.items()}
     end = _pulled(stage, strip, wanted, nothing, 0, height, {})
     rows = stage.flow.rows

@@ -8,7 +8,7 @@ A unit makes one value. What a segment *enters* with was made before it (an inpu
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, fx
@@ -67,6 +67,11 @@ class Stage:
         """Units that can only run on whole values."""
         cut = self.flow.local.keys() | self.flow.gathers.keys()
         return tuple(u for u in self.units if u.node not in cut)
+
+    def streamed(self, unit: Unit, maps: Container[fx.Node]) -> list[Edge]:
+        """The operands that a unit reads whole, block by block, from where they lie."""
+        return [e for e in unit.edges
+                if e.whole and e.source in self.enters and e.source not in maps]  # fmt: skip
 
     @property
     def streams(self) -> bool:

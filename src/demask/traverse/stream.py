@@ -139,7 +139,7 @@ def _planned(flow: Flow, budget: int, source: Any, sink: Any) -> tuple[Plan, Lay
     """The plan of one image. Buffers of the ends are largest for windows that are all of a value;
     they are read and written one after the other."""
     beside = max(end.workspace(_all(end)) for end in (source, sink))
-    return planned(flow, budget, outside=frozenset(), beside=beside)
+    return planned(flow, budget, beside=beside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,10 +182,8 @@ class Streaming:
         """One image; the multiply-adds that it took."""
         flow = self.flow
         node, made = flow.inputs[0], flow.outputs[0]
-        held = {n: flow.program.constants[str(n.target)].tensor
-                for n in flow.program.graph.find_nodes(op="get_attr")}  # fmt: skip
         cut = made in flow.axes
-        call = Call({node: source}, {made: sink} if cut else {}, {}, held)
+        call = Call({node: source}, {made: sink} if cut else {}, flow.constants)
         values, counter = execute(flow, self.layout, call, folder=self.folder, told=tell.step)
         if not cut:
             sink.write(_all(self.sink), values[made])
@@ -204,9 +202,6 @@ class Counted:
         rows, columns = _extents(window)
         self.done += rows * columns
         self.tell.rows += rows * columns / self.width
-
-    def workspace(self, window: Window) -> int:
-        return self.sink.workspace(window)
 
     def check(self) -> None:
         """Raise RuntimeError where positions were left out or came twice: never a file of those."""

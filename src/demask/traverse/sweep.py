@@ -5,32 +5,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from demask.machine.arena import ALIGNMENT
+from demask.machine.arena import aligned
 from demask.ops.regions import Interval
-from demask.traverse.attend import attend
+from demask.traverse.attend import attend, keys_of
 from demask.traverse.axes import Axes, Window, cut_shape, empty, part, strides, whole
+from demask.traverse.ends import Sink, Source, tensor_source
 from demask.traverse.memory import Memory
 from demask.traverse.reductions import Reduction
 from demask.traverse.schedule import Held, Step
 from demask.traverse.stage import Stage, Unit
-
-
-class Source(Protocol):
-    """Where the rows of a value are read from."""
-
-    def read(self, window: Window, into: Tensor) -> None: ...
-
-
-class Sink(Protocol):
-    """Where the rows of a value go; each position is written once."""
-
-    def write(self, window: Window, part: Tensor) -> None: ...
 
 
 @dataclass(slots=True)
@@ -51,7 +40,7 @@ class Ends:
 
 @dataclass(slots=True)
 class Counter:
-    """What the executor did. macs: multiply-adds; rows: of the tallest target."""
+    """What the executor did. macs: multiply-adds; steps: bands, tiles and whole segments."""
 
     macs: int = 0
     steps: int = 0
@@ -111,6 +100,9 @@ class Sweep:
         self.views: dict[tuple[Any, ...], Tensor] = {}
         self.states: dict[fx.Node, tuple[Reduction, Any]] = {}
         self.first, self.last = _uses(stage)
+        cut = ((u.node, self.flow.local.get(u.node)) for u in stage.units)
+        self.streamed = {e for u in stage.units for e in stage.streamed(u, ends.maps)}
+        self.packs = frozenset(n for n, here in cut if here is not None and here.kind.packs)
 
     def run(self, steps: Iterable[Step], told: Callable[[Step], None] | None = None) -> None:
         """Run all steps. told: called after each. Statistics are finished when all rows were seen,
@@ -196,10 +188,8 @@ class Sweep:
         held, here = step[unit.value], self.flow.local[unit.node]
         window = held.made, held.columns
         into = self._rows(unit.value, step, *held.made)
-        if any(e.whole and e.source not in self.ends.maps for e in unit.edges):
-            q = unit.edges[0]
-            queries = self._rows(q.source, step, *q.rules[0](*window[0]), q.rules[1](*window[1]))
-            into.copy_(attend(unit.node, queries, self.ends.sources, self.flow.axes))
+        if any(edge in self.streamed for edge in unit.edges):
+            into.copy_(self._attended(unit, step, window))
             self._made(unit, held, into)
             return
         operands = self._operands(unit, step, window)
@@ -213,6 +203,17 @@ class Sweep:
             fused["after"] = unit.after
         here.run(operands, window, into, scratch=self._scratch(k), **fused)
         self._made(unit, held, into)
+
+    def _attended(self, unit: Unit, step: Step, window: Window) -> Tensor:
+        """Attention to keys and values of which some are read block by block."""
+        axes, sources = self.flow.axes, dict(self.ends.sources)
+        for node in keys_of(unit.node):
+            if node not in sources:
+                sources[node] = tensor_source(self.ends.maps[node], axes[node])
+        q, *others = unit.edges
+        queries = self._rows(q.source, step, *q.rules[0](*window[0]), q.rules[1](*window[1]))
+        columns = next(e.rules[1](*window[1]) for e in others if e.source is keys_of(unit.node)[1])
+        return attend(unit.node, queries, sources, axes, columns)
 
     def _made(self, unit: Unit, held: Held, into: Tensor) -> None:
         """Count what was made, and hand it on to who waits for it."""
@@ -230,7 +231,7 @@ class Sweep:
         found: list[Any] = []
         for k, operand in enumerate(here.relation.operands):
             edge = cut.get(k)
-            if edge is None and operand.name == "weight" and here.kind.packs:
+            if edge is None and operand.name == "weight" and unit.node in self.packs:
                 found.append(self._packed(unit.node, operand.value, window))
             elif edge is None:
                 found.append(self._value(operand.value))
@@ -302,7 +303,12 @@ class Sweep:
         return found
 
     def _tail(self, node: fx.Node, held: Held, rows: int) -> Tensor:
-        return self._view(node, self.memory.tail[node], rows, held.columns)
+        key = (node, rows, held.columns)
+        found = self.views.get(key)
+        if found is None:
+            found = self._view(node, self.memory.tail[node], rows, held.columns)
+            self.views[key] = found
+        return found
 
     def _view(self, node: fx.Node, offset: int, rows: int, columns: Interval) -> Tensor:
         value, axes = node.meta["val"], self.flow.axes[node]
@@ -317,7 +323,7 @@ class Sweep:
         def take(shape: Any, axes: Axes, dtype: torch.dtype) -> Tensor:
             nonlocal place
             made = seen(self.arena, place, shape, axes, dtype)
-            place += -(-made.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+            place += aligned(made.numel() * dtype.itemsize)
             if place > end:
                 raise RuntimeError(f"{self.stage.units[k].node} asks for more memory than planned")
             return made
@@ -350,4 +356,4 @@ def _uses(stage: Stage) -> tuple[dict[int, list[fx.Node]], dict[int, list[fx.Nod
     return found
 
 
-__all__ = ["Counter", "Ends", "Sink", "Source", "Sweep", "seen"]
+__all__ = ["Counter", "Ends", "Sweep", "seen"]

@@ -96,7 +96,7 @@ def _planned(
         raise BadInput(
             "no input has rows to cut: expected images (N, C, H, W), volumes or sequences"
         )
-    made, layout = planned(flow, budget, outside=frozenset(), workers=workers)
+    made, layout = planned(flow, budget, workers=workers)
     return given, flow, replace(made, images=several), layout
 
 

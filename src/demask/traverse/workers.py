@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from demask.machine.arena import ALIGNMENT
+from demask.machine.arena import aligned
 from demask.traverse.axes import cut_shape
 from demask.traverse.layout import Place
 from demask.traverse.schedule import Step, Strip, walked
@@ -30,7 +30,7 @@ class _Arena:
 
     def take(self, size: int) -> Tensor:
         start = self.taken
-        self.taken += -(-size // ALIGNMENT) * ALIGNMENT
+        self.taken += aligned(size)
         return self.memory[start : start + size]
 
 
@@ -40,9 +40,7 @@ def side_by_side(
     """Run a place's strips at once. work: memory of place.bytes."""
     arena = _Arena(work)
     memories = [arena.take(place.memory.size) for _ in place.strips]
-    borders = [
-        _border(place, a, b, arena) for a, b in zip(place.strips, place.strips[1:], strict=False)
-    ]
+    borders = [_border(place, strip, arena) for strip in place.strips[:-1]]
     beside = [None, *borders, None]
     sides = zip(memories, beside, beside[1:], strict=False)
     sweeps = [Sweep(place.stage, place.memory, ends, memory, Counter(), above, below)
@@ -69,8 +67,8 @@ def _walk(
         sweep.run(walked(place.stage, place.segment.rows, strip), told)
 
 
-def _border(place: Place, upper: Strip, lower: Strip, arena: _Arena) -> Border:
-    """The rows that go from one strip to the one above it."""
+def _border(place: Place, upper: Strip, arena: _Arena) -> Border:
+    """The rows that go to a strip from the one below it."""
     held: dict[fx.Node, Tensor | None] = {}
     spans = {v: (upper.own[v], upper.own[v] + n) for v, n in upper.borders.items()}
     for v, (low, high) in spans.items():

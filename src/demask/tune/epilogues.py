@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ def ops() -> Any:
     return torch.ops.mkldnn
 
 
+@cache
 def available(dtype: torch.dtype, device: torch.device) -> bool:
     """Does this torch have these ops for such tensors?"""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
