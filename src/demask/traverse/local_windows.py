@@ -138,8 +138,17 @@ class Conv(_Windows):
         return nbytes(grown(self.operand(window), margins), value.dtype) if margins else 0
 
     def beside(self, window: Window) -> int:
-        own = available(self.call.dtype, self.call.node.meta["val"].device)
-        return 0 if own else self.call.bytes(window)
+        """Of types that oneDNN does not take: the result, of groups another, the operand laid out
+        anew, and the columns that ATen multiplies, group by group."""
+        if available(self.call.dtype, self.call.node.meta["val"].device):
+            return 0
+        groups, weight = self.call.found["groups"], self.call.found["weight"].meta["val"].shape
+        made, value = self.call.bytes(window), self.call.node.args[0].meta["val"]  # type: ignore[union-attr]
+        channels = max(self.call.shape[-len(self.axes) - 1], 1)
+        columns = math.prod(self.call.sizes(window)) // channels * math.prod(weight[1:])
+        margins = self._padding(window)[1]
+        read = nbytes(grown(self.operand(window), margins), value.dtype)
+        return (1 + (groups > 1)) * made + nbytes((columns,), value.dtype) + read
 
     def macs(self, window: Window) -> int:
         weight = self.call.found["weight"].meta["val"].shape
@@ -237,7 +246,21 @@ class Transposed(_Windows):
     def beside(self, window: Window) -> int:
         plans = self._plans(window)
         behind = {s.axis: (0, p.surplus) for s, p in zip(self.axes, plans, strict=True)}
-        return nbytes(grown(self.call.sizes(window), behind), self.call.dtype)
+        made = nbytes(grown(self.call.sizes(window), behind), self.call.dtype)
+        return made + self._inside(window, made)
+
+    def _inside(self, window: Window, made: int) -> int:
+        """What is allocated in the call: by oneDNN, which takes pictures, as much as the result;
+        else the columns, a one for each position, and of groups the results."""
+        weight = self.call.found["weight"].meta["val"]
+        if len(self.axes) == 2 and available(self.call.dtype, weight.device):
+            return made
+        dtype, groups = self.call.dtype, self.call.found["groups"]
+        shape = self.operand(window)
+        positions = math.prod(shape) // max(weight.shape[0], 1)
+        columns = nbytes((positions * math.prod(weight.shape[1:]),), dtype)
+        ones = made // max(weight.shape[1] * groups, 1)
+        return columns + ones + (made if groups > 1 else 0) + nbytes(shape, dtype)
 
     def macs(self, window: Window) -> int:
         """Each position read meets the whole kernel."""
