@@ -371,6 +371,10 @@ class Runner:
         self.window, self.isa = window, isa or host()
         self.spare: dict[tuple[Sizes, int], list[Task]] = {}
 
+    def compile(self) -> None:
+        """Make the machine code now, and not at the first run."""
+        CODE.addresses([self.window], self.isa)
+
     def run(self, sizes: Sizes, threads: int, places: tuple[int, int, int, int]) -> None:
         """Fill the output. places: addresses of x, out, the weight [channels, *size] (dense), the
         bias (0: none)."""

@@ -84,6 +84,14 @@ class Layout:
         pairs = zip(self.places, self.wholes, strict=True)
         return self.size + max((place.beside + held for place, held in pairs), default=0)
 
+    def compiled(self) -> int:
+        """Make the machine code that the plan takes; the bytes of its compiler."""
+        local = (((u, place.stage.flow.local.get(u.node)) for u in place.stage.units)
+                 for place in self.places)  # fmt: skip
+        found = [here.kind.compiled(unit.after, unit.addend is not None)
+                 for pairs in local for unit, here in pairs if here is not None]  # fmt: skip
+        return max(found, default=0)
+
     @property
     def overhead(self) -> int:
         """Bytes that the process takes beside."""

@@ -15,6 +15,7 @@ from demask.ops import regions, schema
 from demask.ops.bind import Relation
 from demask.ops.regions import Geometry, Interval, Rule
 from demask.traverse.axes import COLUMNS, Axes, Window, cut_shape, strides
+from demask.tune.epilogues import Epilogue
 
 Scratch = Callable[[Sequence[int], Axes, torch.dtype], Tensor]  # shape, axes, dtype -> memory
 Sizes = tuple[int, ...]
@@ -93,6 +94,11 @@ class Kind:
 
     def beside(self, window: Window) -> int:
         """Bytes that torch allocates for results while `run` runs, beside scratch."""
+        return 0
+
+    def compiled(self, after: Epilogue | None, add: bool) -> int:
+        """Make the machine code of runs with this activation, onto sums or not, if it is ours; the
+        bytes that its compiler takes."""
         return 0
 
     def macs(self, window: Window) -> int:

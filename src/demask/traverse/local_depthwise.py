@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from demask.traverse.local_call import Call, Kind, Scratch, Sliding
 from demask.traverse.local_windows import AvgPool, Conv, MaxPool
 from demask.tune.epilogues import Epilogue, plain_call
 
+LLVM = 40 * 2**20  # bytes of the compiler, measured
 # What is fused, as the emitter names it; what takes an exponential is left to torch.
 _ACTS = {
     "relu": "relu",
@@ -189,6 +190,10 @@ class Depthwise(_Kernels):
             if made is not into:
                 into.copy_(made)
 
+    def compiled(self, after: Epilogue | None, add: bool) -> int:
+        self._runner("conv", 1, fused(after), add).compile()
+        return LLVM
+
     def prepared(self, weight: Tensor, window: Part) -> Tensor:
         """The weight as it is: the kernel lays it out itself."""
         return weight
@@ -205,14 +210,26 @@ def fused(after: Epilogue | None) -> Act | None:
 class Pool(_Kernels):
     """A max pool, or an average pool where all windows are divided by one number."""
 
+    def compiled(self, after: Epilogue | None, add: bool) -> int:
+        whole: Any = tuple((0, 1 if k is None else self.call.shape[k]) for k in self.call.axes)
+        self._runner(self._mode, self._divisor(whole) or self._places, None, False).compile()
+        return LLVM
+
+    @property
+    def _mode(self) -> str:
+        return "mean" if isinstance(self.other, AvgPool) else "max"
+
+    @property
+    def _places(self) -> int:
+        return math.prod(s.geometry.kernel for s in self.other.axes)
+
     def run(self, values: list[Tensor], window: Part, into: Tensor, scratch: Scratch) -> None:
         divisor, sizes = self._divisor(window), self._sizes(values[0], into, window)
         if divisor is None or sizes is None:
             self.other.run(values, window, into, scratch)
             return
-        mode = "mean" if isinstance(self.other, AvgPool) else "max"
         places = values[0].data_ptr(), into.data_ptr(), 0, 0
-        self._runner(mode, divisor, None, False).run(sizes, torch.get_num_threads(), places)
+        self._runner(self._mode, divisor, None, False).run(sizes, torch.get_num_threads(), places)
 
     def temporary(self, window: Part) -> int:
         return 0 if self._divisor(window) is not None else self.other.temporary(window)
@@ -234,7 +251,7 @@ class Pool(_Kernels):
             rank = len(self.call.shape)
             margins = [s.margins(self.call.window(rank + s.axis, window)) for s in axes]
             inside = all(not before and not after for before, _, after in margins)
-        return math.prod(s.geometry.kernel for s in axes) if inside else None
+        return self._places if inside else None
 
 
 def _last(s: Sliding) -> int:

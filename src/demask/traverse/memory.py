@@ -21,6 +21,8 @@ from demask.traverse.axes import cut_shape
 from demask.traverse.schedule import Held, Step
 from demask.traverse.stage import Stage, Unit
 
+LARGE = 2**20  # bytes of torch's memory that are given back when a unit is done
+
 
 @dataclass(frozen=True, slots=True)
 class Memory:
@@ -30,7 +32,8 @@ class Memory:
     units that need memory while they run, with its size. owner: values that are written over one
     another share the block of the last of them. Beside that memory, in torch's: `beside`, bytes of
     results and copies of one call at most; packed, the bytes of weights laid out for the stage;
-    and kernels, those that oneDNN makes for it.
+    and kernels, those that oneDNN makes for it. large: units behind which torch's memory is given
+    back to the kernel, since it held much.
     """
 
     block: Mapping[fx.Node, int]
@@ -41,6 +44,7 @@ class Memory:
     beside: int
     packed: int
     kernels: frozenset[Any]
+    large: frozenset[int] = frozenset()
 
 
 class _Most:
@@ -55,7 +59,8 @@ class _Most:
         self.block = dict.fromkeys(self.values, 0)
         self.tail = dict.fromkeys(self.values, 0)
         self.scratch = dict.fromkeys(range(len(stage.units)), 0)
-        self.beside, self.kernels = 0, set[Any]()
+        self.beside = dict.fromkeys(range(len(stage.units)), 0)
+        self.kernels = set[Any]()
         # Operands of which a unit reads just the rows that it makes, in every step.
         self.same = {(u.value, e.source) for u in stage.units for e in u.edges}
 
@@ -69,16 +74,18 @@ class _Most:
                 self._local(k, unit, step)
             elif unit.value in self.stage.flow.axes:  # torch's own result, before it is copied
                 held = step[unit.value]
-                self.beside = max(self.beside, part_bytes(self.stage, unit.value, held, held.end))
+                self._beside(k, part_bytes(self.stage, unit.value, held, held.end))
             elif unit.node in self.stage.flow.gathers:
                 held = step.get(unit.node, step[unit.edges[0].source])
                 window = (held.done, max(held.done, held.end)), held.columns
-                taken = self.stage.flow.gathers[unit.node].temporary(window)
-                self.beside = max(self.beside, taken)
+                self._beside(k, self.stage.flow.gathers[unit.node].temporary(window))
         for value, base in list(self.same):
             mine, theirs = step.get(value), step[base]
             if mine is None or mine.made != theirs.made or mine.columns != theirs.columns:
                 self.same.discard((value, base))
+
+    def _beside(self, k: int, size: int) -> None:
+        self.beside[k] = max(self.beside[k], size)
 
     def _local(self, k: int, unit: Unit, step: Step) -> None:
         held = step[unit.value]
@@ -89,10 +96,10 @@ class _Most:
         if self.stage.streamed(unit, self.maps):
             value = unit.value.meta["val"]
             queries = cut_shape(value.shape, self.stage.flow.axes[unit.value], window)
-            self.beside = max(self.beside, temporary(unit.node, queries, value.dtype))
+            self._beside(k, temporary(unit.node, queries, value.dtype))
             return
         self.scratch[k] = max(self.scratch[k], here.temporary(window))
-        self.beside = max(self.beside, here.beside(window))
+        self._beside(k, here.beside(window))
         self.kernels.add(here.kind.kernel(window))
 
 
@@ -127,10 +134,13 @@ def memory(
             tails[v], size = size, size + aligned(n)
     at = {k: (where.offsets[len(lives) + i], n) for i, (k, n) in enumerate(scratch.items())}
     cut = [stage.flow.local[u.node] for u in stage.units if u.node in stage.flow.local]
-    packed = sum(here.kind.packs for here in cut)
+    packs = [here.kind.packs for here in cut]
+    packed = sum(packs) + max(packs, default=0)  # one is laid out by way of a copy
     kernels = frozenset(most.kernels - {None})
     found = dict(zip(lives, where.offsets, strict=False))
-    return Memory(found, tails, at, owner, size, most.beside, packed, kernels)
+    large = frozenset(k for k, n in most.beside.items() if n >= LARGE)
+    beside = max(most.beside.values(), default=0)
+    return Memory(found, tails, at, owner, size, beside, packed, kernels, large)
 
 
 def _lives(

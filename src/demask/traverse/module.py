@@ -78,6 +78,7 @@ class Tiled(Demasked):
         if self.prepared is None:
             flow = flow_of(program_of(self))
             self.prepared = Prepared(flow, admitted(flow, self.plan.segments))
+            self.prepared.layout.compiled()
         return self.prepared
 
 
@@ -92,6 +93,7 @@ def tiled(program: Program, plan: Plan, flow: Flow, layout: Layout) -> Tiled:
         {}, (), {}, notes, inputs_of(program), nothing, nothing, guards=program.guards
     )
     made: Any = build(program, record, Tiled)
+    layout.compiled()
     made.plan, made.prepared = plan, Prepared(flow, layout)
     return made
 

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from demask.machine.allocator import give_back
 from demask.machine.arena import ALIGNMENT
 from demask.traverse.axes import Window
 from demask.traverse.ends import Spill, in_place, spill
 from demask.traverse.flow import Flow
 from demask.traverse.layout import Layout, Place, steps_of
+from demask.traverse.memory import LARGE
 from demask.traverse.schedule import Step
 from demask.traverse.sweep import Counter, Ends, Sweep, seen
 from demask.traverse.workers import side_by_side
@@ -61,15 +63,25 @@ def execute(
         ends.sources.update({v: spills[v] for v in place.stage.enters if v in spills})
         work = arena[layout.work[k] : layout.work[k] + place.bytes]
         _direct(place, call, ends)
-        if place.strips:
-            side_by_side(place, ends, work, counter, _telling(told, place))
-        else:
-            sweep = Sweep(place.stage, place.memory, ends, work, counter)
-            sweep.run(steps_of(place.stage, place.segment), _telling(told, place))
+        _walk(place, ends, work, counter, _telling(told, place))
+        ends.packed.clear()
+        if place.beside >= LARGE:
+            give_back()
         _forget(layout, k, spills)
         for v in layout.dies[k]:
             wholes.pop(v, None)
     return wholes, counter
+
+
+def _walk(
+    place: Place, ends: Ends, work: Tensor, counter: Counter, told: Callable[[Step], None] | None
+) -> None:
+    """Run one segment."""
+    if place.strips:
+        side_by_side(place, ends, work, counter, told)
+    else:
+        sweep = Sweep(place.stage, place.memory, ends, work, counter)
+        sweep.run(steps_of(place.stage, place.segment), told)
 
 
 @dataclass(frozen=True, slots=True)

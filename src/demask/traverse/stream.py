@@ -139,7 +139,9 @@ def _planned(flow: Flow, budget: int, source: Any, sink: Any) -> tuple[Plan, Lay
     """The plan of one image. Buffers of the ends are largest for windows that are all of a value;
     they are read and written one after the other."""
     beside = max(end.workspace(_all(end)) for end in (source, sink))
-    return planned(flow, budget, beside=beside)
+    plan, layout = planned(flow, budget, beside=beside)
+    compiler = layout.compiled()
+    return planned(flow, budget, beside=beside + compiler) if compiler else (plan, layout)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
+from demask.machine.allocator import give_back
 from demask.machine.arena import aligned
 from demask.ops.regions import Interval
 from demask.traverse.attend import attend, keys_of
@@ -133,6 +134,8 @@ class Sweep:
                 self._whole(unit, step)
             elif step[unit.value].made[0] < step[unit.value].made[1]:
                 self._make(k, unit, step)
+            if k in self.memory.large:
+                give_back()
             for node in self.last.get(k, ()):
                 if node in active:
                     self._put_aside(node, step)
