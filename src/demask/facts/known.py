@@ -54,18 +54,18 @@ def known(
 ) -> Facts:
     """The fact of every tensor the graph makes.
 
-    constants: by get_attr target. frugal: values other than 0 that vary along several axes are left
-    unknown, since storing them takes more than computing them; so are those that calls make of
-    constants alone, which folding would have stored otherwise. zeros: of what these nodes make,
-    0 alone counts as known.
+    constants: by get_attr target; of one that is left out nothing is known. frugal: values other
+    than 0 that vary along several axes are left unknown, since storing them takes more than
+    computing them; so are those that calls make of constants alone, which folding would have stored
+    otherwise. zeros: of what these nodes make, 0 alone counts as known.
     """
     facts: Facts = {}
     spread_out: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.op == "get_attr":
+        if node.op == "get_attr" and str(node.target) in constants:
             value = constants[str(node.target)]
             facts[node, 0] = checked(torch.ones([1] * value.ndim, dtype=torch.bool), value)
-        elif node.op == "placeholder" or node.target is operator.getitem:
+        elif node.op in ("placeholder", "get_attr") or node.target is operator.getitem:
             _put_nothing(facts, node)
         elif node.op == "call_function":
             relation, sources = relations.get(node), node.all_input_nodes

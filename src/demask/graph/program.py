@@ -63,3 +63,14 @@ def copied(program: Program) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     mapping[old] = graph.output(value)
     mapping[old].meta.update(old.meta)
     return graph, mapping
+
+
+def owned(program: Program) -> Program:
+    """The program with tensors of its own; tied ones stay tied."""
+    clones: dict[Any, Tensor] = {}
+    constants = {}
+    for name, constant in program.constants.items():
+        tensor = constant.tensor
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        constants[name] = replace(constant, tensor=clones.setdefault(key, tensor.clone()))
+    return program.with_graph(program.graph, constants)

@@ -32,6 +32,7 @@ class _Cell:
     size: int | None
     live: Tensor | None  # bool [size]; None where dynamic
     forced: bool = False
+    ordered: bool = False
 
 
 class Cells:
@@ -107,6 +108,7 @@ class Cells:
         self._parts[cell] = (self.new(major), self.new(size // major))
         for part in self._parts[cell]:
             self._cells[part].forced = self._cells[cell].forced
+            self._cells[part].ordered = self._cells[cell].ordered
         live = self._cells[cell].live
         if live is not None:
             self.need(self._parts[cell], live)
@@ -118,6 +120,7 @@ class Cells:
         low, high = min(a, b), max(a, b)
         self._up[high] = low
         self._cells[low].forced |= self._cells[high].forced
+        self._cells[low].ordered |= self._cells[high].ordered
         live, other = self._cells[low].live, self._cells[high].live
         if live is not None and other is not None:
             live |= other
@@ -126,6 +129,14 @@ class Cells:
         """These must stay whole and in order."""
         for cell in self.leaves(cells):
             self._cells[cell].forced = True
+
+    def order(self, cells: Iterable[int]) -> None:
+        """What is kept of these stays in order."""
+        for cell in self.leaves(cells):
+            self._cells[cell].ordered = True
+
+    def ordered(self, cell: int) -> bool:
+        return self._cells[cell].ordered or self.forced(cell)
 
     def forced(self, cell: int) -> bool:
         return self._cells[cell].forced or self._cells[cell].size is None

@@ -17,8 +17,9 @@ from demask.ops.schema import same_size
 from demask.shrink.adapt import marked
 from demask.shrink.border import Absorbed, absorbed, constants_alone
 from demask.shrink.cells import Layout, whole
-from demask.shrink.place import is_constant, is_grouped
+from demask.shrink.place import is_constant, is_grouped, sampling
 from demask.shrink.pool import cut
+from demask.shrink.sample import sampled, spaced
 
 if TYPE_CHECKING:
     from demask.shrink.rewrite import Rewriter
@@ -29,7 +30,7 @@ aten = torch.ops.aten
 def emit_contraction(walk: Rewriter, relation: Relation) -> None:
     """linear, matmul, convolution: the same op on fewer positions; constants into the bias."""
     node = relation.node
-    layout = walk.placement.value[node, 0]
+    layout = spaced(relation, walk.placement.value[node, 0])
     alone = _wanted(relation, constants_alone(relation, walk.facts, layout), layout)
     if alone.kernel is not None:
         none = tuple(() if k == _channel(relation) else p for k, p in enumerate(layout))
@@ -150,8 +151,10 @@ def _emit_dense(walk: Rewriter, relation: Relation, layout: Layout, left: Absorb
 
 def _call(walk: Rewriter, relation: Relation, layout: Layout, args: Any, kwargs: Any) -> fx.Node:
     """The contraction, its output in a layout."""
-    node, first = relation.node, args[relation.factors[0]] if args else None
-    target = node.target
+    node, target = relation.node, relation.node.target
+    if any(layout[axis] is not None for axis in sampling(relation)):
+        args, kwargs = sampled(walk, relation, layout, args, kwargs)
+    first = args[relation.factors[0]] if args else None
     if not isinstance(first, fx.Node) or not relation.window:
         return walk.build.call(target, *args, **kwargs)
     if first.meta["val"].dtype != node.meta["val"].dtype:
@@ -278,6 +281,9 @@ def _border_map(walk: Rewriter, relation: Relation, layout: Layout, kernel: Tens
     made = marked(build.call(node.target, *args, **kwargs), "border map")
     if value.ndim == kernel.ndim - 1:
         made = build.call(aten.squeeze.dim, made, 0)
+    for k in sampling(relation):
+        if (taken := layout[k]) is not None:
+            made = walk.adapter.select(made, k, taken)
     places = [k for k, p in enumerate(held or ()) if p in set(positions)]
     return walk.adapter.scattered(made, axis, places, len(held or ()), 0.0)
 
@@ -295,7 +301,7 @@ def emit_groups(walk: Rewriter, relation: Relation) -> tuple[fx.Node, Layout, La
     """A grouped convolution whose groups kept different counts: one convolution per run of groups
     with equal counts, joined. Returns the value, its layout (channels sorted by group), and the
     layout its input came in."""
-    node, layout = relation.node, list(walk.placement.value[relation.node, 0])
+    node, layout = relation.node, list(spaced(relation, walk.placement.value[relation.node, 0]))
     x_axis, out_axis = _axis_of(relation.ins[0]), _axis_of(relation.outs[0])
     slot = list(walk.placement.slot[node, 0])
     count, fan_in, fan_out = _counts(relation)
@@ -318,7 +324,7 @@ def emit_groups(walk: Rewriter, relation: Relation) -> tuple[fx.Node, Layout, La
             else walk.build.call(aten.slice.Tensor, x, x_axis, start, start + width)
         )
         start += width
-        pieces.append(_emit_run(walk, relation, run, part, alone=len(runs) == 1))
+        pieces.append(_emit_run(walk, relation, run, part, tuple(layout), alone=len(runs) == 1))
     made = pieces[0] if len(pieces) == 1 else walk.build.call(aten.cat.default, pieces, out_axis)
     flat = tuple(p for group in outs for p in group)
     layout[out_axis] = None if flat == tuple(range(count * fan_out)) else flat
@@ -359,7 +365,9 @@ def _runs(ins: list[list[int]], outs: list[list[int]]) -> list[_Run]:
             for _, gs in runs]  # fmt: skip
 
 
-def _emit_run(walk: Rewriter, relation: Relation, run: _Run, x: fx.Node, *, alone: bool) -> fx.Node:
+def _emit_run(
+    walk: Rewriter, relation: Relation, run: _Run, x: fx.Node, layout: Layout, *, alone: bool
+) -> fx.Node:
     node, found = relation.node, schema.arguments(relation.node)
     old = walk.pool.source[str(_weight(relation).target)]
     transposed = "output_padding" in found
@@ -382,7 +390,7 @@ def _emit_run(walk: Rewriter, relation: Relation, run: _Run, x: fx.Node, *, alon
     plain |= {"input": x, "weight": walk.pool.read(name), "bias": bias, "groups": len(run.groups)}
     args, kwargs = schema.call(node.target, plain)
     axis = _axis_of(relation.outs[0])
-    layout = tuple(flat if k == axis else None for k in range(node.meta["val"].ndim))
+    layout = tuple(flat if k == axis else p for k, p in enumerate(layout))
     return _call(walk, relation, layout, args, kwargs)
 
 

@@ -17,7 +17,7 @@ from demask.graph.fold import folded
 from demask.graph.functional import functionalized
 from demask.graph.guards import renamed, values_of
 from demask.graph.hoist import hoisted
-from demask.graph.program import Program
+from demask.graph.program import Program, owned
 from demask.graph.provenance import Cut, InputSpec, Provenance, Reason, Sizes
 from demask.graph.recurrent import layered
 from demask.graph.result import Demasked, build
@@ -110,7 +110,7 @@ def reduced(whole: Program, table: Table, *, borders: bool = True) -> tuple[Prog
     while (smaller := _smaller(step, table, borders)) is not None:
         step = smaller
     if step is first:
-        step = replace(first, program=_owned(whole), cuts=_uncut(whole))
+        step = replace(first, program=owned(whole), cuts=_uncut(whole))
     program, cuts = named(stacked(step.program), step.cuts)
     return program, _provenance(first, replace(step, cuts=cuts))
 
@@ -223,17 +223,6 @@ def _tied(reading: Reading) -> Placement:
     """A placement in which such a tensor stays one."""
     graph, relations = reading.program.graph, reading.relations
     return place(graph, relations, reading.facts, reading.needs, tied=True)
-
-
-def _owned(program: Program) -> Program:
-    """The program with tensors of its own; tied ones stay tied."""
-    clones: dict[Any, Tensor] = {}
-    constants = {}
-    for name, constant in program.constants.items():
-        tensor = constant.tensor
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride())
-        constants[name] = replace(constant, tensor=clones.setdefault(key, tensor.clone()))
-    return program.with_graph(program.graph, constants)
 
 
 def _provenance(first: _Step, last: _Step) -> Provenance:

@@ -60,6 +60,17 @@ def is_constant(value: object) -> bool:
     return not isinstance(value, fx.Node) or value.op == "get_attr"
 
 
+def sampling(relation: Relation) -> list[int]:
+    """The axes of an output along which a call could make every s-th position alone: windows of a
+    convolution, which its stride says."""
+    found = schema.arguments(relation.node)
+    strided = relation.entry.fill == "sum" and "stride" in found and "output_padding" not in found
+    if not strided or isinstance(found["padding"], str):
+        return []
+    return [k for k, letters in enumerate(relation.outs[0])
+            if len(letters) == 1 and set(letters) & relation.window]  # fmt: skip
+
+
 def is_grouped(relation: Relation) -> bool:
     """A contraction over composite axes: its groups may be left with unequal counts."""
     return relation.entry.fill == "sum" and any(len(a) > 1 for axes in relation.ins for a in axes)
@@ -138,6 +149,7 @@ class Placer:
             self._need(
                 self._axes(relation.outs[0], letters, relation, False), self.needs.live[node, 0]
             )
+        made = made | self._sampled(relation)
         for k in outs:
             self.value[node, k] = self._axes(relation.outs[k], made, relation, flat or norm)
         for k, operand in enumerate(relation.operands):
@@ -146,6 +158,20 @@ class Placer:
                 self.slot[node, k] = axes
                 self._contract(relation, k, axes)
                 self._tie(relation, k, axes)
+
+    def _sampled(self, relation: Relation) -> dict[str, int]:
+        """Cells of the axes along which only evenly spaced windows of a convolution are read: it
+        can make those alone."""
+        found: dict[str, int] = {}
+        for axis in sampling(relation):
+            live = along(self.needs.live[relation.node, 0], axis)
+            size = relation.node.meta["val"].shape[axis]
+            if not isinstance(size, int) or len(live) != size or bool(live.all()):
+                continue
+            (letter,) = relation.outs[0][axis]
+            found[letter] = self.cells.new(size)
+            self.cells.order([found[letter]])
+        return found
 
     def _axes(self, axes, letters: dict[str, int], relation: Relation, flat: bool) -> CellAxes:
         """Cells of axes; composite axes of grouped contractions are cut position by position."""
@@ -258,7 +284,7 @@ class Placer:
             supports = {c: s for c in universe if (s := self.cells.support(c)) is not None}
             if len(supports) < len(universe):
                 continue  # Dynamic axes are never cut, nor reordered.
-            rank = ranked(universe, supports, any(self.cells.forced(c) for c in universe))
+            rank = ranked(universe, supports, any(self.cells.ordered(c) for c in universe))
             if rank is not None:
                 result |= dict.fromkeys(universe, rank)
         above, below = self._bounds()
@@ -317,7 +343,7 @@ class Placer:
     def _leaf(self, key: Key, axis: int, taken: Mapping[int, list[int]]) -> int | None:
         """The one cell of an axis, if its order is still free."""
         leaves = self.cells.leaves(self.value[key][axis])
-        free = len(leaves) == 1 and leaves[0] not in taken and not self.cells.forced(leaves[0])
+        free = len(leaves) == 1 and leaves[0] not in taken and not self.cells.ordered(leaves[0])
         return leaves[0] if free else None
 
     def _parts(self, orders: dict[int, list[int]], above: set[int]) -> None:
