@@ -84,6 +84,12 @@ class Entry:
     rest: how positions of the complete axis that are known beforehand enter the result: "sum",
         "mean", "max", "min" of the axis, or the norm it is ("softmax", "layer", "rms").
     free: the output does not depend on any input's values (zeros, full_like).
+    range: how the bounds of the output follow from those of the operands (`facts.ranges`): "ends"
+        of an op that rises or falls in each operand, below zero and above it: it is run on the ends
+        of their bounds and on zero; "about" the same, for ops that round; "hull" of values that
+        move; "sign" of averages and sums; a number, the least value of an op that stays between it
+        and zero below zero, and between zero and its operand above (silu); a pair, whatever comes
+        in. "": what `fill` and `rest` tell, else nothing.
     cases: calls for the law tests.
     """
 
@@ -101,6 +107,7 @@ class Entry:
     region: str = ""
     rest: str = ""
     free: bool = False
+    range: str | float | tuple[float, float] = ""
     cases: tuple[Case, ...] = ()
 
     def reads_padding(self, node: fx.Node) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 from torch import fx
@@ -14,6 +15,19 @@ _UNARY = """relu relu6 sigmoid silu tanh hardswish hardsigmoid hardtanh leaky_re
     celu softplus mish exp expm1 abs neg sin cos atan sinh erf erfc floor ceil
     round trunc sign square softshrink hardshrink log_sigmoid gelu logical_not isnan isinf isfinite
     nan_to_num alias detach clone contiguous lift_fresh lift_fresh_copy zeros_like ones_like"""
+# How bounds follow (column `range`); least values are rounded down.
+_RANGES: dict[str, Any] = {
+    **dict.fromkeys("""relu relu6 hardtanh leaky_relu abs neg floor ceil round trunc sign square
+        softshrink hardshrink reciprocal add.Scalar sub.Scalar rsub.Scalar mul.Scalar div.Scalar
+        clamp.default clamp_min.default clamp_max.default maximum.default minimum.default
+        to.dtype to.dtype_layout to.device _to_copy.default""".split(), "ends"),
+    **dict.fromkeys("""sigmoid tanh hardsigmoid elu selu celu softplus exp expm1 atan sinh erf erfc
+        log_sigmoid log log1p log2 log10 rsqrt logit pow.Tensor_Scalar""".split(), "about"),
+    **dict.fromkeys("alias detach clone contiguous lift_fresh lift_fresh_copy".split(), "hull"),
+    "silu": -0.2785, "mish": -0.3089, "hardswish": -0.3751, "gelu": -0.1701,
+    "sin": (-1.0, 1.0), "cos": (-1.0, 1.0), "zeros_like": (0.0, 0.0), "ones_like": (1.0, 1.0),
+    "sqrt": (0.0, inf),
+}  # fmt: skip
 _POSITIVE = "log log1p log2 log10 sqrt rsqrt reciprocal logit"
 _SCALAR = {
     "add.Scalar": 1.5, "sub.Scalar": 1.5, "rsub.Scalar": 1.5, "mul.Scalar": 1.5, "div.Scalar": 1.5,
@@ -31,34 +45,42 @@ def _unary() -> list[tuple[str, Entry]]:
     plain = [
         (
             f"aten.{n}.default",
-            Entry("... -> ...", free=n in free, cases=(Case((S((2, 3, 4)),), {}),)),
+            Entry("... -> ...", free=n in free, range=_RANGES.get(n, ""), cases=(
+                Case((S((2, 3, 4)),), {}),)),
         )
         for n in _UNARY.split()
-    ]
+    ]  # fmt: skip
     positive = [
-        (f"aten.{n}.default", Entry("... -> ...", cases=(Case((S((2, 3), of="positive"),), {}),)))
+        (f"aten.{n}.default", Entry("... -> ...", range=_RANGES.get(n, ""), cases=(
+            Case((S((2, 3), of="positive"),), {}),)))
         for n in _POSITIVE.split()
-    ]
+    ]  # fmt: skip
     scalar = [
-        (f"aten.{n}", Entry("... -> ...", free=n in free, cases=(Case((S((2, 3, 4)), value), {}),)))
+        (f"aten.{n}", Entry("... -> ...", free=n in free, range=_RANGES.get(n, ""), cases=(
+            Case((S((2, 3, 4)), value), {}),)))
         for n, value in _SCALAR.items()
-    ]
+    ]  # fmt: skip
     return plain + positive + scalar
 
 
 def _binary() -> list[tuple[str, Entry]]:
-    plain = [(f"aten.{n}", Entry("..., ... -> ...", cases=_PAIR)) for n in _BINARY.split()]
+    plain = [(f"aten.{n}", Entry("..., ... -> ...", range=_RANGES.get(n, ""), cases=_PAIR))
+             for n in _BINARY.split()]  # fmt: skip
     positive = (Case((S((2, 3, 4)), S((2, 3, 4), of="positive")), {}),)
     modes = (Case((*positive[0].args,), {"rounding_mode": "floor"}),)
     return [
         *plain,
-        ("aten.add.Tensor", Entry("..., ... -> ...", neutral=(0, (0, 1)), cases=_PAIR)),
-        ("aten.sub.Tensor", Entry("..., ... -> ...", neutral=(0, (1,)), cases=_PAIR)),
-        ("aten.mul.Tensor", Entry("..., ... -> ...", zero="any", neutral=(1, (0, 1)), cases=_PAIR)),
+        ("aten.add.Tensor", Entry(
+            "..., ... -> ...", neutral=(0, (0, 1)), range="ends", cases=_PAIR)),
+        ("aten.sub.Tensor", Entry(
+            "..., ... -> ...", neutral=(0, (1,)), range="ends", cases=_PAIR)),
+        ("aten.mul.Tensor", Entry(
+            "..., ... -> ...", zero="any", neutral=(1, (0, 1)), range="ends", cases=_PAIR)),
         ("aten.logical_and.default", Entry("..., ... -> ...", zero="any", cases=_PAIR)),
         ("aten.div.Tensor", Entry(
-            "..., ... -> ...", zero="first", neutral=(1, (1,)), cases=positive)),
-        ("aten.div.Tensor_mode", Entry("..., ... -> ...", zero="first", cases=modes)),
+            "..., ... -> ...", zero="first", neutral=(1, (1,)), range="ends", cases=positive)),
+        ("aten.div.Tensor_mode", Entry(
+            "..., ... -> ...", zero="first", range="ends", cases=modes)),
         ("aten.pow.Tensor_Tensor", Entry("..., ... -> ...", cases=(
             Case((S((2, 3), of="positive"), S((2, 3))), {}),))),
         ("aten.bitwise_and.Tensor", Entry("..., ... -> ...", zero="any", cases=(
@@ -72,11 +94,11 @@ def _binary() -> list[tuple[str, Entry]]:
             Case((S((3,), True), S((2, 3)), S((3,), True)), {})))),
         ("aten.lerp.Scalar", Entry("..., ... -> ...", cases=(
             Case((S((2, 3)), S((2, 3)), 0.3), {}),))),
-        ("aten.where.self", Entry("..., ..., ... -> ...", cases=(
+        ("aten.where.self", Entry("..., ..., ... -> ...", range="ends", cases=(
             Case((S((2, 3), of="bool"), S((2, 3)), S((2, 3))), {}),))),
-        ("aten.masked_fill.Scalar", Entry("..., ... -> ...", cases=(
+        ("aten.masked_fill.Scalar", Entry("..., ... -> ...", range="ends", cases=(
             Case((S((2, 3)), S((2, 3), of="bool"), 0.5), {}),))),
-        ("aten.masked_fill.Tensor", Entry("..., ..., ... -> ...", cases=(
+        ("aten.masked_fill.Tensor", Entry("..., ..., ... -> ...", range="ends", cases=(
             Case((S((2, 3)), S((2, 3), of="bool"), S((), True)), {}),))),
     ]  # fmt: skip
 
@@ -91,7 +113,8 @@ def _cast() -> list[tuple[str, Entry]]:
         "to.device": Case((x, torch.device("cpu"), torch.float32), {}),
         "_to_copy.default": Case((x,), single),
     }
-    return [(f"aten.{name}", Entry("... -> ...", cases=(case,))) for name, case in cases.items()]
+    return [(f"aten.{name}", Entry("... -> ...", range=_RANGES[name], cases=(case,)))
+            for name, case in cases.items()]  # fmt: skip
 
 
 def _full(node: fx.Node) -> str:
@@ -153,9 +176,9 @@ ENTRIES = [
     ("aten.batch_norm.default", Entry(_batch_norm, affine=(1, 2), cases=(
         Case((S((2, 3, 4, 5)), *_CHANNELS, False, 0.1, 1e-5, False), {}),
         Case((S((2, 3)), None, None, *_CHANNELS[2:], False, 0.1, 1e-5, False), {})))),
-    ("aten.dropout.default", Entry(_dropout, cases=(
+    ("aten.dropout.default", Entry(_dropout, range="hull", cases=(
         Case((S((2, 3)), 0.5, False), {}),))),
-    ("aten.feature_dropout.default", Entry(_dropout, cases=(
+    ("aten.feature_dropout.default", Entry(_dropout, range="hull", cases=(
         Case((S((2, 3, 4, 4)), 0.5, False), {}),))),
     ("aten.prelu.default", Entry(_prelu, cases=(Case((S((2, 3, 4)), S((3,), True)), {}),))),
 ]  # fmt: skip

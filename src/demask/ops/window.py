@@ -28,15 +28,15 @@ def _pools(d: int) -> list[tuple[str, Entry]]:
     out = [3, 4, 2][:d]
     return [
         (f"aten.max_pool{d}d.default", Entry(
-            _line(d), fill="same", region="conv", cases=(*pooled, ceil))),
+            _line(d), fill="same", region="conv", range="hull", cases=(*pooled, ceil))),
         (f"aten.avg_pool{d}d.default", Entry(
-            _line(d), fill="same", pads=_counts_padding, region="conv", cases=(
+            _line(d), fill="same", pads=_counts_padding, region="conv", range="sign", cases=(
                 *pooled, Case((x, three, two, one, False, False), {})))),
         (f"aten.adaptive_avg_pool{d}d.default", Entry(
-            _line(d), fill="same", region="adaptive", cases=(
+            _line(d), fill="same", region="adaptive", range="sign", cases=(
                 Case((x, [1] * d), {}), Case((x, out), {})))),
         (f"aten.adaptive_max_pool{d}d.default", Entry(
-            f"{_line(d)}, ... {_AXES[d]}", fill="same", region="adaptive", cases=(
+            f"{_line(d)}, ... {_AXES[d]}", fill="same", region="adaptive", range="hull", cases=(
                 Case((x, out), {}),))),
     ]  # fmt: skip
 
@@ -55,7 +55,9 @@ def _resizes() -> list[tuple[str, Entry]]:
         scaled = Case((S((2, 3, *_TAILS[d])), None, *align, [2.0] * d), {})
         third = Case((S((2, 3, *_TAILS[d])), None, *align, [3.0, 0.7, 1.5][:d]), {})
         corner = (Case((S((2, 3, *_TAILS[d])), None, True, [2.0] * d), {}),) if align else ()
-        entry = Entry(_line(d), fill="same", region=region, cases=(sized, scaled, third, *corner))
+        bounds = {"linear": "sign", "cubic": ""}.get(region, "hull")
+        entry = Entry(_line(d), fill="same", region=region, range=bounds,
+                      cases=(sized, scaled, third, *corner))  # fmt: skip
         result.append((f"aten.{name}{d}d.vec", entry))
     return result
 
