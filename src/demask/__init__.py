@@ -1,6 +1,6 @@
 """demask: pruned and masked neural networks, actually smaller and faster, computing the same."""
 
-from demask import ops, sparse, traverse
+from demask import ops, sparse, stride, traverse
 from demask.errors import BadInput, DemaskError, Mismatch, NotExportable, RefusedFile
 from demask.files.archive import load, save
 from demask.files.onnx import from_onnx, to_onnx
@@ -27,6 +27,7 @@ __all__ = [
     "report",
     "save",
     "sparse",
+    "stride",
     "to_onnx",
     "to_pt2",
     "traverse",

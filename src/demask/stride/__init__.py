@@ -1,0 +1,12 @@
+"""Strides for targets that have none, and strides given back."""
+
+from demask.stride.instructions import Instructions, instructions
+from demask.stride.lower import Choice, NoSoundForm, lower, lowered
+from demask.stride.machine import Machine
+from demask.stride.raising import raise_strides, raised
+from demask.stride.targets import TARGETS, Target
+
+__all__ = [
+    "TARGETS", "Choice", "Instructions", "Machine", "NoSoundForm", "Target", "instructions",
+    "lower", "lowered", "raise_strides", "raised",
+]  # fmt: skip

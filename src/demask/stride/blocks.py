@@ -1,0 +1,151 @@
+"""Forms that compute what a stride would, and no more, in another order of sums.
+
+space_to_depth: blocks of s positions become channels; a kernel of stride s over positions is one of
+stride 1 over blocks. Taps that fill its last block are zero.
+
+    x[(i + q) s + r] w[q s + r], summed over q and r  ==  conv(blocks of x, blocks of w)
+
+phase_split: each phase of the input, every s-th position, has its own taps of the kernel, and a
+convolution of stride 1; their sum is the output. No tap is added, and none is left out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from demask.stride.site import Axis, Call, Site
+from demask.stride.targets import Target
+from demask.stride.writing import Write
+
+aten = torch.ops.aten
+_CONVOLVE = {1: aten.conv1d.default, 2: aten.conv2d.default, 3: aten.conv3d.default}
+
+
+def blocks(axis: Axis) -> int:
+    """Blocks that a kernel covers."""
+    return -(-axis.span // axis.stride)
+
+
+@cache
+def _met(axis: Axis) -> tuple[bool, bool]:
+    """Does any tap of the kernel in blocks meet some of the input; does any that is zero?"""
+    taps = range(blocks(axis) * axis.stride)
+    places = [i * axis.stride - axis.before for i in range(axis.out)]
+    meets = [any(0 <= place + t < axis.size for place in places) for t in taps]
+    zero = [t % axis.dilation != 0 or t >= axis.span for t in taps]
+    return any(meets), any(m and z for m, z in zip(meets, zero, strict=True))
+
+
+def zero_taps(site: Site) -> bool:
+    """Does a weight of zero, that space_to_depth adds, meet any of the input?"""
+    found = [_met(axis) for axis in site.axes]
+    return any(
+        zero and all(any_tap for any_tap, _ in found[:k] + found[k + 1 :])
+        for k, (_, zero) in enumerate(found)
+    )
+
+
+def space_to_depth(write: Write, site: Site, target: Target, call: Call, place: int) -> Any:
+    """Input and weights in blocks, and a convolution of stride 1 over them."""
+    del target, place
+    x = write.call(aten.constant_pad_nd.default, call.x, _block_pads(site), 0)
+    x = _as_channels(write, site, x)
+    weight = _weight(write, site, call)
+    ones = [1] * site.rank
+    return write.call(_CONVOLVE[site.rank], x, weight, call.bias, ones, [0] * site.rank, ones,
+                      site.groups)  # fmt: skip
+
+
+def _block_pads(site: Site) -> list[int]:
+    """Zeros before and behind each axis, the last one first, so that it is whole blocks."""
+    found = []
+    for axis in reversed(site.axes):
+        length = _length(axis)
+        behind = length - axis.before - axis.size
+        # A kernel that reads nothing of the input: what is left is padding alone.
+        found += [axis.before, behind] if behind >= -axis.size else [length, -axis.size]
+    return found
+
+
+def _length(axis: Axis) -> int:
+    return (axis.out - 1 + blocks(axis)) * axis.stride
+
+
+def _as_channels(write: Write, site: Site, x: Any) -> Any:
+    """(n, c, b0 s0, b1 s1) -> (n, c s0 s1, b0, b1)."""
+    inner, rank = site.channels[0], site.rank
+    parts = [n for axis in site.axes for n in (_length(axis) // axis.stride, axis.stride)]
+    shape = list(x.shape) if isinstance(x, Tensor) else list(x.meta["val"].shape)
+    lead = [-1] if len(shape) == rank + 2 else []
+    first = len(lead) + 1
+    counts, steps = range(first, first + 2 * rank, 2), range(first + 1, first + 2 * rank, 2)
+    x = write.call(aten.reshape.default, x, [*lead, inner, *parts])
+    x = write.call(aten.permute.default, x, [*range(first), *steps, *counts])
+    made = [*lead, inner * math.prod(site.stride), *parts[::2]]
+    return write.call(aten.reshape.default, x, made)
+
+
+def _weight(write: Write, site: Site, call: Call) -> Any:
+    """(o, i, k0, k1) -> (o, i s0 s1, blocks, blocks), its taps where they are read."""
+    assert call.numbers is not None
+    outer, inner = call.numbers.shape[:2]
+    long = [blocks(axis) * axis.stride for axis in site.axes]
+    spread = call.numbers.new_zeros([outer, inner, *long])
+    index = tuple(slice(0, axis.span, axis.dilation) for axis in site.axes)
+    spread[(slice(None), slice(None), *index)] = call.numbers
+    parts = [n for axis in site.axes for n in (blocks(axis), axis.stride)]
+    steps, counts = range(3, 3 + 2 * site.rank, 2), range(2, 2 + 2 * site.rank, 2)
+    laid = spread.reshape([outer, inner, *parts]).permute([0, 1, *steps, *counts])
+    made = laid.reshape([outer, inner * math.prod(site.stride), *parts[::2]])
+    return write.constant("blocks", made.contiguous(), weight=True)
+
+
+def phase_split(write: Write, site: Site, target: Target, call: Call, place: int) -> Any:
+    """A convolution of stride 1 for each phase of the input that has taps, and their sum."""
+    del target, place
+    x = call.x
+    if any(axis.before or axis.behind for axis in site.axes):
+        pads = [n for axis in reversed(site.axes) for n in (axis.before, axis.behind)]
+        x = write.call(aten.constant_pad_nd.default, x, pads, 0)
+    total, bias = None, call.bias
+    for first in itertools.product(*(range(_phases(axis)) for axis in site.axes)):
+        made = _phase(write, site, call, x, first, bias)
+        total = made if total is None else write.call(aten.add.Tensor, total, made)
+        bias = None
+    return total
+
+
+def _phases(axis: Axis) -> int:
+    """Taps 0, 1, ... of the kernel that begin a phase: the others are some phases' later taps."""
+    return min(axis.kernel, axis.stride // math.gcd(axis.stride, axis.dilation))
+
+
+def _phase(write: Write, site: Site, call: Call, x: Any, first: tuple[int, ...], bias: Any) -> Any:
+    """Of each axis taps j, j + s / g, ..., which stand d / g apart in every s-th position from
+    d j on; g: the greatest common divisor of stride s and dilation d."""
+    dilation, taps = [], []
+    for k, (axis, j) in enumerate(zip(site.axes, first, strict=True)):
+        common = math.gcd(axis.stride, axis.dilation)
+        every, apart = axis.stride // common, axis.dilation // common
+        count = -(-(axis.kernel - j) // every)
+        length = axis.out + (count - 1) * apart
+        start = axis.dilation * j
+        end = start + (length - 1) * axis.stride + 1
+        x = write.call(aten.slice.Tensor, x, site.axis(k), start, end, axis.stride)
+        dilation.append(apart)
+        taps.append(slice(j, None, every))
+    assert call.numbers is not None
+    part = call.numbers[(slice(None), slice(None), *taps)]
+    name = "phase_" + "_".join(map(str, first))
+    weight = write.constant(name, part.contiguous(), weight=True)
+    ones, none = [1] * site.rank, [0] * site.rank
+    return write.call(_CONVOLVE[site.rank], x, weight, bias, ones, none, dilation, site.groups)
+
+
+__all__ = ["blocks", "phase_split", "space_to_depth", "zero_taps"]

@@ -1,0 +1,233 @@
+"""How ATen calls that compute become steps: convolutions, products, attention, functions.
+
+`RULES` holds these and those of windows and shapes: one entry per op.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from demask.stride.emit import Emitter, Made, Ref, Refused, Rule, shape_of
+from demask.stride.emit_shapes import SHAPES
+from demask.stride.emit_windows import WINDOWS, by_axes, each, per_channel, softmax_of
+
+aten = torch.ops.aten
+Arguments = dict[str, Any]
+
+
+def convolution(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+    """The matrix unit slides a kernel in steps of one; the bias is added by the vector unit."""
+    w = e.ref(a["weight"])
+    axes, x = len(w.shape) - 2, e.ref(a["input"])
+    if any(step != 1 for step in a["stride"]):
+        raise Refused(f"its stride is {list(a['stride'])}; the matrix unit has steps of one")
+    dilation = each(a["dilation"], axes)
+    before = after = (0,) * axes
+    if a["padding"] == "same":
+        spans = [d * (k - 1) for d, k in zip(dilation, w.shape[2:], strict=True)]
+        before = tuple(span // 2 for span in spans)
+        after = tuple(span - span // 2 for span in spans)
+    elif a["padding"] != "valid":
+        before = after = each(a["padding"], axes)
+    x = x.view(1, *x.shape) if len(x.shape) == axes + 1 else x
+    sizes = shape_of(node)[-axes:]
+    y = e.put("convolve", [x, w], (x.shape[0], w.shape[0], *sizes), before=before, after=after,
+              dilation=dilation, groups=a["groups"])  # fmt: skip
+    if a["bias"] is not None:
+        y = e.put("add", [y, per_channel(e.ref(a["bias"]), axes)], y.shape)
+    return y.view(*shape_of(node))
+
+
+def linear(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+    x, w = e.ref(a["input"]), e.ref(a["weight"])
+    w = w if len(w.shape) == 2 else w.view(1, w.shape[0])
+    rows = x.view(math.prod(x.shape[:-1]), x.shape[-1])
+    y = e.put("product", [rows, w], (rows.shape[0], w.shape[0]), transposed=1)
+    if a["bias"] is not None:
+        y = e.put("add", [y, e.ref(a["bias"])], y.shape)
+    return y.view(*shape_of(node))
+
+
+def addmm(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+    if a["beta"] != 1 or a["alpha"] != 1:
+        raise Refused(f"expected factors of 1, found beta {a['beta']} and alpha {a['alpha']}")
+    x, w = e.ref(a["mat1"]), e.ref(a["mat2"])
+    y = e.put("product", [x, w], shape_of(node), transposed=0)
+    return e.put("add", [y, e.ref(a["self"])], y.shape)
+
+
+def matmul(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+    x, w = (e.ref(a[name]) for name in list(a)[:2])
+    x = x if len(x.shape) > 1 else x.view(1, math.prod(x.shape))
+    w = w if len(w.shape) > 1 else w.view(math.prod(w.shape), 1)
+    return product(e, x, w, transposed=0).view(*shape_of(node))
+
+
+def product(e: Emitter, x: Ref, w: Ref, transposed: int) -> Ref:
+    """Matrices by matrices, in as many pairs as there are; either side may be one for all."""
+    if math.prod(w.shape[:-2]) == 1:
+        rows, w = x.view(math.prod(x.shape[:-1]), x.shape[-1]), w.view(*w.shape[-2:])
+        channels = w.shape[0] if transposed else w.shape[1]
+        y = e.put("product", [rows, w], (rows.shape[0], channels), transposed=transposed)
+        return y.view(*x.shape[:-1], channels)
+    pairs = torch.broadcast_shapes(x.shape[:-2], w.shape[:-2])
+    x, w = (s if s.shape[:-2] == pairs else e.put("repeat", [s], (*pairs, *s.shape[-2:]))
+            for s in (x, w))  # fmt: skip
+    channels = w.shape[-2] if transposed else w.shape[-1]
+    return e.put("product", [x, w], (*x.shape[:-1], channels), transposed=transposed)
+
+
+def attention(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+    """softmax(q k' scale + mask) v, step by step."""
+    q, k, v = (e.ref(a[name]) for name in ("query", "key", "value"))
+    if a.get("enable_gqa") or a["dropout_p"]:
+        raise Refused("heads that share keys, or dropout; expected plain attention")
+    scale = a["scale"] if a["scale"] is not None else 1 / math.sqrt(q.shape[-1])
+    scores = product(e, e.put("multiply", [q], q.shape, immediate=float(scale)), k, transposed=1)
+    if a["is_causal"]:
+        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        scores = e.put("add", [scores, e.constant("causal", _additive(allowed))], scores.shape)
+    if a["attn_mask"] is not None:
+        known = e.fixed.get(a["attn_mask"])
+        bools = isinstance(known, Tensor) and known.dtype == torch.bool
+        mask = e.constant("mask", _additive(known)) if bools else e.ref(a["attn_mask"])
+        scores = e.put("add", [scores, mask], scores.shape)
+    return product(e, softmax_of(e, scores, len(scores.shape) - 1), v, 0).view(*shape_of(node))
+
+
+def _additive(allowed: Any) -> Tensor:
+    return torch.zeros(allowed.shape).masked_fill(~allowed, -math.inf)
+
+
+def function(op: str, **settings: str) -> Rule:
+    """A function of the vector unit; settings: by the names of the call's arguments."""
+
+    def rule(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+        given: Arguments = {k: float(a[name]) for k, name in settings.items()}
+        return e.put(op, [e.ref(a[next(iter(a))])], shape_of(node), **given)
+
+    return rule
+
+
+def binary(op: str) -> Rule:
+    """A function of two operands, either of them a number; `alpha` multiplies the second one."""
+
+    def rule(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+        x, other = (a[name] for name in list(a)[:2])
+        if a.get("rounding_mode") is not None:
+            raise Refused("it rounds what it divides")
+        alpha, x = a.get("alpha", 1), e.ref(x)
+        if isinstance(other, int | float):
+            return e.put(op, [x], shape_of(node), immediate=float(other * alpha))
+        other = e.ref(other)
+        if alpha != 1:
+            other = e.put("multiply", [other], other.shape, immediate=float(alpha))
+        return e.put(op, [x, other], shape_of(node))
+
+    return rule
+
+
+def reversed_subtract(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+    x = e.ref(a["self"])
+    x = e.put("multiply", [x], x.shape, immediate=-float(a["alpha"]))
+    if isinstance(a["other"], int | float):
+        return e.put("add", [x], shape_of(node), immediate=float(a["other"]))
+    return e.put("add", [x, e.ref(a["other"])], shape_of(node))
+
+
+def clamp(low: str | float | None, high: str | float | None) -> Rule:
+    """Between two bounds: numbers, the names of the call's arguments that hold them, or none."""
+
+    def rule(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+        ends = [a[bound] if isinstance(bound, str) else bound for bound in (low, high)]
+        given: Arguments = {}
+        for name, end in zip(("low", "high"), ends, strict=True):
+            if end is not None:
+                given[name] = float(end)
+        return e.put("clamp", [e.ref(a["self"])], shape_of(node), **given)
+
+    return rule
+
+
+def power(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+    x, exponent = e.ref(a["self"]), a["exponent"]
+    if exponent == 2:
+        return e.put("multiply", [x, x], x.shape)
+    return e.put("power", [x], x.shape, immediate=float(exponent))
+
+
+def square(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+    x = e.ref(a["self"])
+    return e.put("multiply", [x, x], x.shape)
+
+
+def elu(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+    if a["scale"] != 1 or a["input_scale"] != 1:
+        raise Refused("its scales are not 1")
+    return e.put("elu", [e.ref(a["self"])], shape_of(node), alpha=float(a["alpha"]))
+
+
+def softplus(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+    if a["beta"] != 1 or a["threshold"] != 20:
+        raise Refused("its beta is not 1, or its threshold not 20")
+    return e.put("softplus", [e.ref(a["self"])], shape_of(node))
+
+
+def gelu(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+    op = "gelu_tanh" if a["approximate"] == "tanh" else "gelu"
+    return e.put(op, [e.ref(a["self"])], shape_of(node))
+
+
+def prelu(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+    """max(x, 0) + w min(x, 0)."""
+    x, w = e.ref(a["self"]), e.ref(a["weight"])
+    slope = per_channel(w, len(x.shape) - 2) if math.prod(w.shape) > 1 else w
+    low = e.put("minimum", [x], x.shape, immediate=0.0)
+    low = e.put("multiply", [low, slope], x.shape)
+    return e.put("add", [e.put("relu", [x], x.shape), low], x.shape)
+
+
+def select(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+    """By a mask that is known before the run."""
+    mask = a.get("condition", a.get("mask"))
+    if not e.is_fixed(mask):
+        raise Refused("its condition depends on the input; expected a constant mask")
+    first, second = (a["self"], a["other"]) if "condition" in a else (a["value"], a["self"])
+    return e.put("select", [e.ref(mask), e.ref(first), e.ref(second)], shape_of(node))
+
+
+_UNARY: Mapping[str, str] = {
+    "relu": "relu", "sigmoid": "sigmoid", "tanh": "tanh", "silu": "silu", "mish": "mish",
+    "hardswish": "hard_swish", "hardsigmoid": "hard_sigmoid", "erf": "erf", "exp": "exp",
+    "log": "log", "sqrt": "sqrt", "rsqrt": "rsqrt", "reciprocal": "reciprocal", "neg": "negate",
+    "abs": "abs", "sin": "sin", "cos": "cos", "floor": "floor",
+}  # fmt: skip
+_BINARY: Mapping[str, str] = {
+    "add": "add", "sub": "subtract", "mul": "multiply", "div": "divide",
+}  # fmt: skip
+
+RULES: dict[Any, Rule] = {
+    **SHAPES, **WINDOWS,
+    **by_axes("conv{}d", convolution), **by_axes("conv{}d", convolution, "padding"),
+    aten.linear.default: linear, aten.addmm.default: addmm, aten.mm.default: matmul,
+    aten.bmm.default: matmul, aten.matmul.default: matmul,
+    aten.scaled_dot_product_attention.default: attention,
+    **{getattr(aten, name).default: function(op) for name, op in _UNARY.items()},
+    **{overload: binary(op) for name, op in _BINARY.items()
+       for overload in (getattr(aten, name).Tensor, getattr(aten, name).Scalar)},
+    aten.rsub.Scalar: reversed_subtract, aten.rsub.Tensor: reversed_subtract,
+    aten.maximum.default: binary("maximum"), aten.minimum.default: binary("minimum"),
+    aten.clamp.default: clamp("min", "max"), aten.clamp_min.default: clamp("min", None),
+    aten.clamp_max.default: clamp(None, "max"),
+    aten.hardtanh.default: clamp("min_val", "max_val"), aten.relu6.default: clamp(0.0, 6.0),
+    aten.leaky_relu.default: function("leaky_relu", slope="negative_slope"),
+    aten.pow.Tensor_Scalar: power, aten.square.default: square, aten.elu.default: elu,
+    aten.softplus.default: softplus, aten.gelu.default: gelu, aten.prelu.default: prelu,
+    aten.where.self: select, aten.where.ScalarOther: select, aten.where.ScalarSelf: select,
+    aten.where.Scalar: select, aten.masked_fill.Scalar: select, aten.masked_fill.Tensor: select,
+}  # fmt: skip

@@ -1,0 +1,235 @@
+"""How ATen calls that look at windows or whole rows become steps: pools, norms, softmax, sums.
+
+A sum, mean or maximum over whole rows is a pool with one window per row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from demask.stride.emit import Emitter, Made, Ref, Refused, Rule, shape_of
+from demask.stride.emit_shapes import every, moved_back, rows_of
+
+aten = torch.ops.aten
+Arguments = dict[str, Any]
+
+
+def each(value: Any, axes: int) -> tuple[int, ...]:
+    """One number per axis, where a call may give one for all."""
+    given = [value] if isinstance(value, int) else list(value)
+    return tuple(given * axes if len(given) == 1 else given)
+
+
+def per_channel(vector: Ref, axes: int) -> Ref:
+    """A vector that is repeated over the `axes` behind the channels."""
+    return vector.view(math.prod(vector.shape), *(1,) * axes)
+
+
+def softmax(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+    x = e.ref(a["self"])
+    return softmax_of(e, x, a["dim"] % max(len(x.shape), 1))
+
+
+def softmax_of(e: Emitter, x: Ref, axis: int, *, logarithm: bool = False) -> Ref:
+    """exp(x - max) over its sum, the sums by the pooling unit."""
+    rows, order = rows_of(e, x, [axis])
+    top = whole(e, "max_pool", rows)
+    low = e.put("subtract", [rows, top], rows.shape)
+    exponents = e.put("exp", [low], rows.shape)
+    total = whole(e, "sum_pool", exponents)
+    if logarithm:
+        y = e.put("subtract", [low, e.put("log", [total], total.shape)], rows.shape)
+    else:
+        y = e.put("divide", [exponents, total], rows.shape)
+    return moved_back(e, y, x.shape, order)
+
+
+def log_softmax(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+    x = e.ref(a["self"])
+    return softmax_of(e, x, a["dim"] % max(len(x.shape), 1), logarithm=True)
+
+
+def whole(e: Emitter, op: str, rows: Ref) -> Ref:
+    """One pool over each row: (rows, elements) -> (rows, 1)."""
+    return e.put(op, [rows], (rows.shape[0], 1), window=(rows.shape[1],), step=(1,), before=(0,),
+                 dilation=(1,))  # fmt: skip
+
+
+def reduction(op: str) -> Rule:
+    """A sum, mean or maximum over some axes, or all."""
+
+    def rule(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+        x, given = e.ref(a["self"]), a.get("dim")
+        given = [given] if isinstance(given, int) else list(given or range(len(x.shape)))
+        rows, _ = rows_of(e, x, sorted(axis % max(len(x.shape), 1) for axis in given))
+        return whole(e, op, rows).view(*shape_of(node))
+
+    return rule
+
+
+def batch_norm(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+    """A scale and a shift per channel, computed before the run."""
+    names = ("weight", "bias", "running_mean", "running_var")
+    given = [None if a[name] is None else e.fixed.get(a[name]) for name in names]
+    weight, bias, mean, var = (None if t is None else t.double() for t in given)
+    if a["training"] or mean is None or var is None:
+        raise Refused("it takes statistics of the batch; expected eval mode")
+    scale = torch.rsqrt(var + a["eps"]) * (1 if weight is None else weight)
+    shift = (0 if bias is None else bias) - mean * scale
+    x = e.ref(a["input"])
+    y = x
+    for op, vector in (("multiply", scale), ("add", shift)):
+        held = e.constant(f"{node.name}.{'scale' if op == 'multiply' else 'shift'}", vector)
+        y = e.put(op, [y, per_channel(held, len(x.shape) - 2)], x.shape)
+    return y
+
+
+def normalized(e: Emitter, rows: Ref, eps: float, *, centred: bool = True) -> Ref:
+    """(x - mean) / sqrt(var + eps) of each row."""
+    if centred:
+        rows = e.put("subtract", [rows, whole(e, "average_pool", rows)], rows.shape)
+    squares = e.put("multiply", [rows, rows], rows.shape)
+    var = whole(e, "average_pool", squares)
+    scale = e.put("rsqrt", [e.put("add", [var], var.shape, immediate=float(eps))], var.shape)
+    return e.put("multiply", [rows, scale], rows.shape)
+
+
+def layer_norm(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+    x, count = e.ref(a["input"]), math.prod(a["normalized_shape"])
+    y = normalized(e, x.view(math.prod(x.shape) // count, count), _eps(a))
+    return affine(e, y.view(*x.shape), a, 0)
+
+
+def rms_norm(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+    x, count = e.ref(a["input"]), math.prod(a["normalized_shape"])
+    y = normalized(e, x.view(math.prod(x.shape) // count, count), _eps(a), centred=False)
+    return affine(e, y.view(*x.shape), a, 0)
+
+
+def _eps(a: Arguments) -> float:
+    return torch.finfo(torch.float32).eps if a["eps"] is None else a["eps"]
+
+
+def group_norm(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+    x = e.ref(a["input"])
+    if a.get("running_mean") is not None and not a["use_input_stats"]:
+        raise Refused("it takes statistics that were tracked; expected those of the input")
+    groups = a.get("num_groups", x.shape[1])
+    rows = x.view(x.shape[0] * groups, math.prod(x.shape[1:]) // groups)
+    return affine(e, normalized(e, rows, a["eps"]).view(*x.shape), a, len(x.shape) - 2)
+
+
+def affine(e: Emitter, y: Ref, a: Arguments, axes: int) -> Ref:
+    """Times the weight, plus the bias of a norm, where it has them; `axes` stand behind theirs."""
+    for op, name in (("multiply", "weight"), ("add", "bias")):
+        if a.get(name) is not None:
+            held = e.ref(a[name])
+            y = e.put(op, [y, held.view(*held.shape, *(1,) * axes)], y.shape)
+    return y
+
+
+def max_pool(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+    x, y = e.ref(a["self"]), shape_of(node)
+    axes = _axes(node)
+    window, before = each(a["kernel_size"], axes), each(a["padding"], axes)
+    step, dilation = each(a["stride"] or window, axes), each(a["dilation"], axes)
+    return pooled(e, "max_pool", x, y, window, step, before, dilation)
+
+
+def pooled(
+    e: Emitter, op: str, x: Ref, shape: tuple[int, ...], window: Sequence[int],
+    step: Sequence[int], before: Sequence[int], dilation: Sequence[int],
+) -> Ref:  # fmt: skip
+    """A step of the pooling unit, whose windows leave no sample out: where those of the call do,
+    all windows are made, and every so many kept."""
+    spans = [(k - 1) * d + 1 for k, d in zip(window, dilation, strict=True)]
+    steps, sizes = list(step), list(shape)
+    for k, (by, span) in enumerate(zip(step, spans, strict=True), len(shape) - len(spans)):
+        if by > span:
+            steps[k - len(shape)], sizes[k] = 1, (sizes[k] - 1) * by + 1
+    x = e.put(op, [x], sizes, window=tuple(window), step=tuple(steps), before=tuple(before),
+              dilation=tuple(dilation))  # fmt: skip
+    for axis, (size, by) in enumerate(zip(shape, (1,) * (len(shape) - len(step)) + tuple(step),
+                                          strict=True)):  # fmt: skip
+        x = every(e, x, axis, by) if x.shape[axis] != size else x
+    return x
+
+
+def average_pool(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+    """The average where every window counts as many samples, else the sum over how many it does."""
+    x, y, axes = e.ref(a["self"]), shape_of(node), _axes(node)
+    window, before = each(a["kernel_size"], axes), each(a["padding"], axes)
+    step = each(a["stride"] or window, axes)
+    counts = _counts(x.shape[-axes:], y[-axes:], window, step, before, a)
+    ones = (1,) * axes
+    if bool((counts == math.prod(window)).all()):
+        return pooled(e, "average_pool", x, y, window, step, before, ones)
+    total = pooled(e, "sum_pool", x, y, window, step, before, ones)
+    first = float(counts.flatten()[0])
+    if bool((counts == first).all()):
+        return total if first == 1 else e.put("divide", [total], y, immediate=first)
+    return e.put("divide", [total, e.constant(f"{node.name}.counts", counts)], y)
+
+
+def _counts(
+    sizes: Sequence[int], made: Sequence[int], window: Sequence[int], step: Sequence[int],
+    before: Sequence[int], a: Arguments,
+) -> Tensor:  # fmt: skip
+    """What each window is divided by: (made)."""
+    if a.get("divisor_override"):
+        return torch.full(tuple(made), float(a["divisor_override"]))
+    counts = torch.ones(())
+    for n, m, k, by, pad in zip(sizes, made, window, step, before, strict=True):
+        start = torch.arange(m) * by - pad
+        end = (start + k).clamp(max=n + pad)
+        if not a["count_include_pad"]:
+            start, end = start.clamp(min=0), end.clamp(max=n)
+        counts = counts[..., None] * (end - start)
+    return counts
+
+
+def adaptive_pool(op: str) -> Rule:
+    """Windows that share no sample; of a maximum, the place where it was is not known."""
+
+    def rule(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+        values, axes = node.meta["val"], _axes(node)
+        x, several = e.ref(a["self"]), isinstance(values, tuple)
+        y = tuple((values[0] if several else values).shape)
+        if any(n % m for n, m in zip(x.shape[-axes:], y[-axes:], strict=True)):
+            raise Refused(f"its windows differ: {x.shape[-axes:]} is no multiple of {y[-axes:]}")
+        window = tuple(n // m for n, m in zip(x.shape[-axes:], y[-axes:], strict=True))
+        made = pooled(e, op, x, y, window, window, (0,) * axes, (1,) * axes)
+        return (made,) if several else made
+
+    return rule
+
+
+def _axes(node: fx.Node) -> int:
+    """How many axes a pool has, by its name: aten.max_pool2d."""
+    return int(next(c for c in node.target._schema.name[::-1] if c.isdigit()))  # type: ignore[union-attr]
+
+
+def by_axes(name: str, rule: Rule, suffix: str = "default") -> dict[Any, Rule]:
+    """The rule for the ops of 1, 2 and 3 axes that have it."""
+    found = [getattr(getattr(aten, name.format(n), None), suffix, None) for n in (1, 2, 3)]
+    return {op: rule for op in found if op is not None}
+
+
+WINDOWS: dict[Any, Rule] = {
+    aten.softmax.int: softmax, aten._softmax.default: softmax,
+    aten.log_softmax.int: log_softmax, aten._log_softmax.default: log_softmax,
+    aten.mean.dim: reduction("average_pool"), aten.mean.default: reduction("average_pool"),
+    aten.sum.dim_IntList: reduction("sum_pool"), aten.sum.default: reduction("sum_pool"),
+    aten.amax.default: reduction("max_pool"),
+    aten.batch_norm.default: batch_norm, aten.layer_norm.default: layer_norm,
+    aten.rms_norm.default: rms_norm, aten.group_norm.default: group_norm,
+    aten.instance_norm.default: group_norm,
+    **by_axes("max_pool{}d", max_pool), **by_axes("avg_pool{}d", average_pool),
+    **by_axes("adaptive_avg_pool{}d", adaptive_pool("average_pool")),
+    **by_axes("adaptive_max_pool{}d", adaptive_pool("max_pool")),
+}  # fmt: skip

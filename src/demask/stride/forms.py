@@ -1,0 +1,376 @@
+"""Forms that compute all positions of a convolution, and drop those that its stride would not make.
+
+    y: the convolution of stride 1; m: a mask of what is kept (1) and dropped (0); s: the stride
+
+    mask_max_pool   max_pool(m y)                       where y >= 0
+    two_masks       max_pool(a m y) (1 / a)             where y >= 0, for a power of two a
+    select_max_pool max_pool(y where m, else -inf)
+    pool_1x1        max_pool(y), windows of one position
+    slice           y[::s]
+    mask_sum_pool   sum_pool(m y)
+    mask_avg_pool   avg_pool(m y) s^2
+    split           max_pool(relu(m y)) - max_pool(relu(-m y))
+    rotate          kept positions moved together, bit by bit of how far, and the rest cropped
+
+Windows have the stride's size, start at kept positions, and the last one may be cut off. `m y` is a
+selection where the target has one; as a product it is sound where no dropped y is Inf or NaN.
+Except for mask_avg_pool, which divides and multiplies, every kept number stays as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from demask.facts.ranges import Range
+from demask.stride.blocks import phase_split, space_to_depth, zero_taps
+from demask.stride.site import Call, Site
+from demask.stride.targets import Target
+from demask.stride.writing import Write
+
+aten = torch.ops.aten
+CONVOLVE = {1: aten.conv1d.default, 2: aten.conv2d.default, 3: aten.conv3d.default}
+MAX_POOL = {1: aten.max_pool1d.default, 2: aten.max_pool2d.default, 3: aten.max_pool3d.default}
+AVG_POOL = {1: aten.avg_pool1d.default, 2: aten.avg_pool2d.default, 3: aten.avg_pool3d.default}
+
+LACKING = "the target has no"
+# Why a form is unsound at a place: behind the convolution (0), or behind a function that follows.
+Refusal = Callable[[Site, Target, Range], "str | None"]
+Build = Callable[[Write, Site, Target, Call, int], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One way to do without a stride.
+
+    needs: ops that the target must have. masks: does it mask, by a selection or a product?
+    refused: why it is unsound, if it is. built: what it writes instead of the convolution and the
+    functions up to a place; functions behind stay. rounds: is it equal up to rounding alone?
+    """
+
+    name: str
+    needs: tuple[str, ...]
+    refused: Refusal
+    built: Build
+    masks: bool = False
+    rounds: bool = False
+
+    def place(self, site: Site, target: Target) -> int | str:
+        """The first place where the form is sound: 0 behind the convolution, k behind the k-th
+        function; or why there is none."""
+        if (lacking := self.lacking(site, target)) is not None:
+            return lacking
+        reasons = [self.refused(site, target, known) for known in site.ranges]
+        found = next((k for k, reason in enumerate(reasons) if reason is None), None)
+        return _joined(reasons) if found is None else found
+
+    def refusal(self, site: Site, target: Target) -> str | None:
+        """Why the form cannot be taken, in words; None if it is sound."""
+        found = self.place(site, target)
+        return found if isinstance(found, str) else None
+
+    def lacking(self, site: Site, target: Target) -> str | None:
+        """Which op it needs that the target does not have."""
+        absent = [op for op in self.needs if op not in target.ops]
+        if self.masks and site.drops and not target.ops & {"select", "multiply"}:
+            absent.append("select or multiply")
+        return f"{LACKING} {' and no '.join(absent)}" if absent else None
+
+
+def _joined(reasons: list[str | None]) -> str:
+    """Reasons by place, each said once, where it holds first."""
+    first = dict(reversed([(reason, k) for k, reason in enumerate(reasons)]))
+    said = sorted((k, reason) for reason, k in first.items())
+    return ", and ".join(f"behind function {k}: {r}" if k else str(r) for k, r in said)
+
+
+# --- what is sound --------------------------------------------------------------------------------
+
+
+def _always(site: Site, target: Target, known: Range) -> str | None:
+    return None
+
+
+def _pool(site: Site, target: Target, windows: list[int]) -> str | None:
+    """Why the target has no such pool."""
+    if max(windows) > target.pool_size or max(site.stride) > target.pool_stride:
+        return (f"its pools have windows up to {target.pool_size:g} and strides up to "
+                f"{target.pool_stride:g}; needed are {windows} and {site.stride}")  # fmt: skip
+    if target.pool_windows == "stride" and windows != site.stride:
+        return f"its pools have windows of their stride's size; needed are {windows}, {site.stride}"
+    if not target.pool_ceil and windows == site.stride and any(_left(site)):
+        return None if "pad" in target.ops else "its pools end inside, and it cannot pad"
+    return None
+
+
+def _left(site: Site) -> list[int]:
+    """Positions by which the last window reaches beyond the value."""
+    return [axis.out * axis.stride - axis.wide for axis in site.axes]
+
+
+def _too_small(site: Site) -> bool:
+    """Is a volume smaller than a window? Torch takes only images and lines for means over such."""
+    return site.rank == 3 and any(axis.wide < axis.stride for axis in site.axes)
+
+
+def _product(site: Site, target: Target) -> str | None:
+    """Why a mask cannot be multiplied by, where the target cannot select."""
+    finite = target.finite or site.whole or not site.drops_input
+    if "select" in target.ops or finite:
+        return None
+    return "0 times Inf or NaN is NaN: the target multiplies by the mask, and is not said finite"
+
+
+def _largest_pool(site: Site, target: Target, known: Range) -> str | None:
+    if site.drops and known.low < 0:
+        return f"values from {known} may be below the zeros of the mask"
+    return _pool(site, target, site.stride) or _product(site, target)
+
+
+def _two_masks(site: Site, target: Target, known: Range) -> str | None:
+    a = target.mask
+    if site.whole:
+        return f"whole numbers of {site.dtype} have no 1 / {a:g}"
+    if math.frexp(a)[0] != 0.5:
+        return f"a product with {a:g} rounds: only powers of two and their inverses do not"
+    most = max(abs(known.low), abs(known.high))
+    if a < 1:
+        return f"small numbers times {a:g} lose bits"
+    if a > 1 and not a * most <= torch.finfo(site.dtype).max:
+        return f"{a:g} times values from {known} may overflow"
+    multiplies = Target("", target.ops - {"select"}, finite=target.finite)
+    return _largest_pool(site, target, known) or _product(site, multiplies)
+
+
+def _lowest_pool(site: Site, target: Target, known: Range) -> str | None:
+    return _pool(site, target, site.stride)
+
+
+def _single_pool(site: Site, target: Target, known: Range) -> str | None:
+    return _pool(site, target, [1] * site.rank)
+
+
+def _sum_pool(site: Site, target: Target, known: Range) -> str | None:
+    if _too_small(site) and "pad" not in target.ops:
+        return "torch has no mean over a window larger than a volume, and the target cannot pad"
+    return _pool(site, target, site.stride) or _product(site, target)
+
+
+def _avg_pool(site: Site, target: Target, known: Range) -> str | None:
+    count = math.prod(site.stride)
+    if count > 1 and site.whole:
+        return "a mean of whole numbers is rounded to one"
+    if count > 1 and "multiply" not in target.ops:
+        return f"the target cannot multiply by {count}"
+    if any(_left(site)) and "pad" not in target.ops:
+        return "windows at the end hold less than others, and the target cannot pad"
+    if count > 1 and not _holds(site.dtype, count, known):
+        return f"values from {known}, divided by {count} and multiplied, may overflow"
+    within = Target("", target.ops, pool_size=target.pool_size, pool_stride=target.pool_stride)
+    return _pool(site, within, site.stride) or _product(site, target)
+
+
+def _holds(dtype: torch.dtype, count: int, known: Range) -> bool:
+    """Is (y / count) * count finite for all finite y between bounds? It rises with y."""
+    limits = torch.finfo(dtype)
+    ends = torch.tensor([max(known.low, limits.min), min(known.high, limits.max)], dtype=dtype)
+    return bool((ends / count * count).isfinite().all())
+
+
+def _split(site: Site, target: Target, known: Range) -> str | None:
+    if site.whole and known.low <= torch.iinfo(site.dtype).min:
+        return f"the negative of {known.low:g} is no {site.dtype}"
+    return _pool(site, target, site.stride) or _product(site, target)
+
+
+def _rotate(site: Site, target: Target, known: Range) -> str | None:
+    moves = any(axis.stride > 1 and axis.out > 1 for axis in site.axes)
+    if moves and not (target.finite or site.whole):
+        return "0 times Inf or NaN is NaN: masks are multiplied by, and the target is not finite"
+    return None
+
+
+def _laid_anew(site: Site, target: Target, known: Range) -> str | None:
+    return None if site.constant else "its weights are computed at run time"
+
+
+def _taps(site: Site, target: Target, known: Range) -> str | None:
+    if not site.constant:
+        return _laid_anew(site, target, known)
+    if not (target.finite or site.whole) and zero_taps(site):
+        return "weights of zero would meet values that may be Inf or NaN: 0 times these is NaN"
+    return None
+
+
+# --- what is written ------------------------------------------------------------------------------
+
+
+def wide(write: Write, site: Site, call: Call, place: int) -> Any:
+    """The convolution of stride 1, and the functions behind it up to a place."""
+    x, padding = call.x, [axis.before for axis in site.axes]
+    if any(axis.before != axis.behind for axis in site.axes):
+        pads = [n for axis in reversed(site.axes) for n in (axis.before, axis.behind)]
+        x, padding = write.call(aten.constant_pad_nd.default, x, pads, 0), [0] * site.rank
+    dilation = [axis.dilation for axis in site.axes]
+    y = write.call(CONVOLVE[site.rank], x, call.weight, call.bias, [1] * site.rank, padding,
+                   dilation, site.groups)  # fmt: skip
+    for step in call.steps[:place]:
+        y = step(write, y)
+    return y
+
+
+def kept(site: Site) -> Tensor:
+    """True where the wide value is kept, over its spatial axes."""
+    mask = torch.zeros(site.wide, dtype=torch.bool)
+    mask[tuple(slice(None, None, axis.stride) for axis in site.axes)] = True
+    return mask
+
+
+def _masked(write: Write, site: Site, target: Target, y: Any, fill: float = 0) -> Any:
+    """The value where it is kept, `fill` elsewhere."""
+    if not site.drops:
+        return y
+    if "select" in target.ops:
+        other = write.constant("fill", torch.tensor(fill, dtype=site.dtype))
+        return write.call(aten.where.self, write.constant("mask", kept(site)), y, other)
+    return _scaled(write, site, y, 1)
+
+
+def _scaled(write: Write, site: Site, y: Any, factor: float) -> Any:
+    """The value times `factor` where it is kept, times 0 elsewhere."""
+    mask = (kept(site) * factor).to(site.dtype)
+    return write.call(aten.mul.Tensor, y, write.constant("mask", mask))
+
+
+def _pooled(
+    write: Write, site: Site, target: Target, y: Any, pool: Mapping[int, Any], fill: float,
+    *more: Any,
+) -> Any:  # fmt: skip
+    """A pool over windows of the stride's size; what a target cannot cut off is padded."""
+    ceil, average = any(_left(site)), pool is AVG_POOL
+    if ceil and (not target.pool_ceil or (average and _too_small(site))):
+        y, ceil = _padded(write, site, y, fill), False
+    dilation = [] if average else [[1] * site.rank]
+    return write.call(pool[site.rank], y, site.stride, site.stride, [0] * site.rank, *dilation,
+                      ceil, *more)  # fmt: skip
+
+
+def _padded(write: Write, site: Site, y: Any, fill: float) -> Any:
+    pads = [n for left in reversed(_left(site)) for n in (0, left)]
+    return write.call(aten.constant_pad_nd.default, y, pads, fill)
+
+
+def _build_mask_max_pool(write: Write, site: Site, target: Target, call: Call, place: int) -> Any:
+    y = _masked(write, site, target, wide(write, site, call, place))
+    return _pooled(write, site, target, y, MAX_POOL, 0 if site.drops else _lowest(site))
+
+
+def _build_two_masks(write: Write, site: Site, target: Target, call: Call, place: int) -> Any:
+    y = _scaled(write, site, wide(write, site, call, place), target.mask)
+    y = _pooled(write, site, target, y, MAX_POOL, 0 if site.drops else _lowest(site))
+    return write.call(aten.mul.Tensor, y, 1 / target.mask)
+
+
+def _build_select(write: Write, site: Site, target: Target, call: Call, place: int) -> Any:
+    lowest = _lowest(site)
+    y = _masked(write, site, target, wide(write, site, call, place), lowest)
+    return _pooled(write, site, target, y, MAX_POOL, lowest)
+
+
+def _lowest(site: Site) -> float:
+    return torch.iinfo(site.dtype).min if site.whole else -math.inf
+
+
+def _build_pool_1x1(write: Write, site: Site, target: Target, call: Call, place: int) -> Any:
+    y = wide(write, site, call, place)
+    return write.call(MAX_POOL[site.rank], y, [1] * site.rank, site.stride)
+
+
+def _build_slice(write: Write, site: Site, target: Target, call: Call, place: int) -> Any:
+    y = wide(write, site, call, place)
+    for k, axis in enumerate(site.axes):
+        if axis.stride > 1:
+            end = (axis.out - 1) * axis.stride + 1
+            y = write.call(aten.slice.Tensor, y, site.axis(k), 0, end, axis.stride)
+    return y
+
+
+def _build_sum_pool(write: Write, site: Site, target: Target, call: Call, place: int) -> Any:
+    y = _masked(write, site, target, wide(write, site, call, place))
+    if site.rank > 1:
+        return _pooled(write, site, target, y, AVG_POOL, 0, True, 1)
+    (axis,) = site.axes  # pools of one axis have no divisor
+    if any(_left(site)) and not target.pool_ceil:
+        y = _padded(write, site, y, 0)
+    flat = write.call(aten.unsqueeze.default, y, -2)
+    windows, ceil = [1, axis.stride], target.pool_ceil and any(_left(site))
+    y = write.call(AVG_POOL[2], flat, windows, windows, [0, 0], ceil, True, 1)
+    return write.call(aten.squeeze.dims, y, [-2])
+
+
+def _build_avg_pool(write: Write, site: Site, target: Target, call: Call, place: int) -> Any:
+    y = _masked(write, site, target, wide(write, site, call, place))
+    if any(_left(site)):
+        y = _padded(write, site, y, 0)
+    y = write.call(AVG_POOL[site.rank], y, site.stride, site.stride)
+    count = math.prod(site.stride)
+    return y if count == 1 else write.call(aten.mul.Tensor, y, count)
+
+
+def _build_split(write: Write, site: Site, target: Target, call: Call, place: int) -> Any:
+    y = _masked(write, site, target, wide(write, site, call, place))
+    signs = (y, write.call(aten.neg.default, y))
+    parts = [write.call(aten.relu.default, part) for part in signs]
+    above, below = (_pooled(write, site, target, part, MAX_POOL, 0) for part in parts)
+    return write.call(aten.sub.Tensor, above, below)
+
+
+def _build_rotate(write: Write, site: Site, target: Target, call: Call, place: int) -> Any:
+    """Along each axis, output i is moved back by i (s - 1): by 2^b (s - 1) for each bit b of i,
+    the lowest first, so that no two of them meet."""
+    y = wide(write, site, call, place)
+    for k, axis in enumerate(site.axes):
+        numbers = torch.arange(axis.out)
+        for bit in range((axis.out - 1).bit_length() if axis.stride > 1 else 0):
+            step = (axis.stride - 1) << bit
+            at = numbers * axis.stride - (axis.stride - 1) * (numbers & ((1 << bit) - 1))
+            moves = (numbers >> bit) & 1 == 1
+            rests = write.call(aten.mul.Tensor, y, _line(write, site, k, at[~moves]))
+            moved = write.call(aten.mul.Tensor, y, _line(write, site, k, at[moves]))
+            moved = write.call(aten.roll.default, moved, [-step], [site.axis(k)])
+            y = write.call(aten.add.Tensor, rests, moved)
+        if axis.out < axis.wide:
+            y = write.call(aten.slice.Tensor, y, site.axis(k), 0, axis.out)
+    return y
+
+
+def _line(write: Write, site: Site, k: int, places: Tensor) -> Any:
+    """A mask along one axis."""
+    mask = torch.zeros(site.axes[k].wide, dtype=site.dtype)
+    mask[places] = 1
+    return write.constant("mask", mask.reshape([-1] + [1] * (site.rank - 1 - k)))
+
+
+FORMS: Mapping[str, Form] = {
+    form.name: form
+    for form in (
+        Form("mask_max_pool", ("max_pool",), _largest_pool, _build_mask_max_pool, masks=True),
+        Form("two_masks", ("max_pool", "multiply"), _two_masks, _build_two_masks),
+        Form("select_max_pool", ("max_pool", "select"), _lowest_pool, _build_select),
+        Form("pool_1x1", ("max_pool",), _single_pool, _build_pool_1x1),
+        Form("slice", ("slice",), _always, _build_slice),
+        Form("mask_sum_pool", ("sum_pool",), _sum_pool, _build_sum_pool, masks=True),
+        Form("mask_avg_pool", ("avg_pool",), _avg_pool, _build_avg_pool, masks=True, rounds=True),
+        Form("split", ("max_pool", "relu", "add"), _split, _build_split, masks=True),
+        Form("rotate", ("rotate", "multiply", "add", "crop"), _rotate, _build_rotate),
+        Form("space_to_depth", ("space_to_depth", "pad"), _taps, space_to_depth, rounds=True),
+        Form("phase_split", ("slice", "add", "pad"), _laid_anew, phase_split, rounds=True),
+    )
+}
+
+__all__ = ["FORMS", "Form", "kept", "wide"]

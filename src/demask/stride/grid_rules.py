@@ -1,0 +1,386 @@
+"""Calls on values whose positions stand apart, by what the op table says of their axes.
+
+Along an axis that a call carries it works at each position alone: it is made as it was, on more
+positions. Operands must stand alike; constants are stretched, each position up to the next one.
+Over an axis that is summed up the positions between are masked first, or meet weights of zero. A
+view merges places; a pad widens by the gap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+
+from demask.ops import TABLE, Declined, Relation, bind, op_name, schema
+from demask.ops.move import refined
+from demask.stride.grid import (
+    NEUTRAL,
+    Emission,
+    Reader,
+    Refused,
+    Spread,
+    Step,
+    kept,
+    mask_of,
+    merged,
+    reduced,
+    share_of,
+)
+from demask.stride.grid_windows import WINDOWS, average, windowed
+from demask.stride.pools import PAD, Pool
+from demask.tune.draft import is_pointwise
+
+aten = torch.ops.aten
+_VIEWS = frozenset({
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.flatten.using_ints,
+    aten.unflatten.int, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default,
+})  # fmt: skip
+_PADS = frozenset({PAD, aten.pad.default})
+Spreads = Mapping[str, Spread]  # by letter of a line of the table
+# These stop at some integers (division by zero, no such row), which may stand between.
+_STOPS = ("aten.div.", "aten.remainder.", "aten.fmod.", "aten.pow.", "aten.embedding.")
+UNMASKED = "it reads what stands between too, which the target cannot mask"
+# These are not defined everywhere.
+_PARTIAL = frozenset(f"aten.{name}.default" for name in (
+    "log", "log1p", "log2", "log10", "sqrt", "rsqrt", "reciprocal", "logit", "atanh", "atan2",
+))  # fmt: skip
+
+
+def rule(reader: Reader) -> Step | Refused:
+    """How a call that reads values on grids is made, or why it cannot be."""
+    target = reader.node.target
+    if target in WINDOWS:
+        return windowed(reader)
+    if target in _VIEWS:
+        return _viewed(reader)
+    if target in _PADS:
+        return _pad(reader)
+    if target is aten.sym_size.int:
+        x, axis = reader.node.args[:2]
+        return _carried_size(reader, x, axis)
+    return _by_table(reader)
+
+
+def _carried_size(reader: Reader, x: Any, axis: Any) -> Step | Refused:
+    if axis % x.meta["val"].ndim in reader.plan.grid(x):
+        return Refused("its size is read")
+    return Step((), lambda here: here.again())
+
+
+# --- calls by their line in the table -------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Letters:
+    """How the axes of a call stand. spreads: by letter. summed: letters that are contracted;
+    reduced: that the call reduces, or sums up with a rule of its own. beside: as of a `Step`."""
+
+    relation: Relation
+    spreads: Spreads
+    summed: frozenset[str]
+    reduced: frozenset[str]
+    beside: tuple[fx.Node, ...]
+
+    def of(self, axes: tuple[tuple[str, ...], ...]) -> dict[int, Spread]:
+        """The spread axes of an operand or an output."""
+        return {k: self.spreads[axis[0]] for k, axis in enumerate(axes)
+                if len(axis) == 1 and axis[0] in self.spreads}  # fmt: skip
+
+
+def _by_table(reader: Reader) -> Step | Refused:
+    relation = bind(reader.node, TABLE)
+    if isinstance(relation, Declined):
+        return Refused(relation.text)
+    made = {letter for axes in relation.outs for letter in relation.letters(axes)}
+    if relation.entry.free and not any(relation.letters(axes) & made for axes in relation.ins):
+        return Step(tuple({} for _ in relation.outs), lambda here: here.again())
+    found = _letters(reader, relation)
+    if isinstance(found, Refused):
+        return found
+    if (text := _stops(reader, found)) is not None:
+        return Refused(text)
+    if found.reduced:
+        return _reduction(reader, found)
+    if found.summed and not _may_sum(reader, found):
+        return Refused(f"{UNMASKED}: it may be Inf or NaN")
+    outs = tuple(kept(found.of(axes)) for axes in relation.outs)
+    wild = _is_wild(reader)
+    return Step(outs, lambda here: _carried(here, reader, found), wild, found.beside)
+
+
+def _letters(reader: Reader, relation: Relation) -> _Letters | Refused:
+    found = _merged(reader, relation)
+    if isinstance(found, Refused):
+        return found
+    spreads, beside = found
+    lines = (*relation.ins, *relation.outs)
+    if any(len(axis) > 1 and set(axis) & set(spreads) for axes in lines for axis in axes):
+        return Refused("it splits an axis whose positions stand apart")
+    short, alone = _plain(reader, relation, spreads)
+    if short:
+        names = ", ".join(node.name for node in short)
+        return Refused(f"it reads {names} beside it, whose positions stand together", short)
+    made = {letter for axes in relation.outs for letter in relation.letters(axes)}
+    summed = frozenset(spreads) & relation.contracted
+    reduced = frozenset(spreads) & relation.complete
+    if set(spreads) - made - summed - reduced:
+        return Refused("it has no rule for an axis whose positions stand apart")
+    whole = relation.entry.rest not in NEUTRAL or len(relation.operands) != 1 or reduced & made
+    if reduced and whole:
+        return Refused("it reads an axis whole")
+    return _Letters(relation, spreads, summed, reduced, (*beside, *alone))
+
+
+def _merged(
+    reader: Reader, relation: Relation
+) -> tuple[dict[str, Spread], tuple[fx.Node, ...]] | Refused:
+    """How each letter stands in all operands on grids; and operands of one position that stand in
+    shorter axes: any grid fits them, but not what follows."""
+    spreads: dict[str, Spread] = {}
+    stand: dict[str, list[tuple[fx.Node, Spread]]] = {}
+    beside: list[fx.Node] = []
+    for k, operand in enumerate(relation.operands):
+        for axis, part in reader.plan.grid(operand.value).items():
+            letters = relation.ins[k][axis]
+            if len(letters) != 1:
+                return Refused("it splits an axis, or reads one position many times")
+            stand.setdefault(letters[0], []).append((operand.value, part))
+    for letter, found in stand.items():
+        if (text := _marked(relation, letter)) is not None:
+            return Refused(text)
+        last = max(part.places[-1] for _, part in found)
+        short = tuple(node for node, part in found if part.places[-1] < last)
+        if len({part.places for _, part in found}) > 1:
+            return Refused("its operands stand on different grids", short)
+        size = max(part.size for _, part in found)
+        spreads[letter] = Spread(found[0][1].places, size)
+        beside += [node for node, part in found if part.count == 1 and part.size < size]
+    return spreads, tuple(beside)
+
+
+def _marked(relation: Relation, letter: str) -> str | None:
+    """Why a call reads positions of an axis together, if it does."""
+    if letter in relation.window:
+        return "its windows have no rule"
+    if letter in relation.moved:
+        return "it moves positions"
+    return "it reads back along an axis" if relation.back else None
+
+
+def _plain(
+    reader: Reader, relation: Relation, spreads: Spreads
+) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
+    """Operands as they were, no constants, with an axis whose positions stand apart elsewhere;
+    and those among such whose one position may be read beside all."""
+    found: dict[fx.Node, bool] = {}
+    for k, operand in enumerate(relation.operands):
+        if not isinstance(operand.value, fx.Node) or reader.draft.tensor(operand.value) is not None:
+            continue
+        grid = reader.plan.grid(operand.value)
+        for axis, letters in enumerate(relation.ins[k]):
+            if len(letters) == 1 and letters[0] in spreads and axis not in grid:
+                one = spreads[letters[0]].count == 1 and letters[0] not in relation.contracted
+                found[operand.value] = one and found.get(operand.value, True)
+    short = tuple(node for node, one in found.items() if not one)
+    return short, tuple(node for node, one in found.items() if one)
+
+
+def _stops(reader: Reader, found: _Letters) -> str | None:
+    """Why a call may stop at what stands between positions."""
+    name = op_name(reader.node.target)
+    values = [o.value for o in found.relation.operands if reader.plan.grid(o.value)]
+    whole = any(not value.meta["val"].is_floating_point() for value in values)
+    return "it stops at integers of no meaning" if whole and name.startswith(_STOPS) else None
+
+
+def _is_wild(reader: Reader) -> bool:
+    """May a call make Inf or NaN of numbers that no position of the network holds?"""
+    node = reader.node
+    name = op_name(node.target)
+    if name.startswith("aten.pow."):
+        power = node.args[1]
+        return not isinstance(power, int) or power < 0
+    if name.startswith(_STOPS):
+        return bool(reader.plan.grid(node.args[1]))
+    return name in _PARTIAL
+
+
+def _may_sum(reader: Reader, found: _Letters) -> bool:
+    """Can what stands between be kept out of sums of products?"""
+    values = [o.value for o in found.relation.operands if reader.plan.grid(o.value)]
+    plan = reader.plan
+    return len(values) == 1 and (plan.may_mask(values[0]) or plan.is_finite(values[0]))
+
+
+def _carried(here: Emission, reader: Reader, found: _Letters) -> fx.Node:
+    """The call on operands that stand alike."""
+    values: list[Any] = []
+    for k, operand in enumerate(found.relation.operands):
+        value = operand.value
+        if not isinstance(value, fx.Node):
+            values.append(value)
+            continue
+        held = reader.draft.tensor(value)
+        if held is not None:
+            values.append(_stretched(here, value, held, k, found))
+            continue
+        values.append(_alike(here, reader, value, k, found))
+    given = map_arg(schema.arguments(here.node), here.read)
+    arguments = schema.replaced(given, found.relation.operands, values)
+    if here.node.target is aten.expand.default:
+        outs = found.of(found.relation.outs[0])
+        arguments["size"] = [outs[k].size if k in outs else n
+                             for k, n in enumerate(arguments["size"])]  # fmt: skip
+    args, kwargs = schema.call(here.node.target, arguments)
+    return here.call(here.node.target, *args, **kwargs)
+
+
+def _alike(here: Emission, reader: Reader, value: fx.Node, k: int, found: _Letters) -> fx.Node:
+    """An operand as long as the others along every spread axis, masked where it is summed."""
+    made, grid = here.read(value), reader.plan.grid(value)
+    axes = {axis: part for axis, part in found.of(found.relation.ins[k]).items() if axis in grid}
+    summed = {axis: part for axis, part in grid.items()
+              if found.relation.ins[k][axis][0] in found.summed}  # fmt: skip
+    if summed and not reader.plan.is_finite(value):
+        made = here.masked(value, summed)
+    more = {axis: part.size - grid[axis].size for axis, part in axes.items()}
+    if not is_pointwise(here.node):  # which reads one position beside all others
+        alone = found.of(found.relation.ins[k]).items()
+        more |= {axis: part.size - 1 for axis, part in alone if axis not in grid}
+    return here.longer(made, more)
+
+
+def _stretched(here: Emission, value: fx.Node, held: Tensor, k: int, found: _Letters) -> fx.Node:
+    """A constant whose positions stand as those of the other operands; zero between them where
+    products with it are summed."""
+    made = held
+    for axis, part in found.of(found.relation.ins[k]).items():
+        made = made.index_select(axis, part.nearest())
+        if found.relation.ins[k][axis][0] in found.summed:
+            made = made * mask_of({axis: part}, made.ndim)
+    return value if made is held else here.draft.swapped(value, made, here.node)
+
+
+# --- reductions -----------------------------------------------------------------------------------
+
+
+def _reduction(reader: Reader, found: _Letters) -> Step | Refused:
+    """A sum, mean or extreme over axes of which positions stand apart."""
+    relation = found.relation
+    x = relation.operands[0].value
+    kind = relation.entry.rest
+    over = {k: part for k, part in found.of(relation.ins[0]).items()
+            if relation.ins[0][k][0] in found.reduced}  # fmt: skip
+    outs = tuple(kept(found.of(axes)) for axes in relation.outs)
+    if reader.plan.may_mask(x, NEUTRAL[kind], share_of(over, kind)):
+        return reduced(x, over, outs, kind)
+    if kind == "mean" and not outs[0]:
+        return _summed_mean(reader)
+    return Refused(UNMASKED)
+
+
+def _summed_mean(reader: Reader) -> Step | Refused:
+    """A mean over images as a convolution that reads the grid alone."""
+    found = schema.arguments(reader.node)
+    value = found["self"].meta["val"]
+    dims = sorted(dim % value.ndim for dim in found.get("dim") or range(value.ndim))
+    rank = value.ndim - 2
+    sizes = value.shape[2:]
+    if dims != list(range(2, value.ndim)) or not 1 <= rank <= 3 or found.get("dtype"):
+        return Refused(UNMASKED)
+    if not all(isinstance(n, int) for n in sizes):
+        return Refused("sizes of images are known at run time alone")
+    step = average(reader, Pool(tuple(sizes), tuple(sizes), (0,) * rank))
+    if isinstance(step, Refused):
+        return step
+    if step.outs[0]:
+        return Refused(
+            f"{UNMASKED}, and a window that reads the grid alone finds more than the mean"
+        )
+
+    def emit(here: Emission) -> fx.Node:
+        made = step.emit(here)
+        return made if found.get("keepdim") else here.call(aten.squeeze.dims, made, dims)
+
+    return Step(({},), emit)
+
+
+# --- views and pads -------------------------------------------------------------------------------
+
+
+def _viewed(reader: Reader) -> Step | Refused:
+    """A view: axes that it merges have merged places, and those it squeezes join the axis before
+    them where they have got longer."""
+    x = reader.node.all_input_nodes[0]
+    grid, old = reader.plan.grid(x), list(x.meta["val"].shape)
+    new = list(reader.node.meta["val"].shape)
+    found = refined(old, new)
+    if isinstance(found, Declined):
+        return Refused(found.text)
+    before, after, sizes = found
+    spreads: dict[str, Spread] = {}
+    for axis, part in sorted(grid.items()):
+        if len(before[axis]) > 1:
+            return Refused("it splits an axis whose positions stand apart")
+        if not before[axis]:
+            before[axis] = [f"one{axis}"]
+            _insert(after, f"one{axis}", [name for axes in before[:axis] for name in axes])
+        spreads[before[axis][0]] = part
+    axes: dict[int, Spread] = {}
+    for axis, letters in enumerate(after):
+        if not set(letters) & set(spreads):
+            continue
+        parts = [spreads.get(name) or _whole(sizes[name]) for name in letters]
+        if any(part is None for part in parts):
+            return Refused("it merges them with an axis whose size is known at run time alone")
+        axes[axis] = merged([part for part in parts if part is not None])
+    shape = [axes[k].size if k in axes else n if isinstance(n, int) else -1
+             for k, n in enumerate(new)]  # fmt: skip
+    if shape.count(-1) > 1:
+        return Refused("a view of several sizes known at run time alone")
+    outs = (kept(axes),)
+    return Step(outs, lambda here: here.call(aten.reshape.default, here.read(x), shape))
+
+
+def _whole(size: int | None) -> Spread | None:
+    return None if size is None else Spread.even(size, 1, size)
+
+
+def _insert(after: list[list[str]], name: str, front: list[str]) -> None:
+    """Put the letter of an axis of one position behind the letters in front of it: on an axis of
+    its own, if the view leaves one there."""
+    at = max((k for k, axes in enumerate(after) if front and front[-1] in axes), default=-1)
+    if at + 1 < len(after) and not after[at + 1]:
+        after[at + 1] = [name]
+    elif at < 0:
+        after[0].insert(0, name)
+    else:
+        after[at].insert(after[at].index(front[-1]) + 1, name)
+
+
+def _pad(reader: Reader) -> Step | Refused:
+    """Constants around a value: gap times as many."""
+    found = schema.arguments(reader.node)
+    x, flat = found["self"], list(found["pad"])
+    if found.get("mode", "constant") != "constant":
+        return Refused("it pads with what stands at the border")
+    grid, rank = reader.plan.grid(x), x.meta["val"].ndim
+    axes, pads = dict(grid), list(flat)
+    for axis, part in grid.items():
+        at = 2 * (rank - 1 - axis)
+        if at >= len(flat) or not any(flat[at : at + 2]):
+            continue
+        if part.gap is None or not all(isinstance(n, int) for n in flat[at : at + 2]):
+            return Refused("it pads an axis whose positions stand on no even grid")
+        front, behind = (n * part.gap for n in flat[at : at + 2])
+        pads[at : at + 2] = [front, behind]
+        count = part.count + sum(flat[at : at + 2])
+        axes[axis] = Spread.even(count, part.gap, part.size + front + behind)
+    wild = not math.isfinite(found["value"] or 0)  # a window may find nothing else
+    return Step((kept(axes),), lambda here: here.again(pad=pads), wild)

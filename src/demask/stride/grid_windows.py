@@ -1,0 +1,290 @@
+"""Convolutions and pools of values that stand on a grid of gap g: dilation and padding times g.
+
+    conv(x, stride s, dilation d, padding p) on grid g == conv(y, 1, d g, p g) on grid g s
+    max_pool(x, ...)                                   == max_pool(y, ...), alike
+    avg_pool(x)                                        == conv(y, ones / divisor, 1, g, p g)
+
+Of x the call reads positions j, -p <= j < n + p. Of y it reads j g: what x has at j where
+0 <= j < n; zeros where j < 0, and where j >= n, since y ends before n g. With a gap of 1 these are
+strided calls themselves, computed with stride 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from demask.ops import schema
+from demask.stride.grid import (
+    Emission,
+    Grid,
+    Reader,
+    Refused,
+    Spread,
+    Step,
+    kept,
+    reduced,
+    share_of,
+)
+from demask.stride.pools import (
+    ADAPTIVE,
+    CONVS,
+    PAD,
+    POOLS,
+    Pads,
+    Pool,
+    divisors,
+    padded,
+    spread,
+    static_sizes,
+    summed,
+)
+from demask.stride.pools import scaled as times
+
+aten = torch.ops.aten
+_SAME: dict[Any, int] = {aten.conv1d.padding: 1, aten.conv2d.padding: 2, aten.conv3d.padding: 3}
+_CONVS: dict[Any, int] = {**CONVS, **_SAME}
+_MAX: dict[Any, int] = {
+    aten.max_pool1d.default: 1, aten.max_pool2d.default: 2, aten.max_pool3d.default: 3,
+}  # fmt: skip
+WINDOWS = frozenset({*_CONVS, *_MAX, *POOLS, *ADAPTIVE})
+LOWEST = float("-inf")  # what a maximum is padded with
+_CONV = {rank: op for op, rank in CONVS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The window of a call along one axis, and how many there are: of `count` positions."""
+
+    kernel: int
+    stride: int
+    dilation: int
+    front: int
+    behind: int
+    count: int
+
+    def on(self, source: Spread) -> tuple[tuple[int, int], Spread]:
+        """Padding in front and behind for a window of stride 1 on a grid, and where its values
+        stand: 0, g s, 2 g s, ..."""
+        gap = source.gap
+        assert gap is not None
+        step = gap * self.stride
+        front, behind = self.front * gap, self.behind * gap
+        made = source.size + front + behind - self.dilation * gap * (self.kernel - 1)
+        more = max(0, (self.count - 1) * step + 1 - made)  # windows that ceil_mode adds
+        assert made + more <= self.count * step
+        return (front, behind + more), Spread.even(self.count, step, made + more)
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """Windows of all axes, on their grids."""
+
+    pads: Pads
+    gaps: tuple[int, ...]
+    sources: tuple[Spread, ...]
+    spreads: tuple[Spread, ...]
+    grid: Grid
+
+
+def is_strided(node: fx.Node) -> bool:
+    """Is a call a convolution or a pool of stride larger than 1?"""
+    rank = {**_CONVS, **_MAX, **POOLS}.get(node.target)
+    if rank is None:
+        return False
+    found = schema.arguments(node)
+    stride = spread(found["stride"] or found["kernel_size"], rank)
+    return stride is not None and any(step > 1 for step in stride)
+
+
+def windowed(reader: Reader) -> Step | Refused:
+    """A convolution or a pool (`WINDOWS`) of a value on a grid, or of one as it was."""
+    target = reader.node.target
+    if target in _CONVS:
+        return _convolution(reader, _CONVS[target])
+    if target in _MAX:
+        return _maximum(reader, _MAX[target])
+    if target in POOLS:
+        pool = Pool.of(reader.node)
+        return Refused("a pool whose sizes are computed") if pool is None else average(reader, pool)
+    return _adaptive(reader, ADAPTIVE[target])
+
+
+def _sources(reader: Reader, x: fx.Node, rank: int) -> list[Spread] | Refused:
+    """How the last `rank` axes of a value stand."""
+    grid, value, found = reader.plan.grid(x), x.meta["val"], []
+    if any(axis < value.ndim - rank for axis in grid):
+        return Refused("positions of channels stand apart")
+    for axis in range(value.ndim - rank, value.ndim):
+        size = value.shape[axis]
+        if not isinstance(size, int):
+            return Refused("sizes of images are known at run time alone")
+        part = grid.get(axis, Spread.even(size, 1, size))
+        if part.gap is None:
+            return Refused("positions stand on no even grid")
+        found.append(part)
+    return found
+
+
+def _place(reader: Reader, x: fx.Node, windows: Sequence[Window]) -> _Placed | Refused:
+    sources = _sources(reader, x, len(windows))
+    if isinstance(sources, Refused):
+        return sources
+    found = [window.on(source) for window, source in zip(windows, sources, strict=True)]
+    spreads = tuple(made for _, made in found)
+    first = x.meta["val"].ndim - len(windows)
+    grid = kept({first + k: made for k, made in enumerate(spreads)})
+    gaps = tuple(source.gap or 1 for source in sources)
+    return _Placed(tuple(pads for pads, _ in found), gaps, tuple(sources), spreads, grid)
+
+
+def _windows(node: fx.Node, kernel: Sequence[int], pads: Pads | None) -> list[Window] | None:
+    """The windows of a call; None where an argument is no number."""
+    found, rank = schema.arguments(node), len(kernel)
+    stride = spread(found["stride"] or list(kernel), rank)
+    dilation = spread(found.get("dilation", 1), rank)
+    counts = node.meta["val"].shape[-rank:]
+    if stride is None or dilation is None or pads is None:
+        return None
+    return [Window(kernel[k], stride[k], dilation[k], *pads[k], counts[k]) for k in range(rank)]
+
+
+def _pads(value: Any, kernel: Sequence[int], dilation: Any) -> Pads | None:
+    """Positions in front and behind; "same" has one more behind where they are odd."""
+    if value == "valid":
+        return ((0, 0),) * len(kernel)
+    if isinstance(value, str):
+        gaps = spread(dilation, len(kernel))
+        if gaps is None:
+            return None
+        reach = [gap * (size - 1) for gap, size in zip(gaps, kernel, strict=True)]
+        return tuple((n // 2, n - n // 2) for n in reach)
+    numbers = spread(value, len(kernel))
+    return None if numbers is None else tuple((n, n) for n in numbers)
+
+
+def _convolution(reader: Reader, rank: int) -> Step | Refused:
+    found = schema.arguments(reader.node)
+    x, weight = found["input"], found["weight"]
+    if any(reader.plan.grid(found[name]) for name in ("weight", "bias")):
+        return Refused("its weights stand apart")
+    kernel = tuple(weight.meta["val"].shape[2:])
+    windows = _windows(reader.node, kernel, _pads(found["padding"], kernel, found["dilation"]))
+    if windows is None:
+        return Refused("a convolution whose sizes are computed")
+    placed = _place(reader, x, windows)
+    if isinstance(placed, Refused):
+        return placed
+
+    def emit(here: Emission) -> fx.Node:
+        value, inner = padded(here.draft, here.node, here.read(x), placed.pads, 0)
+        gaps = [w.dilation * gap for w, gap in zip(windows, placed.gaps, strict=True)]
+        args = (value, here.read(weight), found["bias"], [1] * rank, list(inner), gaps)
+        return here.call(_CONV[rank], *args, found["groups"])
+
+    return Step((placed.grid,), emit)
+
+
+def _maximum(reader: Reader, rank: int) -> Step | Refused:
+    found = schema.arguments(reader.node)
+    x, kernel = found["self"], spread(found["kernel_size"], rank)
+    if reader.plan.target.pool_windows != "any" and kernel != (1,) * rank:
+        return Refused("windows of the target's pools do not overlap")
+    pads = None if kernel is None else _pads(found["padding"], kernel, 1)
+    windows = None if kernel is None else _windows(reader.node, kernel, pads)
+    if windows is None:
+        return Refused("a pool whose sizes are computed")
+    placed = _place(reader, x, windows)
+    if isinstance(placed, Refused):
+        return placed
+    gaps = [w.dilation * gap for w, gap in zip(windows, placed.gaps, strict=True)]
+    own = _is_own(placed.pads, [w.kernel for w in windows])
+
+    def emit(here: Emission) -> fx.Node:
+        value, inner = here.read(x), [front for front, _ in placed.pads]
+        if not own:
+            dtype = value.meta["val"].dtype
+            lowest = LOWEST if dtype.is_floating_point else torch.iinfo(dtype).min
+            flat = [n for pair in reversed(placed.pads) for n in pair]
+            value, inner = here.call(PAD, value, flat, lowest), [0] * rank
+        kernel = [w.kernel for w in windows]
+        return here.call(here.node.target, value, kernel, [1] * rank, inner, gaps)
+
+    sizes = [source.size for source in placed.sources]
+    empty = zip(windows, sizes, placed.pads, gaps, placed.spreads, strict=True)
+    return Step((placed.grid,), emit, wild=any(_is_empty(*axis) for axis in empty))
+
+
+def _is_empty(window: Window, size: int, pads: tuple[int, int], gap: int, made: Spread) -> bool:
+    """Does some window read padding alone?"""
+    reads = [range(k - pads[0], k - pads[0] + gap * window.kernel, gap) for k in range(made.size)]
+    return any(all(not 0 <= n < size for n in places) for places in reads)
+
+
+def _is_own(pads: Pads, kernel: Sequence[int]) -> bool:
+    """Can a pool pad so? By half a window at most, alike at both ends."""
+    return all(front == behind and 2 * front <= n
+               for (front, behind), n in zip(pads, kernel, strict=True))  # fmt: skip
+
+
+def average(reader: Reader, pool: Pool) -> Step | Refused:
+    """An average pool: a depthwise convolution, and its count map where its divisors differ."""
+    node, rank = reader.node, len(pool.kernel)
+    x = schema.arguments(node)["self"]
+    value = x.meta["val"]
+    counts = node.meta["val"].shape[-rank:] if node.target in WINDOWS else (1,) * rank
+    sizes = static_sizes(x, rank)
+    if sizes is None:
+        return Refused("sizes of images are known at run time alone")
+    kernel = pool.taps(sizes)
+    windows = [Window(k, s, 1, *pair, n) for k, s, pair, n in
+               zip(kernel, pool.stride, pool.pads(sizes), counts, strict=True)]  # fmt: skip
+    placed = _place(reader, x, windows)
+    if isinstance(placed, Refused):
+        return placed
+    if _stays(node, pool, placed) and reader.plan.target.pool_windows == "any":
+        return Step((placed.grid,), lambda here: here.again(stride=[1] * rank, ceil_mode=False))
+    if not value.is_floating_point():
+        return Refused("an average of integers is rounded, which a convolution is not")
+    if not isinstance(value.shape[-rank - 1], int):
+        return Refused("the number of channels is known at run time alone")
+    shared = divisors(pool, sizes)
+    if shared.ndim and "multiply" not in reader.plan.target.ops:
+        return Refused("windows at borders count less, and the target cannot multiply")
+
+    def emit(here: Emission) -> fx.Node:
+        weight = 1.0 if shared.ndim else 1 / int(shared)
+        made = summed(here.draft, here.node, here.read(x), kernel, weight,
+                      pads=placed.pads, stride=[1] * rank, dilation=placed.gaps)  # fmt: skip
+        if not shared.ndim:
+            return made
+        factor = shared.double().reciprocal()
+        for axis, part in enumerate(placed.spreads):
+            factor = factor.index_select(axis, part.nearest())
+        return times(here.draft, here.node, made, factor)
+
+    return Step((placed.grid,), emit)
+
+
+def _stays(node: fx.Node, pool: Pool, placed: _Placed) -> bool:
+    """Is a pool of a value as it was the same pool with stride 1?"""
+    own = all(pair == (p, p) for pair, p in zip(placed.pads, pool.padding, strict=True))
+    return node.target in POOLS and own and set(placed.gaps) == {1} and not pool.ceil
+
+
+def _adaptive(reader: Reader, rank: int) -> Step | Refused:
+    """Windows of one size that do not overlap: a pool; of another kind there is none."""
+    pool, x = Pool.of(reader.node), schema.arguments(reader.node)["self"]
+    if pool is None:
+        return Refused("windows of an adaptive pool overlap, or its sizes are dynamic")
+    grid = reader.plan.grid(x)
+    if min(grid) < x.meta["val"].ndim - rank:
+        return Refused("positions of channels stand apart")
+    whole = pool.kernel == tuple(x.meta["val"].shape[-rank:])
+    if whole and reader.plan.may_mask(x, 0, share_of(grid, "mean")):
+        return reduced(x, grid, ({},), "mean")
+    return average(reader, pool)

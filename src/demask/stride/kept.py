@@ -1,0 +1,378 @@
+"""Evenly spaced positions, however a graph spells that it keeps them, as slices.
+
+    max_pool(where(m, y, c), s)      == y[first::s]    each window keeps one position; y >= c
+    avg_pool(where(m, y, 0), s) * n  == y[first::s]    n: what a window is divided by
+    relu(y)[::s] - relu(-y)[::s]     == y[::s]
+
+Each is an identity on its own, checked call by call: which positions a window keeps is found by
+pooling their numbers, and what may be dropped by the ranges of values (`facts.ranges`). A mask that
+multiplies is read under the one licence: 0 · x is 0.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+
+from demask.facts.ranges import Range, ranges
+from demask.graph.program import Program
+from demask.ops import TABLE, Relation, bind, schema
+from demask.stride.spaced import (
+    AVERAGE_POOLS,
+    MAX_POOLS,
+    Every,
+    cut_of,
+    cuts_of,
+    padded,
+    padded_once,
+    pooled,
+    root_of,
+    slices,
+    spaced,
+)
+from demask.stride.unblocked import joined, unblocked
+from demask.tune.draft import Draft, is_pointwise
+
+aten = torch.ops.aten
+
+
+def sliced(program: Program) -> Program:
+    """The program in which what keeps every s-th position is a slice; the same one, where nothing
+    does."""
+    draft = Draft(program)
+    changed = False
+    rules = (
+        _pool,
+        _mean,
+        _unmasked,
+        _split,
+        _factors,
+        spaced,
+        padded,
+        padded_once,
+        pooled,
+        unblocked,
+        joined,
+    )
+    while any(_rewritten(draft, rule) for rule in rules):
+        changed = True
+    return draft.done() if changed else program
+
+
+def _rewritten(draft: Draft, rule: Callable[[Draft, fx.Node], fx.Node | None]) -> bool:
+    """Apply a rule to every call; did it change one?"""
+    found = False
+    for node in draft.calls():
+        made = rule(draft, node) if node.users else None
+        if made is not None:
+            draft.put(node, made)
+            found = True
+    return found
+
+
+# --- masks ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Masked:
+    """value * scale where `keep`, `fill` elsewhere. keep: bool over the spatial axes."""
+
+    value: fx.Node
+    keep: Tensor
+    fill: float
+    scale: float = 1.0
+
+
+def _masked(draft: Draft, node: Any, rank: int) -> _Masked | None:
+    """How a call masks positions of the last `rank` axes, alike in all images and channels."""
+    found = _select(draft, node) or _product(draft, node) or _behind(draft, node, rank)
+    if found is None:
+        return None
+    shape = found.value.meta["val"].shape[-rank:]
+    lead = found.keep.shape[:-rank] if found.keep.ndim > rank else ()
+    if any(n != 1 for n in lead) or not all(isinstance(n, int) for n in shape):
+        return None
+    left = (1,) * (rank - found.keep.ndim)
+    keep = found.keep.reshape(*left, *found.keep.shape[max(found.keep.ndim - rank, 0) :])
+    if tuple(found.value.meta["val"].shape) != tuple(node.meta["val"].shape):
+        return None
+    return _Masked(found.value, keep.expand(shape), found.fill, found.scale)
+
+
+def _select(draft: Draft, node: fx.Node) -> _Masked | None:
+    found = schema.arguments(node) if isinstance(node.target, torch._ops.OpOverload) else {}
+    if node.target in (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf):
+        keep, yes, no = _constant(draft, found["condition"]), found["self"], found["other"]
+    elif node.target is aten.masked_fill.Scalar:
+        keep, yes, no = _constant(draft, found["mask"]), found["value"], found["self"]
+    else:
+        return None
+    if keep is None:
+        return None
+    for value, other, kept in ((yes, no, keep), (no, yes, ~keep)):
+        fill = _number(draft, other)
+        if fill is not None and isinstance(value, fx.Node) and value.op != "get_attr":
+            return _Masked(value, kept, fill)
+    return None
+
+
+def _behind(draft: Draft, node: fx.Node, rank: int) -> _Masked | None:
+    """A function of single values behind a mask: the mask behind the function."""
+    relation = bind(node, TABLE) if is_pointwise(node) else None
+    if not isinstance(relation, Relation) or len(relation.operands) != 1:
+        return None
+    source = relation.operands[0].value
+    masked = _masked(draft, source, rank) if isinstance(source, fx.Node) else None
+    if masked is None:
+        return None
+    name, dtype = relation.operands[0].name, masked.value.meta["val"].dtype
+    found = schema.arguments(node)
+    args, kwargs = schema.call(node.target, found | {name: torch.tensor(masked.fill, dtype=dtype)})
+    fill = float(node.target(*args, **kwargs))  # type: ignore[operator]
+    value = _scaled(draft, node, masked.value, masked.scale)
+    args, kwargs = schema.call(node.target, found | {name: value})
+    return _Masked(draft.call(node, node, node.target, *args, **kwargs), masked.keep, fill)
+
+
+def _product(draft: Draft, node: fx.Node) -> _Masked | None:
+    if node.target is not aten.mul.Tensor:
+        return None
+    for value, other in (node.args, node.args[::-1]):
+        mask = _constant(draft, other)
+        if mask is None or mask.numel() == 1 or not isinstance(value, fx.Node):
+            continue
+        kept = mask[mask != 0]
+        if kept.numel() and bool((kept == kept[0]).all()):
+            return _Masked(value, mask != 0, 0.0, float(kept[0]))
+    return None
+
+
+def _constant(draft: Draft, node: Any) -> Tensor | None:
+    """What a node makes, if it is a constant or made of constants alone."""
+    if not isinstance(node, fx.Node) or node.op == "get_attr":
+        return draft.tensor(node)
+    order: dict[fx.Node, None] = {}
+    stack = [node]
+    while stack:
+        top = stack.pop()
+        order.pop(top, None)
+        order[top] = None
+        if top.op not in ("call_function", "get_attr") or len(order) > 64:
+            return None
+        if not isinstance(top.meta.get("val"), Tensor) or not _is_plain(top.meta["val"]):
+            return None
+        stack += top.all_input_nodes
+    values: dict[fx.Node, Any] = {}
+    for n in reversed(order):
+        args, kwargs = map_arg((n.args, dict(n.kwargs)), values.__getitem__)
+        values[n] = draft.tensor(n) if n.op == "get_attr" else n.target(*args, **kwargs)  # type: ignore[operator]
+    return values[node]
+
+
+def _is_plain(value: Tensor) -> bool:
+    """Has a value sizes that are known, and not many elements?"""
+    return all(isinstance(n, int) for n in value.shape) and value.numel() <= 2**24
+
+
+def _number(draft: Draft, value: Any) -> float | None:
+    """A number that a call reads, as such or as a constant of one element."""
+    tensor = _constant(draft, value)
+    if tensor is not None:
+        return float(tensor.reshape(-1)[0]) if tensor.numel() == 1 else None
+    return float(value) if isinstance(value, int | float) else None
+
+
+# --- pools ----------------------------------------------------------------------------------------
+
+
+def _pool(draft: Draft, node: fx.Node) -> fx.Node | None:
+    """A pool each of whose windows keeps one position."""
+    average = node.target in AVERAGE_POOLS
+    if not average and node.target not in MAX_POOLS:
+        return None
+    found = schema.arguments(node)
+    x, rank = found["self"], len(found["kernel_size"])
+    sizes = x.meta["val"].shape[-rank:]
+    if not all(isinstance(n, int) for n in sizes):
+        return None
+    masked = _masked(draft, x, rank) or _Masked(x, torch.ones(sizes, dtype=torch.bool), 0.0)
+    where = _picked(node, masked.keep)
+    if where is None:
+        return None
+    factor = masked.scale
+    if average:
+        shares = node.target(masked.keep[None, None].double(), *_rest(found)).unique()  # type: ignore[operator]
+        if masked.fill or len(shares) != 1:
+            return None
+        factor *= 1 / round(1 / float(shares))
+    elif not (bool(masked.keep.all()) or _is_least(draft, masked)):
+        return None
+    return _scaled(draft, node, slices(draft, node, masked.value, where), factor)
+
+
+def _rest(found: Mapping[str, Any]) -> list[Any]:
+    return [value for name, value in found.items() if name != "self"]
+
+
+def _picked(node: fx.Node, keep: Tensor) -> list[Every] | None:
+    """Per axis the positions that the windows of a pool keep; None unless each keeps one, evenly
+    spaced."""
+    found = schema.arguments(node)
+    pool = MAX_POOLS.get(node.target) or AVERAGE_POOLS[node.target]  # type: ignore[index]
+    args = found["kernel_size"], found["stride"] or None, found["padding"]
+    more = {"ceil_mode": found["ceil_mode"], "dilation": found.get("dilation", 1)}
+    numbers = torch.arange(1, keep.numel() + 1, dtype=torch.float64).view(keep.shape)
+    last = pool(torch.where(keep, numbers, 0.0)[None, None], *args, **more)[0, 0]
+    first = -pool(torch.where(keep, -numbers, -math.inf)[None, None], *args, **more)[0, 0]
+    if not bool(((first == last) & (last > 0)).all()):
+        return None
+    return _evenly(torch.unravel_index((last - 1).long(), keep.shape))
+
+
+def _evenly(places: Sequence[Tensor]) -> list[Every] | None:
+    """Coordinates of a grid as a progression along each axis; None where they are no such grid."""
+    found: list[Every] = []
+    for axis, place in enumerate(places):
+        line = place.movedim(axis, 0).reshape(place.shape[axis], -1)
+        if not bool((line == line[:, :1]).all()):
+            return None
+        row = line[:, 0].tolist()
+        steps = {b - a for a, b in itertools.pairwise(row)}
+        if len(steps) > 1 or any(step <= 0 for step in steps):
+            return None
+        found.append((row[0], steps.pop() if steps else 1, len(row)))
+    return found
+
+
+def _is_least(draft: Draft, masked: _Masked) -> bool:
+    """Is what stands in masked positions never larger than what is kept?"""
+    dtype = masked.value.meta["val"].dtype
+    lowest = -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+    if masked.fill == lowest:
+        return True
+    low, high = _range(draft, masked.value)
+    return min(low * masked.scale, high * masked.scale) >= masked.fill
+
+
+def _range(draft: Draft, node: fx.Node) -> Range:
+    constants = {name: constant.tensor for name, constant in draft.constants.items()}
+    return ranges(draft.graph, constants)[node]
+
+
+def _mean(draft: Draft, node: fx.Node) -> fx.Node | None:
+    """A mean over all positions of which a grid is kept: the grid's mean, less."""
+    if node.target is not aten.mean.dim and node.target is not aten.adaptive_avg_pool2d.default:
+        return None
+    x = node.args[0]
+    rank = x.meta["val"].ndim - 2 if isinstance(x, fx.Node) else 0
+    axes = schema.arguments(node).get("dim")
+    axes = None if axes is None else sorted(a % (rank + 2) for a in axes)
+    if axes is None and list(schema.arguments(node)["output_size"]) != [1, 1]:
+        return None
+    if rank < 1 or (axes is not None and axes != list(range(2, rank + 2))):
+        return None
+    masked = _masked(draft, x, rank)
+    if masked is None or masked.fill or bool(masked.keep.all()):
+        return None
+    shape = tuple(int(masked.keep.any([b for b in range(rank) if b != a]).sum()) if rank > 1
+                  else int(masked.keep.sum()) for a in range(rank))  # fmt: skip
+    if math.prod(shape) != int(masked.keep.sum()):
+        return None
+    where = _evenly([p.view(shape) for p in masked.keep.nonzero().unbind(1)])
+    if where is None:
+        return None
+    share = int(masked.keep.sum()) / masked.keep.numel()
+    small = slices(draft, node, masked.value, where)
+    found = schema.arguments(node)
+    args, kwargs = schema.call(node.target, found | {next(iter(found)): small})
+    made = draft.call(node, node, node.target, *args, **kwargs)
+    return _scaled(draft, node, made, masked.scale * share)
+
+
+# --- slices ---------------------------------------------------------------------------------------
+
+
+def _unmasked(draft: Draft, node: fx.Node) -> fx.Node | None:
+    """A slice of which a mask keeps all: of what was masked."""
+    if node.target is not aten.slice.Tensor or any(
+        u.target is aten.slice.Tensor for u in node.users
+    ):
+        return None
+    root, cuts = root_of(node), list(cuts_of(node))[::-1]
+    rank = root.meta["val"].ndim - 2 if isinstance(root, fx.Node) else 0
+    masked = _masked(draft, root, rank) if rank > 0 and root.op == "call_function" else None
+    if masked is None:
+        return None
+    left, made = masked.keep[None, None], masked.value
+    for cut in cuts:
+        axis, start, stop, step = cut_of(cut)
+        if axis < 2:
+            return None
+        left = aten.slice.Tensor(left, axis, start, stop, step)
+        made = draft.call(node, None, aten.slice.Tensor, made, axis, start, stop, step)
+    if not bool(left.all()):
+        return None
+    return _scaled(draft, node, made, masked.scale)
+
+
+# --- sums and factors -----------------------------------------------------------------------------
+
+
+def _split(draft: Draft, node: fx.Node) -> fx.Node | None:
+    """The parts of a value above and below zero, one less the other: the value."""
+    if node.target is not aten.sub.Tensor or node.kwargs:
+        return None
+    a, b = node.args
+    if not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
+        return None
+    cuts = [[cut_of(cut) for cut in cuts_of(side)][::-1] for side in (a, b)]
+    above, below = root_of(a), root_of(b)
+    if cuts[0] != cuts[1] or not all(n.target is aten.relu.default for n in (above, below)):
+        return None
+    negative: Any = below.args[0]
+    if _factor(draft, negative) != (above.args[0], -1.0):
+        return None
+    made: Any = above.args[0]
+    for cut in cuts[0]:
+        made = draft.call(node, None, aten.slice.Tensor, made, *cut)
+    return made
+
+
+def _factor(draft: Draft, node: fx.Node) -> tuple[Any, float] | None:
+    """What a call multiplies by one number, and the number."""
+    if node.target is aten.neg.default:
+        return node.args[0], -1.0
+    if node.target in (aten.mul.Tensor, aten.mul.Scalar):
+        for value, other in (node.args, node.args[::-1]):
+            number = _number(draft, other)
+            if number is not None and isinstance(value, fx.Node):
+                return value, number
+    if node.target in (aten.div.Tensor, aten.div.Scalar) and not node.kwargs:
+        number = _number(draft, node.args[1])
+        if number and isinstance(node.args[0], fx.Node):
+            return node.args[0], 1 / number
+    return None
+
+
+def _factors(draft: Draft, node: fx.Node) -> fx.Node | None:
+    """Two numbers that multiply to 1, one behind the other."""
+    second = _factor(draft, node)
+    first = None if second is None else _factor(draft, second[0])
+    if second is None or first is None or first[1] * second[1] != 1.0:
+        return None
+    same = first[0].meta["val"].dtype == node.meta["val"].dtype
+    return first[0] if same else None
+
+
+def _scaled(draft: Draft, reader: fx.Node, x: fx.Node, factor: float) -> fx.Node:
+    return x if factor == 1 else draft.call(reader, x, aten.mul.Tensor, x, factor)
+
+
+__all__ = ["sliced"]

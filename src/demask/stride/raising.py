@@ -1,0 +1,105 @@
+"""raise_strides(): a convolution of stride 1 that is subsampled behind becomes a strided one.
+
+What keeps every s-th position is spelled as a slice (`kept`). The slice is a support, a progression
+along a spatial axis: the sweeps and the placement of demask() pull it back through all that carries
+positions, and the convolution absorbs it as its stride (`shrink.sample`). Nothing else is cut: of
+the constants nothing is known here, so that zeros in weights stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.export import ExportedProgram
+
+from demask.graph.fold import folded
+from demask.graph.program import Program
+from demask.graph.result import Demasked
+from demask.graph.spell import spelled
+from demask.ops import TABLE, Relation, schema
+from demask.shrink.demask import given
+from demask.shrink.device import CPU, device_of, moved, on_cpu
+from demask.shrink.measure import macs_of, traffic
+from demask.shrink.place import sampling
+from demask.shrink.reading import Reading, relations_of
+from demask.shrink.rewrite import rewrite
+from demask.stride.kept import sliced
+from demask.stride.result import finished
+
+PASSES = 64  # at most; each makes some call do less
+
+
+def raise_strides(
+    model: nn.Module | ExportedProgram,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic_shapes: Any = None,
+) -> Demasked:
+    """The model with convolutions that make only what is kept of them (row 002; the inverse of
+    `lower`): same call, same outputs.
+
+    A slice, a pool of single positions, or a mask and a pool behind a convolution, also behind
+    pointwise calls, norms, joins and sums, becomes the convolution's stride. args, kwargs,
+    dynamic_shapes: as of `demask.demask`; axes whose size is dynamic are left as they are.
+    NotExportable: torch.export does not take the model.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(1, 2)).eval()
+    >>> x = torch.randn(1, 3, 32, 32)
+    >>> fast = raise_strides(net, (x,))
+    >>> [n.args[3] for n in fast.graph.nodes if n.target is torch.ops.aten.conv2d.default]
+    [[2, 2]]
+    >>> torch.allclose(fast(x), net(x), atol=1e-6)
+    True
+    """
+    if (device := device_of(model, args, kwargs)) != CPU:
+        copy, examples, kept = on_cpu(model, args, kwargs)
+        made = raise_strides(copy, examples, kept, dynamic_shapes=dynamic_shapes)
+        moved(made, device)
+        return made
+    before = given(model, args, kwargs, dynamic_shapes)
+    return finished(before, *raised(before))
+
+
+def raised(program: Program) -> tuple[Program, tuple[str, ...]]:
+    """The program with strides given back, and in words which."""
+    best = folded(spelled(program))
+    start, weight = sliced(best), _weight(best)
+    for _ in range(PASSES):
+        pulled = _absorbed(folded(spelled(start)))
+        start = sliced(pulled)  # which may take more, until it is pulled back in turn
+        found = min(((_weight(made), k, made) for k, made in enumerate((pulled, start))))
+        if found[0] >= weight:
+            break
+        weight, best = found[0], found[2]
+    return best, _told(best)
+
+
+def _absorbed(program: Program) -> Program:
+    """Slices pulled back to convolutions, and absorbed there."""
+    hidden = program.with_graph(program.graph, {})
+    reading = Reading.of(hidden, TABLE)
+    placement = reading.placer.placement()
+    made = rewrite(program, reading.relations, reading.facts, reading.needs, placement)
+    return folded(made.program)
+
+
+def _weight(program: Program) -> tuple[int, int]:
+    """Multiply-adds, and elements written."""
+    relations = relations_of(program.graph, TABLE)
+    macs = sum(macs_of(r) for r in relations.values() if isinstance(r, Relation))
+    return macs, traffic(program)
+
+
+def _told(program: Program) -> tuple[str, ...]:
+    relations = relations_of(program.graph, TABLE)
+    convolutions = [r.node for r in relations.values() if isinstance(r, Relation) and sampling(r)]
+    strided = [n for n in convolutions if any(s > 1 for s in schema.arguments(n)["stride"])]
+    return tuple(f"{n.name}: stride {list(schema.arguments(n)['stride'])}" for n in strided)
+
+
+__all__ = ["raise_strides", "raised"]

@@ -1,0 +1,208 @@
+"""Convolutions over blocks or over phases of their input, as the strided ones that they stand for.
+
+    conv(space_to_depth(x, s), w)                     == conv(x, w in its places, stride s)
+    sum over phases r of conv(x[r::s], w[r::s])       == conv(x, w, stride s)
+
+Taps of zero around a kernel are left out, and evenly spaced ones become a dilation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from demask.ops import schema
+from demask.tune.draft import Draft
+
+aten = torch.ops.aten
+CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
+
+
+@dataclass(frozen=True, slots=True)
+class _Strided:
+    """A convolution of stride `step` whose kernel begins `before` positions before the input."""
+
+    x: fx.Node
+    weight: Tensor
+    step: tuple[int, ...]
+    before: tuple[int, ...]
+
+
+def unblocked(draft: Draft, node: fx.Node) -> fx.Node | None:
+    """The strided convolution that one over blocks of positions stands for."""
+    if node.target not in CONVOLUTIONS:
+        return None
+    found = schema.arguments(node)
+    weight = draft.tensor(found["weight"])
+    if weight is None or _moves(found):
+        return None
+    rank = weight.ndim - 2
+    blocks = _blocks(found["input"], rank)
+    if blocks is None:
+        return None
+    x, step = blocks
+    count = math.prod(step)
+    outer, inner = weight.shape[0], weight.shape[1] // count
+    parts = weight.reshape(outer, inner, *step, *weight.shape[2:])
+    order = [n for k in range(rank) for n in (2 + rank + k, 2 + k)]
+    spread = parts.permute(0, 1, *order)
+    sizes = [n * s for n, s in zip(weight.shape[2:], step, strict=True)]
+    dense = spread.reshape(outer, inner, *sizes)
+    return _put(draft, node, _unpadded(_Strided(x, dense, step, (0,) * rank)), found["bias"])
+
+
+def joined(draft: Draft, node: fx.Node) -> fx.Node | None:
+    """The strided convolution that a sum over phases of an input stands for."""
+    leaves = list(_leaves(node))
+    if len(leaves) < 2 or any(leaf.target not in CONVOLUTIONS for leaf in leaves):
+        return None
+    phases = [_phase(draft, leaf) for leaf in leaves]
+    if any(p is None for p in phases):
+        return None
+    first: Any = phases[0]
+    x, step, rank = first[0], first[1], len(first[1])
+    reach = [max(p[2][k] + (p[3].shape[2 + k] - 1) * p[4][k] for p in phases) + 1  # type: ignore[index]
+             for k in range(rank)]  # fmt: skip
+    dense = first[3].new_zeros(*first[3].shape[:2], *reach)
+    for phase in phases:
+        source, steps, start, weight, apart = phase  # type: ignore[misc]
+        if source is not x or steps != step or weight.shape[:2] != dense.shape[:2]:
+            return None
+        taps = tuple(slice(a, a + (n - 1) * d + 1, d)
+                     for a, n, d in zip(start, weight.shape[2:], apart, strict=True))  # fmt: skip
+        if bool(dense[(slice(None), slice(None), *taps)].any()):
+            return None
+        dense[(slice(None), slice(None), *taps)] = weight
+    biases = [b for leaf in leaves if (b := schema.arguments(leaf)["bias"]) is not None]
+    groups = {schema.arguments(leaf)["groups"] for leaf in leaves}
+    if len(biases) > 1 or len(groups) > 1 or set(step) == {1}:
+        return None
+    found = _unpadded(_Strided(x, dense, step, (0,) * rank))
+    return _put(draft, node, found, biases[0] if biases else None, like=leaves[0])
+
+
+def _leaves(node: Any) -> Iterator[fx.Node]:
+    """The addends of a tree of sums that nobody else reads."""
+    stack = [node]
+    while stack:
+        top = stack.pop()
+        inner = top is node or (isinstance(top, fx.Node) and len(top.users) == 1)
+        if inner and isinstance(top, fx.Node) and top.target is aten.add.Tensor and not top.kwargs:
+            stack += top.args[::-1]
+        elif isinstance(top, fx.Node):
+            yield top
+
+
+def _phase(draft: Draft, conv: fx.Node) -> tuple[Any, ...] | None:
+    """The source, its steps, the first position of the phase, the weight, positions apart."""
+    found = schema.arguments(conv)
+    weight = draft.tensor(found["weight"])
+    if weight is None or set(found["stride"]) != {1} or any(found["padding"]):
+        return None
+    rank = weight.ndim - 2
+    start, step, x = [0] * rank, [1] * rank, found["input"]
+    while x.target is aten.slice.Tensor:
+        cut = schema.arguments(x)
+        axis = cut["dim"] % x.meta["val"].ndim - (x.meta["val"].ndim - rank)
+        if axis < 0 or not isinstance(cut["start"], int) or step[axis] != 1:
+            return None
+        start[axis], step[axis], x = cut["start"], cut["step"], cut["self"]
+    dilation = list(found["dilation"]) * (rank if len(found["dilation"]) == 1 else 1)
+    apart = [d * s for d, s in zip(dilation, step, strict=True)]
+    return x, tuple(step), tuple(start), weight, tuple(apart)
+
+
+def _moves(found: Any) -> bool:
+    """Does a convolution have a stride, a padding or a dilation of its own?"""
+    return any(n != 1 for n in (*found["stride"], *found["dilation"])) or (
+        isinstance(found["padding"], str) or any(found["padding"])
+    )
+
+
+def _blocks(node: fx.Node, rank: int) -> tuple[fx.Node, tuple[int, ...]] | None:
+    """What was laid out in blocks, each position of one a channel, and the blocks' sizes."""
+    if node.target is aten.pixel_unshuffle.default and rank == 2:
+        return node.args[0], (node.args[1],) * 2  # type: ignore[return-value]
+    if node.target not in (aten.reshape.default, aten.view.default):
+        return None
+    permuted: Any = node.args[0]
+    if permuted.target is not aten.permute.default:
+        return None
+    parted: Any = permuted.args[0]
+    if parted.target not in (aten.reshape.default, aten.view.default):
+        return None
+    x: Any = parted.args[0]
+    shape, wide = x.meta["val"].shape, parted.meta["val"].shape
+    lead = len(shape) - rank
+    if lead < 1 or len(wide) != len(shape) + rank:
+        return None
+    steps = tuple(int(wide[lead + 1 + 2 * k]) for k in range(rank))
+    whole = all(wide[lead + 2 * k] * steps[k] == shape[lead + k] for k in range(rank))
+    order = [*range(lead), *range(lead + 1, lead + 2 * rank, 2), *range(lead, lead + 2 * rank, 2)]
+    made = node.meta["val"].shape
+    blocked = all(made[lead + k] == wide[lead + 2 * k] for k in range(rank))
+    right = whole and blocked and list(permuted.args[1]) == order
+    return (x, steps) if right and made[lead - 1] == shape[lead - 1] * math.prod(steps) else None
+
+
+def _unpadded(found: _Strided) -> _Strided:
+    """Zeros that were put before the input, as the kernel's begin."""
+    x, rank = found.x, len(found.step)
+    if x.target is not aten.constant_pad_nd.default or schema.arguments(x)["value"]:
+        return found
+    pads: Any = list(schema.arguments(x)["pad"])
+    if len(pads) > 2 * rank or not all(isinstance(n, int) for n in pads):
+        return found
+    before = [0] * rank
+    for k in range(len(pads) // 2):
+        before[rank - 1 - k] = pads[2 * k]
+    return _Strided(x.args[0], found.weight, found.step, tuple(before))  # type: ignore[arg-type]
+
+
+def _put(
+    draft: Draft, node: fx.Node, found: _Strided, bias: Any, like: fx.Node | None = None
+) -> fx.Node | None:
+    """The convolution in the graph, its kernel without the zeros around it."""
+    rank, weight = len(found.step), found.weight
+    first, dilation, sizes = [], [], found.x.meta["val"].shape[-rank:]
+    if not all(isinstance(n, int) for n in sizes):
+        return None
+    for k in range(rank):
+        rest = [a for a in range(weight.ndim) if a != 2 + k]
+        taps = (weight != 0).any(rest) if rest else weight != 0
+        places = taps.nonzero().flatten().tolist() or [0]
+        apart = math.gcd(*(p - places[0] for p in places)) or 1
+        index = torch.arange(places[0], places[-1] + 1, apart)
+        weight = weight.index_select(2 + k, index)
+        first.append(places[0])
+        dilation.append(apart)
+    before = [b - a for a, b in zip(first, found.before, strict=True)]
+    out = [int(n) for n in node.meta["val"].shape[-rank:]]
+    reach = [d * (n - 1) for d, n in zip(dilation, weight.shape[2:], strict=True)]
+    behind = [(o - 1) * s + r + 1 - n - b for o, s, r, n, b in
+              zip(out, found.step, reach, sizes, before, strict=True)]  # fmt: skip
+    own = [b >= 0 and (n + 2 * b - r - 1) // s + 1 == o for o, s, r, n, b in
+           zip(out, found.step, reach, sizes, before, strict=True)]  # fmt: skip
+    x, padding = found.x, before
+    if not all(own):
+        flat = [n for pair in reversed(list(zip(before, behind, strict=True))) for n in pair]
+        x = draft.call(node, None, aten.constant_pad_nd.default, x, flat, 0)
+        padding = [0] * rank
+    conv = like or node
+    name = str(schema.arguments(conv)["weight"].target)
+    read = draft.constant(_named(draft, name), weight, node, parameter=True)
+    groups = schema.arguments(conv)["groups"]
+    return draft.call(node, node, conv.target, x, read, bias, list(found.step), padding, dilation,
+                      groups)  # fmt: skip
+
+
+def _named(draft: Draft, name: str) -> str:
+    return draft.constants[name].name
+
+
+__all__ = ["joined", "unblocked"]

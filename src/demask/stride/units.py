@@ -1,0 +1,397 @@
+"""What the units of the accelerator can do: one entry per op, and nothing about it elsewhere.
+
+An entry says which operands and settings an instruction has, which shape comes out (the law that
+`checked` holds every instruction to), what it computes, and what it takes. Numbers are float32.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from demask.errors import BadInput
+from demask.stride.machine import ACTIVATIONS, HOST, WORD, Instruction, Machine, Setting, Work
+
+Shape = tuple[int, ...]
+Settings = Mapping[str, Setting]
+FLOAT, INT, INTS = "a number", "an integer", "a list of integers"
+REACH = 4096  # the largest padding and dilation that an instruction has room for
+
+
+@dataclass(frozen=True, slots=True)
+class Ability:
+    """One op of one unit.
+
+    reads: how many operands it may have. settings, optional: what it is told, by name, and of
+    which kind. shape: raises BadInput for operands that do not make what is written. run: the
+    value of operands and settings, for the shape that is written. work: what it takes.
+    inplace: may the result lie where its first operand of the same size lies?
+    """
+
+    unit: str
+    reads: tuple[int, ...]
+    shape: Callable[[Instruction], None]
+    run: Callable[[Sequence[Tensor], Settings, Shape], Tensor]
+    work: Callable[[Instruction, Machine], Work]
+    settings: Mapping[str, str] = field(default_factory=dict)
+    optional: Mapping[str, str] = field(default_factory=dict)
+    inplace: bool = False
+
+
+def checked(instruction: Instruction) -> Ability:
+    """The entry of an instruction that obeys it. BadInput: what was expected, what was found."""
+    ability = ABILITIES.get(instruction.op)
+    if ability is None:
+        raise BadInput(f"expected an op of the machine, found {instruction.op!r:.40}")
+    if len(instruction.reads) not in ability.reads:
+        raise BadInput(f"{instruction.op}: expected operands {ability.reads}, "
+                       f"found {len(instruction.reads)}")  # fmt: skip
+    known = {**ability.settings, **ability.optional}
+    for name, value in instruction.settings.items():
+        if name not in known or not _is(known[name], value):
+            raise BadInput(f"{instruction.op}: setting {name!r:.40} is {value!r:.60}; expected "
+                           f"{known.get(name, f'one of {sorted(known)}')}")  # fmt: skip
+    if missing := set(ability.settings) - set(instruction.settings):
+        raise BadInput(f"{instruction.op}: settings {sorted(missing)} are missing")
+    on_host = [operand.buffer == HOST for operand in (*instruction.reads, instruction.writes)]
+    if ability.unit != "dma" and (any(on_host) or instruction.writes.buffer != ACTIVATIONS):
+        raise BadInput(f"{instruction.op}: expected operands on the device, and a result in "
+                       f"{ACTIVATIONS}")  # fmt: skip
+    ability.shape(instruction)
+    return ability
+
+
+def _is(kind: str, value: Any) -> bool:
+    if kind == FLOAT:
+        return type(value) in (int, float)
+    if kind == INT:
+        return type(value) is int
+    return isinstance(value, tuple) and all(type(n) is int for n in value)
+
+
+def _need(instruction: Instruction, holds: bool, what: str) -> None:
+    if not holds:
+        shapes = ", ".join(str(operand.shape) for operand in instruction.reads)
+        raise BadInput(f"{instruction.op}: expected {what}, found {shapes} -> "
+                       f"{instruction.writes.shape} with {dict(instruction.settings)}")  # fmt: skip
+
+
+# The matrix unit.
+
+
+def _convolves(i: Instruction) -> None:
+    x, w, y, s = i.reads[0].shape, i.reads[1].shape, i.writes.shape, _ints(i)
+    axes, groups = len(w) - 2, i.settings["groups"]
+    lists = [s[name] for name in ("before", "after", "dilation")]
+    _need(i, axes in (1, 2, 3) and len(x) == len(y) == len(w), "a batch of images and a kernel")
+    _need(i, all(len(n) == axes for n in lists), "one padding and dilation per axis")
+    _need(i, groups > 0 and x[1] == w[1] * groups and w[0] % groups == 0, "channels that fit")  # type: ignore[operator]
+    for before, after, step in zip(*lists, strict=True):
+        held = 0 <= before <= REACH and 0 <= after <= REACH and 0 < step <= REACH
+        _need(i, held, f"paddings and dilations up to {REACH}")
+    sizes = [n + before + after - (k - 1) * step for n, k, before, after, step
+             in zip(x[2:], w[2:], *lists, strict=True)]  # fmt: skip
+    _need(i, y == (x[0], w[0], *sizes), f"the result {(x[0], w[0], *sizes)}")
+
+
+def _convolve(reads: Sequence[Tensor], s: Settings, shape: Shape) -> Tensor:
+    """The systolic data setup moves the image under the kernel; each tap is one product."""
+    (x, w), settings, groups = reads, _tuples(s), s["groups"]
+    assert isinstance(groups, int)
+    ends = zip(settings["before"], settings["after"], strict=True)
+    x = F.pad(x, [n for pair in reversed(list(ends)) for n in pair])
+    x = x.unflatten(1, (groups, -1))
+    kernel = w.unflatten(0, (groups, -1))
+    made = x.new_zeros(shape[0], groups, shape[1] // groups, math.prod(shape[2:]))
+    for tap in itertools.product(*map(range, w.shape[2:])):
+        seen = x
+        for axis, at in enumerate(tap):
+            seen = seen.narrow(3 + axis, at * settings["dilation"][axis], shape[2 + axis])
+        made += kernel[(..., *tap)] @ seen.flatten(3)
+    return made.reshape(shape)
+
+
+def _convolve_work(i: Instruction, machine: Machine) -> Work:
+    x, w, y = (*i.reads, i.writes)
+    groups, terms = i.settings["groups"], math.prod(w.shape[1:])
+    assert isinstance(groups, int)
+    positions, channels = y.shape[0] * math.prod(y.shape[2:]), w.shape[0] // groups
+    again = -(-channels // machine.columns)
+    return Work(machine.matrix(positions, terms, channels, groups), (x.bytes * again, w.bytes),
+                y.bytes, groups * positions * terms * channels)  # fmt: skip
+
+
+def _multiplies(i: Instruction) -> None:
+    x, w, y = i.reads[0].shape, i.reads[1].shape, i.writes.shape
+    turned = i.settings["transposed"]
+    _need(i, turned in (0, 1) and len(x) == len(w) == len(y) >= 2, "matrices")
+    _need(i, x[:-2] == w[:-2] == y[:-2], "as many matrices on both sides")
+    terms, channels = (w[-1], w[-2]) if turned else (w[-2], w[-1])
+    _need(i, x[-1] == terms and y[-2:] == (x[-2], channels), "rows and columns that fit")
+
+
+def _multiply(reads: Sequence[Tensor], s: Settings, shape: Shape) -> Tensor:
+    x, w = reads
+    return x @ (w.mT if s["transposed"] else w)
+
+
+def _multiply_work(i: Instruction, machine: Machine) -> Work:
+    x, w, y = (*i.reads, i.writes)
+    groups = math.prod(x.shape[:-2])
+    positions, terms, channels = x.shape[-2], x.shape[-1], y.shape[-1]
+    again = -(-channels // machine.columns)
+    return Work(machine.matrix(positions, terms, channels, groups), (x.bytes * again, w.bytes),
+                y.bytes, groups * positions * terms * channels)  # fmt: skip
+
+
+# The vector unit.
+
+
+def _broadcasts(i: Instruction) -> None:
+    """Operands are repeated along axes of size 1, as NumPy does it."""
+    if "immediate" in ABILITIES[i.op].optional:
+        numbers = len(i.reads) + ("immediate" in i.settings)
+        _need(i, numbers == 2, "a second operand, or an immediate one")
+    y = i.writes.shape
+    for operand in i.reads:
+        x = operand.shape
+        fits = len(x) <= len(y) and all(n in (1, m) for n, m in zip(x[::-1], y[::-1], strict=False))
+        _need(i, fits, "operands that fit the result")
+
+
+def _vector_work(i: Instruction, machine: Machine) -> Work:
+    elements = math.prod(i.writes.shape)
+    return Work(-(-elements // machine.lanes), tuple(x.bytes for x in i.reads), i.writes.bytes)
+
+
+def _unary(function: Callable[..., Tensor], **settings: str) -> Ability:
+    """A function of one operand and, by keyword, of numbers."""
+
+    def run(reads: Sequence[Tensor], s: Settings, shape: Shape) -> Tensor:
+        return function(reads[0], **s).expand(shape)
+
+    return Ability("vector", (1,), _broadcasts, run, _vector_work, settings, inplace=True)
+
+
+def _binary(function: Callable[..., Tensor]) -> Ability:
+    """A function of two operands; the second one may be a number."""
+
+    def run(reads: Sequence[Tensor], s: Settings, shape: Shape) -> Tensor:
+        other = reads[1] if len(reads) == 2 else torch.tensor(s["immediate"], dtype=torch.float32)
+        return function(reads[0], other).expand(shape)
+
+    return Ability("vector", (1, 2), _broadcasts, run, _vector_work,
+                   optional={"immediate": FLOAT}, inplace=True)  # fmt: skip
+
+
+def _clamp(reads: Sequence[Tensor], s: Settings, shape: Shape) -> Tensor:
+    low, high = s.get("low", -math.inf), s.get("high", math.inf)
+    return reads[0].clamp(low, high).expand(shape)  # type: ignore[arg-type]
+
+
+def _select(reads: Sequence[Tensor], s: Settings, shape: Shape) -> Tensor:
+    return torch.where(reads[0] != 0, reads[1], reads[2]).expand(shape)
+
+
+def _fill(reads: Sequence[Tensor], s: Settings, shape: Shape) -> Tensor:
+    return torch.full(shape, float(s["value"]), dtype=torch.float32)  # type: ignore[arg-type]
+
+
+# The pooling unit: windows over the last axes. What lies outside of the image is left out.
+
+
+def _pools(i: Instruction) -> None:
+    x, y, s = i.reads[0].shape, i.writes.shape, _ints(i)
+    axes = len(s["window"])
+    lists = [s[name] for name in ("window", "step", "before", "dilation")]
+    _need(i, 0 < axes <= len(x) == len(y) and all(len(n) == axes for n in lists), "a window")
+    _need(i, x[:-axes] == y[:-axes], "the other axes as they are")
+    for n, m, k, step, before, dilation in zip(x[-axes:], y[-axes:], *lists, strict=True):
+        span = (k - 1) * dilation + 1
+        held = 0 <= before <= REACH and 0 < dilation <= REACH
+        _need(i, held, f"paddings and dilations up to {REACH}")
+        _need(i, 0 < step <= span and before < span, "windows that leave nothing out")
+        _need(i, m > 0 and (m - 1) * step - before < n, "windows that begin in the image")
+
+
+def _taps(shape: Shape, s: Mapping[str, tuple[int, ...]]) -> list[int]:
+    """Per axis, the taps of a window that meet the image for some output."""
+    sizes = shape[len(shape) - len(s["window"]) :]
+    found = zip(sizes, s["window"], s["before"], s["dilation"], strict=True)
+    return [min(k, -(-(n + before) // dilation)) for n, k, before, dilation in found]
+
+
+def _windows(x: Tensor, settings: Settings, shape: Shape, outside: float) -> Tensor:
+    """The windows of each output, one axis more per axis that they have; `outside` is what they
+    see where there is no image. Taps that no window has in the image are left out."""
+    s = _tuples(settings)
+    lists = [s[name] for name in ("window", "step", "before", "dilation")]
+    axes, pads = len(lists[0]), list[int]()
+    taps = _taps(x.shape, s)
+    spans = [(k - 1) * dilation + 1 for k, dilation in zip(taps, s["dilation"], strict=True)]
+    for axis, (step, before, span) in enumerate(zip(lists[1], lists[2], spans, strict=True)):
+        seen = (shape[axis - axes] - 1) * step + span
+        pads = [before, seen - before - x.shape[axis - axes], *pads]
+    x = F.pad(x, pads, value=outside)
+    for axis, (step, span, dilation) in enumerate(zip(lists[1], spans, lists[3], strict=True)):
+        x = x.unfold(len(shape) - axes + axis, span, step)[..., ::dilation]
+    return x
+
+
+def _over(windows: Tensor, shape: Shape) -> tuple[int, ...]:
+    return tuple(range(len(shape), windows.ndim))
+
+
+def _max_pool(reads: Sequence[Tensor], s: Settings, shape: Shape) -> Tensor:
+    found = _windows(reads[0], s, shape, -math.inf)
+    return found.amax(_over(found, shape))
+
+
+def _sum_pool(reads: Sequence[Tensor], s: Settings, shape: Shape) -> Tensor:
+    found = _windows(reads[0], s, shape, 0.0)
+    return found.sum(_over(found, shape))
+
+
+def _average_pool(reads: Sequence[Tensor], s: Settings, shape: Shape) -> Tensor:
+    return _sum_pool(reads, s, shape) / math.prod(_tuples(s)["window"])
+
+
+def _pool_work(i: Instruction, machine: Machine) -> Work:
+    x, y = i.reads[0], i.writes
+    taps = math.prod(_taps(x.shape, _ints(i)))
+    cycles = -(-math.prod(y.shape) // machine.pool_lanes) * taps
+    return Work(cycles, (x.bytes,), y.bytes)
+
+
+_WINDOW: Mapping[str, str] = dict[str, str].fromkeys(("window", "step", "before", "dilation"), INTS)
+
+
+def _pool(run: Callable[[Sequence[Tensor], Settings, Shape], Tensor]) -> Ability:
+    return Ability("pool", (1,), _pools, run, _pool_work, _WINDOW)
+
+
+# The unit that moves blocks: a box of one value, its axes in another order, into a box of another.
+
+
+def _moves(i: Instruction) -> None:
+    x, y, s = i.reads[0].shape, i.writes.shape, _ints(i)
+    axes = range(len(x))
+    _need(i, len(x) == len(y) and all(len(s[name]) == len(x) for name in _MOVE), "axes that fit")
+    _need(i, sorted(s["order"]) == list(axes), "an order of the axes")
+    for n, start, size in zip(x, s["start"], s["size"], strict=True):
+        _need(i, 0 <= start < start + size <= n, "a block inside of what is read")
+    for m, at, axis in zip(y, s["at"], s["order"], strict=True):
+        _need(i, 0 <= at <= m - s["size"][axis], "a block inside of what is written")
+
+
+def _moved(reads: Sequence[Tensor], s: Settings, shape: Shape) -> Tensor:
+    """The block, in the order in which it is written."""
+    settings, x = _tuples(s), reads[0]
+    for axis, (start, size) in enumerate(zip(settings["start"], settings["size"], strict=True)):
+        x = x.narrow(axis, start, size)
+    return x.permute(settings["order"])
+
+
+def _move_work(i: Instruction, machine: Machine) -> Work:
+    amount = math.prod(_ints(i)["size"]) * WORD
+    return Work(-(-amount // machine.move_bytes), (amount,), amount)
+
+
+_MOVE = ("start", "size", "order", "at")
+
+
+# Between host and device.
+
+
+def _loads(i: Instruction) -> None:
+    _need(i, i.reads[0].buffer == HOST != i.writes.buffer, "something of the host's")
+    _need(i, i.reads[0].shape == i.writes.shape, "one shape")
+
+
+def _stores(i: Instruction) -> None:
+    _need(i, i.reads[0].buffer != HOST == i.writes.buffer, "something of the device's")
+    _need(i, i.reads[0].shape == i.writes.shape, "one shape")
+
+
+def _same(reads: Sequence[Tensor], s: Settings, shape: Shape) -> Tensor:
+    return reads[0]
+
+
+def _dma_work(i: Instruction, machine: Machine) -> Work:
+    amount = i.writes.bytes
+    return Work(-(-amount // machine.host_bytes), (amount,), amount)
+
+
+def _ints(i: Instruction) -> dict[str, tuple[int, ...]]:
+    return _tuples(i.settings)
+
+
+def _tuples(settings: Settings) -> dict[str, tuple[int, ...]]:
+    return {name: value for name, value in settings.items() if isinstance(value, tuple)}
+
+
+ABILITIES: Mapping[str, Ability] = {
+    "load": Ability("dma", (1,), _loads, _same, _dma_work),
+    "store": Ability("dma", (1,), _stores, _same, _dma_work),
+    "convolve": Ability(
+        "matrix", (2,), _convolves, _convolve, _convolve_work,
+        {"before": INTS, "after": INTS, "dilation": INTS, "groups": INT},
+    ),
+    "product": Ability("matrix", (2,), _multiplies, _multiply, _multiply_work, {"transposed": INT}),
+    "max_pool": _pool(_max_pool),
+    "sum_pool": _pool(_sum_pool),
+    "average_pool": _pool(_average_pool),
+    "move": Ability("move", (1,), _moves, _moved, _move_work, dict.fromkeys(_MOVE, INTS)),
+    "fill": Ability("vector", (0,), _broadcasts, _fill, _vector_work, {"value": FLOAT}),
+    "repeat": _unary(lambda x: x),
+    "select": Ability("vector", (3,), _broadcasts, _select, _vector_work, inplace=True),
+    "add": _binary(torch.add),
+    "subtract": _binary(torch.sub),
+    "multiply": _binary(torch.mul),
+    "divide": _binary(torch.div),
+    "maximum": _binary(torch.maximum),
+    "minimum": _binary(torch.minimum),
+    "power": _binary(torch.pow),
+    "relu": _unary(torch.relu),
+    "clamp": Ability("vector", (1,), _broadcasts, _clamp, _vector_work,
+                     optional={"low": FLOAT, "high": FLOAT}, inplace=True),
+    "leaky_relu": _unary(lambda x, slope: F.leaky_relu(x, slope), slope=FLOAT),
+    "elu": _unary(lambda x, alpha: F.elu(x, alpha), alpha=FLOAT),
+    "softplus": _unary(F.softplus),
+    "sigmoid": _unary(torch.sigmoid),
+    "tanh": _unary(torch.tanh),
+    "silu": _unary(F.silu),
+    "gelu": _unary(F.gelu),
+    "gelu_tanh": _unary(lambda x: F.gelu(x, approximate="tanh")),
+    "mish": _unary(F.mish),
+    "hard_swish": _unary(F.hardswish),
+    "hard_sigmoid": _unary(F.hardsigmoid),
+    "erf": _unary(torch.erf),
+    "exp": _unary(torch.exp),
+    "log": _unary(torch.log),
+    "sqrt": _unary(torch.sqrt),
+    "rsqrt": _unary(torch.rsqrt),
+    "reciprocal": _unary(torch.reciprocal),
+    "negate": _unary(torch.neg),
+    "abs": _unary(torch.abs),
+    "sin": _unary(torch.sin),
+    "cos": _unary(torch.cos),
+    "floor": _unary(torch.floor),
+}  # fmt: skip
+
+
+def unit_of(op: str) -> str:
+    """The unit that does an op."""
+    return ABILITIES[op].unit
+
+
+def work_of(instruction: Instruction, machine: Machine) -> Work:
+    """What an instruction takes on a machine."""
+    return ABILITIES[instruction.op].work(instruction, machine)

@@ -1,0 +1,349 @@
+"""An oracle of stride forms: on one convolution, is a form sound? By trying, not by thinking.
+
+It knows nothing of why a form refuses. It writes the form anyway, wherever it could stand, computes
+at once, and compares with what a stride keeps, on inputs with negatives, zeros, the largest
+numbers, small ones that lose bits when halved, and Inf and NaN at every position by itself. On
+targets that are `finite`, a channel of an input counts only where all of its numbers are. A form
+that refuses what holds on all of them is as wrong as one that accepts what does not.
+
+Integers (int32) wrap around. Torch has no such convolutions and pools on CPUs: they are computed in
+float64, which holds all sums here exactly, and wrapped.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from demask.facts.ranges import ANY, Range, of_dtype
+from demask.stride.forms import FORMS, Form
+from demask.stride.site import Axis, Call, Site
+from demask.stride.targets import Target
+
+aten = torch.ops.aten
+_CONVS = {1: aten.conv1d.default, 2: aten.conv2d.default, 3: aten.conv3d.default}
+_WINDOWED = (*_CONVS.values(), aten.max_pool1d.default, aten.max_pool2d.default,
+             aten.max_pool3d.default, aten.avg_pool1d.default, aten.avg_pool2d.default,
+             aten.avg_pool3d.default)  # fmt: skip
+FLOAT, WHOLE = torch.float32, torch.int32
+MOST = {FLOAT: torch.finfo(FLOAT).max, WHOLE: torch.iinfo(WHOLE).max}
+LEAST = {FLOAT: -MOST[FLOAT], WHOLE: torch.iinfo(WHOLE).min}
+TINY = torch.finfo(FLOAT).smallest_normal
+HALVED = 1e-45  # the smallest number: half of it is 0
+# A number that three times itself, and a third of that, is not.
+THIRD = next(v for v in torch.rand(99, generator=torch.Generator().manual_seed(0)).tolist()
+             if float(torch.tensor(v) * 3 * (1 / 3)) != v)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Eager:
+    """Computes what forms write. Convolutions of the input itself are made once."""
+
+    made: dict[Any, tuple[Tensor, Any]] = field(default_factory=dict)
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if target not in _WINDOWED:
+            return target(*args, **kwargs)
+        if target not in _CONVS.values():
+            return _computed(target, *args, **kwargs)
+        key = (id(args[0]), id(args[1]), *map(repr, args[3:]))
+        if key not in self.made:
+            # The operands are kept, so that no other value gets their ids.
+            self.made[key] = (_computed(target, *args, **kwargs), args)
+        return self.made[key][0]
+
+    def constant(self, name: str, tensor: Tensor, *, weight: bool = False) -> Tensor:
+        return tensor
+
+    def read(self, node: Any) -> Any:
+        raise AssertionError("functions here read nothing else")
+
+
+def _computed(target: Any, *args: Any, **kwargs: Any) -> Tensor:
+    if args[0].is_floating_point():
+        return target(*args, **kwargs)
+    exact = [a.double() if isinstance(a, Tensor) else a for a in args]
+    return target(*exact, **kwargs).trunc().to(torch.int64).to(args[0].dtype)
+
+
+# --- functions behind the convolution, and targets ---
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function behind the convolution: its steps, and the range behind each."""
+
+    steps: tuple[Callable[[Any, Any], Any], ...] = ()
+    ranges: tuple[Range, ...] = ()
+    bounded: bool = False  # it makes finite numbers of infinite ones
+
+
+def _leaky(write: Any, y: Tensor) -> Tensor:
+    if y.is_floating_point():
+        return torch.where(y >= 0, y, y * 0.25)
+    return torch.where(y >= 0, y, y >> 3)
+
+
+def _clamped(write: Any, y: Tensor) -> Tensor:
+    return y.clamp(0, 6)
+
+
+FUNCTIONS: Mapping[torch.dtype, Mapping[str, Function]] = {
+    FLOAT: {
+        "linear": Function(),
+        "relu": Function((lambda w, y: y.relu(),), (Range(0, ANY.high),)),
+        "leaky": Function((_leaky,), (ANY,)),
+        "relu6": Function((_clamped,), (Range(0, 6),), bounded=True),
+    },
+    WHOLE: {
+        "linear": Function(),
+        "relu": Function((lambda w, y: y.relu(),), (Range(0, MOST[WHOLE]),)),
+        "leaky": Function((_leaky,), (Range(LEAST[WHOLE] >> 3, MOST[WHOLE]),)),
+    },
+}
+
+
+def _target(ops: str, **more: Any) -> Target:
+    return Target("tried", frozenset(ops.split()), **more)
+
+
+def _masking(ops: str, **more: Any) -> list[Target]:
+    return [
+        _target(f"{ops} select", **more),
+        _target(f"{ops} multiply", finite=True, **more),
+        _target(f"{ops} multiply", **more),
+    ]
+
+
+_PRODUCT = "max_pool multiply"
+TARGETS: Mapping[str, list[Target]] = {
+    "mask_max_pool": [*_masking("max_pool"), _target("max_pool select pad", pool_ceil=False)],
+    "two_masks": [
+        _target(_PRODUCT, finite=True), _target(_PRODUCT), _target(_PRODUCT, mask=1.0),
+        *(_target(_PRODUCT, finite=True, mask=a) for a in (0.5, 1.0, 3.0, 2.0**126)),
+    ],
+    "select_max_pool": [_target("max_pool select"),
+                        _target("max_pool select pad", pool_ceil=False)],
+    "pool_1x1": [_target("max_pool")],
+    "slice": [_target("slice")],
+    "mask_sum_pool": [*_masking("sum_pool pad"), _target("sum_pool select pad", pool_ceil=False)],
+    "mask_avg_pool": [_target("avg_pool pad multiply select"),
+                      *_masking("avg_pool pad multiply")[1:]],
+    "split": _masking("max_pool relu add"),
+    "rotate": [_target("rotate multiply add crop", finite=True)],
+    "space_to_depth": [_target("space_to_depth pad", finite=True), _target("space_to_depth pad")],
+    "phase_split": [_target("slice add pad")],
+}  # fmt: skip
+
+
+# --- inputs and layers ---
+
+
+@functools.cache
+def inputs(sizes: tuple[int, ...], channels: int, dtype: torch.dtype) -> Tensor:
+    """(rows, channels, *sizes): whole numbers small enough that every sum of them is exact; each
+    special number at each position by itself, in the first channel and in the last."""
+    shape, draw = (channels, *sizes), torch.Generator().manual_seed(0)
+    rows = [torch.zeros(shape), torch.ones(shape), -torch.ones(shape)]
+    rows += [torch.randint(-8, 9, shape, generator=draw).float() for _ in range(3)]
+    found = torch.stack(rows).to(dtype)
+    special = [MOST[dtype], *([torch.inf, -torch.inf, torch.nan] if dtype is FLOAT else [])]
+    spikes = []
+    for value, channel in itertools.product(special, {0, channels - 1}):
+        eye = torch.zeros(found[0, 0].numel(), channels, found[0, 0].numel(), dtype=dtype)
+        eye[:, channel].fill_diagonal_(value)
+        spikes.append(eye.reshape(-1, *shape))
+    return torch.cat([found, *spikes])
+
+
+@functools.cache
+def layer(
+    kernel: tuple[int, ...], channels: int, groups: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Weights without zeros, and biases that alone make the kept numbers special ones."""
+    ends = (MOST[dtype], LEAST[dtype])
+    special = (THIRD, HALVED) if dtype is FLOAT else (1, 1)
+    biases = torch.tensor([0, 0, 3, -5, *ends, *special], dtype=dtype)
+    draw = torch.Generator().manual_seed(1)
+    shape = (len(biases), channels // groups, *kernel)
+    weight = torch.randint(1, 4, shape, generator=draw)
+    weight *= torch.randint(0, 2, shape, generator=draw) * 2 - 1
+    weight[[0, 4, 6, 7]], weight[[1, 5]] = 1, -1
+    return weight.to(dtype), biases
+
+
+# --- one cell ---
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One convolution. axes: pads before and behind may differ, which a form pads explicitly."""
+
+    axes: tuple[Axis, ...]
+    dtype: torch.dtype = FLOAT
+    function: str = "linear"
+    channels: int = 1
+    groups: int = 1
+
+    def site(self) -> Site:
+        chosen = FUNCTIONS[self.dtype][self.function]
+        known = (of_dtype(self.dtype), *chosen.ranges)
+        return Site(self.axes, (self.channels, 8), self.groups, self.dtype, known)
+
+    def call(self) -> Call:
+        kernel = tuple(axis.kernel for axis in self.axes)
+        weight, bias = layer(kernel, self.channels, self.groups, self.dtype)
+        x = inputs(tuple(axis.size for axis in self.axes), self.channels, self.dtype)
+        return Call(x, weight, bias, weight, FUNCTIONS[self.dtype][self.function].steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """kept: what the stride keeps of the wide value, behind each function. finite: rows and
+    channels whose inputs and wide values are all finite. large: rows with the largest number.
+    strided: by the strided convolution."""
+
+    kept: tuple[Tensor, ...]
+    finite: Tensor
+    large: Tensor
+    strided: tuple[Tensor, ...]
+
+
+def truth(cell: Cell, site: Site, call: Call, write: Eager) -> Truth:
+    pads = [n for axis in reversed(cell.axes) for n in (axis.before, axis.behind)]
+    padded = aten.constant_pad_nd.default(call.x, pads, 0) if any(pads) else call.x
+    rank, dilation = site.rank, [axis.dilation for axis in cell.axes]
+    convolve = functools.partial(write.call, _CONVS[rank], padded, call.weight, call.bias)
+    ones, none = [1] * rank, [0] * rank
+    values = [convolve(ones, none, dilation, cell.groups)]
+    strided = [convolve(site.stride, none, dilation, cell.groups)]
+    for step in call.steps:
+        values.append(step(write, values[-1]))
+        strided.append(step(write, strided[-1]))
+    picks = (..., *(slice(None, None, axis.stride) for axis in cell.axes))
+    finite = values[0].isfinite().flatten(2).all(2)
+    finite &= call.x.isfinite().flatten(1).all(1)[:, None]
+    large = (call.x.abs() == MOST[cell.dtype]).flatten(1).any(1)[:, None]
+    flat = (..., *[None] * rank)
+    kept = tuple(v[picks] for v in values)
+    return Truth(kept, finite[flat], large[flat], tuple(strided))
+
+
+def holds(form: Form, cell: Cell, site: Site, call: Call, target: Target, place: int,
+          expected: Truth, write: Eager) -> bool:  # fmt: skip
+    """Is the form, written at a place whatever it refuses, what the stride keeps?"""
+    try:
+        made = form.built(write, site, target, call, place)
+    except (RuntimeError, TypeError, OverflowError):
+        return False
+    exact = not form.rounds or site.whole
+    anew = form.name in ("space_to_depth", "phase_split")  # other sums
+    wanted = (expected.strided if anew else expected.kept)[place]
+    if made.shape != wanted.shape or made.dtype != wanted.dtype:
+        return False
+    if target.finite:
+        made = torch.where(expected.finite, made, wanted)
+    if anew and cell.dtype is FLOAT:  # which sums of the largest numbers overflow is the kernel's
+        made = torch.where(expected.large, wanted, made)
+    if exact:
+        same = (made == wanted) | ((made != made) & (wanted != wanted))
+        return bool(same.all())
+    slack = 1e-5 if anew else TINY  # sums of numbers of about 1; a product, all of whose are small
+    return torch.allclose(made, wanted, rtol=1e-5, atol=slack, equal_nan=True)
+
+
+def misses(
+    axes: tuple[Axis, ...], forms: Mapping[str, Form] = FORMS, channels: int = 1, groups: int = 1
+) -> Iterator[str]:
+    """Where forms and oracle disagree on a convolution, in each dtype and before each function."""
+    if any(axis.wide < 1 for axis in axes):
+        return
+    for dtype, functions in FUNCTIONS.items():
+        write, before = Eager(), {}
+        for function in functions:
+            cell = Cell(axes, dtype, function, channels, groups)
+            call = cell.call()
+            tried = Tried(cell, cell.site(), call, truth(cell, cell.site(), call, write), write,
+                          before)  # fmt: skip
+            for name, form in forms.items():
+                for target in TARGETS[name]:
+                    if name != "two_masks" or not _untold(cell, target):
+                        yield from tried.missed(form, target)
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A cell and what is found of it. before: what holds in front of any function, by form and
+    target, which is the same before all of them."""
+
+    cell: Cell
+    site: Site
+    call: Call
+    expected: Truth
+    write: Eager
+    before: dict[Any, bool]
+
+    def sound(self, form: Form, target: Target, place: int) -> bool:
+        if place:
+            return self._holds(form, target, place)
+        if (form.name, target) not in self.before:
+            self.before[form.name, target] = self._holds(form, target, 0)
+        return self.before[form.name, target]
+
+    def _holds(self, form: Form, target: Target, place: int) -> bool:
+        return holds(form, self.cell, self.site, self.call, target, place, self.expected,
+                     self.write)  # fmt: skip
+
+    def missed(self, form: Form, target: Target) -> Iterator[str]:
+        place = form.place(self.site, target)
+        bounded = FUNCTIONS[self.cell.dtype][self.cell.function].bounded
+        hidden = bounded and not target.finite and "select" not in target.ops
+        for at in range(len(self.site.ranges)) if isinstance(place, str) else [place]:
+            if hidden and at:
+                continue
+            sound, where = self.sound(form, target, at), f"{form.name} on {_said(target)}"
+            if sound and isinstance(place, str):
+                yield f"{self.cell}: {where} refused, but sound at {at}: {place}"
+            if not sound and not isinstance(place, str):
+                yield f"{self.cell}: {where} accepted at {at}, but unsound"
+
+
+def _untold(cell: Cell, target: Target) -> bool:
+    """Bounded functions hide Inf, and only some NaN arise beside them: there the form may refuse
+    more than it must. Whole numbers are refused whatever their size."""
+    bounded = FUNCTIONS[cell.dtype][cell.function].bounded
+    return (cell.dtype is WHOLE and target.mask == 1) or (bounded and not target.finite)
+
+
+def _said(target: Target) -> str:
+    more = [f"mask={target.mask:g}", *(["finite"] if target.finite else [])]
+    return f"{'+'.join(sorted(target.ops))} ({', '.join(more)})"
+
+
+# --- the grid ---
+
+KERNELS, STRIDES, DILATIONS, PADS, SIZES = (
+    range(1, 8), range(1, 5), range(1, 4), range(4), range(1, 21),
+)  # fmt: skip
+
+
+def grid(kernel: int, stride: int) -> Iterator[Axis]:
+    """All axes of a kernel and a stride."""
+    for dilation, before, behind, size in itertools.product(DILATIONS, PADS, PADS, SIZES):
+        yield Axis(size, kernel, stride, dilation, before, behind)
+
+
+def sample(count: int, seed: int) -> Iterator[Axis]:
+    """`count` axes for each kernel and stride, among them the smallest and the largest."""
+    draw = random.Random(seed)
+    for kernel, stride in itertools.product(KERNELS, STRIDES):
+        cells = [axis for axis in grid(kernel, stride) if axis.wide > 0]
+        yield from (cells[0], cells[-1])
+        yield from draw.sample(cells, count - 2)

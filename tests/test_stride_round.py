@@ -1,0 +1,95 @@
+"""raise_strides(lower(network)) is the network: the same calls, in the same order and geometry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from demask.ops import schema
+from demask.stride import NoSoundForm, lower, raise_strides
+from test_stride_lower import NETWORKS, drawn
+
+TARGETS = ("max_pool", "slice", "avg_pool", "no_pool", "space_to_depth", "matrix_unit")
+
+
+class Residual(nn.Module):
+    """A stem, a pool, a block with a strided branch and a strided shortcut."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.norm = nn.Conv2d(3, 8, 7, 2, 3, bias=False), nn.BatchNorm2d(8)
+        self.pool = nn.MaxPool2d(3, 2, 1)
+        self.a, self.b = nn.Conv2d(8, 12, 3, 2, 1), nn.Conv2d(12, 12, 3, 1, 1)
+        self.short, self.head = nn.Conv2d(8, 12, 1, 2), nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool(torch.relu(self.norm(self.stem(x))))
+        y = self.b(torch.relu(self.a(x)))
+        return self.head(torch.relu(y + self.short(x)).mean((2, 3)))
+
+
+class Separable(nn.Module):
+    """Depthwise convolutions of two strides, signed functions between them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Conv2d(3, 8, 3, 2, 1)
+        self.deep = nn.Conv2d(8, 8, 5, 3, 2, groups=8, bias=False)
+        self.last = nn.Conv2d(8, 6, 2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(nn.functional.silu(self.deep(nn.functional.hardswish(self.first(x)))))
+
+
+def spelling(module: nn.Module) -> list[Any]:
+    """The calls, with all their arguments that are no tensors."""
+    found = []
+    for node in module.graph.nodes:  # type: ignore[union-attr]
+        name = str(node.target)
+        if node.op == "call_module":
+            found.append(name)
+        elif "reshape" in name or "view" in name or "expand" in name:
+            found.append(name)  # whose sizes may be spelled in several ways
+        elif (
+            node.op == "call_function"
+            and isinstance(node.target, torch._ops.OpOverload)
+            and "sym_size" not in name
+        ):
+            given = schema.arguments(node)
+            plain = {k: v for k, v in given.items() if not isinstance(v, torch.fx.Node)}
+            found.append((str(node.target), plain))
+    return found
+
+
+@torch.no_grad()
+def goes_round(model: nn.Module, args: tuple[Tensor, ...], target: str) -> None:
+    lowered = lower(model, args, target=target)
+    made, plain = raise_strides(lowered, args), raise_strides(model, args)
+    assert spelling(made) == spelling(plain)
+    expected, found = model(*args), made(*args)
+    expected, found = (getattr(y, "logits", y) for y in (expected, found))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("make", [Residual, Separable])
+def test_small_networks(make, target):
+    if make is Separable and target == "no_pool":
+        pytest.skip("its output keeps the image's axes: such a target cannot make it smaller")
+    goes_round(make().eval(), (torch.randn(2, 3, 48, 64),), target)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_architectures(name, target):
+    make, side = NETWORKS[name]
+    try:
+        goes_round(drawn(make()), (torch.randn(2, 3, side, side),), target)
+    except NoSoundForm as error:
+        pytest.skip(str(error))
