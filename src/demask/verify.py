@@ -84,7 +84,7 @@ def verify(
     pairs = [(left, right), _own(model, slim)]
     narrow = _narrowed(slim)
     found = _Found(allowed)
-    for seed, batch, inputs in _draws(slim, args, kwargs):
+    for seed, batch, inputs in _draws(model, slim, args, kwargs):
         for wide, (a, b) in zip((True, False), pairs, strict=True):
             given = pytree.tree_map(_to_double, inputs) if wide else inputs
             found.compare(a, b, given, wide, narrow, f"draw {seed}, batch {batch}")
@@ -286,10 +286,12 @@ def _names_narrow(slim: nn.Module) -> bool:
                if isinstance(v, torch.dtype))  # fmt: skip
 
 
-def _draws(slim: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[int, Any, Any]]:
+def _draws(model: Any, slim: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[int, Any, Any]]:
     """(seed, batch, inputs): the inputs as given, and draws like them, at batches 1 and 3 too."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     dynamic = _dynamic(slim, leaves)
+    if isinstance(model, Demasked):  # which may be for one size where the other is for any
+        dynamic = [a and b for a, b in zip(dynamic, _dynamic(model, leaves), strict=True)]
     for seed in range(4):
         draw = torch.Generator().manual_seed(seed)
         drawn = [like(leaf, draw) if seed and isinstance(leaf, Tensor) else leaf for leaf in leaves]

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from dataclasses import asdict
 from functools import partial
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from demask.cli import strides
+from demask.cli.common import (
+    Imports,
+    Json,
+    Model,
+    Sizes,
+    check_output,
+    import_modules,
+    plain,
+    show,
+    written,
+)
 from demask.cli.progress import progress
 from demask.errors import BadInput, DemaskError, Mismatch
 
@@ -26,32 +34,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")]
-Model = Annotated[
-    Path,
-    typer.Argument(
-        help="A .pt2 file of torch.export.save, a .demask archive of demask.save, or a .onnx file."
-    ),
-]
-Sizes = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--size",
-        metavar="NAME=N",
-        help="A dynamic size of an ONNX file, for example inputs and timing: --size height=480. "
-        "May be given several times. Default: batches of 1, images of 224 x 224, else 16.",
-    ),
-]
-Imports = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--import",
-        metavar="MODULE",
-        help="Import a module that defines what the network takes or returns, such as "
-        "transformers.modeling_outputs. May be given several times.",
-    ),
-]
 
 
 def _several(words: str) -> Any:
@@ -128,7 +110,7 @@ def demo(
       demask demo --keep model.pt2
     """
     if keep is not None:
-        _check_output(keep, suffixes=(".pt2",))
+        check_output(keep, suffixes=(".pt2",))
     with progress("loading"):
         from demask.cli import demo as demonstration
         from demask.cli.digits import load_digits
@@ -136,7 +118,7 @@ def demo(
         digits = load_digits()
     with progress("training", demonstration.steps(digits)) as step:
         shown = demonstration.run(digits, step, runs, keep)
-    _print(shown, shown.to_dict(), as_json)
+    show(shown, shown.to_dict(), as_json)
 
 
 @app.command()
@@ -169,14 +151,14 @@ def slim(
       demask slim model.pt2 -o slim.pt2
       demask slim model.onnx -o slim.onnx --threads 1
     """
-    _check_output(output, suffixes=(".pt2", ".demask", ".onnx"))
+    check_output(output, suffixes=(".pt2", ".demask", ".onnx"))
     if output.suffix != ".onnx" and (minimal or threads):
         raise BadInput("--minimal and --threads are for .onnx results; leave them out")
     with progress("loading") as step:
         import demask
         from demask.cli.models import read_network
 
-        _import(imports)
+        import_modules(imports)
         given = read_network(model, sizes)
         if output.suffix == ".onnx":
             from demask.deploy import deploy
@@ -189,7 +171,7 @@ def slim(
         else:
             step("demasking")
             result = demask.demask(given.model, given.args)
-            verification = _write(given, result, output, step)
+            verification = written(given, result, output, step)
             shown = partial(_print_written, result, output, verification)
     shown(as_json)
 
@@ -235,20 +217,20 @@ def optimize(
       demask optimize model.pt2 -o fast.demask --threads 2
       demask optimize model.pt2 -o small.demask --precision int8
     """
-    _check_output(output, suffixes=(".demask", ".pt2"))
+    check_output(output, suffixes=(".demask", ".pt2"))
     with progress("loading") as step:
         import demask
         from demask.cli.models import read_network
         from demask.machine.allocator import fix_allocator
 
-        _import(imports)
+        import_modules(imports)
         given = read_network(model, sizes)
         fix_allocator()
         result = demask.optimize(
             given.model, given.args, threads=threads, precision=precision, cache=cache,
             progress=step,
         )  # fmt: skip
-        verification = _write(given, result, output, step, exact=precision is None)
+        verification = written(given, result, output, step, exact=precision is None)
     _print_written(result, output, verification, as_json)
 
 
@@ -269,11 +251,11 @@ def inspect(
         from demask.cli.inspection import inspect_network
         from demask.cli.models import read_network
 
-        _import(imports)
+        import_modules(imports)
         given = read_network(model, sizes)
         step("looking for work that was masked away")
         inspection = inspect_network(given, step)
-    _print(inspection, inspection.to_dict(), as_json)
+    show(inspection, inspection.to_dict(), as_json)
 
 
 @app.command()
@@ -290,13 +272,13 @@ def verify(
         import demask
         from demask.cli.models import read_network
 
-        _import(imports)
+        import_modules(imports)
         first, second = read_network(a, sizes), read_network(b, sizes)
         step("comparing")
         verification = demask.verify(first.model, second.module, first.args, check=False)
     words = f"largest difference {verification.max_abs:.2g}, relative {verification.max_rel:.2g}"
     verdict = "same" if verification.ok else "DIFFERENT"
-    _print(f"{verdict}: {words}, in {verification.dtype}", _plain(verification), as_json)
+    show(f"{verdict}: {words}, in {verification.dtype}", plain(verification), as_json)
     if not verification.ok:
         raise typer.Exit(CHECK_FAILED)
 
@@ -332,17 +314,21 @@ def bench(
         from demask.cli import bench as benching
         from demask.cli.models import read_network
 
-        _import(imports)
+        import_modules(imports)
         given = read_network(model, sizes)
         counts, batches = (tuple(dict.fromkeys(asked or ())) for asked in (threads, batch))
         plan = benching.Plan(counts, batches, pairs, seconds, with_compile)
     with progress("demasking", plan.steps) as step:
         found = benching.bench(given, model.name, plan, step)
-    _print(found, found.to_dict(), as_json)
+    show(found, found.to_dict(), as_json)
     if plot is not None:
         from demask.cli.plot import draw
 
         draw(found, plot)
+
+
+app.command("lower")(strides.lower)
+app.command("raise")(strides.raise_strides)
 
 
 @app.command()
@@ -390,33 +376,20 @@ def stream(
       demask stream model.pt2 image.npy result.npy --memory 256MiB --plan
       demask stream model.pt2 image.npy result.npy --memory 256MiB --output uint8
     """
-    _check_output(destination, suffixes=(".npy",))
+    check_output(destination, suffixes=(".npy",))
     with progress("loading") as step:
         from demask.traverse.stream import prepare
 
-        _import(imports)
+        import_modules(imports)
         step("planning")
         job = prepare(model, source, destination, memory=memory, output=output, spill=spill)
     if plan:
-        _print(job.plan, {"rows": job.rows, "plan": job.plan.to_dict()}, as_json)
+        show(job.plan, {"rows": job.rows, "plan": job.plan.to_dict()}, as_json)
         return
     with progress("streaming", job.steps) as step:
         done = job.run(step)
     data = done.to_dict() | {"output": str(destination), "plan": job.plan.to_dict()}
-    _print(f"{done}\nwritten to {destination}", data, as_json)
-
-
-def _write(given: Any, result: Any, output: Path, step: Any, *, exact: bool = True) -> Any:
-    """Check a result against the network given, then write it; the verification. exact: where it
-    is not, the result is written although it differs."""
-    import demask
-
-    step("checking that it computes the same")
-    verification = demask.verify(given.model, result, given.args, check=exact)
-    step("writing")
-    save = demask.save if output.suffix == ".demask" else demask.to_pt2
-    save(result, output)
-    return verification
+    show(f"{done}\nwritten to {destination}", data, as_json)
 
 
 def _print_written(result: Any, output: Path, verification: Any, as_json: bool) -> None:
@@ -425,8 +398,8 @@ def _print_written(result: Any, output: Path, verification: Any, as_json: bool) 
     report = demask.report(result)
     words = f"largest difference {verification.max_abs:.2g} in {verification.dtype}"
     data = {"output": str(output), "report": report.to_dict()}
-    data["verification"] = _plain(verification)
-    _print(f"{report}\nwritten to {output} ({words})", data, as_json)
+    data["verification"] = plain(verification)
+    show(f"{report}\nwritten to {output} ({words})", data, as_json)
 
 
 def _print_deployed(made: Any, output: Path, as_json: bool) -> None:
@@ -439,42 +412,12 @@ def _print_deployed(made: Any, output: Path, as_json: bool) -> None:
         else (f"largest difference {made.error:.2g} of the largest output, in ONNX Runtime")
     )
     data = {"output": str(output), "report": report.to_dict(), "error": made.error}
-    _print(f"{report}\nwritten to {output} ({words})", data, as_json)
-
-
-def _import(modules: list[str] | None) -> None:
-    """Import what the caller named; BadInput where there is no such module."""
-    for name in modules or ():
-        try:
-            import_module(name)
-        except ImportError as error:
-            raise BadInput(f"cannot import {name}: {error}; is it installed here?") from error
-
-
-def _check_output(path: Path, suffixes: tuple[str, ...]) -> None:
-    """Raise BadInput now if `path` could not be written after the work."""
-    from demask.files.atomic import check_writable
-
-    if path.suffix not in suffixes:
-        known = " or ".join(suffixes)
-        raise BadInput(f"expected an output that ends in {known}, got {path}; rename it")
-    check_writable(path)
+    show(f"{report}\nwritten to {output} ({words})", data, as_json)
 
 
 def _check_plot(path: Path) -> None:
     """Raise BadInput now if no picture could be drawn to `path` after the work."""
     from demask.cli.plot import SUFFIXES, check_installed
 
-    _check_output(path, SUFFIXES)
+    check_output(path, SUFFIXES)
     check_installed()
-
-
-def _plain(verification: Any) -> dict[str, Any]:
-    """A verification as JSON can hold it: a dtype as its name, NaN and infinity as words."""
-    row = asdict(verification) | {"dtype": str(verification.dtype).removeprefix("torch.")}
-    odd = {key: str(x) for key, x in row.items() if isinstance(x, float) and not isfinite(x)}
-    return row | odd
-
-
-def _print(text: object, data: dict[str, Any], as_json: bool) -> None:
-    typer.echo(json.dumps(data, indent=2) if as_json else str(text))

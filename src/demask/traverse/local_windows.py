@@ -250,13 +250,14 @@ class Transposed(_Windows):
         return made + self._inside(window, made)
 
     def _inside(self, window: Window, made: int) -> int:
-        """What is allocated in the call: by oneDNN, which takes pictures, as much as the result;
-        else the columns, a one for each position, and of groups the results."""
+        """What is allocated in the call: by oneDNN, which takes pictures, the operand laid out
+        anew, of groups the result; else the columns, a one for each position, and of groups the
+        results."""
         weight = self.call.found["weight"].meta["val"]
-        if len(self.axes) == 2 and available(self.call.dtype, weight.device):
-            return made
         dtype, groups = self.call.dtype, self.call.found["groups"]
         shape = self.operand(window)
+        if len(self.axes) == 2 and available(self.call.dtype, weight.device):
+            return made if groups > 1 else nbytes(shape, dtype)
         positions = math.prod(shape) // max(weight.shape[0], 1)
         columns = nbytes((positions * math.prod(weight.shape[1:]),), dtype)
         ones = made // max(weight.shape[1] * groups, 1)

@@ -1,0 +1,83 @@
+"""What several commands share: their options, and how results are written and printed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from importlib import import_module
+from math import isfinite
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from demask.errors import BadInput
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")]
+Model = Annotated[
+    Path,
+    typer.Argument(
+        help="A .pt2 file of torch.export.save, a .demask archive of demask.save, or a .onnx file."
+    ),
+]
+Sizes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--size",
+        metavar="NAME=N",
+        help="A dynamic size of an ONNX file, for example inputs and timing: --size height=480. "
+        "May be given several times. Default: batches of 1, images of 224 x 224, else 16.",
+    ),
+]
+Imports = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import",
+        metavar="MODULE",
+        help="Import a module that defines what the network takes or returns, such as "
+        "transformers.modeling_outputs. May be given several times.",
+    ),
+]
+
+
+def written(given: Any, result: Any, output: Path, step: Any, *, exact: bool = True) -> Any:
+    """Check a result against the network given, then write it; the verification. exact: where it
+    is not, the result is written although it differs."""
+    import demask
+
+    step("checking that it computes the same")
+    verification = demask.verify(given.model, result, given.args, check=exact)
+    step("writing")
+    save = {".demask": demask.save, ".onnx": demask.to_onnx}.get(output.suffix, demask.to_pt2)
+    save(result, output)
+    return verification
+
+
+def import_modules(modules: list[str] | None) -> None:
+    """Import what the caller named; BadInput where there is no such module."""
+    for name in modules or ():
+        try:
+            import_module(name)
+        except ImportError as error:
+            raise BadInput(f"cannot import {name}: {error}; is it installed here?") from error
+
+
+def check_output(path: Path, suffixes: tuple[str, ...]) -> None:
+    """Raise BadInput now if `path` could not be written after the work."""
+    from demask.files.atomic import check_writable
+
+    if path.suffix not in suffixes:
+        known = " or ".join(suffixes)
+        raise BadInput(f"expected an output that ends in {known}, got {path}; rename it")
+    check_writable(path)
+
+
+def plain(verification: Any) -> dict[str, Any]:
+    """A verification as JSON can hold it: a dtype as its name, NaN and infinity as words."""
+    row = asdict(verification) | {"dtype": str(verification.dtype).removeprefix("torch.")}
+    odd = {key: str(x) for key, x in row.items() if isinstance(x, float) and not isfinite(x)}
+    return row | odd
+
+
+def show(text: object, data: dict[str, Any], as_json: bool) -> None:
+    typer.echo(json.dumps(data, indent=2) if as_json else str(text))

@@ -1,0 +1,106 @@
+"""`demask lower` and `demask raise`: strides for targets that have none, and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from demask.cli.common import (
+    Imports,
+    Json,
+    Model,
+    Sizes,
+    check_output,
+    import_modules,
+    plain,
+    show,
+    written,
+)
+from demask.cli.progress import progress
+
+SUFFIXES = (".pt2", ".demask", ".onnx")
+Output = Annotated[
+    Path, typer.Option("--output", "-o", help="Where to write the result: .pt2, .demask or .onnx.")
+]
+
+
+def lower(
+    model: Model,
+    output: Output,
+    target: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="What the hardware can do: max_pool, avg_pool, slice, no_pool, space_to_depth, "
+            "fhe, matrix_unit, or a .toml file of your own.",
+        ),
+    ] = "max_pool",
+    as_json: Json = False,
+    imports: Imports = None,
+    sizes: Sizes = None,
+) -> None:
+    """Write MODEL without strided convolutions, for a target that has none.
+
+    Each becomes a convolution of stride 1 and the cheapest form that keeps what the stride would
+    have made, of those that the target has and that are sound for the layer; where none is, every
+    form's reason is said. The result is checked against MODEL before anything is written.
+
+    \b
+    Examples:
+      demask lower model.onnx -o lowered.onnx --target max_pool
+      demask lower model.pt2 -o lowered.pt2 --target accelerator.toml
+    """
+    check_output(output, suffixes=SUFFIXES)
+    with progress("loading") as step:
+        from demask.cli.models import read_network
+        from demask.stride import lower
+
+        import_modules(imports)
+        given = read_network(model, sizes)
+        step("lowering")
+        result = lower(given.model, given.args, target=target)
+        _finish(given, result, output, step, as_json)
+
+
+def raise_strides(
+    model: Model,
+    output: Output,
+    as_json: Json = False,
+    imports: Imports = None,
+    sizes: Sizes = None,
+) -> None:
+    """Write MODEL with strided convolutions in place of those that are subsampled behind.
+
+    A slice, a pool of single positions, or a mask and a pool becomes the stride of the convolution
+    before it, through pointwise layers, norms, joins and sums. The result is checked against MODEL
+    before anything is written.
+
+    \b
+    Example:
+      demask raise lowered.onnx -o model.onnx
+    """
+    check_output(output, suffixes=SUFFIXES)
+    with progress("loading") as step:
+        from demask.cli.models import read_network
+        from demask.stride import raise_strides
+
+        import_modules(imports)
+        given = read_network(model, sizes)
+        step("raising strides")
+        result = raise_strides(given.model, given.args)
+        _finish(given, result, output, step, as_json)
+
+
+def _finish(given: Any, result: Any, output: Path, step: Any, as_json: bool) -> None:
+    verification = written(given, result, output, step)
+    notes = list(result.demasked.notes)
+    words = f"largest difference {verification.max_abs:.2g} in {verification.dtype}"
+    text = "\n".join([*notes, f"written to {output} ({words})"])
+    show(
+        text, {"output": str(output), "notes": notes, "verification": plain(verification)}, as_json
+    )
+
+
+__all__ = ["lower", "raise_strides"]
