@@ -20,7 +20,8 @@ from demask.cli import app, demo, digits, main
 from demask.cli.progress import progress
 
 COMMANDS = ("demo", "slim", "inspect", "verify")
-ELSEWHERE = ("bench", "optimize", "stream")  # commands whose examples are run by tests of their own
+# Commands whose examples are run by tests of their own.
+ELSEWHERE = ("bench", "lower", "optimize", "raise", "stream")
 
 
 @dataclass(frozen=True)

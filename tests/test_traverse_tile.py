@@ -51,7 +51,7 @@ def test_the_least_budget_does_and_less_is_refused_in_words(name: str) -> None:
 
 
 GOLDEN = """\
-1 segments; peak 21.9 MiB of 24.0 MiB (live 13.4 MiB, process 8.47 MiB); 6.795e+08 MACs (1.0000 x \
+1 segments; peak 21.9 MiB of 24.0 MiB (live 13.5 MiB, process 8.47 MiB); 6.795e+08 MACs (1.0000 x \
 untiled); traffic 18.0 MiB
    mode   tile      steps  calls                  keeps     memory    MACs      traffic
 0  bands  128 rows  9      conv2d … conv2d_1 (3)  conv2d_1  13.4 MiB  6.79e+08  18.0 MiB"""

@@ -1,0 +1,117 @@
+"""Convolutions subsampled behind, and the same with their strides given back, timed in turns:
+`python benchmarks/stride.py`.
+
+Layers of ResNets and of a stem, each followed by a batch norm and a ReLU, made for hardware without
+strides in one of the ways of docs/stride.md; and whole networks lowered for each target and raised
+again. Writes benchmarks/results/stride.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from rich.progress import Progress
+from torch import Tensor, nn
+
+import demask
+from demask.machine.timing import Timing, alternate
+from tables import RESULTS, command, markdown, spread
+
+LAYERS = {
+    "3x3, 64 to 128, 56²": (64, 128, 3, 2, 56), "3x3, 128 to 256, 28²": (128, 256, 3, 2, 28),
+    "1x1, 64 to 128, 56²": (64, 128, 1, 2, 56), "7x7, 3 to 64, 224²": (3, 64, 7, 2, 224),
+    "3x3, stride 3, 32 to 64, 96²": (32, 64, 3, 3, 96),
+}  # fmt: skip
+
+
+def masked(y: Tensor, s: int) -> Tensor:
+    mask = torch.zeros(1, 1, *y.shape[2:])
+    mask[..., ::s, ::s] = 1
+    return F.max_pool2d(y * mask, s, s, ceil_mode=True)
+
+
+WAYS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "mask and max pool": masked,
+    "1x1 max pool": lambda y, s: F.max_pool2d(y, 1, s),
+    "slice": lambda y, s: y[:, :, ::s, ::s],
+}
+
+
+class Sampled(nn.Module):
+    """A convolution of stride 1, a norm, a ReLU, and every s-th position of that."""
+
+    def __init__(self, inner: int, outer: int, kernel: int, s: int, way: str):
+        super().__init__()
+        self.conv = nn.Conv2d(inner, outer, kernel, padding=kernel // 2, bias=False)
+        self.norm, self.s, self.way = nn.BatchNorm2d(outer), s, WAYS[way]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.way(F.relu(self.norm(self.conv(x))), self.s)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One layer in one setting. macs: left of the given's, a share."""
+
+    layer: str
+    way: str
+    threads: int
+    macs: float
+    given: Timing
+    raised: Timing
+    difference: float
+
+    @property
+    def speed(self) -> float:
+        return self.given.median / self.raised.median
+
+
+def rows(threads: Sequence[int], pairs: int, seconds: float, bar: Progress) -> Iterator[Row]:
+    step = bar.add_task("", total=len(LAYERS) * len(WAYS) * len(threads))
+    for name, (inner, outer, kernel, s, size) in LAYERS.items():
+        for way in WAYS:
+            torch.manual_seed(0)
+            model = Sampled(inner, outer, kernel, s, way).eval()
+            x = torch.randn(1, inner, size, size)
+            raised = demask.stride.raise_strides(model, (x,))
+            before, after = raised.demasked.before.macs, raised.demasked.after.macs
+            for count in threads:
+                bar.update(step, description=f"{name}, {way}, {count} threads")
+                torch.set_num_threads(count)
+                calls = {"given": lambda m=model, x=x: m(x), "raised": lambda m=raised, x=x: m(x)}
+                with torch.inference_mode():
+                    times = alternate(calls, pairs, seconds=seconds)
+                    gap = float((model(x) - raised(x)).abs().max() / model(x).abs().max())
+                yield Row(name, way, count, after / before, times["given"], times["raised"], gap)
+                bar.advance(step)
+
+
+def cells(row: Row) -> list[str]:
+    return [row.layer, row.way, str(row.threads), f"{row.macs:.2f}", spread(row.given),
+            spread(row.raised), f"{row.speed:.2f}", f"{row.difference:.0e}"]  # fmt: skip
+
+
+HEAD = ["layer", "subsampled by", "threads", "MACs left", "given, ms", "raised, ms", "speed",
+        "difference"]  # fmt: skip
+
+
+def page(found: Sequence[Row], words: str) -> str:
+    slow = [row for row in found if row.speed < 3]
+    return f"""# Strides given back
+
+Made by `python benchmarks/stride.py`. {words}
+
+A convolution of stride 1, a batch norm and a ReLU, of which every s-th position is kept; *raised*:
+behind `demask.stride.raise_strides`. Batch 1, float32, NCHW. Milliseconds are the median
+(10 %–90 % quantile) of calls in turns, in one process. *Difference*: relative to the largest output.
+Less than 3 times as fast: {len(slow)} of {len(found)}.
+
+{markdown(HEAD, [cells(row) for row in found])}
+"""
+
+
+if __name__ == "__main__":
+    command(__doc__, rows, HEAD, cells, page, RESULTS / "stride.md", seconds=4.0)
