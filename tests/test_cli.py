@@ -395,6 +395,7 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"slim.demask", "slim.pt2"}
 
 
+@pytest.mark.nightly
 def test_the_commands_of_the_readme_run_in_order(run, few_digits, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda module, **options: module)  # it takes minutes
     lines = [
