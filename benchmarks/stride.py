@@ -106,8 +106,8 @@ Made by `python benchmarks/stride.py`. {words}
 
 A convolution of stride 1, a batch norm and a ReLU, of which every s-th position is kept; *raised*:
 behind `demask.stride.raise_strides`. Batch 1, float32, NCHW. Milliseconds are the median
-(10 %–90 % quantile) of calls in turns, in one process. *Difference*: relative to the largest output.
-Less than 3 times as fast: {len(slow)} of {len(found)}.
+(10 %–90 % quantile) of calls in turns, in one process. *Difference*: relative to the largest
+output. Less than 3 times as fast: {len(slow)} of {len(found)}.
 
 {markdown(HEAD, [cells(row) for row in found])}
 """

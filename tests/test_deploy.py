@@ -97,6 +97,7 @@ def test_the_fastest_candidate_is_written(given, tmp_path, fast):
     assert width_of(tmp_path / "slim.onnx", "point.weight") == (12, 16, 1, 1)
 
 
+@pytest.mark.nightly
 def test_where_nothing_is_faster_the_file_is_written_as_it_was(given, tmp_path, fast):
     fast(lambda name: 1.0 if name == "given" else 1.5)
     net = demask.from_onnx(given)
@@ -143,6 +144,7 @@ def test_a_candidate_that_is_wrong_is_not_written(given, tmp_path, monkeypatch):
     assert not (tmp_path / "slim.onnx").exists()
 
 
+@pytest.mark.nightly
 def test_a_module_of_pytorch_is_deployed_too(tmp_path, fast):
     fast(lambda name: 1.0 if name == "given" else 0.5)
     net, x = network(), (torch.randn(2, 3, 16, 16),)
@@ -153,6 +155,7 @@ def test_a_module_of_pytorch_is_deployed_too(tmp_path, fast):
             agree(runtime(tmp_path / "slim.onnx", x), [net(x)])
 
 
+@pytest.mark.nightly
 def test_real_timings_say_what_they_measured(given, tmp_path, monkeypatch):
     monkeypatch.setattr(deploying, "sampled", lambda calls, pairs, **_: sampled(calls, 3, 1))
     net = demask.from_onnx(given)
@@ -211,6 +214,7 @@ def test_without_onnx_the_error_says_what_to_install(given, monkeypatch):
 
 
 @pytest.mark.skipif(not FACES.exists(), reason="needs ../shared/data/ultraface_rfb_320.onnx")
+@pytest.mark.nightly
 def test_a_trained_face_detector(tmp_path, fast, monkeypatch):
     """40 % of the channels of each convolution masked, in the file's initializers."""
     monkeypatch.setattr(deploying, "MULTIPLES", ())

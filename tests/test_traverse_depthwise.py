@@ -102,6 +102,7 @@ def test_sequences(channels, size, kernel, stride, pad):
     holds(Pool, "aten.max_pool1d.default", x, [kernel], [stride], [pad], pair=line)
 
 
+@pytest.mark.nightly
 @DRAWS
 @given(CHANNELS, pair_of(7, 20), pair_of(1, 7), pair_of(1, 3), pair_of(0, 3), st.booleans(),
        st.booleans(), st.sampled_from([None, 5]))  # fmt: skip

@@ -391,6 +391,7 @@ def test_a_kill_in_the_middle_leaves_the_old_destination(files, tmp_path):
     assert (tmp_path / "result.npy").read_text() == "earlier"
 
 
+@pytest.mark.nightly
 def test_a_full_disk_is_found_before_anything_runs(files, tmp_path):
     (tmp_path / "result.npy").write_text("earlier")
     code = """
