@@ -144,6 +144,22 @@ def slidings(relation: Relation) -> tuple[Sliding, ...]:
     )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Windows(Kind):
+    """A call whose windows slide along `axes` of its first operand."""
+
+    call: Call
+    axes: tuple[Sliding, ...]
+
+    def intervals(self, window: Window) -> list[Interval]:
+        rank = len(self.call.shape)
+        return [self.call.window(rank + s.axis, window) for s in self.axes]
+
+    def operand(self, window: Window) -> tuple[int, ...]:
+        """The shape of the first operand's part."""
+        return self.call.cuts[0].part(window)
+
+
 def out_overload(target: Any) -> Any:
     """The overload that writes into memory it is given, if it is no copy behind the scenes."""
     names = [(a.name, str(a.type)) for a in target._schema.arguments]
