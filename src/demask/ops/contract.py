@@ -33,9 +33,11 @@ def _parts(node: fx.Node) -> tuple[int, Any, str, str, str]:
     return found["groups"], weight, "n " if x.ndim == weight.ndim else "", space, kernel
 
 
-def _conv(node: fx.Node) -> str | Spelled:
+def _conv(node: fx.Node) -> str | Spelled | Declined:
     """n i ~s.., o i ~k.. -> n o ~s..; with groups n (g i), (g o) i; depthwise n g, (g o) 1."""
     groups, weight, batch, space, kernel = _parts(node)
+    if schema.is_dynamic(groups):
+        return Declined("a convolution whose number of groups comes at run time")
     if groups == 1:
         return f"{batch}i {space}, o i {kernel}, o -> {batch}o {space}"
     if weight.shape[0] == groups and weight.shape[1] == 1:
@@ -44,9 +46,11 @@ def _conv(node: fx.Node) -> str | Spelled:
     return Spelled(line, {"g": groups, "i": weight.shape[1], "o": weight.shape[0] // groups})
 
 
-def _conv_transpose(node: fx.Node) -> str | Spelled:
+def _conv_transpose(node: fx.Node) -> str | Spelled | Declined:
     """As a convolution, with the weight's input axis first."""
     groups, weight, batch, space, kernel = _parts(node)
+    if schema.is_dynamic(groups):
+        return Declined("a convolution whose number of groups comes at run time")
     if groups == 1:
         return f"{batch}i {space}, i o {kernel}, o -> {batch}o {space}"
     line = f"{batch}(g i) {space}, (g i) o {kernel}, (g o) -> {batch}(g o) {space}"

@@ -3,6 +3,7 @@
     adapt(scatter(small, have), want) == scatter(small', want)      on everything that is read
 
 A position the value does not hold is filled with what is known of it, or with 0 where nobody reads.
+Supports are positions, even spacings of them (slices), or indices that come at run time (`at`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor, fx
 
 from demask.facts.known import Facts, Key, key_of
 from demask.graph.build import Builder
-from demask.shrink.cells import Layout, Positions
+from demask.shrink.cells import At, Index, Layout, Positions
 from demask.shrink.pool import Pool
 
 aten = torch.ops.aten
@@ -23,10 +24,13 @@ aten = torch.ops.aten
 
 @dataclass(slots=True)
 class Made:
-    """A value as the new graph makes it: its node and layout; sizes: the original's."""
+    """A value as the new graph makes it: its node and layout; at: axes held at run-time indices
+    alone, `fill` (broadcast over the value) elsewhere."""
 
     node: fx.Node
     layout: Layout
+    at: At = ()
+    fill: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -38,19 +42,26 @@ class Adapter:
     facts: Facts
     made: dict[Key, Made] = field(default_factory=dict)
     done: dict[tuple[Key, Layout], fx.Node] = field(default_factory=dict)
+    indexed: dict[tuple[fx.Node, At], fx.Node] = field(default_factory=dict)
+    places: dict[Index, fx.Node] = field(default_factory=dict)
 
     def have(self, key: Key) -> Layout | None:
         """The layout a value is in, None if it was not computed."""
         return self.made[key].layout if key in self.made else None
 
-    def adapt(self, source: fx.Node, want: Layout, *, broadcast: bool = False) -> fx.Node:
+    def adapt(
+        self, source: fx.Node, want: Layout, *, broadcast: bool = False, at: At = ()
+    ) -> fx.Node:
         """The value that an old node stands for, in layout `want`.
 
-        broadcast: a value known everywhere may come with axes of size one.
+        broadcast: a value known everywhere may come with axes of size one. at: the axes that are
+        wanted at run-time indices alone (`want` is None there).
         """
         key = key_of(source)
         if source.op == "get_attr":
-            return self.pool.cut(source, want)
+            return self.picked(self.pool.cut(source, want), at)
+        if at or (key in self.made and self.made[key].at):
+            return self._indexed(self.made[key], at)
         if key not in self.made or not self._meets(key, source, want):
             return self._known(source, want, broadcast)
         made = self.made[key]
@@ -59,6 +70,69 @@ class Adapter:
         if (key, want) not in self.done:
             self.done[key, want] = self._adapted(key, source, made, want)
         return self.done[key, want]
+
+    def _indexed(self, made: Made, at: At) -> fx.Node:
+        """A value of which some axes are held, or wanted, at run-time indices alone."""
+        assert all(positions is None for positions in made.layout)
+        node = made.node
+        if made.at == at:
+            return node
+        if made.at and (node, ()) not in self.indexed:
+            assert made.fill is not None
+            whole = node
+            for axis, index in made.at:
+                whole = self.put(whole, axis, index, made.fill)
+            self.indexed[node, ()] = whole
+        return self.picked(self.indexed.get((node, ()), node), at)
+
+    def picked(self, node: fx.Node, at: At) -> fx.Node:
+        """A whole value, of some axes only what run-time indices tell."""
+        for k in range(len(at)):
+            if (node, at[: k + 1]) not in self.indexed:
+                axis, index = at[k]
+                made = self.build.call(aten.index_select.default, node, axis, self.positions(index))
+                self.indexed[node, at[: k + 1]] = marked(made, "gather")
+            node = self.indexed[node, at[: k + 1]]
+        return node
+
+    def positions(self, index: Index) -> fx.Node:
+        """The positions along an axis that a run-time index tells, int64."""
+        if index not in self.places:
+            node = self.made[index.source, 0].node
+            if index.inner > 1:
+                first = self.build.call(aten.mul.Tensor, node, index.inner)
+                node = self._crossed(first, self.pool.index(range(index.inner)))
+            if index.outer > 1:
+                step = index.size * index.inner
+                starts = self.pool.index(range(0, index.length, step))
+                node = self._crossed(starts, node)
+            self.places[index] = node
+        return self.places[index]
+
+    def _crossed(self, a: fx.Node, b: fx.Node) -> fx.Node:
+        """a[i] + b[j] for every i and j, flat."""
+        column = self.build.call(aten.unsqueeze.default, a, 1)
+        both = self.build.call(aten.add.Tensor, column, b)
+        return self.build.call(aten.reshape.default, both, [-1])
+
+    def put(self, node: fx.Node, axis: int, index: Index, fill: Tensor | fx.Node) -> fx.Node:
+        """A value held at a run-time index of an axis, whole: `fill` elsewhere, a constant that
+        broadcasts, or a whole value of the new graph."""
+        if isinstance(fill, fx.Node):
+            base = fill
+        else:
+            sizes = self._sizes(node)
+            sizes[axis] = index.length
+            base = self._filled(node, sizes, fill)
+        args = (base, axis, self.positions(index), node)
+        return marked(self.build.call(aten.index_copy.default, *args), "scatter")
+
+    def _filled(self, node: fx.Node, sizes: list[object], fill: Tensor) -> fx.Node:
+        flat = fill.reshape(-1)
+        if bool((flat == flat[0]).all()):
+            return self.build.call(aten.new_full.default, node, sizes, flat[0].item())
+        constant = self.pool.constant(fill, "fill")
+        return self.build.call(aten.expand.default, constant, sizes)
 
     def _meets(self, key: Key, source: fx.Node, want: Layout) -> bool:
         """Is any wanted position held?"""

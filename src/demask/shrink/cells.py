@@ -4,6 +4,9 @@ Every axis of every live tensor is a list of cells, major first. Ops that carry 
 cell; a `view` splits one. A cell's support is the union of what its tensors need, so along an axis
 of several cells the support is their product. Any superset of what is needed is correct: a position
 kept although it is known is simply computed.
+
+A support that only run time tells is an `Index` beside these: a graph value, another one at every
+call (see `indexed`).
 """
 
 from __future__ import annotations
@@ -12,10 +15,32 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 Positions = tuple[int, ...] | None  # old positions in new order; None: the whole axis, in order
 Layout = tuple[Positions, ...]  # per axis of a tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """A run-time support of an axis: the positions (a, p, b) for every p that a graph value holds.
+
+    source: an input of the graph, int64 [k], distinct positions below `size`, in any order. outer,
+    inner: how many positions the cells before and behind make, where an axis has several.
+    """
+
+    source: fx.Node
+    size: int
+    outer: int = 1
+    inner: int = 1
+
+    @property
+    def length(self) -> int:
+        """How long the whole axis is."""
+        return self.outer * self.size * self.inner
+
+
+At = tuple[tuple[int, Index], ...]  # run-time supports of a tensor, by axis; others are whole
 
 
 def whole(positions: Sequence[int], size: int) -> Positions:

@@ -16,7 +16,7 @@ from demask.ops import Relation, schema
 from demask.ops.schema import same_size
 from demask.shrink.adapt import marked
 from demask.shrink.border import Absorbed, absorbed, constants_alone
-from demask.shrink.cells import Layout, whole
+from demask.shrink.cells import At, Layout, whole
 from demask.shrink.place import is_constant, is_grouped, sampling
 from demask.shrink.pool import cut
 from demask.shrink.sample import sampled, spaced
@@ -39,7 +39,7 @@ def emit_contraction(walk: Rewriter, relation: Relation) -> None:
     if is_grouped(relation):
         made, layout, slot = emit_groups(walk, relation)
         left = _wanted(relation, absorbed(relation, walk.facts, slot), layout)
-        made = _plus_constants(walk, relation, layout, made, left)
+        made = plus_constants(walk, relation, layout, made, left)
         _keep(walk, node, made, layout)
         return
     left = _wanted(relation, _absorb(walk, relation), layout)
@@ -49,7 +49,7 @@ def emit_contraction(walk: Rewriter, relation: Relation) -> None:
         made = _emit_dense(walk, relation, layout, left)
         if _takes(relation, left):
             left = replace(left, bias=None)
-        made = _plus_constants(walk, relation, layout, made, left)
+        made = plus_constants(walk, relation, layout, made, left)
     _keep(walk, node, made, layout)
 
 
@@ -228,13 +228,25 @@ def _size(relation: Relation) -> int:
     return relation.node.meta["val"].shape[_channel(relation)]
 
 
-def _plus_constants(
-    walk: Rewriter, relation: Relation, layout: Layout, made: fx.Node, left: Absorbed
+def plus_constants(
+    walk: Rewriter,
+    relation: Relation,
+    layout: Layout,
+    made: fx.Node,
+    left: Absorbed,
+    at: At = (),
 ) -> fx.Node:
-    """Add what the op itself could not take: a border map, a constant that is no bias vector."""
+    """Add what the op itself could not take: a border map, a constant that is no bias vector.
+
+    at: the axes of the output that are made at run-time indices alone.
+    """
     if left.bias is None and left.kernel is None:
         return made
-    return walk.build.call(aten.add.Tensor, made, _constants(walk, relation, layout, left))
+    rest = _constants(walk, relation, layout, left)
+    offset = relation.node.meta["val"].ndim - rest.meta["val"].ndim
+    varies = [(a - offset, i) for a, i in at if rest.meta["val"].shape[a - offset] != 1]
+    rest = walk.adapter.picked(rest, tuple(varies))
+    return walk.build.call(aten.add.Tensor, made, rest)
 
 
 def _constants(walk: Rewriter, relation: Relation, layout: Layout, left: Absorbed) -> fx.Node:

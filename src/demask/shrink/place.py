@@ -139,7 +139,7 @@ class Placer:
         letters = {letter: self.cells.new(size) for letter, size in relation.size.items()}
         for letter in relation.back:
             letters[letter] = letters[letter.removesuffix("^")]
-        self.cells.force(letters[a] for a in _forced(relation))
+        self.cells.force(letters[a] for a in forced(relation))
         flat = is_grouped(relation)
         norm = relation.entry.affine is not None and bool(relation.complete)
         made = letters
@@ -444,7 +444,7 @@ def kept_products(relation: Relation, facts: Facts, needs: Needs) -> Tensor:
     return any_over(mask, order, relation.window)
 
 
-def _forced(relation: Relation) -> set[str]:
+def forced(relation: Relation) -> set[str]:
     """Letters that stay whole: windows, complete axes, positions moved by an unknown map, and what
     shares an axis with a dynamic size."""
     forced = set(relation.window | relation.complete)
