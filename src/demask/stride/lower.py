@@ -24,10 +24,10 @@ from demask.graph.spell import spelled
 from demask.ops import op_name
 from demask.shrink.demask import given
 from demask.shrink.device import CPU, device_of, moved, on_cpu
+from demask.shrink.finished import finished
 from demask.stride.dilate import dilated
 from demask.stride.forms import FORMS, LACKING, Form
 from demask.stride.pools import pools_to_convs
-from demask.stride.result import finished
 from demask.stride.site import CONVS, Call, Site, call_of, chain_of, site_of, strided
 from demask.stride.targets import KINDS, Target
 from demask.stride.targets import target as target_of

@@ -21,12 +21,12 @@ from demask.graph.spell import spelled
 from demask.ops import TABLE, Relation, schema
 from demask.shrink.demask import given
 from demask.shrink.device import CPU, device_of, moved, on_cpu
+from demask.shrink.finished import finished
 from demask.shrink.measure import macs_of, traffic
 from demask.shrink.place import sampling
 from demask.shrink.reading import Reading, relations_of
 from demask.shrink.rewrite import rewrite
 from demask.stride.kept import sliced
-from demask.stride.result import finished
 
 PASSES = 64  # at most; each makes some call do less
 

@@ -1,4 +1,4 @@
-"""The module of a program whose strides went, or came back."""
+"""The module of a program that a pass wrote: nothing of it was cut."""
 
 from __future__ import annotations
 

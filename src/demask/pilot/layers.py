@@ -1,0 +1,131 @@
+"""The layers of a program: calls that sum products with a constant weight, and what it is called.
+
+Which axes of a weight are rows (they become the layer's outputs) and which are columns (they are
+summed over) is read off the table's line, so every contraction that has an entry is a layer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from demask.errors import BadInput
+from demask.graph.program import Constant, Program
+from demask.ops import Declined, Relation
+from demask.shrink.place import is_constant
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A call that sums products with a constant weight.
+
+    name: the fully qualified name of the module that holds the weight; a second call that reads it
+    is `name#2`. operand: the weight's place among the relation's operands. weight: its key in the
+    program's constants. rows, columns: its axes. axis: of the call's output, where the rows run;
+    None where the weight's rows are no axis of it (recurrent calls).
+    """
+
+    name: str
+    node: fx.Node
+    relation: Relation
+    operand: int
+    weight: str
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    axis: int | None
+
+    @property
+    def read(self) -> fx.Node:
+        """The node that reads the weight."""
+        return self.relation.operands[self.operand].value
+
+
+def layers_of(
+    program: Program, relations: Mapping[fx.Node, Relation | Declined]
+) -> tuple[Layer, ...]:
+    """The layers in the order in which they run."""
+    counts: Counter[str] = Counter()
+    return tuple(_named(program, relations, counts))
+
+
+def _named(
+    program: Program, relations: Mapping[fx.Node, Relation | Declined], counts: Counter[str]
+) -> Iterator[Layer]:
+    for node, relation in relations.items():
+        if not isinstance(relation, Relation) or not (
+            relation.entry.fill == "sum" or relation.back
+        ):
+            continue
+        for operand in _weights(relation):
+            key = str(relation.operands[operand].value.target)
+            name = module_of(program.constants[key])
+            counts[name] += 1
+            rows, columns = _axes(relation, operand)
+            axis = None if relation.back else _output_axis(relation, operand, rows)
+            shown = name if counts[name] == 1 else f"{name}#{counts[name]}"
+            yield Layer(shown, node, relation, operand, key, rows, columns, axis)
+
+
+def _weights(relation: Relation) -> Iterator[int]:
+    """The constant operands that products are summed with."""
+    which = range(len(relation.operands)) if relation.back else relation.factors
+    for k in which:
+        value = relation.operands[k].value
+        read = isinstance(value, fx.Node) and is_constant(value)
+        if read and value.meta["val"].ndim >= 2 and value.meta["val"].is_floating_point():
+            yield k
+
+
+def _axes(relation: Relation, operand: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    axes = relation.ins[operand]
+    if relation.back:
+        return (0,), tuple(range(1, len(axes)))
+    made = relation.letters(relation.outs[0])
+    rows = [k for k, axis in enumerate(axes) if axis and set(axis) <= made]
+    return tuple(rows), tuple(k for k in range(len(axes)) if k not in rows)
+
+
+def _output_axis(relation: Relation, operand: int, rows: tuple[int, ...]) -> int | None:
+    letters = [set(relation.ins[operand][k]) for k in rows]
+    found = [k for k, axis in enumerate(relation.outs[0]) if set(axis) in letters]
+    return found[0] if len(found) == 1 else None
+
+
+def module_of(constant: Constant) -> str:
+    """The module that holds a constant; its own name where it is the model's."""
+    return constant.name.rpartition(".")[0] or constant.name
+
+
+def by_rows(weight: Tensor, rows: tuple[int, ...]) -> Tensor:
+    """A weight as a matrix (rows, columns), its columns in order.
+
+    >>> by_rows(torch.zeros(4, 3, 5, 5), (0,)).shape, by_rows(torch.zeros(4, 6), (1,)).shape
+    (torch.Size([4, 75]), torch.Size([6, 4]))
+    """
+    order = _order(weight.ndim, rows)
+    count = 1
+    for axis in rows:
+        count *= weight.shape[axis]
+    return weight.permute(order).reshape(count, -1)
+
+
+def from_rows(matrix: Tensor, like: Tensor, rows: tuple[int, ...]) -> Tensor:
+    """The inverse of `by_rows` for a weight of the shape and dtype of `like`."""
+    order = _order(like.ndim, rows)
+    back = [order.index(axis) for axis in range(like.ndim)]
+    shape = [like.shape[axis] for axis in order]
+    return matrix.reshape(shape).permute(back).to(like.dtype).contiguous()
+
+
+def _order(rank: int, rows: tuple[int, ...]) -> list[int]:
+    return [*rows, *(k for k in range(rank) if k not in rows)]
+
+
+def check_finite(weight: Tensor, name: str) -> None:
+    """Raise BadInput for a weight that holds Inf or NaN."""
+    if not bool(torch.isfinite(weight).all()):
+        raise BadInput(f"{name} holds Inf or NaN, which cannot be rounded; repair the weight")

@@ -1,0 +1,129 @@
+"""Weights rounded in place: to k bits per row or group, or to powers of two.
+
+    Q(W)[r, c] == s_r * round(W[r, c] / s_r),   s_r = max|W[r, :]| / (2^(k-1) - 1)
+
+The graph stays as it is; rounded weights are held in their own dtype. Feature row 001-a.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from demask.errors import BadInput
+from demask.graph.program import Program
+from demask.graph.result import Demasked
+from demask.ops import TABLE
+from demask.pilot.layers import by_rows, check_finite, from_rows, layers_of
+from demask.shrink.finished import finished
+from demask.shrink.reading import relations_of
+
+SCALE_BYTES = 4  # of one float32 scale
+MOST_BITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Bits:
+    """Weights of k bits, symmetric, with a scale per output row, or per `group` columns of a row.
+
+    One bit is the sign times the row's mean magnitude. bits: 1 to 16.
+
+    >>> Bits(8).text(), Bits(4, group=64).text()
+    ('bits:8', 'bits:4:64')
+    """
+
+    bits: int
+    group: int | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.bits) is not int or not 1 <= self.bits <= MOST_BITS:
+            raise BadInput(f"expected 1 to {MOST_BITS} bits, got {self.bits!r}; such as 'bits:8'")
+        if self.group is not None and (type(self.group) is not int or self.group < 1):
+            raise BadInput(f"expected groups of one column or more, got {self.group!r}")
+
+    def text(self) -> str:
+        return f"bits:{self.bits}" + (f":{self.group}" if self.group else "")
+
+    def applied(self, program: Program) -> Demasked:
+        """The network with rounded weights."""
+        return _rounded(program, lambda rows: quantized(rows, self.bits, self.group), self.text())
+
+    def weight_bytes(self, weight: Tensor, rows: int) -> float:
+        """Bytes of one weight as it would be stored: its bits and its scales."""
+        columns = weight.numel() // max(rows, 1)
+        groups = 1 if self.group is None else math.ceil(columns / self.group)
+        return weight.numel() * self.bits / 8 + rows * groups * SCALE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Exponents:
+    """Weights of their exponents alone: each becomes the nearest ±2^e, nearest by difference; zeros
+    stay. A weight halfway goes up.
+
+    >>> Exponents().text()
+    'exponents'
+    """
+
+    def text(self) -> str:
+        return "exponents"
+
+    def applied(self, program: Program) -> Demasked:
+        """The network with powers of two for weights."""
+        return _rounded(program, powers, self.text())
+
+    def weight_bytes(self, weight: Tensor, rows: int) -> float:
+        """A sign and an exponent of as many bits as the exponents that occur need."""
+        found = torch.frexp(weight[weight != 0].float()).exponent
+        span = int(found.max() - found.min()) + 1 if found.numel() else 1
+        return weight.numel() * (1 + math.ceil(math.log2(span + 1))) / 8
+
+
+def quantized(rows: Tensor, bits: int, group: int | None = None) -> Tensor:
+    """A matrix (rows, columns) with values on `2^bits - 1` levels per row, or per group of columns.
+
+    Computed in float32, or float64 for float64; rows of zeros stay zero.
+
+    >>> quantized(torch.tensor([[1.0, -0.5, 0.1]]), 2).tolist()
+    [[1.0, 0.0, 0.0]]
+    """
+    wide = rows if rows.dtype == torch.float64 else rows.float()
+    count, columns = wide.shape
+    width = columns if group is None else min(group, columns)
+    pad = -columns % max(width, 1)
+    parts = torch.nn.functional.pad(wide, (0, pad)).reshape(count, -1, max(width, 1))
+    if bits == 1:
+        filled = torch.nn.functional.pad(torch.ones_like(wide), (0, pad)).reshape(parts.shape)
+        made = parts.sign() * parts.abs().sum(-1, keepdim=True) / filled.sum(-1, keepdim=True)
+    else:
+        scale = parts.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
+        made = torch.where(scale == 0, parts, (parts / scale).round() * scale)
+    return made.reshape(count, -1)[:, :columns]
+
+
+def powers(values: Tensor) -> Tensor:
+    """The nearest ±2^e of every value, by difference; 0 for 0.
+
+    >>> powers(torch.tensor([0.3, -3.1, 1.5, 0.0])).tolist()
+    [0.25, -4.0, 2.0, 0.0]
+    """
+    wide = values if values.dtype == torch.float64 else values.float()
+    mantissa, exponent = torch.frexp(wide)  # |mantissa| in [0.5, 1)
+    up = (mantissa.abs() >= 0.75).to(exponent.dtype)
+    return torch.ldexp(mantissa.sign() * 0.5, exponent + up)
+
+
+def _rounded(program: Program, change: Callable[[Tensor], Tensor], text: str) -> Demasked:
+    constants = dict(program.constants)
+    layers = layers_of(program, relations_of(program.graph, TABLE))
+    for key, rows in {layer.weight: layer.rows for layer in layers}.items():
+        weight = constants[key].tensor
+        check_finite(weight, constants[key].name)
+        made = from_rows(change(by_rows(weight, rows)), weight, rows)
+        constants[key] = replace(constants[key], tensor=made)
+    after = program.with_graph(program.graph, constants)
+    changed = {layer.weight for layer in layers}
+    return finished(program, after, [f"{text}: {len(changed)} weights rounded"])
