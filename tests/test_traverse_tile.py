@@ -325,7 +325,7 @@ def test_no_more_memory_is_used_than_the_plan_says(name: str, monkeypatch) -> No
         arenas.append(torch.from_numpy(np.full(size + 64, 165, np.uint8)))
         return arenas[-1]
 
-    monkeypatch.setattr(run, "_arena", marked)
+    monkeypatch.setattr(run, "fresh", marked)
     results = []
     beside = allocated(lambda: results.append(module(x))) - results[0].nbytes
     (arena,) = arenas

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
@@ -25,6 +25,12 @@ from demask.traverse.layout import Layout, admitted
 from demask.traverse.plan import Plan
 from demask.traverse.run import Call, Told, execute
 from demask.traverse.sweep import Counter
+
+# An image of a call: the network, met with its plan; inputs; results, filled in; which of how many.
+# Returns the values without rows, and what was done.
+Image = Callable[
+    ["Tiled", "Prepared", list[Any], list[Any], int, int], tuple[dict[fx.Node, Any], Counter]
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +131,10 @@ def _sized(graph: fx.Graph, module: Tiled) -> None:
                 node.meta["val"] = node.target(*args, **kwargs)
 
 
-def called(module: Tiled, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """One call: image by image."""
+def called(
+    module: Tiled, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Image | None = None
+) -> Any:
+    """One call: image by image. run: how an image is executed, where not by the plan."""
     info: Any = module.graph._codegen.pytree_info  # type: ignore[attr-defined]
     flat = _flat(info, args, kwargs)
     here = module.ready()
@@ -137,7 +145,7 @@ def called(module: Tiled, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
     for k in range(count):
         mine = [x[k : k + 1] if node in each and node not in here.flow.axes else x
                 for node, x in zip(here.flow.inputs, flat, strict=True)]  # fmt: skip
-        values, counter = image(module, here, mine, results, k, count)
+        values, counter = (run or image)(module, here, mine, results, k, count)
         module.counted = Counter(
             module.counted.macs + counter.macs, module.counted.steps + counter.steps
         )
@@ -246,7 +254,7 @@ def image(
             results[index] = results[flow.outputs.index(node)]
             continue
         if results[index] is None:
-            results[index] = _result(node, flat, count)
+            results[index] = empty_result(node, flat, count)
         if node in given:
             results[index][k : k + 1] = given[node][k : k + 1]
         else:
@@ -264,7 +272,7 @@ def constants(module: nn.Module, flow: Flow) -> dict[fx.Node, Any]:
     return found
 
 
-def _result(node: fx.Node, flat: Sequence[Any], count: int) -> Tensor:
+def empty_result(node: fx.Node, flat: Sequence[Any], count: int) -> Tensor:
     """Memory for a result, laid out as the first input is."""
     value = node.meta["val"]
     first = next((x for x in flat if isinstance(x, Tensor) and x.ndim == value.ndim == 4), None)

@@ -50,7 +50,7 @@ def execute(
     folder: for maps on disk, which are gone when they were read. told: called
     after each step of each segment, by whichever thread made it.
     """
-    counter, arena = Counter(), _arena(layout.size)
+    counter, arena = Counter(), fresh(layout.size)
     wholes, spills = dict(call.wholes), dict[fx.Node, Spill]()
     for k, place in enumerate(layout.places):
         maps = _maps(flow, layout, place, arena)
@@ -128,7 +128,7 @@ def _forget(layout: Layout, k: int, spills: dict[fx.Node, Spill]) -> None:
         del spills[v]
 
 
-def _arena(size: int) -> Tensor:
+def fresh(size: int) -> Tensor:
     """Memory of our own: given back as a whole when the last view goes."""
     if not size:
         return torch.empty(0, dtype=torch.uint8)

@@ -146,9 +146,14 @@ def _top(stage: Stage, rows: Mapping[fx.Node, int], share: float) -> dict[fx.Nod
     return found
 
 
-def walked(stage: Stage, band: int, strip: Strip | None = None) -> Iterator[Step]:
-    """The steps of bands of `band` rows of the tallest target, over the full width, down a strip or
-    the whole image."""
+def walked(
+    stage: Stage,
+    band: int,
+    strip: Strip | None = None,
+    columns: Mapping[fx.Node, Interval] | None = None,
+) -> Iterator[Step]:
+    """The steps of bands of `band` rows of the tallest target, down a strip or the whole image.
+    columns: of each value, where not the full width."""
     strip = strip or _undivided(stage)
     ends = ends_of(stage)
     height = max(ends.values())
@@ -157,7 +162,7 @@ def walked(stage: Stage, band: int, strip: Strip | None = None) -> Iterator[Step
     ahead = _ahead(stage, ends, height, band)
     most = max((n * height / stage.flow.rows(v) for v, n in ahead.items()), default=0.0)
     start = math.ceil(most / band) * band if band < bottom - top else 0
-    columns = {v: (0, stage.flow.columns(v)) for v in _values(stage)}
+    columns = columns or {v: (0, stage.flow.columns(v)) for v in _values(stage)}
     done, kept = dict(strip.first), dict(strip.first)
     for row in range(top + band - start, bottom + band, band):
         last = row >= bottom
@@ -195,6 +200,15 @@ def tile(stage: Stage, window: Mapping[fx.Node, Window]) -> Step:
         mine = window[unit.edges[0].source]
         steps[unit.node] = _alone((EMPTY, EMPTY) if _is_empty(mine) else mine)
     return steps
+
+
+def banded(stage: Stage, frustum: Step, band: int) -> Iterator[Step]:
+    """The rows and columns of each value that `tile` found, made in bands, none of them twice."""
+    values = _values(stage)
+    first = {v: frustum[v].first for v in values}
+    last = {v: frustum[v].end for v in values}
+    columns = {v: frustum[v].columns for v in values}
+    return walked(stage, band, Strip(first, last, last, last, {}), columns)
 
 
 def _alone(window: Window) -> Held:

@@ -1,0 +1,96 @@
+"""Where in an image something happens: one magnitude per tile.
+
+A map of activity has any size; its positions lie over the image in proportion, and a tile has the
+largest value of those that it touches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from demask.errors import BadInput
+
+BLOCK = 8  # pixels a side, of which `contrast` says how much they differ
+
+
+def contrast(x: Tensor, block: int = BLOCK) -> Tensor:
+    """How far the values of a channel are apart within each block, at most over the channels:
+    [n, c, h, w] -> [n, ceil(h / block), ceil(w / block)]. A block sees one row and one column of
+    the next, so that an edge between two blocks counts. Cost: one comparison per value or two.
+
+    >>> x = torch.zeros(1, 1, 16, 16)
+    >>> x[..., 8:, :] = 1.0
+    >>> contrast(x)
+    tensor([[[1., 1.],
+             [0., 0.]]])
+    """
+    x = x if x.is_floating_point() else x.float()
+    rows, columns = (int(n % block == 1) for n in x.shape[2:])
+    if rows or columns:  # the last row or column would have no block of its own
+        x = F.pad(x, (0, columns, 0, rows), mode="replicate")
+    largest = _largest(x, block)
+    return (largest + _largest(-x, block)).amax(1)
+
+
+def _largest(x: Tensor, block: int) -> Tensor:
+    return F.max_pool2d(x, block + 1, block, ceil_mode=True)
+
+
+def per_tile(activity: Tensor, size: tuple[int, int], tile: int, grow: int = 0) -> Tensor:
+    """The largest activity that each tile of an image of `size` touches, with `grow` positions
+    around it: [n, h, w] -> [n, ceil(rows / tile), ceil(columns / tile)]. Not a number counts as
+    infinite: what is not known is run.
+
+    >>> per_tile(torch.arange(4.0).reshape(1, 2, 2), (8, 8), 4)
+    tensor([[[0., 1.],
+             [2., 3.]]])
+    >>> per_tile(torch.arange(4.0).reshape(1, 2, 2), (8, 8), 4, grow=1)
+    tensor([[[3., 3.],
+             [3., 3.]]])
+    """
+    if activity.ndim != 3 or not activity.numel():
+        raise BadInput("expected a map of activity [images, rows, columns], "
+                       f"found {list(activity.shape)}")  # fmt: skip
+    found = activity.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    for axis in (1, 2):
+        spans = _spans(size[axis - 1], found.shape[axis], tile, grow)
+        found = torch.stack(
+            [found.narrow(axis, low, high - low).amax(axis) for low, high in spans], axis
+        )
+    return found
+
+
+def _spans(length: int, places: int, tile: int, grow: int) -> list[tuple[int, int]]:
+    """Per tile, which of the `places` on a map over `length` positions it touches. Places that are
+    no whole number of positions may be one off: of blocks of eight the last is often smaller."""
+    slack = int(length % places != 0)
+    ends = ((max(k - grow, 0), min(k + tile + grow, length)) for k in range(0, length, tile))
+    found = ((low * places // length, -(-high * places // length)) for low, high in ends)
+    return [(max(low - slack, 0), min(high + slack, places)) for low, high in found]
+
+
+def differences(answers: Sequence[Tensor], fills: Sequence[Tensor]) -> Tensor:
+    """How far a pilot's answers are from what stands in for them, at most over channels and
+    outputs, which have one size: [n, c, h, w] each -> [n, h, w]."""
+    return together([(a - b).abs().amax(1) for a, b in zip(answers, fills, strict=True)])
+
+
+def contrasts(answers: Sequence[Tensor]) -> Tensor:
+    """The contrast of a pilot's answers, at most over outputs: [n, c, h, w] each -> a map."""
+    return together([contrast(answer) for answer in answers])
+
+
+def together(maps: Sequence[Tensor]) -> Tensor:
+    """One map of several, of the size of the largest: the largest value at each place."""
+    largest = max(maps, key=lambda one: one.shape[1] * one.shape[2])
+    size = (largest.shape[1], largest.shape[2])
+    spread = [F.adaptive_max_pool2d(one, size) if one.shape != largest.shape else one
+              for one in maps]  # fmt: skip
+    return torch.stack(spread).amax(0)
+
+
+__all__ = ["contrast", "contrasts", "differences", "per_tile", "together"]
