@@ -1,0 +1,153 @@
+"""Weights as the kernels of chains read them: tiles of columns, whole numbers with their bounds.
+
+Arrays lie in memory of their own in pages of 2 MB where the system has them: a chain reads tens of
+megabytes in an order that pages of 4 KB would slow down.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+
+import numpy as np
+
+from demask.kernels.certify import CONSTANTS, UNIT
+from demask.kernels.isa import Isa
+
+PAGE = 2**21
+TINY = 1e-33  # more than what products that underflow may add up to
+ULPS = 40 * UNIT  # of itself, that the bias enters the bound with
+HALF, MIDDLE = 16, 7.5  # of a byte's two halves: weight of the upper one, mean of the lower one
+
+
+def huge(shape: tuple[int, ...], dtype: type) -> np.ndarray:
+    """Zeros that begin at a page of 2 MB.
+
+    >>> huge((3, 5), np.float32).ctypes.data % 2**21
+    0
+    """
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    memory = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    start = -np.frombuffer(memory, np.uint8).ctypes.data % PAGE
+    return np.frombuffer(memory, dtype, int(np.prod(shape)), start).reshape(shape)
+
+
+def tiles(rows: int, vectors: int, isa: Isa) -> int:
+    """How many tiles of so many vectors hold the rows."""
+    return -(-rows // (vectors * isa.lanes))
+
+
+def tiled(weight: np.ndarray, vectors: int, isa: Isa) -> np.ndarray:
+    """float32 [rows, columns] as [tiles, columns, rows of a tile]; rows beyond the last are 0."""
+    (rows, columns), size = weight.shape, vectors * isa.lanes
+    found = huge((tiles(rows, vectors, isa), columns, size), np.float32)
+    for tile, part in enumerate(found):
+        held = weight[tile * size : (tile + 1) * size]
+        part[:, : len(held)] = held.T
+    return found
+
+
+def biases(bias: np.ndarray | None, rows: int) -> np.ndarray:
+    """float32 [rows], 0 beyond the last and +0 for -0, in an aligned array."""
+    found = huge((rows,), np.float32)
+    if bias is not None:
+        found[: len(bias)] = bias + np.float32(0)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Weights as whole numbers q and the constants of the bound: weight ~ scale q + center.
+
+    weights: as the kernel reads them; constants: [vectors of rows, CONSTANTS, lanes]. More in
+    `kernels.certify`.
+    """
+
+    weights: np.ndarray
+    constants: np.ndarray
+
+    @property
+    def bytes(self) -> int:
+        return self.weights.nbytes + self.constants.nbytes
+
+
+def quantised(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(q int8 in -127 … 127 [rows, columns], scale float32 [rows]): one scale per row."""
+    scale = (np.abs(weight).max(1, initial=0) / 127).astype(np.float32)
+    scale[scale < 1e-35] = 0  # too small for a scale: the bound's other terms hold them
+    safe = np.where(scale > 0, scale, 1)[:, None]
+    q = np.clip(np.rint(weight / safe), -127, 127) * (scale > 0)[:, None]
+    return q.astype(np.int8), scale
+
+
+def up(x: np.ndarray) -> np.ndarray:
+    """float64, not negative, as float32 that are not smaller."""
+    return np.nextafter((x * (1 + 1e-9)).astype(np.float32), np.float32(np.inf)) * (x > 0)
+
+
+def bounds(weight: np.ndarray, bias: np.ndarray | None, q: np.ndarray, scale: np.ndarray,
+           center: np.ndarray, isa: Isa, padded: int) -> np.ndarray:  # fmt: skip
+    """The constants of every row [padded / lanes, CONSTANTS, lanes], float32."""
+    rows = len(weight)
+    found = np.zeros((padded, len(CONSTANTS)), np.float32)
+    found[rows:, CONSTANTS.index("bias")] = -1  # rows that are none are proved zero
+    for first in range(0, rows, 512):  # float64 copies of a part at a time
+        part = slice(first, min(first + 512, rows))
+        w, n = weight[part].astype(np.float64), q[part].astype(np.float64)
+        s, c = scale[part].astype(np.float64), center[part].astype(np.float64)
+        off = w - s[:, None] * n - c[:, None]
+        b = np.zeros(len(w)) if bias is None else bias[part].astype(np.float64)
+        b = b + ULPS * np.abs(b) + TINY * (np.abs(w).max(1, initial=0) > 0)
+        held = {
+            "scale": s, "total": s * n.sum(1), "size": up(s * np.abs(n).sum(1)),
+            "least": up(np.abs(off).max(1, initial=0)), "norm": up(np.sqrt((off**2).sum(1))),
+            "largest": up(np.abs(w).max(1, initial=0) + np.abs(c)), "center": c,
+            "bias": np.nextafter(b.astype(np.float32), np.float32(np.inf), where=b != 0,
+                                 out=np.zeros(len(b), np.float32)),
+        }  # fmt: skip
+        found[part] = np.stack([held[key].astype(np.float32) for key in CONSTANTS], 1)
+    vectors = found.reshape(-1, isa.lanes, len(CONSTANTS)).transpose(0, 2, 1)
+    kept = huge(vectors.shape, np.float32)
+    kept[:] = vectors
+    return kept
+
+
+def grouped(q: np.ndarray, width: int, vectors: int, isa: Isa) -> np.ndarray:
+    """Bytes [rows, columns] as [tiles, groups, rows of a tile, width]."""
+    (rows, columns), size = q.shape, vectors * isa.lanes
+    groups, count = -(-columns // width), tiles(rows, vectors, isa)
+    whole = np.zeros((count * size, groups * width), np.uint8)
+    whole[:rows, :columns] = q.view(np.uint8)
+    return whole.reshape(count, size, groups, width).transpose(0, 2, 1, 3)
+
+
+def eight(weight: np.ndarray, bias: np.ndarray | None, vectors: int, isa: Isa) -> Whole:
+    """8 bits, in groups of 4 columns."""
+    q, scale = quantised(weight)
+    parts = grouped(q, 4, vectors, isa)
+    held = huge(parts.shape, np.uint8)
+    held[:] = parts
+    padded = parts.shape[0] * parts.shape[2]
+    return Whole(held, bounds(weight, bias, q, scale, np.zeros_like(scale), isa, padded))
+
+
+def four_and_four(weight: np.ndarray, bias: np.ndarray | None, vectors: int,
+                  isa: Isa) -> tuple[Whole, Whole]:  # fmt: skip
+    """8 bits as two planes: the upper halves in groups of 8 columns, the lower ones row by row."""
+    q, scale = quantised(weight)
+    upper, lower = ((q >> 4) + 8).astype(np.uint8), (q & 15).astype(np.uint8)
+    parts = grouped(upper, 8, vectors, isa)
+    held = huge((*parts.shape[:3], 4), np.uint8)
+    held[:] = parts[..., :4] | parts[..., 4:] << 4
+    padded = parts.shape[0] * parts.shape[2]
+    center = scale * np.float32(MIDDLE - 8 * HALF)
+    first = bounds(weight, bias, upper, scale * np.float32(HALF), center, isa, padded)
+    columns = -(-q.shape[1] // 128) * 128
+    wide = np.zeros((len(q), columns // 128, 2, 64), np.uint8)
+    wide.reshape(len(q), columns)[:, : q.shape[1]] = lower
+    rows = huge((len(q), columns // 2), np.uint8)
+    rows[:] = (wide[:, :, 0] | wide[:, :, 1] << 4).reshape(len(q), -1)
+    second = bounds(weight, bias, q, scale, np.zeros_like(scale), isa, padded)
+    return Whole(held, first), Whole(rows, second)
