@@ -15,6 +15,7 @@ from demask.kernels.csr import CALL, pieces, vector
 from demask.kernels.isa import host
 from demask.kernels.jit import CODE
 from demask.kernels.team import ENTRY, Job
+from demask.sparse.matrix import Rows
 from demask.sparse.program import Act
 
 LINE = 64  # bytes of a cache line
@@ -22,16 +23,6 @@ WORK = 1 << 15  # products that are worth waking a thread for
 OFTEN = 8  # reads of a row of x that pay for a copy of it
 SPARE = 4  # calls that wait, of one size
 SIZES = 64  # for which calls wait; matrices whose deals are remembered
-
-
-class Rows(NamedTuple):
-    """A matrix in CSR; rows that are there have names if most of them are empty."""
-
-    crow: Tensor
-    col: Tensor
-    values: Tensor
-    names: Tensor | None
-    size: tuple[int, int]
 
 
 class Options(NamedTuple):

@@ -2,6 +2,8 @@
 
 torch.ops.demask.spmm(Tensor crow, Tensor col, Tensor values, Tensor? rows, int[] size,
                       Tensor x, Tensor? bias, str act, float[] numbers) -> Tensor
+
+The tensors' device chooses what runs: kernels of the CPU (`multiply`), of GPUs (`gpu`), or ATen ops.
 """
 
 from __future__ import annotations
@@ -14,11 +16,11 @@ from torch.library import Library
 
 from demask.errors import BadInput
 from demask.sparse.dense import ACTIVATIONS, check_indices
-from demask.sparse.multiply import Rows, multiplied
+from demask.sparse.gpu_ops import kernels, parts, sampled, turned
+from demask.sparse.matrix import Rows, like, row_of
 from demask.sparse.program import ACTIVATIONS as NUMBERS
 from demask.sparse.program import Act
 
-AT_ONCE = 1 << 22  # elements that are gathered at once where nothing multiplies in place
 NARROW = (torch.float16, torch.bfloat16)
 
 _LIBRARY = Library("demask", "FRAGMENT")
@@ -79,6 +81,8 @@ def _given(
 
 def on_cpu(*given: Any) -> Tensor:
     """The op's kernel on the CPU."""
+    from demask.sparse.multiply import multiplied
+
     m, x, bias, act = _given(*given)
     if x.dtype in NARROW:
         wide = None if bias is None else bias.float()
@@ -87,22 +91,27 @@ def on_cpu(*given: Any) -> Tensor:
 
 
 def elsewhere(*given: Any) -> Tensor:
-    """The op's kernel on other devices."""
+    """The op's kernel on other devices; on a GPU, the output lies as x does."""
     m, x, bias, act = _given(*given)
+    gpu = kernels(x)
+    if gpu is not None and gpu.takes(m, x):
+        return gpu.spmm(m, x, bias, act)
     if x.dtype in NARROW:
         wide = None if bias is None else bias.float()
-        return _gathered(m._replace(values=m.values.float()), x.float(), wide, act).to(x.dtype)
-    return _gathered(m, x, bias, act)
+        made = _gathered(m._replace(values=m.values.float()), x.float(), wide, act).to(x.dtype)
+    else:
+        made = _gathered(m, x, bias, act)
+    return like(x, *made.shape).copy_(made) if x.is_cuda else made
 
 
 def _gathered(m: Rows, x: Tensor, bias: Tensor | None, act: Act | None) -> Tensor:
     """The product by ATen ops."""
     check_indices(m.crow, m.col, m.size[1])
-    row = _row_of(m)
+    row = row_of(m)
     if len(row) and not 0 <= int(row.min()) <= int(row.max()) < m.size[0]:
         raise BadInput(f"expected rows below {m.size[0]}, got {int(row.min())} to {int(row.max())}")
     made = x.new_zeros(m.size[0], x.shape[1])
-    for part in _parts(len(row), x.shape[1]):
+    for part in parts(len(row), x.shape[1]):
         made.index_add_(0, row[part], m.values[part, None] * x[m.col[part].long()])
     made = made if bias is None else made + bias[:, None]
     return made if act is None else ACTIVATIONS[act[0]](made, *act[1])
@@ -111,20 +120,8 @@ def _gathered(m: Rows, x: Tensor, bias: Tensor | None, act: Act | None) -> Tenso
 def fake(*given: Any) -> Tensor:
     """The output without values."""
     m, x, _, _ = _given(*given)
-    return x.new_empty(m.size[0], x.shape[1])
-
-
-def _row_of(m: Rows) -> Tensor:
-    """The row of each nonzero."""
-    count = m.crow.shape[0] - 1
-    names = torch.arange(count, device=m.crow.device) if m.names is None else m.names.long()
-    return names.repeat_interleave(m.crow.diff(), output_size=m.col.shape[0])
-
-
-def _parts(count: int, n: int) -> list[slice]:
-    """Nonzeros in parts whose products with n columns are held at once."""
-    step = max(1, AT_ONCE // max(n, 1))
-    return [slice(first, first + step) for first in range(0, count, step)]
+    columns = x.shape[1]
+    return like(x, m.size[0], columns) if x.is_cuda else x.new_empty(m.size[0], columns)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -140,18 +137,11 @@ def _slopes(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
     m = Rows(crow, col, values, rows, tuple(ctx.size))
     if ctx.act is not None:
         slope = _before(m, x, bias, ctx.act, slope)
-    row = _row_of(m)
     of_x = of_values = None
     if ctx.needs_input_grad[5]:
-        order = torch.argsort(col, stable=True)
-        ones = torch.ones_like(col)
-        counts = torch.zeros(m.size[1] + 1, dtype=col.dtype, device=col.device)
-        starts = counts.index_add(0, col + 1, ones).cumsum(0).to(col.dtype)
-        turned = (m.size[1], m.size[0])
-        of_x = product(starts, row[order].to(col.dtype), values[order], None, turned, slope)
+        of_x = turned(m, slope)
     if ctx.needs_input_grad[2]:
-        parts = [(slope[row[p]] * x[col[p].long()]).sum(1) for p in _parts(len(row), x.shape[1])]
-        of_values = torch.cat(parts) if parts else torch.zeros_like(values)
+        of_values = sampled(m, slope, x)
     of_bias = slope.sum(1) if bias is not None and ctx.needs_input_grad[6] else None
     return None, None, of_values, None, None, of_x, of_bias, None, None
 

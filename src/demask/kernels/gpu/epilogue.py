@@ -1,0 +1,83 @@
+"""What follows a sum: bias, activation, and the sum of the parts of rows that were split."""
+
+# pyright: reportMissingImports=false, reportArgumentType=false, reportOperatorIssue=false
+# pyright: reportOptionalMemberAccess=false, reportIndexIssue=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def activated(x, ACT: tl.constexpr, first, second):  # noqa: N803
+    """act(x) in float32, by its name in `sparse.program`; first, second: its numbers. NaN stays."""
+    if ACT == "relu":
+        x = tl.where(x < 0, 0.0, x)
+    elif ACT == "leaky_relu":
+        x = tl.where(x < 0, first * x, x)
+    elif ACT == "clamp":
+        x = tl.where(x < first, first, tl.where(x > second, second, x))
+    elif ACT == "sigmoid":
+        x = 1.0 / (1.0 + tl.exp(-x))
+    elif ACT == "silu":
+        x = x / (1.0 + tl.exp(-x))
+    elif ACT == "tanh":
+        x = tanh(x)
+    elif ACT == "hardsigmoid":
+        x = gate(x)
+    elif ACT == "hardswish":
+        x = x * gate(x)
+    elif ACT == "gelu":
+        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACT == "gelu_tanh":
+        x = 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    else:
+        tl.static_assert(ACT == "", "no such activation")
+    return x
+
+
+@triton.jit
+def tanh(x):
+    """tanh(x) without overflow."""
+    small = tl.exp(-2.0 * tl.abs(x))
+    found = (1.0 - small) / (1.0 + small)
+    return tl.where(x < 0, -found, found)
+
+
+@triton.jit
+def gate(x):
+    """(x + 3) / 6 between 0 and 1."""
+    found = (x + 3.0) / 6.0
+    return tl.where(found < 0, 0.0, tl.where(found > 1, 1.0, found))
+
+
+@triton.jit
+def finish(
+    partial, rows, firsts, counts, parts, step, out, out_row, out_column, bias, first, second, n,
+    WIDTH: tl.constexpr, LISTED: tl.constexpr, BIASED: tl.constexpr, ACT: tl.constexpr,
+):  # fmt: skip
+    """out[row] = act(bias[row] + sum of its parts), in the order of the parts.
+
+    partial [slots, n] float32: the parts of a row begin at slot `firsts` and lie `step` slots
+    apart; there are `counts` of them. Not LISTED: row r begins at slot r and has `parts` parts.
+    Program (r, t): columns t · WIDTH and on of row r.
+    """
+    task = tl.program_id(0)
+    columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = columns < n
+    if LISTED:
+        row, slot, count = tl.load(rows + task), tl.load(firsts + task), tl.load(counts + task)
+    else:
+        row, slot, count = task, task, parts
+    total = tl.zeros([WIDTH], tl.float32)
+    k = 0
+    while k < count:
+        at = (slot + k * step).to(tl.int64) * n
+        total += tl.load(partial + at + columns, mask=inside, other=0.0)
+        k += 1
+    if BIASED:
+        total += tl.load(bias + row).to(tl.float32)
+    total = activated(total, ACT, first, second)
+    place = out + row.to(tl.int64) * out_row + columns.to(tl.int64) * out_column
+    tl.store(place, total.to(out.dtype.element_ty), mask=inside)
