@@ -1,0 +1,279 @@
+"""The best answer within a time: hidden units in the order in which a pilot finds them important.
+
+A pilot of few bits runs a chain linear, ReLU, linear, … first. Each hidden unit then has a
+priority, what it adds at most to the next layer:
+
+    priority(u) = |pilot's activation of u| · ‖next layer's weights for u‖
+
+Units are computed in full precision in that order, block by block, until the time or the bytes of
+weights are spent; the others keep the pilot's value. With nothing computed the answer is the
+pilot's own. The share of a layer in what is left after the pilot is its share of the weights, so
+each layer gets as far as the others. The last layer, where it is small, is always run in full.
+
+Several inputs at a time share one order: the priority of a unit is its largest over the inputs.
+Feature row 001-e; 001-d for the priorities.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from demask.errors import BadInput
+from demask.machine.memory import parse_memory
+from demask.pilot.rounding import Bits, quantized
+
+DEFAULT = Bits(4, 64)
+BLOCK_BYTES = 2**20  # of weights between two looks at the clock
+SMALL = 16  # a last layer of less than this part of the weights is always run in full
+
+
+class Done(NamedTuple):
+    """What a call did. seconds: all of it; pilot: until the pilot had answered. units: computed in
+    full precision, per layer, of `of`; bytes: of weights that were read, the pilot's included."""
+
+    seconds: float
+    pilot: float
+    units: tuple[int, ...]
+    of: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Until when a chain may run: seconds from its start, bytes of weights, or both."""
+
+    seconds: float = math.inf
+    bytes: float = math.inf
+
+
+class Layer:
+    """A linear layer with its pilot: weight (o, i) and bias (o,), float32 on the CPU.
+
+    The small interface that kernels stand behind: `pilot` gives all rows at few bits, `rows` some
+    of them in full.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, bits: Bits):
+        self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
+        self.low = quantized(self.weight, bits.bits, bits.group)
+        self.pilot_bytes = bits.weight_bytes(self.weight, len(self.weight)) + self._bias_bytes
+        self.columns_norm = torch.linalg.vector_norm(self.weight, dim=0)
+
+    @property
+    def _bias_bytes(self) -> int:
+        return 0 if self.bias is None else 4 * len(self.bias)
+
+    @property
+    def row_bytes(self) -> int:
+        return 4 * self.weight.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.row_bytes * len(self.weight)
+
+    def pilot(self, x: Tensor) -> Tensor:
+        """(n, i) → (n, o) with weights of few bits."""
+        return F.linear(x, self.low, self.bias)
+
+    def full(self, x: Tensor) -> Tensor:
+        """(n, i) → (n, o)."""
+        return F.linear(x, self.weight, self.bias)
+
+    def rows(self, x: Tensor, units: Tensor) -> Tensor:
+        """(n, i) → (n, units): these rows alone."""
+        bias = None if self.bias is None else self.bias.index_select(0, units)
+        return F.linear(x, self.weight.index_select(0, units), bias)
+
+
+class Chain:
+    """Layers with a ReLU between each two, run in order of importance.
+
+    clock: seconds that never go back; for tests.
+    """
+
+    def __init__(
+        self, layers: Sequence[Layer], block_bytes: int = BLOCK_BYTES,
+        clock: Callable[[], float] = monotonic,
+    ):  # fmt: skip
+        self.layers, self.block_bytes, self.clock = tuple(layers), block_bytes, clock
+        whole = sum(layer.nbytes for layer in layers)
+        self.last_in_full = len(layers) > 1 and layers[-1].nbytes * SMALL < whole
+        self.ordered = self.layers[:-1] if self.last_in_full else self.layers
+        self.tail = 0.0  # seconds of the last layer, as last seen
+
+    @property
+    def pilot_bytes(self) -> float:
+        """Read whatever the limit: the pilot's weights, and the last layer's in place of its
+        pilot's where that is small."""
+        end = self.layers[-1].nbytes if self.last_in_full else 0
+        return sum(layer.pilot_bytes for layer in self.ordered) + end
+
+    def __call__(self, x: Tensor, limit: Limit) -> tuple[Tensor, Done]:
+        """The answer to x (n, i), (n, o), within a limit, and what was done."""
+        start = self.clock()
+        values = self.piloted(x)
+        end, spent = self.clock(), self.pilot_bytes
+        pilot = end - start
+        left = max(limit.seconds - pilot - self.tail, 0.0)
+        whole, so_far, units = sum(layer.nbytes for layer in self.ordered), 0, []
+        room = min(max(limit.bytes - spent, 0.0), float(whole))
+        for k, layer in enumerate(self.ordered):
+            so_far += layer.nbytes
+            until = end + left * so_far / whole
+            most = int(room * len(layer.weight) / whole + 1e-6)  # of a unit
+            x, count = self._refined(k, x, values[k], until, most)
+            units.append(count)
+            spent += count * layer.row_bytes
+        if self.last_in_full:
+            before = self.clock()
+            x = self.layers[-1].full(x)
+            self.tail = self.clock() - before
+        of = tuple(len(layer.weight) for layer in self.ordered)
+        return x, Done(self.clock() - start, pilot, tuple(units), of, math.ceil(spent))
+
+    def piloted(self, x: Tensor) -> list[Tensor]:
+        """The pilot's values before the ReLU, of each layer that is run in order."""
+        values = []
+        for layer in self.ordered:
+            values.append(layer.pilot(x))
+            x = values[-1].relu()
+        return values
+
+    def priorities(self, k: int, values: Tensor) -> Tensor:
+        """Of the units of layer k, (o,), by the pilot's values (n, o).
+
+        Units behind the ReLU come in the order of how near they are to passing it.
+        """
+        if k + 1 == len(self.layers):
+            return values.abs().amax(0)
+        return (values * self.layers[k + 1].columns_norm).amax(0)
+
+    def _refined(
+        self, k: int, x: Tensor, values: Tensor, until: float, most: int
+    ) -> tuple[Tensor, int]:
+        """The outputs of layer k: the most important units from x, the others from the pilot."""
+        layer, ends = self.layers[k], k + 1 == len(self.layers)
+        order = self.priorities(k, values).argsort(descending=True, stable=True)
+        step, done = max(self.block_bytes // layer.row_bytes, 1), 0
+        most = min(most, len(order))
+        while done < most and self.clock() < until:
+            units = order[done : min(done + step, most)]
+            values[:, units] = layer.rows(x, units)
+            done += len(units)
+        return (values if ends else values.relu()), done
+
+
+class Ordered(nn.Module):
+    """A chain of a graph: called with an input and the chain's weights and biases.
+
+    last: what the last call did, None before the first and where the plain path ran: other dtypes
+    and devices, values that are not finite, gradients where they are asked for. Weights that change
+    are prepared again.
+    """
+
+    def __init__(self, biased: tuple[bool, ...], bits: Bits, limit: Limit):
+        super().__init__()
+        self.biased, self.bits, self.limit = biased, bits, limit
+        self.last: Done | None = None
+        self._kept: tuple[Any, Chain] | None = None
+
+    def forward(self, x: Tensor, *tensors: Tensor) -> Tensor:
+        self.last = None
+        pairs = self._pairs(tensors)
+        if not self._fits(x, tensors):
+            return plain(x, pairs)
+        chain = self.prepared(pairs)
+        y, self.last = chain(x.reshape(-1, x.shape[-1]), self.limit)
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+
+    def prepared(self, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> Chain:
+        """The chain of these weights, kept as long as they do not change."""
+        flat = [t for pair in pairs for t in pair if t is not None]
+        key = None
+        if not any(t.is_inference() for t in flat):
+            key = tuple((id(t), t.data_ptr(), t._version) for t in flat)
+        if self._kept is None or key is None or self._kept[0] != key:
+            self._kept = key, Chain([Layer(w, b, self.bits) for w, b in pairs])
+        return self._kept[1]
+
+    def _pairs(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
+        given = iter(tensors)
+        return [(next(given), next(given) if bias else None) for bias in self.biased]
+
+    def _fits(self, x: Tensor, tensors: Sequence[Tensor]) -> bool:
+        every = (x, *tensors)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in every):
+            return False
+        fits = all(t.dtype == torch.float32 and t.device.type == "cpu" for t in every)
+        if not fits or not x.numel() or not bool(x.isfinite().all()):
+            return False
+        if self._kept is not None:  # the weights were finite, or there is no chain
+            return True
+        return all(bool(t.isfinite().all()) for t in tensors)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_kept": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ordered:
+        return Ordered(self.biased, self.bits, self.limit).train(self.training)
+
+    def extra_repr(self) -> str:
+        return f"{len(self.biased)} layers, {self.bits.text()}, {self.limit}"
+
+
+def plain(x: Tensor, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor:
+    """The chain as the model runs it."""
+    for k, (weight, bias) in enumerate(pairs):
+        x = F.linear(x.relu() if k else x, weight, bias)
+    return x
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Chains linear, ReLU, linear, … run in order of importance until a deadline.
+
+    deadline: seconds for all chains of a call, from the start of each on, divided by their bytes of
+    weights. bytes: of weights that a call may read, the pilot's included; "20MiB" or a number. At
+    least one of both. The pilot always runs, whatever the limit; after the deadline at most one
+    block of units (1 MiB of weights) is finished.
+
+    The module has `last`: per chain what its last call did (`Done`).
+
+    >>> layers = torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 2)
+    >>> net = torch.nn.Sequential(*layers).eval()
+    >>> made = Order(bytes=20_000).applied(net, (torch.zeros(1, 64),), None, "bits:4:64")
+    >>> _ = made(torch.randn(1, 64))
+    >>> made.last["0"].units, made.last["0"].of, made.last["0"].bytes
+    ((30,), (256,), 19968)
+    """
+
+    name: ClassVar[str] = "order"
+    deadline: float | None = None
+    bytes: int | str | None = None
+
+    def __post_init__(self) -> None:
+        if self.deadline is None and self.bytes is None:
+            raise BadInput("an order needs a deadline in seconds or bytes: 'order:0.001' or "
+                           "'order:bytes=20MiB'")  # fmt: skip
+        if self.deadline is not None and not (self.deadline >= 0):
+            raise BadInput(f"expected a deadline of 0 seconds or more, got {self.deadline!r}")
+        if self.bytes is not None:
+            parse_memory(self.bytes)
+
+    def applied(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any
+    ) -> nn.Module:
+        """The conditioned module. pilot: weights of few bits, "bits:4:64" (as None is)."""
+        from demask.pilot.order_graph import ordered
+
+        seconds = math.inf if self.deadline is None else float(self.deadline)
+        most = math.inf if self.bytes is None else float(parse_memory(self.bytes))
+        return ordered(model, args, kwargs, self, Limit(seconds, most), pilot)
