@@ -43,6 +43,7 @@ class Adapter:
     made: dict[Key, Made] = field(default_factory=dict)
     done: dict[tuple[Key, Layout], fx.Node] = field(default_factory=dict)
     indexed: dict[tuple[fx.Node, At], fx.Node] = field(default_factory=dict)
+    spread: dict[tuple[fx.Node, At], fx.Node] = field(default_factory=dict)
     places: dict[Index, fx.Node] = field(default_factory=dict)
 
     def have(self, key: Key) -> Layout | None:
@@ -74,16 +75,15 @@ class Adapter:
     def _indexed(self, made: Made, at: At) -> fx.Node:
         """A value of which some axes are held, or wanted, at run-time indices alone."""
         assert all(positions is None for positions in made.layout)
-        node = made.node
-        if made.at == at:
-            return node
-        if made.at and (node, ()) not in self.indexed:
+        node, gone = made.node, tuple(held for held in made.at if held not in at)
+        if gone and (node, gone) not in self.spread:
             assert made.fill is not None
             whole = node
-            for axis, index in made.at:
+            for axis, index in gone:
                 whole = self.put(whole, axis, index, made.fill)
-            self.indexed[node, ()] = whole
-        return self.picked(self.indexed.get((node, ()), node), at)
+            self.spread[node, gone] = whole
+        node = self.spread.get((node, gone), node)
+        return self.picked(node, tuple(wanted for wanted in at if wanted not in made.at))
 
     def picked(self, node: fx.Node, at: At) -> fx.Node:
         """A whole value, of some axes only what run-time indices tell."""

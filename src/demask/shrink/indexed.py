@@ -23,7 +23,7 @@ from torch import Tensor, fx
 
 from demask.errors import BadInput
 from demask.facts.known import Facts, Key, Relations, forward, key_of
-from demask.facts.masks import Fact
+from demask.facts.masks import Fact, checked, uniform_over
 from demask.ops import Relation, schema
 from demask.ops.notation import Axes
 from demask.shrink.cells import At, Index
@@ -128,7 +128,7 @@ def at_letter(relation: Relation, axes: Axes, letter: str, index: Index) -> At:
 def carried(relation: Relation) -> frozenset[str]:
     """Letters along which every position of every output depends on that position alone."""
     made = [relation.letters(axes) for axes in relation.outs]
-    if relation.back or not made:
+    if relation.back or relation.entry.free or not made:
         return frozenset()
     marked = relation.window | relation.complete | relation.moved | forced(relation)
     found = frozenset.intersection(*made) - marked - relation.contracted
@@ -200,7 +200,7 @@ def _known_outside(plan: Plan, relation: Relation, index: Index) -> bool:
     found = forward(relation, facts)
     if any(fact is None or not bool(fact.known.all()) for fact in found):
         return False
-    plan.chosen[relation.node] = (letter, index)
+    plan.chosen[relation.node] = (letter, Index(index.source, index.size))
     for k, fact in enumerate(found):
         assert fact is not None
         value = schema.outputs(relation.node)[k]
@@ -210,7 +210,7 @@ def _known_outside(plan: Plan, relation: Relation, index: Index) -> bool:
 
 
 def _fact(fill: Tensor) -> Fact:
-    return Fact(torch.ones([1] * fill.ndim, dtype=torch.bool), fill)
+    return checked(torch.ones([1] * fill.ndim, dtype=torch.bool), fill)
 
 
 def _ranked(fill: Tensor, value: Tensor) -> Tensor:
@@ -334,9 +334,13 @@ def _leaves(plan: Plan, relation: Relation, letters: dict[int, str], letter: str
         is_constant(relation.operands[k].value) for k in other
     ):
         return False
-    if is_grouped(relation):
-        return False
-    plan.shifts[relation.node] = (letter, _fact(fills[0]))
+    fact, order = _fact(fills[0]), list(map(str, range(fills[0].ndim)))
+    axes = enumerate(relation.ins[relation.factors[0]])
+    windows = {str(k) for k, axis in axes if set(axis) & relation.window}
+    alike = uniform_over(fact, order, windows)
+    if is_grouped(relation) or not bool(alike.known.all()):
+        return False  # What differs from place to place leaves no border map.
+    plan.shifts[relation.node] = (letter, fact)
     return True
 
 

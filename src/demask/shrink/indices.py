@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicC
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
-from demask.facts.known import Key, key_of
+from demask.facts.known import Key, key_of, known
 from demask.facts.needed import Needs
 from demask.graph.build import mode_of
 from demask.graph.fold import drop_unread
@@ -34,7 +34,7 @@ from demask.shrink.cells import At, Index, Layout
 from demask.shrink.contract import plus_constants
 from demask.shrink.indexed import Pick, Plan, planned
 from demask.shrink.place import Placement, is_grouped
-from demask.shrink.reading import Reading
+from demask.shrink.reading import relations_of
 from demask.shrink.rewrite import Rewriter
 
 aten = torch.ops.aten
@@ -94,8 +94,12 @@ def masked(program: Program, picks: Mapping[Key, Pick], table: Table = TABLE) ->
 
 
 def _written(program: Program, picks: Mapping[Key, Pick], table: Table, *, push: bool) -> Program:
-    reading = Reading.of(program, table)
-    plan = planned(program.graph, reading.relations, reading.facts, picks, push=push)
+    relations = relations_of(program.graph, table)
+    values = {name: constant.tensor for name, constant in program.constants.items()}
+    # What is known of a picked value holds no longer: elsewhere it is its fill.
+    opaque = {node: Declined("what is computed of it comes at run time") for node, _ in picks}
+    facts = known(program.graph, {**relations, **opaque}, values)
+    plan = planned(program.graph, relations, facts, picks, push=push)
     walk = _Walk(program, plan)
     for node in program.graph.nodes:
         walk.visit(node)
@@ -179,15 +183,25 @@ class _Walk(Rewriter):
         """The same op, on less."""
         node = relation.node
         values = [self.operand(relation, k) for k in range(len(relation.operands))]
-        layouts = [_whole(v) for v in schema.outputs(node)]
         if node in self.plan.shifts:
             values[relation.factors[0]] = self._shifted(relation, values[relation.factors[0]])
-        args, kwargs = self.arguments(relation, values, layouts, self._groups(relation))
+        args, kwargs = self._again(relation, values)
         if node not in self.plan.shifts:
             self.finish(node, node.target, args, kwargs, None)
             return
         made = self.build.call(node.target, *args, **kwargs)
         self.keep(node, 0, self._with_rest(relation, made), None)
+
+    def _again(self, relation: Relation, values: list[Any]) -> tuple[Any, Any]:
+        """The arguments of a call; sizes among them follow what is made."""
+        node = relation.node
+        if node in self.plan.chosen:
+            layouts = [_whole(value) for value in schema.outputs(node)]
+            return self.arguments(relation, values, layouts, self._groups(relation))
+        names = {operand.name for operand in relation.operands}
+        found = schema.arguments(node)
+        plain = {name: v if name in names else self.argument(v) for name, v in found.items()}
+        return schema.call(node.target, schema.replaced(plain, relation.operands, values))
 
     def _groups(self, relation: Relation) -> dict[str, Any]:
         """A grouped convolution of which some groups are made has as many groups."""
@@ -195,8 +209,9 @@ class _Walk(Rewriter):
         if not is_grouped(relation) or node not in self.plan.chosen:
             return {}
         letter, index = self.plan.chosen[node]
-        both = relation.letters(relation.ins[0]) & relation.letters(relation.outs[0])
-        return {"groups": self.length(index)} if letter in both else {}
+        places = [*(relation.ins[k] for k in relation.factors), relation.outs[0]]
+        every = all(letter in relation.letters(axes) for axes in places)
+        return {"groups": self.length(index)} if every else {}
 
     def _shifted(self, relation: Relation, x: fx.Node) -> fx.Node:
         """The first factor less its fill, so that what is left out is zero."""
