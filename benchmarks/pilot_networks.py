@@ -12,6 +12,7 @@ import argparse
 import gzip
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -48,7 +49,7 @@ FFN_PENALTY = 1e-3
 def perceptron(widths: tuple[int, ...]) -> nn.Sequential:
     """linear, ReLU, … linear: modules "0", "2", …"""
     layers: list[nn.Module] = []
-    for i, o in zip(widths, widths[1:], strict=False):
+    for i, o in pairwise(widths):
         layers += [nn.Linear(i, o), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
@@ -72,6 +73,7 @@ def trained(name: str, data: Path = DATA) -> nn.Sequential:
     model, (x, classes) = perceptron(spec.widths), images("train", data, spec.standard)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     order = torch.Generator().manual_seed(SEED)
+    loss = torch.zeros(())
     for epoch in range(EPOCHS):
         for picked in torch.randperm(len(x), generator=order).split(BATCH):
             penalty, h = torch.zeros(()), x[picked]
@@ -128,15 +130,15 @@ def documents() -> Tensor:
     return torch.from_numpy(np.frombuffer(text, np.uint8).astype(np.int64))
 
 
-def hidden(model: Bytes, text: Tensor) -> list[Tensor]:
-    """What each block's ReLU makes of a text, [n, t, hidden] each."""
+def watched(model: Bytes, text: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The logits of a text, and what each block's ReLU makes of it, [n, t, hidden] each."""
     found: list[Tensor] = []
-    hooks = [block.ffn[1].register_forward_hook(lambda m, a, y: found.append(y))
-             for block in model.blocks]  # fmt: skip
-    model(text)
+    relus = [module for module in model.modules() if isinstance(module, nn.ReLU)]
+    hooks = [relu.register_forward_hook(lambda m, a, y: found.append(y)) for relu in relus]
+    logits = model(text)
     for hook in hooks:
         hook.remove()
-    return found
+    return logits, found
 
 
 def transformer() -> Bytes:
@@ -147,15 +149,10 @@ def transformer() -> Bytes:
     for step in range(STEPS):
         starts = torch.randint(len(text) - LENGTH - 1, (TEXTS,))
         rows = torch.stack([text[s : s + LENGTH + 1] for s in starts.tolist()])
-        seen: list[Tensor] = []
-        hooks = [block.ffn[1].register_forward_hook(lambda m, a, y: seen.append(y))
-                 for block in model.blocks]  # fmt: skip
         with torch.autocast("cpu", torch.bfloat16):
-            logits = model(rows[:, :-1]).float()
-        for hook in hooks:
-            hook.remove()
+            logits, seen = watched(model, rows[:, :-1])
         penalty = torch.stack([y.float().sum(-1).mean() for y in seen]).sum()
-        loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+        loss = F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
         optimizer.zero_grad()
         (loss + FFN_PENALTY * penalty).backward()
         optimizer.step()
@@ -188,7 +185,9 @@ def described(name: str, model: nn.Module, data: Path = DATA) -> str:
     """Accuracy and the share of hidden values above zero, in words."""
     if name == TRANSFORMER:
         assert isinstance(model, Bytes)
-        live = [(y > 0).float().mean().item() for y in hidden(model, documents()[None, :LENGTH])]
+        live = [
+            (y > 0).float().mean().item() for y in watched(model, documents()[None, :LENGTH])[1]
+        ]
         return f"{name}: live {', '.join(f'{share:.1%}' for share in live)}"
     x, classes = images("test", data, SPECS[name].standard)
     assert isinstance(model, nn.Sequential)

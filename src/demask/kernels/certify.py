@@ -15,15 +15,15 @@ multiply-adds in float32, n' being the nonzeros of x. Its error is at most γ_n'
 Numerical Algorithms", 2nd ed., section 3.1 and lemma 3.1), and n' 2^-126 more where products
 underflow. Adding the bias rounds once more, which keeps the sign. Sums over x here are of one sign
 or bounded in the same way, in as many chains as there are lanes. The bound itself is some ten
-operations on numbers of at most (|lo| + range) Σ|q_j| s, |c| ‖x‖₁, |b| and the errors above: each of
-these enters with 40 u of itself more. Constants are computed in float64 and rounded up.
+operations on numbers of at most (|lo| + range) Σ|q_j| s, |c| ‖x‖₁, |b| and the errors above: each
+of these enters with 40 u of itself more. Constants are computed in float64 and rounded up.
 
 So relu gives 0 wherever the bound is <= 0. NaN, infinities and sums beyond 1e30 fail the
 comparison, and the row is computed.
 
-**Layouts.** 8 bits: [tile][4 columns][rows of the tile][4]. 4 bits: [tile][8 columns][rows][4 bytes],
-low halves the first four columns, values 0 … 15. The second plane of two: row by row, 128 columns in
-64 bytes, low halves first. u in two planes of bytes.
+**Layouts.** 8 bits: [tile][4 columns][rows of the tile][4]. 4 bits: [tile][8 columns][rows][4
+bytes], low halves the first four columns, values 0 … 15. The second plane of two: row by row, 128
+columns in 64 bytes, low halves first. u in two planes of bytes.
 """
 
 from __future__ import annotations
@@ -49,8 +49,23 @@ NUMBERS = ("lo", "step", "e", "one_norm", "two_norm", "rounding", "sum")
 
 #: x: slot, n: length; u0, u1: slots of its bytes; groups, count: slots of the list of groups of
 #: `width` columns of which any u is not 0; numbers: slot; limit: bits of a float32
-QUANTISE = np.dtype([(key, "<i8") for key in (
-    "x", "n", "u0", "u1", "groups", "count", "group_count", "numbers", "limit", "sums")])  # fmt: skip
+QUANTISE = np.dtype(
+    [
+        (key, "<i8")
+        for key in (
+            "x",
+            "n",
+            "u0",
+            "u1",
+            "groups",
+            "count",
+            "group_count",
+            "numbers",
+            "limit",
+            "sums",
+        )
+    ]
+)
 #: weights, constants: addresses; tiles begin, end, step of `pitch` bytes; rows: how many there are;
 #: out: slot of zeros; list, left: slots of the rows not proved, and of their number; first,
 #: second: slots of their sums, for another level
@@ -222,8 +237,8 @@ class Quantise:
         word = ir.IntType(8 * self.width)
         kind = ir.VectorType(word, e.lanes)
         with e.loop(I64(0), f["group_count"], e.lanes) as i:
-            both = [b.load(e.at(u, i, word), typ=kind, align=1) for u in (u0, u1)]
-            mask = b.icmp_unsigned("!=", b.or_(*both), ir.Constant(kind, [0] * e.lanes))
+            low, high = (b.load(e.at(u, i, word), typ=kind, align=1) for u in (u0, u1))
+            mask = b.icmp_unsigned("!=", b.or_(low, high), ir.Constant(kind, [0] * e.lanes))
             mask = b.and_(mask, below(e, b.sub(f["group_count"], i)))
             number = b.add(iota(e), e.splat(b.trunc(i, I32)))
             b.store(compressed(e, number, mask), e.at(groups, found.get(), I32), align=4)
@@ -340,11 +355,13 @@ class Second:
             share = [b.sdiv(b.mul(count, b.add(f["thread"], I64(k))), f["threads"]) for k in (0, 1)]
             with e.loop(share[0], share[1]) as place:
                 row = e.load_long(I32, lists["lists"], place)
-                sums = [b.add(part, b.mul(b.sub(e.load(I32, lists[key], place),
-                                                b.mul(e.load(I32, f.slot("sums"), k), I32(8))),
-                                          I32(16)))
-                        for k, (key, part) in enumerate(
-                            zip(("first", "second"), self._low(e, f, row), strict=True))]  # fmt: skip
+                sums = []
+                for k, (key, part) in enumerate(
+                    zip(("first", "second"), self._low(e, f, row), strict=True)
+                ):
+                    every = b.mul(e.load(I32, f.slot("sums"), k), I32(8))
+                    upper = b.sub(e.load(I32, lists[key], place), every)
+                    sums.append(b.add(part, b.mul(upper, I32(16))))
                 open_ = self._open(e, f, numbers, row, sums)
                 b.store(b.trunc(row, I32), e.at(f.slot("list"), found.get(), I32))
                 found.set(b.add(found.get(), b.zext(open_, I64)))

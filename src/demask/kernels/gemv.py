@@ -2,16 +2,16 @@
 
     y[r] = act(w[r, c0] · x[c0] + w[r, c1] · x[c1] + … + bias[r])        over a list of (c, x[c])
 
-Weights lie as [tile][column][rows of the tile], so the rows of a tile are as many accumulators, and
-each output is one chain of fused multiply-adds in the order of the list, begun at +0, its bias added
-last. The dense product is the list of all columns; the list of nonzero ones gives the same bits,
-whatever the finite weights: fma(w, 0, s) == s unless s is -0 (which a product that underflows
+Weights lie as [tile][column][rows of the tile], so the rows of a tile are as many accumulators,
+and each output is one chain of fused multiply-adds in the order of the list, begun at +0, its bias
+added last. The dense product is the list of all columns; the list of nonzero ones gives the same
+bits, whatever the finite weights: fma(w, 0, s) == s unless s is -0 (which a product that underflows
 makes), and s + bias is the same for both zeros as long as no bias is -0 (`pilot.packing` writes
 +0). NaN counts as nonzero. `Rows` computes single rows of a row-major matrix by the same chains, so
 its bits are the same too.
 
-What machine code is called with is a structure of 64-bit numbers: addresses of what never moves, and
-*slots*, numbers of places in a table of addresses that each call brings (its `arena`).
+What machine code is called with is a structure of 64-bit numbers: addresses of what never moves,
+and *slots*, numbers of places in a table of addresses that each call brings (its `arena`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,23 @@ SLACK = 64  # elements behind a list that may be written, and read, for nothing
 COMPACT = np.dtype([(key, "<i8") for key in ("x", "n", "cols", "values", "count")])
 #: weights, bias: addresses; begin, end, step: tiles; pitch: bytes of a tile; cols, values, count,
 #: out: slots
-COLUMNS = np.dtype([(key, "<i8") for key in (
-    "weights", "bias", "begin", "end", "step", "pitch", "cols", "values", "count", "out")])  # fmt: skip
+COLUMNS = np.dtype(
+    [
+        (key, "<i8")
+        for key in (
+            "weights",
+            "bias",
+            "begin",
+            "end",
+            "step",
+            "pitch",
+            "cols",
+            "values",
+            "count",
+            "out",
+        )
+    ]
+)
 #: lists, counts: the first of `threads` slots, one for each thread that listed rows; thread: whose
 #: share of each list this is; weights, bias: addresses; pitch: bytes of a row; cols … out: slots
 ROWS = np.dtype([(key, "<i8") for key in (

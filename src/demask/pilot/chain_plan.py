@@ -71,7 +71,10 @@ class Slots:
 
     def several(self, count: int, size: int) -> int:
         """Slots in a row, one for each thread; the first of them."""
-        return [self.new(size) for _ in range(count)][0]
+        first = self.last + 1
+        for _ in range(count):
+            self.new(size)
+        return first
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,7 @@ class Builder:
 
     def layer(self, layer: Layer, mode: str, x: int, out: int) -> None:
         """One layer, from slot to slot."""
-        rows, columns = layer.weight.shape
+        columns = layer.weight.shape[1]
         self.tape.phase()
         lists = [self._list(t, mode, x, columns) for t in range(self.threads)]
         self.seen.append(([count for *_, count in lists[:1]], [], []))

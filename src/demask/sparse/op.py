@@ -13,15 +13,17 @@ import functools
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.library import Library
 
-from demask.sparse import dense
-from demask.sparse.plan import NoPlan, Plan
+from demask.sparse import dense, gpu_segment
 from demask.sparse.program import Program
+
+if TYPE_CHECKING:
+    from demask.sparse.plan import Plan
 
 PLANS = 8  # kept per program and weights: one for every size of the inputs
 ASKED = 64  # sizes whose calls are counted
@@ -59,7 +61,7 @@ def parsed(text: str) -> Program:
     return Program.parse(text)
 
 
-Made = tuple[Plan | None, tuple[int, ...]]  # a plan, if there is one; inputs it wants contiguous
+Made = tuple["Plan | None", tuple[int, ...]]  # a plan, if there is one; inputs it wants contiguous
 
 
 class Kept:
@@ -70,21 +72,29 @@ class Kept:
     """
 
     def __init__(self, text: str):
-        self.text, self.program = text, parsed(text)
+        self.text, self.program = text, self._parsed(text)
         self.lock = threading.Lock()
-        self.plans: dict[Any, Made] = {}
+        self.plans: dict[Any, Any] = {}
         self.calls: dict[Any, int] = {}
         self.versions: tuple[int, ...] = ()
         self.thrown = 0
         self.copies: list[Tensor] = []
         self.edition = 0
 
+    @staticmethod
+    def _parsed(text: str) -> Any:
+        return parsed(text)
+
+    def versions_of(self, weights: list[Tensor]) -> tuple[int, ...]:
+        """What changes whenever torch counts a write into a weight."""
+        try:
+            return tuple([w._version for w in weights])
+        except RuntimeError:  # tensors made in inference mode have none
+            return self._counted(weights)
+
     def run(self, inputs: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
         """The outputs, by a plan or without."""
-        try:
-            versions = tuple([w._version for w in weights])
-        except RuntimeError:  # tensors made in inference mode have none
-            versions = self._counted(weights)
+        versions = self.versions_of(weights)
         sizes = tuple([(x.shape, x.stride(), x.dtype) for x in inputs])
         asked = versions, sizes, torch.get_num_threads()
         plan, copied = self.plans.get(asked) or self._made(asked, inputs, weights)
@@ -101,7 +111,7 @@ class Kept:
                 self.copies, self.edition = [w.clone() for w in weights], self.edition + 1
             return (self.edition,)
 
-    def _made(self, asked: Any, inputs: list[Tensor], weights: list[Tensor]) -> Made:
+    def _made(self, asked: Any, inputs: list[Tensor], weights: list[Tensor]) -> Any:
         """A plan for what is asked, kept; none where there is none or it would not be kept."""
         with self.lock:
             if asked in self.plans:
@@ -117,12 +127,17 @@ class Kept:
             if len(self.plans) == PLANS:
                 self.plans.pop(next(iter(self.plans)))
                 self.thrown += 1
-            self.plans[asked] = planned(self.program, inputs, weights)
+            self.plans[asked] = self._planned(inputs, weights)
             return self.plans[asked]
+
+    def _planned(self, inputs: list[Tensor], weights: list[Tensor]) -> Any:
+        return planned(self.program, inputs, weights)
 
 
 def planned(program: Program, inputs: list[Tensor], weights: list[Tensor]) -> Made:
     """A plan, if kernels can do it; BadInput for what does not fit."""
+    from demask.sparse.plan import NoPlan, Plan  # which needs LLVM
+
     dense.check(program, inputs, weights)
     if inputs[0].dtype != torch.float32 or any(x.numel() == 0 for x in inputs):
         return None, ()
@@ -143,8 +158,10 @@ def _apart(program: Program, place: int, x: Tensor) -> bool:
 def without_plan(
     program: Program, inputs: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The outputs by ATen ops, contiguous and in memory of their own."""
-    found = dense.run(program, inputs, weights)
+    """The outputs by ATen ops, and on a GPU by its kernels, contiguous and in memory of their
+    own."""
+    run = gpu_segment.run if inputs[0].is_cuda else dense.run
+    found = run(program, inputs, weights)
     used = {id(t.untyped_storage()) for t in (*inputs, *weights)}
     for place, y in enumerate(found):
         if not y.is_contiguous() or id(y.untyped_storage()) in used:
@@ -157,15 +174,15 @@ _KEPT: dict[Any, list[Kept]] = {}  # by weights: their memory and how it is read
 _NEW = threading.Lock()
 
 
-def kept(weights: list[Tensor], text: str) -> Kept:
-    """What is kept for these weights; it goes when their memory does."""
+def kept(weights: list[Tensor], text: str, kind: type[Kept] = Kept) -> Kept:
+    """What is kept for these weights; it goes when their memory does. kind: of plans."""
     who = tuple(
         [(id(w.untyped_storage()), w.data_ptr(), w.shape, w.stride(), w.dtype) for w in weights]
     )
     for one in _KEPT.get(who, ()):
-        if one.text == text:
+        if one.text == text and type(one) is kind:
             return one
-    made = Kept(text)
+    made = kind(text)
     with _NEW:
         if who not in _KEPT:
             for w in weights:
@@ -204,6 +221,8 @@ def with_gradients(inputs: list[Tensor], weights: list[Tensor], text: str) -> li
     if torch._C._are_functorch_transforms_active():
         return dense.run(parsed(text), inputs, weights)
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+        if inputs[0].is_cuda:
+            return without_plan(parsed(text), inputs, weights)
         return list(Recomputed.apply(text, len(inputs), *given))
     here = all(type(t) in PLAIN and t.is_cpu for t in given)
     if here and not torch._C._len_torch_dispatch_stack():

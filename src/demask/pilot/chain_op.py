@@ -1,0 +1,203 @@
+"""The op `demask::chain`: linear, ReLU, linear, … as one call of a graph.
+
+    torch.ops.demask.chain(Tensor x, Tensor[] weights, str program) -> Tensor
+
+Up to 4 rows of float32 on the CPU are run by plans (`pilot.chain_plan`), made at the first call and
+kept as long as the weights live; everything else by torch's own linear and relu, as are gradients,
+transforms, and weights with NaN or infinities. The bits of the two differ: torch sums in an order
+of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.library import Library
+
+from demask.errors import BadInput
+from demask.graph.program import Program
+from demask.ops.own import Own, register
+from demask.pilot.chain_plan import MODES, Layer, Plan
+from demask.sparse.op import PLAIN, Kept, kept
+from demask.sparse.tape import NoPlan
+from demask.tune.draft import Draft
+
+ROWS = 4  # of x, at most, for plans: more share what they need, and torch multiplies matrices
+
+_LIBRARY = Library("demask", "FRAGMENT")
+_LIBRARY.define(
+    "chain(Tensor x, Tensor[] weights, str program) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One layer of a chain: its mode (`chain_plan.MODES`), whether it has a bias, whether ReLU
+    follows."""
+
+    mode: str
+    bias: bool
+    relu: bool
+
+    def __str__(self) -> str:
+        return self.mode + "+bias" * self.bias + "+relu" * self.relu
+
+
+@functools.lru_cache(maxsize=256)
+def steps(text: str) -> tuple[Step, ...]:
+    """The layers of a text, BadInput for what is none.
+
+    >>> steps("certified+bias+relu,dense")
+    (Step(mode='certified', bias=True, relu=True), Step(mode='dense', bias=False, relu=False))
+    """
+    found = []
+    for part in text.split(","):
+        mode, *more = part.split("+")
+        if mode not in MODES or more not in ([], ["bias"], ["relu"], ["bias", "relu"]):
+            raise BadInput(f"expected layers such as 'columns+bias+relu', got {part!r:.80}")
+        found.append(Step(mode, "bias" in more, "relu" in more))
+    return tuple(found)
+
+
+def pairs(weights: Sequence[Any], text: str) -> list[tuple[Any, Any]]:
+    """(weight, bias or None) of each layer; BadInput where their number does not fit."""
+    left, found = list(weights), []
+    expected = sum(1 + step.bias for step in steps(text))
+    if len(left) != expected:
+        raise BadInput(f"expected {expected} weights and biases for {text!r:.80}, got {len(left)}")
+    for step in steps(text):
+        weight = left.pop(0)
+        found.append((weight, left.pop(0) if step.bias else None))
+    return found
+
+
+def plain(x: Tensor, weights: Sequence[Tensor], layers: str) -> Tensor:
+    """The chain by torch's own ops."""
+    for (weight, bias), step in zip(pairs(weights, layers), steps(layers), strict=True):
+        x = F.linear(x, weight, bias)
+        x = torch.relu(x) if step.relu else x
+    return x
+
+
+def chain(x: Tensor, weights: Sequence[Tensor], layers: str) -> Tensor:
+    """linear, ReLU, … of x [..., columns], floating point -> [..., rows of the last layer].
+
+    weights: of each layer its matrix [rows, columns] and, where it has one, its bias. layers: per
+    layer mode, "+bias", "+relu". BadInput where these do not fit. Writes into a weight are seen if
+    torch counts them: those through `.data` or NumPy are not.
+
+    >>> w = torch.tensor([[1.0, -2.0], [3.0, 4.0]])
+    >>> chain(torch.tensor([[1.0, 1.0]]), [w], "columns+relu")
+    tensor([[0., 7.]])
+    """
+    return torch.ops.demask.chain.default(x, weights, layers)
+
+
+class Chains(Kept):
+    """Plans of one chain over one set of weights, by versions of weights and threads."""
+
+    @staticmethod
+    def _parsed(text: str) -> Any:
+        return steps(text)
+
+    def one(self, x: Tensor, weights: list[Tensor]) -> Tensor:
+        """The output, by a plan or without."""
+        asked = self.versions_of(weights), torch.get_num_threads()
+        held = self.plans.get(asked)
+        plan = (held or self._made(asked, [x], weights))[0]
+        if plan is None:
+            return plain(x, weights, self.text)
+        columns = weights[0].shape[1]
+        if x.shape[-1] != columns:
+            raise BadInput(f"expected {columns} numbers in each row, got {tuple(x.shape)}")
+        y = plan(x.reshape(-1, columns).contiguous() if x.ndim != 2 else x.contiguous())
+        return y if x.ndim == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+    def _planned(self, inputs: list[Tensor], weights: list[Tensor]) -> tuple[Plan | None, tuple]:
+        fake(inputs[0], weights, self.text)
+        modes = [step.mode for step in self.program]
+        layers = []
+        for (weight, bias), step in zip(pairs(weights, self.text), self.program, strict=True):
+            held = None if bias is None else bias.detach().contiguous()
+            layers.append(Layer(weight.detach().contiguous(), held, step.relu))
+        try:
+            return Plan(layers, modes, torch.get_num_threads()), ()
+        except NoPlan:
+            return None, ()
+
+
+def on_cpu(x: Tensor, weights: list[Tensor], layers: str) -> Tensor:
+    """The op's kernel on the CPU."""
+    if x.dtype is not torch.float32 or not 0 < prod(x.shape[:-1]) <= ROWS or not x.ndim:
+        return plain(x, weights, layers)
+    if any(w.dtype is not torch.float32 for w in weights):
+        return plain(x, weights, layers)
+    found = kept(weights, layers, Chains)
+    assert isinstance(found, Chains)
+    return found.one(x, weights)
+
+
+def fake(x: Tensor, weights: Sequence[Tensor], layers: str) -> Tensor:
+    """The output without values; sizes may be symbolic. BadInput for what does not fit."""
+    width: Any = x.shape[-1] if x.ndim else None
+    for weight, bias in pairs(weights, layers):
+        if weight.ndim != 2 or (bias is not None and tuple(bias.shape) != tuple(weight.shape[:1])):
+            raise BadInput(f"expected matrices and their biases, got {tuple(weight.shape)}")
+        torch._check(width is not None and weight.shape[1] == width)
+        width = weight.shape[0]
+    return x.new_empty((*x.shape[:-1], width))
+
+
+def with_gradients(x: Tensor, weights: list[Tensor], layers: str) -> Tensor:
+    """The op's kernel above those of devices: torch's own ops record what gradients need."""
+    if torch._C._are_functorch_transforms_active():
+        return plain(x, weights, layers)
+    if torch.is_grad_enabled() and (x.requires_grad or any(w.requires_grad for w in weights)):
+        return plain(x, weights, layers)
+    here = type(x) in PLAIN and x.is_cpu and all(type(w) in PLAIN and w.is_cpu for w in weights)
+    if here and not torch._C._len_torch_dispatch_stack():
+        return on_cpu(x, weights, layers)  # as the call below, some microseconds earlier
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.demask.chain.default(x, weights, layers)
+
+
+_LIBRARY.impl("chain", on_cpu, "CPU")
+_LIBRARY.impl("chain", plain, "CompositeExplicitAutograd")
+_LIBRARY.impl("chain", with_gradients, "Autograd")
+torch.library.register_fake("demask::chain", fake, lib=_LIBRARY)
+CHAIN = torch.ops.demask.chain.default
+
+
+def spelled(program: Program) -> Program:
+    """The program with torch's linear and relu in place of chains."""
+    draft, aten = Draft(program), torch.ops.aten
+    for node in draft.calls(CHAIN):
+        x, weights, text = node.args
+        for (weight, bias), step in zip(pairs(weights, text), steps(text), strict=True):  # type: ignore[arg-type]
+            x = draft.call(node, node, aten.linear.default, x, weight, bias)
+            x = draft.call(node, node, aten.relu.default, x) if step.relu else x
+        draft.put(node, x)  # type: ignore[arg-type]
+    return draft.done()
+
+
+def check(found: Mapping[str, Any]) -> None:
+    """BadInput for a call of the op that no input could make good."""
+    width = None
+    for weight, bias in pairs(found["weights"], found["program"]):
+        if weight is None:
+            continue
+        if weight.ndim != 2 or (width is not None and weight.shape[1] != width):
+            raise BadInput(f"expected {width} columns, got a weight of {tuple(weight.shape)}")
+        if bias is not None and tuple(bias.shape) != tuple(weight.shape[:1]):
+            raise BadInput(f"expected a bias of {weight.shape[0]}, got {tuple(bias.shape)}")
+        width = weight.shape[0]
+
+
+register(CHAIN, Own(plain, spelled, check))

@@ -1,0 +1,173 @@
+"""What a chain costs on this machine, before it runs: bytes by the way they are read.
+
+A chain of one vector reads each weight once, so its seconds are bytes over bandwidth, and something
+per call and per layer. Bandwidth depends on where the bytes come from and how they lie: all columns
+one after the other, some columns of each tile (pieces of 1 KB), whole numbers of few bits, single
+rows. Each is measured with the kernels themselves, once per machine and number of threads, and kept
+with the other answers of `machine.cost`. What calls on different inputs touch together is their
+footprint; as much of it as the last cache holds comes from there, the rest from memory (LRU under
+uniform use).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+
+import torch
+
+from demask.kernels.certify import CONSTANTS
+from demask.machine.cost import Costs, Question
+from demask.pilot.chain_plan import Layer, Plan, Seen
+
+KINDS = ("dense", "columns", "whole", "rows")
+SHARE = 16  # one of so many columns is read, where some are
+#: bytes of what is read in turns to time the last cache, and memory
+NEAR, FAR = 12 * 2**20, 128 * 2**20
+CACHE = 16 * 2**20  # of the last cache, where the system does not say
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """Bytes that a layer reads in one call, by kind (`KINDS`)."""
+
+    dense: float = 0.0
+    columns: float = 0.0
+    whole: float = 0.0
+    rows: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.dense + self.columns + self.whole + self.rows
+
+    def __add__(self, other: Reads) -> Reads:
+        return Reads(*(getattr(self, k) + getattr(other, k) for k in KINDS))
+
+
+def reads(rows: int, columns: int, mode: str, seen: Seen) -> Reads:
+    """What a layer reads, from what was seen of it: live columns, rows that were not proved zero.
+
+    Listed rows are read over live columns, in lines of 64 bytes: all lines with a live column.
+
+    >>> reads(4096, 784, "columns", Seen(392, 4096, 4096)).total / reads(
+    ...     4096, 784, "dense", Seen(784, 4096, 4096)).total
+    0.5
+    """
+    if mode == "dense":
+        return Reads(dense=4.0 * rows * columns)
+    live = seen.columns / max(columns, 1)
+    if mode == "columns":
+        return Reads(columns=4.0 * rows * seen.columns)
+    touched = 1 - (1 - live) ** 16
+    exact = 4.0 * columns * touched * seen.rows
+    constants = 4.0 * len(CONSTANTS) * rows
+    if mode == "certified":
+        groups = 1 - (1 - live) ** 4
+        return Reads(whole=rows * columns * groups + constants, rows=exact)
+    groups = 1 - (1 - live) ** 8
+    second = seen.first * (columns / 2 + 4 * len(CONSTANTS) * 2)
+    return Reads(whole=rows * columns * groups / 2 + constants, rows=exact + second)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Seconds per byte by kind, from the last cache and from memory; seconds of a call and of a
+    layer; bytes that the last cache holds."""
+
+    near: dict[str, float]
+    far: dict[str, float]
+    call: float
+    layer: float
+    cache: float
+    threads: int
+
+    def seconds(self, layers: Sequence[Reads], footprint: float, *, flushed: bool = False) -> float:
+        """Predicted seconds of a call. footprint: bytes that calls on different inputs touch
+        together; flushed: caches hold nothing of them."""
+        held = 0.0 if flushed else min(1.0, self.cache / max(footprint, 1.0))
+        per = {k: held * self.near[k] + (1 - held) * self.far[k] for k in KINDS}
+        moved = sum(getattr(r, k) * per[k] for r in layers for k in KINDS)
+        return self.call + self.layer * len(layers) + moved
+
+
+def last_cache(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> float:
+    """Bytes of the largest cache, as Linux says."""
+    found = [CACHE]
+    for path in folder.glob("index*/size"):
+        word = path.read_text().strip()
+        unit = {"K": 2**10, "M": 2**20}.get(word[-1:], 1)
+        found.append(int(word.rstrip("KM")) * unit)
+    return float(max(found[1:], default=found[0]))
+
+
+def measured(costs: Costs) -> Machine:
+    """This machine's numbers, asked of `costs`: measured, kept, or estimated from its bandwidth.
+
+    From memory, whole numbers and rows take what they take from the cache, or what all or some
+    columns take from memory, whichever is longer.
+    """
+    one, eight = (costs.seconds(_small(costs, layers)) for layers in (1, 8))
+    layer = max((eight - one) / 7, 0.0)
+    call = max(one - layer, 0.0)
+
+    def speed(kind: str, room: int) -> float:
+        question = _large(costs, kind, room)
+        taken = costs.seconds(question) - call - layer
+        return max(taken, 1e-9) / question.bytes
+
+    near = {kind: speed(kind, NEAR) for kind in ("dense", "columns", "whole")}
+    both = _large(costs, "rows", NEAR)
+    rest = costs.seconds(both) - call - layer - both.bytes / 3 * near["whole"]
+    near["rows"] = max(rest, 1e-9) / (both.bytes * 2 / 3)
+    far = {kind: max(speed(kind, FAR), near[kind]) for kind in ("dense", "columns")}
+    far |= {"whole": max(near["whole"], far["dense"]), "rows": max(near["rows"], far["columns"])}
+    return Machine(near, far, call, layer, 0.8 * last_cache(), costs.threads)
+
+
+def _small(costs: Costs, layers: int) -> Question:
+    """A call with next to nothing to read."""
+
+    def make() -> Callable[[], object]:
+        one = Layer(torch.zeros(16, 16), None, True)
+        plan = Plan([one] * layers, ["columns"] * layers, torch.get_num_threads())
+        x = torch.zeros(1, 16)
+        return lambda: plan(x)
+
+    return Question(f"chain of {layers}, {costs.threads} threads", 0, 64, make)
+
+
+def _large(costs: Costs, kind: str, room: int) -> Question:
+    """A layer that reads so many bytes in turns: all columns, one of SHARE (others in the next
+    call), whole numbers, or those and then half of the rows (1 to 2 of the bytes)."""
+    rows = 4096
+    columns = room // rows if kind == "whole" else room // (4 * rows)
+    columns = columns // 3 * 4 if kind == "rows" else columns
+    moved = {"dense": 4.0, "columns": 4.0 / SHARE, "whole": 1.0, "rows": 3.0}[kind] * rows * columns
+
+    def make() -> Callable[[], object]:
+        draw = torch.Generator().manual_seed(0)
+        weight, bias = torch.rand((rows, columns), generator=draw) * 1e-3, torch.zeros(rows) - 1e3
+        inputs = [torch.rand((1, columns), generator=draw) + 0.5 for _ in range(SHARE)]
+        if kind == "columns":
+            order = torch.arange(columns) % SHARE
+            inputs = [x * (order == k) for k, x in enumerate(inputs)]
+        if kind == "rows":
+            bias[::2] = 1e3
+        mode = kind if kind in ("dense", "columns") else "certified"
+        plan = Plan([Layer(weight, bias, True)], [mode], torch.get_num_threads())
+        turns = cycle(inputs)
+        return lambda: plan(next(turns))
+
+    name = f"chain reading {kind}, {room / 2**20:.0f} MiB in turns, {costs.threads} threads"
+    return Question(name, moved / 2, moved, make)
+
+
+#: what choices are made by: a server's two threads, in round numbers
+NOMINAL = Machine(
+    near={"dense": 1.2e-11, "columns": 1.4e-11, "whole": 1.6e-11, "rows": 2.2e-11},
+    far={"dense": 2.0e-11, "columns": 2.6e-11, "whole": 2.2e-11, "rows": 2.8e-11},
+    call=1.2e-5, layer=2e-6, cache=0.8 * 32 * 2**20, threads=2,
+)  # fmt: skip
