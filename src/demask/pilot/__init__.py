@@ -1,5 +1,6 @@
 """A cheap run first: what it saw conditions the run that follows."""
 
+from demask.pilot.chain import Certified, Columns, unconditioned
 from demask.pilot.channels import Channels
 from demask.pilot.conditioned import Condition, Conditioned, Decision
 from demask.pilot.downsample import Downsample
@@ -9,7 +10,9 @@ from demask.pilot.simplify import Simplifier, simplifier, simplify
 
 __all__ = [
     "Bits",
+    "Certified",
     "Channels",
+    "Columns",
     "Condition",
     "Conditioned",
     "Decision",
@@ -19,4 +22,5 @@ __all__ = [
     "Simplifier",
     "simplifier",
     "simplify",
+    "unconditioned",
 ]
