@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from demask.cli import strides
+from demask.cli import pilots, strides
 from demask.cli.common import (
     Imports,
     Json,
@@ -329,6 +329,7 @@ def bench(
 
 app.command("lower")(strides.lower)
 app.command("raise")(strides.raise_strides)
+app.add_typer(pilots.app, name="pilot")
 
 
 @app.command()

@@ -10,6 +10,7 @@ import json
 import os
 import zipfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, RefusedFile
 from demask.files.atomic import write
-from demask.files.bounded import open_zip, read_json
+from demask.files.bounded import open_zip, parse_json, read_json
 from demask.files.codec import (
     decode,
     decode_target,
@@ -46,6 +47,11 @@ GRAPH, TENSORS = "graph.json", "tensors.safetensors"
 
 _BATCH_NORMS = {kind.__name__: kind for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)}
 _BATCH_NORM_FIELDS = ("num_features", "eps", "momentum", "affine", "track_running_stats")
+_KINDS = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
 _OPS = ("placeholder", "get_attr", "call_function", "call_module", "output")
 
 
@@ -89,6 +95,59 @@ def load(path: str | os.PathLike[str]) -> Demasked:
         except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
             raise BadInput(f"{TENSORS} is damaged ({error}); copy the file again") from error
         return _build(document, stored)
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """An archive whose tensors stay in it.
+
+    slim: the network, with tensors of the right shapes that hold zeros and take no memory. start:
+    the byte of the file where its safetensors part begins. stored: per name of a tensor, its name
+    in that part and the order of its axes there, outermost first.
+    """
+
+    slim: Demasked
+    start: int
+    stored: Mapping[str, tuple[str, tuple[int, ...]]]
+
+
+def outline(path: str | os.PathLike[str]) -> Outline:
+    """The network that `save` wrote to `path`, without its tensors; errors as `load`."""
+    with open_zip(path) as archive:
+        document = read_json(archive, GRAPH)
+        _check_head(document)
+        if sorted(archive.namelist()) != [GRAPH, TENSORS]:
+            raise RefusedFile(f"expected the entries {GRAPH} and {TENSORS} only")
+        with archive.open(TENSORS) as part:  # It reads the entry's own header first.
+            length = int.from_bytes(part.read(8), "little")
+            size = archive.getinfo(TENSORS).file_size
+            if not 2 <= length <= size - 8:
+                raise BadInput(f"{TENSORS} is damaged; copy the file again")
+            start = _begins(path, archive.getinfo(TENSORS))
+            header = parse_json(part.read(length), TENSORS)
+        hollow = {name: _hollow(entry) for name, entry in header.items() if name != "__metadata__"}
+        slim = _build(document, hollow)
+    places = {row["name"]: (row["stored"], tuple(row["order"])) for row in document["tensors"]}
+    return Outline(slim, start, places)
+
+
+def _begins(path: str | os.PathLike[str], entry: zipfile.ZipInfo) -> int:
+    """Where the bytes of a stored entry begin: behind its own header, of 30 bytes, its name and
+    what else it says."""
+    with open(path, "rb") as file:
+        file.seek(entry.header_offset + 26)
+        name, more = (int.from_bytes(file.read(2), "little") for _ in range(2))
+    return entry.header_offset + 30 + name + more
+
+
+def _hollow(entry: Any) -> Tensor:
+    """A tensor of a shape and type that takes the memory of one number."""
+    match entry:
+        case {"dtype": str(kind), "shape": list(shape)} if kind in _KINDS and all(
+            type(n) is int and 0 <= n < 2**48 for n in shape
+        ):
+            return torch.zeros((), dtype=_KINDS[kind]).expand(shape)
+    raise RefusedFile(f"{TENSORS}: a tensor is not understood: {entry!r:.80}")
 
 
 # ------------------------------------------------------------------------------------- writing

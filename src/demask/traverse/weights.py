@@ -62,14 +62,16 @@ class WeightFile:
     tensors: Mapping[str, Stored]
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> WeightFile:
-        """The tensors that a file's header names. BadInput: no such file, no safetensors,
-        truncated; RefusedFile: a header out of bounds."""
+    def read(cls, path: str | os.PathLike[str], start: int = 0) -> WeightFile:
+        """The tensors that a file's header names. start: where it begins, in an archive that holds
+        it as it is. BadInput: no such file, no safetensors, truncated; RefusedFile: a header out of
+        bounds."""
         try:
             with open(path, "rb") as file:
                 status = os.fstat(file.fileno())
+                file.seek(start)
                 length = int.from_bytes(file.read(8), "little")
-                if not 2 <= length <= min(status.st_size - 8, MAX_HEADER_BYTES):
+                if not 2 <= length <= min(status.st_size - start - 8, MAX_HEADER_BYTES):
                     raise BadInput(
                         f"{path}: expected a safetensors file, found a header of {length} bytes in "
                         f"a file of {status.st_size}; write it again with safetensors"
@@ -77,7 +79,7 @@ class WeightFile:
                 header = parse_json(file.read(length), f"{path}: header")
         except OSError as error:
             raise BadInput(f"{path}: cannot be read: {error.strerror or error}") from error
-        tensors = dict(_tensors(header, 8 + length, status.st_size, str(path)))
+        tensors = dict(_tensors(header, start + 8 + length, status.st_size, str(path)))
         return cls(Path(path).resolve(), status.st_size, status.st_mtime_ns, tensors)
 
     @contextmanager
@@ -94,6 +96,15 @@ class WeightFile:
             yield descriptor
         finally:
             os.close(descriptor)
+
+    def tensor(self, stored: Stored) -> Tensor:
+        """A tensor as a whole, in memory of its own."""
+        made = torch.empty(stored.shape, dtype=stored.dtype)
+        if stored.nbytes:
+            with self.open() as descriptor:
+                flat = made.view(-1).view(torch.uint8)
+                _fill(descriptor, flat, stored.offset, stored.nbytes, self.path)
+        return made
 
     def blocks(self, stored: Stored, rows: int, buffer: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Positions `start`.. along the first axis, `rows` at a time: each is read once, into

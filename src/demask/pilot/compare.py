@@ -1,0 +1,315 @@
+"""compare(): what each simplifier keeps of a network, and what it costs, on the same inputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from demask.errors import BadInput
+from demask.graph.program import Program
+from demask.machine.memory import human
+from demask.machine.timing import Timing, alternate
+from demask.ops import TABLE
+from demask.pilot.layers import layers_of
+from demask.pilot.simplify import Simplifier, simplifier
+from demask.pilot.sites import Site, sites_of, zeroed
+from demask.pilot.stored import Held
+from demask.pilot.tables import as_lines
+from demask.pilot.walk import each, flat, walk
+from demask.shrink.demask import given
+from demask.shrink.finished import finished
+from demask.shrink.measure import sizes_of
+from demask.shrink.reading import relations_of
+
+DEFAULT = ("bits:8", "bits:4", "exponents", "rank:0.5", "channels:0.5", "downsample:2")
+WIDTH = 112
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One simplifier on all inputs.
+
+    agreement: share of outputs (rows of the first one) whose largest entry is at the same place.
+    error: ‖pilot − full‖ / ‖full‖ over all outputs. correlation: of the pilot's magnitudes per
+    channel with the full run's, the mean over layers. precision, recall: of "zero behind ReLU",
+    element by element, the pilot's zeros against the full run's; None where maps have no like.
+    weight_bytes: as stored. macs: of one call. speed: the full network's time over the pilot's;
+    timing: of a call, seconds. refused: why there are no numbers.
+    """
+
+    by: str
+    agreement: float | None = None
+    error: float | None = None
+    correlation: float | None = None
+    precision: float | None = None
+    recall: float | None = None
+    weight_bytes: int = 0
+    macs: int = 0
+    speed: float | None = None
+    timing: Timing | None = None
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The rows of simplifiers, beside the full network's numbers.
+
+    inputs: how many. zeros: share of elements behind ReLU that are zero in the full run, None
+    without a ReLU. same: of each simplifier, per output, whether it agrees (for intervals).
+    """
+
+    rows: tuple[Row, ...]
+    inputs: int
+    weight_bytes: int
+    macs: int
+    zeros: float | None
+    timing: Timing | None
+    same: Mapping[str, tuple[bool, ...]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The numbers as plain dictionaries, ready for JSON; times in seconds."""
+        found = asdict(self)
+        del found["same"]
+        return found
+
+    def __str__(self) -> str:
+        table = Table("simplifier", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+        heads = ("same class", "error", "correlation", "zeros: precision", "recall", "weights",
+                 "MACs", "speed")  # fmt: skip
+        table.columns[0].no_wrap = True
+        for head in heads:
+            table.add_column(head, justify="right")
+        speed = "1 ×" if self.timing else "–"
+        table.add_row("(full)", "", "", "", "", "", human(self.weight_bytes), f"{self.macs:.3g}",
+                      speed)  # fmt: skip
+        for row in self.rows:
+            table.add_row(row.by, *([] if row.refused else _cells(row)))
+        lines = as_lines(table, WIDTH)
+        zeros = "" if self.zeros is None else f"; {_percent(self.zeros)} zeros behind ReLU"
+        lines.append(f"{self.inputs} inputs{zeros}")
+        return "\n".join(
+            [*lines, *(f"{r.by}: refused: {r.refused}" for r in self.rows if r.refused)]
+        )
+
+
+def compare(
+    model: nn.Module | ExportedProgram,
+    inputs: Any,
+    *,
+    by: Sequence[str | Simplifier] = DEFAULT,
+    pairs: int = 15,
+    seconds: float = 10.0,
+    progress: Callable[[str], None] | None = None,
+) -> Comparison:
+    """What each simplifier keeps of a network, measured on inputs.
+
+    inputs: the arguments of one call, or an iterable of such tuples. by: simplifiers or their
+    texts; one that the network refuses has a row that says why. pairs: calls timed in turns, of the
+    first input; 0: none. seconds: of timing, at most, per simplifier. Raises BadInput.
+
+    >>> net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    >>> found = compare(net, (torch.randn(32, 8),), by=["bits:8", "bits:2"], pairs=0)
+    >>> found.rows[0].error < found.rows[1].error
+    True
+    """
+    tell = progress or (lambda words: None)
+    chosen = [simplifier(one) for one in by]
+    calls = list(each(inputs))
+    if not calls:
+        raise BadInput("expected one input or more, got none")
+    tell("running the full network")
+    program = given(model, calls[0] if isinstance(calls[0], tuple) else (calls[0],), {}, None)
+    full = _Seen.of(program, program, {}, calls)
+    runnable = finished(program, program, ())  # run as the pilots are, so that times compare
+    found = []
+    for one in chosen:
+        tell(one.text())
+        found.append(_row(one, program, full, calls, runnable, pairs, seconds))
+    rows = tuple(row for row, _, _ in found)
+    first = next((timing for _, _, timing in found if timing is not None), None)
+    sizes = sizes_of(program, relations_of(program.graph, TABLE))
+    same = {row.by: agreed for row, agreed, _ in found}
+    return Comparison(rows, full.count, sizes.bytes, sizes.macs, full.zero_share(), first, same)
+
+
+def _row(
+    one: Simplifier, program: Program, full: _Seen, calls: list[Any], runnable: nn.Module,
+    pairs: int, seconds: float,
+) -> tuple[Row, tuple[bool, ...], Timing | None]:  # fmt: skip
+    try:
+        slim = one.applied(program)
+    except BadInput as error:
+        return Row(one.text(), refused=str(error)), (), None
+    pilot = given(slim, calls[0], {}, None)
+    seen = _Seen.of(pilot, program, slim.demasked.cuts, calls)
+    same = full.agreed(seen)
+    precision, recall = full.zeros_found(seen)
+    timings: dict[str, Timing] = {}
+    if pairs:
+        timings = _timed({"full": runnable, "pilot": slim}, calls[0], pairs, seconds)
+    relations = relations_of(pilot.graph, TABLE)
+    row = Row(
+        one.text(),
+        sum(same) / len(same) if same else None,
+        full.error(seen),
+        full.correlation(seen),
+        precision,
+        recall,
+        _weight_bytes(one, pilot),
+        sizes_of(pilot, relations).macs,
+        timings["full"].median / timings["pilot"].median if timings else None,
+        timings.get("pilot"),
+    )
+    return row, same, timings.get("full")
+
+
+@torch.no_grad()
+def _timed(
+    networks: Mapping[str, nn.Module], args: tuple[Any, ...], pairs: int, seconds: float
+) -> dict[str, Timing]:
+    contenders = {name: (lambda net=net: net(*args)) for name, net in networks.items()}
+    return alternate(contenders, pairs, seconds=seconds)
+
+
+def _weight_bytes(one: Simplifier, pilot: Program) -> int:
+    """Bytes of all floating constants: weights as the simplifier stores them, the rest as it is."""
+    layers = {layer.weight: layer for layer in layers_of(pilot, relations_of(pilot.graph, TABLE))}
+    total = 0.0
+    for name, constant in pilot.constants.items():
+        tensor = constant.tensor
+        if not tensor.is_floating_point():
+            continue
+        if name in layers:
+            rows = math.prod(tensor.shape[axis] for axis in layers[name].rows)
+            total += one.weight_bytes(tensor, rows)
+        else:
+            total += tensor.nbytes
+    return round(total)
+
+
+class _Seen:
+    """What a network made on all inputs: outputs, magnitudes per channel, zeros behind ReLU."""
+
+    def __init__(self, sites: Sequence[Site]):
+        self.sites: dict[fx.Node, list[Site]] = {}
+        for site in sites:
+            self.sites.setdefault(site.node, []).append(site)
+        self.magnitudes: dict[str, list[Tensor]] = {site.name: [] for site in sites}
+        self.zeros: dict[str, list[Tensor]] = {}
+        self.outputs: list[Any] = []
+        self.count = 0
+
+    @classmethod
+    def of(cls, program: Program, full: Program, cuts: Any, calls: list[Any]) -> _Seen:
+        seen = cls(sites_of(program, "channel", cuts))
+        leaves = [flat(program, args, {}) for args in calls]
+        run = walk(program, Held(program), leaves, seen.see, outputs=True)
+        seen.outputs = run.outputs
+        firsts = (next((t.shape[0] for t in call if isinstance(t, Tensor) and t.ndim), 1)
+                  for call in leaves)  # fmt: skip
+        seen.count = sum(firsts)
+        return seen
+
+    def see(self, k: int, node: fx.Node, value: Any) -> None:
+        for site in self.sites.get(node, ()):
+            self.magnitudes[site.name].append(site.measured(value, "mean")[0])
+            if zeroed(node):
+                self.zeros.setdefault(site.name, []).append(_whole(value == 0, site))
+
+    def agreed(self, other: _Seen) -> tuple[bool, ...]:
+        """Per row of the first output, whether the largest entry is at the same place; nothing
+        where there are no classes."""
+        found: list[bool] = []
+        for mine, theirs in zip(self.outputs, other.outputs, strict=True):
+            a, b = (_tensors(out)[0] for out in (mine, theirs))
+            if a.ndim < 2 or a.shape[-1] < 2:
+                return ()
+            found += (a.argmax(-1) == b.argmax(-1)).flatten().tolist()
+        return tuple(found)
+
+    def error(self, other: _Seen) -> float | None:
+        """The relative error of all outputs, in the Euclidean norm, in float64."""
+        gap = norm = 0.0
+        for mine, theirs in zip(self.outputs, other.outputs, strict=True):
+            for a, b in zip(_tensors(mine), _tensors(theirs), strict=True):
+                gap += float((a.double() - b.double()).square().sum())
+                norm += float(a.double().square().sum())
+        return math.sqrt(gap / norm) if norm else None
+
+    def correlation(self, other: _Seen) -> float | None:
+        """Pearson's, of magnitudes over inputs and channels, the mean over layers that vary."""
+        found = []
+        for name, mine in self.magnitudes.items():
+            a, b = (
+                torch.cat(mine).double(),
+                torch.cat(other.magnitudes.get(name) or [torch.empty(0)]),
+            )
+            if a.shape == b.shape and float(a.std()) > 0 and float(b.std()) > 0:
+                found.append(
+                    float(torch.corrcoef(torch.stack([a.flatten(), b.double().flatten()]))[0, 1])
+                )
+        return sum(found) / len(found) if found else None
+
+    def zeros_found(self, other: _Seen) -> tuple[float | None, float | None]:
+        """Precision and recall of the other's zeros."""
+        hit = said = true = 0
+        for name, mine in self.zeros.items():
+            for a, b in zip(mine, other.zeros.get(name, ()), strict=False):
+                b = _like(b, a)
+                if b is None:
+                    return None, None
+                hit, said, true = hit + int((a & b).sum()), said + int(b.sum()), true + int(a.sum())
+        return (hit / said if said else None), (hit / true if true else None)
+
+    def zero_share(self) -> float | None:
+        """The share of elements behind ReLU that are zero."""
+        every = [m for maps in self.zeros.values() for m in maps]
+        count = sum(m.numel() for m in every)
+        return sum(int(m.sum()) for m in every) / count if count else None
+
+
+def _whole(zeros: Tensor, site: Site) -> Tensor:
+    """Zeros of all channels of the full network: those that were cut are zero."""
+    if site.kept is None or site.axis is None:
+        return zeros
+    shape = [site.size if k == site.axis else n for k, n in enumerate(zeros.shape)]
+    full = torch.ones([n or 0 for n in shape], dtype=torch.bool)
+    return full.index_copy(site.axis, torch.tensor(site.kept, dtype=torch.int64), zeros)
+
+
+def _like(zeros: Tensor, full: Tensor) -> Tensor | None:
+    """A pilot's zeros in the size of the full map: the nearest position of a smaller image."""
+    if zeros.shape == full.shape:
+        return zeros
+    if zeros.ndim == full.ndim and zeros.ndim in (3, 4, 5) and zeros.shape[:2] == full.shape[:2]:
+        return F.interpolate(zeros.float(), full.shape[2:], mode="nearest").bool()
+    return None
+
+
+def _tensors(out: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(out)
+            if isinstance(leaf, Tensor) and leaf.is_floating_point()]  # fmt: skip
+
+
+def _cells(row: Row) -> list[str]:
+    speed = "–" if row.speed is None else f"{row.speed:.2f} ×"
+    return [
+        _percent(row.agreement), "–" if row.error is None else f"{row.error:.2g}",
+        "–" if row.correlation is None else f"{row.correlation:.3f}",
+        _percent(row.precision), _percent(row.recall), human(row.weight_bytes), f"{row.macs:.3g}",
+        speed,
+    ]  # fmt: skip
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.1f} %"

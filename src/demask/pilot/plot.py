@@ -1,0 +1,77 @@
+"""The picture of execution data: per layer a heat map over inputs and positions, or bars."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from demask.errors import BadInput
+from demask.files import atomic
+from demask.pilot.data import ExecutionData
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SUFFIXES = (".svg", ".png", ".pdf")
+BARS, COLOURS = "#2a78b5", "viridis"
+ACROSS, WIDTH, PANEL = 3, 10.0, 1.7  # panels in a row; inches
+MOST = 60  # panels
+DOTS = 160  # per inch, where the format has dots
+
+
+def check_installed() -> None:
+    """Raise BadInput where matplotlib, which is an extra, is not there."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise BadInput(
+            f'a picture needs matplotlib ({error}): pip install "demask[plot]", or leave it out'
+        ) from error
+
+
+def draw(data: ExecutionData, path: Path) -> None:
+    """Write the picture to `path`, whole or not at all; its suffix says the format."""
+    if path.suffix not in SUFFIXES:
+        raise BadInput(f"expected a picture that ends in {', '.join(SUFFIXES)}, got {path}")
+    check_installed()
+    from matplotlib.figure import Figure
+
+    layers = list(data.magnitudes.items())[:MOST]
+    if not layers:
+        raise BadInput("there is nothing to draw: no layer has magnitudes")
+    across = min(ACROSS, len(layers))
+    down = math.ceil(len(layers) / across)
+    figure = Figure(figsize=(WIDTH, PANEL * down + 0.8), layout="constrained")
+    panels = figure.subplots(down, across, squeeze=False).flatten()
+    for axes, (name, found) in zip(panels, layers, strict=False):
+        _panel(axes, name, found, data.grids.get(name))
+    for axes in panels[len(layers) :]:
+        axes.axis("off")
+    left = len(data.magnitudes) - len(layers)
+    more = f" ({left} more layers not drawn)" if left else ""
+    title = f"{data.measure} |value| per {data.per}, {data.source}{more}"
+    figure.suptitle(title, fontsize=11, parse_math=False)
+    with atomic.write(path) as file:
+        figure.savefig(file, format=path.suffix[1:], dpi=DOTS)
+
+
+def _panel(axes: Axes, name: str, found: Tensor, grid: tuple[int, int] | None) -> None:
+    axes.set_title(name, loc="left", fontsize=8, parse_math=False)
+    axes.tick_params(labelsize=7)
+    inputs = len(found) if found.ndim == 2 else 1
+    each = found.reshape(inputs, -1)
+    if grid is not None:
+        image = axes.imshow(each.mean(0).reshape(grid).numpy(), cmap=COLOURS, aspect="equal")
+    elif inputs == 1:
+        axes.bar(range(each.shape[1]), each[0].numpy(), color=BARS, width=1.0)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.margins(x=0)
+        return
+    else:
+        image = axes.imshow(each.numpy(), cmap=COLOURS, aspect="auto", interpolation="nearest")
+        axes.set_ylabel("input", fontsize=7)
+    bar = axes.figure.colorbar(image, ax=axes, pad=0.01)
+    bar.ax.tick_params(labelsize=6)
