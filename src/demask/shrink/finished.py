@@ -16,6 +16,11 @@ from demask.shrink.reading import relations_of
 
 def finished(before: Program, after: Program, notes: Iterable[str]) -> Demasked:
     """The module of `after`, with tensors of its own, and what it was made from."""
+    return shared(before, owned(after), notes)
+
+
+def shared(before: Program, after: Program, notes: Iterable[str]) -> Demasked:
+    """The module of `after`, over the very tensors of the program."""
     whole = {name: Cut(c.name, tuple(c.tensor.shape), (None,) * c.tensor.ndim)
              for name, c in after.constants.items() if name in before.constants}  # fmt: skip
     record = Provenance(
@@ -30,4 +35,4 @@ def finished(before: Program, after: Program, notes: Iterable[str]) -> Demasked:
         values=values_of(before.graph),
         interface=before.interface,
     )
-    return build(owned(after), record)
+    return build(after, record)

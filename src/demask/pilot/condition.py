@@ -1,0 +1,167 @@
+"""condition(): the same call with less work, by what a cheap run says; or the model, and why.
+
+The front door of the engines: each condition is a frozen dataclass in the file of its engine, and
+is called by its text ("columns", "skip:0.5"). What comes back has `conditioned`, which says what
+was done to each layer. It was timed beside the model, in turns, and is never the slower one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from demask.errors import BadInput
+from demask.graph.copying import structural_copy
+from demask.machine.compare import ALLOWED, PAIRS, lower_bound
+from demask.machine.timing import sampled
+from demask.pilot.chain import Certified, Columns
+from demask.pilot.conditioned import Condition, Conditioned, Decision, parsed
+from demask.pilot.data import ExecutionData
+from demask.pilot.guarantee import LEVEL, LOSS, Guarantee, guarantee, observed
+from demask.pilot.order import Order
+from demask.pilot.regions import Regions
+from demask.pilot.route import Route
+from demask.pilot.simplify import Simplifier
+from demask.pilot.supports import Constant, Precision, Skip, Value
+
+KINDS = (Columns, Certified, Skip, Constant, Value, Precision, Order, Route, Regions)
+KNOBS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)  # shares kept, the most careful first
+WHOLE = "the network, whole"
+WARMUP = 3
+
+
+def condition(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    pilot: str | Simplifier | nn.Module | ExecutionData | None = None,
+    condition: str | Condition = "columns",
+    check: bool = True,
+    calibration: Iterable[Any] | None = None,
+    labels: Tensor | None = None,
+    loss: float = LOSS,
+    level: float = LEVEL,
+    knobs: Sequence[float] = KNOBS,
+    clock: Callable[[], float] = perf_counter,
+) -> nn.Module:
+    """A module of the same call that does only what the condition asks for.
+
+    args, kwargs: example inputs, which it is also timed on. pilot: a simplifier or its text
+    ("bits:4"), a module of the same call, execution data of an earlier frame or a calibration set,
+    or None. condition: a dataclass or its text: "columns", "certified", "skip:0.5", "constant:0.5",
+    "value:0.5", "precision:0.5:bits=4", "order:deadline=0.001", "route:0.8", "regions:…".
+    check: time it beside the model, in 30 rounds; where it may be slower (the lower 95 % bound of
+    the ratio of medians is below 0.97) a copy of the model comes back, and `conditioned.decisions`
+    says so. Conditions with a deadline are not timed: their time is what the caller says.
+    calibration: batches (a tensor or an args tuple each), for a condition that is named without its
+    knob ("skip"): the boldest of `knobs` whose loss, in accuracy given `labels`, else in answers
+    that differ, is at most `loss` with probability `level` on new examples (`guarantee`); where
+    there is none, the model. clock: in seconds, for `check`. Raises BadInput, NotExportable.
+    The model is not changed. Feature rows 001-b to 001-e.
+
+    >>> import torch
+    >>> net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4)).eval()
+    >>> x = torch.randn(2, 8)
+    >>> half = condition(net, (x,), pilot="bits:8", condition="skip:0.5", check=False)
+    >>> half(torch.randn(2, 8)).shape, half.conditioned.decisions[0]
+    (torch.Size([2, 4]), Decision(layer='0', what='skip', why='0.5 of 64 positions'))
+    """
+    example = tuple(args), dict(kwargs or {})
+    if calibration is not None:
+        made, kind = _calibrated(model, example, pilot, condition, list(calibration), labels,
+                                 loss, level, knobs)  # fmt: skip
+    else:
+        kind = condition_of(condition)
+        made = kind.applied(model, *example, pilot)
+    about: Any = made.conditioned
+    if not check or isinstance(kind, Order) or about.decisions[:1] == _DENSE:
+        return made
+    why = slower(model, made, example, clock)
+    return dense(model, about, why) if why else made
+
+
+_DENSE = (Decision(WHOLE, "dense", "no value of the knob can be guaranteed"),)
+
+
+def condition_of(text: str | Condition) -> Condition:
+    """The condition of a text; BadInput, which names those there are, for any other.
+
+    >>> condition_of("skip:0.5"), condition_of("columns")
+    (Skip(keep=0.5, threshold=None, layers='*'), Columns())
+    """
+    if isinstance(text, str):
+        try:
+            return parsed(text, KINDS)
+        except TypeError as error:  # a knob that has no default
+            raise BadInput(f"the condition {text!r} is not complete: {error}") from error
+    if isinstance(text, Condition):
+        return text
+    names = ", ".join(kind.name for kind in KINDS)
+    raise BadInput(f"expected a condition or its text ({names}), found {type(text).__name__}")
+
+
+def slower(
+    model: nn.Module,
+    made: nn.Module,
+    example: tuple[tuple[Any, ...], Mapping[str, Any]],
+    clock: Callable[[], float] = perf_counter,
+) -> str:
+    """Why a conditioned module may be slower than the model, in turns; "" where it is not."""
+    args, kwargs = example
+    given = _eval(model)
+    contenders = {"given": lambda: given(*args, **kwargs), "result": lambda: made(*args, **kwargs)}
+    with torch.no_grad():
+        taken = sampled(contenders, PAIRS, WARMUP, clock=clock)
+    least = lower_bound(taken["given"], taken["result"])
+    if least >= ALLOWED:
+        return ""
+    ratio = median(taken["given"]) / median(taken["result"])
+    return (f"conditioned it may be slower (ratio {ratio:.2f}, at least {least:.2f}); "
+            "check=False gives it all the same")  # fmt: skip
+
+
+def dense(model: nn.Module, wanted: Conditioned, why: str) -> nn.Module:
+    """A copy of the model in eval mode that says why it is not conditioned; it shares tensors."""
+    copy: Any = _eval(model)
+    decisions = (Decision(WHOLE, "dense", why), *wanted.decisions)
+    copy.conditioned = Conditioned(wanted.condition, wanted.pilot, True, decisions)
+    return copy
+
+
+def _eval(model: nn.Module) -> nn.Module:
+    copy = structural_copy(model, share=True)
+    for part in copy.modules():
+        part.training = False
+    return copy
+
+
+def _calibrated(
+    model: nn.Module, example: tuple[tuple[Any, ...], dict[str, Any]], pilot: Any,
+    wanted: str | Condition, batches: list[Any], labels: Tensor | None, loss: float, level: float,
+    knobs: Sequence[float],
+) -> tuple[Any, Condition]:  # fmt: skip
+    """The conditioned module of the boldest knob that is guaranteed, or the model."""
+    if not isinstance(wanted, str) or ":" in wanted:
+        raise BadInput(f"calibration chooses the knob of a condition that is named without it, "
+                       f"such as 'skip'; found {wanted!r}")  # fmt: skip
+    kinds = {knob: condition_of(f"{wanted}:{knob}") for knob in knobs}
+    made = {knob: kind.applied(model, *example, pilot) for knob, kind in kinds.items()}
+    outcomes = observed(_eval(model), made.__getitem__, knobs, batches, labels)
+    found = guarantee(outcomes, loss, level)
+    boldest = found.threshold
+    chosen: Any = made[knobs[0] if boldest is None else boldest]
+    if boldest is None:
+        lost = dense(model, chosen.conditioned, _DENSE[0].why)
+        return _with(lost, found), kinds[knobs[0]]
+    return _with(chosen, found), kinds[boldest]
+
+
+def _with(module: Any, found: Guarantee) -> nn.Module:
+    module.guarantee = found
+    return module

@@ -1,0 +1,310 @@
+"""Conditions on channels: those that a pilot finds important are computed, the others are not.
+
+The pilot says, per layer and call, which positions: a run-time index. The network behind it is
+`demask.shrink.indices`: convolutions and products on gathered weights, through the table, so any
+network that the table knows can be conditioned. What is not computed is 0 (`Skip`), a constant
+(`Constant`), the pilot's own value (`Value`), or computed with fewer bits (`Precision`).
+
+The pilot is a simplified network, which runs on the live input first; or execution data of an
+earlier frame or a calibration set, which `module.update(data)` replaces. There is one index for all
+inputs of a batch: a position is important where it is so for one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx, nn
+
+from demask.errors import BadInput
+from demask.graph.build import Builder, mode_of
+from demask.graph.program import Program, copied
+from demask.ops import TABLE
+from demask.pilot.conditioned import Conditioned, Decision
+from demask.pilot.data import ExecutionData
+from demask.pilot.indexed import Chosen, Supported
+from demask.pilot.layers import by_rows, from_rows, layers_of
+from demask.pilot.rounding import quantized
+from demask.pilot.simplify import Simplifier, simplify
+from demask.pilot.targets import Target, means, named, observing, targets_of
+from demask.pilot.walk import flat
+from demask.shrink.cells import Index
+from demask.shrink.demask import given, simplified
+from demask.shrink.indexed import Pick
+from demask.shrink.indices import with_inputs
+from demask.shrink.reading import relations_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """Positions that the pilot finds unimportant are not computed: they are 0.
+
+    keep: the share of each layer's positions that is computed, the most important ones. threshold:
+    instead, those whose magnitude is above so much of their layer's mean. layers: of which layers,
+    a pattern such as "layer3.*". At least one position of a layer is computed.
+
+    >>> net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4)).eval()
+    >>> half = Skip(0.5).applied(net, (torch.randn(2, 8),), None, "bits:4")
+    >>> half(torch.randn(2, 8)).shape, len(half.last[0])
+    (torch.Size([2, 4]), 32)
+    """
+
+    name: ClassVar[str] = "skip"
+    keep: float | None = None
+    threshold: float | None = None
+    layers: str = "*"
+
+    def __post_init__(self) -> None:
+        _check(self.name, self.keep, self.threshold)
+
+    def applied(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any
+    ) -> Supported:
+        """The network that skips. Feature rows 001-b, c, e."""
+        return _Draft(self, model, args, kwargs, pilot).with_constants([0.0])
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """Positions that the pilot finds unimportant are a constant.
+
+    keep, threshold, layers: as of `Skip`. value: a number, or "mean": of each position over the
+    example inputs, which then are the calibration set.
+    """
+
+    name: ClassVar[str] = "constant"
+    keep: float | None = None
+    threshold: float | None = None
+    layers: str = "*"
+    value: float | str = "mean"
+
+    def __post_init__(self) -> None:
+        _check(self.name, self.keep, self.threshold)
+        if isinstance(self.value, str) and self.value != "mean":
+            raise BadInput(f"expected a number or 'mean' for value, found {self.value!r}")
+
+    def applied(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any
+    ) -> Supported:
+        """The network in which what is not computed is constant."""
+        draft = _Draft(self, model, args, kwargs, pilot)
+        if isinstance(self.value, str):
+            leaves = flat(draft.program, args, dict(kwargs or {}))
+            return draft.with_constants(means(draft.program, draft.targets, leaves))
+        return draft.with_constants([self.value])
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """Positions that the pilot finds unimportant keep the pilot's own value.
+
+    keep, threshold, layers: as of `Skip`. The pilot runs on the live input, and makes values of the
+    network's own shapes (no down-sampled one does).
+    """
+
+    name: ClassVar[str] = "value"
+    keep: float | None = None
+    threshold: float | None = None
+    layers: str = "*"
+
+    def __post_init__(self) -> None:
+        _check(self.name, self.keep, self.threshold)
+
+    def applied(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any
+    ) -> Supported:
+        """The network in which what is not computed is the pilot's."""
+        return _Draft(self, model, args, kwargs, pilot).with_values()
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Positions that the pilot finds unimportant are computed with weights of fewer bits.
+
+    keep, threshold, layers: as of `Skip`. bits: of the others' weights, as of `Bits`. The layer
+    runs twice, on either part; rounded weights are held in their own dtype, so this counts what
+    lower precision does to the outputs, and saves no time here.
+    """
+
+    name: ClassVar[str] = "precision"
+    keep: float | None = None
+    threshold: float | None = None
+    layers: str = "*"
+    bits: int = 8
+
+    def __post_init__(self) -> None:
+        _check(self.name, self.keep, self.threshold)
+        if not 1 <= self.bits <= 16:
+            raise BadInput(f"expected 1 to 16 bits, found {self.bits}")
+
+    def applied(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any
+    ) -> Supported:
+        """The network of which a part is computed with fewer bits."""
+        return _Draft(self, model, args, kwargs, pilot).with_bits(self.bits)
+
+
+Kind = Skip | Constant | Value | Precision
+
+
+def _check(name: str, keep: float | None, threshold: float | None) -> None:
+    if (keep is None) == (threshold is None):
+        raise BadInput(f"expected {name} with one of keep and threshold, such as '{name}:0.5' or "
+                       f"'{name}:threshold=0.1'")  # fmt: skip
+    if keep is not None and not 0 < keep <= 1:
+        raise BadInput(f"expected a share above 0, at most 1, for keep of {name}, found {keep}")
+    if threshold is not None and not threshold >= 0:
+        raise BadInput(f"expected a threshold of 0 or more of {name}, found {threshold}")
+
+
+class _Draft:
+    """A condition being applied: the network as a program, its targets, and the pilot's."""
+
+    def __init__(
+        self, kind: Kind, model: nn.Module, args: tuple[Any, ...], kwargs: Any, pilot: Any
+    ):
+        self.kind, self.args, self.kwargs = kind, args, dict(kwargs or {})
+        self.program = simplified(given(model, args, kwargs, None))
+        found, left = targets_of(self.program)
+        self.targets = [t for t in found if fnmatchcase(t.layer, kind.layers)]
+        self.left = [*left, *(Decision(t.layer, "dense", f"not of {kind.layers!r}")
+                              for t in found if t not in self.targets)]  # fmt: skip
+        if not self.targets:
+            why = "; ".join(map(str, self.left[:3])) or "it has no layers"
+            raise BadInput(f"nothing of this network can be conditioned by {kind.name}: {why}")
+        self.pilot, self.text = self._piloted(model, pilot)
+
+    def _piloted(self, model: nn.Module, pilot: Any) -> tuple[Any, str]:
+        """The pilot as a program, or execution data; and its text."""
+        if isinstance(pilot, ExecutionData):
+            return pilot, pilot.source
+        if isinstance(pilot, str | Simplifier):
+            made = simplify(model, self.args, self.kwargs, by=pilot)
+            text = pilot if isinstance(pilot, str) else pilot.text()
+        elif isinstance(pilot, nn.Module):
+            made, text = pilot, type(pilot).__name__
+        else:
+            raise BadInput(f"{self.kind.name} needs a pilot, which says what is important: a "
+                           "simplifier such as 'bits:4', a module, or ExecutionData (collect); "
+                           f"found {type(pilot).__name__}")  # fmt: skip
+        return simplified(given(made, self.args, self.kwargs, None)), text
+
+    def with_constants(self, fills: Sequence[float | Tensor]) -> Supported:
+        """The module in which positions that are not computed are constants, one for all targets
+        or one each."""
+        wide, indices, mapping = with_inputs(self.program, self._indices())
+        picks = {}
+        for k, target in enumerate(self.targets):
+            fill = fills[k] if len(fills) > 1 else fills[0]
+            value = target.node.meta["val"]
+            given = fill if isinstance(fill, Tensor) else torch.full([1] * value.ndim, float(fill))
+            index = Index(indices[f"index_{k}"], target.size)
+            picks[mapping[target.node], 0] = Pick(target.axis, index, given.to(value.dtype))
+        return self._module(wide, picks, self._observer())
+
+    def with_values(self) -> Supported:
+        """The module in which they are the pilot's values."""
+        if isinstance(self.pilot, ExecutionData):
+            raise BadInput(
+                "value needs a pilot that runs on the live input, for its values: a simplifier "
+                "such as 'bits:4' or a module; found ExecutionData"
+            )
+        theirs = named(targets_of(self.pilot)[0], [t.layer for t in self.targets], "the pilot")
+        for mine, other in zip(self.targets, theirs, strict=True):
+            self._check_alike(mine, other)
+        like = {f"value_{k}": t.node.meta["val"] for k, t in enumerate(self.targets)}
+        wide, inputs, mapping = with_inputs(self.program, {**self._indices(), **like})
+        picks = {}
+        for k, target in enumerate(self.targets):
+            index = Index(inputs[f"index_{k}"], target.size)
+            picks[mapping[target.node], 0] = Pick(target.axis, index, inputs[f"value_{k}"])
+        return self._module(wide, picks, observing(self.pilot, theirs, values=True), values=True)
+
+    def _check_alike(self, mine: Target, other: Target) -> None:
+        a, b = mine.node.meta["val"].shape, other.node.meta["val"].shape
+        fixed = zip(a, b, strict=False)
+        if len(a) != len(b) or any(m != n for m, n in fixed if isinstance(m, int)):
+            raise BadInput(
+                f"expected the pilot to make values like the network's at {mine.layer!r}, "
+                f"{list(a)}, found {list(b)}; give a pilot of the same sizes"
+            )
+
+    def with_bits(self, bits: int) -> Supported:
+        """The module in which they are computed with weights of fewer bits."""
+        changed, layers = _doubled(self.program, [t.layer for t in self.targets], bits)
+        sizes = {f"index_{k}": t.size for k, t in enumerate(self.targets)}
+        sizes |= {f"rest_{k}": t.size for k, t in enumerate(self.targets)}
+        wide, inputs, mapping = with_inputs(changed, sizes)
+        picks = {}
+        for k, (node, twin, axis) in enumerate(layers):
+            size = self.targets[k].size
+            zero = torch.zeros([1] * node.meta["val"].ndim, dtype=node.meta["val"].dtype)
+            for name, made in ((f"index_{k}", node), (f"rest_{k}", twin)):
+                picks[mapping[made], 0] = Pick(axis, Index(inputs[name], size), zero)
+        return self._module(wide, picks, self._observer(), rest=True)
+
+    def _indices(self) -> dict[str, Any]:
+        return {f"index_{k}": target.size for k, target in enumerate(self.targets)}
+
+    def _observer(self) -> Program | None:
+        """The pilot that returns magnitudes; None for execution data."""
+        if isinstance(self.pilot, ExecutionData):
+            return None
+        names = [target.layer for target in self.targets]
+        return observing(self.pilot, named(targets_of(self.pilot)[0], names, "the pilot"))
+
+    def _module(
+        self, program: Program, picks: Any, observer: Program | None, *, values: bool = False,
+        rest: bool = False,
+    ) -> Supported:  # fmt: skip
+        kind = self.kind
+        what = f"{kind.keep:g} of" if kind.keep is not None else f"above {kind.threshold:g} mean:"
+        lines = [Decision(t.layer, kind.name, f"{what} {t.size} positions") for t in self.targets]
+        about = Conditioned(kind, self.text, exact=False, decisions=(*lines, *self.left))
+        chosen = Chosen(
+            tuple(t.layer for t in self.targets), tuple(t.size for t in self.targets),
+            kind.keep, kind.threshold, rest, values,
+        )  # fmt: skip
+        made = Supported(program, picks, observer, chosen, about)
+        if isinstance(self.pilot, ExecutionData):
+            made.update(self.pilot)
+        return made
+
+
+def _doubled(
+    program: Program, names: Sequence[str], bits: int
+) -> tuple[Program, list[tuple[fx.Node, fx.Node, int]]]:
+    """The program in which each of these layers is added to its twin with weights of fewer bits;
+    and per layer both calls, and the axis of their positions."""
+    graph, mapping = copied(program)
+    build = Builder(graph, mode_of(graph))
+    constants, found = dict(program.constants), []
+    layers = {x.name: x for x in layers_of(program, relations_of(program.graph, TABLE))}
+    for layer in (layers[name] for name in names):
+        assert layer.axis is not None
+        node, read = mapping[layer.node], mapping[layer.read]
+        old = constants[layer.weight]
+        name = f"{layer.weight}_bits{bits}"
+        rounded = from_rows(
+            quantized(by_rows(old.tensor, layer.rows), bits), old.tensor, layer.rows
+        )
+        constants[name] = replace(old, tensor=rounded, name=f"{old.name}_bits{bits}", aliases=())
+        readers = list(node.users)
+        with graph.inserting_after(node):
+            twin = graph.node_copy(node)
+        with graph.inserting_before(twin):
+            weight = graph.create_node("get_attr", name)
+        weight.meta["val"] = read.meta["val"]
+        twin.replace_input_with(read, weight)
+        with graph.inserting_after(twin):
+            both = build.call(aten.add.Tensor, node, twin)
+        for reader in readers:
+            reader.replace_input_with(node, both)
+        found.append((node, twin, layer.axis))
+    return program.with_graph(graph, constants), found
