@@ -1,0 +1,329 @@
+"""Training in which only the units of the highest priority are updated.
+
+Within `with gate:` the weight gradients of linear layers and convolutions are computed for the
+chosen rows (output units, filters) alone; `gate.step(optimizer)` then shows the optimizer those
+rows alone, so that neither the other weights nor their state in the optimizer change. The model
+itself is not touched: torch's own calls are answered on the way (`TorchFunctionMode`).
+
+Feature row 001-f: markers condition weight updates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn, optim
+from torch.overrides import TorchFunctionMode
+
+from demask.errors import BadInput
+
+BY = ("pilot", "magnitude", "random")
+# Each element of a parameter has its own update: rows can be left out.
+BY_ELEMENT = (
+    optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop,
+    optim.Adagrad, optim.Adadelta, optim.ASGD, optim.Rprop,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Gated:
+    """A layer: its name, weight and bias, whose first axes are its units."""
+
+    name: str
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    @property
+    def units(self) -> int:
+        return len(self.weight)
+
+
+class Gate(TorchFunctionMode):
+    """Updates the `fraction` of units with the highest priority in each linear layer and
+    convolution (of one or two spatial axes) that trains.
+
+    by: what a priority is. "pilot": what `priorities` says; "magnitude": the L2 norm of the unit's
+    weights; "random": a new draw. priorities: an ExecutionData, a mapping from layer names to one
+    number per unit, or a function that returns one of them, for "pilot" alone. every: steps after
+    which units are chosen anew; None: once. rest: whether parameters of other layers (norms,
+    embeddings) train as ever; else they are not updated. seed: of "random".
+
+    Convolutions in groups and calls under autocast compute all gradients, of which the chosen rows
+    are used. rows: by layer, the chosen units, rising. updated: numbers that were updated so far,
+    counted again at each step.
+
+    >>> layer = nn.Linear(3, 4)
+    >>> gate = Gate(layer, {"": torch.tensor([0.0, 2.0, 1.0, 3.0])}, fraction=0.5)
+    >>> optimizer, before = optim.SGD(layer.parameters(), lr=0.1), layer.weight.detach().clone()
+    >>> with gate:
+    ...     layer(torch.ones(2, 3)).sum().backward()
+    >>> gate.step(optimizer)
+    >>> gate.rows, (layer.weight != before).any(1).tolist(), gate.updated
+    ({'': tensor([1, 3])}, [False, True, False, True], 8)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        priorities: Any = None,
+        *,
+        fraction: float,
+        by: Literal["pilot", "magnitude", "random"] = "pilot",
+        every: int | None = None,
+        rest: bool = True,
+        seed: int = 0,
+    ):
+        super().__init__()
+        if by not in BY:
+            raise BadInput(f"expected by to be one of {', '.join(BY)}, got {by!r}")
+        if not 0 < fraction <= 1:
+            raise BadInput(f"expected a fraction above 0 and up to 1, got {fraction!r}")
+        if every is not None and (type(every) is not int or every < 1):
+            raise BadInput(f"expected every to be a number of steps or None, got {every!r}")
+        if (by == "pilot") != (priorities is not None):
+            raise BadInput("priorities are for by='pilot', which needs them: an ExecutionData from "
+                           "demask.pilot.collect, a mapping, or a function of none")  # fmt: skip
+        self.fraction, self.by, self.every, self.rest = fraction, by, every, rest
+        self.layers = tuple(_layers(model))
+        if not self.layers:
+            raise BadInput("the model has no linear layer or convolution that trains")
+        self.steps = self.updated = 0
+        self._told: Callable[[], Any] = priorities if callable(priorities) else lambda: priorities
+        self._draw = torch.Generator().manual_seed(seed)
+        self.rows: dict[str, Tensor] = {}
+        self._by_weight: dict[int, Tensor] = {}
+        self.choose()
+
+    def choose(self) -> None:
+        """Choose units anew, by what priorities are now."""
+        told = self._told() if self.by == "pilot" else None
+        for layer in self.layers:
+            priorities = self._priorities(layer, told)
+            count = math.ceil(self.fraction * layer.units)
+            chosen = priorities.argsort(descending=True, stable=True)[:count].sort().values
+            self.rows[layer.name] = chosen
+            self._by_weight[id(layer.weight)] = chosen.to(layer.weight.device)
+
+    def _priorities(self, layer: Gated, told: Any) -> Tensor:
+        if self.by == "random":
+            return torch.rand(layer.units, generator=self._draw)
+        if self.by == "magnitude":
+            return torch.linalg.vector_norm(layer.weight.detach().flatten(1), dim=1).cpu()
+        named = told.mean().magnitudes if hasattr(told, "magnitudes") else told
+        if not isinstance(named, Mapping) or layer.name not in named:
+            raise BadInput(f"there are no priorities of layer {layer.name!r}; collect them from "
+                           "a network with the same layers")  # fmt: skip
+        found = torch.as_tensor(named[layer.name]).detach().cpu().float()
+        if found.shape != (layer.units,) or not bool(found.isfinite().all()):
+            raise BadInput(f"priorities of {layer.name!r}: expected {layer.units} finite numbers, "
+                           f"got shape {tuple(found.shape)}")  # fmt: skip
+        return found
+
+    # ----------------------------------------------------------------------------------- gradients
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func in _CALLS and torch.is_grad_enabled():
+            made = self._gated(func, args, given)
+            if made is not None:
+                return made
+        return func(*args, **given)
+
+    def _gated(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """The call with gradients of the chosen rows alone; None where it stays as it is."""
+        names, apply = _CALLS[func]
+        bound = {**_DEFAULTS, **dict(zip(names, args, strict=False)), **kwargs}
+        x, weight = bound["input"], bound["weight"]
+        rows = self._by_weight.get(id(weight))
+        if rows is None or len(rows) == len(weight) or not weight.requires_grad:
+            return None
+        if torch.is_autocast_enabled(x.device.type) or type(x) not in (Tensor, nn.Parameter):
+            return None
+        return apply(bound, rows)
+
+    # ---------------------------------------------------------------------------------- the update
+
+    def step(self, optimizer: optim.Optimizer) -> None:
+        """One step of the optimizer for the chosen rows (and for other layers, if `rest`).
+
+        BadInput: an optimizer that does not update each number by itself (LBFGS, Muon, ...). The
+        count of steps that Adam and its like correct by is that of the parameter, not of the row.
+        """
+        if not isinstance(optimizer, BY_ELEMENT):
+            known = ", ".join(kind.__name__ for kind in BY_ELEMENT)
+            raise BadInput(f"expected an optimizer that updates each number by itself ({known}), "
+                           f"got {type(optimizer).__name__}")  # fmt: skip
+        rows = {}
+        for layer in self.layers:
+            for parameter in (layer.weight, layer.bias):
+                if parameter is not None:
+                    rows[parameter] = self._by_weight[id(layer.weight)]
+        with self._narrowed(optimizer, rows):
+            optimizer.step()
+        self.steps += 1
+        if self.every is not None and self.steps % self.every == 0:
+            self.choose()
+
+    @contextmanager
+    def _narrowed(
+        self, optimizer: optim.Optimizer, rows: Mapping[nn.Parameter, Tensor]
+    ) -> Iterator[None]:
+        """The optimizer sees the chosen rows of parameters, gradients and state."""
+        narrow: list[_Narrow] = []
+        hidden: list[tuple[Tensor, Tensor]] = []
+        try:
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                if parameter.grad is None:
+                    continue
+                if parameter in rows:
+                    narrow.append(_Narrow(parameter, rows[parameter], optimizer.state))
+                    self.updated += len(rows[parameter]) * parameter[0].numel()
+                elif self.rest:
+                    self.updated += parameter.numel()
+                else:
+                    hidden.append((parameter, parameter.grad))
+                    parameter.grad = None
+            yield
+        finally:
+            for one in narrow:
+                one.widen()
+            for parameter, grad in hidden:
+                parameter.grad = grad
+
+
+class _Narrow:
+    """A parameter cut to some rows, with its gradient and what the optimizer keeps of it."""
+
+    def __init__(self, parameter: nn.Parameter, rows: Tensor, state: Any):
+        self.parameter, self.rows, self.state = parameter, rows, state
+        self.data, self.grad = parameter.data, parameter.grad
+        self.kept = {
+            name: value for name, value in state.get(parameter, {}).items()
+            if isinstance(value, Tensor) and value.shape == parameter.shape
+        }  # fmt: skip
+        assert self.grad is not None
+        grad = self.grad.to_dense()[rows]
+        parameter.grad = None
+        parameter.data = self.data[rows]
+        parameter.grad = grad
+        for name, value in self.kept.items():
+            state[parameter][name] = value[rows]
+
+    def widen(self) -> None:
+        """Put the rows back where they came from; new state is zero elsewhere."""
+        small = self.parameter.data
+        self.parameter.grad = None
+        self.parameter.data = self.data
+        self.parameter.grad = self.grad
+        with torch.no_grad():  # counted by torch as a write, so that plans of weights see it
+            self.parameter.index_copy_(0, self.rows, small)
+        found = self.state.get(self.parameter, {})
+        for name, value in list(found.items()):
+            if not isinstance(value, Tensor) or value.shape != small.shape:
+                continue
+            whole = self.kept.get(name)
+            if whole is None:
+                whole = value.new_zeros(self.data.shape)
+            found[name] = whole.index_copy_(0, self.rows, value)
+
+
+def _layers(model: nn.Module) -> Iterator[Gated]:
+    seen = set()
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d):
+            continue
+        weight, bias = module.weight, module.bias
+        if isinstance(weight, nn.Parameter) and weight.requires_grad and id(weight) not in seen:
+            seen.add(id(weight))
+            trains = bias is not None and bias.requires_grad
+            yield Gated(name, weight, bias if trains and isinstance(bias, nn.Parameter) else None)
+
+
+# ------------------------------------------------------------- gradients of some rows, as functions
+
+
+class _Linear(torch.autograd.Function):
+    """linear(x, w, b) whose weight and bias have gradients in some rows, zeros elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, rows)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad,), (x, weight, rows) = grads, ctx.saved_tensors
+        for_x = grad @ weight if ctx.needs_input_grad[0] else None
+        some = grad.index_select(-1, rows).reshape(-1, len(rows))
+        for_weight = for_bias = None
+        if ctx.needs_input_grad[1]:
+            made = some.t() @ x.reshape(-1, x.shape[-1])
+            for_weight = torch.zeros_like(weight).index_copy_(0, rows, made)
+        if ctx.needs_input_grad[2]:
+            for_bias = grad.new_zeros(len(weight)).index_copy_(0, rows, some.sum(0))
+        return for_x, for_weight, for_bias, None
+
+
+class _Conv(torch.autograd.Function):
+    """A convolution without groups whose weight and bias have gradients in some rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor, knobs: Any
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, rows)
+        ctx.knobs = knobs
+        stride, padding, dilation = knobs
+        zeros = [0] * len(stride)
+        return torch.convolution(x, weight, bias, stride, padding, dilation, False, zeros, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad,), (x, weight, rows) = grads, ctx.saved_tensors
+        rest = (*ctx.knobs, False, [0] * len(ctx.knobs[0]), 1)
+        backward = torch.ops.aten.convolution_backward
+        for_x = for_weight = for_bias = None
+        if ctx.needs_input_grad[0]:
+            for_x = backward(grad, x, weight, None, *rest, [True, False, False])[0]
+        some = grad.index_select(1, rows)
+        if ctx.needs_input_grad[1]:
+            made = backward(some, x, weight[rows], None, *rest, [False, True, False])[1]
+            for_weight = torch.zeros_like(weight).index_copy_(0, rows, made)
+        if ctx.needs_input_grad[2]:
+            summed = some.sum([0, *range(2, some.ndim)])
+            for_bias = grad.new_zeros(len(weight)).index_copy_(0, rows, summed)
+        return for_x, for_weight, for_bias, None, None
+
+
+def _linear(bound: Mapping[str, Any], rows: Tensor) -> Tensor:
+    return _Linear.apply(bound["input"], bound["weight"], bound["bias"], rows)  # type: ignore[return-value]
+
+
+def _conv(bound: Mapping[str, Any], rows: Tensor) -> Tensor | None:
+    axes = bound["weight"].ndim - 2
+    if bound["groups"] != 1 or isinstance(bound["padding"], str):
+        return None
+    if bound["input"].ndim != axes + 2:
+        return None  # one image without a batch
+    knobs = tuple(_each(bound[name], axes) for name in ("stride", "padding", "dilation"))
+    return _Conv.apply(bound["input"], bound["weight"], bound["bias"], rows, knobs)  # type: ignore[return-value]
+
+
+def _each(value: Any, axes: int) -> list[int]:
+    given = [value] if isinstance(value, int) else list(value)
+    return given * axes if len(given) == 1 else given
+
+
+_CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+_CALLS: dict[Any, tuple[tuple[str, ...], Callable[..., Tensor | None]]] = {
+    F.linear: (_CONV[:3], _linear), F.conv2d: (_CONV, _conv), F.conv1d: (_CONV, _conv),
+}  # fmt: skip
