@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 import math
-import time
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from demask.errors import BadInput
+from demask.machine.timing import alternate
+from demask.pilot import calibrate, route
 from demask.pilot.route import Route, Router
 from demask.pilot.rows import entropy, margin, softmax
 
+NOW = [0.0]  # seconds; only networks of the next kind take time
+
 
 class Slow(nn.Module):
-    """A linear layer behind work that takes a while, by number of rows."""
+    """A linear layer that takes a while, by number of rows."""
 
-    def __init__(self, inner: nn.Linear, milliseconds: float = 0.3):
+    def __init__(self, inner: nn.Linear, seconds: float = 1.0):
         super().__init__()
-        self.inner, self.seconds = inner, milliseconds / 1e3
+        self.inner, self.seconds = inner, seconds
         self.calls: list[int] = []
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls.append(len(x))
-        time.sleep(self.seconds * len(x))
+        NOW[0] += self.seconds * len(x)
         return self.inner(x)
+
+
+@pytest.fixture(autouse=True)
+def a_clock_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = partial(alternate, clock=lambda: NOW[0])
+    monkeypatch.setattr(route, "alternate", timed)
+    monkeypatch.setattr(calibrate, "alternate", timed)
 
 
 def pair() -> tuple[nn.Linear, nn.Linear]:
@@ -196,7 +207,8 @@ def refused(route: Route, model: nn.Module, x: Tensor, pilot) -> str:
 def test_it_is_refused_where_it_does_not_pay() -> None:
     full, pilot = pair()
     x = torch.randn(20, 8)
-    assert "it does not pay: the pilot takes" in refused(Route(0.5), full, x, Slow(pilot))
+    why = refused(Route(0.5), Slow(full), x, Slow(pilot, 1.1))
+    assert "it does not pay: the pilot takes 2.2e+04 ms" in why
     # A quick pilot that is sure of nothing.
     assert "20 of 20 rows" in refused(Route(1.0), Slow(full), x, pilot)
 
@@ -248,7 +260,9 @@ def test_a_calibrated_route_keeps_its_promise_on_new_examples(labelled: bool) ->
     assert found.pays
     assert found.guarantee.threshold == found.route.threshold
     assert found.guarantee.sizes == (240, 960, 1200)
-    assert found.gain > 1
+    assert found.pilot == 0
+    assert found.gain == pytest.approx(64 / math.ceil(64 * found.share))
+    assert found.stream_gain == pytest.approx(1 / found.share)
     assert "rows for the full network" in str(found)
     fresh = torch.randn(20_000, 8)
     with torch.no_grad():
@@ -258,12 +272,26 @@ def test_a_calibrated_route_keeps_its_promise_on_new_examples(labelled: bool) ->
     assert lost <= 0.02 < cheap
 
 
+class Stepped(Slow):
+    """It takes as long for a few rows as for a batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        NOW[0] += 64 - len(x)
+        return super().forward(x)
+
+
 def test_a_calibration_says_do_not_use() -> None:
     full, pilot, x, labels = calibration(600)
-    slow = Route.calibrated(full, Slow(pilot, 0.02), x, labels, 0.05)
+    slow = Route.calibrated(Slow(full), Slow(pilot, 0.95), x, labels, 0.05)
     assert "does not pay" in slow.reason
     assert slow.route.threshold == math.inf
     assert slow.router.whole
+    full_calls = Stepped(full)  # as slow for a few rows as for many
+    stream = Route.calibrated(full_calls, Slow(pilot, 0.3), x, labels, 0.05)
+    assert "route streams only" in stream.reason
+    assert stream.router.whole
+    assert stream.route.threshold < math.inf
+    assert stream.gain < 1 < stream.stream_gain
     few = Route.calibrated(Slow(full, 0.02), pilot, x[:30], labels[:30], 0.001)
     assert "cannot be guaranteed" in few.reason
     assert not few.pays

@@ -17,7 +17,7 @@ from torch import Tensor
 from demask.errors import BadInput
 
 NUISANCE = 0.1  # of the error allowed: what bounding the unknown rate of changes may cost
-STEPS = 60  # of bisection: to the last bit that matters
+STEPS = 40  # of bisection: a bound is at most 1e-12 above the exact one
 KEPT = 2**14  # bounds: thresholds beside each other, and split after split, ask for the same
 SPAN = 12  # standard deviations beyond which a sum is cut off; what is left there is added
 
