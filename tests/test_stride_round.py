@@ -47,23 +47,43 @@ class Separable(nn.Module):
 
 
 def spelling(module: nn.Module) -> list[Any]:
-    """The calls, with all their arguments that are no tensors."""
+    """The calls, with all their arguments that are no tensors. Alike are: a view and a reshape,
+    whose sizes may be said in several ways; padding in words and in numbers; any stride along an
+    axis of one window."""
     found = []
     for node in module.graph.nodes:  # type: ignore[union-attr]
         name = str(node.target)
         if node.op == "call_module":
             found.append(name)
+        elif node.op != "call_function" or "sym_size" in name:
+            continue
         elif "reshape" in name or "view" in name or "expand" in name:
-            found.append(name)  # whose sizes may be spelled in several ways
-        elif (
-            node.op == "call_function"
-            and isinstance(node.target, torch._ops.OpOverload)
-            and "sym_size" not in name
-        ):
-            given = schema.arguments(node)
-            plain = {k: v for k, v in given.items() if not isinstance(v, torch.fx.Node)}
-            found.append((str(node.target), plain))
+            found.append("expand" if "expand" in name else "view")
+        elif isinstance(node.target, torch._ops.OpOverload):
+            found.append(_call(node))
     return found
+
+
+def _call(node: torch.fx.Node) -> tuple[str, dict[str, Any]]:
+    given = schema.arguments(node)
+    plain = {k: v for k, v in given.items() if not isinstance(v, torch.fx.Node) and k != "tensors"}
+    name = str(node.target).replace(".padding", ".default").replace("constant_pad_nd", "pad")
+    if name == "aten.pad.default":
+        return name, {"pad": plain["pad"], "value": plain["value"] or 0}
+    if name == "aten.slice.Tensor":
+        plain["end"] = node.meta["val"].shape[plain["dim"]]  # how many there are
+    if name.startswith("aten.conv"):
+        rank = len(plain["stride"])
+        kernel = given["weight"].meta["val"].shape[2:]
+        plain["dilation"] = [
+            d if n > 1 else 1 for d, n in zip(plain["dilation"], kernel, strict=True)
+        ]
+        out = node.meta["val"].shape[-rank:]
+        plain["stride"] = [s if n > 1 else 1 for s, n in zip(plain["stride"], out, strict=True)]
+        if isinstance(plain["padding"], str):
+            reach = [d * (n - 1) for d, n in zip(plain["dilation"], kernel, strict=True)]
+            plain["padding"] = [n // 2 if plain["padding"] == "same" else 0 for n in reach]
+    return name, plain
 
 
 @torch.no_grad()

@@ -34,6 +34,7 @@ from demask.stride.spaced import (
     padded_once,
     pooled,
     root_of,
+    shifted,
     slices,
     spaced,
 )
@@ -54,14 +55,14 @@ def sliced(program: Program) -> Program:
         _unmasked,
         _split,
         _factors,
-        spaced,
+        shifted,
         padded,
         padded_once,
         pooled,
         unblocked,
         joined,
     )
-    while any(_rewritten(draft, rule) for rule in rules):
+    while any(_rewritten(draft, rule) for rule in rules) or spaced(draft):
         changed = True
     return draft.done() if changed else program
 
@@ -204,7 +205,7 @@ def _pool(draft: Draft, node: fx.Node) -> fx.Node | None:
         return None
     masked = _masked(draft, x, rank) or _Masked(x, torch.ones(sizes, dtype=torch.bool), 0.0)
     where = _picked(node, masked.keep)
-    if where is None:
+    if where is None or [count for *_, count in where] == list(sizes):
         return None
     factor = masked.scale
     if average:
@@ -365,10 +366,15 @@ def _factors(draft: Draft, node: fx.Node) -> fx.Node | None:
     """Two numbers that multiply to 1, one behind the other."""
     second = _factor(draft, node)
     first = None if second is None else _factor(draft, second[0])
-    if second is None or first is None or first[1] * second[1] != 1.0:
+    if second is None or first is None or not _inverse(first[1], second[1]):
         return None
     same = first[0].meta["val"].dtype == node.meta["val"].dtype
     return first[0] if same else None
+
+
+def _inverse(a: float, b: float) -> bool:
+    """Do two numbers multiply to 1, but for the rounding of a quotient and a few products?"""
+    return math.isclose(a * b, 1, rel_tol=2.0**-50)
 
 
 def _scaled(draft: Draft, reader: fx.Node, x: fx.Node, factor: float) -> fx.Node:

@@ -26,7 +26,7 @@ from demask.shrink.demask import given
 from demask.shrink.device import CPU, device_of, moved, on_cpu
 from demask.shrink.finished import finished
 from demask.stride.dilate import dilated
-from demask.stride.forms import FORMS, LACKING, Form
+from demask.stride.forms import FORMS, LACKING, Form, wide
 from demask.stride.pools import pools_to_convs
 from demask.stride.site import CONVS, Call, Site, call_of, chain_of, site_of, strided
 from demask.stride.targets import KINDS, Target
@@ -34,6 +34,7 @@ from demask.stride.targets import target as target_of
 from demask.stride.writing import Cost, Counting, Drafting
 from demask.tune.draft import Draft, reshaped
 
+STRIDE_1 = "stride 1"  # what a convolution becomes whose stride leaves nothing out
 DILATION = "dilation"  # the form that rewrites what reads the convolution, not it alone
 
 
@@ -161,6 +162,10 @@ def _lowered(
     if isinstance(site, str):
         raise NoSoundForm(f"{_named(draft, node)}: {site}", {})
     call = call_of(draft, node)
+    if not site.drops:
+        made = wide(_writing(draft, node, node, kept), site, call, 0)
+        draft.put(node, made)
+        return Choice(node.name, _module(draft, node), STRIDE_1, "there is one window to make")
     names = target.forms or tuple(FORMS)
     places = {name: FORMS[name].place(site, target) for name in names if name in FORMS}
     refused = {name: reason for name, reason in places.items() if isinstance(reason, str)}
@@ -221,12 +226,17 @@ def _put(
 ) -> None:  # fmt: skip
     """Write the form before the last node that it stands for, and let it be read instead."""
     chain = chain_of(node)[: place + 1]
-    meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
-    write = Drafting(draft, chain[-1], _module(draft, node), kept, meta)
+    write = _writing(draft, node, chain[-1], kept)
     made = form.built(write, site, target, call, place)
     draft.put(chain[-1], made)
     for gone in reversed(chain[:-1]):
         draft.graph.erase_node(gone)
+
+
+def _writing(draft: Draft, node: fx.Node, reader: fx.Node, kept: dict[Any, str]) -> Drafting:
+    """What writes, before `reader`, calls that stand for `node`."""
+    meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
+    return Drafting(draft, reader, _module(draft, node), kept, meta)
 
 
 def _module(draft: Draft, node: fx.Node) -> str:

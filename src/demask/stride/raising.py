@@ -28,7 +28,7 @@ from demask.shrink.reading import Reading, relations_of
 from demask.shrink.rewrite import rewrite
 from demask.stride.kept import sliced
 
-PASSES = 64  # at most; each makes some call do less
+PASSES = 1000  # at most; each makes some call do less, those behind it first
 
 
 def raise_strides(

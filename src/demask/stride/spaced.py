@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, ops
 
 from demask.ops import schema
-from demask.stride.unblocked import CONVOLUTIONS
-from demask.tune.draft import Draft
+from demask.stride.steps import PADS, Gaps, each, gaps_of, skipping, windows
+from demask.tune.draft import Draft, only_reader
 
 aten = ops.aten
 Every = tuple[int, int, int]  # first position, step, how many
@@ -37,7 +37,7 @@ def slices(
     rank = x.meta["val"].ndim
     for k, (first, step, count) in enumerate(where):
         axis = rank - len(where) + k
-        if (first, step, count) != (0, 1, x.meta["val"].shape[axis]):
+        if (first, count) != (0, x.meta["val"].shape[axis]):
             stop = first + (count - 1) * step + 1
             x = draft.call(reader, None, aten.slice.Tensor, x, axis, first, stop, step)
     return x
@@ -56,61 +56,145 @@ def root_of(node: Any) -> Any:
 
 
 def cut_of(node: fx.Node) -> tuple[int, Any, Any, Any]:
+    """Axis, start, end and step of a slice; a start that is counted from the end is so no more."""
     found = schema.arguments(node)
-    rank = found["self"].meta["val"].ndim
-    return found["dim"] % rank, found["start"], found["end"], found["step"]
+    value, start = found["self"].meta["val"], found["start"] or 0
+    axis = found["dim"] % value.ndim
+    size = value.shape[axis]
+    if isinstance(start, int) and isinstance(size, int):
+        start = min(max(start + size if start < 0 else start, 0), size)
+    return axis, start, found["end"], found["step"]
 
 
-def spaced(draft: Draft, node: fx.Node) -> fx.Node | None:
-    """A convolution or a pool that reads every g-th position alone: of those."""
-    if node.target not in CONVOLUTIONS and node.target not in MAX_POOLS:
+def spaced(draft: Draft) -> bool:
+    """Where all windows and slices that read a value could do with every g-th position, let them
+    read one slice of those, if what makes the value can do without the others; does any?"""
+    gaps, made = gaps_of(draft.graph), skipping(draft.graph)
+    found = False
+    for x in [node for node in draft.graph.nodes if node in made]:
+        readers = [_last(node) for node in x.users]
+        taken = [n for n in readers if windows(n) is not None or n.target is aten.slice.Tensor]
+        if len(taken) > 1 or any(windows(node) is not None for node in taken):
+            found |= _shared(draft, x, gaps[x], taken)
+    return found
+
+
+def _last(node: fx.Node) -> fx.Node:
+    """The last of slices one behind another that nobody else reads; other nodes are themselves."""
+    reader = only_reader(node) if node.target is aten.slice.Tensor else None
+    more = reader is not None and reader.target is aten.slice.Tensor
+    return _last(reader) if more and reader is not None else node
+
+
+def _shared(draft: Draft, x: fx.Node, gaps: Gaps, readers: Sequence[fx.Node]) -> bool:
+    """Let readers read a slice of what they could do with; does it leave anything out?"""
+    sizes = x.meta["val"].shape
+    axes = [k for k, gap in enumerate(gaps) if gap != 1 and isinstance(sizes[k], int)]
+    first = min(axes, default=len(sizes))
+    where = [(0, g or n or 1, -(-n // (g or n or 1))) if k in axes else (0, 1, n)
+             for k, (g, n) in enumerate(zip(gaps, sizes, strict=True))][first:]  # fmt: skip
+    if all(count == n for (_, _, count), n in zip(where, sizes[first:], strict=True)):
+        return False
+    every = [step for _, step, _ in where]
+    less = {node: _less(node, [*[1] * first, *every]) for node in readers}
+    if not all(less.values()) or all(_cuts_alike(node, x, where) for node in readers):
+        return False
+    place = next(node for node in draft.graph.nodes if node in x.users)
+    small = slices(draft, place, x, where)
+    for node, again in less.items():
+        assert again is not None
+        draft.put(node, again(draft, small))
+    return True
+
+
+Again = Callable[[Draft, fx.Node], fx.Node]
+
+
+def _less(node: fx.Node, every: Sequence[int]) -> Again | None:
+    """How a call is made on every g-th position of each axis of its operand; None if its windows
+    would be others."""
+    if node.target is aten.slice.Tensor:
+        return _less_slices(node, every)
+    found, rank = schema.arguments(node), len(windows(node) or ())
+    source, steps = "input" if "input" in found else "self", every[-rank:]
+    if any(step > 1 for step in every[:-rank]):
         return None
-    found = schema.arguments(node)
-    x: Any = found.get("input", found.get("self"))
-    weight = found.get("weight")
+    sizes, weight = found[source].meta["val"].shape[-rank:], found.get("weight")
     kernel = list(found["kernel_size"]) if weight is None else list(weight.meta["val"].shape[2:])
-    rank = len(kernel)
-    sizes = x.meta["val"].shape[-rank:]
-    if isinstance(found["padding"], str) or not all(isinstance(n, int) for n in sizes):
-        return None
     names = ("stride", "padding", "dilation")
-    each = {name: _each(found[name] or kernel, rank) for name in names}
-    beside = _beside(x, node, rank)
-    apart = [
-        math.gcd(*(each[name][k] for name in names))
-        if kernel[k] > 1
-        else math.gcd(beside[k], each["stride"][k], each["padding"][k])
-        for k in range(rank)
-    ]
-    small = [-(-n // g) for n, g in zip(sizes, apart, strict=True)]
-    made = [_windows(small[k], *(each[name][k] // apart[k] for name in names), kernel[k])  # type: ignore[call-arg]
-            for k in range(rank)]  # fmt: skip
-    if set(apart) == {1} or made != list(node.meta["val"].shape[-rank:]):
-        return None
-    where = [(0, g, n) for g, n in zip(apart, small, strict=True)]
-    less = {name: [max(n // g, name != "padding") for n, g in zip(each[name], apart, strict=True)]
+    less = {name: [max(n // g, int(name != "padding")) for n, g in
+                   zip(each(found[name] or kernel, rank), steps, strict=True)]
             for name in names}  # fmt: skip
-    source = "input" if "input" in found else "self"
-    given = found | less | {source: slices(draft, node, x, where)}
-    args, kwargs = schema.call(node.target, given)
-    return draft.call(node, node, node.target, *args, **kwargs)
+    made = [_windows(-(-sizes[k] // steps[k]), *(less[name][k] for name in names), kernel[k])  # type: ignore[call-arg]
+            for k in range(rank)]  # fmt: skip
+    if made != list(node.meta["val"].shape[-rank:]):
+        return None
+
+    def again(draft: Draft, x: fx.Node) -> fx.Node:
+        args, kwargs = schema.call(node.target, found | less | {source: x})
+        return draft.call(node, node, node.target, *args, **kwargs)
+
+    return again
 
 
-def _beside(x: fx.Node, reader: fx.Node, rank: int) -> list[int]:
-    """The steps in which all others read a value: a window of one position follows them."""
-    found = [0] * rank
-    for user in x.users:
-        step, last = [1] * rank, user
-        while user is not reader and last.target is aten.slice.Tensor:
-            axis, start, _, each = cut_of(last)
-            if start == 0 and axis >= x.meta["val"].ndim - rank and isinstance(each, int):
-                step[axis - x.meta["val"].ndim] = each
-            if len(last.users) != 1:
-                break
-            last = next(iter(last.users))
-        if user is not reader:
-            found = [math.gcd(a, b) for a, b in zip(found, step, strict=True)]
-    return [n or 1 for n in found]
+def _less_slices(node: fx.Node, every: Sequence[int]) -> Again:
+    cuts, shape = _cuts(node), node.meta["val"].shape
+
+    def again(draft: Draft, x: fx.Node) -> fx.Node:
+        where: list[Every] = [(0, 1, n) for n in x.meta["val"].shape]
+        for axis, (first, step) in cuts.items():
+            where[axis] = (first // every[axis], max(step // every[axis], 1), shape[axis])
+        return slices(draft, node, x, where)
+
+    return again
+
+
+def _cuts(node: fx.Node) -> dict[int, tuple[int, int]]:
+    """Per axis the first position and the step of slices one behind another."""
+    found: dict[int, tuple[int, int]] = {}
+    for axis, start, _, step in reversed([cut_of(cut) for cut in cuts_of(node)]):
+        first, apart = found.get(axis, (0, 1))
+        found[axis] = (first + start * apart, step * apart)
+    return found
+
+
+def _cuts_alike(node: fx.Node, x: fx.Node, where: Sequence[Every]) -> bool:
+    """Is a reader the very slice that would be shared?"""
+    first = x.meta["val"].ndim - len(where)
+    wanted = {first + k: (at, step) for k, (at, step, count) in enumerate(where)
+              if count != x.meta["val"].shape[first + k]}  # fmt: skip
+    return node.target is aten.slice.Tensor and _cuts(node) == wanted
+
+
+def shifted(draft: Draft, node: fx.Node) -> fx.Node | None:
+    """A slice of what was padded by as many positions as its step, or so many times: padded less,
+    behind the slice."""
+    x: Any = node.args[0] if node.target is aten.slice.Tensor else None
+    if (
+        x is None
+        or x.target not in PADS
+        or schema.arguments(x).get("mode", "constant") != "constant"
+    ):
+        return None
+    found, (axis, start, _, step) = schema.arguments(x), cut_of(node)
+    inner, flat = found["self"], list(found["pad"])
+    size, at = inner.meta["val"].shape[axis], 2 * (inner.meta["val"].ndim - 1 - axis)
+    flat += [0] * (at + 2 - len(flat))
+    front, count = flat[at], node.meta["val"].shape[axis]
+    if start or not all(isinstance(n, int) for n in (size, count, front, step)) or step == 1:
+        return None
+    if front < 0 or front % step:
+        return None
+    less = -(-size // step)
+    small = slices(draft, node, inner, [(0, step, less), *_whole(inner, axis)])
+    flat[at : at + 2] = [front // step, count - less - front // step]
+    args, kwargs = schema.call(x.target, found | {"self": small, "pad": flat})
+    return draft.call(node, node, x.target, *args, **kwargs)
+
+
+def _whole(x: fx.Node, axis: int) -> list[Every]:
+    """All positions of the axes behind one."""
+    return [(0, 1, n) for n in x.meta["val"].shape[axis + 1 :]]
 
 
 def padded(draft: Draft, node: fx.Node) -> fx.Node | None:
@@ -121,7 +205,7 @@ def padded(draft: Draft, node: fx.Node) -> fx.Node | None:
     found, pad = schema.arguments(node), schema.arguments(x)
     rank = len(found["kernel_size"])
     pads, sizes = list(pad["pad"]), pad["self"].meta["val"].shape[-rank:]
-    own = _each(found["padding"], rank)
+    own = each(found["padding"], rank)
     if pad["value"] != -math.inf or len(pads) > 2 * rank:
         return None
     if not all(isinstance(n, int) for n in (*pads, *sizes)):
@@ -132,10 +216,10 @@ def padded(draft: Draft, node: fx.Node) -> fx.Node | None:
     if any(a and b for a, b in zip(own, before, strict=True)):
         return None
     before = [a + b for a, b in zip(own, before, strict=True)]
-    kernel = _each(found["kernel_size"], rank)
-    steps = _each(found["stride"] or kernel, rank)
-    each = zip(sizes, steps, before, _each(found["dilation"], rank), kernel, strict=True)
-    made = [_windows(*one) for one in each]
+    kernel = each(found["kernel_size"], rank)
+    steps = each(found["stride"] or kernel, rank)
+    axes = zip(sizes, steps, before, each(found["dilation"], rank), kernel, strict=True)
+    made = [_windows(*axis) for axis in axes]
     small = all(0 <= b <= k // 2 for b, k in zip(before, kernel, strict=True))
     if not small or found["ceil_mode"] or made != list(node.meta["val"].shape[-rank:]):
         return None
@@ -168,28 +252,23 @@ def pooled(draft: Draft, node: fx.Node) -> fx.Node | None:
     if any(len(cut.users) > 1 for cut in cuts[:-1]) or len(pool.users) > 1:
         return None
     found, rank = schema.arguments(pool), len(schema.arguments(pool)["kernel_size"])
-    sizes, kernel = found["self"].meta["val"].shape[-rank:], _each(found["kernel_size"], rank)
-    step = _each(found["stride"] or kernel, rank)
+    sizes, kernel = found["self"].meta["val"].shape[-rank:], each(found["kernel_size"], rank)
+    step = each(found["stride"] or kernel, rank)
     for cut in cuts:
-        axis, start, _, each = cut_of(cut)
+        axis, start, _, more = cut_of(cut)
         axis -= node.meta["val"].ndim - rank
-        if axis < 0 or start or not isinstance(each, int):
+        if axis < 0 or start or not isinstance(more, int):
             return None
-        step[axis] *= each
-    dilation = _each(found.get("dilation", 1), rank)
+        step[axis] *= more
+    dilation = each(found.get("dilation", 1), rank)
     if found["ceil_mode"] or not all(isinstance(n, int) for n in sizes):
         return None
-    made = [_windows(*each) for each in zip(sizes, step, _each(found["padding"], rank), dilation,
+    made = [_windows(*one) for one in zip(sizes, step, each(found["padding"], rank), dilation,
                                             kernel, strict=True)]  # fmt: skip
     if made != list(node.meta["val"].shape[-rank:]):
         return None
     args, kwargs = schema.call(pool.target, found | {"stride": step})
     return draft.call(node, node, pool.target, *args, **kwargs)
-
-
-def _each(value: Any, rank: int) -> list[int]:
-    values = list(value) if isinstance(value, list | tuple) else [value]
-    return values * rank if len(values) == 1 else values
 
 
 def _windows(size: int, stride: int, padding: int, dilation: int, kernel: int) -> int:

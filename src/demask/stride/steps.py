@@ -1,0 +1,143 @@
+"""Which positions of a value calls could do with: every s-th from the first on, axis by axis.
+
+    a convolution or a pool      gcd(stride, padding, dilation), without the
+                                 stride of one window, the dilation of one tap
+    y[first::s], gap g of y      gcd(first, s g)
+    what carries positions       the gaps of its value
+
+A sweep from the outputs back over the letters of the op table. Gap 0: the first position alone;
+1: all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, fx, ops
+
+from demask.ops import TABLE, Relation, bind, schema
+from demask.stride.unblocked import CONVOLUTIONS
+
+aten = ops.aten
+Gaps = tuple[int, ...]  # per axis of a value
+PADS = (aten.constant_pad_nd.default, aten.pad.default)
+MAX_POOLS = (aten.max_pool1d.default, aten.max_pool2d.default, aten.max_pool3d.default)
+
+
+def gaps_of(graph: fx.Graph) -> dict[fx.Node, Gaps]:
+    """Per value the distance of the positions that its readers could do with, along each axis.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from demask.graph.capture import capture
+    >>> net = nn.Sequential(nn.ReLU(), nn.Conv2d(1, 1, 3, padding=2, dilation=2, stride=2)).eval()
+    >>> graph = capture(net, (torch.ones(1, 1, 8, 8),)).graph
+    >>> [gaps for node, gaps in gaps_of(graph).items() if node.name == "relu"]
+    [(1, 1, 2, 2)]
+    """
+    found: dict[fx.Node, Gaps] = {}
+    for node in reversed(graph.nodes):
+        for operand, gaps in _read(node, found):
+            before = found.get(operand, (0,) * len(gaps))
+            found[operand] = tuple(map(math.gcd, before, gaps))
+    return found
+
+
+def _read(node: fx.Node, found: Mapping[fx.Node, Gaps]) -> Iterator[tuple[fx.Node, Gaps]]:
+    """The operands of a node, and the gaps with which it reads them."""
+    known = dict(_windows(node) or _slice(node, found) or _carried(node, found))
+    for operand in node.all_input_nodes:
+        value = operand.meta.get("val")
+        if isinstance(value, Tensor):
+            yield operand, known.get(operand, (1,) * value.ndim)
+
+
+def _windows(node: fx.Node) -> list[tuple[fx.Node, Gaps]] | None:
+    axes = windows(node)
+    if axes is None:
+        return None
+    x = node.args[0]
+    lead = x.meta["val"].ndim - len(axes)  # type: ignore[union-attr]
+    return [(x, (*[1] * lead, *axes))]  # type: ignore[list-item]
+
+
+def windows(node: fx.Node) -> Gaps | None:
+    """The gaps with which a convolution or a max pool reads the axes of its windows."""
+    if node.target not in (*CONVOLUTIONS, *MAX_POOLS):
+        return None
+    found = schema.arguments(node)
+    weight = found.get("weight")
+    kernel = list(found["kernel_size"]) if weight is None else list(weight.meta["val"].shape[2:])
+    rank = len(kernel)
+    stride, padding, dilation = (
+        each(found[name] or kernel, rank) for name in ("stride", "padding", "dilation")
+    )
+    stride = (
+        s if n != 1 else 0 for s, n in zip(stride, node.meta["val"].shape[-rank:], strict=True)
+    )
+    apart = (d if n > 1 else 0 for d, n in zip(dilation, kernel, strict=True))
+    return tuple(map(math.gcd, stride, padding, apart))
+
+
+def each(value: Any, rank: int) -> list[int]:
+    """An argument with one number for every axis, or one for all."""
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    return values * rank if len(values) == 1 else values
+
+
+def _slice(node: fx.Node, found: Mapping[fx.Node, Gaps]) -> list[tuple[fx.Node, Gaps]] | None:
+    if node.target is not aten.slice.Tensor or node not in found:
+        return None
+    cut = schema.arguments(node)
+    first, step = cut["start"] or 0, cut["step"]
+    if not isinstance(first, int) or not isinstance(step, int) or first < 0:
+        return None
+    gaps = list(found[node])
+    axis = cut["dim"] % len(gaps)
+    gaps[axis] = math.gcd(first, step * gaps[axis])
+    return [(cut["self"], tuple(gaps))]
+
+
+def _carried(node: fx.Node, found: Mapping[fx.Node, Gaps]) -> list[tuple[fx.Node, Gaps]]:
+    """Of what a call does at each position alone, the gaps of its value."""
+    relation = bind(node, TABLE) if node.op == "call_function" and node in found else None
+    if not isinstance(relation, Relation) or len(relation.outs) != 1:
+        return []
+    mixed = relation.window | relation.complete | relation.moved | relation.back
+    gaps = {axis[0]: gap for axis, gap in zip(relation.outs[0], found[node], strict=True)
+            if len(axis) == 1 and axis[0] not in mixed}  # fmt: skip
+    reads: dict[fx.Node, Gaps] = {}
+    for operand, axes in zip(relation.operands, relation.ins, strict=True):
+        if isinstance(operand.value, fx.Node):
+            made = tuple(gaps.get(axis[0], 1) if len(axis) == 1 else int(bool(axis))
+                         for axis in axes)  # fmt: skip
+            before = reads.get(operand.value, (0,) * len(made))
+            reads[operand.value] = tuple(map(math.gcd, before, made))
+    return list(reads.items())
+
+
+def skipping(graph: fx.Graph) -> set[fx.Node]:
+    """The values that can be made at some positions alone: what a convolution or a pool makes, and
+    what carries the positions of such a value."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        reads = any(n in found for n in node.all_input_nodes)
+        if windows(node) is not None or (reads and _keeps(node)):
+            found.add(node)
+    return found
+
+
+def _keeps(node: fx.Node) -> bool:
+    """Does a call carry the last axis of its value, or move its positions by as much?"""
+    relation = bind(node, TABLE) if node.op == "call_function" else None
+    if node.target in (aten.slice.Tensor, *PADS):
+        return True
+    if not isinstance(relation, Relation) or not relation.outs[0]:
+        return False
+    mixed = relation.window | relation.complete | relation.moved | relation.back
+    return not relation.letters(relation.outs[0][-1:]) & mixed
+
+
+__all__ = ["PADS", "Gaps", "each", "gaps_of", "skipping", "windows"]
