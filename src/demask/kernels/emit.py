@@ -14,12 +14,12 @@ from typing import Any, Protocol
 
 from llvmlite import ir
 
+from demask.kernels.act import Act
 from demask.kernels.isa import Isa
 
 BYTE, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 BIT, FLOAT, POINTER, VOID = ir.IntType(1), ir.FloatType(), ir.PointerType(), ir.VoidType()
 Value = Any  # an ir.Value; llvmlite has no types
-Act = tuple[str, tuple[float, ...]]  # an activation, as torch names it, and its numbers
 
 
 class Kernel(Protocol):

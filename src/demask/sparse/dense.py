@@ -85,18 +85,20 @@ def check(
 
 def weight(
     step: Conv | Linear, weights: Sequence[Tensor], shape: Sequence[int],
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | None = None, make: Callable[..., Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """The weight of a step as torch's layer has it: that of linear, conv1d, conv2d,
     conv_transpose1d or conv_transpose2d, for an input of this shape.
 
     dtype: what it is wanted in; by default that of the values, float32 where they have scales.
+    make: of (step, weights, columns, dtype), the matrix [out, columns]; by default `scattered`.
     BadInput for columns outside of the matrix and row starts that do not rise.
     """
+    make = make or scattered
     if isinstance(step, Linear):
-        return _scattered(step, weights, int(shape[-1]), dtype)
+        return make(step, weights, int(shape[-1]), dtype)
     inner, kernel = int(shape[1]) // step.groups, step.kernel[4 - len(shape) :]
-    found = _scattered(step, weights, inner * step.kernel[0] * step.kernel[1], dtype)
+    found = make(step, weights, inner * step.kernel[0] * step.kernel[1], dtype)
     if not step.transposed:
         return found.reshape(step.out, inner, *kernel)
     outer = step.out // step.groups
@@ -189,7 +191,7 @@ def _traced(tensors: Sequence[Tensor]) -> bool:
     return torch.compiler.is_compiling() or any(t.is_meta for t in tensors)
 
 
-def _scattered(
+def scattered(
     step: Conv | Linear, weights: Sequence[Tensor], columns: int, dtype: torch.dtype | None
 ) -> Tensor:
     """The matrix of a step [out, columns]; entries that are there twice are summed."""

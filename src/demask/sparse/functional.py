@@ -15,6 +15,8 @@ from torch import Tensor
 from demask.errors import BadInput
 from demask.sparse.activations import Activation, act_of
 from demask.sparse.dense import check_indices
+from demask.sparse.gpu_ops import kernels
+from demask.sparse.matrix import Rows
 from demask.sparse.product import NARROW, product
 from demask.sparse.program import MAX_SIZE
 
@@ -125,6 +127,13 @@ def sparse_product(a: Tensor, b: Tensor) -> Tensor:
     Every nonzero of a meets a row of b; the products are sorted by their place and summed.
     """
     (crow, col, values), (other_crow, other_col, other_values) = csr_parts(a), csr_parts(b)
+    gpu, size = kernels(values), (a.shape[0], b.shape[1])
+    if gpu is not None and not _followed(values, other_values):
+        left = Rows(crow, col, values, None, (a.shape[0], a.shape[1]))
+        right = Rows(other_crow, other_col, other_values, None, (b.shape[0], b.shape[1]))
+        if gpu.takes(left, other_values):
+            starts, columns, sums = gpu.sparse_product(left, right)
+            return torch.sparse_csr_tensor(starts, columns, sums, size, check_invariants=False)
     check_indices(crow, col, a.shape[1])
     check_indices(other_crow, other_col, b.shape[1])
     rows = torch.arange(a.shape[0], device=col.device).repeat_interleave(crow.diff().long())
@@ -140,9 +149,13 @@ def sparse_product(a: Tensor, b: Tensor) -> Tensor:
     starts = torch.arange(a.shape[0] + 1, device=col.device) * b.shape[1]
     starts = torch.searchsorted(kept, starts).to(crow.dtype)
     columns = (kept % max(b.shape[1], 1)).to(crow.dtype)
-    size = (a.shape[0], b.shape[1])
     sums = sums.to(values.dtype)
     return torch.sparse_csr_tensor(starts, columns, sums, size, check_invariants=False)
+
+
+def _followed(*tensors: Tensor) -> bool:
+    """Whether gradients are recorded."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 def csr_parts(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,12 +2,14 @@
 
     spmm, spmm_turned, sddmm, densified, sparse_product
 
-A matrix is `Rows`: CSR, or its rows that are not empty, with names. float32, float16, bfloat16; sums
-in float32, in one order, so that a call gives the same bits again. Dense tiles multiply zeros too:
-where x is infinite, they give NaN as a dense product does.
+A matrix is `Rows`: CSR, or its rows that are not empty, with names. float32, float16, bfloat16;
+sums in float32, in one order, so that a call gives the same bits again. Dense tiles multiply zeros
+too: where x is infinite, they give NaN as a dense product does.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,7 +85,8 @@ def densified(m: Rows, form: Form | None = None) -> Tensor:
     made = torch.empty(rows, columns, dtype=m.values.dtype, device=m.values.device)
     if made.numel():
         grid = (bits.high // 64, bits.tiles)
-        bitmap.decompress[grid](
+        _launch(
+            bitmap.decompress, grid,
             bits.masks, bits.starts, m.values, bits.high, made, rows, columns,
             HEIGHT=64, num_warps=4,
         )  # fmt: skip
@@ -95,6 +98,8 @@ def run(
     out: Tensor,
 ) -> Tensor:  # fmt: skip
     """`spmm` by one choice, into `out`."""
+    if not m.col.numel():
+        return _empty(out, bias, act)
     if choice.kind == "dense":
         return _dense(densified(m, form), x, bias, act, out)
     if choice.kind == "bitmap":
@@ -104,6 +109,8 @@ def run(
 
 def run_turned(m: Rows, form: Form, x: Tensor, choice: Choice, out: Tensor) -> Tensor:
     """`spmm_turned` by one choice, into `out`."""
+    if not m.col.numel():
+        return out.zero_()
     if choice.kind == "dense":
         return _dense(densified(m, form).t(), x, None, None, out)
     if choice.kind == "bitmap":
@@ -123,7 +130,8 @@ def run_sddmm(m: Rows, form: Form, a: Tensor, b: Tensor, choice: Choice, out: Te
         bits = form.bitmap(m)
         assert bits is not None
         grid = (bits.tiles, bits.high // choice.height)
-        bitmap.sddmm_bitmap[grid](
+        _launch(
+            bitmap.sddmm_bitmap, grid,
             bits.masks, bits.starts, bits.high, a, a.stride(0), a.stride(1), b, b.stride(0),
             b.stride(1), out, m.size[0], m.size[1], k, HEIGHT=choice.height, STEP=choice.width,
             WIDE=_interpreted(a), num_warps=choice.warps,
@@ -131,7 +139,8 @@ def run_sddmm(m: Rows, form: Form, a: Tensor, b: Tensor, choice: Choice, out: Te
         return out
     a, b = (t if t.stride(1) == 1 else t.contiguous() for t in (a, b))
     begins, ends, rows = form.parts(m, choice.height)
-    sddmm_rows.sddmm_rows[(len(begins),)](
+    _launch(
+        sddmm_rows.sddmm_rows, (len(begins),),
         begins, ends, rows, form.narrow(m), a, a.stride(0), b, b.stride(0), out, k,
         ENTRIES=choice.height, STEP=choice.width, num_warps=choice.warps,
     )  # fmt: skip
@@ -141,7 +150,8 @@ def run_sddmm(m: Rows, form: Form, a: Tensor, b: Tensor, choice: Choice, out: Te
 def sparse_product(a: Rows, b: Rows) -> tuple[Tensor, Tensor, Tensor]:
     """a @ b as row starts, columns (in the type of a's) and values: what any nonzeros meet in is
     stored, zero or not. Both without names."""
-    form_of(a), form_of(b)  # indices are checked
+    for one in (a, b):
+        form_of(one)  # indices are checked
     columns, device = b.size[1], a.col.device
     begins = b.crow[:-1].long()[a.col.long()]
     counts = b.crow.diff().long()[a.col.long()]
@@ -151,7 +161,8 @@ def sparse_product(a: Rows, b: Rows) -> tuple[Tensor, Tensor, Tensor]:
     products = torch.empty(total, dtype=torch.float32, device=device)
     entries = a.col.numel()
     if total:
-        pairs.expand[(-(-total // AT_ONCE),)](
+        _launch(
+            pairs.expand, (-(-total // AT_ONCE),),
             offsets, entries, entries.bit_length(), row_of(a), begins, a.values, b.col, b.values,
             keys, products, total, columns, COUNT=AT_ONCE,
         )  # fmt: skip
@@ -160,9 +171,8 @@ def sparse_product(a: Rows, b: Rows) -> tuple[Tensor, Tensor, Tensor]:
     values = torch.empty(len(kept), dtype=a.values.dtype, device=device)
     if total:
         ends = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-        pairs.compress[(-(-len(kept) // AT_ONCE),)](
-            products, order, ends, values, len(kept), COUNT=AT_ONCE
-        )
+        grid = (-(-len(kept) // AT_ONCE),)
+        _launch(pairs.compress, grid, products, order, ends, values, len(kept), COUNT=AT_ONCE)
     starts = torch.arange(a.size[0] + 1, device=device) * columns
     crow = torch.searchsorted(kept, starts).to(a.crow.dtype)
     return crow, (kept % max(columns, 1)).to(a.col.dtype), values
@@ -176,10 +186,8 @@ def _by_rows(
     n, (name, numbers) = x.shape[1], act or ("", ())
     first, second = (*numbers, 0.0, 0.0)[:2]
     x = x if x.stride(1) == 1 else x.contiguous()
-    if m.names is not None:  # rows that are not there
-        one = torch.zeros_like(x[0, :1]) if bias is None else bias
-        one = one if act is None else ACTIVATIONS[act[0]](one.float(), *act[1])
-        out.copy_(one.reshape(-1, 1).expand_as(out))
+    if m.names is not None:
+        _empty(out, bias, act)  # rows that are not there
     tasks = form.tasks(m, choice.height)
     count = len(tasks.begins)
     if not count:
@@ -187,7 +195,8 @@ def _by_rows(
     partial = torch.empty(tasks.slots, n, dtype=torch.float32, device=x.device)
     given = x if bias is None else bias
     grid = (-(-count // choice.height), -(-n // choice.width))
-    spmm_rows.spmm_rows[grid](
+    _launch(
+        spmm_rows.spmm_rows, grid,
         tasks.begins, tasks.ends, tasks.targets, count, form.narrow(m), m.values, x, x.stride(0),
         out, out.stride(0), out.stride(1), partial, given, float(first), float(second), n,
         ROWS=choice.height, WIDTH=choice.width, SPLIT=tasks.slots > 0, BIASED=bias is not None,
@@ -195,7 +204,8 @@ def _by_rows(
     )  # fmt: skip
     if tasks.slots:
         grid = (len(tasks.rows), -(-n // FINISH))
-        epilogue.finish[grid](
+        _launch(
+            epilogue.finish, grid,
             partial, tasks.rows, tasks.firsts, tasks.counts, 0, 1, out, out.stride(0),
             out.stride(1), given, float(first), float(second), n,
             WIDTH=FINISH, LISTED=True, BIASED=bias is not None, ACT=name,
@@ -219,7 +229,8 @@ def _by_bitmap(
     partial = torch.empty(splits if splits > 1 else 0, rows, n, device=x.device)
     given = x if bias is None else bias
     grid = (blocks, -(-n // choice.width), splits)
-    bitmap.spmm_bitmap[grid](
+    _launch(
+        bitmap.spmm_bitmap, grid,
         bits.masks, bits.starts, m.values, bits.high, bits.tiles, x, x.stride(0), x.stride(1), out,
         out.stride(0), out.stride(1), partial, given, float(first), float(second), x.shape[0], rows,
         n, share, HEIGHT=height, WIDTH=choice.width, TURNED=turned, SPLIT=splits > 1,
@@ -227,11 +238,19 @@ def _by_bitmap(
     )  # fmt: skip
     if splits > 1:
         rest = (out, out.stride(0), out.stride(1), given, float(first), float(second), n)
-        epilogue.finish[(rows, -(-n // FINISH))](
+        _launch(
+            epilogue.finish, (rows, -(-n // FINISH)),
             partial, partial, partial, partial, splits, rows, *rest,
             WIDTH=FINISH, LISTED=False, BIASED=bias is not None, ACT=name,
         )  # fmt: skip
     return out
+
+
+def _empty(out: Tensor, bias: Tensor | None, act: Act | None) -> Tensor:
+    """`out`, filled with what rows without nonzeros are."""
+    one = out.new_zeros(1) if bias is None else bias
+    one = one if act is None else ACTIVATIONS[act[0]](one.float(), *act[1])
+    return out.copy_(one.reshape(-1, 1).expand_as(out))
 
 
 def _dense(w: Tensor, x: Tensor, bias: Tensor | None, act: Act | None, out: Tensor) -> Tensor:
@@ -247,6 +266,16 @@ def _aligned(values: Tensor) -> Tensor:
     """At an address that vectors may be loaded from."""
     values = values.contiguous()
     return values.clone() if values.data_ptr() % 16 else values
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *given: Any, **options: Any) -> None:
+    """Run a kernel where its first tensor is."""
+    device = first.device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            kernel[grid](first, *given, **options)
+    else:
+        kernel[grid](first, *given, **options)
 
 
 def _interpreted(x: Tensor) -> bool:

@@ -102,7 +102,7 @@ def deal_tasks(
     row, begin, end, parts = parted(crow, longest)
     name = np.arange(len(crow) - 1) if names is None else names
     split = parts > 1
-    targets = np.where(split, -np.cumsum(split), name[row])  # -1 - slot, slots from 0 up
+    targets = np.where(split, -split.cumsum(), name[row])  # -1 - slot, slots from 0 up
     order = np.argsort(begin - end, kind="stable")
     whole = len(order) // together
     groups = order[: whole * together].reshape(whole, together)[snake(whole, processors)]

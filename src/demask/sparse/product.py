@@ -3,7 +3,7 @@
 torch.ops.demask.spmm(Tensor crow, Tensor col, Tensor values, Tensor? rows, int[] size,
                       Tensor x, Tensor? bias, str act, float[] numbers) -> Tensor
 
-The tensors' device chooses what runs: kernels of the CPU (`multiply`), of GPUs (`gpu`), or ATen ops.
+The tensors' device chooses what runs: kernels of the CPU (`multiply`), of GPUs (`gpu`), ATen ops.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from math import inf
 from typing import Any
 
 from demask.errors import BadInput
-from demask.kernels.emit import Act
+from demask.kernels.act import Act
 
 KINDS = ("image", "signal", "tokens")
 MAX_TEXT = 4_000_000  # characters of a program: ResNet-152 has 60,000

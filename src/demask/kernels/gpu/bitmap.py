@@ -12,9 +12,6 @@ Load as sparse, compute as dense: Xia et al., Flash-LLM, VLDB 2024 (arXiv 2309.1
 of columns: Fan et al., SpInfer, EuroSys 2025.
 """
 
-# pyright: reportMissingImports=false, reportArgumentType=false, reportOperatorIssue=false
-# pyright: reportOptionalMemberAccess=false, reportIndexIssue=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import triton
@@ -36,7 +33,7 @@ def ones(word):
 
 
 @triton.jit
-def places(masks, starts, tile, rows, high, HEIGHT: tl.constexpr):  # noqa: N803
+def places(masks, starts, tile, rows, high, HEIGHT: tl.constexpr):
     """(where the value of each element is, is there one), [HEIGHT, 64]. high: rows, padded."""
     at = tile.to(tl.int64) * high + rows
     halves = tl.arange(0, 2)
@@ -53,14 +50,14 @@ def places(masks, starts, tile, rows, high, HEIGHT: tl.constexpr):  # noqa: N803
 
 
 @triton.jit
-def spread(masks, starts, values, tile, rows, high, HEIGHT: tl.constexpr):  # noqa: N803
+def spread(masks, starts, values, tile, rows, high, HEIGHT: tl.constexpr):
     """A dense tile [HEIGHT, 64]."""
     place, there = places(masks, starts, tile, rows, high, HEIGHT)
     return tl.load(values + place, mask=there, other=0.0)
 
 
 @triton.jit
-def multiplied(w, x, total, TURNED: tl.constexpr, WIDE: tl.constexpr):  # noqa: N803
+def multiplied(w, x, total, TURNED: tl.constexpr, WIDE: tl.constexpr):
     """total + w @ x, or w.T @ x. WIDE: in float32, for the interpreter has no bfloat16 products."""
     if TURNED:
         w = tl.trans(w)
@@ -86,8 +83,8 @@ def spmm_bitmap(
     block, part = tl.program_id(0), tl.program_id(2)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = columns < n
-    length: tl.constexpr = HEIGHT if TURNED else 64  # of a step
-    wide: tl.constexpr = 64 if TURNED else HEIGHT
+    length: tl.constexpr = HEIGHT if TURNED else 64  # pyright: ignore[reportAssignmentType]
+    wide: tl.constexpr = 64 if TURNED else HEIGHT  # pyright: ignore[reportAssignmentType]
     steps = high // HEIGHT if TURNED else tiles
     step = part * share
     stop = tl.minimum(step + share, steps)
@@ -161,7 +158,7 @@ def sddmm_bitmap(
                        mask=(rows < m)[:, None] & more[None, :], other=0.0)  # fmt: skip
         right = tl.load(from_b + along.to(tl.int64)[:, None] * b_step,
                         mask=more[:, None] & (columns < n)[None, :], other=0.0)  # fmt: skip
-        total = multiplied(left, right, total, False, WIDE)
+        total = multiplied(left, right, total, TURNED=False, WIDE=WIDE)  # pyright: ignore
         step += STEP
     place, there = places(masks, starts, tile, rows, high, HEIGHT)
     tl.store(out + place, total.to(out.dtype.element_ty), mask=there)

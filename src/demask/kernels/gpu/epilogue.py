@@ -1,8 +1,5 @@
 """What follows a sum: bias, activation, and the sum of the parts of rows that were split."""
 
-# pyright: reportMissingImports=false, reportArgumentType=false, reportOperatorIssue=false
-# pyright: reportOptionalMemberAccess=false, reportIndexIssue=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import triton
@@ -10,7 +7,7 @@ import triton.language as tl
 
 
 @triton.jit
-def activated(x, ACT: tl.constexpr, first, second):  # noqa: N803
+def activated(x, ACT: tl.constexpr, first, second):
     """act(x) in float32, by its name in `sparse.program`; first, second: its numbers. NaN stays."""
     if ACT == "relu":
         x = tl.where(x < 0, 0.0, x)

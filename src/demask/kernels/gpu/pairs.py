@@ -4,9 +4,6 @@ in the output and those of one place are summed (expand, sort, compress).
     Bell, Dalton, Olson: Exposing Fine-Grained Parallelism in Algebraic Multigrid Methods, SIAM 2012
 """
 
-# pyright: reportMissingImports=false, reportArgumentType=false, reportOperatorIssue=false
-# pyright: reportOptionalMemberAccess=false, reportIndexIssue=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import triton
@@ -49,7 +46,7 @@ def expand(
 
 
 @triton.jit
-def compress(products, order, begins, out, count, COUNT: tl.constexpr):  # noqa: N803
+def compress(products, order, begins, out, count, COUNT: tl.constexpr):
     """out[e] = sum of products[order[p]], p from begins[e] to begins[e + 1], in this order.
     Program t: entries t · COUNT and on."""
     entry = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
@@ -59,7 +56,7 @@ def compress(products, order, begins, out, count, COUNT: tl.constexpr):  # noqa:
     longest = tl.max(end - begin, axis=0)
     total = tl.zeros([COUNT], tl.float32)
     step = 0
-    while step < longest:
+    while step < longest:  # pyright: ignore[reportOperatorIssue]
         more = good & (begin + step < end)
         at = tl.load(order + begin + step, mask=more, other=0)
         total += tl.load(products + at, mask=more, other=0.0)

@@ -1,8 +1,5 @@
 """SDDMM by 1-D tiles of nonzeros: parts of a row of the output, each a few of its entries."""
 
-# pyright: reportMissingImports=false, reportArgumentType=false, reportOperatorIssue=false
-# pyright: reportOptionalMemberAccess=false, reportIndexIssue=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import triton

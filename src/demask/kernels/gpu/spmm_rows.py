@@ -8,9 +8,6 @@ moved back to an aligned place, from which columns and values are loaded as vect
 the row before is masked.
 """
 
-# pyright: reportMissingImports=false, reportArgumentType=false, reportOperatorIssue=false
-# pyright: reportOptionalMemberAccess=false, reportIndexIssue=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import triton
@@ -22,7 +19,7 @@ VECTOR = tl.constexpr(4)  # nonzeros per load: 16 bytes of columns
 
 
 @triton.jit
-def four(t, ROWS: tl.constexpr):  # noqa: N803
+def four(t, ROWS: tl.constexpr):
     """The four columns of t [ROWS, 4], each [ROWS]."""
     even, odd = tl.split(tl.reshape(t, [ROWS, 2, 2]))
     first, third = tl.split(even)
@@ -63,7 +60,7 @@ def spmm_rows(
     aligned = begin // VECTOR * VECTOR
     steps = tl.max(end - aligned, axis=0)
     step = 0
-    while step < steps:
+    while step < steps:  # pyright: ignore[reportOperatorIssue]
         # vectors of a task that has ended are not loaded: the mask is one for a whole vector
         place = (aligned + step)[:, None] + lane[None, :]
         more = tl.broadcast_to((aligned + step < end)[:, None], [ROWS, VECTOR])

@@ -1,0 +1,81 @@
+"""A program on a GPU: a layer that is one product by `demask::spmm`, other layers with their dense
+weights, which a kernel decompresses, and the rest by ATen ops.
+
+Gradients are those of the ops: of x by the transposed product, of values by SDDMM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from demask.sparse import dense
+from demask.sparse.gpu_ops import kernels
+from demask.sparse.matrix import Rows
+from demask.sparse.program import Conv, Linear, Program, reads
+
+
+def run(program: Program, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs, as `dense.run` has them: perhaps inputs, or views of one another."""
+    dense.check(program, inputs, weights)
+    made = list(inputs)
+    for step in program.steps:
+        operands = [made[value] for value in reads(step)]
+        kind = program.kinds[reads(step)[0]]
+        if isinstance(step, Conv | Linear):
+            made.append(_layer(step, kind, operands, weights))
+        else:
+            made.append(dense.call(step, kind, operands))
+    return [made[value] for value in program.outputs]
+
+
+def _layer(
+    step: Conv | Linear, kind: str, operands: Sequence[Tensor], weights: Sequence[Tensor]
+) -> Tensor:
+    x, bias = operands[0], dense.bias(step, weights)
+    bias = None if bias is None else bias.to(x.dtype)
+    stored = dense.part(step.weight.values, weights)
+    if step.weight.scale is not None or stored.dtype != x.dtype or not _is_product(step):
+        followed = torch.is_grad_enabled() and stored.requires_grad
+        matrix = None if followed or step.weight.scale is not None else _densified
+        weight = dense.weight(step, weights, x.shape, x.dtype, matrix)
+        return dense.call(step, kind, operands, weight, bias)
+    crow, col = (dense.part(span, weights) for span in (step.weight.crow, step.weight.col))
+    tokens = x if isinstance(step, Linear) else x.movedim(1, -1)
+    flat = tokens.reshape(-1, tokens.shape[-1])
+    inside = step.act if step.add is None else None
+    name, numbers = inside or ("", ())
+    made = torch.ops.demask.spmm.default(
+        crow, col, stored, None, [step.out, flat.shape[1]], flat.t(), bias, name, list(numbers)
+    )
+    y = made.t().reshape(*tokens.shape[:-1], step.out)
+    y = y if isinstance(step, Linear) else y.movedim(-1, 1)
+    if step.add is None:
+        return y
+    y = y + operands[1]
+    return y if step.act is None else dense.ACTIVATIONS[step.act[0]](y, *step.act[1])
+
+
+def _is_product(step: Conv | Linear) -> bool:
+    """Whether a layer multiplies every position by one matrix."""
+    if isinstance(step, Linear):
+        return True
+    one = (step.kernel, step.stride, step.groups) == ((1, 1), (1, 1), 1)
+    return one and step.padding == ((0, 0), (0, 0)) and not step.transposed
+
+
+def _densified(
+    step: Conv | Linear, weights: Sequence[Tensor], columns: int, dtype: torch.dtype | None
+) -> Tensor:
+    """The matrix of a step [out, columns], by the kernel where there is one."""
+    values, crow, col = (
+        dense.part(span, weights)
+        for span in (step.weight.values, step.weight.crow, step.weight.col)
+    )
+    m = Rows(crow, col, values, None, (step.out, columns))
+    gpu = kernels(values)
+    if gpu is None or not gpu.takes(m, values):
+        return dense.scattered(step, weights, columns, dtype)
+    return gpu.densified(m).to(dtype or values.dtype)

@@ -1,0 +1,135 @@
+"""The kernels compiled for an H100 (sm_90), with no GPU here: registers, loads, tensor cores."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+from compiled_kernels import compiled
+from demask.kernels.gpu import bitmap, epilogue, pairs, sddmm_rows, spmm_rows
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="Triton has its assembler on Linux"),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning"),
+]
+REST = {"first": "fp32", "second": "fp32", "n": "i32"}
+
+
+def rows(kind, height, width, warps, even=True):
+    pointer = f"*{kind}"
+    types = dict.fromkeys(("begins", "ends", "targets", "col"), "*i32")
+    types |= dict.fromkeys(("values", "x", "out", "bias"), pointer) | {"partial": "*fp32"}
+    types |= dict.fromkeys(("tasks", "x_row", "out_row"), "i32") | REST
+    constants = {"ROWS": height, "WIDTH": width, "SPLIT": True, "BIASED": True, "ACT": "relu"}
+    aligned = [*types.keys() - {"tasks", "first", "second"}] if even else []
+    kernel = spmm_rows.spmm_rows
+    return compiled(kernel, types, constants | {"out_column": 1}, aligned, warps)
+
+
+@pytest.mark.parametrize(("height", "width", "warps"), [(4, 64, 1), (8, 64, 2), (2, 128, 1)])
+def test_rows_load_vectors(height, width, warps):
+    """Columns, values and x by 16 bytes; nothing goes from thread to thread, but for the longest
+    row before the loop."""
+    found = rows("fp32", height, width, warps)
+    sums = height * width // (32 * warps)  # per thread, four nonzeros at a time
+    assert found.count("LDG.E.128") >= 2 + 4 * sums // 4
+    assert found.count("FFMA") == 4 * sums
+    assert found.count("SHFL") <= 1
+    assert found.count("BAR") == found.count("LDS") == 0
+    assert found.stack == 0
+    assert found.registers <= 96
+
+
+def test_several_rows_of_half_a_warp_load_vectors():
+    found = rows("bf16", 4, 64, 1)
+    assert found.count("LDG.E.128") >= 5  # four nonzeros of 2 x 64 values a time
+    assert found.stack == found.count("BAR") == 0
+    assert found.registers <= 96
+
+
+def test_a_planted_fault_is_found():
+    """Without aligned addresses there are no vectors."""
+    assert rows("fp32", 4, 64, 1, even=False).count("LDG.E.128") == 0
+
+
+nightly = pytest.mark.nightly
+TILES = {
+    "bf16": ("bf16", 128, 64, False, 8),
+    "fp16, transposed": ("fp16", 64, 64, True, 4),
+}
+MORE = {
+    "bf16, narrow": ("bf16", 128, 16, False, 8),
+    "bf16, wide": ("bf16", 128, 128, False, 8),
+    "fp32": ("fp32", 64, 64, False, 4),
+}
+
+
+@pytest.mark.parametrize("name", [*TILES, *(pytest.param(n, marks=nightly) for n in MORE)])
+def test_bitmaps_use_tensor_cores(name):
+    kind, height, width, turned, warps = (TILES | MORE)[name]
+    types = {"masks": "*i32", "starts": "*i32", "partial": "*fp32"} | REST
+    types |= dict.fromkeys(("values", "x", "out", "bias"), f"*{kind}")
+    types |= dict.fromkeys(("high", "tiles", "x_row", "out_row", "k", "m", "share"), "i32")
+    aligned = [*types.keys() - {"tiles", "share", "first", "second"}]
+    constants = {
+        "HEIGHT": height, "WIDTH": width, "TURNED": turned, "SPLIT": True, "BIASED": True,
+        "ACT": "relu", "WIDE": False, "x_column": 1, "out_column": 1,
+    }  # fmt: skip
+    found = compiled(bitmap.spmm_bitmap, types, constants, aligned, warps)
+    assert found.count("HGMMA") + found.count("HMMA") > 0
+    assert found.count("POPC") > 0
+    assert found.count("LDL") == found.count("STL") == 0, "registers do not hold a tile"
+    assert found.stack == 0
+
+
+def test_sddmm_by_rows_loads_vectors():
+    types = dict.fromkeys(("begins", "ends", "rows", "col"), "*i32")
+    types |= dict.fromkeys(("a", "b", "out"), "*fp32") | dict.fromkeys(
+        ("a_row", "b_row", "k"), "i32"
+    )
+    for entries, step, warps in ((32, 128, 4), (8, 128, 1)):
+        constants = {"ENTRIES": entries, "STEP": step}
+        found = compiled(sddmm_rows.sddmm_rows, types, constants, types, warps)
+        assert found.count("LDG.E.128") >= entries * step // (32 * warps) // 4
+        assert found.stack == 0
+        assert found.registers <= 128
+
+
+def test_sddmm_by_tiles_uses_tensor_cores():
+    types = {"masks": "*i32", "starts": "*i32"} | dict.fromkeys(("a", "b", "out"), "*bf16")
+    types |= dict.fromkeys(("high", "a_row", "b_row", "m", "n", "k"), "i32")
+    constants = {"HEIGHT": 128, "STEP": 64, "WIDE": False, "a_step": 1, "b_step": 1}
+    found = compiled(bitmap.sddmm_bitmap, types, constants, types, 4)
+    assert found.count("HGMMA") > 0
+    assert found.count("LDG.E.128") >= 12
+    assert found.stack == 0
+
+
+def test_the_dense_matrix_is_written_by_vectors():
+    types = {"masks": "*i32", "starts": "*i32", "values": "*bf16", "out": "*bf16"}
+    types |= dict.fromkeys(("high", "m", "k"), "i32")
+    found = compiled(bitmap.decompress, types, {"HEIGHT": 64}, types, 4)
+    assert found.count("STG.E.128") > 0
+    assert found.stack == 0
+
+
+@nightly
+def test_every_activation_compiles():
+    types = {"partial": "*fp32", "out": "*bf16", "bias": "*bf16"} | REST
+    types |= dict.fromkeys(("rows", "firsts", "counts"), "*i32")
+    types |= dict.fromkeys(("parts", "step", "out_row", "out_column"), "i32")
+    for act in ("gelu", "gelu_tanh", "tanh", "hardswish", "clamp", "leaky_relu", "sigmoid", "silu"):
+        constants = {"WIDTH": 256, "LISTED": True, "BIASED": True, "ACT": act}
+        assert compiled(epilogue.finish, types, constants, (), 4).stack == 0
+
+
+def test_the_others_compile():
+    types = {"offsets": "*i64", "rows": "*i64", "begins": "*i64", "values": "*fp32", "total": "i64"}
+    types |= {"other_col": "*i32", "other_values": "*fp32", "keys": "*i64", "products": "*fp32"}
+    types |= dict.fromkeys(("entries", "halvings", "n"), "i32")
+    assert compiled(pairs.expand, types, {"COUNT": 256}, (), 4).stack == 0
+    types = {"products": "*fp32", "order": "*i64", "begins": "*i64", "out": "*fp32", "count": "i32"}
+    assert compiled(pairs.compress, types, {"COUNT": 256}, (), 4).stack == 0

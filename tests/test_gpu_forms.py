@@ -1,0 +1,177 @@
+"""What kernels on a GPU are given: every nonzero once, in the order that was promised."""
+
+from __future__ import annotations
+
+import doctest
+import gc
+
+import numpy as np
+import pytest
+import torch
+
+from demask.errors import BadInput
+from demask.sparse import gpu_choice, gpu_forms, matrix
+from demask.sparse.gpu_choice import Choice, candidates
+from demask.sparse.gpu_forms import bitmap_of, deal_tasks, form_of, full, snake, turned_of
+from demask.sparse.matrix import Rows
+from sparse_cases import csr
+from sparse_cases import matrix as random
+
+
+def rows_of(w: torch.Tensor) -> Rows:
+    values, crow, col = csr(w)
+    return Rows(crow, col, values, None, (w.shape[0], w.shape[1]))
+
+
+@pytest.mark.parametrize("module", [gpu_forms, gpu_choice, matrix], ids=lambda m: m.__name__)
+def test_examples_run(module):
+    assert doctest.testmod(module).failed == 0
+
+
+def uneven(count: int, most: int, seed: int = 0) -> np.ndarray:
+    g = np.random.default_rng(seed)
+    counts = (g.pareto(1.1, count) * 6).astype(np.int64).clip(0, most)
+    return np.concatenate([[0], counts.cumsum()])
+
+
+@pytest.mark.parametrize("together", [1, 4, 7])
+@pytest.mark.parametrize("longest", [4, 64, None])
+@pytest.mark.parametrize("processors", [1, 3, 132])
+def test_every_nonzero_is_in_one_task(together, longest, processors):
+    crow = uneven(301, 900)
+    found = deal_tasks(crow, None, processors, together, longest)
+    seen = np.zeros(crow[-1], int)
+    slots = {}
+    for begin, end, target in zip(*(found[k] for k in ("begins", "ends", "targets")), strict=True):
+        seen[begin:end] += 1
+        slots[-1 - target] = begin
+        if target >= 0:
+            assert (begin, end) == (crow[target], crow[target + 1])
+    assert (seen == 1).all()
+    whole = found["targets"][found["targets"] >= 0].tolist()
+    assert sorted([*whole, *found["rows"].tolist()]) == list(range(301))
+    parts = [range(f, f + c) for f, c in zip(found["firsts"], found["counts"], strict=True)]
+    for row, part in zip(found["rows"], parts, strict=True):
+        begins = [slots[slot] for slot in part]
+        assert begins == sorted(begins)
+        assert begins[0] == crow[row]
+    assert sum(map(len, parts)) == int(found["counts"].sum())
+    if longest is not None:
+        assert (found["ends"] - found["begins"]).max() <= longest
+
+
+def test_processors_get_equal_shares():
+    """Groups in the order in which processors take them, one wave after the other."""
+    crow = uneven(132 * 8 * 4, 2000, 3)
+    for processors in (4, 132):
+        found = deal_tasks(crow, None, processors, 4, 10**9)
+        lengths = (found["ends"] - found["begins"]).reshape(-1, 4)
+        work = lengths.max(1)
+        shares = np.array([work[k::processors].sum() for k in range(processors)])
+        straight = np.sort(work)[::-1]
+        plain = np.array([straight[k::processors].sum() for k in range(processors)])
+        assert np.ptp(shares) <= np.ptp(plain)
+        assert shares.max() - shares.min() <= work.max()
+
+
+def test_rows_of_a_group_are_similar():
+    crow = uneven(400, 500)
+    found = deal_tasks(crow, None, 5, 8, 10**9)
+    lengths = np.sort((found["ends"] - found["begins"]).reshape(-1, 8), 1)
+    order = lengths[np.lexsort((-lengths[:, 0], -lengths[:, -1]))]
+    assert (order[1:, -1] <= order[:-1, 0]).all()
+
+
+def test_snake_is_a_permutation():
+    for groups in (0, 1, 5, 131, 132, 133, 1000):
+        assert sorted(snake(groups, 132).tolist()) == list(range(groups))
+
+
+def spread(m: Rows) -> torch.Tensor:
+    """The matrix that a bitmap and values stand for."""
+    bits = bitmap_of(m)
+    assert bits is not None
+    made = torch.zeros(bits.high, bits.tiles * 64, dtype=m.values.dtype)
+    for tile in range(bits.tiles):
+        for row in range(bits.high):
+            place = int(bits.starts[tile, row])
+            for bit in range(64):
+                if int(bits.masks[tile, row, bit // 32]) >> bit % 32 & 1:
+                    made[row, tile * 64 + bit] = m.values[place]
+                    place += 1
+    return made
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (5, 64), (130, 65), (3, 200)])
+@pytest.mark.parametrize("density", [0.0, 0.3, 1.0])
+def test_a_bitmap_is_the_matrix(shape, density):
+    w = random(*shape, density)
+    made = spread(rows_of(w))
+    assert torch.equal(made[: shape[0], : shape[1]], w)
+    assert made.count_nonzero() == w.count_nonzero()
+
+
+@pytest.mark.parametrize("density", [0.0, 0.3, 1.0])
+def test_the_transpose(density):
+    w = random(7, 12, density)
+    m = rows_of(w)
+    made = turned_of(m)
+    parts = made.crow, made.col, m.values[made.order]
+    found = torch.sparse_csr_tensor(*parts, (12, 7), check_invariants=True)
+    assert torch.equal(found.to_dense(), w.t())
+
+
+def test_rows_with_names():
+    w = random(9, 12, 0.4)
+    w[::3] = 0
+    m = rows_of(w)
+    names = torch.tensor([1, 2, 4, 5, 7, 8], dtype=torch.int32)
+    short = m._replace(crow=m.crow[[0, *(names + 1).tolist()]], names=names)
+    assert torch.equal(full(short).crow, m.crow)
+    assert torch.equal(spread(short), spread(m))
+    crow = turned_of(short)
+    assert all(map(torch.equal, crow, turned_of(m)))
+
+
+def test_forms_live_as_long_as_the_matrix():
+    m = rows_of(random(7, 12, 0.4))
+    first = form_of(m)
+    first.bitmap(m)
+    first.tasks(m, 4)
+    assert form_of(m._replace(values=m.values * 2)) is first
+    m.col.add_(0)
+    assert form_of(m) is not first
+    count = len(gpu_forms._FORMS)
+    del m
+    gc.collect()
+    assert len(gpu_forms._FORMS) < count
+
+
+@pytest.mark.parametrize("part", ["a column", "a start", "a name"])
+def test_hostile_indices_are_refused(part):
+    m = rows_of(random(4, 6, 1.0))
+    names = torch.arange(4, dtype=torch.int32)
+    if part == "a column":
+        m.col[3] = 6
+    if part == "a start":
+        m.crow[2] = 100
+    if part == "a name":
+        names[3] = 4
+    with pytest.raises(BadInput):
+        form_of(m._replace(names=names))
+
+
+@pytest.mark.parametrize("task", ["spmm", "turned", "sddmm"])
+@pytest.mark.parametrize("n", [1, 7, 64, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_dense_product_is_always_a_candidate(task, n, dtype):
+    m = rows_of(random(500, 300, 0.1))
+    m = m._replace(values=m.values.to(dtype))
+    found = candidates(task, m, n, True, 132)
+    assert found.count(Choice("dense")) == 1
+    assert len(set(found)) == len(found)
+    assert {c.kind for c in found} == {"rows", "bitmap", "dense"}
+    for c in found:
+        if c.kind != "dense":
+            assert c.height & (c.height - 1) == 0 < c.height
+            assert c.width & (c.width - 1) == 0 < c.width
