@@ -68,7 +68,7 @@ class ExecutionData:
         """The priority of each position of a layer, float32 [positions]: its mean magnitude."""
         if name not in self.magnitudes:
             known = ", ".join(list(self.magnitudes)[:5])
-            raise BadInput(f"there are no magnitudes of {name!r}; there are of {known}, ...")
+            raise BadInput(f"there are no magnitudes of {name!r}; there are of {known}")
         return self.mean().magnitudes[name]
 
     def save(self, path: str | os.PathLike[str]) -> None:
