@@ -6,7 +6,7 @@ largest value of those that it touches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -28,16 +28,28 @@ def contrast(x: Tensor, block: int = BLOCK) -> Tensor:
     tensor([[[1., 1.],
              [0., 0.]]])
     """
-    x = x if x.is_floating_point() else x.float()
-    rows, columns = (int(n % block == 1) for n in x.shape[2:])
-    if rows or columns:  # the last row or column would have no block of its own
-        x = F.pad(x, (0, columns, 0, rows), mode="replicate")
-    largest = _largest(x, block)
-    return (largest + _largest(-x, block)).amax(1)
+    behind = [-n % block for n in x.shape[2:]]
+    if any(behind):
+        x = F.pad(x.float(), (0, behind[1], 0, behind[0]), mode="replicate")
+    largest = _extreme(x, block, torch.amax, torch.maximum)
+    return (largest - _extreme(x, block, torch.amin, torch.minimum)).amax(1)
 
 
-def _largest(x: Tensor, block: int) -> Tensor:
-    return F.max_pool2d(x, block + 1, block, ceil_mode=True)
+def _extreme(
+    x: Tensor, block: int, of: Callable[..., Tensor], two: Callable[..., Tensor]
+) -> Tensor:
+    """The largest or the smallest value of each block and of the first positions behind it; rows
+    first, whose values lie side by side."""
+    for axis in (2, 3):
+        count = x.shape[axis] // block
+        found = of(x.unflatten(axis, (count, block)), axis + 1)
+        if count > 1:
+            behind = x.narrow(axis, block, x.shape[axis] - block)
+            firsts = behind.unflatten(axis, (count - 1, block)).select(axis + 1, 0)
+            inner = found.narrow(axis, 0, count - 1)
+            inner.copy_(two(inner, firsts))
+        x = found
+    return x
 
 
 def per_tile(activity: Tensor, size: tuple[int, int], tile: int, grow: int = 0) -> Tensor:

@@ -20,13 +20,15 @@ from demask.traverse.ends import tensor_sink, tensor_source
 from demask.traverse.flow import Flow
 from demask.traverse.layout import step_macs, tile_at, value_bytes
 from demask.traverse.memory import memory
-from demask.traverse.planner import CACHE, CALL, MACS, NEAR
+from demask.traverse.planner import CALL, MACS, NEAR
 from demask.traverse.run import fresh
 from demask.traverse.schedule import Step, at_once, banded, ends_of
 from demask.traverse.stage import Stage, staged
 from demask.traverse.sweep import Counter, Ends, Sweep
 
-LEAST = 16  # rows of a band, at least: thinner ones cost more calls than caches save
+# So much takes a band's largest value. Measured: 8 MiB took 13 % longer, and rectangles of 26 MiB
+# that were cut in two 7 %. Bands of fewer rows cost more calls than caches save.
+BLOCK, LEAST = 32 * 2**20, 16  # bytes, rows
 
 
 def refusals(flow: Flow) -> list[str]:
@@ -97,7 +99,7 @@ class Windows:
         height, width = self.size
         row = max(map(value_bytes, (u.value for u in self.main.units))) / height
         row *= (where.right - where.left) / width
-        return max(int(CACHE / (2 * max(row, 1))), LEAST)
+        return max(int(BLOCK / max(row, 1)), LEAST)
 
     def _positions(self, node: fx.Node) -> int:
         return self.flow.rows(node) * self.flow.columns(node)
