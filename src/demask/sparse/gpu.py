@@ -42,9 +42,21 @@ def spmm(
     if not out.numel():
         return out
     m = m._replace(values=_aligned(m.values))
-    if choice is None:
-        choice = choose("spmm", m, form, x, lambda c, m, form: run(m, form, x, bias, act, c, out))
-    return run(m, form, x, bias, act, choice, out)
+    return run(m, form, x, bias, act, choice or chosen("spmm", m, x), out)
+
+
+def chosen(task: str, m: Rows, a: Tensor, b: Tensor | None = None) -> Choice:
+    """How "spmm" (a: x), "turned" (a: x) or "sddmm" of these operands is run: measured at the first
+    call, without bias and activation."""
+    form = form_of(m)
+    if task == "sddmm":
+        out, other = a.new_empty(m.col.shape), a if b is None else b
+        return choose(task, m, form, a, lambda c, m, form: run_sddmm(m, form, a, other, c, out))
+    if task == "turned":
+        out = like(a, m.size[1], a.shape[1])
+        return choose(task, m, form, a, lambda c, m, form: run_turned(m, form, a, c, out))
+    out = like(a, m.size[0], a.shape[1])
+    return choose(task, m, form, a, lambda c, m, form: run(m, form, a, None, None, c, out))
 
 
 def spmm_turned(m: Rows, x: Tensor, choice: Choice | None = None) -> Tensor:
@@ -55,9 +67,7 @@ def spmm_turned(m: Rows, x: Tensor, choice: Choice | None = None) -> Tensor:
     if not out.numel():
         return out
     m = m._replace(values=_aligned(m.values))
-    if choice is None:
-        choice = choose("turned", m, form, x, lambda c, m, form: run_turned(m, form, x, c, out))
-    return run_turned(m, form, x, choice, out)
+    return run_turned(m, form, x, choice or chosen("turned", m, x), out)
 
 
 def sddmm(m: Rows, a: Tensor, b: Tensor, choice: Choice | None = None) -> Tensor:
@@ -69,9 +79,7 @@ def sddmm(m: Rows, a: Tensor, b: Tensor, choice: Choice | None = None) -> Tensor
     out = torch.empty(m.col.shape, dtype=a.dtype, device=a.device)
     if not out.numel():
         return out
-    if choice is None:
-        choice = choose("sddmm", m, form, a, lambda c, m, form: run_sddmm(m, form, a, b, c, out))
-    return run_sddmm(m, form, a, b, choice, out)
+    return run_sddmm(m, form, a, b, choice or chosen("sddmm", m, a, b), out)
 
 
 def densified(m: Rows, form: Form | None = None) -> Tensor:
