@@ -1,6 +1,7 @@
 """`demask pilot`: what its commands print and write, and what they refuse."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -114,7 +115,31 @@ def test_bad_input_exits_with_2_and_leaves_nothing(run, model, tmp_path, words, 
     assert sorted(p.name for p in tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize("command", ["compare", "collect"])
+def test_explain(run, model, monkeypatch):
+    from demask.pilot import cost, explain
+
+    monkeypatch.setattr(explain if hasattr(explain, "measured") else sys.modules[
+        "demask.pilot.explain"], "measured", lambda costs: cost.NOMINAL)  # fmt: skip
+    monkeypatch.setattr(cost.Costs, "save", lambda self: None)
+    outcome = run("pilot", "explain", "model.pt2", "images.npy", "--threads", 1, "--json")
+    assert outcome.code == 0, outcome.err
+    data = json.loads(outcome.out)
+    assert data["lines"] and {"pilot", "condition", "use", "why"} <= set(data["lines"][0])
+
+
+def test_condition(run, model, tmp_path):
+    words = ("pilot", "condition", "model.pt2", "--condition")
+    outcome = run(*words, "skip:0.5", "--pilot", "bits:8", "--unchecked")
+    assert outcome.code == 0, outcome.err
+    assert "skip:0.5 by bits:8" in outcome.out
+    outcome = run(*words, "columns", "--json")
+    assert outcome.code == 0, outcome.err
+    assert json.loads(outcome.out)["decisions"]
+    outcome = run(*words, "dance")
+    assert (outcome.code, outcome.out) == (2, "") and "'dance'" in outcome.err
+
+
+@pytest.mark.parametrize("command", ["compare", "collect", "condition"])
 def test_the_examples_in_the_help_run(run, model, command):
     pytest.importorskip("matplotlib")
     shown = run("pilot", command, "--help")

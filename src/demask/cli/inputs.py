@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from demask.cli.models import Network
+from demask.cli.models import Network, example
 from demask.errors import BadInput
+from demask.graph.provenance import InputSpec
 
 BATCH = 32
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
@@ -70,6 +71,19 @@ def read_inputs(path: Path, network: Network, batch: int = BATCH) -> list[tuple[
         raise BadInput(f"{path}: the network takes {step} inputs at a time, got {count}; give a "
                        "multiple, or export it with a dynamic dimension 0")  # fmt: skip
     return list(_batches(tensors, count, step))
+
+
+def example_of(network: Network) -> tuple[Tensor, ...]:
+    """Example inputs of a network that was read from a file: seeded, of its sizes, dynamic ones 1
+    at first and 16 behind."""
+    if network.args:
+        return network.args
+    specs = (
+        InputSpec(p.name, (), str(p.dtype).removeprefix("torch."),
+                  tuple(n or (16 if k else 1) for k, n in enumerate(p.sizes)))
+        for p in ports_of(network)
+    )  # fmt: skip
+    return tuple(map(example, specs))
 
 
 def _batches(tensors: list[Tensor], count: int, step: int) -> Iterator[tuple[Tensor, ...]]:

@@ -151,6 +151,105 @@ def collect(
          as_json)  # fmt: skip
 
 
+@app.command()
+def explain(
+    model: Model,
+    data: Data,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Torch's threads; default: as many as it takes.")
+    ] = None,
+    batch: Batch = 1,
+    as_json: Json = False,
+    imports: Imports = None,
+    sizes: Sizes = None,
+) -> None:
+    """Print what conditions would gain and lose for MODEL on this machine, and what not to use.
+
+    Predicted from the weights that each would read and this machine's bandwidths, which are
+    measured once and kept; losses are measured on DATA.
+
+    \b
+    Example:
+      demask pilot explain model.pt2 images.npy --threads 1
+    """
+    with progress("loading") as step:
+        from demask.cli.inputs import read_inputs
+        from demask.cli.models import read_network
+        from demask.pilot.explain import explain as explained
+
+        import_modules(imports)
+        given = read_network(model, sizes)
+        calls = read_inputs(data, given, batch)
+        step("predicting")
+        found = explained(given.module, calls, threads=threads)
+    show(found, found.to_dict(), as_json)
+
+
+@app.command()
+def condition(
+    model: Model,
+    condition: Annotated[
+        str,
+        typer.Option(
+            metavar="CONDITION",
+            help="columns, certified, skip:0.5, constant:0.5, value:0.5, precision:0.5:bits=4, "
+            "order:deadline=0.001, route:0.8, regions:….",
+        ),
+    ] = "columns",
+    pilot: Annotated[
+        str | None,
+        typer.Option(metavar="SIMPLIFIER", help="The cheap run: bits:4, …; default: none."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Also write the result: .demask, where it can be."),
+    ] = None,
+    unchecked: Annotated[
+        bool, typer.Option("--unchecked", help="Take it although it may be slower than MODEL.")
+    ] = False,
+    as_json: Json = False,
+    imports: Imports = None,
+    sizes: Sizes = None,
+) -> None:
+    """Condition MODEL, time it beside MODEL, and print what is done at each layer, and why.
+
+    Where the conditioned network may be slower, it says so and stays as it is, unless --unchecked.
+    Networks that hold a run of their own (a pilot, a queue) cannot be written: make them in Python
+    with demask.pilot.condition.
+
+    \b
+    Example:
+      demask pilot condition model.pt2 --condition columns
+    """
+    if output is not None:
+        check_output(output, suffixes=(".demask",))
+    with progress("loading") as step:
+        import demask
+        from demask.cli.inputs import example_of
+        from demask.cli.models import read_network
+        from demask.graph.result import Demasked
+        from demask.pilot import condition as conditioned
+
+        import_modules(imports)
+        given = read_network(model, sizes)
+        step("conditioning")
+        made: Any = conditioned(given.module, example_of(given), pilot=pilot, condition=condition,
+                                check=not unchecked)  # fmt: skip
+        if output is not None:
+            if not isinstance(made, Demasked):
+                raise BadInput(
+                    f"{condition} gives a module that no file holds; leave --output out, and make "
+                    "it in Python with demask.pilot.condition"
+                )
+            step("writing")
+            demask.save(made, output)
+    about = made.conditioned
+    rows = [decision._asdict() for decision in about.decisions]
+    data = {"condition": condition, "pilot": about.pilot, "exact": about.exact, "decisions": rows}
+    words = f"\nwritten to {output}" if output is not None else ""
+    show(f"{about}{words}", data | ({"output": str(output)} if output else {}), as_json)
+
+
 def _check_plot(path: Path) -> None:
     """Raise BadInput now if no picture could be drawn to `path` after the work."""
     from demask.pilot.plot import SUFFIXES, check_installed
