@@ -41,8 +41,10 @@ from demask.kernels.isa import Isa
 LEVELS = 65535  # of u
 UNIT = 2.0**-24  # of float32
 CEILING = 1e30  # sums beyond it are not certified: they, or parts of them, might overflow
+LATER = 12  # rows that the second level asks for before it reads them
 MOST_COLUMNS = 32768  # whole sums stay below 2**31
-#: constants of a row, in this order, one vector each per vector of rows
+#: constants of a row, in this order: one vector each per vector of rows, or row by row for the next
+#: level
 CONSTANTS = ("scale", "total", "size", "least", "norm", "largest", "bias", "center")
 #: numbers of an input, float32, in this order
 NUMBERS = ("lo", "step", "e", "one_norm", "two_norm", "rounding", "sum")
@@ -355,10 +357,10 @@ class Second:
             share = [b.sdiv(b.mul(count, b.add(f["thread"], I64(k))), f["threads"]) for k in (0, 1)]
             with e.loop(share[0], share[1]) as place:
                 row = e.load_long(I32, lists["lists"], place)
+                later = e.load_long(I32, lists["lists"], b.add(place, I64(LATER)))
                 sums = []
-                for k, (key, part) in enumerate(
-                    zip(("first", "second"), self._low(e, f, row), strict=True)
-                ):
+                low = self._low(e, f, row, later)
+                for k, (key, part) in enumerate(zip(("first", "second"), low, strict=True)):
                     every = b.mul(e.load(I32, f.slot("sums"), k), I32(8))
                     upper = b.sub(e.load(I32, lists[key], place), every)
                     sums.append(b.add(part, b.mul(upper, I32(16))))
@@ -367,13 +369,16 @@ class Second:
                 found.set(b.add(found.get(), b.zext(open_, I64)))
         b.store(found.get(), f.slot("left"))
 
-    def _low(self, e: Emitter, f: Fields, row: Value) -> list[Value]:
-        """Σ l u for both planes of u."""
+    def _low(self, e: Emitter, f: Fields, row: Value, later: Value) -> list[Value]:
+        """Σ l u for both planes of u. later: a row that is asked for meanwhile."""
         b, dots = e.b, _Dots(e, self.how)
         line = e.at(f.pointer("weights"), b.mul(row, f["pitch"]))
         sums, nibble = [e.variable(e.ints, _int(e, 0)) for _ in range(2)], _int(e, 0x0F0F0F0F)
         parts = 16 // e.lanes  # vectors of 64 bytes
+        there = e.at(f.pointer("weights"), b.mul(later, f["pitch"]))
+        ask(e, e.at(f.pointer("constants"), b.mul(later, I64(4 * len(CONSTANTS)))))
         with e.loop(I64(0), f["blocks"]) as block:
+            ask(e, e.at(there, b.mul(block, I64(64))))
             for v in range(parts):
                 place = e.at(line, b.add(b.mul(block, I64(64)), I64(v * e.isa.line)))
                 q = b.load(place, typ=e.ints, align=1)
@@ -389,9 +394,7 @@ class Second:
     def _open(self, e: Emitter, f: Fields, numbers: dict[str, Value], row: Value,
               sums: list[Value]) -> Value:  # fmt: skip
         b = e.b
-        vector, lane = b.sdiv(row, I64(e.lanes)), b.srem(row, I64(e.lanes))
-        place = e.at(f.pointer("constants"), b.mul(vector, I64(len(CONSTANTS) * e.isa.line)))
-        of = {key: e.splat(e.load(FLOAT, e.line(place, k), lane))
-              for k, key in enumerate(CONSTANTS)}  # fmt: skip
+        place = e.at(f.pointer("constants"), b.mul(row, I64(4 * len(CONSTANTS))))
+        of = {key: e.splat(e.load(FLOAT, place, k)) for k, key in enumerate(CONSTANTS)}
         bound = _bound(e, of, numbers, _joined(e, *map(e.splat, sums)))
         return b.fcmp_unordered(">", b.extract_element(bound, I32(0)), FLOAT(0.0))

@@ -119,7 +119,7 @@ def chained(
     draft = Draft(before)
     without_dropout(draft)
     chains, decisions = found(draft)
-    inputs = _inputs(draft, chains, model, args, kwargs)
+    inputs = inputs_of_chains(draft, chains, args, kwargs)
     for chain, x in zip(chains, inputs, strict=True):
         decisions += decided(draft, chain, x, allowed, always=always)
     after = draft.done()
@@ -253,8 +253,8 @@ class _Watched(fx.Interpreter):
         return made
 
 
-def _inputs(draft: Draft, chains: Sequence[Found], model: nn.Module, args: tuple[Any, ...],
-            kwargs: Mapping[str, Any] | None) -> list[Tensor | None]:  # fmt: skip
+def inputs_of_chains(draft: Draft, chains: Sequence[Found], args: tuple[Any, ...],
+                     kwargs: Mapping[str, Any] | None) -> list[Tensor | None]:  # fmt: skip
     """What the chains' inputs are on the example inputs."""
     firsts = [schema.arguments(chain.calls[0])["input"] for chain in chains]
     program = replace(draft.program, graph=draft.graph, constants=draft.constants)

@@ -168,10 +168,25 @@ def with_gradients(x: Tensor, weights: list[Tensor], layers: str) -> Tensor:
         return torch.ops.demask.chain.default(x, weights, layers)
 
 
+def mapped(info: Any, dims: Any, x: Any, weights: Any, text: str) -> tuple[Tensor, int]:
+    """The op under torch.vmap: one call after the other."""
+    x_dim, weight_dims, _ = dims
+
+    def part(tensor: Tensor, axis: int | None, k: int) -> Tensor:
+        return tensor if axis is None else tensor.select(axis, k)
+
+    made = []
+    for k in range(info.batch_size):
+        own = [part(w, axis, k) for w, axis in zip(weights, weight_dims, strict=True)]
+        made.append(chain(part(x, x_dim, k), own, text))
+    return torch.stack(made), 0
+
+
 _LIBRARY.impl("chain", on_cpu, "CPU")
 _LIBRARY.impl("chain", plain, "CompositeExplicitAutograd")
 _LIBRARY.impl("chain", with_gradients, "Autograd")
 torch.library.register_fake("demask::chain", fake, lib=_LIBRARY)
+torch.library.register_vmap("demask::chain", mapped, lib=_LIBRARY)
 CHAIN = torch.ops.demask.chain.default
 
 

@@ -113,7 +113,7 @@ class Builder:
         lists = [self._list(t, mode, x, columns) for t in range(self.threads)]
         self.seen.append(([count for *_, count in lists[:1]], [], []))
         if mode in ("dense", "columns"):
-            self._columns(layer, lists, out)
+            self._columns(layer, lists, out, gemv.AHEAD if mode == "columns" else 0)
         elif columns > certify.MOST_COLUMNS:
             raise NoPlan(f"{columns} columns: more than {certify.MOST_COLUMNS} overflow")
         else:
@@ -131,7 +131,9 @@ class Builder:
                   count=count)  # fmt: skip
         return cols, values, count
 
-    def _columns(self, layer: Layer, lists: Sequence[tuple[int, int, int]], out: int) -> None:
+    def _columns(self, layer: Layer, lists: Sequence[tuple[int, int, int]], out: int,
+                 ahead: int) -> None:  # fmt: skip
+        """ahead: columns that are asked for early; processors see by themselves that all come."""
         rows, columns = layer.weight.shape
         vectors = gemv.vectors_of(rows, self.isa, min(COLUMNS_MOST, self.isa.registers // 2))
         weights = packing.tiled(layer.weight.numpy(), vectors, self.isa)
@@ -139,7 +141,7 @@ class Builder:
         bias = None if layer.bias is None else layer.bias.numpy()
         held = packing.biases(bias, len(weights) * size)
         for t, (cols, values, count) in enumerate(lists):
-            self.call(t, gemv.Columns(vectors, layer.relu), gemv.COLUMNS,
+            self.call(t, gemv.Columns(vectors, layer.relu, ahead), gemv.COLUMNS,
                       weights=self.held(weights), bias=self.held(held), begin=t,
                       end=len(weights), step=self.threads, pitch=4 * size * columns,
                       cols=cols, values=values, count=count, out=out)  # fmt: skip

@@ -68,7 +68,7 @@ def reads(rows: int, columns: int, mode: str, seen: Seen) -> Reads:
         groups = 1 - (1 - live) ** 4
         return Reads(whole=rows * columns * groups + constants, rows=exact)
     groups = 1 - (1 - live) ** 8
-    second = seen.first * (columns / 2 + 4 * len(CONSTANTS) * 2)
+    second = seen.first * (columns / 2 + 4 * len(CONSTANTS))
     return Reads(whole=rows * columns * groups / 2 + constants, rows=exact + second)
 
 

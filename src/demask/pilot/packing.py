@@ -61,8 +61,8 @@ def biases(bias: np.ndarray | None, rows: int) -> np.ndarray:
 class Whole:
     """Weights as whole numbers q and the constants of the bound: weight ~ scale q + center.
 
-    weights: as the kernel reads them; constants: [vectors of rows, CONSTANTS, lanes]. More in
-    `kernels.certify`.
+    weights: as the kernel reads them; constants: [vectors of rows, CONSTANTS, lanes], or of a
+    second level [rows, CONSTANTS]. More in `kernels.certify`.
     """
 
     weights: np.ndarray
@@ -88,8 +88,8 @@ def up(x: np.ndarray) -> np.ndarray:
 
 
 def bounds(weight: np.ndarray, bias: np.ndarray | None, q: np.ndarray, scale: np.ndarray,
-           center: np.ndarray, isa: Isa, padded: int) -> np.ndarray:  # fmt: skip
-    """The constants of every row [padded / lanes, CONSTANTS, lanes], float32."""
+           center: np.ndarray, padded: int) -> np.ndarray:  # fmt: skip
+    """The constants of every row [padded, CONSTANTS], float32."""
     rows = len(weight)
     found = np.zeros((padded, len(CONSTANTS)), np.float32)
     found[rows:, CONSTANTS.index("bias")] = -1  # rows that are none are proved zero
@@ -100,17 +100,26 @@ def bounds(weight: np.ndarray, bias: np.ndarray | None, q: np.ndarray, scale: np
         off = w - s[:, None] * n - c[:, None]
         b = np.zeros(len(w)) if bias is None else bias[part].astype(np.float64)
         b = b + ULPS * np.abs(b) + TINY * (np.abs(w).max(1, initial=0) > 0)
-        held = {
+        named = {
             "scale": s, "total": s * n.sum(1), "size": up(s * np.abs(n).sum(1)),
             "least": up(np.abs(off).max(1, initial=0)), "norm": up(np.sqrt((off**2).sum(1))),
             "largest": up(np.abs(w).max(1, initial=0) + np.abs(c)), "center": c,
             "bias": np.nextafter(b.astype(np.float32), np.float32(np.inf), where=b != 0,
                                  out=np.zeros(len(b), np.float32)),
         }  # fmt: skip
-        found[part] = np.stack([held[key].astype(np.float32) for key in CONSTANTS], 1)
-    vectors = found.reshape(-1, isa.lanes, len(CONSTANTS)).transpose(0, 2, 1)
-    kept = huge(vectors.shape, np.float32)
-    kept[:] = vectors
+        found[part] = np.stack([named[key].astype(np.float32) for key in CONSTANTS], 1)
+    return found
+
+
+def by_vectors(constants: np.ndarray, isa: Isa) -> np.ndarray:
+    """[rows, CONSTANTS] as [vectors of rows, CONSTANTS, lanes]."""
+    return held(constants.reshape(-1, isa.lanes, len(CONSTANTS)).transpose(0, 2, 1))
+
+
+def held(array: np.ndarray) -> np.ndarray:
+    """A copy in pages of 2 MB."""
+    kept = huge(array.shape, array.dtype.type)
+    kept[:] = array
     return kept
 
 
@@ -127,10 +136,9 @@ def eight(weight: np.ndarray, bias: np.ndarray | None, vectors: int, isa: Isa) -
     """8 bits, in groups of 4 columns."""
     q, scale = quantised(weight)
     parts = grouped(q, 4, vectors, isa)
-    held = huge(parts.shape, np.uint8)
-    held[:] = parts
     padded = parts.shape[0] * parts.shape[2]
-    return Whole(held, bounds(weight, bias, q, scale, np.zeros_like(scale), isa, padded))
+    constants = bounds(weight, bias, q, scale, np.zeros_like(scale), padded)
+    return Whole(held(parts), by_vectors(constants, isa))
 
 
 def four_and_four(weight: np.ndarray, bias: np.ndarray | None, vectors: int,
@@ -139,15 +147,13 @@ def four_and_four(weight: np.ndarray, bias: np.ndarray | None, vectors: int,
     q, scale = quantised(weight)
     upper, lower = ((q >> 4) + 8).astype(np.uint8), (q & 15).astype(np.uint8)
     parts = grouped(upper, 8, vectors, isa)
-    held = huge((*parts.shape[:3], 4), np.uint8)
-    held[:] = parts[..., :4] | parts[..., 4:] << 4
+    both = held(parts[..., :4] | parts[..., 4:] << 4)
     padded = parts.shape[0] * parts.shape[2]
     center = scale * np.float32(MIDDLE - 8 * HALF)
-    first = bounds(weight, bias, upper, scale * np.float32(HALF), center, isa, padded)
+    first = bounds(weight, bias, upper, scale * np.float32(HALF), center, padded)
     columns = -(-q.shape[1] // 128) * 128
     wide = np.zeros((len(q), columns // 128, 2, 64), np.uint8)
     wide.reshape(len(q), columns)[:, : q.shape[1]] = lower
-    rows = huge((len(q), columns // 2), np.uint8)
-    rows[:] = (wide[:, :, 0] | wide[:, :, 1] << 4).reshape(len(q), -1)
-    second = bounds(weight, bias, q, scale, np.zeros_like(scale), isa, padded)
-    return Whole(held, first), Whole(rows, second)
+    rows = held((wide[:, :, 0] | wide[:, :, 1] << 4).reshape(len(q), -1))
+    second = held(bounds(weight, bias, q, scale, np.zeros_like(scale), padded))
+    return Whole(both, by_vectors(first, isa)), Whole(rows, second)

@@ -1,0 +1,323 @@
+"""explain(): what each pilot and condition would gain and lose on this machine, before it is used.
+
+Of exact conditions, the seconds follow from bytes: what the inputs leave zero says which columns
+and rows a chain reads, and `pilot.cost` what that takes. Of the others, they follow from operations
+counted on the inputs: a pilot that is the network with other weights costs as much as the network
+itself, whatever it saves. The network as it is gets timed. What does not pay is said not to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from demask.errors import BadInput, DemaskError
+from demask.machine.cost import Costs
+from demask.machine.describe import machine as described
+from demask.machine.threads import set_threads
+from demask.pilot.chain import GAIN, Picked, choose, inputs_of_chains, layers_of
+from demask.pilot.chain_find import found, without_dropout
+from demask.pilot.chain_op import ROWS
+from demask.pilot.chain_plan import Layer
+from demask.pilot.condition import condition_of
+from demask.pilot.cost import Machine, measured
+from demask.pilot.tables import as_lines
+from demask.shrink.demask import given
+from demask.sparse.tape import NoPlan
+from demask.tune.draft import Draft
+
+Pair = tuple[str, str]  # a pilot's text, "" for none; a condition's text
+CANDIDATES: tuple[Pair, ...] = (
+    ("", "columns"), ("bits:8", "certified"), ("bits:8", "certified:levels=2"),
+    ("bits:8", "skip:0.5"), ("bits:4", "skip:0.25"), ("channels:0.5", "skip:0.5"),
+)  # fmt: skip
+EXACT = {"columns": ("dense", "columns"), "certified": ("dense", "columns", "certified"),
+         "certified:levels=2": ("dense", "columns", "two")}  # fmt: skip
+BETTER = 1.05  # times that a pilot must be faster than columns alone
+CALL = 6e-6  # seconds of one more call of an op
+MOST = 64  # inputs that are looked at
+CALLS, WARMUP = 24, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One pair of pilot and condition.
+
+    seconds: predicted, of a call. gain: the network's seconds over these. loss: share of inputs
+    whose answer (the largest entry of the output) differs: 0 for exact ones, measured on the inputs
+    for others, None where it could not be applied. use: whether it pays; why: in words.
+    """
+
+    pilot: str
+    condition: str
+    seconds: float | None
+    gain: float | None
+    loss: float | None
+    exact: bool
+    use: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Predictions for one network on one machine.
+
+    seconds: of the network as it is, the median of calls on the inputs. inputs: how many were
+    looked at. summary: what to do, in a line.
+    """
+
+    lines: tuple[Line, ...]
+    seconds: float
+    inputs: int
+    threads: int
+    machine: str
+    summary: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The numbers in JSON types; times in seconds."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        table = Table("pilot", "condition", "ms", "gain", "loss", "verdict", box=SIMPLE_HEAD)
+        for line in self.lines:
+            table.add_row(
+                line.pilot or "none", line.condition,
+                "" if line.seconds is None else f"{line.seconds * 1e3:.3f}",
+                "" if line.gain is None else f"{line.gain:.2f}",
+                "" if line.loss is None else f"{line.loss:.1%}",
+                f"{'use' if line.use else 'do not use'}: {line.why}",
+            )  # fmt: skip
+        head = (f"{self.summary}. As it is: {self.seconds * 1e3:.3f} ms, {self.inputs} inputs, "
+                f"{self.threads} threads, {self.machine}")  # fmt: skip
+        return "\n".join([head, *as_lines(table, 140)])
+
+
+def explain(
+    model: nn.Module,
+    inputs: Iterable[Any],
+    *,
+    threads: int | None = None,
+    candidates: Sequence[Pair] = CANDIDATES,
+    costs: Costs | None = None,
+    machine: Machine | None = None,
+    clock: Callable[[], float] = perf_counter,
+) -> Explanation:
+    """Predicted gain and loss of each pair of pilot and condition, and whether to use it.
+
+    inputs: tensors, or tuples of arguments, like those that will come; 64 are looked at. threads:
+    of torch (None: as many as it has). candidates: pairs of texts, as `simplify` and `condition`
+    take them. costs: what this machine's bandwidths are asked of (None: those kept in the user's
+    cache folder, measured at the first time). machine: its numbers, instead. clock: returns
+    seconds. BadInput without inputs. The model is not changed. Feature row 001-e.
+
+    >>> from demask.pilot.cost import NOMINAL
+    >>> net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+    >>> found = explain(net, [torch.randn(1, 8)], candidates=[("", "columns")], machine=NOMINAL)
+    >>> found.lines[0].use
+    False
+    """
+    several = [one if isinstance(one, tuple) else (one,) for _, one in zip(range(MOST), inputs)]  # noqa: B905
+    if not several:
+        raise BadInput("expected inputs, one tensor or tuple of arguments for each call, got none")
+    count = torch.get_num_threads() if threads is None else threads
+    with ExitStack() as stack, torch.no_grad():
+        stack.enter_context(set_threads(count))
+        if machine is None:
+            asked = costs or Costs.open(threads=count)
+            machine = measured(asked)
+            asked.save()
+        network = _Network.of(model, several, clock)
+        lines = [_line(network, pilot, condition, machine) for pilot, condition in candidates]
+    lines = _compared(lines)
+    return Explanation(tuple(lines), network.seconds, len(several), count, described(),
+                       _summary(lines))  # fmt: skip
+
+
+def _summary(lines: Sequence[Line]) -> str:
+    used = [line for line in lines if line.use]
+    if not used:
+        return "use none: nothing pays here"
+    best = min(used, key=lambda line: line.seconds or 0.0)
+    if best.condition == "columns":
+        return "columns only, no pilot"
+    return f"use {best.condition} by {best.pilot}"
+
+
+def _compared(lines: Sequence[Line]) -> list[Line]:
+    """Pilots of exact conditions must be faster than columns alone, which need none."""
+    columns = next((line for line in lines if line.condition == "columns"), None)
+    found = []
+    for line in lines:
+        if line.exact and line.use and line is not columns and columns is not None:
+            ratio = (columns.seconds or 0.0) / (line.seconds or 1.0)
+            if ratio < BETTER and columns.use:
+                why = f"columns only, no pilot: {ratio:.2f} times as fast as those"
+                line = replace(line, use=False, why=why)
+        found.append(line)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """A chain of the network, the rows that come in, and seconds of torch for one call."""
+
+    layers: tuple[Layer, ...]
+    rows: Tensor
+    seconds: float
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Network:
+    """The network, its inputs, its chains, its seconds and operations."""
+
+    model: nn.Module
+    inputs: list[tuple[Any, ...]]
+    chains: tuple[_Chain, ...]
+    seconds: float
+    flops: float
+
+    @classmethod
+    def of(cls, model: nn.Module, inputs: list[tuple[Any, ...]], clock: Any) -> _Network:
+        draft = Draft(given(model, inputs[0], None, None))
+        without_dropout(draft)
+        where, _ = found(draft)
+        came: list[list[Tensor]] = [[] for _ in where]
+        for args in inputs:
+            for k, x in enumerate(inputs_of_chains(draft, where, args, None)):
+                if x is not None:
+                    came[k].append(x.reshape(-1, x.shape[-1]))
+        chains = []
+        for chain, rows in zip(where, came, strict=True):
+            layers = tuple(layers_of(draft, chain))
+            many = bool(rows) and len(rows[0]) > ROWS
+            why = f"{len(rows[0])} rows in a call: chains are for {ROWS} at most" if many else ""
+            held = torch.cat(rows) if rows else torch.empty(0, layers[0].weight.shape[1])
+            taken = _timed([lambda r=row, ls=layers: _plain(ls, r) for row in rows], clock)
+            chains.append(_Chain(layers, held[:MOST].contiguous(), taken, why))
+        seconds = _timed([lambda a=args: model(*a) for args in inputs], clock)
+        return cls(model, inputs, tuple(chains), seconds, _flops(model, inputs))
+
+
+def _plain(layers: Sequence[Layer], x: Tensor) -> Tensor:
+    for layer in layers:
+        x = torch.nn.functional.linear(x, layer.weight, layer.bias)
+        x = torch.relu(x) if layer.relu else x
+    return x
+
+
+def _timed(calls: Sequence[Callable[[], object]], clock: Callable[[], float]) -> float:
+    """The median seconds of calls in turns."""
+    taken = []
+    for k in range(CALLS + WARMUP if calls else 0):
+        start = clock()
+        calls[k % len(calls)]()
+        taken.append(clock() - start)
+    return median(taken[WARMUP:]) if taken else 0.0
+
+
+def _flops(model: nn.Module, inputs: Sequence[tuple[Any, ...]]) -> float:
+    """Operations of a call, the mean over some inputs."""
+    some = inputs[:8]
+    with FlopCounterMode(display=False) as counter:
+        for args in some:
+            model(*args)
+    return counter.get_total_flops() / len(some)
+
+
+def _line(network: _Network, pilot: str, condition: str, machine: Machine) -> Line:
+    if condition in EXACT:
+        return _exact(network, pilot, condition, machine)
+    try:
+        return _counted(network, pilot, condition)
+    except (DemaskError, NotImplementedError) as error:
+        return Line(pilot, condition, None, None, None, False, False, f"refused: {error}"[:200])
+
+
+def _exact(network: _Network, pilot: str, condition: str, machine: Machine) -> Line:
+    """By bytes. Chains that gain nothing stay with torch."""
+    seconds, said = network.seconds, []
+    for chain in network.chains:
+        reason, picked = chain.why, None
+        if not reason and len(chain.rows):
+            try:
+                picked = picked_here(chain.layers, chain.rows, EXACT[condition], machine)
+            except NoPlan as error:
+                reason = str(error)
+        if picked is None:
+            said.append(reason or "a chain of which no input was seen")
+        elif picked.dense < GAIN * picked.seconds:
+            gain = picked.dense / picked.seconds
+            said.append(f"no zeros to speak of: {gain:.2f} times over the same kernel, dense")
+        else:
+            seconds += picked.seconds - chain.seconds
+            said.append(", ".join(picked.modes))
+    if not network.chains:
+        said.append("it has no linear layers")
+    seconds = max(seconds, machine.call)
+    gain = network.seconds / seconds
+    use = gain >= GAIN
+    why = "; ".join(dict.fromkeys(said))
+    return Line(pilot, condition, seconds, gain, 0.0, True, use, why)
+
+
+def picked_here(
+    layers: Sequence[Layer], rows: Tensor, allowed: Sequence[str], machine: Machine
+) -> Picked:
+    """Modes by these rows, with the seconds that their footprint makes of them."""
+    picked = choose(layers, rows, allowed, machine)
+    footprint, x = 0.0, rows
+    for layer, mode, moved in zip(layers, picked.modes, picked.reads, strict=True):
+        count, columns = layer.weight.shape
+        live = float((x != 0).any(0).float().mean())
+        x = _plain([layer], x)
+        if mode == "dense":
+            footprint += 4.0 * count * columns
+        elif mode == "columns":
+            footprint += 4.0 * count * columns * live
+        else:
+            union = float((x != 0).any(0).float().mean())
+            share = max(union, moved.rows / max(4.0 * count * columns, 1.0))
+            footprint += moved.whole + 4.0 * count * columns * share
+    seconds = machine.seconds(picked.reads, footprint)
+    extra = machine.layer * sum(mode in ("certified", "two") for mode in picked.modes)
+    return Picked(picked.modes, picked.why, picked.reads, seconds + extra, picked.dense, footprint)
+
+
+def _counted(network: _Network, pilot: str, condition: str) -> Line:
+    """By operations, pilot included; the loss measured on the inputs."""
+    kind = condition_of(condition)
+    made: Any = kind.applied(network.model, network.inputs[0], None, pilot or None)
+    share = _flops(made, network.inputs) / max(network.flops, 1.0)
+    more = max(_calls(made) - _calls(network.model), 0) * CALL
+    seconds = network.seconds * share + more
+    gain, changed = network.seconds / seconds, 0
+    for args in network.inputs:
+        changed += _answer(made(*args)) != _answer(network.model(*args))
+    loss = changed / len(network.inputs)
+    why = f"{share:.0%} of the operations, the pilot's included"
+    if gain < GAIN:
+        why += "; it saves less than it costs"
+    return Line(pilot, condition, seconds, gain, loss, False, gain >= GAIN, why)
+
+
+def _calls(model: nn.Module) -> int:
+    graphs = [part.graph for part in model.modules() if isinstance(part, torch.fx.GraphModule)]
+    if not graphs:
+        return sum(not list(part.children()) for part in model.modules())
+    return sum(n.op.startswith("call_") for graph in graphs for n in graph.nodes)
+
+
+def _answer(out: Any) -> list[int]:
+    first = next(t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, Tensor))
+    return first.reshape(first.shape[0], -1).argmax(1).tolist()

@@ -1,0 +1,104 @@
+"""explain(): predictions follow from bytes, and what does not pay is said not to."""
+
+from __future__ import annotations
+
+import json
+from itertools import count
+
+import pytest
+import torch
+from torch import nn
+
+from demask.errors import BadInput
+from demask.machine.cost import Costs
+from demask.pilot.chain_plan import Seen
+from demask.pilot.cost import NOMINAL, measured, reads
+from demask.pilot.explain import explain
+from test_pilot_chain import perceptron
+
+FIRST = (("", "columns"), ("bits:8", "certified"))
+
+
+def inputs(n: int = 3) -> list[torch.Tensor]:
+    torch.manual_seed(2)
+    return [torch.rand(1, 3, 8, 8) for _ in range(n)]
+
+
+def ticks(step: float):
+    """A clock of which every look takes `step` seconds."""
+    clock = count()
+    return lambda: next(clock) * step
+
+
+def test_bytes_of_each_mode():
+    seen = Seen(columns=100, first=200, rows=50)
+    assert reads(400, 1000, "dense", seen).total == 4 * 400 * 1000
+    assert reads(400, 1000, "columns", seen).total == 4 * 400 * 100
+    one, two = (reads(400, 1000, mode, seen) for mode in ("certified", "two"))
+    assert one.whole < 400 * 1000 and one.rows < 4 * 1000 * 50
+    assert two.whole < one.whole
+
+
+def test_seconds_are_bytes_over_bandwidth():
+    moved = reads(4096, 784, "dense", Seen(784, 4096, 4096))
+    near = NOMINAL.seconds([moved], moved.total)
+    assert near == pytest.approx(NOMINAL.call + NOMINAL.layer + moved.total * NOMINAL.near["dense"])
+    flushed = NOMINAL.seconds([moved], moved.total, flushed=True)
+    assert flushed - near == pytest.approx(
+        moved.total * (NOMINAL.far["dense"] - NOMINAL.near["dense"])
+    )
+    assert near < NOMINAL.seconds([moved], 1e9) < flushed
+
+
+def test_what_pays_is_used():
+    found = explain(perceptron(), inputs(), candidates=FIRST, machine=NOMINAL, clock=ticks(1e-3))
+    columns, certified = found.lines
+    assert columns.use and columns.exact and columns.loss == 0
+    assert certified.seconds is not None and columns.seconds is not None
+    assert found.seconds == pytest.approx(1e-3) and found.inputs == 3
+    assert found.summary.startswith(("columns only", "use certified"))
+    assert json.loads(json.dumps(found.to_dict()))["lines"][0]["condition"] == "columns"
+    assert "use" in str(found)
+
+
+def test_without_zeros_nothing_is_used():
+    model = perceptron(live=-5.0)
+    found = explain(model, inputs(), candidates=FIRST, machine=NOMINAL, clock=ticks(1e-3))
+    assert [line.use for line in found.lines] == [False, False]
+    assert found.summary == "use none: nothing pays here"
+    assert "no zeros to speak of" in found.lines[0].why
+
+
+def test_a_pilot_that_adds_nothing_to_columns_is_not_used():
+    """The first layer's input is as good as all zeros, so certificates have nothing to save."""
+    x = [torch.rand(1, 3, 8, 8) * (torch.rand(1, 3, 8, 8) < 0.02) for _ in range(3)]
+    found = explain(perceptron(), x, candidates=FIRST, machine=NOMINAL, clock=ticks(1e-3))
+    assert found.summary == "columns only, no pilot"
+    assert not found.lines[1].use and "columns only, no pilot" in found.lines[1].why
+
+
+def test_networks_without_chains():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval()
+    found = explain(model, inputs(), candidates=FIRST, machine=NOMINAL, clock=ticks(1e-3))
+    assert not any(line.use for line in found.lines)
+    assert "no linear layers" in found.lines[0].why
+
+
+def test_a_pilot_as_large_as_the_network_does_not_pay():
+    pairs = (("bits:8", "skip:0.5"), ("nonsense", "skip:0.5"))
+    found = explain(perceptron(), inputs(), candidates=pairs, machine=NOMINAL, clock=ticks(1e-3))
+    assert not any(line.use for line in found.lines)
+    assert "the pilot's included" in found.lines[0].why and found.lines[0].gain < 1  # type: ignore[operator]
+    assert found.lines[1].why.startswith("refused")
+
+
+def test_no_inputs():
+    with pytest.raises(BadInput, match="expected inputs"):
+        explain(perceptron(), [])
+
+
+@pytest.mark.nightly
+def test_this_machine_is_measured():
+    found = measured(Costs.open(False, threads=1))
+    assert all(0 < found.near[kind] <= found.far[kind] < 1e-8 for kind in found.near)
+    assert found.cache > 0
