@@ -57,7 +57,10 @@ def ran(program: Program, *inputs: Tensor) -> list[Tensor]:
             values[node] = node.target(*args, **kwargs)
         said, value = node.meta["val"], values[node]
         if isinstance(value, Tensor):
-            assert (tuple(said.shape), said.dtype) == (tuple(value.shape), value.dtype), node
+            assert said.dtype == value.dtype, node
+            alike = (not isinstance(n, int) or n == m
+                     for n, m in zip(said.shape, value.shape, strict=True))  # fmt: skip
+            assert all(alike), node
     raise AssertionError("a graph without an output")
 
 

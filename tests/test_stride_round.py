@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from demask.ops import schema
-from demask.stride import NoSoundForm, lower, raise_strides
+from demask.stride import NoSoundForm, Target, lower, raise_strides
 from test_stride_lower import NETWORKS, drawn
 
 TARGETS = ("max_pool", "slice", "avg_pool", "no_pool", "space_to_depth", "matrix_unit")
@@ -87,7 +87,7 @@ def _call(node: torch.fx.Node) -> tuple[str, dict[str, Any]]:
 
 
 @torch.no_grad()
-def goes_round(model: nn.Module, args: tuple[Tensor, ...], target: str) -> None:
+def goes_round(model: nn.Module, args: tuple[Tensor, ...], target: str | Target) -> None:
     lowered = lower(model, args, target=target)
     made, plain = raise_strides(lowered, args), raise_strides(model, args)
     assert spelling(made) == spelling(plain)
@@ -102,6 +102,43 @@ def test_small_networks(make, target):
     if make is Separable and target == "no_pool":
         pytest.skip("its output keeps the image's axes: such a target cannot make it smaller")
     goes_round(make().eval(), (torch.randn(2, 3, 48, 64),), target)
+
+
+POOLS = {
+    "plain": {"kernel_size": 2},
+    "padded": {"kernel_size": 3, "stride": 2, "padding": 1},
+    "without its padding": {"kernel_size": 3, "stride": 2, "padding": 1,
+                            "count_include_pad": False},
+    "ceil": {"kernel_size": 3, "stride": 2, "ceil_mode": True},
+    "ceil, padded": {"kernel_size": 3, "stride": 2, "padding": 1, "ceil_mode": True},
+    "ceil, without its padding": {"kernel_size": (3, 2), "stride": 2, "padding": (1, 0),
+                                  "ceil_mode": True, "count_include_pad": False},
+    "another divisor": {"kernel_size": 2, "divisor_override": 3},
+}  # fmt: skip
+NO_MEAN = Target("no mean", frozenset({"slice", "multiply"}), forbidden=("avg_pool",))
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("name", POOLS)
+def test_average_pools_become_convolutions_and_come_back(name, stride):
+    torch.manual_seed(0)
+    pool = nn.AvgPool2d(**POOLS[name])
+    net = nn.Sequential(nn.Conv2d(3, 4, 3, stride, 1), nn.ReLU(), pool, nn.Conv2d(4, 2, 1),
+                        nn.AdaptiveAvgPool2d(1)).eval()  # fmt: skip
+    x = torch.randn(2, 3, 24, 17)  # so that ceil_mode makes a difference
+    lowered = lower(net, (x,), target=NO_MEAN)
+    targets = [n.target for n in lowered.graph.nodes]
+    assert torch.ops.aten.avg_pool2d.default not in targets
+    goes_round(net, (x,), NO_MEAN)
+
+
+def test_trained_weights_stay_a_convolution():
+    """A mean that is a parameter is one that training moves."""
+    blur = nn.Conv2d(2, 2, 2, 2, groups=2, bias=False)
+    nn.init.constant_(blur.weight, 0.25)
+    made = raise_strides(blur.eval(), (torch.randn(1, 2, 8, 8),))
+    assert [str(n.target) for n in made.graph.nodes if n.op == "call_function"] == [
+        "aten.conv2d.default"]  # fmt: skip
 
 
 @pytest.mark.nightly

@@ -203,6 +203,9 @@ def _maximum(reader: Reader, rank: int) -> Step | Refused:
         return placed
     gaps = [w.dilation * gap for w, gap in zip(windows, placed.gaps, strict=True)]
     own = _is_own(placed.pads, [w.kernel for w in windows])
+    spans = [gap * (w.kernel - 1) + 1 for w, gap in zip(windows, gaps, strict=True)]
+    if max(spans) > (most := reader.plan.target.pool_size):
+        return Refused(f"its windows would reach over {spans}, the target's over up to {most:g}")
 
     def emit(here: Emission) -> fx.Node:
         value, inner = here.read(x), [front for front, _ in placed.pads]
@@ -246,7 +249,8 @@ def average(reader: Reader, pool: Pool) -> Step | Refused:
     placed = _place(reader, x, windows)
     if isinstance(placed, Refused):
         return placed
-    if _stays(node, pool, placed) and reader.plan.target.pool_windows == "any":
+    fits = max(pool.kernel) <= reader.plan.target.pool_size
+    if _stays(node, pool, placed) and reader.plan.target.pool_windows == "any" and fits:
         return Step((placed.grid,), lambda here: here.again(stride=[1] * rank, ceil_mode=False))
     if not value.is_floating_point():
         return Refused("an average of integers is rounded, which a convolution is not")

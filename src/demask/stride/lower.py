@@ -113,7 +113,7 @@ def lowered(
     wanted = target_of(target)
     _check_forms(wanted)
     if "avg_pool" in wanted.forbidden:
-        program = pools_to_convs(program)
+        program = pools_to_convs(program, whole=False)
     _check_ops(program.graph, wanted)
     draft = Draft(program)
     reshaped(draft.graph)

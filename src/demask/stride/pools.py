@@ -156,19 +156,24 @@ def _counts(size: int, kernel: int, stride: int, pad: int, count: int, include: 
     return [min(start + kernel, size) - max(start, 0) for start in starts]
 
 
-def pools_to_convs(program: Program) -> Program:
+def pools_to_convs(program: Program, *, whole: bool = True) -> Program:
     """The program with every average pool as a depthwise convolution, and a multiplication by its
     count map where its divisors differ.
 
     Pools of integers stay (they round), those whose count map would depend on sizes known at run
-    time alone, and adaptive ones whose windows overlap.
+    time alone, and adaptive ones whose windows overlap. whole: also adaptive ones over the whole
+    image, which are means?
     """
     draft = Draft(program)
     for node in draft.calls(*POOLS, *ADAPTIVE):
-        made = _as_conv(draft, node)
+        made = _as_conv(draft, node) if whole or not _is_mean(node) else None
         if made is not None:
             draft.put(node, made)
     return draft.done()
+
+
+def _is_mean(node: fx.Node) -> bool:
+    return node.target in ADAPTIVE and set(node.meta["val"].shape[-ADAPTIVE[node.target] :]) == {1}
 
 
 def _as_conv(draft: Draft, node: fx.Node) -> fx.Node | None:
@@ -262,21 +267,28 @@ class _Sums:
     scale: Tensor | None
 
 
-def convs_to_pools(program: Program) -> Program:
+def convs_to_pools(program: Program, *, means: bool = False) -> Program:
     """The program with convolutions that sum up the windows of each channel as average pools.
 
     Those are: weights one number per channel, all of them finite and not zero, no weight between
     channels, no bias, dilation 1, at most half a window padded. A multiplication behind, which
     nothing else reads past, goes into the divisor where it is the count map of a pool. Else the
-    pool is followed by a multiplication, unless the divisor is a whole number.
+    pool is followed by a multiplication, unless the divisor is a whole number. means: only those
+    that are a pool and nothing else, and whose weights are no parameters: what `pools_to_convs`
+    made.
     """
     draft = Draft(program)
     for node in draft.calls(*CONVS):
-        sums = _sums(draft, node)
-        made = None if sums is None else _as_pool(draft, sums)
+        sums = None if means and _is_trained(draft, node) else _sums(draft, node)
+        made = None if sums is None else _as_pool(draft, sums, scales=not means)
         if sums is not None and made is not None:
             draft.put(sums.last, made)
     return draft.done()
+
+
+def _is_trained(draft: Draft, node: fx.Node) -> bool:
+    read = schema.arguments(node)["weight"]
+    return draft.tensor(read) is None or draft.constants[str(read.target)].parameter
 
 
 def _sums(draft: Draft, node: fx.Node) -> _Sums | None:
@@ -337,7 +349,8 @@ def _scale_after(draft: Draft, node: fx.Node, rank: int) -> tuple[fx.Node, Tenso
     return reader, scale
 
 
-def _as_pool(draft: Draft, sums: _Sums) -> fx.Node | None:
+def _as_pool(draft: Draft, sums: _Sums, *, scales: bool) -> fx.Node | None:
+    """The pool that sums of windows are; if there is none, one times numbers, if it `scales`."""
     rank = len(sums.kernel)
     if any(2 * front > k for (front, _), k in zip(sums.pads, sums.kernel, strict=True)):
         return None  # pools pad by half a window at most
@@ -350,6 +363,8 @@ def _as_pool(draft: Draft, sums: _Sums) -> fx.Node | None:
     for pool in _candidates(sums):
         if _has_windows(sums, pool, sizes) and _divides(sums, pool, sizes):
             return _call(draft, sums, pool)
+    if not scales:
+        return None
     whole = None if rank == 1 else 1
     plain = [Pool(sums.kernel, sums.stride, tuple(front for front, _ in sums.pads), ceil, True,
                   whole) for ceil in (False, True)]  # fmt: skip

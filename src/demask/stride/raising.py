@@ -27,6 +27,7 @@ from demask.shrink.place import sampling
 from demask.shrink.reading import Reading, relations_of
 from demask.shrink.rewrite import rewrite
 from demask.stride.kept import sliced
+from demask.stride.pools import convs_to_pools
 
 PASSES = 1000  # at most; each makes some call do less, those behind it first
 
@@ -42,7 +43,8 @@ def raise_strides(
     `lower`): same call, same outputs.
 
     A slice, a pool of single positions, or a mask and a pool behind a convolution, also behind
-    pointwise calls, norms, joins and sums, becomes the convolution's stride. args, kwargs,
+    pointwise calls, norms, joins and sums, becomes the convolution's stride; a depthwise
+    convolution that is a mean, whose weights are no parameters, an average pool. args, kwargs,
     dynamic_shapes: as of `demask.demask`; axes whose size is dynamic are left as they are.
     NotExportable: torch.export does not take the model.
 
@@ -76,6 +78,7 @@ def raised(program: Program) -> tuple[Program, tuple[str, ...]]:
         if found[0] >= weight:
             break
         weight, best = found[0], found[2]
+    best = convs_to_pools(best, means=True)
     return best, _told(best)
 
 
