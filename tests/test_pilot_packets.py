@@ -127,16 +127,15 @@ def test_rows_of_a_packet_are_those_of_like_priority(tmp_path):
     assert index.packets["count"].tolist() == [2] * 32
 
 
-def test_a_budget_is_kept_and_the_next_read_goes_on(net, tmp_path, counted):
-    write(tmp_path / "n", net, shards=2)
-    full = PacketReader(tmp_path / "n")
-    full.read()
+@pytest.mark.parametrize(("budget", "shards"), [(10_000, 2), (20_500, 1), (45_000, 1)])
+def test_a_budget_is_kept_and_the_next_read_goes_on(net, tmp_path, counted, budget, shards):
+    write(tmp_path / "n", net, shards=shards)
     with PacketReader(tmp_path / "n") as reader:
         seen = -1
         while True:
             before = counted.bytes
-            partial = reader.read("10kB")
-            assert counted.bytes - before <= 10_000
+            partial = reader.read(budget)
+            assert counted.bytes - before <= budget
             have = sum(int(r.sum()) for r in partial.read.values())
             pending = reader.index.packets["priority"][reader._pending]
             done = reader.index.packets["priority"][~reader._pending]
@@ -147,6 +146,29 @@ def test_a_budget_is_kept_and_the_next_read_goes_on(net, tmp_path, counted):
         assert partial.complete
         with pytest.raises(BadInput, match="comes first"):
             PacketReader(tmp_path / "n").read(8)
+
+
+def test_short_reads_are_gone_on_with_and_counted(net, tmp_path, monkeypatch):
+    write(tmp_path / "n", net)
+    real, got = os.preadv, []
+
+    def short(descriptor, buffers, offset):
+        got.append(real(descriptor, [buffers[0][:1000]], offset))
+        return got[-1]
+
+    monkeypatch.setattr(packet_reader.os, "preadv", short)
+    with PacketReader(tmp_path / "n") as reader:
+        partial = reader.read()
+        assert (reader.bytes_read, reader.reads) == (sum(got), len(got))
+    assert equal(partial.values["conv.weight"], net.conv.weight)
+
+
+def test_what_was_read_later_is_not_in_an_earlier_copy(tmp_path):
+    write(tmp_path / "n", {"w": torch.ones(64, 512)}, {"w": torch.arange(64.0)})
+    with PacketReader(tmp_path / "n") as reader:
+        early = reader.read_above(60.0)
+        reader.read()
+        assert early.filled()["w"].any(1).nonzero().flatten().tolist() == [60, 61, 62, 63]
 
 
 def test_rows_that_a_certificate_demands(net, tmp_path, counted):
@@ -305,6 +327,10 @@ EDITS = {
     "alias of nothing": _change("aliases", value={"x": "y"}),
     "alias over": _change("aliases", value={"0.bias": "0.weight"}),
     "a tensor twice": lambda d: d["tensors"].update({"0.bias": d["tensors"]["0.weight"]}),
+    "a packet less": lambda d: [
+        d["packets"].update({k: v[:-8] if k == "crc" else v[:-1]})
+        for k, v in list(d["packets"].items())
+    ],
     "page outside": _change("packets", "page", 0, value=10**9),
     "page negative": _change("packets", "page", 0, value=-1),
     "page huge": _change("packets", "page", 0, value=2**63),
