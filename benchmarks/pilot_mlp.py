@@ -99,7 +99,7 @@ def checked(model: nn.Sequential, found: dict[str, Call], inputs: Sequence[Tenso
     """Compare on all inputs. Hidden values are those of the network cut behind each ReLU."""
     parts: list[dict[str, Call]] = [{name: found[name] for name in EXACT}]
     sample = (torch.cat(list(inputs[:16])),) if inputs[0].ndim == 2 else (inputs[0],)
-    for k, layer in enumerate(model[:-1]):
+    for k, layer in enumerate(list(model)[:-1]):
         if isinstance(layer, nn.ReLU):
             cut = model[: k + 1]
             made = (unconditioned(cut, sample), *(c.applied(cut, sample, None, None) for c in

@@ -134,7 +134,11 @@ def watched(model: Bytes, text: Tensor) -> tuple[Tensor, list[Tensor]]:
     """The logits of a text, and what each block's ReLU makes of it, [n, t, hidden] each."""
     found: list[Tensor] = []
     relus = [module for module in model.modules() if isinstance(module, nn.ReLU)]
-    hooks = [relu.register_forward_hook(lambda m, a, y: found.append(y)) for relu in relus]
+
+    def keep(_: nn.Module, args: object, y: Tensor) -> None:
+        found.append(y)
+
+    hooks = [relu.register_forward_hook(keep) for relu in relus]
     logits = model(text)
     for hook in hooks:
         hook.remove()

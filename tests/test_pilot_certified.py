@@ -27,7 +27,7 @@ def seen_of(layer: Layer, x: Tensor, mode: str, isa: Isa | None = None) -> list[
     return [one[0] for one in seen]
 
 
-@pytest.mark.parametrize("isa", ISAS, ids=lambda isa: isa.name)
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("mode", MODES)
 def test_bits_are_those_of_the_dense_product(isa: Isa, mode: str):
     for size, zeros in product(((37, 67), (1, 1), (300, 129)), (0.0, 0.7, 1.0)):

@@ -10,6 +10,7 @@ from demask.pilot.condition import condition
 from demask.pilot.conditioned import Condition, Conditioned, Decision
 from demask.pilot.data import ExecutionData
 from demask.pilot.downsample import Downsample
+from demask.pilot.explain import Explanation, explain
 from demask.pilot.guarantee import Guarantee, by_mean, guarantee, splits
 from demask.pilot.lowrank import LowRank
 from demask.pilot.rounding import Bits, Exponents
@@ -30,6 +31,7 @@ __all__ = [
     "Decision",
     "Downsample",
     "ExecutionData",
+    "Explanation",
     "Exponents",
     "Guarantee",
     "LowRank",
@@ -44,6 +46,7 @@ __all__ = [
     "collect",
     "compare",
     "condition",
+    "explain",
     "guarantee",
     "paired_bound",
     "simplifier",

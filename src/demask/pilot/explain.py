@@ -19,6 +19,7 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from demask.errors import BadInput, DemaskError
@@ -319,5 +320,5 @@ def _calls(model: nn.Module) -> int:
 
 
 def _answer(out: Any) -> list[int]:
-    first = next(t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, Tensor))
+    first = next(t for t in pytree.tree_leaves(out) if isinstance(t, Tensor))
     return first.reshape(first.shape[0], -1).argmax(1).tolist()
