@@ -82,10 +82,10 @@ def trained(depth: int) -> ResNet:
     return model.eval()
 
 
-def images(count: int) -> tuple[Tensor, Tensor]:
+def images(count: int, file: str = "cifar10_test_jpeg.zip") -> tuple[Tensor, Tensor]:
     """Test images, (count, 3, 32, 32) float32 and normalised, with their classes, (count,) int64;
     every class comes equally often. FileNotFoundError without the file."""
-    with zipfile.ZipFile(DATA / "cifar10_test_jpeg.zip") as archive:
+    with zipfile.ZipFile(DATA / file) as archive:
         names = sorted(n for n in archive.namelist() if n.endswith(".jpg"))
         kinds = sorted({name.partition("/")[0] for name in names})
         each = len(names) // len(kinds)
