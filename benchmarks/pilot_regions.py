@@ -37,7 +37,7 @@ from pilot_pages import page
 from tables import RESULTS, load, machine, markdown
 from traverse_networks import SEED, Block, conv
 
-SIZE, PAGES, THREADS, TILE = 2048, 8, 2, 64
+SIZE, PAGES, THREADS, TILE, GROW = 2048, 8, 2, 64, 8
 TOLERANCE = 8 / 255  # a difference that matters, of values from 0 to 1
 SAMPLE = 256  # pixels a side of the part of a page that the last layer is scaled with
 MEMORY = "512MiB"
@@ -85,12 +85,12 @@ def page_itself(x: Tensor) -> Tensor:
 
 
 CONDITIONS: Mapping[str, tuple[Regions, Any]] = {
-    "regions by contrast": (Regions(0.1, tile=TILE, grow=4, fill=page_itself), None),
+    "regions by contrast": (Regions(0.1, tile=TILE, grow=GROW, fill=page_itself), None),
     "regions by downsample:8": (
-        Regions(0.1, tile=TILE, grow=4, fill=page_itself), "downsample:8:area",
+        Regions(0.1, tile=TILE, grow=GROW, fill=page_itself), "downsample:8:area",
     ),
     "downsample:8, filled in": (
-        Regions(0.05, tile=TILE, grow=4, fill="pilot"), "downsample:8:area",
+        Regions(0.05, tile=TILE, grow=GROW, fill="pilot"), "downsample:8:area",
     ),
 }  # fmt: skip
 
@@ -283,6 +283,7 @@ def arguments() -> argparse.Namespace:
     add("--pages", type=int, default=PAGES)
     add("--size", type=int, default=SIZE, help="pixels a side, a multiple of 64")
     add("--threads", type=int, default=THREADS)
+    add("--first", type=int, default=0, help="the seed of the first page")
     add("--contenders", nargs="*", choices=WHOLE, default=list(WHOLE))
     add("--output", type=Path, default=RESULTS / "pilot_regions.md")
     return parser.parse_args()
@@ -305,10 +306,10 @@ def main() -> None:
             call(x)
         asked.output.parent.mkdir(parents=True, exist_ok=True)
         image = asked.output.with_name(asked.output.stem + ".png")
-        for seed in range(asked.pages):
+        for seed in range(asked.first, asked.first + asked.pages):
             x, _ = page(seed, asked.size)
             rows.append(measured(seed, x, whole, ours, reference))
-            if not seed:
+            if seed == asked.first:
                 picture(x, next(iter(ours.values())), image)
             told = "; ".join(f"{name} {n:.2f} s" for name, n in rows[-1].seconds.items())
             console.print(f"page {seed}: {told}")

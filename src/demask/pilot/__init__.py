@@ -13,6 +13,7 @@ from demask.pilot.downsample import Downsample
 from demask.pilot.explain import Explanation, explain
 from demask.pilot.guarantee import Guarantee, by_mean, guarantee, splits
 from demask.pilot.lowrank import LowRank
+from demask.pilot.regions import Missed, Regions
 from demask.pilot.rounding import Bits, Exponents
 from demask.pilot.route import Route, Router
 from demask.pilot.simplify import Simplifier, simplifier, simplify
@@ -35,7 +36,9 @@ __all__ = [
     "Exponents",
     "Guarantee",
     "LowRank",
+    "Missed",
     "Precision",
+    "Regions",
     "Route",
     "Router",
     "Simplifier",

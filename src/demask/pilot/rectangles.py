@@ -38,10 +38,10 @@ def rectangles(
     overlap. selected: bool [rows, columns] of tiles of `tile` x `tile` positions, those at the end
     of the image perhaps smaller.
 
-    >>> corner = torch.tensor([[True, False], [True, True]])
+    >>> corner = Tensor([[1, 0], [1, 1]]).bool()
     >>> for found in rectangles(corner, 8, (16, 12), lambda h, w: h * w + 1.0): print(*found)
-    0 16 0 8
-    8 16 8 12
+    0 8 0 8
+    8 16 0 12
     >>> for found in rectangles(corner, 8, (16, 12), lambda h, w: (h + 4) * (w + 4)): print(*found)
     0 16 0 12
     """
@@ -111,7 +111,8 @@ def _inside(inner: np.ndarray, outer: np.ndarray) -> np.ndarray:
 
 
 def _costs(places: np.ndarray, cost: Cost) -> np.ndarray:
-    return cost(places[..., 1] - places[..., 0], places[..., 3] - places[..., 2])
+    found = cost(places[..., 1] - places[..., 0], places[..., 3] - places[..., 2])
+    return np.asarray(found, np.float64)
 
 
 def _gain(a: np.ndarray, b: np.ndarray, cost: Cost) -> np.ndarray:
