@@ -2,8 +2,8 @@
 seeds and intervals.
 
 ResNet-20 and -56 have trained weights (shared/data beside the project) and run once, on the images
-of all seeds. The perceptron 784-512-512-10 and the vision transformer are trained here on Fashion-MNIST,
-once for each seed. Writes benchmarks/results/pilot_simplifiers.md.
+of all seeds. The perceptron 784-512-512-10 and the vision transformer are trained here on
+Fashion-MNIST, once for each seed. Writes benchmarks/results/pilot_simplifiers.md.
 """
 
 from __future__ import annotations
@@ -157,7 +157,8 @@ def page(found: Sequence[Found], asked: argparse.Namespace, words: str) -> str:
     parts = [
         "# Simplifiers",
         f"{words} `python benchmarks/pilot_simplifiers.py`: {asked.seeds} seeds of {asked.images} "
-        f"images each; the ResNets, which are not trained here, on as many at once. Same class: share of images on which the simplified network names the class "
+        f"images each; the ResNets, which are not trained here, on as many at once. "
+        f"Same class: share of images on which the simplified network names the class "
         f"that the full one names, with a 95 % bootstrap interval over all images. Other columns: "
         f"the mean over seeds (least–most). Error: of all outputs, relative, Euclidean. "
         f"Correlation: of magnitudes per channel with the full run's, mean over layers. Zeros: "

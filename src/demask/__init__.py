@@ -1,6 +1,6 @@
 """demask: pruned and masked neural networks, actually smaller and faster, computing the same."""
 
-from demask import ops, sparse, stride, traverse
+from demask import ops, pilot, sparse, stride, traverse
 from demask.errors import BadInput, DemaskError, Mismatch, NotExportable, RefusedFile
 from demask.files.archive import load, save
 from demask.files.onnx import from_onnx, to_onnx
@@ -24,6 +24,7 @@ __all__ = [
     "load",
     "ops",
     "optimize",
+    "pilot",
     "report",
     "save",
     "sparse",
