@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -170,22 +171,25 @@ def _compared(lines: Sequence[Line]) -> list[Line]:
 
 @dataclass(frozen=True, slots=True)
 class _Chain:
-    """A chain of the network, the rows that come in, and seconds of torch for one call."""
+    """A chain of the network, the rows that come in, those of each input, why it cannot be
+    conditioned ("": it can), and torch's seconds of one call."""
 
     layers: tuple[Layer, ...]
     rows: Tensor
-    seconds: float
+    came: list[Tensor]
     why: str = ""
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Network:
-    """The network, its inputs, its chains, its seconds and operations."""
+    """The network, its inputs, its chains, its seconds, those outside of chains, its operations."""
 
     model: nn.Module
     inputs: list[tuple[Any, ...]]
     chains: tuple[_Chain, ...]
     seconds: float
+    rest: float
     flops: float
 
     @classmethod
@@ -204,10 +208,10 @@ class _Network:
             many = bool(rows) and len(rows[0]) > ROWS
             why = f"{len(rows[0])} rows in a call: chains are for {ROWS} at most" if many else ""
             held = torch.cat(rows) if rows else torch.empty(0, layers[0].weight.shape[1])
-            taken = _timed([lambda r=row, ls=layers: _plain(ls, r) for row in rows], clock)
-            chains.append(_Chain(layers, held[:MOST].contiguous(), taken, why))
-        seconds = _timed([lambda a=args: model(*a) for args in inputs], clock)
-        return cls(model, inputs, tuple(chains), seconds, _flops(model, inputs))
+            chains.append(_Chain(layers, held[:MOST].contiguous(), rows, why))
+        seconds, each, rest = _timed(model, inputs, chains, clock)
+        chains = [replace(chain, seconds=one) for chain, one in zip(chains, each, strict=True)]
+        return cls(model, inputs, tuple(chains), seconds, rest, _flops(model, inputs))
 
 
 def _plain(layers: Sequence[Layer], x: Tensor) -> Tensor:
@@ -217,14 +221,28 @@ def _plain(layers: Sequence[Layer], x: Tensor) -> Tensor:
     return x
 
 
-def _timed(calls: Sequence[Callable[[], object]], clock: Callable[[], float]) -> float:
-    """The median seconds of calls in turns."""
-    taken = []
-    for k in range(CALLS + WARMUP if calls else 0):
-        start = clock()
-        calls[k % len(calls)]()
-        taken.append(clock() - start)
-    return median(taken[WARMUP:]) if taken else 0.0
+def _timed(
+    model: nn.Module, inputs: Sequence[tuple[Any, ...]], chains: Sequence[_Chain],
+    clock: Callable[[], float],
+) -> tuple[float, list[float], float]:  # fmt: skip
+    """Median seconds of the network, of each chain in torch, and of what is in no chain: what a
+    call of the network takes longer than those of its chains right after it."""
+    whole, each, rest = [], [[] for _ in chains], []
+    for k in range(CALLS + WARMUP):
+        looks = [clock()]
+        model(*inputs[k % len(inputs)])
+        looks.append(clock())
+        for chain in chains:
+            if chain.came:
+                _plain(chain.layers, chain.came[k % len(chain.came)])
+            looks.append(clock())
+        taken = [b - a for a, b in pairwise(looks)]
+        whole.append(taken[0])
+        rest.append(taken[0] - sum(taken[1:]))
+        for one, seconds in zip(each, taken[1:], strict=True):
+            one.append(seconds)
+    middle = [median(one[WARMUP:]) for one in (whole, *each, rest)]
+    return middle[0], middle[1:-1], max(middle[-1], 0.0)
 
 
 def _flops(model: nn.Module, inputs: Sequence[tuple[Any, ...]]) -> float:
@@ -247,7 +265,7 @@ def _line(network: _Network, pilot: str, condition: str, machine: Machine) -> Li
 
 def _exact(network: _Network, pilot: str, condition: str, machine: Machine) -> Line:
     """By bytes. Chains that gain nothing stay with torch."""
-    seconds, said = network.seconds, []
+    seconds, said, kept = network.rest, [], 0
     for chain in network.chains:
         reason, picked = chain.why, None
         if not reason and len(chain.rows):
@@ -255,17 +273,20 @@ def _exact(network: _Network, pilot: str, condition: str, machine: Machine) -> L
                 picked = picked_here(chain.layers, chain.rows, EXACT[condition], machine)
             except NoPlan as error:
                 reason = str(error)
+        gains = picked is not None and picked.dense >= GAIN * picked.seconds
+        seconds += picked.seconds if picked is not None and gains else chain.seconds
+        kept += not gains
         if picked is None:
             said.append(reason or "a chain of which no input was seen")
-        elif picked.dense < GAIN * picked.seconds:
+        elif not gains:
             gain = picked.dense / picked.seconds
             said.append(f"no zeros to speak of: {gain:.2f} times over the same kernel, dense")
         else:
-            seconds += picked.seconds - chain.seconds
             said.append(", ".join(picked.modes))
     if not network.chains:
         said.append("it has no linear layers")
-    seconds = max(seconds, machine.call)
+    if kept == len(network.chains):
+        seconds = network.seconds
     gain = network.seconds / seconds
     use = gain >= GAIN
     why = "; ".join(dict.fromkeys(said))
