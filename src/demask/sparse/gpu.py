@@ -22,7 +22,7 @@ from demask.sparse.matrix import Rows, like, row_of
 from demask.sparse.program import Act
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
-FINISH = 256  # columns of a program that sums parts
+FINISH, AREA = 256, 1024  # columns and elements of a program that sums parts
 AT_ONCE = 256  # products, or outputs, of a program of a sparse product
 
 
@@ -211,13 +211,8 @@ def _by_rows(
         ACT=name, num_warps=choice.warps,
     )  # fmt: skip
     if tasks.slots:
-        grid = (len(tasks.rows), -(-n // FINISH))
-        _launch(
-            epilogue.finish, grid,
-            partial, tasks.rows, tasks.firsts, tasks.counts, 0, 1, out, out.stride(0),
-            out.stride(1), given, float(first), float(second), n,
-            WIDTH=FINISH, LISTED=True, BIASED=bias is not None, ACT=name,
-        )  # fmt: skip
+        ends = tasks.rows, tasks.firsts, tasks.counts
+        _finish(partial, ends, len(tasks.rows), (0, 1), out, bias, act)
     return out
 
 
@@ -245,13 +240,26 @@ def _by_bitmap(
         BIASED=bias is not None, ACT=name, WIDE=_interpreted(x), num_warps=choice.warps,
     )  # fmt: skip
     if splits > 1:
-        rest = (out, out.stride(0), out.stride(1), given, float(first), float(second), n)
-        _launch(
-            epilogue.finish, (rows, -(-n // FINISH)),
-            partial, partial, partial, partial, splits, rows, *rest,
-            WIDTH=FINISH, LISTED=False, BIASED=bias is not None, ACT=name,
-        )  # fmt: skip
+        _finish(partial, None, rows, (splits, rows), out, bias, act)
     return out
+
+
+def _finish(
+    partial: Tensor, listed: tuple[Tensor, Tensor, Tensor] | None, count: int,
+    parts: tuple[int, int], out: Tensor, bias: Tensor | None, act: Act | None,
+) -> None:  # fmt: skip
+    """By kernels.gpu.epilogue: `count` rows, that are listed, or all in so many parts, so far
+    apart."""
+    n, (name, numbers) = out.shape[1], act or ("", ())
+    first, second = (*numbers, 0.0, 0.0)[:2]
+    width = min(max(16, 1 << (n - 1).bit_length()), FINISH)
+    height = AREA // width
+    _launch(
+        epilogue.finish, (-(-count // height), -(-n // width)), partial, *(listed or [partial] * 3),
+        count, *parts, out, out.stride(0), out.stride(1), partial if bias is None else bias,
+        float(first), float(second), n, HEIGHT=height, WIDTH=width, LISTED=listed is not None,
+        BIASED=bias is not None, ACT=name,
+    )  # fmt: skip
 
 
 def _empty(out: Tensor, bias: Tensor | None, act: Act | None) -> Tensor:

@@ -51,30 +51,37 @@ def gate(x):
 
 @triton.jit
 def finish(
-    partial, rows, firsts, counts, parts, step, out, out_row, out_column, bias, first, second, n,
-    WIDTH: tl.constexpr, LISTED: tl.constexpr, BIASED: tl.constexpr, ACT: tl.constexpr,
+    partial, rows, firsts, counts, tasks, parts, step, out, out_row, out_column, bias, first,
+    second, n,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, LISTED: tl.constexpr, BIASED: tl.constexpr,
+    ACT: tl.constexpr,
 ):  # fmt: skip
     """out[row] = act(bias[row] + sum of its parts), in the order of the parts.
 
     partial [slots, n] float32: the parts of a row begin at slot `firsts` and lie `step` slots
     apart; there are `counts` of them. Not LISTED: row r begins at slot r and has `parts` parts.
-    Program (r, t): columns t · WIDTH and on of row r.
+    Program (r, t): tasks r · HEIGHT and on, columns t · WIDTH and on.
     """
-    task = tl.program_id(0)
+    task = tl.program_id(0) * HEIGHT + tl.arange(0, HEIGHT)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    inside = columns < n
+    given = task < tasks
+    inside = given[:, None] & (columns < n)[None, :]
+    total = tl.zeros([HEIGHT, WIDTH], tl.float32)
     if LISTED:
-        row, slot, count = tl.load(rows + task), tl.load(firsts + task), tl.load(counts + task)
+        row = tl.load(rows + task, mask=given, other=0)
+        slot = tl.load(firsts + task, mask=given, other=0)
+        count = tl.load(counts + task, mask=given, other=0)
     else:
-        row, slot, count = task, task, parts
-    total = tl.zeros([WIDTH], tl.float32)
+        row, slot, count = task, task, task * 0 + parts
+    longest = tl.max(count, axis=0)
     k = 0
-    while k < count:
-        at = (slot + k * step).to(tl.int64) * n
-        total += tl.load(partial + at + columns, mask=inside, other=0.0)
+    while k < longest:  # pyright: ignore[reportOperatorIssue]
+        more = inside & (count > k)[:, None]
+        at = (slot + k * step).to(tl.int64)[:, None] * n + columns[None, :]
+        total += tl.load(partial + at, mask=more, other=0.0)
         k += 1
     if BIASED:
-        total += tl.load(bias + row).to(tl.float32)
+        total += tl.load(bias + row, mask=given, other=0.0).to(tl.float32)[:, None]
     total = activated(total, ACT, first, second)
-    place = out + row.to(tl.int64) * out_row + columns.to(tl.int64) * out_column
-    tl.store(place, total.to(out.dtype.element_ty), mask=inside)
+    place = row.to(tl.int64)[:, None] * out_row + columns.to(tl.int64)[None, :] * out_column
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
