@@ -11,8 +11,12 @@ from demask.pilot.conditioned import Condition, Conditioned, Decision
 from demask.pilot.data import ExecutionData
 from demask.pilot.downsample import Downsample
 from demask.pilot.explain import Explanation, explain
+from demask.pilot.gate import Gate
 from demask.pilot.guarantee import Guarantee, by_mean, guarantee, splits
 from demask.pilot.lowrank import LowRank
+from demask.pilot.order import Order
+from demask.pilot.packets import PacketReader
+from demask.pilot.packets import write as write_packets
 from demask.pilot.regions import Missed, Regions
 from demask.pilot.rounding import Bits, Exponents
 from demask.pilot.route import Route, Router
@@ -34,9 +38,12 @@ __all__ = [
     "ExecutionData",
     "Explanation",
     "Exponents",
+    "Gate",
     "Guarantee",
     "LowRank",
     "Missed",
+    "Order",
+    "PacketReader",
     "Precision",
     "Regions",
     "Route",
@@ -56,4 +63,5 @@ __all__ = [
     "simplify",
     "splits",
     "unconditioned",
+    "write_packets",
 ]
