@@ -177,6 +177,18 @@ def test_testing_stops_at_the_first_value_that_fails() -> None:
     assert (found.threshold, found.passed, found.tested) == (0.9, 1, 2)
 
 
+def test_each_split_has_its_own_part() -> None:
+    """What is promised rests on the second split, what is reported on the third."""
+    split = splits(3000)
+    for part, threshold, differs in ((split.bound, None, 0), (split.choose, 0.9, 0),
+                                     (split.report, 0.9, 1000)):  # fmt: skip
+        lost = torch.zeros(1, 3000, dtype=torch.bool)
+        lost[:, part] = True
+        made = Outcomes((0.9,), lost, torch.zeros_like(lost), lost)
+        found = guarantee(made, 0.01, split=split)
+        assert (found.threshold, found.reported.differs) == (threshold, differs)
+
+
 def test_nothing_is_promised_where_nothing_holds() -> None:
     lost = torch.ones(2, 300, dtype=torch.bool)
     made = Outcomes((0.9, 0.5), lost, torch.zeros_like(lost), lost)
