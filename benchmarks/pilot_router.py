@@ -427,7 +427,7 @@ def draw(cascades: list[Cascade], rows: list[Row], path: Path, words: str) -> No
     )
     panels[0].plot([], [], "s", color="#444444", markersize=4, markerfacecolor="white",
                    label="95 % guarantee, the same")  # fmt: skip
-    panels[0].legend(fontsize=7, frameon=False)
+    panels[0].legend(fontsize=7, frameon=False, loc="upper left")
     figure.supxlabel(words, x=0.01, ha="left", fontsize=6, color="#444444", wrap=True)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=110)
 
