@@ -327,7 +327,8 @@ def picture(rows: Sequence[Row], whole: float, path: Path) -> None:
             axes.plot(100 * row.share, row.accuracy, "*", color=colour, markersize=12)
     axes.plot([], [], "*", color="#333333", markersize=10, label="a pilot alone")
     axes.axhline(whole, color="#bbbbbb", linewidth=1, zorder=0)
-    axes.text(3.6, whole + 0.4, "whole network", color="#777777", fontsize=8)
+    axes.text(100 * SHARES[0], whole + 0.8, "whole network", color="#777777", fontsize=8)
+    axes.set_ylim(top=whole + 4)
     axes.set(xscale="log", xlabel="bytes of weights read, % of all (the pilot's included)",
              ylabel="accuracy, %")  # fmt: skip
     axes.set_xticks([100 * s for s in SHARES], [f"{100 * s:.0f}" for s in SHARES])
