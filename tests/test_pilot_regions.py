@@ -275,7 +275,7 @@ def test_what_is_no_number_is_run():
 # --- the condition ------------------------------------------------------------------------------
 
 
-def net(*more: nn.Module) -> nn.Module:
+def net(*more: nn.Module) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 3, 3, padding=1), *more
