@@ -175,7 +175,7 @@ class _Walk(Rewriter):
 
     def length(self, index: Index) -> Any:
         """How many positions an index tells, as a call argument."""
-        size = self.pool.size(self.adapter.made[index.source, 0].node.meta["val"].shape[0])
+        size = self.pool.size(self._length(index))
         inner = index.outer * index.inner
         return size if inner == 1 else self.build.call(operator.mul, size, inner)
 
@@ -186,11 +186,31 @@ class _Walk(Rewriter):
         if node in self.plan.shifts:
             values[relation.factors[0]] = self._shifted(relation, values[relation.factors[0]])
         args, kwargs = self._again(relation, values)
-        if node not in self.plan.shifts:
+        if relation.entry.fill != "sum":
             self.finish(node, node.target, args, kwargs, None)
             return
-        made = self.build.call(node.target, *args, **kwargs)
-        self.keep(node, 0, self._with_rest(relation, made), None)
+        made = self._product(relation, values, args, kwargs)
+        if node in self.plan.shifts:
+            made = self._with_rest(relation, made)
+        made.meta = {**node.meta, **made.meta}
+        self.keep(node, 0, made, None)
+
+    def _product(self, relation: Relation, values: list[Any], args: Any, kwargs: Any) -> fx.Node:
+        """A contraction of a shape that is told; a run on fake values takes long to find it."""
+        node, first = relation.node, values[relation.factors[0]]
+        if not relation.window or first.meta["val"].dtype != node.meta["val"].dtype:
+            return self.build.call(node.target, *args, **kwargs)
+        return self.build.call_shaped(self.shape(node, None), first, node.target, args, kwargs)
+
+    def shape(self, node: fx.Node, layout: Layout | None) -> list[Any]:
+        at = dict(self.plan.made(node, 0))
+        return [
+            n if axis not in at else at[axis].outer * at[axis].inner * self._length(at[axis])
+            for axis, n in enumerate(node.meta["val"].shape)
+        ]
+
+    def _length(self, index: Index) -> Any:
+        return self.adapter.made[index.source, 0].node.meta["val"].shape[0]
 
     def _again(self, relation: Relation, values: list[Any]) -> tuple[Any, Any]:
         """The arguments of a call; sizes among them follow what is made."""

@@ -188,9 +188,7 @@ class Rewriter:
             return None
         if relation.entry.fill != "run" or relation.entry.args is not None:
             return None
-        old = node.meta["val"]
-        held = layout or (None,) * old.ndim
-        sizes = [n if p is None else len(p) for n, p in zip(old.shape, held, strict=True)]
+        old, sizes = node.meta["val"], self.shape(node, layout)
         for arg in args:
             value = arg.meta.get("val") if isinstance(arg, fx.Node) else None
             if (
@@ -202,6 +200,12 @@ class Rewriter:
             if all(same_size(a, b) for a, b in zip(value.shape, sizes, strict=True)):
                 return arg
         return None
+
+    def shape(self, node: fx.Node, layout: Layout | None) -> list[Any]:
+        """The sizes of what a call makes, in a layout (None: whole)."""
+        old = node.meta["val"]
+        held = layout or (None,) * old.ndim
+        return [n if p is None else len(p) for n, p in zip(old.shape, held, strict=True)]
 
     def argument(self, value: Any) -> Any:
         """An argument for the new graph: tensors whole, sizes recomputed."""
