@@ -243,7 +243,7 @@ def condition(
                 )
             step("writing")
             demask.save(made, output)
-    about = made.conditioned
+    about: Any = made.conditioned
     rows = [decision._asdict() for decision in about.decisions]
     data = {"condition": condition, "pilot": about.pilot, "exact": about.exact, "decisions": rows}
     words = f"\nwritten to {output}" if output is not None else ""

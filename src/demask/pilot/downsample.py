@@ -132,8 +132,7 @@ class _Smaller:
             self.env[node] = self.graph.node_copy(node)
             self._plain(node)
         elif node.op == "output":
-            values = tuple(self._output(v) if isinstance(v, fx.Node) else v for v in node.args[0])
-            self.graph.output(values)
+            self.graph.output(self._returned(node.args))
         elif node.target is operator.getitem:
             source: Any = node.args[0]
             self.env[node] = self.build.call(operator.getitem, self._mapped(source),
@@ -169,6 +168,10 @@ class _Smaller:
             raise _Refused(f"{mode} interpolation is for images, this value has {rank} axes")
         target, corners = _RESIZES[rank, mode]
         return self.build.call(target, x, sizes, *([False] if corners else []), None)
+
+    def _returned(self, args: Any) -> tuple[Any, ...]:
+        """What the graph returns, in full size."""
+        return tuple(self._output(v) if isinstance(v, fx.Node) else v for v in args[0])
 
     def _output(self, node: fx.Node) -> fx.Node:
         made, axes = self._mapped(node), self.axes.get(key_of(node), ())
