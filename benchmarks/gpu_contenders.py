@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from demask.sparse import gpu
+from demask.sparse import gpu, gpu_forms
 from demask.sparse.gpu_forms import form_of
 from demask.sparse.matrix import Rows, like
 from gpu_problems import Problem
@@ -90,6 +90,11 @@ def ours(case: Case) -> Calls:
         return [partial(gpu.sddmm, m, case.y, case.x) for m in several]
     call = gpu.spmm_turned if case.problem.task == "turned" else gpu.spmm
     return [partial(call, m, lain(case.x)) for m in several]
+
+
+def forget() -> None:
+    """Drop what is kept of matrices; which kernels are fast stays known."""
+    gpu_forms._FORMS.clear()
 
 
 def lain(x: Tensor) -> Tensor:

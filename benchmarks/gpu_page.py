@@ -29,7 +29,8 @@ def page(rows: Sequence[Any], left: Sequence[str], words: str) -> str:
         "than 1 means that ours is faster. cuBLAS computes with the zeros; TF32, 2:4 and BSR "
         "(blocks of 64) compute something else: they cut numbers, drop weights, or want blocks. "
         "Ours is measured once per kind of product; `dense` means that it was fastest to "
-        "decompress the weights and call cuBLAS. Errors: norms, against float64.",
+        "decompress the weights and call cuBLAS. First call: of a new matrix, whose form (tasks, "
+        "bitmap) is made then and kept. Errors: norms, against float64.",
         summary(rows),
         table(rows),
     ]
@@ -80,10 +81,11 @@ def table(rows: Sequence[Any]) -> str:
                    for p in PEERS]  # fmt: skip
         rate = 2 * row.nonzeros * row.n / row.seconds["demask"][0] / 1e12
         lines.append(
-            [row.title, f"{ours:.1f} ({low:.1f} to {high:.1f})", row.choice, *against,
+            [row.title, f"{ours:.1f} ({low:.1f} to {high:.1f})", row.choice,
+             f"{1e3 * row.prepared:.1f}", *against,
              f"{rate:.2f}", f"{row.errors['demask']:.0e}"]
         )  # fmt: skip
-    head = ["product", "demask, µs", "by", *PEERS, "useful TFLOP/s", "error"]
+    head = ["product", "demask, µs", "by", "first call, ms", *PEERS, "useful TFLOP/s", "error"]
     return _pipes(head, lines)
 
 

@@ -23,11 +23,15 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import torch
 
 from gpu_page import page
 from gpu_problems import Problem, layers, pruned
+
+if TYPE_CHECKING:
+    from gpu_contenders import Case
 
 RESULTS = Path(__file__).parent / "results"
 ROUNDS, CALLS = 25, 12
@@ -37,8 +41,8 @@ ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 2e-3}
 
 @dataclass(slots=True)
 class Row:
-    """What came out: seconds per call (median, 10 %, 90 %), who computed ours, why others did not
-    run, and the error of each that was compared."""
+    """What came out: seconds per call (median, 10 %, 90 %), who computed ours, the seconds of its
+    first call for a new matrix, why others did not run, and the error of each that was compared."""
 
     title: str
     suite: str
@@ -50,6 +54,7 @@ class Row:
     dtype: str
     nonzeros: int = 0
     choice: str = ""
+    prepared: float = 0.0
     seconds: dict[str, tuple[float, float, float]] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
     not_run: dict[str, str] = field(default_factory=dict)
@@ -150,6 +155,7 @@ def measured(problem: Problem, device: str, seed: int, rounds: int) -> Row:
         row.errors["demask"] = who.error(case, found)
         if not row.errors["demask"] <= limit:
             sys.exit(f"{row.title}: {row.choice} is wrong by {row.errors['demask']:.1e}")
+        row.prepared = prepared(case, device)
         calls = {}
         for name, make in who.CONTENDERS.items():
             try:
@@ -163,6 +169,16 @@ def measured(problem: Problem, device: str, seed: int, rounds: int) -> Row:
                 row.not_run[name] = f"{problem_}"[:120] or type(problem_).__name__
         row.seconds = timed(calls, device, rounds, row.not_run)
     return row
+
+
+def prepared(case: Case, device: str) -> float:
+    """Seconds of the first call for a matrix of which nothing is known but its kind."""
+    import gpu_contenders as who
+
+    calls = who.ours(case)
+    calls[0]()
+    who.forget()
+    return taken(calls[0], device)
 
 
 def rows(problems: Iterable[Problem], asked: argparse.Namespace) -> tuple[list[Row], list[str]]:

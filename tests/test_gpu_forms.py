@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import doctest
 import gc
 
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 from demask.errors import BadInput
+from demask.machine.cost import Costs
 from demask.sparse import gpu_choice, gpu_forms, matrix
-from demask.sparse.gpu_choice import Choice, candidates
+from demask.sparse.gpu_choice import Choice, candidates, fastest, kind_of
 from demask.sparse.gpu_forms import bitmap_of, deal_tasks, form_of, full, snake, turned_of
 from demask.sparse.matrix import Rows
 from sparse_cases import csr
@@ -141,6 +143,10 @@ def test_forms_live_as_long_as_the_matrix():
     assert form_of(m._replace(values=m.values * 2)) is first
     m.col.add_(0)
     assert form_of(m) is not first
+    several = [rows_of(random(3, 4, 0.5)) for _ in range(200)]  # a network's layers
+    first, others = form_of(m), [form_of(one) for one in several]
+    assert form_of(m) is first
+    assert all(form_of(one) is form for one, form in zip(several, others, strict=True))
     count = len(gpu_forms._FORMS)
     del m
     gc.collect()
@@ -159,6 +165,45 @@ def test_hostile_indices_are_refused(part):
         names[3] = 4
     with pytest.raises(BadInput):
         form_of(m._replace(names=names))
+
+
+def test_the_fastest_is_taken_and_remembered(tmp_path):
+    """By a clock on which each call takes what it says; one cannot run here."""
+    now, made = [0.0], []
+    takes = {Choice("rows", 4, 64): 3.0, Choice("bitmap", 64, 16): 2.0, Choice("dense"): 5.0}
+
+    def make(choice):
+        made.append(choice)
+        if choice.kind == "bitmap" and choice.height == 128:
+            raise RuntimeError("no room")
+        return lambda: now.__setitem__(0, now[0] + takes[choice])
+
+    options = [Choice("bitmap", 128, 16), *takes]
+    for _ in range(2):
+        known = Costs.open(tmp_path / "costs.json", threads=1, clock=lambda: now[0])
+        found = fastest("a GPU, a product", options, make, known)
+        assert found == Choice("bitmap", 64, 16)
+    assert made == [*options, options[0]]  # measured once; what failed is tried again
+    assert fastest("another GPU", options[2:], make, known) == options[2]
+
+
+def test_calls_of_one_kind_share_a_choice():
+    m = rows_of(random(50, 30, 0.1))
+    same = {kind_of("spmm", m, torch.ones(30, n)) for n in (33, 50, 64)}
+    assert len(same) == 1
+    others = {kind_of("turned", m, torch.ones(50, 64)), kind_of("spmm", m, torch.ones(30, 65)),
+              kind_of("spmm", m, torch.ones(64, 30).t()), *same}  # fmt: skip
+    assert len(others) == 4
+
+
+def test_forms_are_copied_whole():
+    m = rows_of(random(50, 30, 0.4))
+    form = form_of(m)
+    form.tasks(m, 4), form.bitmap(m), form.turned(m)
+    other = copy.deepcopy(form)
+    assert torch.equal(other.bitmap(m).masks, form.bitmap(m).masks)
+    assert other.bitmap(m).masks.data_ptr() != form.bitmap(m).masks.data_ptr()
+    assert other.tasks(m, 4).begins.data_ptr() != form.tasks(m, 4).begins.data_ptr()
 
 
 @pytest.mark.parametrize("task", ["spmm", "turned", "sddmm"])

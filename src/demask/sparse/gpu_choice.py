@@ -8,7 +8,7 @@ matrix is slower than a dense one by no more than its decompression.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -96,10 +96,7 @@ def choose(task: str, m: Rows, form: Form, x: Tensor, run: Run) -> Choice:
     """The fastest way to run a task with this matrix and x: measured at the first call of its kind,
     but not while a CUDA graph is recorded, when the guess is taken."""
     n = x.shape[1]
-    density = m.col.numel() / max(m.size[0] * m.size[1], 1)
-    lies = "columns" if x.stride(1) == 1 else "rows"
-    named = m.names is not None
-    what = f"{task} {m.size} n={n} d={density:.3f} named={named} {x.dtype} by {lies}"
+    what = kind_of(task, m, x)
     key = (x.device, what)
     if key in _CHOSEN:
         return _CHOSEN[key]
@@ -107,15 +104,31 @@ def choose(task: str, m: Rows, form: Form, x: Tensor, run: Run) -> Choice:
     if not x.is_cuda or torch.cuda.is_current_stream_capturing():
         return options[0]
     here = f"{torch.cuda.get_device_name(x.device)} {what}"
-    taken = {c: costs().seconds(_question(here, c, m, form, run)) for c in options}
-    costs().save()
-    _CHOSEN[key] = min(options, key=lambda c: taken[c])
+    with torch.cuda.device(x.device):
+        _CHOSEN[key] = fastest(here, options, lambda c: recorded(c, m, form, run), costs())
     return _CHOSEN[key]
 
 
-def _question(here: str, choice: Choice, m: Rows, form: Form, run: Run) -> Question:
-    name = f"{here} {' '.join(map(str, choice))}"
-    return Question(name, 0.0, 0.0, partial(recorded, choice, m, form, run))
+def kind_of(task: str, m: Rows, x: Tensor) -> str:
+    """What calls have in common for which one choice is good: numbers of columns up to the same
+    power of two, densities that agree in two digits."""
+    density = m.col.numel() / max(m.size[0] * m.size[1], 1)
+    lies = "columns" if x.stride(1) == 1 else "rows"
+    named = "" if m.names is None else " named"
+    return f"{task} {m.size}{named} n={_power(x.shape[1])} d={density:.1e} {x.dtype} by {lies}"
+
+
+def fastest(
+    here: str, options: Sequence[Choice], make: Callable[[Choice], Callable[[], object]],
+    known: Costs,
+) -> Choice:  # fmt: skip
+    """The option whose call takes least, as far as it runs here; what is not known is measured and
+    written down. here: the device and the kind of call. make: of an option, the call to time."""
+    asked = {c: Question(f"{here} {' '.join(map(str, c))}", 0.0, 0.0, partial(make, c))
+             for c in options}  # fmt: skip
+    taken = {c: known.seconds(question) for c, question in asked.items()}
+    known.save()
+    return min(options, key=lambda c: taken[c])
 
 
 def recorded(choice: Choice, m: Rows, form: Form, run: Run) -> Callable[[], object]:

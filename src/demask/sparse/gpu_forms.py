@@ -22,7 +22,6 @@ TILE, LONG = 64, 128  # of a bitmap, as `kernels.gpu.bitmap` has them
 VECTOR = 4  # nonzeros per load
 SHORTEST = 128  # nonzeros below which no row is split
 SHARES = 16  # tasks that a processor should get at least
-KEPT = 64  # matrices
 
 
 class Tasks(NamedTuple):
@@ -221,23 +220,28 @@ class Form:
         return self._made["col"]
 
 
-_FORMS: dict[Any, Form] = {}
+_FORMS: dict[Any, tuple[tuple[int, ...], Form]] = {}  # by indices: their versions then, the form
 
 
 def form_of(m: Rows) -> Form:
-    """The form of a matrix, kept as long as its row starts live and nothing is written to its
-    indices; BadInput for indices that do not fit."""
+    """The form of a matrix, kept as long as its indices live and nothing is written to them;
+    BadInput for indices that do not fit.
+
+    There may be any number: a recorded CUDA graph reads the forms of its matrices.
+    """
     parts = [t for t in (m.crow, m.col, m.names) if t is not None]
-    key: tuple[Any, ...] = (m.size, *((id(t.untyped_storage()), t.data_ptr(), t.numel(), t.stride(),
-                             t.dtype, _version(t)) for t in parts))  # fmt: skip
+    who = [(id(t.untyped_storage()), t.data_ptr(), t.shape, t.stride(), t.dtype) for t in parts]
+    key = (m.size, *who)
+    versions = tuple([_version(t) for t in parts])
     found = _FORMS.get(key)
+    if found is not None and found[0] == versions:
+        return found[1]
+    made = Form(m)
     if found is None:
-        if len(_FORMS) >= KEPT:
-            _FORMS.clear()
-        found = _FORMS[key] = Form(m)
         for t in parts:
             weakref.finalize(t.untyped_storage(), _FORMS.pop, key, None).atexit = False
-    return found
+    _FORMS[key] = versions, made
+    return made
 
 
 def _version(t: Tensor) -> int:

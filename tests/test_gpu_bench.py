@@ -1,0 +1,86 @@
+"""The benchmark of sparse products on GPUs: it compares before it times, and says what it timed."""
+
+from __future__ import annotations
+
+import doctest
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import dlmc
+import gpu_page
+import gpu_problems
+import gpu_sparse
+from interpreted import run_on
+
+there = pytest.mark.skipif(
+    not dlmc.DATA.exists(), reason="the patterns are in shared/data beside the project"
+)
+
+
+@pytest.mark.parametrize("module", [gpu_page, gpu_problems], ids=lambda module: module.__name__)
+def test_examples_run(module):
+    found = doctest.testmod(module)
+    assert found.failed == 0
+    assert found.attempted > 0
+
+
+@pytest.mark.parametrize("sparsity", [0.7, 0.9, 0.95])
+def test_made_up_weights_vary_as_told(sparsity):
+    mask = gpu_problems.made_up(2048, 2048, sparsity, torch.Generator().manual_seed(0)).float()
+    assert mask.mean().item() == pytest.approx(1 - sparsity, abs=0.004)
+    rows, columns = mask.sum(1), mask.sum(0)
+    if sparsity == 0.9:
+        assert (rows.std() / rows.mean()).item() == pytest.approx(0.25, abs=0.03)
+        assert (columns.std() / columns.mean()).item() == pytest.approx(0.21, abs=0.03)
+
+
+def check(device, task):
+    """One small problem, and the same with a result that is wrong."""
+    import gpu_contenders
+
+    found = {p.task: p for p in gpu_problems.layers(((128, 128),), (4,), (0.9,))}
+    row = gpu_sparse.measured(found[task], device, 0, 1)
+    honest = gpu_contenders.ours_poisoned
+
+    def wrong(case):
+        result, words = honest(case)
+        result.view(-1)[3] = torch.nan
+        return result, words
+
+    gpu_contenders.ours_poisoned = wrong
+    try:
+        gpu_sparse.measured(found[task], device, 0, 1)
+    except SystemExit as stop:
+        return row, str(stop)
+    finally:
+        gpu_contenders.ours_poisoned = honest
+    return row, "not found"
+
+
+def test_nothing_wrong_is_timed():
+    row, words = run_on("cpu", check, "sddmm")
+    assert row.errors["demask"] < 5e-3
+    assert {"demask", "cuBLAS"} <= row.seconds.keys()
+    assert "is wrong by nan" in words
+    text = gpu_page.page([row], ["another"], "here")
+    assert row.title in text
+    assert "No time was left for 1: another." in text
+
+
+def test_means_are_geometric():
+    rows = [
+        SimpleNamespace(seconds={"demask": (1e-5, 0, 0), "cuSPARSE": (s, 0, 0)}, suite="B", task="")
+        for s in (1e-5, 4e-5)
+    ]
+    assert "| 3 | 2.00 | 1.00 to 4.00 | 1 of 2 |" in gpu_page.summary(rows)
+
+
+@there
+def test_patterns_of_the_collection():
+    found = list(gpu_problems.pruned(dlmc.DATA, 25))
+    assert {p.n for p in found} >= {256, 2048}
+    mask = found[0].make(torch.Generator())
+    assert mask.shape == (found[0].m, found[0].k)
+    assert 1 - mask.float().mean().item() == pytest.approx(found[0].sparsity, abs=1e-6)
