@@ -160,7 +160,7 @@ def without_plan(
 ) -> list[Tensor]:
     """The outputs by ATen ops, and on a GPU by its kernels, contiguous and in memory of their
     own."""
-    run = gpu_segment.run if inputs[0].is_cuda else dense.run
+    run = gpu_segment.run if inputs and inputs[0].is_cuda else dense.run
     found = run(program, inputs, weights)
     used = {id(t.untyped_storage()) for t in (*inputs, *weights)}
     for place, y in enumerate(found):
@@ -221,7 +221,7 @@ def with_gradients(inputs: list[Tensor], weights: list[Tensor], text: str) -> li
     if torch._C._are_functorch_transforms_active():
         return dense.run(parsed(text), inputs, weights)
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
-        if inputs[0].is_cuda:
+        if inputs and inputs[0].is_cuda:
             return without_plan(parsed(text), inputs, weights)
         return list(Recomputed.apply(text, len(inputs), *given))
     here = all(type(t) in PLAIN and t.is_cpu for t in given)
