@@ -40,6 +40,10 @@ WAYS: dict[str, Callable[[Tensor, int], Tensor]] = {
 }
 
 
+#: how the raised layer is run: as it comes, with channels last, as optimize() would have it
+RAISED = ("raised", "channels last", "optimize")
+
+
 class Sampled(nn.Module):
     """A convolution of stride 1, a norm, a ReLU, and every s-th position of that."""
 
@@ -54,19 +58,21 @@ class Sampled(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One layer in one setting. macs: left of the given's, a share."""
+    """One layer in one setting. macs: left of the given's, a share. times: by contender."""
 
     layer: str
     way: str
     threads: int
     macs: float
-    given: Timing
-    raised: Timing
+    times: dict[str, Timing]
     difference: float
 
+    def speed(self, contender: str) -> float:
+        return self.times["given"].median / self.times[contender].median
+
     @property
-    def speed(self) -> float:
-        return self.given.median / self.raised.median
+    def best(self) -> float:
+        return max(self.speed(name) for name in RAISED)
 
 
 def rows(threads: Sequence[int], pairs: int, seconds: float, bar: Progress) -> Iterator[Row]:
@@ -78,36 +84,50 @@ def rows(threads: Sequence[int], pairs: int, seconds: float, bar: Progress) -> I
             x = torch.randn(1, inner, size, size)
             raised = demask.stride.raise_strides(model, (x,))
             before, after = raised.demasked.before.macs, raised.demasked.after.macs
+            last = demask.stride.raise_strides(model, (x,)).to(memory_format=torch.channels_last)
+            wide = x.to(memory_format=torch.channels_last)
             for count in threads:
                 bar.update(step, description=f"{name}, {way}, {count} threads")
                 torch.set_num_threads(count)
-                calls = {"given": lambda m=model, x=x: m(x), "raised": lambda m=raised, x=x: m(x)}
+                fast = demask.optimize(raised, (x,), threads=count, cache=False)
+                calls = {
+                    "given": lambda m=model, x=x: m(x), "raised": lambda m=raised, x=x: m(x),
+                    "channels last": lambda m=last, x=wide: m(x),
+                    "optimize": lambda m=fast, x=x: m(x),
+                }  # fmt: skip
                 with torch.inference_mode():
                     times = alternate(calls, pairs, seconds=seconds)
-                    gap = float((model(x) - raised(x)).abs().max() / model(x).abs().max())
-                yield Row(name, way, count, after / before, times["given"], times["raised"], gap)
+                    expected = model(x)
+                    gap = max(float((expected - made).abs().max() / expected.abs().max())
+                              for made in (raised(x), last(wide), fast(x)))  # fmt: skip
+                yield Row(name, way, count, after / before, times, gap)
                 bar.advance(step)
 
 
 def cells(row: Row) -> list[str]:
-    return [row.layer, row.way, str(row.threads), f"{row.macs:.2f}", spread(row.given),
-            spread(row.raised), f"{row.speed:.2f}", f"{row.difference:.0e}"]  # fmt: skip
+    made = [f"{spread(row.times[name])}: {row.speed(name):.2f}" for name in RAISED]
+    return [row.layer, row.way, str(row.threads), f"{row.macs:.2f}", spread(row.times["given"]),
+            *made, f"{row.best:.2f}", f"{row.difference:.0e}"]  # fmt: skip
 
 
-HEAD = ["layer", "subsampled by", "threads", "MACs left", "given, ms", "raised, ms", "speed",
-        "difference"]  # fmt: skip
+HEAD = ["layer", "subsampled by", "threads", "MACs left", "given, ms",
+        *(f"{name}, ms: speed" for name in RAISED), "best", "difference"]  # fmt: skip
 
 
 def page(found: Sequence[Row], words: str) -> str:
-    slow = [row for row in found if row.speed < 3]
+    slow = {name: sum(row.speed(name) < 3 for row in found) for name in RAISED}
+    words_slow = ", ".join(f"{count} {name}" for name, count in slow.items())
+    best = sum(row.best < 3 for row in found)
     return f"""# Strides given back
 
 Made by `python benchmarks/stride.py`. {words}
 
 A convolution of stride 1, a batch norm and a ReLU, of which every s-th position is kept; *raised*:
-behind `demask.stride.raise_strides`. Batch 1, float32, NCHW. Milliseconds are the median
-(10 %–90 % quantile) of calls in turns, in one process. *Difference*: relative to the largest
-output. Less than 3 times as fast: {len(slow)} of {len(found)}.
+behind `demask.stride.raise_strides`; *channels last*: the same, weights and input so laid out;
+*optimize*: behind `demask.optimize` in addition. Batch 1, float32, the given layer in NCHW.
+Milliseconds are the median (10 %–90 % quantile) of calls in turns, in one process; *speed*: the
+given's median over this one. *Difference*: the largest of the three, relative to the largest
+output. Less than 3 times as fast, of {len(found)}: {words_slow}; {best} by the best of them.
 
 {markdown(HEAD, [cells(row) for row in found])}
 """
