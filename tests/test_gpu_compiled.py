@@ -11,10 +11,7 @@ pytest.importorskip("triton")
 from compiled_kernels import compiled
 from demask.kernels.gpu import bitmap, epilogue, pairs, sddmm_rows, spmm_rows
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="Triton has its assembler on Linux"),
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning"),
-]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton has its assembler on Linux")
 REST = {"first": "fp32", "second": "fp32", "n": "i32"}
 
 

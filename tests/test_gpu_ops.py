@@ -175,7 +175,8 @@ def test_spmm_on_a_gpu(dtype):
 
 
 @gpu
-def test_layers_on_a_gpu():
+def test_layers_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     for layer, x in (
         (nn.Linear(70, 90), torch.randn(3, 5, 70)),
         (nn.Conv2d(8, 16, 1), torch.randn(2, 8, 9, 9)),
