@@ -109,8 +109,8 @@ def timed(
         with precise(who != "cuBLAS TF32"):
             try:
                 ready[who] = recorded(calls, device)
-            except Exception as problem:
-                not_run[who] = f"no graph: {problem}"[:120]
+            except Exception as failure:
+                not_run[who] = f"no graph: {failure}"[:120]
     samples: dict[str, list[float]] = {who: [] for who in ready}
     for turn in range(rounds + 1):
         for who in list(ready)[:: -1 if turn % 2 else 1]:
@@ -141,7 +141,7 @@ class precise:  # noqa: N801
 
 
 def measured(problem: Problem, device: str, seed: int, rounds: int) -> Row:
-    """One problem: made, compared, timed. SystemExit where ours is wrong."""
+    """One problem: made, compared, timed. Where ours is wrong or fails, nothing is timed."""
     import gpu_contenders as who
 
     case = who.made(problem, device, seed)
@@ -151,10 +151,15 @@ def measured(problem: Problem, device: str, seed: int, rounds: int) -> Row:
     )  # fmt: skip
     limit = ALLOWED[problem.dtype]
     with torch.no_grad(), precise(True):
-        found, row.choice = who.ours_poisoned(case)
-        row.errors["demask"] = who.error(case, found)
+        try:
+            found, row.choice = who.ours_poisoned(case)
+            row.errors["demask"] = who.error(case, found)
+        except Exception as failure:
+            row.not_run["demask"] = f"{type(failure).__name__}: {failure}"[:300]
+            return row
         if not row.errors["demask"] <= limit:
-            sys.exit(f"{row.title}: {row.choice} is wrong by {row.errors['demask']:.1e}")
+            row.not_run["demask"] = f"{row.choice} is wrong by {row.errors['demask']:.1e}"
+            return row
         row.prepared = prepared(case, device)
         calls = {}
         for name, make in who.CONTENDERS.items():
@@ -165,8 +170,8 @@ def measured(problem: Problem, device: str, seed: int, rounds: int) -> Row:
                     if not row.errors[name] <= limit:
                         raise who.NotRun(f"wrong by {row.errors[name]:.1e}")
                 calls[name] = made
-            except Exception as problem_:
-                row.not_run[name] = f"{problem_}"[:120] or type(problem_).__name__
+            except Exception as failure:
+                row.not_run[name] = f"{failure}"[:120] or type(failure).__name__
         row.seconds = timed(calls, device, rounds, row.not_run)
     return row
 
@@ -191,7 +196,8 @@ def rows(problems: Iterable[Problem], asked: argparse.Namespace) -> tuple[list[R
         row = measured(problem, asked.device, asked.seed, asked.rounds)
         found.append(row)
         times = {who: f"{1e6 * s[0]:.1f}" for who, s in row.seconds.items()}
-        print(f"{row.title}: {row.choice}; microseconds {times}", flush=True)
+        words = row.not_run.get("demask", f"{row.choice}; microseconds {times}")
+        print(f"{row.title}: {words}", flush=True)
         if asked.device == "cuda":
             torch.cuda.empty_cache()
     return found, left
@@ -244,6 +250,8 @@ def main() -> None:
     stored = [{name: getattr(row, name) for name in Row.__slots__} for row in found]
     asked.output.with_suffix(".json").write_text(json.dumps(stored, indent=1) + "\n")
     print(text)
+    if any("demask" in row.not_run for row in found):
+        sys.exit("some products of ours are wrong or failed: see the page")
 
 
 def tiny() -> list[Problem]:
