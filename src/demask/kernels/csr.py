@@ -24,6 +24,8 @@ from demask.kernels.isa import Isa
 CALL = np.dtype([(key, "<i8") for key in (
     "crow", "col", "values", "names", "order", "begin", "together", "end", "x", "x_pitch", "out",
     "out_pitch", "bias", "tiles", "left", "rows", "columns", "entries", "bad")])  # fmt: skip
+#: fields of calls that are addresses
+ADDRESSES = ("crow", "col", "values", "names", "order", "a", "x", "out", "bias", "bad")
 
 
 def narrowed(e: Emitter, lanes: int) -> Emitter:
@@ -34,15 +36,15 @@ def narrowed(e: Emitter, lanes: int) -> Emitter:
     return other
 
 
-class _Matrix:
-    """The fields of a call; rows and their nonzeros."""
+class Matrix:
+    """The fields of a call (those of `CALL`, or others that kernels name); rows and their
+    nonzeros."""
 
-    def __init__(self, e: Emitter, wide: bool):
+    def __init__(self, e: Emitter, wide: bool, fields: np.dtype[Any] = CALL):
         call = e.pointer(e.args[0])
         self.e, self.index = e, I64 if wide else I32
-        self.field = {key: e.load(I64, call, k) for k, key in enumerate(CALL.names or ())}
-        names = ("crow", "col", "values", "names", "order", "x", "out", "bias", "bad")
-        self.at = {key: e.pointer(self.field[key]) for key in names}
+        self.field = {key: e.load(I64, call, k) for k, key in enumerate(fields.names or ())}
+        self.at = {key: e.pointer(self.field[key]) for key in ADDRESSES if key in self.field}
 
     def number(self, key: str, place: Value) -> Value:
         """An index as a signed number of 64 bits."""
@@ -139,7 +141,7 @@ class Wide:
 
     def emit(self, e: Emitter) -> None:
         """k(call, arena)"""
-        m, e = _Matrix(e, self.wide), narrowed(e, self.lanes)
+        m, e = Matrix(e, self.wide), narrowed(e, self.lanes)
         f, b = m.field, e.b
         size = self.tile * self.lanes * 4
         mask = below(e, f["left"])
@@ -151,7 +153,7 @@ class Wide:
             with e.loop(f["together"], f["end"]) as first:
                 self._rows(e, m, first, 1, (x, out, mask))
 
-    def _rows(self, e: Emitter, m: _Matrix, first: Value, side: int,
+    def _rows(self, e: Emitter, m: Matrix, first: Value, side: int,
               at: tuple[Value, Value, Value]) -> None:  # fmt: skip
         b, (x, out, mask) = e.b, at
         rows = [m.row(b.add(first, I64(r)) if r else first) for r in range(side)]
@@ -175,7 +177,7 @@ class Wide:
             with b.if_then(good):
                 self._store(e, m, name, sum_, (out, mask))
 
-    def _product(self, e: Emitter, m: _Matrix, place: Value, sums: list[Variable],
+    def _product(self, e: Emitter, m: Matrix, place: Value, sums: list[Variable],
                  at: tuple[Value, Value]) -> None:  # fmt: skip
         """sums += value · x[column]"""
         x, mask = at
@@ -189,7 +191,7 @@ class Wide:
                 found = e.b.load(pointer, typ=e.vector, align=4)
             sum_.set(e.fma(value, found, sum_.get()))
 
-    def _store(self, e: Emitter, m: _Matrix, row: Value, sums: list[Variable],
+    def _store(self, e: Emitter, m: Matrix, row: Value, sums: list[Variable],
                at: tuple[Value, Value]) -> None:  # fmt: skip
         out, mask = at
         line = e.at(out, e.b.mul(row, m.field["out_pitch"]))
@@ -220,7 +222,7 @@ class Dot:
 
     def emit(self, e: Emitter) -> None:
         """k(call, arena)"""
-        m, b = _Matrix(e, self.wide), e.b
+        m, b = Matrix(e, self.wide), e.b
         shift = b.lshr(m.field["values"], I64(2))  # of the first value in its vector, in lanes
         with e.loop(m.field["begin"], m.field["end"]) as place:
             row, begin, count = m.row(place)
@@ -234,7 +236,7 @@ class Dot:
             m.report(any_set(e, bad.get()))
             self._finish(e, m, row, e.total(sum_.get()))
 
-    def _products(self, e: Emitter, m: _Matrix, at: tuple[Value, Value, Value], sum_: Variable,
+    def _products(self, e: Emitter, m: Matrix, at: tuple[Value, Value, Value], sum_: Variable,
                   bad: Variable) -> None:  # fmt: skip
         b, (begin, count, i) = e.b, at
         mask = b.and_(below(e, b.sub(count, i)), b.not_(below(e, b.neg(i))))
@@ -247,7 +249,7 @@ class Dot:
         found = e.gather(m.at["x"], index, good, e.splat(0.0))
         sum_.set(e.fma(values, found, sum_.get()))
 
-    def _finish(self, e: Emitter, m: _Matrix, row: Value, total: Value) -> None:
+    def _finish(self, e: Emitter, m: Matrix, row: Value, total: Value) -> None:
         name, good = m.named(row, self.named)
         if self.biased:
             total = e.b.fadd(total, e.load(FLOAT, m.at["bias"], name))

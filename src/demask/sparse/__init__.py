@@ -8,6 +8,7 @@ from demask.sparse.modules import (
     SparseConvTranspose2d,
     SparseLinear,
 )
+from demask.sparse.sddmm import sddmm
 
 __all__ = [
     "DCSR",
@@ -16,5 +17,6 @@ __all__ = [
     "SparseConvTranspose1d",
     "SparseConvTranspose2d",
     "SparseLinear",
+    "sddmm",
     "spmm",
 ]

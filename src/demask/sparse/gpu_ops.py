@@ -6,7 +6,8 @@ whether there are kernels for a GPU.
     torch.ops.demask.sampled(Tensor crow, Tensor col, Tensor? rows, int[] size, Tensor a,
                              Tensor b) -> Tensor
 
-On a GPU kernels compute them, elsewhere ATen ops. Each is the other's gradient, and `demask::spmm`.
+Kernels compute them on a GPU, and in float32 on the CPU; ATen ops otherwise. Each is the other's
+gradient, and `demask::spmm`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from demask.sparse.dense import check_indices
+from demask.sparse.gpu_forms import form_of
 from demask.sparse.matrix import Rows, like, row_of
 
 AT_ONCE = 1 << 22  # elements that are gathered at once where nothing multiplies in place
@@ -70,13 +73,9 @@ def _turned(
     gpu = kernels(y)
     if gpu is not None and gpu.takes(m, y):
         return gpu.spmm_turned(m, y)
-    order = torch.argsort(col, stable=True)
-    counts = torch.zeros(m.size[1] + 1, dtype=col.dtype, device=col.device)
-    starts = counts.index_add(0, col + 1, torch.ones_like(col)).cumsum(0).to(col.dtype)
-    across = row_of(m)[order].to(col.dtype), values[order]
-    return torch.ops.demask.spmm.default(
-        starts, *across, None, [m.size[1], m.size[0]], y, None, "", []
-    )
+    there = form_of(m).turned(m)
+    across = there.crow, there.col, values.index_select(0, there.order)
+    return torch.ops.demask.spmm.default(*across, None, [m.size[1], m.size[0]], y, None, "", [])
 
 
 def _sampled(
@@ -86,6 +85,11 @@ def _sampled(
     gpu = kernels(a)
     if gpu is not None and gpu.takes(m, b):
         return gpu.sddmm(m, a, b)
+    if a.device.type == "cpu" and a.dtype in (torch.float32, torch.float16, torch.bfloat16):
+        from demask.sparse import sample  # which needs LLVM
+
+        return sample.sampled(m, a.float(), b.float()).to(a.dtype)
+    check_indices(m.crow, m.col, m.size[1])
     row = row_of(m)
     made = [(a[row[p]] * b[col[p].long()]).sum(1) for p in parts(len(row), a.shape[1])]
     return torch.cat(made) if made else a.new_zeros(0)

@@ -1,0 +1,119 @@
+"""SDDMM: products of two dense matrices, only where a sparse one has nonzeros.
+
+    out[p] = sum over k of a[row of p, k] · x[column of p, k]
+
+A few nonzeros of one row go side by side: a vector of a is read once for all of them, and their
+sums are added up across lanes together, in as many rounds as one of them would take alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from llvmlite import ir
+
+from demask.kernels.csr import Matrix, below, masked
+from demask.kernels.emit import FLOAT, I32, I64, POINTER, VOID, Emitter, Value, Variable
+
+#: what kernels are called with, as `csr.CALL`, but: a, a_pitch: the operand read by rows; x: the
+#: one read by columns of the matrix; names: rows of a, for rows that have names, of which there are
+#: `rows`; vectors: whole vectors of each sum; left: lanes in use of one more.
+CALL = np.dtype([(key, "<i8") for key in (
+    "crow", "col", "names", "order", "begin", "end", "a", "a_pitch", "x", "x_pitch", "out",
+    "vectors", "left", "rows", "columns", "entries", "bad")])  # fmt: skip
+TOGETHER = 8  # nonzeros side by side: enough sums to hide their wait
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """out[p] = a[row] · x[column]. partial: one more vector has `left` lanes in use. wide: indices
+    of 64 bits. named: rows have names. more: sums are added to what lies in out."""
+
+    partial: bool
+    wide: bool = False
+    named: bool = False
+    more: bool = False
+
+    arguments = 2
+
+    def emit(self, e: Emitter) -> None:
+        """k(call, arena)"""
+        m, b = Matrix(e, self.wide, CALL), e.b
+        together = min(TOGETHER, e.lanes)
+        with e.loop(m.field["begin"], m.field["end"]) as place:
+            row, begin, count = m.row(place)
+            name, good = m.named(row, self.named)
+            count = m.checked(begin, b.select(good, count, I64(0)))
+            a = e.at(m.at["a"], b.mul(name, m.field["a_pitch"]))
+            last = b.sub(b.add(begin, count), I64(1))
+            with e.loop(I64(0), count, together) as i:
+                first = b.add(begin, i)
+                sums = self._sums(e, m, a, (first, last, together))
+                here = b.select(b.icmp_signed("<", b.sub(count, i), I64(together)),
+                                b.sub(count, i), I64(together))  # fmt: skip
+                self._store(e, e.at(m.at["out"], first, FLOAT), totals(e, sums), here)
+
+    def _sums(self, e: Emitter, m: Matrix, a: Value,
+              at: tuple[Value, Value, int]) -> list[Value]:  # fmt: skip
+        """A vector per nonzero, whose lanes are to be added; the last one again behind it."""
+        b, (first, last, together) = e.b, at
+        lines = []
+        for k in range(together):
+            place = b.add(first, I64(k))
+            place = b.select(b.icmp_signed("<", place, last), place, last)
+            lines.append(e.at(m.at["x"], b.mul(m.number("col", place), m.field["x_pitch"])))
+        sums = [e.variable(e.vector, e.splat(0.0)) for _ in lines]
+        whole = b.mul(m.field["vectors"], I64(e.isa.line))
+        with e.loop(I64(0), whole, e.isa.line) as shift:
+            self._products(e, a, lines, sums, (shift, None))
+        if self.partial:
+            self._products(e, a, lines, sums, (whole, below(e, m.field["left"])))
+        return [sum_.get() for sum_ in sums]
+
+    def _products(self, e: Emitter, a: Value, lines: Sequence[Value], sums: Sequence[Variable],
+                  at: tuple[Value, Value | None]) -> None:  # fmt: skip
+        shift, mask = at
+
+        def read(line: Value) -> Value:
+            pointer = e.at(line, shift)
+            if mask is None:
+                return e.b.load(pointer, typ=e.vector, align=4)
+            return masked(e, e.vector, pointer, mask)
+
+        factor = read(a)
+        for line, sum_ in zip(lines, sums, strict=True):
+            sum_.set(e.fma(factor, read(line), sum_.get()))
+
+    def _store(self, e: Emitter, out: Value, value: Value, count: Value) -> None:
+        mask = below(e, count)
+        if self.more:
+            value = e.b.fadd(value, masked(e, e.vector, out, mask))
+        name = f"llvm.masked.store.v{e.lanes}f32.p0"
+        store = e.intrinsic(name, VOID, e.vector, POINTER, I32, mask.type)
+        e.b.call(store, [value, out, I32(4), mask])
+
+
+def totals(e: Emitter, vectors: Sequence[Value]) -> Value:
+    """Lane k holds the sum of the lanes of vector k; there are 2**n of them, at most as many as
+    lanes. Each round halves either the vectors or the lanes that are still to be added."""
+    found, lanes, distance = list(vectors), range(e.lanes), 1
+    while distance < e.lanes:
+        if len(found) > 1:
+            low = [k if not k & distance else e.lanes + k - distance for k in lanes]
+            high = [k + distance if not k & distance else e.lanes + k for k in lanes]
+            pairs = zip(found[::2], found[1::2], strict=True)
+        else:
+            low, high = list(lanes), [k ^ distance for k in lanes]
+            pairs = zip(found, found, strict=True)
+        found = [
+            e.b.fadd(_picked(e, a, b, low), _picked(e, a, b, high)) for a, b in pairs
+        ]  # fmt: skip
+        distance *= 2
+    return found[0]
+
+
+def _picked(e: Emitter, a: Value, b: Value, lanes: Sequence[int]) -> Value:
+    """Lanes of two vectors, counted through both."""
+    return e.b.shuffle_vector(a, b, ir.Constant(e.ints, list(lanes)))
