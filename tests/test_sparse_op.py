@@ -235,12 +235,12 @@ def test_training_makes_no_plans(made):
         segment([x], weights, text)[0].sum().backward()
         with torch.no_grad():
             weights[0] -= 0.1 * weights[0].grad
-    assert len(made) == 1
+    assert not made
     with torch.no_grad():
         for _ in range(3):
             (found,) = segment([x], weights, text)
         torch.testing.assert_close(found, dense.run(program, [x], weights)[0], **CLOSE)
-    assert len(made) == 2
+    assert len(made) == 1
 
 
 def test_threads_call_at_once():

@@ -7,8 +7,9 @@ values may change from call to call.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Hashable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +23,8 @@ TILE, LONG = 64, 128  # of a bitmap, as `kernels.gpu.bitmap` has them
 VECTOR = 4  # nonzeros per load
 SHORTEST = 128  # nonzeros below which no row is split
 SHARES = 16  # tasks that a processor should get at least
+SIZES = 8  # of which `Form.beside` keeps what is made
+Made = TypeVar("Made")
 
 
 class Tasks(NamedTuple):
@@ -172,6 +175,7 @@ class Form:
                 raise BadInput(f"expected rows below {m.size[0]}, got {least} to {most}")
         self._tasks: dict[tuple[int, int | None], Tasks] = {}
         self._made: dict[str, Any] = {}
+        self._beside: dict[Hashable, Any] = {}
 
     def tasks(self, m: Rows, together: int, longest: int | None = None) -> Tasks:
         """Tasks of spmm_rows in groups of `together`."""
@@ -210,6 +214,14 @@ class Form:
         if "turned" not in self._made:
             self._made["turned"] = turned_of(m)
         return self._made["turned"]
+
+    def beside(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """What is made of the indices for some sizes, those of the last few kept."""
+        if key not in self._beside:
+            if len(self._beside) >= SIZES:
+                self._beside.clear()
+            self._beside[key] = make()
+        return self._beside[key]
 
     def narrow(self, m: Rows) -> Tensor:
         """Columns in int32, at an aligned address."""

@@ -3,8 +3,9 @@
     torch.ops.demask.segment(Tensor[] inputs, Tensor[] weights, str program) -> Tensor[]
 
 float32 on the CPU is run by plans (`sparse.plan`), made at the first call and kept as long as the
-weights live; everything else by ATen ops (`sparse.dense`), as are gradients. Outputs are contiguous
-and share no memory with anything.
+weights live; layers that are trained by kernels that read values in place (`sparse.training`);
+everything else by ATen ops (`sparse.dense`), as are other gradients. Outputs are contiguous and
+share no memory with anything.
 """
 
 from __future__ import annotations
@@ -223,6 +224,12 @@ def with_gradients(inputs: list[Tensor], weights: list[Tensor], text: str) -> li
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         if inputs and inputs[0].is_cuda:
             return without_plan(parsed(text), inputs, weights)
+        if all(type(t) in PLAIN for t in given) and not torch._C._len_torch_dispatch_stack():
+            from demask.sparse.training import trained
+
+            found = trained(parsed(text), inputs, weights)
+            if found is not None:
+                return [found]
         return list(Recomputed.apply(text, len(inputs), *given))
     here = all(type(t) in PLAIN and t.is_cpu for t in given)
     if here and not torch._C._len_torch_dispatch_stack():

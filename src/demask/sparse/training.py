@@ -1,0 +1,97 @@
+"""Layers whose nonzeros are trained: forward and gradients by kernels that read values in place.
+
+A plan packs values, which pays if the next calls use it too; a step of training changes them. So a
+layer of its own whose values want gradients is run as
+
+    linear    y = W x by `demask::spmm`, whose gradients are the transposed product and SDDMM
+    conv      kernels over planes of images (`planes`)
+
+float32 on the CPU. What kernels need beside the indices is made once per mask.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from demask.sparse import dense
+from demask.sparse.planes import Geometry
+from demask.sparse.product import product
+from demask.sparse.program import Act, Conv, Linear, Program, Span
+
+
+def trained(program: Program, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor | None:
+    """The output of a program of one layer, with gradients; None where this is no case for kernels.
+
+    BadInput for shapes, dtypes and indices that do not fit.
+    """
+    if not takes(program, inputs, weights):
+        return None
+    (x,), step = inputs, program.steps[0]
+    dense.check(program, inputs, weights)
+    if isinstance(step, Linear):
+        z = _linear(step, x, weights)
+    elif isinstance(step, Conv):
+        z = _conv(step, program, x, weights)
+    else:
+        return None
+    if z is None:
+        return None
+    act = step.act
+    return z if act is None else dense.ACTIVATIONS[act[0]](z, *act[1])
+
+
+def takes(program: Program, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
+    """Whether a program is one layer whose float32 values want gradients."""
+    if len(program.steps) != 1 or len(inputs) != 1 or program.outputs != (1,):
+        return False
+    step, x = program.steps[0], inputs[0]
+    if not isinstance(step, Conv | Linear) or step.add is not None or not x.numel():
+        return False
+    spans = [step.weight.values, step.weight.crow, step.weight.col]
+    spans += [] if step.bias is None else [step.bias]
+    if step.weight.scale is not None or not all(_whole(span, weights) for span in spans):
+        return False
+    values = weights[step.weight.values[0]]
+    given = [x, values, *([] if step.bias is None else [weights[step.bias[0]]])]
+    if any(t.dtype != torch.float32 or not t.is_cpu for t in given):
+        return False
+    indices = [weights[span[0]] for span in (step.weight.crow, step.weight.col)]
+    return values.requires_grad and all(t.dtype == torch.int32 for t in indices)
+
+
+def _whole(span: Span, weights: Sequence[Tensor]) -> bool:
+    """Whether a span is all of a tensor."""
+    place, first, end = span
+    return place < len(weights) and first == 0 and weights[place].shape == (end,)
+
+
+def _linear(step: Linear, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """x @ W.T + bias [..., out]."""
+    values, crow, col = dense.matrix(step.weight, weights, x.shape[-1])
+    flat = x.reshape(-1, x.shape[-1])
+    across = flat.t().contiguous()  # gradients read it again
+    size = (step.out, x.shape[-1])
+    made = product(crow, col, values, None, size, across, dense.bias(step, weights))
+    return made.t().contiguous().reshape(*x.shape[:-1], step.out)
+
+
+def _conv(step: Conv, program: Program, x: Tensor, weights: Sequence[Tensor]) -> Tensor | None:
+    from demask.sparse.trained_conv import Trained  # which needs LLVM
+
+    if step.transposed or Geometry.of(step, tuple(x.shape)).too_large:
+        return None
+    return Trained.apply(_bare(program), 1, x, *weights)[0]
+
+
+@functools.lru_cache(maxsize=256)
+def _bare(program: Program) -> str:
+    """The program without its activation."""
+    step = program.steps[0]
+    assert isinstance(step, Conv)
+    act: Act | None = None
+    return replace(program, steps=(replace(step, act=act),)).text()

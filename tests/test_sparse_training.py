@@ -1,0 +1,264 @@
+"""Layers whose nonzeros are trained: kernels against dense layers in float64, what they are not
+for, what is made once, training from the start."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from demask.errors import BadInput
+from demask.sparse import SparseConv1d, SparseConv2d, SparseLinear, planes
+from demask.sparse.op import Recomputed
+from demask.sparse.program import Program
+from demask.sparse.trained_conv import Trained
+from demask.sparse.training import takes
+
+CLOSE = 2e-6  # float32, of the largest: sums of some hundred products
+
+
+def pruned(layer, density=0.3):
+    """The layer with so many of its weights, drawn with a seed; a row and a column are empty."""
+    g = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        layer.weight *= torch.rand(layer.weight.shape, generator=g) < density
+        if density < 1 and min(layer.weight.shape[:2]) > 2:
+            layer.weight[1], layer.weight[:, 1] = 0, 0
+    return layer
+
+
+def error(found, wanted):
+    """The largest difference, of the largest value."""
+    return ((found.double() - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30)).item()
+
+
+def check(dense, kind, x):
+    """Output and gradients of the layer are those of the dense one in float64."""
+    layer, exact = kind.from_dense(dense), copy.deepcopy(dense).double()
+    inputs = x.clone().requires_grad_(), x.double().requires_grad_()
+    found, wanted = layer(inputs[0]), exact(inputs[1])
+    assert found.is_contiguous() and found.shape == wanted.shape
+    slope = torch.randn(found.shape)
+    found.backward(slope)
+    wanted.backward(slope.double())
+    rows = dense.weight.flatten(1)
+    pairs = [(found, wanted), (inputs[0].grad, inputs[1].grad)]
+    pairs.append((layer.values.grad, exact.weight.grad.flatten(1)[rows != 0]))
+    if layer.bias is not None:
+        pairs.append((layer.bias.grad, exact.bias.grad))
+    for one, other in pairs:
+        assert other.numel() == 0 or error(one, other) <= CLOSE, error(one, other)
+
+
+@pytest.fixture
+def by_kernels(monkeypatch):
+    """Fails where gradients are computed by ATen ops."""
+
+    def refuse(*given):
+        raise AssertionError("dense gradients")
+
+    monkeypatch.setattr(Recomputed, "apply", refuse)
+
+
+CONVS = {
+    "3x3": ({"kernel_size": 3, "padding": 1}, (5, 6, 12, 10)),
+    "no bias": ({"kernel_size": 3, "padding": 1, "bias": False}, (2, 6, 9, 9)),
+    "1x1": ({"kernel_size": 1}, (3, 6, 7, 5)),
+    "1x1 strided": ({"kernel_size": 1, "stride": 2}, (3, 6, 8, 9)),
+    "strided, odd": ({"kernel_size": 3, "padding": 1, "stride": 2}, (3, 6, 11, 12)),
+    "strided, even": ({"kernel_size": 3, "padding": 1, "stride": 2}, (3, 6, 12, 11)),
+    "all at once": (
+        {
+            "kernel_size": (5, 2),
+            "padding": (2, 3),
+            "dilation": (1, 3),
+            "stride": (3, 2),
+            "groups": 2,
+        },
+        (3, 6, 14, 17),
+    ),
+    "depthwise": ({"kernel_size": 3, "padding": 1, "groups": 6}, (2, 6, 9, 8)),
+    "dilated": ({"kernel_size": 3, "dilation": 2}, (2, 6, 40, 33)),
+    "one pixel": ({"kernel_size": 3, "padding": 1}, (4, 6, 1, 1)),
+    "one pixel is left": ({"kernel_size": 5}, (4, 6, 5, 5)),
+    "one image": ({"kernel_size": 3, "padding": 1}, (1, 6, 20, 20)),
+    "reflected": ({"kernel_size": 5, "padding": "same", "padding_mode": "reflect"}, (2, 6, 9, 8)),
+    "uneven padding": ({"kernel_size": 4, "padding": "same"}, (2, 6, 9, 8)),
+    "stride beyond the kernel": ({"kernel_size": 2, "stride": 5}, (2, 6, 14, 18)),
+}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", CONVS)
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
+def test_convolutions(name, threads, by_kernels):
+    options, shape = CONVS[name]
+    torch.manual_seed(0)
+    dense = pruned(nn.Conv2d(6, 12, **options))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        check(dense, SparseConv2d, torch.randn(shape))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_signals_and_inputs_without_a_batch(stride, by_kernels):
+    torch.manual_seed(0)
+    signal = pruned(nn.Conv1d(4, 6, 3, stride, padding=1))
+    check(signal, SparseConv1d, torch.randn(3, 4, 21))
+    check(signal, SparseConv1d, torch.randn(4, 21))
+    image = pruned(nn.Conv2d(4, 6, 3, stride))
+    check(image, SparseConv2d, torch.randn(4, 9, 7))
+    check(image, SparseConv2d, torch.randn(2, 9, 7, 4).permute(0, 3, 1, 2))
+
+
+@pytest.mark.parametrize("shape", [(37,), (1, 37), (5, 37), (4, 33, 37)], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_layers(shape, bias, by_kernels):
+    torch.manual_seed(0)
+    check(pruned(nn.Linear(37, 23, bias=bias)), SparseLinear, torch.randn(shape))
+
+
+@pytest.mark.parametrize("density", [0.0, 1.0])
+def test_nothing_and_everything(density, by_kernels):
+    torch.manual_seed(0)
+    check(pruned(nn.Linear(9, 7), density), SparseLinear, torch.randn(5, 9))
+    check(pruned(nn.Conv2d(3, 4, 3), density), SparseConv2d, torch.randn(2, 3, 8, 8))
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "hardswish"])
+def test_activations(activation, by_kernels):
+    torch.manual_seed(0)
+    for dense, kind, x in (
+        (nn.Linear(9, 7), SparseLinear, torch.randn(5, 9)),
+        (nn.Conv2d(3, 4, 3), SparseConv2d, torch.randn(2, 3, 8, 8)),
+    ):
+        layer = kind.from_dense(pruned(dense), activation)
+        exact = layer.to_dense().double()
+        found = torch.autograd.grad(layer(x).square().sum(), layer.values)[0]
+        slope = torch.autograd.grad(exact(x.double()).square().sum(), exact[0].weight)[0]
+        assert error(found, slope.flatten(1)[dense.weight.flatten(1) != 0]) <= CLOSE
+
+
+def test_only_what_is_wanted(by_kernels):
+    torch.manual_seed(0)
+    layer = SparseConv2d.from_dense(pruned(nn.Conv2d(3, 4, 3)))
+    layer.get_parameter("bias").requires_grad_(False)
+    layer(torch.randn(2, 3, 8, 8)).sum().backward()
+    assert layer.values.grad is not None and layer.get_parameter("bias").grad is None
+
+
+def test_gradients_of_gradients():
+    """In float32 those of a convolution are ATen's; in float64 gradcheck holds."""
+    torch.manual_seed(0)
+    dense = pruned(nn.Conv2d(3, 4, 3))
+    layer, x = SparseConv2d.from_dense(dense), torch.randn(2, 3, 6, 6, requires_grad=True)
+
+    def twice(run, weight, x):
+        (slope,) = torch.autograd.grad(run(x).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), weight)[0]
+
+    y = x.detach().double().requires_grad_()
+    exact = copy.deepcopy(dense).double()
+    wanted = twice(exact, exact.weight, y).flatten(1)[dense.weight.flatten(1) != 0]
+    assert error(twice(layer, layer.values, x), wanted) <= 1e-5
+    wide = copy.deepcopy(layer).double()
+    values = wide.values.detach().clone().requires_grad_()
+
+    def run(values, y):
+        return torch.func.functional_call(wide, {"values": values}, (y,))
+
+    assert torch.autograd.gradcheck(run, (values, y), fast_mode=True)
+    assert torch.autograd.gradgradcheck(run, (values, y), fast_mode=True)
+
+
+def test_what_kernels_are_not_for():
+    layer, x = SparseLinear.from_dense(nn.Linear(4, 3)), torch.randn(2, 4)
+    program, weights = Program.parse(layer.program), layer._weights()
+    assert takes(program, [x], weights)
+    assert not takes(program, [x.double()], weights)
+    assert not takes(program, [x[:0]], weights)
+    assert not takes(program, [x], [w.detach() for w in weights])
+    layer(x[:0]).sum().backward()
+    assert not layer.values.grad.any()
+
+
+def test_bad_indices_are_refused():
+    for layer, x in (
+        (SparseLinear.from_dense(nn.Linear(4, 3)), torch.randn(2, 4)),
+        (SparseConv2d.from_dense(nn.Conv2d(4, 3, 2)), torch.randn(2, 4, 5, 5)),
+    ):
+        layer(x).sum().backward()
+        layer.col[0] = 1000
+        with pytest.raises(BadInput, match="columns below"):
+            layer(x)
+
+
+def test_offsets_are_made_once_per_mask(monkeypatch):
+    made = []
+    inner = planes._offsets
+    monkeypatch.setattr(planes, "_offsets", lambda *given: made.append(1) or inner(*given))
+    layer = SparseConv2d.from_dense(pruned(nn.Conv2d(3, 4, 3)))
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    for size in (8, 8, 8, 9):
+        layer(torch.randn(2, 3, size, size)).sum().backward()
+        optimizer.step()
+    assert len(made) == 2
+
+
+def test_the_same_call_gives_the_same_bits():
+    torch.manual_seed(0)
+    layer = SparseConv2d.from_dense(pruned(nn.Conv2d(8, 16, 3, padding=1)))
+    x = torch.randn(7, 8, 16, 16)
+    found = [torch.autograd.grad(layer(x).square().sum(), layer.values)[0] for _ in range(3)]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert type(layer(x).grad_fn).__name__ == Trained.__name__ + "Backward"
+
+
+def test_memory_scales_with_the_nonzeros():
+    """Weights, gradients and the state of the optimizer: 4 numbers and an index per nonzero."""
+    dense = pruned(nn.Linear(300, 200), 0.1)
+    layer = SparseLinear.from_dense(dense)
+    optimizer = torch.optim.Adam(layer.parameters())
+    layer(torch.randn(4, 300)).sum().backward()
+    optimizer.step()
+    tensors = [layer.values, layer.values.grad, *optimizer.state[layer.values].values()]
+    count = int((dense.weight != 0).sum())
+    assert sum(t.nbytes for t in tensors) == 4 * 4 * count + 4  # and the number of steps
+    assert layer.col.nbytes == 4 * count
+
+
+def test_a_network_trains_as_its_masked_dense_twin():
+    """The same losses, step by step, within float32's noise."""
+    torch.manual_seed(0)
+    dense = nn.Sequential(
+        pruned(nn.Conv2d(3, 8, 3, padding=1)), nn.BatchNorm2d(8), nn.ReLU(),
+        pruned(nn.Conv2d(8, 8, 3, stride=2, padding=1)), nn.ReLU(), nn.Flatten(),
+        pruned(nn.Linear(8 * 4 * 4, 10), 0.2),
+    )  # fmt: skip
+    kinds = {nn.Conv2d: SparseConv2d, nn.Linear: SparseLinear}
+    sparse = nn.Sequential(
+        *(kinds[type(m)].from_dense(m) if type(m) in kinds else copy.deepcopy(m) for m in dense)
+    )
+    masks = [(m.weight, m.weight.detach() != 0) for m in dense if type(m) in kinds]
+    optimizers = [torch.optim.SGD(net.parameters(), 0.05, momentum=0.9) for net in (dense, sparse)]
+    images, labels = torch.randn(64, 3, 8, 8), torch.randint(0, 10, (64,))
+    losses = []
+    for _ in range(20):
+        row = []
+        for net, optimizer in zip((dense, sparse), optimizers, strict=True):
+            loss = nn.functional.cross_entropy(net(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            if net is dense:
+                for weight, mask in masks:
+                    weight.grad *= mask
+            optimizer.step()
+            row.append(loss.item())
+        losses.append(row)
+    assert losses[-1][0] < losses[0][0] - 0.1
+    assert all(abs(a - b) <= 1e-4 * losses[0][0] for a, b in losses), losses
