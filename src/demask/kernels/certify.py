@@ -34,7 +34,8 @@ import numpy as np
 from llvmlite import ir
 
 from demask.kernels.csr import below, masked
-from demask.kernels.emit import BYTE, FLOAT, I16, I32, I64, Emitter, Value
+from demask.kernels.dots import Dots, Listed, joined, whole
+from demask.kernels.emit import BYTE, FLOAT, I32, I64, Emitter, Value
 from demask.kernels.gemv import AHEAD, Fields, ask, compressed, iota, set_lanes
 from demask.kernels.isa import Isa
 
@@ -94,55 +95,6 @@ def tile_vectors(isa: Isa) -> int:
     return isa.registers // 4
 
 
-class _Dots:
-    """sum += the products of four bytes with four bytes in each lane; u unsigned, q signed."""
-
-    def __init__(self, e: Emitter, how: str):
-        self.e, self.how = e, how
-        self.short = ir.VectorType(I16, 2 * e.lanes)
-        self.bytes = ir.VectorType(BYTE, 4 * e.lanes)
-
-    def ready(self, u: Value) -> list[Value]:
-        """What products need of four bytes (a number of 32 bits, or lanes of them)."""
-        e, b = self.e, self.e.b
-        wide = e.splat(u) if u.type == I32 else u
-        if self.how == "vnni":
-            return [wide]
-        if self.how == "madd":
-            low = _int(e, 0x00FF00FF)
-            odd = b.and_(b.lshr(wide, _int(e, 8)), low)
-            return [b.bitcast(b.and_(wide, low), self.short), b.bitcast(odd, self.short)]
-        return [b.and_(b.lshr(wide, _int(e, 8 * k)), _int(e, 255)) for k in range(4)]
-
-    def add(self, sum_: Value, u: list[Value], q: Value) -> Value:
-        e, b = self.e, self.e.b
-        if self.how == "vnni":
-            name = "llvm.x86.avx512.vpdpbusd.512"
-            call = e.intrinsic(name, e.ints, e.ints, self.bytes, self.bytes)
-            u0, q0 = (b.bitcast(v, self.bytes) for v in (u[0], q))
-            return b.call(call, [sum_, u0, q0])
-        if self.how == "madd":
-            eight = ir.Constant(self.short, [8] * (2 * e.lanes))
-            pairs = b.bitcast(q, self.short)
-            even, odd = b.ashr(b.shl(pairs, eight), eight), b.ashr(pairs, eight)
-            for one, other in ((u[0], even), (u[1], odd)):
-                sum_ = b.add(sum_, self._madd(one, other))
-            return sum_
-        for k in range(4):
-            one = b.ashr(b.shl(q, _int(e, 24 - 8 * k)), _int(e, 24))
-            sum_ = b.add(sum_, b.mul(one, u[k]))
-        return sum_
-
-    def _madd(self, x: Value, y: Value) -> Value:
-        e = self.e
-        name = "llvm.x86.avx512.pmaddw.d.512" if e.lanes == 16 else "llvm.x86.avx2.pmadd.wd"
-        return e.b.call(e.intrinsic(name, e.ints, self.short, self.short), [x, y])
-
-
-def _int(e: Emitter, value: int) -> Value:
-    return ir.Constant(e.ints, [value] * e.lanes)
-
-
 def _reduced(e: Emitter, x: Value, how: str) -> Value:
     """The largest ("fmax"), least ("fmin") or sum ("add", of whole numbers) of the lanes."""
     kind, word = (I32, "i32") if x.type == e.ints else (FLOAT, "f32")
@@ -180,7 +132,7 @@ class Quantise:
         names = ("least", "largest", "ones", "twos", "sum")
         found = {key: e.variable(e.vector, e.splat(0.0)) for key in names}
         some = e.variable(I64, I64(0))
-        sign = _int(e, 0x7FFFFFFF)
+        sign = whole(e, 0x7FFFFFFF)
         with e.loop(I64(0), n, e.lanes) as i:
             v = masked(e, e.vector, e.at(x, i, FLOAT), below(e, b.sub(n, i)))
             size = b.bitcast(b.and_(b.bitcast(v, e.ints), sign), e.vector)
@@ -209,15 +161,15 @@ class Quantise:
         """Write u; max|e|."""
         b, x, n = e.b, f.slot("x"), f["n"]
         planes, worst = (f.slot("u0"), f.slot("u1")), e.variable(e.vector, e.splat(0.0))
-        sums = [e.variable(e.ints, _int(e, 0)) for _ in planes]
+        sums = [e.variable(e.ints, whole(e, 0)) for _ in planes]
         lo, step, scale = map(e.splat, of)
-        whole = e.intrinsic(f"llvm.fptosi.sat.v{e.lanes}i32.v{e.lanes}f32", e.ints, e.vector)
-        narrow, sign = ir.VectorType(BYTE, e.lanes), _int(e, 0x7FFFFFFF)
-        none, full = _int(e, 0), _int(e, LEVELS)
+        rounded = e.intrinsic(f"llvm.fptosi.sat.v{e.lanes}i32.v{e.lanes}f32", e.ints, e.vector)
+        narrow, sign = ir.VectorType(BYTE, e.lanes), whole(e, 0x7FFFFFFF)
+        none, full = whole(e, 0), whole(e, LEVELS)
         with e.loop(I64(0), n, e.lanes) as i:
             mask = below(e, b.sub(n, i))
             v = masked(e, e.vector, e.at(x, i, FLOAT), mask)
-            u = b.call(whole, [e.fma(b.fsub(v, lo), scale, e.splat(0.5))])
+            u = b.call(rounded, [e.fma(b.fsub(v, lo), scale, e.splat(0.5))])
             u = b.select(b.icmp_signed("<", u, none), none, u)
             u = b.select(b.icmp_signed(">", u, full), full, u)
             u = b.select(mask, u, none)
@@ -225,7 +177,7 @@ class Quantise:
             off = b.bitcast(b.and_(b.bitcast(off, e.ints), sign), e.vector)
             worst.set(e.larger(worst.get(), b.select(mask, off, e.splat(0.0))))
             for k, (plane, sum_) in enumerate(zip(planes, sums, strict=True)):
-                part = b.and_(b.lshr(u, _int(e, 8 * k)), _int(e, 255))
+                part = b.and_(b.lshr(u, whole(e, 8 * k)), whole(e, 255))
                 sum_.set(b.add(sum_.get(), part))
                 b.store(b.trunc(part, narrow), e.at(plane, i), align=1)
         for k, sum_ in enumerate(sums):
@@ -259,12 +211,8 @@ def _bound(e: Emitter, row: dict[str, Value], x: dict[str, Value], p: Value) -> 
     return b.fadd(bound, far)
 
 
-def _joined(e: Emitter, low: Value, high: Value) -> Value:
-    """low + 256 high, of whole numbers, as float32."""
-    return e.fma(e.b.sitofp(high, e.vector), e.splat(256.0), e.b.sitofp(low, e.vector))
-
-
-def _numbers(e: Emitter, f: Fields) -> dict[str, Value]:
+def numbers_of(e: Emitter, f: Fields) -> dict[str, Value]:
+    """What `Quantise` wrote of an input, in vectors."""
     place = f.slot("numbers")
     return {key: e.splat(e.load(FLOAT, place, k)) for k, key in enumerate(NUMBERS)}
 
@@ -286,18 +234,25 @@ class Pilot:
 
     def emit(self, e: Emitter) -> None:
         """k(call, arena)"""
-        f, b, dots = Fields(e, PILOT), e.b, _Dots(e, self.how)
-        numbers, found = _numbers(e, f), e.variable(I64, I64(0))
+        f, b = Fields(e, PILOT), e.b
+        listed, count = (
+            Listed(e, f, self.how, self.bits, self.ahead, signed=False),
+            f.count("count"),
+        )
+        numbers, found = numbers_of(e, f), e.variable(I64, I64(0))
         line = self.vectors * e.isa.line
         with e.loop(f["begin"], f["end"], f["step"]) as tile:
             base = e.at(f.pointer("weights"), b.mul(tile, f["pitch"]))
-            sums = [[e.variable(e.ints, _int(e, 0)) for _ in range(2)] for _ in range(self.vectors)]
-            self._summed(e, f, dots, base, sums)
+            sums = [
+                [e.variable(e.ints, whole(e, 0)) for _ in range(2)] for _ in range(self.vectors)
+            ]
+            with e.loop(I64(0), count) as k:
+                listed.add(base, k, sums)
             for v, (low, high) in enumerate(sums):
                 at = b.add(b.mul(tile, I64(self.vectors)), I64(v))
                 place = e.at(f.pointer("constants"), b.mul(at, I64(len(CONSTANTS) * e.isa.line)))
                 row = {key: e.read(place, k) for k, key in enumerate(CONSTANTS)}
-                bound = _bound(e, row, numbers, _joined(e, low.get(), high.get()))
+                bound = _bound(e, row, numbers, joined(e, low.get(), high.get()))
                 open_ = b.fcmp_unordered(">", bound, e.splat(0.0))
                 first = b.mul(at, I64(e.lanes))
                 open_ = b.and_(open_, below(e, b.sub(f["rows"], first)))
@@ -313,30 +268,6 @@ class Pilot:
                 b.store(e.splat(0.0), out, align=4)
         b.store(found.get(), f.slot("left"))
 
-    def _summed(self, e: Emitter, f: Fields, dots: _Dots, base: Value, sums: list) -> None:
-        b, line = e.b, self.vectors * e.isa.line
-        u, groups = (f.slot("u0"), f.slot("u1")), f.slot("groups")
-        halves = 1 if self.bits == 8 else 2
-        nibble = _int(e, 0x0F0F0F0F)
-        with e.loop(I64(0), f.count("count")) as k:
-            if self.ahead:
-                later = e.load_long(I32, e.at(groups, b.add(k, I64(self.ahead)), I32))
-                there = e.at(base, b.mul(later, I64(line)))
-                for at in range(0, line, 64):
-                    ask(e, e.at(there, at))
-            group = e.load_long(I32, groups, k)
-            place = e.opaque(e.at(base, b.mul(group, I64(line))))
-            words = [[dots.ready(e.load(I32, plane, b.add(b.mul(group, I64(halves)), I64(h))))
-                      for plane in u] for h in range(halves)]  # fmt: skip
-            for v, pair in enumerate(sums):
-                q = b.load(e.line(place, v), typ=e.ints, align=e.isa.line)
-                parts = [q]
-                if halves == 2:
-                    parts = [b.and_(q, nibble), b.and_(b.lshr(q, _int(e, 4)), nibble)]
-                for part, word in zip(parts, words, strict=True):
-                    for plane, sum_ in enumerate(pair):
-                        sum_.set(dots.add(sum_.get(), word[plane], part))
-
 
 @dataclass(frozen=True, slots=True)
 class Second:
@@ -350,7 +281,7 @@ class Second:
     def emit(self, e: Emitter) -> None:
         """k(call, arena)"""
         f, b = Fields(e, SECOND), e.b
-        numbers, found = _numbers(e, f), e.variable(I64, I64(0))
+        numbers, found = numbers_of(e, f), e.variable(I64, I64(0))
         with e.loop(I64(0), f["threads"]) as segment:
             count = e.load(I64, f.slot("counts", segment))
             lists = {key: f.slot(key, segment) for key in ("lists", "first", "second")}
@@ -371,9 +302,9 @@ class Second:
 
     def _low(self, e: Emitter, f: Fields, row: Value, later: Value) -> list[Value]:
         """Σ l u for both planes of u. later: a row that is asked for meanwhile."""
-        b, dots = e.b, _Dots(e, self.how)
+        b, dots = e.b, Dots(e, self.how)
         line = e.at(f.pointer("weights"), b.mul(row, f["pitch"]))
-        sums, nibble = [e.variable(e.ints, _int(e, 0)) for _ in range(2)], _int(e, 0x0F0F0F0F)
+        sums, nibble = [e.variable(e.ints, whole(e, 0)) for _ in range(2)], whole(e, 0x0F0F0F0F)
         parts = 16 // e.lanes  # vectors of 64 bytes
         there = e.at(f.pointer("weights"), b.mul(later, f["pitch"]))
         ask(e, e.at(f.pointer("constants"), b.mul(later, I64(4 * len(CONSTANTS)))))
@@ -383,7 +314,7 @@ class Second:
                 place = e.at(line, b.add(b.mul(block, I64(64)), I64(v * e.isa.line)))
                 q = b.load(place, typ=e.ints, align=1)
                 for half in range(2):
-                    part = b.and_(b.lshr(q, _int(e, 4)) if half else q, nibble)
+                    part = b.and_(b.lshr(q, whole(e, 4)) if half else q, nibble)
                     at = b.add(b.mul(block, I64(128)), I64(64 * half + v * e.isa.line))
                     for plane, key in enumerate(("u0", "u1")):
                         u = b.load(e.at(f.slot(key), at), typ=e.ints, align=1)
@@ -396,5 +327,5 @@ class Second:
         b = e.b
         place = e.at(f.pointer("constants"), b.mul(row, I64(4 * len(CONSTANTS))))
         of = {key: e.splat(e.load(FLOAT, place, k)) for k, key in enumerate(CONSTANTS)}
-        bound = _bound(e, of, numbers, _joined(e, *map(e.splat, sums)))
+        bound = _bound(e, of, numbers, joined(e, *map(e.splat, sums)))
         return b.fcmp_unordered(">", b.extract_element(bound, I32(0)), FLOAT(0.0))

@@ -110,7 +110,7 @@ class Builder:
         """One layer, from slot to slot."""
         columns = layer.weight.shape[1]
         self.tape.phase()
-        lists = [self._list(t, mode, x, columns) for t in range(self.threads)]
+        lists = [self.listed(t, mode, x, columns) for t in range(self.threads)]
         self.seen.append(([count for *_, count in lists[:1]], [], []))
         if mode in ("dense", "columns"):
             self._columns(layer, lists, out, gemv.AHEAD if mode == "columns" else 0)
@@ -119,7 +119,7 @@ class Builder:
         else:
             self._certified(layer, mode, x, lists, out)
 
-    def _list(self, thread: int, mode: str, x: int, columns: int) -> tuple[int, int, int]:
+    def listed(self, thread: int, mode: str, x: int, columns: int) -> tuple[int, int, int]:
         """Slots of the columns to go through: (numbers, values, count)."""
         if mode == "dense":
             every = np.minimum(np.arange(columns + gemv.SLACK), columns - 1).astype(np.int32)
@@ -164,7 +164,7 @@ class Builder:
         sums = [slots.several(self.threads, room) for _ in range(2)] if kept else [0, 0]
         inputs = []
         for t in range(self.threads):
-            inputs.append(self._quantised(t, x, columns, width, np.abs(weight).max(initial=0)))
+            inputs.append(self.quantised(t, x, columns, width, np.abs(weight).max(initial=0)))
             u0, u1, groups, listed, numbers, _ = inputs[t]
             self.call(t, certify.Pilot(bits, vectors, how, kept is not None), certify.PILOT,
                       weights=self.held(first.weights), constants=self.held(first.constants),
@@ -194,7 +194,7 @@ class Builder:
                       pitch=4 * columns, cols=cols, values=values, count=listed,
                       out=out)  # fmt: skip
 
-    def _quantised(self, thread: int, x: int, columns: int, width: int,
+    def quantised(self, thread: int, x: int, columns: int, width: int,
                    largest: float) -> tuple[int, ...]:  # fmt: skip
         """Slots of an input as whole numbers: (u0, u1, groups, their count, numbers, sums)."""
         slots, room = self.slots, -(-columns // 128) * 128 + 256
@@ -217,7 +217,34 @@ def padded(layer: Layer, mode: str, isa: Isa) -> int:
     return packing.tiles(rows, vectors, isa) * vectors * isa.lanes
 
 
-class Plan:
+class Runs:
+    """What a builder wrote, ready to run; several threads may run it at once."""
+
+    def __init__(self, builder: Builder):
+        self.threads, self.slots, self.seen = builder.threads, builder.slots, builder.seen
+        self.ready = builder.tape.done(builder.isa)
+        self.spare: list[Memory] = []
+
+    def taken(self) -> Memory:
+        """Memory for one call, which `given_back` takes."""
+        try:
+            return self.spare.pop()
+        except IndexError:
+            arena = Arena(self.slots.size)
+            for slot, offset in self.slots.offsets.items():
+                arena.slots[slot] = arena.address + offset
+            for slot, address in self.slots.fixed.items():
+                arena.slots[slot] = address
+            ready, places = self.ready, np.array([arena.address], np.int64)
+            return Memory(Job(ready.entries, ready.ends, ready.threads, places), arena)
+
+    def given_back(self, memory: Memory) -> None:
+        """Keep it for another call."""
+        if len(self.spare) < SPARE:
+            self.spare.append(memory)
+
+
+class Plan(Runs):
     """plan(x float32 [n, columns], contiguous) -> float32 [n, rows]: the chain, row by row of x.
     Several threads may call it at once.
 
@@ -228,7 +255,7 @@ class Plan:
                  isa: Isa | None = None):  # fmt: skip
         isa = isa or host()
         builder = Builder(threads, isa)
-        self.threads, self.modes, self.layers = threads, tuple(modes), tuple(layers)
+        self.modes, self.layers = tuple(modes), tuple(layers)
         x = INPUT
         for k, (layer, mode) in enumerate(zip(layers, modes, strict=True)):
             if mode not in MODES or (mode in ("certified", "two") and not layer.relu):
@@ -242,28 +269,14 @@ class Plan:
             builder.layer(layer, mode, x, out)
             x = out
         self.width = padded(layers[-1], modes[-1], isa)
-        self.slots, self.seen = builder.slots, builder.seen
-        self.ready = builder.tape.done(isa)
-        self.spare: list[Memory] = []
+        super().__init__(builder)
         self.rows = layers[-1].weight.shape[0]
-
-    def _memory(self) -> Memory:
-        try:
-            return self.spare.pop()
-        except IndexError:
-            arena = Arena(self.slots.size)
-            for slot, offset in self.slots.offsets.items():
-                arena.slots[slot] = arena.address + offset
-            for slot, address in self.slots.fixed.items():
-                arena.slots[slot] = address
-            ready, places = self.ready, np.array([arena.address], np.int64)
-            return Memory(Job(ready.entries, ready.ends, ready.threads, places), arena)
 
     def __call__(self, x: Tensor, seen: list[list[Seen]] | None = None) -> Tensor:
         """The outputs. seen: gets what each row's call did, layer by layer."""
         count = x.shape[0]
         out = torch.empty((count, self.width))
-        memory = self._memory()
+        memory = self.taken()
         places = memory.arena.slots
         address, to = x.data_ptr(), out.data_ptr()
         for row in range(count):
@@ -272,8 +285,7 @@ class Plan:
             memory.job.run(self.threads)
             if seen is not None:
                 seen.append(self._looked(memory))
-        if len(self.spare) < SPARE:
-            self.spare.append(memory)
+        self.given_back(memory)
         if self.width == self.rows:
             return out
         return out[:, : self.rows] if count == 1 else out[:, : self.rows].contiguous()

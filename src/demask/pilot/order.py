@@ -16,6 +16,7 @@ Feature row 001-e; 001-d for the priorities.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from torch import Tensor, nn
 
 from demask.errors import BadInput
 from demask.machine.memory import parse_memory
+from demask.pilot.chain_op import ROWS
+from demask.pilot.order_plan import Chosen, Estimated, packed, unfit
 from demask.pilot.rounding import Bits, quantized
 
 DEFAULT = Bits(4, 64)
@@ -57,15 +60,23 @@ class Limit:
 class Layer:
     """A linear layer with its pilot: weight (o, i) and bias (o,), float32 on the CPU.
 
-    The small interface that kernels stand behind: `pilot` gives all rows at few bits, `rows` some
-    of them in full.
+    Up to 4 inputs are run one by one by kernels (`order_plan`), which read the pilot's 8 or 4 bits
+    packed and chosen rows in place; more inputs, other bits (`order_plan.unfit`) and weights with
+    NaN or infinities by torch, the pilot's weights unpacked to float32. The kernels' estimates
+    differ from torch's by the rounding of the input to 16 bits, some 1e-5 of its range.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, bits: Bits):
-        self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
-        self.low = quantized(self.weight, bits.bits, bits.group)
+        self.weight = weight.detach().contiguous()
+        self.bias = None if bias is None else bias.detach().contiguous()
+        self.bits, self.finite = bits, bool(self.weight.isfinite().all())
         self.pilot_bytes = bits.weight_bytes(self.weight, len(self.weight)) + self._bias_bytes
         self.columns_norm = torch.linalg.vector_norm(self.weight, dim=0)
+        fits = self.finite and self.weight.numel() and not unfit(bits, self.weight.shape[1])
+        self._packed = packed(self.weight, self.bias, bits) if fits else None
+        self._plans: dict[int, tuple[Estimated | None, Chosen]] = {}
+        if self.finite and self.weight.numel():
+            self._plan()
 
     @property
     def _bias_bytes(self) -> int:
@@ -79,8 +90,15 @@ class Layer:
     def nbytes(self) -> int:
         return self.row_bytes * len(self.weight)
 
+    @functools.cached_property
+    def low(self) -> Tensor:
+        """The pilot's weights (o, i), unpacked."""
+        return quantized(self.weight, self.bits.bits, self.bits.group)
+
     def pilot(self, x: Tensor) -> Tensor:
         """(n, i) → (n, o) with weights of few bits."""
+        if self._few(x) and (plan := self._plan()[0]) is not None:
+            return plan(x.contiguous())
         return F.linear(x, self.low, self.bias)
 
     def full(self, x: Tensor) -> Tensor:
@@ -88,9 +106,34 @@ class Layer:
         return F.linear(x, self.weight, self.bias)
 
     def rows(self, x: Tensor, units: Tensor) -> Tensor:
-        """(n, i) → (n, units): these rows alone."""
+        """(n, i) → (n, units): these rows alone. BadInput for numbers that are not 0 to o - 1, and
+        for more than o of them."""
+        count = len(self.weight)
+        if len(units) > count or bool(((units < 0) | (units >= count)).any()):
+            raise BadInput(f"expected at most {count} units from 0 to {count - 1}")
+        values = x.new_empty((len(x), len(self.weight)))
+        self.refine(x, units, values)
+        return values[:, units]
+
+    def refine(self, x: Tensor, units: Tensor, values: Tensor) -> None:
+        """Write these rows alone into values (n, o)."""
+        if self._few(x) and values.is_contiguous():
+            self._plan()[1](x.contiguous(), units.int().contiguous(), values)
+            return
         bias = None if self.bias is None else self.bias.index_select(0, units)
-        return F.linear(x, self.weight.index_select(0, units), bias)
+        values[:, units] = F.linear(x, self.weight.index_select(0, units), bias)
+
+    def _few(self, x: Tensor) -> bool:
+        """Whether kernels run so many inputs."""
+        return self.finite and bool(self.weight.numel()) and 0 < len(x) <= ROWS
+
+    def _plan(self) -> tuple[Estimated | None, Chosen]:
+        """The kernels for as many threads as torch has now."""
+        threads = torch.get_num_threads()
+        if threads not in self._plans:
+            first = None if self._packed is None else Estimated(self._packed, threads)
+            self._plans[threads] = first, Chosen(self.weight, self.bias, threads)
+        return self._plans[threads]
 
 
 class Chain:
@@ -161,13 +204,14 @@ class Chain:
     ) -> tuple[Tensor, int]:
         """The outputs of layer k: the most important units from x, the others from the pilot."""
         layer, ends = self.layers[k], k + 1 == len(self.layers)
-        order = self.priorities(k, values).argsort(descending=True, stable=True)
         step, done = max(self.block_bytes // layer.row_bytes, 1), 0
-        most = min(most, len(order))
-        while done < most and self.clock() < until:
-            units = order[done : min(done + step, most)]
-            values[:, units] = layer.rows(x, units)
-            done += len(units)
+        most = min(most, len(layer.weight))
+        if most and self.clock() < until:
+            order = self.priorities(k, values).argsort(descending=True, stable=True).int()
+            while done < most and self.clock() < until:
+                units = order[done : min(done + step, most)]
+                layer.refine(x, units, values)
+                done += len(units)
         return (values if ends else values.relu()), done
 
 

@@ -14,6 +14,7 @@ from demask.ops import schema
 from demask.pilot.chain_find import Found, behind, found, without_dropout
 from demask.pilot.conditioned import Condition, Conditioned, Decision
 from demask.pilot.order import DEFAULT, Done, Limit, Ordered
+from demask.pilot.order_plan import unfit
 from demask.pilot.rounding import Bits
 from demask.pilot.simplify import simplifier
 from demask.shrink.demask import given
@@ -61,7 +62,7 @@ def ordered(
     before = given(model, args, kwargs, None)
     draft = Draft(before)
     without_dropout(draft)
-    chains, decisions = _chains(draft)
+    chains, decisions = _chains(draft, bits)
     made = finished(before, draft.done(), ["chains run in order of importance"])
     nodes = {node.name: node for node in made.graph.nodes}
     sizes = [sum(_bytes(draft, call) for call in chain.calls) for chain in chains]
@@ -79,7 +80,7 @@ def ordered(
     return result
 
 
-def _chains(draft: Draft) -> tuple[list[Found], list[Decision]]:
+def _chains(draft: Draft, bits: Bits) -> tuple[list[Found], list[Decision]]:
     """The chains of two layers or more, and a line for each linear layer."""
     every, decisions = found(draft)
     chains = [chain for chain in every if len(chain.calls) > 1]
@@ -87,8 +88,12 @@ def _chains(draft: Draft) -> tuple[list[Found], list[Decision]]:
         words = f"chain {' → '.join(chain.names)}"
         if len(chain.calls) == 1:
             words = f"behind it comes {behind(chain)}, expected a ReLU and a linear layer alone"
-        what = "in order" if len(chain.calls) > 1 else "as it was"
-        decisions += [Decision(name, what, words) for name in chain.names]
+            decisions.append(Decision(chain.names[0], "as it was", words))
+            continue
+        for name, call in zip(chain.names, chain.calls, strict=True):
+            weight = draft.tensor(schema.arguments(call)["weight"])
+            slow = "" if weight is None else unfit(bits, weight.shape[1])
+            decisions.append(Decision(name, "in order", words + f"; {slow}" * bool(slow)))
     return chains, decisions
 
 

@@ -10,13 +10,17 @@ import mmap
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from demask.kernels.certify import CONSTANTS, UNIT
+from demask.kernels.estimate import ROW
 from demask.kernels.isa import Isa
+from demask.pilot.rounding import levels
 
 PAGE = 2**21
 TINY = 1e-33  # more than what products that underflow may add up to
 ULPS = 40 * UNIT  # of itself, that the bias enters the bound with
+SMALLEST = 1e-35  # scale
 HALF, MIDDLE = 16, 7.5  # of a byte's two halves: weight of the upper one, mean of the lower one
 
 
@@ -75,10 +79,18 @@ class Whole:
 
 def quantised(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(q int8 in -127 … 127 [rows, columns], scale float32 [rows]): one scale per row."""
-    scale = (np.abs(weight).max(1, initial=0) / 127).astype(np.float32)
-    scale[scale < 1e-35] = 0  # too small for a scale: the bound's other terms hold them
-    safe = np.where(scale > 0, scale, 1)[:, None]
-    q = np.clip(np.rint(weight / safe), -127, 127) * (scale > 0)[:, None]
+    q, scale = whole_levels(weight, 8, None)
+    return q[:, 0], scale[:, 0]
+
+
+def whole_levels(weight: np.ndarray, bits: int, group: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """(q int8 [rows, groups, columns of a group], scale float32 [rows, groups]) of a matrix [rows,
+    columns], as `rounding.levels` has them. Scales below 1e-35 become 0, and their q: too small
+    for a scale; bounds hold them in their other terms."""
+    parts, per = levels(torch.from_numpy(weight), bits, group)
+    q, scale = parts.numpy(), per[..., 0].numpy()
+    q[scale < SMALLEST] = 0
+    scale[scale < SMALLEST] = 0
     return q.astype(np.int8), scale
 
 
@@ -112,8 +124,8 @@ def bounds(weight: np.ndarray, bias: np.ndarray | None, q: np.ndarray, scale: np
 
 
 def by_vectors(constants: np.ndarray, isa: Isa) -> np.ndarray:
-    """[rows, CONSTANTS] as [vectors of rows, CONSTANTS, lanes]."""
-    return held(constants.reshape(-1, isa.lanes, len(CONSTANTS)).transpose(0, 2, 1))
+    """[rows, constants] as [vectors of rows, constants, lanes]."""
+    return held(constants.reshape(-1, isa.lanes, constants.shape[1]).transpose(0, 2, 1))
 
 
 def held(array: np.ndarray) -> np.ndarray:
@@ -157,3 +169,36 @@ def four_and_four(weight: np.ndarray, bias: np.ndarray | None, vectors: int,
     rows = held((wide[:, :, 0] | wide[:, :, 1] << 4).reshape(len(q), -1))
     second = held(bounds(weight, bias, q, scale, np.zeros_like(scale), padded))
     return Whole(both, by_vectors(first, isa)), Whole(rows, second)
+
+
+@dataclass(frozen=True, slots=True)
+class Few:
+    """Weights of few bits as `kernels.estimate` reads them.
+
+    weights: [tiles, groups of columns, rows of a tile, 4]; scales float32 [tiles, groups that have
+    one, rows of a tile]; constants float32 [vectors of rows, ROW, lanes].
+    """
+
+    weights: np.ndarray
+    scales: np.ndarray
+    constants: np.ndarray
+
+
+def few(weight: np.ndarray, bias: np.ndarray | None, bits: int, group: int | None, vectors: int,
+        isa: Isa) -> Few:  # fmt: skip
+    """float32 [rows, columns] in 8 or 4 bits, with a scale per row or per `group` columns."""
+    (rows, columns), size = weight.shape, vectors * isa.lanes
+    q, scale = whole_levels(weight, bits, group)
+    total = (q.sum(2, dtype=np.int64) * scale.astype(np.float64)).sum(1)
+    if bits == 4:  # as 16 q, in the upper halves of bytes
+        scale = scale / np.float32(16)
+    count = tiles(rows, vectors, isa)
+    per = np.zeros((count * size, scale.shape[1]), np.float32)
+    per[:rows] = scale
+    row = np.zeros((count * size, len(ROW)), np.float32)
+    row[:rows, 0], row[:rows, 1] = total, 0 if bias is None else bias
+    parts = grouped(q.reshape(rows, -1)[:, :columns], 32 // bits, vectors, isa)
+    if bits == 4:
+        parts = parts[..., :4] & 15 | parts[..., 4:] << 4
+    by_tiles = held(per.reshape(count, size, -1).transpose(0, 2, 1))
+    return Few(held(parts), by_tiles, by_vectors(row, isa))

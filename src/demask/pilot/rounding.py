@@ -87,21 +87,40 @@ def quantized(rows: Tensor, bits: int, group: int | None = None) -> Tensor:
 
     Computed in float32, or float64 for float64; rows of zeros stay zero.
 
-    >>> quantized(torch.tensor([[1.0, -0.5, 0.1]]), 2).tolist()
+    >>> quantized(torch.tensor([[1.0, 0.4, 0.1]]), 2).tolist()
     [[1.0, 0.0, 0.0]]
     """
     wide = rows if rows.dtype == torch.float64 else rows.float()
-    count, columns = wide.shape
-    width = columns if group is None else min(group, columns)
-    pad = -columns % max(width, 1)
-    parts = torch.nn.functional.pad(wide, (0, pad)).reshape(count, -1, max(width, 1))
+    columns = wide.shape[1]
     if bits == 1:
-        filled = torch.nn.functional.pad(torch.ones_like(wide), (0, pad)).reshape(parts.shape)
+        parts, filled = _parts(wide, group), _parts(torch.ones_like(wide), group)
         made = parts.sign() * parts.abs().sum(-1, keepdim=True) / filled.sum(-1, keepdim=True)
     else:
-        scale = parts.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
-        made = torch.where(scale == 0, parts, (parts / scale).round() * scale)
-    return made.reshape(count, -1)[:, :columns]
+        q, scale = levels(wide, bits, group)
+        made = torch.where(scale == 0, _parts(wide, group), q * scale)
+    return made.flatten(1)[:, :columns]
+
+
+def levels(rows: Tensor, bits: int, group: int | None = None) -> tuple[Tensor, Tensor]:
+    """(q [rows, groups, columns of a group], scale [rows, groups, 1]) of a matrix [rows, columns],
+    floating point: whole numbers in its dtype, so that q times scale are the rounded weights. q is
+    0 where the scale is, and in the columns that fill the last group. bits: 2 or more.
+
+    >>> q, scale = levels(torch.tensor([[0.5, -2.0, 1.0]]), 3)
+    >>> q.tolist(), scale.flatten().tolist()
+    ([[[1.0, -3.0, 2.0]]], [0.6666666865348816])
+    """
+    parts = _parts(rows, group)
+    scale = parts.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
+    return (parts / torch.where(scale == 0, torch.inf, scale)).round(), scale
+
+
+def _parts(rows: Tensor, group: int | None) -> Tensor:
+    """[rows, columns] as [rows, groups, columns of a group], zeros behind the last."""
+    count, columns = rows.shape
+    width = max(columns if group is None else min(group, columns), 1)
+    padded = torch.nn.functional.pad(rows, (0, -columns % width))
+    return padded.reshape(count, -(-columns // width), width)
 
 
 def powers(values: Tensor) -> Tensor:
