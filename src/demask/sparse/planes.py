@@ -138,13 +138,16 @@ class Offsets:
     """What a nonzero reads. int32.
 
     there: of x, in the order of the nonzeros. crow, back, order: the transposed matrix, a row per
-    plane: offsets into slopes, and which of the values its values are (int64).
+    plane: offsets into slopes, and which of the values its values are (int64). rows, planes: both
+    matrices' rows, the longest first.
     """
 
     there: Tensor
     crow: Tensor
     back: Tensor
     order: Tensor
+    rows: Tensor
+    planes: Tensor
 
 
 def offsets_of(m: Rows, g: Geometry) -> Offsets:
@@ -165,4 +168,5 @@ def _offsets(m: Rows, g: Geometry) -> Offsets:
     back = (row * g.slopes + g.first - shift)[order]
     there = plane * g.plane + shift
     crow = F.pad(counts.cumsum(0), (1, 0))
-    return Offsets(there.int(), crow.int(), back.int(), order)
+    longest = (torch.argsort(c, descending=True, stable=True) for c in (m.crow.diff(), counts))
+    return Offsets(there.int(), crow.int(), back.int(), order, *(t.int() for t in longest))

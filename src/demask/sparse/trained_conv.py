@@ -19,7 +19,7 @@ from demask.kernels.isa import host
 from demask.kernels.jit import CODE
 from demask.kernels.team import ENTRY, Job
 from demask.sparse.matrix import Rows
-from demask.sparse.multiply import LINE, WORK, dealt
+from demask.sparse.multiply import LINE, WORK
 from demask.sparse.op import Recomputed, parsed
 from demask.sparse.planes import Geometry, Offsets, offsets_of
 from demask.sparse.program import Conv
@@ -39,7 +39,7 @@ class Trained(torch.autograd.Function):
         # one pixel: the kernel for a single column writes rows side by side
         made = torch.empty(batch, g.rows, high * g.wide if g.length > 1 else 1)
         table = Rows(m.crow, where.there, m.values, None, (g.rows, x[0].numel()))
-        _multiply(table, x, made, g.length, bias)
+        _multiply(table, where.rows, x, made, g.length, bias)
         y = made.view(batch, g.rows, high, -1)[..., :wide].contiguous()
         return (y if given[0].ndim == 4 else y.squeeze(2),)
 
@@ -79,7 +79,7 @@ def _of_x(m: Rows, g: Geometry, where: Offsets, spread: Tensor) -> Tensor:
     made = torch.empty(spread.shape[0], g.planes, g.high, g.wide)
     values = m.values.index_select(0, where.order)
     table = Rows(where.crow, where.back, values, None, (g.planes, spread[0].numel()))
-    _multiply(table, spread, made, g.plane, None)
+    _multiply(table, where.planes, spread, made, g.plane, None)
     return g.back(made).contiguous()
 
 
@@ -88,7 +88,8 @@ def _of_values(m: Rows, g: Geometry, where: Offsets, spread: Tensor, x: Tensor) 
     batch, isa, count = x.shape[0], host(), m.col.numel()
     threads = _threads(batch, count * g.length)
     sums = torch.zeros(threads, count)
-    calls = _calls(sddmm.CALL, batch, m.crow, where.there, (g.rows, x[0].numel(), count))
+    table = Rows(m.crow, where.there, m.values, None, (g.rows, x[0].numel()))
+    calls = _calls(sddmm.CALL, batch, table, where.rows)
     image = np.arange(batch)
     calls["begin"], calls["end"] = 0, g.rows
     calls["a"] = spread.data_ptr() + 4 * (g.first + image * spread[0].numel())
@@ -101,13 +102,15 @@ def _of_values(m: Rows, g: Geometry, where: Offsets, spread: Tensor, x: Tensor) 
     return sums.sum(0)
 
 
-def _multiply(m: Rows, x: Tensor, made: Tensor, length: int, bias: Tensor | None) -> None:
+def _multiply(
+    m: Rows, order: Tensor, x: Tensor, made: Tensor, length: int, bias: Tensor | None
+) -> None:
     """made[image, row, t] = sum of values · x[image, offset + t] for t below `length`. Columns of m
     are offsets; x and made are contiguous, images first, rows of made second."""
     batch = x.shape[0]
     parts = csr.pieces(length, host(), {"biased": bias is not None})
     codes = CODE.addresses(part.kernel for part in parts)
-    calls = _calls(csr.CALL, batch * len(parts), m.crow, m.col, (*m.size, m.col.numel()))
+    calls = _calls(csr.CALL, batch * len(parts), m, order)
     image = np.repeat(np.arange(batch), len(parts))
     first = np.tile([4 * part.first for part in parts], batch)
     side = np.tile([getattr(part.kernel, "side", 1) for part in parts], batch)
@@ -122,14 +125,12 @@ def _multiply(m: Rows, x: Tensor, made: Tensor, length: int, bias: Tensor | None
     _run(calls, code, batch, _threads(batch, m.col.numel() * length))
 
 
-def _calls(
-    kind: np.dtype[Any], count: int, crow: Tensor, col: Tensor, sizes: tuple[int, int, int]
-) -> np.ndarray:
-    """Calls over all rows of a matrix, the longest first."""
+def _calls(kind: np.dtype[Any], count: int, m: Rows, order: Tensor) -> np.ndarray:
+    """Calls over all rows of a matrix, in this order (int32)."""
     calls = np.zeros(count, kind)
-    calls["crow"], calls["col"] = crow.data_ptr(), col.data_ptr()
-    calls["order"] = dealt(crow, 1, 1).order.ctypes.data
-    calls["rows"], calls["columns"], calls["entries"] = sizes
+    calls["crow"], calls["col"] = m.crow.data_ptr(), m.col.data_ptr()
+    calls["order"] = order.data_ptr()
+    calls["rows"], calls["columns"], calls["entries"] = *m.size, m.col.numel()
     return calls
 
 
