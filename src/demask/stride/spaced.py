@@ -75,7 +75,8 @@ def spaced(draft: Draft) -> bool:
         readers = [_last(node) for node in x.users]
         taken = [n for n in readers if windows(n) is not None or n.target is aten.slice.Tensor]
         if len(taken) > 1 or any(windows(node) is not None for node in taken):
-            found |= _shared(draft, x, gaps[x], taken)
+            some = tuple(g if free else 1 for g, free in zip(gaps[x], made[x], strict=True))
+            found |= _shared(draft, x, some, taken)
     return found
 
 

@@ -118,26 +118,36 @@ def _carried(node: fx.Node, found: Mapping[fx.Node, Gaps]) -> list[tuple[fx.Node
     return list(reads.items())
 
 
-def skipping(graph: fx.Graph) -> set[fx.Node]:
-    """The values that can be made at some positions alone: what a convolution or a pool makes, and
-    what carries the positions of such a value."""
-    found: set[fx.Node] = set()
+def skipping(graph: fx.Graph) -> dict[fx.Node, tuple[bool, ...]]:
+    """The values that can be made at some positions alone, and along which axes: the windows of
+    what a convolution or a pool makes, and what carries the positions of such a value."""
+    found: dict[fx.Node, tuple[bool, ...]] = {}
     for node in graph.nodes:
-        reads = any(n in found for n in node.all_input_nodes)
-        if windows(node) is not None or (reads and _keeps(node)):
-            found.add(node)
+        value, axes = node.meta.get("val"), windows(node)
+        if axes is not None:
+            lead = value.ndim - len(axes)
+            found[node] = (*[False] * lead, *[True] * len(axes))
+        elif any(n in found for n in node.all_input_nodes) and any(kept := _keeps(node, found)):
+            found[node] = kept
     return found
 
 
-def _keeps(node: fx.Node) -> bool:
-    """Does a call carry the last axis of its value, or move its positions by as much?"""
-    relation = bind(node, TABLE) if node.op == "call_function" else None
+def _keeps(node: fx.Node, found: Mapping[fx.Node, tuple[bool, ...]]) -> tuple[bool, ...]:
+    """Along which axes a call carries positions, or moves them by as much, that can be left out."""
     if node.target in (aten.slice.Tensor, *PADS):
-        return True
-    if not isinstance(relation, Relation) or not relation.outs[0]:
-        return False
+        return found.get(node.args[0], ())  # type: ignore[arg-type]
+    relation = bind(node, TABLE) if node.op == "call_function" else None
+    if not isinstance(relation, Relation) or len(relation.outs) != 1:
+        return ()
     mixed = relation.window | relation.complete | relation.moved | relation.back
-    return not relation.letters(relation.outs[0][-1:]) & mixed
+    free = {
+        axis[0]
+        for operand, axes in zip(relation.operands, relation.ins, strict=True)
+        if isinstance(operand.value, fx.Node) and operand.value in found
+        for axis, free in zip(axes, found[operand.value], strict=True)
+        if free and len(axis) == 1
+    }
+    return tuple(len(axis) == 1 and axis[0] in free - mixed for axis in relation.outs[0])
 
 
 __all__ = ["PADS", "Gaps", "each", "gaps_of", "skipping", "windows"]
