@@ -14,7 +14,7 @@ from demask.errors import BadInput
 from demask.kernels import certify
 from demask.kernels.isa import AVX2, Isa, host
 from demask.pilot import chain_plan, order_plan, packing
-from demask.pilot.order import Layer, Order
+from demask.pilot.order import Falling, Layer, Order
 from demask.pilot.order_plan import Chosen, Estimated, packed, unfit
 from demask.pilot.rounding import Bits, quantized
 from test_pilot_gemv import ISAS, bits
@@ -216,3 +216,14 @@ def test_pilots_that_no_kernel_reads_say_why():
     assert unfit(Bits(8, 10), 10) == ""  # one group
     assert "multiple of 8" in unfit(Bits(4, 12), 100)
     assert "columns" in unfit(Bits(8), order_plan.certify.MOST_COLUMNS + 1)
+
+
+def test_pieces_of_an_order_are_those_of_a_stable_sort():
+    draw = torch.Generator().manual_seed(5)
+    for count, step in ((1, 1), (700, 64), (3000, 1000), (5000, 7)):
+        values = torch.randn(count, generator=draw).mul(50).round() / 8  # many are equal
+        values[:: max(count // 9, 1)] = -0.0
+        values[count // 2] = torch.inf
+        order = Falling(values)
+        found = [order.places(k, min(k + step, count)) for k in range(0, count, step)]
+        assert torch.equal(torch.cat(found).long(), values.argsort(descending=True, stable=True))

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ from demask.pilot.rounding import Bits, quantized
 
 DEFAULT = Bits(4, 64)
 BLOCK_BYTES = 2**20  # of weights between two looks at the clock
+PIECE = 512  # units that are sorted at once, at least
 SMALL = 16  # a last layer of less than this part of the weights is always run in full
 
 
@@ -111,7 +113,9 @@ class Layer:
         count = len(self.weight)
         if len(units) > count or bool(((units < 0) | (units >= count)).any()):
             raise BadInput(f"expected at most {count} units from 0 to {count - 1}")
-        values = x.new_empty((len(x), len(self.weight)))
+        if not self._few(x):
+            return self._by_torch(x, units)
+        values = x.new_empty((len(x), count))
         self.refine(x, units, values)
         return values[:, units]
 
@@ -119,9 +123,12 @@ class Layer:
         """Write these rows alone into values (n, o)."""
         if self._few(x) and values.is_contiguous():
             self._plan()[1](x.contiguous(), units.int().contiguous(), values)
-            return
+        else:
+            values[:, units] = self._by_torch(x, units)
+
+    def _by_torch(self, x: Tensor, units: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.index_select(0, units)
-        values[:, units] = F.linear(x, self.weight.index_select(0, units), bias)
+        return F.linear(x, self.weight.index_select(0, units), bias)
 
     def _few(self, x: Tensor) -> bool:
         """Whether kernels run so many inputs."""
@@ -134,6 +141,34 @@ class Layer:
             first = None if self._packed is None else Estimated(self._packed, threads)
             self._plans[threads] = first, Chosen(self.weight, self.bias, threads)
         return self._plans[threads]
+
+
+class Falling:
+    """The places of numbers (o,), float32, largest first, equal ones in their order: sorted piece
+    by piece, as far as is asked for.
+
+    >>> Falling(torch.tensor([1.0, 3.0, 2.0, 3.0])).places(0, 3)
+    tensor([1, 3, 2], dtype=torch.int32)
+    """
+
+    def __init__(self, values: Tensor):
+        bits = (values.detach() + 0.0).numpy().view(np.int32)  # -0 is 0
+        rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # whole numbers in the order of the values
+        place = np.arange(len(bits), dtype=np.int64)
+        self.keys = (-rising.astype(np.int64) << 32) | place  # no two are equal
+        self.order, self.sorted = np.empty(len(bits), np.int32), 0
+
+    def places(self, first: int, last: int) -> Tensor:
+        """The places from the first to the last, int32."""
+        if last > self.sorted:
+            end = min(max(last, 2 * self.sorted, PIECE), len(self.keys))
+            rest, count = self.keys[self.sorted :], end - self.sorted
+            if count < len(rest):
+                rest.partition(count)
+            rest[:count].sort()
+            self.order[self.sorted : end] = rest[:count].astype(np.int32)  # the lower half
+            self.sorted = end
+        return torch.from_numpy(self.order[first:last])
 
 
 class Chain:
@@ -207,9 +242,9 @@ class Chain:
         step, done = max(self.block_bytes // layer.row_bytes, 1), 0
         most = min(most, len(layer.weight))
         if most and self.clock() < until:
-            order = self.priorities(k, values).argsort(descending=True, stable=True).int()
+            order = Falling(self.priorities(k, values))
             while done < most and self.clock() < until:
-                units = order[done : min(done + step, most)]
+                units = order.places(done, min(done + step, most))
                 layer.refine(x, units, values)
                 done += len(units)
         return (values if ends else values.relu()), done
