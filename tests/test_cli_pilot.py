@@ -132,7 +132,7 @@ def test_condition(run, model, tmp_path):
     outcome = run(*words, "skip:0.5", "--pilot", "bits:8", "--unchecked")
     assert outcome.code == 0, outcome.err
     assert "skip:0.5 by bits:8" in outcome.out
-    outcome = run(*words, "columns", "--json")
+    outcome = run(*words, "columns", "--data", "images.npy", "--json")
     assert outcome.code == 0, outcome.err
     assert json.loads(outcome.out)["decisions"]
     outcome = run(*words, "dance")

@@ -92,6 +92,19 @@ def test_a_pilot_as_large_as_the_network_does_not_pay():
     assert found.lines[1].why.startswith("refused")
 
 
+def test_what_pays_and_changes_answers_is_not_used():
+    torch.manual_seed(0)
+    convs = [nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1), nn.ReLU()]
+    model = nn.Sequential(*convs, nn.Conv2d(64, 8, 3), nn.Flatten(), nn.Linear(800, 10)).eval()
+    given = [torch.randn(1, 3, 12, 12) for _ in range(4)]
+    pairs = (("channels:0.25", "skip:0.25"),)
+    ask = {"candidates": pairs, "machine": NOMINAL}
+    careful = explain(model, given, **ask, clock=ticks(1.0)).lines[0]
+    assert careful.gain > 1.2 and careful.loss > 0.01  # type: ignore[operator]
+    assert not careful.use and "of the answers differ, 1.0% may" in careful.why
+    assert explain(model, given, **ask, loss=1.0, clock=ticks(1.0)).lines[0].use
+
+
 def test_no_inputs():
     with pytest.raises(BadInput, match="expected inputs"):
         explain(perceptron(), [])

@@ -158,6 +158,9 @@ def explain(
     threads: Annotated[
         int | None, typer.Option(min=1, help="Torch's threads; default: as many as it takes.")
     ] = None,
+    loss: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="The share of answers that may differ.")
+    ] = 0.01,
     batch: Batch = 1,
     as_json: Json = False,
     imports: Imports = None,
@@ -181,7 +184,7 @@ def explain(
         given = read_network(model, sizes)
         calls = read_inputs(data, given, batch)
         step("predicting")
-        found = explained(given.module, calls, threads=threads)
+        found = explained(given.module, calls, threads=threads, loss=loss)
     show(found, found.to_dict(), as_json)
 
 
@@ -199,6 +202,10 @@ def condition(
     pilot: Annotated[
         str | None,
         typer.Option(metavar="SIMPLIFIER", help="The cheap run: bits:4, …; default: none."),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Inputs to decide and time with, as of compare; default: random ones."),
     ] = None,
     output: Annotated[
         Path | None,
@@ -219,13 +226,13 @@ def condition(
 
     \b
     Example:
-      demask pilot condition model.pt2 --condition columns
+      demask pilot condition model.pt2 --condition columns --data images.npy
     """
     if output is not None:
         check_output(output, suffixes=(".demask",))
     with progress("loading") as step:
         import demask
-        from demask.cli.inputs import example_of
+        from demask.cli.inputs import example_of, read_inputs
         from demask.cli.models import read_network
         from demask.graph.result import Demasked
         from demask.pilot import condition as conditioned
@@ -233,7 +240,8 @@ def condition(
         import_modules(imports)
         given = read_network(model, sizes)
         step("conditioning")
-        made: Any = conditioned(given.module, example_of(given), pilot=pilot, condition=condition,
+        example = example_of(given) if data is None else read_inputs(data, given, 1)[0]
+        made: Any = conditioned(given.module, example, pilot=pilot, condition=condition,
                                 check=not unchecked)  # fmt: skip
         if output is not None:
             if not isinstance(made, Demasked):
@@ -245,9 +253,9 @@ def condition(
             demask.save(made, output)
     about: Any = made.conditioned
     rows = [decision._asdict() for decision in about.decisions]
-    data = {"condition": condition, "pilot": about.pilot, "exact": about.exact, "decisions": rows}
+    said = {"condition": condition, "pilot": about.pilot, "exact": about.exact, "decisions": rows}
     words = f"\nwritten to {output}" if output is not None else ""
-    show(f"{about}{words}", data | ({"output": str(output)} if output else {}), as_json)
+    show(f"{about}{words}", said | ({"output": str(output)} if output else {}), as_json)
 
 
 def _check_plot(path: Path) -> None:

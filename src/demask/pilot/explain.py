@@ -48,6 +48,7 @@ EXACT = {"columns": ("dense", "columns"), "certified": ("dense", "columns", "cer
 BETTER = 1.05  # times that a pilot must be faster than columns alone
 CALL = 6e-6  # seconds of one more call of an op
 MOST = 64  # inputs that are looked at
+LOSS = 0.01  # share of answers that may differ, of conditions that are not exact
 CALLS, WARMUP = 24, 4
 
 
@@ -109,6 +110,7 @@ def explain(
     inputs: Iterable[Any],
     *,
     threads: int | None = None,
+    loss: float = LOSS,
     candidates: Sequence[Pair] = CANDIDATES,
     costs: Costs | None = None,
     machine: Machine | None = None,
@@ -117,10 +119,11 @@ def explain(
     """Predicted gain and loss of each pair of pilot and condition, and whether to use it.
 
     inputs: tensors, or tuples of arguments, like those that will come; 64 are looked at. threads:
-    of torch (None: as many as it has). candidates: pairs of texts, as `simplify` and `condition`
-    take them. costs: what this machine's bandwidths are asked of (None: those kept in the user's
-    cache folder, measured at the first time). machine: its numbers, instead. clock: returns
-    seconds. BadInput without inputs. The model is not changed. Feature row 001-e.
+    of torch (None: as many as it has). loss: the share of answers that may differ, of conditions
+    that are not exact; more is not to be used, whatever it gains. candidates: pairs of texts, as
+    `simplify` and `condition` take them. costs: what this machine's bandwidths are asked of (None:
+    those kept in the user's cache folder, measured at the first time). machine: its numbers,
+    instead. clock: returns seconds. BadInput without inputs. The model is not changed. Feature row 001-e.
 
     >>> from demask.pilot.cost import NOMINAL
     >>> net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
@@ -139,7 +142,7 @@ def explain(
             machine = measured(asked)
             asked.save()
         network = _Network.of(model, several, clock)
-        lines = [_line(network, pilot, condition, machine) for pilot, condition in candidates]
+        lines = [_line(network, pilot, condition, machine, loss) for pilot, condition in candidates]
     lines = _compared(lines)
     return Explanation(tuple(lines), network.seconds, len(several), count, described(),
                        _summary(lines))  # fmt: skip
@@ -254,11 +257,13 @@ def _flops(model: nn.Module, inputs: Sequence[tuple[Any, ...]]) -> float:
     return counter.get_total_flops() / len(some)
 
 
-def _line(network: _Network, pilot: str, condition: str, machine: Machine) -> Line:
+def _line(
+    network: _Network, pilot: str, condition: str, machine: Machine, loss: float
+) -> Line:  # fmt: skip
     if condition in EXACT:
         return _exact(network, pilot, condition, machine)
     try:
-        return _counted(network, pilot, condition)
+        return _counted(network, pilot, condition, loss)
     except (DemaskError, NotImplementedError) as error:
         return Line(pilot, condition, None, None, None, False, False, f"refused: {error}"[:200])
 
@@ -316,8 +321,8 @@ def picked_here(
     return Picked(picked.modes, picked.why, picked.reads, seconds + extra, picked.dense, footprint)
 
 
-def _counted(network: _Network, pilot: str, condition: str) -> Line:
-    """By operations, pilot included; the loss measured on the inputs."""
+def _counted(network: _Network, pilot: str, condition: str, allowed: float) -> Line:
+    """By operations, pilot included; the loss measured on the inputs, `allowed` at most."""
     kind = condition_of(condition)
     made: Any = kind.applied(network.model, network.inputs[0], None, pilot or None)
     share = _flops(made, network.inputs) / max(network.flops, 1.0)
@@ -330,7 +335,10 @@ def _counted(network: _Network, pilot: str, condition: str) -> Line:
     why = f"{share:.0%} of the operations, the pilot's included"
     if gain < GAIN:
         why += "; it saves less than it costs"
-    return Line(pilot, condition, seconds, gain, loss, False, gain >= GAIN, why)
+    elif loss > allowed:
+        why += f"; {loss:.1%} of the answers differ, {allowed:.1%} may"
+    use = gain >= GAIN and loss <= allowed
+    return Line(pilot, condition, seconds, gain, loss, False, use, why)
 
 
 def _calls(model: nn.Module) -> int:
