@@ -123,7 +123,8 @@ def explain(
     that are not exact; more is not to be used, whatever it gains. candidates: pairs of texts, as
     `simplify` and `condition` take them. costs: what this machine's bandwidths are asked of (None:
     those kept in the user's cache folder, measured at the first time). machine: its numbers,
-    instead. clock: returns seconds. BadInput without inputs. The model is not changed. Feature row 001-e.
+    instead. clock: returns seconds. BadInput without inputs. The model is not changed. Feature row
+    001-e.
 
     >>> from demask.pilot.cost import NOMINAL
     >>> net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
