@@ -52,23 +52,9 @@ NUMBERS = ("lo", "step", "e", "one_norm", "two_norm", "rounding", "sum")
 
 #: x: slot, n: length; u0, u1: slots of its bytes; groups, count: slots of the list of groups of
 #: `width` columns of which any u is not 0; numbers: slot; limit: bits of a float32
-QUANTISE = np.dtype(
-    [
-        (key, "<i8")
-        for key in (
-            "x",
-            "n",
-            "u0",
-            "u1",
-            "groups",
-            "count",
-            "group_count",
-            "numbers",
-            "limit",
-            "sums",
-        )
-    ]
-)
+QUANTISE = np.dtype([(key, "<i8") for key in (
+    "x", "n", "u0", "u1", "groups", "count", "group_count", "numbers", "limit",
+    "sums")])  # fmt: skip
 #: weights, constants: addresses; tiles begin, end, step of `pitch` bytes; rows: how many there are;
 #: out: slot of zeros; list, left: slots of the rows not proved, and of their number; first,
 #: second: slots of their sums, for another level

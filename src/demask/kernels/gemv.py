@@ -34,23 +34,9 @@ SLACK = 64  # elements behind a list that may be written, and read, for nothing
 COMPACT = np.dtype([(key, "<i8") for key in ("x", "n", "cols", "values", "count")])
 #: weights, bias: addresses; begin, end, step: tiles; pitch: bytes of a tile; cols, values, count,
 #: out: slots
-COLUMNS = np.dtype(
-    [
-        (key, "<i8")
-        for key in (
-            "weights",
-            "bias",
-            "begin",
-            "end",
-            "step",
-            "pitch",
-            "cols",
-            "values",
-            "count",
-            "out",
-        )
-    ]
-)
+COLUMNS = np.dtype([(key, "<i8") for key in (
+    "weights", "bias", "begin", "end", "step", "pitch", "cols", "values", "count",
+    "out")])  # fmt: skip
 #: lists, counts: the first of `threads` slots, one for each thread that listed rows; thread: whose
 #: share of each list this is; weights, bias: addresses; pitch: bytes of a row; cols … out: slots
 ROWS = np.dtype([(key, "<i8") for key in (
