@@ -1,7 +1,8 @@
 """Which positions of a value calls could do with: every s-th from the first on, axis by axis.
 
     a convolution or a pool      gcd(stride, padding, dilation), without the
-                                 stride of one window, the dilation of one tap
+                                 stride of one window; so a strided convolution
+                                 of one tap reads all, unless it was dilated
     y[first::s], gap g of y      gcd(first, s g)
     what carries positions       the gaps of its value
 
@@ -77,8 +78,7 @@ def windows(node: fx.Node) -> Gaps | None:
     stride = (
         s if n != 1 else 0 for s, n in zip(stride, node.meta["val"].shape[-rank:], strict=True)
     )
-    apart = (d if n > 1 else 0 for d, n in zip(dilation, kernel, strict=True))
-    return tuple(map(math.gcd, stride, padding, apart))
+    return tuple(map(math.gcd, stride, padding, dilation))
 
 
 def each(value: Any, rank: int) -> list[int]:
