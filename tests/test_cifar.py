@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
     not (cifar.DATA / "cifar_resnet56.safetensors").exists(),
     reason="trained weights are in shared/data beside the project",
 )
-DEPTHS = (20, 56)
+DEPTHS = (20, pytest.param(56, marks=pytest.mark.nightly))
 
 
 def made(depth: int, shifts: bool) -> cifar.ResNet:

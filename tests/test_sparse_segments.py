@@ -26,7 +26,7 @@ from demask.sparse.segments import SEGMENT, layers_of, segmented, segments_of
 from demask.tune.affine import absorbed
 from demask.tune.draft import Draft
 from fuzz.generate import generate
-from micro import MICROS, Micro, Net
+from micro import Micro, Net, every
 from test_tune import check, program_of
 
 pytestmark = [
@@ -227,12 +227,7 @@ def test_every_size_may_be_dynamic() -> None:
     assert not any(str(n) in segments_of(found.graph)[0][0].args[2] for n in (33, 32))
 
 
-# Every fifth by day.
-@pytest.mark.parametrize(
-    "case", [*MICROS[::5], *(pytest.param(case, marks=pytest.mark.nightly)
-                             for k, case in enumerate(MICROS) if k % 5)],
-    ids=lambda c: c.name,
-)  # fmt: skip
+@pytest.mark.parametrize("case", every(5))
 def test_every_micro_network(case: Micro) -> None:
     torch.manual_seed(7)
     model, args = case.make()
