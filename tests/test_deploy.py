@@ -84,7 +84,8 @@ def same(a, b):
         agree(runtime(b, x), runtime(a, x))
 
 
-def test_the_fastest_candidate_is_written(given, tmp_path, fast):
+def test_the_fastest_candidate_is_written(given, tmp_path, fast, monkeypatch):
+    monkeypatch.setattr(deploying, "MULTIPLES", (1, 4))
     fast(lambda name: 0.5 if "of 4" in name and "computed" in name else 1.0)
     net = demask.from_onnx(given)
     made = deploy(net, (torch.randn(1, 3, 16, 16),), tmp_path / "slim.onnx", file=given)
@@ -169,7 +170,8 @@ def test_real_timings_say_what_they_measured(given, tmp_path, monkeypatch):
 # -- the command line ------------------------------------------------------------------------------
 
 
-def test_the_commands_take_onnx_files(run, given, tmp_path, fast):  # noqa: F811
+def test_the_commands_take_onnx_files(run, given, tmp_path, fast, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(deploying, "MULTIPLES", (4,))
     fast(lambda name: 1.0 if name == "given" else 0.5)
     (tmp_path / "model.onnx").write_bytes(given.read_bytes())
     outcome = run("slim", "model.onnx", "-o", "slim.onnx", "--size", "batch=2", "--json")

@@ -1,9 +1,13 @@
 """Quantized ONNX files stay quantized: the pairs of ops, the weights, what the runtime fuses."""
 
+import functools
+import itertools
 import json
+import tempfile
 import zipfile
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -13,6 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 import demask
+from demask import deploy as deploying
 from demask.deploy import deploy
 from demask.errors import BadInput, RefusedFile
 from demask.files.onnx.grids import gridded
@@ -81,14 +86,23 @@ def image(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((2, 3, 12, 12)).astype(np.float32)
 
 
-def made(folder, kind=Net, per_channel=True, values=Kind.QUInt8, weights=Kind.QInt8):
+@functools.cache
+def quantized_file(kind, per_channel, values, weights) -> bytes:
     """A masked network that ONNX Runtime's own tool has quantized."""
-    demask.to_onnx(masked(kind), folder / "float.onnx", (torch.from_numpy(image(0)),))
-    quantization.quantize_static(
-        folder / "float.onnx", folder / "given.onnx", Draws(), per_channel=per_channel,
-        quant_format=quantization.QuantFormat.QDQ, activation_type=values, weight_type=weights,
-    )  # fmt: skip
-    return folder / "given.onnx"
+    with tempfile.TemporaryDirectory() as name:
+        whole, given = Path(name, "float.onnx"), Path(name, "given.onnx")
+        demask.to_onnx(masked(kind), whole, (torch.from_numpy(image(0)),))
+        quantization.quantize_static(
+            whole, given, Draws(), per_channel=per_channel, activation_type=values,
+            weight_type=weights, quant_format=quantization.QuantFormat.QDQ,
+        )  # fmt: skip
+        return given.read_bytes()
+
+
+def made(folder, kind=Net, per_channel=True, values=Kind.QUInt8, weights=Kind.QInt8):
+    path = folder / "given.onnx"
+    path.write_bytes(quantized_file(kind, per_channel, values, weights))
+    return path
 
 
 def slimmed(path, out, x=None):
@@ -139,12 +153,17 @@ def weights_of(path) -> list[np.ndarray]:
 
 
 TYPES = [(Kind.QUInt8, Kind.QInt8), (Kind.QInt8, Kind.QInt8), (Kind.QUInt8, Kind.QUInt8)]
+EVERY = list(itertools.product([Net, Tokens], TYPES, [True, False]))
 
 
-@pytest.mark.parametrize("per_channel", [True, False])
-@pytest.mark.parametrize(("values", "weights"), TYPES, ids=str)
-@pytest.mark.parametrize("kind", [Net, Tokens])
-def test_a_quantized_file_stays_quantized(tmp_path, kind, values, weights, per_channel):
+# By day each kind of network, pair of types and kind of scales once.
+@pytest.mark.parametrize(
+    ("kind", "types", "per_channel"),
+    [pytest.param(*one, marks=[] if k in (0, 3, 11) else [pytest.mark.nightly])
+     for k, one in enumerate(EVERY)], ids=str,
+)  # fmt: skip
+def test_a_quantized_file_stays_quantized(tmp_path, kind, types, per_channel):
+    values, weights = types
     path, out = made(tmp_path, kind, per_channel, values, weights), tmp_path / "slim.onnx"
     slim = slimmed(path, out)
     assert slim.demasked.after.parameters < 0.9 * slim.demasked.before.parameters
@@ -163,7 +182,9 @@ def test_a_quantized_file_stays_quantized(tmp_path, kind, values, weights, per_c
         assert first["QLinearConv"] == 4
 
 
-@pytest.mark.parametrize("kind", [Kind.QInt16, Kind.QUInt16])
+@pytest.mark.parametrize(
+    "kind", [Kind.QInt16, pytest.param(Kind.QUInt16, marks=pytest.mark.nightly)]
+)
 def test_values_of_16_bits_stay_too(tmp_path, kind):
     path, out = made(tmp_path, values=kind), tmp_path / "slim.onnx"
     slim = slimmed(path, out)
@@ -338,7 +359,10 @@ def test_a_wrong_scale_in_the_history_leaves_a_weight_float(tmp_path):
     )
 
 
-def test_the_file_to_run_has_round_widths(tmp_path):
+def test_the_file_to_run_has_round_widths(tmp_path, monkeypatch):
+    monkeypatch.setattr(deploying, "MULTIPLES", (4,))
+    monkeypatch.setattr(deploying, "ROUNDS", 2)
+    monkeypatch.setattr(deploying, "PAIRS", 4)
     path, out = made(tmp_path), tmp_path / "out.onnx"
     net, x = demask.from_onnx(path), torch.from_numpy(image(9))
     program = captured(demask.demask(net, (x,)), (x,), None, None)
@@ -371,6 +395,16 @@ def test_archives_and_pt2_files(tmp_path):
             assert torch.equal(made_again(x), slim(x)) and torch.equal(slim(x), net(x))
 
 
+@pytest.fixture(scope="module")
+def entries(tmp_path_factory) -> dict[str, bytes]:
+    """What an archive of the demasked network holds."""
+    folder = tmp_path_factory.mktemp("archive")
+    slim = demask.demask(demask.from_onnx(made(folder)), (torch.from_numpy(image(9)),))
+    demask.save(slim, folder / "slim.demask")
+    with zipfile.ZipFile(folder / "slim.demask") as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
 @pytest.mark.parametrize(
     ("place", "value"),
     [
@@ -384,12 +418,7 @@ def test_archives_and_pt2_files(tmp_path):
         (3, None),
     ],
 )
-def test_odd_arguments_in_an_archive_are_errors(tmp_path, place, value):
-    x = torch.from_numpy(image(9))
-    slim = demask.demask(demask.from_onnx(made(tmp_path)), (x,))
-    demask.save(slim, tmp_path / "slim.demask")
-    with zipfile.ZipFile(tmp_path / "slim.demask") as archive:
-        entries = {name: archive.read(name) for name in archive.namelist()}
+def test_odd_arguments_in_an_archive_are_errors(entries, tmp_path, place, value):
     document = json.loads(entries["graph.json"])
     row = next(r for r in document["nodes"] if r["target"] == "demask.quantize.default")
     scale = next(t for t in document["tensors"] if t["name"] == "a.weight_quantized")
@@ -398,12 +427,12 @@ def test_odd_arguments_in_an_archive_are_errors(tmp_path, place, value):
                                      "args": [], "kwargs": {}})  # fmt: skip
         row["args"][1] = {"node": "odd"}
     row["args"][place] = value
-    entries["graph.json"] = json.dumps(document).encode()
+    odd = entries | {"graph.json": json.dumps(document).encode()}
     with zipfile.ZipFile(tmp_path / "odd.demask", "w") as archive:
-        for name, data in entries.items():
+        for name, data in odd.items():
             archive.writestr(name, data)
     with pytest.raises((BadInput, RefusedFile, RuntimeError, TypeError, AttributeError)):
-        demask.load(tmp_path / "odd.demask")(x)
+        demask.load(tmp_path / "odd.demask")(torch.from_numpy(image(9)))
 
 
 def test_odd_grids_in_an_archive_are_refused():

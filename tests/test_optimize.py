@@ -67,13 +67,21 @@ def prefer(monkeypatch, name: str) -> None:
     monkeypatch.setattr(module, "sampled", sampled)
 
 
+def by_night(*some: str) -> list:
+    return [pytest.param(one, marks=pytest.mark.nightly) for one in some]
+
+
 CHOSEN = ("conv_bn_relu_conv", "misaligned_residual", "lstm", "several_inputs_and_outputs",
           "conv1d")  # fmt: skip
 FORMS = ("demasked alone", "norms in the weights", "layers with their epilogues", "channels last")
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", CHOSEN)
+# By day each network in one form, and each form.
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [pytest.param(name, form, marks=[] if (i - k) % 4 == 0 else [pytest.mark.nightly])
+     for i, name in enumerate(CHOSEN) for k, form in enumerate(FORMS)],
+)  # fmt: skip
 def test_equal_outputs(name: str, form: str, monkeypatch) -> None:
     prefer(monkeypatch, form)
     torch.manual_seed(7)
@@ -326,7 +334,7 @@ def test_an_image_without_a_batch() -> None:
     agree(model(x), fast(model, x)(x))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS[3:], *by_night(*FORMS[:3])])
 def test_one_image(form: str, monkeypatch) -> None:
     prefer(monkeypatch, form)
     model = convs()
@@ -336,7 +344,7 @@ def test_one_image(form: str, monkeypatch) -> None:
         agree(model(x), found(x))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS[2:], *by_night(*FORMS[:2])])
 def test_outputs_lie_in_memory_as_before(form: str, monkeypatch) -> None:
     """A user's view of an output works on what optimize() gives back."""
 

@@ -310,7 +310,9 @@ def test_another_dtype_has_no_sparse_form(model, quick):
     assert not has_segments(fast)
 
 
-@pytest.mark.parametrize(("precision", "limit"), [("bf16", 0.02), ("int8", 0.05)])
+@pytest.mark.parametrize(
+    ("precision", "limit"), [pytest.param("bf16", 0.02, marks=pytest.mark.nightly), ("int8", 0.05)]
+)
 def test_lossy_storage_says_how_far_it_is_off(model, quick, precision, limit, tmp_path):
     fast = optimized(model, precision=precision)
     assert has_segments(fast)

@@ -275,8 +275,16 @@ def test_indices_that_change_unseen_are_refused():
 
 
 @pytest.mark.parametrize("end", [True, False], ids=["end", "beginning"])
-@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize(
+    ("index", "named"),
+    [
+        (torch.int32, False),
+        (torch.int64, True),
+        pytest.param(torch.int32, True, marks=pytest.mark.nightly),
+        pytest.param(torch.int64, False, marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
 def test_kernels_stay_in_their_buffers(end, index, named):
     for rows, columns, density in ((1, 1, 1.0), (5, 7, 0.5), (37, 50, 0.2), (6, 40, 0.0)):
         w = uneven(rows, columns, density)

@@ -30,8 +30,15 @@ class Classifier(nn.Module):
 MACS = 2 * 5 * 16 * 16 + 16 * 16 + 2 * 5 * 16 + 16 * 16 + 2 * 16 * 32 + 16 * 3
 
 
-@pytest.mark.parametrize("form", ["sdpa", "spelled"])
-@pytest.mark.parametrize("token", [0, -1])
+@pytest.mark.parametrize(
+    ("form", "token"),
+    [
+        ("sdpa", 0),
+        ("spelled", -1),
+        pytest.param("sdpa", -1, marks=pytest.mark.nightly),
+        pytest.param("spelled", 0, marks=pytest.mark.nightly),
+    ],
+)
 def test_one_token_of_a_dynamic_length(form: str, token: int) -> None:
     torch.manual_seed(0)
     model = Classifier(form, token).double().eval()
