@@ -26,7 +26,6 @@ from demask.graph.program import Program
 from demask.ops import TABLE, Relation, bind, schema
 from demask.stride.spaced import (
     AVERAGE_POOLS,
-    MAX_POOLS,
     Every,
     cut_of,
     cuts_of,
@@ -38,6 +37,7 @@ from demask.stride.spaced import (
     slices,
     spaced,
 )
+from demask.stride.steps import MAX_POOLS
 from demask.stride.unblocked import joined, unblocked
 from demask.tune.draft import Draft, is_pointwise
 

@@ -7,23 +7,19 @@ max_pool(x, stride)[::s]                              == max_pool(x, stride * s)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, fx, ops
+from torch import fx, ops
 
 from demask.ops import schema
-from demask.stride.steps import PADS, Gaps, each, gaps_of, skipping, windows
+from demask.stride.steps import MAX_POOLS, PADS, Gaps, each, gaps_of, skipping, windows
 from demask.tune.draft import Draft, only_reader
 
 aten = ops.aten
 Every = tuple[int, int, int]  # first position, step, how many
 
-MAX_POOLS: Mapping[Any, Callable[..., Tensor]] = {
-    aten.max_pool1d.default: F.max_pool1d, aten.max_pool2d.default: F.max_pool2d,
-    aten.max_pool3d.default: F.max_pool3d,
-}  # fmt: skip
 AVERAGE_POOLS = {
     aten.avg_pool1d.default: F.max_pool1d, aten.avg_pool2d.default: F.max_pool2d,
     aten.avg_pool3d.default: F.max_pool3d,

@@ -13,9 +13,10 @@ A sweep from the outputs back over the letters of the op table. Gap 0: the first
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, fx, ops
 
 from demask.ops import TABLE, Relation, bind, schema
@@ -24,7 +25,10 @@ from demask.stride.unblocked import CONVOLUTIONS
 aten = ops.aten
 Gaps = tuple[int, ...]  # per axis of a value
 PADS = (aten.constant_pad_nd.default, aten.pad.default)
-MAX_POOLS = (aten.max_pool1d.default, aten.max_pool2d.default, aten.max_pool3d.default)
+MAX_POOLS: Mapping[Any, Callable[..., Tensor]] = {
+    aten.max_pool1d.default: F.max_pool1d, aten.max_pool2d.default: F.max_pool2d,
+    aten.max_pool3d.default: F.max_pool3d,
+}  # fmt: skip
 
 
 def gaps_of(graph: fx.Graph) -> dict[fx.Node, Gaps]:
