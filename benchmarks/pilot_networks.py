@@ -67,11 +67,13 @@ def images(part: str, data: Path = DATA, standard: bool = False) -> tuple[Tensor
 
 
 def trained(name: str, data: Path = DATA) -> nn.Sequential:
-    """A perceptron of SPECS, trained: AdamW, matrix products in bfloat16."""
+    """A perceptron of SPECS, trained: AdamW, its rate falling to 0, products in bfloat16."""
     spec = SPECS[name]
     torch.manual_seed(SEED)
     model, (x, classes) = perceptron(spec.widths), images("train", data, spec.standard)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    steps = EPOCHS * -(-len(x) // BATCH)
+    falling = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
     order = torch.Generator().manual_seed(SEED)
     loss = torch.zeros(())
     for epoch in range(EPOCHS):
@@ -86,6 +88,7 @@ def trained(name: str, data: Path = DATA) -> nn.Sequential:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            falling.step()
         print(f"{name}: epoch {epoch + 1} of {EPOCHS}, loss {loss.item():.3f}", flush=True)
     return model.eval()
 
