@@ -242,3 +242,29 @@ def test_code_for_every_target(isa):
     text = assembly([Sampled(partial=True, wide=True, named=True, more=True)], isa)
     spelled = {AVX512.name: "vfmadd", AVX2.name: "vfmadd", NEON.name: "fmla"}
     assert spelled[isa.name] in text
+
+
+def test_doubly_compressed_matrices_are_compiled_and_exported():
+    """torch.compile takes no sparse tensors; DCSR holds plain ones."""
+    torch.manual_seed(0)
+    w = DCSR.from_csr(as_csr(matrix(13, 9, 0.3, dtype=torch.float32)))
+    a, b = torch.randn(13, 5, requires_grad=True), torch.randn(9, 5, requires_grad=True)
+
+    def run(a, b):
+        return spmm(sddmm(a, b, w, transposed=True), b, activation="relu") + spmm(w, b)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for one, other in zip(
+        torch.autograd.grad(compiled(a, b).square().sum(), (a, b)),
+        torch.autograd.grad(run(a, b).square().sum(), (a, b)),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
+
+    class Product(torch.nn.Module):
+        def forward(self, b):
+            return spmm(w, b)
+
+    exported = torch.export.export(Product(), (b.detach(),)).module()
+    assert torch.equal(exported(b), spmm(w, b))

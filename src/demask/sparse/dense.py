@@ -139,7 +139,7 @@ def matrix(
 def check_indices(crow: Tensor, col: Tensor, columns: int) -> None:
     """Raise BadInput for row starts that do not rise to the number of columns that are there, and
     for columns that are not below `columns`."""
-    if _traced([crow, col]):
+    if traced([crow, col]):
         return
     starts = len(crow) > 0 and crow[0] == 0 and crow[-1] == len(col)
     if not starts or (crow[1:] < crow[:-1]).any():  # not by differences, which may overflow
@@ -184,11 +184,13 @@ def _layer(step: Step, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor | N
     return weight(step, weights, x.shape, x.dtype), None if found is None else found.to(x.dtype)
 
 
-def _traced(tensors: Sequence[Tensor]) -> bool:
+def traced(tensors: Sequence[Tensor]) -> bool:
     """Whether values of tensors are unknown or recorded, so that code cannot depend on them."""
+    if torch.compiler.is_compiling():
+        return True  # first, for torch.compile does not know the next two
     if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return True  # torch has no public names for these
-    return torch.compiler.is_compiling() or any(t.is_meta for t in tensors)
+    return any(t.is_meta for t in tensors)
 
 
 def scattered(

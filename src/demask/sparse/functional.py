@@ -14,7 +14,7 @@ from torch import Tensor
 
 from demask.errors import BadInput
 from demask.sparse.activations import Activation, act_of
-from demask.sparse.dense import check_indices
+from demask.sparse.dense import check_indices, traced
 from demask.sparse.gpu_ops import kernels
 from demask.sparse.matrix import Rows
 from demask.sparse.product import NARROW, product
@@ -53,6 +53,8 @@ class DCSR:
         _check_size(self.size)
         check_indices(self.crow, self.col, self.size[1])
         rows = self.rows
+        if traced([rows]):
+            return  # kernels look at every index
         if rows.numel() and not (rows[0] >= 0 and rows[-1] < self.size[0]):
             raise BadInput(f"expected rows below {self.size[0]}, got {rows[0]} to {rows[-1]}")
         if (rows[1:] <= rows[:-1]).any():
@@ -62,6 +64,8 @@ class DCSR:
     def from_csr(cls, matrix: Tensor) -> Self:
         """The matrix without its empty rows, from torch.sparse_csr."""
         crow, col, values = csr_parts(matrix)
+        # No view of a sparse tensor, which torch.compile and torch.export do not take.
+        values = values if values.requires_grad else values.detach()
         there = crow.diff() != 0
         rows = there.nonzero()[:, 0].to(crow.dtype)
         short = torch.cat([crow[:1], crow[1:][there]])
