@@ -4,16 +4,26 @@ for, what is made once, training from the start."""
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch.library import opcheck
 
 from demask.errors import BadInput
-from demask.sparse import SparseConv1d, SparseConv2d, SparseLinear, planes
-from demask.sparse.op import Recomputed
+from demask.sparse import (
+    SparseConv1d,
+    SparseConv2d,
+    SparseConvTranspose1d,
+    SparseConvTranspose2d,
+    SparseLinear,
+    op,
+    planes,
+)
 from demask.sparse.program import Program
-from demask.sparse.trained_conv import Trained
 from demask.sparse.training import takes
 
 CLOSE = 2e-6  # float32, of the largest: sums of some hundred products
@@ -27,6 +37,13 @@ def pruned(layer, density=0.3):
         if density < 1 and min(layer.weight.shape[:2]) > 2:
             layer.weight[1], layer.weight[:, 1] = 0, 0
     return layer
+
+
+def as_matrix(layer, weight):
+    """A weight of torch's layer as sparse layers have it: a row per output channel."""
+    if isinstance(layer, nn.ConvTranspose1d | nn.ConvTranspose2d):
+        weight = weight.unflatten(0, (layer.groups, -1)).transpose(1, 2).flatten(0, 1)
+    return weight.flatten(1)
 
 
 def error(found, wanted):
@@ -43,9 +60,9 @@ def check(dense, kind, x):
     slope = torch.randn(found.shape)
     found.backward(slope)
     wanted.backward(slope.double())
-    rows = dense.weight.flatten(1)
+    rows = as_matrix(dense, dense.weight)
     pairs = [(found, wanted), (inputs[0].grad, inputs[1].grad)]
-    pairs.append((layer.values.grad, exact.weight.grad.flatten(1)[rows != 0]))
+    pairs.append((layer.values.grad, as_matrix(dense, exact.weight.grad)[rows != 0]))
     if layer.bias is not None:
         pairs.append((layer.bias.grad, exact.bias.grad))
     for one, other in pairs:
@@ -59,7 +76,7 @@ def by_kernels(monkeypatch):
     def refuse(*given):
         raise AssertionError("dense gradients")
 
-    monkeypatch.setattr(Recomputed, "apply", refuse)
+    monkeypatch.setattr(op, "recomputed", refuse)
 
 
 CONVS = {
@@ -105,12 +122,54 @@ def test_convolutions(name, threads, by_kernels):
         torch.set_num_threads(before)
 
 
+TRANSPOSED = {
+    "3x3": ({"kernel_size": 3, "padding": 1}, (3, 6, 9, 7)),
+    "strided": ({"kernel_size": 3, "stride": 2, "padding": 1}, (3, 6, 6, 5)),
+    "output_padding": (
+        {"kernel_size": 3, "stride": 3, "padding": 1, "output_padding": (1, 2)},
+        (2, 6, 5, 4),
+    ),
+    "gaps": ({"kernel_size": 2, "stride": 4, "output_padding": 1}, (2, 6, 5, 4)),
+    "all at once": (
+        {
+            "kernel_size": (5, 2),
+            "padding": (2, 1),
+            "dilation": (1, 3),
+            "stride": (3, 2),
+            "groups": 2,
+        },
+        (3, 6, 7, 9),
+    ),
+    "depthwise": ({"kernel_size": 4, "stride": 2, "padding": 1, "groups": 6}, (2, 6, 5, 8)),
+    "padding beyond the kernel": ({"kernel_size": 2, "padding": 2}, (2, 6, 9, 8)),
+    "one pixel": ({"kernel_size": 3}, (4, 6, 1, 1)),
+    "one pixel is left": ({"kernel_size": 3, "padding": 1, "bias": False}, (4, 6, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", TRANSPOSED)
+def test_transposed_convolutions(name, threads, by_kernels):
+    options, shape = TRANSPOSED[name]
+    torch.manual_seed(0)
+    dense = pruned(nn.ConvTranspose2d(6, 12, **options))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        check(dense, SparseConvTranspose2d, torch.randn(shape))
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("stride", [1, 2])
 def test_signals_and_inputs_without_a_batch(stride, by_kernels):
     torch.manual_seed(0)
     signal = pruned(nn.Conv1d(4, 6, 3, stride, padding=1))
     check(signal, SparseConv1d, torch.randn(3, 4, 21))
     check(signal, SparseConv1d, torch.randn(4, 21))
+    back = pruned(nn.ConvTranspose1d(4, 6, 3, stride, padding=1, groups=2))
+    check(back, SparseConvTranspose1d, torch.randn(3, 4, 21))
+    check(back, SparseConvTranspose1d, torch.randn(4, 21))
     image = pruned(nn.Conv2d(4, 6, 3, stride))
     check(image, SparseConv2d, torch.randn(4, 9, 7))
     check(image, SparseConv2d, torch.randn(2, 9, 7, 4).permute(0, 3, 1, 2))
@@ -216,7 +275,7 @@ def test_the_same_call_gives_the_same_bits():
     x = torch.randn(7, 8, 16, 16)
     found = [torch.autograd.grad(layer(x).square().sum(), layer.values)[0] for _ in range(3)]
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-    assert type(layer(x).grad_fn).__name__ == Trained.__name__ + "Backward"
+    assert "demask_convolved" in type(layer(x).grad_fn).__name__
 
 
 def test_memory_scales_with_the_nonzeros():
@@ -262,3 +321,97 @@ def test_a_network_trains_as_its_masked_dense_twin():
         losses.append(row)
     assert losses[-1][0] < losses[0][0] - 0.1
     assert all(abs(a - b) <= 1e-4 * losses[0][0] for a, b in losses), losses
+
+
+COMPILED = {
+    "linear": lambda: (nn.Linear(64, 48), SparseLinear, torch.randn(5, 64)),
+    "conv": lambda: (nn.Conv2d(8, 12, 3, 2), SparseConv2d, torch.randn(3, 8, 9, 9)),
+    "transposed": lambda: (
+        nn.ConvTranspose2d(8, 12, 3, 2), SparseConvTranspose2d, torch.randn(3, 8, 5, 5),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_training_makes_no_dense_weights(name, dtype):
+    """Bits as without torch.compile, and nothing in either graph is as large as the weight."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    made, kind, x = COMPILED[name]()
+    layer, x = kind.from_dense(pruned(made, 0.1), "relu").to(dtype), x.to(dtype)
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    found = []
+    for run in (layer, torch.compile(layer, fullgraph=True, backend=backend)):
+        given = x.clone().requires_grad_()
+        y = run(given)
+        wanted = (given, *layer.parameters())
+        found.append((y, *torch.autograd.grad(y.float().square().sum(), wanted)))
+    assert all(map(torch.equal, *found))
+    assert len(graphs) == 2
+    values = [n.meta["val"] for g in graphs for n in g.graph.nodes if "val" in n.meta]
+    shapes = {tuple(t.shape) for t in values if isinstance(t, torch.Tensor)}
+    area = layer.rows * layer.columns
+    assert (layer.values.numel(),) in shapes
+    assert not [shape for shape in shapes if math.prod(shape) == area]
+
+
+@pytest.mark.parametrize("name", ["conv", "transposed"])
+def test_torch_checks_the_ops(name):
+    made, kind, x = COMPILED[name]()
+    layer = kind.from_dense(pruned(made, 0.1))
+    text, weights = layer.program, layer._weights()
+    ops = torch.ops.demask
+    for bias in (weights[3], None):
+        opcheck(ops.convolved.default, (x.requires_grad_(), *weights[:3], bias, text))
+    given = [t.detach() for t in (layer(x), x, *weights[:3])]
+    for wanted in ((True, True), (True, False), (False, True)):
+        opcheck(ops.convolved_slopes.default, (*given, text, *wanted))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", COMPILED)
+def test_narrow_numbers_train_by_kernels(name, dtype, by_kernels):
+    """Sums in float32, rounded once: no further from float64 than one unit of the largest."""
+    torch.manual_seed(0)
+    made, kind, x = COMPILED[name]()
+    made, x = pruned(made).to(dtype), x.to(dtype)
+    layer, exact = kind.from_dense(made), copy.deepcopy(made).double()
+    y, reference = layer(x), exact(x.double())
+    slope = torch.randn(y.shape).to(dtype)
+    (found,) = torch.autograd.grad(y, layer.values, slope)
+    (wanted,) = torch.autograd.grad(reference, exact.weight, slope.double())
+    there = as_matrix(made, made.weight) != 0
+    assert y.dtype == found.dtype == dtype
+    assert error(y, reference) <= torch.finfo(dtype).eps
+    assert error(found, as_matrix(made, wanted)[there]) <= torch.finfo(dtype).eps
+
+
+def test_linear_layers_in_float64_are_those_that_train(by_kernels):
+    torch.manual_seed(0)
+    layer = SparseLinear.from_dense(pruned(nn.Linear(7, 5)).double(), "tanh")
+    values = layer.values.detach().clone().requires_grad_()
+    x = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
+
+    def run(values, x):
+        return torch.func.functional_call(layer, {"values": values}, (x,))
+
+    assert torch.autograd.gradcheck(run, (values, x))
+    assert torch.autograd.gradgradcheck(run, (values, x))
+
+
+def test_loading_other_nonzeros_drops_their_gradients():
+    torch.manual_seed(0)
+    layer, other = (SparseLinear.from_dense(pruned(nn.Linear(9, 7), d)) for d in (0.2, 0.6))
+    x = torch.randn(3, 9)
+    layer(x).sum().backward()
+    layer.load_state_dict(other.state_dict())
+    layer(x).sum().backward()
+    other(x).sum().backward()
+    assert layer.values.grad is not None and torch.equal(layer.values.grad, other.values.grad)

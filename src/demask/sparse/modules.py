@@ -116,6 +116,7 @@ class SparseLayer(nn.Module):
         there = isinstance(values, Tensor) and isinstance(col, Tensor) and values.ndim == 1
         if there and values.shape == col.shape != self.col.shape:
             self.values.data = self.values.new_empty(values.shape)
+            self.values.grad = None  # of nonzeros that are gone
             self.col = self.col.new_empty(col.shape)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from demask.kernels import llvm
 from demask.sparse import dense, gpu_segment
 from demask.sparse.program import Program
 
@@ -137,11 +138,13 @@ class Kept:
 
 def planned(program: Program, inputs: list[Tensor], weights: list[Tensor]) -> Made:
     """A plan, if kernels can do it; BadInput for what does not fit."""
-    from demask.sparse.plan import NoPlan, Plan  # which needs LLVM
-
     dense.check(program, inputs, weights)
     if inputs[0].dtype != torch.float32 or any(x.numel() == 0 for x in inputs):
         return None, ()
+    if not llvm.installed():
+        return None, ()
+    from demask.sparse.plan import NoPlan, Plan
+
     copied = tuple(place for place, x in enumerate(inputs) if _apart(program, place, x))
     given = [x.contiguous() if place in copied else x for place, x in enumerate(inputs)]
     try:
@@ -224,12 +227,11 @@ def with_gradients(inputs: list[Tensor], weights: list[Tensor], text: str) -> li
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         if inputs and inputs[0].is_cuda:
             return without_plan(parsed(text), inputs, weights)
-        if all(type(t) in PLAIN for t in given) and not torch._C._len_torch_dispatch_stack():
-            from demask.sparse.training import trained
+        from demask.sparse.training import trained
 
-            found = trained(parsed(text), inputs, weights)
-            if found is not None:
-                return [found]
+        found = trained(parsed(text), inputs, weights)
+        if found is not None:
+            return [found]
         return list(Recomputed.apply(text, len(inputs), *given))
     here = all(type(t) in PLAIN and t.is_cpu for t in given)
     if here and not torch._C._len_torch_dispatch_stack():
@@ -251,16 +253,25 @@ class Recomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        again, needed = torch.is_grad_enabled(), ctx.needs_input_grad[2:]
-        with torch.enable_grad():
-            # Views, since one tensor may be given twice; leaves, unless these gradients have some.
-            given = [t.view_as(t) if again else t.detach() for t in ctx.saved_tensors]
-            wanted = [t if again else t.requires_grad_()
-                      for t, need in zip(given, needed, strict=True) if need]  # fmt: skip
-            found = dense.run(parsed(ctx.text), given[: ctx.count], given[ctx.count :])
-            made = iter(torch.autograd.grad(
-                found, wanted, grads, create_graph=again, allow_unused=True))  # fmt: skip
-        return (None, None, *[next(made) if need else None for need in needed])
+        needed = ctx.needs_input_grad[2:]
+        return (None, None, *recomputed(ctx.text, ctx.count, ctx.saved_tensors, needed, grads))
+
+
+def recomputed(
+    text: str, count: int, given: Sequence[Tensor], needed: Sequence[bool], grads: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Gradients of a program, those of `dense.run`, of the tensors that need one. given: `count`
+    inputs, then weights."""
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Views, since one tensor may be given twice; leaves, unless these gradients have some.
+        given = [t.view_as(t) if again else t.detach() for t in given]
+        wanted = [t if again else t.requires_grad_()
+                  for t, need in zip(given, needed, strict=True) if need]  # fmt: skip
+        found = dense.run(parsed(text), given[:count], given[count:])
+        made = iter(torch.autograd.grad(
+            found, wanted, grads, create_graph=again, allow_unused=True))  # fmt: skip
+    return [next(made) if need else None for need in needed]
 
 
 def mapped(info: Any, dims: Any, *given: Any) -> tuple[list[Tensor], list[int]]:

@@ -9,6 +9,9 @@ for t over `length` pixels in one run: rows follow one another, a few pixels bet
 none and are dropped. A nonzero is an offset into x, and `kernels.csr` takes offsets as columns of a
 matrix whose rows are one pixel apart. Of slopes the same holds with the signs of shifts turned:
 they lie with gaps of zeros, wide enough that no shift meets another row.
+
+A transposed convolution is the gradient of a plain one: its output is laid in planes, its input
+lies with gaps.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ from demask.sparse.program import MAX_SIZE, Conv, Pair
 class Geometry:
     """Sizes of one convolution over images of one size; pairs are (height, width).
 
-    out: pixels of the output; reach: how many places a kernel sees of a plane.
+    channels, size: of what is laid in planes, the input, or the output of a transposed convolution;
+    rows, out: of the other. reach: how many places a kernel sees of a plane.
     """
 
     channels: int
@@ -42,20 +46,24 @@ class Geometry:
     size: Pair
     out: Pair
     reach: Pair
+    transposed: bool = False
 
     @classmethod
     def of(cls, step: Conv, shape: tuple[int, ...]) -> Geometry:
-        """Of a convolution that is not transposed, over [batch, channels, (height,) width]."""
-        size = (shape[2], shape[3]) if len(shape) == 4 else (1, shape[2])
-        out, reach = [], []
+        """Of a convolution over [batch, channels, (height,) width]."""
+        given = (shape[2], shape[3]) if len(shape) == 4 else (1, shape[2])
+        made, reach = [], []
         for n, k, s, d, pad in zip(
-            size, step.kernel, step.stride, step.dilation, step.padding, strict=True
+            given, step.kernel, step.stride, step.dilation, step.padding, strict=True
         ):
-            out.append((n + sum(pad) - d * (k - 1) - 1) // s + 1)
+            seen = d * (k - 1) + 1 - sum(pad)
+            made.append((n - 1) * s + seen if step.transposed else (n - seen) // s + 1)
             reach.append(d * (k - 1) // s + 1)
         pairs = step.kernel, step.stride, step.dilation, step.padding
+        sides = [(shape[1], given), (step.out, (made[0], made[1]))]
+        (channels, size), (rows, out) = sides[::-1] if step.transposed else sides
         return cls(
-            shape[1], step.out, step.groups, *pairs, size, (out[0], out[1]), (reach[0], reach[1])
+            channels, rows, step.groups, *pairs, size, out, (reach[0], reach[1]), step.transposed
         )
 
     @property
@@ -137,12 +145,15 @@ class Geometry:
 class Offsets:
     """What a nonzero reads. int32.
 
-    there: of x, in the order of the nonzeros. crow, back, order: the transposed matrix, a row per
-    plane: offsets into slopes, and which of the values its values are (int64). rows, planes: both
+    starts, there, sorted: a matrix with a row per channel of slopes: offsets into planes, and which
+    of the values its values are (int64; None: they are in their order). crow, back, order: its
+    transpose, a row per plane: offsets into slopes, and which of the values. rows, planes: both
     matrices' rows, the longest first.
     """
 
+    starts: Tensor
     there: Tensor
+    sorted: Tensor | None
     crow: Tensor
     back: Tensor
     order: Tensor
@@ -159,14 +170,27 @@ def offsets_of(m: Rows, g: Geometry) -> Offsets:
 def _offsets(m: Rows, g: Geometry) -> Offsets:
     row, col = row_of(m), m.col.long()
     high, wide = g.kernel
-    channel = row // (g.rows // g.groups) * (g.channels // g.groups) + col // (high * wide)
+    inner, outer = g.channels // g.groups, g.rows // g.groups
+    if g.transposed:  # rows of the matrix are channels of planes
+        channel, row = row, row // inner * outer + col // (high * wide)
+    else:
+        channel = row // outer * inner + col // (high * wide)
     y, x = col // wide % high * g.dilation[0], col % wide * g.dilation[1]
     part = y % g.stride[0] * g.stride[1] + x % g.stride[1]
     plane, shift = part * g.channels + channel, y // g.stride[0] * g.wide + x // g.stride[1]
-    order = torch.argsort(plane, stable=True)
-    counts = torch.bincount(plane, minlength=g.planes)
+    order, crow = _grouped(plane, g.planes)
     back = (row * g.slopes + g.first - shift)[order]
-    there = plane * g.plane + shift
-    crow = F.pad(counts.cumsum(0), (1, 0))
-    longest = (torch.argsort(c, descending=True, stable=True) for c in (m.crow.diff(), counts))
-    return Offsets(there.int(), crow.int(), back.int(), order, *(t.int() for t in longest))
+    there, starts, sorted_ = plane * g.plane + shift, m.crow, None
+    if g.transposed:
+        sorted_, starts = _grouped(row, g.rows)
+        there = there[sorted_]
+    longest = (torch.argsort(c.diff(), descending=True, stable=True) for c in (starts, crow))
+    return Offsets(
+        starts, there.int(), sorted_, crow, back.int(), order, *(t.int() for t in longest)
+    )
+
+
+def _grouped(key: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The order (int64) that brings equal keys together, rising, and where each begins (int32)."""
+    counts = torch.bincount(key, minlength=count)
+    return torch.argsort(key, stable=True), F.pad(counts.cumsum(0), (1, 0)).int()

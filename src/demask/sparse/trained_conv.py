@@ -1,12 +1,11 @@
 """A convolution whose nonzeros are trained: one call of kernels per image (`planes`).
 
 Forward and the gradient of x are sparse products of planes, that of values SDDMM of slopes and x.
-Padding, strides and gaps are copies around them.
+Padding, strides and gaps are copies around them. In a transposed convolution they change places.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,86 +19,93 @@ from demask.kernels.jit import CODE
 from demask.kernels.team import ENTRY, Job
 from demask.sparse.matrix import Rows
 from demask.sparse.multiply import LINE, WORK
-from demask.sparse.op import Recomputed, parsed
 from demask.sparse.planes import Geometry, Offsets, offsets_of
 from demask.sparse.program import Conv
 
 
-class Trained(torch.autograd.Function):
-    """The program of one convolution without activation: (text, 1, x, *weights). Gradients of
-    gradients are those of ATen ops."""
+def convolved(step: Conv, m: Rows, x: Tensor, bias: Tensor | None) -> Tensor:
+    """The convolution of x [batch, channels, (height,) width] without its activation, contiguous.
 
-    @staticmethod
-    def forward(ctx: Any, text: str, count: int, *given: Tensor) -> tuple[Tensor, ...]:
-        ctx.text, ctx.count = text, count
-        ctx.save_for_backward(*given)
-        step, m, g, where = _read(text, given)
-        x, bias = g.laid(given[0]), None if step.bias is None else given[1 + step.bias[0]]
-        batch, (high, wide) = x.shape[0], g.out
-        # one pixel: the kernel for a single column writes rows side by side
-        made = torch.empty(batch, g.rows, high * g.wide if g.length > 1 else 1)
-        table = Rows(m.crow, where.there, m.values, None, (g.rows, x[0].numel()))
-        _multiply(table, where.rows, x, made, g.length, bias)
-        y = made.view(batch, g.rows, high, -1)[..., :wide].contiguous()
-        return (y if given[0].ndim == 4 else y.squeeze(2),)
-
-    @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            return Recomputed.backward(ctx, *slopes)
-        given, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
-        step, m, g, where = _read(ctx.text, given)
-        slope = slopes[0].unsqueeze(2) if slopes[0].ndim == 3 else slopes[0]
-        found: list[Tensor | None] = [None] * len(given)
-        spread = g.spread(slope)
-        if needed[0]:
-            found[0] = _of_x(m, g, where, spread).view(given[0].shape)
-        place = 1 + step.weight.values[0]
-        if needed[place]:
-            found[place] = _of_values(m, g, where, spread, g.laid(given[0]))
-        if step.bias is not None and needed[1 + step.bias[0]]:
-            found[1 + step.bias[0]] = slope.sum((0, 2, 3))
-        return (None, None, *found)
+    m: the matrix of its kernel, float32 on the CPU, indices int32; BadInput for ones that do not
+    fit.
+    """
+    m, g, where = _read(step, m, x)
+    bias = None if bias is None else bias.contiguous()
+    if not g.transposed:
+        return _like(_down(m, g, where, g.laid(x), bias), x)
+    made = _up(m, g, where, g.spread(_image(x)))
+    return _like(made if bias is None else made.add_(bias[:, None, None]), x)
 
 
-def _read(text: str, given: Sequence[Tensor]) -> tuple[Conv, Rows, Geometry, Offsets]:
-    """The layer of a program; its matrix; where nonzeros read."""
-    step = parsed(text).steps[0]
-    assert isinstance(step, Conv)
-    spans = step.weight.crow, step.weight.col, step.weight.values
-    crow, col, values = (given[1 + span[0]].detach().contiguous() for span in spans)
-    g = Geometry.of(step, tuple(given[0].shape))
-    columns = g.channels // g.groups * g.kernel[0] * g.kernel[1]
-    m = Rows(crow, col, values, None, (g.rows, columns))
-    return step, m, g, offsets_of(m, g)
+def slope_of_x(step: Conv, m: Rows, x: Tensor, slope: Tensor) -> Tensor:
+    """What the slopes of the output are for x: slopes of its shape, contiguous."""
+    m, g, where = _read(step, m, x)
+    if g.transposed:
+        return _like(_down(m, g, where, g.laid(slope), None), x)
+    return _like(_up(m, g, where, g.spread(_image(slope))), x)
 
 
-def _of_x(m: Rows, g: Geometry, where: Offsets, spread: Tensor) -> Tensor:
-    """The slopes of images."""
-    made = torch.empty(spread.shape[0], g.planes, g.high, g.wide)
-    values = m.values.index_select(0, where.order)
-    table = Rows(where.crow, where.back, values, None, (g.planes, spread[0].numel()))
-    _multiply(table, where.planes, spread, made, g.plane, None)
-    return g.back(made).contiguous()
-
-
-def _of_values(m: Rows, g: Geometry, where: Offsets, spread: Tensor, x: Tensor) -> Tensor:
-    """The slopes of nonzeros: every thread adds up those of its images."""
-    batch, isa, count = x.shape[0], host(), m.col.numel()
+def slope_of_values(step: Conv, m: Rows, x: Tensor, slope: Tensor) -> Tensor:
+    """What the slopes of the output are for the nonzeros [nonzeros]: every thread adds up those of
+    its images."""
+    m, g, where = _read(step, m, x)
+    near, far = (x, slope) if g.transposed else (slope, x)
+    spread, laid = g.spread(_image(near)), g.laid(far)
+    batch, isa, count = laid.shape[0], host(), m.col.numel()
     threads = _threads(batch, count * g.length)
     sums = torch.zeros(threads, count)
-    table = Rows(m.crow, where.there, m.values, None, (g.rows, x[0].numel()))
+    table = Rows(where.starts, where.there, m.values, None, (g.rows, laid[0].numel()))
     calls = _calls(sddmm.CALL, batch, table, where.rows)
     image = np.arange(batch)
     calls["begin"], calls["end"] = 0, g.rows
     calls["a"] = spread.data_ptr() + 4 * (g.first + image * spread[0].numel())
     calls["a_pitch"] = 4 * g.slopes
-    calls["x"], calls["x_pitch"] = x.data_ptr() + 4 * image * x[0].numel(), 4
+    calls["x"], calls["x_pitch"] = laid.data_ptr() + 4 * image * laid[0].numel(), 4
     calls["vectors"], calls["left"] = g.length // isa.lanes, g.length % isa.lanes
     calls["out"] = sums.data_ptr() + 4 * count * _owners(batch, threads)
     kernel = sddmm.Sampled(g.length % isa.lanes > 0, more=True)
     _run(calls, np.full(batch, CODE.addresses([kernel])[kernel]), batch, threads)
-    return sums.sum(0)
+    made = sums.sum(0)
+    return made if where.sorted is None else torch.empty(count).index_copy_(0, where.sorted, made)
+
+
+def _read(step: Conv, m: Rows, x: Tensor) -> tuple[Rows, Geometry, Offsets]:
+    """The matrix, as kernels take it; where its nonzeros read."""
+    g = Geometry.of(step, tuple(x.shape))
+    inner = x.shape[1] // g.groups
+    size = step.out, inner * g.kernel[0] * g.kernel[1]
+    m = Rows(m.crow.contiguous(), m.col.contiguous(), m.values.contiguous(), None, size)
+    return m, g, offsets_of(m, g)
+
+
+def _image(x: Tensor) -> Tensor:
+    """Signals as images of one row."""
+    return x.unsqueeze(2) if x.ndim == 3 else x
+
+
+def _like(made: Tensor, x: Tensor) -> Tensor:
+    """Images as signals, where x is some."""
+    return (made.squeeze(2) if x.ndim == 3 else made).contiguous()
+
+
+def _down(m: Rows, g: Geometry, where: Offsets, laid: Tensor, bias: Tensor | None) -> Tensor:
+    """From planes to slopes without gaps [batch, rows, *out]: what each nonzero reads, summed."""
+    batch, (high, wide) = laid.shape[0], g.out
+    values = m.values if where.sorted is None else m.values.index_select(0, where.sorted)
+    # one pixel: the kernel for a single column writes rows side by side
+    made = torch.empty(batch, g.rows, high * g.wide if g.length > 1 else 1)
+    table = Rows(where.starts, where.there, values, None, (g.rows, laid[0].numel()))
+    _multiply(table, where.rows, laid, made, g.length, bias)
+    return made.view(batch, g.rows, high, -1)[..., :wide]
+
+
+def _up(m: Rows, g: Geometry, where: Offsets, spread: Tensor) -> Tensor:
+    """From slopes to images [batch, channels, *size]: the transpose of `_down`."""
+    made = torch.empty(spread.shape[0], g.planes, g.high, g.wide)
+    values = m.values.index_select(0, where.order)
+    table = Rows(where.crow, where.back, values, None, (g.planes, spread[0].numel()))
+    _multiply(table, where.planes, spread, made, g.plane, None)
+    return g.back(made)
 
 
 def _multiply(

@@ -4,9 +4,10 @@ A plan packs values, which pays if the next calls use it too; a step of training
 layer of its own whose values want gradients is run as
 
     linear    y = W x by `demask::spmm`, whose gradients are the transposed product and SDDMM
-    conv      kernels over planes of images (`planes`)
+    conv      kernels over planes of images (`planes`), by `demask::convolved`
 
-float32 on the CPU. What kernels need beside the indices is made once per mask.
+On the CPU, and under torch.compile as well; float16 and bfloat16 in float32, linear layers in
+float64 too. What kernels need beside the indices is made once per mask.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from demask.kernels import llvm
 from demask.sparse import dense
+from demask.sparse.conv_op import convolved
 from demask.sparse.planes import Geometry
 from demask.sparse.product import product
-from demask.sparse.program import Act, Conv, Linear, Program, Span
+from demask.sparse.program import Act, Conv, Linear, Program, Span, Weight
 
 
 def trained(program: Program, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor | None:
@@ -46,7 +49,7 @@ def trained(program: Program, inputs: Sequence[Tensor], weights: Sequence[Tensor
 
 
 def takes(program: Program, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
-    """Whether a program is one layer whose float32 values want gradients."""
+    """Whether a program is one layer on the CPU, of one dtype, whose values want gradients."""
     if len(program.steps) != 1 or len(inputs) != 1 or program.outputs != (1,):
         return False
     step, x = program.steps[0], inputs[0]
@@ -58,7 +61,7 @@ def takes(program: Program, inputs: Sequence[Tensor], weights: Sequence[Tensor])
         return False
     values = weights[step.weight.values[0]]
     given = [x, values, *([] if step.bias is None else [weights[step.bias[0]]])]
-    if any(t.dtype != torch.float32 or not t.is_cpu for t in given):
+    if any(t.dtype != x.dtype or not t.is_cpu for t in given):
         return False
     indices = [weights[span[0]] for span in (step.weight.crow, step.weight.col)]
     return values.requires_grad and all(t.dtype == torch.int32 for t in indices)
@@ -81,17 +84,24 @@ def _linear(step: Linear, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
 
 
 def _conv(step: Conv, program: Program, x: Tensor, weights: Sequence[Tensor]) -> Tensor | None:
-    from demask.sparse.trained_conv import Trained  # which needs LLVM
-
-    if step.transposed or Geometry.of(step, tuple(x.shape)).too_large:
+    if x.dtype == torch.float64 or not llvm.installed():
         return None
-    return Trained.apply(_bare(program), 1, x, *weights)[0]
+    if Geometry.of(step, tuple(x.shape)).too_large:
+        return None
+    spans = step.weight.values, step.weight.crow, step.weight.col
+    values, crow, col = (weights[span[0]] for span in spans)
+    bias = dense.bias(step, weights)
+    wide = None if bias is None else bias.float()
+    return convolved(x.float(), values.float(), crow, col, wide, _bare(program)).to(x.dtype)
 
 
 @functools.lru_cache(maxsize=256)
 def _bare(program: Program) -> str:
-    """The program without its activation."""
+    """The program without its activation; its weights are values, row starts, columns, bias."""
     step = program.steps[0]
     assert isinstance(step, Conv)
     act: Act | None = None
-    return replace(program, steps=(replace(step, act=act),)).text()
+    spans = step.weight.values, step.weight.crow, step.weight.col
+    weight = Weight(*((place, *span[1:]) for place, span in enumerate(spans)))
+    bias = None if step.bias is None else (3, *step.bias[1:])
+    return replace(program, steps=(replace(step, act=act, weight=weight, bias=bias),)).text()
