@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -34,14 +33,6 @@ def micro(weights: int, resizable: bool = False):
         return make
 
     return add
-
-
-def every(step: int) -> list:
-    """All networks as parameters of a test: each `step`-th by day, the others by night."""
-    return [
-        pytest.param(case, id=case.name, marks=[pytest.mark.nightly] if k % step else [])
-        for k, case in enumerate(MICROS)
-    ]
 
 
 class Net(nn.Module):

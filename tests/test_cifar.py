@@ -9,12 +9,13 @@ import torch
 
 import cifar
 import demask
+from night import at_night
 
 pytestmark = pytest.mark.skipif(
     not (cifar.DATA / "cifar_resnet56.safetensors").exists(),
     reason="trained weights are in shared/data beside the project",
 )
-DEPTHS = (20, pytest.param(56, marks=pytest.mark.nightly))
+DEPTHS = (20, *at_night(56))
 
 
 def made(depth: int, shifts: bool) -> cifar.ResNet:

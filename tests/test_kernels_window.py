@@ -100,7 +100,7 @@ def drawn(draw) -> tuple[Window, tuple[int, int], tuple[int, int]]:
 
 
 @pytest.mark.parametrize("isa", ISAS, ids=lambda isa: isa.name)
-@settings(DRAWS, max_examples=40)
+@settings(DRAWS, max_examples=20)
 @given(drawn(), st.booleans(), st.integers(1, 3))
 def test_drawn_geometry(isa, geometry, biased, threads):
     """A slice of a longer block is filled, and nothing beside it."""

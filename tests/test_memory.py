@@ -24,7 +24,8 @@ from demask.tune.fuse import fused
 from demask.tune.layout import laid_out
 from demask.tune.memory import InArena, InPlace, decided
 from fuzz.laws import difference
-from micro import MICROS, Micro, every
+from micro import MICROS, Micro
+from night import every
 
 # float32, kernels that sum in another order: a few units in the last place, through deep networks.
 LIMIT = 2e-4
@@ -92,7 +93,7 @@ def net(case: Micro) -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 @pytest.mark.parametrize("form", ["last", *(pytest.param(form, marks=pytest.mark.nightly)
                                             for form in ("plain", "fused"))])  # fmt: skip
-@pytest.mark.parametrize("case", every(3))
+@pytest.mark.parametrize("case", every(3, MICROS), ids=lambda c: c.name)
 def test_the_fast_module_computes_the_same(case: Micro, form: str) -> None:
     model, args = net(case)
     expected, module = pair_of(model, args, FORMS[form])

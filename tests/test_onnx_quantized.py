@@ -25,6 +25,7 @@ from demask.graph.provenance import Cut, Grid, Provenance
 from demask.ops.quantize import dequantized, quantized
 from demask.shrink.demask import given as captured
 from demask.tune.runtime import for_runtime
+from night import at_night
 
 ort = pytest.importorskip("onnxruntime")
 quantization = pytest.importorskip("onnxruntime.quantization")
@@ -159,9 +160,9 @@ EVERY = list(itertools.product([Net, Tokens], TYPES, [True, False]))
 # By day each kind of network, pair of types and kind of scales once.
 @pytest.mark.parametrize(
     ("kind", "types", "per_channel"),
-    [pytest.param(*one, marks=[] if k in (0, 3, 11) else [pytest.mark.nightly])
-     for k, one in enumerate(EVERY)], ids=str,
-)  # fmt: skip
+    [EVERY[0], EVERY[3], EVERY[11], *at_night(*(EVERY[k] for k in (1, 2, *range(4, 11))))],
+    ids=str,
+)
 def test_a_quantized_file_stays_quantized(tmp_path, kind, types, per_channel):
     values, weights = types
     path, out = made(tmp_path, kind, per_channel, values, weights), tmp_path / "slim.onnx"
@@ -182,9 +183,7 @@ def test_a_quantized_file_stays_quantized(tmp_path, kind, types, per_channel):
         assert first["QLinearConv"] == 4
 
 
-@pytest.mark.parametrize(
-    "kind", [Kind.QInt16, pytest.param(Kind.QUInt16, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("kind", [Kind.QInt16, *at_night(Kind.QUInt16)])
 def test_values_of_16_bits_stay_too(tmp_path, kind):
     path, out = made(tmp_path, values=kind), tmp_path / "slim.onnx"
     slim = slimmed(path, out)

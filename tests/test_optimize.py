@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import json
 import warnings
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from demask.machine.cost import Costs
 from demask.tune.fast import Optimized
 from fuzz.laws import difference
 from micro import MICROS
+from night import at_night, every
 
 module = importlib.import_module("demask.optimize")
 LIMIT = 2e-4  # float32: kernels that sum in another order
@@ -67,21 +69,16 @@ def prefer(monkeypatch, name: str) -> None:
     monkeypatch.setattr(module, "sampled", sampled)
 
 
-def by_night(*some: str) -> list:
-    return [pytest.param(one, marks=pytest.mark.nightly) for one in some]
-
-
 CHOSEN = ("conv_bn_relu_conv", "misaligned_residual", "lstm", "several_inputs_and_outputs",
           "conv1d")  # fmt: skip
 FORMS = ("demasked alone", "norms in the weights", "layers with their epilogues", "channels last")
 
 
-# By day each network in one form, and each form.
+# By day each form of one network.
 @pytest.mark.parametrize(
     ("name", "form"),
-    [pytest.param(name, form, marks=[] if (i - k) % 4 == 0 else [pytest.mark.nightly])
-     for i, name in enumerate(CHOSEN) for k, form in enumerate(FORMS)],
-)  # fmt: skip
+    every(5, itertools.product(CHOSEN, FORMS)),
+)
 def test_equal_outputs(name: str, form: str, monkeypatch) -> None:
     prefer(monkeypatch, form)
     torch.manual_seed(7)
@@ -334,7 +331,7 @@ def test_an_image_without_a_batch() -> None:
     agree(model(x), fast(model, x)(x))
 
 
-@pytest.mark.parametrize("form", [*FORMS[3:], *by_night(*FORMS[:3])])
+@pytest.mark.parametrize("form", [*FORMS[3:], *at_night(*FORMS[:3])])
 def test_one_image(form: str, monkeypatch) -> None:
     prefer(monkeypatch, form)
     model = convs()
@@ -344,7 +341,7 @@ def test_one_image(form: str, monkeypatch) -> None:
         agree(model(x), found(x))
 
 
-@pytest.mark.parametrize("form", [*FORMS[2:], *by_night(*FORMS[:2])])
+@pytest.mark.parametrize("form", [*FORMS[2:], *at_night(*FORMS[:2])])
 def test_outputs_lie_in_memory_as_before(form: str, monkeypatch) -> None:
     """A user's view of an output works on what optimize() gives back."""
 

@@ -20,6 +20,7 @@ from demask.sparse import DCSR, spmm
 from demask.sparse.activations import NAMED, module_of
 from demask.sparse.multiply import Options, Rows, Task, deal_rows, dealt, multiplied
 from guarded import guarded
+from night import at_night
 from sparse_cases import csr, matrix
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
@@ -277,14 +278,10 @@ def test_indices_that_change_unseen_are_refused():
 @pytest.mark.parametrize("end", [True, False], ids=["end", "beginning"])
 @pytest.mark.parametrize(
     ("index", "named"),
-    [
-        (torch.int32, False),
-        (torch.int64, True),
-        pytest.param(torch.int32, True, marks=pytest.mark.nightly),
-        pytest.param(torch.int64, False, marks=pytest.mark.nightly),
-    ],
+    [(torch.int32, False), (torch.int64, True),
+     *at_night((torch.int32, True), (torch.int64, False))],
     ids=str,
-)
+)  # fmt: skip
 def test_kernels_stay_in_their_buffers(end, index, named):
     for rows, columns, density in ((1, 1, 1.0), (5, 7, 0.5), (37, 50, 0.2), (6, 40, 0.0)):
         w = uneven(rows, columns, density)

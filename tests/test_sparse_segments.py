@@ -26,7 +26,8 @@ from demask.sparse.segments import SEGMENT, layers_of, segmented, segments_of
 from demask.tune.affine import absorbed
 from demask.tune.draft import Draft
 from fuzz.generate import generate
-from micro import Micro, Net, every
+from micro import MICROS, Micro, Net
+from night import every
 from test_tune import check, program_of
 
 pytestmark = [
@@ -227,7 +228,7 @@ def test_every_size_may_be_dynamic() -> None:
     assert not any(str(n) in segments_of(found.graph)[0][0].args[2] for n in (33, 32))
 
 
-@pytest.mark.parametrize("case", every(5))
+@pytest.mark.parametrize("case", every(5, MICROS), ids=lambda c: c.name)
 def test_every_micro_network(case: Micro) -> None:
     torch.manual_seed(7)
     model, args = case.make()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from demask.ops import schema
 from demask.stride import NoSoundForm, Target, lower, raise_strides
+from night import every
 from test_stride_lower import NETWORKS, drawn
 
 TARGETS = ("max_pool", "slice", "avg_pool", "no_pool", "space_to_depth", "matrix_unit")
@@ -118,8 +120,7 @@ POOLS = {
 NO_MEAN = Target("no mean", frozenset({"slice", "multiply"}), forbidden=("avg_pool",))
 
 
-@pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize("name", POOLS)
+@pytest.mark.parametrize(("stride", "name"), every(2, itertools.product([1, 2], POOLS)))
 def test_average_pools_become_convolutions_and_come_back(name, stride):
     torch.manual_seed(0)
     pool = nn.AvgPool2d(**POOLS[name])

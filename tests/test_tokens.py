@@ -10,6 +10,7 @@ from torch.export import Dim
 
 from demask import demask
 from micro_sequences import Attention
+from night import at_night
 
 
 class Classifier(nn.Module):
@@ -32,12 +33,7 @@ MACS = 2 * 5 * 16 * 16 + 16 * 16 + 2 * 5 * 16 + 16 * 16 + 2 * 16 * 32 + 16 * 3
 
 @pytest.mark.parametrize(
     ("form", "token"),
-    [
-        ("sdpa", 0),
-        ("spelled", -1),
-        pytest.param("sdpa", -1, marks=pytest.mark.nightly),
-        pytest.param("spelled", 0, marks=pytest.mark.nightly),
-    ],
+    [("sdpa", 0), ("spelled", -1), *at_night(("sdpa", -1), ("spelled", 0))],
 )
 def test_one_token_of_a_dynamic_length(form: str, token: int) -> None:
     torch.manual_seed(0)

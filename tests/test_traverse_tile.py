@@ -16,11 +16,8 @@ import demask
 import traverse_networks as networks
 from demask.errors import BadInput, BudgetTooSmall
 from demask.traverse import plan, run, tile
+from night import at_night
 from tiled_networks import EPS, MIB, NETWORKS, least, made, same
-
-
-def at_night(*names: str) -> list:
-    return [pytest.param(name, marks=pytest.mark.nightly) for name in names]
 
 
 def by_day(*names: str) -> list:

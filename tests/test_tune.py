@@ -25,7 +25,8 @@ from demask.tune.runtime import for_runtime
 from demask.tune.ungather import ungathered
 from fuzz.generate import generate
 from fuzz.laws import difference
-from micro import MICROS, Micro, Net, dead, every
+from micro import MICROS, Micro, Net, dead
+from night import every
 
 LIMIT = 1e-10  # max |a - b| / max |a| per output leaf, float64: a re-ordered sum is about 1e-15
 Pass = Callable[[Program], Program]
@@ -186,14 +187,14 @@ SEQUENCES: dict[str, Pass] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", every(3))
+@pytest.mark.parametrize("case", every(3, MICROS), ids=lambda c: c.name)
 def test_every_pass_is_an_identity(case: Micro) -> None:
     program, args = made(case)
     for change in [*PASSES.values(), next(iter(SEQUENCES.values()))]:
         check(program, change, args)
 
 
-@pytest.mark.parametrize("case", every(3))
+@pytest.mark.parametrize("case", every(3, MICROS), ids=lambda c: c.name)
 def test_constants_that_are_computed_leave_no_border_maps(case: Micro) -> None:
     """Without border maps the same is computed, and in the form for runtimes too."""
     torch.manual_seed(7)
