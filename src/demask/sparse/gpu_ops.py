@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from demask.kernels import llvm
 from demask.sparse.dense import check_indices
 from demask.sparse.gpu_forms import form_of
 from demask.sparse.matrix import Rows, like, row_of
@@ -85,10 +86,12 @@ def _sampled(
     gpu = kernels(a)
     if gpu is not None and gpu.takes(m, b):
         return gpu.sddmm(m, a, b)
-    if a.device.type == "cpu" and a.dtype in (torch.float32, torch.float16, torch.bfloat16):
-        from demask.sparse import sample  # which needs LLVM
+    if a.dtype in (torch.float16, torch.bfloat16):
+        return _sampled(crow, col, rows, size, a.float(), b.float()).to(a.dtype)
+    if a.device.type == "cpu" and a.dtype == torch.float32 and llvm.installed():
+        from demask.sparse import sample
 
-        return sample.sampled(m, a.float(), b.float()).to(a.dtype)
+        return sample.sampled(m, a, b)
     check_indices(m.crow, m.col, m.size[1])
     row = row_of(m)
     made = [(a[row[p]] * b[col[p].long()]).sum(1) for p in parts(len(row), a.shape[1])]

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.library import Library
 
 from demask.errors import BadInput
+from demask.kernels import llvm
 from demask.sparse.dense import ACTIVATIONS, check_indices
 from demask.sparse.gpu_ops import kernels, parts, sampled, turned
 from demask.sparse.matrix import Rows, like, row_of
@@ -81,13 +82,15 @@ def _given(
 
 def on_cpu(*given: Any) -> Tensor:
     """The op's kernel on the CPU."""
+    m, x, bias, act = _given(*given)
+    if x.dtype not in (torch.float32, *NARROW) or not llvm.installed():
+        return _by_aten(m, x, bias, act)
     from demask.sparse.multiply import multiplied
 
-    m, x, bias, act = _given(*given)
     if x.dtype in NARROW:
         wide = None if bias is None else bias.float()
         return multiplied(m._replace(values=m.values.float()), x.float(), wide, act).to(x.dtype)
-    return multiplied(m, x, bias, act) if x.dtype == torch.float32 else _gathered(m, x, bias, act)
+    return multiplied(m, x, bias, act)
 
 
 def elsewhere(*given: Any) -> Tensor:
@@ -96,16 +99,19 @@ def elsewhere(*given: Any) -> Tensor:
     gpu = kernels(x)
     if gpu is not None and gpu.takes(m, x):
         return gpu.spmm(m, x, bias, act)
-    if x.dtype in NARROW:
-        wide = None if bias is None else bias.float()
-        made = _gathered(m._replace(values=m.values.float()), x.float(), wide, act).to(x.dtype)
-    else:
-        made = _gathered(m, x, bias, act)
+    made = _by_aten(m, x, bias, act)
     return like(x, *made.shape).copy_(made) if x.is_cuda else made
 
 
+def _by_aten(m: Rows, x: Tensor, bias: Tensor | None, act: Act | None) -> Tensor:
+    """The product by ATen ops; float16 and bfloat16 are computed in float32."""
+    if x.dtype not in NARROW:
+        return _gathered(m, x, bias, act)
+    wide = None if bias is None else bias.float()
+    return _gathered(m._replace(values=m.values.float()), x.float(), wide, act).to(x.dtype)
+
+
 def _gathered(m: Rows, x: Tensor, bias: Tensor | None, act: Act | None) -> Tensor:
-    """The product by ATen ops."""
     check_indices(m.crow, m.col, m.size[1])
     row = row_of(m)
     if len(row) and not 0 <= int(row.min()) <= int(row.max()) < m.size[0]:
