@@ -69,3 +69,13 @@ def honest(tmp_path_factory):
     torch.export.save(export(Small().eval(), *CALL, shapes), path)
     with zipfile.ZipFile(path) as archive:
         return {name.split("/", 1)[1]: archive.read(name) for name in archive.namelist()}
+
+
+@pytest.fixture(autouse=True)
+def nominal(monkeypatch):
+    """Conditions are decided by the same numbers on every machine, whatever it measured before."""
+    chain = sys.modules.get("demask.pilot.chain")
+    if chain is not None:
+        monkeypatch.setattr(
+            chain, "here", lambda threads=None: sys.modules["demask.pilot.cost"].NOMINAL
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -11,6 +12,8 @@ from torch import nn
 
 from demask.errors import BadInput
 from demask.machine.cost import Costs
+from demask.pilot import chain, cost
+from demask.pilot.chain import Columns
 from demask.pilot.chain_plan import Seen
 from demask.pilot.cost import NOMINAL, measured, reads
 from demask.pilot.explain import explain
@@ -108,6 +111,49 @@ def test_what_pays_and_changes_answers_is_not_used():
 def test_no_inputs():
     with pytest.raises(BadInput, match="expected inputs"):
         explain(perceptron(), [])
+
+
+def kept(costs, seconds):
+    """The costs with answers to all questions of a machine, after a round trip through a file."""
+    costs._known |= dict.fromkeys(cost._names(costs), seconds)
+    costs.save()
+    return costs
+
+
+def test_conditions_are_decided_by_what_was_measured(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cost.here(1) is NOMINAL
+    costs = Costs.open(threads=1)
+    usual = dict.fromkeys(cost._names(costs)[:2], 1e-05)
+    large = [
+        cost._large(costs, kind, room) for room in (cost.NEAR, cost.FAR) for kind in cost.KINDS
+    ]
+    costs._known |= {q.name: q.bytes * 2e-11 + 1e-5 for q in large} | usual
+    costs.save()
+    found = cost.here(1)
+    assert found is not NOMINAL and found == measured(costs)
+    assert cost.here(2) is NOMINAL
+
+
+def test_numbers_of_a_busy_machine_are_not_believed(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kept(Costs.open(threads=1), 0.02)
+    assert cost.here(1) is NOMINAL
+    for room in ("NEAR", "FAR"):
+        monkeypatch.setattr(cost, room, 3 * 2**16)
+    costs = kept(Costs.open(threads=1, clock=ticks(1.0)), 0.02)
+    assert measured(costs) is NOMINAL
+    assert not any(map(costs.measured, cost._names(costs)))
+
+
+def test_modes_are_chosen_by_the_machine(monkeypatch):
+    x = inputs()[0]
+    cheap = Columns().applied(perceptron(), (x,), None, None).conditioned.decisions
+    assert "columns" in {one.what for one in cheap}
+    dear = replace(NOMINAL, call=1.0)  # next to which weights cost nothing
+    monkeypatch.setattr(chain, "here", lambda: dear)
+    found = Columns().applied(perceptron(), (x,), None, None).conditioned.decisions
+    assert {one.what for one in found} == {"as it was"}
 
 
 @pytest.mark.nightly

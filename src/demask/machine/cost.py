@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -115,6 +115,11 @@ class Costs:
         analytic = self._asked[question.name] = self.analytic(question)
         taken = self._answer(question)
         return taken if question.name in self._known else analytic
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Ask these questions anew: their answers are not believed."""
+        for name in names:
+            self._known.pop(name, None)
 
     def measured(self, name: str) -> bool:
         """Whether the answer to the question of this name was measured, now or earlier."""

@@ -24,7 +24,7 @@ from demask.pilot.chain_find import Found, behind, found, replaced, without_drop
 from demask.pilot.chain_op import ROWS
 from demask.pilot.chain_plan import Layer, Plan, Seen
 from demask.pilot.conditioned import Condition, Conditioned, Decision
-from demask.pilot.cost import NOMINAL, Machine, Reads, reads
+from demask.pilot.cost import Machine, Reads, here, reads
 from demask.shrink.demask import given
 from demask.shrink.finished import finished
 from demask.sparse.tape import NoPlan
@@ -135,9 +135,11 @@ def decided(draft: Draft, chain: Found, x: Tensor | None, allowed: Sequence[str]
             always: bool) -> list[Decision]:  # fmt: skip
     """Choose the modes of a chain, put it in, and say why, a line for each layer."""
     if x is None or x.dtype is not torch.float32 or not x.numel():
-        what = "missing or empty" if x is None else str(x.dtype).removeprefix("torch.")
-        return [Decision(name, "as it was", f"its input is {what}, expected float32")
-                for name in chain.names]  # fmt: skip
+        what = "empty" if x is not None and not x.numel() else "not seen"
+        if x is not None and x.dtype is not torch.float32:
+            what = str(x.dtype).removeprefix("torch.")
+        why = f"its example input is {what}, expected float32 of one row or more"
+        return [Decision(name, "as it was", why) for name in chain.names]
     rows = x.reshape(-1, x.shape[-1])
     if len(rows) > ROWS and not always and x.ndim > 2:
         why = f"its input has {len(rows)} rows in a call; chains are for {ROWS} at most"
@@ -181,8 +183,10 @@ class Picked:
 
 
 def choose(layers: Sequence[Layer], rows: Tensor, allowed: Sequence[str],
-           machine: Machine = NOMINAL) -> Picked:  # fmt: skip
-    """The fastest allowed mode of each layer, by what was seen on these rows [n, columns]."""
+           machine: Machine | None = None) -> Picked:  # fmt: skip
+    """The fastest allowed mode of each layer, by what was seen on these rows [n, columns]. machine:
+    None for this one (`cost.here`)."""
+    machine = machine or here()
     options: list[list[tuple[float, str, str, Reads]]] = []
     looks = {mode: observed(layers, rows, mode) for mode in allowed}
     for k, layer in enumerate(layers):

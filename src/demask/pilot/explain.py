@@ -32,7 +32,7 @@ from demask.pilot.chain_find import found, without_dropout
 from demask.pilot.chain_op import ROWS
 from demask.pilot.chain_plan import Layer
 from demask.pilot.condition import condition_of
-from demask.pilot.cost import Machine, measured
+from demask.pilot.cost import NOMINAL, Machine, measured
 from demask.pilot.tables import as_lines
 from demask.shrink.demask import given
 from demask.sparse.tape import NoPlan
@@ -122,9 +122,9 @@ def explain(
     of torch (None: as many as it has). loss: the share of answers that may differ, of conditions
     that are not exact; more is not to be used, whatever it gains. candidates: pairs of texts, as
     `simplify` and `condition` take them. costs: what this machine's bandwidths are asked of (None:
-    those kept in the user's cache folder, measured at the first time). machine: its numbers,
-    instead. clock: returns seconds. BadInput without inputs. The model is not changed. Feature row
-    001-e.
+    those kept in the user's cache folder, measured at the first time; from then on they decide
+    conditions, too). machine: its numbers, instead. clock: returns seconds. BadInput without
+    inputs. The model is not changed. Feature row 001-e.
 
     >>> from demask.pilot.cost import NOMINAL
     >>> net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
@@ -145,8 +145,8 @@ def explain(
         network = _Network.of(model, several, clock)
         lines = [_line(network, pilot, condition, machine, loss) for pilot, condition in candidates]
     lines = _compared(lines)
-    return Explanation(tuple(lines), network.seconds, len(several), count, described(),
-                       _summary(lines))  # fmt: skip
+    where = described() + ("; bandwidths are nominal" if machine is NOMINAL else "")
+    return Explanation(tuple(lines), network.seconds, len(several), count, where, _summary(lines))
 
 
 def _summary(lines: Sequence[Line]) -> str:
