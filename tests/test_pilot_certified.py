@@ -153,3 +153,13 @@ def test_a_planted_fault_is_seen(mode: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(packing, "bounds", broken)
     with pytest.raises(AssertionError):
         seen_of(Layer(layer.weight, bias, True), x[:1], mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.filterwarnings("error")
+def test_sums_beyond_float32_prove_nothing_and_warn_of_nothing(mode: str):
+    """Rows whose constants overflow are computed."""
+    weight = torch.full((20, 64), 3e38) * torch.where(torch.arange(64) % 2 == 0, 1.0, -1.0)
+    for bias in (None, torch.full((20,), 3.4e38), torch.full((20,), -3.4e38)):
+        (seen,) = seen_of(Layer(weight, bias, True), torch.rand(1, 64), mode)
+        assert seen.rows == 20

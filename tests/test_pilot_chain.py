@@ -182,3 +182,10 @@ def test_saved_loaded_and_spelled(tmp_path: Path):
     assert torch.allclose(ordinary(x), made(x), atol=1e-5)
     twin = copy.deepcopy(made)
     assert twin.conditioned == made.conditioned and torch.equal(twin(x), made(x))
+
+
+def test_an_empty_example_is_called_empty():
+    model = perceptron()
+    made = Columns().applied(model, (torch.rand(0, 3, 8, 8),), None, None)
+    assert all("input is empty" in one.why for one in made.conditioned.decisions)
+    assert made(torch.rand(0, 3, 8, 8)).shape == (0, 10)

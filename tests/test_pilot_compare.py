@@ -109,3 +109,12 @@ def test_no_inputs_and_unknown_simplifiers_are_refused(residual):
         compare(residual[0], [])
     with pytest.raises(BadInput, match="expected a simplifier such as"):
         compare(*residual, by=["nothing"])
+
+
+def test_multiplications_are_those_of_the_inputs_given():
+    """Not those of the example that a network was exported with."""
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+    sizes = ({0: torch.export.Dim("n", min=1, max=64)},)
+    program = torch.export.export(net, (torch.randn(3, 6),), dynamic_shapes=sizes)
+    found = compare(program, (torch.randn(5, 6),), by=["bits:8"], pairs=0)
+    assert found.macs == found.rows[0].macs == 5 * (6 * 8 + 8 * 4)

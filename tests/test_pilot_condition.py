@@ -259,3 +259,15 @@ def test_a_knob_with_a_guarantee(net: Net):
     assert torch.equal(made(inputs[0]), net(inputs[0]))
     with pytest.raises(BadInput, match="named without it"):
         condition(net, example, pilot="bits:8", condition="skip:0.5", calibration=inputs)
+
+
+def test_an_empty_batch():
+    plain = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    for text_ in ("skip:0.5", "value:0.5"):
+        made = condition(plain, (torch.randn(3, 8),), pilot="bits:4", condition=text_, check=False)
+        assert made(torch.randn(0, 8)).shape == (0, 4)
+
+
+def test_precision_says_that_it_saves_no_time(net: Net, x: Tensor):
+    made = Precision(0.5).applied(net, (x,), None, "bits:8")
+    assert "saves no time" in made.conditioned.decisions[0].why

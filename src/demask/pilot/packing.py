@@ -95,7 +95,7 @@ def whole_levels(weight: np.ndarray, bits: int, group: int | None) -> tuple[np.n
 
 
 def up(x: np.ndarray) -> np.ndarray:
-    """float64, not negative, as float32 that are not smaller."""
+    """float64, not negative, as float32 that are not smaller; infinite beyond their range."""
     return np.nextafter((x * (1 + 1e-9)).astype(np.float32), np.float32(np.inf)) * (x > 0)
 
 
@@ -109,18 +109,27 @@ def bounds(weight: np.ndarray, bias: np.ndarray | None, q: np.ndarray, scale: np
         part = slice(first, min(first + 512, rows))
         w, n = weight[part].astype(np.float64), q[part].astype(np.float64)
         s, c = scale[part].astype(np.float64), center[part].astype(np.float64)
-        off = w - s[:, None] * n - c[:, None]
         b = np.zeros(len(w)) if bias is None else bias[part].astype(np.float64)
         b = b + ULPS * np.abs(b) + TINY * (np.abs(w).max(1, initial=0) > 0)
-        named = {
-            "scale": s, "total": s * n.sum(1), "size": up(s * np.abs(n).sum(1)),
-            "least": up(np.abs(off).max(1, initial=0)), "norm": up(np.sqrt((off**2).sum(1))),
-            "largest": up(np.abs(w).max(1, initial=0) + np.abs(c)), "center": c,
-            "bias": np.nextafter(b.astype(np.float32), np.float32(np.inf), where=b != 0,
-                                 out=np.zeros(len(b), np.float32)),
-        }  # fmt: skip
-        found[part] = np.stack([named[key].astype(np.float32) for key in CONSTANTS], 1)
+        with np.errstate(over="ignore"):  # infinite: such a row is computed
+            found[part] = _constants(w, n, (s, c), b)
     return found
+
+
+def _constants(
+    w: np.ndarray, n: np.ndarray, scale: tuple[np.ndarray, np.ndarray], b: np.ndarray
+) -> np.ndarray:
+    """[rows, CONSTANTS] float32, of weights, their whole numbers, (scale, center) and bias."""
+    s, c = scale
+    off = w - s[:, None] * n - c[:, None]
+    named = {
+        "scale": s, "total": s * n.sum(1), "size": up(s * np.abs(n).sum(1)),
+        "least": up(np.abs(off).max(1, initial=0)), "norm": up(np.sqrt((off**2).sum(1))),
+        "largest": up(np.abs(w).max(1, initial=0) + np.abs(c)), "center": c,
+        "bias": np.nextafter(b.astype(np.float32), np.float32(np.inf), where=b != 0,
+                             out=np.zeros(len(b), np.float32)),
+    }  # fmt: skip
+    return np.stack([named[key].astype(np.float32) for key in CONSTANTS], 1)
 
 
 def by_vectors(constants: np.ndarray, isa: Isa) -> np.ndarray:

@@ -265,7 +265,9 @@ class _Draft:
     ) -> Supported:  # fmt: skip
         kind = self.kind
         what = f"{kind.keep:g} of" if kind.keep is not None else f"above {kind.threshold:g} mean:"
-        lines = [Decision(t.layer, kind.name, f"{what} {t.size} positions") for t in self.targets]
+        more = "; the others run too: this saves no time" if rest else ""
+        lines = [Decision(t.layer, kind.name, f"{what} {t.size} positions{more}")
+                 for t in self.targets]  # fmt: skip
         about = Conditioned(kind, self.text, exact=False, decisions=(*lines, *self.left))
         chosen = Chosen(
             tuple(t.layer for t in self.targets), tuple(t.size for t in self.targets),

@@ -128,7 +128,10 @@ def _magnitude(build: Builder, node: fx.Node, axis: int) -> fx.Node:
     if rest:
         found = build.call(aten.mean.dim, found, rest)
     if batch is not None and batch != axis:
-        found = build.call(aten.amax.default, found, [0 if batch < axis else 1])
+        over = 0 if batch < axis else 1
+        more = [0, 1, 0, 0] if over else [0, 0, 0, 1]  # one of zeros: a batch may be empty
+        found = build.call(aten.constant_pad_nd.default, found, more)
+        found = build.call(aten.amax.default, found, [over])
     return found
 
 
