@@ -22,4 +22,6 @@ def every(step: int, cases: Iterable[Any], start: int = 0) -> list:
 
 
 def _case(case: Any, *marks: pytest.MarkDecorator) -> Any:
+    if hasattr(case, "values") and hasattr(case, "marks"):  # a pytest.param
+        return pytest.param(*case.values, id=case.id, marks=[*case.marks, *marks])
     return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks)

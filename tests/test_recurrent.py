@@ -18,6 +18,7 @@ import demask
 from demask.ops import TABLE, Declined, Relation, Table, bind
 from demask.ops.laws import call_node, missed
 from micro_recurrent import rest
+from night import every
 from test_micro import difference, weights
 
 aten = torch.ops.aten
@@ -187,7 +188,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("config", "mask"), CASES)
+# Every third by day: each mask with several layers.
+@pytest.mark.parametrize(("config", "mask"), every(3, CASES))
 def test_exact_small_and_minimal(config: Config, mask: str, result: Callable[..., None]) -> None:
     result(suite="recurrent", network=config.name, mask=mask)
     net = made(config, mask)
