@@ -268,3 +268,56 @@ def test_doubly_compressed_matrices_are_compiled_and_exported():
 
     exported = torch.export.export(Product(), (b.detach(),)).module()
     assert torch.equal(exported(b), spmm(w, b))
+
+
+@pytest.mark.parametrize("kind", ["csr", "dcsr"])
+def test_indices_that_are_written_to_are_read_again(kind):
+    """torch counts no writes into the indices of a sparse_csr tensor: networks whose mask moves."""
+    torch.manual_seed(0)
+    w = matrix(12, 9, 0.4, dtype=torch.float32)
+    values, crow, col = csr(w)
+    for _ in range(3):
+        x = torch.randn(9, 4, requires_grad=True)
+        given = torch.sparse_csr_tensor(crow, col, values, w.shape, check_invariants=False)
+        row = torch.arange(12).repeat_interleave(crow.diff())
+        dense = torch.zeros(12, 9).index_put((row, col.long()), values, accumulate=True)
+        spmm(given if kind == "csr" else DCSR.from_csr(given), x).sum().backward()
+        torch.testing.assert_close(x.grad, dense.T @ torch.ones(12, 4))
+        col.copy_((col + 1) % 9)
+
+
+@pytest.mark.parametrize("left", ["csr", "dcsr"])
+@pytest.mark.parametrize("right", ["csr", "dcsr"])
+def test_sparse_products_of_either_kind(left, right):
+    a, b = matrix(12, 9, 0.2, dtype=torch.float64), matrix(9, 7, 0.3, 1, torch.float64)
+    as_kind = {"csr": lambda m: m, "dcsr": DCSR.from_csr}
+    found = spmm(as_kind[left](as_csr(a)), as_kind[right](as_csr(b)))
+    assert found.layout == torch.sparse_csr
+    torch.testing.assert_close(found.to_dense(), a @ b)
+
+
+WORDS = {
+    "dense, dense": (lambda w, x: (w, x), "dense @ sparse_csc, got .*; give a sparse one"),
+    "dense, csr": (lambda w, x: (w, x.to_sparse_csr()), "give x.to_sparse_csc"),
+    "dense, dcsr": (lambda w, x: (w, DCSR.from_csr(x.to_sparse_csr())), "got torch.strided @ DCSR"),
+    "coo, dense": (lambda w, x: (w.to_sparse(), x), "give w.to_sparse_csr"),
+    "csr, csc": (lambda w, x: (w.to_sparse_csr(), x.to_sparse_csc()), "give x.to_sparse_csr"),
+    "dcsr, coo": (lambda w, x: (DCSR.from_csr(w.to_sparse_csr()), x.to_sparse()), "give x.to_spar"),
+    "csr, array": (lambda w, x: (w.to_sparse_csr(), x.numpy()), "or DCSR, got ndarray"),
+    "list, dense": (lambda w, x: ([[1.0]], x), "or DCSR, got list"),
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_refusals_say_what_to_give(name):
+    make, words = WORDS[name]
+    with pytest.raises(BadInput, match=words):
+        spmm(*make(torch.ones(2, 3), torch.ones(3, 4)))
+
+
+def test_sddmm_refuses_what_is_no_tensor():
+    mask = torch.ones(2, 2).to_sparse_csr()
+    with pytest.raises(BadInput, match="dense tensors, got ndarray"):
+        sddmm(torch.ones(2, 3).numpy(), torch.ones(3, 2), mask)
+    with pytest.raises(BadInput, match="as to_sparse_csr"):
+        sddmm(torch.ones(2, 3), torch.ones(3, 2), torch.ones(2, 2))

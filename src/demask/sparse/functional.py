@@ -82,17 +82,22 @@ class DCSR:
 
 
 def spmm(
-    w: Tensor | DCSR, x: Tensor, bias: Tensor | None = None, activation: Activation = None
+    w: Tensor | DCSR, x: Tensor | DCSR, bias: Tensor | None = None, activation: Activation = None
 ) -> Tensor:
     """act(w @ x + bias), where one of the matrices, or both, are sparse.
 
         sparse_csr or DCSR [m, k] @ dense [k, n]       -> dense [m, n]; bias [m]
         dense [m, k]              @ sparse_csc [k, n]  -> dense [m, n]; bias [n]
-        sparse_csr [m, k]         @ sparse_csr [k, n]  -> sparse_csr [m, n]; no bias, no activation
+        sparse_csr or DCSR [m, k] @ sparse_csr or DCSR [k, n]
+                                                       -> sparse_csr [m, n]; no bias, no activation
 
     Floating-point matrices of one dtype; indices of 32 or 64 bits; differentiable. float32 on the
     CPU is computed by kernels, float16 and bfloat16 in float32, other things by ATen ops.
     activation: as those of `SparseLinear`. BadInput for shapes, types and indices that do not fit.
+
+    DCSR holds plain tensors: torch.compile takes it, and gradients of gradients pass; torch's
+    sparse tensors have neither. Where a GPU multiplies, what follows from the indices is kept, so
+    do not write into those of a sparse tensor, which torch does not count.
 
     >>> one = torch.tensor([0, 1])
     >>> w = DCSR(one[:1], one, torch.tensor([2]), torch.tensor([3.0]), (2, 3))  # 3 at (0, 2)
@@ -101,28 +106,49 @@ def spmm(
             [0., 0.]])
     """
     act = act_of(activation)
-    if isinstance(w, Tensor) and w.layout == torch.strided and x.layout == torch.sparse_csc:
+    right = _layout(x)
+    if isinstance(w, Tensor) and isinstance(x, Tensor) and w.layout == torch.strided:
+        if right != torch.sparse_csc:
+            raise BadInput(f"{_PAIRS}, got {w.layout} @ {right}; give {_advice(x, right)}")
         # x @ w = (w.T @ x.T).T, and w.T has in CSR what w has in CSC
         _check_pair(w, x)
         crow, col, values = _parts(x, x.ccol_indices(), x.row_indices())
         parts = (crow, col, values, None, (x.shape[1], x.shape[0]))
         return product(*parts, w.T, bias, act).T.contiguous()
-    if isinstance(w, DCSR):
+    if _layout(w) not in (torch.sparse_csr, "DCSR"):
+        raise BadInput(f"{_PAIRS}, got {_layout(w)} @ {right}; give w.to_sparse_csr()")
+    if isinstance(x, Tensor) and right == torch.strided:
         _check_pair(w, x)
-        return product(w.crow, w.col, w.values, w.rows, w.size, x, bias, act)
-    if w.layout != torch.sparse_csr or x.layout not in (torch.sparse_csr, torch.strided):
-        raise BadInput(
-            "expected sparse_csr or DCSR @ dense, dense @ sparse_csc or sparse_csr @ sparse_csr, "
-            f"got {w.layout} @ {x.layout}"
-        )
+        if isinstance(w, DCSR):
+            return product(w.crow, w.col, w.values, w.rows, w.size, x, bias, act)
+        return product(*csr_parts(w), None, (w.shape[0], w.shape[1]), x, bias, act)
+    if right not in (torch.sparse_csr, "DCSR"):
+        raise BadInput(f"{_PAIRS}, got {_layout(w)} @ {right}; give x.to_sparse_csr()")
+    w, x = (t.to_csr() if isinstance(t, DCSR) else t for t in (w, x))
     _check_pair(w, x)
-    crow, col, values = csr_parts(w)
-    if x.layout == torch.strided:
-        size = (w.shape[0], w.shape[1])
-        return product(crow, col, values, None, size, x, bias, act)
     if bias is not None or act is not None:
         raise BadInput("expected no bias and no activation for a sparse product")
     return sparse_product(w, x)
+
+
+_PAIRS = (
+    "expected sparse_csr or DCSR @ dense, sparse_csr or DCSR @ sparse_csr or DCSR, or "
+    "dense @ sparse_csc"
+)
+
+
+def _layout(matrix: Tensor | DCSR) -> torch.layout | str:
+    """How a matrix is stored; BadInput for what is none."""
+    if isinstance(matrix, DCSR):
+        return "DCSR"
+    if not isinstance(matrix, Tensor):
+        raise BadInput(f"expected tensors or DCSR, got {type(matrix).__name__}")
+    return matrix.layout
+
+
+def _advice(x: Tensor, layout: torch.layout | str) -> str:
+    """What to multiply a dense matrix by."""
+    return "a sparse one, or w @ x" if layout == torch.strided else "x.to_sparse_csc()"
 
 
 def sparse_product(a: Tensor, b: Tensor) -> Tensor:
@@ -164,8 +190,9 @@ def _followed(*tensors: Tensor) -> bool:
 
 def csr_parts(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Row starts, columns and values of a sparse_csr matrix; BadInput for anything else."""
-    if matrix.layout != torch.sparse_csr or matrix.ndim != 2:
-        raise BadInput(f"expected a sparse_csr matrix, got {tuple(matrix.shape)}, {matrix.layout}")
+    if _layout(matrix) != torch.sparse_csr or matrix.ndim != 2:
+        found = f"{tuple(matrix.shape)}, {matrix.layout}"
+        raise BadInput(f"expected a sparse_csr matrix, as to_sparse_csr() makes it, got {found}")
     return _parts(matrix, matrix.crow_indices(), matrix.col_indices())
 
 

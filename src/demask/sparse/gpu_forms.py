@@ -210,10 +210,15 @@ class Form:
         return self._made["bitmap"]
 
     def turned(self, m: Rows) -> Turned:
-        """The transpose."""
-        if "turned" not in self._made:
-            self._made["turned"] = turned_of(m)
-        return self._made["turned"]
+        """The transpose; on the CPU, made again where indices are no longer those it was made of:
+        torch counts no writes into those of a sparse_csr tensor."""
+        indices = [] if m.crow.is_cuda else [t for t in (m.crow, m.col, m.names) if t is not None]
+        copies, made = self._made.get("turned", ((), None))
+        if made is None or not all(map(_equal, indices, copies)):
+            check_indices(m.crow, m.col, m.size[1])
+            made = turned_of(m)
+            self._made["turned"] = [t.clone() for t in indices], made
+        return made
 
     def beside(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """What is made of the indices for some sizes, those of the last few kept."""
@@ -254,6 +259,11 @@ def form_of(m: Rows) -> Form:
             weakref.finalize(t.untyped_storage(), _FORMS.pop, key, None).atexit = False
     _FORMS[key] = versions, made
     return made
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """As torch.equal, of whole numbers on the CPU, faster."""
+    return bool((a.numpy() == b.numpy()).all())
 
 
 def _version(t: Tensor) -> int:

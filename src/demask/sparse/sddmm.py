@@ -56,6 +56,9 @@ def sddmm(a: Tensor, b: Tensor, mask: Tensor | DCSR, *, transposed: bool = False
 
 def _check(a: Tensor, b: Tensor, size: tuple[int, ...], transposed: bool) -> None:
     """Raise BadInput for matrices whose product does not have this size."""
+    if not all(isinstance(t, Tensor) for t in (a, b)):
+        found = f"{type(a).__name__} and {type(b).__name__}"
+        raise BadInput(f"expected dense tensors, got {found}")
     if any(t.layout != torch.strided for t in (a, b)):
         raise BadInput(f"expected dense matrices, got {a.layout} and {b.layout}")
     if (a.dtype, a.device) != (b.dtype, b.device) or not a.is_floating_point():

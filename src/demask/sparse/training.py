@@ -6,8 +6,8 @@ layer of its own whose values want gradients is run as
     linear    y = W x by `demask::spmm`, whose gradients are the transposed product and SDDMM
     conv      kernels over planes of images (`planes`), by `demask::convolved`
 
-On the CPU, and under torch.compile as well; float16 and bfloat16 in float32, linear layers in
-float64 too. What kernels need beside the indices is made once per mask.
+On the CPU, and under torch.compile as well; float16 and bfloat16 in float32. What kernels need
+beside the indices is made once per mask.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from demask.sparse.conv_op import convolved
 from demask.sparse.planes import Geometry
 from demask.sparse.product import product
 from demask.sparse.program import Act, Conv, Linear, Program, Span, Weight
+
+TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def trained(program: Program, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor | None:
@@ -49,7 +51,8 @@ def trained(program: Program, inputs: Sequence[Tensor], weights: Sequence[Tensor
 
 
 def takes(program: Program, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
-    """Whether a program is one layer on the CPU, of one dtype, whose values want gradients."""
+    """Whether a program is one layer on the CPU, of one dtype that kernels compute, whose values
+    want gradients."""
     if len(program.steps) != 1 or len(inputs) != 1 or program.outputs != (1,):
         return False
     step, x = program.steps[0], inputs[0]
@@ -61,10 +64,12 @@ def takes(program: Program, inputs: Sequence[Tensor], weights: Sequence[Tensor])
         return False
     values = weights[step.weight.values[0]]
     given = [x, values, *([] if step.bias is None else [weights[step.bias[0]]])]
-    if any(t.dtype != x.dtype or not t.is_cpu for t in given):
+    if x.dtype not in TYPES or any(t.dtype != x.dtype or not t.is_cpu for t in given):
         return False
     indices = [weights[span[0]] for span in (step.weight.crow, step.weight.col)]
-    return values.requires_grad and all(t.dtype == torch.int32 for t in indices)
+    if not values.requires_grad or any(t.dtype != torch.int32 for t in indices):
+        return False
+    return llvm.installed()
 
 
 def _whole(span: Span, weights: Sequence[Tensor]) -> bool:
@@ -84,8 +89,6 @@ def _linear(step: Linear, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
 
 
 def _conv(step: Conv, program: Program, x: Tensor, weights: Sequence[Tensor]) -> Tensor | None:
-    if x.dtype == torch.float64 or not llvm.installed():
-        return None
     if Geometry.of(step, tuple(x.shape)).too_large:
         return None
     spans = step.weight.values, step.weight.crow, step.weight.col
