@@ -1,12 +1,20 @@
-"""Imports go one way: a part of demask imports only parts above it in the layout."""
+"""Imports go one way: a part of demask imports only parts above it in the layout. And `import
+demask` imports what is asked for alone, by the names that it always had."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from types import FunctionType
 
 import pytest
+import torch
 
 import demask
+from demask.graph import result
+from demask.ops import own
 
 # Top to bottom; parts of one row do not import each other, but for those named in PEERS.
 LAYOUT = (
@@ -109,3 +117,154 @@ def test_allowed_imports_pass(tmp_path, file, text):
     planted.parent.mkdir(parents=True)
     planted.write_text(text)
     assert violations(tmp_path) == []
+
+
+def run(code: str, *words: str) -> str:
+    """What a Python of its own prints; warnings are on stderr."""
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+ALONE = """
+import sys, warnings
+from importlib.machinery import PathFinder
+import numpy, torch
+
+THERE = {name.partition(".")[0] for name in sys.modules} | sys.stdlib_module_names | {"demask"}
+THERE |= {"sympy", "mpmath", "networkx", "jinja2", "markupsafe", "filelock", "fsspec"}  # torch's
+
+class Alone(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return super().find_spec(name, path, target) if path or name in THERE else None
+
+sys.meta_path[:] = [Alone if finder is PathFinder else finder for finder in sys.meta_path]
+"""
+PRODUCTS = """
+import demask.sparse
+from torch.nn import functional as F
+from demask.sparse import SparseConv2d, SparseLinear, sddmm, spmm
+
+def whole(*shape):
+    return torch.randint(-3, 4, shape).float()
+
+def same(found, wanted):
+    assert found.dtype == wanted.dtype and torch.equal(found, wanted), (found, wanted)
+
+torch.manual_seed(0)
+w, x = whole(6, 9) * (torch.rand(6, 9) < 0.4), whole(9, 5)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        csr = w.to(dtype).to_sparse_csr()
+        same(spmm(csr, x.to(dtype)), (w @ x).to(dtype))
+        found = sddmm(whole(6, 3).to(dtype), whole(3, 9).to(dtype), csr)
+        assert found.dtype == dtype
+    linear = torch.nn.Linear(9, 6)
+    conv = torch.nn.Conv2d(2, 4, 3, padding=1)
+    cases = (linear, SparseLinear, (4, 9)), (conv, SparseConv2d, (2, 2, 5, 5))
+    for dense, sparse, given in cases:
+        with torch.no_grad():
+            dense.weight.copy_(whole(*dense.weight.shape) * (torch.rand(dense.weight.shape) < 0.5))
+            dense.bias.copy_(whole(*dense.bias.shape))
+        slim, x = sparse.from_dense(dense), whole(*given)
+        with torch.no_grad():
+            same(slim(x), dense(x))
+        slim(x).sum().backward()
+        dense(x).sum().backward()
+        same(slim.values.grad, dense.weight.grad[dense.weight != 0])
+        same(slim.bias.grad, dense.bias.grad)
+[once] = [str(w.message) for w in caught if "llvmlite" in str(w.message)]
+print(once)
+for name in ("optimize", "save", "report", "pilot"):
+    try:
+        getattr(demask, name)
+    except ImportError as error:
+        print(error)
+"""
+
+
+def test_sparse_needs_torch_and_numpy_alone():
+    warning, *errors = run(ALONE + PRODUCTS).splitlines()
+    assert warning.endswith("No module named 'llvmlite'; pip install llvmlite")
+    assert errors == [
+        f"demask.{name} needs {package}, which is not installed: pip install {package}"
+        for name, package in (
+            ("optimize", "llvmlite"),
+            ("save", "safetensors"),
+            ("report", "rich"),
+            ("pilot", "llvmlite"),
+        )
+    ]
+
+
+ORDERS = """
+import demask.verify, demask.report.text
+import torch
+from torch import nn
+net = nn.Sequential(demask.sparse.SparseLinear.from_dense(nn.Linear(3, 2))).eval()
+assert "demask.segment" not in str(demask.demask(net, (torch.ones(2, 3),)).plain().graph)
+from demask import verify, report, optimize
+import demask.optimize, demask.stride.targets, sys, types
+for name in ("verify", "report", "optimize"):
+    function = getattr(sys.modules["demask." + name], name)
+    assert isinstance(function, types.FunctionType), name
+    assert getattr(demask, name) is vars()[name] is function
+assert demask.stride is sys.modules["demask.stride"] and "demask.pilot" not in sys.modules
+"""
+
+
+def test_functions_stand_before_modules_of_their_names():
+    run(ORDERS)
+    for name in ("optimize", "report", "verify"):
+        setattr(demask, name, import_module(f"demask.{name}"))  # as an import does
+        assert isinstance(getattr(demask, name), FunctionType)
+
+
+def test_public_names():
+    assert {*demask._HOMES, *demask._MODULES} < {*demask.__all__} < {*dir(demask)}
+    for name in demask.__all__:
+        assert getattr(demask, name) is vars(demask)[name]
+    with pytest.raises(AttributeError, match="no attribute 'optimise'"):
+        demask.optimise  # noqa: B018
+    names = ast.parse(Path(demask.__file__).read_text()).body
+    [typed] = [node for node in names if isinstance(node, ast.If)]
+    imports = [alias.name for node in typed.body for alias in node.names]  # type: ignore[attr-defined]
+    assert sorted(imports) == sorted([*demask._HOMES, *demask._MODULES])
+
+
+READ = """
+import sys, torch
+import demask
+for net in (demask.load(sys.argv[1]), torch.load(sys.argv[2], weights_only=False)):
+    assert "demask.segment" in str(net.graph) and "demask.segment" not in str(net.plain().graph)
+    print(net(torch.ones(2, 9)).tolist())
+assert not {"demask.pilot", "demask.traverse"} & {*sys.modules}
+from demask.files import archive
+assert archive._kind({"kind": "tiled"}).__name__ == "Tiled"
+from demask.graph.rows import Overload, Row, graph_of
+assert "demask.pilot.chain_op" not in sys.modules
+graph_of([Row("call_function", "chain", Overload("demask::chain", "default"), (), {})])
+"""
+
+
+def test_what_reads_graphs_finds_the_ops_in_them(tmp_path):
+    """Nothing but the files was asked for: what registers their ops is imported by reading."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(demask.sparse.SparseLinear.from_dense(torch.nn.Linear(9, 4)))
+    slim = demask.demask(net.eval(), (torch.ones(2, 9),))
+    torch.save(slim, tmp_path / "slim.pt")
+    demask.save(slim, tmp_path / "slim.demask")
+    found = run(READ, str(tmp_path / "slim.demask"), str(tmp_path / "slim.pt")).splitlines()
+    assert found == [str(slim(torch.ones(2, 9)).tolist())] * 2
+
+
+def test_homes_of_ops_and_kinds_are_complete():
+    for name in demask.__all__:
+        getattr(demask, name)
+    homes = {op._opname: entry.run.__module__ for op, entry in own.OWN.items()}
+    here = dict.fromkeys(("quantize", "dequantize"), "demask.ops.quantize")
+    assert homes == own.HOMES | here
+    assert {name: kind.__module__ for name, kind in result.KINDS.items()} == result.HOMES
+    assert all(map(own.known, own.HOMES)) and not own.known("none")

@@ -1,14 +1,22 @@
 """demask: pruned and masked neural networks, actually smaller and faster, computing the same."""
 
-from demask import ops, pilot, sparse, stride, traverse
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from demask import ops, sparse
 from demask.errors import BadInput, DemaskError, Mismatch, NotExportable, RefusedFile
-from demask.files.archive import load, save
-from demask.files.onnx import from_onnx, to_onnx
-from demask.files.pt2 import to_pt2
-from demask.optimize import optimize
-from demask.report import Report, report
-from demask.shrink import demask
-from demask.verify import Verification, verify
+
+if TYPE_CHECKING:
+    from demask import pilot, stride, traverse
+    from demask.files.archive import load, save
+    from demask.files.onnx import from_onnx, to_onnx
+    from demask.files.pt2 import to_pt2
+    from demask.optimize import optimize
+    from demask.report import Report, report
+    from demask.shrink import demask
+    from demask.verify import Verification, verify
 
 __version__ = "0.1.0"
 __all__ = [
@@ -34,3 +42,56 @@ __all__ = [
     "traverse",
     "verify",
 ]
+
+# Imported when they are asked for: what stands above needs torch and NumPy alone, and no second.
+_MODULES = ("pilot", "stride", "traverse")
+_HOMES = {
+    "Report": "demask.report",
+    "Verification": "demask.verify",
+    "demask": "demask.shrink",
+    "from_onnx": "demask.files.onnx",
+    "load": "demask.files.archive",
+    "optimize": "demask.optimize",
+    "report": "demask.report",
+    "save": "demask.files.archive",
+    "to_onnx": "demask.files.onnx",
+    "to_pt2": "demask.files.pt2",
+    "verify": "demask.verify",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """A public name at its first use; ModuleNotFoundError says which package it needs."""
+    if name not in _HOMES and name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        module = import_module(_HOMES.get(name, f"demask.{name}"))
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "demask":
+            raise
+        package = error.name.partition(".")[0]
+        raise ModuleNotFoundError(
+            f"demask.{name} needs {package}, which is not installed: pip install {package}",
+            name=error.name,
+        ) from error
+    found = globals()[name] = getattr(module, name) if name in _HOMES else module
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Facade(ModuleType):
+    """A package whose functions go before modules of their names.
+
+    Python binds a module that it has imported to its package: `import demask.verify` would put the
+    module where `demask.verify()` is looked for.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        taken = name in _HOMES and isinstance(value, ModuleType)
+        super().__setattr__(name, getattr(value, name) if taken else value)
+
+
+sys.modules[__name__].__class__ = _Facade

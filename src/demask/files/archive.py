@@ -11,6 +11,7 @@ import os
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from operator import attrgetter
 from typing import Any
 
@@ -36,9 +37,9 @@ from demask.files.codec import (
 from demask.files.names import check_fqn, check_name
 from demask.files.trees import check_call_spec, load_spec
 from demask.graph.provenance import Provenance
-from demask.graph.result import KINDS, Demasked, changed
+from demask.graph.result import HOMES, KINDS, Demasked, changed
 from demask.ops import schema
-from demask.ops.own import OWN
+from demask.ops.own import own_of
 from demask.tune.epilogues import available, is_fused, is_pack, plain
 from demask.tune.fast import Optimized
 
@@ -282,8 +283,10 @@ def _kind(document: Mapping[str, Any]) -> type[Demasked]:
     name = document.get("kind")
     if name is None:
         return Optimized if document.get("optimized") is True else Demasked
+    if isinstance(name, str) and name in HOMES:
+        import_module(HOMES[name])
     if not isinstance(name, str) or name not in KINDS:
-        raise BadInput(f"a network of kind {name!r:.40}, expected one of {sorted(KINDS)}; "
+        raise BadInput(f"a network of kind {name!r:.40}, expected one of {sorted(HOMES)}; "
                        "install a newer demask")  # fmt: skip
     return KINDS[name]
 
@@ -295,7 +298,7 @@ def _check_own(graph: fx.Graph, slim: nn.Module) -> None:
         return attrgetter(str(node.target))(slim) if node.op == "get_attr" else None
 
     for node in graph.nodes:
-        own = OWN.get(node.target)
+        own = own_of(node.target)
         if own is None or own.check is None:
             continue
         try:

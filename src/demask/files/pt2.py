@@ -18,7 +18,7 @@ from demask.files.pt2_gate import open_pt2
 from demask.files.tracing import traced
 from demask.graph.copying import structural_copy
 from demask.graph.result import Demasked
-from demask.ops.own import OWN
+from demask.ops.own import own_of
 
 
 def to_pt2(slim: fx.GraphModule, path: str | os.PathLike[str]) -> None:
@@ -39,12 +39,12 @@ def to_pt2(slim: fx.GraphModule, path: str | os.PathLike[str]) -> None:
 
 def spelled_out(slim: Demasked) -> Demasked:
     """The network with demask's own ops as the arithmetic that they stand for."""
-    if not any(node.target in OWN for node in slim.graph.nodes):
+    if not any(own_of(node.target) for node in slim.graph.nodes):
         return slim
     twin: Any = structural_copy(slim, share=True)
     for node in twin.graph.nodes:
-        if node.target in OWN:
-            node.target = OWN[node.target].run
+        own = own_of(node.target)
+        node.target = node.target if own is None else own.run
     twin.recompile()
     return twin
 

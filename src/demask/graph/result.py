@@ -16,7 +16,7 @@ from demask.graph.fold import drop_unread
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Provenance, Sizes
 from demask.graph.rows import Row, Value, graph_of, rows_of
-from demask.ops.own import OWN
+from demask.ops.own import own_of
 
 aten = torch.ops.aten
 # Of a GraphModule, made from its graph.
@@ -86,8 +86,8 @@ class Demasked(fx.GraphModule):
     def plain(self) -> Demasked:
         """The network without ops that demask alone knows (quantization stays), sharing tensors:
         itself, where it has none."""
-        found = [OWN[node.target].spelled for node in self.graph.nodes if node.target in OWN]
-        passes = dict.fromkeys(change for change in found if change is not None)
+        found = [own_of(node.target) for node in self.graph.nodes]
+        passes = dict.fromkeys(own.spelled for own in found if own and own.spelled)
         return reduce(changed, passes, self)
 
     @classmethod
@@ -96,8 +96,10 @@ class Demasked(fx.GraphModule):
         return next(kind for kind in cls.__mro__ if "<locals>" not in kind.__qualname__)
 
 
-# Kinds of networks that keep something `extra`, by the names that files give them.
+# Kinds of networks that keep something `extra`, by the names that files give them; and the modules
+# further down that put them here.
 KINDS: dict[str, type[Demasked]] = {}
+HOMES = {"tiled": "demask.traverse.module"}
 
 
 def changed(module: Demasked, change: Callable[[Program], Program]) -> Demasked:
@@ -205,7 +207,8 @@ def build(program: Program, provenance: Provenance, kind: type[Demasked] = Demas
 
 def _is_spelled(node: fx.Node) -> bool:
     """Is a call one that ATen calls stand for elsewhere? Which ones depends on what it reads."""
-    return node.target in OWN and OWN[node.target].spelled is not None
+    own = own_of(node.target)
+    return own is not None and own.spelled is not None
 
 
 def exportable(model: nn.Module) -> nn.Module:

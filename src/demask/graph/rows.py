@@ -11,6 +11,8 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.fx.node import map_aggregate
 
+from demask.ops.own import known
+
 
 @dataclass(frozen=True, slots=True)
 class Reference:
@@ -94,4 +96,6 @@ def graph_of(rows: Sequence[Row]) -> fx.Graph:
 
 def _op(overload: Overload) -> OpOverload:
     namespace, _, name = overload.name.partition("::")
+    if namespace == "demask":
+        known(name)
     return getattr(getattr(getattr(torch.ops, namespace), name), overload.overload)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from demask.errors import TableError
@@ -30,6 +31,26 @@ class Own:
 
 
 OWN: dict[Any, Own] = {}
+# By an op's name, the module further down that registers it: `import demask` imports none of them.
+HOMES = {
+    "chain": "demask.pilot.chain_op",
+    "moments": "demask.traverse.parted",
+    "segment": "demask.sparse.spell",
+}
+
+
+def known(name: str) -> bool:
+    """Whether an op of this name ("segment") is one of demask's; it is registered then."""
+    if name in HOMES:
+        import_module(HOMES[name])
+    return any(op._opname == name for op in OWN)
+
+
+def own_of(op: Any) -> Own | None:
+    """What there is to know of a node's target; None for what is not demask's own."""
+    if getattr(op, "namespace", "") == "demask":
+        known(op._opname)
+    return OWN.get(op)
 
 
 def register(op: Any, own: Own) -> None:
