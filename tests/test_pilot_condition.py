@@ -242,6 +242,7 @@ def test_never_slower(net: Net, x: Tensor):
     assert slow.conditioned.decisions[0].layer == "the network, whole"
     assert "ratio 0.50" in slow.conditioned.decisions[0].why
     assert slow.conditioned.exact
+    assert {one.what for one in slow.conditioned.decisions[1:]} == {"as it was"}
     assert torch.equal(slow(x), net(x))
     assert slower(net, slow, ((x,), {}), clock_of(2.0, 1.0)) == ""
 
@@ -271,3 +272,14 @@ def test_an_empty_batch():
 def test_precision_says_that_it_saves_no_time(net: Net, x: Tensor):
     made = Precision(0.5).applied(net, (x,), None, "bits:8")
     assert "saves no time" in made.conditioned.decisions[0].why
+
+
+@pytest.mark.parametrize(("name", "batches", "labels", "words"), [
+    ("skip", [], None, "got none"), ("columns", [2], None, "leave calibration out"),
+    ("order", [2], None, "leave calibration out"), ("skip", [2], torch.zeros(3).long(), r"\[3\]"),
+])  # fmt: skip
+def test_calibration_that_cannot_be(net: Net, x: Tensor, name, batches, labels, words):
+    given_ = [x[:n] for n in batches]
+    with pytest.raises(BadInput, match=words):
+        condition(net, (x,), pilot="bits:8", condition=name, calibration=given_, labels=labels,
+                  knobs=(0.9,))  # fmt: skip

@@ -410,3 +410,10 @@ def test_the_text_names_it():
     chosen = parsed("regions:0.2:tile=32:fill=0.5", [Regions])
     assert chosen == Regions(0.2, tile=32, fill=0.5) and text(chosen).startswith("regions:0.2")
     assert isinstance(chosen.applied(net(), (spots(1),), None, None), InRegions)
+
+
+def test_images_unlike_the_example_are_refused_with_a_way_out():
+    module = Regions(fill=0.0).applied(net(), (spots(1),), None, None)
+    for x in (spots(1)[..., :-8], spots(1).repeat(2, 1, 1, 1), spots(1)[:0]):
+        with pytest.raises(BadInput, match="condition the network with such an example"):
+            module(x)

@@ -30,6 +30,7 @@ from demask.pilot.simplify import Simplifier
 from demask.pilot.supports import Constant, Precision, Skip, Value
 
 KINDS = (Columns, Certified, Skip, Constant, Value, Precision, Order, Route, Regions)
+CHOSEN = (Skip, Constant, Value, Precision, Route)  # whose knob a guarantee chooses
 KNOBS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)  # shares kept, the most careful first
 WHOLE = "the network, whole"
 WARMUP = 3
@@ -62,8 +63,9 @@ def condition(
     calibration: batches (a tensor or an args tuple each), for a condition that is named without its
     knob ("skip"): the boldest of `knobs` whose loss, in accuracy given `labels`, else in answers
     that differ, is at most `loss` with probability `level` on new examples (`guarantee`); where
-    there is none, the model. clock: in seconds, for `check`. Raises BadInput, NotExportable.
-    The model is not changed. Feature rows 001-b to 001-e.
+    there is none, the model. Positions are chosen for a batch together, so give batches of as many
+    examples as will come, of one where they come one by one. clock: in seconds, for `check`.
+    Raises BadInput, NotExportable. The model is not changed. Feature rows 001-b to 001-e.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4)).eval()
@@ -99,7 +101,8 @@ def condition_of(text: str | Condition) -> Condition:
         try:
             return parsed(text, KINDS)
         except TypeError as error:  # a knob that has no default
-            raise BadInput(f"the condition {text!r} is not complete: {error}") from error
+            raise BadInput(f"the condition {text!r} is not complete: say its threshold, as in "
+                           f"'{text}:0.8'") from error  # fmt: skip
     if isinstance(text, Condition):
         return text
     names = ", ".join(kind.name for kind in KINDS)
@@ -123,13 +126,15 @@ def slower(
         return ""
     ratio = median(taken["given"]) / median(taken["result"])
     return (f"conditioned it may be slower (ratio {ratio:.2f}, at least {least:.2f}); "
-            "check=False gives it all the same")  # fmt: skip
+            "check=False (--unchecked) gives it all the same")  # fmt: skip
 
 
 def dense(model: nn.Module, wanted: Conditioned, why: str) -> nn.Module:
     """A copy of the model in eval mode that says why it is not conditioned; it shares tensors."""
     copy: Any = _eval(model)
-    decisions = (Decision(WHOLE, "dense", why), *wanted.decisions)
+    left = (Decision(d.layer, "as it was", f"it would be {d.what}: {d.why}")
+            for d in wanted.decisions)  # fmt: skip
+    decisions = (Decision(WHOLE, "dense", why), *left)
     copy.conditioned = Conditioned(wanted.condition, wanted.pilot, True, decisions)
     return copy
 
@@ -150,6 +155,9 @@ def _calibrated(
     if not isinstance(wanted, str) or ":" in wanted:
         raise BadInput(f"calibration chooses the knob of a condition that is named without it, "
                        f"such as 'skip'; found {wanted!r}")  # fmt: skip
+    if wanted not in (names := [kind.name for kind in CHOSEN]):
+        raise BadInput(f"calibration chooses the knob of {', '.join(names)}; {wanted!r} has none to "
+                       "choose: leave calibration out")  # fmt: skip
     kinds = {knob: condition_of(f"{wanted}:{knob}") for knob in knobs}
     made = {knob: kind.applied(model, *example, pilot) for knob, kind in kinds.items()}
     outcomes = observed(_eval(model), made.__getitem__, knobs, batches, labels)

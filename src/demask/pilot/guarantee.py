@@ -210,7 +210,12 @@ def observed(
     """
     read = answer or (lambda made: pytree.tree_leaves(made)[0].argmax(-1))
     calls = [one if isinstance(one, tuple) else (one,) for one in batches]
+    if not calls:
+        raise BadInput("expected batches of examples to learn from, got none")
     full = torch.cat([read(model(*args)) for args in calls])
+    if labels is not None and (labels.shape != full.shape or labels.is_floating_point()):
+        raise BadInput(f"expected labels as {list(full.shape)} classes, integers, one per example, "
+                       f"got {labels.dtype} {list(labels.shape)}")  # fmt: skip
     rows = []
     for knob in knobs:
         network = factory(knob)

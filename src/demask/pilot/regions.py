@@ -248,7 +248,10 @@ class InRegions(nn.Module):
                 made = dict(zip(here.flow.outputs, results, strict=True))
                 return {}, self.windows.run(ran[-1].places, given, made, k)
 
-            made = called(self.whole, args, kwargs, run)
+            try:
+                made = called(self.whole, args, kwargs, run)
+            except ValueError as error:
+                raise _unlike(error) from error
         self.last = Last(tuple(ran))
         return made
 
@@ -319,6 +322,17 @@ class InRegions(nn.Module):
             return Ran(found, (self._all,), size, self._macs, self._macs, True)
         macs = sum(map(self.windows.macs, places))
         return Ran(found, places, size, macs, self._macs, False)
+
+
+def _unlike(error: ValueError) -> ValueError:
+    """Why these inputs are not for a network in regions, and what to do."""
+    if isinstance(error, BadInput):
+        return error
+    what = str(error).partition("; call ")[0].partition("; give ")[0]
+    return BadInput(
+        f"{what}. Regions are for images of the example's size, for several at once if the example "
+        "has two or more: condition the network with such an example"
+    )
 
 
 def _spread(selected: Tensor, side: int, size: tuple[int, int]) -> Tensor:
