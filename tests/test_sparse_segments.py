@@ -251,7 +251,7 @@ def some_sparse(seed: int) -> Callable[[Program], Program]:
     return lambda p: segmented(p, drawn(seed), drawn(~seed), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("seeds", [range(k, k + 4) for k in (0, 4)], ids=str)
+@pytest.mark.parametrize("seeds", [range(4)], ids=str)
 def test_random_networks_with_random_layers_sparse(seeds: range) -> None:
     for seed in seeds:
         network = generate(seed)
