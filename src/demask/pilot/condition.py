@@ -156,8 +156,8 @@ def _calibrated(
         raise BadInput(f"calibration chooses the knob of a condition that is named without it, "
                        f"such as 'skip'; found {wanted!r}")  # fmt: skip
     if wanted not in (names := [kind.name for kind in CHOSEN]):
-        raise BadInput(f"calibration chooses the knob of {', '.join(names)}; {wanted!r} has none to "
-                       "choose: leave calibration out")  # fmt: skip
+        raise BadInput(f"calibration chooses the knob of {', '.join(names)}; {wanted!r} has none "
+                       "to choose: leave calibration out")  # fmt: skip
     kinds = {knob: condition_of(f"{wanted}:{knob}") for knob in knobs}
     made = {knob: kind.applied(model, *example, pilot) for knob, kind in kinds.items()}
     outcomes = observed(_eval(model), made.__getitem__, knobs, batches, labels)
