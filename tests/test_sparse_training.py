@@ -242,7 +242,9 @@ def test_what_kernels_are_not_for():
     assert takes(program, [x], weights)
     assert not takes(program, [x.double()], weights)
     assert not takes(program, [x[:0]], weights)
-    assert not takes(program, [x], [w.detach() for w in weights])
+    frozen = [w.detach() for w in weights]
+    assert not takes(program, [x], frozen)
+    assert takes(program, [x.clone().requires_grad_()], frozen)
     layer(x[:0]).sum().backward()
     assert not layer.values.grad.any()
 
@@ -361,6 +363,19 @@ def test_compiled_training_makes_no_dense_weights(name, dtype):
     area = layer.rows * layer.columns
     assert (layer.values.numel(),) in shapes
     assert not [shape for shape in shapes if math.prod(shape) == area]
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_frozen_layers_pass_gradients_on_by_kernels(name, by_kernels):
+    torch.manual_seed(0)
+    made, kind, x = COMPILED[name]()
+    layer, exact = kind.from_dense(pruned(made)), copy.deepcopy(made).double()
+    layer.requires_grad_(False)
+    given = x.clone().requires_grad_(), x.double().requires_grad_()
+    for run, one in zip((layer, exact), given, strict=True):
+        run(one).square().sum().backward()
+    assert layer.values.grad is None
+    assert given[1].grad is not None and error(given[0].grad, given[1].grad) <= CLOSE
 
 
 @pytest.mark.parametrize("name", ["conv", "transposed"])

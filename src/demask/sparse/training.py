@@ -1,7 +1,7 @@
 """Layers whose nonzeros are trained: forward and gradients by kernels that read values in place.
 
 A plan packs values, which pays if the next calls use it too; a step of training changes them. So a
-layer of its own whose values want gradients is run as
+layer of its own that gradients are wanted of is run as
 
     linear    y = W x by `demask::spmm`, whose gradients are the transposed product and SDDMM
     conv      kernels over planes of images (`planes`), by `demask::convolved`
@@ -51,8 +51,8 @@ def trained(program: Program, inputs: Sequence[Tensor], weights: Sequence[Tensor
 
 
 def takes(program: Program, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
-    """Whether a program is one layer on the CPU, of one dtype that kernels compute, whose values
-    want gradients."""
+    """Whether a program is one layer on the CPU, of one dtype that kernels compute, and something
+    of it wants gradients: frozen layers pass them on to x."""
     if len(program.steps) != 1 or len(inputs) != 1 or program.outputs != (1,):
         return False
     step, x = program.steps[0], inputs[0]
@@ -67,7 +67,7 @@ def takes(program: Program, inputs: Sequence[Tensor], weights: Sequence[Tensor])
     if x.dtype not in TYPES or any(t.dtype != x.dtype or not t.is_cpu for t in given):
         return False
     indices = [weights[span[0]] for span in (step.weight.crow, step.weight.col)]
-    if not values.requires_grad or any(t.dtype != torch.int32 for t in indices):
+    if not any(t.requires_grad for t in given) or any(t.dtype != torch.int32 for t in indices):
         return False
     return llvm.installed()
 
