@@ -156,6 +156,15 @@ def test_modes_are_chosen_by_the_machine(monkeypatch):
     assert {one.what for one in found} == {"as it was"}
 
 
+def test_a_dense_layer_is_told_its_zeros(monkeypatch):
+    slow = {at: getattr(NOMINAL, at) | {"columns": 1e-9} for at in ("near", "far")}
+    monkeypatch.setattr(chain, "here", lambda: replace(NOMINAL, **slow))
+    x = torch.rand(1, 192) * (torch.arange(192) % 2)
+    net = nn.Sequential(nn.Linear(192, 512), nn.ReLU(), nn.Linear(512, 10)).eval()
+    first = Columns().applied(net, (x,), None, None).conditioned.decisions[0]
+    assert "50.0% of its inputs are not zero" in first.why
+
+
 @pytest.mark.nightly
 def test_this_machine_is_measured():
     found = measured(Costs.open(False, threads=1))

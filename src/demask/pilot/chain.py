@@ -198,7 +198,9 @@ def choose(layers: Sequence[Layer], rows: Tensor, allowed: Sequence[str],
             moved = reads(count, columns, mode, seen)
             seconds = machine.seconds([moved], 4.0 * count * columns) - machine.call
             extra = machine.layer if mode in ("certified", "two") else 0.0
-            found.append((seconds + extra, mode, _words(layer, mode, seen), moved))
+            # a dense layer looks at no zeros: there are as many as columns saw
+            told = looks.get("columns", looks[mode])[k] if mode == "dense" else seen
+            found.append((seconds + extra, mode, _words(layer, mode, told), moved))
         options.append(found)
     best = [min(some, key=lambda one: one[0]) for some in options]
     whole = sum(4.0 * layer.weight.numel() for layer in layers)
