@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from itertools import count
 
@@ -106,6 +107,28 @@ def test_what_pays_and_changes_answers_is_not_used():
     assert careful.gain > 1.2 and careful.loss > 0.01  # type: ignore[operator]
     assert not careful.use and "of the answers differ, 1.0% may" in careful.why
     assert explain(model, given, **ask, loss=1.0, clock=ticks(1.0)).lines[0].use
+
+
+def test_what_no_count_sees_is_not_used():
+    """Kernels of an order, and of conditions in other spellings, are no operations of torch."""
+    pairs = (("", "order:0.001"), ("bits:8", "certified:bits=8:levels=2"))
+    found = explain(perceptron(), inputs(), candidates=pairs, machine=NOMINAL, clock=ticks(1e-3))
+    order, two = found.lines
+    assert not order.use and order.gain is None and "time or the bytes" in order.why
+    assert two.exact and two.condition == "certified:bits=8:levels=2"
+
+
+def test_layers_that_are_no_chain_say_why():
+    model, x = perceptron().double(), [one.double() for one in inputs()]
+    found = explain(model, x, candidates=FIRST, machine=NOMINAL, clock=ticks(1e-3))
+    assert "float64" in found.lines[0].why
+
+
+@pytest.mark.parametrize("x", [torch.full((1, 3, 8, 8), math.nan), torch.rand(0, 3, 8, 8)])
+def test_inputs_that_say_nothing(x: torch.Tensor):
+    pairs = (("", "columns"), ("bits:8", "route:0.5"))
+    found = explain(perceptron(), [x], candidates=pairs, machine=NOMINAL, clock=ticks(1e-3))
+    assert not found.lines[1].use
 
 
 def test_no_inputs():

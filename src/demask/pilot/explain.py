@@ -32,7 +32,9 @@ from demask.pilot.chain_find import found, without_dropout
 from demask.pilot.chain_op import ROWS
 from demask.pilot.chain_plan import Layer
 from demask.pilot.condition import condition_of
+from demask.pilot.conditioned import text
 from demask.pilot.cost import NOMINAL, Machine, measured
+from demask.pilot.order import Order
 from demask.pilot.tables import as_lines
 from demask.shrink.demask import given
 from demask.sparse.tape import NoPlan
@@ -195,12 +197,13 @@ class _Network:
     seconds: float
     rest: float
     flops: float
+    why: str = ""  # layers are in no chain
 
     @classmethod
     def of(cls, model: nn.Module, inputs: list[tuple[Any, ...]], clock: Any) -> _Network:
         draft = Draft(given(model, inputs[0], None, None))
         without_dropout(draft)
-        where, _ = found(draft)
+        where, left = found(draft)
         came: list[list[Tensor]] = [[] for _ in where]
         for args in inputs:
             for k, x in enumerate(inputs_of_chains(draft, where, args, None)):
@@ -215,7 +218,8 @@ class _Network:
             chains.append(_Chain(layers, held[:MOST].contiguous(), rows, why))
         seconds, each, rest = _timed(model, inputs, chains, clock)
         chains = [replace(chain, seconds=one) for chain, one in zip(chains, each, strict=True)]
-        return cls(model, inputs, tuple(chains), seconds, rest, _flops(model, inputs))
+        why = "; ".join(dict.fromkeys(one.why for one in left))
+        return cls(model, inputs, tuple(chains), seconds, rest, _flops(model, inputs), why)
 
 
 def _plain(layers: Sequence[Layer], x: Tensor) -> Tensor:
@@ -261,9 +265,14 @@ def _flops(model: nn.Module, inputs: Sequence[tuple[Any, ...]]) -> float:
 def _line(
     network: _Network, pilot: str, condition: str, machine: Machine, loss: float
 ) -> Line:  # fmt: skip
-    if condition in EXACT:
-        return _exact(network, pilot, condition, machine)
     try:
+        kind = condition_of(condition)
+        if text(kind) in EXACT:
+            exact = _exact(network, pilot, text(kind), machine)
+            return replace(exact, condition=condition)
+        if isinstance(kind, Order):
+            raise BadInput("an order takes the time or the bytes that it is given; nothing is to "
+                           "be predicted of those")  # fmt: skip
         return _counted(network, pilot, condition, loss)
     except (DemaskError, NotImplementedError) as error:
         return Line(pilot, condition, None, None, None, False, False, f"refused: {error}"[:200])
@@ -290,7 +299,7 @@ def _exact(network: _Network, pilot: str, condition: str, machine: Machine) -> L
         else:
             said.append(", ".join(picked.modes))
     if not network.chains:
-        said.append("it has no linear layers")
+        said.append(network.why or "it has no linear layers")
     if kept == len(network.chains):
         seconds = network.seconds
     gain = network.seconds / seconds

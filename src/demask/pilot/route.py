@@ -230,6 +230,8 @@ def _unsound(router: Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
     """Why rows cannot be run apart, in words; "" where they can."""
     whole, cheap = router.full(*args, **kwargs), router.pilot(*args, **kwargs)
     rows = len(scores(whole))
+    if not rows:
+        raise BadInput("route needs an example of one row or more, to see that rows are apart")
     shapes = [[(tuple(leaf.shape), leaf.dtype) for leaf in pytree.tree_leaves(made)]
               for made in (whole, cheap)]  # fmt: skip
     if shapes[0] != shapes[1]:
@@ -247,7 +249,7 @@ def _unsound(router: Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
         expected = one[places]
         if other.shape != expected.shape:
             return "an output has other rows than inputs have: inputs are not rows alone"
-        size = float(expected.abs().max()) if expected.numel() else 0.0
+        size = float(expected.abs().nan_to_num(0.0, posinf=0.0).max()) if expected.numel() else 0.0
         if not torch.allclose(other, expected, rtol=NEAR, atol=NEAR * size, equal_nan=True):
             return "its rows depend on each other: some of them alone have other answers"
     return ""
