@@ -365,6 +365,18 @@ def test_compiled_training_makes_no_dense_weights(name, dtype):
     assert not [shape for shape in shapes if math.prod(shape) == area]
 
 
+@pytest.mark.parametrize("stride", [(1, 3), (3, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("channels", [1, 2])
+@pytest.mark.parametrize("shape", [(7, 7), (1, 5), (2, 1)], ids=str)
+def test_few_channels_and_pixels(stride, channels, shape, by_kernels):
+    """Sizes of 1, where a reshape gives a view of what kernels want in order."""
+    torch.manual_seed(0)
+    x = torch.randn(3, channels, *shape)
+    for make, kind in ((nn.Conv2d, SparseConv2d), (nn.ConvTranspose2d, SparseConvTranspose2d)):
+        for kernel in (1, 3):
+            check(make(channels, 2, kernel, stride, kernel // 2), kind, x)
+
+
 @pytest.mark.parametrize("name", COMPILED)
 def test_frozen_layers_pass_gradients_on_by_kernels(name, by_kernels):
     torch.manual_seed(0)

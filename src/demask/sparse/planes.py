@@ -112,7 +112,8 @@ class Geometry:
             return x.contiguous()
         (a, b), batch = self.stride, x.shape[0]
         parts = x.reshape(batch, self.channels, self.high, a, self.wide, b)
-        return parts.permute(0, 3, 5, 1, 2, 4).reshape(batch, self.planes, self.high, self.wide)
+        parts = parts.permute(0, 3, 5, 1, 2, 4).contiguous()  # reshape alone may give a view
+        return parts.view(batch, self.planes, self.high, self.wide)
 
     def back(self, made: Tensor) -> Tensor:
         """Of planes, the images that were laid: what `laid` is the transpose of."""
