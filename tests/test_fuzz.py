@@ -45,24 +45,24 @@ def chunks(start: int, count: int) -> list[range]:
     return [range(k, k + CHUNK) for k in range(start, start + count, CHUNK)]
 
 
-@pytest.mark.parametrize("seeds", chunks(0, 40), ids=str)
+@pytest.mark.parametrize("seeds", chunks(0, 20), ids=str)
 def test_random_networks(seeds):
     checked(seeds)
 
 
-@pytest.mark.parametrize("seeds", chunks(0, 20), ids=str)
+@pytest.mark.parametrize("seeds", chunks(0, 10), ids=str)
 def test_random_networks_at_any_image_size(seeds):
     checked(seeds, dynamic=True)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("seeds", [*chunks(40, 80), *chunks(1000, 2000)], ids=str)
+@pytest.mark.parametrize("seeds", [*chunks(20, 100), *chunks(1000, 2000)], ids=str)
 def test_two_thousand_networks(seeds):
     checked(seeds)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("seeds", [*chunks(20, 20), *chunks(1000, 200)], ids=str)
+@pytest.mark.parametrize("seeds", [*chunks(10, 30), *chunks(1000, 200)], ids=str)
 def test_many_networks_at_any_image_size(seeds):
     checked(seeds, dynamic=True)
 
