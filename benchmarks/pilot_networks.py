@@ -24,7 +24,7 @@ from torch import Tensor, nn
 DATA = Path("/usr/share/datasets/fashion-mnist")  # of the Debian package dataset-fashion-mnist
 MEAN, DEVIATION = 0.2860, 0.3530  # of the training pixels
 SEED, EPOCHS, BATCH, RATE = 0, 4, 512, 1e-3
-STEPS, TEXTS, LENGTH = 150, 12, 64  # of the transformer
+STEPS, TEXTS, LENGTH = 400, 12, 64  # of the transformer
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ SPECS = {
     "l1-1e-4": Spec((784, 4096, 4096, 10), 1e-4),
 }
 TRANSFORMER = "transformer"
-FFN_PENALTY = 1e-3
+FFN_PENALTY = 1e-4
 
 
 def perceptron(widths: tuple[int, ...]) -> nn.Sequential:
