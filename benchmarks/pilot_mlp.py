@@ -4,8 +4,10 @@ columns, dense.
 Contenders take turns in one process, another input at every call: torch, ONNX Runtime (float32, and
 its dynamic int8 as a peer that changes outputs), demask's own dense kernel, columns of zero inputs
 skipped, rows proved zero skipped (8 bits; 4 bits first). "hot": calls follow one another;
-"flushed": 96 MB are read before each call. Before anything is timed, logits and hidden values of
-all test images are compared bit for bit with the own dense kernel, classes with torch's.
+"flushed": 96 MB are read before each call, by one thread, whose core is that of the call (torch's
+second thread would spin on the other core while contenders start). Before anything is timed, logits
+and hidden values of all test images are compared bit for bit with the own dense kernel, classes
+with torch's.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
+import numpy as np
 import onnx
 import onnxruntime
 import torch
@@ -30,7 +33,7 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from demask.machine.allocator import fix_allocator
-from demask.pilot.chain import Certified, Columns, unconditioned
+from demask.pilot.chain import Certified, Columns, chained, unconditioned
 from pilot_networks import DATA, SPECS, TRANSFORMER, Bytes, documents, images, network
 from tables import RESULTS, load, machine, markdown
 from turns import settle
@@ -39,6 +42,11 @@ FLUSHED = 96 * 2**20  # bytes
 CALLS, SKIPPED = 30, 3  # of one contender in a round, and how many of them are not counted
 DRAWS = 1000
 EXACT = ("own dense", "columns", "certified", "certified, 2 levels")
+MODES = (
+    (Columns(), ("dense",)), (Columns(), ("dense", "columns")),
+    (Certified(), ("dense", "columns", "certified")),
+    (Certified(levels=2), ("dense", "columns", "two")),
+)  # fmt: skip
 DENSE = ("torch", "ONNX Runtime", "own dense")  # what a gain is over: the fastest of them
 INPUTS = 256  # that take turns
 
@@ -96,14 +104,14 @@ class Checked:
 
 
 def checked(model: nn.Sequential, found: dict[str, Call], inputs: Sequence[Tensor]) -> Checked:
-    """Compare on all inputs. Hidden values are those of the network cut behind each ReLU."""
+    """Compare on all inputs. Hidden values are those of the network cut behind each ReLU, whether
+    or not skipping pays there."""
     parts: list[dict[str, Call]] = [{name: found[name] for name in EXACT}]
     sample = (torch.cat(list(inputs[:16])),) if inputs[0].ndim == 2 else (inputs[0],)
     for k, layer in enumerate(list(model)[:-1]):
         if isinstance(layer, nn.ReLU):
             cut = model[: k + 1]
-            made = (unconditioned(cut, sample), *(c.applied(cut, sample, None, None) for c in
-                    (Columns(), Certified(), Certified(levels=2))))  # fmt: skip
+            made = (chained(cut, sample, None, kind, modes, always=True) for kind, modes in MODES)
             parts.append(dict(zip(EXACT, made, strict=True)))
     result = Checked(len(inputs), dict.fromkeys(EXACT[1:], 0), dict.fromkeys(found, 0))
     for x in inputs:
@@ -125,7 +133,7 @@ def rounds(
 ) -> dict[str, list[float]]:
     """Median seconds of a call, per contender and round."""
     taken: dict[str, list[float]] = {name: [] for name in found}
-    flush, turn = torch.ones(FLUSHED // 4), cycle(inputs)
+    flush, turn = np.ones(FLUSHED // 8), cycle(inputs)
     task = bar.add_task("flushed" if flushed else "hot", total=count * len(found))
     names = list(found)
     for number in range(count):

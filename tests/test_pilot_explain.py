@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 from dataclasses import replace
@@ -16,11 +17,14 @@ from demask.machine.cost import Costs
 from demask.pilot import chain, cost
 from demask.pilot.chain import Columns
 from demask.pilot.chain_plan import Seen
-from demask.pilot.cost import NOMINAL, measured, reads
+from demask.pilot.cost import NOMINAL, Uses, held, measured, reads
 from demask.pilot.explain import explain
 from test_pilot_chain import perceptron
 
 FIRST = (("", "columns"), ("bits:8", "certified"))
+
+
+explained = importlib.import_module("demask.pilot.explain")
 
 
 def inputs(n: int = 3) -> list[torch.Tensor]:
@@ -45,13 +49,25 @@ def test_bytes_of_each_mode():
 
 def test_seconds_are_bytes_over_bandwidth():
     moved = reads(4096, 784, "dense", Seen(784, 4096, 4096))
-    near = NOMINAL.seconds([moved], moved.total)
+    near = NOMINAL.seconds([moved], [1.0])
     assert near == pytest.approx(NOMINAL.call + NOMINAL.layer + moved.total * NOMINAL.near["dense"])
-    flushed = NOMINAL.seconds([moved], moved.total, flushed=True)
+    flushed = NOMINAL.seconds([moved], [0.0])
     assert flushed - near == pytest.approx(
         moved.total * (NOMINAL.far["dense"] - NOMINAL.near["dense"])
     )
-    assert near < NOMINAL.seconds([moved], 1e9) < flushed
+    assert near < NOMINAL.seconds([moved], [0.5]) < flushed
+
+
+def test_caches_hold_what_is_read_most():
+    """One of two calls reads each half, all of them the rest: least recently used goes first."""
+    always, halves = torch.tensor([1.0]), torch.full((2,), 0.5)
+    layers = [[Uses(torch.tensor([100.0]), always)], [Uses(torch.full((2,), 100.0), halves)]]
+    assert held(layers, 300.0) == [1.0, 1.0]
+    often, seldom = held(layers, 200.0)
+    assert 0.7 < often <= 1 and 0.2 < seldom < often
+    assert sum(held([[Uses(torch.tensor([400.0]), always)]], 100.0)) == pytest.approx(
+        0.25, abs=0.01
+    )
 
 
 def test_what_pays_is_used():
@@ -92,17 +108,19 @@ def test_a_pilot_as_large_as_the_network_does_not_pay():
     pairs = (("bits:8", "skip:0.5"), ("nonsense", "skip:0.5"))
     found = explain(perceptron(), inputs(), candidates=pairs, machine=NOMINAL, clock=ticks(1e-3))
     assert not any(line.use for line in found.lines)
-    assert "the pilot's included" in found.lines[0].why and found.lines[0].gain < 1  # type: ignore[operator]
+    assert "the pilot's included" in found.lines[0].why and found.lines[0].gain == 1
     assert found.lines[1].why.startswith("refused")
 
 
-def test_what_pays_and_changes_answers_is_not_used():
+def test_what_pays_and_changes_answers_is_not_used(monkeypatch):
     torch.manual_seed(0)
     convs = [nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1), nn.ReLU()]
     model = nn.Sequential(*convs, nn.Conv2d(64, 8, 3), nn.Flatten(), nn.Linear(800, 10)).eval()
     given = [torch.randn(1, 3, 12, 12) for _ in range(4)]
     pairs = (("channels:0.25", "skip:0.25"),)
     ask = {"candidates": pairs, "machine": NOMINAL}
+    beside = explained._beside  # half the time, whatever the clock says
+    monkeypatch.setattr(explained, "_beside", lambda *given: (0.5, beside(*given)[1]))
     careful = explain(model, given, **ask, clock=ticks(1.0)).lines[0]
     assert careful.gain > 1.2 and careful.loss > 0.01  # type: ignore[operator]
     assert not careful.use and "of the answers differ, 1.0% may" in careful.why

@@ -25,6 +25,7 @@ from demask.pilot.chain_op import ROWS
 from demask.pilot.chain_plan import Layer, Plan, Seen
 from demask.pilot.conditioned import Condition, Conditioned, Decision
 from demask.pilot.cost import Machine, Reads, here, reads
+from demask.pilot.direct import called, only_chain
 from demask.shrink.demask import given
 from demask.shrink.finished import finished
 from demask.sparse.tape import NoPlan
@@ -40,6 +41,13 @@ class Chained(Demasked):
 
     trains = False
     conditioned: Conditioned
+
+    def recompile(self) -> Any:
+        """As torch.fx does; calls go to the plan directly where the graph is a chain alone."""
+        code, kind = super().recompile(), type(self)
+        if only_chain(self) is not None:
+            kind.__call__ = called(kind.__call__)
+        return code
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = super().__deepcopy__(memo)
@@ -172,14 +180,13 @@ def _smooth(chain: Found, name: str) -> str:
 @dataclass(frozen=True, slots=True)
 class Picked:
     """Modes of a chain's layers and why; what they read; predicted seconds of a call, and of one
-    that is dense; bytes that calls on the examples touch together, at most."""
+    that is dense."""
 
     modes: tuple[str, ...]
     why: tuple[str, ...]
     reads: tuple[Reads, ...]
     seconds: float
     dense: float
-    footprint: float
 
 
 def choose(layers: Sequence[Layer], rows: Tensor, allowed: Sequence[str],
@@ -196,19 +203,21 @@ def choose(layers: Sequence[Layer], rows: Tensor, allowed: Sequence[str],
                 continue
             seen = looks[mode][k]
             moved = reads(count, columns, mode, seen)
-            seconds = machine.seconds([moved], 4.0 * count * columns) - machine.call
+            share = min(1.0, machine.cache / (4.0 * count * columns))
+            seconds = machine.seconds([moved], [share]) - machine.call
             extra = machine.layer if mode in ("certified", "two") else 0.0
             # a dense layer looks at no zeros: there are as many as columns saw
             told = looks.get("columns", looks[mode])[k] if mode == "dense" else seen
             found.append((seconds + extra, mode, _words(layer, mode, told), moved))
         options.append(found)
     best = [min(some, key=lambda one: one[0]) for some in options]
-    whole = sum(4.0 * layer.weight.numel() for layer in layers)
-    dense = machine.seconds([Reads(dense=4.0 * layer.weight.numel()) for layer in layers], whole)
+    whole = [4.0 * layer.weight.numel() for layer in layers]
+    share = min(1.0, machine.cache / sum(whole))
+    dense = machine.seconds([Reads(dense=size) for size in whole], [share] * len(layers))
     moved = tuple(one[3] for one in best)
     seconds = machine.call + sum(one[0] for one in best)
     return Picked(tuple(one[1] for one in best), tuple(one[2] for one in best), moved, seconds,
-                  dense, whole)  # fmt: skip
+                  dense)  # fmt: skip
 
 
 def observed(layers: Sequence[Layer], rows: Tensor, mode: str) -> list[Seen]:
@@ -263,12 +272,18 @@ def inputs_of_chains(draft: Draft, chains: Sequence[Found], args: tuple[Any, ...
                      kwargs: Mapping[str, Any] | None) -> list[Tensor | None]:  # fmt: skip
     """What the chains' inputs are on the example inputs."""
     firsts = [schema.arguments(chain.calls[0])["input"] for chain in chains]
+    return values_of(draft, firsts, args, kwargs)
+
+
+def values_of(draft: Draft, nodes: Sequence[fx.Node], args: tuple[Any, ...],
+              kwargs: Mapping[str, Any] | None) -> list[Tensor | None]:  # fmt: skip
+    """The values of nodes on the example inputs, None of those that do not run."""
     program = replace(draft.program, graph=draft.graph, constants=draft.constants)
     flat = pytree.tree_leaves((args, dict(kwargs or {})))
-    watched = _Watched(program, set(firsts))
+    watched = _Watched(program, set(nodes))
     holders = len(draft.graph.find_nodes(op="placeholder"))
     if holders != len(flat):
         raise BadInput(f"expected {holders} example inputs, got {len(flat)}")
     with torch.no_grad():
         watched.run(*flat)
-    return [watched.kept.get(first) for first in firsts]
+    return [watched.kept.get(node) for node in nodes]

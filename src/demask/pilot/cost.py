@@ -4,9 +4,8 @@ A chain of one vector reads each weight once, so its seconds are bytes over band
 per call and per layer. Bandwidth depends on where the bytes come from and how they lie: all columns
 one after the other, some columns of each tile (pieces of 1 KB), whole numbers of few bits, single
 rows. Each is measured with the kernels themselves, once per machine and number of threads, and kept
-with the other answers of `machine.cost`. What calls on different inputs touch together is their
-footprint; as much of it as the last cache holds comes from there, the rest from memory (LRU under
-uniform use).
+with the other answers of `machine.cost`. What many inputs read comes from the last cache, the rest
+from memory (`held`).
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from itertools import cycle
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from demask.kernels.certify import CONSTANTS
 from demask.machine.cost import Costs, Question
@@ -85,13 +85,56 @@ class Machine:
     cache: float
     threads: int
 
-    def seconds(self, layers: Sequence[Reads], footprint: float, *, flushed: bool = False) -> float:
-        """Predicted seconds of a call. footprint: bytes that calls on different inputs touch
-        together; flushed: caches hold nothing of them."""
-        held = 0.0 if flushed else min(1.0, self.cache / max(footprint, 1.0))
-        per = {k: held * self.near[k] + (1 - held) * self.far[k] for k in KINDS}
-        moved = sum(getattr(r, k) * per[k] for r in layers for k in KINDS)
+    def seconds(self, layers: Sequence[Reads], held: Sequence[float]) -> float:
+        """Predicted seconds of a call. held: of each layer's bytes, the share that the last cache
+        has (0 for all: a call after something else took the cache)."""
+        moved = 0.0
+        for reads_, share in zip(layers, held, strict=True):
+            for k in KINDS:
+                per = share * self.near[k] + (1 - share) * self.far[k]
+                moved += getattr(reads_, k) * per
         return self.call + self.layer * len(layers) + moved
+
+
+@dataclass(frozen=True, slots=True)
+class Uses:
+    """Parts of weights that calls read: bytes of each, and the share of calls that read it."""
+
+    bytes: Tensor
+    share: Tensor
+
+
+def held(layers: Sequence[Sequence[Uses]], cache: float) -> list[float]:
+    """Of what calls on different inputs read, layer by layer, the share that a cache of so many
+    bytes has.
+
+    A part that a share f of the calls reads is there if one of the last T calls read it,
+    1 - (1 - f)^T; T is such that what is there fills the cache (Che, Tung and Wang, "Hierarchical
+    Web Caching Systems", 2002). Parts of every call count as read by 99.9 % of them: caches do not
+    throw out the oldest line exactly.
+
+    >>> half = [Uses(torch.tensor([100.0]), torch.tensor([1.0]))]
+    >>> held([half], 200.0), round(held([half, half], 100.0)[0], 2)
+    ([1.0], 0.5)
+    """
+    parts = [use for layer in layers for use in layer]
+    if sum(float(use.bytes[use.share > 0].sum()) for use in parts) <= cache:
+        return [1.0] * len(layers)
+
+    def there(use: Uses, calls: float) -> Tensor:
+        return 1 - (1 - use.share.clamp(max=0.999)) ** calls
+
+    least, most = 0.0, 1e6
+    for _ in range(60):
+        calls = (least + most) / 2
+        full = sum(float((use.bytes * there(use, calls)).sum()) for use in parts) > cache
+        least, most = (least, calls) if full else (calls, most)
+    shares = []
+    for layer in layers:
+        moved = sum(float((use.bytes * use.share).sum()) for use in layer)
+        found = sum(float((use.bytes * use.share * there(use, least)).sum()) for use in layer)
+        shares.append(found / moved if moved else 1.0)
+    return shares
 
 
 def last_cache(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> float:

@@ -1,9 +1,10 @@
 """explain(): what each pilot and condition would gain and lose on this machine, before it is used.
 
 Of exact conditions, the seconds follow from bytes: what the inputs leave zero says which columns
-and rows a chain reads, and `pilot.cost` what that takes. Of the others, they follow from operations
-counted on the inputs: a pilot that is the network with other weights costs as much as the network
-itself, whatever it saves. The network as it is gets timed. What does not pay is said not to.
+and rows a chain reads, and `pilot.cost` what that takes. Of the others they are timed beside the
+network: these have to run on the inputs anyway, for the answers that they change. Operations are
+counted, too: a pilot that is the network with other weights costs as much as the network itself,
+whatever it saves. What does not pay is said not to.
 """
 
 from __future__ import annotations
@@ -27,16 +28,17 @@ from demask.errors import BadInput, DemaskError
 from demask.machine.cost import Costs
 from demask.machine.describe import machine as described
 from demask.machine.threads import set_threads
-from demask.pilot.chain import GAIN, Picked, choose, inputs_of_chains, layers_of
-from demask.pilot.chain_find import found, without_dropout
+from demask.pilot.chain import GAIN, Picked, choose, inputs_of_chains, layers_of, values_of
+from demask.pilot.chain_find import Found, found, without_dropout
 from demask.pilot.chain_op import ROWS
 from demask.pilot.chain_plan import Layer
 from demask.pilot.condition import condition_of
 from demask.pilot.conditioned import text
-from demask.pilot.cost import NOMINAL, Machine, measured
+from demask.pilot.cost import NOMINAL, Machine, Reads, Uses, held, measured
 from demask.pilot.order import Order
 from demask.pilot.tables import as_lines
 from demask.shrink.demask import given
+from demask.shrink.finished import finished
 from demask.sparse.tape import NoPlan
 from demask.tune.draft import Draft
 
@@ -48,7 +50,6 @@ CANDIDATES: tuple[Pair, ...] = (
 EXACT = {"columns": ("dense", "columns"), "certified": ("dense", "columns", "certified"),
          "certified:levels=2": ("dense", "columns", "two")}  # fmt: skip
 BETTER = 1.05  # times that a pilot must be faster than columns alone
-CALL = 6e-6  # seconds of one more call of an op
 MOST = 64  # inputs that are looked at
 LOSS = 0.01  # share of answers that may differ, of conditions that are not exact
 CALLS, WARMUP = 24, 4
@@ -197,6 +198,7 @@ class _Network:
     seconds: float
     rest: float
     flops: float
+    clock: Callable[[], float]
     why: str = ""  # layers are in no chain
 
     @classmethod
@@ -216,10 +218,11 @@ class _Network:
             why = f"{len(rows[0])} rows in a call: chains are for {ROWS} at most" if many else ""
             held = torch.cat(rows) if rows else torch.empty(0, layers[0].weight.shape[1])
             chains.append(_Chain(layers, held[:MOST].contiguous(), rows, why))
-        seconds, each, rest = _timed(model, inputs, chains, clock)
+        seconds, each, rest = _timed(model, _rest(draft, where, inputs[0]), inputs, chains, clock)
         chains = [replace(chain, seconds=one) for chain, one in zip(chains, each, strict=True)]
         why = "; ".join(dict.fromkeys(one.why for one in left))
-        return cls(model, inputs, tuple(chains), seconds, rest, _flops(model, inputs), why)
+        return cls(model, inputs, tuple(chains), seconds, rest, _flops(model, inputs), clock,
+                   why)  # fmt: skip
 
 
 def _plain(layers: Sequence[Layer], x: Tensor) -> Tensor:
@@ -229,16 +232,32 @@ def _plain(layers: Sequence[Layer], x: Tensor) -> Tensor:
     return x
 
 
+def _rest(draft: Draft, where: Sequence[Found], args: tuple[Any, ...]) -> nn.Module | None:
+    """The network with a constant in place of each chain, None where nothing else is left of it.
+    The draft is used up."""
+    before = draft.program
+    for chain, value in zip(where, values_of(draft, [c.last for c in where], args, None),
+                            strict=True):  # fmt: skip
+        if value is not None:
+            draft.put(chain.last, draft.constant("chain", value, chain.last))
+    made = finished(before, draft.done(), ["chains as constants"])
+    calls = [node for node in made.graph.nodes if node.op not in ("placeholder", "get_attr")]
+    return made if len(calls) > 1 else None
+
+
 def _timed(
-    model: nn.Module, inputs: Sequence[tuple[Any, ...]], chains: Sequence[_Chain],
-    clock: Callable[[], float],
+    model: nn.Module, rest: nn.Module | None, inputs: Sequence[tuple[Any, ...]],
+    chains: Sequence[_Chain], clock: Callable[[], float],
 ) -> tuple[float, list[float], float]:  # fmt: skip
-    """Median seconds of the network, of each chain in torch, and of what is in no chain: what a
-    call of the network takes longer than those of its chains right after it."""
-    whole, each, rest = [], [[] for _ in chains], []
+    """Median seconds of the network, of each chain in torch, and of what is in no chain."""
+    whole, each, other = [], [[] for _ in chains], []
     for k in range(CALLS + WARMUP):
+        args = inputs[k % len(inputs)]
         looks = [clock()]
-        model(*inputs[k % len(inputs)])
+        model(*args)
+        looks.append(clock())
+        if rest is not None:
+            rest(*args)
         looks.append(clock())
         for chain in chains:
             if chain.came:
@@ -246,11 +265,11 @@ def _timed(
             looks.append(clock())
         taken = [b - a for a, b in pairwise(looks)]
         whole.append(taken[0])
-        rest.append(taken[0] - sum(taken[1:]))
-        for one, seconds in zip(each, taken[1:], strict=True):
+        other.append(taken[1] if rest is not None else 0.0)
+        for one, seconds in zip(each, taken[2:], strict=True):
             one.append(seconds)
-    middle = [median(one[WARMUP:]) for one in (whole, *each, rest)]
-    return middle[0], middle[1:-1], max(middle[-1], 0.0)
+    middle = [median(one[WARMUP:]) for one in (whole, other, *each)]
+    return middle[0], middle[2:], middle[1]
 
 
 def _flops(model: nn.Module, inputs: Sequence[tuple[Any, ...]]) -> float:
@@ -273,7 +292,7 @@ def _line(
         if isinstance(kind, Order):
             raise BadInput("an order takes the time or the bytes that it is given; nothing is to "
                            "be predicted of those")  # fmt: skip
-        return _counted(network, pilot, condition, loss)
+        return _tried(network, pilot, condition, loss)
     except (DemaskError, NotImplementedError) as error:
         return Line(pilot, condition, None, None, None, False, False, f"refused: {error}"[:200])
 
@@ -313,35 +332,40 @@ def picked_here(
 ) -> Picked:
     """Modes by these rows, with the seconds that their footprint makes of them."""
     picked = choose(layers, rows, allowed, machine)
-    footprint, x = 0.0, rows
+    used, x = [], rows
     for layer, mode, moved in zip(layers, picked.modes, picked.reads, strict=True):
-        count, columns = layer.weight.shape
-        live = float((x != 0).any(0).float().mean())
-        x = _plain([layer], x)
-        if mode == "dense":
-            footprint += 4.0 * count * columns
-        elif mode == "columns":
-            footprint += 4.0 * count * columns * live
-        else:
-            union = float((x != 0).any(0).float().mean())
-            share = max(union, moved.rows / max(4.0 * count * columns, 1.0))
-            footprint += moved.whole + 4.0 * count * columns * share
-    seconds = machine.seconds(picked.reads, footprint)
+        y = _plain([layer], x)
+        used.append(_uses(layer, mode, moved, x, y))
+        x = y
+    seconds = machine.seconds(picked.reads, held(used, machine.cache))
     extra = machine.layer * sum(mode in ("certified", "two") for mode in picked.modes)
-    return Picked(picked.modes, picked.why, picked.reads, seconds + extra, picked.dense, footprint)
+    return replace(picked, seconds=seconds + extra)
 
 
-def _counted(network: _Network, pilot: str, condition: str, allowed: float) -> Line:
-    """By operations, pilot included; the loss measured on the inputs, `allowed` at most."""
+def _uses(layer: Layer, mode: str, moved: Reads, x: Tensor, y: Tensor) -> list[Uses]:
+    """What calls on the rows of x, which gave y, read of a layer: columns, or all of its whole
+    numbers and rows, those the most often that are the most often above zero."""
+    count, columns = layer.weight.shape
+    if mode == "dense":
+        return [Uses(torch.tensor([4.0 * count * columns]), torch.ones(1))]
+    if mode == "columns":
+        return [Uses(torch.full((columns,), 4.0 * count), (x != 0).float().mean(0))]
+    live = (y > 0).float().mean(0) + 1e-6
+    each = moved.rows / count
+    share = (live * count / live.sum() * each / (4.0 * columns)).clamp(max=1.0)
+    rows = Uses(torch.full((count,), 4.0 * columns), share)
+    return [Uses(torch.tensor([moved.whole]), torch.ones(1)), rows]
+
+
+def _tried(network: _Network, pilot: str, condition: str, allowed: float) -> Line:
+    """Timed and compared on the inputs, pilot included; `allowed`: share of answers that may
+    differ."""
     kind = condition_of(condition)
     made: Any = kind.applied(network.model, network.inputs[0], None, pilot or None)
     share = _flops(made, network.inputs) / max(network.flops, 1.0)
-    more = max(_calls(made) - _calls(network.model), 0) * CALL
-    seconds = network.seconds * share + more
-    gain, changed = network.seconds / seconds, 0
-    for args in network.inputs:
-        changed += _answer(made(*args)) != _answer(network.model(*args))
-    loss = changed / len(network.inputs)
+    ratio, changed = _beside(made, network)
+    seconds, loss = network.seconds * ratio, changed / len(network.inputs)
+    gain = 1 / ratio
     why = f"{share:.0%} of the operations, the pilot's included"
     if gain < GAIN:
         why += "; it saves less than it costs"
@@ -351,11 +375,23 @@ def _counted(network: _Network, pilot: str, condition: str, allowed: float) -> L
     return Line(pilot, condition, seconds, gain, loss, False, use, why)
 
 
-def _calls(model: nn.Module) -> int:
-    graphs = [part.graph for part in model.modules() if isinstance(part, torch.fx.GraphModule)]
-    if not graphs:
-        return sum(not list(part.children()) for part in model.modules())
-    return sum(n.op.startswith("call_") for graph in graphs for n in graph.nodes)
+def _beside(made: nn.Module, network: _Network) -> tuple[float, int]:
+    """The median seconds of a call over the network's, in turns on the inputs (twice, if they are
+    few), and how many answers differ."""
+    mine, whole, changed, clock = [], [], 0, network.clock
+    for _ in range(1 if len(network.inputs) > CALLS else 2):
+        changed = 0
+        for args in network.inputs:
+            looks = [clock()]
+            got = made(*args)
+            looks.append(clock())
+            expected = network.model(*args)
+            looks.append(clock())
+            mine.append(looks[1] - looks[0])
+            whole.append(looks[2] - looks[1])
+            changed += _answer(got) != _answer(expected)
+    skipped = WARMUP if len(mine) > WARMUP else 0
+    return median(mine[skipped:]) / median(whole[skipped:]), changed
 
 
 def _answer(out: Any) -> list[int]:

@@ -1,0 +1,158 @@
+"""A graph that is one chain, called without the graph.
+
+To run a graph of one call costs some 40 µs (flattened arguments, attributes of modules, an op's
+dispatch), as long as the chain itself may take, and several times as much where caches hold none of
+that code. So the plan of the last call (`pilot.chain_op`) is asked first, if everything the way
+through the graph looks at is as it was then: the weights and their versions, the input's kind and
+shape, threads, gradients, hooks, modes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.module import _has_any_global_hook
+from torch.utils import _pytree as pytree
+
+from demask.pilot.chain_op import CHAIN, ROWS, Chains
+from demask.sparse.op import kept
+
+Call = Callable[..., Any]
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A tensor of a network: in which modules it lies, under which name, and what it was."""
+
+    path: tuple[str, ...]
+    name: str
+    tensor: Tensor
+    version: int
+    address: int
+
+    @classmethod
+    def of(cls, network: nn.Module, target: str) -> Weight:
+        """The tensor that a graph names so."""
+        *path, name = target.split(".")
+        owner = network.get_submodule(".".join(path))
+        tensor = owner._parameters.get(name)
+        tensor = owner._buffers[name] if tensor is None else tensor
+        assert tensor is not None
+        return cls(tuple(path), name, tensor, tensor._version, tensor.data_ptr())
+
+    def same(self, network: nn.Module) -> bool:
+        """Whether the network still has this tensor there, unchanged."""
+        owner: Any = network
+        for part in self.path:
+            owner = owner._modules.get(part)
+            if owner is None:
+                return False
+        found = owner._parameters.get(self.name)
+        found = owner._buffers.get(self.name) if found is None else found
+        return (
+            found is self.tensor
+            and found._version == self.version
+            and found.data_ptr() == self.address
+            and found.is_contiguous()
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """What a call with an input of this shape came to, and for as long as that holds."""
+
+    plan: Callable[[Tensor], Tensor]
+    weights: tuple[Weight, ...]
+    shape: torch.Size
+    threads: int
+    trained: bool  # a weight wants gradients
+
+    @classmethod
+    def of(cls, network: fx.GraphModule, x: Tensor) -> Direct | None:
+        """After a call with x; None where the graph is more than a chain, or there is no plan."""
+        call = only_chain(network)
+        if call is None or type(x) is not Tensor or x.ndim < 2 or x.shape[:-1].numel() > ROWS:
+            return None
+        _, reads, program = call.args
+        weights = tuple(Weight.of(network, str(read.target)) for read in reads)  # type: ignore[union-attr]
+        tensors = [weight.tensor for weight in weights]
+        if not all(w.is_contiguous() for w in tensors):
+            return None
+        chains, threads = kept(tensors, str(program), Chains), torch.get_num_threads()
+        plan, _ = chains.plans.get((chains.versions_of(tensors), threads), (None, ()))
+        trained = any(w.requires_grad for w in tensors)
+        return plan and cls(plan, weights, x.shape, threads, trained)
+
+    def __call__(self, network: nn.Module, x: Any) -> Tensor | None:
+        """The output; None if this call must go through the graph."""
+        if (
+            type(x) is not Tensor
+            or x.shape != self.shape
+            or x.dtype is not torch.float32
+            or not (x.is_cpu and x.is_contiguous())
+            or (torch.is_grad_enabled() and (self.trained or x.requires_grad))
+            or torch.get_num_threads() != self.threads
+            or not plainly()
+            or not all(weight.same(network) for weight in self.weights)
+        ):
+            return None
+        if len(self.shape) == 2:
+            return self.plan(x)
+        return self.plan(x.view(-1, self.shape[-1])).view(*self.shape[:-1], -1)
+
+
+def plainly() -> bool:
+    """Whether nobody looks at the calls of this thread: no modes, transforms, traces or hooks."""
+    return not (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state()
+        or _has_any_global_hook()
+    )
+
+
+def only_chain(network: fx.GraphModule) -> fx.Node | None:
+    """The call that is all of a graph of one input and one output."""
+    nodes = [node for node in network.graph.nodes if node.op != "get_attr"]
+    if [node.op for node in nodes] != ["placeholder", "call_function", "output"]:
+        return None
+    given, call, output = nodes
+    specs: Any = network.graph._codegen.pytree_info  # type: ignore[attr-defined]
+    leaf = pytree.tree_structure(0)
+    whole = pytree.tree_structure(((0,), {}))
+    if call.target is not CHAIN or call.args[0] is not given:
+        return None
+    if specs.in_spec != whole or specs.out_spec != leaf or list(output.args[0]) != [call]:
+        return None
+    return call
+
+
+def called(through: Call) -> Call:
+    """The `__call__` of a class that torch.fx made for one module: directly, or through the graph.
+
+    What the last call came to is kept at the class, so that copies and pickles have none of it.
+    """
+
+    def call(self: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return nn.Module.__call__(self, *args, **kwargs)
+        if kwargs or len(args) != 1:
+            return through(self, *args, **kwargs)
+        if any(getattr(self, hooks) for hooks in HOOKS):
+            return through(self, *args)
+        kind: Any = type(self)
+        direct = vars(kind).get("direct")
+        made = direct and direct(self, args[0])
+        if made is None:
+            made = through(self, *args)
+            if isinstance(made, Tensor) and not made.requires_grad and plainly():
+                kind.direct = Direct.of(self, args[0])
+        return made
+
+    return call
