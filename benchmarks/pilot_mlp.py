@@ -115,9 +115,10 @@ def checked(model: nn.Sequential, found: dict[str, Call], inputs: Sequence[Tenso
             parts.append(dict(zip(EXACT, made, strict=True)))
     result = Checked(len(inputs), dict.fromkeys(EXACT[1:], 0), dict.fromkeys(found, 0))
     for x in inputs:
+        expected = [part["own dense"](x) for part in parts]
         for name in EXACT[1:]:
-            same = all(_same(part[name](x), part["own dense"](x)) for part in parts)
-            result.bits[name] += not same
+            made = [part[name](x) for part in parts]
+            result.bits[name] += not all(map(_same, made, expected))
         classes = {name: int(call(x).flatten().argmax()) for name, call in found.items()}
         for name, one in classes.items():
             result.classes[name] += one != classes["torch"]
