@@ -3,17 +3,12 @@ nothing is imported before it is needed. What needs a GPU is skipped without one
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
-import demask
 from demask.sparse import DCSR, SparseConv2d, SparseLinear, dense, gpu_ops, gpu_segment, spmm
 from demask.sparse.functional import sparse_product
 from demask.sparse.matrix import Rows
@@ -138,24 +133,6 @@ def check_dispatch(device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_op_calls_kernels(device):
     run_on(device, check_dispatch)
-
-
-ALONE = """
-import sys, types
-package = types.ModuleType("demask")
-package.__path__ = [{path!r}]
-sys.modules["demask"] = package
-sys.modules |= dict.fromkeys(("llvmlite", "triton", "rich", "safetensors", "typer"))
-import demask.sparse
-print(demask.sparse.SparseLinear.__name__)
-"""
-
-
-def test_import_needs_torch_and_numpy_alone():
-    path = str(Path(demask.__file__).parent)
-    code = [sys.executable, "-c", ALONE.format(path=path)]
-    found = subprocess.run(code, capture_output=True, text=True, check=False)
-    assert found.stdout == "SparseLinear\n", found.stderr
 
 
 @gpu
