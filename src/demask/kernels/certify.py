@@ -36,12 +36,13 @@ from llvmlite import ir
 from demask.kernels.csr import below, masked
 from demask.kernels.dots import Dots, Listed, joined, whole
 from demask.kernels.emit import BYTE, FLOAT, I32, I64, Emitter, Value
-from demask.kernels.gemv import AHEAD, Fields, ask, compressed, iota, set_lanes
+from demask.kernels.gemv import Fields, ask, compressed, iota, set_lanes
 from demask.kernels.isa import Isa
 
 LEVELS = 65535  # of u
 UNIT = 2.0**-24  # of float32
 CEILING = 1e30  # sums beyond it are not certified: they, or parts of them, might overflow
+AHEAD = 16  # groups of columns that are asked for before they are read: 8 KB
 LATER = 12  # rows that the second level asks for before it reads them
 MOST_COLUMNS = 32768  # whole sums stay below 2**31
 #: constants of a row, in this order: one vector each per vector of rows, or row by row for the next
