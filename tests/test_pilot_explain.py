@@ -167,7 +167,9 @@ def test_conditions_are_decided_by_what_was_measured(monkeypatch, tmp_path):
     costs = Costs.open(threads=1)
     usual = dict.fromkeys(cost._names(costs)[:2], 1e-05)
     large = [
-        cost._large(costs, kind, room) for room in (cost.NEAR, cost.FAR) for kind in cost.KINDS
+        cost._large(costs, kind, room)
+        for room in (cost.NEAR, cost.MIDDLE, cost.FAR)
+        for kind in cost.KINDS
     ]
     costs._known |= {q.name: q.bytes * 2e-11 + 1e-5 for q in large} | usual
     costs.save()

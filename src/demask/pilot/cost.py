@@ -24,8 +24,8 @@ from demask.pilot.chain_plan import Layer, Plan, Seen
 
 KINDS = ("dense", "columns", "whole", "rows")
 SHARE = 16  # one of so many columns is read, where some are
-#: bytes of what is read in turns to time the last cache, and memory
-NEAR, FAR = 12 * 2**20, 128 * 2**20
+#: bytes of what is read in turns: to time the last cache, to see how much of it is ours, memory
+NEAR, MIDDLE, FAR = 12 * 2**20, 24 * 2**20, 128 * 2**20
 WITHIN = 30.0  # times that a machine may be slower or faster than `NOMINAL`
 CACHE = 16 * 2**20  # of the last cache, where the system does not say
 
@@ -110,8 +110,8 @@ def held(layers: Sequence[Sequence[Uses]], cache: float) -> list[float]:
 
     A part that a share f of the calls reads is there if one of the last T calls read it,
     1 - (1 - f)^T; T is such that what is there fills the cache (Che, Tung and Wang, "Hierarchical
-    Web Caching Systems", 2002). Parts of every call count as read by 99.9 % of them: caches do not
-    throw out the oldest line exactly.
+    Web Caching Systems", 2002). Of what every call reads, a share T is there where T < 1: caches do
+    not throw out the oldest line exactly.
 
     >>> half = [Uses(torch.tensor([100.0]), torch.tensor([1.0]))]
     >>> held([half], 200.0), round(held([half, half], 100.0)[0], 2)
@@ -122,7 +122,8 @@ def held(layers: Sequence[Sequence[Uses]], cache: float) -> list[float]:
         return [1.0] * len(layers)
 
     def there(use: Uses, calls: float) -> Tensor:
-        return 1 - (1 - use.share.clamp(max=0.999)) ** calls
+        every = torch.full_like(use.share, min(calls, 1.0))
+        return torch.where(use.share >= 1, every, 1 - (1 - use.share) ** calls)
 
     least, most = 0.0, 1e6
     for _ in range(60):
@@ -184,6 +185,7 @@ def _names(costs: Costs) -> list[str]:
     """The questions that a machine's numbers come of."""
     large = [_large(costs, kind, NEAR) for kind in KINDS]
     large += [_large(costs, kind, FAR) for kind in ("dense", "columns")]
+    large.append(_large(costs, "dense", MIDDLE))
     return [q.name for q in (_small(costs, 1), _small(costs, 8), *large)]
 
 
@@ -203,7 +205,12 @@ def _asked(costs: Costs) -> Machine:
     near["rows"] = max(rest, 1e-9) / (both.bytes * 2 / 3)
     far = {kind: max(speed(kind, FAR), near[kind]) for kind in ("dense", "columns")}
     far |= {"whole": max(near["whole"], far["dense"]), "rows": max(near["rows"], far["columns"])}
-    return Machine(near, far, call, layer, 0.8 * last_cache(), costs.threads)
+    # of a cache that others use, too, less is ours than the system says
+    span, middle = far["dense"] - near["dense"], speed("dense", MIDDLE)
+    ours = max(NEAR, min(1.0, (far["dense"] - middle) / span) * MIDDLE) if span > 0 else MIDDLE
+    whole = 0.8 * last_cache()
+    cache = min(whole, ours) if ours < 0.95 * MIDDLE else whole
+    return Machine(near, far, call, layer, cache, costs.threads)
 
 
 def _small(costs: Costs, layers: int) -> Question:
