@@ -14,6 +14,7 @@ from fuzz import laws
 from fuzz.generate import generate, is_sound
 from fuzz.laws import Outcome, check, explained, shrink
 from fuzz.program import Input, Program, Step
+from night import at_night
 
 CHUNK = 10
 pipeline = importlib.import_module("demask.shrink.reading")
@@ -45,7 +46,7 @@ def chunks(start: int, count: int) -> list[range]:
     return [range(k, k + CHUNK) for k in range(start, start + count, CHUNK)]
 
 
-@pytest.mark.parametrize("seeds", chunks(0, 20), ids=str)
+@pytest.mark.parametrize("seeds", [*chunks(0, 10), *at_night(*chunks(10, 10))], ids=str)
 def test_random_networks(seeds):
     checked(seeds)
 

@@ -26,7 +26,7 @@ from demask.tune.ungather import ungathered
 from fuzz.generate import generate
 from fuzz.laws import difference
 from micro import MICROS, Micro, Net, dead
-from night import every
+from night import at_night, every
 
 LIMIT = 1e-10  # max |a - b| / max |a| per output leaf, float64: a re-ordered sum is about 1e-15
 Pass = Callable[[Program], Program]
@@ -187,14 +187,14 @@ SEQUENCES: dict[str, Pass] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", every(3, MICROS), ids=lambda c: c.name)
+@pytest.mark.parametrize("case", every(6, MICROS), ids=lambda c: c.name)
 def test_every_pass_is_an_identity(case: Micro) -> None:
     program, args = made(case)
     for change in [*PASSES.values(), next(iter(SEQUENCES.values()))]:
         check(program, change, args)
 
 
-@pytest.mark.parametrize("case", every(3, MICROS), ids=lambda c: c.name)
+@pytest.mark.parametrize("case", every(6, MICROS), ids=lambda c: c.name)
 def test_constants_that_are_computed_leave_no_border_maps(case: Micro) -> None:
     """Without border maps the same is computed, and in the form for runtimes too."""
     torch.manual_seed(7)
@@ -236,7 +236,7 @@ def test_networks_that_found_faults(seed: int) -> None:
     everything(range(seed, seed + 1))
 
 
-@pytest.mark.parametrize("seeds", [range(k, k + 4) for k in (0, 4)], ids=str)
+@pytest.mark.parametrize("seeds", [range(4), *at_night(range(4, 8))], ids=str)
 def test_random_networks(seeds: range) -> None:
     everything(seeds, few=True)
 

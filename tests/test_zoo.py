@@ -155,6 +155,7 @@ DETECTORS = (
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("name", "dynamic", "options"), DETECTORS)
 def test_part_of_a_detector(name: str, dynamic: tuple[int, ...], options: dict[str, int]) -> None:
     """The backbone alone is demasked. The rest, which no export would take (lists of images of any

@@ -226,8 +226,8 @@ def _small(costs: Costs, layers: int) -> Question:
 
 
 def _large(costs: Costs, kind: str, room: int) -> Question:
-    """A layer that reads so many bytes in turns: all columns, one of SHARE (others in the next
-    call), whole numbers, or those and then half of the rows (1 to 2 of the bytes)."""
+    """A layer that reads so many bytes in turns: all columns, one of SHARE, scattered (others in
+    the next call), whole numbers, or those and then half of the rows (1 to 2 of the bytes)."""
     rows = 4096
     columns = room // rows if kind == "whole" else room // (4 * rows)
     columns = columns // 3 * 4 if kind == "rows" else columns
@@ -238,7 +238,7 @@ def _large(costs: Costs, kind: str, room: int) -> Question:
         weight, bias = torch.rand((rows, columns), generator=draw) * 1e-3, torch.zeros(rows) - 1e3
         inputs = [torch.rand((1, columns), generator=draw) + 0.5 for _ in range(SHARE)]
         if kind == "columns":
-            order = torch.arange(columns) % SHARE
+            order = torch.randperm(columns, generator=draw) % SHARE
             inputs = [x * (order == k) for k, x in enumerate(inputs)]
         if kind == "rows":
             bias[::2] = 1e3
@@ -247,7 +247,8 @@ def _large(costs: Costs, kind: str, room: int) -> Question:
         turns = cycle(inputs)
         return lambda: plan(next(turns))
 
-    name = f"chain reading {kind}, {room / 2**20:.0f} MiB in turns, {costs.threads} threads"
+    what = "scattered columns" if kind == "columns" else kind
+    name = f"chain reading {what}, {room / 2**20:.0f} MiB in turns, {costs.threads} threads"
     return Question(name, moved / 2, moved, make)
 
 
