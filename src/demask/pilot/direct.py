@@ -75,8 +75,10 @@ class Direct:
     @classmethod
     def of(cls, network: fx.GraphModule, x: Tensor) -> Direct | None:
         """After a call with x; None where the graph is more than a chain, or there is no plan."""
+        if type(x) is not Tensor or x.ndim < 2 or x.shape[:-1].numel() > ROWS:
+            return None
         call = only_chain(network)
-        if call is None or type(x) is not Tensor or x.ndim < 2 or x.shape[:-1].numel() > ROWS:
+        if call is None:
             return None
         _, reads, program = call.args
         weights = tuple(Weight.of(network, str(read.target)) for read in reads)  # type: ignore[union-attr]
