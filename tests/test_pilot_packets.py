@@ -1,10 +1,12 @@
 """Packets: written and read back bit for bit, counted, in order; what was spoilt is refused."""
 
+import errno
 import json
 import math
 import os
 import struct
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -265,15 +267,66 @@ def test_shards_of_another_network_are_refused(tmp_path):
     for seed, name in ((0, "a"), (1, "b")):
         torch.manual_seed(seed)
         write(tmp_path / name, nn.Linear(64, 64), {"weight": torch.ones(64)}, shards=2)
-    os.replace(tmp_path / "b-1", tmp_path / "a-1")
-    with PacketReader(tmp_path / "a") as reader, pytest.raises(RefusedFile, match="a-1"):
+    (shard,), (other,) = tmp_path.glob("a-*-1"), tmp_path.glob("b-*-1")
+    os.replace(other, shard)
+    with PacketReader(tmp_path / "a") as reader, pytest.raises(RefusedFile, match=shard.name):
         reader.read()
-    os.remove(tmp_path / "a-1")
+    os.remove(shard)
     with pytest.raises(BadInput, match="cannot be read"):
         PacketReader(tmp_path / "a")
-    os.symlink(tmp_path / "b", tmp_path / "a-1")
+    os.symlink(tmp_path / "b", shard)
     with pytest.raises(BadInput, match="cannot be read"):
         PacketReader(tmp_path / "a")
+
+
+def _weight(path):
+    """What a reader makes of the file."""
+    with PacketReader(path) as reader:
+        return reader.read().values["weight"]
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2, 3])
+def test_a_killed_writer_leaves_the_old_or_the_new_network(tmp_path, monkeypatch, renames):
+    """Replacing files one by one ends after each of them; the next writer cleans up."""
+    path = tmp_path / "n.packets"
+    nets = [nn.Linear(60, 40) for _ in range(3)]
+    write(path, nets[0], shards=3)
+    replace, done = os.replace, []
+
+    def killed(source, target):
+        if len(done) == renames:
+            raise KeyboardInterrupt
+        replace(source, target)
+        done.append(target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", killed)
+        patched.setattr(Path, "unlink", lambda *_, **__: None)  # a dead process removes nothing
+        if renames < 3:
+            with pytest.raises(KeyboardInterrupt):
+                write(path, nets[1], shards=3)
+        else:
+            write(path, nets[1], shards=3)
+    assert torch.equal(_weight(path), nets[renames == 3].weight)
+    write(path, nets[2], shards=2)
+    assert torch.equal(_weight(path), nets[2].weight)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_writer_that_fails_removes_the_shards_that_it_added(tmp_path, monkeypatch):
+    path, net = tmp_path / "n", nn.Linear(60, 40)
+    write(path, net, shards=2)
+    before = sorted(tmp_path.iterdir())
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for other in (nn.Linear(60, 40), net):  # the same network has shards of the same names
+        with monkeypatch.context() as patched, pytest.raises(BadInput, match="No space left"):
+            patched.setattr(os, "fsync" if other is net else "replace", full)
+            write(path, other, shards=2)
+        assert sorted(tmp_path.iterdir()) == before
+    assert torch.equal(_weight(path), net.weight)
 
 
 def _document(path):

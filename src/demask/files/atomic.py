@@ -4,46 +4,131 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from demask.errors import BadInput
 
+try:
+    import fcntl
+except ImportError:  # Windows, where an open file cannot be removed either
+    fcntl = None
+
+PREFIX, SUFFIX = ".demask-", ".part"  # of the name of a file that is being written
+
 
 def check_writable(path: str | os.PathLike[str]) -> Path:
-    """The absolute path that `write` would replace; raises BadInput when it could not.
+    """The absolute path that `write` would replace: of a link, the file that it leads to.
 
-    Call it before long work: a folder that is missing or closed is found now, not at the end.
+    Call it before long work. Raises BadInput now, not at the end, where the folder is missing or
+    closed, or where `path` is anything but a regular file that may be written, or nothing yet.
     """
-    final = Path(path).resolve()
-    folder = final.parent
-    if not folder.is_dir():
-        raise BadInput(f"cannot write {path}: the folder {folder} does not exist; create it first")
-    if final.is_dir():
-        raise BadInput(f"cannot write {path}: it is a folder; give the name of a file in it")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise BadInput(f"cannot write {path}: no permission to create files in {folder}")
-    return final
+    try:
+        final = Path(path).resolve()
+        folder, status = final.parent, _status(final)
+        if not folder.is_dir():
+            words = f"the folder {folder} does not exist; create it first"
+        elif status is not None and stat.S_ISDIR(status.st_mode):
+            words = "it is a folder; give the name of a file in it"
+        elif status is not None and not stat.S_ISREG(status.st_mode):
+            words = "it is a device, a pipe or a socket; give the name of a regular file"
+        elif not os.access(folder, os.W_OK | os.X_OK):
+            words = f"no permission to create files in {folder}"
+        elif status is not None and not os.access(final, os.W_OK):
+            words = "it is protected from writing; give another name, or change its rights"
+        else:
+            return final
+    except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, a zero byte
+        words = f"{getattr(error, 'strerror', None) or error}; give another name"
+    raise BadInput(f"cannot write {path}: {words}")
 
 
 @contextmanager
 def write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A binary file, open for writing beside `path`, renamed to `path` when the block ends well.
+    """A binary file in the folder of `path`, open for writing, renamed to `path` when the block
+    ends well. A file that was there hands its owner and its rights on.
 
-    When the block raises, nothing is left and what `path` held before is untouched. BadInput when
-    the folder cannot be written or the disk refuses the data.
+    When the block raises, nothing is left and what `path` held before is untouched. What a process
+    left that was killed is removed by the next write in that folder. BadInput when the folder
+    cannot be written or the disk refuses the data.
     """
     final = check_writable(path)
-    beside = final.with_name(f".{final.name}.{secrets.token_hex(4)}.part")
     try:
-        with open(beside, "xb") as file:
+        _remove_stale(final.parent)
+        before = _status(final)
+        with _part(final.parent, 0o666 if before is None else 0o600) as (part, file):
             yield file
             file.flush()
+            if before is not None:
+                _hand_on(before, file.fileno())
             os.fsync(file.fileno())
-        os.replace(beside, final)
+            if os.name == "nt":
+                file.close()  # Windows renames no open file
+            os.replace(part, final)
     except OSError as error:
         raise BadInput(f"cannot write {path}: {error.strerror or error}") from error
+
+
+@contextmanager
+def _part(folder: Path, mode: int) -> Iterator[tuple[Path, BinaryIO]]:
+    """A new file of a name of its own, locked for as long as its process writes it; removed at the
+    end if it was not renamed."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    while True:
+        path = folder / f"{PREFIX}{secrets.token_hex(6)}{SUFFIX}"
+        file = open(os.open(path, flags, mode), "w+b")  # noqa: SIM115
+        # Between the two lines another process may have taken it for one that was left.
+        if not _locked(file.fileno(), wait=True) or os.fstat(file.fileno()).st_nlink:
+            break
+        file.close()
+    try:
+        with file:
+            yield path, file
     finally:
-        beside.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+
+
+def _remove_stale(folder: Path) -> None:
+    """Remove files that a killed process was writing: those that nobody holds the lock of."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        left = [e for e in entries if e.name.startswith(PREFIX) and e.name.endswith(SUFFIX)]
+        for entry in left:
+            if entry.is_file(follow_symlinks=False):  # to open a pipe would wait for its writer
+                with suppress(OSError), open(entry.path, "rb") as file:
+                    if _locked(file.fileno(), wait=False):
+                        os.unlink(entry.path)
+
+
+def _locked(descriptor: int, *, wait: bool) -> bool:
+    """Lock a file, until it is closed or the process ends; False where that cannot be."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:  # held by another, or a file system without locks
+        return False
+    return True
+
+
+def _hand_on(before: os.stat_result, descriptor: int) -> None:
+    """Give a file the owner, group and rights of the one that it replaces. Where the group cannot
+    be the same, it has no rights: they were another group's."""
+    if not hasattr(os, "fchown"):
+        return
+    mode = stat.S_IMODE(before.st_mode) & 0o777
+    own = os.fstat(descriptor)
+    if (own.st_uid, own.st_gid) != (before.st_uid, before.st_gid):
+        try:
+            os.fchown(descriptor, before.st_uid, before.st_gid)
+        except OSError:
+            mode &= 0o777 if own.st_gid == before.st_gid else 0o707
+    os.fchmod(descriptor, mode)
+
+
+def _status(path: Path) -> os.stat_result | None:
+    with suppress(FileNotFoundError):
+        return os.stat(path)
+    return None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import warnings
 from collections.abc import Collection
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import fx
@@ -34,7 +35,37 @@ def to_pt2(slim: fx.GraphModule, path: str | os.PathLike[str]) -> None:
     _strip(exported)
     with write(path) as file, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.export warns of its own internals
-        torch.export.save(exported, file)
+        patient: Any = _Patient(file)
+        torch.export.save(exported, patient)
+        if patient.failure is not None:
+            raise patient.failure
+
+
+class _Patient(io.RawIOBase):
+    """A file for torch's writer, which ends the process where writing raises. failure: the first
+    error, after which nothing more is written."""
+
+    def __init__(self, file: BinaryIO):
+        self.file = file
+        self.failure: BaseException | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, *_: Any) -> int:
+        """To the beginning, when all is written; of no use here."""
+        return 0
+
+    def write(self, data: Any) -> int:
+        if self.failure is None:
+            try:
+                self.file.write(data)
+            except BaseException as error:  # KeyboardInterrupt too
+                self.failure = error
+        return len(data)
 
 
 def spelled_out(slim: Demasked) -> Demasked:

@@ -143,8 +143,8 @@ class Costs:
     def save(self) -> None:
         """Write the file, whole or not at all, merged with what others wrote meanwhile; nothing is
         written, and nothing raised, where that cannot be: the file only saves time."""
-        if self.path is None:
-            return
+        if self.path is None or (os.path.exists(self.path) and not os.path.isfile(self.path)):
+            return  # no file, or a device, which must not be replaced
         machines = _read(self.path)
         ours = {name: taken for name, taken in self._known.items() if taken < inf}
         # Ours twice: first in age, since the file may have dropped our oldest; last in value.
@@ -230,6 +230,8 @@ def _machine(threads: int) -> str:
 def _read(path: Path) -> dict[str, dict[str, float]]:
     """What a file holds, by machine and name; nothing of what is not as `save` writes it."""
     found: Any = None
+    if not os.path.isfile(path):  # a pipe would wait for its writer
+        return {}
     with suppress(OSError, ValueError, RecursionError), open(path, "rb") as file:
         data = file.read(MAX_BYTES + 1)
         found = json.loads(data) if len(data) <= MAX_BYTES else None

@@ -114,6 +114,14 @@ class _State:
     pilot: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
+def _is_replaced(path: Path, descriptor: int) -> bool:
+    """Whether another file has the path of an open one by now: its shards are gone, too."""
+    try:
+        return not os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except OSError:
+        return False
+
+
 class PacketReader:
     """An open packet file: `read`, `read_above` and `read_rows` fetch markers with their weights.
 
@@ -139,10 +147,18 @@ class PacketReader:
         self._sizes = self.index.sizes()
 
     def _opened(self, path: Path) -> Index:
-        main = self._open(path, follow=True)
-        index = parse(self._pread(main, 8, main.start - 8), str(path))
-        for name in index.shards:
-            self._open(path.parent / name, follow=False)
+        while True:
+            main = self._open(path, follow=True)
+            index = parse(self._pread(main, 8, main.start - 8), str(path))
+            folder = Path(os.path.realpath(path)).parent
+            try:
+                for name in index.shards:
+                    self._open(folder / name, follow=False)
+                break
+            except BadInput:
+                if not _is_replaced(path, main.descriptor):
+                    raise
+                self.close()
         check_addresses(index, {k: f.size for k, f in enumerate(self._files)}, str(path))
         return index
 

@@ -7,11 +7,13 @@ demands. `write` makes the file, `PacketReader` reads it; `demask.pilot.packet_i
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -58,7 +60,10 @@ def write(
     from names of layers or weights to one number per row; rows that it says nothing of come first.
     None: the L2 norm of each row.
     shards: in how many files the packets lie, neighbours in priority in different ones: "model.bin"
-    has "model.bin-1" and so on beside it. plane: also keep an 8-bit form of all weights in packets.
+    has "model.bin-0c27ed5f-1" and so on in its folder, named after what they hold. The file that
+    names them is replaced last, and shards that no file names any more are removed: whenever the
+    process ends, the old or the new network can be read. plane: also keep an 8-bit form of all
+    weights in packets.
 
     BadInput: priorities that fit no tensor or are not finite, a path that cannot be written.
 
@@ -86,16 +91,28 @@ def write(
         Blocked(n, t.dtype, tuple(t.shape), np.argsort(-priorities[n], kind="stable"))
         for n, t in blocked.items()
     )
-    final = Path(path)
-    others = tuple(f"{final.name}-{k}" for k in range(1, shards))
-    if others and not is_plain(others[-1]):
-        raise BadInput(f"{final.name!r}: a file in shards needs a name of letters, digits, . + - _")
+    final = atomic.check_writable(path)
     sections = tuple(_sections(plain))
     rest = sections[-1].offset + sections[-1].nbytes if sections else 0
     packets, planes = _placed(kinds, priorities, least, shards, rest, plane)
     kinds = tuple(Blocked(t.name, t.dtype, t.shape, t.order, planes.get(t.name)) for t in kinds)
-    index = Index(kinds, sections, (rest, 0), packets, others, aliases)
+    index = Index(kinds, sections, (rest, 0), packets, (), aliases)
+    if shards > 1:
+        index = replace(index, shards=_shard_names(final.name, shards, index, blocked))
     return _written(final, index, [*blocked.values()], plain)
+
+
+def _shard_names(
+    name: str, shards: int, index: Index, blocked: Mapping[str, Tensor]
+) -> tuple[str, ...]:
+    """Names of the files beside the first, made of what they hold: other weights, other names."""
+    digest = hashlib.sha256(index.encoded())
+    for tensor in blocked.values():
+        digest.update(_bytes(tensor))
+    names = tuple(f"{name}-{digest.hexdigest()[:8]}-{k}" for k in range(1, shards))
+    if not is_plain(names[-1]):
+        raise BadInput(f"{name!r}: a file in shards needs a name of letters, digits, . + - _")
+    return names
 
 
 def _distinct(
@@ -209,34 +226,68 @@ def _written(
 ) -> Index:
     """The files of an index; the first one last, so that what it names is there. The index with
     its CRCs."""
-    packets = index.packets.copy()
-    tensors = list(index.tensors)
-    with ExitStack() as stack:
-        # Left in reverse: shards are renamed before the file that names them.
-        first = stack.enter_context(atomic.write(final))
-        files = [first] + [
-            stack.enter_context(atomic.write(final.with_name(name))) for name in index.shards
-        ]
-        starts = [len(index.encoded())]
-        for k, file in enumerate(files[1:], 1):
-            head = framed({"format": SHARD, "of": final.name, "number": k})
-            file.write(head)
-            starts.append(len(head))
-        crc = _put_sections(first, starts[0], index.sections, plain)
-        for k, tensor in enumerate(tensors):
-            if tensor.plane is not None:
-                data = quantized(blocked[k])
-                _put(first, starts[0] + tensor.plane[0], data)
-                here = tensor.plane[0], zlib.crc32(data)
-                tensors[k] = Blocked(tensor.name, tensor.dtype, tensor.shape, tensor.order, here)
-        for k, packet in enumerate(packets):
-            data, packets["crc"][k] = _packet(packet, index, blocked[packet["tensor"]])
-            _put(files[packet["file"]], starts[packet["file"]] + int(packet["page"]) * PAGE, data)
-        whole = Index(tuple(tensors), index.sections, (index.rest[0], crc), packets,
-                      index.shards, index.aliases)  # fmt: skip
-        first.seek(0)
-        first.write(whole.encoded())
+    shards = [final.with_name(name) for name in index.shards]
+    added = [path for path in shards if not path.exists()]
+    try:
+        with ExitStack() as stack:
+            # Left in reverse: shards are renamed before the file that names them.
+            files = [stack.enter_context(atomic.write(path)) for path in (final, *shards)]
+            begun = os.fstat(files[0].fileno()).st_mtime_ns
+            whole = _filled(files, final.name, index, blocked, plain)
+    except BaseException:
+        for path in added:
+            path.unlink(missing_ok=True)
+        raise
+    _remove_old_shards(final, index.shards, begun)
     return whole
+
+
+def _filled(
+    files: list[BinaryIO],
+    name: str,
+    index: Index,
+    blocked: list[Tensor],
+    plain: Mapping[str, Tensor],
+) -> Index:
+    """Write what an index says into its files; the index with its CRCs."""
+    packets, tensors = index.packets.copy(), list(index.tensors)
+    first, starts = files[0], [len(index.encoded())]
+    for k, file in enumerate(files[1:], 1):
+        file.write(_shard_head(name, k))
+        starts.append(file.tell())
+    crc = _put_sections(first, starts[0], index.sections, plain)
+    for k, tensor in enumerate(tensors):
+        if tensor.plane is not None:
+            data = quantized(blocked[k])
+            _put(first, starts[0] + tensor.plane[0], data)
+            tensors[k] = replace(tensor, plane=(tensor.plane[0], zlib.crc32(data)))
+    for k, packet in enumerate(packets):
+        data, packets["crc"][k] = _packet(packet, index, blocked[packet["tensor"]])
+        _put(files[packet["file"]], starts[packet["file"]] + int(packet["page"]) * PAGE, data)
+    whole = replace(index, tensors=tuple(tensors), rest=(index.rest[0], crc), packets=packets)
+    _put(first, 0, whole.encoded())
+    return whole
+
+
+def _shard_head(name: str, number: int) -> bytes:
+    """The beginning of a shard: which file it belongs to."""
+    return framed({"format": SHARD, "of": name, "number": number})
+
+
+def _remove_old_shards(final: Path, current: tuple[str, ...], begun: int) -> None:
+    """Remove the shards of earlier files of this name, and what a killed process left. begun: a
+    later shard, in nanoseconds, is that of another process which is about to name it."""
+    with suppress(OSError), os.scandir(final.parent) as entries:
+        shards = [e for e in entries if e.name.startswith(f"{final.name}-")]
+        for entry in shards:
+            number = entry.name.rpartition("-")[2]
+            if entry.name in current or not number.isdecimal() or len(number) > 3:
+                continue
+            if entry.is_file(follow_symlinks=False) and entry.stat().st_mtime_ns <= begun:
+                head = _shard_head(final.name, int(number))
+                with suppress(OSError), open(entry.path, "rb") as file:
+                    if file.read(len(head)) == head:
+                        os.unlink(entry.path)
 
 
 def _put(file: BinaryIO, offset: int, data: bytes) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, fx
 from torch.fx.node import map_arg
@@ -208,7 +209,13 @@ class _Kept:
         size = sum(values[n].nbytes for n in plain)
         if self.budget is not None and sum(self.sizes) + size > self.budget and plain:
             path = self._folder() / f"{k}.safetensors"
-            save_file({str(i): values[n].contiguous().clone() for i, n in enumerate(plain)}, path)
+            tensors = {str(i): values[n].contiguous().clone() for i, n in enumerate(plain)}
+            try:
+                save_file(tensors, path)
+            except (SafetensorError, OSError) as error:
+                raise BadInput(f"cannot write {size:,} bytes of values between slices to "
+                               f"{path.parent}: {error}; free some room there, or name another "
+                               "folder in TMPDIR") from error  # fmt: skip
             self.files[k] = (path, plain)
             self.run.spilled = max(self.run.spilled, sum(p is not None for p in self.files))
             values = {n: v for n, v in values.items() if not isinstance(v, Tensor)}

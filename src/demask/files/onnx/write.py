@@ -8,7 +8,6 @@ import io
 import logging
 import os
 import re
-import secrets
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -109,22 +108,18 @@ def _save_apart(model: Any, path: Path) -> None:
     holds, so that no earlier file is written over that a network still reads."""
     import onnx_ir as ir
 
-    beside = check_writable(path).with_name(f".{path.name}.{secrets.token_hex(4)}.weights")
-    digest, places = hashlib.sha256(), []
     values = [v for v in model.graph.initializers.values()
               if v.const_value is not None and v.const_value.nbytes >= APART]  # fmt: skip
-    try:
-        with write(beside) as file:
-            for value in values:
-                data = value.const_value.tobytes()
-                file.write(b"\0" * (-file.tell() % ALIGNED))
-                places.append((file.tell(), len(data)))
-                file.write(data)
-                digest.update(data)
-        final = beside.with_name(f"{path.stem}.{digest.hexdigest()[:12]}.weights")
-        os.replace(beside, final)
-    finally:
-        beside.unlink(missing_ok=True)
+    digest, places = hashlib.sha256(), []
+    for value in values:
+        digest.update(value.const_value.tobytes())
+    final = check_writable(path).with_name(f"{path.stem}.{digest.hexdigest()[:12]}.weights")
+    with write(final) as file:
+        for value in values:
+            data = value.const_value.tobytes()
+            file.write(b"\0" * (-file.tell() % ALIGNED))
+            places.append((file.tell(), len(data)))
+            file.write(data)
     for value, (offset, length) in zip(values, places, strict=True):
         old = value.const_value
         value.const_value = ir.ExternalTensor(final.name, offset, length, old.dtype,
