@@ -59,6 +59,7 @@ def deploy(
     dynamic_shapes: Any = None,
     minimal: bool = False,
     threads: int | None = None,
+    tolerance: float | None = None,
     progress: Tell = lambda words: None,
 ) -> Deployed:
     """Demask a network and write it to `path` as the ONNX file that runs fastest.
@@ -69,17 +70,19 @@ def deploy(
     are rounded up to 8. Outputs may differ by 1e-5 of the largest (the rounding of sums in another
     order), in a quantized network by 2 steps (where a sum falls on the edge between two).
     minimal: the smallest candidate, whatever it takes. args, kwargs: example inputs, of the sizes
-    to be fast for. file: the ONNX file that `model` came from. threads: the runtime's.
+    to be fast for. file: the ONNX file that `model` came from. threads: the runtime's. tolerance:
+    the largest difference of an output that is allowed, relative to its largest value; None for the
+    differences named above.
     Raises NotExportable, BadInput, or Mismatch where no candidate computes the same.
     """
+    if tolerance is not None and not 0 < tolerance < float("inf"):
+        raise BadInput(f"expected tolerance=None or a number above 0, got {tolerance}")
     progress("capturing")
     args, named = examples((model,), args, dict(kwargs or {}))
     inputs = [t for t in pytree.tree_leaves((args, named)) if isinstance(t, Tensor)]
     program = captured(model, args, named, dynamic_shapes)
-    if file is None:
-        race = _Race(serialized(proto_of(remembering(program))), inputs, threads, _levels(program))
-    else:
-        race = _Race(os.fspath(file), inputs, threads, _levels(program))
+    source = serialized(proto_of(remembering(program))) if file is None else os.fspath(file)
+    race = _Race(source, inputs, threads, tolerance or _steps(program))
     forms = _Forms(program, race, progress)
     name = _winner(forms, race, minimal, progress)
     if name is None:
@@ -182,21 +185,25 @@ class _Forms:
         return replace(provenance, notes=(*provenance.notes, *self.notes), **self.measured)
 
 
-def _levels(program: Program) -> int:
-    """How many steps the coarsest values of a quantized network have; 0 for other networks."""
+def _steps(program: Program) -> float | None:
+    """The difference that the coarsest values of a quantized network allow; None for others."""
     target = torch.ops.demask.quantize.default
     calls = program.graph.find_nodes(op="call_function", target=target)
-    sizes = (node.meta["val"].dtype.itemsize for node in calls)
-    return min((2 ** (8 * n) - 1 for n in sizes), default=0)
+    sizes = [node.meta["val"].dtype.itemsize for node in calls]
+    return FLIPS / (2 ** (8 * min(sizes)) - 1) if sizes else None
 
 
 class _Race:
     """Networks in ONNX Runtime, called in turns with the same inputs. given: a path, or bytes."""
 
     def __init__(
-        self, given: str | bytes, inputs: Sequence[Tensor], threads: int | None, levels: int
+        self,
+        given: str | bytes,
+        inputs: Sequence[Tensor],
+        threads: int | None,
+        tolerance: float | None,
     ):
-        self.runtime, self.given, self.levels = _runtime(), given, levels
+        self.runtime, self.given, self.tolerance = _runtime(), given, tolerance
         self.threads = torch.get_num_threads() if threads is None else threads
         self.sessions: dict[str, Any] = {}
         if self.runtime is None:
@@ -235,7 +242,7 @@ class _Race:
         errors = [0.0]
         for feed, expected in zip(self.draws, self.expected, strict=True):
             for k, (a, b) in enumerate(zip(expected, session.run(None, feed), strict=True)):
-                errors.append(_error(k, a, b, self.levels))
+                errors.append(_error(k, a, b, self.tolerance))
         self.sessions[name] = session
         return max(errors)
 
@@ -249,13 +256,13 @@ class _Race:
         return lambda: session.run(None, feed)
 
 
-def _error(k: int, a: Any, b: Any, levels: int = 0) -> float:
+def _error(k: int, a: Any, b: Any, tolerance: float | None = None) -> float:
     """How far output k is off, relative to its largest value; Mismatch where it is too far.
-    levels: of a quantized network (see `_levels`)."""
+    tolerance: what is allowed; None for UNITS in the last place, and equal integers."""
     a, b = np.asarray(a), np.asarray(b)
     if a.shape != b.shape or a.dtype != b.dtype:
         raise Mismatch(f"output {k} is {b.dtype} {b.shape}, expected {a.dtype} {a.shape}")
-    if a.dtype.kind != "f" and not (levels and a.dtype.kind in "iu" and a.dtype.itemsize < 4):
+    if a.dtype.kind != "f" and not (tolerance and a.dtype.kind in "iu" and a.dtype.itemsize < 4):
         if not np.array_equal(a, b):
             raise Mismatch(f"output {k} ({a.dtype}) differs")
         return 0.0
@@ -267,7 +274,7 @@ def _error(k: int, a: Any, b: Any, levels: int = 0) -> float:
         return 0.0
     gap, largest = float(np.abs(wide[0] - wide[1]).max()), float(np.abs(wide[0]).max())
     error = gap / largest if largest else gap
-    if not error <= (FLIPS / levels if levels else UNITS * float(np.finfo(a.dtype).eps)):
+    if not error <= (tolerance or UNITS * float(np.finfo(a.dtype).eps)):
         raise Mismatch(f"output {k} differs by {error:.2g} relative to its largest value")
     return error
 
