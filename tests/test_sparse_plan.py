@@ -125,12 +125,14 @@ def test_activations_with_a_sum(name):
     check(both, weights, [draw(2, 9, 24), draw(2, 9, 20, seed=2)])
 
 
-def test_activations_keep_what_is_not_finite():
-    """As torch has it: NaN stays NaN, an infinity is clamped."""
-    program, weights = layer("tokens", torch.eye(3), act=("clamp", (0.0, 6.0)))
-    x = torch.tensor([[float("nan"), float("inf"), -float("inf")]])
-    (made,) = Plan.of(program, weights, [x], 1)([x])
-    assert torch.equal(made.nan_to_num(7.0), torch.tensor([[7.0, 6.0, 0.0]]))
+@pytest.mark.parametrize("mean", [False, True])
+def test_pools_keep_what_is_not_finite(mean):
+    """NaN or an infinity in any position of a window, as in torch."""
+    program = Program(("image",), (PoolStep(0, mean, (3, 3), (2, 2), (1, 1)),), (1,))
+    for value in (torch.nan, torch.inf, -torch.inf):
+        x = torch.zeros(25, 25).fill_diagonal_(value).reshape(25, 1, 5, 5)
+        (found,) = Plan.of(program, [], [x], 1)([x])
+        assert torch.equal(found.nan_to_num(7.0), dense.run(program, [x], [])[0].nan_to_num(7.0))
 
 
 def network(batch: int, size: int):

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from demask.kernels.emit import BIT, FLOAT, I32, I64, POINTER, VOID, Act, Emitter, Value, Variable
+from demask.kernels.act import Act
+from demask.kernels.activations import activated
+from demask.kernels.emit import BIT, FLOAT, I32, I64, POINTER, VOID, Emitter, Value, Variable
 from demask.kernels.isa import Isa
 
 #: what kernels are called with. names: rows of out, for rows that have names; order: rows of the
@@ -196,7 +198,7 @@ class Wide:
         out, mask = at
         line = e.at(out, e.b.mul(row, m.field["out_pitch"]))
         for t, sum_ in enumerate(sums):
-            value, pointer = e.activated(sum_.get(), self.act), e.at(line, t * self.lanes * 4)
+            value, pointer = activated(e, sum_.get(), self.act), e.at(line, t * self.lanes * 4)
             if self.partial and t == self.tile - 1:
                 name = f"llvm.masked.store.v{e.lanes}f32.p0"
                 store = e.intrinsic(name, VOID, e.vector, POINTER, I32, mask.type)
@@ -253,7 +255,7 @@ class Dot:
         name, good = m.named(row, self.named)
         if self.biased:
             total = e.b.fadd(total, e.load(FLOAT, m.at["bias"], name))
-        value = e.b.extract_element(e.activated(e.splat(total), self.act), I32(0))
+        value = e.b.extract_element(activated(e, e.splat(total), self.act), I32(0))
         with e.b.if_then(good):
             e.b.store(value, e.at(m.at["out"], name, FLOAT))
 

@@ -1,4 +1,4 @@
-"""Functions in LLVM IR, written from Python: loops, vectors, activations.
+"""Functions in LLVM IR, written from Python: loops and vectors.
 
 State of loops lies in `Variable`s, which LLVM turns into registers. A kernel is a frozen value with
 a method `emit`: equal kernels are compiled once (`kernels.jit`).
@@ -6,7 +6,6 @@ a method `emit`: equal kernels are compiled once (`kernels.jit`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from typing import Any, Protocol
 
 from llvmlite import ir
 
-from demask.kernels.act import Act
 from demask.kernels.isa import Isa
 
 BYTE, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
@@ -153,8 +151,7 @@ class Emitter:
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
         """a * b + c, rounded once."""
-        name = f"llvm.fma.v{self.lanes}f32"
-        return self.b.call(self.intrinsic(name, self.vector, *[self.vector] * 3), [a, b, c])
+        return self.elementwise("fma", a, b, c)
 
     def larger(self, a: Value, b: Value) -> Value:
         """The larger; NaN where `a` is NaN, as in torch. One instruction, where llvm.maxnum takes
@@ -163,6 +160,16 @@ class Emitter:
 
     def smaller(self, a: Value, b: Value) -> Value:
         return self.b.select(self.b.fcmp_ordered(">", a, b), b, a)
+
+    def largest(self, a: Value, b: Value) -> Value:
+        """The larger; NaN where either is NaN, as in torch."""
+        return self.b.select(self.b.fcmp_unordered("uno", b, b), b, self.larger(a, b))
+
+    def elementwise(self, name: str, *operands: Value) -> Value:
+        """LLVM's function of vectors "llvm.<name>" (fma, fabs, copysign), lane by lane."""
+        function = f"llvm.{name}.v{self.lanes}f32"
+        kinds = [self.vector] * len(operands)
+        return self.b.call(self.intrinsic(function, self.vector, *kinds), operands)
 
     def permuted(self, x: Value, lanes: Sequence[int], fill: float = 0.0) -> Value:
         """Lane k is lane lanes[k] of x, or the fill where that is negative."""
@@ -212,81 +219,3 @@ class Emitter:
         """The sum of the lanes."""
         add = self.intrinsic(f"llvm.vector.reduce.fadd.v{self.lanes}f32", FLOAT, FLOAT, self.vector)
         return self.b.call(add, [FLOAT(0.0), x], fastmath=("reassoc",))
-
-    # -- activations
-
-    def activated(self, x: Value, act: Act | None) -> Value:
-        """act(x), by the method of its name."""
-        if act is None:
-            return x
-        name, numbers = act
-        return getattr(self, f"_{name}")(x, *numbers)
-
-    def _relu(self, x: Value) -> Value:
-        return self.larger(x, self.splat(0.0))
-
-    def _clamp(self, x: Value, least: float, largest: float) -> Value:
-        return self.smaller(self.larger(x, self.splat(least)), self.splat(largest))
-
-    def _leaky_relu(self, x: Value, slope: float) -> Value:
-        low = self.b.fmul(x, self.splat(slope))
-        return self.b.select(self.b.fcmp_ordered("<", x, self.splat(0.0)), low, x)
-
-    def _hardsigmoid(self, x: Value) -> Value:
-        sixth = self.b.fmul(self.b.fadd(x, self.splat(3.0)), self.splat(1 / 6))
-        return self._clamp(sixth, 0.0, 1.0)
-
-    def _hardswish(self, x: Value) -> Value:
-        return self.b.fmul(x, self._hardsigmoid(x))
-
-    def _sigmoid(self, x: Value) -> Value:
-        one = self.splat(1.0)
-        return self.b.fdiv(one, self.b.fadd(one, self.exp(self.b.fneg(x))))
-
-    def _silu(self, x: Value) -> Value:
-        return self.b.fdiv(x, self.b.fadd(self.splat(1.0), self.exp(self.b.fneg(x))))
-
-    def _tanh(self, x: Value) -> Value:
-        """1 - 2 / (exp(2x) + 1)."""
-        more = self.b.fadd(self.exp(self.b.fadd(x, x)), self.splat(1.0))
-        return self.b.fsub(self.splat(1.0), self.b.fdiv(self.splat(2.0), more))
-
-    def _gelu(self, x: Value) -> Value:
-        half = self.b.fmul(x, self.splat(0.5))
-        return self.fma(half, self.erf(self.b.fmul(x, self.splat(math.sqrt(0.5)))), half)
-
-    def _gelu_tanh(self, x: Value) -> Value:
-        cubic = self.fma(self.b.fmul(x, x), self.splat(0.044715), self.splat(1.0))
-        inner = self.b.fmul(self.b.fmul(x, self.splat(math.sqrt(2 / math.pi))), cubic)
-        half = self.b.fmul(x, self.splat(0.5))
-        return self.fma(half, self._tanh(inner), half)
-
-    def exp(self, x: Value) -> Value:
-        """e**x within 2 units in the last place; x is clamped to [-87, 88], so it is finite.
-
-        x = n ln 2 + r with |r| <= ln 2 / 2; e**r by its Taylor series of degree 7; 2**n by its
-        bits. n is rounded by adding 1.5 * 2**23, which leaves it in the lowest bits of the sum.
-        """
-        b, clamped = self.b, self._clamp(x, -87.0, 88.0)
-        magic = self.splat(12582912.0)
-        shifted = self.fma(clamped, self.splat(1 / math.log(2)), magic)
-        n = b.fsub(shifted, magic)
-        high = 0.693145751953125  # ln 2 in 17 bits, and the rest: n * high is exact
-        r = self.fma(n, self.splat(-high), clamped)
-        r = self.fma(n, self.splat(high - math.log(2)), r)
-        y = self.splat(1 / math.factorial(7))
-        for k in range(6, -1, -1):
-            y = self.fma(y, r, self.splat(1 / math.factorial(k)))
-        bits = b.shl(b.bitcast(shifted, self.ints), ir.Constant(self.ints, [23] * self.lanes))
-        return b.bitcast(b.add(b.bitcast(y, self.ints), bits), self.vector)
-
-    def erf(self, x: Value) -> Value:
-        """The error function within 1.5e-7 (Abramowitz and Stegun, 7.1.26)."""
-        b, one = self.b, self.splat(1.0)
-        size = self.b.select(b.fcmp_ordered("<", x, self.splat(0.0)), b.fneg(x), x)
-        t = b.fdiv(one, self.fma(size, self.splat(0.3275911), one))
-        y = self.splat(1.061405429)
-        for factor in (-1.453152027, 1.421413741, -0.284496736, 0.254829592):
-            y = self.fma(y, t, self.splat(factor))
-        found = b.fsub(one, b.fmul(b.fmul(y, t), self.exp(b.fneg(b.fmul(size, size)))))
-        return b.select(b.fcmp_ordered("<", x, self.splat(0.0)), b.fneg(found), found)

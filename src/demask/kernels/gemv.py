@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from llvmlite import ir
 
+from demask.kernels.activations import activated
 from demask.kernels.csr import below, masked
 from demask.kernels.emit import FLOAT, I32, I64, POINTER, Emitter, Value
 from demask.kernels.isa import Isa
@@ -164,7 +165,7 @@ class Columns:
             first = b.mul(tile, I64(line))
             for v, sum_ in enumerate(sums):
                 y = b.fadd(sum_.get(), e.read(e.at(bias, first), v))
-                y = e.activated(y, ("relu", ()) if self.relu else None)
+                y = activated(e, y, ("relu", ()) if self.relu else None)
                 b.store(y, e.line(e.at(out, first), v), align=4)
 
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from llvmlite import ir
 
-from demask.kernels.emit import FLOAT, I32, I64, Act, Emitter, Value
+from demask.kernels.act import Act
+from demask.kernels.activations import activated
+from demask.kernels.emit import FLOAT, I32, I64, Emitter, Value
 
 #: fields of every call: three buffers, bytes from channel to channel in each, channels, tables
 CALL = np.dtype([(key, "<i8") for key in (
@@ -186,7 +188,7 @@ class Pool:
                 found = e.read(source, self.taps[0])
                 for tap in self.taps[1:]:
                     other = e.read(source, tap)
-                    found = e.b.fadd(found, other) if self.mean else e.larger(other, found)
+                    found = e.b.fadd(found, other) if self.mean else e.largest(found, other)
                 if self.mean:
                     found = e.b.fmul(found, e.read(e.line(call.table("weights"), k)))
                 e.write(found, to)
@@ -214,7 +216,7 @@ class Pointwise:
                 found = e.read(source)
                 if self.add:
                     found = e.b.fadd(found, e.read(other))
-                e.write(e.activated(found, self.act), to)
+                e.write(activated(e, found, self.act), to)
 
 
 @dataclass(frozen=True, slots=True)

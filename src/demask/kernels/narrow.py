@@ -16,7 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 from llvmlite import ir
 
-from demask.kernels.emit import BYTE, I16, I32, I64, Act, Emitter, Value
+from demask.kernels.act import Act
+from demask.kernels.activations import activated
+from demask.kernels.emit import BYTE, I16, I32, I64, Emitter, Value
 
 #: what the kernel is called with. ends: per group; columns, values: a vector per k; rows: vectors
 #: of the elements of out (-1: no row) and of what is added, bias, scale
@@ -72,7 +74,7 @@ class Narrow:
         if self.add:
             more = e.gather(add, vector("adds", e.ints, group), real, e.splat(0.0))
             value = e.b.fadd(value, more)
-        e.scatter(e.activated(value, self.act), out, outs, real)
+        e.scatter(activated(e, value, self.act), out, outs, real)
 
     def _values(self, e: Emitter, vector: Value, k: Value) -> Value:
         if self.values == "float32":

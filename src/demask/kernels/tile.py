@@ -17,7 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from demask.kernels.emit import BYTE, FLOAT, I16, I32, I64, Act, Emitter, Value, Variable
+from demask.kernels.act import Act
+from demask.kernels.activations import activated
+from demask.kernels.emit import BYTE, FLOAT, I16, I32, I64, Emitter, Value, Variable
 
 #: a row of a block: where its nonzeros end, times 4, and whether this is the first and the last
 #: block of this row; its line in out and in what is added; its bias; the factor of int8 values
@@ -133,7 +135,7 @@ class Tile:
             value = sum_.get()
             if self.values == "int8":
                 value = e.b.fmul(value, e.splat(e.load(FLOAT, record, 4)))
-            sum_.set(e.activated(value, self.act))
+            sum_.set(activated(e, value, self.act))
 
     def _products(self, e: Emitter, begin: Value, end: Value, x: Value,
                   sums: list[list[Variable]], places: dict[str, Value]) -> None:  # fmt: skip

@@ -24,7 +24,9 @@ from typing import NamedTuple
 import numpy as np
 from llvmlite import ir
 
-from demask.kernels.emit import BIT, FLOAT, I32, I64, POINTER, VOID, Act, Emitter, Value
+from demask.kernels.act import Act
+from demask.kernels.activations import activated
+from demask.kernels.emit import BIT, FLOAT, I32, I64, POINTER, VOID, Emitter, Value
 from demask.kernels.isa import Isa, host
 from demask.kernels.jit import CODE
 from demask.kernels.team import ENTRY, Job
@@ -219,8 +221,7 @@ class _Body:
             return e.fma(weight, value, sum_)
         if self.w.mode == "mean":
             return b.fadd(sum_, value)
-        larger = b.select(b.fcmp_ordered("<", value, sum_), sum_, value)
-        return b.select(b.fcmp_unordered("uno", sum_, sum_), sum_, larger)  # NaN stays
+        return e.largest(sum_, value)
 
     def _end(self, sum_: Value, bias: Value, place: Value, mask: Value | None) -> None:
         """Write a vector. The bias comes behind the taps, as oneDNN's kernels for AVX-512 have it
@@ -232,7 +233,7 @@ class _Body:
             sum_ = e.b.fdiv(sum_, e.splat(float(self.w.divisor)))
         if self.w.add:
             sum_ = e.b.fadd(sum_, self._read(place, mask))
-        value = e.activated(sum_, self.w.act)
+        value = activated(e, sum_, self.w.act)
         if mask is None:
             e.b.store(value, place, align=4)
             return

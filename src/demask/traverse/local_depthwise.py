@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from demask.kernels.emit import Act
+from demask.kernels.act import Act
 from demask.kernels.isa import host
 from demask.kernels.window import LARGEST, Runner, Sizes, Window
 from demask.ops.entry import Declined

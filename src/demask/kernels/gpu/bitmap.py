@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from demask.kernels.gpu.epilogue import activated
+from demask.kernels.gpu.activations import activated
 
 TILE = tl.constexpr(64)  # columns
 LONG = tl.constexpr(128)  # rows are padded to a multiple of this

@@ -5,48 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def activated(x, ACT: tl.constexpr, first, second):
-    """act(x) in float32, by its name in `sparse.program`; first, second: its numbers. NaN stays."""
-    if ACT == "relu":
-        x = tl.where(x < 0, 0.0, x)
-    elif ACT == "leaky_relu":
-        x = tl.where(x < 0, first * x, x)
-    elif ACT == "clamp":
-        x = tl.where(x < first, first, tl.where(x > second, second, x))
-    elif ACT == "sigmoid":
-        x = 1.0 / (1.0 + tl.exp(-x))
-    elif ACT == "silu":
-        x = x / (1.0 + tl.exp(-x))
-    elif ACT == "tanh":
-        x = tanh(x)
-    elif ACT == "hardsigmoid":
-        x = gate(x)
-    elif ACT == "hardswish":
-        x = x * gate(x)
-    elif ACT == "gelu":
-        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif ACT == "gelu_tanh":
-        x = 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
-    else:
-        tl.static_assert(ACT == "", "no such activation")
-    return x
-
-
-@triton.jit
-def tanh(x):
-    """tanh(x) without overflow."""
-    small = tl.exp(-2.0 * tl.abs(x))
-    found = (1.0 - small) / (1.0 + small)
-    return tl.where(x < 0, -found, found)
-
-
-@triton.jit
-def gate(x):
-    """(x + 3) / 6 between 0 and 1."""
-    found = (x + 3.0) / 6.0
-    return tl.where(found < 0, 0.0, tl.where(found > 1, 1.0, found))
+from demask.kernels.gpu.activations import activated
 
 
 @triton.jit

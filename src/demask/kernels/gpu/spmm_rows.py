@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from demask.kernels.gpu.epilogue import activated
+from demask.kernels.gpu.activations import activated
 
 VECTOR = tl.constexpr(4)  # nonzeros per load: 16 bytes of columns
 

@@ -1,0 +1,146 @@
+"""Activations in LLVM IR: each within 4 units in the last place, or within what torch's rounds.
+
+Non-finite inputs give what torch gives: NaN stays NaN, whatever its payload, and 0 * inf is NaN.
+Every exponential is one of a number <= 0, so that none overflows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from llvmlite import ir
+
+from demask.kernels.act import Act
+
+if TYPE_CHECKING:
+    from demask.kernels.emit import Emitter, Value
+
+LN2_HIGH = 0.693145751953125  # ln 2 in 17 bits: n * LN2_HIGH is exact
+#: e**(x * x / 2) * normal_cdf(-x) is t * (c0 + c1 t + ...) within 3.5e-9 of itself, where
+#: t = 1 / (1 + 0.3 x) and 0 <= x <= 14.5; a least-squares fit, weighted until errors are equal
+TAIL = 0.3
+TAIL_COEFFICIENTS = (
+    0.11968669001752870, 0.11957180958211397, 0.11023546304679867, 0.07838946061014362,
+    0.09615740375209456, -0.07942459282050272, 0.19178589553225590, -0.22821464196729496,
+    0.11243606353458509, -0.02062355301757861,
+)  # fmt: skip
+
+
+def activated(e: Emitter, x: Value, act: Act | None) -> Value:
+    """act(x), a vector of float32."""
+    return x if act is None else LOWERINGS[act[0]](e, x, *act[1])
+
+
+def _relu(e: Emitter, x: Value) -> Value:
+    return e.larger(x, e.splat(0.0))
+
+
+def _clamp(e: Emitter, x: Value, least: float, largest: float) -> Value:
+    return e.smaller(e.larger(x, e.splat(least)), e.splat(largest))
+
+
+def _leaky_relu(e: Emitter, x: Value, slope: float) -> Value:
+    low = e.b.fmul(x, e.splat(slope))
+    return e.b.select(e.b.fcmp_ordered(">", x, e.splat(0.0)), x, low)
+
+
+def _hardsigmoid(e: Emitter, x: Value) -> Value:
+    sixth = e.b.fmul(e.b.fadd(x, e.splat(3.0)), e.splat(1 / 6))
+    return _clamp(e, sixth, 0.0, 1.0)
+
+
+def _hardswish(e: Emitter, x: Value) -> Value:
+    return e.b.fmul(x, _hardsigmoid(e, x))
+
+
+def _sigmoid(e: Emitter, x: Value) -> Value:
+    return _logistic(e, x, e.splat(1.0))
+
+
+def _silu(e: Emitter, x: Value) -> Value:
+    return _logistic(e, x, x)
+
+
+def _logistic(e: Emitter, x: Value, factor: Value) -> Value:
+    """factor / (1 + e**-x), as factor * z / (1 + z) with z = e**x where x is negative."""
+    z = _exp(e, e.b.fneg(e.elementwise("fabs", x)))
+    negative = e.b.fcmp_ordered("<", x, e.splat(0.0))
+    top = e.b.select(negative, e.b.fmul(factor, z), factor)
+    return e.b.fdiv(top, e.b.fadd(e.splat(1.0), z))
+
+
+def _tanh(e: Emitter, x: Value) -> Value:
+    """m / (m + 2) with m = e**2|x| - 1, and the sign of x: nothing cancels near 0."""
+    size = e.smaller(e.elementwise("fabs", x), e.splat(10.0))
+    power, less = _reduced(e, e.b.fadd(size, size), 0)
+    m = e.fma(power, less, e.b.fsub(power, e.splat(1.0)))
+    return e.elementwise("copysign", e.b.fdiv(m, e.b.fadd(m, e.splat(2.0))), x)
+
+
+def _gelu(e: Emitter, x: Value) -> Value:
+    """x * normal_cdf(x), by its tail e**(-x * x / 2) * polynomial."""
+    b, one = e.b, e.splat(1.0)
+    size = e.smaller(e.elementwise("fabs", x), e.splat(16.0))
+    half = b.fmul(size, e.splat(0.5))
+    square = b.fmul(size, half)
+    rest = e.fma(size, half, b.fneg(square))
+    t = b.fdiv(one, e.fma(size, e.splat(TAIL), one))
+    tail = e.splat(TAIL_COEFFICIENTS[-1])
+    for coefficient in TAIL_COEFFICIENTS[-2::-1]:
+        tail = e.fma(tail, t, e.splat(coefficient))
+    power = _exp(e, b.fneg(square))
+    power = e.fma(power, b.fneg(rest), power)
+    tail = b.fmul(b.fmul(tail, t), power)
+    negative = b.fcmp_ordered("<", x, e.splat(0.0))
+    return b.fmul(x, b.select(negative, tail, b.fsub(one, tail)))
+
+
+def _gelu_tanh(e: Emitter, x: Value) -> Value:
+    """0.5 x (1 + tanh(u)) = x / (1 + e**-2u), u = sqrt(2 / pi) (x + 0.044715 x**3)."""
+    double = 2 * math.sqrt(2 / math.pi)
+    cubic = e.fma(e.b.fmul(x, x), e.splat(0.044715 * double), e.splat(double))
+    return _logistic(e, e.b.fmul(x, cubic), x)
+
+
+def _exp(e: Emitter, x: Value) -> Value:
+    """e**x of x <= 0, within 2 units in the last place, 0 below -104."""
+    room = 64  # 2**n itself may be too small for a normal number
+    power, less = _reduced(e, e.larger(x, e.splat(-104.0)), room)
+    whole = e.b.fmul(e.b.fadd(less, e.splat(1.0)), power)
+    return e.b.fmul(whole, e.splat(2.0**-room))
+
+
+def _reduced(e: Emitter, x: Value, room: int) -> tuple[Value, Value]:
+    """2**(n + room) and e**r - 1 of x = n ln 2 + r, |r| <= ln 2 / 2; -127 < n + room < 128.
+
+    n is rounded by adding 1.5 * 2**23, which leaves n + room + 127, the bits of the power, in the
+    lowest bits of the sum. e**r - 1 is its Taylor series of degree 7; of NaN it is NaN.
+    """
+    b, magic = e.b, e.splat(12582912.0 + 127 + room)
+    shifted = e.fma(x, e.splat(1 / math.log(2)), magic)
+    n = b.fsub(shifted, magic)
+    r = e.fma(n, e.splat(-LN2_HIGH), x)
+    r = e.fma(n, e.splat(LN2_HIGH - math.log(2)), r)
+    y = e.splat(1 / math.factorial(7))
+    for k in range(6, 1, -1):
+        y = e.fma(y, r, e.splat(1 / math.factorial(k)))
+    less = e.fma(b.fmul(y, r), r, r)
+    bits = b.shl(b.bitcast(shifted, e.ints), ir.Constant(e.ints, [23] * e.lanes))
+    return b.bitcast(bits, e.vector), less
+
+
+#: by the names of `sparse.program`: (emitter, vector, numbers) -> vector
+LOWERINGS: dict[str, Callable[..., Any]] = {
+    "relu": _relu,
+    "sigmoid": _sigmoid,
+    "tanh": _tanh,
+    "hardswish": _hardswish,
+    "hardsigmoid": _hardsigmoid,
+    "silu": _silu,
+    "leaky_relu": _leaky_relu,
+    "clamp": _clamp,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+}

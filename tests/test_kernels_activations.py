@@ -1,0 +1,115 @@
+"""Every activation in every lowering (LLVM at each vector width, Triton, torch) against float64."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from demask.kernels.act import Act
+from demask.kernels.activations import LOWERINGS, activated
+from demask.kernels.csr import narrowed
+from demask.kernels.emit import I64, Emitter
+from demask.kernels.isa import host
+from demask.kernels.jit import CODE
+from demask.sparse.dense import ACTIVATIONS
+from demask.sparse.program import ACTIVATIONS as COUNTS
+from interpreted import DEVICES, rows_of, run_on
+
+ULPS = 4
+#: times |x|: what torch's formulas round 1 + erf, 1 + tanh and a denormal e**x to
+ROUNDED = {"gelu": 2**-25, "gelu_tanh": 2**-25, "silu": 2**-149}
+NUMBERS = {"leaky_relu": [(0.01,), (-0.5,)], "clamp": [(0.0, 6.0), (-0.5, 0.25)]}
+ACTS: list[Act] = [(name, numbers) for name in LOWERINGS for numbers in NUMBERS.get(name, [()])]
+#: of float32: NaN with payloads and signs, among them one that signals
+PAYLOADS = [0x7FC00000, 0x7FC00001, 0xFFC12345, 0x7F800001, 0x7FFFFFFF]
+SPECIAL = [0.0, 1e-40, 1e-30, 1e-6, 1e-3, 0.5, 3.0, 20.0, 87.5, 88.0, 89.0, 104.0, 3e38, math.inf]
+
+
+def points() -> Tensor:
+    """Numbers near every border, of either sign, and NaN; 64 at a time."""
+    size = np.geomspace(1e-9, 105, 1500)
+    numbers = np.concatenate([SPECIAL, size, np.linspace(0, 6, 1000)]).astype(np.float32)
+    nan = np.array(PAYLOADS, np.uint32).view(np.float32)
+    values = np.concatenate([nan, numbers, -numbers])
+    return torch.from_numpy(np.resize(values, -(-len(values) // 64) * 64))
+
+
+def exact(x: Tensor, act: Act) -> Tensor:
+    """act(x) in float64, by formulas in which nothing cancels."""
+    name, numbers = act
+    x = x.double()
+    if name == "gelu":
+        return x * torch.special.erfc(-x * math.sqrt(0.5)) / 2
+    if name == "gelu_tanh":
+        return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+    return ACTIVATIONS[name](x, *numbers)
+
+
+def check(found: Tensor, x: Tensor, act: Act) -> None:
+    """Within `ULPS` units in the last place of the exact value, or what torch's formula rounds.
+    What is not finite is as in torch; zeros keep their signs."""
+    wanted, finite = exact(x, act), x.isfinite()
+    unit = torch.from_numpy(np.spacing(wanted.abs().float().nan_to_num(0, 1, 1).numpy())).double()
+    allowed = ULPS * unit + ROUNDED.get(act[0], 0.0) * x.double().abs()
+    far = finite & ((found.double() - wanted).abs() > allowed).logical_or(found.isnan())
+    assert not far.any(), torch.stack([x, found])[:, far][:, :9]
+    # one number at a time: torch's vectors give gelu(inf) = NaN
+    torchs = torch.stack([ACTIVATIONS[act[0]](v, *act[1]) for v in x[~finite]])
+    torch.testing.assert_close(found[~finite], torchs, rtol=0, atol=0, equal_nan=True)
+    zero = x == 0
+    assert torch.equal(found[zero].signbit(), ACTIVATIONS[act[0]](x[zero], *act[1]).signbit())
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """out[i] = act(x[i]) for i < end, in vectors of so many lanes."""
+
+    act: Act
+    lanes: int
+
+    arguments = 3
+
+    def emit(self, e: Emitter) -> None:
+        e = narrowed(e, self.lanes)
+        x, out = e.pointer(e.args[0]), e.pointer(e.args[1])
+        with e.loop(I64(0), e.args[2]) as k:
+            e.write(activated(e, e.read(e.line(x, k)), self.act), e.line(out, k))
+
+
+@pytest.mark.parametrize("lanes", [n for n in (1, 2, 4, 8, 16) if n <= host().lanes])
+def test_machine_code(lanes: int) -> None:
+    x = points()
+    memory = torch.empty(2, len(x) + 16)
+    source, out = (row[-(row.data_ptr() // 4) % 16 :][: len(x)] for row in memory)  # aligned
+    source.copy_(x)
+    kernels = [Applied(act, lanes) for act in ACTS]
+    for kernel, address in CODE.addresses(kernels).items():
+        function = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(address)
+        function(source.data_ptr(), out.data_ptr(), len(x) // lanes)
+        check(out, x, kernel.act)
+
+
+def check_on_gpu(device: str) -> None:
+    """All points, each times 1 and plus 0, which turns -0 into 0."""
+    from demask.sparse import gpu
+    from demask.sparse.gpu_choice import Choice
+
+    x, one = points() + 0.0, rows_of(torch.ones(1, 1), device)
+    choice = Choice("rows", 1, 2048, 1)
+    for act in ACTS:
+        check(gpu.spmm(one, x[None].to(device), None, act, choice).cpu()[0], x, act)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_triton(device: str) -> None:
+    run_on(device, check_on_gpu)
+
+
+def test_every_activation_has_every_lowering() -> None:
+    assert set(LOWERINGS) == set(ACTIVATIONS) == set(COUNTS)
