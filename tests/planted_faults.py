@@ -1,0 +1,192 @@
+"""Faults planted into a copy of the sources, one at a time: the tests of CI must see each of them.
+
+    python tests/planted_faults.py            every fault, one after the other
+    python tests/planted_faults.py arena bf16 those whose name contains one of the words
+
+A fault is one line of `src/demask` changed, with the test files that are expected to fail for it.
+Only tests that CI runs are run (`-m "not nightly"`), so the list shows what a cut of the suite
+loses. Exit status 1 where a fault is missed, 2 where a line no longer exists.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A line of a source file, what replaces it, and the test files that must fail."""
+
+    name: str
+    file: str
+    line: str
+    wrong: str
+    tests: tuple[str, ...]
+
+
+def fault(name: str, file: str, line: str, wrong: str, *tests: str) -> Fault:
+    return Fault(name, file, line, wrong, tuple(f"tests/test_{test}.py" for test in tests))
+
+
+FAULTS = (
+    # facts
+    fault("zero-needs-both-factors", "facts/known.py", "zero = zeros[0] | zeros[1]",
+          "zero = zeros[0] & zeros[1]", "micro", "laws"),
+    fault("dynamic-sum-as-static", "facts/known.py",
+          "return relation.entry.sized and any(relation.size[a] is None for a in whole)",
+          "return False", "laws", "micro"),
+    fault("pad-value-lost", "facts/known.py", "torch.where(padded, value, fill)",
+          "torch.where(padded, fill, fill)", "laws", "micro"),
+    fault("affine-without-shift", "facts/known.py", "torch.where(zero, shift, fill)",
+          "torch.where(zero, 0 * shift, fill)", "micro", "laws"),
+    fault("needs-of-zero-factor", "facts/needed.py",
+          "mask = mask & ~window_mask(relation, k, inputs[k], zero=True)",
+          "mask = mask & ~window_mask(relation, k, inputs[k], zero=False)", "micro", "laws"),
+    fault("complete-axis-not-whole", "facts/needed.py",
+          "mask = any_over(mask, order, relation.complete | mixed(axes, relation.size))",
+          "mask = any_over(mask, order, mixed(axes, relation.size))", "micro", "laws"),
+    fault("not-uniform", "facts/masks.py",
+          "known = (known & (fill == first)).all(dim=k, keepdim=True)",
+          "known = known.all(dim=k, keepdim=True)", "laws", "micro"),
+    fault("infinite-fills-are-known", "facts/masks.py", "known = known & torch.isfinite(fill)",
+          "known = known", "micro", "laws", "numbers"),
+    # the table
+    fault("tile-end-rounds-down", "ops/regions.py",
+          "-(-end // tile) * step", "end // tile * step", "laws"),
+    # graph
+    fault("write-not-seen", "graph/functional.py",
+          "self.version[root] = self.version.get(root, 0) + 1",
+          "self.version[root] = self.version.get(root, 0)", "micro", "fuzz"),
+    fault("equal-sizes-not-checked", "graph/guards.py", "if size in where:", "if False:",
+          "guards", "micro"),
+    fault("keywords-not-checked", "graph/guards.py", 'return f"{name} is not None"',
+          'return "False"', "guards", "micro"),
+    # shrink
+    fault("join-sign", "shrink/join.py", "torch.zeros((), dtype=fill.dtype)) * signs[k]",
+          "torch.zeros((), dtype=fill.dtype))", "micro", "fuzz"),
+    fault("scaled-identity", "shrink/join.py", "if scaled and k == 0:", "if False:", "micro",
+          "fuzz", "laws"),
+    fault("transposed-border", "shrink/border.py",
+          "return flat.unsqueeze(0) if transposed else flat.unsqueeze(1)",
+          "return flat.unsqueeze(1)", "micro"),
+    fault("border-of-kept", "shrink/border.py", "gone[list(positions)] = False",
+          "gone[list(positions)[1:]] = False", "micro"),
+    # machine
+    fault("arena-overlap", "machine/arena.py",
+          "if blocks[j].start <= mine.end and mine.start <= blocks[j].end",
+          "if blocks[j].start < mine.end and mine.start < blocks[j].end", "arena"),
+    fault("upper-bound-for-lower", "machine/compare.py",
+          "return sorted(ratios)[int((1 - CONFIDENCE) * DRAWS)]",
+          "return sorted(ratios)[int(CONFIDENCE * DRAWS)]", "cost", "timing", "optimize", "docs"),
+    # tune
+    fault("norm-without-eps", "tune/affine.py", 'torch.rsqrt(var + found["eps"])',
+          "torch.rsqrt(var)", "tune", "optimize"),
+    fault("norm-shift-sign", "tune/affine.py", "(0 if bias is None else bias) - mean * scale",
+          "(0 if bias is None else bias) + mean * scale", "tune", "optimize"),
+    fault("transposed-fold-axis", "tune/affine.py",
+          "shape[axis] = -1\n        weight = weight * step.scale",
+          "shape[0] = -1\n        weight = weight * step.scale", "tune"),
+    # files
+    fault("any-function-in-expressions", "files/symbols.py",
+          "if name not in _FUNCTIONS or call.keywords:", "if call.keywords:", "files_doors",
+          "files_gate"),
+    fault("unknown-entries-pass", "files/pt2_gate.py",
+          "if name not in known and not name.startswith(_DROPPED):", "if False:", "files_gate",
+          "files_doors"),
+    # kernels and sparse
+    fault("certificate-without-rounding", "kernels/certify.py",
+          "b.fmul(e_max, FLOAT(1 + 4 * UNIT))", "b.fmul(e_max, FLOAT(0.5))", "pilot_certified"),
+    fault("mean-of-too-many", "sparse/moves.py", "pixels(at)[3] / (height * width)",
+          "pixels(at)[3] / (height * width + 1)", "sparse_plan", "sparse_segments", "sparse_op"),
+    fault("pool-counts", "sparse/moves.py",
+          "scales.append(np.where(real, 1 / np.maximum(counts, 1), 0))",
+          "scales.append(np.where(real, 1 / counts.max(), 0))", "sparse_plan", "sparse_segments"),
+    fault("column-tiles-overlap", "sparse/tiling.py",
+          "yield from ((a, b - a) for a, b in pairwise(cuts))",
+          "yield from ((a, max(b - a - 1, 1)) for a, b in pairwise(cuts))", "sparse_plan",
+          "sparse_op"),
+    # traverse
+    fault("row-too-few-kept", "traverse/schedule.py",
+          "return max(self.end - self.keep, 0)", "return max(self.end - self.keep - 1, 0)",
+          "traverse_tile", "traverse_plans"),
+    fault("border-row-missing", "traverse/schedule.py",
+          "seen[edge.source] = max(seen[edge.source], high)",
+          "seen[edge.source] = max(seen[edge.source], high - 1)", "traverse_tile",
+          "traverse_plans"),
+    fault("padding-inside", "traverse/local_windows.py", "padding.append(before if own else 0)",
+          "padding.append(before)", "traverse_local"),
+    # stride
+    fault("max-pool-of-negatives", "stride/forms.py", "if site.drops and known.low < 0:",
+          "if False:", "stride_forms"),
+    fault("inexact-pair-of-masks", "stride/forms.py", "if math.frexp(a)[0] != 0.5:", "if False:",
+          "stride_forms"),
+    fault("windows-beyond-the-end", "stride/pools.py",
+          "return count - 1 if ceil and (count - 1) * stride >= size + pad else count",
+          "return count", "stride_pools"),
+    fault("count-without-padding", "stride/pools.py",
+          "return [min(start + kernel, size) - max(start, 0) for start in starts]",
+          "return [min(start + kernel, size) - start for start in starts]", "stride_pools"),
+    # pilot
+    fault("one-sided-for-two", "pilot/bounds.py",
+          "tail = (1 - _checked(k, n, level)) / 2", "tail = 1 - _checked(k, n, level)",
+          "pilot_guarantee", "docs"),
+    fault("nuisance-not-paid", "pilot/bounds.py",
+          "return min(1.0, _difference_at_most(lost - won, n, changes, loss) + spent)",
+          "return min(1.0, _difference_at_most(lost - won, n, changes, loss))",
+          "pilot_guarantee"),
+    fault("packets-out-of-order", "pilot/packets.py", 'np.argsort(-priorities[n], kind="stable")',
+          'np.argsort(priorities[n], kind="stable")', "pilot_packets"),
+    # verify
+    fault("lenient-verification", "verify.py", "if relative > self.allowed:",
+          "if relative > 1e3 * self.allowed:", "micro", "fuzz", "numbers"),
+    fault("not-finite-passes", "verify.py",
+          "if not bool(torch.isfinite(x).all() and torch.isfinite(y).all()):", "if False:",
+          "micro", "numbers", "fuzz"),
+)  # fmt: skip
+
+
+def caught(each: Fault, folder: Path) -> str:
+    """The first test that fails with the fault in a copy of the sources; "" where none does."""
+    source = folder / "src"
+    shutil.copytree(ROOT / "src", source)
+    path = source / "demask" / each.file
+    text = path.read_text()
+    if each.line not in text:
+        raise LookupError(f"{each.file} has no such line: {each.line}")
+    path.write_text(text.replace(each.line, each.wrong))
+    environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *each.tests]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0][:100] if failed else ""
+
+
+def main(words: list[str]) -> int:
+    """Print what each fault makes fail; the exit status."""
+    status = 0
+    for each in FAULTS:
+        if words and not any(word in each.name for word in words):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            start = time.monotonic()
+            try:
+                test = caught(each, Path(folder))
+            except LookupError as error:
+                test, status = f"no such line: {error}", 2
+            status = status or int(not test)
+            seconds = time.monotonic() - start
+        print(f"{each.name:32} {test or 'MISSED'}  ({seconds:.0f} s)", flush=True)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
