@@ -15,6 +15,12 @@ KEY = ("suite", "network", "mask")  # of a result
 
 def pytest_addoption(parser):
     parser.addoption(
+        "--shard",
+        metavar="K/N",
+        default="1/1",
+        help="run every N-th of the selected tests, from the K-th on",
+    )
+    parser.addoption(
         "--results",
         metavar="FILE",
         help="write what tests measured to a JSON file; results of tests not run stay in it",
@@ -25,6 +31,22 @@ def pytest_configure(config):
     path, on_worker = config.getoption("--results"), hasattr(config, "workerinput")
     if path and not on_worker:
         config.pluginmanager.register(Results(Path(path)))
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k
+def pytest_collection_modifyitems(config, items):
+    first, count = shard_of(config.getoption("--shard"))
+    config.hook.pytest_deselected(items=[t for k, t in enumerate(items) if k % count != first])
+    items[:] = items[first::count]
+
+
+def shard_of(text):
+    """(0, 6) of "1/6": which tests of a shard come first, and every how many-th."""
+    first, slash, count = text.partition("/")
+    good = slash and first.isdecimal() and count.isdecimal() and 1 <= int(first) <= int(count)
+    if not good:
+        raise pytest.UsageError(f"expected --shard K/N with 1 <= K <= N, such as 2/6, got {text!r}")
+    return int(first) - 1, int(count)
 
 
 class Results:

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
-from conftest import Results
+import pytest
+
+from conftest import Results, shard_of
 
 
 def report(
@@ -51,3 +53,20 @@ def test_the_fixture_records_what_it_is_called_with(result, request) -> None:
     result(after=2)
     (given,) = [value for name, value in request.node.user_properties if name == "result"]
     assert given == {"suite": "some", "network": "a", "mask": "unit", "after": 2}
+
+
+def test_every_test_is_in_one_shard() -> None:
+    """The shards of a suite are its tests, each once, in their order."""
+    tests = list(range(20))
+    shards = []
+    for k in (1, 2, 3):
+        first, count = shard_of(f"{k}/3")
+        shards.append(tests[first::count])
+    assert sorted(test for shard in shards for test in shard) == tests
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1
+
+
+@pytest.mark.parametrize("text", ["", "2", "0/3", "4/3", "1/0", "a/b", "-1/2", "1/2/3"])
+def test_a_shard_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(pytest.UsageError, match="--shard K/N"):
+        shard_of(text)
