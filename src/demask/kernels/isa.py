@@ -44,4 +44,6 @@ def host() -> Isa:
         return Isa("AVX-512", triple, cpu, f"{features},-prefer-256-bit", 16, 32)
     if found.get("avx2") and found.get("fma"):
         return Isa("AVX2", triple, cpu, features, 8, 16)
-    return Isa("128 bits", triple, cpu, features, 4, 32 if triple.startswith("aarch64") else 16)
+    # macOS writes arm64
+    registers = 32 if triple.startswith(("aarch64", "arm64")) else 16
+    return Isa("128 bits", triple, cpu, features, 4, registers)

@@ -1,7 +1,8 @@
 """Threads that run a tape of kernel calls together, one call into machine code per inference.
 
 torch's own threads are used where its OpenMP is GNU's: a second pool beside it would fight for the
-cores, since threads of either spin for a while after their work. Elsewhere Python threads enter.
+cores, since threads of either spin for a while after their work. Elsewhere Python threads enter, as
+they do in a forked process, where OpenMP's threads are missing and it would wait for them forever.
 
 A tape has phases; in each, every thread of the plan has a list of calls, and nobody begins a phase
 before all have ended the one before. Where fewer threads come than the plan has, each does the work
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import re
 import threading
 from dataclasses import dataclass
@@ -28,10 +30,13 @@ from demask.kernels.jit import CODE
 ENTRY = np.dtype([("code", "<i8"), ("call", "<i8")])
 #: what threads enter with
 JOB = np.dtype([(key, "<i8") for key in (
-    "entries", "ends", "phases", "threads", "number_of", "count_of", "give_way", "present", "runs",
-    "arenas", "slots", "slot_count")])  # fmt: skip
+    "entries", "ends", "phases", "threads", "number_of", "count_of", "give_way", "sleep", "present",
+    "runs", "arenas", "slots", "slot_count")])  # fmt: skip
 SPINS = 2000  # looks at the counter before the processor is offered to others
+YIELDS = 200  # such offers before a thread sleeps between looks: others may lack a core for long
+NAP = 1000  # microseconds of such a sleep, at most; the first takes 1, each other 1 more
 PAD = 64  # bytes of a cache line
+PROCESS = os.getpid()  # that imported this file: in one forked later, OpenMP has no threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +113,27 @@ def _barrier(e: Emitter, field: dict[str, Value], expected: Value) -> None:
     if e.isa.triple.startswith("x86"):
         b.call(e.intrinsic("llvm.x86.sse2.pause", VOID), [])
     with b.if_then(b.icmp_signed(">", spins.get(), I64(SPINS))):
-        _called(e, field["give_way"], I32)
+        nap = b.sub(spins.get(), I64(SPINS + YIELDS))
+        sleepy = b.icmp_signed(">", nap, I64(0))
+        with b.if_else(sleepy) as (then, otherwise):
+            with then:
+                nap = b.select(b.icmp_signed("<", nap, I64(NAP)), nap, I64(NAP))
+                _called(e, field["sleep"], I32, b.trunc(nap, I32))
+            with otherwise:
+                _called(e, field["give_way"], I32)
     b.branch(look)
     b.position_at_end(behind)
 
 
 @dataclass(frozen=True, slots=True)
 class OpenMP:
-    """GNU's, as torch has loaded it: addresses of its functions."""
+    """GNU's, as torch has loaded it: addresses of its functions. process: the one whose threads it
+    has."""
 
     parallel: Any
     number_of: int
     count_of: int
+    process: int
 
 
 @functools.cache
@@ -143,7 +157,7 @@ def openmp() -> OpenMP | None:
     parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
     parallel.restype = None
     places = (getattr(library, name) for name in ("omp_get_thread_num", "omp_get_num_threads"))
-    return OpenMP(parallel, *(_address(place) for place in places))
+    return OpenMP(parallel, *(_address(place) for place in places), process=PROCESS)
 
 
 def _address(function: Any) -> int:
@@ -151,10 +165,10 @@ def _address(function: Any) -> int:
 
 
 @functools.cache
-def _give_way() -> int:
-    """The function that offers the processor to other threads."""
+def _waiting() -> tuple[int, int]:
+    """The functions that offer the processor to other threads, and that sleep for microseconds."""
     library = ctypes.CDLL(None)
-    return _address(library.sched_yield)
+    return _address(library.sched_yield), _address(library.usleep)
 
 
 @functools.cache
@@ -179,7 +193,7 @@ class Job:
         omp = openmp()
         self.fields[0] = (
             entries.ctypes.data, ends.ctypes.data, (len(ends) - 1) // threads, threads,
-            0 if omp is None else omp.number_of, 0 if omp is None else omp.count_of, _give_way(),
+            0 if omp is None else omp.number_of, 0 if omp is None else omp.count_of, *_waiting(),
             self.memory[PAD // 8 :].ctypes.data, runs, arenas.ctypes.data, place, count,
         )  # fmt: skip
         self.place = self.fields.ctypes.data
@@ -191,13 +205,31 @@ class Job:
         self.memory[:] = 0
         if threads == 1:
             self.told(self.place, 0, 1)
-        elif self.omp is not None:
+        elif self.omp is not None and self.omp.process == os.getpid():
             self.omp.parallel(self.asking, self.place, threads, 0)
         else:
-            others = [threading.Thread(target=self.told, args=(self.place, k, threads))
-                      for k in range(1, threads)]  # fmt: skip
-            for other in others:
-                other.start()
-            self.told(self.place, 0, threads)
-            for other in others:
-                other.join()
+            self._by_python(threads)
+
+    def _by_python(self, threads: int) -> None:
+        """Threads begin together, once it is known how many there are: a system may refuse some."""
+        begin, count, others = threading.Event(), 0, []
+
+        def enter(number: int) -> None:
+            begin.wait()
+            if count:
+                self.told(self.place, number, count)
+
+        try:
+            for number in range(1, threads):
+                other = threading.Thread(target=enter, args=(number,))
+                try:
+                    other.start()
+                except RuntimeError:  # no more threads
+                    break
+                others.append(other)
+            count = 1 + len(others)
+        finally:
+            begin.set()
+        self.told(self.place, 0, count)
+        for other in others:
+            other.join()

@@ -23,10 +23,11 @@ from torch.library import Library
 
 from demask.errors import BadInput
 from demask.graph.program import Program
+from demask.kernels import llvm
+from demask.kernels.llvm import NoPlan
 from demask.ops.own import Own, register
 from demask.pilot.chain_plan import MODES, Layer, Plan
 from demask.sparse.op import PLAIN, Kept, kept
-from demask.sparse.tape import NoPlan
 from demask.tune.draft import Draft
 
 ROWS = 4  # of x, at most, for plans: more share what they need, and torch multiplies matrices
@@ -117,11 +118,16 @@ class Chains(Kept):
         columns = weights[0].shape[1]
         if x.shape[-1] != columns:
             raise BadInput(f"expected {columns} numbers in each row, got {tuple(x.shape)}")
-        y = plan(x.reshape(-1, columns).contiguous() if x.ndim != 2 else x.contiguous())
+        try:
+            y = plan(x.reshape(-1, columns).contiguous() if x.ndim != 2 else x.contiguous())
+        except NoPlan:  # no memory for it at this moment
+            return plain(x, weights, self.text)
         return y if x.ndim == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
     def _planned(self, inputs: list[Tensor], weights: list[Tensor]) -> tuple[Plan | None, tuple]:
         fake(inputs[0], weights, self.text)
+        if not llvm.installed():
+            return None, ()
         modes = [step.mode for step in self.program]
         layers = []
         for (weight, bias), step in zip(pairs(weights, self.text), self.program, strict=True):

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils import _pytree as pytree
 
+from demask.kernels.llvm import NoPlan
 from demask.pilot.chain_op import CHAIN, ROWS, Chains
 from demask.sparse.op import kept
 
@@ -103,9 +104,12 @@ class Direct:
             or not all(weight.same(network) for weight in self.weights)
         ):
             return None
-        if len(self.shape) == 2:
-            return self.plan(x)
-        return self.plan(x.view(-1, self.shape[-1])).view(*self.shape[:-1], -1)
+        try:
+            if len(self.shape) == 2:
+                return self.plan(x)
+            return self.plan(x.view(-1, self.shape[-1])).view(*self.shape[:-1], -1)
+        except NoPlan:  # no memory for it at this moment
+            return None
 
 
 def plainly() -> bool:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, ClassVar, NamedTuple
@@ -29,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from demask.errors import BadInput
+from demask.kernels.llvm import NoPlan
 from demask.machine.memory import parse_memory
 from demask.pilot.chain_op import ROWS
 from demask.pilot.order_plan import Chosen, Estimated, packed, unfit
@@ -100,7 +102,8 @@ class Layer:
     def pilot(self, x: Tensor) -> Tensor:
         """(n, i) → (n, o) with weights of few bits."""
         if self._few(x) and (plan := self._plan()[0]) is not None:
-            return plan(x.contiguous())
+            with suppress(NoPlan):  # no memory for it at this moment
+                return plan(x.contiguous())
         return F.linear(x, self.low, self.bias)
 
     def full(self, x: Tensor) -> Tensor:
@@ -122,9 +125,10 @@ class Layer:
     def refine(self, x: Tensor, units: Tensor, values: Tensor) -> None:
         """Write these rows alone into values (n, o)."""
         if self._few(x) and values.is_contiguous():
-            self._plan()[1](x.contiguous(), units.int().contiguous(), values)
-        else:
-            values[:, units] = self._by_torch(x, units)
+            with suppress(NoPlan):  # no memory for it at this moment
+                self._plan()[1](x.contiguous(), units.int().contiguous(), values)
+                return
+        values[:, units] = self._by_torch(x, units)
 
     def _by_torch(self, x: Tensor, units: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.index_select(0, units)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.library import Library
 
 from demask.kernels import llvm
+from demask.kernels.llvm import NoPlan
 from demask.sparse import dense, gpu_segment
 from demask.sparse.program import Program
 
@@ -102,9 +103,13 @@ class Kept:
         plan, copied = self.plans.get(asked) or self._made(asked, inputs, weights)
         if plan is None:
             return without_plan(self.program, inputs, weights)
+        given = list(inputs)
         for place in copied:
-            inputs[place] = inputs[place].contiguous()
-        return plan(inputs)
+            given[place] = inputs[place].contiguous()
+        try:
+            return plan(given)
+        except NoPlan:  # no memory for it at this moment
+            return without_plan(self.program, inputs, weights)
 
     def _counted(self, weights: list[Tensor]) -> tuple[int, ...]:
         """Versions of weights for which torch has none: they are compared with copies."""
@@ -143,7 +148,7 @@ def planned(program: Program, inputs: list[Tensor], weights: list[Tensor]) -> Ma
         return None, ()
     if not llvm.installed():
         return None, ()
-    from demask.sparse.plan import NoPlan, Plan
+    from demask.sparse.plan import Plan
 
     copied = tuple(place for place, x in enumerate(inputs) if _apart(program, place, x))
     given = [x.contiguous() if place in copied else x for place, x in enumerate(inputs)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 
 from demask.kernels.isa import Isa
 from demask.kernels.jit import CODE
+from demask.kernels.llvm import NoPlan
 from demask.kernels.team import ENTRY
 from demask.machine.arena import Block, planned
 from demask.sparse.layout import Layout
@@ -21,10 +23,6 @@ HEADER = 4096  # bytes in front of an arena's buffers: its slots
 # thread should get the same memory later.
 APART = 2**27 + 2**13
 MAX_SLOTS = HEADER // 8
-
-
-class NoPlan(Exception):
-    """The kernels cannot do this; its text says why."""
 
 
 @dataclass(slots=True, eq=False)
@@ -140,7 +138,10 @@ class Ready:
 
 
 class Arena:
-    """Memory for one call of a tape. Slot 0 is its own address, the others inputs and outputs."""
+    """Memory for one call of a tape. Slot 0 is its own address, the others inputs and outputs.
+
+    NoPlan where there is none now: what runs a plan then computes the same without it.
+    """
 
     def __init__(self, size: int):
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # a forked process gets memory of its own
@@ -149,7 +150,8 @@ class Arena:
         except OSError as error:
             raise NoPlan(f"no room for {size} bytes: {error}") from None
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self.memory.madvise(mmap.MADV_HUGEPAGE)
+            with suppress(OSError):  # a kernel without huge pages
+                self.memory.madvise(mmap.MADV_HUGEPAGE)
         self.slots = np.frombuffer(self.memory, np.int64, MAX_SLOTS)
         self.address = self.slots.ctypes.data
         self.slots[0] = self.address

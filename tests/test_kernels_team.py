@@ -1,0 +1,135 @@
+"""Threads that run a tape: refused, late, in a forked process; calls without memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from itertools import count
+
+import numpy as np
+import pytest
+import torch
+
+from demask.kernels import isa, llvm, team
+from demask.kernels.llvm import NoPlan
+from demask.pilot.chain_op import chain
+from demask.pilot.order import Layer
+from demask.pilot.rounding import Bits
+from demask.sparse import dense
+from demask.sparse.op import segment
+from demask.sparse.plan import Plan
+from demask.sparse.tape import Arena
+from sparse_cases import layer, matrix
+
+LIMIT = 20  # seconds
+
+
+def case(threads: int):
+    """A plan of a layer, its input, what it computes."""
+    program, weights = layer("tokens", matrix(64, 48, 0.5, dtype=torch.float32))
+    x = torch.randn(64, 48)
+    wanted = dense.run(program, [x], weights)[0]
+    return Plan.of(program, weights, [x], threads), x, wanted
+
+
+@pytest.mark.parametrize("refused", [1, 2, 3])
+def test_threads_that_the_system_refuses(monkeypatch, refused):
+    """Those that there are share the work; none of them is left behind."""
+    monkeypatch.setattr(team, "openmp", lambda: None)
+    made, x, wanted = case(4)
+    start, number, before = threading.Thread.start, count(1), threading.active_count()
+
+    def limited(self):
+        if next(number) == refused:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    torch.testing.assert_close(made([x])[0], wanted)
+    assert threading.active_count() == before
+
+
+def test_a_thread_that_waits_for_long_sleeps():
+    """For the second thread of an empty tape, which comes half a second later."""
+    job = team.Job(np.zeros(1, team.ENTRY), np.zeros(3, np.int64), 2, np.zeros(1, np.int64))
+    late = threading.Timer(0.5, job.told, (job.place, 1, 2))
+    late.start()
+    begin = time.thread_time()
+    job.told(job.place, 0, 2)
+    used = time.thread_time() - begin
+    late.join()
+    assert used < 0.05
+
+
+def test_a_forked_process_has_a_team_of_its_own():
+    """OpenMP's threads are not there, and whoever asks OpenMP for them waits forever."""
+    made, x, wanted = case(2)
+    made([x])
+    pid = os.fork()
+    if not pid:
+        try:
+            os._exit(0 if torch.allclose(made([x])[0], wanted, atol=1e-5) else 1)
+        finally:
+            os._exit(2)
+    for _ in range(100 * LIMIT):
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            break
+        time.sleep(0.01)
+    else:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        pytest.fail("the forked process waits for threads that it does not have")
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_no_memory_at_a_call(monkeypatch):
+    """Plans that get no memory are left for torch's ops, and tried again at the next call."""
+    program, weights = layer("tokens", matrix(64, 48, 0.5, dtype=torch.float32))
+    text, x, w = program.text(), torch.randn(3, 48), torch.randn(64, 48)
+    ordered, units = Layer(w, None, Bits(8)), torch.tensor([5, 3])
+
+    def answers():
+        return [*segment([x], weights, text), chain(x, [w], "columns"), ordered.pilot(x),
+                ordered.rows(x, units)]  # fmt: skip
+
+    def none(self, size):
+        raise NoPlan("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Arena, "__init__", none)
+        found = answers()
+    for one, wanted in zip(found, answers(), strict=True):
+        torch.testing.assert_close(one, wanted, rtol=1e-3, atol=1e-3)  # the pilot's few bits
+
+
+def test_windows_runs_on_torch(monkeypatch):
+    """Where the system lacks what the kernels need, one warning says so."""
+    monkeypatch.setattr("sys.platform", "win32")
+    llvm.installed.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="Linux or macOS"):
+            assert not llvm.installed()
+        program, weights = layer("tokens", matrix(8, 8, 0.5, dtype=torch.float32))
+        x, w = torch.randn(2, 8), torch.randn(4, 8)
+        assert torch.equal(segment([x], weights, program.text())[0],
+                           dense.run(program, [x], weights)[0])  # fmt: skip
+        assert torch.equal(chain(x, [w], "columns"), torch.nn.functional.linear(x, w))
+    finally:
+        llvm.installed.cache_clear()
+
+
+def test_registers_of_macs(monkeypatch):
+    """LLVM's name of their instruction set is arm64."""
+    for name, value in {"get_process_triple": "arm64-apple-darwin23", "get_host_cpu_features":
+                        {}, "get_host_cpu_name": "apple-m1"}.items():  # fmt: skip
+        kind = type("Features", (dict,), {"flatten": lambda self: ""})
+        given = kind() if value == {} else value
+        monkeypatch.setattr(isa.llvm, name, lambda given=given: given)
+    isa.host.cache_clear()
+    try:
+        assert isa.host().registers == 32
+    finally:
+        isa.host.cache_clear()
