@@ -255,6 +255,18 @@ def test_what_kernels_do_not_take():
         Plan.of(many, weights, [draw(64, 8)], 2)
 
 
+@pytest.mark.parametrize(
+    "where, most, words", [("kernels.tile", 20, "20 nonzeros"), ("sparse.tape", 63, "252 at most")]
+)
+def test_numbers_beyond_32_bits(monkeypatch, where, most, words):
+    """No plan, instead of tables whose numbers wrap: nonzeros of a stream, elements of a value."""
+    program, weights = layer("tokens", matrix(6, 8, 0.5, dtype=torch.float32))
+    check(program, weights, [draw(3, 8)], 1)
+    monkeypatch.setattr(f"demask.{where}.MOST", most)
+    with pytest.raises(NoPlan, match=words):
+        Plan.of(program, weights, [draw(3, 8)], 1)
+
+
 def test_a_forked_process_has_memory_of_its_own():
     program, weights, inputs = network(1, 33)
     made = Plan.of(program, weights, inputs, 1)

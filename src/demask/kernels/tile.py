@@ -23,9 +23,10 @@ from demask.kernels.emit import BYTE, FLOAT, I16, I32, I64, Emitter, Value, Vari
 
 #: a row of a block: where its nonzeros end, times 4, and whether this is the first and the last
 #: block of this row; its line in out and in what is added; its bias; the factor of int8 values
-RECORD = np.dtype([("end", "<i4"), ("out", "<i4"), ("add", "<i4"), ("bias", "<f4"),
+RECORD = np.dtype([("end", "<u4"), ("out", "<i4"), ("add", "<i4"), ("bias", "<f4"),
                    ("scale", "<f4")])  # fmt: skip
 FIRST, LAST = 1, 2
+MOST = 2**30 - 1  # nonzeros of a stream: `end` has 32 bits
 #: a block of columns: where its part of x begins, in bytes; its records
 BLOCK = np.dtype([("x", "<i8"), ("begin", "<i8"), ("end", "<i8")])
 #: a tile of positions: its first line in x, out and what is added

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from demask.errors import BadInput
+from demask.kernels import tile
 from demask.kernels.tile import BLOCK, FIRST, LAST, RECORD
 from demask.sparse.program import Conv, Linear, Span
 from demask.sparse.tape import NoPlan
@@ -128,6 +129,8 @@ def packed(weight: Csr, places: Places, rows: np.ndarray, block: int, side: int,
         flags = (first[here] == k) * FIRST + (last[here] == k) * LAST
         groups = _groups(here, lengths[k][here], flags, side)
         made, read, written = _records(groups, lengths[k], starts[k], written)
+        if written > tile.MOST:
+            raise NoPlan(f"a thread has more than {tile.MOST} nonzeros of one layer")
         own = groups.ravel()
         made["end"] = made["end"] * 4 + (first[own] == k) * FIRST + (last[own] == k) * LAST
         real = rows[own]
@@ -189,7 +192,7 @@ def _records(groups: np.ndarray, lengths: np.ndarray, starts: np.ndarray,
     longest = lengths[groups].max(1) if len(groups) else np.zeros(0, np.int64)
     ends = written + np.cumsum(longest * side)
     made = np.zeros(groups.size, RECORD)
-    made["end"] = np.repeat(ends, side)
+    made["end"] = np.repeat(np.minimum(ends, tile.MOST), side)
     total = int(longest.sum())
     group = np.repeat(np.arange(len(groups)), longest)
     step = np.arange(total) - np.repeat(np.cumsum(longest) - longest, longest)

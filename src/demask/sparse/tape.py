@@ -23,6 +23,7 @@ HEADER = 4096  # bytes in front of an arena's buffers: its slots
 # thread should get the same memory later.
 APART = 2**27 + 2**13
 MAX_SLOTS = HEADER // 8
+MOST = 2**31 - 1  # elements of a value: tables of kernels count them in 32 bits
 
 
 @dataclass(slots=True, eq=False)
@@ -101,6 +102,9 @@ class Tape:
         for each thread's part of the others."""
         offsets: dict[int, int] = {}
         first, size = HEADER, HEADER
+        for buffer in buffers.values():
+            if buffer.layout.bytes > 4 * MOST:
+                raise NoPlan(f"a value takes {buffer.layout.bytes} bytes, {4 * MOST} at most fit")
         for own in (False, True):
             some = {k: b for k, b in buffers.items() if (b.layout.grid.parts > 1) is own}
             plan = planned([Block(b.layout.bytes, b.start, b.end) for b in some.values()])
