@@ -41,7 +41,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(Costs, "open", classmethod(opened))
     monkeypatch.setattr(module, "ROUNDS", 2)
     monkeypatch.setattr(module, "PAIRS", 3)
-    monkeypatch.setattr(module, "lower_bound", lambda given, result: 1.0)
+    monkeypatch.setattr(module, "lower_bound", lambda *_: 1.0)
 
 
 def fast(model: nn.Module, *args, **options):
@@ -103,20 +103,49 @@ def convs() -> nn.Module:
 X = torch.randn(2, 3, 10, 10, generator=torch.Generator().manual_seed(5))
 
 
-def test_a_slow_form_loses_to_the_network_as_given(monkeypatch) -> None:
-    monkeypatch.setattr(module, "lower_bound", lambda given, result: 0.96)
-    model = convs()
-    found = fast(model, X)
-    assert not isinstance(found, Optimized)
-    assert any("may be slower than the network as given" in n for n in found.demasked.notes)
-    agree(model(X), found(X))
-    assert found.demasked.before == found.demasked.after and found.demasked.cuts == {}
+# Bounds of the ratios: of the fastest form (lower), of the demasked network (lower, upper).
+RETURNED = {
+    "norms in the weights": (0.97, 0.0, 0.0),
+    "demasked alone": (0.96, 0.9, 0.98),
+    "given": (0.96, 0.9, 0.96),
+}
 
 
-def test_at_the_limit_the_form_comes_back(monkeypatch) -> None:
+@pytest.mark.parametrize("name", RETURNED)
+def test_what_is_returned_when_the_fastest_form_may_be_slower(name: str, monkeypatch) -> None:
     prefer(monkeypatch, "norms in the weights")
-    monkeypatch.setattr(module, "lower_bound", lambda given, result: 0.97)
-    assert isinstance(fast(convs(), X), Optimized)
+    fastest, low, high = RETURNED[name]
+    asked = iter((fastest, 1 / fastest, low, 1 / high if high else 1))
+    monkeypatch.setattr(module, "lower_bound", lambda *_: next(asked))
+    model = convs()
+    with torch.no_grad():
+        model[0].weight[:4], model[0].bias[:4], model[1].bias[:4] = 0, 0, 0
+    found = fast(model, X)
+    agree(model(X), found(X))
+    record = found.demasked
+    assert isinstance(found, Optimized) == (name == "norms in the weights")
+    assert any("may be slower than the network as given" in n for n in record.notes) == (
+        name != "norms in the weights")  # fmt: skip
+    assert record.decisions[0].chosen == name and name in record.decisions[0].seconds
+    text = str(demask.report(found))
+    assert text.lstrip().startswith("returned: " + name.replace("given", "the network as given"))
+    assert f"{name} (returned)" in text
+    if name == "given":
+        assert record.before == record.after and record.cuts == {}
+    else:
+        assert record.after.parameters < record.before.parameters
+
+
+@pytest.mark.parametrize("form", ["norms in the weights", "demasked alone"])
+def test_the_result_has_weights_of_its_own(form: str, monkeypatch) -> None:
+    prefer(monkeypatch, form)
+    model = nn.Sequential(convs(), nn.Conv2d(4, 4, 1)).eval()
+    found = fast(model, X)
+    expected = found(X)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data.mul_(2)
+    assert torch.equal(found(X), expected)
 
 
 @pytest.mark.parametrize("options", [

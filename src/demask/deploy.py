@@ -18,7 +18,7 @@ from demask.errors import BadInput, DemaskError, Mismatch
 from demask.files.onnx.write import copy_file, proto_of, remembering, save, serialized
 from demask.graph.examples import examples
 from demask.graph.program import Program
-from demask.graph.provenance import WHOLE, Decision, Provenance
+from demask.graph.provenance import GIVEN, WHOLE, Decision, Provenance
 from demask.graph.result import Demasked, build
 from demask.machine.compare import ALLOWED, PAIRS
 from demask.machine.timing import sampled
@@ -119,9 +119,11 @@ def _winner(forms: _Forms, race: _Race, minimal: bool, progress: Tell) -> str | 
     best = min(forms.made, key=whole.__getitem__)
     progress("measuring beside the network as given")
     taken = race.rounds([best], PAIRS, float("inf"))
-    speed = replace(speed_of(taken["given"], taken[best]), threads=race.threads)
-    forms.measured = {"decisions": (Decision(WHOLE, best, whole),), "speed": speed}
-    if speed.least >= ALLOWED:
+    speed = replace(speed_of(taken[GIVEN], taken[best]), threads=race.threads)
+    chosen = best if speed.least >= ALLOWED else GIVEN
+    whole = {GIVEN: speed.given[0], **whole}
+    forms.measured = {"decisions": (Decision(WHOLE, chosen, whole),), "speed": speed}
+    if chosen == best:
         return best
     forms.notes.append(
         f"the fastest form ({best}) may be slower in ONNX Runtime than the network as given (ratio "

@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 from demask.errors import BadInput
 from demask.graph.copying import structural_copy
 from demask.graph.examples import examples, like
-from demask.graph.program import Program
-from demask.graph.provenance import WHOLE, Decision, Provenance, Speed
+from demask.graph.program import Program, owned
+from demask.graph.provenance import GIVEN, WHOLE, Decision, Provenance, Speed
 from demask.graph.result import Demasked, build
 from demask.machine.compare import ALLOWED, PAIRS, lower_bound
 from demask.machine.cost import Costs
@@ -68,9 +68,10 @@ def optimize(
     It is demasked, then put into several forms (norms in the weights, layers with what follows them
     in one call, channels last, streams at one width, layers computed by their nonzeros alone), each
     made of the pieces that are fastest on the example's sizes. The fastest whole one is called
-    beside `model` in 30 rounds or more; if it may be slower (the lower 95 % bound of the ratio is
-    below 0.97), the network comes back as it was. `demask.report` tells what was chosen and why.
-    For inference: calls record no gradients.
+    beside `model` in 30 rounds or more. If it may be slower (the lower 95 % bound of the ratio is
+    below 0.97), the demasked network is returned, or, where that is slower (its upper 95 % bound is
+    below 0.97), the network as it was. `demask.report` tells first what was returned, then why.
+    For inference: calls record no gradients. The result has weights of its own.
 
     args, kwargs: example inputs, of the sizes to be fast for; others are as exact. dynamic_shapes:
     as `demask.demask` takes it. threads: to measure with, None for `torch.get_num_threads()`.
@@ -181,10 +182,10 @@ class _Race:
 
     def beside(self, name: str) -> dict[str, list[float]]:
         """The seconds of each round of a form and the network as given."""
-        return self.rounds(["given", name], PAIRS, float("inf"))
+        return self.rounds([GIVEN, name], PAIRS, float("inf"))
 
     def rounds(self, names: Sequence[str], pairs: int, seconds: float) -> dict[str, list[float]]:
-        everyone = {"given": self.given, **self.modules}
+        everyone = {GIVEN: self.given, **self.modules}
         contenders = {name: self.call(everyone[name]) for name in names}
         with torch.no_grad(), set_threads(self.threads):
             return sampled(contenders, pairs, WARMUP, seconds=seconds)
@@ -215,29 +216,43 @@ def _fastest(race: _Race, program: Program, smaller: Program, provenance: Proven
     """The result: the form that won, or the network as given."""
     notes = [*provenance.notes, *_all(race, program, smaller, provenance, wanted, progress)]
     if not race.modules:
-        return _as_it_was(race, program, provenance, (*notes, "no form is as exact"), (), None)
+        chosen = (Decision(WHOLE, GIVEN, {}),)
+        return _as_it_was(race, program, provenance, (*notes, "no form is as exact"), chosen, None)
     progress("measuring the forms")
     whole = race.forms()
     best = min(race.modules, key=whole.__getitem__)
     progress("measuring beside the network as given")
-    taken = race.beside(best)
-    speed = replace(speed_of(taken["given"], taken[best]), threads=race.threads)
-    whole = {"given": speed.given[0], **whole}
-    decisions = (Decision(WHOLE, best, whole), *race.made_by[best].decisions)
+    speed, slower = _beside(race, best)
     if speed.least < ALLOWED:
-        words = (f"the fastest form ({best}) may be slower than the network as given (ratio "
-                 f"{speed.ratio:.2f}, at least {speed.least:.2f}): that comes back")  # fmt: skip
-        return _as_it_was(race, program, provenance, (*notes, words), decisions, speed)
-    form, result = race.made_by[best], race.modules[best]
+        notes.append(f"the fastest form ({best}) may be slower than the network as given (ratio "
+                     f"{speed.ratio:.2f}, at least {speed.least:.2f})")  # fmt: skip
+        if best != DEMASKED and DEMASKED in race.modules:
+            best, (speed, slower) = DEMASKED, _beside(race, DEMASKED)
+        if best != DEMASKED or slower:
+            best = GIVEN
+    whole = {GIVEN: speed.given[0], **whole}
+    if best == GIVEN:
+        decisions = (Decision(WHOLE, GIVEN, whole),)
+        return _as_it_was(race, program, provenance, tuple(notes), decisions, speed)
+    form = race.made_by[best]
+    decisions = (Decision(WHOLE, best, whole), *form.decisions)
     if any(is_fused(node) for node in form.program.graph.nodes):
         notes.append(NAN)
     if wanted.precision is not None:
         notes.append(_lossy(race, best, wanted.precision))
-    assert isinstance(result, Demasked)
     made = remembered(form.program, provenance)
-    result.demasked = replace(made, notes=tuple(notes), decisions=decisions, speed=speed)
-    result.graph._codegen.provenance = result.demasked  # type: ignore[attr-defined]
-    return result
+    record = replace(made, notes=tuple(notes), decisions=decisions, speed=speed)
+    kind = _kind(form)
+    race.modules.clear()
+    return _built(race, owned(form.program, program.constants.values()), record, kind)
+
+
+def _beside(race: _Race, name: str) -> tuple[Speed, bool]:
+    """How fast a form is beside the network as given, and whether it is certain to be slower (the
+    upper 95 % bound of the ratio is too low)."""
+    taken = race.beside(name)
+    speed = replace(speed_of(taken[GIVEN], taken[name]), threads=race.threads)
+    return speed, 1 / lower_bound(taken[name], taken[GIVEN]) < ALLOWED
 
 
 def _lossy(race: _Race, name: str, precision: str) -> str:
@@ -339,7 +354,7 @@ def _dense(race: _Race, smaller: Program, asker: Asker, sparse: Sparse,
 
 def _enter(race: _Race, form: Form, provenance: Provenance) -> str:
     """Let a form take part; in words why it cannot, if so."""
-    kind = Demasked if form.name == DEMASKED else Optimized
+    kind = _kind(form)
     try:
         exact = _built(race, form.program if form.exact is None else form.exact, provenance, kind)
         difference = _difference(race.outputs(race.given), race.outputs(exact))
@@ -354,6 +369,10 @@ def _enter(race: _Race, form: Form, provenance: Provenance) -> str:
     if form.exact is not None:
         race.exact[form.name] = exact
     return ""
+
+
+def _kind(form: Form) -> type[Demasked]:
+    return Demasked if form.name == DEMASKED else Optimized
 
 
 def _built(race: _Race, program: Program, provenance: Provenance, kind: type[Demasked]) -> Demasked:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,12 +65,16 @@ def copied(program: Program) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     return graph, mapping
 
 
-def owned(program: Program) -> Program:
-    """The program with tensors of its own; tied ones stay tied."""
+def owned(program: Program, of: Iterable[Constant] | None = None) -> Program:
+    """The program with tensors of its own; tied ones stay tied. of: copy those alone that share
+    memory with these constants."""
+    shared = None if of is None else {c.tensor.untyped_storage().data_ptr() for c in of}
     clones: dict[Any, Tensor] = {}
     constants = {}
     for name, constant in program.constants.items():
         tensor = constant.tensor
-        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        constants[name] = replace(constant, tensor=clones.setdefault(key, tensor.clone()))
+        if shared is None or tensor.untyped_storage().data_ptr() in shared:
+            key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            constant = replace(constant, tensor=clones.setdefault(key, tensor.clone()))
+        constants[name] = constant
     return program.with_graph(program.graph, constants)

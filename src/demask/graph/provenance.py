@@ -99,12 +99,13 @@ class Interface:
 
 
 WHOLE = "the network, whole"
+GIVEN = "given"  # the form in which nothing was changed
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
     """What optimize() chose for one piece of a network: the seconds of each form it could take
-    (infinite where it cannot), and which was taken. place: where, or WHOLE."""
+    (infinite where it cannot), and which is returned (or GIVEN). place: where, or WHOLE."""
 
     place: str
     chosen: str

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from demask.graph.provenance import WHOLE, Decision, Speed
+from demask.graph.provenance import GIVEN, WHOLE, Decision, Speed
 
 NAMED = 3  # places named per row
 
@@ -27,6 +27,16 @@ class Choice:
     instead: str
     other: float
     places: tuple[str, ...]
+
+
+def returned(decisions: Sequence[Decision]) -> str:
+    """Which network optimize() returned, in one line; empty of another function's result."""
+    whole = next((decision for decision in decisions if decision.place == WHOLE), None)
+    if whole is None:
+        return ""
+    if whole.chosen == GIVEN:
+        return "returned: the network as given"
+    return f"returned: {whole.chosen}"
 
 
 def speed_parts(speed: Speed, decisions: Sequence[Decision]) -> Iterable[RenderableType]:
@@ -64,7 +74,7 @@ def _whole(decision: Decision) -> Table:
     table = Table("the network in each form", box=SIMPLE_HEAD, show_edge=False)
     table.add_column("ms", justify="right")
     for form, taken in sorted(decision.seconds.items(), key=lambda row: row[1]):
-        word = f"{form} (taken)" if form == decision.chosen else form
+        word = f"{form} (returned)" if form == decision.chosen else form
         table.add_row(word, f"{1e3 * taken:.2f}")
     return table
 

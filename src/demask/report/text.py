@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from demask.report.speed import speed_parts
+from demask.report.speed import returned, speed_parts
 
 if TYPE_CHECKING:
     from demask.report.report import Decline, Report
@@ -82,6 +82,8 @@ def decline_line(decline: Decline) -> str:
 
 
 def _parts(report: Report) -> Iterable[RenderableType]:
+    if line := returned(report.decisions):
+        yield Text(f"{line}\n")
     yield _sizes_table(report)
     if report.nothing_removed:
         yield Text(f"\n{report.summary}")

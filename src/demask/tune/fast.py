@@ -9,7 +9,7 @@ values are written over what is no longer read, or into an arena (`memory`).
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
 from demask.graph.codegen import Codegen
+from demask.graph.program import Program
 from demask.graph.result import Demasked, attach, changed
 from demask.machine.arena import Block, View, extent, planned
 from demask.ops import schema
@@ -24,17 +25,45 @@ from demask.tune.draft import COPY, by_values, reshaped
 from demask.tune.epilogues import is_fused, is_pack, packed, plain, run_plain
 from demask.tune.memory import InArena, InPlace, decided, kept_bodies
 from demask.tune.plans import Plan, Plans
+from demask.tune.sources import count_writes, sources_of
+
+TRACED, WHOLE = "_demask_traced", "_demask_whole"  # names in the code
 
 
 class FastCodegen(Codegen):
-    """Writes the code of the fast graph where that of the whole graph is asked for."""
+    """Writes the code of the fast graph where that of the whole graph is asked for.
+
+    While torch.compile or torch.export trace a call, it is that of `traced`: the whole graph in
+    ATen ops.
+    """
+
+    traced: fx.Graph
 
     def _gen_python_code(self, nodes: Any, root_module: str, *args: Any, **kwargs: Any) -> Any:
         whole = list(nodes)
         if not whole:
             return super()._gen_python_code(nodes, root_module, *args, **kwargs)
-        quick = fast_graph(whole[0].graph)
-        return super()._gen_python_code(quick.nodes, root_module, *args, **kwargs)
+        quick, self.traced = fast_graph(whole[0].graph), self._whole(whole[0].graph)
+        names = dict((written := self.traced.python_code("self")).globals)
+        exec(written.src, names)
+        code = super()._gen_python_code(quick.nodes, root_module, *args, **kwargs)
+        code.globals |= {TRACED: torch.compiler.is_compiling, WHOLE: names["forward"]}
+        return code
+
+    def gen_fn_def(self, *args: Any, **kwargs: Any) -> str:
+        """The head of the function, which leaves the call to the whole graph if it is traced."""
+        head, line, rest = super().gen_fn_def(*args, **kwargs).partition("\n")
+        names = ", ".join(["self", *(n for n in self.pytree_info.orig_args if n != "self")])
+        return f"{head}\n    if {TRACED}():\n        return {WHOLE}({names}){line}{rest}"
+
+    def _whole(self, graph: fx.Graph) -> fx.Graph:
+        """A graph in ATen ops."""
+        copy, info = fx.Graph(), self.pytree_info
+        copy.output(copy.graph_copy(graph, {}))
+        program = Program(copy, {}, info.in_spec, info.out_spec, tuple(info.orig_args))
+        made = plain(program).graph
+        made.set_codegen(Codegen(info, self.provenance))
+        return made
 
 
 class Optimized(Demasked):
@@ -42,8 +71,9 @@ class Optimized(Demasked):
 
     It can be copied, pickled and saved; what it keeps between calls (see `Plans`) is not part of
     that. Converted to another dtype or moved to another device it goes on with torch's plain ops.
-    Several threads may call it. Its weights are taken over at the first call of each size: call
-    `refresh()` after changing them in place.
+    Several threads may call it. Weights that change are seen by the next call; only after writing
+    to them through NumPy or DLPack, or through `.data` of a buffer, call `refresh()`. torch.compile
+    and torch.export see the network in ATen ops alone (`FastCodegen`).
     """
 
     codegen = FastCodegen
@@ -54,15 +84,32 @@ class Optimized(Demasked):
     def of(cls, root: nn.Module, graph: fx.Graph, specs: Any, provenance: Any) -> Self:
         """The module of a graph whose call and result have the given pytrees."""
         reshaped(graph)
-        return super().of(root, graph, specs, provenance)
+        module = super().of(root, graph, specs, provenance)
+        count_writes(module)
+        return module
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.plans = Plans()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        count_writes(self)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
             return super().__call__(*args, **kwargs)
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The whole graph; while torch.export traces it, in ATen ops."""
+        if torch.compiler.is_compiling() and isinstance(self._graph._codegen, FastCodegen):
+            return self._graph._codegen.traced
+        return self._graph
+
+    @graph.setter
+    def graph(self, g: fx.Graph) -> None:
+        fx.GraphModule.graph.__set__(self, g)
 
     def plan_for(self, inputs: tuple[Any, ...]) -> Plan:
         """What is kept for inputs of these sizes (flattened, as the graph's placeholders)."""
@@ -172,7 +219,9 @@ def made(module: Optimized, inputs: Sequence[Any]) -> Plan:
     live, calls = by_values(graph), decided(graph)
     kept, memory = kept_nodes(graph, live), arena_nodes(calls)
     with torch.inference_mode(False), torch.no_grad():  # later calls may be outside of it
-        values = _run(module, inputs, {*kept, *memory})
+        sources = sources_of(module, (str(n.target) for n in graph.find_nodes(op="get_attr")))
+        aliases = {} if sources is None else sources.aliases
+        values = _run(module, inputs, {*kept, *memory}, aliases)
     views, blocks = [], []
     for node in memory:
         shape, stride, dtype = values[node]
@@ -185,11 +234,15 @@ def made(module: Optimized, inputs: Sequence[Any]) -> Plan:
                    for offset, v in zip(plan.offsets, views, strict=True))  # fmt: skip
     if not values.keys() >= set(kept):
         raise ValueError("this graph reads packed weights where no layer does: it is damaged")
-    return Plan(tuple(values[node] for node in kept), plan.size, placed)
+    valid = (lambda: False) if sources is None else sources.unchanged
+    return Plan(tuple(values[node] for node in kept), plan.size, placed, valid)
 
 
-def _run(module: nn.Module, inputs: Sequence[Any], wanted: set[fx.Node]) -> dict[fx.Node, Any]:
+def _run(
+    module: nn.Module, inputs: Sequence[Any], wanted: set[fx.Node], tensors: Mapping[str, Tensor]
+) -> dict[fx.Node, Any]:
     """Run a graph as it stands; of wanted values that inputs reach, their shape, stride, dtype.
+    tensors: of the module, by name; those that are not among them are read from it.
 
     Fused calls are made in the ATen ops they stand for, which check every shape: what oneDNN is
     then called on was seen to fit, whatever file the graph came from.
@@ -205,7 +258,8 @@ def _run(module: nn.Module, inputs: Sequence[Any], wanted: set[fx.Node]) -> dict
         if node.op == "placeholder":
             values[node] = next(given)
         elif node.op == "get_attr":
-            values[node] = operator.attrgetter(str(node.target))(module)
+            name = str(node.target)
+            values[node] = tensors[name] if name in tensors else operator.attrgetter(name)(module)
         elif is_pack(node):
             values[node] = values[node.args[0]]  # type: ignore[index]
         elif is_fused(node):

@@ -1,5 +1,5 @@
 """What a pass keeps between calls, per tuple of input sizes and dtypes: values that no input
-reaches, and memory.
+reaches, and memory. Values computed from weights are dropped when the weights change.
 
 A bounded number of plans is held, the one used longest ago dropped first. Copies and files hold
 none: each is made again by the first call with its sizes.
@@ -25,11 +25,13 @@ SPARE = 4  # arenas of a plan: calls that run at the same time
 @dataclass(slots=True)
 class Plan:
     """For one tuple of input sizes: values computed once, and where values lie in an arena of
-    `size` bytes. take() and give() may be called from several threads."""
+    `size` bytes. valid: whether the values are those of the weights as they are now. take() and
+    give() may be called from several threads."""
 
     kept: tuple[Any, ...]
     size: int
     views: tuple[View, ...]
+    valid: Callable[[], bool]
     spare: list[list[Tensor]] = field(default_factory=list)
 
     def take(self) -> list[Tensor]:
@@ -53,23 +55,29 @@ class Plans:
         self.lock = threading.Lock()
 
     def of(self, inputs: Sequence[Any], make: Callable[[], Plan]) -> Plan:
-        """The plan for inputs of these sizes; `make` is called for new ones."""
+        """The plan for inputs of these sizes; `make` is called for new ones, and after weights
+        changed."""
         key = tuple([(x.shape, x.dtype) if isinstance(x, Tensor) else None for x in inputs])
-        try:
-            plan = self.known[key]
-            self.known.move_to_end(key)
-        except KeyError:  # also where another thread drops it
+        plan = self.known.get(key)
+        if plan is None or not plan.valid():
             return self._made(key, make)
+        try:  # noqa: SIM105  (contextlib.suppress costs as much as the lookup)
+            self.known.move_to_end(key)
+        except KeyError:  # another thread dropped it
+            pass
         return plan
 
     def _made(self, key: Any, make: Callable[[], Plan]) -> Plan:
         with self.lock:
-            if key not in self.known:
-                self.known[key] = make()
+            plan = self.known.get(key)
+            if plan is None or not plan.valid():
+                if plan is not None:
+                    self.known.clear()  # those of other sizes are of the same weights
+                self.known[key] = plan = make()
             while len(self.known) > KEPT:
                 self.known.popitem(last=False)
             self.known.move_to_end(key)
-            return self.known[key]
+            return plan
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Plans:
         return Plans()
