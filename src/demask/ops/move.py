@@ -181,6 +181,13 @@ def _moved(node: fx.Node, gone: bool = False) -> str | Declined:
     return f"{before} -> {', '.join([' '.join(after)] * len(schema.outputs(node)))}"
 
 
+def _adds_number(node: fx.Node) -> bool:
+    """Does a pad add positions that hold a number of its own, not values of its input?"""
+    found = schema.arguments(node)
+    grows = any(not isinstance(n, int) or n > 0 for n in found["pad"])
+    return grows and found.get("mode", "constant") == "constant"
+
+
 def _slice(node: fx.Node) -> str | Declined:
     """x[:] along a dynamic axis is the whole axis; torch.export writes one for every ellipsis."""
     found = schema.arguments(node)
@@ -258,15 +265,14 @@ ENTRIES = [
     ("aten.roll.default", _entry(_moved, Case((_X, [1], [2]), {}))),
     ("aten.constant_pad_nd.default", _entry(
         _moved, Case((_X, [1, 2]), {}), Case((S((2, 3, 4, 5)), [1, 0, 0, 2, 2, 1], 0.5), {}),
-        pads=True)),
+        pads=_adds_number)),
     ("aten.pad.default", _entry(
         _moved, Case((_X, [1, 2]), {}), Case((_X, [1, 2], "reflect"), {}),
         Case((S((2, 3, 4, 5)), [1, 2, 2, 1], "replicate"), {}),
-        Case((S((2, 3, 4, 5)), [1, 2, 2, 1], "circular"), {}), pads=True)),
-    ("aten.reflection_pad1d.default", _entry(_moved, Case((_X, [1, 2]), {}))),
-    ("aten.reflection_pad2d.default", _entry(_moved, Case((S((2, 3, 4, 5)), [1, 2, 2, 1]), {}))),
-    ("aten.replication_pad1d.default", _entry(_moved, Case((_X, [1, 2]), {}))),
-    ("aten.replication_pad2d.default", _entry(_moved, Case((S((2, 3, 4, 5)), [1, 2, 2, 1]), {}))),
+        Case((S((2, 3, 4, 5)), [1, 2, 2, 1], "circular"), {}), pads=_adds_number)),
+    *((f"aten.{kind}_pad{d}d.default", _entry(
+        _moved, Case((S((2, 3, 4, 5, 3)[: d + 2]), [1, 2, 2, 1, 1, 1][: 2 * d]), {})))
+      for kind in ("reflection", "replication") for d in (1, 2, 3)),
     ("aten.index_select.default", _entry(_moved, Case((_X, 1, S((4,), True, 3)), {}),
                                          indices=("index",))),
     ("aten.slice_scatter.default", _entry(_moved, Case((_X, S((2, 2, 4)), 1, 1, 3), {}))),

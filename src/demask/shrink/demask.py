@@ -25,6 +25,8 @@ from demask.graph.spell import spelled
 from demask.graph.tokens import early
 from demask.graph.unmerge import unmerged
 from demask.ops import TABLE, Table, schema
+from demask.ops.padded import with_padded
+from demask.shrink.absorb_pads import pads_absorbed, pads_restored
 from demask.shrink.align import aligned
 from demask.shrink.condense import condensed
 from demask.shrink.device import CPU, device_of, moved, on_cpu
@@ -160,10 +162,14 @@ def _smaller(step: _Step, table: Table, borders: bool) -> _Step | None:
 def _attempts(reading: Reading) -> Iterator[Rewritten]:
     """Ways to rewrite a program, the one that removes most first.
 
-    Other forms of it, in which more can be cut: complete axes over what varies alone, heads in
-    groups, heads re-ordered, side networks split off. Then as it is; with weights that several
-    calls read cut alike; and frugal.
+    Other forms of it, in which more can be cut: pads absorbed by windows, complete axes over what
+    varies alone, heads in groups, heads re-ordered, side networks split off. Then as it is; with
+    weights that several calls read cut alike; and frugal.
     """
+    if (made := pads_absorbed(reading)) is not None:
+        wide = replace(reading, table=with_padded(reading.table)).again(folded(made))
+        for attempt in _attempts(wide):
+            yield replace(attempt, program=pads_restored(attempt.program))
     for form in (condensed, grouped, aligned):
         if (made := form(reading)) is not None:
             yield from _attempts(reading.again(folded(made)))

@@ -65,7 +65,7 @@ def sampling(relation: Relation) -> list[int]:
     convolution, which its stride says."""
     found = schema.arguments(relation.node)
     strided = relation.entry.fill == "sum" and "stride" in found and "output_padding" not in found
-    if not strided or isinstance(found["padding"], str):
+    if not strided or isinstance(found["padding"], str) or "pads" in found:
         return []
     return [k for k, letters in enumerate(relation.outs[0])
             if len(letters) == 1 and set(letters) & relation.window]  # fmt: skip

@@ -23,6 +23,7 @@ from demask.graph.fold import drop_unread
 from demask.graph.program import Program
 from demask.graph.provenance import Cut, Reason
 from demask.ops import Declined, Relation, op_name, schema
+from demask.ops.padded import PLAIN
 from demask.ops.schema import same_size
 from demask.shrink.adapt import Adapter, Made
 from demask.shrink.cells import Layout, Positions, whole
@@ -336,7 +337,9 @@ def explain(walk: Rewriter, relation: Relation, k: int) -> None:
 
 
 def schema_name(relation: Relation) -> str:
-    return str(relation.node.target).removeprefix("aten.").partition(".")[0]
+    """The op's plain name, for readers of the report."""
+    target = PLAIN.get(relation.node.target, relation.node.target)
+    return str(target).removeprefix("aten.").partition(".")[0]
 
 
 def emit_move(walk: Rewriter, relation: Relation, live: list[int]) -> None:

@@ -74,23 +74,28 @@ def apart(program: Program) -> Program:
 
 
 def _is_border(node: fx.Node) -> bool:
-    """Is a convolution one of a channel of ones with a stored kernel?"""
+    """Is a convolution one of a channel of ones, or of ones with pads, with a stored kernel?"""
     found = schema.arguments(node)
     plain = found["bias"] is None and found["groups"] == 1
-    return (
-        plain
-        and found["input"].target is aten.new_ones.default
-        and found["weight"].op == "get_attr"
-    )
+    ones, _ = _ones(found["input"])
+    return plain and ones.target is aten.new_ones.default and found["weight"].op == "get_attr"
+
+
+def _ones(source: Any) -> tuple[Any, tuple[Any, ...]]:
+    """What a pad reads, and how it pads; any other value as it is, without pads."""
+    if source.target is aten.constant_pad_nd.default:
+        return source.args[0], source.args[1:]
+    return source, ()
 
 
 def _geometry(node: fx.Node) -> Any:
     """What two calls must share to be stacked: all but their kernels."""
     found = schema.arguments(node)
-    ones = found["input"]
+    ones, pads = _ones(found["input"])
     rest = {k: v for k, v in found.items() if k not in ("input", "weight")}
     kernel = found["weight"].meta["val"].shape[2:]
-    return (node.target, ones.target, repr(ones.args[1:]), repr(ones.kwargs), repr(rest), kernel)
+    shape = repr((ones.args[1:], ones.kwargs, pads))
+    return (node.target, ones.target, shape, repr(rest), kernel)
 
 
 def _elements(node: fx.Node) -> int:
