@@ -52,7 +52,7 @@ def test_there_and_back(run, model, tmp_path, suffix):
     ("words", "complaint"),
     [
         (("-o", "low.pt2", "--target", "gpu"), "no target 'gpu'"),
-        (("-o", "low.pt2", "--target", "own.toml"), "cannot read the target"),
+        (("-o", "low.pt2", "--target", "own.toml"), "no such file"),
         (("-o", "low.txt"), "ends in .pt2"),
     ],
 )

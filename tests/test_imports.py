@@ -32,6 +32,7 @@ LAYOUT = (
     ("deploy",),
     ("report",),
     ("cli",),
+    ("__main__",),
 )
 RANK = {part: row for row, parts in enumerate(LAYOUT) for part in parts}
 PEERS = {("pilot", "traverse"), ("pilot", "sparse")}

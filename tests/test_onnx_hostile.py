@@ -33,7 +33,7 @@ def test_honest_files_run(tmp_path):
 
 
 def test_what_is_no_file(tmp_path):
-    refused(tmp_path / "missing.onnx", "missing; check the path")
+    refused(tmp_path / "missing.onnx", "no such file; check the path")
     refused(tmp_path, "expected a plain file")
     os.mkfifo(tmp_path / "pipe.onnx")
     refused(tmp_path / "pipe.onnx", "expected a plain file")

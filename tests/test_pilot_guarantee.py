@@ -198,6 +198,27 @@ def test_nothing_is_promised_where_nothing_holds() -> None:
     assert by_mean(made, 0.002) is None
 
 
+@pytest.mark.parametrize(("labelled", "most"), [(True, 8100), (False, 4600)])
+def test_too_few_examples_are_told_how_many_would_do(labelled: bool, most: int) -> None:
+    """At 0.2 points even a network that never differs needs more than a thousand examples."""
+
+    def answer(n: int) -> Guarantee:
+        never = torch.zeros(1, n, dtype=torch.bool)
+        return guarantee(Outcomes((0.5,), never, never, never, labelled), 0.002)
+
+    found = answer(1000)
+    assert found.threshold is None and found.enough is not None and found.enough < most
+    assert f"about {found.enough:,} examples in all would do, not 1,000" in str(found)
+    assert answer(found.enough + 3).threshold == 0.5  # thirds are rounded
+    assert answer(int(0.97 * found.enough)).threshold is None
+
+
+def test_a_network_that_loses_too_much_is_told_so() -> None:
+    lost = torch.arange(3000)[None] % 100 == 0
+    found = guarantee(Outcomes((0.5,), lost, torch.zeros_like(lost), lost), 0.002)
+    assert found.enough is None and "for any number of examples" in str(found)
+
+
 def test_a_guarantee_as_a_table() -> None:
     found = Guarantee(0.75, 0.002, 0.95, 0.03, 4, 5, (10, 40, 1000), Measured(1000, 3, 5, 9))
     lines = str(found).splitlines()

@@ -238,7 +238,7 @@ def test_a_plan_writes_nothing(files, tmp_path):
         ({"memory": "5 apples"}, "amount of memory"),
         ({"memory": "1MiB"}, "least budget"),
         ({"spill": "nowhere"}, "a folder that exists"),
-        ({"source": "missing.npy"}, "missing.npy: there is no such file"),
+        ({"source": "missing.npy"}, "missing.npy: no such file"),
         ({"source": "text.npy"}, "text.npy: expected an array"),
         ({"source": 3}, "source: expected the path"),
         ({"source": torch.zeros(3, 60)}, r"expected images \(N, C, H, W\)"),

@@ -21,6 +21,7 @@ from demask.graph.program import Program
 from demask.graph.provenance import GIVEN, WHOLE, Decision, Provenance
 from demask.graph.result import Demasked, build
 from demask.machine.compare import ALLOWED, PAIRS
+from demask.machine.threads import checked_threads
 from demask.machine.timing import sampled
 from demask.ops import TABLE
 from demask.optimize import remembered, speed_of, unchanged
@@ -206,7 +207,7 @@ class _Race:
         tolerance: float | None,
     ):
         self.runtime, self.given, self.tolerance = _runtime(), given, tolerance
-        self.threads = torch.get_num_threads() if threads is None else threads
+        self.threads = checked_threads(threads)
         self.sessions: dict[str, Any] = {}
         if self.runtime is None:
             return

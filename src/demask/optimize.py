@@ -23,7 +23,7 @@ from demask.graph.result import Demasked, build
 from demask.machine.compare import ALLOWED, PAIRS, lower_bound
 from demask.machine.cost import Costs
 from demask.machine.describe import machine
-from demask.machine.threads import set_threads
+from demask.machine.threads import checked_threads, set_threads
 from demask.machine.timing import Timing, sampled
 from demask.ops import TABLE
 from demask.shrink.demask import given as captured
@@ -87,8 +87,8 @@ def optimize(
     >>> fast(torch.randn(2, 3, 8, 8)).shape
     torch.Size([2, 8, 6, 6])
     """
-    _check(precision, backends, threads)
-    count = torch.get_num_threads() if threads is None else threads
+    _check(precision, backends)
+    count = checked_threads(threads)
     args, named = examples((model,), args, dict(kwargs or {}))
     device = device_of(model, args, named)
     here = on_cpu(model, args, named) if device != CPU else (model, args, named)
@@ -105,14 +105,12 @@ def optimize(
         return _fastest(race, program, smaller, provenance, wanted, progress)
 
 
-def _check(precision: str | None, backends: Sequence[str], threads: int | None) -> None:
+def _check(precision: str | None, backends: Sequence[str]) -> None:
     if precision is not None and precision not in PRECISIONS:
         raise BadInput(
             f"expected precision=None or one of {PRECISIONS}, got {precision!r}; for another dtype "
             "convert the model first (model.bfloat16()), and optimize that"
         )
-    if threads is not None and threads < 1:
-        raise BadInput(f"expected threads >= 1, or None for as many as torch has, got {threads}")
     unknown = [name for name in backends if name not in BACKENDS]
     if unknown or "torch" not in backends:
         raise BadInput(

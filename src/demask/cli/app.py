@@ -22,10 +22,9 @@ from demask.cli.common import (
     show,
     written,
 )
+from demask.cli.failures import CHECK_FAILED, status_of, words_of
 from demask.cli.progress import progress
-from demask.errors import BadInput, DemaskError, Mismatch
-
-CHECK_FAILED, BAD_INPUT = 1, 2  # exit codes; 0 is success
+from demask.errors import BadInput
 
 app = typer.Typer(
     name="demask",
@@ -52,12 +51,13 @@ Picture = Annotated[
 
 
 def main() -> None:
-    """Run the command line and exit: 0 done, 1 a check failed, 2 bad input."""
+    """Run the command line and exit: 0 done, 1 a check failed, 2 bad input or an error of demask's
+    own, 130 interrupted."""
     try:
-        app()
-    except DemaskError as error:
-        print(f"demask: {error}", file=sys.stderr)
-        sys.exit(CHECK_FAILED if isinstance(error, Mismatch) else BAD_INPUT)
+        app(prog_name="demask")
+    except (Exception, KeyboardInterrupt) as error:
+        print(f"demask: {words_of(error)}", file=sys.stderr)
+        sys.exit(status_of(error))
 
 
 def _show_version(asked: bool) -> None:
@@ -270,10 +270,12 @@ def verify(
     """
     with progress("loading") as step:
         import demask
+        from demask.cli.inputs import check_same_inputs
         from demask.cli.models import read_network
 
         import_modules(imports)
         first, second = read_network(a, sizes), read_network(b, sizes)
+        check_same_inputs(first, second)
         step("comparing")
         verification = demask.verify(first.model, second.module, first.args, check=False)
     words = f"largest difference {verification.max_abs:.2g}, relative {verification.max_rel:.2g}"

@@ -32,7 +32,7 @@ from demask.machine.describe import (
     spread,
     thread_words,
 )
-from demask.machine.threads import set_threads
+from demask.machine.threads import checked_threads, set_threads
 from demask.machine.timing import Timing, alternate
 from demask.report.text import as_text
 
@@ -131,6 +131,7 @@ def bench(given: Network, name: str, plan: Plan, step: Step) -> Bench:
     for the process's life; torch's number of threads is put back. Raises BadInput where a batch
     size does not fit the network.
     """
+    counts = tuple(map(checked_threads, plan.threads or (None,)))
     before, allocator = load(), fix_allocator()
     step("demasking")
     slim, seconds = contenders.timed(lambda: demask.demask(given.model, given.args))
@@ -143,7 +144,7 @@ def bench(given: Network, name: str, plan: Plan, step: Step) -> Bench:
         step("setting torch.compile up")
         contenders.set_up_compiler()
     rows: list[Row] = []
-    for threads, batch in product(plan.threads or (torch.get_num_threads(),), batches):
+    for threads, batch in product(counts, batches):
         inputs, where = contenders.inputs_of(slim, batch), _setting(threads, batch)
         with set_threads(threads):
             step(f"optimizing for {where}")

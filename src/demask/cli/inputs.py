@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.export import ExportedProgram
 
 from demask.cli.models import Network, example
 from demask.errors import BadInput
+from demask.files.arrays import ARRAYS, read_arrays
 from demask.graph.provenance import InputSpec
 
 BATCH = 32
@@ -30,6 +29,10 @@ class Port:
     sizes: tuple[int | None, ...]
     dtype: torch.dtype
 
+    def __str__(self) -> str:
+        sizes = ", ".join("any" if n is None else str(n) for n in self.sizes)
+        return f"{self.name} {str(self.dtype).removeprefix('torch.')} [{sizes}]"
+
 
 def ports_of(network: Network) -> tuple[Port, ...]:
     """The inputs of a network that was read from a file."""
@@ -41,6 +44,24 @@ def ports_of(network: Network) -> tuple[Port, ...]:
         return tuple(Port(n, _sizes(v.shape), v.dtype) for n, v in found)
     specs: Any = network.model.demasked
     return tuple(Port(s.name, _sizes(s.sizes), getattr(torch, s.dtype)) for s in specs.inputs)
+
+
+def check_same_inputs(a: Network, b: Network) -> None:
+    """Raise BadInput where no call of one network can be a call of the other."""
+    first, second = ports_of(a), ports_of(b)
+    if len(first) != len(second) or not all(map(_agree, first, second)):
+        raise BadInput(f"cannot compare networks of different inputs: {_words(first)} "
+                       f"against {_words(second)}")  # fmt: skip
+
+
+def _agree(a: Port, b: Port) -> bool:
+    if a.dtype != b.dtype or len(a.sizes) != len(b.sizes):
+        return False
+    return all(None in pair or pair[0] == pair[1] for pair in zip(a.sizes, b.sizes, strict=True))
+
+
+def _words(ports: tuple[Port, ...]) -> str:
+    return ", ".join(str(port) for port in ports) or "no tensors"
 
 
 def _sizes(shape: Any) -> tuple[int | None, ...]:
@@ -95,17 +116,9 @@ def _arrays(path: Path, first: Port) -> Mapping[str, Tensor]:
     """The arrays in a file or folder, by name."""
     if path.is_dir():
         return {first.name: _images(path, first)}
-    try:
-        if path.suffix == ".npy":
-            return {first.name: torch.from_numpy(np.load(path, allow_pickle=False))}
-        if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as found:
-                return {name: torch.from_numpy(found[name]) for name in found.files}
-        if path.suffix == ".safetensors":
-            return load_file(path)
-    except (OSError, ValueError, TypeError, EOFError, SafetensorError) as error:
-        raise BadInput(f"{path}: cannot be read: {error}") from error
-    raise BadInput(f"expected a .npy, .npz or .safetensors file or a folder of images, got {path}")
+    if path.suffix not in ARRAYS:
+        raise BadInput(f"expected a file {', '.join(ARRAYS)} or a folder of images, got {path}")
+    return {name or first.name: array for name, array in read_arrays(path).items()}
 
 
 def _matched(arrays: Mapping[str, Tensor], ports: tuple[Port, ...], path: Path) -> list[Tensor]:
@@ -129,20 +142,19 @@ def _fitted(array: Tensor, port: Port, path: Path) -> Tensor:
     shape = list(array.shape)
     fits = array.dtype == port.dtype and len(shape) == len(port.sizes) > 0
     if not fits or any(n not in (None, m) for n, m in zip(port.sizes[1:], shape[1:], strict=True)):
-        wanted = ["any" if n is None else n for n in port.sizes]
-        raise BadInput(f"{path}: input {port.name!r}: expected {port.dtype} {wanted}, got "
-                       f"{array.dtype} {shape}")  # fmt: skip
+        kind = str(array.dtype).removeprefix("torch.")
+        raise BadInput(f"{path}: expected input {port}, got {kind} {shape}")  # fmt: skip
     return array
 
 
 def _images(folder: Path, port: Port) -> Tensor:
     """All images of a folder, in the order of their names, uint8 (N, channels, H, W)."""
     try:
-        from PIL import Image, UnidentifiedImageError
+        from PIL import Image
     except ImportError as error:
         raise BadInput(f"a folder of images needs Pillow ({error}): pip install pillow, or give "
                        "a .npy file") from error  # fmt: skip
-    paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGES)
+    paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGES and p.is_file())
     if not paths:
         raise BadInput(f"{folder}: expected images ({', '.join(IMAGES)}), found none")
     mode = "L" if len(port.sizes) == 4 and port.sizes[1] == 1 else "RGB"
@@ -151,7 +163,7 @@ def _images(folder: Path, port: Port) -> Tensor:
         try:
             with Image.open(path) as image:
                 pixels = np.array(image.convert(mode))
-        except (OSError, UnidentifiedImageError) as error:
+        except Exception as error:  # a decoder raises what it likes on a hostile file
             raise BadInput(f"{path}: cannot be read as an image: {error}") from error
         found.append(pixels.reshape(*pixels.shape[:2], -1).transpose(2, 0, 1))
         if found[-1].shape != found[0].shape:

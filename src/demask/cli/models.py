@@ -56,6 +56,9 @@ def read_network(path: Path, sizes: Sequence[str] | None = None) -> Network:
 
 def example(spec: InputSpec) -> Tensor:
     """A tensor of the input's example size: seeded normal numbers, or zeros in integer types."""
+    if math.prod(spec.example) > MAX_EXAMPLE:
+        raise BadInput(f"input {spec.name!r}: sizes {list(spec.example)} are too large: "
+                       f"more than {MAX_EXAMPLE:,} elements")  # fmt: skip
     dtype = getattr(torch, spec.dtype)
     if not dtype.is_floating_point:
         return torch.zeros(spec.example, dtype=dtype)
@@ -85,8 +88,6 @@ def _spec(port: Port, sizes: Mapping[str, int]) -> InputSpec:
     for axis, (size, name) in enumerate(zip(port.sizes, _names(port), strict=True)):
         guess = 1 if axis == 0 else IMAGE if len(port.sizes) == 4 and axis > 1 else LENGTH
         made.append(size if isinstance(size, int) else sizes.get(name, guess))
-    if math.prod(made) > MAX_EXAMPLE:
-        raise BadInput(f"input {port.name!r}: an example of sizes {made} cannot be allocated")
     return InputSpec(port.name, port.sizes, port.dtype, tuple(made))
 
 

@@ -10,6 +10,7 @@ Beside them the affine law: where a norm's scale is 0 the output is its shift, w
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -31,6 +32,8 @@ from demask.facts.masks import (
 from demask.facts.recurrent import unchanging
 from demask.ops import Declined, Relation, schema
 from demask.ops.notation import Axes
+
+MAX_FILL = 2**28  # elements of a value that is computed to see what is known of it
 
 Key = tuple[fx.Node, int]  # a node and which of its outputs
 Facts = dict[Key, Fact]
@@ -264,6 +267,8 @@ def _value(relation: Relation, inputs: list[Fact], found: dict[str, Any]) -> Ten
             for letter in axis:
                 want *= sizes[letter]
             shape.append(max(n, want))
+        if math.prod(shape) > MAX_FILL:
+            return None
         values.append(fact.fill.expand(shape).contiguous())
     result = _call(relation.node, schema.replaced(found, relation.operands, values))
     if result is None:

@@ -1,4 +1,5 @@
-"""Zip archives and JSON documents read within limits: the first gate of every file from outside."""
+"""Plain files, zip archives, JSON and TOML read within limits: the first gate of every file from
+outside."""
 
 from __future__ import annotations
 
@@ -6,10 +7,12 @@ import json
 import os
 import re
 import stat
+import tomllib
 import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from typing import Any
 
 from demask.errors import BadInput, RefusedFile
@@ -19,25 +22,64 @@ MAX_JSON_BYTES = 256 * 2**20
 MAX_JSON_VALUES = 8_000_000  # a value of two bytes becomes an object of about sixty
 MAX_JSON_DEPTH = 200
 MAX_INT = 2**64
+MAX_TOML_BYTES = 2**16
+MAX_RATIO, SMALL = 100, 64 * 2**20  # bytes that one packed byte may become, beyond a few
 
 _NAME = re.compile(r"[\w.+-]+(/[\w.+-]+)*")
 
 
 @contextmanager
-def open_zip(path: str | os.PathLike[str]) -> Iterator[zipfile.ZipFile]:
+def open_plain(path: str | os.PathLike[str], what: str | None = None) -> Iterator[FileIO]:
+    """An unbuffered reader of a regular file; BadInput where there is none. what: what errors call
+    it, by default its path."""
+    what = str(path) if what is None else what
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)  # a pipe would wait for its other end
+    try:
+        descriptor = os.open(path, flags | getattr(os, "O_BINARY", 0))
+    except FileNotFoundError:
+        raise BadInput(f"{what}: no such file; check the path") from None
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{what} cannot be read: {getattr(error, 'strerror', error)}") from None
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise BadInput(f"{what} cannot be read: expected a plain file, found another kind")
+        yield FileIO(descriptor, closefd=False)
+    except OSError as error:
+        raise BadInput(f"{what} cannot be read: {error.strerror or error}") from error
+    finally:
+        os.close(descriptor)
+
+
+def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The TOML document at `path`; BadInput where there is none, RefusedFile where it is large or
+    nested deeply."""
+    with open_plain(path) as file:
+        data = file.read(MAX_TOML_BYTES + 1)
+    if len(data) > MAX_TOML_BYTES:
+        raise RefusedFile(f"{path}: expected a TOML document of at most {MAX_TOML_BYTES:,} bytes")
+    try:
+        return tomllib.loads(data.decode())
+    except RecursionError as error:
+        raise RefusedFile(f"{path}: TOML nested too deeply") from error
+    except ValueError as error:  # the text, its encoding, or a number of too many digits
+        raise BadInput(f"{path}: expected a TOML document: {error}") from error
+
+
+@contextmanager
+def open_zip(
+    path: str | os.PathLike[str], *, packed: bool = False
+) -> Iterator[zipfile.ZipFile]:  # fmt: skip
     """The archive at `path`, its directory checked: plain files, stored, distinct, within `path`.
+    packed: entries may be compressed, by a bounded ratio, and have any name: they are only looked
+    up.
 
     Errors raised inside the block get `path` put before them. BadInput: missing, not a zip,
     truncated. RefusedFile: compressed, encrypted or overlapping entries, links, unsafe names.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
-            _check_directory(archive, os.path.getsize(path))
+        with open_plain(path) as file, zipfile.ZipFile(file) as archive:
+            _check_directory(archive, os.fstat(file.fileno()).st_size, packed)
             yield archive
-    except FileNotFoundError as error:
-        raise BadInput(f"{path}: no such file; check the path") from error
-    except OSError as error:
-        raise BadInput(f"{path}: cannot be read: {error.strerror or error}") from error
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
         raise BadInput(
             f"{path}: expected a zip archive, found something else or a truncated one ({error}); "
@@ -49,33 +91,45 @@ def open_zip(path: str | os.PathLike[str]) -> Iterator[zipfile.ZipFile]:
         raise BadInput(f"{path}: the zip archive is damaged ({error}); copy it again") from error
 
 
-def _check_directory(archive: zipfile.ZipFile, file_bytes: int) -> None:
+def _check_directory(archive: zipfile.ZipFile, file_bytes: int, packed: bool) -> None:
     entries = archive.infolist()
     if len(entries) > MAX_ENTRIES:
         raise RefusedFile(f"{len(entries)} entries; expected at most {MAX_ENTRIES}")
     seen: set[str] = set()
     for entry in entries:
-        _check_entry(entry)
+        _check_entry(entry, packed)
         if entry.filename in seen:
             raise RefusedFile(f"two entries named {entry.filename!r}; expected distinct names")
         seen.add(entry.filename)
-    # Stored entries that do not overlap cannot hold more than the file does.
-    total = sum(entry.file_size for entry in entries)
+    # Entries that do not overlap cannot have more bytes in the file than it has.
+    total = sum(entry.compress_size for entry in entries)
     if total > file_bytes:
         raise RefusedFile(f"entries claim {total} bytes in a file of {file_bytes}: a zip bomb")
 
 
-def _check_entry(entry: zipfile.ZipInfo) -> None:
+def _check_entry(entry: zipfile.ZipInfo, packed: bool) -> None:
     name = entry.filename
-    if entry.orig_filename != name or not _NAME.fullmatch(name) or ".." in name.split("/"):
+    if packed:
+        _check_packed(entry)
+    elif entry.orig_filename != name or not _NAME.fullmatch(name) or ".." in name.split("/"):
         raise RefusedFile(f"entry {entry.orig_filename!r}: expected a plain relative name")
-    if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
+    elif entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
         raise RefusedFile(f"entry {name!r} is compressed; expected stored entries (zip -0)")
     if entry.flag_bits & 0x1:
         raise RefusedFile(f"entry {name!r} is encrypted; expected plain entries")
     kind = stat.S_IFMT(entry.external_attr >> 16)
     if kind not in (0, stat.S_IFREG):
         raise RefusedFile(f"entry {name!r} is a link or a device; expected plain files")
+
+
+def _check_packed(entry: zipfile.ZipInfo) -> None:
+    if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise RefusedFile(f"entry {entry.filename!r}: expected it stored or deflated")
+    if entry.file_size > SMALL + MAX_RATIO * entry.compress_size:
+        raise RefusedFile(
+            f"entry {entry.filename!r} claims {entry.file_size:,} bytes in {entry.compress_size:,}"
+            ": a zip bomb; store it uncompressed"
+        )
 
 
 def read_json(archive: zipfile.ZipFile, name: str, max_bytes: int = MAX_JSON_BYTES) -> Any:

@@ -12,9 +12,11 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from demask.errors import BadInput
 from demask.files import archive
 from demask.files.atomic import check_writable, write
 from demask.files.bounded import open_zip
+from demask.files.kinds import other_kind
 from demask.files.pt2_gate import open_pt2
 from demask.files.tracing import traced
 from demask.graph.copying import structural_copy
@@ -85,11 +87,17 @@ def read_model(
 ) -> ExportedProgram | fx.GraphModule:
     """The model in the file at `path`: a demasked GraphModule, or the ExportedProgram of a .pt2.
 
-    The content decides, not the suffix. Errors as `archive.load` and `pt2_gate.open_pt2`.
+    The content decides, not the suffix. Errors as `archive.load` and `pt2_gate.open_pt2`; of
+    TorchScript, pickles and files of weights they say what to do.
     """
-    with open_zip(path) as file:
-        demasked = archive.GRAPH in file.namelist()
-    return archive.load(path) if demasked else open_pt2(path, namespaces=namespaces)
+    try:
+        with open_zip(path) as file:
+            demasked = archive.GRAPH in file.namelist()
+        return archive.load(path) if demasked else open_pt2(path, namespaces=namespaces)
+    except BadInput as error:
+        if kind := other_kind(path):
+            raise BadInput(f"{path}: expected a .pt2 or .demask file, found {kind}") from error
+        raise
 
 
 def _strip(exported: ExportedProgram) -> None:

@@ -16,6 +16,7 @@ from demask.graph.program import Constant, Program, copied
 _RAW = re.compile(
     r"parametrizations\.(?P<p>[^.]+)\.original\d*$|(?P<o>[^.]+)_orig$|(?P<w>[^.]+)_[gv]$"
 )
+MAX_ADDED = 2**28  # elements that folding may compute, beyond those of the constants
 _CREATED = re.compile(r"new_|\w+_like\b")  # what these make has no value of their operand
 
 
@@ -26,9 +27,10 @@ def folded(program: Program) -> Program:
     graph, _ = copied(program)
     _share(graph)
     values: dict[fx.Node, Any] = {}
+    room = MAX_ADDED + sum(c.tensor.numel() for c in program.constants.values())
     with torch.no_grad():
         for node in graph.nodes:
-            _evaluate(node, values, program)
+            room -= _evaluate(node, values, program, room)
     frontier = _frontier(graph, values)
     constants = {str(n.target): program.constants[str(n.target)] for n in graph.nodes
                  if n.op == "get_attr" and _outlives(n, values)}  # fmt: skip
@@ -101,15 +103,22 @@ def _outlives(node: fx.Node, values: dict[fx.Node, Any]) -> bool:
     return any(user not in values for user in node.users)
 
 
-def _evaluate(node: fx.Node, values: dict[fx.Node, Any], program: Program) -> None:
+def _evaluate(node: fx.Node, values: dict[fx.Node, Any], program: Program, room: int) -> int:
+    """Compute the value of a node over constants, if it has at most `room` elements; how many."""
     if node.op == "get_attr":
         values[node] = program.constants[str(node.target)].tensor
-    elif node.op == "call_function" and _foldable(node, values):
+    elif node.op == "call_function" and _foldable(node, values, room):
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
         values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        return sum(leaf.numel() for leaf in pytree.tree_leaves(values[node]) if _is_tensor(leaf))
+    return 0
 
 
-def _foldable(node: fx.Node, values: dict[fx.Node, Any]) -> bool:
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor)
+
+
+def _foldable(node: fx.Node, values: dict[fx.Node, Any], room: int) -> bool:
     if any(source not in values for source in node.all_input_nodes):
         return False
     tags = getattr(node.target, "tags", ())
@@ -117,7 +126,9 @@ def _foldable(node: fx.Node, values: dict[fx.Node, Any]) -> bool:
         return False
     leaves = pytree.tree_leaves(node.meta.get("val"))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    return bool(tensors) and all(isinstance(s, int) for t in tensors for s in t.shape)
+    if not tensors or not all(isinstance(s, int) for t in tensors for s in t.shape):
+        return False
+    return sum(t.numel() for t in tensors) <= room
 
 
 def _constant(

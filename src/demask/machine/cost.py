@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import torch
 
-from demask.errors import BadInput
+from demask.machine.threads import checked_threads
 from demask.machine.timing import Timing
 
 VERSION, MAX_BYTES, MAX_MACHINES, MAX_ANSWERS = 1, 16 * 2**20, 8, 20_000  # of the file
@@ -97,9 +97,7 @@ class Costs:
         threads: of torch while measuring; None for as many as it has now.
         measure: False for cached and analytic answers only. clock: returns seconds.
         """
-        threads = torch.get_num_threads() if threads is None else threads
-        if threads < 1:
-            raise BadInput(f"expected threads >= 1, got threads={threads}")
+        threads = checked_threads(threads)
         path = _usual_path() if path is None else path
         # realpath: a later change of folder must not move the file, nor a save replace a link.
         final = None if path is False else Path(os.path.realpath(path))

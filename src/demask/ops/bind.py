@@ -14,6 +14,8 @@ from demask.ops.notation import ELLIPSIS, Axes, Line, parse
 from demask.ops.positions import Move, moves
 from demask.ops.schema import Operand
 
+MAX_AXIS = 2**28  # positions of an axis: facts and placements take memory for each of them
+
 
 @dataclass(frozen=True, slots=True)
 class Relation:
@@ -89,6 +91,9 @@ def bind(node: fx.Node, table: Table) -> Relation | Declined:
     shapes = [schema.sizes(_value(operand)) for operand in which]
     made = [schema.sizes(value) for value in schema.outputs(node)]
     size = _sizes(line, shapes, made, known, f"{name} ({node.name})")
+    longest = max((n for n in size.values() if n is not None), default=0)
+    if longest > MAX_AXIS:
+        return Declined(f"{name} with an axis of {longest:,} positions: more than {MAX_AXIS:,}")
     line = _broadcast(line, shapes, size)
     maps = moves(node, line, size, which, indices) if line.moved else [{} for _ in line.outs]
     return Relation(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import repeat
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -13,6 +16,7 @@ from demask.ops.notation import Axes, Line
 from demask.ops.schema import Operand
 
 _STEP = 2.0**32  # float64 counts exactly to 2**53: the operand above this, the position below
+MAX_POSITIONS = 2**27  # in one map: a GiB of them, of which a few are held at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,8 @@ def moves(
 ) -> list[dict[str, Move]]:
     """Per output, the map of every moved axis whose sizes are static, by the letter without mark.
 
-    Calls with a dynamic size on a moved axis, or in an argument, have no map: they are opaque.
+    Calls with a dynamic size on a moved axis, or in an argument, or with more positions than
+    `MAX_POSITIONS` have no map: they are opaque.
     which: the operands; indices: the values of arguments that hold positions.
     """
     bases = sorted({letter.partition("<")[0] for letter in line.moved if "<" in letter})
@@ -49,11 +54,21 @@ def moves(
     maps: list[dict[str, Move]] = [{} for _ in line.outs]
     if any(letters[name] is None for name in line.moved):
         return maps
+    values = [*(operand.value for operand in which), *schema.outputs(node)]
+    if max(map(_moved_size, values, [*line.ins, *line.outs], repeat(line))) > MAX_POSITIONS:
+        return maps
     for base in bases:
         runs = [_run(node, line, base, shift, which, indices) for shift in (0.0, 1.0)]
         for out, (first, second) in enumerate(zip(*runs, strict=True)):
             maps[out][base] = _read(first, second, line.outs[out], base)
     return maps
+
+
+def _moved_size(value: Any, axes: Axes, line: Line) -> int:
+    """How many positions the moved axes of an operand or output have."""
+    tensor = value.meta["val"] if isinstance(value, fx.Node) else value
+    sizes = zip(tensor.shape, axes, strict=True)
+    return math.prod(schema.hint(n) for n, letters in sizes if letters and letters[0] in line.moved)
 
 
 def _base(letter: str) -> str:

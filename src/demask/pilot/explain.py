@@ -27,7 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from demask.errors import BadInput, DemaskError
 from demask.machine.cost import Costs
 from demask.machine.describe import machine as described
-from demask.machine.threads import set_threads
+from demask.machine.threads import checked_threads, set_threads
 from demask.pilot.chain import GAIN, Picked, choose, inputs_of_chains, layers_of, values_of
 from demask.pilot.chain_find import Found, found, without_dropout
 from demask.pilot.chain_op import ROWS
@@ -138,7 +138,7 @@ def explain(
     several = [one if isinstance(one, tuple) else (one,) for _, one in zip(range(MOST), inputs)]  # noqa: B905
     if not several:
         raise BadInput("expected inputs, one tensor or tuple of arguments for each call, got none")
-    count = torch.get_num_threads() if threads is None else threads
+    count = checked_threads(threads)
     with ExitStack() as stack, torch.no_grad():
         stack.enter_context(set_threads(count))
         if machine is None:

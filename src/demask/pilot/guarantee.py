@@ -23,6 +23,7 @@ from demask.errors import BadInput
 from demask.pilot.bounds import paired_bound, paired_p_value, rate_p_value, upper_bound
 
 LOSS, LEVEL = 0.002, 0.95
+MOST = 2**24  # examples of one split, beyond which no number is named
 
 
 class Splits(NamedTuple):
@@ -132,7 +133,9 @@ class Guarantee:
     The loss (accuracy lost, or without labels the disagreement) is at most `loss`, in a new example
     of the same kind, unless the drawing of the second split was one of the unlucky 1 - level.
     p_value: of the last test passed. passed, tested: how many values. reported: on the third split,
-    which had no part in the choice; its bounds hold each by itself at `level`.
+    which had no part in the choice; its bounds hold each by itself at `level`. enough: where the
+    threshold is None, how many examples in all would do at the rates of the value tested; None
+    where no number would.
     """
 
     threshold: float | None
@@ -143,6 +146,7 @@ class Guarantee:
     tested: int
     sizes: tuple[int, int, int]
     reported: Measured
+    enough: int | None = None
 
     @property
     def loss_bound(self) -> float:
@@ -161,7 +165,8 @@ class Guarantee:
         lines = [("examples (choose + bound + report)", sizes), ("values tested, passed",
                  f"{self.tested}, {self.passed}")]  # fmt: skip
         if self.threshold is None:
-            value = f"none: run the full network (p = {self.p_value:.3g} at the most promising)"
+            value = (f"none: run the full network (p = {self.p_value:.3g} at the most promising; "
+                     f"{self._missing()})")  # fmt: skip
         else:
             value = f"{self.threshold:.6g} (p = {self.p_value:.3g})"
         lines += [
@@ -174,6 +179,14 @@ class Guarantee:
         ]  # fmt: skip
         width = max(len(name) for name, _ in lines)
         return "\n".join(f"{name:{width}}  {value}" for name, value in lines)
+
+    def _missing(self) -> str:
+        """How many examples a threshold would take."""
+        if self.enough is None:
+            return "it loses too much for any number of examples"
+        return (
+            f"at its rates about {self.enough:,} examples in all would do, not {sum(self.sizes):,}"
+        )
 
 
 def compared(
@@ -276,9 +289,27 @@ def guarantee(
     sizes = (len(split.choose), len(split.bound), len(split.report))
     if last is None:
         nothing = Measured(sizes[2], 0, 0, 0, outcomes.labelled)
-        return Guarantee(None, loss, level, p, passed, tested, sizes, nothing)
+        least = _enough(tests[start], loss, level)
+        total = None if least is None else -(-least * sum(sizes) // sizes[1])
+        return Guarantee(None, loss, level, p, passed, tested, sizes, nothing, total)
     return Guarantee(outcomes.knobs[last], loss, level, p, passed, tested, sizes,
                      report.measured()[last])  # fmt: skip
+
+
+def _enough(found: Measured, loss: float, level: float) -> int | None:
+    """Of how many examples with these rates the test is passed; None: of none up to `MOST`."""
+    high = found.examples
+    while found.p_value(loss, level, high) > 1 - level:
+        high *= 2
+        if high > MOST:
+            return None
+    low = high // 2
+    while high - low > max(1, low // 100):
+        middle = (low + high) // 2
+        low, high = (
+            (middle, high) if found.p_value(loss, level, middle) > 1 - level else (low, middle)
+        )
+    return high
 
 
 def _most_certain(found: Sequence[Measured], loss: float, level: float, n: int) -> int:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
+from demask.ops.bind import MAX_AXIS
+
 Positions = tuple[int, ...] | None  # old positions in new order; None: the whole axis, in order
 Layout = tuple[Positions, ...]  # per axis of a tensor
 
@@ -69,7 +71,9 @@ class Cells:
         self._parts: dict[int, tuple[int, ...]] = {}
 
     def new(self, size: int | None) -> int:
-        """A fresh cell; size None is a dynamic axis, which is never cut."""
+        """A fresh cell; size None is a dynamic axis, which is never cut, as is one that
+        is too long to be looked at."""
+        size = None if size is None or size > MAX_AXIS else size
         live = None if size is None else torch.zeros(size, dtype=torch.bool)
         self._cells.append(_Cell(size, live))
         return len(self._cells) - 1

@@ -17,7 +17,6 @@ Built in are targets of one idea each. A user's own is a small TOML file:
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from demask.errors import BadInput
+from demask.files.bounded import read_toml
 
 # What a form may use, in words.
 OPS: Mapping[str, str] = {
@@ -93,8 +93,9 @@ class Target:
         sizes = {"conv stride": self.conv_stride, "pool size": self.pool_size,
                  "pool stride": self.pool_stride}  # fmt: skip
         for what, size in sizes.items():
-            if size < 1:
-                raise BadInput(f"target {self.name!r}: expected a {what} of 1 or more, got {size}")
+            if size < 1 or size not in (inf, size // 1):
+                raise BadInput(f"target {self.name!r}: expected a {what} of 1 or more, a whole "
+                               f"number, got {size}")  # fmt: skip
         if not 0 < self.mask < inf or self.largest <= 0:
             raise BadInput(f"target {self.name!r}: expected mask and largest above 0, "
                            f"got {self.mask} and {self.largest}")  # fmt: skip
@@ -137,11 +138,7 @@ def target(of: str | Path | Target) -> Target:
     path = Path(of)
     if path.suffix != ".toml":
         raise BadInput(f"no target {str(of)!r}: expected {', '.join(TARGETS)}, or a file *.toml")
-    try:
-        text = path.read_text(encoding="utf-8")
-        return parsed(tomllib.loads(text), str(path))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise BadInput(f"cannot read the target {path}: {error}") from error
+    return parsed(read_toml(path), str(path))
 
 
 _NUMBER, _FLAG, _TEXT, _WORDS = "a number", "true or false", "text", "a list of names"

@@ -29,6 +29,8 @@ from torch import Tensor
 
 from demask.errors import BadInput
 from demask.files import atomic
+from demask.files.arrays import npy_header
+from demask.files.bounded import open_plain
 from demask.ops.regions import Interval
 from demask.traverse.axes import Axes, Window, order, strides
 from demask.traverse.convert import (
@@ -302,21 +304,13 @@ def spill(
 
 def array_source(path: str | os.PathLike[str], axes: Axes, index: int | None = None) -> ArraySource:
     """A .npy file to read from. BadInput: there is none, it is damaged, or of another dtype."""
-    if not os.path.isfile(path):
-        raise BadInput(f"cannot read {path}: there is no such file")
-    try:
-        array: Any = np.lib.format.open_memmap(path, mode="r")
-        file = Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC), str(path))
-    except OSError as error:
-        raise BadInput(f"cannot read {path}: {error.strerror or error}") from error
-    except Exception as error:  # numpy's parser raises what it likes on a hostile header
-        raise BadInput(
-            f"{path}: expected an array that numpy.save wrote, without Python objects: {error}"
-        ) from error
-    dims = range(array.ndim)
+    with open_plain(path) as opened:
+        header = npy_header(opened, os.fstat(opened.fileno()).st_size, str(path))
+        file = Descriptor(os.dup(opened.fileno()), str(path))
+    dims = range(len(header.shape))
     layout = FileLayout(
-        array.offset, array.shape, tuple(dims if array.flags.c_contiguous else reversed(dims)),
-        _dtype(array, str(path)),
+        header.offset, header.shape, tuple(reversed(dims) if header.fortran else dims),
+        _dtype(header.dtype, str(path)),
     )  # fmt: skip
     return ArraySource(axes, index, layout, file)
 
@@ -385,7 +379,7 @@ def _tensor(given: Tensor | np.ndarray) -> tuple[Tensor, mmap.mmap | None]:
             raise BadInput(f"expected a dense tensor on the CPU, got {given.layout} on "
                            f"{given.device}; move it first: tensor.cpu()")  # fmt: skip
         return given.detach(), None
-    _dtype(given, "the array")
+    _dtype(given.dtype, "the array")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of arrays that are read-only: a source is only read
@@ -394,12 +388,12 @@ def _tensor(given: Tensor | np.ndarray) -> tuple[Tensor, mmap.mmap | None]:
         raise BadInput(f"the array cannot be used as it lies ({error}); copy it first") from error
 
 
-def _dtype(array: np.ndarray, name: str) -> torch.dtype:
+def _dtype(dtype: np.dtype[Any], name: str) -> torch.dtype:
     try:
-        return torch.from_numpy(np.empty(0, array.dtype)).dtype
+        return torch.from_numpy(np.empty(0, dtype)).dtype
     except (TypeError, ValueError) as error:
         raise BadInput(
-            f"{name} holds {array.dtype.str}; expected floating or whole numbers in this machine's "
+            f"{name} holds {dtype.str}; expected floating or whole numbers in this machine's "
             "byte order: convert it, as by array.astype('float32')"
         ) from error
 

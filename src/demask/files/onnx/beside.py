@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import stat
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -15,6 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from demask.errors import BadInput, RefusedFile
+from demask.files.bounded import open_plain
 
 MAX_NAME = 4096
 REPEATS = 4  # how often tensors may take the same bytes of a file: tied weights do
@@ -33,7 +32,7 @@ def text(value: Any, what: str, most: int = MAX_NAME) -> str:
 
 def file_bytes(path: str | os.PathLike[str], check: Callable[[int, bytes], None]) -> bytes:
     """All bytes of the file at `path`, once `check` has passed their number and the first few."""
-    with _opened(path, "the file") as file:
+    with open_plain(path, "the file") as file:
         size = os.fstat(file.fileno()).st_size
         check(size, file.read(16))
         file.seek(0)
@@ -78,7 +77,7 @@ class Beside:
             raise BadInput(f"its sizes need {size} bytes, its length is {found.length}")
         what, end = f"its file {found.location!r}", found.offset + size
         place = self._place(found.location, what)
-        with _opened(place, what) as file:
+        with open_plain(place, what) as file:
             held = os.fstat(file.fileno()).st_size
             if end > held:
                 raise BadInput(f"needs bytes {found.offset} to {end} of {found.location!r}, which "
@@ -124,26 +123,6 @@ def _slice(entries: Any) -> Slice:
             raise BadInput(f"{what}: expected {key} to be a whole number, got {value!r:.60}")
     length = int(numbers["length"]) if "length" in numbers else None
     return Slice(location, int(numbers.get("offset", 0)), length)
-
-
-@contextmanager
-def _opened(path: str | os.PathLike[str], what: str) -> Iterator[FileIO]:
-    """An unbuffered reader of a plain file; BadInput where there is none."""
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)  # a pipe would wait for its other end
-    try:
-        descriptor = os.open(path, flags | getattr(os, "O_BINARY", 0))
-    except FileNotFoundError:
-        raise BadInput(f"{what} is missing; check the path") from None
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{what} cannot be read: {getattr(error, 'strerror', error)}") from None
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise BadInput(f"{what} cannot be read: expected a plain file, found another kind")
-        yield FileIO(descriptor, closefd=False)
-    except OSError as error:
-        raise BadInput(f"{what} cannot be read: {error.strerror or error}") from error
-    finally:
-        os.close(descriptor)
 
 
 def _fill(view: memoryview, file: FileIO, offset: int, what: str) -> None:

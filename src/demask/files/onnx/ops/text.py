@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from demask.errors import BadInput
+from demask.files.onnx.patterns import compiled
 from demask.files.onnx.table import Ops, Value
 from demask.files.onnx.values import Host, numbers_of
 
@@ -87,22 +87,12 @@ def _cased(text: str, change: Callable[[str], str], ascii_only: bool) -> str:
     return "".join(c if len(new) != 1 or (ascii_only and c > "\x7f") else new for c, new in pairs)
 
 
-#: what RE2 reads otherwise than Python's re: classes by name, Unicode classes, literal text, ends
-_FOREIGN = re.compile(r"\[\[:|\\[pPQECz]|\(\?[a-zA-Z]*U")
-
-
 @OPS("RegexFullMatch")
 def regex_full_match(x: Value, *, pattern: str) -> Host:
     """Does each text match the pattern as a whole? Patterns are RE2's, as far as Python's re reads
     them alike."""
-    if _FOREIGN.search(pattern):
-        raise BadInput(f"expected a pattern that RE2 and Python's re read alike, got {pattern!r}")
-    try:
-        found = re.compile(pattern, re.ASCII)
-    except re.error as error:
-        raise BadInput(f"expected a regular expression, got {pattern!r}: {error}") from error
     array = texts(x)
-    matches = [found.fullmatch(text) is not None for text in array.flat]
+    matches = compiled(pattern).matches(list(array.flat))
     return Host.of(np.array(matches, dtype=bool).reshape(array.shape))
 
 

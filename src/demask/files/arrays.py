@@ -1,0 +1,115 @@
+"""Arrays in files from outside (.npy, .npz, .safetensors), no larger than what the files hold."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from demask.errors import BadInput
+from demask.files.bounded import open_plain, open_zip
+
+PIECE = 2**24  # bytes read at a time
+ARRAYS = (".npy", ".npz", ".safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayHeader:
+    """What a .npy file says of its array: sizes, numpy's dtype, whether its order is Fortran's, and
+    the byte at which the numbers begin."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    fortran: bool
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def npy_header(file: Any, size: int, where: str) -> ArrayHeader:
+    """The header of the .npy file. file: open for reading at its
+    beginning; size: its bytes. BadInput: it is damaged, its array is larger than the file, or
+    holds Python objects or records."""
+    try:
+        version = np.lib.format.read_magic(file)
+        if version not in ((1, 0), (2, 0)):
+            raise ValueError(f"version {version} of the format")
+        read = getattr(np.lib.format, f"read_array_header_{version[0]}_0")
+        shape, fortran, dtype = read(file)
+        offset = file.tell()
+        numbers = dtype.fields is None and dtype.subdtype is None and dtype.kind in "biufc"
+        if not numbers or not all(type(n) is int and n >= 0 for n in shape):
+            raise ValueError(f"{dtype} {shape}")
+    except BadInput:
+        raise
+    except Exception as error:  # numpy's parser raises what it likes on a hostile header
+        raise BadInput(f"{where}: expected an array of numbers that numpy.save wrote: "
+                       f"{str(error).splitlines()[0] if str(error) else error!r:.80}"
+                       ) from error  # fmt: skip
+    header = ArrayHeader(tuple(shape), dtype, bool(fortran), offset)
+    if offset + header.nbytes > size:
+        raise BadInput(f"{where}: the array {list(shape)} of {dtype} has {header.nbytes:,} bytes, "
+                       f"{size - offset:,} of them are there; write it again")  # fmt: skip
+    return header
+
+
+def read_arrays(path: Path) -> dict[str, Tensor]:
+    """The arrays in a file, by name; the one in a .npy file has the name "". BadInput: no such
+    file, damaged, numbers that torch has no dtype for."""
+    match path.suffix:
+        case ".npy":
+            with open_plain(path) as file:
+                return {"": _array(file, os.fstat(file.fileno()).st_size, str(path))}
+        case ".npz":
+            return _archive(path)
+        case ".safetensors":
+            with open_plain(path):
+                pass
+            try:
+                return load_file(path)
+            except (SafetensorError, OSError, ValueError) as error:
+                raise BadInput(f"{path}: cannot be read: {error}") from error
+    raise BadInput(f"expected a file {', '.join(ARRAYS)}, got {path}")
+
+
+def _archive(path: Path) -> dict[str, Tensor]:
+    arrays = {}
+    with open_zip(path, packed=True) as archive:
+        for entry in archive.infolist():
+            name = entry.filename.removesuffix(".npy")
+            if name == entry.filename:
+                raise BadInput(f"entry {name!r}: expected arrays that numpy.savez wrote")
+            with archive.open(entry) as file:
+                arrays[name] = _array(file, entry.file_size, repr(entry.filename))
+    return arrays
+
+
+def _array(file: Any, size: int, where: str) -> Tensor:
+    header = npy_header(file, size, where)
+    order = "F" if header.fortran else "C"
+    flat = np.empty(math.prod(header.shape), header.dtype)
+    memory = flat.view(np.uint8).data
+    done = 0
+    while done < len(memory):
+        count = file.readinto(memory[done : done + PIECE])
+        if not count:
+            raise BadInput(f"{where}: ends {len(memory) - done:,} bytes early; copy it again")
+        done += count
+    native = flat.astype(header.dtype.newbyteorder("="), copy=False)
+    try:
+        return torch.from_numpy(native.reshape(header.shape, order=order))
+    except TypeError as error:
+        raise BadInput(f"{where}: {error}") from error
+
+
+__all__ = ["ARRAYS", "ArrayHeader", "npy_header", "read_arrays"]

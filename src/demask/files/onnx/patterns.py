@@ -1,0 +1,232 @@
+"""Regular expressions of files, matched in time that is proportional to the text (Thompson 1968).
+
+Python's `re` tries one way after the other: of `(a+)+b` there are twice as many for each character
+more. Here all states that a text can be in are followed at once. `re` matches single characters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from demask.errors import BadInput
+
+MAX_STATES, MAX_DEPTH = 10_000, 100
+MAX_STEPS = 2**24  # states times characters: some ten seconds
+_ATOM = re.compile(
+    r"\[\^?\]?(?:\\.|[^\]\\])*\]"  # a class
+    r"|\\x[0-9a-fA-F]{2}|\\[nrtfvadDwWsS]|\\[^\w\s]"  # escapes that RE2 and Python read alike
+    r"|[^\\\[()*+?|^$]",
+    re.DOTALL,
+)
+# What a class may not have: names of classes, operators of Python's to come, odd escapes.
+_ODD = re.compile(r"\[:|--|&&|\|\||~~|\\[^\WnrtfvadDwWsSx]|\\x(?![0-9a-fA-F]{2})")
+_REPEAT = re.compile(r"(?:([*+?])|\{(\d{1,4})(?:(,)(\d{0,4}))?\})\??")
+_OPEN = re.compile(r"\((?:\?:|\?P?<[A-Za-z_]\w*>)?(?!\?)")
+_FLAGS = re.compile(r"\(\?([is]+)\)")
+_ENDLESS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """Part of an expression: one character that `atom` matches, `parts` in a row, one of several,
+    or the first of them from `least` to `most` times (None: any number)."""
+
+    kind: Literal["atom", "row", "either", "repeat"]
+    parts: tuple[Node, ...] = ()
+    atom: str = ""
+    least: int = 1
+    most: int | None = 1
+
+
+class State(NamedTuple):
+    """What to do in a state: match a character and go on to the next state, or go on to others."""
+
+    atom: re.Pattern[str] | None
+    others: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """A regular expression as states; the one behind the last means that all is matched."""
+
+    states: tuple[State, ...]
+
+    def matches(self, texts: Sequence[str]) -> list[bool]:
+        """Whether each text matches as a whole. BadInput where that would take minutes."""
+        characters = sum(map(len, texts))
+        if characters * len(self.states) > MAX_STEPS:
+            raise BadInput(f"{characters:,} characters in a pattern of {len(self.states):,} states "
+                           "take too long to match")  # fmt: skip
+        return [self._matches(text) for text in texts]
+
+    def _matches(self, text: str) -> bool:
+        now = self._closed([0])
+        for character in text:
+            hits = [k for k in now if k < len(self.states) and self._takes(k, character)]
+            now = self._closed([k + 1 for k in hits])
+        return len(self.states) in now
+
+    def _takes(self, k: int, character: str) -> bool:
+        atom = self.states[k].atom
+        return atom is not None and atom.fullmatch(character) is not None
+
+    def _closed(self, stack: list[int]) -> set[int]:
+        """These states and all that they go on to without a character."""
+        seen: set[int] = set()
+        while stack:
+            k = stack.pop()
+            if k not in seen:
+                seen.add(k)
+                if k < len(self.states) and self.states[k].atom is None:
+                    stack += self.states[k].others
+        return seen
+
+
+def compiled(pattern: str) -> Pattern:
+    """The pattern, ready to match whole texts; BadInput where RE2 and Python may read it in
+    different ways, or where it needs more than a bounded number of states.
+
+    >>> compiled("(a+)+b|x{2,3}").matches(["a" * 100, "aab", "xxx"])
+    [False, True, True]
+    """
+    flags, text = re.ASCII, pattern
+    if found := _FLAGS.match(text):
+        flags |= re.IGNORECASE if "i" in found[1] else 0
+        flags |= re.DOTALL if "s" in found[1] else 0
+        text = text[found.end() :]
+    text = text.removeprefix("^")
+    if text.endswith("$") and not text.endswith(r"\$"):
+        text = text[:-1]
+    parser = _Parser(text, pattern)
+    node = parser.either(0)
+    if parser.at != len(text):
+        raise parser.refused()
+    states = _States(flags, pattern)
+    states.enter(node)
+    return Pattern(tuple(states.made))
+
+
+class _Parser:
+    """Reads an expression from left to right."""
+
+    def __init__(self, text: str, pattern: str):
+        self.text, self.pattern, self.at = text, pattern, 0
+
+    def refused(self) -> BadInput:
+        rest = self.text[self.at : self.at + 10]
+        return BadInput(f"expected a pattern that RE2 and Python's re read alike, got "
+                        f"{self.pattern!r:.100} (at {rest!r})")  # fmt: skip
+
+    def either(self, depth: int) -> Node:
+        if depth > MAX_DEPTH:
+            raise self.refused()
+        rows = [self._row(depth)]
+        while self.text[self.at : self.at + 1] == "|":
+            self.at += 1
+            rows.append(self._row(depth))
+        return rows[0] if len(rows) == 1 else Node("either", tuple(rows))
+
+    def _row(self, depth: int) -> Node:
+        parts = []
+        while self.at < len(self.text) and self.text[self.at] not in "|)":
+            parts.append(self._repeated(self._one(depth)))
+        return Node("row", tuple(parts))
+
+    def _one(self, depth: int) -> Node:
+        if opened := _OPEN.match(self.text, self.at):
+            self.at = opened.end()
+            inner = self.either(depth + 1)
+            if self.text[self.at : self.at + 1] != ")":
+                raise self.refused()
+            self.at += 1
+            return inner
+        found = _ATOM.match(self.text, self.at)
+        if found is None or (found[0].startswith("[") and _ODD.search(found[0])):
+            raise self.refused()
+        self.at = found.end()
+        return Node("atom", atom=found[0])
+
+    def _repeated(self, node: Node) -> Node:
+        found = _REPEAT.match(self.text, self.at)
+        if found is None:
+            return node
+        self.at = found.end()
+        if _REPEAT.match(self.text, self.at):  # a** is an error, a++ is Python's alone
+            raise self.refused()
+        sign, least, comma, most = found.groups()
+        if sign:
+            low, high = _ENDLESS[sign]
+        else:
+            low, high = int(least), int(most) if most else None if comma else int(least)
+        if high is not None and high < low:
+            raise self.refused()
+        return Node("repeat", (node,), least=low, most=high)
+
+
+class _States:
+    """Writes the states of an expression, one after the other."""
+
+    def __init__(self, flags: int, pattern: str):
+        self.flags, self.pattern, self.made, self.entered = flags, pattern, list[State](), 0
+
+    def enter(self, node: Node) -> None:
+        self.entered += 1
+        if self.entered > MAX_STATES:
+            raise BadInput(f"the pattern {self.pattern!r:.100} needs more than {MAX_STATES:,} "
+                           "states")  # fmt: skip
+        match node.kind:
+            case "atom":
+                self.made.append(State(self._atom(node.atom)))
+            case "row":
+                for part in node.parts:
+                    self.enter(part)
+            case "either":
+                self._either(node.parts)
+            case "repeat":
+                self._repeat(node)
+
+    def _atom(self, text: str) -> re.Pattern[str]:
+        try:
+            return re.compile(re.escape(text) if len(text) == 1 and text != "." else text,
+                              self.flags)  # fmt: skip
+        except re.error as error:
+            raise BadInput(f"expected a regular expression, got {self.pattern!r:.100}: {error}"
+                           ) from error  # fmt: skip
+
+    def _either(self, parts: tuple[Node, ...]) -> None:
+        fork, ends, starts = self._hole(), [], []
+        for part in parts:
+            starts.append(len(self.made))
+            self.enter(part)
+            ends.append(self._hole())
+        self.made[fork] = State(None, tuple(starts))
+        for end in ends:
+            self.made[end] = State(None, (len(self.made),))
+
+    def _repeat(self, node: Node) -> None:
+        (part,) = node.parts
+        for _ in range(node.least):
+            self.enter(part)
+        if node.most is None:
+            fork = self._hole()
+            self.enter(part)
+            self.made.append(State(None, (fork,)))
+            self.made[fork] = State(None, (fork + 1, len(self.made)))
+            return
+        forks = []
+        for _ in range(node.most - node.least):
+            forks.append(self._hole())
+            self.enter(part)
+        for fork in forks:
+            self.made[fork] = State(None, (fork + 1, len(self.made)))
+
+    def _hole(self) -> int:
+        """A state that is filled in later."""
+        self.made.append(State(None))
+        return len(self.made) - 1
+
+
+__all__ = ["Pattern", "compiled"]
