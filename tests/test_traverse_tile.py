@@ -208,7 +208,7 @@ def test_wrong_calls_are_refused_in_words() -> None:
         with pytest.raises(error, match=words):
             module(wrong)
     for args in ((), (x, x)):
-        with pytest.raises(TypeError, match="expected a call like that of the example"):
+        with pytest.raises(TypeError, match="positional argument"):
             module(*args)
     for memory in ("much", -1, 0, "5"):
         with pytest.raises(BadInput):

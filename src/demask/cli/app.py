@@ -25,6 +25,7 @@ from demask.cli.common import (
 from demask.cli.failures import CHECK_FAILED, status_of, words_of
 from demask.cli.progress import progress
 from demask.errors import BadInput
+from demask.machine.memory import BUDGET
 
 app = typer.Typer(
     name="demask",
@@ -348,7 +349,7 @@ def stream(
     ],
     memory: Annotated[
         str, typer.Option(metavar="SIZE", help="A budget: 512MiB, 1.5GB, or a number of bytes.")
-    ] = "1GiB",
+    ] = BUDGET,
     output: Annotated[
         str | None,
         typer.Option(

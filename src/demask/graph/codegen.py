@@ -23,6 +23,7 @@ from demask.graph.provenance import Provenance
 
 _C: Any = torch._C
 _BOUND, _NN = _C._VariableFunctions, _C._nn  # torch's bindings of its functions
+TRACED = "_demask_traced"  # in the code: whether torch.compile or torch.export traces the call
 _CALL = re.compile(r"torch\.ops\.aten\.(\w+)\.(\w+)\(")
 
 
@@ -66,6 +67,7 @@ class Codegen(_PyTreeCodeGen):
         self._body_transformer = transformed
         code = super()._gen_python_code(nodes, root_module, *args, **kwargs)
         code.globals |= {REFUSE: refuse, REFUSE_VALUE: refuse_value}
+        code.globals[TRACED] = torch.compiler.is_compiling
         return code
 
 

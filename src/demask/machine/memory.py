@@ -6,6 +6,7 @@ import re
 
 from demask.errors import BadInput
 
+BUDGET = "512MiB"  # for a call, where the caller names none
 UNITS = {
     "": 1, "B": 1,
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,

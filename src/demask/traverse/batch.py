@@ -32,7 +32,7 @@ from demask.graph.guards import values_of
 from demask.graph.program import Program
 from demask.graph.provenance import Provenance, Sizes
 from demask.graph.result import attach, build
-from demask.machine.memory import human, parse_memory
+from demask.machine.memory import BUDGET, human, parse_memory
 from demask.shrink.demask import inputs_of
 from demask.traverse.lanes import Lane
 from demask.traverse.levels import is_view, planned, streamable
@@ -49,7 +49,7 @@ def batch(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    memory: int | str = "64MiB",
+    memory: str | int = BUDGET,
     inputs: int = 16,
     weights: Weights = None,
     at_once: int | None = None,
@@ -91,7 +91,7 @@ def traffic(
     kwargs: Mapping[str, Any] | None = None,
     *,
     batch: int | None = None,
-    memory: int | str = "64MiB",
+    memory: str | int = BUDGET,
     inputs: int = 16,
     weights: Weights = None,
     at_once: int | None = None,

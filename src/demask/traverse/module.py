@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from demask.graph.codegen import TRACED, Codegen
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Provenance, Sizes
 from demask.graph.result import KINDS, Demasked, build
@@ -32,6 +33,8 @@ Image = Callable[
     ["Tiled", "Prepared", list[Any], list[Any], int, int], tuple[dict[fx.Node, Any], Counter]
 ]
 
+PLANNED = "_demask_planned"  # in the code: the function that runs the plan
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
@@ -41,6 +44,21 @@ class Prepared:
     layout: Layout
 
 
+class TiledCodegen(Codegen):
+    """Calls the plan, but for torch.compile and torch.export, which see the graph."""
+
+    def _gen_python_code(self, *args: Any, **kwargs: Any) -> Any:
+        code = super()._gen_python_code(*args, **kwargs)
+        code.globals[PLANNED] = planned
+        return code
+
+    def gen_fn_def(self, free_vars: list[str], *args: Any, **kwargs: Any) -> str:
+        """The head of the function, with a call of the plan on the flattened inputs."""
+        names = ", ".join(name.split(":")[0].split("=")[0].strip() for name in free_vars)
+        head = super().gen_fn_def(free_vars, *args, **kwargs)
+        return f"{head}\n    if not {TRACED}():\n        return {PLANNED}(self, [{names}])"
+
+
 class Tiled(Demasked):
     """A network that runs in tiles within a budget, for inference: calls record no gradients.
 
@@ -48,14 +66,11 @@ class Tiled(Demasked):
     the first call on. Its weights are read at every call. It can be copied, pickled and saved.
     """
 
+    codegen = TiledCodegen
     trains = False
     plan: Plan
     counted: Counter = Counter()
     prepared: Prepared | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad():
-            return called(self, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         prepared, self.prepared = self.prepared, None
@@ -134,9 +149,16 @@ def _sized(graph: fx.Graph, module: Tiled) -> None:
 def called(
     module: Tiled, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Image | None = None
 ) -> Any:
-    """One call: image by image. run: how an image is executed, where not by the plan."""
+    """One call, without gradients: image by image. run: how an image is executed, where not by the
+    plan."""
     info: Any = module.graph._codegen.pytree_info  # type: ignore[attr-defined]
-    flat = _flat(info, args, kwargs)
+    return planned(module, _flat(info, args, kwargs), run)
+
+
+@torch.no_grad()
+def planned(module: Tiled, flat: list[Any], run: Image | None = None) -> Any:
+    """One call, of flattened inputs."""
+    info: Any = module.graph._codegen.pytree_info  # type: ignore[attr-defined]
     here = module.ready()
     count = _images(module, here.flow, flat)
     each = _each(here.flow, flat, count)

@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 
 from demask.errors import BadInput
 from demask.machine.arena import extent
-from demask.machine.memory import human, parse_memory
+from demask.machine.memory import BUDGET, human, parse_memory
 from demask.traverse.axes import NONE, Axes, Window
 from demask.traverse.convert import name_of
 from demask.traverse.ends import (
@@ -72,7 +72,7 @@ def stream(
     source: End,
     destination: End,
     *,
-    memory: str | int = "1GiB",
+    memory: str | int = BUDGET,
     output: str | None = None,
     client: Any = None,
     progress: Callable[..., object] | None = None,
@@ -109,7 +109,7 @@ def prepare(
     source: End,
     destination: End,
     *,
-    memory: str | int = "1GiB",
+    memory: str | int = BUDGET,
     output: str | None = None,
     client: Any = None,
     spill: str | os.PathLike[str] | None = None,

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
 from demask.graph.program import Program
-from demask.machine.memory import parse_memory
+from demask.machine.memory import BUDGET, parse_memory
 from demask.ops.regions import axis_of, rule
 from demask.shrink.reading import relations_of
 from demask.traverse.axes import Axes, axes_of
@@ -28,7 +28,7 @@ def tile(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None = None,
     *,
-    memory: str | int = "512MiB",
+    memory: str | int = BUDGET,
     workers: int = 1,
 ) -> Tiled:
     """The model as a module that computes the same within a budget of memory (rows 003-a to 003-h).
@@ -62,7 +62,7 @@ def plan(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None = None,
     *,
-    memory: str | int = "256MiB",
+    memory: str | int = BUDGET,
     workers: int = 1,
 ) -> Plan:
     """How `tile` would run the model: a value that prints. Nothing of the model runs.

@@ -6,7 +6,6 @@ their strips. What they counted and the statistics they gathered are merged when
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from demask.machine.arena import aligned
+from demask.machine.threads import set_threads
 from demask.traverse.axes import cut_shape
 from demask.traverse.layout import Place
 from demask.traverse.schedule import Step, Strip, walked
@@ -45,8 +45,10 @@ def side_by_side(
     sides = zip(memories, beside, beside[1:], strict=False)
     sweeps = [Sweep(place.stage, place.memory, ends, memory, Counter(), above, below)
               for memory, above, below in sides]  # fmt: skip
-    threads = max(1, torch.get_num_threads() // len(sweeps))
-    with ThreadPoolExecutor(len(sweeps)) as pool:
+    count = torch.get_num_threads()
+    threads = max(1, count // len(sweeps))
+    # A worker's number of threads is also that of threads that start later: put it back at the end.
+    with set_threads(count), ThreadPoolExecutor(len(sweeps)) as pool:
         jobs = [pool.submit(_walk, sweep, place, strip, threads, told)
                 for sweep, strip in zip(sweeps, place.strips, strict=True)]  # fmt: skip
     failures = [error for job in jobs if (error := job.exception()) is not None]
@@ -61,8 +63,7 @@ def side_by_side(
 def _walk(
     sweep: Sweep, place: Place, strip: Strip, threads: int, told: Callable[[Step], None] | None
 ) -> None:
-    if threading.current_thread() is not threading.main_thread():
-        torch.set_num_threads(threads)  # of this thread alone
+    torch.set_num_threads(threads)
     with torch.no_grad():
         sweep.run(walked(place.stage, place.segment.rows, strip), told)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
-from demask.graph.codegen import Codegen
+from demask.graph.codegen import TRACED, Codegen
 from demask.graph.program import Program
 from demask.graph.result import Demasked, attach, changed
 from demask.machine.arena import Block, View, extent, planned
@@ -27,7 +27,7 @@ from demask.tune.memory import InArena, InPlace, decided, kept_bodies
 from demask.tune.plans import Plan, Plans
 from demask.tune.sources import count_writes, sources_of
 
-TRACED, WHOLE = "_demask_traced", "_demask_whole"  # names in the code
+WHOLE = "_demask_whole"  # in the code: the function of the whole graph
 
 
 class FastCodegen(Codegen):
@@ -47,7 +47,7 @@ class FastCodegen(Codegen):
         names = dict((written := self.traced.python_code("self")).globals)
         exec(written.src, names)
         code = super()._gen_python_code(quick.nodes, root_module, *args, **kwargs)
-        code.globals |= {TRACED: torch.compiler.is_compiling, WHOLE: names["forward"]}
+        code.globals[WHOLE] = names["forward"]
         return code
 
     def gen_fn_def(self, *args: Any, **kwargs: Any) -> str:
