@@ -16,7 +16,7 @@ from demask.ops.entry import Shape
 from demask.ops.laws import call_node, drawn, target_of
 
 PATH = Path(__file__).parent / "table.md"
-SHOWN = "zero main stays sized pads affine neutral args indices region free range".split()
+SHOWN = "zero main stays sized pads affine neutral args indices region free total range".split()
 HEAD = """# The table
 
 One entry per ATen op: how the axes of its outputs depend on the axes of its inputs. Made from

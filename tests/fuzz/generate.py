@@ -8,6 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fuzz.draft import Draft
+from fuzz.fills import FILLS
 from fuzz.layers import (
     LAYERS,
     batch_norm,
@@ -44,19 +45,21 @@ SIZELESS = {conv: 14, block: 4, batch_norm: 6, act: 8, join: 6, cat: 4, split: 2
             group_norm: 1, instance_norm: 1}  # fmt: skip
 
 
-def generate(seed: int, *, dynamic: bool = False) -> Program:
+def generate(seed: int, *, dynamic: bool = False, fills: bool = False) -> Program:
     """A network whose outputs are finite and (one of them at least) depend on the input.
 
-    dynamic: one that is fine with any image size.
+    dynamic: one that is fine with any image size. fills: with masks over positions, and calls that
+    are no finite number wherever they are called.
     """
     for attempt in range(50):
-        program = _drawn(random.Random(f"{seed}.{attempt}.{dynamic}"), seed, dynamic)
+        key = f"{seed}.{attempt}.{dynamic}" + ".fills" * fills
+        program = _drawn(random.Random(key), seed, dynamic, fills)
         if program is not None and is_sound(program):
             return program
     raise RuntimeError(f"no sound network found from seed {seed} in 50 draws")
 
 
-def _drawn(rng: random.Random, seed: int, dynamic: bool) -> Program | None:
+def _drawn(rng: random.Random, seed: int, dynamic: bool, fills: bool) -> Program | None:
     inputs = [Input("v0", (rng.choice((3, 5, 6)), 9, 12))] if dynamic else _inputs(rng)
     sequence = not dynamic and len(inputs[0].shape) == (1 if inputs[0].high else 2)
     draft = Draft(rng, inputs, seed)
@@ -71,7 +74,8 @@ def _drawn(rng: random.Random, seed: int, dynamic: bool) -> Program | None:
     ops = SIZELESS if dynamic else {**LAYERS, **SEQUENCES, **PLAIN}
     if sequence and rng.random() < 0.7:
         ops = {op: weight * (4 if op in SEQUENCES else 1) for op, weight in ops.items()}
-    wanted = rng.randint(3, 15)
+    ops = FILLS if fills else ops
+    wanted = rng.randint(3, 8 if fills else 15)
     for _ in range(6 * wanted):
         if len(draft.steps) >= wanted:
             break

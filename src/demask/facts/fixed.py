@@ -44,9 +44,33 @@ def fixed(graph: fx.Graph, relations: Relations, facts: Facts, batch: set[sympy.
         inputs = _inputs(relation, facts, found)
         for k in range(len(relation.outs)):
             mask = _out(relation, k, inputs)
-            if mask is not None:
+            # Where it is not fixed a side network has no value to make a quotient of.
+            whole = mask is None or relation.total or bool(mask.all())
+            if mask is not None and (whole or finite_of(relation, facts) is not None):
                 found[node, k] = found[node, k] | mask
     return found
+
+
+def finite_of(relation: Relation, facts: Facts) -> float | None:
+    """A number for all computed operands of a pointwise call of which it is finite; None: none."""
+    dtypes = [o.value.meta["val"].dtype for o in relation.operands if isinstance(o.value, fx.Node)]
+    lines = relation.entry.line, len(relation.outs)
+    pointwise = lines in (("... -> ...", 1), ("..., ... -> ...", 1), ("..., ..., ... -> ...", 1))
+    if not pointwise or torch.bool in dtypes:
+        return None
+    found, inputs = schema.arguments(relation.node), operand_facts(relation, facts)
+    for number in (1.0, 0.5, 2.0):
+        values = [
+            o.value if not isinstance(o.value, fx.Node) else fact.fill if o.value.op == "get_attr"
+            else torch.full([1] * fact.fill.ndim, number).to(fact.fill.dtype)
+            for o, fact in zip(relation.operands, inputs, strict=True)
+        ]  # fmt: skip
+        args, kwargs = schema.call(
+            relation.node.target, schema.replaced(found, relation.operands, values)
+        )
+        if bool(torch.isfinite(relation.node.target(*args, **kwargs)).all()):  # type: ignore[operator]
+            return number
+    return None
 
 
 def batch_sizes(graph: fx.Graph) -> set[sympy.Symbol]:

@@ -269,7 +269,10 @@ def _value(relation: Relation, inputs: list[Fact], found: dict[str, Any]) -> Ten
             shape.append(max(n, want))
         if math.prod(shape) > MAX_FILL:
             return None
-        values.append(fact.fill.expand(shape).contiguous())
+        # Whole numbers may divide, and nothing divides by zero.
+        divides = not (fact.fill.is_floating_point() or fact.fill.is_complex())
+        fill = torch.where(fact.known, fact.fill, fact.fill.new_ones(())) if divides else fact.fill
+        values.append(fill.expand(shape).contiguous())
     result = _call(relation.node, schema.replaced(found, relation.operands, values))
     if result is None:
         return None

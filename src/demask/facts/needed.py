@@ -8,7 +8,9 @@ A position that is known need not be computed, so nothing is needed for it.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, fx
@@ -23,7 +25,7 @@ from demask.facts.known import (
     over_letters,
     window_mask,
 )
-from demask.facts.masks import all_over, any_over, mixed, project, spread
+from demask.facts.masks import Fact, all_over, any_over, mixed, project, spread
 from demask.facts.recurrent import read_back, told_by
 from demask.ops import Relation, schema
 
@@ -42,15 +44,24 @@ class Needs:
     live: dict[Key, Tensor]
 
 
-def needed(graph: fx.Graph, relations: Relations, facts: Facts) -> Needs:
-    """What the graph's outputs need of every value."""
+def needed(
+    graph: fx.Graph,
+    relations: Relations,
+    facts: Facts,
+    computed: Mapping[fx.Node, Sequence[Tensor]] = MappingProxyType({}),
+) -> Needs:
+    """What the graph's outputs need of every value.
+
+    computed: of calls that are not finite whatever they read, per output where they are computed,
+    needed or not: there they read what the network itself has, and no fill.
+    """
     needs = Needs({k: torch.zeros_like(f.known) for k, f in facts.items()}, {}, {})
     for node in reversed(list(graph.nodes)):
         if node.op == "output":
             for source in node.all_input_nodes:
                 _everything(needs, source)
         elif node.op == "call_function" and node.target is not operator.getitem:
-            _through(node, relations.get(node), facts, needs)
+            _through(node, relations.get(node), facts, needs, computed.get(node))
     for key, need in needs.value.items():
         needs.live[key] = need & ~facts[key].known
     return needs
@@ -62,7 +73,13 @@ def _everything(needs: Needs, node: fx.Node) -> None:
         needs.value[key] = torch.ones_like(needs.value[key])
 
 
-def _through(node: fx.Node, relation: object, facts: Facts, needs: Needs) -> None:
+def _through(
+    node: fx.Node,
+    relation: object,
+    facts: Facts,
+    needs: Needs,
+    computed: Sequence[Tensor] | None,
+) -> None:
     keys = [(node, k) for k in range(len(schema.outputs(node))) if (node, k) in facts]
     if not keys:
         # A size is read from a tensor's shape, any other number (item) from its values.
@@ -85,43 +102,56 @@ def _through(node: fx.Node, relation: object, facts: Facts, needs: Needs) -> Non
         if not isinstance(operand.value, fx.Node) or relation.entry.free:
             continue
         edge = _edge(relation, k, live, facts)
+        if computed is not None:
+            edge = edge | _edge(relation, k, computed, facts, hidden=False)
         needs.edge[node, k] = edge
         key = key_of(operand.value)
         needs.value[key] = needs.value[key] | edge
 
 
-def _edge(relation: Relation, operand: int, live: list[Tensor], facts: Facts) -> Tensor:
-    """What the live outputs need of one operand."""
+def _edge(
+    relation: Relation, operand: int, live: Sequence[Tensor], facts: Facts, *, hidden: bool = True
+) -> Tensor:
+    """What the live outputs need of one operand. hidden: not where a zero of another hides it."""
     if relation.moved:
         masks = [_back(relation, k, operand, mask) for k, mask in enumerate(live)]
     elif relation.back:
         out = told_by(relation, operand)
-        masks = [_spelled(relation, out, operand, live[out], facts)]
+        masks = [_spelled(relation, out, operand, live[out], facts, hidden)]
     else:
-        masks = [_spelled(relation, k, operand, mask, facts) for k, mask in enumerate(live)]
+        masks = [_spelled(relation, k, operand, mask, facts, hidden) for k, mask in enumerate(live)]
     total = masks[0]
     for mask in masks[1:]:
         total = total | mask
     return total
 
 
-def _spelled(relation: Relation, out: int, operand: int, live: Tensor, facts: Facts) -> Tensor:
+def _spelled(
+    relation: Relation, out: int, operand: int, live: Tensor, facts: Facts, hidden: bool
+) -> Tensor:
     order, axes = list(relation.size), relation.ins[operand]
     mask = spread(live, relation.outs[out], order, relation.size)
     # One needed position of a complete axis needs the axis; so do dynamic composites.
     mask = any_over(mask, order, relation.complete | mixed(axes, relation.size))
-    inputs = operand_facts(relation, facts)
+    if hidden:
+        mask = mask & ~_hidden(relation, operand, operand_facts(relation, facts))
+    absent = set(order) - relation.letters(axes)
+    return project(any_over(mask, order, absent), axes, order, relation.size)
+
+
+def _hidden(relation: Relation, operand: int, inputs: list[Fact]) -> Tensor:
+    """Over letters: where a zero of another operand hides this one."""
+    mask = torch.zeros([1] * len(relation.size), dtype=torch.bool)
     if relation.entry.fill in ("sum", "mix", "recur") and operand in relation.factors:
         others = [k for k in relation.factors if k != operand]
     else:
         others = {"": [], "any": range(len(inputs)), "first": [0]}[relation.entry.zero]
     for k in others:
         if k != operand:
-            mask = mask & ~window_mask(relation, k, inputs[k], zero=True)
+            mask = mask | window_mask(relation, k, inputs[k], zero=True)
     if relation.entry.affine:
-        mask = mask & ~_scaled_away(relation, operand, inputs)
-    absent = set(order) - relation.letters(axes)
-    return project(any_over(mask, order, absent), axes, order, relation.size)
+        mask = mask | _scaled_away(relation, operand, inputs)
+    return mask
 
 
 def _scaled_away(relation: Relation, operand: int, inputs: list) -> Tensor:

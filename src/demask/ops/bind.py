@@ -15,6 +15,7 @@ from demask.ops.positions import Move, moves
 from demask.ops.schema import Operand
 
 MAX_AXIS = 2**28  # positions of an axis: facts and placements take memory for each of them
+_BOUNDED = ("sum", "mean", "max", "min", "softmax")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,25 @@ class Relation:
         """
         summed = self.contracted
         return tuple(k for k, a in enumerate(self.ins) if self.letters(a) & summed) or (0, 1)
+
+    @property
+    def total(self) -> bool:
+        """Is what the call makes finite, whatever finite values its computed operands have?"""
+        nodes = [o.value if isinstance(o.value, fx.Node) else None for o in self.operands]
+        at = [k for k, node in enumerate(nodes) if node is not None and node.op != "get_attr"]
+        entry = self.entry
+        if entry.total:
+            eps = schema.arguments(self.node).get("eps")
+            allowed = {
+                "all": True,
+                "one": len(at) < 2,
+                "first": at in ([], [0]),
+                "eps": eps is None or eps > 0,
+            }
+            return allowed[entry.total]
+        linear = entry.fill in ("sum", "mix", "same", "recur") or entry.rest in _BOUNDED
+        looked_up = entry.fill == "same" and len(self.operands) > 1 and not self.moved
+        return not at or bool(self.moved) or entry.free or (linear and not looked_up)
 
     @property
     def looped(self) -> frozenset[str]:

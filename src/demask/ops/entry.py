@@ -84,6 +84,11 @@ class Entry:
     rest: how positions of the complete axis that are known beforehand enter the result: "sum",
         "mean", "max", "min" of the axis, or the norm it is ("softmax", "layer", "rms").
     free: the output does not depend on any input's values (zeros, full_like).
+    total: with which operands computed the op is finite wherever they are, and no larger than some
+        multiple of them: "all", "one" (no two of them), "first" (alone), "eps" (if the call's eps
+        is positive). Others (quotients, powers) are made only of values that the network itself
+        has. "": what `fill` and
+        `rest` tell, else none.
     range: how the bounds of the output follow from those of the operands (`facts.ranges`): "ends"
         of an op that rises or falls in each operand, below zero and above it: it is run on the ends
         of their bounds and on zero; "about" the same, for ops that round; "hull" of values that
@@ -107,6 +112,7 @@ class Entry:
     region: str = ""
     rest: str = ""
     free: bool = False
+    total: str = ""
     range: str | float | tuple[float, float] = ""
     cases: tuple[Case, ...] = ()
 

@@ -87,19 +87,22 @@ ENTRIES = [
     ("aten.var_mean.correction", Entry(_both_moments, sized=True, cases=_SPREAD)),
     ("aten.linalg_vector_norm.default", Entry(_reduced, sized=True, cases=(
         Case((S((2, 3, 4)), 2, [1], True), {}),))),
-    ("aten.layer_norm.default", Entry(_layer_norm, affine=(1, 2), sized=True, rest="layer", cases=(
+    ("aten.layer_norm.default", Entry(
+        _layer_norm, affine=(1, 2), sized=True, rest="layer", total="eps", cases=(
         Case((S((2, 3, 4)), [4], S((4,), True), S((4,), True)), {}),
         Case((S((2, 3, 4)), [3, 4]), {})))),
     ("aten.rms_norm.default", Entry(
-        _layer_norm, zero="first", affine=(1, 2), sized=True, rest="rms", cases=(
+        _layer_norm, zero="first", affine=(1, 2), sized=True, rest="rms", total="eps", cases=(
             Case((S((2, 3, 4)), [4], S((4,), True), 1e-6), {}),))),
-    ("aten.group_norm.default", Entry(_group_norm, affine=(1, 2), args=_groups, cases=(
+    ("aten.group_norm.default", Entry(
+        _group_norm, affine=(1, 2), args=_groups, total="eps", cases=(
         Case((S((2, 6, 4, 5)), 3, S((6,), True), S((6,), True)), {}),
         Case((S((2, 6, 4)), 2), {})))),
-    ("aten.instance_norm.default", Entry(_instance_norm, affine=(1, 2), cases=(
+    ("aten.instance_norm.default", Entry(_instance_norm, affine=(1, 2), total="eps", cases=(
         Case((S((2, 3, 4, 5)), S((3,), True), S((3,), True), None, None, True, 0.1, 1e-5, False),
              {}),))),
     ("aten.softmax.int", Entry(_softmax, sized=True, rest="softmax", cases=(
         Case((S((2, 3, 4)), -1), {}), Case((S((2, 3, 4)), 1), {})))),
-    ("aten.log_softmax.int", Entry(_softmax, sized=True, cases=(Case((S((2, 3, 4)), 1), {}),))),
+    ("aten.log_softmax.int", Entry(_softmax, sized=True, total="all", cases=(
+        Case((S((2, 3, 4)), 1), {}),))),
 ]  # fmt: skip

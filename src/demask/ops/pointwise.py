@@ -28,6 +28,8 @@ _RANGES: dict[str, Any] = {
     "sin": (-1.0, 1.0), "cos": (-1.0, 1.0), "zeros_like": (0.0, 0.0), "ones_like": (1.0, 1.0),
     "sqrt": (0.0, inf),
 }  # fmt: skip
+# What may overflow of numbers that no network made, or is no number (column `total`).
+_PARTIAL = {"exp", "expm1", "sinh", "square", "pow.Tensor_Scalar"}
 _POSITIVE = "log log1p log2 log10 sqrt rsqrt reciprocal logit"
 _SCALAR = {
     "add.Scalar": 1.5, "sub.Scalar": 1.5, "rsub.Scalar": 1.5, "mul.Scalar": 1.5, "div.Scalar": 1.5,
@@ -45,7 +47,7 @@ def _unary() -> list[tuple[str, Entry]]:
     plain = [
         (
             f"aten.{n}.default",
-            Entry("... -> ...", free=n in free, range=_RANGES.get(n, ""), cases=(
+            Entry("... -> ...", free=n in free, total=_total(n), range=_RANGES.get(n, ""), cases=(
                 Case((S((2, 3, 4)),), {}),)),
         )
         for n in _UNARY.split()
@@ -56,49 +58,57 @@ def _unary() -> list[tuple[str, Entry]]:
         for n in _POSITIVE.split()
     ]  # fmt: skip
     scalar = [
-        (f"aten.{n}", Entry("... -> ...", free=n in free, range=_RANGES.get(n, ""), cases=(
-            Case((S((2, 3, 4)), value), {}),)))
+        (f"aten.{n}", Entry("... -> ...", free=n in free, total=_total(n),
+                            range=_RANGES.get(n, ""), cases=(Case((S((2, 3, 4)), value), {}),)))
         for n, value in _SCALAR.items()
     ]  # fmt: skip
     return plain + positive + scalar
 
 
+def _total(name: str) -> str:
+    return "" if name in _PARTIAL else "all"
+
+
 def _binary() -> list[tuple[str, Entry]]:
-    plain = [(f"aten.{n}", Entry("..., ... -> ...", range=_RANGES.get(n, ""), cases=_PAIR))
+    plain = [(f"aten.{n}", Entry(
+                "..., ... -> ...", total="all", range=_RANGES.get(n, ""), cases=_PAIR))
              for n in _BINARY.split()]  # fmt: skip
     positive = (Case((S((2, 3, 4)), S((2, 3, 4), of="positive")), {}),)
     modes = (Case((*positive[0].args,), {"rounding_mode": "floor"}),)
     return [
         *plain,
         ("aten.add.Tensor", Entry(
-            "..., ... -> ...", neutral=(0, (0, 1)), range="ends", cases=_PAIR)),
+            "..., ... -> ...", neutral=(0, (0, 1)), total="all", range="ends", cases=_PAIR)),
         ("aten.sub.Tensor", Entry(
-            "..., ... -> ...", neutral=(0, (1,)), range="ends", cases=_PAIR)),
+            "..., ... -> ...", neutral=(0, (1,)), total="all", range="ends", cases=_PAIR)),
         ("aten.mul.Tensor", Entry(
-            "..., ... -> ...", zero="any", neutral=(1, (0, 1)), range="ends", cases=_PAIR)),
-        ("aten.logical_and.default", Entry("..., ... -> ...", zero="any", cases=_PAIR)),
+            "..., ... -> ...", zero="any", neutral=(1, (0, 1)), total="one", range="ends",
+            cases=_PAIR)),
+        ("aten.logical_and.default", Entry(
+            "..., ... -> ...", zero="any", total="all", cases=_PAIR)),
         ("aten.div.Tensor", Entry(
-            "..., ... -> ...", zero="first", neutral=(1, (1,)), range="ends", cases=positive)),
+            "..., ... -> ...", zero="first", neutral=(1, (1,)), total="first", range="ends",
+            cases=positive)),
         ("aten.div.Tensor_mode", Entry(
-            "..., ... -> ...", zero="first", range="ends", cases=modes)),
+            "..., ... -> ...", zero="first", total="first", range="ends", cases=modes)),
         ("aten.pow.Tensor_Tensor", Entry("..., ... -> ...", cases=(
             Case((S((2, 3), of="positive"), S((2, 3))), {}),))),
-        ("aten.bitwise_and.Tensor", Entry("..., ... -> ...", zero="any", cases=(
+        ("aten.bitwise_and.Tensor", Entry("..., ... -> ...", zero="any", total="all", cases=(
             Case((S((2, 3), of="bool"), S((2, 3), of="bool")), {}),))),
-        ("aten.bitwise_or.Tensor", Entry("..., ... -> ...", cases=(
+        ("aten.bitwise_or.Tensor", Entry("..., ... -> ...", total="all", cases=(
             Case((S((2, 3), of="bool"), S((2, 3), of="bool")), {}),))),
-        ("aten.bitwise_not.default", Entry("... -> ...", cases=(
+        ("aten.bitwise_not.default", Entry("... -> ...", total="all", cases=(
             Case((S((2, 3), of="bool"),), {}),))),
-        ("aten.addcmul.default", Entry("..., ..., ... -> ...", cases=(
+        ("aten.addcmul.default", Entry("..., ..., ... -> ...", total="one", cases=(
             Case((S((2, 3)), S((2, 3)), S((2, 3))), {}),
             Case((S((3,), True), S((2, 3)), S((3,), True)), {})))),
-        ("aten.lerp.Scalar", Entry("..., ... -> ...", cases=(
+        ("aten.lerp.Scalar", Entry("..., ... -> ...", total="all", cases=(
             Case((S((2, 3)), S((2, 3)), 0.3), {}),))),
-        ("aten.where.self", Entry("..., ..., ... -> ...", range="ends", cases=(
+        ("aten.where.self", Entry("..., ..., ... -> ...", total="all", range="ends", cases=(
             Case((S((2, 3), of="bool"), S((2, 3)), S((2, 3))), {}),))),
-        ("aten.masked_fill.Scalar", Entry("..., ... -> ...", range="ends", cases=(
+        ("aten.masked_fill.Scalar", Entry("..., ... -> ...", total="all", range="ends", cases=(
             Case((S((2, 3)), S((2, 3), of="bool"), 0.5), {}),))),
-        ("aten.masked_fill.Tensor", Entry("..., ..., ... -> ...", range="ends", cases=(
+        ("aten.masked_fill.Tensor", Entry("..., ..., ... -> ...", total="all", range="ends", cases=(
             Case((S((2, 3)), S((2, 3), of="bool"), S((), True)), {}),))),
     ]  # fmt: skip
 
@@ -173,12 +183,13 @@ ENTRIES = [
     *_binary(),
     *_cast(),
     *_created(),
-    ("aten.batch_norm.default", Entry(_batch_norm, affine=(1, 2), cases=(
+    ("aten.batch_norm.default", Entry(_batch_norm, affine=(1, 2), total="first", cases=(
         Case((S((2, 3, 4, 5)), *_CHANNELS, False, 0.1, 1e-5, False), {}),
         Case((S((2, 3)), None, None, *_CHANNELS[2:], False, 0.1, 1e-5, False), {})))),
-    ("aten.dropout.default", Entry(_dropout, range="hull", cases=(
+    ("aten.dropout.default", Entry(_dropout, total="all", range="hull", cases=(
         Case((S((2, 3)), 0.5, False), {}),))),
-    ("aten.feature_dropout.default", Entry(_dropout, range="hull", cases=(
+    ("aten.feature_dropout.default", Entry(_dropout, total="all", range="hull", cases=(
         Case((S((2, 3, 4, 4)), 0.5, False), {}),))),
-    ("aten.prelu.default", Entry(_prelu, cases=(Case((S((2, 3, 4)), S((3,), True)), {}),))),
+    ("aten.prelu.default", Entry(_prelu, total="first", cases=(
+        Case((S((2, 3, 4)), S((3,), True)), {}),))),
 ]  # fmt: skip

@@ -227,8 +227,7 @@ def _cut_apart(made: Rewritten) -> bool:
 
 def _tied(reading: Reading) -> Placement:
     """A placement in which such a tensor stays one."""
-    graph, relations = reading.program.graph, reading.relations
-    return place(graph, relations, reading.facts, reading.needs, tied=True)
+    return place(reading.program.graph, reading.relations, reading.facts, tied=True)
 
 
 def _provenance(first: _Step, last: _Step) -> Provenance:

@@ -44,7 +44,8 @@ def emit_join(walk: Rewriter, relation: Relation) -> None:
 
 
 def _widened(walk: Rewriter, relation: Relation, values: list[Any], layout: Layout) -> list[Any]:
-    """Operands that are constants broadcast; if only they had some axis, one is written out."""
+    """Operands that are constants broadcast; if only they had some axis, or a number without axes
+    would not decide the dtype as its operand did, they are written out."""
     sizes = walk.sizes(relation.node, 0, layout)
     covered = set()
     for k, value in enumerate(values):
@@ -55,7 +56,8 @@ def _widened(walk: Rewriter, relation: Relation, values: list[Any], layout: Layo
         elif isinstance(relation.operands[k].value, fx.Node):
             raise AssertionError("an operand was lost")
     missing = [d for d, n in enumerate(sizes) if n != 1 and d not in covered]
-    if not missing:
+    dtypes = {n.meta["val"].dtype for n in values if isinstance(n, fx.Node)}
+    if not missing and len(dtypes) < 2:
         return values
     for k, operand in enumerate(relation.operands):
         if isinstance(operand.value, fx.Node) and operand.value.op != "get_attr":

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from demask.facts.known import Facts, Key, Relations, key_of, operand_facts
 from demask.facts.known import contributions as known_contributions
 from demask.facts.masks import along, any_over, mixed, spread
-from demask.facts.needed import Needs
+from demask.facts.needed import Needs, needed
 from demask.facts.recurrent import kept_features, roles
 from demask.ops import Relation, schema
 from demask.ops.notation import Axis
@@ -39,14 +39,30 @@ class Placement:
     slot: Mapping[tuple[fx.Node, int], Layout]
 
 
-def place(
-    graph: fx.Graph, relations: Relations, facts: Facts, needs: Needs, *, tied: bool = False
-) -> Placement:
+def place(graph: fx.Graph, relations: Relations, facts: Facts, *, tied: bool = False) -> Placement:
     """The smallest layouts that compute every live position. tied: a weight that several calls read
     is cut alike in all of them, and so stays one tensor."""
-    placer = Placer(graph, relations, facts, needs, tied=tied)
-    placer.tie()
-    return placer.placement()
+    return settled(graph, relations, facts, tied=tied)[1].placement()
+
+
+def settled(
+    graph: fx.Graph, relations: Relations, facts: Facts, *, tied: bool = False
+) -> tuple[Needs, Placer]:
+    """What is needed, and the axes tied, so that calls which are not finite whatever they read
+    (quotients, powers) read no fill: what they are computed at is needed of their operands."""
+    computed: dict[fx.Node, list[Tensor]] = {}
+    while True:
+        needs = needed(graph, relations, facts, computed)
+        placer = Placer(graph, relations, facts, needs, tied=tied)
+        placer.tie()
+        boxes = placer.boxes()
+        if all(node in computed and _equal(boxes[node], computed[node]) for node in boxes):
+            return needs, placer
+        computed |= boxes
+
+
+def _equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def is_join(relation: Relation) -> bool:
@@ -116,6 +132,33 @@ class Placer:
             {key: self._layout(axes, order) for key, axes in self.value.items()},
             {edge: self._layout(axes, order) for edge, axes in self.slot.items()},
         )
+
+    def boxes(self) -> dict[fx.Node, list[Tensor]]:
+        """Of each call that is not finite whatever it reads, and is computed at more than what is
+        needed of it: where, per output."""
+        found = {}
+        for node, relation in self.relations.items():
+            if not isinstance(relation, Relation) or relation.total:
+                continue
+            keys = [(node, k) for k in range(len(relation.outs))]
+            boxes = [self._box(key) for key in keys]
+            if any(bool((b & ~self.needs.live[k]).any()) for k, b in zip(keys, boxes, strict=True)):
+                found[node] = boxes
+        return found
+
+    def _box(self, key: Key) -> Tensor:
+        """Where a value is computed: what is kept of each of its axes, and nowhere else."""
+        box = torch.ones([1] * self.needs.live[key].ndim, dtype=torch.bool)
+        if key not in self.value:
+            return torch.zeros_like(box)
+        for axis, cells in enumerate(self.value[key]):
+            supports = [self.cells.support(cell) for cell in self.cells.leaves(cells)]
+            line = torch.ones(1, dtype=torch.bool)
+            for support in () if any(s is None for s in supports) else supports:
+                line = (line[:, None] & support).reshape(-1)  # type: ignore[operator]
+            if len(line) > 1 and not bool(line.all()):
+                box = box & line.view([-1 if k == axis else 1 for k in range(box.ndim)])
+        return box
 
     def live(self, key: Key) -> bool:
         return bool(self.needs.live[key].any()) if key in self.needs.live else False

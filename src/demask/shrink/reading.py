@@ -9,11 +9,11 @@ from functools import cached_property
 from torch import Tensor, fx
 
 from demask.facts.known import Facts, Relations, is_matrix, known
-from demask.facts.needed import Needs, needed
+from demask.facts.needed import Needs
 from demask.graph.program import Program
 from demask.ops import Declined, Relation, Table, bind, schema
 from demask.shrink.fibers import Fibers
-from demask.shrink.place import Placer, is_constant, is_grouped
+from demask.shrink.place import Placer, is_constant, is_grouped, settled
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,17 @@ class Reading:
         return Reading.of(program, self.table, frugal=frugal, borders=self.borders)
 
     @cached_property
-    def needs(self) -> Needs:
-        return needed(self.program.graph, self.relations, self.facts)
+    def _settled(self) -> tuple[Needs, Placer]:
+        return settled(self.program.graph, self.relations, self.facts)
 
-    @cached_property
+    @property
+    def needs(self) -> Needs:
+        return self._settled[0]
+
+    @property
     def placer(self) -> Placer:
         """Every axis tied to those that must be cut alike."""
-        placer = Placer(self.program.graph, self.relations, self.facts, self.needs)
-        placer.tie()
-        return placer
+        return self._settled[1]
 
     @cached_property
     def fibers(self) -> Fibers:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from demask.facts.fixed import Fixed, as_known, batch_sizes, fixed, has
+from demask.facts.fixed import Fixed, as_known, batch_sizes, finite_of, fixed, has
 from demask.facts.known import Facts, Key, Relations, key_of
 from demask.facts.needed import Needs, needed
 from demask.graph.build import Builder, mode_of
@@ -146,7 +146,9 @@ class _Splitter:
             if isinstance(value, fx.Node):
                 part = self.parts.get(key_of(value))
                 read = self.needs.edge.get((node, k))
-                alone = part is not None and (read is None or not bool((read & part).any()))
+                unread = part is not None and (read is None or not bool((read & part).any()))
+                # A quotient or a power is never made of the zeros that stand for what is unread.
+                alone = unread and relation.total
                 value = self._split(value)[0] if alone else self._whole(value)
             values.append(value)
         found = map_arg(schema.arguments(node), self.copies.get)
@@ -217,7 +219,26 @@ class _Splitter:
             fill = self.pool.constant(fact.fill, "fill")
             return self._call(node, (fill, sizes), {}, aten.expand.default)
         args, kwargs = (self._for_one(a) for a in (node.args, dict(node.kwargs)))
+        relation = self.relations.get(node)
+        if isinstance(relation, Relation) and not relation.total:
+            args, kwargs = self._finite(relation, schema.arguments(node))
         return self._call(node, args, kwargs)
+
+    def _finite(self, relation: Relation, found: dict[str, Any]) -> tuple[Any, Any]:
+        """The arguments for one image, with a number that the call is finite of wherever it is not
+        fixed: what is there for one image, the network itself never has."""
+        mask, number = self.fixed[relation.node, 0], finite_of(relation, self.facts)
+        made = self._for_one(found)
+        values = [self._for_one(o.value) for o in relation.operands]
+        for k, operand in enumerate(relation.operands):
+            if is_constant(operand.value) or bool(mask.all()) or number is None:
+                continue
+            dtype = operand.value.meta["val"].dtype
+            kept = self.pool.constant(mask.to(dtype), "mask")
+            beside = self.pool.constant(~mask * torch.tensor(number).to(dtype), "mask")
+            held = self.build.call(aten.mul.Tensor, values[k], kept)
+            values[k] = self.build.call(aten.add.Tensor, held, beside)
+        return schema.call(relation.node.target, schema.replaced(made, relation.operands, values))
 
     def _for_one(self, value: Any) -> Any:
         """An argument of a call, for a batch of one."""

@@ -1,0 +1,109 @@
+"""What a mask hides is never made into NaN: quotients, roots and logarithms where it is off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import demask
+from demask.ops import Relation
+from fuzz.generate import generate
+from night import at_night
+from test_fuzz import broken, chunks
+from test_micro import difference
+
+QUOTIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "division": lambda x, y: x / (1 + y),
+    "reciprocal": lambda x, y: x * (1 + y).reciprocal(),
+    "root": lambda x, y: x * (1 + y).rsqrt(),
+    "logarithm": lambda x, y: x * (1 + y).log(),
+    "power": lambda x, y: x * (1 + y) ** -0.75,
+    "remainder": lambda x, y: torch.remainder(x, 1 + y),
+    "whole": lambda x, y: ((9 * x).long() // (1 + y).long()).to(x.dtype),
+    "index": lambda x, y: x * torch.arange(3.0).to(x)[(2 / (1 + y)).long()],
+}
+
+
+class Joint(nn.Module):
+    """A quotient whose second operand is known where what is read of it meets constants, and is
+    not read elsewhere, row by row."""
+
+    def __init__(self, quotient: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.quotient = quotient
+        self.register_buffer("first", torch.tensor([[0.0, 1, 0], [1, 1, 1], [0, 1, 1]]))
+        self.register_buffer("last", torch.tensor([[1.0, 0, 0], [1, 0, 1], [1, 1, 1]]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.first
+        return self.quotient(x, y * y) * self.last
+
+
+class Side(nn.Module):
+    """A quotient over values that are known in some channels, of which some columns are read."""
+
+    def __init__(self, quotient: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.quotient = quotient
+        self.register_buffer("channels", torch.tensor([0.0, 1, 0, 0]).view(1, 4, 1, 1))
+        self.register_buffer("bias", torch.randn(1, 1, 3, 3))
+        self.register_buffer("columns", torch.rand(1, 4, 1, 3) * torch.tensor([1.0, 0, 1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.channels
+        x = x - x.amax(3, keepdim=True) + self.bias
+        y = F.avg_pool2d(x * x, (3, 1), 1, (1, 0))
+        return self.quotient(x, y) * self.columns + self.bias
+
+
+def error(net: nn.Module, *shape: int) -> float:
+    slim = demask.demask(net.double().eval(), (torch.randn(3, *shape).double(),))
+    draws = [torch.randn(batch, *shape).double() for batch in (3, 1)]
+    return max(difference(net(x), slim(x)) for x in draws)
+
+
+@pytest.mark.parametrize("name", QUOTIENTS)
+def test_no_quotient_of_fills(name):
+    torch.manual_seed(0)
+    assert error(Joint(QUOTIENTS[name]), 3, 3) <= 1e-10
+
+
+@pytest.mark.parametrize("name", ["division", *at_night(*list(QUOTIENTS)[1:])])
+def test_no_quotient_of_fills_in_a_side_network(name):
+    torch.manual_seed(0)
+    assert error(Side(QUOTIENTS[name]), 4, 3, 3) <= 1e-10
+
+
+def test_a_quotient_of_fills_is_noticed(monkeypatch):
+    monkeypatch.setattr(Relation, "total", True)
+    assert "differs" in broken(generate(83, fills=True))
+    with pytest.raises(AssertionError):
+        error(Side(QUOTIENTS["division"]), 4, 3, 3)
+
+
+class Mixed(nn.Module):
+    """A constant in float64 meets values in float32: the product is float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4).double()
+        self.layer.weight.data.zero_()
+        self.layer.bias.data.fill_(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.float() * self.layer(x)
+
+
+def test_constants_decide_the_dtype():
+    net, x = Mixed().eval(), torch.randn(3, 4).double()
+    assert difference(net(x), demask.demask(net, (x,))(x)) == 0
+
+
+@pytest.mark.parametrize("seeds", [range(81, 84), *at_night(*chunks(100, 300))], ids=str)
+def test_random_masks_meet_quotients(seeds):
+    for seed in seeds:
+        assert broken(generate(seed, fills=True)) == "", seed
