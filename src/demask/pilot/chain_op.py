@@ -10,6 +10,7 @@ of its own.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -91,8 +92,8 @@ def chain(x: Tensor, weights: Sequence[Tensor], layers: str) -> Tensor:
     """linear, ReLU, … of x [..., columns], floating point -> [..., rows of the last layer].
 
     weights: of each layer its matrix [rows, columns] and, where it has one, its bias. layers: per
-    layer mode, "+bias", "+relu". BadInput where these do not fit. Writes into a weight are seen if
-    torch counts them: those through `.data` or NumPy are not.
+    layer mode, "+bias", "+relu". BadInput where these do not fit. Writes into a weight are seen; of
+    those through `.data` or NumPy, which torch does not count, ones that change most of it.
 
     >>> w = torch.tensor([[1.0, -2.0], [3.0, 4.0]])
     >>> chain(torch.tensor([[1.0, 1.0]]), [w], "columns+relu")
@@ -131,12 +132,21 @@ class Chains(Kept):
         modes = [step.mode for step in self.program]
         layers = []
         for (weight, bias), step in zip(pairs(weights, self.text), self.program, strict=True):
-            held = None if bias is None else bias.detach().contiguous()
-            layers.append(Layer(weight.detach().contiguous(), held, step.relu))
+            held = None if bias is None else borrowed(bias)
+            layers.append(Layer(borrowed(weight), held, step.relu))
         try:
             return Plan(layers, modes, torch.get_num_threads()), ()
         except NoPlan:
             return None, ()
+
+
+def borrowed(t: Tensor) -> Tensor:
+    """The same memory, which this tensor does not keep alive: what a cache holds until a weight is
+    gone must not hold the weight. A contiguous copy where memory is not contiguous."""
+    if not t.is_contiguous() or not t.numel():
+        return t.detach().contiguous()
+    memory = (ctypes.c_char * (t.numel() * t.element_size())).from_address(t.data_ptr())
+    return torch.frombuffer(memory, dtype=t.dtype).view(t.shape)
 
 
 def on_cpu(x: Tensor, weights: list[Tensor], layers: str) -> Tensor:

@@ -19,6 +19,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils import _pytree as pytree
 
 from demask.kernels.llvm import NoPlan
+from demask.kernels.probe import Probe
 from demask.pilot.chain_op import CHAIN, ROWS, Chains
 from demask.sparse.op import kept
 
@@ -28,11 +29,13 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A tensor of a network: in which modules it lies, under which name, and what it was."""
+    """A tensor of a network: in which modules it is, under which name, and what it was. memory: of
+    then, kept alive, so that no other tensor has its address."""
 
     path: tuple[str, ...]
     name: str
     tensor: Tensor
+    memory: Tensor
     version: int
     address: int
 
@@ -44,7 +47,8 @@ class Weight:
         tensor = owner._parameters.get(name)
         tensor = owner._buffers[name] if tensor is None else tensor
         assert tensor is not None
-        return cls(tuple(path), name, tensor, tensor._version, tensor.data_ptr())
+        version = -1 if tensor.is_inference() else tensor._version
+        return cls(tuple(path), name, tensor, tensor.detach(), version, tensor.data_ptr())
 
     def same(self, network: nn.Module) -> bool:
         """Whether the network still has this tensor there, unchanged."""
@@ -68,6 +72,7 @@ class Direct:
     """What a call with an input of this shape came to, and for as long as that holds."""
 
     plan: Callable[[Tensor], Tensor]
+    probe: Probe | None
     weights: tuple[Weight, ...]
     shape: torch.Size
     threads: int
@@ -84,12 +89,12 @@ class Direct:
         _, reads, program = call.args
         weights = tuple(Weight.of(network, str(read.target)) for read in reads)  # type: ignore[union-attr]
         tensors = [weight.tensor for weight in weights]
-        if not all(w.is_contiguous() for w in tensors):
+        if not all(w.is_contiguous() and not w.is_inference() for w in tensors):
             return None
         chains, threads = kept(tensors, str(program), Chains), torch.get_num_threads()
         plan, _ = chains.plans.get((chains.versions_of(tensors), threads), (None, ()))
         trained = any(w.requires_grad for w in tensors)
-        return plan and cls(plan, weights, x.shape, threads, trained)
+        return plan and cls(plan, chains.probe, weights, x.shape, threads, trained)
 
     def __call__(self, network: nn.Module, x: Any) -> Tensor | None:
         """The output; None if this call must go through the graph."""
@@ -102,6 +107,8 @@ class Direct:
             or torch.get_num_threads() != self.threads
             or not plainly()
             or not all(weight.same(network) for weight in self.weights)
+            or self.probe is None
+            or not self.probe.same()
         ):
             return None
         try:

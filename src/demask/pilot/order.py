@@ -30,11 +30,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from demask.errors import BadInput
+from demask.kernels import llvm
 from demask.kernels.llvm import NoPlan
+from demask.kernels.probe import Probe
 from demask.machine.memory import parse_memory
 from demask.pilot.chain_op import ROWS
 from demask.pilot.order_plan import Chosen, Estimated, packed, unfit
 from demask.pilot.rounding import Bits, quantized
+from demask.sparse.op import Copies
 
 DEFAULT = Bits(4, 64)
 BLOCK_BYTES = 2**20  # of weights between two looks at the clock
@@ -73,13 +76,15 @@ class Layer:
     def __init__(self, weight: Tensor, bias: Tensor | None, bits: Bits):
         self.weight = weight.detach().contiguous()
         self.bias = None if bias is None else bias.detach().contiguous()
-        self.bits, self.finite = bits, bool(self.weight.isfinite().all())
+        given = [self.weight] if self.bias is None else [self.weight, self.bias]
+        self.bits, self.finite = bits, all(bool(t.isfinite().all()) for t in given)
+        self._compiled = self.finite and self.weight.numel() > 0 and llvm.installed()
         self.pilot_bytes = bits.weight_bytes(self.weight, len(self.weight)) + self._bias_bytes
         self.columns_norm = torch.linalg.vector_norm(self.weight, dim=0)
-        fits = self.finite and self.weight.numel() and not unfit(bits, self.weight.shape[1])
+        fits = self._compiled and not unfit(bits, self.weight.shape[1])
         self._packed = packed(self.weight, self.bias, bits) if fits else None
         self._plans: dict[int, tuple[Estimated | None, Chosen]] = {}
-        if self.finite and self.weight.numel():
+        if self._compiled:
             self._plan()
 
     @property
@@ -136,7 +141,7 @@ class Layer:
 
     def _few(self, x: Tensor) -> bool:
         """Whether kernels run so many inputs."""
-        return self.finite and bool(self.weight.numel()) and 0 < len(x) <= ROWS
+        return self._compiled and 0 < len(x) <= ROWS
 
     def _plan(self) -> tuple[Estimated | None, Chosen]:
         """The kernels for as many threads as torch has now."""
@@ -190,6 +195,7 @@ class Chain:
         self.last_in_full = len(layers) > 1 and layers[-1].nbytes * SMALL < whole
         self.ordered = self.layers[:-1] if self.last_in_full else self.layers
         self.tail = 0.0  # seconds of the last layer, as last seen
+        self.finite = all(layer.finite for layer in layers)
 
     @property
     def pilot_bytes(self) -> float:
@@ -266,26 +272,33 @@ class Ordered(nn.Module):
         super().__init__()
         self.biased, self.bits, self.limit = biased, bits, limit
         self.last: Done | None = None
-        self._kept: tuple[Any, Chain] | None = None
+        self._copies = Copies()
+        self._kept: tuple[Any, list[Tensor], Callable[[], bool], Chain] | None = None
 
     def forward(self, x: Tensor, *tensors: Tensor) -> Tensor:
         self.last = None
         pairs = self._pairs(tensors)
-        if not self._fits(x, tensors):
+        chain = self.prepared(pairs) if self._fits(x, tensors) else None
+        if chain is None or not chain.finite:
             return plain(x, pairs)
-        chain = self.prepared(pairs)
         y, self.last = chain(x.reshape(-1, x.shape[-1]), self.limit)
         return y.reshape(*x.shape[:-1], y.shape[-1])
 
     def prepared(self, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> Chain:
-        """The chain of these weights, kept as long as they do not change."""
+        """The chain of these weights, kept as long as they do not change; of changes that torch
+        does not count, those of most of a weight are seen (`kernels.probe`)."""
         flat = [t for pair in pairs for t in pair if t is not None]
-        key = None
-        if not any(t.is_inference() for t in flat):
+        if any(t.is_inference() for t in flat):
+            key: Any = self._copies.edition(flat)
+        else:
             key = tuple((id(t), t.data_ptr(), t._version) for t in flat)
-        if self._kept is None or key is None or self._kept[0] != key:
-            self._kept = key, Chain([Layer(w, b, self.bits) for w, b in pairs])
-        return self._kept[1]
+        if self._kept is None or self._kept[0] != key or not self._kept[2]():
+            # the tensors and their memory live as long as the key, so that no other has their names
+            alive = [*flat, *(t.detach() for t in flat)]
+            chain = Chain([Layer(w, b, self.bits) for w, b in pairs])
+            same = Probe(flat).same if llvm.installed() else lambda: True
+            self._kept = key, alive, same, chain
+        return self._kept[3]
 
     def _pairs(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
         given = iter(tensors)
@@ -296,14 +309,14 @@ class Ordered(nn.Module):
         if torch.is_grad_enabled() and any(t.requires_grad for t in every):
             return False
         fits = all(t.dtype == torch.float32 and t.device.type == "cpu" for t in every)
-        if not fits or not x.numel() or not bool(x.isfinite().all()):
-            return False
-        if self._kept is not None:  # the weights were finite, or there is no chain
-            return True
-        return all(bool(t.isfinite().all()) for t in tensors)
+        return fits and x.numel() > 0 and bool(x.isfinite().all())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_kept": None}
+        return {**super().__getstate__(), "_kept": None, "_copies": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._copies = Copies()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ordered:
         return Ordered(self.biased, self.bits, self.limit).train(self.training)

@@ -26,11 +26,13 @@ from demask.sparse import dense, gpu_segment
 from demask.sparse.program import Program
 
 if TYPE_CHECKING:
+    from demask.kernels.probe import Probe
     from demask.sparse.plan import Plan
 
 PLANS = 8  # kept per program and weights: one for every size of the inputs
 ASKED = 64  # sizes whose calls are counted
 PLAIN = (Tensor, torch.nn.Parameter)
+WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # types by their bytes
 
 # Not torch.library.custom_op: a call of its ops costs 12 µs of Python, one of these 4 to 6.
 _LIBRARY = Library("demask", "FRAGMENT")
@@ -44,8 +46,8 @@ def segment(inputs: Sequence[Tensor], weights: Sequence[Tensor], program: str) -
     """The outputs of a program (`Program.text`), in the dtype of the inputs.
 
     inputs: floating-point tensors of one dtype. weights: what the spans of the program count.
-    BadInput where program, inputs and weights do not fit. Writes into a weight are seen if torch
-    counts them: those through `.data` or NumPy are not.
+    BadInput where program, inputs and weights do not fit. Writes into a weight are seen; of those
+    through `.data` or NumPy, which torch does not count, ones that change most of it.
 
     >>> from demask.sparse.program import Linear, Program, Weight
     >>> step = Linear(0, Weight((0, 0, 1), (1, 0, 3), (1, 3, 4)), None, out=2)
@@ -67,6 +69,31 @@ def parsed(text: str) -> Program:
 Made = tuple["Plan | None", tuple[int, ...]]  # a plan, if there is one; inputs it wants contiguous
 
 
+class Copies:
+    """Counts changes of tensors that torch counts no writes into: they are compared with copies."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.last: tuple[list[Tensor], int] = [], 0  # replaced as a whole: read without the lock
+
+    def edition(self, tensors: Sequence[Tensor]) -> int:
+        """A number that changes whenever they do."""
+        bits = [_bits(t) for t in tensors]
+        copies, edition = self.last
+        if len(copies) == len(bits) and all(map(torch.equal, copies, bits)):
+            return edition
+        with self.lock:
+            copies, edition = self.last
+            if len(copies) != len(bits) or not all(map(torch.equal, copies, bits)):
+                self.last = [b.clone() for b in bits], edition + 1
+            return self.last[1]
+
+
+def _bits(t: Tensor) -> Tensor:
+    """The same numbers as whole ones, of which each equals itself."""
+    return t.detach().view(WHOLE[t.element_size()])
+
+
 class Kept:
     """Plans of one program over one set of weights, by versions of weights, sizes and threads.
 
@@ -81,19 +108,26 @@ class Kept:
         self.calls: dict[Any, int] = {}
         self.versions: tuple[int, ...] = ()
         self.thrown = 0
-        self.copies: list[Tensor] = []
+        self.copies = Copies()
         self.edition = 0
+        self.probe: Probe | None = None  # of the weights that plans were made of
 
     @staticmethod
     def _parsed(text: str) -> Any:
         return parsed(text)
 
     def versions_of(self, weights: list[Tensor]) -> tuple[int, ...]:
-        """What changes whenever torch counts a write into a weight."""
+        """What changes whenever a weight does."""
         try:
-            return tuple([w._version for w in weights])
+            versions = tuple([w._version for w in weights])
         except RuntimeError:  # tensors made in inference mode have none
-            return self._counted(weights)
+            return (self.copies.edition(weights),)
+        probe = self.probe
+        if probe is not None and not probe.same():
+            with self.lock:
+                if self.probe is probe:
+                    self.probe, self.edition = None, self.edition + 1
+        return (*versions, self.edition)
 
     def run(self, inputs: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
         """The outputs, by a plan or without."""
@@ -111,13 +145,6 @@ class Kept:
         except NoPlan:  # no memory for it at this moment
             return without_plan(self.program, inputs, weights)
 
-    def _counted(self, weights: list[Tensor]) -> tuple[int, ...]:
-        """Versions of weights for which torch has none: they are compared with copies."""
-        with self.lock:
-            if not self.copies or not all(map(torch.equal, self.copies, weights)):
-                self.copies, self.edition = [w.clone() for w in weights], self.edition + 1
-            return (self.edition,)
-
     def _made(self, asked: Any, inputs: list[Tensor], weights: list[Tensor]) -> Any:
         """A plan for what is asked, kept; none where there is none or it would not be kept."""
         with self.lock:
@@ -134,8 +161,12 @@ class Kept:
             if len(self.plans) == PLANS:
                 self.plans.pop(next(iter(self.plans)))
                 self.thrown += 1
-            self.plans[asked] = self._planned(inputs, weights)
-            return self.plans[asked]
+            made = self.plans[asked] = self._planned(inputs, weights)
+            if made[0] is not None and self.probe is None:
+                from demask.kernels.probe import Probe  # which needs LLVM
+
+                self.probe = Probe(weights)
+            return made
 
     def _planned(self, inputs: list[Tensor], weights: list[Tensor]) -> Any:
         return planned(self.program, inputs, weights)
@@ -180,7 +211,15 @@ def without_plan(
 
 
 _KEPT: dict[Any, list[Kept]] = {}  # by weights: their memory and how it is read
+_ENDS: dict[Any, list[weakref.finalize]] = {}  # what forgets them
 _NEW = threading.Lock()
+
+
+def _forgotten(who: Any) -> None:
+    """Forget what is kept for weights of which one is gone."""
+    _KEPT.pop(who, None)
+    for end in _ENDS.pop(who, ()):
+        end.detach()
 
 
 def kept(weights: list[Tensor], text: str, kind: type[Kept] = Kept) -> Kept:
@@ -194,10 +233,10 @@ def kept(weights: list[Tensor], text: str, kind: type[Kept] = Kept) -> Kept:
     made = kind(text)
     with _NEW:
         if who not in _KEPT:
-            for w in weights:
-                # A storage is one Python object as long as any tensor uses it.
-                ends = weakref.finalize(w.untyped_storage(), _KEPT.pop, who, None)
-                ends.atexit = False
+            # A storage is one Python object as long as any tensor uses it.
+            _ENDS[who] = [weakref.finalize(w.untyped_storage(), _forgotten, who) for w in weights]
+            for end in _ENDS[who]:
+                end.atexit = False
         _KEPT[who] = [made, *_KEPT.get(who, ())][:PLANS]
     return made
 
