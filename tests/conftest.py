@@ -1,5 +1,6 @@
 """Shared by all tests."""
 
+import gc
 import json
 import sys
 import zipfile
@@ -31,6 +32,10 @@ def pytest_configure(config):
     path, on_worker = config.getoption("--results"), hasattr(config, "workerinput")
     if path and not on_worker:
         config.pluginmanager.register(Results(Path(path)))
+
+
+def pytest_unconfigure():
+    gc.unfreeze()
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k
@@ -91,6 +96,14 @@ def honest(tmp_path_factory):
     torch.export.save(export(Small().eval(), *CALL, shapes), path)
     with zipfile.ZipFile(path) as archive:
         return {name.split("/", 1)[1]: archive.read(name) for name in archive.namelist()}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen():
+    """What earlier modules left in caches is no longer looked at by the garbage collector, which
+    timing calls before each round: export leaves millions of objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
