@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    disable_fake_tensor_cache,
+)
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
@@ -24,11 +30,54 @@ ADVICE = (
 )
 
 
+@dataclass(slots=True)
+class _Values:
+    """Fake values of one mode, by what makes them: passes make the same calls again and again, and
+    running one on sizes that are symbols takes a millisecond.
+
+    shapes: by the id of a fake tensor, the tensor (so that the id stays its own) and its metadata.
+    """
+
+    calls: dict[Hashable, Any] = field(default_factory=dict)
+    shapes: dict[int, tuple[Tensor, Hashable]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, mode: FakeTensorMode) -> _Values:
+        """Those of a mode, which owns them: they live as long as it does."""
+        return vars(mode).setdefault("demask_values", cls())
+
+    def key(self, value: Any) -> Hashable:
+        """What of an argument decides what a call makes. Numbers of different types differ.
+        Raises TypeError for what cannot be compared."""
+        if isinstance(value, Tensor):
+            if id(value) not in self.shapes:
+                self.shapes[id(value)] = (value, _metadata(value))
+            return self.shapes[id(value)][1]
+        if isinstance(value, (list, tuple)):
+            return tuple(map(self.key, value))
+        if isinstance(value, dict):
+            return tuple((name, self.key(item)) for name, item in value.items())
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return (type(value), value.node.expr)
+        hash(value)
+        return (type(value), value)
+
+
+def _metadata(value: Tensor) -> Hashable:
+    """Type, sizes, strides, offset, dtype, device and flags of a tensor, fake or real."""
+    sizes = (*value.shape, *value.stride(), value.storage_offset())
+    numbers = tuple(n if isinstance(n, int) else n.node.expr for n in sizes)
+    return (type(value), value.ndim, numbers, value.dtype, value.device, value.requires_grad,
+            value.is_conj(), value.is_neg())  # fmt: skip
+
+
 class Builder:
-    """Appends calls to a graph; each gets meta["val"] by a run on its operands' fake values."""
+    """Appends calls to a graph; each gets meta["val"] by a run on its operands' fake values, shared
+    with equal calls: its metadata counts, not its memory."""
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode):
         self.graph, self.mode = graph, mode
+        self.values = _Values.of(mode)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A call of `target`; operands may be nodes, numbers, lists of both."""
@@ -42,31 +91,68 @@ class Builder:
         """A call known to make a dense tensor of a shape, of the dtype of its operand `like`: told
         so, where a run on fake values would take sums over symbols to find it."""
         value = like.meta["val"]
-        if not value.is_contiguous():
+        if not self._is_contiguous(value):
             return self.call(target, *args, **kwargs)
         node = self.graph.call_function(target, tuple(args), kwargs)
         same = len(shape) == value.ndim and all(map(same_size, shape, value.shape))
-        with self.mode, torch.no_grad():
-            node.meta["val"] = value if same else value.new_empty(shape)
+        node.meta["val"] = value if same else self._dense(shape, value)
         return node
+
+    def _is_contiguous(self, value: Tensor) -> bool:
+        key = ("is_contiguous", self.values.key(value))
+        if key not in self.values.calls:
+            self.values.calls[key] = value.is_contiguous()
+        return self.values.calls[key]
+
+    def _dense(self, shape: Any, like: Tensor) -> Tensor:
+        """A dense fake tensor of a shape."""
+        key = (self.values.key(tuple(shape)), like.dtype, like.device)
+        if key not in self.values.calls:
+            with self.mode, torch.no_grad():
+                self.values.calls[key] = like.new_empty(shape)
+        return self.values.calls[key]
 
     def value(self, node: fx.Node) -> None:
         """Give a call_function node its fake value."""
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        try:
+            key = (node.target, self.values.key(args), self.values.key(kwargs))
+        except TypeError:
+            node.meta["val"] = self.run(node, args, kwargs)
+            return
+        if key not in self.values.calls or _is_unique(node.target):
+            self.values.calls[key] = self.run(node, args, kwargs)
+        node.meta["val"] = self.values.calls[key]
+
+    def run(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        """What a call makes of fake operands, in memory of its own or in theirs."""
         env = self.mode.shape_env
         # Asking a dynamic size a question (is it 2?) must not make the answer true of it.
         unasked = env.suppress_guards() if env is not None else contextlib.nullcontext()
         shaped = shapes_only() if str(node.target) in GATES else contextlib.nullcontext()
-        with self.mode, unasked, shaped, enable_python_dispatcher(), torch.no_grad():
+        # torch's own cache makes each value twice, and this class keeps them itself.
+        cacheless = disable_fake_tensor_cache(self.mode)
+        with self.mode, unasked, shaped, cacheless, enable_python_dispatcher(), torch.no_grad():
             try:
-                node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+                return node.target(*args, **kwargs)  # type: ignore[operator]
             except GuardOnDataDependentSymNode as error:
                 first = str(error).strip().splitlines()[0]
                 raise NotExportable(f"{node.target}: {first}", node.name, ADVICE) from error
 
     def fake(self, tensor: Tensor) -> Tensor:
-        """The fake twin of a real tensor, all sizes static."""
-        return self.mode.from_tensor(tensor, static_shapes=True)
+        """A fake tensor like a real one, all sizes static."""
+        if tensor.layout is not torch.strided:
+            return self.mode.from_tensor(tensor, static_shapes=True)
+        key = _metadata(tensor)
+        if key not in self.values.calls:
+            self.values.calls[key] = self.mode.from_tensor(tensor, static_shapes=True)
+        return self.values.calls[key]
+
+
+def _is_unique(target: Any) -> bool:
+    """Does every call make sizes of its own, which values decide?"""
+    tags = getattr(target, "tags", ())
+    return torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
 
 
 def mode_of(graph: fx.Graph) -> FakeTensorMode:

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from demask.graph.build import mode_of
+from demask.graph.build import Builder, mode_of
 from demask.graph.program import Constant, Program, copied
 
 _RAW = re.compile(
@@ -34,14 +34,14 @@ def folded(program: Program) -> Program:
     frontier = _frontier(graph, values)
     constants = {str(n.target): program.constants[str(n.target)] for n in graph.nodes
                  if n.op == "get_attr" and _outlives(n, values)}  # fmt: skip
-    mode, made = mode_of(graph), {}
+    build, made = Builder(graph, mode_of(graph)), {}
     for node in frontier:
         constant = _constant(node, values[node], program, constants)
         constants[constant.name] = made[node] = constant
     for node, constant in made.items():
         with graph.inserting_before(node):
             read = graph.create_node("get_attr", constant.name)
-        read.meta = {"val": mode.from_tensor(constant.tensor, static_shapes=True)}
+        read.meta = {"val": build.fake(constant.tensor)}
         node.replace_all_uses_with(read)
     drop_unread(graph)
     for node in graph.nodes:

@@ -103,15 +103,10 @@ def _is_part_of_view(node: fx.Node) -> bool:
 
 def _shares_memory(node: fx.Node) -> bool:
     """Does a call that may copy (reshape of a transposed tensor) look into its operand's memory?"""
-    build = Builder(fx.Graph(), node.args[0].meta["val"].fake_mode)  # type: ignore[union-attr]
-    env: dict[fx.Node, fx.Node] = {}
-    for source in node.all_input_nodes:
-        env[source] = build.graph.placeholder(source.name)
-        env[source].meta["val"] = source.meta["val"]
-    copied_node = build.graph.node_copy(node, env.__getitem__)
-    build.value(copied_node)
-    before = node.args[0].meta["val"].untyped_storage()  # type: ignore[union-attr]
-    return copied_node.meta["val"].untyped_storage()._cdata == before._cdata
+    operand = node.args[0].meta["val"]  # type: ignore[union-attr]
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    made = Builder(fx.Graph(), operand.fake_mode).run(node, args, kwargs)
+    return made.untyped_storage()._cdata == operand.untyped_storage()._cdata
 
 
 class _Walk:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import Tensor, fx
 
@@ -18,7 +19,7 @@ MAX_AXIS = 2**28  # positions of an axis: facts and placements take memory for e
 _BOUNDED = ("sum", "mean", "max", "min", "softmax")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Relation:
     """How one call's outputs depend on its operands.
 
@@ -42,7 +43,7 @@ class Relation:
     def letters(self, axes: Axes) -> frozenset[str]:
         return frozenset(letter for axis in axes for letter in axis)
 
-    @property
+    @cached_property
     def contracted(self) -> frozenset[str]:
         """Letters of products that are summed over: in two operands or more, in no output."""
         made = self.letters(tuple(axis for axes in self.outs for axis in axes))
@@ -52,7 +53,7 @@ class Relation:
                 counts[letter] = counts.get(letter, 0) + 1
         return frozenset(letter for letter, count in counts.items() if count > 1)
 
-    @property
+    @cached_property
     def factors(self) -> tuple[int, ...]:
         """The operands that are multiplied and summed; the others are added to the sum.
 
@@ -163,7 +164,7 @@ def _present(line: Line, node: fx.Node, which: tuple[Operand, ...]) -> list[Axes
     if any(operand.index is not None for operand in which) or len(line.ins) == len(which):
         return list(line.ins)
     found = schema.arguments(node)
-    names = [a.name for a in node.target._schema.arguments if "Tensor" in str(a.type)]  # type: ignore[union-attr]
+    names = [argument.name for argument in schema.signature(node.target) if argument.tensors]
     return [axes for name, axes in zip(names, line.ins, strict=False) if found[name] is not None]
 
 

@@ -18,6 +18,7 @@ one axis, under another name: "^h" is "h^".
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 
@@ -43,6 +44,7 @@ class Line:
     back: frozenset[str] = frozenset()
 
 
+@functools.lru_cache(maxsize=4096)
 def parse(text: str) -> Line:
     """The line that `text` spells.
 

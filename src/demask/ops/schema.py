@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,27 @@ import torch
 from torch import fx
 
 Size = int | None  # None: dynamic
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One argument of an op's schema. tensors: whether it takes tensors, one or a list."""
+
+    name: str
+    kwarg_only: bool
+    tensors: bool
+    has_default: bool
+    default: Any
+
+
+@functools.cache
+def signature(target: Any) -> tuple[Argument, ...]:
+    """The arguments of an op; torch makes its own objects anew at every look."""
+    return tuple(
+        Argument(a.name, a.kwarg_only, "Tensor" in str(a.type), a.has_default_value(),
+                 a.default_value)
+        for a in target._schema.arguments
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,24 +47,25 @@ class Operand:
 def arguments(node: fx.Node) -> dict[str, Any]:
     """Every argument of a call by its schema name, defaults filled in."""
     found: dict[str, Any] = {}
-    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+    for position, argument in enumerate(signature(node.target)):
         if position < len(node.args) and not argument.kwarg_only:
             found[argument.name] = node.args[position]
         elif argument.name in node.kwargs:
             found[argument.name] = node.kwargs[argument.name]
         else:
-            found[argument.name] = argument.default_value
+            default = argument.default
+            found[argument.name] = list(default) if isinstance(default, list) else default
     return found
 
 
 def call(target: Any, found: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments that spell `found` for an op, trailing defaults left out."""
     args, kwargs = [], {}
-    for argument in target._schema.arguments:
+    for argument in signature(target):
         value = found[argument.name]
         if not argument.kwarg_only:
-            args.append((value, argument.has_default_value() and value == argument.default_value))
-        elif not (argument.has_default_value() and value == argument.default_value):
+            args.append((value, argument.has_default and value == argument.default))
+        elif not (argument.has_default and value == argument.default):
             kwargs[argument.name] = value
     while args and args[-1][1]:
         args.pop()
@@ -54,9 +77,9 @@ def operands(node: fx.Node, skip: tuple[str, ...] = ()) -> tuple[Operand, ...]:
     `skip`, are left out."""
     found = arguments(node)
     result: list[Operand] = []
-    for argument in node.target._schema.arguments:  # type: ignore[union-attr]
-        kind, value = str(argument.type), found[argument.name]
-        if value is None or "Tensor" not in kind or argument.name in skip:
+    for argument in signature(node.target):
+        value = found[argument.name]
+        if value is None or not argument.tensors or argument.name in skip:
             continue
         if isinstance(value, (list, tuple)):
             result += [Operand(argument.name, k, v) for k, v in enumerate(value) if v is not None]

@@ -27,6 +27,7 @@ class Pool:
         self.build, self.source = build, constants
         self.constants: dict[str, Constant] = {}
         self.cuts: dict[str, Cut] = {}
+        self._modules: set[str] = set()  # paths that names of constants begin with
         self._reads: dict[str, fx.Node] = {}
         self._cut: dict[Any, str] = {}
         self._index: dict[tuple[int, ...], fx.Node] = {}
@@ -61,12 +62,17 @@ class Pool:
         """Store a constant under its name, or the next free one like it; returns the name. One made
         twice alike, for two calls of one module, is stored once."""
         name, k = constant.name, 1
-        while name in self.constants or any(is_nested(name, other) for other in self.constants):
+        while name in self.constants or name in self._modules or self._is_inside(name):
             if name in self.constants and _alike(self.constants[name], constant):
                 return name
             name, k = f"{constant.name}_{k}", k + 1
         self.constants[name] = replace(constant, name=name)
+        self._modules.update(_above(name))
         return name
+
+    def _is_inside(self, name: str) -> bool:
+        """Would a name be an attribute inside another's tensor?"""
+        return any(path in self.constants for path in _above(name))
 
     def constant(self, tensor: Tensor, name: str) -> fx.Node:
         """A buffer of the new graph."""
@@ -184,6 +190,11 @@ def _alike(a: Constant, b: Constant) -> bool:
     ) or a.tensor.dtype != b.tensor.dtype:
         return False
     return a.tensor.shape == b.tensor.shape and torch.equal(a.tensor, b.tensor)
+
+
+def _above(name: str) -> list[str]:
+    """The modules that a name is inside of: "a" and "a.b" of "a.b.weight"."""
+    return [name[:k] for k, letter in enumerate(name) if letter == "."]
 
 
 def is_nested(a: str, b: str) -> bool:

@@ -388,8 +388,9 @@ def _move(walk: Rewriter, relation: Relation, out: int) -> None:
             k for k, a in enumerate(relation.ins[0]) if any(x.startswith(f"{base}<") for x in a)
         )
         wanted: Positions = layout[axes[base]] if base in axes else None
-        rows = list(range(len(move.source))) if wanted is None else list(wanted)
-        real = [int(move.position[r]) for r in rows if int(move.source[r]) >= 0]
+        sources, positions = move.source.tolist(), move.position.tolist()
+        rows = list(range(len(sources))) if wanted is None else list(wanted)
+        real = [positions[r] for r in rows if sources[r] >= 0]
         size = _value(operand).shape[source]
         # A constant is stored once, however often its entries are read.
         stored = sorted(set(real)) if operand.op == "get_attr" and len(real) > size else real
@@ -421,10 +422,12 @@ def _is_gone(relation: Relation, out: int, axis: tuple[str, ...]) -> bool:
 
 def _pad_back(walk: Rewriter, made: fx.Node, axis: int, rows: list[int], move: Any) -> fx.Node:
     """Padded positions that are kept all the same (an axis of several cells) are put back."""
-    padded = [k for k, r in enumerate(rows) if int(move.source[r]) < 0]
+    sources = move.source.tolist()
+    padded = [k for k, r in enumerate(rows) if sources[r] < 0]
     if not padded:
         return made
-    real = [k for k in range(len(rows)) if k not in set(padded)]
+    gone = set(padded)
+    real = [k for k in range(len(rows)) if k not in gone]
     return walk.adapter.scattered(made, axis, tuple(real), len(rows), move.value)
 
 
@@ -433,21 +436,21 @@ def _gathered_from(walk: Rewriter, relation: Relation, out: int, layout: Layout)
     positions are wanted are gone."""
     ((base, move),) = relation.moves[out].items()
     axis = next(k for k, base_ in _moved_axes(relation, out) if base_ == base)
-    wanted = layout[axis]
-    rows = list(range(len(move.source))) if wanted is None else list(wanted)
+    wanted, sources, positions = layout[axis], move.source.tolist(), move.position.tolist()
+    rows = list(range(len(sources))) if wanted is None else list(wanted)
     pieces, order = [], []
     for k, operand in enumerate(relation.operands):
-        mine = [r for r in rows if int(move.source[r]) == k]
+        mine = [r for r in rows if sources[r] == k]
         if not mine:
             continue
         want = list(walk.placement.slot[relation.node, k])
         size = _value(operand.value).shape[axis]
-        want[axis] = whole([int(move.position[r]) for r in mine], size)
+        want[axis] = whole([positions[r] for r in mine], size)
         pieces.append(walk.adapter.adapt(operand.value, tuple(want)))
         order += mine
     made = pieces[0] if len(pieces) == 1 else walk.build.call(aten.cat.default, pieces, axis)
     final = list(layout)
-    final[axis] = whole(order, len(move.source))
+    final[axis] = whole(order, len(sources))
     walk.keep(relation.node, out, made, tuple(final))
 
 
