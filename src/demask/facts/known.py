@@ -139,7 +139,7 @@ def forward(relation: Relation, facts: Facts) -> list[Fact | None]:
     inputs, count = operand_facts(relation, facts), len(relation.outs)
     entry = relation.entry
     if entry.free:
-        return [_free(relation)] * count
+        return [created(relation)] * count
     if relation.moved:
         return [moved(relation, k, inputs) for k in range(count)]
     if entry.fill == "none" or not any(bool(fact.known.any()) for fact in inputs):
@@ -196,8 +196,8 @@ def _same(relation: Relation, fact: Fact) -> Fact | None:
     return _project(relation, found)
 
 
-def _free(relation: Relation) -> Fact | None:
-    """Created tensors: run with every size 1, and the same all along."""
+def created(relation: Relation) -> Fact | None:
+    """Created tensors: run with every size 1, and the same all along; infinite ones too."""
     rank = len(relation.outs[0])
     found = schema.arguments(relation.node)
     if "size" in found:
@@ -270,8 +270,7 @@ def _value(relation: Relation, inputs: list[Fact], found: dict[str, Any]) -> Ten
         if math.prod(shape) > MAX_FILL:
             return None
         # Whole numbers may divide, and nothing divides by zero.
-        divides = not (fact.fill.is_floating_point() or fact.fill.is_complex())
-        fill = torch.where(fact.known, fact.fill, fact.fill.new_ones(())) if divides else fact.fill
+        fill = torch.where(fact.known, fact.fill, fact.fill.new_ones(()))
         values.append(fill.expand(shape).contiguous())
     result = _call(relation.node, schema.replaced(found, relation.operands, values))
     if result is None:
@@ -301,10 +300,12 @@ def _run_sizes(relation: Relation, inputs: list[Fact]) -> tuple[dict[str, int], 
 
 
 def _zeroed(relation: Relation, wide: list[Fact], fact: Fact | None) -> Fact | None:
-    """0 · x is 0."""
+    """0 · x is 0, but for a number x that is known and not finite."""
     which = {"": [], "any": wide, "first": wide[:1]}[relation.entry.zero]
     for factor in which:
         zero = factor.zero
+        if fact is not None and fact.fill.is_floating_point():
+            zero = zero & ~(fact.known & ~torch.isfinite(fact.fill))
         if not bool(zero.any()):
             continue
         if fact is None:

@@ -137,7 +137,7 @@ def _full_from(node: fx.Node) -> str:
 
 
 def _size(node: fx.Node, made: Any) -> dict[str, Any]:
-    return {"size": made}
+    return {"size": made[0]}
 
 
 def _created() -> list[tuple[str, Entry]]:

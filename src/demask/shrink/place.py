@@ -196,7 +196,7 @@ class Placer:
         for k in outs:
             self.value[node, k] = self._axes(relation.outs[k], made, relation, flat or norm)
         for k, operand in enumerate(relation.operands):
-            if isinstance(operand.value, fx.Node):
+            if isinstance(operand.value, fx.Node) and not relation.entry.free:
                 axes = self._axes(relation.ins[k], letters, relation, flat)
                 self.slot[node, k] = axes
                 self._contract(relation, k, axes)

@@ -96,17 +96,25 @@ class Pool:
     def value(self, tensor: Tensor, name: str) -> fx.Node:
         """A known tensor: a number where it is one value (no weight is stored), else a buffer."""
         flat = tensor.reshape(-1)
-        inputs = [n for n in self.build.graph.find_nodes(op="placeholder")
-                  if isinstance(n.meta.get("val"), Tensor)]  # fmt: skip
-        if not inputs or not len(flat) or not bool((flat == flat[0]).all()):
+        if not self._inputs() or not len(flat) or not bool((flat == flat[0]).all()):
             return self.constant(tensor, name)
         key = (flat[0].item(), tensor.dtype)
         if key not in self._numbers:
             # Without axes, so that it never decides the dtype of what it is computed with.
-            self._numbers[key] = self.build.call(
-                torch.ops.aten.new_full.default, inputs[0], [], key[0], dtype=key[1]
-            )
+            self._numbers[key] = self.full([], flat[0])
         return self._numbers[key]
+
+    def _inputs(self) -> list[fx.Node]:
+        placeholders = self.build.graph.find_nodes(op="placeholder")
+        return [n for n in placeholders if isinstance(n.meta.get("val"), Tensor)]
+
+    def full(self, sizes: Sequence[Any], number: Tensor) -> fx.Node:
+        """One number all over, on the device of the inputs if there are any."""
+        value, aten = number.item(), torch.ops.aten
+        if inputs := self._inputs():
+            args: Any = (inputs[0], list(sizes), value)
+            return self.build.call(aten.new_full.default, *args, dtype=number.dtype)
+        return self.build.call(aten.full.default, list(sizes), value, dtype=number.dtype)
 
     def ones(self, sizes: Sequence[Any], like: fx.Node) -> fx.Node:
         """A tensor of ones, made at each call; of the dtype and on the device that `like`, a

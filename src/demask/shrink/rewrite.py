@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from demask.facts.known import Facts, Relations, key_of
+from demask.facts.known import Facts, Relations, created, key_of
 from demask.facts.masks import along
 from demask.facts.needed import Needs
 from demask.graph.build import Builder, mode_of
@@ -99,6 +99,8 @@ class Rewriter:
         relation = self.relations[node]
         if isinstance(relation, Declined):
             self._barrier(node, relation, live)
+        elif relation.entry.free:
+            emit_created(self, relation)
         elif relation.moved:
             emit_move(self, relation, live)
         elif relation.entry.fill == "sum":
@@ -304,6 +306,20 @@ def emit_plain(walk: Rewriter, relation: Relation, live: list[int]) -> None:
     values = [walk.operand(relation, k) for k in range(len(relation.operands))]
     args, kwargs = walk.arguments(relation, values, filled)
     walk.finish(node, node.target, args, kwargs, layouts)
+
+
+def emit_created(walk: Rewriter, relation: Relation) -> None:
+    """What a call makes of no value, and is not known, since it is not finite: a number all over,
+    made without the operand whose shape it had."""
+    node, layout = relation.node, walk.placement.value[relation.node, 0]
+    fact = created(relation)
+    if fact is None:
+        args, kwargs = walk.argument(node.args), walk.argument(node.kwargs)
+        walk.finish(node, node.target, args, kwargs, None)
+        return
+    made = walk.pool.full(walk.sizes(node, 0, layout), fact.fill)
+    made.meta = {**node.meta, **made.meta}
+    walk.keep(node, 0, made, layout)
 
 
 def _within(want: Positions, have: Positions, size: Any) -> Positions:
