@@ -8,12 +8,14 @@ through its views, and later readers of that tensor, or of any view of it, read 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import sympy
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 
 from demask.errors import NotExportable
@@ -33,15 +35,42 @@ def functionalized(program: Program) -> Program:
     """The same program without in-place ops. Raises NotExportable for writes that outlive the call
     (into parameters, buffers) or go through a view that cannot be written back."""
     if not any(_writes(node) for node in program.graph.nodes):
-        return program
+        return _laid_out(program)
+    graph = _pieces(program)
+    guards = _one_layout(graph)
     walk = _Walk(mode_of(program.graph))
-    for node in _pieces(program).nodes:
+    for node in graph.nodes:
         walk.visit(node)
     written = [node.target for node in walk.version if node.op == "placeholder"]
     notes = tuple(
         f"the model writes into its input {name}; the result leaves it alone" for name in written
     )
-    return replace(program, graph=walk.build.graph, notes=(*program.notes, *notes))
+    guards = tuple(dict.fromkeys((*program.guards, *guards)))
+    notes = (*program.notes, *notes)
+    made = replace(program, graph=walk.build.graph, notes=notes, guards=guards)
+    return _laid_out(made)
+
+
+def _laid_out(program: Program) -> Program:
+    """The program in which `as_strided`, which reads memory as it is laid out, reads a copy that is
+    laid out as the model's tensor is. Raises NotExportable for one that is not row-major."""
+    if not any(node.target is aten.as_strided.default for node in program.graph.nodes):
+        return program
+    graph, _ = copied(program)
+    build = Builder(graph, mode_of(graph))
+    for node in graph.find_nodes(op="call_function", target=aten.as_strided.default):
+        x: Any = node.args[0]
+        straight = _sized(x.meta["val"], _symbols(node)).is_contiguous()
+        if not straight or x.meta["val"].storage_offset() != 0:
+            raise NotExportable(
+                "as_strided of a tensor that is not contiguous",
+                _where(node),
+                "use x.contiguous().as_strided(...), unfold or indexing",
+            )
+        with graph.inserting_before(node):
+            copy = build.call(aten.clone.default, x, memory_format=torch.contiguous_format)
+        node.replace_input_with(x, copy)
+    return program.with_graph(graph, program.constants)
 
 
 def _pieces(program: Program) -> fx.Graph:
@@ -89,7 +118,7 @@ def _is_view(node: fx.Node) -> bool:
         return True
     returns = node.target._schema.returns  # type: ignore[union-attr]
     aliased = bool(returns) and returns[0].alias_info is not None
-    return aliased and (_base_name(node) not in _PERHAPS or _shares_memory(node))
+    return aliased and (_base_name(node) not in _PERHAPS or bool(_shares_memory(node)))
 
 
 def _is_part_of_view(node: fx.Node) -> bool:
@@ -101,12 +130,79 @@ def _is_part_of_view(node: fx.Node) -> bool:
     return returns[min(int(node.args[1]), len(returns) - 1)].alias_info is not None  # type: ignore[arg-type]
 
 
-def _shares_memory(node: fx.Node) -> bool:
-    """Does a call that may copy (reshape of a transposed tensor) look into its operand's memory?"""
-    operand = node.args[0].meta["val"]  # type: ignore[union-attr]
-    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    made = Builder(fx.Graph(), operand.fake_mode).run(node, args, kwargs)
+def _shares_memory(node: fx.Node, sizes: Mapping[sympy.Symbol, int] | None = None) -> bool | None:
+    """Does a call that may copy (reshape of a transposed tensor) look into its operand's memory?
+    sizes: at which dynamic sizes; left out, at those of the example. None: there is no such call.
+    """
+    at = _symbols(node) | dict(sizes or {})
+    with FakeTensorMode():
+        values = {n: _sized(n.meta["val"], at) for n in node.all_input_nodes}
+        args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+        try:
+            made = node.target(*args, **kwargs)  # type: ignore[operator]
+        except RuntimeError:
+            return None
+    operand = values[node.args[0]]  # type: ignore[index]
     return made.untyped_storage()._cdata == operand.untyped_storage()._cdata
+
+
+def _sized(value: Any, at: Mapping[sympy.Symbol, int]) -> Any:
+    """A fake value with numbers for its dynamic sizes and strides."""
+    if not isinstance(value, Tensor):
+        return _number(value, at)
+    sizes, strides = ([_number(n, at) for n in ns] for ns in (value.shape, value.stride()))
+    return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+
+
+def _number(size: Any, at: Mapping[sympy.Symbol, int]) -> Any:
+    """What an expression of sizes is at some sizes."""
+    return int(size.node.expr.subs(at)) if isinstance(size, torch.SymInt) else size
+
+
+def _symbols(node: fx.Node) -> dict[sympy.Symbol, int]:
+    """The dynamic sizes that what a call reads depends on, and what they are in the example."""
+    found: dict[sympy.Symbol, int] = {}
+    for source in node.all_input_nodes:
+        value = source.meta["val"]
+        sizes = (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,)
+        for size in sizes:
+            if isinstance(size, torch.SymInt):
+                known = size.node.shape_env.backed_var_to_val
+                found |= {s: int(known.get(s, 2)) for s in size.node.expr.free_symbols}
+    return found
+
+
+def _one_layout(graph: fx.Graph) -> tuple[str, ...]:
+    """What sizes must be for the views that a write reaches to be views as in the example (a
+    transposed tensor flattened is one for a single image only). Raises NotExportable where more
+    than a size of 1 decides."""
+    parent = {
+        node: node.all_input_nodes[0]
+        for node in graph.nodes
+        if node.all_input_nodes and (_is_view(node) or _base_name(node) in _PERHAPS)
+    }
+
+    def root(node: fx.Node) -> fx.Node:
+        while node in parent:
+            node = parent[node]
+        return node
+
+    written = {root(node.all_input_nodes[0]) for node in graph.nodes if _writes(node)}
+    guards: dict[str, None] = {}
+    for node in parent:
+        if _base_name(node) not in _PERHAPS or root(node) not in written:
+            continue
+        shares = _shares_memory(node)
+        for symbol, hint in _symbols(node).items():
+            if any(_shares_memory(node, {symbol: n}) not in (shares, None) for n in (2, hint + 1)):
+                raise NotExportable(
+                    f"a write that reaches {node.target}, which copies for some sizes only",
+                    _where(node),
+                    "clone the tensor before it is written, or give this size as a static one",
+                )
+            if _shares_memory(node, {symbol: 1}) not in (shares, None):
+                guards[f"{symbol} >= 2"] = None
+    return tuple(guards)
 
 
 class _Walk:

@@ -1,0 +1,89 @@
+"""Writes through calls that are views for some sizes and copies for others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import demask
+from demask.errors import NotExportable
+from demask.graph import functional
+from test_micro import difference
+
+
+def turned(y: Tensor) -> Tensor:
+    return y.transpose(0, 1)
+
+
+WRITES: dict[str, Callable[[Tensor], Tensor]] = {
+    "flatten": lambda y: turned(y).flatten(1)[:, ::2].zero_(),
+    "reshape": lambda y: turned(y).reshape(y.shape[1], -1)[:, ::2].zero_(),
+    "contiguous": lambda y: turned(y).contiguous()[:, ::2].zero_(),
+    "memory format": lambda y: (
+        turned(y)[..., None].contiguous(memory_format=torch.channels_last)[:, ::2].zero_()
+    ),
+    "same dtype": lambda y: turned(y).to(y.dtype)[:, ::2].zero_(),
+    "view": lambda y: y.view(y.shape[0], -1)[:, ::2].zero_(),
+    "expand": lambda y: y[:, :1].expand(-1, 8, -1).clone()[:, ::2].zero_(),
+}
+
+
+class Written(nn.Module):
+    """A linear layer over [positions, batch, features], then a write through some view of it."""
+
+    def __init__(self, write: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.write = nn.Linear(6, 6).double(), write
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x.transpose(0, 1))
+        self.write(y)
+        return y + 1
+
+
+def errors(name: str) -> list[float]:
+    """How far off the result is at each batch that it does not refuse."""
+    net, found = Written(WRITES[name]).eval(), []
+    slim = demask.demask(net, (torch.randn(3, 8, 6).double(),))
+    for batch in (3, 2, 1):
+        x = torch.randn(batch, 8, 6).double()
+        try:
+            made = slim(x)
+        except ValueError as error:
+            assert ">= 2" in str(error)
+            assert batch == 1
+        else:
+            found.append(difference(net(x), made))
+    return found
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_through_what_may_copy(name):
+    assert max(errors(name)) <= 1e-10
+
+
+def test_a_view_of_one_image_that_is_baked_in_is_noticed(monkeypatch):
+    assert len(errors("flatten")) == 2
+    monkeypatch.setattr(functional, "_one_layout", lambda graph: ())
+    assert max(errors("flatten")) > 1e-10
+
+
+class Strided(nn.Module):
+    def __init__(self, order: tuple[int, int]) -> None:
+        super().__init__()
+        self.layer, self.order = nn.Linear(6, 6), order
+        self.layer.weight.data[:3] = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).transpose(*self.order).as_strided((5, 2), (3, 1))
+
+
+def test_as_strided_reads_memory_as_the_model_lays_it_out():
+    x = torch.randn(4, 6)
+    net = Strided((0, 0))
+    assert difference(net(x), demask.demask(net, (x,))(x)) <= 1e-6
+    with pytest.raises(NotExportable, match="as_strided"):
+        demask.demask(Strided((0, 1)), (x,))
