@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from demask.failures import set_strict
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 KEY = ("suite", "network", "mask")  # of a result
@@ -29,6 +31,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    set_strict(True)  # what fails inside is seen here, where users get a network and a reason
     path, on_worker = config.getoption("--results"), hasattr(config, "workerinput")
     if path and not on_worker:
         config.pluginmanager.register(Results(Path(path)))

@@ -54,6 +54,47 @@ def test_an_expression_that_became_a_number_is_checked() -> None:
             module(torch.randn(1, 3, 20, 20).double())
 
 
+class ByShape(nn.Module):
+    """A branch that the sizes of an image decide."""
+
+    def __init__(self, condition) -> None:
+        super().__init__()
+        self.condition = condition
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu() if self.condition(x.shape[2], x.shape[3]) else x * 2
+
+
+CONDITIONS = [
+    (lambda h, w: h % 2, (25, 8), (27, 9), (24, 8)),
+    (lambda h, w: h * 1.5 > 30, (24, 8), (40, 9), (20, 8)),
+    (lambda h, w: h > w, (24, 8), (9, 8), (8, 9)),
+    (lambda h, w: int(h / 3) == 8, (25, 8), (24, 20), (23, 8)),
+    (lambda h, w: h == w or not h % 7, (14, 8), (14, 20), (9, 8)),
+    (lambda h, w: h**0.5 // 1 == 5, (26, 8), (26, 20), (9, 8)),
+]
+
+
+@pytest.mark.parametrize(("condition", "example", "same", "other"), CONDITIONS)
+def test_a_branch_is_never_taken_for_sizes_that_take_the_other(condition, example, same, other):
+    model = ByShape(condition)
+    slim = demask.demask(model, (torch.randn(2, 3, *example),), dynamic_shapes="all")
+    x = torch.randn(1, 3, *same)
+    assert torch.equal(slim(x), model(x))
+    with pytest.raises(ValueError, match="demask an example like yours"):
+        slim(torch.randn(1, 3, *other))
+
+
+def test_one_tensor_for_two_inputs_is_two() -> None:
+    class Product(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return x * y.relu()
+
+    x, y = torch.randn(2, 3), torch.randn(2, 3)
+    slim = demask.demask(Product(), (x, x))
+    assert torch.equal(slim(x, y), x * y.relu())
+
+
 class Optional(nn.Module):
     def __init__(self) -> None:
         super().__init__()

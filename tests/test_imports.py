@@ -19,6 +19,7 @@ from demask.ops import own
 # Top to bottom; parts of one row do not import each other, but for those named in PEERS.
 LAYOUT = (
     ("errors",),
+    ("failures", "numerics"),
     ("ops",),
     ("graph",),
     ("facts",),

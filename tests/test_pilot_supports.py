@@ -84,7 +84,7 @@ class Network:
         with torch.no_grad():
             for p in model.parameters() if whole else ():
                 p.copy_(torch.randint(-2, 3, p.shape).double())
-        return simplified(given(model, (x,), None, None)), x
+        return simplified(given(model, (x,), None, None), TABLE), x
 
 
 NETWORKS = (
@@ -187,7 +187,7 @@ def test_masked_is_the_mask_by_hand():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).double().eval()
     x = torch.randn(5, 4, dtype=torch.float64)
-    program = simplified(given(net, (x,), None, None))
+    program = simplified(given(net, (x,), None, None), TABLE)
     made = built(program, by_name(program, (("relu", 1),)), ["vector"])
     index = torch.tensor([4, 1])
     hidden = fill_of("vector", torch.empty(5, 6), 1, 0).expand(5, 6).clone()
@@ -232,7 +232,7 @@ def check_op(name: str, number: int, case, seed: int) -> None:
     """Any two values of an op's law module picked along any axes."""
     chance = random.Random(f"{name} {number} {seed}")
     module = LawModule(target_of(name), case, seed)
-    program = simplified(given(module, module.inputs(0), None, None))
+    program = simplified(given(module, module.inputs(0), None, None), TABLE)
     places = {}
     for node in program.graph.nodes:
         value = node.meta.get("val")
@@ -256,7 +256,7 @@ def test_the_law_finds_a_wrong_letter(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(planning, "carried", lambda r: right(r) | (r.window & r.letters(r.outs[0])))
     net = nn.Sequential(nn.ReLU(), nn.AvgPool1d(3, 1, 1), nn.ReLU()).double()
     x = torch.randn(2, 4, 9, dtype=torch.float64)
-    program = simplified(given(net, (x,), None, None))
+    program = simplified(given(net, (x,), None, None), TABLE)
     with pytest.raises((AssertionError, RuntimeError, IndexError, ValueError)):
         made = built(program, by_name(program, (("relu_1", 2),)), ["zero"])
         index = made.indices(0.4, 0)

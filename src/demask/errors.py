@@ -41,3 +41,25 @@ class NotExportable(DemaskError):
             f"cannot capture this model: {op}\n  at: {where}\n  what to change: {advice}"
         )
         self.op, self.where, self.advice = op, where, advice
+
+
+class CaptureDiffers(NotExportable):
+    """The graph that torch.export captured does not compute what the model does."""
+
+
+class FileError(DemaskError, OSError):
+    """A file cannot be read or written: a missing folder, no rights, a full disk."""
+
+
+class InternalError(DemaskError, RuntimeError):
+    """Something failed that should not have: a defect of demask.
+
+    where: the public function. reason: what was raised inside; it is also the exception's cause.
+    """
+
+    def __init__(self, where: str, reason: str):
+        super().__init__(
+            f"{where}() failed inside: {reason}. Nothing was changed. Please report it, with the "
+            "traceback above and, if you can, the code of the network"
+        )
+        self.where, self.reason = where, reason

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
-from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 from demask.errors import DemaskError, Mismatch
@@ -21,12 +19,17 @@ from demask.graph.examples import examples, like
 from demask.graph.fold import folded
 from demask.graph.functional import functionalized
 from demask.graph.result import Demasked, build_plain
+from demask.numerics import (
+    RELATIVE,
+    ULPS,
+    in_units,
+    names_narrow,
+    narrowed,
+    sizes_and_gap,
+    to_double,
+    widen,
+)
 from demask.shrink import demask
-
-RELATIVE = 1e-10  # max |a - b| / max |a| in float64
-ULPS = 64.0  # of max |a|, in the model's own dtype
-_NARROW = (torch.float16, torch.bfloat16, torch.float32)
-_CREATES = re.compile(r"aten\.(new_|full|zeros|ones|arange|empty|scalar_tensor|linspace)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +85,11 @@ def verify(
     args, kwargs = examples((slim, model), args, dict(kwargs or {}))
     left, right, allowed = _doubles(model, slim, args, kwargs)
     pairs = [(left, right), _own(model, slim)]
-    narrow = _narrowed(slim)
+    narrow = narrowed(slim)
     found = _Found(allowed)
     for seed, batch, inputs in _draws(model, slim, args, kwargs):
         for wide, (a, b) in zip((True, False), pairs, strict=True):
-            given = pytree.tree_map(_to_double, inputs) if wide else inputs
+            given = pytree.tree_map(to_double, inputs) if wide else inputs
             found.compare(a, b, given, wide, narrow, f"draw {seed}, batch {batch}")
     result = found.result(
         str(_dtype(model, slim)).removeprefix("torch."), tuple(name for name, _ in narrow)
@@ -143,8 +146,7 @@ class _Found:
         if not bool(torch.isfinite(x).all() and torch.isfinite(y).all()):
             self._fail(f"output {name} is not finite ({where})")
             return
-        size = float(x.abs().max())
-        gap = float((x.double() - y.double()).abs().max())
+        size, gap = sizes_and_gap(x, y)
         relative = gap / size if size else (math.inf if gap else 0.0)
         if wide:
             self.max_abs, self.max_rel = max(self.max_abs, gap), max(self.max_rel, relative)
@@ -152,8 +154,7 @@ class _Found:
                 self._fail(f"output {name} by {relative:.1e} relative in float64 ({where})")
             return
         eps = max(torch.finfo(kind).eps for kind in [x.dtype, *(kind for _, kind in narrow)])
-        unit = eps * 2.0 ** math.floor(math.log2(size)) if size else 0.0
-        ulps = gap / unit if unit else (math.inf if gap else 0.0)
+        ulps = in_units(gap, size, eps)
         self.ulps = max(self.ulps, ulps)
         if ulps > ULPS:
             self._fail(f"output {name} by {ulps:.3g} ulps in {x.dtype} ({where})")
@@ -195,17 +196,17 @@ def _doubles(model, slim, args, kwargs) -> tuple[nn.Module, nn.Module, float]:
     """
     own = _dtype(model, slim)
     right = _eval(slim, share=False).double()
-    _widen(right)
+    widen(right)
     if isinstance(model, ExportedProgram):
         left: nn.Module = build_plain(folded(functionalized(capture(model))))
-    elif _names_narrow(slim):
+    elif names_narrow(slim):
         # What the model's own code casts to float32 can be widened in its graph alone.
         left = build_plain(folded(functionalized(capture(model, args, kwargs))))
     else:
         left = _eval(model, share=False)
     left = left.double()
-    _widen(left)
-    if own is torch.float64 or (not _narrowed(right) and _refined(left, right, own, args, kwargs)):
+    widen(left)
+    if own is torch.float64 or (not narrowed(right) and _refined(left, right, own, args, kwargs)):
         return left, right, RELATIVE
     return left, right, ULPS * torch.finfo(own).eps
 
@@ -213,7 +214,7 @@ def _doubles(model, slim, args, kwargs) -> tuple[nn.Module, nn.Module, float]:
 def _refined(left: nn.Module, right: nn.Module, own: torch.dtype, args, kwargs) -> bool:
     """Put float64 constants in place of rounded ones, if they are those rounded."""
     try:
-        given = pytree.tree_map(_to_double, (args, kwargs))
+        given = pytree.tree_map(to_double, (args, kwargs))
         twin = demask(left, *given)
     except DemaskError:
         return False
@@ -248,44 +249,6 @@ def _literals(rounded: fx.Graph, exact: fx.Graph, eps: float) -> bool:
     return True
 
 
-def _widen(module: nn.Module) -> None:
-    """Dtype literals of a graph rewritten to float64."""
-    if not isinstance(module, fx.GraphModule):
-        return
-
-    def wider(value: Any) -> Any:
-        return torch.float64 if value in _NARROW else value
-
-    for node in module.graph.nodes:
-        node.args = map_aggregate(node.args, wider)
-        node.kwargs = map_aggregate(node.kwargs, wider)
-    module.recompile()
-
-
-def _narrowed(slim: nn.Module) -> list[tuple[str, torch.dtype]]:
-    """Calls that cast to a narrower float than the network's own."""
-    if not isinstance(slim, fx.GraphModule):
-        return []
-    own = next((p.dtype for p in slim.parameters() if p.is_floating_point()), torch.float32)
-    found = []
-    for node in slim.graph.nodes:
-        name = str(node.target)
-        for value in [*node.args, *node.kwargs.values()]:
-            casts = value in _NARROW and not _CREATES.match(name)
-            if casts and torch.finfo(value).eps > torch.finfo(own).eps:
-                found.append((node.name, value))
-    return found
-
-
-def _names_narrow(slim: nn.Module) -> bool:
-    """Does a graph name a float type that is narrower than float64?"""
-    if not isinstance(slim, fx.GraphModule):
-        return False
-    nodes = [n for n in slim.graph.nodes if n.op == "call_function"]
-    return any(v in _NARROW for n in nodes for v in [*n.args, *n.kwargs.values()]
-               if isinstance(v, torch.dtype))  # fmt: skip
-
-
 def _draws(model: Any, slim: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[int, Any, Any]]:
     """(seed, batch, inputs): the inputs as given, and draws like them, at batches 1 and 3 too."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -318,10 +281,6 @@ def _dynamic(slim: nn.Module, leaves: list[Any]) -> list[bool]:
 def _batched(leaf: Tensor, batch: int) -> Tensor:
     repeats = -(-batch // max(1, leaf.shape[0]))
     return leaf.repeat(repeats, *[1] * (leaf.ndim - 1))[:batch]
-
-
-def _to_double(leaf: Any) -> Any:
-    return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
 def _dtype(model, slim) -> torch.dtype:

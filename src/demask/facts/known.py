@@ -30,6 +30,7 @@ from demask.facts.masks import (
     uniform_over,
 )
 from demask.facts.recurrent import unchanging
+from demask.failures import attributed
 from demask.ops import Declined, Relation, schema
 from demask.ops.notation import Axes
 
@@ -61,6 +62,7 @@ def known(
     than 0 that vary along several axes are left unknown, since storing them takes more than
     computing them; so are those that calls make of constants alone, which folding would have stored
     otherwise. zeros: of what these nodes make, 0 alone counts as known.
+    Raises CallFailed where the rule of a call fails.
     """
     facts: Facts = {}
     spread_out: set[fx.Node] = set()
@@ -75,7 +77,8 @@ def known(
             if sources and all(s.op == "get_attr" or s in spread_out for s in sources):
                 spread_out.add(node)
             if isinstance(relation, Relation):
-                _put(facts, node, forward(relation, facts), frugal or node in spread_out)
+                with attributed(node):
+                    _put(facts, node, forward(relation, facts), frugal or node in spread_out)
             else:
                 _put_nothing(facts, node)
         for k in range(len(schema.outputs(node)) if node in zeros else 0):

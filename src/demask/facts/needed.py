@@ -27,6 +27,7 @@ from demask.facts.known import (
 )
 from demask.facts.masks import Fact, all_over, any_over, mixed, project, spread
 from demask.facts.recurrent import read_back, told_by
+from demask.failures import attributed
 from demask.ops import Relation, schema
 
 Edge = tuple[fx.Node, int]  # a call and which of its operands
@@ -54,6 +55,7 @@ def needed(
 
     computed: of calls that are not finite whatever they read, per output where they are computed,
     needed or not: there they read what the network itself has, and no fill.
+    Raises CallFailed where a rule fails.
     """
     needs = Needs({k: torch.zeros_like(f.known) for k, f in facts.items()}, {}, {})
     for node in reversed(list(graph.nodes)):
@@ -61,7 +63,8 @@ def needed(
             for source in node.all_input_nodes:
                 _everything(needs, source)
         elif node.op == "call_function" and node.target is not operator.getitem:
-            _through(node, relations.get(node), facts, needs, computed.get(node))
+            with attributed(node):
+                _through(node, relations.get(node), facts, needs, computed.get(node))
     for key, need in needs.value.items():
         needs.live[key] = need & ~facts[key].known
     return needs

@@ -33,6 +33,7 @@ from demask.graph.provenance import Interface
 from demask.graph.result import exportable
 from demask.graph.shapes import shapes_only
 
+_Export = tuple[ExportedProgram, tuple[str, ...]]  # and what to say of it
 _LICENCE = "dropping 0 · x is exact for finite x: an Inf or NaN meeting a dropped zero is not kept"
 
 
@@ -48,8 +49,21 @@ def capture(
     torch.export as it is, "all" stands for every dimension that can be. Raises NotExportable (op,
     file and line, what to change), or BadInput when the model itself fails on the example inputs.
     """
+    return next(captures(model, args, kwargs, dynamic_shapes))
+
+
+def captures(
+    model: nn.Module | ExportedProgram,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+) -> Iterator[Program]:
+    """The programs of a call, the one for most sizes first: all sizes dynamic (where asked for, or
+    named by an ONNX file), those of the batch, none. Sizes that the caller chose are not given up.
+    """
     if isinstance(model, ExportedProgram):
-        return _program(model, (), training=False)
+        yield _program(model, (), training=False)
+        return
     if not isinstance(model, nn.Module):
         raise BadInput(f"expected an nn.Module or an ExportedProgram, got {type(model).__name__}")
     if not isinstance(args, tuple):
@@ -58,12 +72,24 @@ def capture(
     work = exportable(structural_copy(model, share=True).eval())
     _name_keywords(work, kwargs or {}, dynamic_shapes)
     interface = interface_of(model)
+    args, named = _apart(args, dict(kwargs or {}))
     if dynamic_shapes is None and interface is not None:
-        exported, notes = _as_declared(work, args, dict(kwargs or {}), interface)
+        exports = _as_declared(work, args, named, interface)
     else:
-        exported, notes = _export(work, args, dict(kwargs or {}), dynamic_shapes)
-    program = _program(exported, notes, model.training)
-    return replace(program, interface=interface)
+        exports = _exports(work, args, named, dynamic_shapes)
+    for exported, notes in exports:
+        yield replace(_program(exported, notes, model.training), interface=interface)
+
+
+def _apart(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The inputs, each tensor once: export takes one that is passed twice for one input."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    seen: set[int] = set()
+    for k, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and id(leaf) in seen:
+            leaves[k] = leaf.detach()
+        seen.add(id(leaf))
+    return pytree.tree_unflatten(leaves, spec)
 
 
 def interface_of(model: nn.Module) -> Interface | None:
@@ -72,31 +98,31 @@ def interface_of(model: nn.Module) -> Interface | None:
     return found if isinstance(found, Interface) else None
 
 
-def _export(work, args, kwargs, dynamic_shapes) -> tuple[ExportedProgram, tuple[str, ...]]:
-    if dynamic_shapes == "all":
-        try:
-            exported = _dynamically(work, args, kwargs, first=False)
-            return exported, _range_notes(exported)
-        except (NotExportable, BadInput):
-            dynamic_shapes = None  # What can be proven of the first dimension is tried next.
-    if dynamic_shapes is not None:
-        return _attempt(work, args, kwargs, dynamic_shapes), ()
+def _exports(work, args, kwargs, dynamic_shapes) -> Iterator[_Export]:
+    if dynamic_shapes not in (None, "all"):
+        yield _attempt(work, args, kwargs, dynamic_shapes), ()
+        return
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     if not any(t.ndim for t in tensors):
-        return _attempt(work, args, kwargs, None), ()
-    try:
-        exported = _dynamically(work, args, kwargs, first=True)
-        if _first_is_dynamic(exported):
-            return exported, _range_notes(exported)
-    except (NotExportable, BadInput):
-        pass  # The example as given is tried next, and its own error is the one to show.
-    note = "the first dimension of the inputs is static: the model's code depends on its value"
-    return _attempt(work, args, kwargs, None), (note,)
+        yield _attempt(work, args, kwargs, None), ()
+        return
+    notes: tuple[str, ...] = (
+        "the first dimension of the inputs is static: the model's code depends on its value",
+    )
+    for first in (False, True) if dynamic_shapes == "all" else (True,):
+        try:
+            exported = _dynamically(work, args, kwargs, first=first)
+        except (NotExportable, BadInput):
+            continue  # Fewer sizes are tried next; the static example's own error is shown.
+        if not first or _first_is_dynamic(exported):
+            notes = ()
+            yield exported, _range_notes(exported)
+    yield _attempt(work, args, kwargs, None), notes
 
 
 def _as_declared(
     work: nn.Module, args: Any, kwargs: Any, interface: Interface
-) -> tuple[ExportedProgram, tuple[str, ...]]:
+) -> Iterator[_Export]:
     """With those sizes dynamic that an ONNX file names; where the network does not allow it, with
     its batch dynamic, or none."""
     _check_tensors(args, kwargs, interface)
@@ -107,12 +133,13 @@ def _as_declared(
         sized = _sized(args, kwargs, interface, dynamic)
         marks = functools.partial(_marks, sized, interface, dynamic)
         shapes = _dynamic(work, *sized, marks)
+        exported = None
         with contextlib.suppress(NotExportable, BadInput):
             exported = _attempt(work, *sized, shapes)
-            if _fits(exported, args, kwargs):
-                return exported, (*_range_notes(exported), *_fixed_notes(exported, interface))
+        if exported is not None and _fits(exported, args, kwargs):
+            yield exported, (*_range_notes(exported), *_fixed_notes(exported, interface))
     exported = _attempt(work, args, kwargs, None)
-    return exported, tuple(_fixed_notes(exported, interface))
+    yield exported, tuple(_fixed_notes(exported, interface))
 
 
 def _check_tensors(args: Any, kwargs: Any, interface: Interface) -> None:
@@ -131,8 +158,6 @@ def _sized(args: Any, kwargs: Any, interface: Interface, dynamic: set[str]) -> t
     """The example with dynamic sizes of two in place of one, which export takes for a constant."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     for k, (leaf, port) in enumerate(zip(leaves, interface.inputs, strict=True)):
-        if isinstance(leaf, Tensor):
-            leaves[k] = leaf = leaf.detach()  # two inputs may be one tensor
         for axis, size in enumerate(port.sizes or ()):
             if size in dynamic and isinstance(leaf, Tensor) and leaf.shape[axis] == 1:
                 leaves[k] = leaf = torch.cat([leaf, leaf], axis)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from demask.failures import CallFailed, attributed
 from demask.graph.build import Builder, mode_of
 from demask.graph.program import Constant, Program, copied
 
@@ -109,8 +111,10 @@ def _evaluate(node: fx.Node, values: dict[fx.Node, Any], program: Program, room:
         values[node] = program.constants[str(node.target)].tensor
     elif node.op == "call_function" and _foldable(node, values, room):
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
-        values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-        return sum(leaf.numel() for leaf in pytree.tree_leaves(values[node]) if _is_tensor(leaf))
+        with contextlib.suppress(CallFailed), attributed(node):  # what fails here stays a call
+            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            leaves = pytree.tree_leaves(values[node])
+            return sum(leaf.numel() for leaf in leaves if _is_tensor(leaf))
     return 0
 
 

@@ -9,11 +9,13 @@ sizes alone. A result checks its inputs, since its answer for other sizes would 
 from __future__ import annotations
 
 import ast
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import sympy
+import torch
 from torch import fx
 
 from demask.graph.provenance import InputSpec
@@ -27,16 +29,30 @@ _SYMBOL = re.compile(r"[A-Za-z]\w{0,30}", re.ASCII)
 _NODES = (
     ast.Expression, ast.Compare, ast.BinOp, ast.UnaryOp, ast.Constant, ast.Name, ast.Load, ast.Call,
     ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod, ast.USub, ast.Pow,
-    ast.Eq, ast.LtE, ast.GtE,
+    ast.Div, ast.Eq, ast.NotEq, ast.Lt, ast.Gt, ast.LtE, ast.GtE, ast.BoolOp, ast.And, ast.Or,
+    ast.Not,
 )  # fmt: skip
+# Functions of sizes (sympy's, and those of torch.utils._sympy) between their arguments, and before.
+_SIGNS = {
+    "Add": "+", "Mul": "*", "FloorDiv": "//", "CleanDiv": "//", "IntTrueDiv": "/",
+    "FloatTrueDiv": "/", "Mod": "%", "PythonMod": "%", "Pow": "**", "PowByNatural": "**",
+    "FloatPow": "**", "Equality": " == ", "Unequality": " != ", "StrictLessThan": " < ",
+    "LessThan": " <= ", "StrictGreaterThan": " > ", "GreaterThan": " >= ", "And": " and ",
+    "Or": " or ",
+}  # fmt: skip
+_CALLS = {"Max": "max", "Min": "min", "ToFloat": "float", "TruncToInt": "int",
+          "RoundToInt": "round", "Not": "not "}  # fmt: skip
+_NAMES = {"max", "min", "int", "float", "round"}
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_LAYERS = os.path.join(_TORCH, "nn", "")
 
 
 def guards_of(shape_env: Any, ranges: Mapping[Any, Any]) -> tuple[str, ...]:
-    """The conditions on symbols that an export relied on, as Python; those that cannot be spelled
-    are left out.
+    """The conditions on symbols that an export relied on, as Python. Where one has no form here,
+    its symbols are to be what they are in the example.
 
-    Inequalities over several sizes are left out, too: they speak of memory layouts, and fail at
-    batch 1 where nothing else does.
+    Inequalities that torch asked for, not the model's code, are left out: they speak of memory
+    layouts, and fail at batch 1 where nothing else does.
     """
     found: dict[str, None] = {}
     for symbol, bounds in ranges.items():
@@ -46,26 +62,46 @@ def guards_of(shape_env: Any, ranges: Mapping[Any, Any]) -> tuple[str, ...]:
         if symbol.is_Symbol and high.is_Integer:
             found[f"{symbol} <= {high}"] = None
     for guard in shape_env.guards if shape_env is not None else ():
-        if isinstance(guard.expr, sympy.Eq):
-            sides = [_spelled(side) for side in guard.expr.args]
-            if None not in sides:
-                found[f"{sides[0]} == {sides[1]}"] = None
+        if isinstance(guard.expr, sympy.Eq) or _is_of_model(guard):
+            text = _text(guard.expr)
+            found |= dict.fromkeys(_pinned(guard.expr, shape_env) if text is None else [text])
     return tuple(found)
 
 
-def _spelled(expr: Any) -> str | None:
+def _is_of_model(guard: Any) -> bool:
+    """Whether the model's code asked for a condition (`if h > w`), not torch's. Bounds of one size
+    are in the ranges already."""
+    bound = all(side.is_Symbol or side.is_Integer for side in guard.expr.args)
+    if bound and len(guard.expr.free_symbols) < 2:
+        return False
+    where = getattr(guard.sloc.framework_loc, "filename", "")
+    return bool(where) and (not where.startswith(_TORCH) or where.startswith(_LAYERS))
+
+
+def _pinned(condition: Any, shape_env: Any) -> list[str]:
+    """The sizes of the example, as conditions, of the symbols of a condition."""
+    values = getattr(shape_env, "backed_var_to_val", None) or shape_env.var_to_val
+    return [f"{s} == {values[s]}" for s in sorted(condition.free_symbols, key=str) if s in values]
+
+
+def _text(expr: Any) -> str | None:
+    """An expression as Python; None where it has a part that we do not know."""
     if expr.is_Symbol or expr.is_Integer:
         return f"({expr})"
-    parts = [_spelled(argument) for argument in expr.args]
-    if not parts or None in parts:
-        return None
+    if expr.is_number and not expr.args:
+        return repr(float(expr)) if expr.is_finite else None
+    if expr.is_Mul and isinstance(expr.args[0], sympy.Rational) and expr.args[0].q > 1:
+        whole = _text(sympy.Mul(*expr.args[1:]))  # of a whole number, exactly
+        return whole and f"({whole}*{expr.args[0].p}//{expr.args[0].q})"
+    parts = [_text(argument) for argument in expr.args]
     texts = [part for part in parts if part is not None]
-    signs = {"Add": "+", "Mul": "*", "FloorDiv": "//", "CleanDiv": "//", "Mod": "%",
-             "PythonMod": "%", "Pow": "**"}  # fmt: skip
     kind = type(expr).__name__
-    if kind in signs:
-        return f"({signs[kind].join(texts)})"
-    return f"{kind.lower()}({', '.join(texts)})" if kind in ("Max", "Min") else None
+    if not parts or len(texts) < len(parts):
+        return None
+    if kind in _SIGNS:
+        joined = _SIGNS[kind].join(texts)
+        return joined if kind in ("Equality", "Unequality") else f"({joined})"
+    return f"{_CALLS[kind]}({', '.join(texts)})" if kind in _CALLS else None
 
 
 def renamed(
@@ -181,8 +217,8 @@ def _over(guard: str, where: Mapping[str, str]) -> str | None:
     for node in ast.walk(tree):
         if not isinstance(node, _NODES):
             return None
-        if isinstance(node, ast.Name) and node.id not in {*where, "max", "min"}:
+        if isinstance(node, ast.Name) and node.id not in {*where, *_NAMES}:
             return None
-        if isinstance(node, ast.Constant) and type(node.value) is not int:
+        if isinstance(node, ast.Constant) and type(node.value) not in (int, float):
             return None
     return re.sub(r"[A-Za-z]\w*", lambda m: where.get(m.group(0), m.group(0)), guard)

@@ -7,6 +7,7 @@ for the only one.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,26 +22,62 @@ _OPS: tuple[Any, ...] = (
 )  # fmt: skip
 
 
+class _Patch:
+    """The kernels of recurrent calls on fake tensors, replaced while any thread asks for it.
+
+    torch registers its step-by-step form per op, in `py_kernels` (torch/_decomp), for the whole
+    process: real tensors do not pass through it. The first thread to enter puts ours there, the
+    last to leave restores torch's; calls of other threads run torch's meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.threads, self.before = threading.Lock(), 0, {}
+        self.here = threading.local()
+
+    def enter(self) -> None:
+        depth = getattr(self.here, "depth", 0)
+        with self.lock:
+            if not self.threads:
+                self.before = {op: dict(op.py_kernels) for op in _OPS}
+                for op, kernels in self.before.items():
+                    shaped = _shaped(op)
+                    _install(op, {key: self._either(shaped, k) for key, k in kernels.items()})
+            self.threads += depth == 0
+        self.here.depth = depth + 1
+
+    def leave(self) -> None:
+        self.here.depth -= 1
+        with self.lock:
+            self.threads -= self.here.depth == 0
+            if not self.threads:
+                for op, kernels in self.before.items():
+                    _install(op, kernels)
+
+    def _either(self, shaped: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Our kernel in threads that asked for it, torch's in others."""
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            return (shaped if getattr(self.here, "depth", 0) else plain)(*args, **kwargs)
+
+        return kernel
+
+
+_PATCH = _Patch()
+
+
 @contextlib.contextmanager
 def shapes_only() -> Iterator[None]:
-    """While it lasts, recurrent calls on fake tensors make empty tensors of the right shape.
-
-    torch registers its step-by-step form per op, in `py_kernels` (torch/_decomp): real tensors do
-    not pass through it.
-    """
-    before = {op: dict(op.py_kernels) for op in _OPS}
+    """While it lasts, recurrent calls of this thread on fake tensors make empty tensors of the
+    right shape."""
+    _PATCH.enter()
     try:
-        for op in _OPS:
-            _install(op, dict.fromkeys(op.py_kernels, _shaped(op)))
         yield
     finally:
-        for op, kernels in before.items():
-            _install(op, kernels)
+        _PATCH.leave()
 
 
 def _install(op: Any, kernels: dict[Any, Callable[..., Any]]) -> None:
-    op.py_kernels.clear()
-    op.py_kernels.update(kernels)
+    op.py_kernels.update(kernels)  # the same keys, so that no thread ever sees one missing
     op._dispatch_cache.clear()
 
 

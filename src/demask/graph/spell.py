@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
+from demask.failures import Log
 from demask.graph.build import Builder, mode_of, same_shape, sizes_of
 from demask.graph.program import Constant, Program, copied
 from demask.graph.recurrent import layered
@@ -19,25 +21,36 @@ aten = torch.ops.aten
 Constants = dict[str, Constant]
 
 
-def spelled(program: Program) -> Program:
+def spelled(program: Program, log: Log | None = None) -> Program:
     """The same program with `expand_as` as expand, `stack` as cat, `glu` as its product; slices
-    of whole axes (torch.export writes one for every `:`) are gone."""
-    graph, _ = copied(layered(program))
+    of whole axes (torch.export writes one for every `:`) are gone. A call whose rule fails stays
+    as it is, and `log` says so."""
+    log = Log() if log is None else log
+    layers = log.attempt("the split of recurrent calls", lambda: layered(program), program)
+    graph, _ = copied(layers)
     build, constants = Builder(graph, mode_of(graph)), dict(program.constants)
     for node in list(graph.nodes):
+        if node.target is not aten.slice.Tensor and node.target not in _RULES:
+            continue
         with graph.inserting_before(node):
-            if node.target is aten.slice.Tensor and _is_whole(node):
-                node.replace_all_uses_with(node.args[0])
-                graph.erase_node(node)
-            elif node.target in _RULES:
-                made = _RULES[node.target](build, node, constants)
-                if made is None:
-                    continue
-                if made not in node.all_input_nodes:
-                    made.meta = {**node.meta, **made.meta}
-                node.replace_all_uses_with(made)
-                graph.erase_node(node)
+            what = f"the canonical notation of {node.name} ({node.target})"
+            log.attempt(what, partial(_respell, build, node, constants), None)
     return program.with_graph(graph, constants)
+
+
+def _respell(build: Builder, node: fx.Node, constants: Constants) -> None:
+    """Put the canonical form of a call, if it has another one, in its place."""
+    if node.target is aten.slice.Tensor and _is_whole(node):
+        made: Any = node.args[0]
+    else:
+        rule = _RULES.get(node.target)
+        made = None if rule is None else rule(build, node, constants)
+    if made is None:
+        return
+    if made not in node.all_input_nodes:
+        made.meta = {**node.meta, **made.meta}
+    node.replace_all_uses_with(made)
+    build.graph.erase_node(node)
 
 
 def _is_whole(node: fx.Node) -> bool:

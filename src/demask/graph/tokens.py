@@ -16,14 +16,14 @@ from torch import fx
 from demask.graph.build import Builder, mode_of, sizes_of
 from demask.graph.fold import drop_unread
 from demask.graph.program import Program, copied
-from demask.ops import TABLE, Relation, bind, schema
+from demask.ops import Relation, Table, bind, schema
 
 aten = torch.ops.aten
 _END = 2**63 - 1
 _Take = tuple[int, int]  # the axis, and the position: 0 is the first, -1 the last
 
 
-def early(program: Program) -> Program:
+def early(program: Program, table: Table) -> Program:
     """The program with single positions of dynamic axes taken as early as can be."""
     if not any(_taken(node) for node in program.graph.nodes):
         return program
@@ -32,7 +32,7 @@ def early(program: Program) -> Program:
     todo = [node for node in graph.nodes if _taken(node)]
     moved = False
     while todo:
-        made = _move(build, todo.pop())
+        made = _move(build, todo.pop(), table)
         moved |= made is not None
         todo += made or []
     if not moved:
@@ -56,12 +56,12 @@ def _taken(node: fx.Node) -> _Take | None:
     return {(0, 1, 1): (dim, 0), (-1, _END, 1): (dim, -1)}.get(ends)
 
 
-def _move(build: Builder, node: fx.Node) -> list[fx.Node] | None:
+def _move(build: Builder, node: fx.Node, table: Table) -> list[fx.Node] | None:
     """Take a position of what a value is made of; the calls that now take one."""
     take, source = _taken(node), node.all_input_nodes[0]
     if take is None or any(_taken(user) != take for user in source.users if not _is_size(user)):
         return None
-    relation = bind(source, TABLE) if source.op == "call_function" and _single(source) else None
+    relation = bind(source, table) if source.op == "call_function" and _single(source) else None
     if not isinstance(relation, Relation) or relation.entry.free or len(relation.outs) != 1:
         return None
     dim, index = take

@@ -17,7 +17,7 @@ from torch import fx
 from demask.graph.build import Builder, mode_of, same_shape, sizes_of
 from demask.graph.fold import drop_unread
 from demask.graph.program import Program, copied
-from demask.ops import TABLE, Declined, Relation, bind, schema
+from demask.ops import Declined, Relation, Table, bind, schema
 from demask.ops.move import refined
 
 aten = torch.ops.aten
@@ -39,12 +39,12 @@ class _Apart:
         return sum(self.counts[:k])
 
 
-def unmerged(program: Program) -> Program:
+def unmerged(program: Program, table: Table) -> Program:
     """The program without axes that merge a dynamic size with another and are split again."""
     if not any(node.target in _VIEWS and _merges(node) for node in program.graph.nodes):
         return program
     graph, _ = copied(program)
-    walk = _Unmerger(Builder(graph, mode_of(graph)))
+    walk = _Unmerger(Builder(graph, mode_of(graph)), table)
     for node in list(graph.nodes):
         if node.op == "call_function":
             walk.visit(node)
@@ -73,8 +73,8 @@ def _mixed(axis: list[str], sizes: Any) -> bool:
 class _Unmerger:
     """Walks a graph and makes, beside calls on merged axes, the same on axes apart."""
 
-    def __init__(self, build: Builder):
-        self.build = build
+    def __init__(self, build: Builder, table: Table):
+        self.build, self.table = build, table
         self.apart: dict[fx.Node, _Apart] = {}
         self.split = 0
 
@@ -214,7 +214,7 @@ class _Unmerger:
         return _Apart(made, left.counts)
 
     def _pointwise(self, node: fx.Node) -> _Apart | None:
-        relation = bind(node, TABLE)
+        relation = bind(node, self.table)
         if not isinstance(relation, Relation) or relation.entry.args is not None or relation.moved:
             return None
         if relation.complete or relation.window or relation.entry.fill != "run":

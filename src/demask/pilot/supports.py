@@ -170,7 +170,7 @@ class _Draft:
         self, kind: Kind, model: nn.Module, args: tuple[Any, ...], kwargs: Any, pilot: Any
     ):
         self.kind, self.args, self.kwargs = kind, args, dict(kwargs or {})
-        self.program = simplified(given(model, args, kwargs, None))
+        self.program = simplified(given(model, args, kwargs, None), TABLE)
         found, left = targets_of(self.program)
         self.targets = [t for t in found if fnmatchcase(t.layer, kind.layers)]
         self.left = [*left, *(Decision(t.layer, "dense", f"not of {kind.layers!r}")
@@ -193,7 +193,7 @@ class _Draft:
             raise BadInput(f"{self.kind.name} needs a pilot, which says what is important: a "
                            "simplifier such as 'bits:4', a module, or ExecutionData (collect); "
                            f"found {type(pilot).__name__}")  # fmt: skip
-        return simplified(given(made, self.args, self.kwargs, None)), text
+        return simplified(given(made, self.args, self.kwargs, None), TABLE), text
 
     def with_constants(self, fills: Sequence[float | Tensor]) -> Supported:
         """The module in which positions that are not computed are constants, one for all targets

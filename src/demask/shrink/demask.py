@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from demask.errors import CaptureDiffers, DemaskError, NotExportable
 from demask.facts.known import Relations
-from demask.graph.capture import capture
+from demask.failures import CallFailed, Log, described, is_strict
+from demask.graph.capture import captures
 from demask.graph.fold import folded
 from demask.graph.functional import functionalized
 from demask.graph.guards import renamed, values_of
@@ -28,6 +31,7 @@ from demask.ops import TABLE, Table, schema
 from demask.ops.padded import with_padded
 from demask.shrink.absorb_pads import pads_absorbed, pads_restored
 from demask.shrink.align import aligned
+from demask.shrink.check import checked
 from demask.shrink.condense import condensed
 from demask.shrink.device import CPU, device_of, moved, on_cpu
 from demask.shrink.groups import grouped
@@ -48,13 +52,17 @@ def demask(
     dynamic_shapes: Any = None,
     modules: Sequence[str] | None = None,
     table: Table | None = None,
+    check: bool = True,
 ) -> Demasked:
     """A smaller module that computes what `model` computes in eval mode: same call, same outputs.
 
     args, kwargs: example inputs; dimension 0 of each is dynamic where torch.export proves it can
     be. dynamic_shapes: goes to torch.export as it is; "all" makes every size dynamic that it
     proves can be (the default for parts). modules: names of submodules to demask alone, in a copy
-    of the model. table: the op table to use (`demask.ops.TABLE.extended(...)`).
+    of the model. table: the op table to use (`demask.ops.TABLE.extended(...)`). check: run the
+    result and the model on the example and on two random draws like it; where they differ, a
+    warning says so, and the network is returned as it was captured. A call whose rule fails stays
+    as it is; where sizes cannot be dynamic, static ones are tried: `demask.report` says why.
     Raises NotExportable or BadInput. The model is not changed. Feature rows 000-a to 000-k.
 
     >>> import torch, demask
@@ -66,13 +74,101 @@ def demask(
     if modules is not None:
         from demask.shrink.partial import demask_modules
 
-        return demask_modules(model, args, kwargs, dynamic_shapes, modules, table)  # type: ignore[return-value]
+        return demask_modules(  # type: ignore[return-value]
+            model, args, kwargs, dynamic_shapes, modules, table, check
+        )
     if (device := device_of(model, args, kwargs)) != CPU:
         copy, examples, kept = on_cpu(model, args, kwargs)
-        slim = demask(copy, examples, kept, dynamic_shapes=dynamic_shapes, table=table)
+        slim = demask(copy, examples, kept, dynamic_shapes=dynamic_shapes, table=table, check=check)
         moved(slim, device)
         return slim
-    return shrunk(given(model, args, kwargs, dynamic_shapes), TABLE if table is None else table)
+    differs: CaptureDiffers | None = None
+    programs = programs_of(model, args, kwargs, dynamic_shapes)
+    for program, slim in _candidates(programs, TABLE if table is None else table):
+        try:
+            return checked(slim, program, model, args, kwargs) if check else slim
+        except CaptureDiffers as error:
+            differs = differs or error
+    assert differs is not None  # there is a candidate, or the first program raised
+    raise differs
+
+
+def _candidates(programs: Iterator[Program], table: Table) -> Iterator[tuple[Program, Demasked]]:
+    """Programs for which demasking works out, and their results; where it does for none, the first
+    program as it is."""
+    failed: list[tuple[Program, Demasked]] = []
+    reason = ""
+    while True:
+        try:
+            program = next(programs, None)
+        except DemaskError:
+            if not reason:
+                raise
+            program = None
+        if program is None:
+            yield from failed[:1]
+            return
+        log, program = Log(), _smaller_sizes(program, reason) if reason else program
+        slim = build(*reduced(program, table, log=log))
+        reason = reason or "".join(log.notes[:1])
+        if log.gave_up:
+            failed.append((program, slim))
+            continue
+        yield program, slim
+        reason = "the graph captured does not compute what the model does"
+
+
+def _smaller_sizes(program: Program, reason: str) -> Program:
+    """A program for fewer sizes than was tried first, which says so."""
+    sizes = ", ".join(f"{spec.name} ({', '.join(map(str, spec.sizes))})"
+                      for spec in inputs_of(program))  # fmt: skip
+    note = f"this network takes inputs of these sizes alone: {sizes}; with more of them dynamic, "
+    return replace(program, notes=(f"{note}{reason}", *program.notes))
+
+
+def programs_of(
+    model: nn.Module | ExportedProgram,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    dynamic_shapes: Any,
+) -> Iterator[Program]:
+    """A network as functional programs with their constants folded, before anything is removed: the
+    one for most sizes first, then those for fewer, if they are asked for."""
+    failure: Exception | None = None
+    done = False
+    for captured in captures(model, args, kwargs, dynamic_shapes):
+        try:
+            program = _functional(captured, model)
+        except MemoryError:
+            raise
+        except Exception as error:
+            if is_strict() and not isinstance(error, DemaskError):
+                raise
+            failure = failure or error
+            continue
+        if failure is not None:
+            program = _smaller_sizes(program, f"it could not be captured: {described(failure)}")
+        done = True
+        yield program
+    if failure is not None and not done:
+        if isinstance(failure, DemaskError):
+            raise failure
+        raise NotExportable(
+            described(failure), "unknown", "demask only the parts that export: modules=['backbone']"
+        ) from failure
+
+
+def _functional(captured: Program, model: nn.Module | ExportedProgram) -> Program:
+    """A captured program without in-place calls, its constants folded."""
+    log = Log()
+    program = functionalized(captured)
+    program = log.attempt("one call per border map", partial(apart, program), program)
+    program = log.attempt("the folding of constants", partial(folded, program), program)
+    program = replace(program, notes=(*log.notes, *program.notes))
+    if isinstance(model, Demasked):
+        inherited = renamed(model.demasked.guards, model.demasked.inputs, inputs_of(program))
+        program = replace(program, guards=tuple(dict.fromkeys((*program.guards, *inherited))))
+    return program
 
 
 def given(
@@ -81,17 +177,24 @@ def given(
     kwargs: Mapping[str, Any] | None,
     dynamic_shapes: Any,
 ) -> Program:
-    """A network as a functional program with its constants folded, before anything is removed."""
-    program = folded(apart(functionalized(capture(model, args, kwargs, dynamic_shapes))))
-    if isinstance(model, Demasked):
-        inherited = renamed(model.demasked.guards, model.demasked.inputs, inputs_of(program))
-        program = replace(program, guards=tuple(dict.fromkeys((*program.guards, *inherited))))
+    """The program of a network for most sizes, before anything is removed."""
+    return next(programs_of(model, args, kwargs, dynamic_shapes))
+
+
+def simplified(program: Program, table: Table, log: Log | None = None) -> Program:
+    """Canonically spelled, constants folded: what the facts are read off. A pass that fails is left
+    out, and `log` says so."""
+    log = Log() if log is None else log
+    passes: tuple[tuple[str, Callable[[Program], Program]], ...] = (
+        ("the canonical notation of calls", lambda p: spelled(p, log)),
+        ("the separation of heads from a dynamic batch", lambda p: unmerged(p, table)),
+        ("selection before views", hoisted),
+        ("the early selection of single tokens", lambda p: early(p, table)),
+        ("the folding of constants", folded),
+    )
+    for name, change in passes:
+        program = log.attempt(name, partial(change, program), program)
     return program
-
-
-def simplified(program: Program) -> Program:
-    """Canonically spelled, constants folded: what the facts are read off."""
-    return folded(early(hoisted(unmerged(spelled(program)))))
 
 
 def shrunk(program: Program, table: Table) -> Demasked:
@@ -99,22 +202,29 @@ def shrunk(program: Program, table: Table) -> Demasked:
     return build(*reduced(program, table))
 
 
-def reduced(whole: Program, table: Table, *, borders: bool = True) -> tuple[Program, Provenance]:
+def reduced(
+    whole: Program, table: Table, *, borders: bool = True, log: Log | None = None
+) -> tuple[Program, Provenance]:
     """The smallest program that computes the same as a functional, folded one.
 
     borders: False computes constants that enter padded windows, instead of the maps they leave.
+    log: collects what failed on the way; where all did, the program is what it was.
 
     Passes are made until one makes nothing smaller: what a pass adds to keep shapes (a border map,
     a vector of constants) may itself hold zeros. So demasking twice is demasking once; and where
     nothing at all became smaller, the program is built as it was given.
     """
-    first = step = _measured(whole, table)
-    while (smaller := _smaller(step, table, borders)) is not None:
-        step = smaller
+    log = Log() if log is None else log
+    first = _measured(whole, table)
+    plain = replace(first, program=owned(whole), cuts=_uncut(whole))
+    step = log.attempt("demasking", lambda: _smallest(first, table, borders, log), plain)
     if step is first:
-        step = replace(first, program=owned(whole), cuts=_uncut(whole))
-    program, cuts = named(stacked(step.program), step.cuts)
-    return program, _provenance(first, replace(step, cuts=cuts))
+        step = plain
+    program = log.attempt("one call for several border maps", lambda: stacked(step.program), None)
+    last, cuts = program or step.program, dict(step.cuts)
+    names = partial(named, last, cuts)
+    program, cuts = log.attempt("all names of tied tensors", names, (last, cuts))
+    return program, _provenance(first, replace(step, program=program, cuts=cuts), log)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,15 +244,27 @@ class _Step:
 
 
 def _measured(program: Program, table: Table) -> _Step:
-    relations = relations_of(layered(program).graph, table)
+    whole = Log().attempt("the split of recurrent calls", lambda: layered(program), program)
+    relations = relations_of(whole.graph, table)
     return _Step(program, relations, sizes_of(program, relations), _uncut(program))
 
 
-def _smaller(step: _Step, table: Table, borders: bool) -> _Step | None:
+def _smallest(step: _Step, table: Table, borders: bool, log: Log) -> _Step:
+    """What passes leave of a program, made until one makes nothing smaller."""
+    smaller: _Step | None = step
+    while smaller is not None:
+        step = smaller
+        smaller = log.attempt("a pass", partial(_smaller, step, table, borders, log), None)
+    return step
+
+
+def _smaller(step: _Step, table: Table, borders: bool, log: Log) -> _Step | None:
     """One more pass, if it makes the program smaller in something and no larger in parameters."""
-    reading = Reading.of(simplified(step.program), table, borders=borders)
-    for attempt in _attempts(reading):
-        made = _measured(folded(attempt.program), table)
+    reading = Reading.of(simplified(step.program, table, log), table, borders=borders)
+    for attempt in _attempts(reading, log):
+        folds = partial(folded, attempt.program)
+        program = log.attempt("the folding of constants", folds, attempt.program)
+        made = _measured(program, table)
         less = made.weight[0] < step.weight[0] or (
             made.weight[1:] != step.weight[1:]
             and (made.weight[1] <= step.weight[1] and made.weight[2] <= step.weight[2])
@@ -159,30 +281,65 @@ def _smaller(step: _Step, table: Table, borders: bool) -> _Step | None:
     return None
 
 
-def _attempts(reading: Reading) -> Iterator[Rewritten]:
+def _attempts(reading: Reading, log: Log) -> Iterator[Rewritten]:
     """Ways to rewrite a program, the one that removes most first.
 
     Other forms of it, in which more can be cut: pads absorbed by windows, complete axes over what
     varies alone, heads in groups, heads re-ordered, side networks split off. Then as it is; with
-    weights that several calls read cut alike; and frugal.
+    weights that several calls read cut alike; and frugal. What fails is left out, and `log` says
+    so.
     """
-    if (made := pads_absorbed(reading)) is not None:
-        wide = replace(reading, table=with_padded(reading.table)).again(folded(made))
-        for attempt in _attempts(wide):
-            yield replace(attempt, program=pads_restored(attempt.program))
-    for form in (condensed, grouped, aligned):
-        if (made := form(reading)) is not None:
-            yield from _attempts(reading.again(folded(made)))
-    if reading.borders and (made := sided(reading)) is not None:
-        split = reading.again(made)
-        yield _rewritten(split, split.placer.placement())
-    plain = _rewritten(reading, reading.placer.placement())
-    yield plain
-    if _cut_apart(plain):
-        yield _rewritten(reading, _tied(reading))
+    log.add(reading.failed)
+    absorbed = log.attempt(_PADS, partial(_padded, reading), None)
+    for attempt in _attempts(absorbed, log) if absorbed else ():
+        restored = log.attempt(_PADS, partial(pads_restored, attempt.program), None)
+        if restored is not None:
+            yield replace(attempt, program=restored)
+    for form, name in _FORMS:
+        other = log.attempt(name, partial(_formed, form, reading), None)
+        if other:
+            yield from _attempts(other, log)
+    side = reading.borders and log.attempt("a side network", partial(sided, reading), None)
+    if side and (split := log.attempt("a side network", partial(reading.again, side), None)):
+        yield from _tried(split, log)
+    plain = list(_tried(reading, log, essential=True))
+    yield from plain
+    if plain and _cut_apart(plain[0]):
+        yield from _tried(reading, log, tied=True)
     if reading.has_matrices:
-        frugal = reading.again(reading.program, frugal=True)
-        yield _rewritten(frugal, frugal.placer.placement())
+        yield from _tried(reading.again(reading.program, frugal=True), log)
+
+
+_PADS = "the absorption of pads"
+_FORMS: tuple[tuple[Callable[[Reading], Program | None], str], ...] = (
+    (condensed, "complete axes over what varies alone"),
+    (grouped, "heads in groups"),
+    (aligned, "heads in another order"),
+)
+
+
+def _padded(reading: Reading) -> Reading | None:
+    """The program with pads absorbed by windows, read; None where there are none."""
+    made = pads_absorbed(reading)
+    if made is None:
+        return None
+    return replace(reading, table=with_padded(reading.table)).again(folded(made))
+
+
+def _formed(form: Callable[[Reading], Program | None], reading: Reading) -> Reading | None:
+    """Another form of the program, read; None where it has none."""
+    made = form(reading)
+    return None if made is None else reading.again(folded(made))
+
+
+def _tried(
+    reading: Reading, log: Log, *, tied: bool = False, essential: bool = False
+) -> Iterator[Rewritten]:
+    """The program rewritten, if that works out."""
+    attempt = partial(_rewritten, reading, log, tied)
+    made = log.attempt("a rewritten network", attempt, None, essential=essential)
+    if made is not None:
+        yield made
 
 
 def _uncut(program: Program) -> dict[str, Cut]:
@@ -213,10 +370,16 @@ def _composed(later: Cut, earlier: Mapping[str, Cut]) -> Cut:
     return Cut(first.source, first.shape, kept)
 
 
-def _rewritten(reading: Reading, placement: Placement) -> Rewritten:
-    """The program as a placement lays it out."""
-    program, relations = reading.program, reading.relations
-    return rewrite(program, relations, reading.facts, reading.needs, placement)
+def _rewritten(reading: Reading, log: Log, tied: bool) -> Rewritten:
+    """The program as its placement lays it out; calls whose rules fail stay as they are."""
+    while True:
+        placement = _tied(reading) if tied else reading.placer.placement()
+        program, relations = reading.program, reading.relations
+        try:
+            return rewrite(program, relations, reading.facts, reading.needs, placement)
+        except CallFailed as failure:
+            reading = reading.without(failure)
+            log.add(reading.failed)
 
 
 def _cut_apart(made: Rewritten) -> bool:
@@ -230,13 +393,13 @@ def _tied(reading: Reading) -> Placement:
     return place(reading.program.graph, reading.relations, reading.facts, tied=True)
 
 
-def _provenance(first: _Step, last: _Step) -> Provenance:
+def _provenance(first: _Step, last: _Step, log: Log) -> Provenance:
     marks = [node.meta["effect"] for node in last.program.graph.nodes if "effect" in node.meta]
     return Provenance(
         cuts=last.cuts,
         reasons=last.reasons,
         effects=dict(Counter(marks)),
-        notes=first.program.notes,
+        notes=(*log.notes, *first.program.notes),
         inputs=inputs_of(first.program),
         before=first.sizes,
         after=last.sizes,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, fx
 
+from demask.failures import CallFailed, attributed
 from demask.graph.program import Program
 from demask.graph.provenance import Sizes
 from demask.ops import Declined, Relation, schema
@@ -20,9 +21,20 @@ def sizes_of(program: Program, relations: Mapping[fx.Node, Relation | Declined])
     counted = [t for t in tensors.values() if t.is_floating_point()]
     return Sizes(
         parameters=sum(t.numel() for t in counted),
-        macs=sum(macs_of(r) for r in relations.values() if isinstance(r, Relation)),
+        macs=sum(map(_macs, relations.values())),
         bytes=sum(t.numel() * t.element_size() for t in tensors.values()),
     )
+
+
+def _macs(relation: Relation | Declined) -> int:
+    """MACs of a call; 0 where nothing is known of it."""
+    if not isinstance(relation, Relation):
+        return 0
+    try:
+        with attributed(relation.node):
+            return macs_of(relation)
+    except CallFailed:
+        return 0
 
 
 def macs_of(relation: Relation) -> int:

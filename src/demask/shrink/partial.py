@@ -14,12 +14,13 @@ from demask.ops import Table
 
 
 def demask_modules(
-    model: nn.Module,
+    model: Any,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None,
     dynamic_shapes: Any,
     names: Sequence[str],
     table: Table | None,
+    check: bool,
 ) -> nn.Module:
     """A copy of `model` with submodules `names` demasked, each on the inputs of its first call.
 
@@ -28,6 +29,8 @@ def demask_modules(
     """
     from demask.shrink.demask import demask
 
+    if not isinstance(model, nn.Module):
+        raise BadInput(f"modules= takes an nn.Module, got {type(model).__name__}: demask it whole")
     _check(model, names)
     # How the rest of the model will call its parts is not known: any size may come.
     shapes = "all" if dynamic_shapes is None else dynamic_shapes
@@ -36,7 +39,7 @@ def demask_modules(
     for name in names:
         given, named = calls[name]
         part = model.get_submodule(name)
-        slim = demask(part, given, named, dynamic_shapes=shapes, table=table)
+        slim = demask(part, given, named, dynamic_shapes=shapes, table=table, check=check)
         parent, _, leaf = name.rpartition(".")
         holder = result.get_submodule(parent)
         if isinstance(holder, (nn.Sequential, nn.ModuleList)):

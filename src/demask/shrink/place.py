@@ -20,6 +20,7 @@ from demask.facts.known import contributions as known_contributions
 from demask.facts.masks import along, any_over, mixed, spread
 from demask.facts.needed import Needs, needed
 from demask.facts.recurrent import kept_features, roles
+from demask.failures import attributed
 from demask.ops import Relation, schema
 from demask.ops.notation import Axis
 from demask.shrink.cells import Cells, Layout, Positions, whole
@@ -118,12 +119,14 @@ class Placer:
             if node.op == "placeholder":
                 self._whole(node)
             elif node.op == "call_function" and node.target is not operator.getitem:
-                self._call(node)
+                with attributed(node):
+                    self._call(node)
         for key, axes in self.value.items():
             self._need(axes, self.needs.live[key])
         for node, relation in self.relations.items():
             if isinstance(relation, Relation) and relation.back and (node, 0) in self.slot:
-                self._outnumber(relation)
+                with attributed(node):
+                    self._outnumber(relation)
 
     def placement(self) -> Placement:
         """The layouts, once everything is tied."""
@@ -141,7 +144,8 @@ class Placer:
             if not isinstance(relation, Relation) or relation.total:
                 continue
             keys = [(node, k) for k in range(len(relation.outs))]
-            boxes = [self._box(key) for key in keys]
+            with attributed(node):
+                boxes = [self._box(key) for key in keys]
             if any(bool((b & ~self.needs.live[k]).any()) for k, b in zip(keys, boxes, strict=True)):
                 found[node] = boxes
         return found

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial, reduce
 from typing import Any
 
 import sympy
@@ -131,38 +133,51 @@ class Pool:
         return self.expression(size.node.expr)
 
     def expression(self, expr: sympy.Expr) -> Any:
-        """A node for an expression over the dynamic dimensions of the inputs."""
+        """A number, or a node that computes an expression over the inputs' dynamic dimensions."""
         if expr.is_Integer:
             return int(expr)
+        if expr.is_number and not expr.args:
+            return float(expr)
         if expr not in self._sizes:
-            self._sizes[expr] = self._spell(expr)
+            self._sizes[expr] = self._node(expr)
         return self._sizes[expr]
 
-    def _spell(self, expr: sympy.Expr) -> fx.Node:
+    def _node(self, expr: sympy.Expr) -> fx.Node:
         if expr in self._symbols:
             node, axis = self._symbols[expr]
             return self.build.call(torch.ops.aten.sym_size.int, node, axis)
-        args = [self.expression(a) for a in expr.args]  # type: ignore[arg-type]
-        if expr.is_Add or expr.is_Mul:
-            total = args[0]
-            for arg in args[1:]:
-                total = self.build.call(operator.add if expr.is_Add else operator.mul, total, arg)
-            return total
         kind = type(expr).__name__
-        if kind in ("FloorDiv", "CleanDiv"):
-            return self.build.call(operator.floordiv, *args)
-        if kind in ("Mod", "PythonMod"):
-            return self.build.call(operator.mod, *args)
-        if kind == "Pow" and isinstance(args[1], int) and args[1] > 0:
-            return self.build.call(operator.pow, *args)
-        if kind in ("Max", "Min"):
-            total = args[0]
-            for arg in args[1:]:
-                total = self.build.call(
-                    torch.sym_max if kind == "Max" else torch.sym_min, total, arg
-                )
-            return total
-        raise DemaskError(f"a size of the network, {expr}, has no spelling yet; please report it")
+        if expr.is_Mul and isinstance(expr.args[0], sympy.Rational) and not expr.args[0].is_Integer:
+            share, rest = expr.args[0], sympy.Mul(*expr.args[1:])  # of a whole number, exactly
+            made = self.build.call(operator.mul, self.expression(rest), int(share.p))
+            return self.build.call(operator.floordiv, made, int(share.q))
+        args = [self.expression(a) for a in expr.args]  # type: ignore[arg-type]
+        if kind in _REPEATED:
+            return reduce(partial(self.build.call, _REPEATED[kind]), args)
+        if kind == "ModularIndexing":  # (a // b) % c
+            return self.build.call(
+                operator.mod, self.build.call(operator.floordiv, *args[:2]), args[2]
+            )
+        if kind in _FUNCTIONS and not (kind == "Pow" and args[1] not in range(1, 64)):
+            return self.build.call(_FUNCTIONS[kind], *args)
+        raise DemaskError(
+            f"a size of the network, {expr}, has no form in a graph yet; pass dynamic_shapes={{}} for "
+            "a network of the example's sizes alone"
+        )
+
+
+# What functions of sizes (sympy's, and those of torch.utils._sympy) are in a graph: of two or more
+# arguments in turn, and of one or two.
+_REPEATED: dict[str, Any] = {
+    "Add": operator.add, "Mul": operator.mul, "Max": torch.sym_max, "Min": torch.sym_min,
+}  # fmt: skip
+_FUNCTIONS: dict[str, Any] = {
+    "FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv, "Mod": operator.mod,
+    "PythonMod": operator.mod, "Pow": operator.pow, "PowByNatural": operator.pow,
+    "FloatPow": operator.pow, "IntTrueDiv": operator.truediv, "FloatTrueDiv": operator.truediv,
+    "ToFloat": torch.sym_float, "TruncToInt": math.trunc, "FloorToInt": math.floor,
+    "CeilToInt": math.ceil, "floor": math.floor, "ceiling": math.ceil,
+}  # fmt: skip
 
 
 def cut(tensor: Tensor, want: Layout) -> Tensor:

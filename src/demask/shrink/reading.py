@@ -10,10 +10,12 @@ from torch import Tensor, fx
 
 from demask.facts.known import Facts, Relations, is_matrix, known
 from demask.facts.needed import Needs
+from demask.failures import CallFailed, attributed
 from demask.graph.program import Program
-from demask.ops import Declined, Relation, Table, bind, schema
+from demask.ops import Declined, Relation, Table, bind, op_name, schema
 from demask.shrink.fibers import Fibers
 from demask.shrink.place import Placer, is_constant, is_grouped, settled
+from demask.shrink.pool import module_of
 
 
 @dataclass(frozen=True)
@@ -25,22 +27,59 @@ class Reading:
     relations: Relations
     facts: Facts
     borders: bool = True
+    frugal: bool = False
 
     @classmethod
     def of(
         cls, program: Program, table: Table, *, frugal: bool = False, borders: bool = True
     ) -> Reading:
         """frugal: known values that would have to be stored as matrices are computed instead;
-        borders: False for those that would leave a border map."""
+        borders: False for those that would leave a border map. Calls whose rules fail have none."""
         relations = relations_of(program.graph, table)
+        return cls._of(program, table, relations, frugal, borders)._checked()
+
+    @classmethod
+    def _of(cls, program, table, relations, frugal: bool, borders: bool) -> Reading:
         values = {name: constant.tensor for name, constant in program.constants.items()}
-        zeros = () if borders else _framed(relations)
-        facts = known(program.graph, relations, values, frugal=frugal, zeros=zeros)
-        return cls(program, table, relations, facts, borders)
+        while True:
+            try:
+                zeros = () if borders else _framed(relations)
+                facts = known(program.graph, relations, values, frugal=frugal, zeros=zeros)
+                return cls(program, table, relations, facts, borders, frugal)
+            except CallFailed as failure:
+                relations = _without(relations, failure)
 
     def again(self, program: Program, *, frugal: bool = False) -> Reading:
         """Another form of the program, read alike."""
         return Reading.of(program, self.table, frugal=frugal, borders=self.borders)
+
+    def without(self, failure: CallFailed) -> Reading:
+        """The same program, where nothing is known of a call whose rule failed. Raises `failure`
+        itself where that was so already."""
+        relations = _without(self.relations, failure)
+        read = Reading._of(self.program, self.table, relations, self.frugal, self.borders)
+        return read._checked()
+
+    def _checked(self) -> Reading:
+        """The reading in which no rule fails before anything is rewritten."""
+        try:
+            _ = self.placer
+        except CallFailed as failure:
+            return self.without(failure)
+        return self
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """The calls whose rules failed, in words, by what failed: later passes name calls anew."""
+        places: dict[tuple[str, str], list[str]] = {}
+        for node, relation in self.relations.items():
+            if isinstance(relation, Failed):
+                key = (op_name(node.target), relation.text)
+                places.setdefault(key, []).append(module_of(node) or node.name)
+        return {
+            f"{op}: {text}": f"{op} at {_listed(where)} is kept as it is: {text}"
+            for (op, text), where in places.items()
+        }
 
     @cached_property
     def _settled(self) -> tuple[Needs, Placer]:
@@ -73,8 +112,9 @@ def _framed(relations: Relations) -> set[fx.Node]:
         if not isinstance(relation, Relation):
             continue
         read = relation.operands if node in found and relation.moved else ()
-        if relation.entry.fill == "sum" and relation.entry.reads_padding(node):
-            read = (relation.operands[relation.factors[0]],)
+        with attributed(node):
+            if relation.entry.fill == "sum" and relation.entry.reads_padding(node):
+                read = (relation.operands[relation.factors[0]],)
         for operand in read:
             if isinstance(operand.value, fx.Node) and operand.value.op == "call_function":
                 found.add(operand.value)
@@ -82,14 +122,46 @@ def _framed(relations: Relations) -> set[fx.Node]:
 
 
 def relations_of(graph: fx.Graph, table: Table) -> dict[fx.Node, Relation | Declined]:
-    """What the table says of every call of a graph."""
+    """What the table says of every call of a graph: Failed where its entry fails on a call."""
     return {
-        node: _with_weights(bind(node, table))
+        node: _relation(node, table)
         for node in graph.nodes
         if node.op == "call_function"
         and node.target is not operator.getitem
         and _makes_tensors(node)
     }
+
+
+class Failed(Declined):
+    """A call whose rule raised an exception."""
+
+    __slots__ = ()
+
+
+def _relation(node: fx.Node, table: Table) -> Relation | Declined:
+    try:
+        with attributed(node):
+            return _with_weights(bind(node, table))
+    except CallFailed as failure:
+        return Failed(failure_text(failure))
+
+
+def failure_text(failure: CallFailed) -> str:
+    """Why a call whose rule failed is declined."""
+    return f"its rule failed ({failure.reason}); please report it"
+
+
+def _without(relations: Relations, failure: CallFailed) -> Relations:
+    """The relations, with none for a call whose rule failed."""
+    if not isinstance(relations.get(failure.node), Relation):
+        raise failure
+    return {**relations, failure.node: Failed(failure_text(failure))}
+
+
+def _listed(places: list[str], most: int = 5) -> str:
+    """The first places, and how many more there are."""
+    more = len(places) - most
+    return ", ".join(places[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def _with_weights(relation: Relation | Declined) -> Relation | Declined:

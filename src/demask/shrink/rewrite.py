@@ -18,6 +18,7 @@ from torch.fx.node import map_arg
 from demask.facts.known import Facts, Relations, created, key_of
 from demask.facts.masks import along
 from demask.facts.needed import Needs
+from demask.failures import attributed
 from demask.graph.build import Builder, mode_of
 from demask.graph.fold import drop_unread
 from demask.graph.program import Program
@@ -49,10 +50,12 @@ class Rewritten:
 def rewrite(
     program: Program, relations: Relations, facts: Facts, needs: Needs, placement: Placement
 ) -> Rewritten:
-    """The program that computes the same outputs from only what `placement` keeps."""
+    """The program that computes the same outputs from only what `placement` keeps. Raises
+    CallFailed where the rule of a call fails."""
     walk = Rewriter(program, relations, facts, needs, placement)
     for node in program.graph.nodes:
-        walk.visit(node)
+        with attributed(node):
+            walk.visit(node)
     graph = walk.build.graph
     drop_unread(graph)
     read = {str(node.target) for node in graph.nodes if node.op == "get_attr"}

@@ -1,0 +1,134 @@
+"""What becomes of an exception that nobody raised on purpose.
+
+A rule that fails on one call leaves that call as it is; a pass that fails is skipped; a public
+function that still fails raises InternalError. Each says what failed. In strict mode, which tests
+run in, the exception itself is raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec, TypeVar
+
+from demask.errors import DemaskError, FileError, InternalError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+U = TypeVar("U")
+_STRICT: ContextVar[bool] = ContextVar("demask_strict", default=False)
+
+
+def is_strict() -> bool:
+    """Whether exceptions are raised as they are."""
+    return _STRICT.get()
+
+
+def set_strict(on: bool) -> None:
+    """Raise exceptions as they are (on) or not, in this thread from now on."""
+    _STRICT.set(on)
+
+
+@contextlib.contextmanager
+def strict(on: bool) -> Iterator[None]:
+    """Strict mode on or off while it lasts, in this thread."""
+    token = _STRICT.set(on)
+    try:
+        yield
+    finally:
+        _STRICT.reset(token)
+
+
+class CallFailed(Exception):
+    """A rule raised on one call of a graph. It never leaves demask: the call is declined.
+
+    node: the call. reason: what was raised, in one line.
+    """
+
+    def __init__(self, node: Any, reason: str):
+        super().__init__(f"{node}: {reason}")
+        self.node, self.reason = node, reason
+
+
+def described(error: BaseException) -> str:
+    """The type of an exception and the first line of its text."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+@contextlib.contextmanager
+def attributed(node: Any) -> Iterator[None]:
+    """What is raised inside becomes CallFailed of a call; in strict mode it stays what it is."""
+    try:
+        yield
+    except (MemoryError, CallFailed):
+        raise
+    except Exception as error:
+        if is_strict():
+            raise
+        raise CallFailed(node, described(error)) from error
+
+
+@dataclass(slots=True)
+class Log:
+    """Runs steps that a result can do without, and collects what failed, in words.
+
+    gave_up: whether a step failed without which nothing, or little, can be removed.
+    """
+
+    failures: dict[str, str] = field(default_factory=dict)
+    gave_up: bool = False
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What failed, in words."""
+        return tuple(self.failures.values())
+
+    def add(self, failures: Mapping[str, str]) -> None:
+        """Collect what failed, in words, by what it was: each once."""
+        for what, text in failures.items():
+            self.failures.setdefault(what, text)
+
+    def attempt(
+        self, what: str, step: Callable[[], T], otherwise: U, *, essential: bool = False
+    ) -> T | U:
+        """What `step` returns; `otherwise`, with a note that `what` is left out, where it fails."""
+        try:
+            return step()
+        except MemoryError:
+            raise
+        except Exception as error:
+            if is_strict():
+                raise
+            self.gave_up |= essential
+            text = f"{what} is left out, since it failed ({described(error)}); please report it"
+            self.add({text: text})
+            return otherwise
+
+
+def public(function: Callable[P, T]) -> Callable[P, T]:
+    """A function of the public interface: what it raises is a DemaskError.
+
+    A TypeError of a call that does not fit the signature, KeyboardInterrupt and MemoryError pass.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except (DemaskError, MemoryError, Warning):
+            raise
+        except OSError as error:
+            raise FileError(f"{function.__name__}: {error}") from error
+        except Exception as error:
+            signature.bind(*args, **kwargs)
+            if is_strict():
+                raise
+            raise InternalError(function.__name__, described(error)) from error
+
+    return wrapper

@@ -1,0 +1,76 @@
+"""How far two results may be apart: units in the last place, and the float types of a graph."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
+
+RELATIVE = 1e-10  # max |a - b| / max |a| in float64
+ULPS = 64.0  # of max |a|, in the network's own dtype
+_NARROW = (torch.float16, torch.bfloat16, torch.float32)
+_CREATES = re.compile(r"aten\.(new_|full|zeros|ones|arange|empty|scalar_tensor|linspace)")
+
+
+def unit(largest: float, eps: float) -> float:
+    """One unit in the last place of a number, in a type whose machine epsilon is `eps`."""
+    return eps * 2.0 ** math.floor(math.log2(largest)) if largest else 0.0
+
+
+def in_units(gap: float, largest: float, eps: float) -> float:
+    """A difference in units in the last place of the largest number compared."""
+    one = unit(largest, eps)
+    return gap / one if one else (math.inf if gap else 0.0)
+
+
+def sizes_and_gap(a: Tensor, b: Tensor) -> tuple[float, float]:
+    """The largest magnitude in `a`, and the largest difference of `b` from it, in float64; both
+    finite and not empty."""
+    return float(a.abs().max()), float((a.double() - b.double()).abs().max())
+
+
+def narrowed(module: nn.Module) -> list[tuple[str, torch.dtype]]:
+    """Calls of a graph that cast to a narrower float than the network's own, and to which."""
+    if not isinstance(module, fx.GraphModule):
+        return []
+    own = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+    casts = []
+    for node in module.graph.nodes:
+        name = str(node.target)
+        for value in [*node.args, *node.kwargs.values()]:
+            narrow = value in _NARROW and not _CREATES.match(name)
+            if narrow and torch.finfo(value).eps > torch.finfo(own).eps:
+                casts.append((node.name, value))
+    return casts
+
+
+def widen(module: nn.Module) -> None:
+    """Rewrite dtype literals of a graph to float64."""
+    if not isinstance(module, fx.GraphModule):
+        return
+
+    def wider(value: Any) -> Any:
+        return torch.float64 if value in _NARROW else value
+
+    for node in module.graph.nodes:
+        node.args = map_aggregate(node.args, wider)
+        node.kwargs = map_aggregate(node.kwargs, wider)
+    module.recompile()
+
+
+def names_narrow(module: nn.Module) -> bool:
+    """Whether a graph names a float type that is narrower than float64."""
+    if not isinstance(module, fx.GraphModule):
+        return False
+    nodes = [n for n in module.graph.nodes if n.op == "call_function"]
+    return any(v in _NARROW for n in nodes for v in [*n.args, *n.kwargs.values()]
+               if isinstance(v, torch.dtype))  # fmt: skip
+
+
+def to_double(leaf: Any) -> Any:
+    """A floating-point tensor in float64; anything else as it is."""
+    return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf

@@ -1,0 +1,283 @@
+"""demask() checks itself: the result and the model on the example and on two draws like it.
+
+Three calls of each, in the network's own dtype, sharing the model's tensors. What is more than 64
+units in the last place apart is looked at again in float64: an ill-conditioned network rounds as
+badly before demasking as after it, and only what is worse than that is a defect.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from demask.errors import CaptureDiffers, Mismatch
+from demask.failures import described, is_strict
+from demask.graph.copying import structural_copy
+from demask.graph.examples import examples, like
+from demask.graph.program import Program, owned
+from demask.graph.provenance import Cut
+from demask.graph.result import Demasked, build, build_plain
+from demask.numerics import ULPS, in_units, narrowed, sizes_and_gap, to_double, widen
+from demask.shrink.bug_report import write_bug_report
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+Draws = list[tuple[str, Inputs, Any]]  # what they are, and what the model makes of them
+WORSE = 8.0  # times the rounding error of the network before demasking
+FLIPS = 2 / 255  # of the largest output: two steps of an 8-bit value, where values are rounded
+
+
+def checked(
+    slim: Demasked,
+    program: Program,
+    model: nn.Module | ExportedProgram,
+    args: Any,
+    kwargs: Mapping[str, Any] | None,
+) -> Demasked:
+    """`slim`, if it computes what the model does. Else the network as it was captured, with a
+    warning and a report that say so, and a file for a bug report.
+
+    program: what `slim` was made from. Raises CaptureDiffers where that differs from the model.
+    """
+    given = examples((model,), args, dict(kwargs or {}))
+    reference = in_eval(model)
+    try:
+        draws = [(name, inputs, call(reference, inputs)) for name, inputs in _draws(given)]
+    except Exception as error:  # the user's code: on a draw that it refuses, say
+        draws = _first_alone(model, given)
+        if not draws:
+            return _noted(
+                slim, f"this result was not checked: the model fails ({described(error)})"
+            )
+    if not (wrong := _difference(slim, draws)):
+        return slim
+    if _difference(build(program, slim.demasked), draws):
+        if _is_random(program) or _difference(reference, draws):
+            return _noted(slim, _UNREPEATABLE)
+        if not _is_same_in_double(program, model, draws):
+            raise _capture_differs(wrong)
+    return slim if _is_rounding(program, slim, draws) else _refused(slim, program, wrong)
+
+
+_UNREPEATABLE = (
+    "this result was not checked: the network's outputs differ from call to call (random numbers, "
+    "or a state)"
+)
+
+
+def _first_alone(model: nn.Module | ExportedProgram, given: Inputs) -> Draws:
+    """The example alone, where the model refuses draws; nothing where it fails there, too."""
+    try:
+        return [("the example inputs", given, call(in_eval(model), given))]
+    except Exception:
+        return []
+
+
+def _is_same_in_double(program: Program, model: nn.Module | ExportedProgram, draws: Draws) -> bool:
+    """Whether a capture and its model agree in float64: what they differ by is rounding then."""
+    if isinstance(model, ExportedProgram):
+        return False
+    try:
+        wide, captured = in_eval(model, share=False).double(), build_plain(program).double()
+        widen(captured)
+        for _, inputs, _ in draws:
+            doubles = pytree.tree_map(to_double, inputs)
+            rows = _pairs(call(wide, doubles), call(captured, doubles))
+            if any(_leaf(a, b, torch.finfo(torch.float32).eps) for _, a, b in rows):
+                return False
+    except Exception:
+        return False
+    return True
+
+
+def _capture_differs(wrong: str) -> CaptureDiffers:
+    return CaptureDiffers(
+        f"the graph that torch.export captured does not compute what the model does ({wrong})",
+        "unknown",
+        "look for code that depends on something else than its inputs; demask only a part: "
+        "modules=['backbone']; or pass check=False to have the network as it was captured",
+    )
+
+
+def _refused(slim: Demasked, program: Program, wrong: str) -> Demasked:
+    """The network as it was captured, with a report that says why."""
+    if is_strict():
+        raise Mismatch(f"demask() made another network: {wrong}")
+    path = write_bug_report(program, slim, wrong)
+    text = (
+        f"demask() changed what this network computes ({wrong}), so the network is returned as it "
+        f"was captured, nothing removed. This is a defect of demask: please report it with {path} "
+        "(the graph, sizes, versions and where weights are zero; no weights)"
+    )
+    warnings.warn(text, stacklevel=4)
+    whole = owned(program)
+    cuts = {name: Cut(c.name, tuple(c.tensor.shape), (None,) * c.tensor.ndim)
+            for name, c in whole.constants.items()}  # fmt: skip
+    record = replace(
+        slim.demasked, cuts=cuts, reasons=(), effects={}, removed={}, after=slim.demasked.before,
+        notes=(text, *slim.demasked.notes),
+    )  # fmt: skip
+    return build(whole, record)
+
+
+def _noted(slim: Demasked, note: str) -> Demasked:
+    slim.demasked = replace(slim.demasked, notes=(note, *slim.demasked.notes))
+    return slim
+
+
+def _draws(given: Inputs) -> Iterator[tuple[str, Inputs]]:
+    """The inputs to compare on: the example; normal numbers; the example's values in another order,
+    a quarter of them 0. Whole numbers stay in the range of the example's."""
+    yield "the example inputs", given
+    draw = torch.Generator().manual_seed(0)
+    for name, change in (("normal numbers (seed 0)", like), ("values reordered (seed 0)", _mixed)):
+        yield (
+            name,
+            pytree.tree_map(
+                lambda x, change=change: change(x, draw) if isinstance(x, Tensor) else x, given
+            ),
+        )
+
+
+def _mixed(leaf: Tensor, draw: torch.Generator) -> Tensor:
+    """The values of a floating tensor in another order, a quarter of them 0."""
+    if not leaf.is_floating_point() or leaf.numel() < 2:
+        return leaf
+    order = torch.randperm(leaf.numel(), generator=draw).to(leaf.device)
+    values = leaf.detach().reshape(-1)[order]
+    values = torch.where(torch.rand(values.shape, generator=draw).to(leaf.device) < 0.25, 0, values)
+    return values.to(leaf.dtype).reshape(leaf.shape)
+
+
+def call(module: nn.Module | Callable[..., Any], inputs: Inputs) -> Any:
+    """What a network returns for copies of the inputs, its random numbers seeded."""
+    args, kwargs = pytree.tree_map(_own, inputs)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the network's own
+        torch.manual_seed(0)
+        return module(*args, **kwargs)
+
+
+def _own(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.detach().clone()
+    return leaf if isinstance(leaf, (bool, int, float, str, type(None))) else copy.deepcopy(leaf)
+
+
+def in_eval(module: nn.Module | ExportedProgram, *, share: bool = True) -> nn.Module:
+    """A copy in eval mode; its tensors are shared, or cloned."""
+    if isinstance(module, ExportedProgram):
+        return module.module(check_guards=False)
+    copied = structural_copy(module, share=share)
+    for part in copied.modules():
+        part.training = False
+    return copied
+
+
+def _difference(network: nn.Module | ExportedProgram, draws: Draws) -> str:
+    """In which output, and by how much, a network differs from what is expected; "" for none."""
+    runner = in_eval(network)
+    eps = max((torch.finfo(kind).eps for _, kind in narrowed(runner)), default=0.0)
+    for name, inputs, expected in draws:
+        try:
+            found = call(runner, inputs)
+        except Exception as error:
+            return f"{described(error)}, on {name}"
+        for where, a, b in _pairs(expected, found):
+            if text := _leaf(a, b, eps):
+                return f"output {where} {text}, on {name}"
+    return ""
+
+
+def _pairs(expected: Any, found: Any) -> Iterator[tuple[str, Any, Any]]:
+    named, leaves = pytree.tree_flatten_with_path(expected)[0], pytree.tree_leaves(found)
+    if len(named) != len(leaves):
+        yield "count", len(named), len(leaves)
+        return
+    for (path, a), b in zip(named, leaves, strict=True):
+        yield pytree.keystr(path) or "0", a, b
+
+
+def _leaf(a: Any, b: Any, eps: float) -> str:
+    """How two outputs differ, in words. Where the expected one is not finite, nothing is said."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        plain = isinstance(a, (bool, int, float, str)) and a == a
+        return f"is {b!r}, expected {a!r}" if plain and a != b else ""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"is {b.dtype} {tuple(b.shape)}, expected {a.dtype} {tuple(a.shape)}"
+    if not a.is_floating_point():
+        return "" if torch.equal(a, b) else "differs"
+    finite = torch.isfinite(a)
+    a, b = a[finite], b[finite]
+    if not a.numel():
+        return ""
+    if not bool(torch.isfinite(b).all()):
+        return "is not finite where the model's is"
+    largest, gap = sizes_and_gap(a, b)
+    ulps = in_units(gap, largest, max(eps, torch.finfo(a.dtype).eps))
+    return f"differs by {ulps:.3g} units in the last place of {a.dtype}" if ulps > ULPS else ""
+
+
+def _is_rounding(program: Program, slim: Demasked, draws: Draws) -> bool:
+    """Whether differences come from rounding alone: in float64 there are none but those of rounded
+    constants, or the network itself rounds as badly before demasking."""
+    wide = [build_plain(program), in_eval(slim, share=False)]
+    for network in wide:
+        network.double()
+        widen(network)
+    flips = FLIPS if _rounds(program) else 0.0
+    runner = in_eval(slim)
+    try:
+        for _, inputs, expected in draws:
+            doubles = pytree.tree_map(to_double, inputs)
+            exact, other = (pytree.tree_leaves(call(network, doubles)) for network in wide)
+            leaves = pytree.tree_leaves(expected), pytree.tree_leaves(call(runner, inputs))
+            rows = zip(*leaves, exact, other, strict=True)
+            if not all(_is_rounded(*row, flips) for row in rows):
+                return False
+    except Exception:
+        return False
+    return True
+
+
+def _is_rounded(before: Any, after: Any, exact: Any, other: Any, flips: float) -> bool:
+    """Whether one output is as exact after demasking as before. exact, other: both in float64."""
+    if not isinstance(before, Tensor):
+        return before == after
+    if before.shape != after.shape or before.dtype != after.dtype:
+        return False
+    if not before.is_floating_point():
+        return torch.equal(before, after) or torch.equal(exact, other)
+    finite = torch.isfinite(before) & torch.isfinite(exact)
+    values = [value[finite].double() for value in (before, after, exact, other)]
+    if not values[0].numel():
+        return True
+    before, after, exact, other = values
+    size, error = sizes_and_gap(exact, before)
+    eps = torch.finfo(torch.float32).eps
+    allowed = max(WORSE * error, ULPS * eps * size, flips * size)
+    graph, own = sizes_and_gap(exact, other)[1], sizes_and_gap(exact, after)[1]
+    return math.isfinite(own) and (own <= allowed or graph <= ULPS * eps * size)
+
+
+_ROUNDS = ("round", "quantize", "floor", "ceil", "trunc", "sign", "argmax", "topk", "sort")
+
+
+def _rounds(program: Program) -> bool:
+    """Whether a network holds calls at which a rounding error may become a step."""
+    return any(word in str(node.target) for node in program.graph.nodes for word in _ROUNDS)
+
+
+def _is_random(program: Program) -> bool:
+    """Whether a graph draws random numbers (dropout draws none in eval mode)."""
+    seeded = torch.Tag.nondeterministic_seeded
+    return any(seeded in getattr(node.target, "tags", ()) and "dropout" not in str(node.target)
+               for node in program.graph.nodes)  # fmt: skip

@@ -1,0 +1,384 @@
+"""What a rule or a pass raises: the network computes the same, and the report says what failed.
+
+Every test plants an exception in one stage; `strict(False)` is the mode of users.
+"""
+
+import contextlib
+import importlib
+import threading
+import zipfile
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+import demask
+from demask.errors import BadInput, DemaskError, InternalError, Mismatch, NotExportable, TableError
+from demask.failures import Log, public, strict
+from demask.graph.shapes import shapes_only
+
+# `demask.shrink.demask` and `demask.demask` are functions, too.
+PIPELINE = importlib.import_module("demask.shrink.demask")
+
+
+class Net(nn.Module):
+    """Dead units in two layers, one call that rules fail on, and a last layer that stays."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(8, 10), nn.Linear(10, 3)
+        with torch.no_grad():
+            for layer, dead in ((self.a, 3), (self.b, 4)):
+                layer.weight[:dead] = 0
+                layer.bias[:dead] = 0
+
+    def forward(self, x):
+        return self.c(torch.tanh(self.b(torch.relu(self.a(x)))))
+
+
+def smaller(**kwargs):
+    net, x = Net(), torch.randn(4, 6)
+    slim = demask.demask(net, (x,), **kwargs)
+    torch.testing.assert_close(slim(x), net(x))
+    return slim.demasked
+
+
+def raising(real, error, op=None):
+    """`real`, but for calls of `op` (of any, by default), where it raises."""
+
+    def planted(*args, **kwargs):
+        names = [str(getattr(getattr(a, "node", a), "target", "")) for a in args]
+        if op is None or any(op in name for name in names):
+            raise error
+        return real(*args, **kwargs)
+
+    return planted
+
+
+ERRORS = [KeyError("tanh", 0), TableError("3 axes"), RuntimeError("no\nway"), AssertionError(),
+          IndexError("5"), NotExportable("x", "y", "z"), TypeError("None"),
+          GuardOnDataDependentSymNode(None, "u0")]  # fmt: skip
+CALLS = [
+    ("demask.shrink.reading", "bind"),
+    ("demask.facts.known", "forward"),
+    ("demask.facts.needed", "_edge"),
+    ("demask.shrink.place.Placer", "_tie"),
+    ("demask.shrink.rewrite", "emit_plain"),
+]
+
+
+def owner(path):
+    module, _, name = path.rpartition(".")
+    return (
+        importlib.import_module(path)
+        if name.islower()
+        else getattr(importlib.import_module(module), name)
+    )
+
+
+CASES = [*((*call, ERRORS[0]) for call in CALLS), *((*CALLS[-1], error) for error in ERRORS[1:])]
+
+
+@pytest.mark.parametrize(("where", "name", "error"), CASES)
+def test_a_rule_that_fails_declines_its_call(monkeypatch, where, name, error):
+    real = getattr(owner(where), name)
+    monkeypatch.setattr(owner(where), name, raising(real, error, "tanh"))
+    with pytest.raises(type(error)):
+        smaller()
+    with strict(False):
+        record = smaller()
+    assert record.after.parameters < record.before.parameters  # by the units of the first layer
+    (note,) = [note for note in record.notes if "tanh" in note]
+    assert type(error).__name__ in note
+
+
+@pytest.mark.parametrize("name", ["spelled", "unmerged", "hoisted", "early", "folded", "stacked",
+                                  "named", "sided", "apart"])  # fmt: skip
+def test_a_pass_that_fails_is_left_out(monkeypatch, name):
+    monkeypatch.setattr(PIPELINE, name, raising(None, KeyError("planted")))
+    with strict(False):
+        record = smaller()
+    assert record.after.parameters < record.before.parameters
+    assert any("left out" in note and "KeyError: 'planted'" in note for note in record.notes)
+
+
+def test_a_form_that_fails_is_left_out(monkeypatch):
+    forms = [(raising(None, IndexError("planted")), name) for _, name in PIPELINE._FORMS]
+    monkeypatch.setattr(PIPELINE, "_FORMS", tuple(forms))
+    with strict(False):
+        record = smaller()
+    assert record.after.parameters < record.before.parameters
+    assert sum("IndexError: planted" in note for note in record.notes) == len(forms)
+
+
+@pytest.mark.parametrize("name", ["rewrite", "_smaller", "_smallest"])
+def test_where_all_fails_the_network_is_as_it_was(monkeypatch, name):
+    monkeypatch.setattr(PIPELINE, name, raising(None, ValueError("planted")))
+    with strict(False):
+        record = smaller()
+    assert record.after == record.before
+    assert any("ValueError: planted" in note for note in record.notes)
+
+
+def test_macs_that_cannot_be_counted_are_none(monkeypatch):
+    measure = importlib.import_module("demask.shrink.measure")
+    monkeypatch.setattr(measure, "macs_of", raising(measure.macs_of, KeyError("planted"), "linear"))
+    with strict(False):
+        record = smaller()
+    assert record.after.parameters < record.before.parameters
+
+
+def test_memory_errors_are_raised(monkeypatch):
+    monkeypatch.setattr(PIPELINE, "hoisted", raising(None, MemoryError()))
+    with strict(False), pytest.raises(MemoryError):
+        smaller()
+    with strict(False), pytest.raises(MemoryError):
+        Log().attempt("a step", raising(None, MemoryError()), None)
+
+
+def drop_a_live_unit(monkeypatch):
+    """Plant the worst defect: a rule that calls the first live unit of a layer dead."""
+    needed = importlib.import_module("demask.shrink.place").needed
+
+    def planted(*args):
+        needs = needed(*args)
+        for (node, _), live in needs.live.items():
+            if "linear" in str(node.target) and live.shape[-1] == 10:
+                live[..., -1] = False
+        return needs
+
+    monkeypatch.setattr("demask.shrink.place.needed", planted)
+
+
+def test_a_wrong_result_is_caught(monkeypatch):
+    drop_a_live_unit(monkeypatch)
+    with pytest.raises(Mismatch, match="output 0 differs by"):
+        smaller()
+    with (
+        strict(False),
+        pytest.warns(UserWarning, match="changed what this network computes") as found,
+    ):
+        record = smaller()
+    assert record.after == record.before
+    assert not record.effects
+    assert record.notes[0] == str(found[0].message)
+    assert str(demask.report(_holder(record))).index("changed what") < 600
+    path = record.notes[0].partition("report it with ")[2].partition(" (the graph")[0]
+    with zipfile.ZipFile(path) as archive:
+        names = set(archive.namelist())
+        assert {"report.json", "captured.txt", "result.txt", "zeros/0.npy"} <= names
+        assert "linear" in archive.read("captured.txt").decode()
+
+
+def _holder(record):
+    holder = nn.Module()
+    holder.demasked = record
+    return holder
+
+
+def test_a_wrong_result_is_returned_unchecked_where_asked(monkeypatch):
+    drop_a_live_unit(monkeypatch)
+    net, x = Net(), torch.randn(4, 6)
+    assert not torch.allclose(demask.demask(net, (x,), check=False)(x), net(x))
+
+
+def test_the_check_of_parts_names_the_part(monkeypatch):
+    drop_a_live_unit(monkeypatch)
+    net = nn.Sequential(Net(), nn.ReLU())
+    x = torch.randn(4, 6)
+    with strict(False), pytest.warns(UserWarning, match="changed what"):
+        slim = demask.demask(net, (x,), modules=["0"])
+    torch.testing.assert_close(slim(x), net(x))
+
+
+class Counted(nn.Module):
+    """Counts calls of one module in all its copies."""
+
+    calls = 0
+
+    def forward(self, x):
+        type(self).calls += not isinstance(x, torch._subclasses.FakeTensor)
+        return x
+
+
+def test_the_check_takes_three_calls_of_each():
+    net, x = nn.Sequential(Net(), Counted()), torch.randn(4, 6)
+    Counted.calls = 0
+    demask.demask(net, (x,), check=False)
+    before, Counted.calls = Counted.calls, 0
+    demask.demask(net, (x,))
+    assert (before, Counted.calls) == (0, 3)
+
+
+class Chaotic(nn.Module):
+    """Magnifies rounding errors by far more than 64 units; exact in float64."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x):
+        y = self.net(x) * 3
+        for _ in range(40):
+            y = torch.sin(3 * y)
+        return y
+
+
+def test_an_ill_conditioned_network_is_no_defect():
+    net, x = Chaotic(), torch.randn(64, 6)
+    slim = demask.demask(net, (x,))
+    assert slim.demasked.after.parameters < slim.demasked.before.parameters
+
+
+class Tokens(nn.Module):
+    """Indices that draws must keep to; a mask of -inf, of which rows may be all of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.net = nn.Embedding(5, 6), Net()
+
+    def forward(self, tokens, mask):
+        x = self.net(self.embed(tokens))
+        return x + mask, x.argmax(-1)
+
+
+def test_draws_keep_to_what_the_network_takes():
+    mask = torch.zeros(2, 7, 3).masked_fill(torch.rand(2, 7, 3) < 0.3, float("-inf"))
+    slim = demask.demask(Tokens(), (torch.randint(5, (2, 7)), mask))
+    assert not any("not checked" in note for note in slim.demasked.notes)
+
+
+class Stateful(nn.Module):
+    def forward(self, x):
+        return x + torch.rand(x.shape)
+
+
+def test_random_outputs_are_not_checked():
+    net = nn.Sequential(Net(), Stateful())
+    torch.nn.init.zeros_(net[0].b.weight)
+    slim = demask.demask(net, (torch.randn(4, 6),))
+    assert slim.demasked.after.parameters < slim.demasked.before.parameters
+
+
+def test_a_capture_that_differs_is_refused(monkeypatch):
+    real = PIPELINE.captures
+
+    def planted(*args):
+        for program in real(*args):
+            graph = program.graph
+            for node in graph.nodes:
+                if "tanh" in str(node.target):
+                    node.target = torch.ops.aten.sigmoid.default
+            yield program
+
+    monkeypatch.setattr(PIPELINE, "captures", planted)
+    with pytest.raises(NotExportable, match="does not compute what the model does"):
+        smaller()
+
+
+def test_errors_of_public_functions():
+    def fails(x):
+        raise x
+
+    with strict(False):
+        for error, kind in [(KeyError("a"), InternalError), (OSError(2, "no", "f"), OSError),
+                            (OSError(2, "no"), DemaskError), (BadInput("b"), BadInput),
+                            (MemoryError(), MemoryError)]:  # fmt: skip
+            with pytest.raises(kind):
+                public(fails)(error)
+        with pytest.raises(TypeError, match="missing a required"):
+            public(fails)()
+    with pytest.raises(KeyError):
+        public(fails)(KeyError("a"))
+
+
+class Resized(nn.Module):
+    """Sizes that only expressions over dynamic sizes say, in whole numbers and in floats."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Conv2d(3, 6, 3, 2, padding=1), nn.Conv2d(6, 4, 3)
+        with torch.no_grad():
+            self.a.weight[:3], self.a.bias[:3] = 0, 0.5
+
+    def forward(self, x):
+        y = self.a(x)
+        height, width = y.shape[-2:]
+        y = nn.functional.interpolate(
+            y, size=(torch.sym_int(height * 1.5) + 1, max(width * 2, height))
+        )
+        return self.b(y).mean((1, 2, 3)) + y.shape[-1] % 3
+
+
+def test_sizes_are_expressions_of_dynamic_sizes():
+    net = Resized().eval()
+    slim = demask.demask(net, (torch.randn(2, 3, 24, 20),), dynamic_shapes="all")
+    assert sum(isinstance(size, str) for size in slim.demasked.inputs[0].sizes) == 3
+    assert slim.demasked.after.parameters < slim.demasked.before.parameters
+    x = torch.randn(3, 3, 36, 22)
+    torch.testing.assert_close(slim(x), net(x))
+
+
+@pytest.mark.parametrize(("shapes", "fails", "left"), [
+    ("all", lambda sizes: sum(map(_named, sizes)) > 1, ("s", 3, 24, 20)),
+    ("all", lambda sizes: any(map(_named, sizes)), (2, 3, 24, 20)),
+    (None, lambda sizes: any(map(_named, sizes)), (2, 3, 24, 20)),
+    ("all", lambda sizes: True, ("s", 3, "s", "s")),
+])  # fmt: skip
+def test_fewer_sizes_are_dynamic_where_more_fail(monkeypatch, shapes, fails, left):
+    real = PIPELINE.rewrite
+
+    def planted(program, *args):
+        value = next(n for n in program.graph.nodes if n.op == "placeholder").meta["val"]
+        if fails(value.shape):
+            raise RuntimeError("planted")
+        return real(program, *args)
+
+    monkeypatch.setattr(PIPELINE, "rewrite", planted)
+    net, x = Resized().eval(), torch.randn(2, 3, 24, 20)
+    with strict(False):
+        slim = demask.demask(net, (x,), dynamic_shapes=shapes)
+    sizes = slim.demasked.inputs[0].sizes
+    assert tuple("s" if isinstance(size, str) else size for size in sizes) == left
+    torch.testing.assert_close(slim(x), net(x))
+    works = slim.demasked.after.parameters < slim.demasked.before.parameters
+    assert works == any("inputs of these sizes alone" in note for note in slim.demasked.notes)
+    assert any("planted" in note for note in slim.demasked.notes)
+
+
+def _named(size):
+    return isinstance(size, torch.SymInt)
+
+
+def test_two_threads_leave_torch_as_it_was():
+    op = torch.ops.aten.lstm.input
+    before, barrier = dict(op.py_kernels), threading.Barrier(2)
+    seen = []
+
+    def enter(first):
+        with contextlib.ExitStack() as stack:
+            if first:
+                stack.enter_context(shapes_only())
+                barrier.wait()
+            else:
+                barrier.wait()
+                stack.enter_context(shapes_only())
+            seen.append(dict(op.py_kernels) != before)
+            barrier.wait()
+            if first:
+                stack.close()
+                barrier.wait()
+            else:
+                barrier.wait()
+                seen.append(dict(op.py_kernels) != before)
+
+    threads = [threading.Thread(target=enter, args=(first,)) for first in (True, False)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [True, True, True]
+    assert dict(op.py_kernels) == before
