@@ -382,3 +382,26 @@ def test_two_threads_leave_torch_as_it_was():
         thread.join()
     assert seen == [True, True, True]
     assert dict(op.py_kernels) == before
+
+
+class Frames(nn.Module):
+    """As speech models are: how many frames there are depends on values, and random numbers on it."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x):
+        y = self.net(x)
+        count = (y.sum() * 0 + 5).long().item()
+        torch._check(count >= 1)
+        steps = torch.arange(count) + 1.0
+        return y.sum(0) * steps.unsqueeze(1).exp()
+
+
+def test_sizes_that_values_decide():
+    net, x = Frames(), torch.randn(4, 6)
+    with strict(False):
+        slim = demask.demask(net, (x,))
+    torch.testing.assert_close(slim(x), net(x))
+    assert slim.demasked.after.parameters < slim.demasked.before.parameters

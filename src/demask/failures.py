@@ -56,6 +56,8 @@ class CallFailed(Exception):
 
 def described(error: BaseException) -> str:
     """The type of an exception and the first line of its text."""
+    if type(error).__name__ == "GuardOnDataDependentSymNode":
+        return "GuardOnDataDependentSymNode: a size depends on the values of a tensor"
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 

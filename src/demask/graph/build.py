@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch._prims_common import is_contiguous_or_false
 from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
@@ -101,7 +102,7 @@ class Builder:
     def _is_contiguous(self, value: Tensor) -> bool:
         key = ("is_contiguous", self.values.key(value))
         if key not in self.values.calls:
-            self.values.calls[key] = value.is_contiguous()
+            self.values.calls[key] = is_contiguous_or_false(value)
         return self.values.calls[key]
 
     def _dense(self, shape: Any, like: Tensor) -> Tensor:

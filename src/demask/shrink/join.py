@@ -52,7 +52,7 @@ def _widened(walk: Rewriter, relation: Relation, values: list[Any], layout: Layo
         if isinstance(value, fx.Node):
             shape = value.meta["val"].shape
             offset = len(sizes) - len(shape)
-            covered |= {d + offset for d, n in enumerate(shape) if n != 1}
+            covered |= {d + offset for d, n in enumerate(shape) if not schema.same_size(n, 1)}
         elif isinstance(relation.operands[k].value, fx.Node):
             raise AssertionError("an operand was lost")
     missing = [d for d, n in enumerate(sizes) if n != 1 and d not in covered]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
@@ -37,6 +37,8 @@ class Pool:
         self._sizes: dict[Any, Any] = {}
         self._numbers: dict[Any, fx.Node] = {}
         self._symbols = _symbols(inputs)
+        # Of sizes that values decide (how many are not zero): what makes each, by its symbol.
+        self.made_by: dict[Any, Callable[[], fx.Node]] = {}
 
     def read(self, name: str) -> fx.Node:
         """The get_attr node of a constant."""
@@ -146,9 +148,11 @@ class Pool:
         if expr in self._symbols:
             node, axis = self._symbols[expr]
             return self.build.call(torch.ops.aten.sym_size.int, node, axis)
+        if expr in self.made_by:
+            return self.made_by[expr]()
         kind = type(expr).__name__
         if expr.is_Mul and isinstance(expr.args[0], sympy.Rational) and not expr.args[0].is_Integer:
-            share, rest = expr.args[0], sympy.Mul(*expr.args[1:])  # of a whole number, exactly
+            share, rest = expr.args[0], expr / expr.args[0]  # of a whole number, exactly
             made = self.build.call(operator.mul, self.expression(rest), int(share.p))
             return self.build.call(operator.floordiv, made, int(share.q))
         args = [self.expression(a) for a in expr.args]  # type: ignore[arg-type]
@@ -161,8 +165,8 @@ class Pool:
         if kind in _FUNCTIONS and not (kind == "Pow" and args[1] not in range(1, 64)):
             return self.build.call(_FUNCTIONS[kind], *args)
         raise DemaskError(
-            f"a size of the network, {expr}, has no form in a graph yet; pass dynamic_shapes={{}} for "
-            "a network of the example's sizes alone"
+            f"a size of the network, {expr}, has no form in a graph yet; pass dynamic_shapes={{}} "
+            "for a network of the example's sizes alone"
         )
 
 

@@ -9,10 +9,12 @@ import operator
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
 
 from demask.facts.known import Facts, Relations, created, key_of
@@ -79,6 +81,9 @@ class Rewriter:
         self.pool = Pool(self.build, program.constants, list(self.inputs.values()))
         self.adapter = Adapter(self.build, self.pool, facts)
         self.numbers: dict[fx.Node, Any] = {}
+        for node in program.graph.nodes:
+            if (symbol := _decided(node)) is not None:
+                self.pool.made_by.setdefault(symbol, partial(self._number, node))
         self.reasons: list[Reason] = []
 
     def visit(self, node: fx.Node) -> None:
@@ -136,7 +141,7 @@ class Rewriter:
 
     def _barrier(self, node: fx.Node, why: Declined, live: list[int]) -> None:
         """An op with no rule gets its operands whole, and what it makes is whole."""
-        count = 0
+        count, outputs = 0, schema.outputs(node)
         for source in node.all_input_nodes:
             held = self.adapter.have(key_of(source))
             if held is not None and any(p is not None for p in held):
@@ -147,7 +152,7 @@ class Rewriter:
         if not count:
             self.reason(node, axis, unread, why.text, barrier=True)
         args, kwargs = self.argument(node.args), self.argument(node.kwargs)
-        self.finish(node, node.target, args, kwargs, None)
+        self.finish(node, node.target, args, kwargs, None, same=free_unbacked_symbols(outputs))
 
     def _unread(self, node: fx.Node, live: list[int]) -> tuple[int, int]:
         """Along which axis a call makes most positions that nothing reads, and how many."""
@@ -166,10 +171,15 @@ class Rewriter:
         op = op_name(node.target) if barrier else ""
         self.reasons.append(Reason(node.name, module_of(node), axis, count, text, op))
 
-    def finish(self, node, target, args, kwargs, layouts: list[Layout | None] | None) -> None:
-        """Append the call that replaces `node`, outputs in the given layouts (None: whole)."""
+    def finish(
+        self, node, target, args, kwargs, layouts: list[Layout | None] | None, *, same: Any = False
+    ) -> None:
+        """Append the call that replaces `node`, outputs in the given layouts (None: whole). same:
+        its value is that of `node`, which would get other symbols from a run."""
         like = self._like(node, args, layouts[0] if layouts else None)
-        if like is None:
+        if same:
+            made = self._copied(node, args, kwargs)
+        elif like is None:
             made = self.build.call(target, *args, **kwargs)
         else:
             shape = like.meta["val"].shape
@@ -227,9 +237,22 @@ class Rewriter:
             return self.pool.expression(value.node.expr)
         if isinstance(value, int):
             return value
-        args, kwargs = self.argument(node.args), self.argument(node.kwargs)
-        self.numbers[node] = self.build.call(node.target, *args, **kwargs)
+        return self._number(node)
+
+    def _number(self, node: fx.Node) -> Any:
+        """A number that no size is, made by the call that made it."""
+        if node not in self.numbers:
+            args, kwargs = self.argument(node.args), self.argument(node.kwargs)
+            decided = _decided(node) is not None
+            made = self._copied(node, args, kwargs) if decided else None
+            self.numbers[node] = made or self.build.call(node.target, *args, **kwargs)
         return self.numbers[node]
+
+    def _copied(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+        """The call of a node again, which makes the same value."""
+        made = self.build.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        made.meta = dict(node.meta)
+        return made
 
     def operand(self, relation: Relation, k: int, *, broadcast: bool = False) -> Any:
         """Operand k of a call in the layout its slot asks for."""
@@ -281,6 +304,15 @@ class Rewriter:
                     value, axis, _value(value).shape[axis], "the model's output keeps its shape"
                 )
         self.build.graph.output(tuple(values))
+
+
+def _decided(node: fx.Node) -> Any:
+    """The symbol of a number that values decide, if a call makes it (`item`, a size of `nonzero`);
+    else None."""
+    value = node.meta.get("val")
+    expr = value.node.expr if isinstance(value, torch.SymInt) else None
+    unbacked = node.op == "call_function" and expr is not None and free_unbacked_symbols(value)
+    return expr if unbacked and expr.is_Symbol else None
 
 
 def emit_plain(walk: Rewriter, relation: Relation, live: list[int]) -> None:
