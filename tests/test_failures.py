@@ -385,7 +385,7 @@ def test_two_threads_leave_torch_as_it_was():
 
 
 class Frames(nn.Module):
-    """As speech models are: how many frames there are depends on values, and random numbers on it."""
+    """As speech models are: how many frames there are depends on values."""
 
     def __init__(self):
         super().__init__()
