@@ -311,8 +311,9 @@ def _decided(node: fx.Node) -> Any:
     else None."""
     value = node.meta.get("val")
     expr = value.node.expr if isinstance(value, torch.SymInt) else None
-    unbacked = node.op == "call_function" and expr is not None and free_unbacked_symbols(value)
-    return expr if unbacked and expr.is_Symbol else None
+    if node.op != "call_function" or expr is None or not expr.is_Symbol:
+        return None
+    return expr if free_unbacked_symbols(value) else None
 
 
 def emit_plain(walk: Rewriter, relation: Relation, live: list[int]) -> None:
