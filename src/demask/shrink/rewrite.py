@@ -310,10 +310,9 @@ def _decided(node: fx.Node) -> Any:
     """The symbol of a number that values decide, if a call makes it (`item`, a size of `nonzero`);
     else None."""
     value = node.meta.get("val")
-    expr = value.node.expr if isinstance(value, torch.SymInt) else None
-    if node.op != "call_function" or expr is None or not expr.is_Symbol:
+    if node.op != "call_function" or not isinstance(value, torch.SymInt):
         return None
-    return expr if free_unbacked_symbols(value) else None
+    return value.node.expr if value.node.expr.is_Symbol and free_unbacked_symbols(value) else None
 
 
 def emit_plain(walk: Rewriter, relation: Relation, live: list[int]) -> None:
