@@ -76,8 +76,11 @@ def seeds(name: str, index: int, draw: int) -> range:
     return range(first, first + 2)
 
 
-def scatter_and_minimality(name: str, index: int, case: Case, draw: int) -> None:
-    for seed in seeds(name, index, draw):
+def scatter_and_minimality(
+    name: str, index: int, case: Case, draw: int, parts: tuple[int, ...] = (0, 1)
+) -> None:
+    """parts: which of the two seeds of a draw."""
+    for seed in (seeds(name, index, draw)[part] for part in parts):
         result = check_scatter_law(name, case, seed, TABLE, demask.demask)
         assert result.error <= 1e-10, f"{name} case {index} seed {seed}: {result.error}"
         if seed % 2 == 0 and not {name, f"{name}-{index}"} & set(INSENSITIVE):
@@ -92,7 +95,8 @@ def test_every_entry_has_cases():
 @settings(DRAWS, max_examples=1)
 @given(draw=st.integers(0, 1000))
 def test_scatter_law_and_minimality(name, index, case, draw):
-    scatter_and_minimality(name, index, case, draw)
+    # One seed a case: where an op has several cases, the two kinds take turns.
+    scatter_and_minimality(name, index, case, draw, (index % 2,))
 
 
 @pytest.mark.nightly
@@ -112,7 +116,7 @@ def test_region_law(name, index, case):
 
 # Geometry: windows of drawn sizes, where one-off errors hide.
 
-WINDOWS = settings(DRAWS, max_examples=150)
+WINDOWS = settings(DRAWS, max_examples=50)
 
 
 def intact(name: str, *args, **kwargs) -> bool:
@@ -174,13 +178,13 @@ def test_regions_of_pools_are_tight(size, kernel, stride, padding, ceil):
     assert intact("aten.avg_pool1d.default", x, [kernel], [stride], [padding], ceil)
 
 
-@settings(WINDOWS, max_examples=60)
+@settings(WINDOWS, max_examples=30)
 @given(st.integers(1, 12), st.integers(1, 12))
 def test_regions_of_adaptive_pools_are_tight(size, out):
     assert intact("aten.adaptive_avg_pool1d.default", S((2, 3, size)), [out])
 
 
-@settings(WINDOWS, max_examples=60)
+@settings(WINDOWS, max_examples=30)
 @given(st.integers(1, 9), st.one_of(st.integers(1, 20), st.floats(0.3, 4.0)), st.booleans())
 def test_regions_of_resizes_hold(size, out, align):
     assume(isinstance(out, int) or size * out >= 1)

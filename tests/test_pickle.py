@@ -18,7 +18,6 @@ from torch import Tensor, fx, nn
 import demask
 from demask.graph.result import Demasked
 from demask.graph.rows import graph_of, rows_of
-from night import at_night
 from test_guards import Branches
 from test_tied import TOKENS, check_tied, masked, slimmed
 from test_transformers import ARCHITECTURES, demasked, difference, generator, skip_unless_installed
@@ -157,7 +156,8 @@ def test_a_part_is_pickled_with_its_model() -> None:
     assert back[1].demasked == slim[1].demasked
 
 
-@pytest.mark.parametrize("name", ["bert", *at_night("llama")])
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["bert", "llama"])
 def test_a_transformer_with_outputs_of_its_own_type(name: str) -> None:
     skip_unless_installed(name)
     chosen, draw = ARCHITECTURES[name], generator()

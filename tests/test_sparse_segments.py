@@ -228,7 +228,7 @@ def test_every_size_may_be_dynamic() -> None:
     assert not any(str(n) in segments_of(found.graph)[0][0].args[2] for n in (33, 32))
 
 
-@pytest.mark.parametrize("case", every(5, MICROS), ids=lambda c: c.name)
+@pytest.mark.parametrize("case", every(10, MICROS), ids=lambda c: c.name)
 def test_every_micro_network(case: Micro) -> None:
     torch.manual_seed(7)
     model, args = case.make()

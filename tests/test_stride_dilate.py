@@ -82,15 +82,15 @@ def same(found: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_random_networks_compute_the_same(name):
-    said = [check(seed, name) for seed in range(150)]
+    said = [check(seed, name) for seed in range(50)]
     # A map that is returned needs slices, a sum masks.
-    least = {"multiply": 60, "select": 80, "slice": 130, "none": 3}[name]
+    least = {"multiply": 20, "select": 26, "slice": 43, "none": 1}[name]
     assert said.count("done") >= least
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", TARGETS)
-@pytest.mark.parametrize("first", range(1000, 6000, 1000))
+@pytest.mark.parametrize("first", range(50, 5050, 1000))
 def test_many_random_networks_compute_the_same(name, first):
     for seed in range(first, first + 1000):
         check(seed, name)

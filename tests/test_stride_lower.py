@@ -84,7 +84,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
 }  # fmt: skip
 
 
-QUICK = [("resnet", "matrix_unit"), ("convnext", "space_to_depth"), ("mobilenet", "max_pool")]
+QUICK = [("resnet", "matrix_unit")]
 PAIRS = [pytest.param(name, goal, marks=() if (name, goal) in QUICK else pytest.mark.nightly)
          for name in NETWORKS for goal in MASKING]  # fmt: skip
 
@@ -170,7 +170,7 @@ def test_a_stride_that_the_target_has_stays() -> None:
 def test_lines_volumes_and_images_without_a_batch() -> None:
     for rank, conv in ((1, nn.Conv1d), (2, nn.Conv2d), (3, nn.Conv3d)):
         model = drawn(nn.Sequential(conv(4, 6, 3, 2, 1, groups=2), nn.ReLU(), conv(6, 4, 2, 3)))
-        for goal in MASKING[: 5 if rank < 3 else 1]:
+        for goal in MASKING[rank - 1 : rank + 1 if rank < 3 else rank]:
             assert len(choices(model, (2, 4, *[9] * rank), goal)) == 2
             assert len(choices(model, (4, *[9] * rank), goal)) == 2
 

@@ -12,6 +12,7 @@ from torch import nn
 from demask.graph.capture import capture
 from demask.stride import pools
 from demask.stride.pools import Pool, convs_to_pools, pools_to_convs
+from night import every
 from stride_programs import Net, calls, ran
 
 aten = torch.ops.aten
@@ -75,7 +76,7 @@ def _is_spelled_alike(a, b) -> bool:
     return Pool.of(one) == Pool.of(other)
 
 
-@pytest.mark.parametrize("first", range(0, 600, 100))
+@pytest.mark.parametrize("first", every(6, range(0, 600, 100)))
 def test_pools_become_convolutions_and_come_back(first):
     for seed in range(first, first + 100):
         check(seed)

@@ -98,8 +98,9 @@ def goes_round(model: nn.Module, args: tuple[Tensor, ...], target: str | Target)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("make", [Residual, Separable])
+@pytest.mark.parametrize(
+    ("make", "target"), every(4, itertools.product([Residual, Separable], TARGETS))
+)
 def test_small_networks(make, target):
     if make is Separable and target == "no_pool":
         pytest.skip("its output keeps the image's axes: such a target cannot make it smaller")
@@ -120,7 +121,7 @@ POOLS = {
 NO_MEAN = Target("no mean", frozenset({"slice", "multiply"}), forbidden=("avg_pool",))
 
 
-@pytest.mark.parametrize(("stride", "name"), every(2, itertools.product([1, 2], POOLS)))
+@pytest.mark.parametrize(("stride", "name"), every(5, itertools.product([1, 2], POOLS)))
 def test_average_pools_become_convolutions_and_come_back(name, stride):
     torch.manual_seed(0)
     pool = nn.AvgPool2d(**POOLS[name])

@@ -489,7 +489,7 @@ class Shuffled(nn.Module):
         return x @ self.weights[0]
 
 
-@pytest.mark.parametrize("seed", every(3, range(40)))
+@pytest.mark.parametrize("seed", every(8, range(40)))
 def test_what_is_not_refused_is_right(seed):
     torch.manual_seed(seed)
     model = Shuffled(seed).double()

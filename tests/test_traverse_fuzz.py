@@ -80,13 +80,13 @@ def chunks(start: int, end: int, size: int) -> list[range]:
     return [range(k, min(k + size, end)) for k in range(start, end, size)]
 
 
-@pytest.mark.parametrize("seeds", chunks(0, 20, CHUNK), ids=str)
+@pytest.mark.parametrize("seeds", chunks(0, 10, CHUNK), ids=str)
 def test_random_networks_in_every_mode(seeds):
     checked(seeds)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("seeds", chunks(20, 2000, NIGHT), ids=str)
+@pytest.mark.parametrize("seeds", chunks(10, 2000, NIGHT), ids=str)
 def test_two_thousand_networks(seeds):
     checked(seeds)
 

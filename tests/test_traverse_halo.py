@@ -14,6 +14,7 @@ from torch import nn
 import traverse_networks as shared
 from demask.errors import BadInput
 from demask.traverse.halo import halo
+from night import every
 
 SIZE = 96  # rows of the images that are perturbed, row by row
 
@@ -200,7 +201,7 @@ LAYERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", every(2, LAYERS))
 def test_each_layer_is_exact_and_tight(name):
     make, scale = LAYERS[name]
     assert check(positive(nn.Sequential(conv(3, p=1), make(), conv(3, p=1))), scale)

@@ -59,7 +59,7 @@ def test_run_law(name, index, case):
 
 # Geometry: windows of drawn sizes, where one-off errors hide.
 
-WINDOWS = settings(DRAWS, max_examples=120)
+WINDOWS = settings(DRAWS, max_examples=40)
 
 
 def of(*bounds):
@@ -125,7 +125,7 @@ def test_pools(size, kernel, stride, pad, dilation, ceil, include, divisor):
         holds("aten.max_pool2d.default", x, *how, [dilation] * 2, ceil, dtype=dtype, exact=True)
 
 
-@settings(WINDOWS, max_examples=40)
+@settings(WINDOWS, max_examples=20)
 @given(
     st.integers(4, 12),
     st.integers(1, 5),
@@ -141,7 +141,7 @@ def test_pools_of_sequences(size, kernel, stride, pad, ceil, include):
     holds("aten.max_pool1d.default", x, [kernel], [stride], [pad], 1, ceil, axes=line)
 
 
-@settings(WINDOWS, max_examples=60)
+@settings(WINDOWS, max_examples=20)
 @given(of((1, 12), (1, 12)), of((2, 9), (2, 9)))
 def test_adaptive_pools(size, out):
     holds("aten.adaptive_avg_pool2d.default", S((1, 3, *size)), list(out))
@@ -168,7 +168,7 @@ def test_resizes(size, out, align):
         holds(f"aten.{name}.vec", x, how[0], align, how[1])
 
 
-@settings(WINDOWS, max_examples=60)
+@settings(WINDOWS, max_examples=20)
 @given(
     of((4, 9), (4, 9)),
     of((-1, 3), (0, 3), (-2, 3), (0, 3)),
@@ -181,7 +181,7 @@ def test_pads(size, pad, mode):
     holds("aten.pad.default", x, positive, mode, exact=True)
 
 
-@settings(WINDOWS, max_examples=40)
+@settings(WINDOWS, max_examples=20)
 @given(
     of((4, 9), (4, 9)), st.integers(0, 3), st.integers(1, 9), st.integers(1, 3), st.integers(-4, 4)
 )
@@ -208,7 +208,7 @@ def test_moves(size, start, length, step, shift):
     )
 
 
-@settings(WINDOWS, max_examples=30)
+@settings(WINDOWS, max_examples=15)
 @given(of((2, 5), (2, 5)), st.integers(1, 3))
 def test_shuffles_and_views(size, r):
     h, w = size
