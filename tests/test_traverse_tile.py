@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import os
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +21,7 @@ import demask
 import traverse_networks as networks
 from demask.errors import BadInput, BudgetTooSmall
 from demask.traverse import plan, run, tile
+from demask.traverse.sweep import Sweep
 from night import at_night
 from tiled_networks import EPS, MIB, NETWORKS, least, made, same
 
@@ -337,3 +343,60 @@ def test_no_more_memory_is_used_than_the_plan_says(name: str, monkeypatch) -> No
     said = max(p.beside + held for p, held in zip(where.places, where.wholes, strict=True))
     assert 0.9 * where.size <= touched <= where.size + 4096 and where.size <= module.plan.live
     assert beside <= said + 64 * 1024
+
+
+@pytest.mark.parametrize("name", by_day("gated"))
+def test_every_call_is_rehearsed_where_the_budget_is_tight(name: str, monkeypatch) -> None:
+    model, x = made(name)
+    entered: list[str] = []
+
+    @contextlib.contextmanager
+    def nothing_fails(kind: type[Exception]):
+        entered.append(kind.__name__)
+        yield
+
+    monkeypatch.setattr(run, "suppress", nothing_fails)
+    ran: set[str] = set()
+    make = Sweep._make
+
+    def spied(self, k, unit, step):
+        ran.add(unit.node.name)
+        return make(self, k, unit, step)
+
+    monkeypatch.setattr(Sweep, "_make", spied)
+    module = tile(model, (x,), memory=least(model, x) + MIB)
+    rehearsed = set(ran)
+    assert entered == ["Exception"]
+    module(x)
+    assert rehearsed == ran and ran
+    tile(model, (x,), memory="1GiB")
+    assert entered == ["Exception"]
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="reads Linux's /proc")
+def test_the_first_call_keeps_the_least_budget() -> None:
+    """In a process of its own, of which a call may load code."""
+    code = """
+import torch, demask, demask.errors
+def kib():
+    return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])
+torch.set_num_threads(1)
+n = torch.nn
+model = n.Sequential(n.Conv2d(3, 16, 3, padding=1), n.GroupNorm(4, 16), n.SiLU(),
+                     n.Conv2d(16, 16, 3, padding=1), n.ReLU(), n.Conv2d(16, 3, 3, padding=1)).eval()
+x = torch.randn(1, 3, 512, 512)
+try:
+    demask.traverse.tile(model, (x,), memory=1)
+except demask.errors.BudgetTooSmall as error:
+    budget = error.least
+small = demask.traverse.tile(model, (x,), memory=budget)
+open("/proc/self/clear_refs", "w").write("5")
+before = kib()
+small(x)
+print(budget, 1024 * (kib() - before))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                          cwd=Path(__file__).parent, check=True)  # fmt: skip
+    budget, used = map(int, done.stdout.split())
+    assert used <= budget

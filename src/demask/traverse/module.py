@@ -24,7 +24,7 @@ from demask.traverse.ends import tensor_sink, tensor_source
 from demask.traverse.flow import Flow, flow_of
 from demask.traverse.layout import Layout, admitted
 from demask.traverse.plan import Plan
-from demask.traverse.run import Call, Told, execute
+from demask.traverse.run import Call, Told, execute, rehearse
 from demask.traverse.sweep import Counter
 
 # An image of a call: the network, met with its plan; inputs; results, filled in; which of how many.
@@ -33,6 +33,7 @@ Image = Callable[
     ["Tiled", "Prepared", list[Any], list[Any], int, int], tuple[dict[fx.Node, Any], Counter]
 ]
 
+LOADED = 16 * 2**20  # bytes of code that a first call may load, beyond what plans count for it
 PLANNED = "_demask_planned"  # in the code: the function that runs the plan
 
 
@@ -115,6 +116,8 @@ def tiled(program: Program, plan: Plan, flow: Flow, layout: Layout) -> Tiled:
     )
     made: Any = build(program, record, Tiled)
     layout.compiled()
+    if plan.budget - plan.peak < LOADED:
+        rehearse(flow, layout, constants(made, flow))
     made.plan, made.prepared = plan, Prepared(flow, layout)
     return made
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import mmap
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, fx
 from demask.machine.allocator import give_back
 from demask.machine.arena import ALIGNMENT
 from demask.traverse.axes import Window
-from demask.traverse.ends import Spill, in_place, spill
+from demask.traverse.ends import Spill, in_place, spill, tensor_source
 from demask.traverse.flow import Flow
 from demask.traverse.layout import Layout, Place, steps_of
 from demask.traverse.memory import LARGE
@@ -23,6 +24,7 @@ from demask.traverse.sweep import Counter, Ends, Sweep, seen
 from demask.traverse.workers import side_by_side
 
 Told = Callable[[Place, Step], None]
+Walk = Callable[[Place, Ends, Tensor, Counter, Callable[[Step], None] | None], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,33 @@ def execute(
     folder: for maps on disk, which are gone when they were read. told: called
     after each step of each segment, by whichever thread made it.
     """
+    return _executed(flow, layout, call, _walk, folder, told)
+
+
+def rehearse(flow: Flow, layout: Layout, constants: Mapping[fx.Node, Any]) -> None:
+    """Run each segment on zeros until each of its calls ran once: code that the process loads and
+    kernels that it makes for them stay with it, and take nothing of the budget of a call."""
+    sources, wholes = {}, dict(constants)
+    for node in flow.inputs:
+        value: Any = node.meta.get("val")
+        if node in flow.axes:
+            sources[node] = tensor_source(_zeros(value), flow.axes[node])
+        else:
+            wholes[node] = _zeros(value) if isinstance(value, Tensor) else value
+    sinks = {v: Nowhere() for v in flow.outputs if isinstance(v, fx.Node) and v in flow.axes}
+    call = Call(sources, sinks, wholes)
+    with torch.no_grad(), suppress(Exception):  # what fails on zeros may do with other values
+        _executed(flow, layout, call, _begin, tempfile.gettempdir(), None)
+
+
+def _zeros(value: Tensor) -> Tensor:
+    """Zeros of the shape of a fake value, which take no memory."""
+    return torch.zeros((), dtype=value.dtype).expand(value.shape)
+
+
+def _executed(
+    flow: Flow, layout: Layout, call: Call, walk: Walk, folder: str, told: Told | None
+) -> tuple[dict[fx.Node, Any], Counter]:
     counter, arena = Counter(), fresh(layout.size)
     wholes, spills = dict(call.wholes), dict[fx.Node, Spill]()
     for k, place in enumerate(layout.places):
@@ -63,7 +92,7 @@ def execute(
         ends.sources.update({v: spills[v] for v in place.stage.enters if v in spills})
         work = arena[layout.work[k] : layout.work[k] + place.bytes]
         _direct(place, call, ends)
-        _walk(place, ends, work, counter, _telling(told, place))
+        walk(place, ends, work, counter, _telling(told, place))
         ends.packed.clear()
         if place.beside >= LARGE:
             give_back()
@@ -82,6 +111,33 @@ def _walk(
     else:
         sweep = Sweep(place.stage, place.memory, ends, work, counter)
         sweep.run(steps_of(place.stage, place.segment), told)
+
+
+def _begin(
+    place: Place, ends: Ends, work: Tensor, counter: Counter, told: Callable[[Step], None] | None
+) -> None:
+    """Run one segment, by one worker, until each of its calls made something."""
+
+    def steps() -> Iterator[Step]:
+        left = {unit.value for unit in place.stage.units if unit.value in place.stage.flow.axes}
+        for step in steps_of(place.stage, place.segment):
+            yield step
+            left -= {v for v in left if v not in step or step[v].made[0] < step[v].made[1]}
+            if not left:
+                return
+
+    sweep = Sweep(place.stage, place.memory, ends, work, counter)
+    sweep.run(steps(), told)
+    for node, (statistic, state) in sweep.states.items():
+        if node not in ends.wholes:  # of the rows so far
+            ends.wholes[node] = statistic.finish(state)
+
+
+class Nowhere:
+    """A sink that drops what is written."""
+
+    def write(self, window: Window, part: Tensor) -> None:
+        """Nothing."""
 
 
 @dataclass(frozen=True, slots=True)
