@@ -18,6 +18,7 @@ import micro_recurrent  # noqa: F401  (their networks join MICROS)
 import micro_sequences  # noqa: F401
 from demask.errors import BadInput
 from demask.graph.program import Program
+from demask.graph.result import build_plain
 from demask.shrink.demask import given
 from demask.sparse import regions, segments, spell
 from demask.sparse.calls import Call
@@ -217,6 +218,19 @@ def test_a_network_becomes_these_segments_and_comes_back(name: str) -> None:
     assert not segments_of(back.graph)
     names = {c.name for c in program.constants.values()}
     assert {n for n in back.constants if n not in names} <= {"0.bias", "3.bias"}, "renamed"
+
+
+@pytest.mark.parametrize("name", ["ffn, residual"])
+def test_segments_are_compiled_and_exported(name: str) -> None:
+    make, x, _ = NETWORKS[name]
+    program, args = made(make(), x)
+    net = build_plain(all_sparse(program)).eval()
+    with torch.no_grad():
+        wanted = net(*args)
+        compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+        exported = torch.export.export(net, args).run_decompositions().module()
+        for run in (compiled, exported):
+            torch.testing.assert_close(run(*args), wanted)
 
 
 def test_every_size_may_be_dynamic() -> None:
