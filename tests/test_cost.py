@@ -97,6 +97,22 @@ def test_what_one_process_measured_the_next_one_knows(tmp_path):
     assert [entry.name for entry in path.parent.iterdir()] == ["costs.json"]
 
 
+def test_what_a_busy_machine_measured_is_measured_again(tmp_path):
+    """Calls of 1 to 9 seconds: their median counts in this process alone."""
+    path, clock = tmp_path / "costs.json", Clock()
+    asked = Asked(clock, *[1.0] * cost.WARMUP, 1.0, 9.0, 5.0)
+    costs = Costs.open(path, threads=1, clock=clock)
+    calm = Asked(clock, 1.0, 1.0, 1.0, 1.1, 1.2, name="calm")
+    assert [costs.seconds(asked.question), costs.seconds(asked.question)] == [5.0, 5.0]
+    costs.seconds(calm.question)
+    costs.save()
+    assert set(stored(path)[costs.machine]) == {"calm", *CALIBRATION}
+    costs.forget(["relu"])
+    assert costs.seconds(asked.question) == 5.0  # the last seconds, always
+    costs.save()
+    assert "relu" in stored(path)[costs.machine]
+
+
 def test_another_count_of_threads_is_another_machine(tmp_path):
     path = tmp_path / "costs.json"
     filled(path, threads=1)
@@ -391,7 +407,7 @@ def test_calls_run_alone_and_all_is_put_back(threads):
 
 @pytest.mark.parametrize("threads", [0, -1])
 def test_senseless_threads_are_refused(threads):
-    with pytest.raises(BadInput, match=f"got threads={threads}"):
+    with pytest.raises(BadInput, match=f"threads from 1 to .*got {threads}"):
         Costs.open(False, threads=threads)
 
 

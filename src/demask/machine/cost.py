@@ -1,7 +1,8 @@
 """Seconds that a call takes on this machine: measured once, kept in a file, else worked out.
 
 A number is worth something only with its machine, so the file groups them by it:
-{"version": 1, "machines": {machine: {name: seconds}}}.
+{"version": 1, "machines": {machine: {name: seconds}}}. Numbers whose samples differ much, as on a
+busy machine, count in the process that measured them and are not written: the next one measures.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from functools import partial
 from importlib import metadata
 from math import inf, log, nan
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any, Literal
@@ -30,6 +30,7 @@ from demask.machine.timing import Timing
 
 VERSION, MAX_BYTES, MAX_MACHINES, MAX_ANSWERS = 1, 16 * 2**20, 8, 20_000  # of the file
 WARMUP, LEAST, MOST, ENOUGH = 2, 3, 15, 4e-3  # calls; ENOUGH: seconds, once LEAST are timed
+SPREAD = 0.5  # of the median, between the 10 % and 90 % quantiles: answers above it are not written
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ class Costs:
     clock: Callable[[], float]
     _known: dict[str, float] = field(repr=False)  # inf: does not exist here; the oldest first
     _asked: dict[str, float] = field(default_factory=dict, repr=False)  # the analytic answers
+    _noisy: set[str] = field(default_factory=set, repr=False)  # measured, not to be written
 
     @classmethod
     def open(
@@ -118,6 +120,7 @@ class Costs:
         """Ask these questions anew: their answers are not believed."""
         for name in names:
             self._known.pop(name, None)
+            self._noisy.discard(name)
 
     def measured(self, name: str) -> bool:
         """Whether the answer to the question of this name was measured, now or earlier."""
@@ -144,7 +147,8 @@ class Costs:
         if self.path is None or (os.path.exists(self.path) and not os.path.isfile(self.path)):
             return  # no file, or a device, which must not be replaced
         machines = _read(self.path)
-        ours = {name: taken for name, taken in self._known.items() if taken < inf}
+        ours = {name: taken for name, taken in self._known.items()
+                if taken < inf and name not in self._noisy}  # fmt: skip
         # Ours twice: first in age, since the file may have dropped our oldest; last in value.
         merged = ours | machines.pop(self.machine, {}) | ours
         data = _encoded(machines | {self.machine: merged})  # the newest at the end
@@ -156,12 +160,17 @@ class Costs:
 
     def _answer(self, question: Question) -> float:
         """The answer, measured if it is not known; inf where it may not or cannot be."""
-        if question.name not in self._known and self.measure:
-            self._known[question.name] = self._timed(question.make)
-        return self._known.get(question.name, inf)
+        name = question.name
+        if name not in self._known and self.measure:
+            timing = self._timed(question.make)
+            # a clock may stand still, and answers have ratios
+            self._known[name] = max(timing.median, 1e-9)
+            if timing.high - timing.low > SPREAD * timing.median:
+                self._noisy.add(name)
+        return self._known.get(name, inf)
 
-    def _timed(self, make: Callable[[], Callable[[], object]]) -> float:
-        """The median seconds of the call that `make` builds; inf where either raises."""
+    def _timed(self, make: Callable[[], Callable[[], object]]) -> Timing:
+        """The seconds of the call that `make` builds; inf where either raises."""
         samples: list[float] = []
         try:
             with _quiet(self.threads):
@@ -176,8 +185,8 @@ class Costs:
                     call()
                     samples.append(self._now() - start)
         except Exception:  # of any kind: out of memory, no such kernel, shapes that do not fit
-            return inf
-        return max(float(median(samples)), 1e-9)  # a clock may stand still, and answers have ratios
+            return Timing(inf, inf, inf, 0)
+        return Timing.of(samples)
 
     def _now(self) -> float:
         if torch.cuda.is_initialized():
