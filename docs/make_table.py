@@ -88,7 +88,9 @@ def columns(entry: Entry) -> str:
 
 
 def row(name: str, entry: Entry) -> tuple[str, list[str]]:
-    """The kind of an entry, and its cells."""
+    """The kind of an entry, and its cells. One without cases has no call to show its line by."""
+    if not entry.cases:
+        return "contract", [f"`{name}`", "contract", "*f*", entry.fill, columns(entry), "0"]
     node = first_call(name, entry)
     relation = bind(node, TABLE)
     if isinstance(relation, Declined):

@@ -340,12 +340,13 @@ def _affine(relation: Relation, wide: list[Fact], fact: Fact | None) -> Fact | N
 def _contract(relation: Relation, inputs: list[Fact]) -> Fact | None:
     """sum_i a_i · b_i: unknown where some i has neither a zero nor two known factors."""
     order, factors = _order(relation), relation.factors
-    mask = ~any_over(contributions(relation, inputs), order, relation.contracted)
+    over = relation.contracted | (relation.complete - relation.letters(relation.outs[0]))
+    mask = ~any_over(contributions(relation, inputs), order, over)
     if not bool(mask.any()):
         return None
     fill = known_sum(relation, inputs)
     for k, fact in enumerate(inputs):
-        if k not in factors:
+        if k not in factors and k not in relation.selectors:
             added = over_letters(relation, k, fact)
             mask, fill = mask & added.known, fill + added.fill
     return _project(relation, Fact(*torch.broadcast_tensors(mask, fill)))
@@ -369,7 +370,8 @@ def contributions(relation: Relation, inputs: list[Fact], *, absorb: bool = Fals
     """
     zeros = [window_mask(relation, k, inputs[k], zero=True) for k in relation.factors]
     zero = zeros[0] | zeros[1]
-    if relation.entry.fill == "sum" and (absorb or constant_sums(relation)):
+    constant = not relation.complete and (absorb or constant_sums(relation))
+    if relation.entry.fill == "sum" and constant:
         first, second = relation.factors
         plain = over_letters(relation, first, inputs[first])
         plain = uniform_over(plain, _order(relation), relation.window)
@@ -385,8 +387,9 @@ def window_mask(relation: Relation, k: int, fact: Fact, *, zero: bool) -> Tensor
 
 
 def constant_sums(relation: Relation) -> bool:
-    """Do known products sum to a value that is the same all along windows and dynamic axes?"""
-    if relation.entry.reads_padding(relation.node):
+    """Do known products sum to a value that is the same all along windows and dynamic axes? (Not
+    where weights are chosen at run time: their complete axis.)"""
+    if relation.complete or relation.entry.reads_padding(relation.node):
         return False
     return all(relation.size[letter] is not None for letter in relation.contracted)
 

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from demask.errors import BadInput, NotExportable
 from demask.graph.build import mode_of
 from demask.graph.copying import structural_copy
+from demask.graph.experts import in_one_call
 from demask.graph.guards import guards_of
 from demask.graph.inline import inlined
 from demask.graph.program import Constant, Program
@@ -76,7 +77,7 @@ def captures(
     if dynamic_shapes is None and interface is not None:
         exports = _as_declared(work, args, named, interface)
     else:
-        exports = _exports(work, args, named, dynamic_shapes)
+        exports = in_one_call(work, _exports(work, args, named, dynamic_shapes))
     for exported, notes in exports:
         yield replace(_program(exported, notes, model.training), interface=interface)
 

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from demask.failures import CallFailed, attributed
 from demask.graph.build import Builder, mode_of
 from demask.graph.program import Constant, Program, copied
+from demask.ops.contract import GROUPED
 
 _RAW = re.compile(
     r"parametrizations\.(?P<p>[^.]+)\.original\d*$|(?P<o>[^.]+)_orig$|(?P<w>[^.]+)_[gv]$"
@@ -125,6 +126,8 @@ def _is_tensor(leaf: Any) -> bool:
 def _foldable(node: fx.Node, values: dict[fx.Node, Any], room: int) -> bool:
     if any(source not in values for source in node.all_input_nodes):
         return False
+    if node.target is torch.ops.aten.transpose.int and _is_grouped_weight(node):
+        return False  # It costs nothing, and the parameter keeps the axes it has in the model.
     tags = getattr(node.target, "tags", ())
     if torch.Tag.nondeterministic_seeded in tags:
         return False
@@ -133,6 +136,11 @@ def _foldable(node: fx.Node, values: dict[fx.Node, Any], room: int) -> bool:
     if not tensors or not all(isinstance(s, int) for t in tensors for s in t.shape):
         return False
     return sum(t.numel() for t in tensors) <= room
+
+
+def _is_grouped_weight(node: fx.Node) -> bool:
+    """Is a value read by grouped products alone, as their weights?"""
+    return all(str(user.target) in GROUPED and user.args[1] is node for user in node.users)
 
 
 def _constant(

@@ -82,6 +82,13 @@ class Relation:
         return not at or bool(self.moved) or entry.free or (linear and not looked_up)
 
     @property
+    def selectors(self) -> tuple[int, ...]:
+        """The operands of a sum that only choose among its weights at run time."""
+        made = self.letters(tuple(axis for axes in self.outs for axis in axes))
+        letters = [self.letters(axes) for axes in self.ins]
+        return tuple(k for k, a in enumerate(letters) if a and a <= self.complete - made)
+
+    @property
     def looped(self) -> frozenset[str]:
         """Letters along which a position depends, through what is read back, on every other."""
         found = [self.letters(axes) for axes in self.ins if self.letters(axes) & self.back]

@@ -181,9 +181,25 @@ def _scale(node: fx.Node, made: Any) -> dict[str, Any]:
     return {"scale": found["query"].meta["val"].shape[-1] ** -0.5 if scale is None else scale}
 
 
+def _grouped(node: fx.Node) -> str | Declined:
+    """Rows of x, each times the matrix of its expert; `offs` says where an expert's rows end. What
+    is zero in the matrices of all experts is zero whatever the rows."""
+    found = schema.arguments(node)
+    x, weight = list(found.values())[:2]
+    if (x.meta["val"].ndim, weight.meta["val"].ndim) != (2, 3) or found["offs"] is None:
+        return Declined("a grouped product of other than rows with a matrix for each expert")
+    if found.get("bias") is not None:
+        return Declined("a grouped product with a bias")
+    return "t i, !e i o, !e -> t o"
+
+
 def _embedding(node: fx.Node) -> str:
     return "!v e, ... -> ... e"
 
+
+# Products that choose a matrix for each row at run time, and what rows they take. They know no
+# float64, in which laws are tested, or belong to another library: no cases.
+GROUPED = {"aten._grouped_mm.default": 16, "transformers.grouped_mm_fallback.default": 1}
 
 ENTRIES = [
     *_convs(),
@@ -210,6 +226,7 @@ ENTRIES = [
         Case((S((2, 4, 5)), S((2, 4, 5)), S((2, 4, 6)), None, 0.0, True), {}),
         Case((S((2, 6, 4, 5)), S((2, 3, 7, 5)), S((2, 3, 7, 6)), S((6, 4, 7))),
              {"enable_gqa": True})))),
+    *((name, Entry(_grouped, fill="sum", align=align)) for name, align in GROUPED.items()),
     ("aten.embedding.default", Entry(_embedding, fill="same", cases=(
         Case((S((7, 4), True), S((2, 3), of=7)), {}),))),
 ]  # fmt: skip

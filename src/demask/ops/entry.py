@@ -83,6 +83,7 @@ class Entry:
         conv, transposed, adaptive, nearest, exact, linear, cubic (see `regions`).
     rest: how positions of the complete axis that are known beforehand enter the result: "sum",
         "mean", "max", "min" of the axis, or the norm it is ("softmax", "layer", "rms").
+    align: bytes that rows of its operands and output must be a multiple of, or the op refuses them.
     free: the output does not depend on any input's values (zeros, full_like).
     total: with which operands computed the op is finite wherever they are, and no larger than some
         multiple of them: "all", "one" (no two of them), "first" (alone), "eps" (if the call's eps
@@ -111,6 +112,7 @@ class Entry:
     indices: tuple[str, ...] = ()
     region: str = ""
     rest: str = ""
+    align: int = 1
     free: bool = False
     total: str = ""
     range: str | float | tuple[float, float] = ""

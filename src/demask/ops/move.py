@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import fx
 
 from demask.ops import schema
@@ -198,6 +199,35 @@ def _slice(node: fx.Node) -> str | Declined:
     return _moved(node)
 
 
+def _chosen(node: fx.Node) -> str | Declined:
+    """x[i, :, j]: the axes that indices choose from must be complete; the others are carried."""
+    found, rank = schema.arguments(node), len(_shape(node))
+    places = [k for k, index in enumerate(found["indices"]) if index is not None]
+    dtypes = {found["indices"][k].meta["val"].dtype for k in places}
+    if not dtypes <= {torch.int64, torch.int32}:
+        return Declined("positions chosen by a mask")
+    if not places:
+        return "... -> ..."
+    before = [f"!a{k}" if k in places else f"a{k}" for k in range(rank)]
+    after = [axis for k, axis in enumerate(before) if k not in places]
+    together = places == list(range(places[0], places[-1] + 1))
+    after.insert(places[0] if together else 0, "...")
+    return f"{' '.join(before)}{', ...' * len(places)} -> {' '.join(after)}"
+
+
+def _gathered(node: fx.Node) -> str | Declined:
+    """As many positions as there are in every other axis, each from elsewhere along one."""
+    found, old = schema.arguments(node), _shape(node)
+    dim = found["dim"] % max(len(old), 1)
+    new = schema.outputs(node)[0].shape
+    if any(k != dim and not schema.same_size(a, b)
+           for k, (a, b) in enumerate(zip(old, new, strict=True))):  # fmt: skip
+        return Declined("a gather that takes a part of other axes")
+    after = _letters(len(old))
+    before = ["!s" if k == dim else axis for k, axis in enumerate(after)]
+    return f"{' '.join(before)}, {' '.join(after)} -> {' '.join(after)}"
+
+
 def _gone(node: fx.Node) -> str | Declined:
     return _moved(node, gone=True)
 
@@ -275,6 +305,11 @@ ENTRIES = [
       for kind in ("reflection", "replication") for d in (1, 2, 3)),
     ("aten.index_select.default", _entry(_moved, Case((_X, 1, S((4,), True, 3)), {}),
                                          indices=("index",))),
+    ("aten.index.Tensor", _entry(
+        _chosen, Case((S((5, 3, 4)), [S((2, 6), of=5)]), {}),
+        Case((S((3, 5, 4)), [None, S((6,), of=5), S((6,), of=4)]), {}),
+        Case((S((5, 3, 4)), [S((6,), of=5), None, S((6,), of=4)]), {}))),
+    ("aten.gather.default", _entry(_gathered, Case((S((5, 3)), 0, S((4, 3), of=5)), {}))),
     ("aten.slice_scatter.default", _entry(_moved, Case((_X, S((2, 2, 4)), 1, 1, 3), {}))),
     ("aten.pixel_shuffle.default", _entry(_pixel_shuffle, Case((S((2, 12, 3, 4)), 2), {}))),
     ("aten.pixel_unshuffle.default", _entry(_pixel_unshuffle, Case((S((2, 3, 4, 6)), 2), {}))),

@@ -106,6 +106,11 @@ def _binary() -> list[tuple[str, Entry]]:
             Case((S((2, 3)), S((2, 3)), 0.3), {}),))),
         ("aten.where.self", Entry("..., ..., ... -> ...", total="all", range="ends", cases=(
             Case((S((2, 3), of="bool"), S((2, 3)), S((2, 3))), {}),))),
+        *((f"aten.where.{kind}", Entry(
+            "..., ... -> ..." if kind != "Scalar" else "... -> ...", total="all", cases=(
+                Case((S((2, 3), of="bool"), *values), {}),)))
+          for kind, values in (("ScalarOther", (S((2, 3)), 0.5)), ("Scalar", (0.5, 2.0)),
+                               ("ScalarSelf", (0.5, S((2, 3)))))),
         ("aten.masked_fill.Scalar", Entry("..., ... -> ...", total="all", range="ends", cases=(
             Case((S((2, 3)), S((2, 3), of="bool"), 0.5), {}),))),
         ("aten.masked_fill.Tensor", Entry("..., ..., ... -> ...", total="all", range="ends", cases=(

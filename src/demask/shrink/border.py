@@ -30,6 +30,8 @@ class Absorbed:
 def absorbed(relation: Relation, facts: Facts, kept: Layout) -> Absorbed:
     """What the products of known factors, at positions dropped from the layout `kept` of the first
     factor, leave to a contraction. Everything is over the original positions."""
+    if relation.complete:  # weights chosen at run time: no product is absorbed
+        return Absorbed(None, None)
     first, second = relation.factors
     inputs = operand_facts(relation, facts)
     fact, weight = _dropped(relation, inputs[first], first, kept), inputs[second].fill
@@ -41,6 +43,8 @@ def absorbed(relation: Relation, facts: Facts, kept: Layout) -> Absorbed:
 def constants_alone(relation: Relation, facts: Facts, layout: Layout) -> Absorbed:
     """What a call leaves of which no product, at the output positions in `layout`, depends on the
     input: all of it, or nothing where one does."""
+    if relation.complete:
+        return Absorbed(None, None)
     first, second = relation.factors
     inputs, order = operand_facts(relation, facts), list(relation.size)
     kept = torch.ones([1] * len(layout), dtype=torch.bool)

@@ -127,6 +127,9 @@ class Placer:
             if isinstance(relation, Relation) and relation.back and (node, 0) in self.slot:
                 with attributed(node):
                     self._outnumber(relation)
+            if isinstance(relation, Relation) and relation.entry.align > 1:
+                with attributed(node):
+                    self._align(relation)
 
     def placement(self) -> Placement:
         """The layouts, once everything is tied."""
@@ -270,6 +273,20 @@ class Placer:
         if short > 0:
             more = (~held).nonzero().squeeze(1)[:short]
             self.cells.need(cells, held.index_fill(0, more, True))
+
+    def _align(self, relation: Relation) -> None:
+        """Positions more, where rows would not be as long as the call wants them."""
+        if (relation.node, 0) not in self.value:
+            return
+        multiple = max(relation.entry.align // relation.node.meta["val"].element_size(), 1)
+        for axes in (self.slot[relation.node, 0], self.value[relation.node, 0]):
+            leaves = self.cells.leaves(axes[-1])
+            support = self.cells.support(leaves[0])
+            if len(leaves) > 1 or support is None:
+                self.cells.force(leaves)
+                continue
+            more = (~support).nonzero().squeeze(1)[: -int(support.sum()) % multiple]
+            self.cells.need([leaves[0]], support.index_fill(0, more, True))
 
     def _tie(self, relation: Relation, operand: int, axes: CellAxes) -> None:
         source = relation.operands[operand].value
