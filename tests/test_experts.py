@@ -94,3 +94,14 @@ def test_a_loop_over_experts_is_captured_as_one_call() -> None:
     program = capture(model, (torch.randn(6, 8),))
     assert one_call.NOTE in program.notes
     assert model.config == {"": "eager"}
+
+
+def test_a_model_without_experts_keeps_its_setting() -> None:
+    class Dense(Looped):
+        def set_experts_implementation(self, name: str | dict[str, str]) -> None:
+            raise ValueError("no experts")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.part.router(x)
+
+    assert one_call.NOTE not in capture(Dense().eval(), (torch.randn(6, 8),)).notes
