@@ -21,6 +21,7 @@ from torch.fx.node import map_arg
 from demask.errors import NotExportable
 from demask.graph.build import Builder, mode_of, same_shape, sizes_of
 from demask.graph.program import Program, copied
+from demask.graph.squeeze import squeezed
 from demask.ops.schema import arguments
 
 aten = torch.ops.aten
@@ -34,6 +35,7 @@ _MAYBE = {"dropout", "feature_dropout"}  # in eval mode they return their input 
 def functionalized(program: Program) -> Program:
     """The same program without in-place ops. Raises NotExportable for writes that outlive the call
     (into parameters, buffers) or go through a view that cannot be written back."""
+    program = squeezed(program)
     if not any(_writes(node) for node in program.graph.nodes):
         return _laid_out(program)
     graph = _pieces(program)

@@ -63,7 +63,7 @@ def guards_of(shape_env: Any, ranges: Mapping[Any, Any]) -> tuple[str, ...]:
             found[f"{symbol} <= {high}"] = None
     for guard in shape_env.guards if shape_env is not None else ():
         if isinstance(guard.expr, sympy.Eq) or _is_of_model(guard):
-            text = _text(guard.expr)
+            text = spelled(guard.expr)
             found |= dict.fromkeys(_pinned(guard.expr, shape_env) if text is None else [text])
     return tuple(found)
 
@@ -84,16 +84,16 @@ def _pinned(condition: Any, shape_env: Any) -> list[str]:
     return [f"{s} == {values[s]}" for s in sorted(condition.free_symbols, key=str) if s in values]
 
 
-def _text(expr: Any) -> str | None:
+def spelled(expr: Any) -> str | None:
     """An expression as Python; None where it has a part that we do not know."""
     if expr.is_Symbol or expr.is_Integer:
         return f"({expr})"
     if expr.is_number and not expr.args:
         return repr(float(expr)) if expr.is_finite else None
     if expr.is_Mul and isinstance(expr.args[0], sympy.Rational) and expr.args[0].q > 1:
-        whole = _text(sympy.Mul(*expr.args[1:]))  # of a whole number, exactly
+        whole = spelled(sympy.Mul(*expr.args[1:]))  # of a whole number, exactly
         return whole and f"({whole}*{expr.args[0].p}//{expr.args[0].q})"
-    parts = [_text(argument) for argument in expr.args]
+    parts = [spelled(argument) for argument in expr.args]
     texts = [part for part in parts if part is not None]
     kind = type(expr).__name__
     if not parts or len(texts) < len(parts):

@@ -1,0 +1,61 @@
+"""Squeezes of dynamic axes, said in a way that does not depend on what their size is.
+
+`squeeze` drops an axis where it is one long and does nothing elsewhere, so what it makes of a
+dynamic axis was decided by the example. That decision is written into the graph, and the result
+refuses the sizes for which it would be another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from demask.graph.build import Builder, mode_of
+from demask.graph.guards import spelled
+from demask.graph.program import Program, copied
+from demask.ops import schema
+
+aten = torch.ops.aten
+_SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+
+
+def squeezed(program: Program) -> Program:
+    """The program whose squeezes drop static axes alone; its guards hold what the others were."""
+    if not any(_is_dynamic(node) for node in program.graph.nodes):
+        return program
+    graph, _ = copied(program)
+    build, guards = Builder(graph, mode_of(graph)), dict.fromkeys(program.guards)
+    for node in filter(_is_dynamic, list(graph.nodes)):
+        x: Any = node.args[0]
+        shape = x.meta["val"].shape
+        with graph.inserting_before(node):
+            made = x
+            for dim in sorted(_dims(node), reverse=True):
+                size = shape[dim]
+                if isinstance(size, int):
+                    made = build.call(aten.squeeze.dim, made, dim) if size == 1 else made
+                    continue
+                one, text = schema.hint(size) == 1, spelled(size.node.expr)
+                if text is not None:
+                    guards[f"{text} == 1" if one else f"{text} >= 2"] = None
+                made = build.call(aten.select.int, made, dim, 0) if one else made
+        node.replace_all_uses_with(made)
+        graph.erase_node(node)
+    return replace(program.with_graph(graph, program.constants), guards=tuple(guards))
+
+
+def _dims(node: fx.Node) -> list[int]:
+    """The axes that a squeeze drops if they are one long."""
+    rank = node.args[0].meta["val"].ndim  # type: ignore[union-attr]
+    dims: Any = schema.arguments(node).get("dim", range(rank))
+    return [d % rank for d in ([dims] if isinstance(dims, int) else dims)] if rank else []
+
+
+def _is_dynamic(node: fx.Node) -> bool:
+    if node.target not in _SQUEEZES:
+        return False
+    shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
+    return any(not isinstance(shape[dim], int) for dim in _dims(node))
