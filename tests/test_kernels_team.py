@@ -116,7 +116,9 @@ def test_windows_runs_on_torch(monkeypatch):
         x, w = torch.randn(2, 8), torch.randn(4, 8)
         assert torch.equal(segment([x], weights, program.text())[0],
                            dense.run(program, [x], weights)[0])  # fmt: skip
-        assert torch.equal(chain(x, [w], "columns"), torch.nn.functional.linear(x, w))
+        linear = torch.nn.functional.linear(x, w)
+        assert torch.equal(chain(x, [w], "columns"), linear)
+        assert torch.equal(Layer(w, None, Bits(8)).rows(x, torch.arange(4)), linear)
     finally:
         llvm.installed.cache_clear()
 

@@ -148,6 +148,8 @@ class Arena:
     """
 
     def __init__(self, size: int):
+        if not hasattr(mmap, "MAP_PRIVATE"):
+            raise NoPlan("the kernels need Linux or macOS")
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # a forked process gets memory of its own
         try:
             self.memory = mmap.mmap(-1, size, flags=flags)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from demask.kernels import llvm
 from demask.kernels.act import Act
 from demask.kernels.isa import host
 from demask.kernels.window import LARGEST, Runner, Sizes, Window
@@ -78,9 +79,9 @@ def _laid_out(call: Call, axes: tuple[Sliding, ...]) -> bool:
 
 @functools.cache
 def _compiles() -> bool:
-    """Does LLVM know this machine?"""
+    """Whether LLVM compiles for this machine, and the kernels run on this system."""
     try:
-        return host().lanes > 0
+        return llvm.installed() and host().lanes > 0
     except (OSError, RuntimeError):
         return False
 
