@@ -17,6 +17,7 @@ from torch import fx
 from demask.graph.program import Program
 from demask.graph.provenance import Decision
 from demask.ops import schema
+from demask.tune.activations import named
 from demask.tune.affine import absorbed, contraction
 from demask.tune.asking import FUSED, PLAIN, Asker, Layer
 from demask.tune.draft import Draft, Example, by_values
@@ -48,7 +49,7 @@ class Form:
 def forms(program: Program, asker: Asker, tell: Callable[[str], object]) -> Iterator[Form]:
     """The program with norms in the weights, then with layers in their fastest forms: images as
     they come, channels last, or the one or other by their size."""
-    base = absorbed(program)
+    base = absorbed(named(program))
     yield Form("norms in the weights", base)
     tell("asking what layers cost")
     groups = by_size(base, asker)
