@@ -483,13 +483,16 @@ def test_a_norm_goes_into_the_weights_before_it(bias):
     assert spelling(folded_scale(parted(wide))) == spelling(parted(wide))
 
 
+shrink = partial(demask.demask, check=False)  # the law is the check
+
+
 @pytest.mark.parametrize(
     ("name", "index", "case"),
     [pytest.param(*c, id=f"{c[0]}-{c[1]}") for c in law_cases(TABLE_PARTED) if c[0] not in TABLE],
 )
 @pytest.mark.parametrize("seed", [0, *at_night(1, 2, 3)])
 def test_entries_of_the_wider_table_keep_the_scatter_law(name, index, case, seed):
-    assert check_scatter_law(name, case, seed, TABLE_PARTED, demask.demask).ok
+    assert check_scatter_law(name, case, seed, TABLE_PARTED, shrink).ok
 
 
 def test_moments_are_an_op_with_a_fake():
