@@ -405,3 +405,52 @@ def test_sizes_that_values_decide():
         slim = demask.demask(net, (x,))
     torch.testing.assert_close(slim(x), net(x))
     assert slim.demasked.after.parameters < slim.demasked.before.parameters
+
+
+def calls():
+    """Public functions with wrong arguments of every kind, as (name, call)."""
+    net, x = Net().eval(), torch.randn(4, 6)
+    slim = demask.demask(net, (x,))
+    for value in (None, "text", x, (torch.randn(4, 5),), (x, x), ({"a": x},)):
+        yield "demask(args)", lambda value=value: demask.demask(net, value)
+        yield "verify(args)", lambda value=value: demask.verify(net, slim, value)
+    for value in (None, "text", 3, (), {}, x):
+        yield "demask(model)", lambda value=value: demask.demask(value, (x,))
+        yield "demask(kwargs)", lambda value=value: demask.demask(net, (x,), value)
+        yield "demask(modules)", lambda value=value: demask.demask(net, (x,), modules=value)
+        yield "verify(model)", lambda value=value: demask.verify(value, slim, (x,))
+        yield "verify(slim)", lambda value=value: demask.verify(net, value, (x,))
+        yield "report", lambda value=value: demask.report(value)
+        yield "save", lambda value=value: demask.save(value, "nowhere/at/all")
+        yield "load", lambda value=value: demask.load(value)
+        yield "from_onnx", lambda value=value: demask.from_onnx(value)
+        yield "optimize", lambda value=value: demask.optimize(value, (x,), cache=False)
+        yield "halo", lambda value=value: demask.traverse.halo(value, (x,))
+        yield "plan", lambda value=value: demask.traverse.plan(value, (x,))
+        yield "lower", lambda value=value: demask.stride.lower(value, (x,))
+        yield "to_pt2", lambda value=value: demask.to_pt2(value, "nowhere/at/all")
+        yield "to_onnx", lambda value=value: demask.to_onnx(value, "nowhere/at/all", (x,))
+    yield "save(path)", lambda: demask.save(slim, "nowhere/at/all")
+    yield "demask(table)", lambda: demask.demask(net, (x,), table="text")
+    yield "demask(shapes)", lambda: demask.demask(net, (x,), dynamic_shapes="text")
+    yield "script", lambda: demask.demask(torch.jit.script(net), (x,))
+    yield "other model", lambda: demask.verify(nn.Linear(5, 3), slim, (x,))
+
+
+@pytest.mark.nightly  # some 80 calls
+@pytest.mark.filterwarnings("ignore")
+def test_wrong_arguments_raise_our_errors():
+    raised = []
+    with strict(False):
+        for name, call in calls():
+            try:
+                call()
+            except DemaskError as error:
+                raised.append((name, error))
+            except Exception as error:
+                raise AssertionError(f"{name}: {type(error).__name__}: {error}") from error
+    inside = [f"{name}: {error}" for name, error in raised if isinstance(error, InternalError)]
+    assert not inside, "\n".join(inside)
+    words = {name: str(error) for name, error in raised}
+    assert "TorchScript" in words["script"]
+    assert "same inputs" in words["other model"]

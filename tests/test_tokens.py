@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.export import Dim
 
-from demask import demask
+from demask import demask, verify
+from demask.ops import TABLE, Entry
 from micro_sequences import Attention
 from night import at_night
 
@@ -59,3 +60,26 @@ def test_a_token_that_others_read_stays() -> None:
     y = torch.randn(3, 4, 16, dtype=torch.float64)
     for a, b in zip(model(y), slim(y), strict=True):
         assert float((a - b).detach().abs().max()) <= 1e-12
+
+
+def test_an_entry_of_the_user_lets_one_token_through() -> None:
+    """torch.special.bessel_j0, which the table does not know; an op with an entry is one like any other."""
+
+    class Net(nn.Module):
+        def __init__(self, between) -> None:
+            super().__init__()
+            self.a, self.b, self.between = nn.Linear(4, 8), nn.Linear(8, 8), between
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.between(self.a(x)))[:, 0]
+
+    x = torch.randn(2, 4, 4)
+    shapes = ({1: Dim.AUTO},)
+    table = TABLE.extended({"aten::special_bessel_j0": Entry("... -> ...")})
+    macs = []
+    for between in (torch.tanh, torch.special.bessel_j0):
+        model = Net(between).eval()
+        slim = demask(model, (x,), dynamic_shapes=shapes, table=table)
+        macs.append(slim.demasked.after.macs)
+        assert verify(model, slim, (x,), table=table).ok
+    assert macs[0] == macs[1] < slim.demasked.before.macs

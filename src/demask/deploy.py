@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, DemaskError, Mismatch
+from demask.failures import public
 from demask.files.onnx.write import copy_file, proto_of, remembering, save, serialized
 from demask.graph.examples import examples
 from demask.graph.program import Program
@@ -23,7 +24,7 @@ from demask.graph.result import Demasked, build
 from demask.machine.compare import ALLOWED, PAIRS
 from demask.machine.threads import checked_threads
 from demask.machine.timing import sampled
-from demask.ops import TABLE
+from demask.ops import TABLE, Table
 from demask.optimize import remembered, speed_of, unchanged
 from demask.shrink.demask import given as captured
 from demask.shrink.demask import reduced
@@ -50,6 +51,7 @@ class Deployed:
     error: float | None
 
 
+@public
 def deploy(
     model: nn.Module | ExportedProgram,
     args: tuple[Any, ...],
@@ -62,6 +64,7 @@ def deploy(
     threads: int | None = None,
     tolerance: float | None = None,
     progress: Tell = lambda words: None,
+    table: Table | None = None,
 ) -> Deployed:
     """Demask a network and write it to `path` as the ONNX file that runs fastest.
 
@@ -71,7 +74,8 @@ def deploy(
     are rounded up to 8. Outputs may differ by 1e-5 of the largest (the rounding of sums in another
     order), in a quantized network by 2 steps (where a sum falls on the edge between two).
     minimal: the smallest candidate, whatever it takes. args, kwargs: example inputs, of the sizes
-    to be fast for. file: the ONNX file that `model` came from. threads: the runtime's. tolerance:
+    to be fast for. file: the ONNX file that `model` came from. threads: the runtime's. table:
+    the op table, as `demask.demask` takes it. tolerance:
     the largest difference of an output that is allowed, relative to its largest value; None for the
     differences named above.
     Raises NotExportable, BadInput, or Mismatch where no candidate computes the same.
@@ -84,7 +88,7 @@ def deploy(
     program = captured(model, args, named, dynamic_shapes)
     source = serialized(proto_of(remembering(program))) if file is None else os.fspath(file)
     race = _Race(source, inputs, threads, tolerance or _steps(program))
-    forms = _Forms(program, race, progress)
+    forms = _Forms(program, race, progress, TABLE if table is None else table)
     name = _winner(forms, race, minimal, progress)
     if name is None:
         slim = build(program, forms.told(unchanged(forms.smaller(True)[1]))).eval()
@@ -141,6 +145,7 @@ class _Forms:
     program: Program
     race: _Race
     progress: Tell
+    table: Table
     made: dict[str, tuple[Demasked, Any, float | None]] = field(default_factory=dict)
     borders: dict[str, bool] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -152,7 +157,7 @@ class _Forms:
         """The demasked program, with border maps or without."""
         if borders not in self.reductions:
             self.progress("removing what is masked")
-            self.reductions[borders] = reduced(self.program, TABLE, borders=borders)
+            self.reductions[borders] = reduced(self.program, self.table, borders=borders)
         return self.reductions[borders]
 
     @property

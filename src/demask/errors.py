@@ -59,7 +59,8 @@ class InternalError(DemaskError, RuntimeError):
 
     def __init__(self, where: str, reason: str):
         super().__init__(
-            f"{where}() failed inside: {reason}. Nothing was changed. Please report it, with the "
+            f"{where}() failed inside: {reason}. Nothing was changed. Where its arguments are what "
+            "its documentation says, this is a defect of demask: please report it, with the "
             "traceback above and, if you can, the code of the network"
         )
         self.where, self.reason = where, reason

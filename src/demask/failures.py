@@ -10,12 +10,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
-from demask.errors import DemaskError, FileError, InternalError
+from torch import nn
+from torch.export import ExportedProgram
+
+from demask.errors import BadInput, DemaskError, FileError, InternalError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -112,6 +116,27 @@ class Log:
             return otherwise
 
 
+# What public functions take under these names.
+_ARGUMENTS: dict[str, tuple[tuple[type, ...], str]] = {
+    "model": ((nn.Module, ExportedProgram), "an nn.Module or an ExportedProgram"),
+    "slim": ((nn.Module,), "an nn.Module"),
+    "module": ((nn.Module, ExportedProgram), "an nn.Module or an ExportedProgram"),
+    "args": ((tuple,), "a tuple of the model's inputs: (x,) for one"),
+    "kwargs": ((Mapping, type(None)), "a mapping from names to inputs, or None"),
+    "path": ((str, os.PathLike), "a path"),
+    "modules": ((list, tuple, type(None)), "a list of names of submodules, or None"),
+}
+
+
+def _wrong_argument(named: Mapping[str, Any]) -> str:
+    """Which argument is not what its name takes, in words; "" for none."""
+    for name, value in named.items():
+        kinds, words = _ARGUMENTS.get(name, ((object,), ""))
+        if not isinstance(value, kinds):
+            return f"{name} must be {words}, got {type(value).__name__}"
+    return ""
+
+
 def public(function: Callable[P, T]) -> Callable[P, T]:
     """A function of the public interface: what it raises is a DemaskError.
 
@@ -128,9 +153,11 @@ def public(function: Callable[P, T]) -> Callable[P, T]:
         except OSError as error:
             raise FileError(f"{function.__name__}: {error}") from error
         except Exception as error:
-            signature.bind(*args, **kwargs)
+            named = signature.bind(*args, **kwargs).arguments
             if is_strict():
                 raise
+            if wrong := _wrong_argument(named):
+                raise BadInput(f"{function.__name__}: {wrong}") from error
             raise InternalError(function.__name__, described(error)) from error
 
     return wrapper

@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
+from demask.failures import public
 from demask.graph.copying import structural_copy
 from demask.graph.examples import examples, like
 from demask.graph.program import Program, owned
@@ -25,7 +26,7 @@ from demask.machine.cost import Costs
 from demask.machine.describe import machine
 from demask.machine.threads import checked_threads, set_threads
 from demask.machine.timing import Timing, sampled
-from demask.ops import TABLE
+from demask.ops import TABLE, Table
 from demask.shrink.demask import given as captured
 from demask.shrink.demask import left, reduced
 from demask.shrink.device import CPU, device_of, moved, on_cpu
@@ -51,6 +52,7 @@ ULPS = 64.0  # of the largest output, in the network's own dtype
 Tell = Callable[[str], object]
 
 
+@public
 def optimize(
     model: nn.Module | ExportedProgram,
     args: tuple[Any, ...] = (),
@@ -62,6 +64,7 @@ def optimize(
     backends: Sequence[str] = BACKENDS,
     cache: str | os.PathLike[str] | Literal[False] | None = None,
     progress: Tell = lambda words: None,
+    table: Table | None = None,
 ) -> Demasked:
     """The network that computes what `model` does in eval mode, as fast as it was measured to get.
 
@@ -79,6 +82,7 @@ def optimize(
     layers with fewer bits: `demasked.notes` tell what that changes. backends: which kernels may be
     used; "sparse" are those of float32 on the CPU. cache: where measurements are kept (None: the
     user's cache folder; False: nowhere). progress: called with a few words at each step.
+    table: the op table, as `demask.demask` takes it.
     Raises NotExportable or BadInput. The model is not changed. Feature row 000-k.
 
     >>> import torch, demask
@@ -98,7 +102,7 @@ def optimize(
         progress("capturing")
         program = captured(*here, dynamic_shapes)
         progress("removing what is masked")
-        smaller, provenance = reduced(program, TABLE)
+        smaller, provenance = reduced(program, TABLE if table is None else table)
         args, named = _own((args, named))
         race = _Race(_as_given(model), args, named, device, count)
         wanted = _Wanted("sparse" in backends, precision, cache)

@@ -12,7 +12,8 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from demask.errors import DemaskError, Mismatch
+from demask.errors import BadInput, DemaskError, Mismatch
+from demask.failures import described, public
 from demask.graph.capture import capture
 from demask.graph.copying import structural_copy
 from demask.graph.examples import examples, like
@@ -29,6 +30,7 @@ from demask.numerics import (
     to_double,
     widen,
 )
+from demask.ops import Table
 from demask.shrink import demask
 
 
@@ -63,6 +65,7 @@ class Verification:
         )
 
 
+@public
 def verify(
     model: nn.Module | ExportedProgram,
     slim: nn.Module,
@@ -70,12 +73,13 @@ def verify(
     kwargs: Mapping[str, Any] | None = None,
     *,
     check: bool = True,
+    table: Table | None = None,
 ) -> Verification:
     """Compare `slim` with `model` in eval mode, on the given inputs and three seeded draws like
     them, at batch 1 and 3 too where the batch is dynamic; in float64 and in the model's own dtype.
 
-    Neither module is changed. Raises Mismatch when they differ and `check`; BadInput when there are
-    no example inputs to run. Integer and boolean outputs must be equal.
+    table: the op table that `slim` was made with. Neither module is changed. Raises Mismatch when
+    they differ and `check`; BadInput when there are no example inputs to run. Integer and boolean outputs must be equal.
 
     >>> import torch, demask
     >>> net = torch.nn.Linear(4, 3)
@@ -83,7 +87,7 @@ def verify(
     True
     """
     args, kwargs = examples((slim, model), args, dict(kwargs or {}))
-    left, right, allowed = _doubles(model, slim, args, kwargs)
+    left, right, allowed = _doubles(model, slim, args, kwargs, table)
     pairs = [(left, right), _own(model, slim)]
     narrow = narrowed(slim)
     found = _Found(allowed)
@@ -115,7 +119,8 @@ class _Found:
 
     def compare(self, a, b, inputs, wide: bool, narrow, where: str) -> None:
         with torch.no_grad():
-            left, right = a(*inputs[0], **inputs[1]), b(*inputs[0], **inputs[1])
+            left = _outputs("the first network", a, inputs, where)
+            right = _outputs("the second network", b, inputs, where)
         named = pytree.tree_flatten_with_path(left)[0]
         leaves = pytree.tree_leaves(right)
         self.runs += 1
@@ -173,6 +178,17 @@ class _Found:
         )  # fmt: skip
 
 
+def _outputs(name: str, network: nn.Module, inputs: Any, where: str) -> Any:
+    try:
+        return network(*inputs[0], **inputs[1])
+    except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError) as error:
+        shapes = [tuple(t.shape) for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
+        raise BadInput(
+            f"{name} fails on inputs of shapes {shapes} ({where}): {described(error)}. Both must "
+            "take the same inputs: give args, kwargs that they do"
+        ) from error
+
+
 def _own(model, slim) -> tuple[nn.Module, nn.Module]:
     if isinstance(model, ExportedProgram):
         return model.module(check_guards=False), _eval(slim)
@@ -186,7 +202,7 @@ def _eval(module: nn.Module, share: bool = True) -> nn.Module:
     return copied
 
 
-def _doubles(model, slim, args, kwargs) -> tuple[nn.Module, nn.Module, float]:
+def _doubles(model, slim, args, kwargs, table) -> tuple[nn.Module, nn.Module, float]:
     """Both in float64, and the relative difference that is then allowed.
 
     The constants that demasking computed stand in `slim` rounded to its own dtype. Where demasking
@@ -206,16 +222,18 @@ def _doubles(model, slim, args, kwargs) -> tuple[nn.Module, nn.Module, float]:
         left = _eval(model, share=False)
     left = left.double()
     widen(left)
-    if own is torch.float64 or (not narrowed(right) and _refined(left, right, own, args, kwargs)):
+    if own is torch.float64 or (
+        not narrowed(right) and _refined(left, right, own, args, kwargs, table)
+    ):
         return left, right, RELATIVE
     return left, right, ULPS * torch.finfo(own).eps
 
 
-def _refined(left: nn.Module, right: nn.Module, own: torch.dtype, args, kwargs) -> bool:
+def _refined(left: nn.Module, right: nn.Module, own: torch.dtype, args, kwargs, table) -> bool:
     """Put float64 constants in place of rounded ones, if they are those rounded."""
     try:
         given = pytree.tree_map(to_double, (args, kwargs))
-        twin = demask(left, *given)
+        twin = demask(left, *given, table=table, check=False)
     except DemaskError:
         return False
     exact, rounded, eps = twin.state_dict(), right.state_dict(), ULPS * torch.finfo(own).eps

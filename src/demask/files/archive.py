@@ -24,6 +24,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, RefusedFile
+from demask.failures import public
 from demask.files.atomic import write
 from demask.files.bounded import open_zip, parse_json, read_json
 from demask.files.codec import (
@@ -56,6 +57,7 @@ _KINDS = {
 _OPS = ("placeholder", "get_attr", "call_function", "call_module", "output")
 
 
+@public
 def save(slim: fx.GraphModule, path: str | os.PathLike[str]) -> None:
     """Write a demasked network to `path`, whole or not at all; `load` gives an equal one back.
 
@@ -81,6 +83,7 @@ def save(slim: fx.GraphModule, path: str | os.PathLike[str]) -> None:
         archive.writestr(zipfile.ZipInfo(TENSORS), safetensors.torch.save(stored))
 
 
+@public
 def load(path: str | os.PathLike[str]) -> Demasked:
     """The network that `save` wrote to `path`, on the CPU, with `.demasked`.
 

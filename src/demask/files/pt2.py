@@ -13,6 +13,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from demask.errors import BadInput
+from demask.failures import public
 from demask.files import archive
 from demask.files.atomic import check_writable, write
 from demask.files.bounded import open_zip
@@ -24,6 +25,7 @@ from demask.graph.result import Demasked
 from demask.ops.own import own_of
 
 
+@public
 def to_pt2(slim: fx.GraphModule, path: str | os.PathLike[str]) -> None:
     """Write a demasked network, in eval mode, as a .pt2 that plain torch.export.load reads.
 

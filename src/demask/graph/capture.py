@@ -70,6 +70,15 @@ def captures(
     if not isinstance(args, tuple):
         raise BadInput(f"args must be a tuple of the model's inputs, got {type(args).__name__}: "
                        "write (x,) for one input")  # fmt: skip
+    if isinstance(model, torch.jit.ScriptModule):
+        raise BadInput(
+            "a TorchScript module cannot be captured: torch.export takes Python code. Give the "
+            "Python model, its weights loaded (model.load_state_dict(script.state_dict())), or "
+            "export the model to ONNX and read that with demask.from_onnx"
+        )
+    if not isinstance(kwargs or {}, Mapping) or any(not isinstance(k, str) for k in kwargs or {}):
+        raise BadInput("kwargs must be a mapping from names to the model's keyword inputs, or "
+                       f"None, got {type(kwargs).__name__}")  # fmt: skip
     work = exportable(structural_copy(model, share=True).eval())
     _name_keywords(work, kwargs or {}, dynamic_shapes)
     interface = interface_of(model)

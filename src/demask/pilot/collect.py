@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 from demask.errors import BadInput
+from demask.failures import public
 from demask.files.pt2 import read_model
 from demask.graph.capture import capture
 from demask.graph.functional import functionalized
@@ -28,6 +29,7 @@ Model = nn.Module | ExportedProgram | str | os.PathLike[str]
 Inputs = tuple[Any, ...] | Iterable[tuple[Any, ...]]
 
 
+@public
 def collect(
     model: Model,
     inputs: Inputs,

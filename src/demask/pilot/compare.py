@@ -16,6 +16,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
+from demask.failures import public
 from demask.graph.program import Program
 from demask.machine.memory import human
 from demask.machine.timing import Timing, alternate
@@ -102,6 +103,7 @@ class Comparison:
         )
 
 
+@public
 def compare(
     model: nn.Module | ExportedProgram,
     inputs: Any,

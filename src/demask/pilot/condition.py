@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from demask.errors import BadInput
+from demask.failures import public
 from demask.graph.copying import structural_copy
 from demask.machine.compare import ALLOWED, PAIRS, lower_bound
 from demask.machine.timing import sampled
@@ -36,6 +37,7 @@ WHOLE = "the network, whole"
 WARMUP = 3
 
 
+@public
 def condition(
     model: nn.Module,
     args: tuple[Any, ...],

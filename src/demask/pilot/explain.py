@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from demask.errors import BadInput, DemaskError
+from demask.failures import public
 from demask.machine.cost import Costs
 from demask.machine.describe import machine as described
 from demask.machine.threads import checked_threads, set_threads
@@ -108,6 +109,7 @@ class Explanation:
         return "\n".join([head, *as_lines(table, 140)])
 
 
+@public
 def explain(
     model: nn.Module,
     inputs: Iterable[Any],

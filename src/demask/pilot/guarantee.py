@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
+from demask.failures import public
 from demask.pilot.bounds import paired_bound, paired_p_value, rate_p_value, upper_bound
 
 LOSS, LEVEL = 0.002, 0.95
@@ -246,6 +247,7 @@ def by_mean(outcomes: Outcomes, loss: float = LOSS) -> float | None:
     return found[-1] if found else None
 
 
+@public
 def guarantee(
     outcomes: Outcomes,
     loss: float = LOSS,

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from demask.errors import BadInput
+from demask.failures import public
 from demask.files import atomic
 from demask.machine.memory import parse_memory
 from demask.pilot.packet_index import (
@@ -42,6 +43,7 @@ from demask.pilot.packet_reader import PacketReader, Partial
 SHARD = "demask.packets.shard"
 
 
+@public
 def write(
     path: str | os.PathLike[str],
     weights: nn.Module | Mapping[str, Tensor],

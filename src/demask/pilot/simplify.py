@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from demask.errors import BadInput
+from demask.failures import public
 from demask.graph.program import Program
 from demask.graph.result import Demasked
 from demask.pilot.channels import Channels
@@ -41,6 +42,7 @@ class Simplifier(Protocol):
         ...
 
 
+@public
 def simplify(
     model: nn.Module | ExportedProgram,
     args: tuple[Any, ...] = (),

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from demask.errors import BadInput
+from demask.failures import public
 from demask.graph.provenance import Decision, Provenance, Reason, Sizes, Speed
 from demask.report.page import write_page
 from demask.report.text import EFFECTS, render
@@ -87,6 +88,7 @@ class Report:
         write_page(self, Path(path))
 
 
+@public
 def report(slim: nn.Module) -> Report:
     """What `demask.demask` did to `slim`, a network that it returned.
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from demask.errors import CaptureDiffers, Mismatch
+from demask.errors import BadInput, CaptureDiffers, Mismatch
 from demask.failures import described, is_strict
 from demask.graph.copying import structural_copy
 from demask.graph.examples import examples, like
@@ -53,6 +53,8 @@ def checked(
         draws = [(name, inputs, call(reference, inputs)) for name, inputs in _draws(given)]
     except Exception as error:  # the user's code: on a draw that it refuses, say
         draws = _first_alone(model, given)
+        if not draws and "not implemented" not in str(error):  # for a dtype, on the CPU
+            raise BadInput(f"the model itself fails on the example: {described(error)}") from error
         if not draws:
             return _noted(
                 slim, f"this result was not checked: the model fails ({described(error)})"

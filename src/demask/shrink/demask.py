@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 
 from demask.errors import CaptureDiffers, DemaskError, NotExportable
 from demask.facts.known import Relations
-from demask.failures import CallFailed, Log, described, is_strict
+from demask.failures import CallFailed, Log, described, is_strict, public
 from demask.graph.capture import captures
 from demask.graph.fold import folded
 from demask.graph.functional import functionalized
@@ -44,6 +44,7 @@ from demask.shrink.side import sided
 from demask.shrink.stack import apart, stacked
 
 
+@public
 def demask(
     model: nn.Module | ExportedProgram,
     args: tuple[Any, ...] = (),

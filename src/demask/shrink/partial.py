@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from demask.errors import BadInput
+from demask.failures import described
 from demask.graph.copying import structural_copy
 from demask.ops import Table
 
@@ -31,6 +32,11 @@ def demask_modules(
 
     if not isinstance(model, nn.Module):
         raise BadInput(f"modules= takes an nn.Module, got {type(model).__name__}: demask it whole")
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise BadInput(f"modules must be a list of names of submodules, got {names!r}")
+    if not isinstance(args, tuple) or not isinstance(kwargs or {}, Mapping):
+        raise BadInput("args must be a tuple of inputs and kwargs a mapping, got "
+                       f"{type(args).__name__} and {type(kwargs).__name__}")  # fmt: skip
     _check(model, names)
     # How the rest of the model will call its parts is not known: any size may come.
     shapes = "all" if dynamic_shapes is None else dynamic_shapes
@@ -80,8 +86,13 @@ def _calls(
 
     for name in names:
         work.get_submodule(name).register_forward_pre_hook(watch(name), with_kwargs=True)
-    with torch.no_grad():
-        work(*args, **kwargs)
+    try:
+        with torch.no_grad():
+            work(*args, **kwargs)
+    except Exception as error:
+        raise BadInput(
+            f"the model itself fails on the example inputs: {described(error)}"
+        ) from error
     missing = [name for name in names if name not in found]
     if missing:
         raise BadInput(

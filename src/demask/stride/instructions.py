@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from demask.errors import BadInput
+from demask.failures import public
 from demask.graph.capture import capture
 from demask.graph.fold import folded
 from demask.graph.functional import functionalized
@@ -36,6 +37,7 @@ from demask.tune.affine import absorbed
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
+@public
 def instructions(
     model: nn.Module | ExportedProgram,
     args: tuple[Any, ...] = (),

@@ -18,6 +18,7 @@ from torch.export import ExportedProgram
 
 from demask.errors import BadInput
 from demask.facts.ranges import ANY, Ranges, ranges
+from demask.failures import public
 from demask.graph.program import Program
 from demask.graph.result import Demasked
 from demask.graph.spell import spelled
@@ -71,6 +72,7 @@ class Choice:
         return f"{text}. Refused: {'; '.join(said)}" if said else text
 
 
+@public
 def lower(
     model: nn.Module | ExportedProgram,
     args: tuple[Any, ...] = (),
@@ -106,6 +108,7 @@ def lower(
     return finished(before, program, map(str, choices))
 
 
+@public
 def lowered(
     program: Program, target: str | Path | Target = "max_pool"
 ) -> tuple[Program, tuple[Choice, ...]]:

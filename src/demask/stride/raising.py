@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from torch.export import ExportedProgram
 
+from demask.failures import public
 from demask.graph.fold import folded
 from demask.graph.program import Program
 from demask.graph.result import Demasked
@@ -32,6 +33,7 @@ from demask.stride.pools import convs_to_pools
 PASSES = 1000  # at most; each makes some call do less, those behind it first
 
 
+@public
 def raise_strides(
     model: nn.Module | ExportedProgram,
     args: tuple[Any, ...] = (),
@@ -67,6 +69,7 @@ def raise_strides(
     return finished(before, *raised(before))
 
 
+@public
 def raised(program: Program) -> tuple[Program, tuple[str, ...]]:
     """The program with strides given back, and in words which."""
     best = folded(spelled(program))

@@ -24,6 +24,7 @@ from torch.nn.functional import linear
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
+from demask.failures import public
 from demask.graph.capture import capture
 from demask.graph.copying import structural_copy
 from demask.graph.fold import folded
@@ -44,6 +45,7 @@ Weights = str | os.PathLike[str] | None
 FILE = "weights.safetensors"  # in a folder that is given for weights
 
 
+@public
 def batch(
     model: nn.Module,
     args: tuple[Any, ...] = (),
@@ -85,6 +87,7 @@ def batch(
     return Batched(program, plan, file)
 
 
+@public
 def traffic(
     model: nn.Module,
     args: tuple[Any, ...] = (),

@@ -28,6 +28,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, NotExportable
+from demask.failures import public
 from demask.ops.entry import op_name
 from demask.traverse.halo_curve import Cut, Leaf, Point, curve_of
 from demask.traverse.halo_places import Place, Rules, TooSmall
@@ -120,6 +121,7 @@ class Halo:
         return _text(self)
 
 
+@public
 def halo(
     model: nn.Module | ExportedProgram,
     args: tuple[Any, ...],

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 from demask.errors import BadInput
+from demask.failures import public
 from demask.machine.arena import extent
 from demask.machine.memory import BUDGET, human, parse_memory
 from demask.traverse.axes import NONE, Axes, Window
@@ -67,6 +68,7 @@ class Streamed:
                 f"{human(self.peak)}: {self.dtype} {self.shape}")  # fmt: skip
 
 
+@public
 def stream(
     model: Model,
     source: End,

@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
+from demask.failures import public
 from demask.graph.program import Program
 from demask.machine.memory import BUDGET, parse_memory
 from demask.ops.regions import axis_of, rule
@@ -23,6 +24,7 @@ from demask.traverse.plan import Plan
 from demask.traverse.planner import planned
 
 
+@public
 def tile(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -57,6 +59,7 @@ def tile(
     return tiled(program, made, flow, layout)
 
 
+@public
 def plan(
     model: nn.Module,
     args: tuple[Any, ...],

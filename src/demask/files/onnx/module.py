@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from demask.errors import BadInput, DemaskError
+from demask.failures import public
 from demask.files.onnx.model import File
 from demask.files.onnx.plan import Plan, Planner, Step
 from demask.files.onnx.read import read
@@ -22,6 +23,7 @@ from demask.graph.provenance import Interface
 from demask.graph.result import attach
 
 
+@public
 def from_onnx(path: str | os.PathLike[str]) -> OnnxModule:
     """The network in an ONNX file as an `nn.Module`: the file's inputs in their order, by position;
     its one output, or a tuple of them.

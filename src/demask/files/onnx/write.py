@@ -19,6 +19,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from demask.errors import BadInput, NotExportable
+from demask.failures import public
 from demask.files.atomic import check_writable, write
 from demask.files.onnx.grids import on_grids, opset_for, translations
 from demask.files.onnx.read import installed
@@ -35,6 +36,7 @@ APART = 256  # bytes; smaller constants stay in the graph, where runtimes read s
 LARGEST = 2**31 - 2**20  # bytes of one protobuf message, less what surrounds the weights
 
 
+@public
 def to_onnx(
     module: nn.Module,
     path: str | os.PathLike[str],
