@@ -63,7 +63,7 @@ def test_a_token_that_others_read_stays() -> None:
 
 
 def test_an_entry_of_the_user_lets_one_token_through() -> None:
-    """torch.special.bessel_j0, which the table does not know; an op with an entry is one like any other."""
+    """An op that the table does not know, with an entry, is one like any other."""
 
     class Net(nn.Module):
         def __init__(self, between) -> None:

@@ -79,7 +79,8 @@ def verify(
     them, at batch 1 and 3 too where the batch is dynamic; in float64 and in the model's own dtype.
 
     table: the op table that `slim` was made with. Neither module is changed. Raises Mismatch when
-    they differ and `check`; BadInput when there are no example inputs to run. Integer and boolean outputs must be equal.
+    they differ and `check`; BadInput when there are no example inputs to run. Integer and boolean
+    outputs must be equal.
 
     >>> import torch, demask
     >>> net = torch.nn.Linear(4, 3)
