@@ -78,7 +78,9 @@ class Relation:
             }
             return allowed[entry.total]
         linear = entry.fill in ("sum", "mix", "same", "recur") or entry.rest in _BOUNDED
-        looked_up = entry.fill == "same" and len(self.operands) > 1 and not self.moved
+        places = [node for node in nodes if node is not None and node.op != "get_attr"
+                  and not node.meta["val"].is_floating_point()]  # fmt: skip
+        looked_up = bool(places) and len(self.operands) > 1  # an index, or where parts end
         return not at or bool(self.moved) or entry.free or (linear and not looked_up)
 
     @property
