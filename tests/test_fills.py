@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import demask
+from demask.errors import Mismatch
 from demask.ops import Relation
 from fuzz.generate import generate
 from night import at_night
@@ -80,8 +81,8 @@ def test_no_quotient_of_fills_in_a_side_network(name):
 
 def test_a_quotient_of_fills_is_noticed(monkeypatch):
     monkeypatch.setattr(Relation, "total", True)
-    assert "differs" in broken(generate(83, fills=True))
-    with pytest.raises(AssertionError):
+    assert broken(generate(83, fills=True))
+    with pytest.raises((AssertionError, Mismatch)):
         error(Side(QUOTIENTS["division"]), 4, 3, 3)
 
 
