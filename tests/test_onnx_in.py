@@ -358,3 +358,13 @@ def test_two_paths_of_one_file_are_equal_modules(tmp_path):
     a, b = demask.from_onnx(path), demask.from_onnx(str(path))
     assert isinstance(a, OnnxModule) and shapes(a) == shapes(b)
     assert a.interface == b.interface
+
+
+def test_casts_to_the_type_that_a_value_has_do_not_keep_verify_from_float64(tmp_path):
+    weight = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
+    nodes = [helper.make_node("Cast", ["x"], ["c"], to=TensorProto.FLOAT),
+             helper.make_node("MatMul", ["c", "w"], ["y"])]  # fmt: skip
+    path = file(tmp_path / "m.onnx", nodes, {"x": ["n", 4]}, {"y": ["n", 6]}, w=weight)
+    net = demask.from_onnx(path)
+    found = demask.verify(net, demask.demask(net, (torch.randn(2, 4),)), (torch.randn(2, 4),))
+    assert found.ok and found.max_rel < 1e-12

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, DemaskError, Mismatch
 from demask.failures import described, public
-from demask.graph.capture import capture
+from demask.graph.capture import capture, interface_of
 from demask.graph.copying import structural_copy
 from demask.graph.examples import examples, like
 from demask.graph.fold import folded
@@ -216,8 +216,9 @@ def _doubles(model, slim, args, kwargs, table) -> tuple[nn.Module, nn.Module, fl
     widen(right)
     if isinstance(model, ExportedProgram):
         left: nn.Module = build_plain(folded(functionalized(capture(model))))
-    elif names_narrow(slim):
-        # What the model's own code casts to float32 can be widened in its graph alone.
+    elif names_narrow(slim) or (interface_of(model) and not isinstance(model, Demasked)):
+        # What the model's own code casts to float32 can be widened in its graph alone; an ONNX
+        # file may cast what is of that type already, which no graph shows.
         left = build_plain(folded(functionalized(capture(model, args, kwargs))))
     else:
         left = _eval(model, share=False)

@@ -19,6 +19,7 @@ A parameter with no annotation is a tensor.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -123,27 +124,50 @@ def _folds(value: Value) -> bool:
     return isinstance(value, Host) and value.folds
 
 
-def _bound(function: Any, node: Node, inputs: Sequence[Any], call: Call) -> tuple[list, dict]:
-    """Arguments of a function, from a node's inputs and attributes."""
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a function takes: its parameters by name, those by position, the form of each, and the
+    one that takes the rest."""
+
+    parameters: Mapping[str, inspect.Parameter]
+    plain: tuple[inspect.Parameter, ...]
+    rest: inspect.Parameter | None
+    kinds: Mapping[str, str]
+    context: tuple[str, ...]
+
+
+@functools.cache
+def _signature(function: Any) -> Signature:
+    """Read once for each function of the table: reading it takes longer than most ops do."""
     parameters = inspect.signature(function).parameters
     places = [p for p in parameters.values() if p.kind is not p.KEYWORD_ONLY]
     rest = next((p for p in places if p.kind is p.VAR_POSITIONAL), None)
-    plain = [p for p in places if p is not rest]
+    kinds = {name: _kind(p) for name, p in parameters.items()}
+    context = tuple(name for name in CONTEXT if name in parameters)
+    return Signature(parameters, tuple(p for p in places if p is not rest), rest, kinds, context)
+
+
+def _bound(function: Any, node: Node, inputs: Sequence[Any], call: Call) -> tuple[list, dict]:
+    """Arguments of a function, from a node's inputs and attributes."""
+    signature = _signature(function)
+    plain, rest = signature.plain, signature.rest
     if len(inputs) > len(plain) and rest is None:
         raise BadInput(f"{node}: expected at most {len(plain)} inputs, got {len(inputs)}")
-    kinds = [_kind(p) for p in plain] + [_kind(rest)] * max(0, len(inputs) - len(plain))
+    kinds = [signature.kinds[p.name] for p in plain]
+    if rest is not None:
+        kinds += [signature.kinds[rest.name]] * max(0, len(inputs) - len(plain))
     args = [call.form(v, kind) for v, kind in zip(inputs, kinds, strict=False)]
     while args and args[-1] is None and len(args) <= len(plain):
         args.pop()  # left out: the function's own default
     taken = {p.name for p in plain[: len(args)]}
     named = {}
     for name, value in node.attributes.items():
-        if name not in parameters or name in taken or parameters[name] is rest:
+        known = signature.parameters.get(name)
+        if known is None or name in taken or known is rest:
             raise BadInput(f"{node}: demask does not know its attribute {name!r}")
-        named[name] = call.form(value, _kind(parameters[name]))
-    for name in CONTEXT:
-        if name in parameters:
-            named[name] = call.context[name]
+        named[name] = call.form(value, signature.kinds[name])
+    for name in signature.context:
+        named[name] = call.context[name]
     for k, parameter in enumerate(plain[: len(args)]):
         if args[k] is None and parameter.default is not parameter.empty:
             args[k] = parameter.default
@@ -153,11 +177,10 @@ def _bound(function: Any, node: Node, inputs: Sequence[Any], call: Call) -> tupl
     return args, named
 
 
-def _kind(parameter: inspect.Parameter | None) -> str:
-    if parameter is None or parameter.annotation is parameter.empty:
+def _kind(parameter: inspect.Parameter) -> str:
+    if parameter.annotation is parameter.empty:
         return "Tensor"
-    text = str(parameter.annotation)
-    return text.partition("|")[0].strip()
+    return str(parameter.annotation).partition("|")[0].strip()
 
 
 @dataclass(slots=True)
