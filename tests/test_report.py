@@ -5,8 +5,10 @@ from html.parser import HTMLParser
 from textwrap import dedent
 
 import pytest
+import torch
 from torch import nn
 
+import demask
 from demask.errors import BadInput
 from demask.graph.provenance import Provenance, Reason, Sizes
 from demask.report import Decline, report
@@ -91,6 +93,33 @@ def test_nothing_to_remove_is_said_in_every_form(tmp_path):
     assert shown.to_dict()["summary"] == "nothing left to remove"
     shown.to_html(tmp_path / "report.html")
     assert "nothing left to remove" in (tmp_path / "report.html").read_text()
+
+
+def test_what_was_given_up_is_not_nothing_left():
+    shown = report(demasked(**(FULL | NOTHING_WENT | {"removed": {}})))
+    assert shown.summary == "nothing removed: 71 slices kept, for the reasons named"
+    assert "nothing left" not in str(shown)
+
+
+class Opaque(nn.Module):
+    """Dead units in front of a call that mixes them."""
+
+    def __init__(self, mix):
+        super().__init__()
+        self.a, self.b, self.mix = nn.Linear(4, 8), nn.Linear(8, 2), mix
+        with torch.no_grad():
+            self.a.weight[:3] = 0
+            self.a.bias[:3] = 0
+
+    def forward(self, x):
+        return self.b(self.mix(self.a(x)))
+
+
+def test_a_pass_that_removes_nothing_says_why():
+    model = Opaque(lambda x: torch.fft.fft(x).real).eval()
+    shown = report(demask.demask(model, (torch.randn(2, 4),)))
+    assert "nothing left" not in str(shown)
+    assert any("aten.fft_fft" in decline.text for decline in shown.declined), str(shown)
 
 
 def test_something_removed_never_says_nothing():

@@ -58,9 +58,12 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """One line: what went, or `nothing left to remove`."""
-        if self.nothing_removed:
+        """One line: what went; else `nothing left to remove`, or how much was kept for reasons."""
+        if self.nothing_removed and not self.declined:
             return NOTHING
+        if self.nothing_removed:
+            kept = sum(decline.slices for decline in self.declined)
+            return f"nothing removed: {kept:,} slices kept, for the reasons named"
         parameters = f"{self.before.parameters:,} -> {self.after.parameters:,} parameters"
         return f"{parameters}, {self.before.macs:,} -> {self.after.macs:,} MACs"
 

@@ -219,8 +219,8 @@ def reduced(
     first = _measured(whole, table)
     plain = replace(first, program=owned(whole), cuts=_uncut(whole))
     step = log.attempt("demasking", lambda: _smallest(first, table, borders, log), plain)
-    if step is first:
-        step = plain
+    if step.program is whole:
+        step = replace(plain, reasons=step.reasons)
     program = log.attempt("one call for several border maps", lambda: stacked(step.program), None)
     last, cuts = program or step.program, dict(step.cuts)
     names = partial(named, last, cuts)
@@ -244,6 +244,9 @@ class _Step:
         return (self.sizes.parameters, self.sizes.macs, traffic(self.program))
 
 
+_Pass = tuple[_Step | None, tuple[Reason, ...]]
+
+
 def _measured(program: Program, table: Table) -> _Step:
     whole = Log().attempt("the split of recurrent calls", lambda: layered(program), program)
     relations = relations_of(whole.graph, table)
@@ -251,16 +254,21 @@ def _measured(program: Program, table: Table) -> _Step:
 
 
 def _smallest(step: _Step, table: Table, borders: bool, log: Log) -> _Step:
-    """What passes leave of a program, made until one makes nothing smaller."""
-    smaller: _Step | None = step
-    while smaller is not None:
+    """What passes leave of a program, made until one makes nothing smaller. Where the first does
+    not, its reasons are those of the program."""
+    first, failed = step, (None, ())
+    while True:
+        one_more = partial(_smaller, step, table, borders, log)
+        smaller, reasons = log.attempt("a pass", one_more, failed)
+        if smaller is None:
+            return replace(step, reasons=reasons) if step is first else step
         step = smaller
-        smaller = log.attempt("a pass", partial(_smaller, step, table, borders, log), None)
-    return step
 
 
-def _smaller(step: _Step, table: Table, borders: bool, log: Log) -> _Step | None:
-    """One more pass, if it makes the program smaller in something and no larger in parameters."""
+def _smaller(step: _Step, table: Table, borders: bool, log: Log) -> _Pass:
+    """One more pass, if it makes the program smaller in something and no larger in parameters;
+    else what was kept in the first attempt, and why."""
+    refused: list[tuple[Reason, ...]] = []
     reading = Reading.of(simplified(step.program, table, log), table, borders=borders)
     for attempt in _attempts(reading, log):
         folds = partial(folded, attempt.program)
@@ -278,8 +286,9 @@ def _smaller(step: _Step, table: Table, borders: bool, log: Log) -> _Step | None
                 for name, cut in composed.items()
                 if name in made.cuts and math.prod(left(cut)) == math.prod(made.cuts[name].shape)
             }
-            return replace(made, cuts=cuts, reasons=(*step.reasons, *attempt.reasons))
-    return None
+            return replace(made, cuts=cuts, reasons=(*step.reasons, *attempt.reasons)), ()
+        refused.append(attempt.reasons)
+    return None, refused[0] if refused else ()
 
 
 def _attempts(reading: Reading, log: Log) -> Iterator[Rewritten]:
