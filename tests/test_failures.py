@@ -454,3 +454,24 @@ def test_wrong_arguments_raise_our_errors():
     words = {name: str(error) for name, error in raised}
     assert "TorchScript" in words["script"]
     assert "same inputs" in words["other model"]
+
+
+class Padded(nn.Module):
+    """Decides by a whole number that is stored as a buffer, as audio codecs do."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+        self.register_buffer("pad", torch.tensor(2), persistent=False)
+
+    def forward(self, x):
+        y = self.net(x)
+        return nn.functional.pad(y, (self.pad, 0)) if self.pad > 1 else y
+
+
+def test_code_may_decide_by_buffers():
+    net, x = Padded(), torch.randn(4, 6)
+    slim = demask.demask(net, (x,))
+    torch.testing.assert_close(slim(x), net(x))
+    assert slim.demasked.after.parameters < slim.demasked.before.parameters
+    assert any("are numbers: pad" in note for note in slim.demasked.notes)

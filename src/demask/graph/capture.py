@@ -23,7 +23,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from demask.errors import BadInput, NotExportable
+from demask.errors import BadInput, DemaskError, NotExportable
 from demask.graph.build import mode_of
 from demask.graph.copying import structural_copy
 from demask.graph.experts import in_one_call
@@ -35,6 +35,7 @@ from demask.graph.result import exportable
 from demask.graph.shapes import shapes_only
 
 _Export = tuple[ExportedProgram, tuple[str, ...]]  # and what to say of it
+DATA_DEPENDENT = "this line decides by the values of a tensor"
 _LICENCE = "dropping 0 · x is exact for finite x: an Inf or NaN meeting a dropped zero is not kept"
 
 
@@ -87,8 +88,35 @@ def captures(
         exports = _as_declared(work, args, named, interface)
     else:
         exports = in_one_call(work, _exports(work, args, named, dynamic_shapes))
-    for exported, notes in exports:
-        yield replace(_program(exported, notes, model.training), interface=interface)
+    try:
+        for exported, notes in exports:
+            yield replace(_program(exported, notes, model.training), interface=interface)
+    except NotExportable as error:
+        if DATA_DEPENDENT not in error.advice or not (names := _as_numbers(work)):
+            raise
+        note = f"buffers that the model's code decides by are numbers: {', '.join(names)}"
+        try:
+            numbers = list(_exports(work, args, named, dynamic_shapes))
+        except DemaskError:
+            advice = f"if that is a buffer ({', '.join(names[:3])}), make it a Python number; "
+            raise NotExportable(error.op, error.where, advice + error.advice) from error
+        for exported, notes in numbers:
+            yield _program(exported, (*notes, note), model.training)
+
+
+def _as_numbers(work: nn.Module) -> list[str]:
+    """Make the whole numbers that `work`, a copy of ours, stores as buffers Python numbers, by
+    which code may decide; their names."""
+    names = []
+    for path, module in work.named_modules():
+        for name, buffer in list(module._buffers.items()):
+            if buffer is None or buffer.is_floating_point() or buffer.ndim:
+                continue
+            if name != "num_batches_tracked":
+                del module._buffers[name]
+                setattr(module, name, buffer.item())
+                names.append(f"{path}.{name}".lstrip("."))
+    return names
 
 
 def _apart(args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -336,7 +364,7 @@ def _not_exportable(error: Exception) -> NotExportable:
     text = f"{type(error).__name__}: {first.strip()}"
     if any(word in str(error) for word in ("data-dependent", "data dependent", "DataDependent")):
         advice = (
-            "this line decides by the values of a tensor; compute both sides and select with "
+            f"{DATA_DEPENDENT}; compute both sides and select with "
             "torch.where, use torch.cond, or demask only a part: modules=['backbone']"
         )
     else:
