@@ -121,7 +121,7 @@ def test_minimal_is_the_smallest_and_is_not_timed(given, tmp_path, monkeypatch):
 
 
 def test_without_a_runtime_widths_are_multiples_of_eight(given, tmp_path, monkeypatch):
-    monkeypatch.setattr(deploying, "_runtime", lambda: None)
+    monkeypatch.setattr(deploying, "onnxruntime", lambda: None)
     net = demask.from_onnx(given)
     made = deploy(net, (torch.randn(1, 3, 16, 16),), tmp_path / "slim.onnx", file=given)
     assert made.error is None

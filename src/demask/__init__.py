@@ -10,6 +10,7 @@ from demask.errors import BadInput, DemaskError, Mismatch, NotExportable, Refuse
 
 if TYPE_CHECKING:
     from demask import pilot, stride, traverse
+    from demask.deploy import optimize_onnx
     from demask.files.archive import load, save
     from demask.files.onnx import from_onnx, to_onnx
     from demask.files.pt2 import to_pt2
@@ -32,6 +33,7 @@ __all__ = [
     "load",
     "ops",
     "optimize",
+    "optimize_onnx",
     "pilot",
     "report",
     "save",
@@ -52,6 +54,7 @@ _HOMES = {
     "from_onnx": "demask.files.onnx",
     "load": "demask.files.archive",
     "optimize": "demask.optimize",
+    "optimize_onnx": "demask.deploy",
     "report": "demask.report",
     "save": "demask.files.archive",
     "to_onnx": "demask.files.onnx",

@@ -12,7 +12,7 @@ from torch.fx.node import map_aggregate
 
 RELATIVE = 1e-10  # max |a - b| / max |a| in float64
 ULPS = 64.0  # of max |a|, in the network's own dtype
-_NARROW = (torch.float16, torch.bfloat16, torch.float32)
+NARROW = (torch.float16, torch.bfloat16, torch.float32)
 _CREATES = re.compile(r"aten\.(new_|full|zeros|ones|arange|empty|scalar_tensor|linspace)")
 
 
@@ -42,7 +42,7 @@ def narrowed(module: nn.Module) -> list[tuple[str, torch.dtype]]:
     for node in module.graph.nodes:
         name = str(node.target)
         for value in [*node.args, *node.kwargs.values()]:
-            narrow = value in _NARROW and not _CREATES.match(name)
+            narrow = value in NARROW and not _CREATES.match(name)
             if narrow and torch.finfo(value).eps > torch.finfo(own).eps:
                 casts.append((node.name, value))
     return casts
@@ -54,7 +54,7 @@ def widen(module: nn.Module) -> None:
         return
 
     def wider(value: Any) -> Any:
-        return torch.float64 if value in _NARROW else value
+        return torch.float64 if value in NARROW else value
 
     for node in module.graph.nodes:
         node.args = map_aggregate(node.args, wider)
@@ -67,7 +67,7 @@ def names_narrow(module: nn.Module) -> bool:
     if not isinstance(module, fx.GraphModule):
         return False
     nodes = [n for n in module.graph.nodes if n.op == "call_function"]
-    return any(v in _NARROW for n in nodes for v in [*n.args, *n.kwargs.values()]
+    return any(v in NARROW for n in nodes for v in [*n.args, *n.kwargs.values()]
                if isinstance(v, torch.dtype))  # fmt: skip
 
 

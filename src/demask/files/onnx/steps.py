@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.export import ExportedProgram
+from torch import Tensor, fx
 
 from demask.errors import NotExportable
 from demask.ops import schema
@@ -60,9 +59,9 @@ def _(
     return [out, *(torch.empty_like(state) for state in states)]
 
 
-def kept_whole(exported: ExportedProgram) -> None:
-    """Put `recur` in the place of recurrent calls, in a program of ours."""
-    for node in exported.graph.nodes:
+def kept_whole(graph: fx.Graph) -> None:
+    """Put `recur` in the place of recurrent calls, in a graph of ours."""
+    for node in graph.nodes:
         if node.target not in KINDS:
             continue
         found = schema.arguments(node)

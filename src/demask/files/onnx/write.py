@@ -15,24 +15,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
 
-from demask.errors import BadInput, NotExportable
+from demask.errors import BadInput, DemaskError, Mismatch, NotExportable
 from demask.failures import public
 from demask.files.atomic import check_writable, write
+from demask.files.onnx.check import Judge, batched, draws
+from demask.files.onnx.check import check as check_file
+from demask.files.onnx.exact import clean
+from demask.files.onnx.functions import functions
 from demask.files.onnx.grids import on_grids, opset_for, translations
 from demask.files.onnx.read import installed
+from demask.files.onnx.ready import ready
 from demask.files.onnx.steps import kept_whole, translation
-from demask.files.tracing import traced
+from demask.files.tracing import example, traced
 from demask.graph.capture import capture
+from demask.graph.copying import structural_copy
 from demask.graph.program import Program
 from demask.graph.provenance import Interface, Port, Provenance, Sizes
 from demask.graph.result import Demasked, build
+from demask.ops import schema
+from demask.ops.quantize import DTYPES
 from demask.shrink.demask import inputs_of
 
 ALIGNED = 4096  # where weights start in a file of their own, so that they can be mapped
 APART = 256  # bytes; smaller constants stay in the graph, where runtimes read sizes and axes
+FLIPS = 2  # steps of a quantized value: a sum halfway between two goes to either
 LARGEST = 2**31 - 2**20  # bytes of one protobuf message, less what surrounds the weights
 
 
@@ -45,6 +55,8 @@ def to_onnx(
     *,
     dynamic_shapes: Any = None,
     opset: int | None = None,
+    check: bool = True,
+    tolerance: float | None = None,
 ) -> None:
     """Write a network, in eval mode, as an ONNX file that any runtime takes.
 
@@ -52,14 +64,36 @@ def to_onnx(
     takes it. opset: version of ONNX's op set, None for the exporter's own. A network that came from
     an ONNX file keeps the names of its inputs, outputs and dynamic sizes, and its metadata; others
     get the names of forward's arguments. More than 2 GiB of weights go to a file beside it.
-    Raises NotExportable, or BadInput where the file cannot be written. Needs demask[onnx].
+    check: call the file and the network with the example, zeros, tiny, large, negative and random
+    numbers before anything is written, in ONNX Runtime where it is installed, else by the reference
+    implementation of the onnx package (files of more than 2 GiB, and networks that draw random
+    numbers, are not called). tolerance: the largest difference allowed, relative to the largest
+    value of an output; None for 1e-5, or what rounding alone makes of that output where it is more.
+    Raises NotExportable; BadInput where the file cannot be written, or the runtime does not take
+    it; Mismatch where the file computes something else. Needs demask[onnx].
 
     >>> import torch, demask
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ReLU())
     >>> demask.to_onnx(net, "net.onnx", (torch.randn(3, 4),))    # doctest: +SKIP
     """
     check_writable(path)
-    save(proto_of(module, args, kwargs, dynamic_shapes=dynamic_shapes, opset=opset), path)
+    check_tolerance(tolerance)
+    slim = _network(module, args, kwargs, dynamic_shapes)
+    model = _model(slim, opset)
+    if not _fits(model, LARGEST):
+        _save_apart(model, Path(path))
+        return
+    data = serialized(model)
+    if check and not _draws_numbers(slim):
+        _check_values(slim, data, args, kwargs or {}, tolerance)
+    with write(path) as file:
+        file.write(data)
+
+
+def check_tolerance(tolerance: float | None) -> None:
+    """Raise BadInput where a tolerance is no positive number."""
+    if tolerance is not None and not 0 < tolerance < float("inf"):
+        raise BadInput(f"expected tolerance=None or a number above 0, got {tolerance}")
 
 
 def proto_of(
@@ -70,25 +104,85 @@ def proto_of(
     dynamic_shapes: Any = None,
     opset: int | None = None,
 ) -> Any:
-    """The network as an `onnx_ir.Model`; arguments and errors as `to_onnx`."""
+    """The network as an `onnx_ir.Model`; arguments and errors as `to_onnx`, but for Mismatch."""
+    return _model(_network(module, args, kwargs, dynamic_shapes), opset)
+
+
+def _network(module: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) -> Demasked:
     if isinstance(module, Demasked) and not args and not kwargs:
-        slim = module.plain()
-    else:
-        slim = remembering(capture(module, args, kwargs, dynamic_shapes))
+        return module.plain()
+    return remembering(capture(module, args, kwargs, dynamic_shapes))
+
+
+def _model(slim: Demasked, opset: int | None) -> Any:
     interface = slim.demasked.interface or _interface(slim)
-    exported = traced(on_grids(slim))
-    model = _translated(exported, opset_for(slim, opset))
+    model = _translated(on_grids(slim), opset_for(slim, opset))
+    clean(model)
     for node in model.graph.all_nodes():
         node.metadata_props.clear()  # stack traces, with paths of this machine
     _named(model, interface)
     return model
 
 
+def _check_values(slim: Demasked, data: bytes, args: Any, kwargs: Any, tolerance: Any) -> None:
+    """Mismatch where a file computes something else than the network it was written from."""
+    given = (args, kwargs) if args or kwargs else example(slim)[:2]
+    inputs = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
+    judge = judge_of(slim, given, tolerance)
+    several = draws(inputs)
+    axes = [bool(spec.sizes) and str(spec.sizes[0]).isidentifier() for spec in slim.demasked.inputs]
+    if any(axes):
+        several.append(batched(several[-1], axes))
+    try:
+        check_file(data, judge, several)
+    except Mismatch as error:
+        raise Mismatch(
+            f"the ONNX file does not compute what the network does: {error}. Nothing was written. "
+            "Please report it, with the network; check=False writes the file all the same, "
+            "tolerance=... allows a larger difference"
+        ) from error
+    except BadInput as error:
+        raise BadInput(
+            f"{error}. Nothing was written; check=False writes the file for other runtimes"
+        ) from error
+
+
+def judge_of(slim: Demasked, given: Any, tolerance: float | None) -> Judge:
+    """The judge of files written from a network. given: (args, kwargs) of one call."""
+    leaves, spec = pytree.tree_flatten(given)
+    places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    def filled(tensors: Sequence[Tensor]) -> tuple[Any, Any]:
+        filled = list(leaves)
+        for place, tensor in zip(places, tensors, strict=True):
+            filled[place] = tensor
+        return pytree.tree_unflatten(filled, spec)
+
+    copy: Any = structural_copy(slim, share=True).eval()
+    return Judge(copy, filled, tolerance, _step(slim))
+
+
+def _step(slim: fx.GraphModule) -> float:
+    """What the coarsest values of a quantized network may be off by, relative; 0 for others."""
+    calls = slim.graph.find_nodes(op="call_function", target=torch.ops.demask.quantize.default)
+    sizes = [DTYPES[schema.arguments(node)["dtype"]].itemsize for node in calls]
+    return FLIPS / (2 ** (8 * min(sizes)) - 1) if sizes else 0.0
+
+
+def _draws_numbers(slim: fx.GraphModule) -> bool:
+    tags = (getattr(node.target, "tags", ()) for node in slim.graph.nodes)
+    return any(torch.Tag.nondeterministic_seeded in found for found in tags)
+
+
+def _fits(model: Any, largest: int) -> bool:
+    tensors = [v.const_value for v in model.graph.initializers.values()]
+    return sum(t.nbytes for t in tensors if t is not None) <= largest
+
+
 def save(model: Any, path: str | os.PathLike[str], largest: int = LARGEST) -> None:
     """Check an `onnx_ir.Model` and write it, whole or not at all. Where its weights are larger than
     one file can hold they go to a second one, named after what it holds, that is written first."""
-    tensors = [v.const_value for v in model.graph.initializers.values()]
-    if sum(t.nbytes for t in tensors if t is not None) <= largest:
+    if _fits(model, largest):
         data = serialized(model)
         with write(path) as file:
             file.write(data)
@@ -98,11 +192,18 @@ def save(model: Any, path: str | os.PathLike[str], largest: int = LARGEST) -> No
 
 def serialized(model: Any) -> bytes:
     """The bytes of an `onnx_ir.Model`, checked; weights and all, so at most 2 GiB."""
+    proto = _proto(model)
+    _check(proto)
+    return proto.SerializeToString()
+
+
+def _proto(model: Any) -> Any:
+    """The `onnx.ModelProto`, without the types of inner values, which every runtime infers."""
     import onnx_ir
 
     proto = onnx_ir.to_proto(model)
-    _check(proto)
-    return proto.SerializeToString()
+    del proto.graph.value_info[:]
+    return proto
 
 
 def _save_apart(model: Any, path: Path) -> None:
@@ -127,7 +228,7 @@ def _save_apart(model: Any, path: Path) -> None:
         value.const_value = ir.ExternalTensor(final.name, offset, length, old.dtype,
                                               shape=old.shape, name=value.name,
                                               base_dir=str(final.parent))  # fmt: skip
-    data = ir.to_proto(model).SerializeToString()
+    data = _proto(model).SerializeToString()
     with write(path) as file:
         file.write(data)
 
@@ -147,6 +248,17 @@ def copy_file(given: str | bytes, path: str | os.PathLike[str]) -> None:
         return
     with open(given, "rb") as source, write(path) as file:
         shutil.copyfileobj(source, file)
+
+
+def size_of(given: str | bytes) -> int:
+    """The bytes of a network, the weights that its file has beside it included."""
+    import onnx_ir
+
+    if isinstance(given, bytes):
+        return len(given)
+    tensors = (v.const_value for v in onnx_ir.load(given).graph.initializers.values())
+    apart = sum(t.nbytes for t in tensors if isinstance(t, onnx_ir.ExternalTensor))
+    return os.path.getsize(given) + apart
 
 
 def _check(proto: Any) -> None:
@@ -176,22 +288,39 @@ def _interface(slim: Demasked) -> Interface:
     return Interface(inputs, tuple(Port(name, "", None) for name in names))
 
 
-def _translated(exported: ExportedProgram, opset: int | None) -> Any:
+def _translated(slim: Demasked, opset: int | None) -> Any:
     installed()
     try:
-        kept_whole(exported)
-        with quiet(), torch.no_grad():
-            program = torch.onnx.export(
-                exported, (), dynamo=True, verbose=False, opset_version=opset,
-                custom_translation_table=translations() | translation(),
-            )  # fmt: skip
+        with contextlib.suppress(Exception), torch.no_grad(), quiet():
+            # Of torch, whose internals differ between versions; what it says is said again below.
+            if (exported := ready(slim, _functions())) is not None:
+                return _exported(exported, opset)
+        exported = traced(slim)
+        kept_whole(exported.graph)
+        return _exported(exported, opset)
     except ImportError as error:
         raise BadInput("writing ONNX needs onnxscript: pip install 'demask[onnx]'") from error
+    except DemaskError:
+        raise
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         words = next((n for n in lines if "No ONNX function" in n or "aten." in n), lines[0])
         advice = "write .pt2 instead, or demask a part: modules=[...]"
         raise NotExportable(f"torch.onnx: {words}", "the demasked graph", advice) from error
+
+
+def _functions() -> dict[Any, Any]:
+    """The ONNX functions of ops that the exporter has none for, or wrong ones."""
+    return translations() | translation() | functions()
+
+
+def _exported(exported: ExportedProgram, opset: int | None) -> Any:
+    """The `onnx_ir.Model` of an exported program, as the exporter writes it."""
+    with quiet(), torch.no_grad():
+        program = torch.onnx.export(
+            exported, (), dynamo=True, verbose=False, opset_version=opset, optimize=False,
+            custom_translation_table=_functions(),
+        )  # fmt: skip
     assert program is not None
     return program.model
 

@@ -1,0 +1,273 @@
+"""Whether an ONNX file computes what a network computes: both are called, and compared.
+
+On the example, and on inputs that tell what an example does not: zeros, tiny, large, negative and
+random numbers. Rounding differs between implementations, so floats may differ by UNITS in the last
+place of an output's largest value. Where they differ by more, the network's own arithmetic is
+asked how far rounding alone moves that output (`graph.rounding`): where a detector's scores are all
+near 1e-5, a sigmoid that is right to the last digit of 1 is 1 % off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from demask.errors import BadInput, Mismatch
+from demask.files.onnx.read import installed
+from demask.graph.rounding import rounded_runs
+
+UNITS = 84  # in the last place of the largest value: 1e-5 in float32, for sums in another order
+ATTRIBUTES = float(np.finfo(np.float32).eps)  # relative; numbers beside operands are float32
+MOVED = 8  # times what rounding every call once moves an output: operands were rounded too
+LARGE = 1e4
+TINY = 1e-9
+Arrays = list[np.ndarray]
+Run = Callable[[Sequence[Tensor]], Arrays]
+Filled = Callable[[Sequence[Tensor]], tuple[Any, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Inputs of one call. kind: what they are, in words."""
+
+    kind: str
+    inputs: tuple[Tensor, ...]
+
+
+def draws(example: Sequence[Tensor]) -> list[Draw]:
+    """The example and inputs like it; whole numbers, which may be places in a table, stay."""
+    kinds: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
+        "zeros": lambda x, _: torch.zeros_like(x),
+        "tiny numbers": lambda x, draw: _normal(x, draw, TINY),
+        "large numbers": lambda x, draw: _normal(x, draw, 16 if _is_half(x) else LARGE),
+        "negative numbers": lambda x, draw: -_normal(x, draw, 1).abs(),
+        "normal numbers": lambda x, draw: _normal(x, draw, 1),
+    }
+    found = [Draw("the example", tuple(x.detach() for x in example))]
+    for seed, (kind, make) in enumerate(kinds.items()):
+        draw = torch.Generator().manual_seed(seed)
+        made = [make(x.detach(), draw) if x.is_floating_point() else x for x in example]
+        found.append(Draw(kind, tuple(made)))
+    return found if any(x.is_floating_point() for x in example) else found[:1]
+
+
+def _normal(x: Tensor, draw: torch.Generator, scale: float) -> Tensor:
+    return (torch.randn(x.shape, generator=draw) * scale).to(x)
+
+
+def _is_half(x: Tensor) -> bool:
+    return x.dtype == torch.float16
+
+
+def batched(draw: Draw, axes: Sequence[bool]) -> Draw:
+    """The draw with one more row in each of the inputs whose first axis is dynamic."""
+    rows = [torch.cat([x, x[:1]]) if more else x
+            for x, more in zip(draw.inputs, axes, strict=True)]  # fmt: skip
+    return Draw(f"{draw.kind}, one row more", tuple(rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """Compares outputs. network: what the file was written from. filled: its arguments, from
+    tensors. tolerance: the largest difference that is allowed, relative to the largest value of an
+    output; None for the rule of this module. least: relative, allowed all the same (a step of
+    quantized values, which whole numbers may then be off by, too)."""
+
+    network: fx.GraphModule
+    filled: Filled
+    tolerance: float | None = None
+    least: float = 0.0
+
+    def difference(self, draw: Draw, expected: Arrays, outputs: Arrays) -> float:
+        """The largest difference, relative to the largest value of its output. Mismatch, with the
+        kind of input and the output, where one is too large."""
+        if len(expected) != len(outputs):
+            raise Mismatch(f"{len(outputs)} outputs, expected {len(expected)} (on {draw.kind})")
+        errors = [self._error(*pair) for pair in zip(expected, outputs, strict=True)]
+        bad = [k for k, error in enumerate(errors) if not error <= self._allowed(expected[k])]
+        if bad and self.tolerance is None:
+            runs = self._runs(draw)
+            bad = [k for k in bad if not self._is_rounding(k, runs, expected[k], outputs[k])]
+        if bad:
+            raise Mismatch(_words(bad[0], draw, expected[bad[0]], outputs[bad[0]], errors[bad[0]]))
+        return max((error for error in errors if error < np.inf), default=0.0)
+
+    def _error(self, a: np.ndarray, b: np.ndarray) -> float:
+        """How far b is off, relative to the largest value of a; infinite where no number says."""
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return np.inf
+        whole = a.dtype.kind in "iu" and a.dtype.itemsize < 4 and (self.least or self.tolerance)
+        if a.dtype.kind != "f" and not whole:
+            return 0.0 if np.array_equal(a, b) else np.inf
+        finite = np.isfinite(a)
+        if not np.array_equal(a[~finite], b[~finite], equal_nan=a.dtype.kind == "f"):
+            return np.inf
+        gap = np.abs(a[finite].astype(np.float64) - b[finite].astype(np.float64))
+        largest = float(np.abs(a[finite].astype(np.float64)).max(initial=0.0))
+        return float(gap.max(initial=0.0)) / (largest or 1.0)
+
+    def _allowed(self, a: np.ndarray) -> float:
+        if self.tolerance is not None:
+            return self.tolerance
+        if a.dtype.kind != "f":
+            return self.least
+        return max(self.least, UNITS * float(np.finfo(a.dtype).eps), ATTRIBUTES)
+
+    def _is_rounding(self, k: int, runs: Sequence[Arrays], a: np.ndarray, b: np.ndarray) -> bool:
+        return _is_rounding([run[k] for run in runs], a, b, self._allowed(a))
+
+    def _runs(self, draw: Draw) -> list[Arrays]:
+        return list(map(_arrays, rounded_runs(self.network, *self.filled(draw.inputs))))
+
+
+def _is_rounding(runs: Arrays, a: np.ndarray, b: np.ndarray, allowed: float) -> bool:
+    """Whether an output may be `a` here and `b` there for rounding alone. runs: the output in
+    float64, then with every call rounded."""
+    clean, *noisy = runs
+    if not all(run.shape == a.shape == b.shape for run in runs) or a.dtype != b.dtype:
+        return False
+    if a.dtype.kind != "f":
+        moves = np.any([run != clean for run in noisy], axis=0)
+        return bool(np.all((a == b) | moves))
+    with np.errstate(all="ignore"):
+        small = np.all([np.abs(run) < np.finfo(a.dtype).max / 2 for run in runs], axis=0)
+        if not np.all(np.isfinite(a[small]) & np.isfinite(b[small])):
+            return False
+        moved = np.max([np.abs(run - clean)[small] for run in noisy], axis=0)
+        gap = np.abs(a[small].astype(np.float64) - b[small])
+        room = allowed * np.abs(a[small]).max(initial=0)
+        return bool(np.all(gap <= room + MOVED * np.maximum(moved, _median(moved))))
+
+
+def _median(values: np.ndarray) -> float:
+    return float(np.median(values)) if values.size else 0.0
+
+
+def _words(k: int, draw: Draw, a: np.ndarray, b: np.ndarray, error: float) -> str:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        said = f"is {b.dtype} {b.shape}, expected {a.dtype} {a.shape}"
+    elif error < np.inf:
+        said = f"differs by {error:.2g} relative to its largest value"
+    else:
+        at = np.unravel_index(int(np.argmax(_differ(a, b))), a.shape)
+        said = f"differs: {b[at]} at {tuple(map(int, at))}, expected {a[at]}"
+    return f"output {k} {said} (on {draw.kind})"
+
+
+def _differ(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    both = np.isnan(a) & np.isnan(b) if a.dtype.kind == "f" else False
+    return (a != b) & ~both & ~(np.isfinite(a) & np.isfinite(b) & (a.dtype.kind == "f"))
+
+
+def torch_run(network: fx.GraphModule, filled: Filled) -> Run:
+    """Calls of a network in eval mode, with tensors, for arrays."""
+
+    def run(inputs: Sequence[Tensor]) -> Arrays:
+        args, kwargs = filled([x.clone() for x in inputs])
+        with torch.no_grad():
+            return _arrays(network(*args, **kwargs))
+
+    return run
+
+
+def _arrays(outputs: Any) -> Arrays:
+    leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    return [leaf.detach().cpu().numpy() for leaf in leaves]
+
+
+def session(model: str | bytes, threads: int = 1, *, optimized: bool = True) -> Any:
+    """A file in ONNX Runtime, None where that is not installed; BadInput where it does not take
+    the file. optimized: whether it may fuse and fold."""
+    if (runtime := onnxruntime()) is None:
+        return None
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = threads, 4
+    # Threads of one session that wait by spinning would take the cores from the next one.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    if not optimized:
+        options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    try:
+        return runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # its classes are many, and share no base
+        raise BadInput(f"ONNX Runtime does not take the network: {first_line(error)}") from error
+
+
+def file_run(model: bytes, *, optimized: bool = True) -> Run:
+    """Calls of a file: in ONNX Runtime, else by the reference implementation of `onnx`."""
+    runner = session(model, optimized=optimized)
+    if runner is None:
+        from onnx.reference import ReferenceEvaluator
+
+        runner = ReferenceEvaluator(installed().ModelProto.FromString(model))
+        names = runner.input_names
+    else:
+        names = [port.name for port in runner.get_inputs()]
+
+    def run(inputs: Sequence[Tensor]) -> Arrays:
+        pairs = zip(names, inputs, strict=True)
+        feed: Any = {name: x.detach().cpu().numpy() for name, x in pairs}
+        return [np.asarray(value) for value in runner.run(None, feed)]
+
+    return run
+
+
+def onnxruntime() -> Any:
+    """The package onnxruntime, None where it is missing."""
+    try:
+        import onnxruntime as runtime
+    except ImportError:
+        return None
+    return runtime
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def check(model: bytes, judge: Judge, several: Iterable[Draw]) -> float:
+    """Compare a file with the network that it was written from; the largest difference.
+
+    Draws that the network itself fails on are left out; so are those on which a quantized network
+    differs for ONNX Runtime's own rewriting alone, which computes in fewer bits than the file says.
+    Raises Mismatch, or BadInput where the runtime does not take the file.
+    """
+    network, file = torch_run(judge.network, judge.filled), file_run(model)
+    worst = 0.0
+    for draw in several:
+        try:
+            expected = network(draw.inputs)
+        except Exception:
+            continue
+        try:
+            worst = max(worst, judge.difference(draw, expected, _called(file, draw)))
+        except Mismatch as error:
+            if not _is_rewriting(model, judge, draw, expected):
+                raise
+            if not judge.least:
+                words = "with ONNX Runtime's own optimizations disabled it is equal"
+                raise Mismatch(f"{error}; {words}") from error
+    return worst
+
+
+def _called(file: Run, draw: Draw) -> Arrays:
+    try:
+        return file(draw.inputs)
+    except Exception as error:
+        raise Mismatch(f"the file fails on {draw.kind}: {first_line(error)}") from error
+
+
+def _is_rewriting(model: bytes, judge: Judge, draw: Draw, expected: Arrays) -> bool:
+    """Whether a difference is gone once the runtime does not rewrite the file."""
+    if onnxruntime() is None:
+        return False
+    try:
+        judge.difference(draw, expected, _called(file_run(model, optimized=False), draw))
+    except (Mismatch, BadInput):
+        return False
+    return True

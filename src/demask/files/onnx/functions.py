@@ -1,0 +1,128 @@
+"""ONNX functions in the place of some of torch's, which are wrong for some numbers or slow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+
+def functions() -> dict[Any, Any]:
+    """What torch's exporter is to write for these ops."""
+    return {
+        aten.clamp.default: clamp,
+        aten.clamp_max.default: lambda self, max: clamp(self, None, max),
+        aten.clamp_min.default: lambda self, min: clamp(self, min),
+        aten.div.Scalar_mode: divide,
+        aten.div.Tensor_mode: divide,
+        aten.expm1.default: expm1,
+        aten.floor_divide.default: lambda self, other: divide(self, other, "floor"),
+        aten.fmod.Scalar: fmod,
+        aten.fmod.Tensor: fmod,
+        aten.log1p.default: log1p,
+        aten.log_sigmoid.default: log_sigmoid,
+        aten.logaddexp.default: logaddexp,
+    }
+
+
+def clamp(self: Any, min: Any = None, max: Any = None) -> Any:
+    """clamp(x, a, b) == Clip(x, a, b), which runtimes fuse; Max or Min of one bound: ONNX Runtime's
+    Clip takes the largest finite number for one that is missing."""
+    op = _ops()
+    low, high = (None if bound is None else _like(op, bound, self) for bound in (min, max))
+    if low is None or high is None:
+        return op.Min(self, high) if low is None else op.Max(self, low)
+    return op.Clip(self, low, high)
+
+
+def divide(self: Any, other: Any, rounding_mode: str | None = None) -> Any:
+    """a / b, rounded down or towards zero: whole numbers without a way through floats, which hold
+    24 of their bits."""
+    op = _ops()
+    if not hasattr(other, "dtype"):
+        other = _like(op, other, self)
+    if rounding_mode is None:
+        return op.Div(self, other)
+    zero = _like(op, 0, self)
+    if rounding_mode == "trunc":
+        ratio = op.Div(self, other)  # of whole numbers: towards zero
+        whole = self.dtype.is_integer()
+        return ratio if whole else op.Where(op.Less(ratio, zero), op.Ceil(ratio), op.Floor(ratio))
+    rest = fmod(self, other)
+    ratio = op.Div(op.Sub(self, rest), other)
+    signs = op.Xor(op.Less(rest, zero), op.Less(other, zero))
+    below = op.And(op.Not(op.Equal(rest, zero)), signs)
+    ratio = op.Where(below, op.Sub(ratio, _like(op, 1, self)), ratio)
+    if self.dtype.is_integer():
+        return ratio
+    # (a - rest) / b is a whole number but for its rounding.
+    floor = op.Floor(op.Add(ratio, _like(op, 0.5, self)))
+    return op.Where(op.Equal(other, zero), op.Div(self, other), floor)
+
+
+def fmod(self: Any, other: Any) -> Any:
+    """What is left of a / b rounded towards zero; ONNX Runtime's Mod takes whole numbers through
+    floats for it."""
+    op = _ops()
+    if not hasattr(other, "dtype"):
+        other = _like(op, other, self)
+    if not self.dtype.is_integer():
+        return op.Mod(self, other, fmod=1)
+    return op.Sub(self, op.Mul(op.Div(self, other), other))
+
+
+def log_sigmoid(self: Any) -> Any:
+    """log(sigmoid(x)) == -softplus(-x), which is finite where sigmoid(x) is 0."""
+    op = _ops()
+    return op.Neg(op.Softplus(op.Neg(self)))
+
+
+def logaddexp(self: Any, other: Any) -> Any:
+    """log(exp(a) + exp(b)) == max(a, b) + log(1 + exp(-|a - b|)), where no power is infinite."""
+    op = _ops()
+    more = op.Max(self, other)
+    apart = op.Where(op.Equal(self, other), _like(op, 0.0, self), op.Abs(op.Sub(self, other)))
+    return op.Add(more, op.Softplus(op.Neg(apart)))
+
+
+def log1p(self: Any) -> Any:
+    """log(1 + x) == x · log(u) / (u - 1) where u = 1 + x rounded, and x where u is 1.
+
+    Goldberg, "What every computer scientist should know about floating-point arithmetic", 1991.
+    """
+    op = _ops()
+    one = _like(op, 1.0, self)
+    near = op.Add(self, one)
+    # At infinity the quotient has no value; there, and below -1, the plain logarithm is right.
+    ratio = op.Mul(op.Log(near), op.Div(self, op.Sub(near, one)))
+    exact = op.Where(op.Equal(near, one), self, ratio)
+    return op.Where(op.Less(op.Abs(self), one), exact, op.Log(near))
+
+
+def expm1(self: Any) -> Any:
+    """exp(x) - 1 == x · (u - 1) / log(u) where u = exp(x) rounded, and x where u is 1.
+
+    Higham, "Accuracy and stability of numerical algorithms", section 1.14.1.
+    """
+    op = _ops()
+    one = _like(op, 1.0, self)
+    power = op.Exp(self)
+    ratio = op.Mul(op.Sub(power, one), op.Div(self, op.Log(power)))
+    exact = op.Where(op.Equal(power, one), self, ratio)
+    return op.Where(op.Less(op.Abs(self), one), exact, op.Sub(power, one))
+
+
+def _ops() -> Any:
+    from onnxscript import opset18
+
+    return opset18
+
+
+def _like(op: Any, number: float, x: Any) -> Any:
+    """A number as a constant of x's dtype; no rounding on the way, as through float32."""
+    import onnx_ir as ir
+
+    array = torch.tensor(number, dtype=torch.float64).numpy().astype(x.dtype.numpy())
+    return op.Constant(value=ir.tensor(array, dtype=x.dtype))

@@ -1,0 +1,101 @@
+"""How far rounding moves the outputs of a network: what its arithmetic can resolve.
+
+Each call of the network is run in float64, and its result is changed by what one rounding in the
+network's own dtype may change. Where outputs cancel, or divide by almost nothing, they move far:
+two correct implementations then differ as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from demask.graph.copying import structural_copy
+from demask.numerics import NARROW, widen
+from demask.ops import TABLE, op_name
+
+SEEDS = 4
+# Runtimes approximate these to so many digits of 1, the largest value, not of the value.
+_BOUNDED = frozenset(("sigmoid", "tanh", "erf", "hardsigmoid"))
+_POINTWISE = frozenset(("... -> ...", "..., ... -> ...", "..., ..., ... -> ..."))
+_SMOOTH = frozenset(("silu", "gelu", "hardswish"))  # an operand times one of these
+
+
+def widened(module: nn.Module) -> nn.Module:
+    """A copy of a network in float64, dtypes that its graph names included."""
+    double = structural_copy(module, share=False).double()
+    widen(double)
+    return double
+
+
+def rounded_runs(
+    module: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[list[Any]]:
+    """The outputs in float64, flat: first exact, then SEEDS times with every call rounded to the
+    narrowest float type of the network. args, kwargs: of one call."""
+    double, dtype = widened(module), _narrowest(module, args, kwargs)
+    assert isinstance(double, fx.GraphModule)
+    leaves = pytree.tree_leaves((args, kwargs))
+    inputs = [leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+              for leaf in leaves]  # fmt: skip
+    with torch.no_grad():
+        return [
+            pytree.tree_leaves(_rounded(double, inputs, dtype if seed else None, seed))
+            for seed in range(SEEDS + 1)
+        ]
+
+
+def _narrowest(module: fx.GraphModule, args: Any, kwargs: Any) -> torch.dtype:
+    leaves = [
+        n for node in module.graph.nodes for n in pytree.tree_leaves((node.args, node.kwargs))
+    ]
+    dtypes = [leaf for leaf in leaves if leaf in NARROW]
+    tensors = [*module.parameters(), *module.buffers(), *pytree.tree_leaves((args, kwargs))]
+    dtypes += [t.dtype for t in tensors if isinstance(t, Tensor) and t.is_floating_point()]
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
+
+
+def _rounded(
+    double: fx.GraphModule, inputs: Sequence[Any], dtype: torch.dtype | None, seed: int
+) -> Any:
+    return _Rounded(double, dtype, seed).run(*inputs, enable_io_processing=False)
+
+
+class _Rounded(fx.Interpreter):
+    """Runs a graph and rounds what each call returns, to the next number above or below."""
+
+    def __init__(self, module: fx.GraphModule, dtype: torch.dtype | None, seed: int):
+        super().__init__(module)
+        self.unit, self.draw = dtype and torch.finfo(dtype), torch.Generator().manual_seed(seed)
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if n.op not in ("call_function", "call_module") or self.unit is None:
+            return value
+        unit = self.unit
+        return pytree.tree_map(lambda leaf: self._rounded(n, leaf, unit), value)
+
+    def _rounded(self, node: fx.Node, value: Any, unit: torch.finfo) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
+            return value
+        signs = torch.randint(0, 2, value.shape, generator=self.draw) * 2 - 1
+        step = unit.eps * (_scale(node, value) + unit.tiny)
+        return value + signs.to(value) * step
+
+
+def _scale(node: fx.Node, value: Tensor) -> Tensor | float:
+    """The size of the numbers that a call rounds: each of its own, of a sum the largest."""
+    name = op_name(node.target)
+    entry, word = TABLE.get(name), name.split(".")[1] if "." in name else name
+    if entry is not None and entry.fill == "same":
+        return 0.0
+    if word in _BOUNDED:
+        return 1.0
+    if entry is not None and entry.line in _POINTWISE and word not in _SMOOTH:
+        return value.abs()
+    finite = value[value.isfinite()]
+    return finite.abs().max() if finite.numel() else 0.0
