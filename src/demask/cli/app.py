@@ -13,9 +13,12 @@ import typer
 from demask.cli import pilots, strides
 from demask.cli.common import (
     Imports,
+    Inputs,
     Json,
     Model,
     Sizes,
+    Static,
+    Tolerance,
     check_output,
     import_modules,
     plain,
@@ -136,9 +139,12 @@ def slim(
         int | None,
         typer.Option(min=1, help="For .onnx: the runtime's threads. Default: as many as torch's."),
     ] = None,
+    tolerance: Tolerance = None,
     as_json: Json = False,
     imports: Imports = None,
     sizes: Sizes = None,
+    inputs: Inputs = None,
+    static: Static = False,
 ) -> None:
     """Write a network that computes the same as MODEL without the work that was masked away.
 
@@ -153,20 +159,20 @@ def slim(
       demask slim model.onnx -o slim.onnx --threads 1
     """
     check_output(output, suffixes=(".pt2", ".demask", ".onnx"))
-    if output.suffix != ".onnx" and (minimal or threads):
-        raise BadInput("--minimal and --threads are for .onnx results; leave them out")
+    if output.suffix != ".onnx" and (minimal or threads or tolerance is not None):
+        raise BadInput("--minimal, --threads and --tolerance are for .onnx results: leave them out")
     with progress("loading") as step:
         import demask
         from demask.cli.models import read_network
 
         import_modules(imports)
-        given = read_network(model, sizes)
+        given = read_network(model, sizes, inputs, static)
         if output.suffix == ".onnx":
             from demask.deploy import deploy
 
             made = deploy(
                 given.model, given.args, output, file=given.file, minimal=minimal,
-                threads=threads, progress=step,
+                threads=threads, tolerance=tolerance, progress=step,
             )  # fmt: skip
             shown = partial(_print_deployed, made, output)
         else:
@@ -204,6 +210,8 @@ def optimize(
     as_json: Json = False,
     imports: Imports = None,
     sizes: Sizes = None,
+    inputs: Inputs = None,
+    static: Static = False,
 ) -> None:
     """Write the fastest exact form of MODEL on this machine, found by measuring.
 
@@ -225,7 +233,7 @@ def optimize(
         from demask.machine.allocator import fix_allocator
 
         import_modules(imports)
-        given = read_network(model, sizes)
+        given = read_network(model, sizes, inputs, static)
         fix_allocator()
         result = demask.optimize(
             given.model, given.args, threads=threads, precision=precision, cache=cache,
@@ -237,7 +245,12 @@ def optimize(
 
 @app.command()
 def inspect(
-    model: Model, as_json: Json = False, imports: Imports = None, sizes: Sizes = None
+    model: Model,
+    as_json: Json = False,
+    imports: Imports = None,
+    sizes: Sizes = None,
+    inputs: Inputs = None,
+    static: Static = False,
 ) -> None:
     """Print what could go from MODEL: sizes, masked share per module, ops demask has no rule for.
 
@@ -253,7 +266,7 @@ def inspect(
         from demask.cli.models import read_network
 
         import_modules(imports)
-        given = read_network(model, sizes)
+        given = read_network(model, sizes, inputs, static)
         step("looking for work that was masked away")
         inspection = inspect_network(given, step)
     show(inspection, inspection.to_dict(), as_json)
@@ -261,7 +274,12 @@ def inspect(
 
 @app.command()
 def verify(
-    a: Model, b: Model, as_json: Json = False, imports: Imports = None, sizes: Sizes = None
+    a: Model,
+    b: Model,
+    as_json: Json = False,
+    imports: Imports = None,
+    sizes: Sizes = None,
+    inputs: Inputs = None,
 ) -> None:
     """Check that A and B compute the same; exit with 1 if they do not.
 
@@ -275,7 +293,9 @@ def verify(
         from demask.cli.models import read_network
 
         import_modules(imports)
-        first, second = read_network(a, sizes), read_network(b, sizes)
+        # Another ONNX file has sizes of its own to choose; others are called with those of A.
+        theirs = (sizes, inputs) if b.suffix == ".onnx" else (None, None)
+        first, second = read_network(a, sizes, inputs), read_network(b, *theirs)
         check_same_inputs(first, second)
         step("comparing")
         verification = demask.verify(first.model, second.module, first.args, check=False)
@@ -300,6 +320,8 @@ def bench(
     as_json: Json = False,
     imports: Imports = None,
     sizes: Sizes = None,
+    inputs: Inputs = None,
+    static: Static = False,
 ) -> None:
     """Time MODEL as given, demasked, optimized and compiled on this machine; print one table.
 
@@ -318,7 +340,7 @@ def bench(
         from demask.cli.models import read_network
 
         import_modules(imports)
-        given = read_network(model, sizes)
+        given = read_network(model, sizes, inputs, static)
         counts, batches = (tuple(dict.fromkeys(asked or ())) for asked in (threads, batch))
         plan = benching.Plan(counts, batches, pairs, seconds, with_compile)
     with progress("demasking", plan.steps) as step:

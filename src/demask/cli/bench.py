@@ -145,7 +145,7 @@ def bench(given: Network, name: str, plan: Plan, step: Step) -> Bench:
         contenders.set_up_compiler()
     rows: list[Row] = []
     for threads, batch in product(counts, batches):
-        inputs, where = contenders.inputs_of(slim, batch), _setting(threads, batch)
+        inputs, where = contenders.inputs_of(slim, batch, given.args), _setting(threads, batch)
         with set_threads(threads):
             step(f"optimizing for {where}")
             ready = [*plain, contenders.optimized(given, inputs, threads)]

@@ -25,8 +25,30 @@ Sizes = Annotated[
     typer.Option(
         "--size",
         metavar="NAME=N",
-        help="A dynamic size of an ONNX file, for example inputs and timing: --size height=480. "
-        "May be given several times. Default: batches of 1, images of 224 x 224, else 16.",
+        help="A dynamic size of the example inputs, by its name in the file or as INPUT.AXIS where "
+        "it has none: --size height=480 --size x.2=48. May be given several times. Default: the "
+        "file's own example; for ONNX files batches of 1, images of 224 x 224, else 16.",
+    ),
+]
+Inputs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--input",
+        metavar="[NAME=]FILE",
+        help="Example inputs to check and measure with: .npy (one input), .npz or .safetensors (by "
+        "name, or in order). May be given several times. Default: seeded numbers that the first "
+        "ops can work with.",
+    ),
+]
+Static = Annotated[
+    bool, typer.Option("--static", help="Fix all dynamic sizes to those of the example inputs.")
+]
+Tolerance = Annotated[
+    float | None,
+    typer.Option(
+        metavar="RATIO",
+        help="For .onnx: the largest difference allowed, relative to the largest value of an "
+        "output. Default: 1e-5 in float32, the rounding of sums in another order.",
     ),
 ]
 Imports = Annotated[

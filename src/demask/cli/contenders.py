@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from demask.cli.models import Network, example
+from demask.cli.ports import Port
 from demask.errors import BadInput
+from demask.graph.examples import spans_of
 from demask.graph.result import Demasked
 
 AS_GIVEN, DEMASKED, OPTIMIZED = "as given", "demasked", "optimized"
@@ -122,18 +124,21 @@ def batches_of(slim: Demasked, asked: Sequence[int]) -> tuple[int, ...]:
     return tuple(asked) or (own,)
 
 
-def inputs_of(slim: Demasked, batch: int) -> Inputs:
-    """Arguments of that batch size for the network that `slim` was made of: seeded numbers.
+def inputs_of(slim: Demasked, batch: int, args: Sequence[Tensor] = ()) -> Inputs:
+    """Arguments of that batch size for the network that `slim` was made of: `args` where they have
+    it, else seeded numbers.
 
     Raises BadInput where it takes inputs that are no tensors.
     """
     specs = slim.demasked.inputs
     names = {spec.sizes[0] for spec in specs if spec.sizes and isinstance(spec.sizes[0], str)}
-    leaves = []
-    for spec in specs:
+    leaves, spans = [], spans_of(slim)
+    for k, spec in enumerate(specs):
         sizes = zip(spec.sizes, spec.example, strict=True)
         sized = tuple(batch if size in names else given for size, given in sizes)
-        leaves.append(example(replace(spec, example=sized)))
+        port = Port.of(spec.name, spec.sizes, getattr(torch, spec.dtype))
+        fits = len(args) == len(specs) and tuple(args[k].shape) == sized
+        leaves.append(args[k] if fits else example(port, sized, spans.get(spec.name)))
     tree = slim.graph._codegen.pytree_info.in_spec  # type: ignore[attr-defined]
     if len(leaves) != tree.num_leaves:
         odd = ", ".join(slim.demasked.values) or "some"

@@ -1,26 +1,35 @@
-"""Reading the networks that commands are given, whatever their file is."""
+"""Reading the networks that commands are given, whatever their file is, with example inputs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
 
+from demask.cli.ports import Port, fitted, matched
 from demask.errors import BadInput
-from demask.files.onnx.module import from_onnx
+from demask.files.arrays import read_arrays
+from demask.files.onnx.module import OnnxModule, from_onnx
 from demask.files.onnx.write import remembering
 from demask.files.pt2 import read_model
 from demask.files.tracing import MAX_EXAMPLE
+from demask.graph import provenance
 from demask.graph.capture import capture
-from demask.graph.provenance import InputSpec, Interface, Port, Provenance
+from demask.graph.copying import structural_copy
+from demask.graph.examples import drawn, inputs_of_program, spans_of
+from demask.graph.provenance import Interface, Provenance
+from demask.ops.schema import hint
 
-IMAGE, LENGTH = 224, 16  # dynamic sizes of an ONNX file that nobody told: of images, of others
+# Sizes that are tried for what an ONNX file leaves open: of images, of other axes.
+TRIED = ((224, 16), (320, 512), (640, 4096))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,69 +48,260 @@ class Network:
             return self.model.module(check_guards=False)
         return self.model
 
+    @property
+    def example(self) -> tuple[Tensor, ...]:
+        """Example arguments, drawn where there are none; BadInput where it takes keywords."""
+        return self.args or _drawn(self.model, _shapes_of(self.model))
 
-def read_network(path: Path, sizes: Sequence[str] | None = None) -> Network:
-    """The network in a .pt2 file, an archive of demask or an ONNX file; raises BadInput for
-    anything else. sizes: "name=number" for dynamic sizes of an ONNX file."""
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """What the caller says of the example inputs. sizes: "name=number". inputs: "file" or
+    "name=file". static: fix all sizes to the example's; "inner": all but those of axis 0."""
+
+    sizes: Sequence[str] = ()
+    inputs: Sequence[str] = ()
+    static: bool | str = False
+
+    @property
+    def is_plain(self) -> bool:
+        return not (self.sizes or self.inputs or self.static)
+
+
+def read_network(
+    path: Path,
+    sizes: Sequence[str] | None = None,
+    inputs: Sequence[str] | None = None,
+    static: bool | str = False,
+) -> Network:
+    """The network in a .pt2 file, an archive of demask or an ONNX file, with example inputs as
+    `Example` says; raises BadInput for anything else."""
+    asked = Example(sizes or (), inputs or (), static)
     if path.suffix == ".onnx":
-        return _read_onnx(path, _chosen(sizes or ()))
-    if sizes:
-        raise BadInput(f"--size is for ONNX files, and {path} is none; leave it out")
+        return _read_onnx(path, asked)
     model = read_model(path)
+    if static == "inner":
+        inner = [n for port in ports_of(Network(model, ())) for n in port.sizes[1:]]
+        asked = replace(asked, static=static if any(isinstance(n, str) for n in inner) else False)
+    if asked.is_plain:
+        args = () if isinstance(model, ExportedProgram) else _drawn(model, _shapes_of(model))
+        return Network(model, args)
+    ports = ports_of(Network(model, ()))
+    given = _given(asked.inputs, ports)
+    shapes = _sized(ports, _chosen(asked.sizes, ports, path), given, _shapes_of(model))
+    drawings = _drawn(model, shapes)
+    args = tuple(given.get(p.name, x) for p, x in zip(ports, drawings, strict=True))
+    fixed = _fixed(model, args, asked.static) if asked.static else model
+    return Network(fixed, args)
+
+
+def ports_of(network: Network) -> tuple[Port, ...]:
+    """The inputs of a network that was read from a file."""
+    if isinstance(network.model, ExportedProgram):
+        found = inputs_of_program(network.model).items()
+        return tuple(
+            Port.of(n, [s if isinstance(s, int) else str(s) for s in v.shape], v.dtype)
+            for n, v in found if isinstance(v, Tensor)
+        )  # fmt: skip
+    record = cast(Provenance, network.model.demasked)
+    return tuple(Port.of(s.name, s.sizes, getattr(torch, s.dtype)) for s in record.inputs)
+
+
+def _shapes_of(model: ExportedProgram | fx.GraphModule) -> list[tuple[int, ...]]:
+    """The example's sizes that a network remembers."""
     if isinstance(model, ExportedProgram):
-        return Network(model, ())
-    record = cast(Provenance, model.demasked)
-    return Network(model, tuple(map(example, record.inputs)))
+        values = inputs_of_program(model).values()
+        return [tuple(map(hint, v.shape)) for v in values if isinstance(v, Tensor)]
+    return [spec.example for spec in cast(Provenance, model.demasked).inputs]
 
 
-def example(spec: InputSpec) -> Tensor:
-    """A tensor of the input's example size: seeded normal numbers, or zeros in integer types."""
-    if math.prod(spec.example) > MAX_EXAMPLE:
-        raise BadInput(f"input {spec.name!r}: sizes {list(spec.example)} are too large: "
-                       f"more than {MAX_EXAMPLE:,} elements")  # fmt: skip
-    dtype = getattr(torch, spec.dtype)
-    if not dtype.is_floating_point:
-        return torch.zeros(spec.example, dtype=dtype)
-    return torch.randn(spec.example, generator=torch.Generator().manual_seed(0)).to(dtype)
+def _drawn(
+    model: ExportedProgram | fx.GraphModule, shapes: Sequence[Sequence[int]]
+) -> tuple[Tensor, ...]:
+    """Numbers that the network's first ops can work with."""
+    ports, spans = ports_of(Network(model, ())), spans_of(cast(Any, model))
+    if isinstance(model, ExportedProgram):
+        args, kwargs = pytree.tree_unflatten(list(range(len(ports))), _in_spec(model, len(ports)))
+        if kwargs or list(args) != list(range(len(ports))):
+            raise BadInput("the network takes keywords or nested inputs: leave --size, --input and "
+                           "--static out, or use Python")  # fmt: skip
+    return tuple(example(port, shape, spans.get(port.name))
+                 for port, shape in zip(ports, shapes, strict=True))  # fmt: skip
 
 
-def _read_onnx(path: Path, sizes: Mapping[str, int]) -> Network:
+def _in_spec(model: ExportedProgram, count: int) -> Any:
+    spec: Any = model.call_spec.in_spec
+    if spec.num_leaves != count:
+        raise BadInput("the network takes inputs that are no tensors: use it in Python")
+    return spec
+
+
+def example(port: Port, shape: Sequence[int], span: Any = None) -> Tensor:
+    """A tensor for an input; BadInput where it would be too large."""
+    if math.prod(shape) > MAX_EXAMPLE:
+        raise BadInput(f"input {port.name!r}: sizes {list(shape)} are too large: more than "
+                       f"{MAX_EXAMPLE:,} elements")  # fmt: skip
+    return drawn(shape, port.dtype, span)
+
+
+# ----------------------------------------------------------------------------------------- ONNX
+
+
+def _read_onnx(path: Path, asked: Example) -> Network:
     module = from_onnx(path)
-    interface = cast(Interface, module.interface)
-    known = {name for port in interface.inputs for name in _names(port) if name}
-    if unknown := set(sizes) - known:
-        has = ", ".join(sorted(known)) or "none"
-        raise BadInput(f"--size {min(unknown)}: {path} has no such size; it has {has}")
-    specs = [_spec(port, sizes) for port in interface.inputs]
-    args = tuple(map(example, specs))
-    return Network(remembering(capture(module, args)), args, path)
+    ports = tuple(map(_port, cast(Interface, module.interface).inputs))
+    given, chosen = _given(asked.inputs, ports), _chosen(asked.sizes, ports, path)
+    args = _running(module, ports, chosen, given)
+    if asked.static:
+        module.interface = _static(module.interface, args, asked.static)
+    model = remembering(capture(module, args))
+    spans = spans_of(model)
+    names = [spec.name for spec in cast(Provenance, model.demasked).inputs]
+    args = tuple(
+        given.get(port.name, drawn(x.shape, x.dtype, spans.get(name)))
+        for port, name, x in zip(ports, names, args, strict=True)
+    )
+    return Network(model, args, path)
 
 
-def _spec(port: Port, sizes: Mapping[str, int]) -> InputSpec:
-    """An input of an ONNX file with numbers for its dynamic sizes."""
-    if port.sizes is None or not isinstance(getattr(torch, port.dtype or "-", None), torch.dtype):
+def _port(port: provenance.Port) -> Port:
+    dtype = getattr(torch, port.dtype or "-", None)
+    if port.sizes is None or not isinstance(dtype, torch.dtype):
         raise BadInput(
             f"input {port.name!r}: expected a tensor of a known rank and type, got {port.dtype!r}; "
             "use demask.from_onnx(path) and give example inputs in Python"
         )
-    made = []
-    for axis, (size, name) in enumerate(zip(port.sizes, _names(port), strict=True)):
-        guess = 1 if axis == 0 else IMAGE if len(port.sizes) == 4 and axis > 1 else LENGTH
-        made.append(size if isinstance(size, int) else sizes.get(name, guess))
-    return InputSpec(port.name, port.sizes, port.dtype, tuple(made))
+    return Port.of(port.name, port.sizes, dtype)
 
 
-def _names(port: Port) -> list[str]:
-    """What --size calls each size: its name in the file, else the input and the axis."""
-    return ["" if isinstance(size, int) else size or f"{port.name}_{axis}"
-            for axis, size in enumerate(port.sizes or ())]  # fmt: skip
+def _running(
+    module: OnnxModule,
+    ports: Sequence[Port],
+    chosen: Mapping[str, int],
+    given: Mapping[str, Tensor],
+) -> tuple[Tensor, ...]:
+    """Inputs of the first sizes tried that the network runs with."""
+    failures: list[str] = []
+    tried = list(product((1, None), TRIED)) if any(_dynamic(ports)) else [(1, TRIED[0])]
+    for other, (image, length) in tried:
+        # Open sizes of further inputs are those of a state, which is of one, or of the first.
+        lengths = [length, *[other or length] * (len(ports) - 1)]
+        guesses = [_guessed(port, image, n) for port, n in zip(ports, lengths, strict=True)]
+        shapes = _sized(ports, chosen, given, guesses)
+        args = tuple(given.get(port.name, example(port, shape))
+                     for port, shape in zip(ports, shapes, strict=True))  # fmt: skip
+        try:
+            with torch.no_grad():
+                module(*args)
+            return args
+        except Exception as error:  # whatever the ops raise of sizes that do not fit
+            failures.append(f"{[list(x.shape) for x in args]}: {error}")
+    names = ", ".join(dict.fromkeys(_dynamic(ports))) or "none"
+    raise BadInput(f"the network fails on example inputs of sizes {failures[0]}; give "
+                   f"--input FILE, or --size NAME=N for {names}")  # fmt: skip
 
 
-def _chosen(sizes: Sequence[str]) -> dict[str, int]:
-    found = {}
+def _guessed(port: Port, image: int, length: int) -> tuple[int, ...]:
+    """Sizes to try: one at first, then images where there are four axes."""
+    return tuple(
+        size if isinstance(size, int) else 1 if axis == 0
+        else image if len(port.sizes) == 4 and axis > 1 else length
+        for axis, size in enumerate(port.sizes)
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------- what the caller says
+
+
+def _dynamic(ports: Sequence[Port]) -> Iterator[str]:
+    return (size for port in ports for size in port.sizes if isinstance(size, str))
+
+
+def _chosen(sizes: Sequence[str], ports: Sequence[Port], path: Path) -> dict[str, int]:
+    known, chosen = set(_dynamic(ports)), {}
     for text in sizes:
         name, _, number = text.rpartition("=")
-        if not name or not number.isdecimal() or not 0 < int(number) <= MAX_EXAMPLE:
+        if not name or not number.isdecimal() or not 0 < int(number[:20]) <= MAX_EXAMPLE:
             raise BadInput(f"expected --size NAME=NUMBER, such as --size batch=8, got {text!r}")
-        found[name] = int(number)
+        if name not in known:
+            has = ", ".join(sorted(known)) or "none"
+            raise BadInput(f"--size {name}: {path} has no such size; it has {has}")
+        chosen[name] = int(number)
+    return chosen
+
+
+def _given(inputs: Sequence[str], ports: Sequence[Port]) -> dict[str, Tensor]:
+    """The example inputs in files, by the name of the input."""
+    found: dict[str, Tensor] = {}
+    for text in inputs:
+        name, _, file = text.partition("=")
+        if name not in {port.name for port in ports}:
+            name, file = "", text
+        path = Path(file)
+        free = [p for p in ports if p.name not in found and name in ("", p.name)]
+        arrays = read_arrays(path)
+        if path.suffix == ".npy":
+            free = free[:1]
+        if not free or (name and len(arrays) != 1):
+            raise BadInput(
+                f"--input {text}: expected one array for each input ({', '.join(map(str, ports))})"
+            )
+        for port, array in zip(free, matched(arrays, free, path).values(), strict=True):
+            found[port.name] = fitted(array, port, path)
     return found
+
+
+def _sized(
+    ports: Sequence[Port],
+    chosen: Mapping[str, int],
+    given: Mapping[str, Tensor],
+    guesses: Sequence[Sequence[int]],
+) -> list[tuple[int, ...]]:
+    """The sizes of all inputs, where each name is one number: that of --size or of an array in a
+    file, else the first guess."""
+    values = dict(chosen)
+    for port in ports:
+        if port.name in given:
+            for name, n in zip(port.sizes, given[port.name].shape, strict=True):
+                if isinstance(name, str) and values.setdefault(name, n) != n:
+                    raise BadInput(f"size {name}: got {values[name]} and {n} (input {port.name!r})")
+    places = [(axis, name, guess[axis]) for port, guess in zip(ports, guesses, strict=True)
+              for axis, name in enumerate(port.sizes) if isinstance(name, str)]  # fmt: skip
+    for _, name, n in sorted(
+        places, key=lambda place: place[0]
+    ):  # what is a batch anywhere, is one
+        values.setdefault(name, n)
+    return [tuple(n if isinstance(n, int) else values[n] for n in p.sizes) for p in ports]
+
+
+def _static(interface: Interface, args: Sequence[Tensor], static: bool | str) -> Interface:
+    """An interface whose sizes are those of the example, or all but the first of each input."""
+    inputs = []
+    for port, x in zip(interface.inputs, args, strict=True):
+        sizes: list[int | str] = list(x.shape)
+        if static == "inner" and sizes and port.sizes:
+            sizes[0] = port.sizes[0]
+        inputs.append(replace(port, sizes=tuple(sizes)))
+    return replace(interface, inputs=tuple(inputs))
+
+
+def _fixed(
+    model: ExportedProgram | fx.GraphModule,
+    args: tuple[Tensor, ...],
+    static: bool | str,
+) -> fx.GraphModule:
+    """The network with sizes fixed to those of the example."""
+    whole: Any = (
+        remembering(capture(model)) if isinstance(model, ExportedProgram)
+        else structural_copy(model, share=True)
+    )  # fmt: skip
+    record = cast(Provenance, whole.demasked)
+    interface = record.interface
+    if interface is None:
+        inputs = tuple(provenance.Port(s.name, s.dtype, s.sizes) for s in record.inputs)
+        leaves = pytree.tree_leaves(whole.graph.output_node().args[0])
+        names = ["output"] if len(leaves) == 1 else [f"output_{k}" for k in range(len(leaves))]
+        outputs = tuple(provenance.Port(name, "", None) for name in names)
+        interface = Interface(inputs, outputs)
+    whole.demasked = replace(record, interface=_static(interface, args, static))
+    return remembering(capture(whole, args))

@@ -7,7 +7,17 @@ from typing import Annotated, Any
 
 import typer
 
-from demask.cli.common import Imports, Json, Model, Sizes, check_output, import_modules, show
+from demask.cli.common import (
+    Imports,
+    Inputs,
+    Json,
+    Model,
+    Sizes,
+    Static,
+    check_output,
+    import_modules,
+    show,
+)
 from demask.cli.progress import progress
 from demask.errors import BadInput
 
@@ -56,6 +66,8 @@ def compare(
     as_json: Json = False,
     imports: Imports = None,
     sizes: Sizes = None,
+    inputs: Inputs = None,
+    static: Static = False,
 ) -> None:
     """Print what simplified forms of MODEL keep of it on DATA, and what they cost.
 
@@ -78,7 +90,7 @@ def compare(
         from demask.pilot.compare import compare as compared
 
         import_modules(imports)
-        given = read_network(model, sizes)
+        given = read_network(model, sizes, inputs, static)
         calls = read_inputs(data, given, batch)
         found = compared(given.model, calls, by=by or DEFAULT, pairs=pairs, progress=step)
     show(found, found.to_dict(), as_json)
@@ -112,6 +124,8 @@ def collect(
     as_json: Json = False,
     imports: Imports = None,
     sizes: Sizes = None,
+    inputs: Inputs = None,
+    static: Static = False,
 ) -> None:
     """Write execution data: one magnitude per channel, unit, head, token or tile of each layer.
 
@@ -136,7 +150,11 @@ def collect(
         if sliced and model.suffix != ".demask":
             raise BadInput(f"--memory reads weights from a .demask file, got {model}; write one "
                            f"with: demask slim {model} -o model.demask")  # fmt: skip
-        given = Network(outline(model).slim, ()) if sliced else read_network(model, sizes)
+        given = (
+            Network(outline(model).slim, ())
+            if sliced
+            else read_network(model, sizes, inputs, static)
+        )
         calls = read_inputs(data, given, batch)
         network: Any = model if sliced else given.model
         found = collected(network, calls, per=per, memory=memory, measure=measure,
@@ -165,6 +183,8 @@ def explain(
     as_json: Json = False,
     imports: Imports = None,
     sizes: Sizes = None,
+    inputs: Inputs = None,
+    static: Static = False,
 ) -> None:
     """Print what conditions would gain and lose for MODEL on this machine, and what not to use.
 
@@ -181,7 +201,7 @@ def explain(
         from demask.pilot.explain import explain as explained
 
         import_modules(imports)
-        given = read_network(model, sizes)
+        given = read_network(model, sizes, inputs, static)
         calls = read_inputs(data, given, batch)
         step("predicting")
         found = explained(given.module, calls, threads=threads, loss=loss)
@@ -217,6 +237,8 @@ def condition(
     as_json: Json = False,
     imports: Imports = None,
     sizes: Sizes = None,
+    inputs: Inputs = None,
+    static: Static = False,
 ) -> None:
     """Condition MODEL, time it beside MODEL, and print what is done at each layer, and why.
 
@@ -232,15 +254,15 @@ def condition(
         check_output(output, suffixes=(".demask",))
     with progress("loading") as step:
         import demask
-        from demask.cli.inputs import example_of, read_inputs
+        from demask.cli.inputs import read_inputs
         from demask.cli.models import read_network
         from demask.graph.result import Demasked
         from demask.pilot import condition as conditioned
 
         import_modules(imports)
-        given = read_network(model, sizes)
+        given = read_network(model, sizes, inputs, static)
         step("conditioning")
-        example = example_of(given) if data is None else read_inputs(data, given, 1)[0]
+        example = given.example if data is None else read_inputs(data, given, 1)[0]
         made: Any = conditioned(given.module, example, pilot=pilot, condition=condition,
                                 check=not unchecked)  # fmt: skip
         if output is not None:

@@ -9,9 +9,11 @@ import typer
 
 from demask.cli.common import (
     Imports,
+    Inputs,
     Json,
     Model,
     Sizes,
+    Static,
     check_output,
     import_modules,
     plain,
@@ -40,6 +42,8 @@ def lower(
     as_json: Json = False,
     imports: Imports = None,
     sizes: Sizes = None,
+    inputs: Inputs = None,
+    static: Static = False,
 ) -> None:
     """Write MODEL without strided convolutions, for a target that has none.
 
@@ -58,7 +62,7 @@ def lower(
         from demask.stride import lower
 
         import_modules(imports)
-        given = read_network(model, sizes)
+        given = read_network(model, sizes, inputs, static or "inner")
         step("lowering")
         result = lower(given.model, given.args, target=target)
         _finish(given, result, output, step, as_json)
@@ -70,6 +74,8 @@ def raise_strides(
     as_json: Json = False,
     imports: Imports = None,
     sizes: Sizes = None,
+    inputs: Inputs = None,
+    static: Static = False,
 ) -> None:
     """Write MODEL with strided convolutions in place of those that are subsampled behind.
 
@@ -87,7 +93,7 @@ def raise_strides(
         from demask.stride import raise_strides
 
         import_modules(imports)
-        given = read_network(model, sizes)
+        given = read_network(model, sizes, inputs, static or "inner")
         step("raising strides")
         result = raise_strides(given.model, given.args)
         _finish(given, result, output, step, as_json)

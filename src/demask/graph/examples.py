@@ -1,18 +1,47 @@
-"""Example inputs that a network remembers, where none are given."""
+"""Example inputs: those that a network remembers, and numbers that its first ops can work with."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
 from demask.graph.result import Demasked
+from demask.ops.entry import op_name
 from demask.ops.schema import hint
+
+
+class Span(NamedTuple):
+    """The whole numbers, both ends included, that an input is expected to hold."""
+
+    low: int
+    high: int
+
+
+PIXELS = Span(0, 255)
+SCALES = (255, 127.5)  # pixels are divided by, to be of 0 to 1, or 2
+# What these return is, position by position, an operand: the values are still those of the input.
+_PASSED = frozenset(
+    "aten." + name
+    for name in (
+        "to.dtype to.device to.dtype_layout to.other _to_copy.default type_as.default "
+        "unsqueeze.default squeeze.dim squeeze.default squeeze.dims view.default reshape.default "
+        "flatten.using_ints permute.default transpose.int expand.default clone.default "
+        "contiguous.default slice.Tensor select.int alias.default detach.default where.self "
+        "remainder.Scalar clamp.default _assert_tensor_metadata.default"
+    ).split()
+)
+# Operands that hold positions along an axis of another: (what is indexed, its axis, the positions).
+_INDEXED = {
+    "aten.embedding.default": (0, None, 1),
+    "aten.index_select.default": (0, 1, 2),
+    "aten.gather.default": (0, 1, 2),
+}
 
 
 def examples(
@@ -24,33 +53,152 @@ def examples(
         return args, kwargs
     for known in networks:
         if isinstance(known, Demasked):
+            spans = spans_of(known)
             values = [
-                _drawn(spec.example, getattr(torch, spec.dtype)) for spec in known.demasked.inputs
+                drawn(spec.example, getattr(torch, spec.dtype), spans.get(spec.name))
+                for spec in known.demasked.inputs
             ]
             spec = known.graph._codegen.pytree_info.in_spec  # type: ignore[attr-defined]
-            return _filled(values, spec)
+            return filled(values, spec)
         if isinstance(known, ExportedProgram):
-            specs = known.graph_signature.user_inputs
-            nodes = [n for n in known.graph.nodes if n.op == "placeholder" and n.name in specs]
-            fakes = [n.meta["val"] for n in nodes]
+            spans = spans_of(known)
             shaped = [
-                _drawn([hint(s) for s in v.shape], v.dtype) if isinstance(v, Tensor) else v
-                for v in fakes
+                drawn([hint(s) for s in v.shape], v.dtype, spans.get(name))
+                if isinstance(v, Tensor)
+                else v
+                for name, v in inputs_of_program(known).items()
             ]
-            return _filled(shaped, known.call_spec.in_spec)
+            return filled(shaped, known.call_spec.in_spec)
     return args, kwargs
 
 
-def _filled(values: list[Any], spec: Any) -> tuple[Any, dict[str, Any]]:
+def inputs_of_program(program: ExportedProgram) -> dict[str, Any]:
+    """The inputs of a program by name: a fake tensor, or the value of another kind."""
+    names = set(program.graph_signature.user_inputs)
+    nodes = [n for n in program.graph.nodes if n.op == "placeholder" and n.name in names]
+    return {node.name: node.meta.get("val") for node in nodes}
+
+
+def filled(values: list[Any], spec: Any) -> tuple[Any, dict[str, Any]]:
+    """(args, kwargs) of these leaves; BadInput where there are not as many as the call takes."""
     if len(values) != spec.num_leaves:
         raise BadInput("the network takes inputs that are no tensors: give example inputs")
     return pytree.tree_unflatten(values, spec)
 
 
-def _drawn(shape: Any, dtype: torch.dtype) -> Tensor:
+def drawn(shape: Sequence[int], dtype: torch.dtype, span: Span | None = None) -> Tensor:
+    """A tensor of seeded numbers: whole ones of a span; without one pixels in uint8, True, zeros in
+    other integer types, normal numbers in floating ones.
+
+    >>> drawn((2,), torch.int64, Span(3, 3)).tolist(), drawn((2,), torch.bool).tolist()
+    ([3, 3], [True, True])
+    """
+    generator = torch.Generator().manual_seed(0)
+    if dtype == torch.bool:
+        return torch.ones(list(shape), dtype=dtype)
+    span = PIXELS if span is None and dtype == torch.uint8 else span
+    if span is not None:
+        return torch.randint(span.low, span.high + 1, list(shape), generator=generator).to(dtype)
     if not dtype.is_floating_point:
         return torch.zeros(list(shape), dtype=dtype)
-    return torch.randn(list(shape), generator=torch.Generator().manual_seed(0)).to(dtype)
+    return torch.randn(list(shape), generator=generator).to(dtype)
+
+
+def spans_of(network: Demasked | ExportedProgram) -> dict[str, Span]:
+    """Per input, the numbers that the ops that read it expect, where they say: positions in a table
+    of n rows, pixels where it is divided by 255, a number that it is compared with."""
+    constants, spans = _constants(network), {}
+    if isinstance(network, ExportedProgram):
+        found = inputs_of_program(network).items()
+        dtypes = {name: v.dtype for name, v in found if isinstance(v, Tensor)}
+    else:
+        dtypes = {spec.name: getattr(torch, spec.dtype) for spec in network.demasked.inputs}
+    for node in network.graph.find_nodes(op="placeholder"):
+        if node.name not in dtypes:
+            continue
+        whole = not dtypes[node.name].is_floating_point
+        asked = [span for span in _asked(node, constants, whole) if span is not None]
+        if asked:  # an index that several tables are read by is one of the smallest
+            spans[node.name] = min(asked, key=lambda span: span.high)
+    return spans
+
+
+def _asked(
+    source: fx.Node, constants: Mapping[str, Tensor], whole: bool
+) -> Iterator[Span | None]:  # fmt: skip
+    """What each op asks for that reads an input, through ops that pass its values on. whole: of an
+    input of whole numbers."""
+    seen, stack = {source}, [source]
+    while stack:
+        node = stack.pop()
+        for user in node.users:
+            if user.op != "call_function":
+                continue
+            yield _span(user, node, constants, whole)
+            if op_name(user.target) in _PASSED and user not in seen:
+                seen.add(user)
+                stack.append(user)
+
+
+def _span(
+    user: fx.Node, node: fx.Node, constants: Mapping[str, Tensor], whole: bool
+) -> Span | None:
+    """What one call asks of one of its operands."""
+    name, args = op_name(user.target), user.args
+    if name.startswith(("aten.div.", "aten.mul.")):
+        other = _number(args[1] if args[0] is node else args[0], constants)
+        inverse = name.startswith("aten.mul.") and other is not None
+        scale = 1 / other if inverse and other else other
+        return PIXELS if scale is not None and any(_near(scale, n) for n in SCALES) else None
+    if name in _INDEXED:
+        table, axis, positions = _INDEXED[name]
+        if args[positions] is node:
+            return _rows(args[table], args[axis] if axis is not None else 0, constants)
+    if name == "aten.index.Tensor" and node in args[1]:  # type: ignore[operator]
+        return _rows(args[0], args[1].index(node), constants)  # type: ignore[union-attr]
+    if whole and name.startswith("aten.eq."):
+        other = _number(args[1] if args[0] is node else args[0], constants)
+        return None if other is None else Span(int(other), int(other))
+    return None
+
+
+def _near(a: float, b: float) -> bool:
+    return abs(a - b) < 1e-4 * b
+
+
+def _rows(table: Any, axis: Any, constants: Mapping[str, Tensor]) -> Span | None:
+    """The positions along an axis of what is indexed."""
+    if not isinstance(table, fx.Node):
+        return None
+    value = constants.get(table.name, table.meta.get("val"))
+    if not isinstance(value, Tensor) or not value.ndim:
+        return None
+    size = value.shape[axis]
+    return Span(0, size - 1) if isinstance(size, int) and size else None
+
+
+def _number(operand: Any, constants: Mapping[str, Tensor]) -> float | None:
+    """The number that a constant operand holds, if it is one."""
+    if isinstance(operand, fx.Node):
+        held = constants.get(operand.name)
+        return float(held) if held is not None and held.numel() == 1 else None
+    return operand if isinstance(operand, int | float) else None
+
+
+def _constants(network: Demasked | ExportedProgram) -> dict[str, Tensor]:
+    """The tensors that a network reads, by the node that does."""
+    if isinstance(network, ExportedProgram):
+        signature = network.graph_signature
+        names = {
+            **signature.inputs_to_parameters, **signature.inputs_to_buffers,
+            **signature.inputs_to_lifted_tensor_constants,
+        }  # fmt: skip
+        stored = {**network.constants, **network.state_dict}
+        return {node: stored[name] for node, name in names.items() if name in stored}
+    stored = dict(network.named_parameters(remove_duplicate=False))
+    stored |= dict(network.named_buffers(remove_duplicate=False))
+    nodes = network.graph.find_nodes(op="get_attr")
+    return {node.name: stored[str(node.target)] for node in nodes if str(node.target) in stored}
 
 
 def like(leaf: Tensor, draw: torch.Generator) -> Tensor:
