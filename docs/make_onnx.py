@@ -94,9 +94,10 @@ Without the runtime it rounds widths up to 8.
 
 `--size` gives a dynamic size its number, in example inputs and in what is timed. Its name is the
 file's, or input and axis (`image.2`) where the file has none; one name is one size everywhere.
-`--input image=photo.npy` (or `.npz`) takes example inputs from files, and `--static` fixes all sizes
-to theirs; without it they are seeded numbers that the first ops can work with (positions in a table,
-pixels that are divided by 255). `--tolerance` allows `.onnx` results a larger difference. Other
+`--input image=photo.npy` (or `.npz`) takes example inputs from files, and `--static` fixes all
+sizes to theirs; without it they are seeded numbers that the first ops can work with (positions in a
+table, pixels that are divided by 255). `--tolerance` allows `.onnx` results a larger difference.
+Other
 commands take `.onnx` files and these options too; what `optimize` finds is fast in PyTorch, and is
 written as `.demask` or `.pt2`.
 

@@ -86,6 +86,13 @@ def test_static_fixes_all_sizes(run, tmp_path, images):
     assert spec.sizes == (1, 3, 12, 14)
 
 
+def test_the_batch_stays_dynamic_on_all_its_axes(state):
+    record = read_network(state, static="inner").model.demasked
+    (first, one, length), (two, second, four) = (spec.sizes for spec in record.inputs)
+    assert isinstance(first, str) and isinstance(second, str)
+    assert (one, length, two, four) == (1, 512, 2, 4)
+
+
 def test_strides_are_lowered_and_raised_at_the_sizes_of_the_example(run, tmp_path, images):
     words = ("--size", "x.2=12", "--size", "x.3=14")
     outcome = run("lower", images, "-o", "low.onnx", "--target", "slice", *words)

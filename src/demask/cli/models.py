@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from demask.cli.ports import Port, fitted, matched
+from demask.cli.ports import NAMELESS, Port, fitted, matched
 from demask.errors import BadInput
 from demask.files.arrays import read_arrays
 from demask.files.onnx.module import OnnxModule, from_onnx
@@ -275,12 +275,17 @@ def _sized(
 
 
 def _static(interface: Interface, args: Sequence[Tensor], static: bool | str) -> Interface:
-    """An interface whose sizes are those of the example, or all but the first of each input."""
+    """An interface whose sizes are those of the example. "inner": but for the batch, which is what
+    axis 0 of an input has, wherever it is; that of several inputs has to have a name."""
+    batch = {port.sizes[0] for port in interface.inputs if port.sizes}
+    if static != "inner" or (len(interface.inputs) > 1 and batch & set(NAMELESS)):
+        batch = set()
     inputs = []
     for port, x in zip(interface.inputs, args, strict=True):
-        sizes: list[int | str] = list(x.shape)
-        if static == "inner" and sizes and port.sizes:
-            sizes[0] = port.sizes[0]
+        sizes = [
+            size if size in batch and (axis == 0 or size not in NAMELESS) else n
+            for axis, (size, n) in enumerate(zip(port.sizes or (), x.shape, strict=True))
+        ]
         inputs.append(replace(port, sizes=tuple(sizes)))
     return replace(interface, inputs=tuple(inputs))
 
