@@ -147,6 +147,8 @@ def bench(given: Network, name: str, plan: Plan, step: Step) -> Bench:
     for threads, batch in product(counts, batches):
         inputs, where = contenders.inputs_of(slim, batch, given.args), _setting(threads, batch)
         with set_threads(threads):
+            with torch.no_grad():
+                _first(partial(given.module, *inputs[0], **inputs[1]), AS_GIVEN, batch)
             step(f"optimizing for {where}")
             ready = [*plain, contenders.optimized(given, inputs, threads)]
             ready += _compiled(plain, inputs, where, step) if plan.compiled else []

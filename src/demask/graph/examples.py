@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
@@ -59,7 +60,7 @@ def examples(
                 for spec in known.demasked.inputs
             ]
             spec = known.graph._codegen.pytree_info.in_spec  # type: ignore[attr-defined]
-            return filled(values, spec)
+            return filled(values, spec, known.demasked.values)
         if isinstance(known, ExportedProgram):
             spans = spans_of(known)
             shaped = [
@@ -68,7 +69,10 @@ def examples(
                 else v
                 for name, v in inputs_of_program(known).items()
             ]
-            return filled(shaped, known.call_spec.in_spec)
+            users = known.graph_signature.input_specs
+            others = [s.arg.name for s in users if s.kind is InputKind.USER_INPUT]
+            others = [name for name in others if name not in inputs_of_program(known)]
+            return filled(shaped, known.call_spec.in_spec, others)
     return args, kwargs
 
 
@@ -79,10 +83,14 @@ def inputs_of_program(program: ExportedProgram) -> dict[str, Any]:
     return {node.name: node.meta.get("val") for node in nodes}
 
 
-def filled(values: list[Any], spec: Any) -> tuple[Any, dict[str, Any]]:
-    """(args, kwargs) of these leaves; BadInput where there are not as many as the call takes."""
+def filled(values: list[Any], spec: Any, others: Iterable[str] = ()) -> tuple[Any, dict[str, Any]]:
+    """(args, kwargs) of these leaves; BadInput where there are not as many as the call takes.
+    others: the names of inputs that are no tensors."""
     if len(values) != spec.num_leaves:
-        raise BadInput("the network takes inputs that are no tensors: give example inputs")
+        names = ", ".join(others) or "some"
+        raise BadInput(
+            f"the network takes inputs that are no tensors ({names}): give example inputs"
+        )
     return pytree.tree_unflatten(values, spec)
 
 
