@@ -139,7 +139,7 @@ def violations(seeds: int, n: int, judge) -> int:
 
 
 def test_a_guarantee_is_broken_no_more_often_than_it_says() -> None:
-    seeds = 300
+    seeds = 100
     broken = violations(seeds, 3000, lambda made: guarantee(made, 0.002).threshold)
     assert broken <= upper_count(seeds, 0.05)
     # The rule without a guarantee breaks it about half the time: the test can see a violation.

@@ -377,4 +377,5 @@ def test_an_entry_that_forgets_the_biases_is_found_out(config: Config) -> None:
     with torch.no_grad():
         net.layer.bias_ih_l0.normal_()
     assert difference(net(*inputs), demask.demask(net, inputs)(*inputs)) <= 1e-10
-    assert difference(net(*inputs), demask.demask(net, inputs, table=table)(*inputs)) > 1e-3
+    slim = demask.demask(net, inputs, table=table, check=False)
+    assert difference(net(*inputs), slim(*inputs)) > 1e-3

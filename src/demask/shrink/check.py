@@ -27,6 +27,7 @@ from demask.graph.program import Program, owned
 from demask.graph.provenance import Cut
 from demask.graph.result import Demasked, build, build_plain
 from demask.numerics import ULPS, in_units, narrowed, sizes_and_gap, to_double, widen
+from demask.ops import schema
 from demask.shrink.bug_report import write_bug_report
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -281,5 +282,5 @@ def _rounds(program: Program) -> bool:
 def _is_random(program: Program) -> bool:
     """Whether a graph draws random numbers (dropout draws none in eval mode)."""
     seeded = torch.Tag.nondeterministic_seeded
-    return any(seeded in getattr(node.target, "tags", ()) and "dropout" not in str(node.target)
-               for node in program.graph.nodes)  # fmt: skip
+    drawing = (n for n in program.graph.nodes if seeded in getattr(n.target, "tags", ()))
+    return any(schema.arguments(node).get("train", True) for node in drawing)
