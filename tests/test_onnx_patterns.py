@@ -10,7 +10,7 @@ from demask.files.onnx.patterns import compiled
 
 PIECES = (
     "a", "b", ".", "[ab]", "[^a]", "[a-c]", r"\d", r"\.", "(", "(?:", "(?P<n>", ")", "|", "*", "+",
-    "?", "{2}", "{1,3}", "{0,}", "*?",
+    "?", "{2}", "{1,3}", "{0,}", "*?", "^", "$", r"\b", r"\B",
 )  # fmt: skip
 
 
@@ -20,7 +20,8 @@ def expressions(count):
     while count:
         text = "".join(draw.choices(PIECES, k=draw.randrange(1, 9)))
         try:
-            found = re.compile(text, re.ASCII)
+            # RE2's end of a text is the end, Python's may be before a last line break.
+            found = re.compile(text.replace("$", r"\Z"), re.ASCII)
         except re.error:
             continue
         count -= 1
@@ -35,9 +36,13 @@ def test_random_expressions_match_as_in_re():
         except BadInput:
             refused += 1
             continue
-        words = ["", *("".join(draw.choices("aabc1.\n", k=draw.randrange(1, 6))) for _ in range(8))]
+        # Python 3.11 has no \B in an empty text; RE2 has.
+        words = [
+            *[""] * (r"\B" not in text),
+            *("".join(draw.choices("aabc1.\n", k=draw.randrange(1, 6))) for _ in range(8)),
+        ]
         assert ours.matches(words) == [found.fullmatch(w) is not None for w in words], text
-    assert refused < 200
+    assert refused < 1000
 
 
 @pytest.mark.parametrize(
@@ -65,7 +70,7 @@ def test_anchors_flags_and_literals(pattern, text):
 @pytest.mark.parametrize(
     "pattern",
     [
-        r"(a)\1", "(?=a)a", r"\bword\b", "a^b", "a++", "a**", "[[:alpha:]]", r"\pL", "(", ")", "[a",
+        r"(a)\1", "(?=a)a", "^*a", "a++", "a**", "[[:alpha:]]", r"\pL", "(", ")", "[a",
         "a{3,2}", "(" * 5000, "((a{1000}){1000}){1000}", "(((){1000}){1000}){1000}", "\\",
     ],
 )  # fmt: skip

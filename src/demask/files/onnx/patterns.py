@@ -21,6 +21,8 @@ _ATOM = re.compile(
     r"|[^\\\[()*+?|^$]",
     re.DOTALL,
 )
+_WORD = re.compile(r"\w", re.ASCII)
+_PLACE = re.compile(r"[\^$]|\\[bB]")
 # What a class may not have: names of classes, operators of Python's to come, odd escapes.
 _ODD = re.compile(r"\[:|--|&&|\|\||~~|\\[^\WnrtfvadDwWsSx]|\\x(?![0-9a-fA-F]{2})")
 _REPEAT = re.compile(r"(?:([*+?])|\{(\d{1,4})(?:(,)(\d{0,4}))?\})\??")
@@ -31,10 +33,11 @@ _ENDLESS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Part of an expression: one character that `atom` matches, `parts` in a row, one of several,
-    or the first of them from `least` to `most` times (None: any number)."""
+    """Part of an expression: one character that `atom` matches, a position that it describes,
+    `parts` in a row, one of several, or the first of them from `least` to `most` times (None: any
+    number)."""
 
-    kind: Literal["atom", "row", "either", "repeat"]
+    kind: Literal["atom", "position", "row", "either", "repeat"]
     parts: tuple[Node, ...] = ()
     atom: str = ""
     least: int = 1
@@ -42,10 +45,12 @@ class Node:
 
 
 class State(NamedTuple):
-    """What to do in a state: match a character and go on to the next state, or go on to others."""
+    """What to do in a state: match a character and go on to the next state, or go on to others,
+    where position is "^", "$", "\\b" or "\\B" only at such positions of the text."""
 
     atom: re.Pattern[str] | None
     others: tuple[int, ...] = ()
+    position: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,26 +68,38 @@ class Pattern:
         return [self._matches(text) for text in texts]
 
     def _matches(self, text: str) -> bool:
-        now = self._closed([0])
-        for character in text:
+        now = self._closed([0], text, 0)
+        for at, character in enumerate(text, 1):
             hits = [k for k in now if k < len(self.states) and self._takes(k, character)]
-            now = self._closed([k + 1 for k in hits])
+            now = self._closed([k + 1 for k in hits], text, at)
         return len(self.states) in now
 
     def _takes(self, k: int, character: str) -> bool:
         atom = self.states[k].atom
         return atom is not None and atom.fullmatch(character) is not None
 
-    def _closed(self, stack: list[int]) -> set[int]:
-        """These states and all that they go on to without a character."""
+    def _closed(self, stack: list[int], text: str, at: int) -> set[int]:
+        """These states and all that they go on to without a character, before text[at]."""
         seen: set[int] = set()
         while stack:
             k = stack.pop()
-            if k not in seen:
-                seen.add(k)
-                if k < len(self.states) and self.states[k].atom is None:
-                    stack += self.states[k].others
+            if k in seen:
+                continue
+            seen.add(k)
+            state = self.states[k] if k < len(self.states) else None
+            if state and state.atom is None and _is_at(state.position, text, at):
+                stack += state.others
         return seen
+
+
+def _is_at(position: str, text: str, at: int) -> bool:
+    """Whether the position before text[at] is one that a pattern describes."""
+    if not position:
+        return True
+    if position in "^$":
+        return at == (0 if position == "^" else len(text))
+    left, right = (_WORD.fullmatch(text[k : k + 1]) for k in (at - 1 if at else len(text), at))
+    return (bool(left) != bool(right)) == (position == r"\b")
 
 
 def compiled(pattern: str) -> Pattern:
@@ -97,9 +114,6 @@ def compiled(pattern: str) -> Pattern:
         flags |= re.IGNORECASE if "i" in found[1] else 0
         flags |= re.DOTALL if "s" in found[1] else 0
         text = text[found.end() :]
-    text = text.removeprefix("^")
-    if text.endswith("$") and not text.endswith(r"\$"):
-        text = text[:-1]
     parser = _Parser(text, pattern)
     node = parser.either(0)
     if parser.at != len(text):
@@ -143,6 +157,11 @@ class _Parser:
                 raise self.refused()
             self.at += 1
             return inner
+        if position := _PLACE.match(self.text, self.at):
+            self.at = position.end()
+            if _REPEAT.match(self.text, self.at):
+                raise self.refused()
+            return Node("position", atom=position[0])
         found = _ATOM.match(self.text, self.at)
         if found is None or (found[0].startswith("[") and _ODD.search(found[0])):
             raise self.refused()
@@ -180,6 +199,8 @@ class _States:
         match node.kind:
             case "atom":
                 self.made.append(State(self._atom(node.atom)))
+            case "position":
+                self.made.append(State(None, (len(self.made) + 1,), node.atom))
             case "row":
                 for part in node.parts:
                     self.enter(part)
