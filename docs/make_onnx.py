@@ -76,6 +76,13 @@ for network in (net, slim):
 - `to_onnx` takes any module with example inputs, or a demasked one without. A network that came
   from an ONNX file keeps the names of its inputs, outputs and dynamic sizes, and its metadata.
   Weights of more than 2 GiB go to a file beside it.
+- Before a file is written, `to_onnx` calls it and the network with the example, zeros, tiny (1e-9),
+  large (1e4), negative and random numbers, in ONNX Runtime or in ONNX's reference implementation.
+  Outputs may differ by 1e-5 of their largest value. Where they differ by more, every call of the
+  network is rounded up or down once in float64: outputs may differ by 8 times what that moves them.
+  `tolerance=` replaces both rules, `check=False` leaves the comparison out.
+- `demask.optimize_onnx(net, "fast.onnx", (images,))` searches the widths that ONNX Runtime is fast
+  at, as `demask slim` does; it takes the path of an ONNX file, too.
 
 ## On the command line
 
