@@ -16,6 +16,8 @@ TORCHVISION := "torchvision==0.28.0"
 # Packages that ship pretrained networks: the files alone are wanted, none of what reads them.
 REAL := rapidocr-onnxruntime==1.4.4 nudenet==3.4.2 silero-vad==6.2.3 facenet-pytorch==2.6.0
 SHARD ?= 1/1
+# Processes that tests start import what was compiled once, whatever the environment says.
+RUN := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
 .PHONY: demo test nightly bench clean
 
@@ -26,11 +28,11 @@ test: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	$(RUN) -n 2
 
 nightly: $(VENV)/dev.stamp $(VENV)/real.stamp
 	mkdir -p build/nightly
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m nightly --shard $(SHARD) --junit-xml build/nightly/$(subst /,-of-,$(SHARD)).xml
+	$(RUN) -n 2 -m nightly --shard $(SHARD) --junit-xml build/nightly/$(subst /,-of-,$(SHARD)).xml
 
 bench: $(VENV)/bench.stamp $(DEEPSPARSE)/bench.stamp
 	set -e; for script in residual encoder cost optimize runtime peers; do echo "$$script"; $(BIN)/python benchmarks/$$script.py; done

@@ -44,7 +44,7 @@ FAULTS = (
     fault("dynamic-sum-as-static", "facts/known.py",
           "return relation.entry.sized and any(relation.size[a] is None for a in whole)",
           "return False", "laws", "micro"),
-    fault("pad-value-lost", "facts/known.py", "torch.where(padded, value, fill)",
+    fault("pad-value-lost", "facts/movement.py", "torch.where(padded, value, fill)",
           "torch.where(padded, fill, fill)", "laws", "micro"),
     fault("affine-without-shift", "facts/known.py", "torch.where(zero, shift, fill)",
           "torch.where(zero, 0 * shift, fill)", "micro", "laws"),
@@ -57,7 +57,8 @@ FAULTS = (
     fault("not-uniform", "facts/masks.py",
           "known = (known & (fill == first)).all(dim=k, keepdim=True)",
           "known = known.all(dim=k, keepdim=True)", "laws", "micro"),
-    fault("infinite-fills-are-known", "facts/masks.py", "known = known & torch.isfinite(fill)",
+    fault("infinite-fills-are-known", "facts/masks.py",
+          "known = known if bool(finite.all()) else known & finite",
           "known = known", "micro", "laws", "numbers"),
     # the table
     fault("tile-end-rounds-down", "ops/regions.py",

@@ -20,12 +20,12 @@ from demask.facts.known import (
     Key,
     Relations,
     key_of,
-    moved,
     operand_facts,
     over_letters,
     window_mask,
 )
 from demask.facts.masks import Fact, all_over, any_over, mixed, project, spread
+from demask.facts.movement import moved
 from demask.ops import Relation, schema
 
 Fixed = dict[Key, Tensor]

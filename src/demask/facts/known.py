@@ -29,6 +29,7 @@ from demask.facts.masks import (
     spread,
     uniform_over,
 )
+from demask.facts.movement import moved, shortened
 from demask.facts.recurrent import unchanging
 from demask.failures import attributed
 from demask.ops import Declined, Relation, schema
@@ -46,6 +47,13 @@ def key_of(node: fx.Node) -> Key:
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         return (node.args[0], int(node.args[1]))  # type: ignore[arg-type]
     return (node, 0)
+
+
+def value_of(node: fx.Node) -> Any:
+    """The fake value of a node; of a `getitem` that of the output that it names."""
+    source, k = key_of(node)
+    value = source.meta.get("val")
+    return value[k] if isinstance(value, (list, tuple)) else value
 
 
 def known(
@@ -356,7 +364,7 @@ def _short(fact: Fact) -> Fact:
     """Every axis along which nothing varies back to 1."""
     for axis, n in enumerate(fact.fill.shape):
         if n > 1:
-            fact = _shortened(fact, axis)
+            fact = shortened(fact, axis)
     return fact
 
 
@@ -440,67 +448,3 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
     a = a.reshape([n for n in a.shape[:-1] if n != 1] + [a.shape[-1]])
     b = b.reshape([n for n in b.shape[:-1] if n != 1] + [b.shape[-1]])
     return torch.einsum(f"{left}Z,{right}Z->{out}", a, b).reshape(shape)
-
-
-def moved(relation: Relation, out: int, inputs: list[Fact]) -> Fact | None:
-    """Positions move along the map; padded positions are known."""
-    bases = sorted({a.partition("<")[0] for a in relation.moved if "<" in a})
-    for base in bases:
-        axis = moved_axis(relation, base)
-        move = relation.moves[out].get(base)
-        if move is None:
-            inputs = [_opaque(relation, inputs, axis)]
-            continue
-        whole = _widened(relation, inputs, axis)
-        starts = torch.tensor([0, *(f.fill.shape[axis] for f in whole)]).cumsum(0)
-        at = starts[move.source.clamp(min=0)] + move.position
-        mask = torch.cat([f.known for f in whole], axis).index_select(axis, at)
-        fill = torch.cat([f.fill for f in whole], axis).index_select(axis, at)
-        padded = (move.source < 0).view([-1 if k == axis else 1 for k in range(mask.ndim)])
-        value = torch.tensor(move.value, dtype=torch.float64).to(fill.dtype)
-        inputs = [_shortened(Fact(mask | padded, torch.where(padded, value, fill)), axis)]
-    result = inputs[0]
-    made = {letter.partition(">")[0] for letter in relation.letters(relation.outs[out])}
-    for axis in sorted((moved_axis(relation, b) for b in bases if b not in made), reverse=True):
-        result = Fact(result.known.squeeze(axis), result.fill.squeeze(axis))
-    return result
-
-
-def moved_axis(relation: Relation, base: str) -> int:
-    """The axis of the operands that carries the moved letter."""
-    axes = relation.ins[0]
-    return next(k for k, axis in enumerate(axes) if axis and axis[0].partition("<")[0] == base)
-
-
-def _widened(relation: Relation, inputs: list[Fact], axis: int) -> list[Fact]:
-    """Facts with the moved axis in full, and the other axes as long as their fellows'."""
-    shapes = [[1 if k == axis else n for k, n in enumerate(f.fill.shape)] for f in inputs]
-    shape = list(torch.broadcast_shapes(*shapes))
-    result = []
-    for k, fact in enumerate(inputs):
-        real = relation.operands[min(k, len(relation.operands) - 1)].value.meta["val"].shape[axis]
-        full = [real if d == axis else n for d, n in enumerate(shape)]
-        result.append(Fact(fact.known.expand(full), fact.fill.expand(full)))
-    return result
-
-
-def _shortened(fact: Fact, axis: int) -> Fact:
-    """The axis back to 1 where nothing varies along it."""
-    if not fact.known.shape[axis] or not fact.fill.shape[axis]:
-        return fact
-    known, fill = fact.known.narrow(axis, 0, 1), fact.fill.narrow(axis, 0, 1)
-    same = bool((fact.known == known).all()) and bool((fact.fill == fill).all())
-    return Fact(known, fill) if same else fact
-
-
-def _opaque(relation: Relation, inputs: list[Fact], axis: int) -> Fact:
-    """Moved by an unknown map: known where all is known, with one value all along."""
-    order = [str(k) for k in range(inputs[0].known.ndim)]
-    first, *rest = [uniform_over(fact, order, {str(axis)}) for fact in inputs]
-    mask, fill = first.known, first.fill
-    for other in rest:
-        mask = mask & other.known & (fill == other.fill)
-    if relation.entry.reads_padding(relation.node):
-        value = schema.arguments(relation.node).get("value")
-        mask = mask & (fill == (value if isinstance(value, (int, float)) else 0))
-    return Fact(*torch.broadcast_tensors(mask, fill))

@@ -61,9 +61,11 @@ def nothing(rank: int, dtype: torch.dtype) -> Fact:
 def checked(known: Tensor, fill: Tensor) -> Fact:
     """A fact of finite values only: NaN and Inf are alive."""
     if fill.is_floating_point() or fill.is_complex():
-        known = known & torch.isfinite(fill)
+        finite = torch.isfinite(fill)
+        known = known if bool(finite.all()) else known & finite
     shape = torch.broadcast_shapes(known.shape, fill.shape)
-    fill = torch.where(known, fill, torch.zeros((), dtype=fill.dtype))
+    if not bool(known.all()):  # else no copy: constants are as large as the network
+        fill = torch.where(known, fill, torch.zeros((), dtype=fill.dtype))
     return Fact(known.expand(shape), fill.expand(shape))
 
 

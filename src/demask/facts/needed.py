@@ -20,12 +20,12 @@ from demask.facts.known import (
     Key,
     Relations,
     key_of,
-    moved_axis,
     operand_facts,
     over_letters,
     window_mask,
 )
 from demask.facts.masks import Fact, all_over, any_over, mixed, project, spread
+from demask.facts.movement import moved_axis
 from demask.facts.recurrent import read_back, told_by
 from demask.failures import attributed
 from demask.ops import Relation, schema

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from demask.errors import BadInput
 from demask.graph.program import Constant, Program
 from demask.ops import Declined, Relation
-from demask.shrink.place import is_constant
+from demask.shrink.ties import is_constant
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,8 @@ from demask.pilot.layers import Layer, layers_of
 from demask.pilot.sites import batch_axis
 from demask.pilot.stored import Held
 from demask.pilot.walk import walk
-from demask.shrink.place import is_join
 from demask.shrink.reading import relations_of
+from demask.shrink.ties import is_join
 from demask.tune.draft import only_reader
 
 aten = torch.ops.aten

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx
 
-from demask.facts.known import Facts, Key, key_of
+from demask.facts.known import Facts, Key, key_of, value_of
 from demask.graph.build import Builder
 from demask.shrink.cells import At, Index, Layout, Positions
 from demask.shrink.pool import Pool
@@ -144,7 +144,7 @@ class Adapter:
 
     def _adapted(self, key: Key, source: fx.Node, made: Made, want: Layout) -> fx.Node:
         node, layout = made.node, list(made.layout)
-        sizes = [n if isinstance(n, int) else None for n in _value(source).shape]
+        sizes = [n if isinstance(n, int) else None for n in value_of(source).shape]
         # Gathers first: scatters then move less.
         for axis in range(len(want)):
             node, layout[axis] = self._gathered(node, axis, layout[axis], want[axis], sizes[axis])
@@ -171,7 +171,7 @@ class Adapter:
         constant = self.pool.value(self.fill(key, want, -1, want), "fill")
         if broadcast:
             return constant
-        real = _value(source)
+        real = value_of(source)
         sizes = [
             self.build_size(size) if want[k] is None else len(want[k] or ())
             for k, size in enumerate(real.shape)
@@ -250,7 +250,7 @@ class Adapter:
         """One value for all missing positions: a pad, indexed where it is not contiguous."""
         if held == wanted:
             return node
-        rank = len(_value(node).shape)
+        rank = len(value_of(node).shape)
         before = [0, 0] * (rank - axis - 1)
         start = wanted.index(held[0])
         if len(held) == len(wanted) and held != wanted:
@@ -275,16 +275,10 @@ class Adapter:
 
     def _sizes(self, node: fx.Node) -> list[object]:
         """The sizes of a new node's value, dynamic ones by expression."""
-        return [self.pool.size(size) for size in _value(node).shape]
+        return [self.pool.size(size) for size in value_of(node).shape]
 
 
 def marked(node: fx.Node, effect: str) -> fx.Node:
     """Note on a new node that it is there to keep a shape, and how; the report counts these."""
     node.meta["effect"] = effect
     return node
-
-
-def _value(node: fx.Node) -> Tensor:
-    key = key_of(node)
-    value = key[0].meta["val"]
-    return value[key[1]] if isinstance(value, (list, tuple)) else value

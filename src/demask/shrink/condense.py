@@ -27,9 +27,9 @@ from demask.graph.build import Builder, mode_of, sizes_of
 from demask.graph.program import Constant, Program, copied
 from demask.ops import Relation, schema
 from demask.ops.contract import PRODUCTS
-from demask.shrink.place import is_constant
 from demask.shrink.pool import Pool
 from demask.shrink.reading import Reading
+from demask.shrink.ties import is_constant
 
 aten = torch.ops.aten
 _PASS = {

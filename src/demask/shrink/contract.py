@@ -17,9 +17,9 @@ from demask.ops.schema import same_size
 from demask.shrink.adapt import marked
 from demask.shrink.border import Absorbed, absorbed, constants_alone
 from demask.shrink.cells import At, Layout, whole
-from demask.shrink.place import is_constant, is_grouped, sampling
 from demask.shrink.pool import cut
 from demask.shrink.sample import sampled, spaced
+from demask.shrink.ties import is_constant, is_grouped, sampling
 
 if TYPE_CHECKING:
     from demask.shrink.rewrite import Rewriter

@@ -15,7 +15,8 @@ from torch import Tensor, fx
 
 from demask.facts.known import Key, key_of
 from demask.ops import Relation
-from demask.shrink.place import Placer, is_constant
+from demask.shrink.place import Placer
+from demask.shrink.ties import is_constant
 
 Leaves = tuple[tuple[int, ...], ...]  # the cells of each axis of a tensor, as they are at the end
 

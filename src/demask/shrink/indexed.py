@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, fx
 
 from demask.errors import BadInput
-from demask.facts.known import Facts, Key, Relations, forward, key_of
+from demask.facts.known import Facts, Key, Relations, forward, key_of, value_of
 from demask.facts.masks import Fact, checked, uniform_over
 from demask.ops import Relation, schema
 from demask.ops.notation import Axes
 from demask.shrink.cells import At, Index
-from demask.shrink.place import forced, is_constant, is_grouped
+from demask.shrink.ties import forced, is_constant, is_grouped
 
 WHOLE: At = ()
 
@@ -245,17 +245,10 @@ def _ask(plan: Plan, node: fx.Node, push: bool) -> None:
 
 def _want(plan: Plan, source: fx.Node, at: At) -> None:
     """Note how a value is read; read in two ways it is made whole."""
-    if source.op == "get_attr" or not isinstance(_value(source), Tensor):
+    if source.op == "get_attr" or not isinstance(value_of(source), Tensor):
         return
     key = key_of(source)
     plan.reads[key] = at if plan.reads.get(key, at) == at else WHOLE
-
-
-def _value(source: fx.Node) -> object:
-    value = source.meta.get("val")
-    if source.target is operator.getitem or not isinstance(value, (list, tuple)):
-        return value
-    return value[0]
 
 
 def _choose(plan: Plan, relation: Relation) -> None:

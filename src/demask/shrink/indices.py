@@ -33,9 +33,10 @@ from demask.shrink.border import absorbed
 from demask.shrink.cells import At, Index, Layout
 from demask.shrink.contract import plus_constants
 from demask.shrink.indexed import Pick, Plan, planned
-from demask.shrink.place import Placement, is_grouped
+from demask.shrink.place import Placement
 from demask.shrink.reading import relations_of
 from demask.shrink.rewrite import Rewriter
+from demask.shrink.ties import is_grouped
 
 aten = torch.ops.aten
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from demask.facts.known import Facts, Key, Relations, key_of, operand_facts
-from demask.facts.known import contributions as known_contributions
-from demask.facts.masks import along, any_over, mixed, spread
+from demask.facts.masks import along, any_over
 from demask.facts.needed import Needs, needed
 from demask.facts.recurrent import kept_features, roles
 from demask.failures import attributed
@@ -25,6 +24,7 @@ from demask.ops import Relation, schema
 from demask.ops.notation import Axis
 from demask.shrink.cells import Cells, Layout, Positions, whole
 from demask.shrink.order import groups, ranked
+from demask.shrink.ties import forced, is_constant, is_grouped, is_join, kept_products, sampling
 
 CellAxes = tuple[tuple[int, ...], ...]  # the cells of each axis
 
@@ -64,33 +64,6 @@ def settled(
 
 def _equal(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-def is_join(relation: Relation) -> bool:
-    """A pointwise op over several values: its operands may come in any layout."""
-    if relation.moved or relation.contracted or relation.complete or relation.window:
-        return False
-    return len([o for o in relation.operands if not is_constant(o.value)]) > 1
-
-
-def is_constant(value: object) -> bool:
-    return not isinstance(value, fx.Node) or value.op == "get_attr"
-
-
-def sampling(relation: Relation) -> list[int]:
-    """The axes of an output along which a call could make every s-th position alone: windows of a
-    convolution, which its stride says."""
-    found = schema.arguments(relation.node)
-    strided = relation.entry.fill == "sum" and "stride" in found and "output_padding" not in found
-    if not strided or isinstance(found["padding"], str) or "pads" in found:
-        return []
-    return [k for k, letters in enumerate(relation.outs[0])
-            if len(letters) == 1 and set(letters) & relation.window]  # fmt: skip
-
-
-def is_grouped(relation: Relation) -> bool:
-    """A contraction over composite axes: its groups may be left with unequal counts."""
-    return relation.entry.fill == "sum" and any(len(a) > 1 for axes in relation.ins for a in axes)
 
 
 class Placer:
@@ -491,29 +464,3 @@ class Placer:
             found = [before * size + p for before in found for p in mine]
             total *= size
         return whole(found, total)
-
-
-def kept_products(relation: Relation, facts: Facts, needs: Needs) -> Tensor:
-    """Over letters: the products of a contraction that a live output really needs at run time.
-
-    Products of two known factors are constants, which a bias or a border map takes (weights of a
-    mix have neither).
-    """
-    order = list(relation.size)
-    inputs = operand_facts(relation, facts)
-    live = spread(needs.live[relation.node, 0], relation.outs[0], order, relation.size)
-    mask = any_over(live, order, relation.window) & known_contributions(
-        relation, inputs, absorb=relation.entry.fill == "sum"
-    )
-    return any_over(mask, order, relation.window)
-
-
-def forced(relation: Relation) -> set[str]:
-    """Letters that stay whole: windows, complete axes, positions moved by an unknown map, and what
-    shares an axis with a dynamic size."""
-    forced = set(relation.window | relation.complete)
-    for axes in [*relation.ins, *relation.outs]:
-        forced |= mixed(axes, relation.size)
-    if relation.moved and not any(relation.moves):
-        forced |= relation.moved
-    return forced

@@ -14,8 +14,9 @@ from demask.failures import CallFailed, attributed
 from demask.graph.program import Program
 from demask.ops import Declined, Relation, Table, bind, op_name, schema
 from demask.shrink.fibers import Fibers
-from demask.shrink.place import Placer, is_constant, is_grouped, settled
+from demask.shrink.place import Placer, settled
 from demask.shrink.pool import module_of
+from demask.shrink.ties import is_constant, is_grouped
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
 
-from demask.facts.known import Facts, Relations, created, key_of
+from demask.facts.known import Facts, Relations, created, key_of, value_of
 from demask.facts.masks import along
 from demask.facts.needed import Needs
 from demask.failures import attributed
@@ -32,10 +32,12 @@ from demask.shrink.adapt import Adapter, Made
 from demask.shrink.cells import Layout, Positions, whole
 from demask.shrink.contract import emit_contraction
 from demask.shrink.join import emit_join, unchanged
+from demask.shrink.movement import emit_move, is_untouched
 from demask.shrink.norm import emit_cut_norm
-from demask.shrink.place import Placement, is_join
+from demask.shrink.place import Placement
 from demask.shrink.pool import Pool, module_of
 from demask.shrink.recurrent import emit_recurrent
+from demask.shrink.ties import is_join
 
 aten = torch.ops.aten
 
@@ -110,7 +112,8 @@ class Rewriter:
         elif relation.entry.free:
             emit_created(self, relation)
         elif relation.moved:
-            emit_move(self, relation, live)
+            emit = emit_plain if is_untouched(self, relation, live) else emit_move
+            emit(self, relation, live)
         elif relation.entry.fill == "sum":
             explain(self, relation, 0)
             emit_contraction(self, relation)
@@ -146,7 +149,7 @@ class Rewriter:
             held = self.adapter.have(key_of(source))
             if held is not None and any(p is not None for p in held):
                 axis = next(k for k, p in enumerate(held) if p is not None)
-                self.reason(node, axis, _value(source).shape[axis], why.text, barrier=True)
+                self.reason(node, axis, value_of(source).shape[axis], why.text, barrier=True)
                 count += 1
         axis, unread = (0, 0) if count else self._unread(node, live)
         if not count:
@@ -228,7 +231,7 @@ class Rewriter:
         return map_arg(value, self._argument)
 
     def _argument(self, node: fx.Node) -> Any:
-        value = _value(node)
+        value = value_of(node)
         if isinstance(value, Tensor):
             return self.adapter.adapt(node, tuple(None for _ in value.shape))
         if node in self.numbers:
@@ -301,7 +304,7 @@ class Rewriter:
             if any(p is not None for p in held):
                 axis = next((k for k, p in enumerate(held) if p is not None), 0)
                 self.reason(
-                    value, axis, _value(value).shape[axis], "the model's output keeps its shape"
+                    value, axis, value_of(value).shape[axis], "the model's output keeps its shape"
                 )
         self.build.graph.output(tuple(values))
 
@@ -375,7 +378,7 @@ def explain(walk: Rewriter, relation: Relation, k: int) -> None:
         if held is None or held[axis] is None or held[axis] == want[axis]:
             continue
         have = set(held[axis] or ())
-        wanted = range(_value(source).shape[axis]) if want[axis] is None else want[axis] or ()
+        wanted = range(value_of(source).shape[axis]) if want[axis] is None else want[axis] or ()
         count = len([p for p in wanted if p not in have])
         if set(letters) & relation.complete:
             why = "needs the whole axis"
@@ -391,121 +394,3 @@ def schema_name(relation: Relation) -> str:
     """The op's plain name, for readers of the report."""
     target = PLAIN.get(relation.node.target, relation.node.target)
     return str(target).removeprefix("aten.").partition(".")[0]
-
-
-def emit_move(walk: Rewriter, relation: Relation, live: list[int]) -> None:
-    """A call that moves positions: as it is where nothing it moves along is cut, else the positions
-    wanted are taken straight from where they come from."""
-    if _untouched(walk, relation, live):
-        emit_plain(walk, relation, live)
-        return
-    for k in live:
-        _move(walk, relation, k)
-
-
-def _untouched(walk: Rewriter, relation: Relation, live: list[int]) -> bool:
-    if not any(relation.moves):
-        return True
-    for k in live:
-        layout = walk.placement.value[relation.node, k]
-        if any(p is not None and set(a) & relation.moved
-               for p, a in zip(layout, relation.outs[k], strict=True)):  # fmt: skip
-            return False
-    for k, operand in enumerate(relation.operands):
-        held = walk.adapter.have(key_of(operand.value))
-        if operand.value.op == "get_attr":
-            continue
-        if held is None:
-            return False
-        # What is gathered on other axes anyway is gathered together with what is moved.
-        slot = walk.placement.slot[relation.node, k]
-        for have, want, axis in zip(held, slot, relation.ins[k], strict=True):
-            if have is not None if set(axis) & relation.moved else have != want:
-                return False
-    return True
-
-
-def _move(walk: Rewriter, relation: Relation, out: int) -> None:
-    node, operand = relation.node, relation.operands[0].value
-    layout: Any = walk.placement.value[node, out]
-    axes = {base: axis for axis, base in _moved_axes(relation, out)}
-    if len(relation.operands) > 1:
-        _gathered_from(walk, relation, out, layout)
-        return
-    want: Any = list(walk.placement.slot[node, 0])
-    pads: Any = []
-    for base, move in relation.moves[out].items():
-        source = next(
-            k for k, a in enumerate(relation.ins[0]) if any(x.startswith(f"{base}<") for x in a)
-        )
-        wanted: Positions = layout[axes[base]] if base in axes else None
-        sources, positions = move.source.tolist(), move.position.tolist()
-        rows = list(range(len(sources))) if wanted is None else list(wanted)
-        real = [positions[r] for r in rows if sources[r] >= 0]
-        size = _value(operand).shape[source]
-        # A constant is stored once, however often its entries are read.
-        stored = sorted(set(real)) if operand.op == "get_attr" and len(real) > size else real
-        want[source] = whole(stored, size)
-        pads.append((source, rows, move, [stored.index(p) for p in real]))
-    made = walk.adapter.adapt(operand, tuple(want))
-    for source, rows, move, read in pads:
-        if read != list(range(made.meta["val"].shape[source])):
-            made = walk.adapter.select(made, source, read)
-        made = _pad_back(walk, made, source, rows, move)
-    gone = [k for k, a in enumerate(relation.ins[0]) if _is_gone(relation, out, a)]
-    for axis in sorted(gone, reverse=True):
-        made = walk.build.call(aten.squeeze.dim, made, axis)
-    walk.keep(node, out, made, layout)
-
-
-def _moved_axes(relation: Relation, out: int) -> list[tuple[int, str]]:
-    suffix = ">"
-    return [(k, "".join(a).partition(suffix)[0]) for k, a in enumerate(relation.outs[out])
-            if a and a[0] in relation.moved]  # fmt: skip
-
-
-def _is_gone(relation: Relation, out: int, axis: tuple[str, ...]) -> bool:
-    if not axis or axis[0] not in relation.moved:
-        return False
-    base = axis[0].partition("<")[0]
-    return all(base != other for _, other in _moved_axes(relation, out))
-
-
-def _pad_back(walk: Rewriter, made: fx.Node, axis: int, rows: list[int], move: Any) -> fx.Node:
-    """Padded positions that are kept all the same (an axis of several cells) are put back."""
-    sources = move.source.tolist()
-    padded = [k for k, r in enumerate(rows) if sources[r] < 0]
-    if not padded:
-        return made
-    gone = set(padded)
-    real = [k for k in range(len(rows)) if k not in gone]
-    return walk.adapter.scattered(made, axis, tuple(real), len(rows), move.value)
-
-
-def _gathered_from(walk: Rewriter, relation: Relation, out: int, layout: Layout) -> None:
-    """cat and its like: from each operand the positions wanted, joined; operands none of whose
-    positions are wanted are gone."""
-    ((base, move),) = relation.moves[out].items()
-    axis = next(k for k, base_ in _moved_axes(relation, out) if base_ == base)
-    wanted, sources, positions = layout[axis], move.source.tolist(), move.position.tolist()
-    rows = list(range(len(sources))) if wanted is None else list(wanted)
-    pieces, order = [], []
-    for k, operand in enumerate(relation.operands):
-        mine = [r for r in rows if sources[r] == k]
-        if not mine:
-            continue
-        want = list(walk.placement.slot[relation.node, k])
-        size = _value(operand.value).shape[axis]
-        want[axis] = whole([positions[r] for r in mine], size)
-        pieces.append(walk.adapter.adapt(operand.value, tuple(want)))
-        order += mine
-    made = pieces[0] if len(pieces) == 1 else walk.build.call(aten.cat.default, pieces, axis)
-    final = list(layout)
-    final[axis] = whole(order, len(sources))
-    walk.keep(relation.node, out, made, tuple(final))
-
-
-def _value(node: fx.Node) -> Any:
-    key = key_of(node)
-    value = key[0].meta.get("val")
-    return value[key[1]] if isinstance(value, (list, tuple)) else value

@@ -17,7 +17,7 @@ import torch
 from demask.ops import Relation, schema
 from demask.ops.regions import Geometry, geometry
 from demask.shrink.cells import Layout, Positions, whole
-from demask.shrink.place import sampling
+from demask.shrink.ties import sampling
 
 if TYPE_CHECKING:
     from demask.shrink.rewrite import Rewriter

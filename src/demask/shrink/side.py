@@ -26,9 +26,9 @@ from demask.facts.needed import Needs, needed
 from demask.graph.build import Builder, mode_of
 from demask.graph.program import Program
 from demask.ops import Relation, schema
-from demask.shrink.place import is_constant
 from demask.shrink.pool import Pool
 from demask.shrink.reading import Reading
+from demask.shrink.ties import is_constant
 
 aten = torch.ops.aten
 

@@ -24,9 +24,9 @@ from demask.shrink.demask import given
 from demask.shrink.device import CPU, device_of, moved, on_cpu
 from demask.shrink.finished import finished
 from demask.shrink.measure import macs_of, traffic
-from demask.shrink.place import sampling
 from demask.shrink.reading import Reading, relations_of
 from demask.shrink.rewrite import rewrite
+from demask.shrink.ties import sampling
 from demask.stride.kept import sliced
 from demask.stride.pools import convs_to_pools
 
