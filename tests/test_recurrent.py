@@ -379,3 +379,22 @@ def test_an_entry_that_forgets_the_biases_is_found_out(config: Config) -> None:
     assert difference(net(*inputs), demask.demask(net, inputs)(*inputs)) <= 1e-10
     slim = demask.demask(net, inputs, table=table, check=False)
     assert difference(net(*inputs), slim(*inputs)) > 1e-3
+
+
+class Cell(nn.Module):
+    """A layer whose states are inputs, with their batch on axis 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(4, 6, batch_first=True)
+
+    def forward(self, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        return self.layer(x, (h, c))
+
+
+def test_verify_gives_states_the_batch_of_the_other_inputs() -> None:
+    net, inputs = Cell().eval(), (torch.randn(2, 5, 4), *torch.randn(2, 1, 2, 6).unbind())
+    slim = demask.demask(net, inputs, dynamic_shapes="all")
+    found = demask.verify(net, slim, inputs)
+    assert found.ok
+    assert found.runs == 12  # four draws, and batches 1 and 3 of one, in two dtypes

@@ -272,35 +272,37 @@ def _literals(rounded: fx.Graph, exact: fx.Graph, eps: float) -> bool:
 def _draws(model: Any, slim: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[int, Any, Any]]:
     """(seed, batch, inputs): the inputs as given, and draws like them, at batches 1 and 3 too."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    dynamic = _dynamic(slim, leaves)
+    axes = _batch_axes(slim, leaves)
     if isinstance(model, Demasked):  # which may be for one size where the other is for any
-        dynamic = [a and b for a, b in zip(dynamic, _dynamic(model, leaves), strict=True)]
+        axes = [a & b for a, b in zip(axes, _batch_axes(model, leaves), strict=True)]
     for seed in range(4):
         draw = torch.Generator().manual_seed(seed)
         drawn = [like(leaf, draw) if seed and isinstance(leaf, Tensor) else leaf for leaf in leaves]
         yield seed, "given", pytree.tree_unflatten(drawn, spec)
-        if seed == 1 and any(dynamic):
+        if seed == 1 and any(axes):
             for batch in (1, 3):
-                sized = [
-                    _batched(x, batch) if d else x for x, d in zip(drawn, dynamic, strict=True)
-                ]
+                sized = [_batched(x, where, batch) for x, where in zip(drawn, axes, strict=True)]
                 yield seed, batch, pytree.tree_unflatten(sized, spec)
 
 
-def _dynamic(slim: nn.Module, leaves: list[Any]) -> list[bool]:
+def _batch_axes(slim: nn.Module, leaves: list[Any]) -> list[set[int]]:
+    """The axes of each input that have the size of a dynamic dimension 0, its own or another's."""
     if not isinstance(slim, Demasked):
-        return [False] * len(leaves)
-    specs = iter(slim.demasked.inputs)
-    result = []
-    for leaf in leaves:
-        spec = next(specs, None) if isinstance(leaf, Tensor) else None
-        result.append(spec is not None and bool(spec.sizes) and isinstance(spec.sizes[0], str))
-    return result
+        return [set() for _ in leaves]
+    sizes = [spec.sizes for spec in slim.demasked.inputs]
+    names = {n[0] for n in sizes if n and isinstance(n[0], str) and n[0].isidentifier()}
+    tensors = iter(sizes)
+    rows = [next(tensors, ()) if isinstance(leaf, Tensor) else () for leaf in leaves]
+    return [{axis for axis, size in enumerate(row) if size in names} for row in rows]
 
 
-def _batched(leaf: Tensor, batch: int) -> Tensor:
-    repeats = -(-batch // max(1, leaf.shape[0]))
-    return leaf.repeat(repeats, *[1] * (leaf.ndim - 1))[:batch]
+def _batched(leaf: Any, axes: set[int], batch: int) -> Any:
+    """An input of another batch, repeated or cut."""
+    for axis in sorted(axes):
+        repeats = [-(-batch // max(1, leaf.shape[axis])) if k == axis else 1
+                   for k in range(leaf.ndim)]  # fmt: skip
+        leaf = leaf.repeat(repeats).narrow(axis, 0, batch)
+    return leaf
 
 
 def _dtype(model, slim) -> torch.dtype:
