@@ -209,3 +209,16 @@ def test_names_from_elsewhere_are_not_code() -> None:
     )
     spec = InputSpec("x", ("__import__('os')", 3), "float32", (1, 3))
     assert "import" not in "".join(checks({"x": "x"}, [spec], []))
+
+
+def test_inputs_of_one_size_are_refused_with_two() -> None:
+    """Export took the two batches for one; a batch of one would be broadcast in silence."""
+
+    class Sum(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return x + y
+
+    slim = demask.demask(Sum().eval(), (torch.randn(3, 4), torch.randn(3, 4)))
+    slim(torch.randn(5, 4), torch.randn(5, 4))
+    with pytest.raises(ValueError, match="expected sizes"):
+        slim(torch.randn(5, 4), torch.randn(1, 4))

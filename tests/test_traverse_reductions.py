@@ -501,5 +501,7 @@ def test_moments_are_an_op_with_a_fake():
     torch.library.opcheck(own.moments.default, (x, [0, -1]), test_utils=checks)
     variance, mean = torch.var_mean(x.double(), (0, 3), correction=0, keepdim=True)
     wanted = torch.stack([mean, variance])
-    unit = torch.finfo(torch.float32).eps * float(wanted.abs().max())  # pieces are summed in float32
+    unit = torch.finfo(torch.float32).eps * float(
+        wanted.abs().max()
+    )  # pieces are summed in float32
     assert gap(wanted, own.moments(x, [0, -1])) <= unit
