@@ -27,6 +27,7 @@ from demask.machine.describe import machine
 from demask.machine.threads import checked_threads, set_threads
 from demask.machine.timing import Timing, sampled
 from demask.ops import TABLE, Table
+from demask.shrink.check import in_eval
 from demask.shrink.demask import given as captured
 from demask.shrink.demask import left, reduced
 from demask.shrink.device import CPU, device_of, moved, on_cpu
@@ -104,7 +105,7 @@ def optimize(
         progress("removing what is masked")
         smaller, provenance = reduced(program, TABLE if table is None else table)
         args, named = _own((args, named))
-        race = _Race(_as_given(model), args, named, device, count)
+        race = _Race(in_eval(model), args, named, device, count)
         wanted = _Wanted("sparse" in backends, precision, cache)
         return _fastest(race, program, smaller, provenance, wanted, progress)
 
@@ -120,16 +121,6 @@ def _check(precision: str | None, backends: Sequence[str]) -> None:
         raise BadInput(
             f"expected backends of {BACKENDS} with 'torch' among them, got {tuple(backends)}"
         )
-
-
-def _as_given(model: nn.Module | ExportedProgram) -> nn.Module:
-    """What the user has, in eval mode."""
-    if isinstance(model, ExportedProgram):
-        return model.module(check_guards=False)
-    copy = structural_copy(model, share=True)
-    for part in copy.modules():
-        part.training = False
-    return copy
 
 
 def _own(inputs: Any) -> Any:

@@ -48,7 +48,7 @@ Tolerance = Annotated[
     typer.Option(
         metavar="RATIO",
         help="For .onnx: the largest difference allowed, relative to the largest value of an "
-        "output. Default: 1e-5 in float32, the rounding of sums in another order.",
+        "output. Default: 1e-5, or what rounding makes in the network itself.",
     ),
 ]
 Imports = Annotated[
