@@ -75,6 +75,30 @@ def example(slim: fx.GraphModule) -> tuple[tuple[Any, ...], dict[str, Any], Any]
     return args, kwargs, shapes.dynamic_shapes(slim, args, kwargs)
 
 
+def takes(slim: fx.GraphModule, args: Any, kwargs: Any) -> bool:
+    """Whether a call has the inputs that a demasked network was made for; one without any has."""
+    if not args and not kwargs:
+        return True
+    specs: tuple[InputSpec, ...] = slim.demasked.inputs  # type: ignore[assignment, union-attr]
+    own_args, own_kwargs, _ = example(slim)
+    own, given = (
+        pytree.tree_flatten(call) for call in ((own_args, own_kwargs), (args, dict(kwargs or {})))
+    )
+    tensors = [leaf for leaf in given[0] if isinstance(leaf, Tensor)]
+    if own[1] != given[1] or len(tensors) != len(specs):
+        return False
+    sizes: dict[str, int] = {}
+    return all(
+        str(tensor.dtype).removeprefix("torch.") == spec.dtype
+        and len(tensor.shape) == len(spec.sizes)
+        and all(
+            n == (size if isinstance(size, int) else sizes.setdefault(size, n))
+            for n, size in zip(tensor.shape, spec.sizes, strict=True)
+        )
+        for tensor, spec in zip(tensors, specs, strict=True)
+    )
+
+
 def _constant(node: fx.Node) -> Any:
     value = node.meta.get("val")
     return value if isinstance(value, bool | int | float | str) else None

@@ -318,7 +318,9 @@ def _range_notes(exported: ExportedProgram) -> tuple[str, ...]:
 
 def _attempt(work: nn.Module, args: Any, kwargs: Any, shapes: Any) -> ExportedProgram:
     try:
-        with warnings.catch_warnings(), _quiet(), shapes_only(), torch.no_grad():
+        # A cache of what calls on fake tensors make costs more than it saves: keys hold sizes.
+        uncached = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
+        with warnings.catch_warnings(), _quiet(), shapes_only(), torch.no_grad(), uncached:
             warnings.simplefilter("ignore")
             return torch.export.export(work, args, kwargs, dynamic_shapes=shapes, strict=False)
     except Exception as error:

@@ -7,11 +7,12 @@ two correct implementations then differ as much.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from demask.graph.copying import structural_copy
@@ -25,28 +26,29 @@ _POINTWISE = frozenset(("... -> ...", "..., ... -> ...", "..., ..., ... -> ...")
 _SMOOTH = frozenset(("silu", "gelu", "hardswish"))  # an operand times one of these
 
 
-def widened(module: nn.Module) -> nn.Module:
-    """A copy of a network in float64, dtypes that its graph names included."""
-    double = structural_copy(module, share=False).double()
-    widen(double)
-    return double
+class Rounding:
+    """The outputs of a network in float64, exact and with every call rounded."""
 
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module = module
 
-def rounded_runs(
-    module: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[list[Any]]:
-    """The outputs in float64, flat: first exact, then SEEDS times with every call rounded to the
-    narrowest float type of the network. args, kwargs: of one call."""
-    double, dtype = widened(module), _narrowest(module, args, kwargs)
-    assert isinstance(double, fx.GraphModule)
-    leaves = pytree.tree_leaves((args, kwargs))
-    inputs = [leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-              for leaf in leaves]  # fmt: skip
-    with torch.no_grad():
-        return [
-            pytree.tree_leaves(_rounded(double, inputs, dtype if seed else None, seed))
-            for seed in range(SEEDS + 1)
-        ]
+    @cached_property
+    def double(self) -> fx.GraphModule:
+        """A copy of the network in float64, dtypes that its graph names included."""
+        double: Any = structural_copy(self.module, share=False).double()
+        widen(double)
+        return double
+
+    def runs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[list[Any]]:
+        """The outputs of one call, flat: first exact, then SEEDS times with every call rounded to
+        the narrowest float type of the network; each is computed when it is asked for."""
+        dtype = _narrowest(self.module, args, kwargs)
+        inputs = [leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+                  for leaf in pytree.tree_leaves((args, kwargs))]  # fmt: skip
+        for seed in range(SEEDS + 1):
+            run = _Rounded(self.double, dtype if seed else None, seed)
+            with torch.no_grad():
+                yield pytree.tree_leaves(run.run(*inputs, enable_io_processing=False))
 
 
 def _narrowest(module: fx.GraphModule, args: Any, kwargs: Any) -> torch.dtype:
@@ -57,12 +59,6 @@ def _narrowest(module: fx.GraphModule, args: Any, kwargs: Any) -> torch.dtype:
     tensors = [*module.parameters(), *module.buffers(), *pytree.tree_leaves((args, kwargs))]
     dtypes += [t.dtype for t in tensors if isinstance(t, Tensor) and t.is_floating_point()]
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
-
-
-def _rounded(
-    double: fx.GraphModule, inputs: Sequence[Any], dtype: torch.dtype | None, seed: int
-) -> Any:
-    return _Rounded(double, dtype, seed).run(*inputs, enable_io_processing=False)
 
 
 class _Rounded(fx.Interpreter):

@@ -40,6 +40,32 @@ from demask.graph.result import Demasked
 aten = torch.ops.aten
 
 
+_KNOWN = "demask: every node has its value"  # in `meta` of a graph module
+
+
+def use_known_values(module: fx.GraphModule) -> None:
+    """Have the exporter read what calls of this module make, where it would run each on fake
+    tensors: it looks at their dtypes for casts to insert, and runs what it inserts."""
+    import torch.onnx._internal.fx.passes.type_promotion as promotion
+
+    module.meta[_KNOWN] = True
+    kind = promotion._TypePromotionInterpreter
+    run, rule_of = kind.run_node, promotion.get_type_promotion_rule
+    if hasattr(run, "plain"):
+        return
+
+    def run_node(self: Any, n: fx.Node) -> Any:
+        if n.op != "call_function" or _KNOWN not in self.module.meta or "val" not in n.meta:
+            return run(self, n)
+        with self._set_current_node(n):
+            if rule := rule_of(n, self.type_promotion_table):
+                self._maybe_promote_node(n, rule)
+        return n.meta["val"]
+
+    run_node.plain = run  # type: ignore[attr-defined]
+    kind.run_node = run_node
+
+
 class Ready(ExportedProgram):
     """A program whose calls all have ONNX functions."""
 
@@ -221,10 +247,12 @@ def _program(slim: Demasked, graph: fx.Graph, own: Mapping[str, Tensor]) -> Expo
     result.args = (tuple(outputs),)
     info = slim.graph._codegen.pytree_info  # type: ignore[attr-defined]
     call = ModuleCallSignature([], [], info.in_spec, info.out_spec)
-    return Ready(
+    program = Ready(
         nn.Module(), graph, ExportGraphSignature(specs, made), tensors, {},
         [ModuleCallEntry("", call)],
     )  # fmt: skip
+    use_known_values(program.graph_module)
+    return program
 
 
 def _lifted(

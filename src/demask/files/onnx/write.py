@@ -30,7 +30,7 @@ from demask.files.onnx.grids import on_grids, opset_for, translations
 from demask.files.onnx.read import installed
 from demask.files.onnx.ready import ready
 from demask.files.onnx.steps import kept_whole, translation
-from demask.files.tracing import example, traced
+from demask.files.tracing import example, takes, traced
 from demask.graph.capture import capture
 from demask.graph.copying import structural_copy
 from demask.graph.program import Program
@@ -109,7 +109,7 @@ def proto_of(
 
 
 def _network(module: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) -> Demasked:
-    if isinstance(module, Demasked) and not args and not kwargs:
+    if isinstance(module, Demasked) and dynamic_shapes is None and takes(module, args, kwargs):
         return module.plain()
     return remembering(capture(module, args, kwargs, dynamic_shapes))
 
