@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.export import Dim
 
 import demask
 from demask.errors import NotExportable
@@ -63,6 +64,37 @@ def errors(name: str) -> list[float]:
 @pytest.mark.parametrize("name", WRITES)
 def test_writes_through_what_may_copy(name):
     assert max(errors(name)) <= 1e-10
+
+
+class Rows(nn.Module):
+    """A write of rows whose number and length are quotients of the image's sizes."""
+
+    def __init__(self, write: Callable[[Tensor, int], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.write = nn.Conv2d(3, 3, 1).double(), write
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, width = self.layer(x), x.shape[3] // 4
+        self.write(y, width)
+        return y + 1
+
+
+COMPUTED: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "rows of no length": lambda y, n: y.reshape(-1, 3, n).contiguous().reshape(-1)[:5].zero_(),
+    "slice": lambda y, n: y[:, :, :, n : 2 * n].zero_(),
+    "select": lambda y, n: y[:, :, :, n].zero_(),
+    "narrow": lambda y, n: y.narrow(3, n, n).zero_(),
+    "from the end": lambda y, n: y.narrow(3, -3, 2).zero_(),
+}
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_writes_at_places_that_sizes_tell(name):
+    net, sizes = Rows(COMPUTED[name]).eval(), {0: Dim.AUTO, 2: Dim.AUTO, 3: Dim.AUTO}
+    slim = demask.demask(net, (torch.randn(2, 3, 12, 12).double(),), dynamic_shapes=(sizes,))
+    for shape in ((2, 3, 12, 12), (3, 3, 9, 16)):
+        x = torch.randn(shape).double()
+        assert difference(net(x), slim(x)) <= 1e-10
 
 
 def test_a_view_of_one_image_that_is_baked_in_is_noticed(monkeypatch):

@@ -138,11 +138,11 @@ def _shares_memory(node: fx.Node, sizes: Mapping[sympy.Symbol, int] | None = Non
     """
     at = _symbols(node) | dict(sizes or {})
     with FakeTensorMode():
-        values = {n: _sized(n.meta["val"], at) for n in node.all_input_nodes}
-        args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
         try:
+            values = {n: _sized(n.meta["val"], at) for n in node.all_input_nodes}
+            args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
             made = node.target(*args, **kwargs)  # type: ignore[operator]
-        except RuntimeError:
+        except (RuntimeError, ZeroDivisionError):
             return None
     operand = values[node.args[0]]  # type: ignore[index]
     return made.untyped_storage()._cdata == operand.untyped_storage()._cdata
@@ -317,7 +317,7 @@ class _Walk:
                 _where(view),
                 "clone the view, change the clone, and put it back with torch.where or torch.cat",
             )
-        return writer(self.build, view, whole, value)
+        return writer(self.build, self.read(view), whole, value)
 
 
 def _slice(build: Builder, view: fx.Node, whole: fx.Node, value: fx.Node) -> fx.Node:
@@ -327,17 +327,22 @@ def _slice(build: Builder, view: fx.Node, whole: fx.Node, value: fx.Node) -> fx.
 def _narrow(build: Builder, view: fx.Node, whole: fx.Node, value: fx.Node) -> fx.Node:
     args: Any = view.args[1:]
     dim, start, length = args
-    size = whole.meta["val"].shape[dim]
-    first = start + size if isinstance(start, int) and start < 0 else start
-    end = first + length if isinstance(length, int) else build.call(operator.add, first, length)
-    return build.call(aten.slice_scatter.default, whole, value, dim, first, end)
+    if isinstance(start, int) and start < 0:
+        start = _plus(build, sizes_of(build, whole)[dim], start)
+    end = _plus(build, start, length)
+    return build.call(aten.slice_scatter.default, whole, value, dim, start, end)
 
 
 def _select(build: Builder, view: fx.Node, whole: fx.Node, value: fx.Node) -> fx.Node:
     dim, index = view.args[1:]
-    end = None if index == -1 else index + 1  # type: ignore[operator]
+    end = None if index == -1 else _plus(build, index, 1)
     value = build.call(aten.unsqueeze.default, value, dim)
     return build.call(aten.slice_scatter.default, whole, value, dim, index, end)
+
+
+def _plus(build: Builder, a: Any, b: Any) -> Any:
+    """The sum of two numbers, each known or made by a node."""
+    return a + b if isinstance(a, int) and isinstance(b, int) else build.call(operator.add, a, b)
 
 
 def _permute(build: Builder, view: fx.Node, whole: fx.Node, value: fx.Node) -> fx.Node:
