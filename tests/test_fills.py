@@ -86,6 +86,23 @@ def test_a_quotient_of_fills_is_noticed(monkeypatch):
         error(Side(QUOTIENTS["division"]), 4, 3, 3)
 
 
+class Corner(nn.Module):
+    """What is computed in one place alone is read, beside what is known there, along two axes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("row", torch.tensor([[1.0], [0], [0]]))
+        self.register_buffer("read", torch.tensor([[0.0, 1, 0, 0], [1, 1, 0, 1], [1, 0, 0, 1]]))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.maximum(x * self.row + 0.3, y) * self.read
+
+
+def test_fills_of_two_axes():
+    net, given = Corner().double(), (torch.randn(5, 3, 4).double(), torch.randn(5, 3, 4).double())
+    assert difference(net(*given), demask.demask(net, given)(*given)) == 0
+
+
 class Mixed(nn.Module):
     """A constant in float64 meets values in float32: the product is float64."""
 

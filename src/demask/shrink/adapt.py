@@ -225,9 +225,8 @@ class Adapter:
         wanted = list(range(size)) if want is None else list(want)
         at = {position: k for k, position in enumerate(held)}
         missing = [k for k, p in enumerate(wanted) if p not in at]
-        filler = fill
-        if fill.shape[axis] != 1:
-            filler = fill.index_select(axis, torch.tensor(missing, dtype=torch.long))
+        full = fill.expand([len(wanted) if k == axis else n for k, n in enumerate(fill.shape)])
+        filler = full.index_select(axis, torch.tensor(missing, dtype=torch.long))
         flat = filler.reshape(-1)
         if bool((flat == flat[0]).all()):
             return self._padded(node, axis, held, wanted, flat[0].item())
