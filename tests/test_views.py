@@ -119,3 +119,23 @@ def test_as_strided_reads_memory_as_the_model_lays_it_out():
     assert difference(net(x), demask.demask(net, (x,))(x)) <= 1e-6
     with pytest.raises(NotExportable, match="as_strided"):
         demask.demask(Strided((0, 1)), (x,))
+
+
+class Heads(nn.Module):
+    """Attention of two heads, each of which has one value left, in another position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.MultiheadAttention(12, 2)
+        keep = torch.zeros(36).index_fill(0, torch.tensor([*range(24), 29, 31]), 1)
+        self.heads.in_proj_weight.data *= keep[:, None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.heads(x, x, x, need_weights=False)[0]
+
+
+def test_a_view_of_what_is_left_may_copy():
+    net, x = Heads().double().eval(), torch.randn(4, 5, 12).double()
+    slim = demask.demask(net, (x,))
+    assert slim.heads.out_proj.weight.shape == (12, 2)
+    assert difference(net(x), slim(x)) <= 1e-10

@@ -72,6 +72,9 @@ def _metadata(value: Tensor) -> Hashable:
             value.is_conj(), value.is_neg())  # fmt: skip
 
 
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+
+
 class Builder:
     """Appends calls to a graph; each gets meta["val"] by a run on its operands' fake values, shared
     with equal calls: its metadata counts, not its memory."""
@@ -81,7 +84,10 @@ class Builder:
         self.values = _Values.of(mode)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A call of `target`; operands may be nodes, numbers, lists of both."""
+        """A call of `target`; operands may be nodes, numbers, lists of both. A view of what is not
+        dense, which may be refused, is a reshape."""
+        if target in _VIEWS and not self._is_contiguous(args[0].meta["val"]):
+            target = torch.ops.aten.reshape.default
         node = self.graph.call_function(target, args, kwargs)
         self.value(node)
         return node
