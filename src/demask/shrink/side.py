@@ -73,7 +73,7 @@ def _worth(key: Key, relations: Relations, varying: set[Key], batch: set[sympy.S
     if key not in varying or not _batched(key, batch):
         return False
     relation = relations.get(key[0])
-    if not isinstance(relation, Relation) or not (relation.moved or relation.entry.args):
+    if not isinstance(relation, Relation) or relation.entry.fill != "same" or relation.window:
         return True
     sources = [o.value for o in relation.operands if isinstance(o.value, fx.Node)]
     return any(_worth(key_of(source), relations, varying, batch) for source in sources)
@@ -212,9 +212,9 @@ class _Splitter:
         return self.sides[node]
 
     def _made(self, node: fx.Node) -> fx.Node:
-        key = key_of(node)
+        key, alone = key_of(node), isinstance(node.meta["val"], Tensor)
         fact = self.facts[key]
-        if not bool((self.fixed[key] & ~fact.known).any()):
+        if alone and not bool((self.fixed[key] & ~fact.known).any()):
             sizes = [self._size(size) for size in schema.outputs(key[0])[key[1]].shape]
             fill = self.pool.constant(fact.fill, "fill")
             return self._call(node, (fill, sizes), {}, aten.expand.default)
