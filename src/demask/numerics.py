@@ -29,7 +29,8 @@ def in_units(gap: float, largest: float, eps: float) -> float:
 
 def sizes_and_gap(a: Tensor, b: Tensor) -> tuple[float, float]:
     """The largest magnitude in `a`, and the largest difference of `b` from it, in float64; both
-    finite and not empty."""
+    finite and not empty. Either may be a parameter, which a network may return as it is."""
+    a, b = a.detach(), b.detach()
     return float(a.abs().max()), float((a.double() - b.double()).abs().max())
 
 
