@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.export import Dim
 from torch.nn import functional as F
 
 import demask
@@ -101,6 +102,47 @@ class Corner(nn.Module):
 def test_fills_of_two_axes():
     net, given = Corner().double(), (torch.randn(5, 3, 4).double(), torch.randn(5, 3, 4).double())
     assert difference(net(*given), demask.demask(net, given)(*given)) == 0
+
+
+class PerImage(nn.Module):
+    """Constant channels that differ from image to image enter a padded convolution."""
+
+    def __init__(self, conv: nn.Module) -> None:
+        super().__init__()
+        self.conv = conv
+        self.register_buffer("scale", torch.tensor([1.0, 0, 1, 0]).view(4, 1, 1))
+        self.register_buffer("shift", torch.randn(2, 4, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x * self.scale + self.shift)
+
+
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_constants_that_differ_from_image_to_image(kind, groups):
+    torch.manual_seed(0)
+    net, x = PerImage(kind(4, 4, 3, padding=1, groups=groups)).double(), torch.randn(2, 4, 5, 6)
+    assert difference(net(x.double()), demask.demask(net, (x.double(),))(x.double())) <= 1e-10
+
+
+class Tokens(nn.Module):
+    """Constant features of any number of tokens, summed by a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.layer.weight.data[1] = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ones_like(x[..., :1]).transpose(1, 2) @ self.layer(x)
+
+
+def test_sums_of_constants_over_any_number_of_tokens():
+    net, sizes = Tokens().double(), ({0: Dim.AUTO, 1: Dim.AUTO},)
+    slim = demask.demask(net, (torch.randn(3, 5, 4).double(),), dynamic_shapes=sizes)
+    for tokens in (5, 7):
+        x = torch.randn(2, tokens, 4).double()
+        assert difference(net(x), slim(x)) <= 1e-10
 
 
 class Mixed(nn.Module):

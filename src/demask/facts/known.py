@@ -372,17 +372,17 @@ def contributions(relation: Relation, inputs: list[Fact], *, absorb: bool = Fals
     """Over letters: which products a_i · b_i are neither zero nor known.
 
     absorb: known products count as known though, under zero padding, their sum varies along the
-    border (a border map takes them).
+    border (a border map takes them, `is_absorbing`).
 
     Window letters are 1: a product over a window is known if every one of its products is.
     """
     zeros = [window_mask(relation, k, inputs[k], zero=True) for k in relation.factors]
     zero = zeros[0] | zeros[1]
-    constant = not relation.complete and (absorb or constant_sums(relation))
+    constant = is_absorbing(relation) if absorb else constant_sums(relation)
     if relation.entry.fill == "sum" and constant:
         first, second = relation.factors
         plain = over_letters(relation, first, inputs[first])
-        plain = uniform_over(plain, _order(relation), relation.window)
+        plain = uniform_over(plain, _order(relation), alike(relation))
         zero = zero | (plain.known & window_mask(relation, second, inputs[second], zero=False))
     return ~zero
 
@@ -400,6 +400,22 @@ def constant_sums(relation: Relation) -> bool:
     if relation.complete or relation.entry.reads_padding(relation.node):
         return False
     return all(relation.size[letter] is not None for letter in relation.contracted)
+
+
+def is_absorbing(relation: Relation) -> bool:
+    """Can the sum of known products be added to what a smaller call makes: a constant, or under
+    zero padding a border map?"""
+    padded = not relation.complete and relation.entry.reads_padding(relation.node)
+    return padded or constant_sums(relation)
+
+
+def alike(relation: Relation) -> frozenset[str]:
+    """Letters along which a known operand has one value where its products are summed beforehand:
+    windows; under zero padding all that the kernel lacks, as a border map is of one image."""
+    if constant_sums(relation):
+        return relation.window
+    first, second = (relation.letters(relation.ins[k]) for k in relation.factors)
+    return relation.window | (first - second)
 
 
 def known_sum(relation: Relation, inputs: list[Fact]) -> Tensor:

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from demask.facts.known import Facts, constant_sums, contributions, operand_facts, summed
+from demask.facts.known import (
+    Facts,
+    alike,
+    constant_sums,
+    contributions,
+    is_absorbing,
+    operand_facts,
+    summed,
+)
 from demask.facts.masks import Fact, project, spread, uniform_over
 from demask.ops import Relation
 from demask.shrink.cells import Layout
@@ -30,7 +38,7 @@ class Absorbed:
 def absorbed(relation: Relation, facts: Facts, kept: Layout) -> Absorbed:
     """What the products of known factors, at positions dropped from the layout `kept` of the first
     factor, leave to a contraction. Everything is over the original positions."""
-    if relation.complete:  # weights chosen at run time: no product is absorbed
+    if not is_absorbing(relation):
         return Absorbed(None, None)
     first, second = relation.factors
     inputs = operand_facts(relation, facts)
@@ -43,7 +51,7 @@ def absorbed(relation: Relation, facts: Facts, kept: Layout) -> Absorbed:
 def constants_alone(relation: Relation, facts: Facts, layout: Layout) -> Absorbed:
     """What a call leaves of which no product, at the output positions in `layout`, depends on the
     input: all of it, or nothing where one does."""
-    if relation.complete:
+    if constant_sums(relation) or not is_absorbing(relation):
         return Absorbed(None, None)
     first, second = relation.factors
     inputs, order = operand_facts(relation, facts), list(relation.size)
@@ -55,11 +63,17 @@ def constants_alone(relation: Relation, facts: Facts, layout: Layout) -> Absorbe
             kept = kept & mask.view([-1 if k == axis else 1 for k in range(len(layout))])
     live = contributions(relation, inputs, absorb=True)
     live = live & spread(kept, relation.outs[0], order, relation.size)
-    if constant_sums(relation) or bool(live.any()):
+    if bool(live.any()):
         return Absorbed(None, None)
-    axes = [str(k) for k in range(inputs[first].fill.ndim)]
-    windows = {str(k) for k, axis in enumerate(relation.ins[first]) if set(axis) & relation.window}
-    return _sums(relation, uniform_over(inputs[first], axes, windows), inputs[second].fill)
+    return _sums(relation, one_value(relation, inputs[first]), inputs[second].fill)
+
+
+def one_value(relation: Relation, fact: Fact) -> Fact:
+    """What is known of the first factor where it is one value all along what a sum, or a border
+    map, is made for."""
+    axes, letters = relation.ins[relation.factors[0]], alike(relation)
+    order = [str(k) for k in range(len(axes))]
+    return uniform_over(fact, order, {str(k) for k, a in enumerate(axes) if set(a) & letters})
 
 
 def _sums(relation: Relation, fact: Fact, weight: Tensor) -> Absorbed:
@@ -91,9 +105,7 @@ def _dropped(relation: Relation, fact: Fact, operand: int, kept: Layout) -> Fact
         gone = torch.ones(size, dtype=torch.bool)
         gone[list(positions)] = False
         drop = drop | gone.view([-1 if k == axis else 1 for k in range(len(axes))])
-    order = [str(k) for k in range(len(axes))]
-    windows = {str(k) for k, axis in enumerate(axes) if set(axis) & relation.window}
-    plain = uniform_over(fact, order, windows)
+    plain = one_value(relation, fact)
     fill = torch.where(drop & plain.known, plain.fill, torch.zeros((), dtype=plain.fill.dtype))
     if not bool((fill != 0).any()):
         return None

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor, fx
 
 from demask.errors import BadInput
-from demask.facts.known import Facts, Key, Relations, forward, key_of, value_of
-from demask.facts.masks import Fact, checked, uniform_over
+from demask.facts.known import Facts, Key, Relations, forward, is_absorbing, key_of, value_of
+from demask.facts.masks import Fact, checked
 from demask.ops import Relation, schema
 from demask.ops.notation import Axes
+from demask.shrink.border import one_value
 from demask.shrink.cells import At, Index
 from demask.shrink.ties import forced, is_constant, is_grouped
 
@@ -327,11 +328,9 @@ def _leaves(plan: Plan, relation: Relation, letters: dict[int, str], letter: str
         is_constant(relation.operands[k].value) for k in other
     ):
         return False
-    fact, order = _fact(fills[0]), list(map(str, range(fills[0].ndim)))
-    axes = enumerate(relation.ins[relation.factors[0]])
-    windows = {str(k) for k, axis in axes if set(axis) & relation.window}
-    alike = uniform_over(fact, order, windows)
-    if is_grouped(relation) or not bool(alike.known.all()):
+    fact = _fact(fills[0])
+    summed = is_absorbing(relation) and bool(one_value(relation, fact).known.all())
+    if is_grouped(relation) or not summed:
         return False  # What differs from place to place leaves no border map.
     plan.shifts[relation.node] = (letter, fact)
     return True
