@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import reduce
 from typing import Any
 
@@ -17,6 +18,7 @@ from demask.failures import public
 from demask.files.onnx.model import File
 from demask.files.onnx.plan import Plan, Planner, Step
 from demask.files.onnx.read import read
+from demask.files.onnx.recording import Recorder, Recording, Recordings, key_of
 from demask.files.onnx.table import Call
 from demask.files.onnx.values import Host, Value, tensor_of
 from demask.graph.provenance import Interface
@@ -62,6 +64,7 @@ class OnnxModule(nn.Module):
         for name, tensor in planner.tensors.items():
             fixed = name in planner.stored
             attach(self, name, tensor if fixed else nn.Parameter(tensor))
+        self.recordings = Recordings()
         self.eval()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OnnxModule:
@@ -77,33 +80,65 @@ class OnnxModule(nn.Module):
         names = self.plan.inputs
         if len(inputs) != len(names):
             raise TypeError(f"expected {len(names)} inputs {list(names)}, got {len(inputs)}")
-        made = [self._tensor(v) for v in self._run(self.plan, [_given(v) for v in inputs], {})]
+        made = [self._tensor(v) for v in self._outputs(inputs)]
         return made[0] if len(made) == 1 else tuple(made)
 
-    def _run(self, plan: Plan, inputs: Sequence[Value], outer: Mapping[str, Value]) -> list[Value]:
+    def _outputs(self, inputs: Sequence[Any]) -> list[Value]:
+        """The values of the outputs: by a recording of an earlier call like this one, where there
+        is one and its sizes are those of this call."""
+        key = key_of(inputs, self)
+        recording = self.recordings.get(key) if key else None
+        if isinstance(recording, Recording):
+            named = dict(zip(self.plan.inputs, inputs, strict=True))
+            # What fails is run again node by node, for an error that names the node.
+            with suppress(Exception):
+                if (made := recording.run(named, self._held)) is not None:
+                    return made
+        values = [_given(v) for v in inputs]
+        if recording is not ...:
+            return self._run(self.plan, values, {})
+        recorder = Recorder(self.plan, self._held)
+        made = self._run(self.plan, values, {}, recorder)
+        self.recordings.put(key, recorder.recording(made))
+        return made
+
+    def _run(
+        self,
+        plan: Plan,
+        inputs: Sequence[Value],
+        outer: Mapping[str, Value],
+        recorder: Recorder | None = None,
+    ) -> list[Value]:
         values: dict[str, Value] = {**outer, "": None}
         for name, known in plan.constants.items():
             values[name] = known if isinstance(known, Host) else self._held(known)
         values |= dict(zip(plan.inputs, inputs, strict=True))
         for step in plan.steps:
-            self._do(step, values)
+            self._do(step, plan, values, recorder)
         for name in plan.outputs:
             if name not in values:
                 raise BadInput(f"demask makes no {name!r}, an output that few networks ask for")
         return [values[name] for name in plan.outputs]
 
-    def _do(self, step: Step, values: dict[str, Value]) -> None:
+    def _do(
+        self, step: Step, plan: Plan, values: dict[str, Value], recorder: Recorder | None
+    ) -> None:
         node = step.node
         context: dict[str, Any] = {
             "version": step.version,
             "outputs": len(node.outputs),
-            "run": lambda plan, inputs: self._run(plan, inputs, values),
+            "run": lambda inner, inputs: self._run(
+                inner, inputs, values, recorder and recorder.branch(inner, node, values)
+            ),
         }
         try:
             inputs = [values[name] for name in node.inputs]
             context["device"] = device = self._device(inputs)
             context["as_tensor"] = lambda value: tensor_of(value, self._held, device)
-            made = step.entry(node, inputs, Call(self._held, device, context))
+            record = recorder and recorder.called
+            made = step.entry(node, inputs, Call(self._held, device, context, record))
+            if recorder:
+                recorder.node(step, plan, inputs, made)
         except DemaskError as error:
             if str(node) in str(error):
                 raise

@@ -24,7 +24,7 @@ FEW = 16  # numbers of a constant that nothing trains: factors of sizes, such as
 MAX_NODES = 1_000_000  # after the ops that a file defines itself are written out
 MAX_MODULES = 50_000
 MAX_PATH = 16  # modules inside each other that the dots of a name ask for
-_TAKEN = frozenset(dir(nn.Module())) | {"plan", "interface"}  # the module's own attributes
+_TAKEN = frozenset(dir(nn.Module())) | {"plan", "interface", "recordings"}  # its own
 
 
 @dataclass(frozen=True, slots=True)

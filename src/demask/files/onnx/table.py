@@ -49,6 +49,7 @@ class Call:
     held: Callable[[str], Tensor]  # a tensor of the module, by name
     device: torch.device
     context: Mapping[str, Any]
+    record: Callable[[Callable[..., Any], list, dict], None] | None = None  # calls on tensors
 
     def form(self, value: Value, kind: str) -> Any:
         """A value in the form that an annotation asks for."""
@@ -95,6 +96,8 @@ class Entry:
             if made is not NotImplemented:
                 return made
         args, named = _bound(self.function, node, inputs, call)
+        if call.record is not None:
+            call.record(self.function, args, named)
         made = self.function(*args, **named)
         return made if isinstance(made, tuple) else (made,)
 
