@@ -31,7 +31,7 @@ test: $(VENV)/dev.stamp
 	$(RUN) -n 2
 
 nightly: $(VENV)/dev.stamp $(VENV)/real.stamp
-	mkdir -p build/nightly
+	mkdir -p build/nightly && git rev-parse --short HEAD > build/nightly/$(subst /,-of-,$(SHARD)).commit
 	$(RUN) -n 2 -m nightly --shard $(SHARD) --junit-xml build/nightly/$(subst /,-of-,$(SHARD)).xml
 
 bench: $(VENV)/bench.stamp $(DEEPSPARSE)/bench.stamp

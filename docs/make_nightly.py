@@ -1,0 +1,136 @@
+"""Writes docs/nightly.md from what `make nightly` left in build/nightly: `python
+docs/make_nightly.py`.
+
+One file per run (`1-of-6.xml`, in JUnit's format) and, beside it, the commit (`1-of-6.commit`).
+Files named `again*.xml` are of tests that were run again, at a later commit.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parents[1]
+RUNS = ROOT / "build" / "nightly"
+PATH = Path(__file__).parent / "nightly.md"
+
+sys.path.append(str(ROOT / "benchmarks"))
+
+from tables import machine, markdown  # noqa: E402
+
+HEAD = """# The slow suites, run to their end
+
+`make nightly SHARD=k/n` runs a part of the tests that take too long for every push: all networks of
+torchvision, transformers' architectures, pretrained files, thousands of random networks, every node
+test of ONNX, both laws on many draws, the GPU kernels in an interpreter. Written by
+`python docs/make_nightly.py` from what it leaves behind.
+
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Test:
+    """One test of a run. outcome: passed, failed or skipped; reason: its first line."""
+
+    file: str
+    name: str
+    outcome: str
+    seconds: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A shard, or tests that were run again."""
+
+    name: str
+    commit: str
+    day: str
+    seconds: float
+    tests: tuple[Test, ...]
+
+    def count(self, outcome: str) -> int:
+        return sum(test.outcome == outcome for test in self.tests)
+
+
+def runs(folder: Path) -> list[Run]:
+    """All runs of a folder, in the order of their names."""
+    return [_run(path) for path in sorted(folder.glob("*.xml"))]
+
+
+def _run(path: Path) -> Run:
+    suite = ElementTree.parse(path).getroot()[0]
+    commit = path.with_suffix(".commit")
+    return Run(
+        path.stem.replace("-of-", "/"),
+        commit.read_text().strip() if commit.exists() else "",
+        suite.attrib["timestamp"].partition("T")[0],
+        float(suite.attrib["time"]),
+        tuple(_tests(suite)),
+    )
+
+
+def _tests(suite: ElementTree.Element) -> Iterator[Test]:
+    for case in suite.iter("testcase"):
+        outcome, reason = "passed", ""
+        for part in case:
+            if part.tag in ("failure", "error", "skipped"):
+                outcome = "skipped" if part.tag == "skipped" else "failed"
+                reason = (part.get("message") or "").strip().partition("\n")[0]
+        file = case.attrib["classname"].removeprefix("tests.")
+        seconds = float(case.attrib["time"])
+        yield Test(file, case.attrib["name"], outcome, seconds, reason)
+
+
+def page(found: list[Run]) -> str:
+    """The page of the documentation."""
+    shards = [run for run in found if not run.name.startswith("again")]
+    again = {(t.file, t.name): (run, t) for run in found if run not in shards for t in run.tests}
+    text = HEAD + f"{machine()}; two tests at a time.\n\n## Shards\n\n"
+    head = ("shard", "commit", "day", "tests", "passed", "failed", "skipped", "minutes")
+    text += markdown(head, [_shard(run) for run in shards]) + "\n\n## Failures\n\n"
+    failed = [(run, t) for run in shards for t in run.tests if t.outcome == "failed"]
+    rows = [[f"`{t.file}`: {_short(t.name, 90)}", _short(t.reason, 110), _end(again, t)]
+            for _, t in failed]  # fmt: skip
+    text += markdown(("test", "failed with", "run again"), rows) if rows else "None."
+    text += "\n\n## Files\n\n"
+    head = ("file", "tests", "failed", "skipped", "minutes, all tests")
+    return text + markdown(head, list(_files(shards))) + "\n"
+
+
+def _shard(run: Run) -> list[str]:
+    counts = [str(run.count(outcome)) for outcome in ("passed", "failed", "skipped")]
+    day = [run.name, run.commit, run.day, str(len(run.tests))]
+    return [*day, *counts, f"{run.seconds / 60:.0f}"]
+
+
+def _end(again: dict[tuple[str, str], tuple[Run, Test]], test: Test) -> str:
+    """How a failed test ended when it was run again."""
+    if (test.file, test.name) not in again:
+        return "no"
+    run, later = again[test.file, test.name]
+    return f"{later.outcome} at {run.commit}"
+
+
+def _files(shards: list[Run]) -> Iterator[list[str]]:
+    tests = [test for run in shards for test in run.tests]
+    seconds: Counter[str] = Counter()
+    for test in tests:
+        seconds[test.file] += test.seconds  # type: ignore[assignment]
+    for file, total in seconds.most_common():
+        mine = [test.outcome for test in tests if test.file == file]
+        counts = [str(mine.count(outcome)) for outcome in ("failed", "skipped")]
+        yield [f"`{file}`", str(len(mine)), *counts, f"{total / 60:.1f}"]
+
+
+def _short(text: str, most: int) -> str:
+    text = text.replace("|", "/").replace("\n", " ")
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
+if __name__ == "__main__":
+    PATH.write_text(page(runs(RUNS)))
