@@ -237,6 +237,24 @@ def test_regions_of_the_documented_forms():
         regions.needed(linear, 0, 2, 0, 1)
 
 
+class Put(nn.Module):
+    """Slices written into a batch of two; capture does not ask how many images they come from."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.tensor([[1.0, 0, 1], [1, 0, 0]])[:, :, None])
+
+    def forward(self, x, y):
+        return torch.slice_scatter(x * self.mask + 1, y.relu(), 1, 1, 3) * self.mask
+
+
+def test_an_axis_that_is_static_in_one_tensor_alone():
+    net, given = Put(), (torch.randn(2, 3, 4), torch.randn(2, 2, 4))
+    slim = shrink(net, given)
+    assert torch.equal(net(*given), slim(*given))
+    assert any("of any size in another" in reason.text for reason in slim.demasked.reasons)
+
+
 # Planted faults: every checker must see them.
 
 

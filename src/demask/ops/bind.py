@@ -121,6 +121,8 @@ def bind(node: fx.Node, table: Table) -> Relation | Declined:
     shapes = [schema.sizes(_value(operand)) for operand in which]
     made = [schema.sizes(value) for value in schema.outputs(node)]
     size = _sizes(line, shapes, made, known, f"{name} ({node.name})")
+    if (length := _half_dynamic(line, [*shapes, *made])) is not None:
+        return Declined(f"{name} with an axis of {length} in one tensor, of any size in another")
     longest = max((n for n in size.values() if n is not None), default=0)
     if longest > MAX_AXIS:
         return Declined(f"{name} with an axis of {longest:,} positions: more than {MAX_AXIS:,}")
@@ -198,6 +200,18 @@ def _sizes(line, shapes, made, known, where: str) -> dict[str, int | None]:
         for axis, n in zip(axes, shape, strict=True):
             _check_axis(axis, n, size, where)
     return size
+
+
+def _half_dynamic(line: Line, shapes: list[tuple[schema.Size, ...]]) -> int | None:
+    """The length of an axis that is static in one tensor of a call and dynamic in another: capture
+    of some ops does not compare the two."""
+    found: dict[str, set[int | None]] = {}
+    for axes, shape in zip([*line.ins, *line.outs], shapes, strict=True):
+        for axis, n in zip(axes, shape, strict=True):
+            if len(axis) == 1 and n != 1:
+                found.setdefault(axis[0], set()).add(n)
+    mixed = (ns for ns in found.values() if None in ns and len(ns) > 1)
+    return next((n for ns in mixed for n in ns if n is not None), None)
 
 
 def _check_axis(axis, n, size: dict[str, int | None], where: str) -> None:
