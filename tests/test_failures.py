@@ -491,3 +491,20 @@ def test_an_output_may_be_a_parameter(tmp_path):
     assert slim.demasked.after.parameters < slim.demasked.before.parameters
     assert demask.verify(net, slim, (x,)).ok
     demask.to_onnx(slim, tmp_path / "slim.onnx", (x,))
+
+
+def test_a_form_that_always_applies_ends(monkeypatch):
+    """Each form is applied once in a row; the network shrinks as without it."""
+    asked = []
+
+    def endless(reading):
+        asked.append(reading)
+        assert len(asked) < 20
+        return reading.program
+
+    net, x = Net().eval(), torch.randn(2, 6)
+    expected = demask.demask(net, (x,)).state_dict()
+    monkeypatch.setattr(PIPELINE, "_FORMS", ((endless, "an endless form"), *PIPELINE._FORMS))
+    slim = demask.demask(net, (x,)).state_dict()
+    assert {k: v.shape for k, v in slim.items()} == {k: v.shape for k, v in expected.items()}
+    assert asked

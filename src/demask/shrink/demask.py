@@ -291,24 +291,27 @@ def _smaller(step: _Step, table: Table, borders: bool, log: Log) -> _Pass:
     return None, refused[0] if refused else ()
 
 
-def _attempts(reading: Reading, log: Log) -> Iterator[Rewritten]:
+def _attempts(
+    reading: Reading, log: Log, tried: frozenset[str] = frozenset()
+) -> Iterator[Rewritten]:
     """Ways to rewrite a program, the one that removes most first.
 
     Other forms of it, in which more can be cut: pads absorbed by windows, complete axes over what
     varies alone, heads in groups, heads re-ordered, side networks split off. Then as it is; with
     weights that several calls read cut alike; and frugal. What fails is left out, and `log` says
-    so.
+    so. tried: the forms applied already. None is applied twice: one that leaves calls it applies to
+    would never end.
     """
     log.add(reading.failed)
-    absorbed = log.attempt(_PADS, partial(_padded, reading), None)
-    for attempt in _attempts(absorbed, log) if absorbed else ():
+    absorbed = None if _PADS in tried else log.attempt(_PADS, partial(_padded, reading), None)
+    for attempt in _attempts(absorbed, log, tried | {_PADS}) if absorbed else ():
         restored = log.attempt(_PADS, partial(pads_restored, attempt.program), None)
         if restored is not None:
             yield replace(attempt, program=restored)
     for form, name in _FORMS:
-        other = log.attempt(name, partial(_formed, form, reading), None)
+        other = None if name in tried else log.attempt(name, partial(_formed, form, reading), None)
         if other:
-            yield from _attempts(other, log)
+            yield from _attempts(other, log, tried | {name})
     side = reading.borders and log.attempt("a side network", partial(sided, reading), None)
     if side and (split := log.attempt("a side network", partial(reading.again, side), None)):
         yield from _tried(split, log)
