@@ -161,7 +161,7 @@ def forward(relation: Relation, facts: Facts) -> list[Fact | None]:
         return unchanging(relation, inputs)
     if entry.fill in ("same", "mix"):
         return [_same(relation, inputs[entry.main]), *[None] * (count - 1)]
-    return [_run(relation, inputs), *[None] * (count - 1)]
+    return _run(relation, inputs)
 
 
 def _order(relation: Relation) -> list[str]:
@@ -219,53 +219,50 @@ def created(relation: Relation) -> Fact | None:
     found = schema.replaced(found, relation.operands, values)
     if "device" in found:
         found["device"] = None
-    fill = _call(relation.node, found)
-    return None if fill is None else Fact(torch.ones([1] * rank, dtype=torch.bool), fill)
+    return Fact(torch.ones([1] * rank, dtype=torch.bool), _call(relation.node, found))
 
 
-def _call(node: fx.Node, found: dict[str, Any]) -> Tensor | None:
+def _call(node: fx.Node, found: dict[str, Any]) -> Any:
     args, kwargs = schema.call(node.target, found)
     with torch.no_grad():
-        result = node.target(*args, **kwargs)  # type: ignore[operator]
-    return result[0] if isinstance(result, (list, tuple)) else result
+        return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _run(relation: Relation, inputs: list[Fact]) -> Fact | None:
+def _run(relation: Relation, inputs: list[Fact]) -> list[Fact | None]:
     """Known where all operands are: the op run on their fills, in their own dtype."""
     order = _order(relation)
+    facts: list[Fact | None] = [None] * len(relation.outs)
     found = schema.arguments(relation.node)
     names = {o.name for o in relation.operands}
     if any(schema.is_dynamic(v) for name, v in found.items() if name not in names):
-        return None
+        return facts
     wide = [over_letters(relation, k, fact) for k, fact in enumerate(inputs)]
-    whole = set(relation.complete) | _reduced(relation)
     mask = torch.ones([1] * len(order), dtype=torch.bool)
     for fact in wide:
-        mask = mask & all_over(fact.known, order, whole)
-    value = _value(relation, inputs, found) if bool(mask.any()) else None
-    if value is not None:
-        value = spread(value, relation.outs[0], order, relation.size)
-        if _dynamic_sum(relation) and bool(((value != 0) & mask).any()):
-            mask, value = mask & (value == 0), value
-    fact = None if value is None else Fact(*torch.broadcast_tensors(mask, value))
-    fact = _zeroed(relation, wide, fact)
-    fact = _affine(relation, wide, fact)
-    return None if fact is None else _project(relation, fact)
+        mask = mask & all_over(fact.known, order, relation.complete)
+    if bool(mask.any()) and (values := _values(relation, inputs, found)) is not None:
+        facts = [_told(relation, mask, value, k) for k, value in enumerate(values)]
+    facts[0] = _affine(relation, wide, _zeroed(relation, wide, facts[0]))
+    return [None if fact is None else _project(relation, fact, k) for k, fact in enumerate(facts)]
 
 
-def _reduced(relation: Relation) -> set[str]:
-    made = relation.letters(relation.outs[0])
+def _told(relation: Relation, mask: Tensor, value: Tensor, out: int) -> Fact:
+    """What a value tells of an output where the mask is on all along what the output lacks."""
+    order, gone = _order(relation), _reduced(relation, out)
+    mask = all_over(mask, order, gone)
+    value = spread(value, relation.outs[out], order, relation.size)
+    if relation.entry.sized and any(relation.size[a] is None for a in gone | relation.complete):
+        mask = mask & (value == 0)  # Other sums depend on a length that only run time tells.
+    return Fact(*torch.broadcast_tensors(mask, value))
+
+
+def _reduced(relation: Relation, out: int) -> set[str]:
+    made = relation.letters(relation.outs[out])
     return {a for axes in relation.ins for a in relation.letters(axes) if a not in made}
 
 
-def _dynamic_sum(relation: Relation) -> bool:
-    """Does the value depend on a length that only run time tells?"""
-    whole = set(relation.complete) | _reduced(relation)
-    return relation.entry.sized and any(relation.size[a] is None for a in whole)
-
-
-def _value(relation: Relation, inputs: list[Fact], found: dict[str, Any]) -> Tensor | None:
-    """The op on the fills, axes shrunk to 1 wherever nothing varies along them."""
+def _values(relation: Relation, inputs: list[Fact], found: dict[str, Any]) -> list[Tensor] | None:
+    """What the op makes of the fills, axes shrunk to 1 wherever nothing varies along them."""
     sizes, varies = _run_sizes(relation, inputs)
     values = []
     for k, fact in enumerate(inputs):
@@ -284,12 +281,12 @@ def _value(relation: Relation, inputs: list[Fact], found: dict[str, Any]) -> Ten
         fill = torch.where(fact.known, fact.fill, fact.fill.new_ones(()))
         values.append(fill.expand(shape).contiguous())
     result = _call(relation.node, schema.replaced(found, relation.operands, values))
-    if result is None:
-        return None
-    for axis, letters in enumerate(relation.outs[0]):
-        if not any(letter in varies for letter in letters):
-            result = result.narrow(axis, 0, 1)
-    return result
+    made = list(result) if isinstance(result, (list, tuple)) else [result]
+    for out, axes in enumerate(relation.outs):
+        for axis, letters in enumerate(axes):
+            if not any(letter in varies for letter in letters):
+                made[out] = made[out].narrow(axis, 0, 1)
+    return made
 
 
 def _run_sizes(relation: Relation, inputs: list[Fact]) -> tuple[dict[str, int], set[str]]:
@@ -300,7 +297,7 @@ def _run_sizes(relation: Relation, inputs: list[Fact]) -> tuple[dict[str, int], 
             if n != 1:
                 varies |= set(axis)
     together = {a for axes in relation.ins for axis in axes if len(axis) > 1 for a in axis}
-    whole = set(relation.complete) | _reduced(relation)
+    whole = relation.complete.union(*(_reduced(relation, k) for k in range(len(relation.outs))))
     sizes = {}
     for letter, size in relation.size.items():
         full = letter in varies or letter in together or (letter in whole and relation.entry.sized)
