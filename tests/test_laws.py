@@ -90,7 +90,7 @@ def scatter_and_minimality(
         result = check_scatter_law(name, case, seed, TABLE, shrink)
         assert result.error <= 1e-10, f"{name} case {index} seed {seed}: {result.error}"
         if seed % 2 == 0 and not {name, f"{name}-{index}"} & set(INSENSITIVE):
-            assert missed(result.slim, result.inputs) == [], f"{name} case {index} seed {seed}"
+            assert missed(result.slim, result.draw) == [], f"{name} case {index} seed {seed}"
 
 
 def test_every_entry_has_cases():
@@ -380,7 +380,7 @@ def test_the_oracle_sees_a_missing_affine_law():
     case = TABLE["aten.batch_norm.default"].cases[0]
     table = changed("aten.batch_norm.default", affine=None)
     found = [
-        missed(result.slim, result.inputs)
+        missed(result.slim, result.draw)
         for seed in range(0, 40, 4)
         if (result := check_scatter_law("aten.batch_norm.default", case, seed, table, shrink)).ok
     ]

@@ -7,6 +7,8 @@ It stands beside the laws: an engine that keeps everything passes those.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,20 +16,23 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
+Draw = Callable[[int], tuple[Any, ...]]
 
-def missed(slim: nn.Module, args: tuple[Any, ...], seeds: int = 3) -> list[str]:
+
+def missed(slim: nn.Module, args: tuple[Any, ...] | Draw, seeds: int = 3) -> list[str]:
     """Slices of weights that no output depends on, as "name, axis 0: position 3".
 
     Weights are parameters and floating-point buffers. Each slice of each axis is re-randomized
-    alone. A gradient that is not zero on one of `seeds` shufflings of the inputs shows that a slice
-    moves an output, so only slices without one are tried, on four times as many. Meant for float64
-    modules: below 1e-12 of the largest output a difference counts as rounding.
+    alone. A gradient that is not zero on one of `seeds` draws of inputs shows that a slice moves an
+    output, so only slices without one are tried, on four times as many. args: inputs, which are
+    shuffled, or a function that draws those with a number. Meant for float64 modules: below 1e-12
+    of the largest output a difference counts as rounding.
 
     >>> net = torch.nn.Linear(2, 3).double()
     >>> missed(torch.nn.Sequential(net, torch.nn.Softmax(-1)), (torch.randn(4, 2).double(),))
     []
     """
-    oracle = _Oracle(slim, args, seeds)
+    oracle = _Oracle(slim, args if callable(args) else partial(_shuffled, args), seeds)
     found = []
     for name, value in oracle.weights.items():
         for axis, size in enumerate(value.shape):
@@ -45,8 +50,8 @@ def missed(slim: nn.Module, args: tuple[Any, ...], seeds: int = 3) -> list[str]:
 class _Oracle:
     """A module, drawn inputs, what its outputs are on them, and which weights surely move them."""
 
-    def __init__(self, slim: nn.Module, args: tuple[Any, ...], seeds: int):
-        self.slim, self.args, self.seeds = slim, args, seeds
+    def __init__(self, slim: nn.Module, draw: Draw, seeds: int):
+        self.slim, self.draw, self.seeds = slim, draw, seeds
         named = [*slim.named_parameters(), *slim.named_buffers()]
         self.weights = {n: v.detach() for n, v in named if v.is_floating_point() and v.numel()}
         self.draws: list[tuple[tuple[Any, ...], list[Tensor]]] = []
@@ -94,7 +99,7 @@ class _Oracle:
     def _draw(self, number: int) -> tuple[tuple[Any, ...], list[Tensor]]:
         """The inputs with a number, and what the module makes of them."""
         while len(self.draws) <= number:
-            draw = _shuffled(self.args, len(self.draws))
+            draw = self.draw(len(self.draws))
             with torch.no_grad():
                 self.draws.append((draw, _tensors(self.slim(*draw))))
         return self.draws[number]
