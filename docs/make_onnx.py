@@ -70,6 +70,9 @@ for network in (net, slim):
   the values of `Constant` nodes. Names stay: a dot makes a submodule (`encoder.0.weight`), signs
   that PyTorch does not take become `_`. An initializer that the file lists as an input too has its
   value, and is no argument.
+- `demask.from_onnx("speech.onnx", inputs={{"rate": 16000}})` puts constants (numbers, lists,
+  arrays) in place of inputs; the module takes the others, and a file written of it has no such
+  input. So an `If` or a `Loop` goes away whose condition or count is the value of an input.
 - Arithmetic on shapes (`Shape`, `Gather`, `Concat`, `Reshape`) is done on sizes, without tensors.
   Sizes that the file names therefore stay dynamic in `demask()`, where the network allows it; the
   report says which were fixed.
@@ -91,6 +94,7 @@ demask inspect model.onnx                        # what could go, and what stays
 demask slim model.onnx -o slim.onnx              # the file that ONNX Runtime runs fastest
 demask slim model.onnx -o slim.onnx --minimal    # the smallest, not measured
 demask slim model.onnx -o slim.onnx --size height=480 --size width=640 --threads 1
+demask slim speech.onnx -o slim.onnx --fix rate=16000
 demask verify model.onnx slim.onnx
 ```
 
@@ -103,10 +107,14 @@ Without the runtime it rounds widths up to 8.
 file's, or input and axis (`image.2`) where the file has none; one name is one size everywhere.
 `--input image=photo.npy` (or `.npz`) takes example inputs from files, and `--static` fixes all
 sizes to theirs; without it they are seeded numbers that the first ops can work with (positions in a
-table, pixels that are divided by 255). `--tolerance` allows `.onnx` results a larger difference.
-Other
-commands take `.onnx` files and these options too; what `optimize` finds is fast in PyTorch, and is
-written as `.demask` or `.pt2`.
+table, pixels that are divided by 255). `--fix` puts a constant in place of an input, a number or a
+list: `--fix rate=16000 --fix scales=[1,1,2,2]`. `--tolerance` allows `.onnx` results a larger
+difference. Other commands take `.onnx` files and these options too; what `optimize` finds is fast
+in PyTorch, and is written as `.demask` or `.pt2`.
+
+ONNX Runtime on x86 without VNNI clips the sum of two products of `uint8` and `int8` to 16 bits.
+Which two are summed depends on how many channels there are: the demasked file may clip others than
+the file given. Weights of 7 bits (`reduce_range=True` in ONNX Runtime's tool) clip nothing.
 
 ## What is refused
 

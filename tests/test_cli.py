@@ -377,6 +377,8 @@ def test_the_example_in_the_help_runs(run, saved, few_digits, tmp_path, command)
     assert found
     if any("model.onnx" in words for words in found):
         assert run("slim", "model.pt2", "-o", "model.onnx", "--minimal").code == 0
+    if any("speech.onnx" in words for words in found):
+        pytest.importorskip("test_onnx_fix").speech(tmp_path / "speech.onnx")
     for words in found:
         outcome = run(*words[1:])
         assert outcome.code == 0, outcome.err

@@ -12,6 +12,7 @@ import typer
 
 from demask.cli import pilots, strides
 from demask.cli.common import (
+    Fix,
     Imports,
     Inputs,
     Json,
@@ -145,6 +146,7 @@ def slim(
     sizes: Sizes = None,
     inputs: Inputs = None,
     static: Static = False,
+    fix: Fix = None,
 ) -> None:
     """Write a network that computes the same as MODEL without the work that was masked away.
 
@@ -157,6 +159,7 @@ def slim(
     Example:
       demask slim model.pt2 -o slim.pt2
       demask slim model.onnx -o slim.onnx --threads 1
+      demask slim speech.onnx -o slim.onnx --fix rate=16000
     """
     check_output(output, suffixes=(".pt2", ".demask", ".onnx"))
     if output.suffix != ".onnx" and (minimal or threads or tolerance is not None):
@@ -166,7 +169,7 @@ def slim(
         from demask.cli.models import read_network
 
         import_modules(imports)
-        given = read_network(model, sizes, inputs, static)
+        given = read_network(model, sizes, inputs, static, fix)
         if output.suffix == ".onnx":
             from demask.deploy import deploy
 
@@ -212,6 +215,7 @@ def optimize(
     sizes: Sizes = None,
     inputs: Inputs = None,
     static: Static = False,
+    fix: Fix = None,
 ) -> None:
     """Write the fastest exact form of MODEL on this machine, found by measuring.
 
@@ -233,7 +237,7 @@ def optimize(
         from demask.machine.allocator import fix_allocator
 
         import_modules(imports)
-        given = read_network(model, sizes, inputs, static)
+        given = read_network(model, sizes, inputs, static, fix)
         fix_allocator()
         result = demask.optimize(
             given.model, given.args, threads=threads, precision=precision, cache=cache,
@@ -251,6 +255,7 @@ def inspect(
     sizes: Sizes = None,
     inputs: Inputs = None,
     static: Static = False,
+    fix: Fix = None,
 ) -> None:
     """Print what could go from MODEL: sizes, masked share per module, ops demask has no rule for.
 
@@ -266,7 +271,7 @@ def inspect(
         from demask.cli.models import read_network
 
         import_modules(imports)
-        given = read_network(model, sizes, inputs, static)
+        given = read_network(model, sizes, inputs, static, fix)
         step("looking for work that was masked away")
         inspection = inspect_network(given, step)
     show(inspection, inspection.to_dict(), as_json)
@@ -280,8 +285,11 @@ def verify(
     imports: Imports = None,
     sizes: Sizes = None,
     inputs: Inputs = None,
+    fix: Fix = None,
 ) -> None:
     """Check that A and B compute the same; exit with 1 if they do not.
+
+    What --fix names is fixed in B too, where B has such an input.
 
     \b
     Example:
@@ -290,12 +298,13 @@ def verify(
     with progress("loading") as step:
         import demask
         from demask.cli.inputs import check_same_inputs
-        from demask.cli.models import read_network
+        from demask.cli.models import fixes_of, read_network
 
         import_modules(imports)
         # Another ONNX file has sizes of its own to choose; others are called with those of A.
         theirs = (sizes, inputs) if b.suffix == ".onnx" else (None, None)
-        first, second = read_network(a, sizes, inputs), read_network(b, *theirs)
+        first = read_network(a, sizes, inputs, fix=fix)
+        second = read_network(b, *theirs, fix=fixes_of(b, fix))
         check_same_inputs(first, second)
         step("comparing")
         verification = demask.verify(first.model, second.module, first.args, check=False)
@@ -322,6 +331,7 @@ def bench(
     sizes: Sizes = None,
     inputs: Inputs = None,
     static: Static = False,
+    fix: Fix = None,
 ) -> None:
     """Time MODEL as given, demasked, optimized and compiled on this machine; print one table.
 
@@ -340,7 +350,7 @@ def bench(
         from demask.cli.models import read_network
 
         import_modules(imports)
-        given = read_network(model, sizes, inputs, static)
+        given = read_network(model, sizes, inputs, static, fix)
         counts, batches = (tuple(dict.fromkeys(asked or ())) for asked in (threads, batch))
         plan = benching.Plan(counts, batches, pairs, seconds, with_compile)
     with progress("demasking", plan.steps) as step:
@@ -389,6 +399,7 @@ def stream(
     plan: Annotated[bool, typer.Option("--plan", help="Print the plan, and run nothing.")] = False,
     as_json: Json = False,
     imports: Imports = None,
+    fix: Fix = None,
 ) -> None:
     """Run MODEL on images of any size within a budget of memory, from a file to a file.
 
@@ -404,11 +415,13 @@ def stream(
     """
     check_output(destination, suffixes=(".npy",))
     with progress("loading") as step:
+        from demask.cli.models import fixed_network
         from demask.traverse.stream import prepare
 
         import_modules(imports)
+        network = fixed_network(model, fix) if fix else model
         step("planning")
-        job = prepare(model, source, destination, memory=memory, output=output, spill=spill)
+        job = prepare(network, source, destination, memory=memory, output=output, spill=spill)
     if plan:
         show(job.plan, {"rows": job.rows, "plan": job.plan.to_dict()}, as_json)
         return

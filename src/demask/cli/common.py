@@ -43,6 +43,15 @@ Inputs = Annotated[
 Static = Annotated[
     bool, typer.Option("--static", help="Fix all dynamic sizes to those of the example inputs.")
 ]
+Fix = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--fix",
+        metavar="NAME=VALUE",
+        help="A constant in place of an input of an ONNX file, a number or a list: --fix "
+        "rate=16000 --fix scales=[1,1,2,2]. May be given several times.",
+    ),
+]
 Tolerance = Annotated[
     float | None,
     typer.Option(

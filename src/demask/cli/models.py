@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +36,7 @@ TRIED = ((224, 16), (320, 512), (640, 4096))
 @dataclass(frozen=True, slots=True)
 class Network:
     """A network read from a file, and example arguments: empty where the program tells them. file:
-    where it was read from, if that is an ONNX file."""
+    the ONNX file that computes this, if it was read from one."""
 
     model: ExportedProgram | fx.GraphModule
     args: tuple[Tensor, ...]
@@ -57,11 +58,13 @@ class Network:
 @dataclass(frozen=True, slots=True)
 class Example:
     """What the caller says of the example inputs. sizes: "name=number". inputs: "file" or
-    "name=file". static: fix all sizes to the example's; "inner": all but those of axis 0."""
+    "name=file". static: fix all sizes to the example's; "inner": all but those of axis 0. fix:
+    "name=value" of inputs that are constants."""
 
     sizes: Sequence[str] = ()
     inputs: Sequence[str] = ()
     static: bool | str = False
+    fix: Sequence[str] = ()
 
     @property
     def is_plain(self) -> bool:
@@ -73,11 +76,12 @@ def read_network(
     sizes: Sequence[str] | None = None,
     inputs: Sequence[str] | None = None,
     static: bool | str = False,
+    fix: Sequence[str] | None = None,
 ) -> Network:
     """The network in a .pt2 file, an archive of demask or an ONNX file, with example inputs as
     `Example` says; raises BadInput for anything else."""
-    asked = Example(sizes or (), inputs or (), static)
-    if path.suffix == ".onnx":
+    asked = Example(sizes or (), inputs or (), static, fix or ())
+    if path.suffix == ".onnx" or fix:
         return _read_onnx(path, asked)
     model = read_model(path)
     if static == "inner":
@@ -147,8 +151,34 @@ def example(port: Port, shape: Sequence[int], span: Any = None) -> Tensor:
 # ----------------------------------------------------------------------------------------- ONNX
 
 
+def fixed_network(path: Path, fix: Sequence[str]) -> OnnxModule:
+    """The network in an ONNX file, with constants in place of inputs as `--fix` says."""
+    if path.suffix != ".onnx":
+        raise BadInput(f"--fix is for .onnx files, got {path}: leave it out")
+    values: dict[str, Any] = {}
+    for text in fix:
+        name, _, value = text.partition("=")
+        try:
+            number = json.loads(value)
+        except ValueError as error:
+            raise BadInput(f"expected --fix NAME=VALUE, such as --fix rate=16000 or --fix "
+                           f"sizes=[1,2], got {text!r}") from error  # fmt: skip
+        if name in values:
+            raise BadInput(f"--fix {name} is there twice: expected it once")
+        values[name] = number
+    return from_onnx(path, inputs=values)
+
+
+def fixes_of(path: Path, fix: Sequence[str] | None) -> list[str]:
+    """What `--fix` says of inputs that a network has."""
+    if path.suffix != ".onnx" or not fix:
+        return []
+    names = {port.name for port in from_onnx(path).interface.inputs}
+    return [text for text in fix if text.partition("=")[0] in names]
+
+
 def _read_onnx(path: Path, asked: Example) -> Network:
-    module = from_onnx(path)
+    module = fixed_network(path, asked.fix)
     ports = tuple(map(_port, cast(Interface, module.interface).inputs))
     given, chosen = _given(asked.inputs, ports), _chosen(asked.sizes, ports, path)
     args = _running(module, ports, chosen, given)
@@ -161,7 +191,7 @@ def _read_onnx(path: Path, asked: Example) -> Network:
         given.get(port.name, drawn(x.shape, x.dtype, spans.get(name)))
         for port, name, x in zip(ports, names, args, strict=True)
     )
-    return Network(model, args, path)
+    return Network(model, args, None if asked.fix else path)
 
 
 def _port(port: provenance.Port) -> Port:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from demask.cli.common import (
+    Fix,
     Imports,
     Inputs,
     Json,
@@ -68,6 +69,7 @@ def compare(
     sizes: Sizes = None,
     inputs: Inputs = None,
     static: Static = False,
+    fix: Fix = None,
 ) -> None:
     """Print what simplified forms of MODEL keep of it on DATA, and what they cost.
 
@@ -90,7 +92,7 @@ def compare(
         from demask.pilot.compare import compare as compared
 
         import_modules(imports)
-        given = read_network(model, sizes, inputs, static)
+        given = read_network(model, sizes, inputs, static, fix)
         calls = read_inputs(data, given, batch)
         found = compared(given.model, calls, by=by or DEFAULT, pairs=pairs, progress=step)
     show(found, found.to_dict(), as_json)
@@ -126,6 +128,7 @@ def collect(
     sizes: Sizes = None,
     inputs: Inputs = None,
     static: Static = False,
+    fix: Fix = None,
 ) -> None:
     """Write execution data: one magnitude per channel, unit, head, token or tile of each layer.
 
@@ -153,7 +156,7 @@ def collect(
         given = (
             Network(outline(model).slim, ())
             if sliced
-            else read_network(model, sizes, inputs, static)
+            else read_network(model, sizes, inputs, static, fix)
         )
         calls = read_inputs(data, given, batch)
         network: Any = model if sliced else given.model
@@ -185,6 +188,7 @@ def explain(
     sizes: Sizes = None,
     inputs: Inputs = None,
     static: Static = False,
+    fix: Fix = None,
 ) -> None:
     """Print what conditions would gain and lose for MODEL on this machine, and what not to use.
 
@@ -201,7 +205,7 @@ def explain(
         from demask.pilot.explain import explain as explained
 
         import_modules(imports)
-        given = read_network(model, sizes, inputs, static)
+        given = read_network(model, sizes, inputs, static, fix)
         calls = read_inputs(data, given, batch)
         step("predicting")
         found = explained(given.module, calls, threads=threads, loss=loss)
@@ -239,6 +243,7 @@ def condition(
     sizes: Sizes = None,
     inputs: Inputs = None,
     static: Static = False,
+    fix: Fix = None,
 ) -> None:
     """Condition MODEL, time it beside MODEL, and print what is done at each layer, and why.
 
@@ -260,7 +265,7 @@ def condition(
         from demask.pilot import condition as conditioned
 
         import_modules(imports)
-        given = read_network(model, sizes, inputs, static)
+        given = read_network(model, sizes, inputs, static, fix)
         step("conditioning")
         example = given.example if data is None else read_inputs(data, given, 1)[0]
         made: Any = conditioned(given.module, example, pilot=pilot, condition=condition,

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from demask.errors import BadInput
-
-NAMELESS = ("", "?", "-1", "None")  # what exporters write for a dynamic size without a name
+from demask.graph.provenance import NAMELESS
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from demask.cli.common import (
+    Fix,
     Imports,
     Inputs,
     Json,
@@ -44,6 +45,7 @@ def lower(
     sizes: Sizes = None,
     inputs: Inputs = None,
     static: Static = False,
+    fix: Fix = None,
 ) -> None:
     """Write MODEL without strided convolutions, for a target that has none.
 
@@ -62,7 +64,7 @@ def lower(
         from demask.stride import lower
 
         import_modules(imports)
-        given = read_network(model, sizes, inputs, static or "inner")
+        given = read_network(model, sizes, inputs, static or "inner", fix)
         step("lowering")
         result = lower(given.model, given.args, target=target)
         _finish(given, result, output, step, as_json)
@@ -76,6 +78,7 @@ def raise_strides(
     sizes: Sizes = None,
     inputs: Inputs = None,
     static: Static = False,
+    fix: Fix = None,
 ) -> None:
     """Write MODEL with strided convolutions in place of those that are subsampled behind.
 
@@ -93,7 +96,7 @@ def raise_strides(
         from demask.stride import raise_strides
 
         import_modules(imports)
-        given = read_network(model, sizes, inputs, static or "inner")
+        given = read_network(model, sizes, inputs, static or "inner", fix)
         step("raising strides")
         result = raise_strides(given.model, given.args)
         _finish(given, result, output, step, as_json)

@@ -64,6 +64,9 @@ class InputSpec:
     example: tuple[int, ...]
 
 
+NAMELESS = ("", "?", "-1", "None")  # what exporters write for a dynamic size without a name
+
+
 @dataclass(frozen=True, slots=True)
 class Port:
     """One input or output of an ONNX file: its name, its dtype ("float32"; else what kind of value

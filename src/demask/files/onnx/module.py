@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from demask.errors import BadInput, DemaskError
 from demask.failures import public
+from demask.files.onnx.fix import fix_inputs
 from demask.files.onnx.model import File
 from demask.files.onnx.plan import Plan, Planner, Step
 from demask.files.onnx.read import read
@@ -26,20 +27,25 @@ from demask.graph.result import attach
 
 
 @public
-def from_onnx(path: str | os.PathLike[str]) -> OnnxModule:
+def from_onnx(
+    path: str | os.PathLike[str], *, inputs: Mapping[str, Any] | None = None
+) -> OnnxModule:
     """The network in an ONNX file as an `nn.Module`: the file's inputs in their order, by position;
     its one output, or a tuple of them.
 
-    Weights keep their names, so that `state_dict`, pruning and training work as on any module.
-    Raises BadInput or RefusedFile. Feature: ONNX in; needs `pip install demask[onnx]`.
+    inputs: constants in place of inputs, by name: a number, a list, an array or a tensor; the
+    module takes the others. An `If` or `Loop` that such an input decides is decided then. Weights
+    keep their names, so that `state_dict`, pruning and training work as on any module. Raises
+    BadInput or RefusedFile. Feature: ONNX in; needs `pip install demask[onnx]`.
 
     >>> import demask, torch
     >>> net = demask.from_onnx("model.onnx")             # doctest: +SKIP
     >>> net(torch.randn(1, 3, 224, 224)).shape           # doctest: +SKIP
     torch.Size([1, 1000])
+    >>> demask.from_onnx("speech.onnx", inputs={"rate": 16000})    # doctest: +SKIP
     """
     try:
-        return OnnxModule(read(path))
+        return OnnxModule(fix_inputs(read(path), inputs or {}))
     except BadInput as error:
         if str(path) in str(error):
             raise

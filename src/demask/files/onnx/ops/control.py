@@ -33,8 +33,8 @@ def _decided(value: Value, what: str) -> Any:
     if isinstance(value, Tensor) and torch.compiler.is_exporting():
         raise BadInput(
             f"expected {what} that is known before the network runs, got one that the network "
-            "computes from its inputs' values; call the network without torch.export, or put a "
-            "constant in the file for it"
+            "computes from its inputs' values: fix the input that decides it, by "
+            "demask.from_onnx(path, inputs={NAME: VALUE}) or, on the command line, --fix NAME=VALUE"
         )
     return number_of(value)
 
