@@ -187,3 +187,26 @@ def test_constants_decide_the_dtype():
 def test_random_masks_meet_quotients(seeds):
     for seed in seeds:
         assert broken(generate(seed, fills=True)) == "", seed
+
+
+class Masked(nn.Module):
+    """Attention of two heads, masked by values of the input; of each head other values are read."""
+
+    def __init__(self):
+        super().__init__()
+        self.v, self.o = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.o.weight.data[:, [0, 1, 6, 7]] = 0
+
+    def forward(self, x):
+        q, v = x.unflatten(2, (2, 3)).transpose(1, 2), self.v(x).unflatten(2, (2, 4))
+        allowed = (x[:, None, None, :, 0] > -9).expand(-1, -1, x.shape[1], -1)
+        made = F.scaled_dot_product_attention(q, q, v.transpose(1, 2), allowed)
+        return self.o(made.transpose(1, 2).flatten(2))
+
+
+def test_a_mask_of_attention_is_no_index():
+    """Values that no later layer reads may be anything, behind whichever mask."""
+    net, x = Masked().eval(), torch.randn(2, 5, 6)
+    slim = demask.demask(net, (x,))
+    assert slim.get_parameter("v.weight").shape == (4, 6)
+    torch.testing.assert_close(slim(x), net(x))

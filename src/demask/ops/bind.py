@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
 from torch import Tensor, fx
 
 from demask.errors import TableError
@@ -78,8 +79,8 @@ class Relation:
             }
             return allowed[entry.total]
         linear = entry.fill in ("sum", "mix", "same", "recur") or entry.rest in _BOUNDED
-        places = [node for node in nodes if node is not None and node.op != "get_attr"
-                  and not node.meta["val"].is_floating_point()]  # fmt: skip
+        kinds = [n.meta["val"].dtype for n in nodes if n is not None and n.op != "get_attr"]
+        places = [kind for kind in kinds if not kind.is_floating_point and kind != torch.bool]
         looked_up = bool(places) and len(self.operands) > 1  # an index, or where parts end
         return not at or bool(self.moved) or entry.free or (linear and not looked_up)
 
