@@ -13,7 +13,7 @@ import importlib.util
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ PIXELS = {"ch_PP-OCRv4_det_infer": (96, 128), "ch_PP-OCRv4_rec_infer": (48, 160)
           "ch_ppocr_mobile_v2.0_cls_infer": (48, 192), "320n": (320, 320)}  # fmt: skip
 LEAST = 1e-2  # of an output: ONNX Runtime computes a sigmoid to 1e-7, however small it is
 SAMPLES, RATE = 576, 16_000  # of sound: 64 of the chunk before, and 512
+# Which of two networks runs is decided by the value of an input, the rate of the sound.
+FIXED = {"silero_vad": {"sr": RATE}, "silero_vad_op18_ifless": {"sr": RATE}}
 FACES = {"pnet": 48, "rnet": 24, "onet": 48}  # pixels
 
 
@@ -122,7 +124,7 @@ def network(source: Source, variant: str, folder: Path) -> tuple[nn.Module, Path
     """The network, masked; and the ONNX file it was read from."""
     if source.is_onnx:
         path = masked_file(source.path, variant, folder)
-        return demask.from_onnx(path), path
+        return demask.from_onnx(path, inputs=FIXED.get(source.name)), path
     model = face_net(source.name)
     model.load_state_dict(torch.load(source.path, weights_only=True))
     for layer in model.modules():
@@ -221,17 +223,23 @@ def page_image(batch: int, channels: int, height: int, width: int) -> Tensor:
     return image
 
 
-def in_runtime(path: Path, inputs: tuple[Tensor, ...]) -> tuple[Any, list[np.ndarray]]:
-    """A session of ONNX Runtime on one thread, and what it makes of the inputs."""
+def in_runtime(
+    path: Path, inputs: tuple[Tensor, ...], fixed: Mapping[str, Any] | None = None
+) -> tuple[Any, list[np.ndarray]]:
+    """A session of ONNX Runtime on one thread, and what it makes of the inputs; fixed: those that
+    stand in the file, by name."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
     session = onnxruntime.InferenceSession(str(path), options, ["CPUExecutionProvider"])
-    return session, session.run(None, _feed(session, inputs))
+    return session, session.run(None, _feed(session, inputs, fixed))
 
 
-def _feed(session: Any, inputs: tuple[Tensor, ...]) -> dict[str, np.ndarray]:
-    ports = session.get_inputs()
-    return {port.name: x.numpy() for port, x in zip(ports, inputs, strict=True)}
+def _feed(
+    session: Any, inputs: tuple[Tensor, ...], fixed: Mapping[str, Any] | None = None
+) -> dict[str, np.ndarray]:
+    given = {name: np.array(value) for name, value in (fixed or {}).items()}
+    free = [port.name for port in session.get_inputs() if port.name not in given]
+    return given | {name: x.numpy() for name, x in zip(free, inputs, strict=True)}
 
 
 def error(expected: Any, found: Any) -> float:
@@ -295,7 +303,8 @@ def _steps(row: Run, folder: Path, timed: bool) -> None:
         assert error([t.numpy() for t in _leaves(slim(*inputs))], _arrays(again(*inputs))) == 0
     row.step("to_onnx", lambda: demask.to_onnx(slim, written, inputs))
     session, made = row.step("ONNX Runtime", lambda: in_runtime(written, inputs))
-    first, expected = in_runtime(path, inputs) if path else (None, plain)
+    fixed = FIXED.get(source.name)
+    first, expected = in_runtime(path, inputs, fixed) if path else (None, plain)
     row.error = error(expected, made)
     if not timed:
         return
@@ -303,7 +312,7 @@ def _steps(row: Run, folder: Path, timed: bool) -> None:
     calls: dict[str, Callable[[], Any]] = {"network": lambda: model(*inputs),
              "demasked": lambda: slim(*inputs), "optimized": lambda: fast(*inputs)}  # fmt: skip
     if first is not None:
-        calls["ONNX Runtime"] = lambda: first.run(None, _feed(first, inputs))
+        calls["ONNX Runtime"] = lambda: first.run(None, _feed(first, inputs, fixed))
     calls["ONNX Runtime, demasked"] = lambda: session.run(None, _feed(session, inputs))
     with torch.no_grad():
         timings = alternate(calls, seconds=SECONDS)

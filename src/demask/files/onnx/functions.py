@@ -120,9 +120,12 @@ def _ops() -> Any:
     return opset18
 
 
-def _like(op: Any, number: float, x: Any) -> Any:
-    """A number as a constant of x's dtype; no rounding on the way, as through float32."""
+def _like(op: Any, number: Any, x: Any) -> Any:
+    """A number as a constant of x's dtype, with no rounding on the way, as through float32; one
+    that is known at run time is cast."""
     import onnx_ir as ir
 
+    if isinstance(number, ir.Value):
+        return op.CastLike(number, x)
     array = torch.tensor(number, dtype=torch.float64).numpy().astype(x.dtype.numpy())
     return op.Constant(value=ir.tensor(array, dtype=x.dtype))

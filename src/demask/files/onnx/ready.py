@@ -32,6 +32,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from demask.files.onnx.spell import APART, spell, takes_sizes
 from demask.files.onnx.steps import kept_whole
 from demask.graph.build import Builder, mode_of
 from demask.graph.fold import drop_unread
@@ -82,6 +83,7 @@ def ready(slim: Demasked, translated: Mapping[Any, Any]) -> ExportedProgram | No
     if not _valued(graph, slim):
         return None
     kept_whole(graph)
+    spell(graph)
     doubles = _lift_numbers(graph)
     registered = _registered() | {op.name() for op in translated}
     table = _decompositions(registered)
@@ -89,7 +91,8 @@ def ready(slim: Demasked, translated: Mapping[Any, Any]) -> ExportedProgram | No
         target = node.target
         if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
             continue
-        if target.name() not in registered and not _decomposed(graph, node, table):
+        apart = target in APART and takes_sizes(node)
+        if (apart or target.name() not in registered) and not _decomposed(graph, node, table):
             return None
     drop_unread(graph)
     return _program(slim, graph, doubles)
@@ -193,21 +196,23 @@ def _decomposed(graph: fx.Graph, node: fx.Node, table: dict[Any, Callable[..., A
     reads = [n for n in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(n, fx.Node)]
     places = [k for k, leaf in enumerate(pytree.tree_leaves((node.args, node.kwargs)))
               if isinstance(leaf, fx.Node)]  # fmt: skip
-    if not all(isinstance(leaves[k], Tensor) for k in places):
-        return False  # of sizes, which are no operands of the traced function
+    if not all(isinstance(leaves[k], Tensor | torch.SymInt | torch.SymFloat) for k in places):
+        return False
 
-    def call(*tensors: Tensor) -> Any:
+    def call(*operands: Any) -> Any:
         filled = list(leaves)
-        for place, tensor in zip(places, tensors, strict=True):
-            filled[place] = tensor
+        for place, operand in zip(places, operands, strict=True):
+            filled[place] = operand
         args, kwargs = pytree.tree_unflatten(filled, spec)
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
+    own = table | {op: made for op, made in decomposition_table.items() if op == node.target}
     env = mode_of(graph).shape_env
     unasked = nullcontext() if env is None else env.suppress_guards()
     with torch.no_grad(), enable_python_dispatcher(), unasked:
         # Nodes may share one fake value, and tracing tells tensors apart by identity.
-        traced = make_fx(call, decomposition_table=table)(*(leaves[k].detach() for k in places))
+        operands = [v.detach() if isinstance(v, Tensor) else v for v in (leaves[k] for k in places)]
+        traced = make_fx(call, decomposition_table=own)(*operands)
     inner = traced.graph.find_nodes(op="placeholder")
     if any(
         n.op in ("get_attr", "call_module") or n.target == node.target for n in traced.graph.nodes

@@ -29,6 +29,7 @@ from demask.files.onnx.functions import functions
 from demask.files.onnx.grids import on_grids, opset_for, translations
 from demask.files.onnx.read import installed
 from demask.files.onnx.ready import ready
+from demask.files.onnx.spell import spell
 from demask.files.onnx.steps import kept_whole, translation
 from demask.files.tracing import example, takes, traced
 from demask.graph.capture import capture
@@ -297,6 +298,7 @@ def _translated(slim: Demasked, opset: int | None) -> Any:
                 return _exported(exported, opset)
         exported = traced(slim)
         kept_whole(exported.graph)
+        spell(exported.graph)
         return _exported(exported, opset)
     except ImportError as error:
         raise BadInput("writing ONNX needs onnxscript: pip install 'demask[onnx]'") from error
