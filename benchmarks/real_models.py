@@ -213,8 +213,8 @@ def example(source: Source, model: Any, batch: int = 1) -> tuple[Tensor, ...]:
 
 
 def page_image(batch: int, channels: int, height: int, width: int) -> Tensor:
-    """A page with lines of random bars, from -1 (black) to 1 (white): of noise a text detector makes
-    scores of 1e-6, of which a sigmoid knows two digits."""
+    """A page with lines of random bars, from -1 (black) to 1 (white): of noise a text detector
+    makes scores of 1e-6, of which a sigmoid knows two digits."""
     draw = torch.Generator().manual_seed(0)
     image = torch.ones(batch, channels, height, width)
     for y in range(6, height - 10, 18):
