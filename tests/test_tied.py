@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.utils import prune
 
 import demask
@@ -167,3 +168,28 @@ def test_a_mask_on_one_of_two_uses_leaves_each_its_name() -> None:
     assert slim.embed.weight.shape == (WORDS, WIDTH)
     assert slim.head.weight.shape == (WORDS, WIDTH - 2)
     assert not any("orig" in name or "_1" in name for name in slim.state_dict())
+
+
+class Settled(nn.Module):
+    """A convolution of constants, which folding turns into a number of its weight's shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.first = nn.Conv1d(2, 2, 2, stride=2, groups=2)
+        self.last = nn.Conv1d(2, 2, 1, stride=2, groups=2)
+        with torch.no_grad():
+            for dead in (self.norm.weight, self.last.weight[1], self.last.bias[1]):
+                dead.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.avg_pool1d(self.first(self.norm(x)), 3, stride=2, padding=1)
+        return self.last(y.transpose(1, 2) @ y)
+
+
+def test_what_folding_makes_is_no_cut_of_the_weight_it_is_named_for() -> None:
+    net, x = Settled().double().eval(), torch.randn(3, 2, 8).double()
+    slim = demask.demask(net, (x,))
+    assert slim.last.weight.shape == (1, 1, 1)
+    assert "last.weight" not in slim.demasked.cuts
+    torch.testing.assert_close(slim(x), net(x))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
@@ -279,12 +279,11 @@ def _smaller(step: _Step, table: Table, borders: bool, log: Log) -> _Pass:
             and (made.weight[1] <= step.weight[1] and made.weight[2] <= step.weight[2])
         )
         if made.weight[0] <= step.weight[0] and less:
-            composed = {name: _composed(cut, step.cuts) for name, cut in attempt.cuts.items()}
-            # What folding made of a cut tensor, under its name, is no cut.
             cuts = {
-                name: cut
-                for name, cut in composed.items()
-                if name in made.cuts and math.prod(left(cut)) == math.prod(made.cuts[name].shape)
+                name: composed
+                for name, cut in attempt.cuts.items()
+                if _is_kept(name, attempt.program, program)
+                and (composed := _composed(cut, step.cuts)) is not None
             }
             return replace(made, cuts=cuts, reasons=(*step.reasons, *attempt.reasons)), ()
         refused.append(attempt.reasons)
@@ -367,15 +366,24 @@ def left(cut: Cut) -> tuple[int, ...]:
     return tuple(n if p is None else len(p) for n, p in zip(cut.shape, cut.kept, strict=True))
 
 
-def _composed(later: Cut, earlier: Mapping[str, Cut]) -> Cut:
-    """Where a tensor cut twice came from in the first program."""
+def _is_kept(name: str, before: Program, after: Program) -> bool:
+    """Has a tensor the numbers that it had before folding, which may make another under its name?
+    It may have another shape."""
+    if name not in before.constants or name not in after.constants:
+        return False
+    old, new = (program.constants[name].tensor for program in (before, after))
+    return old is new or torch.equal(old.reshape(-1), new.reshape(-1))
+
+
+def _composed(later: Cut, earlier: Mapping[str, Cut]) -> Cut | None:
+    """Where a tensor cut twice came from in the first program; None if it was made since."""
     first = earlier.get(later.source)
     if first is None:
-        return later
+        return None
     made = left(first)
     # A norm's scale carries axes of size one behind its own.
     if later.shape != made + (1,) * (len(later.shape) - len(made)):
-        return later  # A tensor folded between passes, under the name of one it was folded from.
+        return None
     kept = tuple(
         b if a is None else a if b is None else tuple(a[p] for p in b)
         for a, b in zip(first.kept, later.kept, strict=False)
