@@ -16,7 +16,7 @@ import onnx_files
 from night import at_night
 
 INF = float("inf")
-SIZES = {1: (9,), 2: (8, 9), 3: (6, 7, 6)}
+SIZES = {1: (9,), 2: (8, 9), 3: (7, 8, 7)}  # no less, cropped, than a dilated kernel
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 # Of one axis each: (before, behind), mode, value.
@@ -87,9 +87,7 @@ DAILY += [(1, "zeros behind", "dense"), (3, "zeros and crop", "strided")]
 def test_constants_leave_through_pads(d: int, pad: str, window: str) -> None:
     torch.manual_seed(0)
     slim = shrunk(Padded(d, pad, window, (0.5, -1.0, 0.25)), d)
-    # What a depthwise convolution makes of a constant and zeros is an image of its own.
-    whole = window == "depthwise" and "zeros" in pad
-    assert rows(slim) == (8 if whole else 5), demask.report(slim)
+    assert rows(slim) == 5, demask.report(slim)
 
 
 @pytest.mark.parametrize("pad", ["zeros behind", "reflect"])
