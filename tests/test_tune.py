@@ -16,11 +16,13 @@ from torch.utils import _pytree as pytree
 import micro_recurrent  # noqa: F401  (their networks join MICROS)
 import micro_sequences  # noqa: F401
 from demask.graph.program import Program
+from demask.graph.result import build_plain
 from demask.ops import TABLE
 from demask.shrink.demask import given, reduced
 from demask.tune import epilogues, fuse, joins, layout, pair, widen
 from demask.tune.affine import absorbed
 from demask.tune.draft import Draft, Example
+from demask.tune.pixels import flattened
 from demask.tune.runtime import for_runtime
 from demask.tune.ungather import ungathered
 from fuzz.generate import generate
@@ -371,3 +373,28 @@ def test_every_pass_does_something() -> None:
         if not left and pairs:
             return
     assert not left and pairs, (left, pairs)
+
+
+class Squeezed(nn.Module):
+    """Squeeze and excitation, its gate spelled as ONNX files spell hardsigmoid."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(6, 3, 1), nn.Conv2d(3, 6, 1)
+        self.shift = nn.Parameter(torch.randn(1, 6, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.b(torch.relu(self.a(x.mean((2, 3), keepdim=True)))) + self.shift
+        return x * torch.clamp(gate * 0.2 + 0.5, 0, 1) / 3
+
+
+def test_convolutions_of_one_pixel_are_linear_layers() -> None:
+    net, x = Squeezed().eval(), torch.randn(2, 6, 5, 7)
+    program = flattened(absorbed(given(net, (x,), None, None)))
+    calls = [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
+    assert [name for name in calls if "conv" in name or "linear" in name] == (
+        ["aten.linear.default"] * 2
+    )
+    assert calls.count("aten.flatten.using_ints") == 1
+    assert calls.count("aten.add.Tensor") == 0  # the shift and 0.2 x + 0.5 are in the weights
+    torch.testing.assert_close(build_plain(program)(x), net(x))

@@ -48,6 +48,7 @@ def absorbed(program: Program) -> Program:
         if step is not None and step.x in live:
             made = _pushed(draft, step, node, live)
             if made is not None:
+                live.add(made)
                 draft.put(node, made)
     return draft.done()
 
@@ -96,15 +97,17 @@ def _step(draft: Draft, node: fx.Node) -> Affine | None:
     """A call as an affine map of one operand, if it is one."""
     if node.target is aten.batch_norm.default:
         return _norm(draft, node)
-    if node.target not in (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor):
+    if node.target not in (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor):
         return None
     x, other, *_ = node.args
-    if node.kwargs or not isinstance(x, fx.Node) or not isinstance(other, fx.Node):
+    if node.kwargs or len(node.args) > 2 or not isinstance(x, fx.Node):
         return None
-    if draft.tensor(x) is not None and node.target is not aten.sub.Tensor:
+    if draft.tensor(x) is not None and node.target in (aten.add.Tensor, aten.mul.Tensor):
         x, other = other, x
     value = draft.tensor(other)
-    if value is None or not isinstance(node.meta.get("val"), Tensor):
+    if type(other) in (int, float):
+        value = torch.tensor(other, dtype=torch.float64)
+    if value is None or not isinstance(x, fx.Node) or not isinstance(node.meta.get("val"), Tensor):
         return None
     if contraction(draft, x) is None or x.meta["val"].ndim != node.meta["val"].ndim:
         return None
@@ -115,6 +118,8 @@ def _step(draft: Draft, node: fx.Node) -> Affine | None:
         return None
     if node.target is aten.mul.Tensor:
         return Affine(x, axis, vector.double(), None)
+    if node.target is aten.div.Tensor:
+        return Affine(x, axis, 1 / vector.double(), None)
     shift = -vector.double() if node.target is aten.sub.Tensor else vector.double()
     return Affine(x, axis, None, shift)
 

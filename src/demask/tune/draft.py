@@ -16,7 +16,7 @@ from demask.graph.program import Constant, Program, copied
 from demask.ops import TABLE, op_name, schema
 
 aten = torch.ops.aten
-_POINTWISE = ("... -> ...", "..., ... -> ...", "..., ..., ... -> ...")
+POINTWISE = ("... -> ...", "..., ... -> ...", "..., ..., ... -> ...")
 COPY = aten.clone.default  # memory of its own, to be written over
 # Calls that read the sizes of what they are given, never its values.
 _SIZES = ("new_", "sym_size", "sym_numel", "sym_stride")
@@ -160,7 +160,7 @@ def is_pointwise(node: fx.Node) -> bool:
     """Does a call work on each position alone, as the table says? Not those that lay out anew."""
     entry = TABLE.get(op_name(node.target)) if node.op == "call_function" else None
     moves = node.target is aten.contiguous.default
-    return entry is not None and entry.line in _POINTWISE and not moves
+    return entry is not None and entry.line in POINTWISE and not moves
 
 
 def channels_of(node: fx.Node, axis: int) -> int | None:

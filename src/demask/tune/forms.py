@@ -27,6 +27,7 @@ from demask.tune.joins import Sum, summed
 from demask.tune.layout import CONVOLUTIONS as IMAGES
 from demask.tune.layout import convolves, laid_out, movable
 from demask.tune.pair import paired
+from demask.tune.pixels import flattened
 from demask.tune.prefill import prefilled
 from demask.tune.widen import Widening, rounded, widened
 
@@ -49,7 +50,7 @@ class Form:
 def forms(program: Program, asker: Asker, tell: Callable[[str], object]) -> Iterator[Form]:
     """The program with norms in the weights, then with layers in their fastest forms: images as
     they come, channels last, or the one or other by their size."""
-    base = absorbed(named(program))
+    base = flattened(absorbed(named(program)))
     yield Form("norms in the weights", base)
     tell("asking what layers cost")
     groups = by_size(base, asker)

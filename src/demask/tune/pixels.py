@@ -1,0 +1,64 @@
+"""Convolutions of images of one pixel as linear layers, as squeeze-and-excitation blocks have them.
+
+    conv(x)[n, :, 0, 0] == W x[n, :, 0, 0] + b
+
+What is computed number by number behind one stays on rows, so that the next layer finds them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from demask.graph.program import Program
+from demask.ops import TABLE, op_name, schema
+from demask.tune.affine import contraction
+from demask.tune.draft import POINTWISE, Draft, only_reader
+
+aten = torch.ops.aten
+_CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
+
+
+def flattened(program: Program) -> Program:
+    """The program with such convolutions as linear layers."""
+    draft = Draft(program)
+    rows: dict[fx.Node, fx.Node] = {}  # of images of one pixel: their channels alone
+    for node in draft.calls(*_CONVOLUTIONS):
+        if _has_one_pixel(draft, node):
+            _flatten(draft, node, rows)
+    return draft.done() if rows else program
+
+
+def _has_one_pixel(draft: Draft, node: fx.Node) -> bool:
+    weight = contraction(draft, node)
+    if weight is None:
+        return False
+    found = schema.arguments(node)
+    sizes = [*found["input"].meta["val"].shape[2:], *weight.shape[2:]]
+    plain = all(isinstance(n, int) and n == 1 for n in sizes)
+    return plain and found["groups"] == 1 and not any(found["padding"])
+
+
+def _flatten(draft: Draft, node: fx.Node, rows: dict[fx.Node, fx.Node]) -> None:
+    found = schema.arguments(node)
+    x, axes = found["input"], node.meta["val"].ndim - 2
+    weight = draft.tensor(found["weight"])
+    assert weight is not None
+    kernel = draft.swapped(found["weight"], weight.flatten(1), node)
+    row = rows.get(x) or draft.call(node, None, aten.flatten.using_ints, x, 1)
+    row = draft.call(node, None, aten.linear.default, row, kernel, found["bias"])
+    while (reader := only_reader(node)) is not None and _is_pointwise(reader):
+        row = draft.call(reader, None, reader.target, row, *reader.args[1:], **reader.kwargs)
+        draft.put(node, row)
+        node = reader
+    image = row
+    for _ in range(axes):
+        image = draft.call(node, None, aten.unsqueeze.default, image, -1)
+    rows[image] = row
+    draft.put(node, image)
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    """Whether a call changes its one tensor number by number."""
+    entry = TABLE.get(op_name(node.target)) if node.op == "call_function" else None
+    return entry is not None and entry.line in POINTWISE and len(node.all_input_nodes) == 1
