@@ -75,6 +75,20 @@ def heads_of_constant_values() -> Made:
     return net, tokens(16)
 
 
+@micro(2 * (16 * 8 + 8) + 2 * (16 * 16 + 16))
+def keys_that_are_the_same_for_every_token() -> Made:
+    net = Attention(16)
+    dead(net.k, RAGGED, bias=False)
+    return net, tokens(16)
+
+
+@micro(2 * (16 * 16 + 16) + 4)  # a number per head stays: attention takes no keys of no size
+def keys_of_biases_alone() -> Made:
+    net = Attention(16)
+    dead(net.k, list(range(16)), bias=False)
+    return net, tokens(16)
+
+
 @micro(3 * (16 * 8 + 8) + 8 * 16 + 16)
 def heads_spelled_out() -> Made:
     net = Attention(16, form="spelled")

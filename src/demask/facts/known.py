@@ -381,7 +381,17 @@ def contributions(relation: Relation, inputs: list[Fact], *, absorb: bool = Fals
         plain = over_letters(relation, first, inputs[first])
         plain = uniform_over(plain, _order(relation), alike(relation))
         zero = zero | (plain.known & window_mask(relation, second, inputs[second], zero=False))
-    return ~zero
+    return ~(zero | forgotten(relation, inputs))
+
+
+def forgotten(relation: Relation, inputs: list[Fact]) -> Tensor:
+    """Over letters: where the keys of attention are known and the same for every token. Their
+    products add one number to all logits of a row, which the softmax takes out again."""
+    if relation.entry.fill != "mix" or not relation.contracted:
+        return torch.zeros((), dtype=torch.bool)
+    keys = relation.factors[1]
+    fact = over_letters(relation, keys, inputs[keys])
+    return uniform_over(fact, _order(relation), relation.complete).known
 
 
 def window_mask(relation: Relation, k: int, fact: Fact, *, zero: bool) -> Tensor:

@@ -19,6 +19,7 @@ from demask.facts.known import (
     Facts,
     Key,
     Relations,
+    forgotten,
     key_of,
     operand_facts,
     over_letters,
@@ -152,6 +153,8 @@ def _hidden(relation: Relation, operand: int, inputs: list[Fact]) -> Tensor:
     for k in others:
         if k != operand:
             mask = mask | window_mask(relation, k, inputs[k], zero=True)
+    if operand == relation.factors[0]:
+        mask = mask | forgotten(relation, inputs)
     if relation.entry.affine:
         mask = mask | _scaled_away(relation, operand, inputs)
     return mask
