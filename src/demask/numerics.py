@@ -12,6 +12,7 @@ from torch.fx.node import map_aggregate
 
 RELATIVE = 1e-10  # max |a - b| / max |a| in float64
 ULPS = 64.0  # of max |a|, in the network's own dtype
+WORSE = 8.0  # times the rounding error of the network before demasking
 NARROW = (torch.float16, torch.bfloat16, torch.float32)
 _CREATES = re.compile(r"aten\.(new_|full|zeros|ones|arange|empty|scalar_tensor|linspace)")
 

@@ -26,13 +26,12 @@ from demask.graph.examples import examples, like
 from demask.graph.program import Program, owned
 from demask.graph.provenance import Cut
 from demask.graph.result import Demasked, build, build_plain
-from demask.numerics import ULPS, in_units, narrowed, sizes_and_gap, to_double, widen
+from demask.numerics import ULPS, WORSE, in_units, narrowed, sizes_and_gap, to_double, widen
 from demask.ops import schema
 from demask.shrink.bug_report import write_bug_report
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 Draws = list[tuple[str, Inputs, Any]]  # what they are, and what the model makes of them
-WORSE = 8.0  # times the rounding error of the network before demasking
 FLIPS = 2 / 255  # of the largest output: two steps of an 8-bit value, where values are rounded
 
 
