@@ -237,3 +237,41 @@ def test_floats_are_left_to_the_runtime(op):
 
     values = [ir.Value(name=n, type=ir.TensorType(ir.DataType.FLOAT)) for n in "ab"]
     assert not is_exact(ir.node(op, values))
+
+
+def spelled_out() -> onnx.ModelProto:
+    """A network with the names and attributes that exporters write."""
+    window = {"kernel_shape": [3, 3], "pads": [1] * 4, "strides": [1, 1], "dilations": [1, 1]}
+    layers = [
+        ("Conv", ["x", "w"], {"group": 1, "auto_pad": "NOTSET", **window}),
+        ("BatchNormalization", ["conv_0", *"sbmv"], {"momentum": 0.9, "epsilon": 1e-5}),
+        ("Relu", ["batchnormalization_1"], {}),
+        ("MaxPool", ["relu_2"], {"kernel_shape": [2, 2], "strides": [2, 2], "ceil_mode": 0}),
+        ("Conv", ["maxpool_3", "u"], {**window, "pads": [0] * 4}),
+        ("ReduceMean", ["conv_4"], {"axes": [2, 3], "keepdims": 0}),
+        ("Gemm", ["reducemean_5", "c"], {"alpha": 1.0, "transB": 0}),
+    ]
+    h, rng = onnx.helper, np.random.default_rng(0)
+    nodes = [h.make_node(op, reads, [f"{op.lower()}_{k}"], f"{op}_{k}", **more)
+             for k, (op, reads, more) in enumerate(layers)]  # fmt: skip
+    sizes = {"w": (8, 3, 3, 3), "u": (4, 8, 3, 3), "c": (4, 5), **dict.fromkeys("sbmv", (8,))}
+    tensors = [onnx.numpy_helper.from_array(rng.random(n).astype(np.float32), name)
+               for name, n in sizes.items()]  # fmt: skip
+    x = h.make_tensor_value_info("x", 1, ["n", 3, 12, 12])
+    y = h.make_tensor_value_info("gemm_6", 1, ["n", 5])
+    graph = h.make_graph(nodes, "g", [x], [y], tensors)
+    return h.make_model(graph, opset_imports=[h.make_opsetid("", 17)], ir_version=8)
+
+
+def test_a_file_does_not_grow(tmp_path):
+    """Nothing is masked: attributes as left out, and the exporter's notes, are not written."""
+    given, x = spelled_out(), (torch.randn(2, 3, 12, 12),)
+    onnx.save(given, tmp_path / "given.onnx")
+    slim = demask.demask(demask.from_onnx(tmp_path / "given.onnx"), x)
+    to_onnx(slim, tmp_path / "slim.onnx")
+    assert (tmp_path / "slim.onnx").stat().st_size <= (tmp_path / "given.onnx").stat().st_size
+    made = onnx.load(tmp_path / "slim.onnx").graph
+    attributes = [sorted(a.name for a in n.attribute) for n in made.node if n.op_type == "Conv"]
+    assert attributes == [["kernel_shape", "pads"], ["kernel_shape"]]
+    parts = [made, *made.node, *made.input, *made.output, *made.initializer]
+    assert not any(part.metadata_props for part in parts)

@@ -15,6 +15,8 @@ from typing import Any
 MOVES = frozenset(("Concat", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Transpose",
                    "Unsqueeze"))  # fmt: skip
 WHOLE = frozenset(("Add", "Mul", "Sub"))
+# What every number of an attribute is where it is left out, of ops over windows.
+WINDOWS = {"pads": 0, "output_padding": 0, "strides": 1, "dilations": 1}
 SMALL = 64  # elements; a folded constant that is larger is not larger than what it was computed of
 
 
@@ -44,8 +46,31 @@ def clean(model: Any) -> None:
         common.OutputFixPass(),
         common.NameFixPass(),
     )(model)
-    for value in (*graph.initializers.values(), *(v for node in graph for v in node.outputs)):
-        value.metadata_props.clear()
+    made = (value for node in graph.all_nodes() for value in node.outputs)
+    for noted in (graph, *graph.inputs, *graph.initializers.values(), *made):
+        noted.metadata_props.clear()  # the exporter's notes on its program
+    for node in graph.all_nodes():
+        node.name = None  # the exporter's, from those of values
+        _leave_out_defaults(node, model.opset_imports.get(node.domain))
+
+
+def _leave_out_defaults(node: Any, version: int | None) -> None:
+    """Drop attributes that have the value which they have when they are left out."""
+    import onnx
+    import onnx_ir as ir
+
+    for name, number in WINDOWS.items() if "Conv" in node.op_type or "Pool" in node.op_type else ():
+        if name in node.attributes and set(node.attributes[name].as_ints()) == {number}:
+            del node.attributes[name]
+    if version is None or not onnx.defs.has(node.op_type, version, node.domain):
+        return
+    value = onnx.helper.get_attribute_value
+    for name, known in onnx.defs.get_schema(node.op_type, version, node.domain).attributes.items():
+        if name not in node.attributes or not known.default_value.type:
+            continue
+        given = ir.to_proto(node.attributes[name])
+        if given.type == known.default_value.type and value(given) == value(known.default_value):
+            del node.attributes[name]
 
 
 def _merge(graph: Any, own: Collection[str]) -> None:
