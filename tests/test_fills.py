@@ -165,6 +165,31 @@ def test_every_output_of_a_call_is_known():
     assert difference(net(x), slim(x)) <= 1e-10
 
 
+class Positions(nn.Module):
+    """Two heads that attend to values of the positions alone, and lose another one each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.values = nn.Conv1d(6, 6, 1), nn.Linear(8, 4)
+        self.queries, self.last = nn.Linear(8, 4), nn.Linear(4, 8)
+        with torch.no_grad():
+            for dead in (self.mix.weight, self.values.weight[0], self.values.bias[0]):
+                dead.zero_()
+            self.last.weight[:, 3] = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = (self.queries(x), self.queries(x), self.values(self.mix(x)))
+        q, k, v = (part.view(-1, 6, 2, 2).transpose(1, 2) for part in parts)
+        y = F.scaled_dot_product_attention(q, k, v)
+        return self.last(y.transpose(1, 2).reshape(-1, 6, 4))
+
+
+def test_fills_in_the_order_of_each_head():
+    torch.manual_seed(0)
+    net = Positions()
+    assert error(net, 6, 8) <= 1e-10
+
+
 class Mixed(nn.Module):
     """A constant in float64 meets values in float32: the product is float64."""
 

@@ -133,7 +133,7 @@ class Fibers:
         node, value = relation.node, relation.operands[k].value
         if relation.entry.fill == "sum" and is_constant(value):
             return  # Weights and biases stay; the other operand, or the output, is re-ordered.
-        if is_constant(value):
+        if is_constant(value) or key_of(value) not in self.value:  # known everywhere: filled in
             self._edge(fiber, mine, (node, k, d), fiber.constants)
             return
         if fiber.inner not in theirs:
