@@ -477,22 +477,6 @@ def test_code_may_decide_by_buffers():
     assert any("are numbers: pad" in note for note in slim.demasked.notes)
 
 
-class Returned(Net):
-    """Returns a parameter as it is, beside what it computes."""
-
-    def forward(self, x):
-        return super().forward(x), self.c.weight
-
-
-@pytest.mark.filterwarnings("error")
-def test_an_output_may_be_a_parameter(tmp_path):
-    net, x = Returned(), torch.randn(4, 6)
-    slim = demask.demask(net, (x,))
-    assert slim.demasked.after.parameters < slim.demasked.before.parameters
-    assert demask.verify(net, slim, (x,)).ok
-    demask.to_onnx(slim, tmp_path / "slim.onnx", (x,))
-
-
 def test_a_form_that_always_applies_ends(monkeypatch):
     """Each form is applied once in a row; the network shrinks as without it."""
     asked = []

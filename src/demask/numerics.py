@@ -28,10 +28,17 @@ def in_units(gap: float, largest: float, eps: float) -> float:
     return gap / one if one else (math.inf if gap else 0.0)
 
 
+def readable(x: Tensor) -> Tensor:
+    """The values of a tensor in a type that torch computes with (not with floats of 8 bits), and
+    without gradients: a network may return a parameter as it is."""
+    x = x.detach()
+    return x.float() if x.is_floating_point() and x.dtype.itemsize == 1 else x
+
+
 def sizes_and_gap(a: Tensor, b: Tensor) -> tuple[float, float]:
     """The largest magnitude in `a`, and the largest difference of `b` from it, in float64; both
-    finite and not empty. Either may be a parameter, which a network may return as it is."""
-    a, b = a.detach(), b.detach()
+    finite and not empty."""
+    a, b = readable(a), readable(b)
     return float(a.abs().max()), float((a.double() - b.double()).abs().max())
 
 

@@ -26,6 +26,7 @@ from demask.machine.cost import Costs
 from demask.machine.describe import machine
 from demask.machine.threads import checked_threads, set_threads
 from demask.machine.timing import Timing, sampled
+from demask.numerics import readable
 from demask.ops import TABLE, Table
 from demask.shrink.check import in_eval
 from demask.shrink.demask import given as captured
@@ -385,6 +386,7 @@ def _difference(given: Sequence[Any], made: Sequence[Any]) -> str:
             continue
         if a.shape != b.shape or a.dtype != b.dtype:
             return f"output {k} is {b.dtype} {tuple(b.shape)}, not {a.dtype} {tuple(a.shape)}"
+        a, b = readable(a), readable(b)
         finite = torch.isfinite(a)
         if not torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num()):
             return f"output {k} has other values that are not finite"

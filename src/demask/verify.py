@@ -27,6 +27,7 @@ from demask.numerics import (
     in_units,
     names_narrow,
     narrowed,
+    readable,
     sizes_and_gap,
     to_double,
     widen,
@@ -152,6 +153,7 @@ class _Found:
         self._floats(name, x, y, wide, narrow, where)
 
     def _floats(self, name: str, x: Tensor, y: Tensor, wide: bool, narrow, where: str) -> None:
+        dtype, x, y = x.dtype, readable(x), readable(y)
         if not bool(torch.isfinite(x).all() and torch.isfinite(y).all()):
             self._fail(f"output {name} is not finite ({where})")
             return
@@ -163,11 +165,11 @@ class _Found:
             if relative > self.allowed:
                 self._fail(f"output {name} by {relative:.1e} relative in float64 ({where})")
             return
-        eps = max(torch.finfo(kind).eps for kind in [x.dtype, *(kind for _, kind in narrow)])
+        eps = max(torch.finfo(kind).eps for kind in [dtype, *(kind for _, kind in narrow)])
         ulps = in_units(gap, size, eps)
         self.ulps = max(self.ulps, ulps)
         if ulps > ULPS and not self._is_rounding(name, x, y):
-            self._fail(f"output {name} by {ulps:.3g} ulps in {x.dtype} ({where})")
+            self._fail(f"output {name} by {ulps:.3g} ulps in {dtype} ({where})")
 
     def _is_rounding(self, name: str, x: Tensor, y: Tensor) -> bool:
         """Whether the second network is as exact as the first: of an ill-conditioned one, rounding

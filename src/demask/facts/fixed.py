@@ -26,6 +26,7 @@ from demask.facts.known import (
 )
 from demask.facts.masks import Fact, all_over, any_over, mixed, project, spread
 from demask.facts.movement import moved
+from demask.numerics import readable
 from demask.ops import Relation, schema
 
 Fixed = dict[Key, Tensor]
@@ -68,7 +69,8 @@ def finite_of(relation: Relation, facts: Facts) -> float | None:
         args, kwargs = schema.call(
             relation.node.target, schema.replaced(found, relation.operands, values)
         )
-        if bool(torch.isfinite(relation.node.target(*args, **kwargs)).all()):  # type: ignore[operator]
+        made = relation.node.target(*args, **kwargs)  # type: ignore[operator]
+        if bool(torch.isfinite(readable(made)).all()):
             return number
     return None
 

@@ -32,6 +32,7 @@ from demask.facts.masks import (
 from demask.facts.movement import moved, shortened
 from demask.facts.recurrent import unchanging
 from demask.failures import attributed
+from demask.numerics import readable
 from demask.ops import Declined, Relation, schema
 from demask.ops.notation import Axes
 
@@ -313,7 +314,7 @@ def _zeroed(relation: Relation, wide: list[Fact], fact: Fact | None) -> Fact | N
     for factor in which:
         zero = factor.zero
         if fact is not None and fact.fill.is_floating_point():
-            zero = zero & ~(fact.known & ~torch.isfinite(fact.fill))
+            zero = zero & ~(fact.known & ~torch.isfinite(readable(fact.fill)))
         if not bool(zero.any()):
             continue
         if fact is None:

@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from demask.numerics import readable
 from demask.ops.notation import Axes, Axis
 
 
@@ -61,7 +62,7 @@ def nothing(rank: int, dtype: torch.dtype) -> Fact:
 def checked(known: Tensor, fill: Tensor) -> Fact:
     """A fact of finite values only: NaN and Inf are alive."""
     if fill.is_floating_point() or fill.is_complex():
-        finite = torch.isfinite(fill)
+        finite = torch.isfinite(readable(fill))
         known = known if bool(finite.all()) else known & finite
     shape = torch.broadcast_shapes(known.shape, fill.shape)
     if not bool(known.all()):  # else no copy: constants are as large as the network

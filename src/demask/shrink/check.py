@@ -26,7 +26,16 @@ from demask.graph.examples import examples, like
 from demask.graph.program import Program, owned
 from demask.graph.provenance import Cut
 from demask.graph.result import Demasked, build, build_plain
-from demask.numerics import ULPS, WORSE, in_units, narrowed, sizes_and_gap, to_double, widen
+from demask.numerics import (
+    ULPS,
+    WORSE,
+    in_units,
+    narrowed,
+    readable,
+    sizes_and_gap,
+    to_double,
+    widen,
+)
 from demask.ops import schema
 from demask.shrink.bug_report import write_bug_report
 
@@ -217,6 +226,7 @@ def _leaf(a: Any, b: Any, eps: float) -> str:
         return f"is {b.dtype} {tuple(b.shape)}, expected {a.dtype} {tuple(a.shape)}"
     if not a.is_floating_point():
         return "" if torch.equal(a, b) else "differs"
+    dtype, a, b = a.dtype, readable(a), readable(b)
     finite = torch.isfinite(a)
     a, b = a[finite], b[finite]
     if not a.numel():
@@ -224,8 +234,8 @@ def _leaf(a: Any, b: Any, eps: float) -> str:
     if not bool(torch.isfinite(b).all()):
         return "is not finite where the model's is"
     largest, gap = sizes_and_gap(a, b)
-    ulps = in_units(gap, largest, max(eps, torch.finfo(a.dtype).eps))
-    return f"differs by {ulps:.3g} units in the last place of {a.dtype}" if ulps > ULPS else ""
+    ulps = in_units(gap, largest, max(eps, torch.finfo(dtype).eps))
+    return f"differs by {ulps:.3g} units in the last place of {dtype}" if ulps > ULPS else ""
 
 
 def _is_rounding(program: Program, slim: Demasked, draws: Draws) -> bool:
@@ -258,6 +268,7 @@ def _is_rounded(before: Any, after: Any, exact: Any, other: Any, flips: float) -
         return False
     if not before.is_floating_point():
         return torch.equal(before, after) or torch.equal(exact, other)
+    before, after, exact, other = map(readable, (before, after, exact, other))
     finite = torch.isfinite(before) & torch.isfinite(exact)
     values = [value[finite].double() for value in (before, after, exact, other)]
     if not values[0].numel():
