@@ -182,7 +182,7 @@ DOORS = [
     legacy_constants, expression, placeholder_name, argument_name, keyword_name, parameter_path,
     file_op, guard, default_factory, enumeration,
 ]  # fmt: skip
-HARMLESS_BEHIND = (pickled_samples, guard)  # left out of the copy that torch gets
+HARMLESS_BEHIND = (pickled_samples,)  # left out of the copy that torch gets
 
 
 def use(program):

@@ -200,7 +200,7 @@ def test_a_guard_from_elsewhere_is_a_comparison_of_sizes_or_nothing(guard: str) 
     spec = InputSpec("x", ("s0", "y"), "float32", (2, 3))
     assert list(checks({"x": "x"}, [spec], [guard])) == []
     (line,) = checks({"x": "x"}, [spec], ["(s0) == (2*y)"])
-    assert line.startswith("if not ((x.shape[0]) == (2*x.shape[1])): _refuse_sizes(")
+    assert line.startswith("if not (x.shape[0] == 2 * x.shape[1]): _refuse_sizes(")
 
 
 def test_names_from_elsewhere_are_not_code() -> None:

@@ -9,8 +9,9 @@ from collections.abc import Collection
 from typing import Any, BinaryIO
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
 from demask.failures import public
@@ -19,7 +20,7 @@ from demask.files.atomic import check_writable, write
 from demask.files.bounded import open_zip
 from demask.files.kinds import other_kind
 from demask.files.pt2_gate import open_pt2
-from demask.files.tracing import traced
+from demask.files.tracing import example, traced
 from demask.graph.copying import structural_copy
 from demask.graph.result import Demasked
 from demask.ops.own import own_of
@@ -29,20 +30,27 @@ from demask.ops.own import own_of
 def to_pt2(slim: fx.GraphModule, path: str | os.PathLike[str]) -> None:
     """Write a demasked network, in eval mode, as a .pt2 that plain torch.export.load reads.
 
-    Dimensions that `slim.demasked.inputs` names stay dynamic. No sample inputs and no paths of
-    this machine are in the file. NotExportable: torch.export does not take the network.
+    Dimensions that `slim.demasked.inputs` names stay dynamic; sizes that the network refuses, the
+    file refuses. No inputs of yours and no paths of this machine are in the file. NotExportable:
+    torch.export does not take the network.
     """
     check_writable(path)
     if isinstance(slim, Demasked):
         slim = spelled_out(slim.plain())  # what another torch and machine can run
     exported = traced(slim)
     _strip(exported)
+    if exported._guards_code:  # torch tests those where there is an example: zeros, stored once
+        exported._example_inputs = pytree.tree_map_only(Tensor, _one_zero, example(slim)[:2])
     with write(path) as file, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.export warns of its own internals
         patient: Any = _Patient(file)
         torch.export.save(exported, patient)
         if patient.failure is not None:
             raise patient.failure
+
+
+def _one_zero(x: Tensor) -> Tensor:
+    return torch.zeros((), dtype=x.dtype).expand(x.shape)
 
 
 class _Patient(io.RawIOBase):

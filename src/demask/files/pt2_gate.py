@@ -3,8 +3,7 @@
 `torch.export.load` runs what a file tells it to: pickled weights and sample inputs, Python in
 symbolic expressions, in names (a graph becomes source) and in guards, any function named as an
 operator, modules named in tree specs, compiled libraries. So the file is read here, within limits
-and against lists of what is allowed, and torch gets a copy made of checked parts only. Guards and
-sample inputs are left out of that copy.
+and against lists of what is allowed, and torch gets a copy of the checked parts, without inputs.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def check(path: str | os.PathLike[str], *, namespaces: Collection[str] = ()) -> 
 def open_pt2(
     path: str | os.PathLike[str], *, namespaces: Collection[str] = ()
 ) -> torch.export.ExportedProgram:
-    """The program in the .pt2 at `path`, without sample inputs and guards; errors as `check`.
+    """The program in the .pt2 at `path`, without sample inputs; errors as `check`.
 
     Example: `open_pt2("model.pt2").module()(torch.randn(1, 3, 224, 224))`
     """

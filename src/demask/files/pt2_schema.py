@@ -22,6 +22,7 @@ from demask.errors import BadInput, RefusedFile
 from demask.files.names import BUILTINS, check_fqn, check_name, find_op
 from demask.files.symbols import check_expression
 from demask.files.trees import check_call_spec, check_spec
+from demask.graph import export_guards
 
 Rule = Callable[[str], Any]
 
@@ -97,8 +98,8 @@ class Program:
         cleaned = {}
         for key, inner in value.items():
             place = f"{name}.{key}"
-            if place in _EMPTIED:
-                cleaned[key] = _EMPTIED[place](inner)
+            if place in _REWRITTEN:
+                cleaned[key] = _REWRITTEN[place](inner)
             else:
                 cleaned[key] = self.clean(fields[key], inner, place)
         missing = sorted(_required(kind) - set(cleaned))
@@ -156,7 +157,7 @@ class Program:
 def clean_program(value: Any, namespaces: Collection[str]) -> dict[str, Any]:
     """The JSON of an exported program, checked: names, targets, expressions, specs.
 
-    Guards (Python source) and node metadata other than the module stack are left out.
+    Of node metadata only the module stack stays.
     """
     program = Program(frozenset(namespaces))
     cleaned = program.clean(schema.ExportedProgram, value, "program")
@@ -212,10 +213,17 @@ def _module_stack(metadata: Any) -> dict[str, str]:
     return {"nn_module_stack": stack} if plain else {}
 
 
-_EMPTIED: dict[str, Callable[[Any], Any]] = {
+def _conditions(texts: Any) -> list[str]:
+    """Conditions on sizes, which torch runs as Python."""
+    known = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
+    _expect(known, "a list of strings", texts, "ExportedProgram.guards_code")
+    return [export_guards.check(text) for text in texts]
+
+
+_REWRITTEN: dict[str, Callable[[Any], Any]] = {
     "Node.metadata": _module_stack,
     "GraphModule.metadata": lambda _: {},
-    "ExportedProgram.guards_code": lambda _: [],
+    "ExportedProgram.guards_code": _conditions,
 }
 
 

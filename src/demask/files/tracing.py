@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, NotExportable
 from demask.files.codec import DTYPES
+from demask.graph.guards import fixed_by, hold
 from demask.graph.provenance import InputSpec, Provenance
 from demask.graph.shapes import shapes_only
 
@@ -59,15 +60,20 @@ def example(slim: fx.GraphModule) -> tuple[tuple[Any, ...], dict[str, Any], Any]
     specs: dict[str, InputSpec] = {spec.name: spec for spec in provenance.inputs}
     if len(placeholders) == len(provenance.inputs):
         specs = {n.name: s for n, s in zip(placeholders, provenance.inputs, strict=True)}
+    # torch.export takes a dynamic dimension of size 1 for a constant.
+    several = _sizes(provenance.inputs, 2)
+    least = 2 if hold(provenance.guards, several) else 0
+    fixed = fixed_by(provenance.guards, several)
     generator, shapes, leaves = torch.Generator().manual_seed(SEED), ShapesCollection(), []
     device = next((p.device for p in slim.parameters()), torch.device("cpu"))
     for node in placeholders:
         if node.name not in specs:
             leaves.append(_constant(node))
             continue
-        tensor = _example_tensor(specs[node.name], generator).to(device)
-        named = enumerate(specs[node.name].sizes)
-        dims = {axis: Dim.DYNAMIC for axis, size in named if isinstance(size, str)}
+        tensor = _example_tensor(specs[node.name], least, generator).to(device)
+        named = zip(specs[node.name].sizes, tensor.shape, strict=True)
+        dims = {axis: Dim.DYNAMIC for axis, (size, length) in enumerate(named)
+                if isinstance(size, str) and size not in fixed and length > 1}  # fmt: skip
         if dims:
             shapes[tensor] = dims
         leaves.append(tensor)
@@ -104,13 +110,19 @@ def _constant(node: fx.Node) -> Any:
     return value if isinstance(value, bool | int | float | str) else None
 
 
-def _example_tensor(spec: InputSpec, generator: torch.Generator) -> Tensor:
+def _sizes(specs: Sequence[InputSpec], least: int) -> dict[str, int]:
+    """The example's size of each symbol, `least` at least."""
+    return {size: max(n, least) for spec in specs
+            for size, n in zip(spec.sizes, spec.example, strict=False)
+            if isinstance(size, str)}  # fmt: skip
+
+
+def _example_tensor(spec: InputSpec, least: int, generator: torch.Generator) -> Tensor:
     dtype = DTYPES.get(spec.dtype)
     if dtype is None or len(spec.sizes) != len(spec.example):
         raise BadInput(f"input {spec.name}: expected a dtype and one example size per dimension")
-    # torch.export takes a dynamic dimension of size 1 for a constant.
     pairs = zip(spec.sizes, spec.example, strict=True)
-    sizes = [max(n, 2) if isinstance(size, str) else n for size, n in pairs]
+    sizes = [max(n, least) if isinstance(size, str) else n for size, n in pairs]
     if any(type(n) is not int or n < 0 for n in sizes) or math.prod(sizes) > MAX_EXAMPLE:
         raise BadInput(f"input {spec.name}: the example sizes {sizes} cannot be allocated")
     if dtype.is_floating_point or dtype.is_complex:

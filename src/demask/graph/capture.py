@@ -24,6 +24,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, DemaskError, NotExportable
+from demask.graph import export_guards
 from demask.graph.build import mode_of
 from demask.graph.copying import structural_copy
 from demask.graph.experts import in_one_call
@@ -411,8 +412,15 @@ def _program(exported: ExportedProgram, notes: tuple[str, ...], training: bool) 
     names = _names(exported)
     return Program(
         graph, constants, spec.in_spec, spec.out_spec, names, (*notes, _LICENCE), training,
-        guards_of(mode_of(graph).shape_env, exported.range_constraints),
+        _guards(exported, mode_of(graph).shape_env),
     )  # fmt: skip
+
+
+def _guards(exported: ExportedProgram, shape_env: Any) -> tuple[str, ...]:
+    """The conditions that the export relied on. A program read from a file says them itself."""
+    own = guards_of(shape_env, exported.range_constraints)
+    known = shape_env is not None and shape_env.guards
+    return own if known else tuple(dict.fromkeys((*own, *export_guards.read(exported))))
 
 
 def _settled(value: Any) -> Any:

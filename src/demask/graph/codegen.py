@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,16 @@ from torch import fx
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.utils import _pytree as pytree
 
-from demask.graph.guards import REFUSE, REFUSE_VALUE, checks, refuse, refuse_value, value_checks
+from demask.graph.guards import (
+    REFUSE,
+    REFUSE_VALUE,
+    SYMBOLIC,
+    checker,
+    checks,
+    refuse,
+    refuse_value,
+    value_checks,
+)
 from demask.graph.provenance import Provenance
 
 _C: Any = torch._C
@@ -36,6 +45,7 @@ class Codegen(_PyTreeCodeGen):
     def __init__(self, specs: Any, provenance: Provenance):
         super().__init__(specs)
         self.provenance = provenance
+        self.checks: tuple[Callable[..., None], ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Codegen:
         return type(self)(self.pytree_info, self.provenance)
@@ -44,16 +54,21 @@ class Codegen(_PyTreeCodeGen):
         names, *specs = self.pytree_info
         return _codegen, (type(self), names, [_plain(spec) for spec in specs], self.provenance)
 
+    def process_inputs(self, *args: Any) -> Any:
+        """The flat inputs, checked: what torch.export calls, which runs the graph, not its code."""
+        flat = super().process_inputs(*args)
+        for check in self.checks:
+            check(*flat)
+        return flat
+
     def _gen_python_code(self, nodes: Any, root_module: str, *args: Any, **kwargs: Any) -> Any:
         given, shorts = list(nodes), _shorts(nodes)
         names = {n.name: str(n.target) for n in given if n.op == "placeholder"}
-        checked = [
-            *value_checks(names, self.provenance.values),
-            *checks(names, self.provenance.inputs, self.provenance.guards),
-        ]
+        values = list(value_checks(names, self.provenance.values))
+        sizes = list(checks(names, self.provenance.inputs, self.provenance.guards))
 
         def transformed(body: list[str]) -> list[str]:
-            lines, seen = list(checked), set()
+            lines, seen = [*values, *sizes], set()
             for line in (_CALL.sub(_bound, line) for line in body):
                 path = _read_from(line, root_module, shorts)
                 if path and path not in seen:
@@ -64,6 +79,8 @@ class Codegen(_PyTreeCodeGen):
                 lines.append(line)
             return lines
 
+        variables = list(names.values())
+        self.checks = (checker(variables, values), checker(variables, sizes, **SYMBOLIC))
         self._body_transformer = transformed
         code = super()._gen_python_code(nodes, root_module, *args, **kwargs)
         code.globals |= {REFUSE: refuse, REFUSE_VALUE: refuse_value}

@@ -11,7 +11,8 @@ from __future__ import annotations
 import ast
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import reduce
 from typing import Any, NoReturn
 
 import sympy
@@ -26,7 +27,7 @@ REFUSE, REFUSE_VALUE = (
 )  # `refuse`, `refuse_value` in generated code
 _SCALARS = (bool, int, float, str)
 _SYMBOL = re.compile(r"[A-Za-z]\w{0,30}", re.ASCII)
-_NODES = (
+NODES = (
     ast.Expression, ast.Compare, ast.BinOp, ast.UnaryOp, ast.Constant, ast.Name, ast.Load, ast.Call,
     ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod, ast.USub, ast.Pow,
     ast.Div, ast.Eq, ast.NotEq, ast.Lt, ast.Gt, ast.LtE, ast.GtE, ast.BoolOp, ast.And, ast.Or,
@@ -42,7 +43,12 @@ _SIGNS = {
 }  # fmt: skip
 _CALLS = {"Max": "max", "Min": "min", "ToFloat": "float", "TruncToInt": "int",
           "RoundToInt": "round", "Not": "not "}  # fmt: skip
-_NAMES = {"max", "min", "int", "float", "round"}
+_NAMES: dict[str, Any] = {"max": max, "min": min, "int": int, "float": float, "round": round}
+SYMBOLIC = {  # of sizes that torch.export leaves open, which Python's own fix
+    "float": torch.sym_float, "int": torch.sym_int,
+    "max": lambda *sizes: reduce(torch.sym_max, sizes),
+    "min": lambda *sizes: reduce(torch.sym_min, sizes),
+}  # fmt: skip
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _LAYERS = os.path.join(_TORCH, "nn", "")
 
@@ -104,20 +110,6 @@ def spelled(expr: Any) -> str | None:
     return f"{_CALLS[kind]}({', '.join(texts)})" if kind in _CALLS else None
 
 
-def renamed(
-    guards: Sequence[str], before: Sequence[InputSpec], after: Sequence[InputSpec]
-) -> tuple[str, ...]:
-    """The conditions of one capture in the symbols of another of the same inputs."""
-    names = {
-        old: str(new)
-        for spec, again in zip(before, after, strict=False)
-        for old, new in zip(spec.sizes, again.sizes, strict=False)
-        if isinstance(old, str)
-    }
-    return tuple(re.sub(r"[A-Za-z]\w*", lambda m: names.get(m.group(0), m.group(0)), guard)
-                 for guard in guards)  # fmt: skip
-
-
 def refuse(words: str) -> NoReturn:
     """What generated code calls for sizes that it does not hold for.
 
@@ -170,6 +162,17 @@ def _differs(name: str, text: str) -> str | None:
     return f"{scalar} or {name} != {value!r}" if type(value) in _SCALARS else None
 
 
+def checker(names: Sequence[str], lines: Sequence[str], **known: Any) -> Callable[..., None]:
+    """A function that runs lines of `checks` or `value_checks` over its arguments, on sizes that
+    torch.export leaves open, too.
+
+    names: of the variables that hold them; known: other functions that the lines call."""
+    known |= {REFUSE: refuse, REFUSE_VALUE: refuse_value}
+    body = "".join(f"    {line}" for line in lines) or "    pass"
+    exec(compile(f"def check({', '.join(names)}):\n{body}", "<sizes>", "exec"), known)
+    return known["check"]
+
+
 def checks(
     names: Mapping[str, str], inputs: Sequence[InputSpec], guards: Sequence[str]
 ) -> Iterator[str]:
@@ -191,12 +194,11 @@ def checks(
                 where.setdefault(size, here)
         yield from _raising(" or ".join(wrong), name, spec)
     for guard in guards:
-        text = _over(guard, where)
-        if text is not None:
-            words = (
-                f"this network was captured for sizes with {guard}; demask an example like yours"
-            )
-            yield f"if not ({text}): {REFUSE}({words!r})\n"
+        tree = condition(guard, where)
+        if tree is not None:
+            text = ast.unparse(tree)
+            words = f"this network was captured for sizes with {text}; demask an example like yours"
+            yield f"if not ({_over(text, where)}): {REFUSE}({words!r})\n"
 
 
 def _raising(wrong: str, name: str, spec: InputSpec) -> Iterator[str]:
@@ -208,17 +210,38 @@ def _raising(wrong: str, name: str, spec: InputSpec) -> Iterator[str]:
         yield f"if {wrong}: {REFUSE}({words!r} + {got} + {after!r})\n"
 
 
-def _over(guard: str, where: Mapping[str, str]) -> str | None:
-    """A condition over inputs, not symbols; None if it is not one of ours, or names others."""
+def condition(guard: str, symbols: Collection[str]) -> ast.expr | None:
+    """A condition as Python reads it; None if it is not one of ours, or has other symbols."""
     try:
         tree = ast.parse(guard, mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     for node in ast.walk(tree):
-        if not isinstance(node, _NODES):
+        if not isinstance(node, NODES):
             return None
-        if isinstance(node, ast.Name) and node.id not in {*where, *_NAMES}:
+        if isinstance(node, ast.Name) and node.id not in {*symbols, *_NAMES}:
             return None
         if isinstance(node, ast.Constant) and type(node.value) not in (int, float):
             return None
-    return re.sub(r"[A-Za-z]\w*", lambda m: where.get(m.group(0), m.group(0)), guard)
+    return tree.body
+
+
+def fixed_by(guards: Sequence[str], symbols: Collection[str]) -> set[str]:
+    """The symbols that may have one size alone."""
+    trees = (condition(guard, symbols) for guard in guards)
+    return {tree.left.id for tree in trees if isinstance(tree, ast.Compare)
+            and isinstance(tree.left, ast.Name) and isinstance(tree.ops[0], ast.Eq)
+            and isinstance(tree.comparators[0], ast.Constant)}  # fmt: skip
+
+
+def hold(guards: Sequence[str], sizes: Mapping[str, int]) -> bool:
+    """Whether the conditions hold for sizes by their symbols."""
+    known = {"__builtins__": {}, **_NAMES, **sizes}
+    trees = [tree for guard in guards if (tree := condition(guard, sizes)) is not None]
+    codes = [compile(ast.Expression(tree), "<sizes>", "eval") for tree in trees]
+    return all(eval(code, known) for code in codes)
+
+
+def _over(text: str, where: Mapping[str, str]) -> str:
+    """A condition over inputs, not symbols."""
+    return re.sub(r"[A-Za-z]\w*", lambda m: where.get(m.group(0), m.group(0)), text)

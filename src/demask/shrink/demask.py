@@ -18,7 +18,7 @@ from demask.failures import CallFailed, Log, described, is_strict, public
 from demask.graph.capture import captures
 from demask.graph.fold import folded
 from demask.graph.functional import functionalized
-from demask.graph.guards import renamed, values_of
+from demask.graph.guards import values_of
 from demask.graph.hoist import hoisted
 from demask.graph.program import Program, owned
 from demask.graph.provenance import Cut, InputSpec, Provenance, Reason, Sizes
@@ -139,7 +139,7 @@ def programs_of(
     done = False
     for captured in captures(model, args, kwargs, dynamic_shapes):
         try:
-            program = _functional(captured, model)
+            program = _functional(captured)
         except MemoryError:
             raise
         except Exception as error:
@@ -159,17 +159,13 @@ def programs_of(
         ) from failure
 
 
-def _functional(captured: Program, model: nn.Module | ExportedProgram) -> Program:
+def _functional(captured: Program) -> Program:
     """A captured program without in-place calls, its constants folded."""
     log = Log()
     program = functionalized(captured)
     program = log.attempt("one call per border map", partial(apart, program), program)
     program = log.attempt("the folding of constants", partial(folded, program), program)
-    program = replace(program, notes=(*log.notes, *program.notes))
-    if isinstance(model, Demasked):
-        inherited = renamed(model.demasked.guards, model.demasked.inputs, inputs_of(program))
-        program = replace(program, guards=tuple(dict.fromkeys((*program.guards, *inherited))))
-    return program
+    return replace(program, notes=(*log.notes, *program.notes))
 
 
 def given(

@@ -29,6 +29,7 @@ from demask.files.onnx.functions import functions
 from demask.files.onnx.grids import on_grids, opset_for, translations
 from demask.files.onnx.read import installed
 from demask.files.onnx.ready import ready
+from demask.files.onnx.sizes import refuse_sizes
 from demask.files.onnx.spell import spell
 from demask.files.onnx.steps import kept_whole, translation
 from demask.files.tracing import example, takes, traced
@@ -122,6 +123,7 @@ def _model(slim: Demasked, opset: int | None) -> Any:
     for node in model.graph.all_nodes():
         node.metadata_props.clear()  # stack traces, with paths of this machine
     _named(model, interface)
+    refuse_sizes(model, slim.demasked.inputs, slim.demasked.guards)
     return model
 
 

@@ -1,0 +1,169 @@
+"""Conditions on sizes as exported programs spell them (`L['x'].size()[2] % 32 == 0`), read.
+torch runs them as Python, so what a file says is checked here before torch sees it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from demask.errors import RefusedFile
+from demask.graph.guards import NODES, spelled
+
+MAX_LENGTH = 20_000
+MAX_DEPTH = 100
+MAX_EXPONENT = 16
+_KEY = re.compile(r"[A-Za-z_]\w{0,99}", re.ASCII)
+_NUMBERED = re.compile(r"(.+)_(\d+)")
+#: functions that torch writes, in our own conditions
+_FUNCTIONS: dict[str, Callable[[str], str]] = {
+    "math.trunc": "int({0})".format,
+    "math.floor": "int(({0})//1)".format,
+    "math.ceil": "(-int((-({0}))//1))".format,
+    "torch.sym_float": "float({0})".format,
+    "torch._sym_sqrt": "(({0})**0.5)".format,
+    "abs": "max({0},-({0}))".format,
+    "round": "round({0})".format,
+}
+_SEVERAL = ("max", "min")
+
+
+class _Unknown(Exception):
+    """A condition with a part that has no form here."""
+
+
+def check(text: str) -> str:
+    """The condition as torch may run it. RefusedFile where it is more than a comparison of sizes.
+
+    `check("L['x'].size()[3] // 2 % 4 == 0")`
+    """
+    try:
+        if len(text) > MAX_LENGTH:
+            raise _Unknown(f"{len(text)} characters")
+        tree = ast.parse(text, mode="eval").body
+        _translate(tree, lambda source, axis: f"size{axis}")
+        return ast.unparse(tree)
+    except (_Unknown, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise RefusedFile(
+            f"found the condition {text[:80]!r} ({error}); expected a comparison of sizes"
+        ) from error
+
+
+def read(exported: ExportedProgram) -> Iterator[str]:
+    """The conditions that a program was read with, in the symbols of its sizes. Where one has no
+    form here, its symbols are to be what they were in the program's example."""
+    texts: Sequence[str] = getattr(exported, "_guards_code", ())
+    sources = dict(_sources(exported)) if texts else {}
+
+    def size(source: str, axis: int) -> str:
+        value = sources[source].meta["val"] if source in sources else None
+        if not isinstance(value, Tensor) or axis >= value.ndim:
+            raise _Unknown(source)
+        length: Any = value.shape[axis]
+        text = str(length) if isinstance(length, int) else spelled(length.node.expr)
+        if text is None:
+            raise _Unknown(source)
+        return f"({text})"
+
+    for text in texts:
+        try:
+            own = _translate(ast.parse(text, mode="eval").body, size)
+            yield ast.unparse(ast.parse(own, mode="eval"))
+        except (_Unknown, SyntaxError, RecursionError):
+            yield from _as_in_example(text, sources)
+
+
+def _as_in_example(text: str, sources: dict[str, fx.Node]) -> Iterator[str]:
+    """The sizes of the example, as conditions, of the symbols of a condition."""
+    for source, node in sources.items():
+        for size in node.meta["val"].shape if source in text else ():
+            if not isinstance(size, int) and size.node.hint is not None:
+                symbol = spelled(size.node.expr)
+                yield f"{symbol} == {size.node.hint}"
+
+
+def _sources(exported: ExportedProgram) -> Iterator[tuple[str, fx.Node]]:
+    """What conditions call each tensor input, and its node."""
+    specs = exported.graph_signature.input_specs
+    users = {s.arg.name for s in specs if s.kind is InputKind.USER_INPUT}
+    nodes = [node for node in exported.graph.nodes if node.name in users]
+    spec = exported.call_spec.in_spec
+    signature = exported.module_call_graph[0].signature
+    names = list(signature.forward_arg_names or ()) if signature else []
+    args, kwargs = pytree.tree_unflatten(range(spec.num_leaves), spec)  # type: ignore[arg-type]
+    names += [f"arg_{k}" for k in range(len(names), len(args))]
+    for root, value in [*zip(names, args, strict=False), *kwargs.items()]:
+        for path, k in pytree.tree_flatten_with_path(value)[0]:
+            if not isinstance(nodes[k].meta.get("val"), Tensor):
+                continue
+            rest = pytree.keystr(path)
+            yield f"L[{root!r}]{rest}", nodes[k]
+            yield f"L['flat_args'][{k}]", nodes[k]
+            if numbered := _NUMBERED.fullmatch(root):  # of `*args`
+                yield f"L[{numbered[1]!r}][{numbered[2]}]{rest}", nodes[k]
+
+
+def _translate(tree: ast.expr, size: Callable[[str, int], str], depth: int = 0) -> str:
+    """A condition of torch's as one of ours. size: what the size of an input's axis is called."""
+
+    def inner(part: ast.expr) -> str:
+        return _translate(part, size, depth + 1)
+
+    if depth > MAX_DEPTH:
+        raise _Unknown("nested too deep")
+    match tree:
+        case ast.Subscript(
+            value=ast.Call(func=ast.Attribute(value=source, attr="size"), args=[], keywords=[]),
+            slice=ast.Constant(value=int(axis)),
+        ) if axis >= 0:
+            return size(_source(source), axis)
+        case ast.Call(func=function, args=arguments, keywords=[]):
+            name = ast.unparse(function)
+            if name in _FUNCTIONS and len(arguments) == 1:
+                return _FUNCTIONS[name](inner(arguments[0]))
+            if name in _SEVERAL and len(arguments) > 1:
+                return f"{name}({','.join(map(inner, arguments))})"
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return repr(number)
+        case ast.BinOp(op=ast.Pow(), right=right) if not _is_small(right):
+            raise _Unknown("a power that is no small number")
+        case ast.BinOp(left=left, op=op, right=right) if isinstance(op, NODES):
+            both = ast.BinOp(ast.Name("a"), op, ast.Name("b"))
+            return _filled(both, a=inner(left), b=inner(right))
+        case ast.UnaryOp(op=op, operand=operand) if isinstance(op, NODES):
+            return _filled(ast.UnaryOp(op, ast.Name("a")), a=inner(operand))
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if isinstance(op, NODES):
+            both = ast.Compare(ast.Name("a"), [op], [ast.Name("b")])
+            return _filled(both, a=inner(left), b=inner(right))
+        case ast.BoolOp(op=op, values=values):
+            word = " and " if isinstance(op, ast.And) else " or "
+            return f"({word.join(map(inner, values))})"
+    raise _Unknown(ast.unparse(tree)[:40])
+
+
+def _filled(pattern: ast.expr, **parts: str) -> str:
+    return re.sub(r"\b[ab]\b", lambda m: f"({parts[m[0]]})", ast.unparse(pattern))
+
+
+def _is_small(exponent: ast.expr) -> bool:
+    try:
+        return abs(ast.literal_eval(exponent)) <= MAX_EXPONENT
+    except (ValueError, TypeError):
+        return False
+
+
+def _source(tree: ast.expr) -> str:
+    """`L['x'][0]`: an input, by plain names and numbers alone."""
+    match tree:
+        case ast.Name(id="L"):
+            return "L"
+        case ast.Subscript(value=value, slice=ast.Constant(value=int() | str() as key)):
+            if isinstance(key, int) or _KEY.fullmatch(key):
+                return f"{_source(value)}[{key!r}]"
+    raise _Unknown("no input")
