@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from demask.graph.build import Builder, mode_of
 from demask.graph.guards import spelled
@@ -37,6 +38,9 @@ def squeezed(program: Program) -> Program:
                 size = shape[dim]
                 if isinstance(size, int):
                     made = build.call(aten.squeeze.dim, made, dim) if size == 1 else made
+                    continue
+                if free_unbacked_symbols(size):  # by no input: torch decides in each call
+                    made = build.call(aten.squeeze.dim, made, dim)
                     continue
                 one, text = schema.hint(size) == 1, spelled(size.node.expr)
                 if text is not None:
