@@ -13,9 +13,9 @@ import demask
 from demask.errors import BadInput, Mismatch
 from demask.files.onnx import check as checking
 from demask.files.onnx import write as writing
-from demask.files.onnx.check import file_run
+from demask.files.onnx.check import Draw, file_run
 from demask.files.onnx.exact import is_exact
-from demask.files.onnx.write import proto_of, serialized, to_onnx
+from demask.files.onnx.write import judge_of, proto_of, serialized, to_onnx
 
 pytest.importorskip("onnxruntime")
 INF, NAN = math.inf, math.nan
@@ -219,6 +219,19 @@ def test_what_rounding_alone_makes_is_no_mismatch(tmp_path):
         to_onnx(Faint(), tmp_path / "net.onnx", x, tolerance=1e-9)
     with pytest.raises(BadInput, match="tolerance"):
         to_onnx(Faint(), tmp_path / "net.onnx", x, tolerance=0.0)
+
+
+def test_a_file_may_be_as_far_off_as_the_runtime_was_before():
+    slim = demask.demask(Faint(-1.0).eval(), (torch.randn(2, 8),))
+    x = torch.randn(2, 8)
+    judge, draw = judge_of(slim, ((x,), {}), None), Draw("numbers", (x,))
+    exact = slim(x).detach().numpy()
+    coarse = exact * np.float32(1 + 3e-4)  # what the runtime made of the file as given
+    judge.difference(draw, [coarse], [exact])
+    judge.difference(draw, [coarse], [exact * np.float32(1 - 2e-4)])
+    for far in (1 - 4e-4, 1 + 7e-4):
+        with pytest.raises(Mismatch):
+            judge.difference(draw, [coarse], [exact * np.float32(far)])
 
 
 def test_what_the_runtime_does_not_take_is_said(tmp_path):
