@@ -58,6 +58,15 @@ def test_a_name_is_one_size_everywhere_and_lengths_are_tried_until_one_runs(stat
     assert shapes(read_network(state, ["batch=3", "length=301"])) == [(3, 1, 301), (2, 3, 4)]
 
 
+def test_lines_of_text_are_tried_too(tmp_path):
+    weight = np.ones((4, 3, 48, 3), np.float32)
+    axes = np.array([2])
+    lines = write(tmp_path / "lines.onnx", [("x", 1, ["n", 3, "h", "w"])],
+                  [("Conv", "xw", "c", {}), ("Squeeze", "ca", "y", {})],
+                  [("w", weight), ("a", axes)])  # fmt: skip
+    assert shapes(read_network(lines)) == [(1, 3, 48, 320)]
+
+
 def test_a_network_that_runs_with_none_says_what_to_give(state):
     with pytest.raises(BadInput, match=r"give --input FILE, or --size NAME=N for batch, length"):
         read_network(state, ["length=20"])

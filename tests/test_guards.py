@@ -85,6 +85,33 @@ def test_a_branch_is_never_taken_for_sizes_that_take_the_other(condition, exampl
         slim(torch.randn(1, 3, *other))
 
 
+class Squeezing(nn.Module):
+    """Its rows are those of a batch, but for a batch of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).relu()).squeeze()
+
+
+def test_a_result_takes_its_own_example() -> None:
+    """An example of one row is captured as two."""
+    model = Squeezing().eval()
+    with torch.no_grad():
+        model.a.weight[:4], model.a.bias[:4] = 0, 0
+    for rows in (1, 2):
+        x = torch.randn(rows, 4)
+        slim = demask.demask(model, (x,))
+        torch.testing.assert_close(slim(x), model(x))
+        assert slim.demasked.after.parameters < slim.demasked.before.parameters
+        with pytest.raises(ValueError, match="size"):
+            slim(torch.randn(3 - rows, 4))
+    assert any("(s" in note and ">= 2" in note for note in demask.demask(model, (x[:1],))
+               .demasked.notes)  # fmt: skip
+
+
 def test_one_tensor_for_two_inputs_is_two() -> None:
     class Product(nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:

@@ -88,16 +88,22 @@ EXPRESSIONS = [
 ]  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def relu():
+    return demask.demask(nn.ReLU(), (torch.randn(2, 3),), dynamic_shapes="all")
+
+
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_conditions_come_out_as_in_python(expression: str) -> None:
-    slim = demask.demask(nn.ReLU(), (torch.randn(2, 3),), dynamic_shapes="all")
-    model = write.proto_of(slim)
+def test_conditions_come_out_as_in_python(expression: str, relu) -> None:
+    model = write.proto_of(relu)
     refuse_sizes(model, [InputSpec("x", ("a", "b"), "float32", (2, 3))], [expression])
     data = write.serialized(model)
-    session = onnxruntime.InferenceSession(data)
-    onnx = read.installed()
-    for run in (session.run, ReferenceEvaluator(onnx.ModelProto.FromString(data)).run):
-        for a, b in itertools.product(range(1, 7), repeat=2):
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = 4, 1
+    session = onnxruntime.InferenceSession(data, options)
+    reference = ReferenceEvaluator(read.installed().ModelProto.FromString(data))
+    for run, step in ((session.run, 1), (reference.run, 5)):
+        for a, b in list(itertools.product(range(1, 6), repeat=2))[::step]:
             try:
                 run(None, {session.get_inputs()[0].name: np.ones((a, b), np.float32)})
                 ran = True

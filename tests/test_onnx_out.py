@@ -9,6 +9,7 @@ from torch import nn
 
 import demask
 from demask.errors import BadInput, NotExportable
+from demask.files.onnx import write as writing
 from demask.files.onnx.module import from_onnx
 from demask.files.onnx.write import proto_of, save, serialized, to_onnx
 
@@ -212,3 +213,72 @@ def test_an_opset_can_be_asked_for():
     model = proto_of(small(), (torch.randn(2, 3, 9, 9), torch.randn(2, 1, 1, 1)), opset=18)
     proto = onnx.ModelProto.FromString(serialized(model))
     assert {o.domain: o.version for o in proto.opset_import}[""] == 18
+
+
+class Sorted(nn.Module):
+    def __init__(self, **how):
+        super().__init__()
+        self.how = how
+
+    def forward(self, x):
+        return torch.sort(x, stable=True, **self.how)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize("how", [{"dim": 1}, {"dim": 0, "descending": True}], ids=str)
+def test_sorting_keeps_the_order_of_equal_numbers(how, dtype, tmp_path):
+    x = torch.randint(0, 4, (5, 6), generator=torch.Generator().manual_seed(0)).to(dtype)
+    to_onnx(Sorted(**how), tmp_path / "net.onnx", (x,), dynamic_shapes="all")
+    for given in (x, x[:3, :4].contiguous()):
+        agree(run(tmp_path / "net.onnx", given), Sorted(**how)(given))
+
+
+class Attention(nn.Module):
+    def __init__(self, **more):
+        super().__init__()
+        self.more = more
+
+    def forward(self, q, v, mask=None):
+        return nn.functional.scaled_dot_product_attention(q, q, v, attn_mask=mask, **self.more)
+
+
+@pytest.mark.parametrize("sizes", [None, (4, 4), (2, 4, 4), (3, 2, 4, 4), (2, 3, 2, 4, 4)], ids=str)
+def test_attention_over_windows(sizes, tmp_path):
+    """Five axes: images, windows, heads, tokens, features."""
+    q, v = torch.randn(2, 3, 2, 4, 8), torch.randn(2, 3, 2, 4, 6)
+    inputs = (q, v) if sizes is None else (q, v, torch.randn(sizes))
+    net = Attention(is_causal=True) if sizes is None else Attention(scale=0.3)
+    for dynamic in (None, "all"):
+        to_onnx(net, tmp_path / "net.onnx", inputs, dynamic_shapes=dynamic)
+        agree(run(tmp_path / "net.onnx", *inputs), [net(*inputs)])
+
+
+class Written(nn.Module):
+    """Writes a size into a tensor, which ONNX has no op for."""
+
+    def forward(self, x):
+        places = torch.zeros(x.shape[0], 1, dtype=torch.int64)
+        return x.scatter(1, places, float(x.shape[1]))
+
+
+def test_what_cannot_be_written_for_all_sizes_is_written_for_one(tmp_path, monkeypatch):
+    real = writing._translated
+
+    def translated(slim, opset):
+        if any(isinstance(n, str) for spec in slim.demasked.inputs for n in spec.sizes):
+            raise NotExportable("an op", "a line", "nothing")
+        return real(slim, opset)
+
+    monkeypatch.setattr(writing, "_translated", translated)
+    x = torch.randn(3, 5)
+    slim = demask.demask(Written(), (x,), dynamic_shapes="all")
+    with pytest.warns(UserWarning, match=r"these sizes alone: x \[3, 5\].*an op"):
+        to_onnx(slim, tmp_path / "net.onnx")
+    agree(run(tmp_path / "net.onnx", x), [Written()(x)])
+    assert [d.dim_value for d in onnx.load(tmp_path / "net.onnx").graph.input[0].type.tensor_type
+            .shape.dim] == [3, 5]  # fmt: skip
+
+
+@pytest.mark.parametrize("net", [nn.ELU(), nn.CELU(2.0), nn.SELU()], ids=str)
+def test_a_runtime_computes_exp_minus_one_as_it_does(net, tmp_path):
+    to_onnx(net, tmp_path / "net.onnx", (torch.randn(2, 3),))

@@ -29,8 +29,9 @@ from demask.graph.examples import drawn, inputs_of_program, spans_of
 from demask.graph.provenance import Interface, Provenance
 from demask.ops.schema import hint
 
-# Sizes that are tried for what an ONNX file leaves open: of images, of other axes.
-TRIED = ((224, 16), (320, 512), (640, 4096))
+# Sizes that are tried for what an ONNX file leaves open: of images, lines of text at the end; of
+# other axes.
+TRIED = (((224, 224), 16), ((320, 320), 512), ((640, 640), 4096), ((48, 320), 16), ((32, 320), 16))
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,11 +232,11 @@ def _running(
                    f"--input FILE, or --size NAME=N for {names}")  # fmt: skip
 
 
-def _guessed(port: Port, image: int, length: int) -> tuple[int, ...]:
+def _guessed(port: Port, image: tuple[int, int], length: int) -> tuple[int, ...]:
     """Sizes to try: one at first, then images where there are four axes."""
     return tuple(
         size if isinstance(size, int) else 1 if axis == 0
-        else image if len(port.sizes) == 4 and axis > 1 else length
+        else image[axis - 2] if len(port.sizes) == 4 and axis > 1 else length
         for axis, size in enumerate(port.sizes)
     )  # fmt: skip
 

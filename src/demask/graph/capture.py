@@ -28,7 +28,7 @@ from demask.graph import export_guards
 from demask.graph.build import mode_of
 from demask.graph.copying import structural_copy
 from demask.graph.experts import in_one_call
-from demask.graph.guards import guards_of
+from demask.graph.guards import guards_of, hold
 from demask.graph.inline import inlined
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Interface
@@ -52,7 +52,25 @@ def capture(
     torch.export as it is, "all" stands for every dimension that can be. Raises NotExportable (op,
     file and line, what to change), or BadInput when the model itself fails on the example inputs.
     """
-    return next(captures(model, args, kwargs, dynamic_shapes))
+    programs = captures(model, args, kwargs, dynamic_shapes)
+    first = next(programs)
+    if refused_sizes(first, args, kwargs) is None:
+        return first
+    return next((p for p in programs if refused_sizes(p, args, kwargs) is None), first)
+
+
+def refused_sizes(program: Program, args: Any, kwargs: Any) -> str | None:
+    """The condition on sizes that does not hold for the example itself: an example of one image is
+    captured as two, which a graph may not be right for. None where all of them hold."""
+    nodes = [n for n in program.graph.nodes if n.op == "placeholder"]
+    values = [n.meta["val"] for n in nodes if isinstance(n.meta.get("val"), Tensor)]
+    given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if len(values) != len(given):
+        return None
+    sizes = {str(size.node.expr): n for value, x in zip(values, given, strict=True)
+             for size, n in zip(value.shape, x.shape, strict=False)
+             if not isinstance(size, int)}  # fmt: skip
+    return next((guard for guard in program.guards if not hold([guard], sizes)), None)
 
 
 def captures(
@@ -163,12 +181,13 @@ def _as_declared(
     work: nn.Module, args: Any, kwargs: Any, interface: Interface
 ) -> Iterator[_Export]:
     """With those sizes dynamic that an ONNX file names; where the network does not allow it, with
-    its batch dynamic, or none."""
+    its batch dynamic, or all but that, or none."""
     _check_tensors(args, kwargs, interface)
     ports = [p for p in interface.inputs if p.sizes is not None]
     names = {n for port in ports for n in port.sizes or () if isinstance(n, str)}
     batch = {p.sizes[0] for p in ports if p.sizes and isinstance(p.sizes[0], str)}
-    for dynamic in [names, batch][: 2 if batch < names else 1]:
+    kinds = [names, batch, names - batch] if batch < names else [names]
+    for dynamic in filter(None, kinds):
         sized = _sized(args, kwargs, interface, dynamic)
         marks = functools.partial(_marks, sized, interface, dynamic)
         shapes = _dynamic(work, *sized, marks)

@@ -20,8 +20,8 @@ from demask.numerics import NARROW, widen
 from demask.ops import TABLE, op_name
 
 SEEDS = 4
-# Runtimes approximate these to so many digits of 1, the largest value, not of the value.
-_BOUNDED = frozenset(("sigmoid", "tanh", "erf", "hardsigmoid"))
+# Runtimes approximate these to so many digits of 1, not of the value: exp(x) - 1 among them.
+_NEAR_ONE = frozenset(("sigmoid", "tanh", "erf", "hardsigmoid", "elu", "celu", "selu"))
 _POINTWISE = frozenset(("... -> ...", "..., ... -> ...", "..., ..., ... -> ..."))
 _SMOOTH = frozenset(("silu", "gelu", "hardswish"))  # an operand times one of these
 
@@ -89,8 +89,8 @@ def _scale(node: fx.Node, value: Tensor) -> Tensor | float:
     entry, word = TABLE.get(name), name.split(".")[1] if "." in name else name
     if entry is not None and entry.fill == "same":
         return 0.0
-    if word in _BOUNDED:
-        return 1.0
+    if word in _NEAR_ONE:
+        return value.abs().clamp(min=1)
     if entry is not None and entry.line in _POINTWISE and word not in _SMOOTH:
         return value.abs()
     finite = value[value.isfinite()]

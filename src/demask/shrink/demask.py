@@ -15,7 +15,7 @@ from torch.export import ExportedProgram
 from demask.errors import CaptureDiffers, DemaskError, NotExportable
 from demask.facts.known import Relations
 from demask.failures import CallFailed, Log, described, is_strict, public
-from demask.graph.capture import captures
+from demask.graph.capture import captures, refused_sizes
 from demask.graph.fold import folded
 from demask.graph.functional import functionalized
 from demask.graph.guards import values_of
@@ -146,6 +146,10 @@ def programs_of(
             if is_strict() and not isinstance(error, DemaskError):
                 raise
             failure = failure or error
+            continue
+        if (guard := refused_sizes(program, args, kwargs)) is not None:
+            advice = "demask an example of more rows, or with static sizes"
+            failure = failure or NotExportable(f"it holds for {guard} alone", "unknown", advice)
             continue
         if failure is not None:
             program = _smaller_sizes(program, f"it could not be captured: {described(failure)}")

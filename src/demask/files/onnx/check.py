@@ -29,6 +29,7 @@ LARGE = 1e4
 TINY = 1e-9
 Arrays = list[np.ndarray]
 Run = Callable[[Sequence[Tensor]], Arrays]
+Change = Callable[[Tensor], Tensor]
 Filled = Callable[[Sequence[Tensor]], tuple[Any, Any]]
 
 
@@ -46,7 +47,7 @@ def draws(example: Sequence[Tensor]) -> list[Draw]:
         "zeros": lambda x, _: torch.zeros_like(x),
         "tiny numbers": lambda x, draw: _normal(x, draw, TINY),
         "large numbers": lambda x, draw: _normal(x, draw, 16 if _is_half(x) else LARGE),
-        "negative numbers": lambda x, draw: -_normal(x, draw, 1).abs(),
+        "negative numbers": lambda x, draw: _normal(x, draw, 1, torch.Tensor.abs, torch.neg),
         "normal numbers": lambda x, draw: _normal(x, draw, 1),
     }
     found = [Draw("the example", tuple(x.detach() for x in example))]
@@ -57,8 +58,12 @@ def draws(example: Sequence[Tensor]) -> list[Draw]:
     return found if any(x.is_floating_point() for x in example) else found[:1]
 
 
-def _normal(x: Tensor, draw: torch.Generator, scale: float) -> Tensor:
-    return (torch.randn(x.shape, generator=draw) * scale).to(x)
+def _normal(x: Tensor, draw: torch.Generator, scale: float, *then: Change) -> Tensor:
+    """Normal numbers of x's sizes and dtype; changed before, as some dtypes know no arithmetic."""
+    numbers = torch.randn(x.shape, generator=draw) * scale
+    for change in then:
+        numbers = change(numbers)
+    return numbers.to(x)
 
 
 def _is_half(x: Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 aten = torch.ops.aten
@@ -24,6 +25,8 @@ def functions() -> dict[Any, Any]:
         aten.log1p.default: log1p,
         aten.log_sigmoid.default: log_sigmoid,
         aten.logaddexp.default: logaddexp,
+        aten.sort.default: sort,
+        aten.sort.stable: sort,
     }
 
 
@@ -112,6 +115,21 @@ def expm1(self: Any) -> Any:
     ratio = op.Mul(op.Sub(power, one), op.Div(self, op.Log(power)))
     exact = op.Where(op.Equal(power, one), self, ratio)
     return op.Where(op.Less(op.Abs(self), one), exact, op.Sub(power, one))
+
+
+def sort(self: Any, dim: int = -1, descending: bool = False, *, stable: Any = None) -> Any:
+    """The largest or smallest numbers, all of them: of equal ones the first is first."""
+    import onnx_ir as ir
+
+    op = _ops()
+    if not self.shape.rank():
+        return op.Identity(self), op.Constant(value=ir.tensor(np.zeros((), np.int64)))
+    kind = self.dtype
+    narrow = kind is ir.DataType.BOOL or (kind.is_integer() and kind.bitwidth < 32)
+    given = op.Cast(self, to=ir.DataType.INT32) if narrow else self
+    count = op.Gather(op.Shape(self), op.Constant(value_ints=[dim]))
+    values, places = op.TopK(given, count, axis=dim, largest=int(descending), sorted=1)
+    return (op.Cast(values, to=kind) if narrow else values), places
 
 
 def _ops() -> Any:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from demask.graph.build import Builder, mode_of
+from demask.graph.build import Builder, mode_of, same_size, sizes_of
+from demask.ops import schema
 
 aten = torch.ops.aten
 Rule = Callable[[Builder, fx.Node], fx.Node]
@@ -72,7 +73,10 @@ def spell(graph: fx.Graph) -> None:
 
 def _rule(node: fx.Node) -> Rule | None:
     if node.target is aten.scaled_dot_product_attention.default:
-        return _attended if 1 < node.meta["val"].ndim < 4 and len(node.args) > 2 else None
+        rank = node.meta["val"].ndim
+        if rank > 4:
+            return _attended_flat if _has_one_front(node) else None
+        return _attended if 1 < rank < 4 and len(node.args) > 2 else None
     if node.target in _OF_TENSORS and takes_sizes(node):
         return _as_tensor
     if node.target is aten.roll.default and takes_sizes(node):
@@ -90,6 +94,29 @@ def _attended(build: Builder, node: fx.Node) -> fx.Node:
     for _ in range(more):
         made = build.call(aten.squeeze.dim, made, 0)
     return made
+
+
+def _attended_flat(build: Builder, node: fx.Node) -> fx.Node:
+    """Attention over more axes, those in front as one."""
+    given = schema.arguments(node)
+    query, mask = given["query"], given["attn_mask"]
+    last = query.meta["val"].ndim - 4
+    tensors = [build.call(aten.flatten.using_ints, given[name], 0, last)
+               for name in ("query", "key", "value")]  # fmt: skip
+    if mask is not None and mask.meta["val"].ndim > 3:
+        front, own = sizes_of(build, query)[:-2], sizes_of(build, mask)[-2:]
+        mask = build.call(aten.expand.default, mask, [*front, *own])
+        mask = build.call(aten.flatten.using_ints, mask, 0, last)
+    more = {name: given[name] for name in ("is_causal", "scale", "enable_gqa")}
+    made = build.call(node.target, *tensors, mask, 0.0, **more)
+    front, size = sizes_of(build, query)[:-1], sizes_of(build, given["value"])[-1]
+    return build.call(aten.reshape.default, made, [*front, size])
+
+
+def _has_one_front(node: fx.Node) -> bool:
+    """Whether the operands of attention have the same axes in front, heads among them."""
+    query, *others = (x.meta["val"].shape[:-2] for x in node.args[:3])  # type: ignore[union-attr]
+    return all(len(other) == len(query) and all(map(same_size, query, other)) for other in others)
 
 
 def _as_tensor(build: Builder, node: fx.Node) -> fx.Node:

@@ -65,7 +65,9 @@ def to_onnx(
     args, kwargs: example inputs; a demasked network needs none. dynamic_shapes: as `demask.demask`
     takes it. opset: version of ONNX's op set, None for the exporter's own. A network that came from
     an ONNX file keeps the names of its inputs, outputs and dynamic sizes, and its metadata; others
-    get the names of forward's arguments. More than 2 GiB of weights go to a file beside it.
+    get the names of forward's arguments. Where a network cannot be written with dynamic sizes, the
+    file is for those of the example, and a UserWarning says so. More than 2 GiB of weights go to a
+    file beside it.
     check: call the file and the network with the example, zeros, tiny, large, negative and random
     numbers before anything is written, in ONNX Runtime where it is installed, else by the reference
     implementation of the onnx package (files of more than 2 GiB, and networks that draw random
@@ -81,7 +83,15 @@ def to_onnx(
     check_writable(path)
     check_tolerance(tolerance)
     slim = _network(module, args, kwargs, dynamic_shapes)
-    model = _model(slim, opset)
+    try:
+        model = _model(slim, opset)
+    except NotExportable as error:
+        if (slim := _of_one_size(slim, args, kwargs)) is None:
+            raise
+        model = _model(slim, opset)
+        sizes = ", ".join(f"{s.name} {list(s.sizes)}" for s in slim.demasked.inputs)
+        warnings.warn(f"{path} is for inputs of these sizes alone: {sizes}. With dynamic sizes it "
+                      f"cannot be written: {error}", stacklevel=2)  # fmt: skip
     if not _fits(model, LARGEST):
         _save_apart(model, Path(path))
         return
@@ -114,6 +124,14 @@ def _network(module: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) -> 
     if isinstance(module, Demasked) and dynamic_shapes is None and takes(module, args, kwargs):
         return module.plain()
     return remembering(capture(module, args, kwargs, dynamic_shapes))
+
+
+def _of_one_size(slim: Demasked, args: Any, kwargs: Any) -> Demasked | None:
+    """The network for the sizes of its example alone; None where it has no others."""
+    if not any(isinstance(size, str) for spec in slim.demasked.inputs for size in spec.sizes):
+        return None
+    given = (args, dict(kwargs or {})) if args or kwargs else example(slim)[:2]
+    return remembering(capture(slim, *given, dynamic_shapes={}))
 
 
 def _model(slim: Demasked, opset: int | None) -> Any:
