@@ -30,8 +30,10 @@ from tables import machine, markdown
 
 PAGE = Path(__file__).parents[1] / "docs" / "real-models.md"
 VARIANTS = ("as it is", "half of the channels", "90 % zeros")
-SECONDS = 20.0  # of calls in alternation, at most
+SECONDS = 6.0  # of calls in alternation, at most
 FEW = 256  # numbers of a tensor that stays as it is where single weights are masked
+DETECTOR, PAGE_PIXELS = "ch_PP-OCRv4_det_infer", 960
+BUDGETS = ("512MiB", "72MiB", "48MiB", "32MiB")
 PIXELS = {"ch_PP-OCRv4_det_infer": (96, 128), "ch_PP-OCRv4_rec_infer": (48, 160),
           "ch_ppocr_mobile_v2.0_cls_infer": (48, 192), "320n": (320, 320)}  # fmt: skip
 LEAST = 1e-2  # of an output: ONNX Runtime computes a sigmoid to 1e-7, however small it is
@@ -253,13 +255,15 @@ def error(expected: Any, found: Any) -> float:
 class Run:
     """One network, one mask: sizes, seconds of each step, milliseconds of one call.
 
-    verified: demask.verify's words. error: of the file written, against the network, both in ONNX
-    Runtime where the network came from an ONNX file. failure: the step that failed, and why.
+    sizes: bytes of the file read and of the file written. verified: demask.verify's words. error:
+    of the file written, against the network, both in ONNX Runtime where the network came from an
+    ONNX file. failure: the step that failed, and why.
     """
 
     source: Source
     variant: str
     parameters: tuple[int, int] = (0, 0)
+    sizes: tuple[int, int] = (0, 0)
     verified: str = ""
     error: float = float("nan")
     seconds: dict[str, float] = field(default_factory=dict)
@@ -306,6 +310,7 @@ def _steps(row: Run, folder: Path, timed: bool) -> None:
     fixed = FIXED.get(source.name)
     first, expected = in_runtime(path, inputs, fixed) if path else (None, plain)
     row.error = error(expected, made)
+    row.sizes = ((path or source.path).stat().st_size, written.stat().st_size)
     if not timed:
         return
     fast = row.step("optimize", lambda: demask.optimize(model, inputs, threads=1))
@@ -327,8 +332,9 @@ def _arrays(value: Any) -> list[np.ndarray]:
     return [t.detach().numpy() for t in _leaves(value)]
 
 
-HEAD = ("network", "mask", "parameters", "equal", "file differs by", "demask", "to_onnx",
-        "network, ms", "demasked", "optimized", "ONNX Runtime", "of the demasked file")  # fmt: skip
+HEAD = ("network", "mask", "parameters", "file, KB", "equal", "file differs by", "demask",
+        "to_onnx", "network, ms", "demasked", "optimized", "ONNX Runtime",
+        "of the demasked file")  # fmt: skip
 
 
 def cells(row: Run) -> list[str]:
@@ -338,13 +344,37 @@ def cells(row: Run) -> list[str]:
         return [row.source.name, row.variant, f"fails at {first}", *[""] * (len(HEAD) - 3)]
     names = ("network", "demasked", "optimized", "ONNX Runtime", "ONNX Runtime, demasked")
     before, after = row.parameters
+    given, written = row.sizes
     return [row.source.name, row.variant, f"{before:,} → {after:,}",
-            row.verified.partition(":")[0], f"{row.error:.0e}",
+            f"{given / 1e3:,.0f} → {written / 1e3:,.0f}", row.verified.partition(":")[0],
+            f"{row.error:.0e}",
             f"{row.seconds['demask']:.1f} s", f"{row.seconds['to_onnx']:.1f} s",
             *(f"{row.calls[n]:.2f}" if n in row.calls else "" for n in names)]  # fmt: skip
 
 
-def page(rows: list[Run]) -> str:
+def tiles(source: Source, folder: Path) -> list[list[str]]:
+    """The detector on a large page within budgets of memory: lines of a table."""
+    model, _ = network(source, VARIANTS[0], folder)
+    x, lines = page_image(1, 3, PAGE_PIXELS, PAGE_PIXELS), []
+    made = {budget: demask.traverse.tile(model, (x,), memory=budget) for budget in BUDGETS}
+    calls: dict[str, Callable[[], Any]] = {"": lambda: model(x)}
+    calls |= {budget: (lambda run=run: run(x)) for budget, run in made.items()}
+    with torch.no_grad():
+        timings, expected = alternate(calls, seconds=SECONDS), _arrays(model(x))
+        for budget, run in made.items():
+            plan = run.plan
+            lines.append([budget, f"{plan.peak / 2**20:.1f} MiB", f"{plan.recompute:.2f}",
+                          f"{error(expected, _arrays(run(x))):.0e}",
+                          f"{1e3 * timings[budget].median:.0f}",
+                          f"{1e3 * timings[''].median:.0f}"])  # fmt: skip
+    return lines
+
+
+TILES = ("budget", "peak of the plan", "multiplications, times", "differs by", "tiled, ms",
+         "network, ms")  # fmt: skip
+
+
+def page(rows: list[Run], tiled: list[list[str]]) -> str:
     """The page of the documentation."""
     today = datetime.date.today().isoformat()
     return f"""# Pretrained networks, from the first call to the last
@@ -358,6 +388,14 @@ written as an ONNX file and compared in ONNX Runtime, optimized. Written by
 "Fails" says at which step, and why.
 
 {markdown(HEAD, [cells(row) for row in rows])}
+
+## The detector in tiles
+
+`demask.traverse.tile` of {DETECTOR} on a page of {PAGE_PIXELS} x {PAGE_PIXELS} pixels. The
+difference is relative to the largest score; the network's kernels for other sizes round in
+another order.
+
+{markdown(TILES, tiled)}
 """
 
 
@@ -373,7 +411,11 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 rows.append(run(source, variant, Path(folder), timed=True))
             print(*cells(rows[-1]), rows[-1].failure, sep=" | ", flush=True)
-    asked.output.write_text(page(rows))
+    tiled = []
+    if (detector := sources().get(DETECTOR)) is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            tiled = tiles(detector, Path(folder))
+    asked.output.write_text(page(rows, tiled))
 
 
 if __name__ == "__main__":

@@ -112,6 +112,10 @@ list: `--fix rate=16000 --fix scales=[1,1,2,2]`. `--tolerance` allows `.onnx` re
 difference. Other commands take `.onnx` files and these options too; what `optimize` finds is fast
 in PyTorch, and is written as `.demask` or `.pt2`.
 
+A graph captured on one side of a decision by size (`if h % 32 == 0`) is wrong on the other. A file
+refuses such sizes: a `Reshape` of an input, in a node called `only for sizes with h % 32 == 0`,
+fails in every runtime.
+
 ONNX Runtime on x86 without VNNI clips the sum of two products of `uint8` and `int8` to 16 bits.
 Which two are summed depends on how many channels there are: the demasked file may clip others than
 the file given. Weights of 7 bits (`reduce_range=True` in ONNX Runtime's tool) clip nothing.

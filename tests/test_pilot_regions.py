@@ -96,7 +96,7 @@ def test_rectangles_of_random_networks_equal_the_full_run():
 @pytest.mark.nightly
 @pytest.mark.parametrize("start", range(16, 416, 40))
 def test_rectangles_of_many_random_networks(start: int):
-    assert checked(range(start, start + 40)) >= 10
+    assert checked(range(start, start + 40)) >= 8  # the others are refused
 
 
 class Mixed(nn.Module):
