@@ -364,7 +364,7 @@ def _quiet() -> Iterator[None]:
 def _check_runs(work: nn.Module, args: Any, kwargs: Any) -> None:
     """If the model fails on its example inputs without us, say that."""
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _quiet():  # torch.fx prints the code of a graph that fails
             work(*args, **kwargs)
     except Exception as error:
         shapes = [
