@@ -91,6 +91,8 @@ def page(found: list[Run]) -> str:
     shards = [run for run in found if not run.name.startswith("again")]
     again = {(t.file, t.name): (run, t) for run in found if run not in shards for t in run.tests}
     text = HEAD + f"{machine()}; two tests at a time.\n\n## Shards\n\n"
+    if missing := _missing(shards):
+        text += f"Not run to their end since tests are dealt out anew: {missing}.\n\n"
     head = ("shard", "commit", "day", "tests", "passed", "failed", "skipped", "minutes")
     text += markdown(head, [_shard(run) for run in shards]) + "\n\n## Failures\n\n"
     failed = [(run, t) for run in shards for t in run.tests if t.outcome == "failed"]
@@ -100,6 +102,14 @@ def page(found: list[Run]) -> str:
     text += "\n\n## Files\n\n"
     head = ("file", "tests", "failed", "skipped", "minutes, all tests")
     return text + markdown(head, list(_files(shards))) + "\n"
+
+
+def _missing(shards: list[Run]) -> str:
+    """The shards that there is no report of."""
+    names = {run.name for run in shards}
+    counts = {int(name.partition("/")[2]) for name in names}
+    whole = [f"{k}/{count}" for count in sorted(counts) for k in range(1, count + 1)]
+    return ", ".join(name for name in whole if name not in names)
 
 
 def _shard(run: Run) -> list[str]:
