@@ -75,7 +75,7 @@ FAULTS = (
           "for check in self.checks if args else ():", "for check in ():", "guards_files"),
     fault("onnx-takes-any-size", "files/onnx/sizes.py", "if not trees or not sized",
           "if trees or not sized", "guards_files"),
-    fault("example-not-taken", "graph/capture.py", "if not hold([guard], sizes)", "if False",
+    fault("example-not-taken", "graph/export_guards.py", "if not hold([guard], sizes)", "if False",
           "guards"),
     # shrink
     fault("join-sign", "shrink/join.py", "torch.zeros((), dtype=fill.dtype)) * signs[k]",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 import demask
-from demask.graph.guards import REFUSE_VALUE, checks, value_checks
+from demask.graph.guards import REFUSE_VALUE, checks, hold, value_checks
 from demask.graph.provenance import InputSpec
 
 
@@ -249,3 +249,7 @@ def test_inputs_of_one_size_are_refused_with_two() -> None:
     slim(torch.randn(5, 4), torch.randn(5, 4))
     with pytest.raises(ValueError, match="expected sizes"):
         slim(torch.randn(5, 4), torch.randn(1, 4))
+
+
+def test_a_condition_that_divides_by_zero_does_not_hold() -> None:
+    assert hold(["7 % (s0 - 2) == 1"], {"s0": 5}) and not hold(["7 % (s0 - 2) == 1"], {"s0": 2})

@@ -42,6 +42,13 @@ def sizes_and_gap(a: Tensor, b: Tensor) -> tuple[float, float]:
     return float(a.abs().max()), float((a.double() - b.double()).abs().max())
 
 
+def is_as_exact(exact: Tensor, before: Tensor, after: Tensor) -> bool:
+    """Whether `after` is about as near to the float64 result as `before`: rounding moves the
+    outputs of an ill-conditioned network far, with demask and without."""
+    own, other = (sizes_and_gap(exact, x.to(exact))[1] for x in (before, after))
+    return other <= WORSE * own
+
+
 def narrowed(module: nn.Module) -> list[tuple[str, torch.dtype]]:
     """Calls of a graph that cast to a narrower float than the network's own, and to which."""
     if not isinstance(module, fx.GraphModule):

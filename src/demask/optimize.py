@@ -26,7 +26,7 @@ from demask.machine.cost import Costs
 from demask.machine.describe import machine
 from demask.machine.threads import checked_threads, set_threads
 from demask.machine.timing import Timing, sampled
-from demask.numerics import WORSE, readable, to_double, widen
+from demask.numerics import is_as_exact, readable, to_double, widen
 from demask.ops import TABLE, Table
 from demask.shrink.check import in_eval
 from demask.shrink.demask import given as captured
@@ -215,18 +215,21 @@ class _Race:
         exact = self.wide[k] if k < len(self.wide) else None
         if not isinstance(exact, Tensor) or exact.shape != given.shape:
             return False
-        own, other = (float((exact - x.to(exact)).abs().max()) for x in (given, made))
-        return other <= WORSE * own
+        return is_as_exact(exact, given, made)
 
     def _widened(self) -> list[Any]:
         try:
             wide = build_plain(self.program).double()
             widen(wide)
-            args, kwargs = pytree.tree_map(to_double, on_cpu(wide, self.args, self.kwargs)[1:])
+            args, kwargs = pytree.tree_map(_double_on_cpu, (self.args, self.kwargs))
             with torch.no_grad():
                 return pytree.tree_leaves(wide(*args, **kwargs))
         except Exception:  # of any kind: then units in the last place decide
             return []
+
+
+def _double_on_cpu(leaf: Any) -> Any:
+    return to_double(leaf).to(CPU) if isinstance(leaf, Tensor) else leaf
 
 
 def _fastest(race: _Race, program: Program, smaller: Program, provenance: Provenance,

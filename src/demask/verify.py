@@ -23,8 +23,8 @@ from demask.graph.result import Demasked, build_plain
 from demask.numerics import (
     RELATIVE,
     ULPS,
-    WORSE,
     in_units,
+    is_as_exact,
     names_narrow,
     narrowed,
     readable,
@@ -177,8 +177,7 @@ class _Found:
         exact = self.exact.get(name)
         if exact is None or exact.shape != x.shape:
             return False
-        own, other = (sizes_and_gap(exact, v.double())[1] for v in (x, y))
-        return other <= WORSE * own
+        return is_as_exact(exact, x, y)
 
     def _fail(self, text: str) -> None:
         self.failure = self.failure or text

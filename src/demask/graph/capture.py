@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import io
+import itertools
 import logging
 import operator
 import traceback
@@ -24,11 +25,10 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, DemaskError, NotExportable
-from demask.graph import export_guards
 from demask.graph.build import mode_of
 from demask.graph.copying import structural_copy
 from demask.graph.experts import in_one_call
-from demask.graph.guards import guards_of, hold
+from demask.graph.export_guards import conditions, range_notes, refused_sizes
 from demask.graph.inline import inlined
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Interface
@@ -54,23 +54,8 @@ def capture(
     """
     programs = captures(model, args, kwargs, dynamic_shapes)
     first = next(programs)
-    if refused_sizes(first, args, kwargs) is None:
-        return first
-    return next((p for p in programs if refused_sizes(p, args, kwargs) is None), first)
-
-
-def refused_sizes(program: Program, args: Any, kwargs: Any) -> str | None:
-    """The condition on sizes that does not hold for the example itself: an example of one image is
-    captured as two, which a graph may not be right for. None where all of them hold."""
-    nodes = [n for n in program.graph.nodes if n.op == "placeholder"]
-    values = [n.meta["val"] for n in nodes if isinstance(n.meta.get("val"), Tensor)]
-    given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    if len(values) != len(given):
-        return None
-    sizes = {str(size.node.expr): n for value, x in zip(values, given, strict=True)
-             for size, n in zip(value.shape, x.shape, strict=False)
-             if not isinstance(size, int)}  # fmt: skip
-    return next((guard for guard in program.guards if not hold([guard], sizes)), None)
+    several = itertools.chain([first], programs)
+    return next((p for p in several if refused_sizes(p, args, kwargs) is None), first)
 
 
 def captures(
@@ -173,7 +158,7 @@ def _exports(work, args, kwargs, dynamic_shapes) -> Iterator[_Export]:
             continue  # Fewer sizes are tried next; the static example's own error is shown.
         if not first or _first_is_dynamic(exported):
             notes = ()
-            yield exported, _range_notes(exported)
+            yield exported, range_notes(exported)
     yield _attempt(work, args, kwargs, None), notes
 
 
@@ -195,7 +180,10 @@ def _as_declared(
         with contextlib.suppress(NotExportable, BadInput):
             exported = _attempt(work, *sized, shapes)
         if exported is not None and _fits(exported, args, kwargs):
-            yield exported, (*_range_notes(exported), *_fixed_notes(exported, interface))
+            yield (
+                exported,
+                (*range_notes(exported), *_fixed_notes(exported, interface)),
+            )
     exported = _attempt(work, args, kwargs, None)
     yield exported, tuple(_fixed_notes(exported, interface))
 
@@ -327,15 +315,6 @@ def _user_inputs(exported: ExportedProgram) -> set[str]:
     return {s.arg.name for s in specs if s.kind is InputKind.USER_INPUT}
 
 
-def _range_notes(exported: ExportedProgram) -> tuple[str, ...]:
-    notes = []
-    for symbol, bounds in exported.range_constraints.items():
-        low, high = bounds.lower, bounds.upper
-        if low > 2 or str(high) != "int_oo":
-            notes.append(f"dynamic dimension {symbol} is known to work from {low} to {high} only")
-    return tuple(notes)
-
-
 def _attempt(work: nn.Module, args: Any, kwargs: Any, shapes: Any) -> ExportedProgram:
     try:
         # A cache of what calls on fake tensors make costs more than it saves: keys hold sizes.
@@ -431,15 +410,8 @@ def _program(exported: ExportedProgram, notes: tuple[str, ...], training: bool) 
     names = _names(exported)
     return Program(
         graph, constants, spec.in_spec, spec.out_spec, names, (*notes, _LICENCE), training,
-        _guards(exported, mode_of(graph).shape_env),
+        conditions(exported, mode_of(graph).shape_env),
     )  # fmt: skip
-
-
-def _guards(exported: ExportedProgram, shape_env: Any) -> tuple[str, ...]:
-    """The conditions that the export relied on. A program read from a file says them itself."""
-    own = guards_of(shape_env, exported.range_constraints)
-    known = shape_env is not None and shape_env.guards
-    return own if known else tuple(dict.fromkeys((*own, *export_guards.read(exported))))
 
 
 def _settled(value: Any) -> Any:

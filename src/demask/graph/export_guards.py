@@ -14,7 +14,8 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from demask.errors import RefusedFile
-from demask.graph.guards import NODES, spelled
+from demask.graph.guards import NODES, guards_of, hold, spelled
+from demask.graph.program import Program
 
 MAX_LENGTH = 20_000
 MAX_DEPTH = 100
@@ -55,6 +56,13 @@ def check(text: str) -> str:
         ) from error
 
 
+def conditions(exported: ExportedProgram, shape_env: Any) -> tuple[str, ...]:
+    """The conditions that an export relied on. A program read from a file says them itself."""
+    own = guards_of(shape_env, exported.range_constraints)
+    known = shape_env is not None and shape_env.guards
+    return own if known else tuple(dict.fromkeys((*own, *read(exported))))
+
+
 def read(exported: ExportedProgram) -> Iterator[str]:
     """The conditions that a program was read with, in the symbols of its sizes. Where one has no
     form here, its symbols are to be what they were in the program's example."""
@@ -77,6 +85,29 @@ def read(exported: ExportedProgram) -> Iterator[str]:
             yield ast.unparse(ast.parse(own, mode="eval"))
         except (_Unknown, SyntaxError, RecursionError):
             yield from _as_in_example(text, sources)
+
+
+def refused_sizes(program: Program, args: Any, kwargs: Any) -> str | None:
+    """The condition on sizes that does not hold for the example itself: an example of one image is
+    captured as two, which a graph may not be right for. None where all of them hold."""
+    nodes = [n for n in program.graph.nodes if n.op == "placeholder"]
+    values = [n.meta["val"] for n in nodes if isinstance(n.meta.get("val"), Tensor)]
+    given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if len(values) != len(given):
+        return None
+    sizes = {str(size.node.expr): n for value, x in zip(values, given, strict=True)
+             for size, n in zip(value.shape, x.shape, strict=False)
+             if not isinstance(size, int)}  # fmt: skip
+    return next((guard for guard in program.guards if not hold([guard], sizes)), None)
+
+
+def range_notes(exported: ExportedProgram) -> tuple[str, ...]:
+    notes = []
+    for symbol, bounds in exported.range_constraints.items():
+        low, high = bounds.lower, bounds.upper
+        if low > 2 or str(high) != "int_oo":
+            notes.append(f"dynamic dimension {symbol} is known to work from {low} to {high} only")
+    return tuple(notes)
 
 
 def _as_in_example(text: str, sources: dict[str, fx.Node]) -> Iterator[str]:

@@ -198,7 +198,7 @@ def checks(
         if tree is not None:
             text = ast.unparse(tree)
             words = f"this network was captured for sizes with {text}; demask an example like yours"
-            yield f"if not ({_over(text, where)}): {REFUSE}({words!r})\n"
+            yield f"if not ({renamed(text, where)}): {REFUSE}({words!r})\n"
 
 
 def _raising(wrong: str, name: str, spec: InputSpec) -> Iterator[str]:
@@ -239,9 +239,12 @@ def hold(guards: Sequence[str], sizes: Mapping[str, int]) -> bool:
     known = {"__builtins__": {}, **_NAMES, **sizes}
     trees = [tree for guard in guards if (tree := condition(guard, sizes)) is not None]
     codes = [compile(ast.Expression(tree), "<sizes>", "eval") for tree in trees]
-    return all(eval(code, known) for code in codes)
+    try:
+        return all(eval(code, known) for code in codes)
+    except ArithmeticError:  # such as a remainder by a size that is 0
+        return False
 
 
-def _over(text: str, where: Mapping[str, str]) -> str:
-    """A condition over inputs, not symbols."""
-    return re.sub(r"[A-Za-z]\w*", lambda m: where.get(m.group(0), m.group(0)), text)
+def renamed(text: str, names: Mapping[str, str]) -> str:
+    """A condition with other names for its symbols."""
+    return re.sub(r"[A-Za-z]\w*", lambda m: names.get(m.group(0), m.group(0)), text)

@@ -15,7 +15,8 @@ from torch.export import ExportedProgram
 from demask.errors import CaptureDiffers, DemaskError, NotExportable
 from demask.facts.known import Relations
 from demask.failures import CallFailed, Log, described, is_strict, public
-from demask.graph.capture import captures, refused_sizes
+from demask.graph.capture import captures
+from demask.graph.export_guards import refused_sizes
 from demask.graph.fold import folded
 from demask.graph.functional import functionalized
 from demask.graph.guards import values_of

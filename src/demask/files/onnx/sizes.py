@@ -11,13 +11,12 @@ from __future__ import annotations
 import ast
 import functools
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from demask.graph.guards import condition
+from demask.graph.guards import condition, renamed
 from demask.graph.provenance import InputSpec
 
 _ARITHMETIC: Mapping[type, str] = {
@@ -59,7 +58,7 @@ def refuse_sizes(model: Any, specs: Sequence[InputSpec], guards: Sequence[str]) 
     again = file.call("Reshape", [_Number(smallest, int), sizes]).value
     again.type, again.shape = smallest.type, smallest.shape
     file.nodes[-1].name = "only for sizes with " + " and ".join(
-        dict.fromkeys(_spelled(tree, names) for tree in trees)
+        dict.fromkeys(renamed(ast.unparse(tree), names) for tree in trees)
     )
     graph.insert_before(graph[0], file.nodes)
     for user, place in users:
@@ -79,11 +78,6 @@ def _places(specs: Sequence[InputSpec]) -> dict[str, tuple[int, int]]:
 def _name(value: Any, axis: int) -> str:
     size = value.shape[axis]
     return str(size if isinstance(size, int) else size.value)
-
-
-def _spelled(tree: ast.expr, names: Mapping[str, str]) -> str:
-    text = ast.unparse(tree)
-    return re.sub(r"[A-Za-z]\w*", lambda m: names.get(m[0], m[0]), text)
 
 
 class _Writer:
@@ -150,10 +144,10 @@ class _Writer:
     def constant(self, number: float) -> _Number:
         import onnx_ir as ir
 
-        made = self.call("Constant", [], type(number))
+        result = self.call("Constant", [], type(number))
         tensor = ir.tensor(np.array(number, _DTYPES[type(number)]))
         self.nodes[-1].attributes["value"] = ir.AttrTensor("value", tensor)
-        return made
+        return result
 
     def alike(self, numbers: Sequence[_Number]) -> list[_Number]:
         kind = float if any(number.kind is float for number in numbers) else int
