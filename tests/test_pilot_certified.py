@@ -66,6 +66,20 @@ def test_rows_just_above_zero_are_never_proved_zero(mode: str):
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_errors_of_rounded_inputs_that_all_add_up_are_paid_for(mode: str):
+    """Every input is rounded against its weight by nearly half a step: sums are just above zero."""
+    draw = torch.Generator().manual_seed(3)
+    weight = torch.randint(1, 128, (1, 130), generator=draw) * 1.0
+    weight[0, 1] = 127
+    weight *= (-1.0) ** torch.arange(130)
+    u = torch.randint(1, 9, (1, 130), generator=draw)  # of 65535 levels: few, so little else rounds
+    x = (u + 0.49 * weight.sign()) / certify.LEVELS
+    x[0, 0], x[0, 1] = 0, 1
+    layer = Layer(weight, just_above(weight, x, 1), True)
+    assert seen_of(layer, x, mode)[0].rows == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_the_bound_holds_in_exact_arithmetic(mode: str):
     """A row is proved zero only if its sum in float64 is below zero by more than nothing."""
     for seed in range(4):
