@@ -84,6 +84,9 @@ def captures(
     if not isinstance(kwargs or {}, Mapping) or any(not isinstance(k, str) for k in kwargs or {}):
         raise BadInput("kwargs must be a mapping from names to the model's keyword inputs, or "
                        f"None, got {type(kwargs).__name__}")  # fmt: skip
+    if isinstance(dynamic_shapes, str | int | float) and dynamic_shapes != "all":
+        raise BadInput('dynamic_shapes must be None, "all", or what torch.export takes, such as '
+                       f'({{0: "n", 2: "h"}},) for one tensor, got {dynamic_shapes!r}')  # fmt: skip
     work = exportable(structural_copy(model, share=True).eval())
     _name_keywords(work, kwargs or {}, dynamic_shapes)
     interface = interface_of(model)
@@ -142,15 +145,18 @@ def interface_of(model: nn.Module) -> Interface | None:
 
 def _exports(work, args, kwargs, dynamic_shapes) -> Iterator[_Export]:
     if dynamic_shapes not in (None, "all"):
-        yield _attempt(work, args, kwargs, dynamic_shapes), ()
+        try:
+            yield _attempt(work, args, kwargs, dynamic_shapes), ()
+        except NotExportable as error:
+            advice = f'with dynamic_shapes="all", only sizes that can be are; {error.advice}'
+            raise NotExportable(error.op, error.where, advice) from error
         return
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     if not any(t.ndim for t in tensors):
         yield _attempt(work, args, kwargs, None), ()
         return
-    notes: tuple[str, ...] = (
-        "the first dimension of the inputs is static: the model's code depends on its value",
-    )
+    note = "the first dimension of the inputs is static: the model's code depends on its value"
+    notes: tuple[str, ...] = (note,)
     for first in (False, True) if dynamic_shapes == "all" else (True,):
         try:
             exported = _dynamically(work, args, kwargs, first=first)
@@ -180,10 +186,7 @@ def _as_declared(
         with contextlib.suppress(NotExportable, BadInput):
             exported = _attempt(work, *sized, shapes)
         if exported is not None and _fits(exported, args, kwargs):
-            yield (
-                exported,
-                (*range_notes(exported), *_fixed_notes(exported, interface)),
-            )
+            yield exported, (*range_notes(exported), *_fixed_notes(exported, interface))
     exported = _attempt(work, args, kwargs, None)
     yield exported, tuple(_fixed_notes(exported, interface))
 
@@ -346,9 +349,8 @@ def _check_runs(work: nn.Module, args: Any, kwargs: Any) -> None:
         with torch.no_grad(), _quiet():  # torch.fx prints the code of a graph that fails
             work(*args, **kwargs)
     except Exception as error:
-        shapes = [
-            tuple(t.shape) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)
-        ]
+        leaves = pytree.tree_leaves((args, kwargs))
+        shapes = [tuple(t.shape) for t in leaves if isinstance(t, Tensor)]
         raise BadInput(
             f"the model itself fails on the example inputs (shapes {shapes}): "
             f"{type(error).__name__}: {error}"
@@ -358,9 +360,8 @@ def _check_runs(work: nn.Module, args: Any, kwargs: Any) -> None:
 def _not_exportable(error: Exception) -> NotExportable:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename
               and "/demask/" not in f.filename and "<" not in f.filename]  # fmt: skip
-    where = (
-        f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else "unknown"
-    )
+    last = frames[-1] if frames else None
+    where = f"{last.filename}:{last.lineno} ({last.line})" if last else "unknown"
     first = next((line for line in str(error).splitlines() if line.strip()), "")
     text = f"{type(error).__name__}: {first.strip()}"
     if any(word in str(error) for word in ("data-dependent", "data dependent", "DataDependent")):

@@ -19,12 +19,10 @@ import sympy
 import torch
 from torch import fx
 
+from demask.errors import BadInput
 from demask.graph.provenance import InputSpec
 
-REFUSE, REFUSE_VALUE = (
-    "_refuse_sizes",
-    "_refuse_value",
-)  # `refuse`, `refuse_value` in generated code
+REFUSE, REFUSE_VALUE = "_refuse_sizes", "_refuse_value"  # what generated code calls
 _SCALARS = (bool, int, float, str)
 _SYMBOL = re.compile(r"[A-Za-z]\w{0,30}", re.ASCII)
 NODES = (
@@ -115,13 +113,13 @@ def refuse(words: str) -> NoReturn:
 
     Raised from here, not in the generated code, whose errors torch.fx prints with a page of source.
     """
-    raise ValueError(words)
+    raise BadInput(words)
 
 
 def refuse_value(name: str, expected: str, found: object) -> NoReturn:
     """What generated code calls for an input that is not what it was in the example."""
     got = repr(found) if isinstance(found, (*_SCALARS, type(None))) else type(found).__name__
-    raise ValueError(
+    raise BadInput(
         f"{name}: expected {expected}, as in the example that this network was captured with, "
         f"got {got:.80}; demask an example like yours"
     )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import io
 import logging
 import os
 import re
 import shutil
+import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -46,6 +48,8 @@ ALIGNED = 4096  # where weights start in a file of their own, so that they can b
 APART = 256  # bytes; smaller constants stay in the graph, where runtimes read sizes and axes
 FLIPS = 2  # steps of a quantized value: a sum halfway between two goes to either
 LARGEST = 2**31 - 2**20  # bytes of one protobuf message, less what surrounds the weights
+_EXPORTING = threading.RLock()
+_LISTED: dict[int, Any] = {}  # by opset: the exporter's list of ONNX functions
 
 
 @public
@@ -179,8 +183,8 @@ def judge_of(slim: Demasked, given: Any, tolerance: float | None) -> Judge:
             filled[place] = tensor
         return pytree.tree_unflatten(filled, spec)
 
-    copy: Any = structural_copy(slim, share=True).eval()
-    return Judge(copy, filled, tolerance, _step(slim))
+    network: Any = structural_copy(slim, share=True).eval()
+    return Judge(network, filled, tolerance, _step(slim))
 
 
 def _step(slim: fx.GraphModule) -> float:
@@ -338,13 +342,35 @@ def _functions() -> dict[Any, Any]:
 
 def _exported(exported: ExportedProgram, opset: int | None) -> Any:
     """The `onnx_ir.Model` of an exported program, as the exporter writes it."""
-    with quiet(), torch.no_grad():
+    with quiet(), torch.no_grad(), _listed_once():
         program = torch.onnx.export(
             exported, (), dynamo=True, verbose=False, opset_version=opset, optimize=False,
             custom_translation_table=_functions(),
         )  # fmt: skip
     assert program is not None
     return program.model
+
+
+@contextlib.contextmanager
+def _listed_once() -> Iterator[None]:
+    """The exporter reads the source of every ONNX function it knows at each call, half a second of
+    it. Here it copies the list that the first call of the process left."""
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    def copied(opset_version: int) -> ONNXRegistry:
+        if opset_version not in _LISTED:
+            _LISTED[opset_version] = listed(opset_version=opset_version)
+        registry = copy.copy(_LISTED[opset_version])
+        registry.functions = {op: list(known) for op, known in registry.functions.items()}
+        return registry
+
+    with _EXPORTING:
+        before, listed = vars(ONNXRegistry)["from_torchlib"], ONNXRegistry.from_torchlib
+        ONNXRegistry.from_torchlib = staticmethod(copied)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            ONNXRegistry.from_torchlib = before  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
