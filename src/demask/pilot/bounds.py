@@ -125,9 +125,8 @@ def _difference_at_most(most: int, n: int, changes: float, loss: float) -> float
 
 def _masses(n: int, rate: float) -> tuple[Tensor, Tensor]:
     """Counts and their probabilities among n draws, as far from the mean as matters: float64."""
-    spread = SPAN * math.sqrt(n * rate * (1 - rate)) + SPAN * SPAN / 2
-    low, high = max(0, int(n * rate - spread)), min(n, int(n * rate + spread) + 1)
-    counts = torch.arange(low, high + 1, dtype=torch.float64)
+    mean, spread = int(n * rate), _spread(n, rate)
+    counts = _range(mean - spread, min(n, mean + 1 + spread))
     return counts, _log_mass(counts, n, rate).exp()
 
 
@@ -143,9 +142,20 @@ def _at_most(k: int, n: int, rate: float) -> float:
     if k >= n:
         return 1.0
     if k < n * rate:
-        return float(_log_mass(torch.arange(k + 1.0, dtype=torch.float64), n, rate).exp().sum())
-    rest = torch.arange(k + 1.0, n + 1.0, dtype=torch.float64)
-    return 1 - float(_log_mass(rest, n, rate).exp().sum())
+        return float(_log_mass(_range(k - _spread(n, rate), k), n, rate).exp().sum())
+    return 1 - float(
+        _log_mass(_range(k + 1, min(n, k + 1 + _spread(n, rate))), n, rate).exp().sum()
+    )
+
+
+def _spread(n: int, rate: float) -> int:
+    """So many counts from the mean, or from any count beyond it, what is left is below 1e-30 of the
+    largest probability on the way (Bernstein)."""
+    return int(SPAN * math.sqrt(n * rate * (1 - rate)) + SPAN * SPAN / 2) + 1
+
+
+def _range(low: int, high: int) -> Tensor:
+    return torch.arange(max(0, low), high + 1, dtype=torch.float64)
 
 
 def _largest(holds: Callable[[float], bool]) -> float:

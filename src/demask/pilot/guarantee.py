@@ -300,6 +300,8 @@ def guarantee(
 
 def _enough(found: Measured, loss: float, level: float) -> int | None:
     """Of how many examples with these rates the test is passed; None: of none up to `MOST`."""
+    if found.loss >= loss:
+        return None  # it is what the test is to exclude
     high = found.examples
     while found.p_value(loss, level, high) > 1 - level:
         high *= 2
