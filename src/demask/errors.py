@@ -32,8 +32,8 @@ class TableError(DemaskError, ValueError):
 class NotExportable(DemaskError):
     """The model cannot be captured as one graph.
 
-    op: what stopped the capture. where: "file:line" in the user's code, or "unknown".
-    advice: what to change. All three are part of the message.
+    op: what stopped the capture. where: "file:line" in the user's code, the module that makes the
+    call, or "unknown". advice: what to change. All three are part of the message.
     """
 
     def __init__(self, op: str, where: str, advice: str):

@@ -365,5 +365,8 @@ _WRITERS: dict[str, Callable[..., fx.Node]] = {
 
 
 def _where(node: fx.Node) -> str:
-    trace = str(node.meta.get("stack_trace") or "").strip().splitlines()
-    return trace[-2].strip() if len(trace) > 1 else "unknown"
+    """The module that makes a call, as far as the capture knows it: "blocks.0 (Attention)"."""
+    modules = node.meta.get("nn_module_stack") or {}
+    path, kind = list(modules.values())[-1] if modules else ("", "")
+    name = str(kind).rpartition(".")[2]
+    return f"{path or 'forward'} ({name})" if name else "unknown"

@@ -86,14 +86,12 @@ def ready(slim: Demasked, translated: Mapping[Any, Any]) -> ExportedProgram | No
     spell(graph)
     doubles = _lift_numbers(graph)
     registered = _registered() | {op.name() for op in translated}
-    table = _decompositions(registered)
-    for node in list(graph.nodes):
-        target = node.target
-        if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
-            continue
-        apart = target in APART and takes_sizes(node)
-        if (apart or target.name() not in registered) and not _decomposed(graph, node, table):
-            return None
+    apart = [node for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)
+             and (node.target.name() not in registered
+                  or (node.target in APART and takes_sizes(node)))]  # fmt: skip
+    table = _decompositions(registered) if apart else {}
+    if not all(_decomposed(graph, node, table) for node in apart):
+        return None
     drop_unread(graph)
     return _program(slim, graph, doubles)
 
