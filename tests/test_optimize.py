@@ -200,6 +200,16 @@ def test_other_numbers_are_left_out(monkeypatch) -> None:
     assert "differ" in is_left_out(monkeypatch, lambda t: t * 1.001)
 
 
+def test_what_is_right_for_the_example_alone_is_left_out(monkeypatch) -> None:
+    model = convs()
+    expected = model(X)
+
+    def change(made: Tensor) -> Tensor:
+        return made if torch.allclose(made, expected, rtol=1e-3) else made * 1.001
+
+    assert "normal numbers" in is_left_out(monkeypatch, change, model)
+
+
 def test_what_is_no_number_is_left_out(monkeypatch) -> None:
     is_left_out(monkeypatch, lambda t: t * float("nan"))
 

@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median
 from typing import Any, Literal
 
@@ -28,7 +29,7 @@ from demask.machine.threads import checked_threads, set_threads
 from demask.machine.timing import Timing, sampled
 from demask.numerics import is_as_exact, readable, to_double, widen
 from demask.ops import TABLE, Table
-from demask.shrink.check import in_eval
+from demask.shrink.check import Inputs, draws_like, in_eval
 from demask.shrink.demask import given as captured
 from demask.shrink.demask import left, reduced
 from demask.shrink.device import CPU, device_of, moved, on_cpu
@@ -143,8 +144,9 @@ class _Race:
     """Networks that are called with one example, in turns, the network as given among them.
 
     With copies of the caller's inputs: a network may write to what it is given. program: of the
-    network as given. exact: what lossy networks come near to. wide: the outputs of the network as
-    given in float64, once they are asked for.
+    network as given. exact: what lossy networks come near to. expected: what inputs are, the inputs
+    and what the network as given makes of them. wide: its outputs in float64, by the name of the
+    inputs, once they are asked for.
     """
 
     given: nn.Module
@@ -157,7 +159,8 @@ class _Race:
     made_by: dict[str, Form] = field(default_factory=dict)
     exact: dict[str, nn.Module] = field(default_factory=dict)
     seen: dict[str, float] = field(default_factory=dict)
-    wide: list[Any] | None = None
+    expected: list[tuple[str, Inputs, list[Any]]] = field(default_factory=list)
+    wide: dict[str, list[Any]] = field(default_factory=dict)
 
     def forms(self) -> dict[str, float]:
         """Median seconds of the forms; those that are far behind are not called for long."""
@@ -197,35 +200,50 @@ class _Race:
 
         return synchronised
 
-    def outputs(self, module: nn.Module, draw: torch.Generator | None = None) -> list[Any]:
-        """What a network makes of the example, or of other inputs like it."""
-        args, kwargs = _own((self.args, self.kwargs))
-        if draw is not None:
-            args, kwargs = pytree.tree_map_only(
-                Tensor, lambda leaf: like(leaf, draw), (args, kwargs)
-            )
+    def outputs(self, module: nn.Module, inputs: Inputs | None = None) -> list[Any]:
+        """What a network makes of the example, or of other inputs."""
+        args, kwargs = _own((self.args, self.kwargs) if inputs is None else inputs)
         with torch.no_grad(), set_threads(self.threads):
             return pytree.tree_leaves(module(*args, **kwargs))
 
-    def is_rounding(self, k: int, given: Tensor, made: Tensor) -> bool:
+    def compared_on(self) -> list[tuple[str, Inputs, list[Any]]]:
+        """The example and draws like it; of those none that the network as given refuses or makes
+        no finite numbers of."""
+        for name, inputs in draws_like((self.args, self.kwargs)) if not self.expected else ():
+            try:
+                outputs = self.outputs(self.given, inputs)
+            except Exception:
+                if not self.expected:  # the example
+                    raise
+                continue
+            if not self.expected or all(map(_is_finite, outputs)):
+                self.expected.append((name, inputs, outputs))
+        return self.expected
+
+    def is_rounding(self, name: str, inputs: Inputs, k: int, given: Tensor, made: Tensor) -> bool:
         """Whether an output is about as near to that of float64 as the network as given is: of an
         ill-conditioned one, rounding moves outputs far."""
-        if self.wide is None:
-            self.wide = self._widened()
-        exact = self.wide[k] if k < len(self.wide) else None
+        if name not in self.wide:
+            self.wide[name] = self._widened(inputs)
+        wide = self.wide[name]
+        exact = wide[k] if k < len(wide) else None
         if not isinstance(exact, Tensor) or exact.shape != given.shape:
             return False
         return is_as_exact(exact, given, made)
 
-    def _widened(self) -> list[Any]:
+    def _widened(self, inputs: Inputs) -> list[Any]:
         try:
             wide = build_plain(self.program).double()
             widen(wide)
-            args, kwargs = pytree.tree_map(_double_on_cpu, (self.args, self.kwargs))
+            args, kwargs = pytree.tree_map(_double_on_cpu, inputs)
             with torch.no_grad():
                 return pytree.tree_leaves(wide(*args, **kwargs))
         except Exception:  # of any kind: then units in the last place decide
             return []
+
+
+def _is_finite(leaf: Any) -> bool:
+    return not isinstance(leaf, Tensor) or bool(torch.isfinite(readable(leaf)).all())
 
 
 def _double_on_cpu(leaf: Any) -> Any:
@@ -282,9 +300,10 @@ def _lossy(race: _Race, name: str, precision: str) -> str:
         return f"precision={precision!r} changes nothing: no layer is sparse in the fastest form"
     largest = relative = 0.0
     for seed in range(DRAWS + 1):
-        draws = [torch.Generator().manual_seed(seed) if seed else None for _ in range(2)]
-        exact, made = (race.outputs(module, draw) for module, draw in
-                       zip((race.exact[name], race.modules[name]), draws, strict=True))  # fmt: skip
+        draw = torch.Generator().manual_seed(seed)
+        inputs = pytree.tree_map_only(Tensor, partial(like, draw=draw), (race.args, race.kwargs))
+        exact, made = (race.outputs(module, inputs if seed else None)
+                       for module in (race.exact[name], race.modules[name]))  # fmt: skip
         for a, b in zip(exact, made, strict=True):
             if isinstance(a, Tensor) and a.is_floating_point() and a.numel():
                 gap, size = float((a - b).abs().max()), float(a.abs().max())
@@ -378,7 +397,7 @@ def _enter(race: _Race, form: Form, provenance: Provenance) -> str:
     kind = _kind(form)
     try:
         exact = _built(race, form.program if form.exact is None else form.exact, provenance, kind)
-        difference = _difference(race, race.outputs(race.given), race.outputs(exact))
+        difference = _difference(race, exact)
         module = exact
         if form.exact is not None:
             module = _built(race, form.program, provenance, kind)
@@ -404,27 +423,36 @@ def _built(race: _Race, program: Program, provenance: Provenance, kind: type[Dem
     return module
 
 
-def _difference(race: _Race, given: Sequence[Any], made: Sequence[Any]) -> str:
-    """How outputs for the example differ, in words; none if they are the same up to rounding."""
-    for k, (a, b) in enumerate(zip(given, made, strict=True)):
-        if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-            if a is not b and a != b:
-                return f"output {k} is {b!r:.40}, not {a!r:.40}"
-            continue
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return f"output {k} is {b.dtype} {tuple(b.shape)}, not {a.dtype} {tuple(a.shape)}"
-        a, b = readable(a), readable(b)
-        finite = torch.isfinite(a)
-        if not torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num()):
-            return f"output {k} has other values that are not finite"
-        if not a.is_floating_point() and not torch.equal(a, b):
-            return f"output {k} ({a.dtype}) is not equal"
-        a, b = a[finite].double(), b[finite].double()
-        if a.numel():
-            unit = torch.finfo(given[k].dtype).eps * float(a.abs().max())
-            gap = float((a - b).abs().max())
-            if not gap <= ULPS * unit and not race.is_rounding(k, given[k], made[k]):
-                return f"output {k} by {gap / unit if unit else gap:.3g} units in the last place"
+def _difference(race: _Race, network: nn.Module) -> str:
+    """How outputs for the example and draws like it differ, in words; none if they are the same up
+    to rounding."""
+    for name, inputs, given in race.compared_on():
+        made = race.outputs(network, inputs)
+        for k, (a, b) in enumerate(zip(given, made, strict=True)):
+            if text := _gap(a, b, partial(race.is_rounding, name, inputs, k)):
+                return f"output {k} {text}, on {name}"
+    return ""
+
+
+def _gap(given: Any, made: Any, is_rounding: Callable[[Tensor, Tensor], bool]) -> str:
+    """How an output differs, in words."""
+    if not isinstance(given, Tensor) or not isinstance(made, Tensor):
+        same = given is made or given == made
+        return "" if same else f"is {made!r:.40}, not {given!r:.40}"
+    if given.shape != made.shape or given.dtype != made.dtype:
+        return f"is {made.dtype} {tuple(made.shape)}, not {given.dtype} {tuple(given.shape)}"
+    a, b = readable(given), readable(made)
+    finite = torch.isfinite(a)
+    if not torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num()):
+        return "has other values that are not finite"
+    if not a.is_floating_point() and not torch.equal(a, b):
+        return f"({a.dtype}) is not equal"
+    a, b = a[finite].double(), b[finite].double()
+    if a.numel():
+        unit = torch.finfo(given.dtype).eps * float(a.abs().max())
+        gap = float((a - b).abs().max())
+        if not gap <= ULPS * unit and not is_rounding(given, made):
+            return f"by {gap / unit if unit else gap:.3g} units in the last place"
     return ""
 
 

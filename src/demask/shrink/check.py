@@ -59,7 +59,7 @@ def checked(
     given = examples((model,), args, dict(kwargs or {}))
     reference = in_eval(model)
     try:
-        draws = [(name, inputs, call(reference, inputs)) for name, inputs in _draws(given)]
+        draws = [(name, inputs, call(reference, inputs)) for name, inputs in draws_like(given)]
     except Exception as error:  # the user's code: on a draw that it refuses, say
         draws = _first_alone(model, given)
         if not draws and "not implemented" not in str(error):  # for a dtype, on the CPU
@@ -144,7 +144,7 @@ def _noted(slim: Demasked, note: str) -> Demasked:
     return slim
 
 
-def _draws(given: Inputs) -> Iterator[tuple[str, Inputs]]:
+def draws_like(given: Inputs) -> Iterator[tuple[str, Inputs]]:
     """The inputs to compare on: the example; normal numbers; the example's values in another order,
     a quarter of them 0. Whole numbers stay in the range of the example's."""
     yield "the example inputs", given
