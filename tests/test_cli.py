@@ -18,6 +18,7 @@ from torch.nn.utils import prune
 import demask
 from demask.cli import app, demo, digits, main
 from demask.cli.progress import progress
+from night import at_night
 
 COMMANDS = ("demo", "slim", "inspect", "verify")
 # Commands whose examples are run by tests of their own.
@@ -363,7 +364,7 @@ def examples(help_text):
     return [line.split() for line in lines[start:] if line.strip().startswith("demask ")]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS[1:], *at_night(COMMANDS[0])])
 def test_the_example_in_the_help_runs(run, saved, few_digits, tmp_path, command):
     shown = run(command, "--help")
     assert shown.code == 0

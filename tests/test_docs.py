@@ -42,6 +42,7 @@ def test_the_picture_is_up_to_date():
     assert (DOCS / "before_after.svg").read_text() == made, "run `python docs/make_picture.py`"
 
 
+@pytest.mark.nightly
 def test_the_page_of_onnx_is_up_to_date():
     pytest.importorskip("onnx")
     made = script("make_onnx").page()

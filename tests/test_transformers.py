@@ -33,7 +33,6 @@ from night import at_night
 
 DEPENDS = 1e-3  # of the largest output: at least so much differs between two inputs
 QUICK = {
-    "bert": ("head",),
     "llama": ("unit",),
     "swin": ("unit",),
     "fused_qkv": ("layer",),
