@@ -42,8 +42,8 @@ FAULTS = (
     fault("zero-needs-both-factors", "facts/known.py", "zero = zeros[0] | zeros[1]",
           "zero = zeros[0] & zeros[1]", "micro", "laws"),
     fault("dynamic-sum-as-static", "facts/known.py",
-          "return relation.entry.sized and any(relation.size[a] is None for a in whole)",
-          "return False", "laws", "micro"),
+          "if relation.entry.sized and any(relation.size[a] is None for a in gone | "
+          "relation.complete):", "if False:", "laws", "micro"),
     fault("pad-value-lost", "facts/movement.py", "torch.where(padded, value, fill)",
           "torch.where(padded, fill, fill)", "laws", "micro"),
     fault("affine-without-shift", "facts/known.py", "torch.where(zero, shift, fill)",
