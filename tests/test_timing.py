@@ -4,15 +4,18 @@ import ctypes
 import doctest
 import gc
 import platform
+import random
 import subprocess
 import sys
 from itertools import pairwise
+from statistics import median
 
 import pytest
 
 from demask.errors import BadInput
 from demask.machine import timing
 from demask.machine.allocator import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, THRESHOLDS, fix_allocator
+from demask.machine.compare import lower_bound
 from demask.machine.timing import Timing, alternate
 
 
@@ -133,3 +136,10 @@ def test_neighbours_are_never_twice_in_the_same_order():
     alternate(recording(calls, "a", "b"), pairs=6, warmup=0)
     orders = [tuple(calls[turn : turn + 2]) for turn in range(0, len(calls), 2)]
     assert all(one != other for one, other in pairwise(orders))
+
+
+def test_a_lower_bound_is_below_the_ratio_and_an_upper_one_above():
+    draw = random.Random(3)
+    given, result = ([draw.gauss(1, 0.2) for _ in range(40)] for _ in range(2))
+    ratio = median(given) / median(result)
+    assert lower_bound(given, result) < ratio < 1 / lower_bound(result, given)

@@ -306,6 +306,18 @@ def test_a_norm_by_its_batch_is_not_absorbed() -> None:
     alike(net, absorbed, torch.randn(2, 3, 10, 9))
 
 
+def test_a_norm_goes_into_a_transposed_convolution() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.ConvTranspose2d(4, 6, 3), nn.BatchNorm2d(6)).eval()
+    for vector in (net[1].weight, net[1].bias, net[1].running_mean):
+        vector.data.normal_()
+    x = torch.randn(2, 4, 7, 5)
+    program = absorbed(given(net, (x,), None, None))
+    calls = [n.target for n in program.graph.nodes if n.op == "call_function"]
+    assert calls == [torch.ops.aten.conv_transpose2d.input]
+    torch.testing.assert_close(build_plain(program)(x), net(x))
+
+
 # The checkers themselves: each fails on a fault planted for it.
 
 RESIDUAL = next(case for case in MICROS if case.name == "misaligned_residual")

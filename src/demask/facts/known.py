@@ -332,11 +332,13 @@ def _affine(relation: Relation, wide: list[Fact], fact: Fact | None) -> Fact | N
     if relation.entry.affine is None or "weight" not in which:
         return fact
     zero = which["weight"].zero
-    if not bool(zero.any()):
-        return fact
     shift = (
         which["bias"].fill if "bias" in which else torch.zeros((), dtype=which["weight"].fill.dtype)
     )
+    if "bias" in which:
+        zero = zero & which["bias"].known
+    if not bool(zero.any()):
+        return fact
     if fact is None:
         fact = Fact(torch.zeros_like(zero), torch.zeros(zero.shape, dtype=shift.dtype))
     mask, zero, fill, shift = torch.broadcast_tensors(fact.known, zero, fact.fill, shift)

@@ -78,6 +78,9 @@ def _partly_known(relation: Relation, facts: Facts) -> _Axis | None:
     source = relation.operands[0].value
     if len(dims) != 1 or not isinstance(source, fx.Node):
         return None
+    weight = schema.arguments(relation.node).get("weight")
+    if isinstance(weight, fx.Node) and not bool(facts[key_of(weight)].known.all()):
+        return None  # a scale that only a call tells
     (dim,), fact = dims, facts[key_of(source)]
     if fact.known.shape[dim] == 1 or not fact.fill.is_floating_point():
         return None

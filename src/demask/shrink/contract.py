@@ -32,7 +32,9 @@ def emit_contraction(walk: Rewriter, relation: Relation) -> None:
     node = relation.node
     layout = spaced(relation, walk.placement.value[node, 0])
     alone = _wanted(relation, constants_alone(relation, walk.facts, layout), layout)
-    if alone.kernel is not None:
+    last = relation.operands[-1]
+    fixed = last.name != "bias" or is_constant(last.value)
+    if alone.kernel is not None and fixed:
         none = tuple(() if k == _channel(relation) else p for k, p in enumerate(layout))
         _keep(walk, node, _emit_rows(walk, relation, layout, none, alone), layout)
         return
@@ -43,7 +45,7 @@ def emit_contraction(walk: Rewriter, relation: Relation) -> None:
         _keep(walk, node, made, layout)
         return
     left = _wanted(relation, _absorb(walk, relation), layout)
-    if left.kernel is not None and (rows := _rows(walk, relation, layout)) != layout:
+    if left.kernel is not None and fixed and (rows := _rows(walk, relation, layout)) != layout:
         made = _emit_rows(walk, relation, layout, rows, left)
     else:
         made = _emit_dense(walk, relation, layout, left)
@@ -145,8 +147,22 @@ def _emit_dense(walk: Rewriter, relation: Relation, layout: Layout, left: Absorb
     values = [None if operand.name == taken else _operand(walk, relation, k, layout)
               for k, operand in enumerate(relation.operands)]  # fmt: skip
     more = {} if taken is None else {taken: _bias(walk, relation, layout, left.bias)}
+    if (bias := _bias_alone(relation, values)) is not None:
+        wide = [-1 if k == _channel(relation) else 1 for k in range(len(layout))]
+        made = walk.build.call(aten.view.default, bias, wide)
+        made = walk.build.call(aten.expand.default, made, walk.sizes(relation.node, 0, layout))
+        return walk.build.call(aten.clone.default, made)
     args, kwargs = walk.arguments(relation, values, [layout], more)
     return _call(walk, relation, layout, args, kwargs)
+
+
+def _bias_alone(relation: Relation, values: list[Any]) -> fx.Node | None:
+    """The bias of a convolution that reads no channel: torch takes none of those, or returns none
+    of its channels."""
+    if not relation.window or relation.operands[-1].name != "bias":
+        return None
+    read = 0 if "output_padding" in schema.arguments(relation.node) else 1
+    return None if values[relation.factors[1]].meta["val"].shape[read] else values[-1]
 
 
 def _call(walk: Rewriter, relation: Relation, layout: Layout, args: Any, kwargs: Any) -> fx.Node:

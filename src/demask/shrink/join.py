@@ -37,7 +37,9 @@ def emit_join(walk: Rewriter, relation: Relation) -> None:
         made.meta = {**node.meta, **made.meta}
         walk.keep(node, 0, made, layout)
         return
-    values = [walk.operand(relation, k, broadcast=True) for k in range(len(relation.operands))]
+    broadcast = relation.entry.affine is None  # statistics and scales are vectors
+    values = [walk.operand(relation, k, broadcast=broadcast)
+              for k in range(len(relation.operands))]  # fmt: skip
     values = _widened(walk, relation, values, layout)
     args, kwargs = walk.arguments(relation, values, [layout])
     walk.finish(node, node.target, args, kwargs, [layout])

@@ -50,8 +50,14 @@ def _vector(walk: Rewriter, relation: Relation, name: str, want: Layout) -> fx.N
     source, outs = relation.operands[k].value, relation.outs[0]
     axes = [next(d for d, a in enumerate(outs) if a == mine) for mine in relation.ins[k]]
     part = tuple(want[d] for d in axes)
-    if axes == list(range(len(outs) - len(axes), len(outs))) or source.op != "get_attr":
+    if axes == list(range(len(outs) - len(axes), len(outs))):
         return walk.adapter.adapt(source, part)
+    if source.op != "get_attr":
+        made = walk.adapter.adapt(source, part)
+        for d in range(min(axes), len(outs)):
+            if d not in axes:
+                made = walk.build.call(aten.unsqueeze.default, made, d - min(axes))
+        return made
     old = walk.pool.source[str(source.target)]
     tensor = cut(old.tensor, part)
     shape = [tensor.shape[axes.index(d)] if d in axes else 1 for d in range(min(axes), len(outs))]
