@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -235,3 +236,19 @@ def test_a_mask_of_attention_is_no_index():
     slim = demask.demask(net, (x,))
     assert slim.get_parameter("v.weight").shape == (4, 6)
     torch.testing.assert_close(slim(x), net(x))
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("behind", ["convolution", "resize"])
+def test_a_constant_channel_that_is_not_finite_stays_where_it_was(value: float, behind: str):
+    """A map of it would be NaN where a window reads padding: 0 times infinity."""
+    torch.manual_seed(0)
+    first = nn.Conv2d(3, 8, 3)
+    with torch.no_grad():
+        first.weight[::2] = 0
+        first.bias[0] = value
+    nets = {"convolution": nn.Conv2d(8, 4, 3, padding=1),
+            "resize": nn.Upsample(scale_factor=2, mode="bilinear")}  # fmt: skip
+    net, x = nn.Sequential(first, nets[behind]).eval(), torch.randn(2, 3, 9, 9)
+    expected, found = net(x), demask.demask(net, (x,), check=False)(x)
+    torch.testing.assert_close(found, expected, equal_nan=True)

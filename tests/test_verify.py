@@ -1,5 +1,8 @@
 """What `verify` takes for rounding, and what not."""
 
+import math
+
+import pytest
 import torch
 from torch import nn
 
@@ -29,3 +32,13 @@ def test_an_ill_conditioned_network_may_round_as_badly_as_before():
     assert found.ok
     assert found.ulps > 64
     assert not demask.verify(Cancelling(one), Cancelling(other, 1e4 + 1e-3), (x,), check=False).ok
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_is_no_rounding(value):
+    net, x = nn.Linear(3, 4), torch.randn(2, 3)
+    slim = demask.demask(net, (x,))
+    with torch.no_grad():
+        slim.get_parameter("bias")[1] = value
+    found = demask.verify(net, slim, (x,), check=False)
+    assert not found.ok and "not finite" in found.failure

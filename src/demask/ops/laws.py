@@ -183,7 +183,7 @@ def check_scatter_law(
     Even seeds mask only axes that the op may lose positions of; odd seeds mask any, windows and
     normalised axes too; one seed in four masks the first axis as well, which makes it static.
     """
-    inner, outer = _maskable(name, case, table, every=bool(seed % 2), first=seed % 4 == 3)
+    inner, outer = maskable(name, case, table, every=bool(seed % 2), first=seed % 4 == 3)
     tied = {} if seed % 2 else _tied(name, case, seed, table)
     module = LawModule(target_of(name), case, seed, inner, outer, tied)
     slim = demask(module, module.inputs(0), table=table)
@@ -209,9 +209,7 @@ def _runs(module: LawModule, batch: int, dynamic: Any) -> bool:
     return True
 
 
-def _maskable(
-    name: str, case: Case, table: Table, *, every: bool, first: bool
-) -> tuple[dict, dict]:
+def maskable(name: str, case: Case, table: Table, *, every: bool, first: bool) -> tuple[dict, dict]:
     """Axes of each activation (by leaf) and of each output to mask."""
     leaves, spec = pytree.tree_flatten((case.args, dict(case.kwargs)))
     relation = bind(_drawn_call(name, leaves, spec, torch.Generator().manual_seed(0)), table)
