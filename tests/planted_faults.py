@@ -127,8 +127,7 @@ FAULTS = (
           "traverse_tile", "traverse_plans"),
     fault("border-row-missing", "traverse/schedule.py",
           "seen[edge.source] = max(seen[edge.source], high)",
-          "seen[edge.source] = max(seen[edge.source], high - 1)", "traverse_tile",
-          "traverse_plans"),
+          "seen[edge.source] = max(seen[edge.source], high - 1)", "threads"),
     fault("padding-inside", "traverse/local_windows.py", "padding.append(before if own else 0)",
           "padding.append(before)", "traverse_local"),
     # stride
