@@ -43,7 +43,7 @@ FAULTS = (
           "zero = zeros[0] & zeros[1]", "micro", "laws"),
     fault("dynamic-sum-as-static", "facts/known.py",
           "if relation.entry.sized and any(relation.size[a] is None for a in gone | "
-          "relation.complete):", "if False:", "laws", "micro"),
+          "relation.complete):", "if False:", "numbers"),
     fault("pad-value-lost", "facts/movement.py", "torch.where(padded, value, fill)",
           "torch.where(padded, fill, fill)", "laws", "micro"),
     fault("affine-without-shift", "facts/known.py", "torch.where(zero, shift, fill)",

@@ -76,3 +76,20 @@ def test_sizes_that_values_decide():
     assert slim.get_parameter("a.weight").shape == (4, 4)
     for draw in (x, torch.randn(3, 4)):
         assert torch.equal(slim(draw)[1], model(draw)[1])
+
+
+@pytest.mark.parametrize("reduce", [
+    lambda y: y.sum(0), lambda y: y.mean(0), lambda y: y.var(0), lambda y: y.prod(0).exp(),
+    lambda y: y.norm(dim=0), lambda y: y.logsumexp(0), lambda y: y.cumsum(0)[-1],
+], ids=["sum", "mean", "variance", "product", "norm", "logsumexp", "cumsum"])  # fmt: skip
+def test_reductions_of_constants_over_a_batch_of_any_size(reduce: Callable[[Tensor], Tensor]):
+    class Reduced(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(reduce(self.a(x)))
+
+    torch.manual_seed(1)
+    net = Reduced(FORMULAS["sum"], 0.5).double().eval()
+    slim = demask.demask(net, (torch.randn(3, 3, 6, 5).double(),), check=False)
+    for batch in (3, 2, 7):
+        x = torch.randn(batch, 3, 6, 5).double()
+        assert difference(net(x), slim(x)) <= 1e-12
