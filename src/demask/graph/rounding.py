@@ -78,17 +78,19 @@ class _Rounded(fx.Interpreter):
     def _rounded(self, node: fx.Node, value: Any, unit: torch.finfo) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
             return value
-        signs = torch.randint(0, 2, value.shape, generator=self.draw) * 2 - 1
-        step = unit.eps * (_scale(node, value) + unit.tiny)
-        return value + signs.to(value) * step
+        if (scale := _scale(node, value)) is None:
+            return value
+        up = torch.randint(0, 2, value.shape, generator=self.draw, dtype=torch.int8)
+        return value + (2 * up - 1).to(value) * (unit.eps * (scale + unit.tiny))
 
 
-def _scale(node: fx.Node, value: Tensor) -> Tensor | float:
-    """The size of the numbers that a call rounds: each of its own, of a sum the largest."""
+def _scale(node: fx.Node, value: Tensor) -> Tensor | float | None:
+    """The size of the numbers that a call rounds: each of its own, of a sum the largest; None where
+    it moves numbers alone."""
     name = op_name(node.target)
     entry, word = TABLE.get(name), name.split(".")[1] if "." in name else name
     if entry is not None and entry.fill == "same":
-        return 0.0
+        return None
     if word in _NEAR_ONE:
         return value.abs().clamp(min=1)
     if entry is not None and entry.line in _POINTWISE and word not in _SMOOTH:
