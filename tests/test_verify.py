@@ -42,3 +42,29 @@ def test_what_is_not_finite_is_no_rounding(value):
         slim.get_parameter("bias")[1] = value
     found = demask.verify(net, slim, (x,), check=False)
     assert not found.ok and "not finite" in found.failure
+
+
+class Remembered:
+    """What torch knows no parts of: a cache of a language model, say."""
+
+    def __init__(self, keys, steps):
+        self.layers, self.steps, self.kind = [{"keys": keys}], steps, Remembered
+        self.itself = self
+
+
+class Remembering(nn.Module):
+    def __init__(self, shift=0.0, steps=1):
+        super().__init__()
+        self.shift, self.steps = shift, steps
+
+    def forward(self, x):
+        return {"y": 2 * x, "cache": Remembered(x + self.shift, self.steps)}
+
+
+def test_objects_are_compared_by_the_tensors_in_them():
+    x = torch.randn(2, 3)
+    assert demask.verify(Remembering(), Remembering(), (x,)).ok
+    found = demask.verify(Remembering(), Remembering(1e-3), (x,), check=False)
+    assert "['cache'].layers[0]['keys'] by" in found.failure
+    found = demask.verify(Remembering(), Remembering(steps=2), (x,), check=False)
+    assert "['cache'].steps is 1 against 2" in found.failure

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
 
 RELATIVE = 1e-10  # max |a - b| / max |a| in float64
 ULPS = 64.0  # of max |a|, in the network's own dtype
@@ -33,6 +35,42 @@ def readable(x: Tensor) -> Tensor:
     without gradients: a network may return a parameter as it is."""
     x = x.detach()
     return x.float() if x.is_floating_point() and x.dtype.itemsize == 1 else x
+
+
+def named_leaves(value: Any) -> list[tuple[str, Any]]:
+    """The leaves of what a network returns, each with its place. Of an object that torch knows no
+    parts of (a cache, a dataclass), the tensors and numbers in its attributes, at any depth.
+
+    >>> import torch
+    >>> [place for place, _ in named_leaves({"logits": torch.ones(2), "rest": (1, None)})]
+    ["['logits']", "['rest'][0]", "['rest'][1]"]
+    """
+    return list(_leaves("", value, set()))
+
+
+def _leaves(place: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+        where = place + pytree.keystr(path)
+        parts = _parts(leaf)
+        if parts is None:
+            yield where, leaf
+        elif id(leaf) not in seen:
+            seen.add(id(leaf))
+            for name, part in parts.items():
+                if not isinstance(part, type) and not callable(part):
+                    yield from _leaves(f"{where}.{name}", part, seen)
+
+
+def _parts(leaf: Any) -> Mapping[str, Any] | None:
+    """The attributes of an object, by name; None for tensors and all that has none."""
+    if isinstance(leaf, (Tensor, type)) or callable(leaf):
+        return None
+    slots = [name for kind in type(leaf).__mro__ for name in getattr(kind, "__slots__", ())]
+    if not slots and not hasattr(leaf, "__dict__"):
+        return None
+    return {name: getattr(leaf, name) for name in slots if hasattr(leaf, name)} | {
+        **getattr(leaf, "__dict__", {})
+    }
 
 
 def sizes_and_gap(a: Tensor, b: Tensor) -> tuple[float, float]:

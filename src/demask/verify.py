@@ -25,6 +25,7 @@ from demask.numerics import (
     ULPS,
     in_units,
     is_as_exact,
+    named_leaves,
     names_narrow,
     narrowed,
     readable,
@@ -126,14 +127,13 @@ class _Found:
         with torch.no_grad():
             left = _outputs("the first network", a, inputs, where)
             right = _outputs("the second network", b, inputs, where)
-        named = pytree.tree_flatten_with_path(left)[0]
-        leaves = pytree.tree_leaves(right)
+        named, other = named_leaves(left), named_leaves(right)
         self.runs += 1
-        if len(named) != len(leaves):
-            self._fail(f"{len(named)} outputs against {len(leaves)} ({where})")
+        if len(named) != len(other):
+            self._fail(f"{len(named)} outputs against {len(other)} ({where})")
             return
-        for (path, x), y in zip(named, leaves, strict=True):
-            self._leaf(pytree.keystr(path) or "output", x, y, wide, narrow, where)
+        for (place, x), (_, y) in zip(named, other, strict=True):
+            self._leaf(place or "output", x, y, wide, narrow, where)
 
     def _leaf(self, name: str, x: Any, y: Any, wide: bool, narrow, where: str) -> None:
         if not isinstance(x, Tensor) or not isinstance(y, Tensor):

@@ -30,6 +30,7 @@ from demask.numerics import (
     ULPS,
     WORSE,
     in_units,
+    named_leaves,
     narrowed,
     readable,
     sizes_and_gap,
@@ -209,12 +210,12 @@ def _difference(network: nn.Module | ExportedProgram, draws: Draws) -> str:
 
 
 def _pairs(expected: Any, found: Any) -> Iterator[tuple[str, Any, Any]]:
-    named, leaves = pytree.tree_flatten_with_path(expected)[0], pytree.tree_leaves(found)
+    named, leaves = named_leaves(expected), named_leaves(found)
     if len(named) != len(leaves):
         yield "count", len(named), len(leaves)
         return
-    for (path, a), b in zip(named, leaves, strict=True):
-        yield pytree.keystr(path) or "0", a, b
+    for (place, a), (_, b) in zip(named, leaves, strict=True):
+        yield place or "0", a, b
 
 
 def _leaf(a: Any, b: Any, eps: float) -> str:
