@@ -58,12 +58,14 @@ class Remembering(nn.Module):
         self.shift, self.steps = shift, steps
 
     def forward(self, x):
-        return {"y": 2 * x, "cache": Remembered(x + self.shift, self.steps)}
+        cache = Remembered(x + self.shift, self.steps)
+        both = (cache, cache) if self.shift else (cache, Remembered(x, self.steps))
+        return {"y": 2 * x, "cache": cache, "both": both}
 
 
 def test_objects_are_compared_by_the_tensors_in_them():
     x = torch.randn(2, 3)
-    assert demask.verify(Remembering(), Remembering(), (x,)).ok
+    assert demask.verify(Remembering(), Remembering(1e-30), (x,)).ok  # one cache twice, or two
     found = demask.verify(Remembering(), Remembering(1e-3), (x,), check=False)
     assert "['cache'].layers[0]['keys'] by" in found.failure
     found = demask.verify(Remembering(), Remembering(steps=2), (x,), check=False)

@@ -45,20 +45,19 @@ def named_leaves(value: Any) -> list[tuple[str, Any]]:
     >>> [place for place, _ in named_leaves({"logits": torch.ones(2), "rest": (1, None)})]
     ["['logits']", "['rest'][0]", "['rest'][1]"]
     """
-    return list(_leaves("", value, set()))
+    return list(_leaves("", value, frozenset()))
 
 
-def _leaves(place: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+def _leaves(place: str, value: Any, around: frozenset[int]) -> Iterator[tuple[str, Any]]:
     for path, leaf in pytree.tree_flatten_with_path(value)[0]:
         where = place + pytree.keystr(path)
         parts = _parts(leaf)
         if parts is None:
             yield where, leaf
-        elif id(leaf) not in seen:
-            seen.add(id(leaf))
+        elif id(leaf) not in around:  # an object in itself is not looked at again
             for name, part in parts.items():
                 if not isinstance(part, type) and not callable(part):
-                    yield from _leaves(f"{where}.{name}", part, seen)
+                    yield from _leaves(f"{where}.{name}", part, around | {id(leaf)})
 
 
 def _parts(leaf: Any) -> Mapping[str, Any] | None:

@@ -300,9 +300,10 @@ def _lossy(race: _Race, name: str, precision: str) -> str:
         return f"precision={precision!r} changes nothing: no layer is sparse in the fastest form"
     largest = relative = 0.0
     for seed in range(DRAWS + 1):
-        draw = torch.Generator().manual_seed(seed)
-        inputs = pytree.tree_map_only(Tensor, partial(like, draw=draw), (race.args, race.kwargs))
-        exact, made = (race.outputs(module, inputs if seed else None)
+        inputs, draw = (race.args, race.kwargs), torch.Generator().manual_seed(seed)
+        if seed:
+            inputs = pytree.tree_map_only(Tensor, partial(like, draw=draw), inputs)
+        exact, made = (race.outputs(module, inputs)
                        for module in (race.exact[name], race.modules[name]))  # fmt: skip
         for a, b in zip(exact, made, strict=True):
             if isinstance(a, Tensor) and a.is_floating_point() and a.numel():

@@ -141,11 +141,10 @@ def _at_most(k: int, n: int, rate: float) -> float:
     """P(Bin(n, rate) <= k), by the shorter of its two sums."""
     if k >= n:
         return 1.0
+    spread = _spread(n, rate)
     if k < n * rate:
-        return float(_log_mass(_range(k - _spread(n, rate), k), n, rate).exp().sum())
-    return 1 - float(
-        _log_mass(_range(k + 1, min(n, k + 1 + _spread(n, rate))), n, rate).exp().sum()
-    )
+        return float(_log_mass(_range(k - spread, k), n, rate).exp().sum())
+    return 1 - float(_log_mass(_range(k + 1, min(n, k + 1 + spread)), n, rate).exp().sum())
 
 
 def _spread(n: int, rate: float) -> int:
