@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from demask.facts.masks import (
 )
 from demask.facts.movement import moved, shortened
 from demask.facts.recurrent import unchanging
+from demask.facts.trained import computed, given_fact, is_made, trained_nodes
 from demask.failures import attributed
 from demask.numerics import readable
 from demask.ops import Declined, Relation, schema
@@ -64,10 +66,13 @@ def known(
     *,
     frugal: bool = False,
     zeros: Collection[fx.Node] = (),
+    trained: Mapping[str, Tensor | None] = MappingProxyType({}),
 ) -> Facts:
     """The fact of every tensor the graph makes.
 
-    constants: by get_attr target; of one that is left out nothing is known. frugal: values other
+    constants: by get_attr target; of one that is left out nothing is known. trained: those that are
+    parameters, and where a 0 of theirs counts (None: everywhere). What calls make of parameters
+    alone is computed, whatever it is, so that they can be trained. frugal: values other
     than 0 that vary along several axes are left unknown, since storing them takes more than
     computing them; so are those that calls make of constants alone, which folding would have stored
     otherwise. zeros: of what these nodes make, 0 alone counts as known.
@@ -75,10 +80,11 @@ def known(
     """
     facts: Facts = {}
     spread_out: set[fx.Node] = set()
+    weights = trained_nodes(graph, relations, trained)
     for node in graph.nodes:
         if node.op == "get_attr" and str(node.target) in constants:
-            value = constants[str(node.target)]
-            facts[node, 0] = checked(torch.ones([1] * value.ndim, dtype=torch.bool), value)
+            target = str(node.target)
+            facts[node, 0] = given_fact(constants[target], trained.get(target))
         elif node.op in ("placeholder", "get_attr") or node.target is operator.getitem:
             _put_nothing(facts, node)
         elif node.op == "call_function":
@@ -87,17 +93,15 @@ def known(
                 spread_out.add(node)
             if isinstance(relation, Relation):
                 with attributed(node):
-                    _put(facts, node, forward(relation, facts), frugal or node in spread_out)
+                    found = forward(relation, facts, weights=node in weights)
+                    _put(facts, node, found, frugal or node in spread_out)
             else:
                 _put_nothing(facts, node)
         for k in range(len(schema.outputs(node)) if node in zeros else 0):
-            facts[node, k] = _zeros_alone(facts[node, k])
+            facts[node, k] = facts[node, k].zeros_alone
+        for k in range(len(schema.outputs(node)) if is_made(node, weights) else 0):
+            facts[node, k] = computed(facts[node, k])
     return facts
-
-
-def _zeros_alone(fact: Fact) -> Fact:
-    """What is known to be 0; other known values are left unknown."""
-    return Fact(fact.zero, torch.zeros_like(fact.fill))
 
 
 def _put_nothing(facts: Facts, node: fx.Node) -> None:
@@ -115,7 +119,7 @@ def _put(facts: Facts, node: fx.Node, found: list[Fact | None], frugal: bool) ->
             continue
         fact = _short(checked(fact.known, fact.fill.to(value.dtype)))
         if frugal and is_matrix(fact):
-            fact = _zeros_alone(fact)
+            fact = fact.zeros_alone
         facts[node, k] = fact
 
 
@@ -146,10 +150,15 @@ def _undynamic(relation: Relation, axes: Axes, fact: Fact) -> Fact:
     return uniform_over(fact, order, dynamic) if dynamic else fact
 
 
-def forward(relation: Relation, facts: Facts) -> list[Fact | None]:
-    """The facts of a call's outputs; None where nothing is known."""
+def forward(relation: Relation, facts: Facts, *, weights: bool = False) -> list[Fact | None]:
+    """The facts of a call's outputs; None where nothing is known. weights: of a call that makes
+    weights of weights, only their zeros count."""
     inputs, count = operand_facts(relation, facts), len(relation.outs)
     entry = relation.entry
+    if weights:
+        inputs = [fact.zeros_alone for fact in inputs]
+    elif relation.moved or entry.fill in ("same", "mix"):
+        inputs = [fact.untrained for fact in inputs]
     if entry.free:
         return [created(relation)] * count
     if relation.moved:
@@ -171,12 +180,10 @@ def _order(relation: Relation) -> list[str]:
 
 def over_letters(relation: Relation, operand: int, fact: Fact) -> Fact:
     """A fact of an operand, over all letters of the relation."""
-    order = _order(relation)
-    axes = relation.ins[operand]
-    return Fact(
-        spread(fact.known, axes, order, relation.size),
-        spread(fact.fill, axes, order, relation.size),
-    )
+    order, axes = _order(relation), relation.ins[operand]
+    masks = [None if mask is None else spread(mask, axes, order, relation.size)
+             for mask in (fact.known, fact.fill, fact.removed)]  # fmt: skip
+    return Fact(*masks)  # type: ignore[arg-type]
 
 
 def _project(relation: Relation, fact: Fact, out: int = 0) -> Fact:
@@ -393,7 +400,7 @@ def forgotten(relation: Relation, inputs: list[Fact]) -> Tensor:
     if relation.entry.fill != "mix" or not relation.contracted:
         return torch.zeros((), dtype=torch.bool)
     keys = relation.factors[1]
-    fact = over_letters(relation, keys, inputs[keys])
+    fact = over_letters(relation, keys, inputs[keys].untrained)
     return uniform_over(fact, _order(relation), relation.complete).known
 
 

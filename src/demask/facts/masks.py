@@ -6,7 +6,7 @@ or the axis' full size. Over letters it has one dimension per letter. Dynamic ax
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -22,18 +22,31 @@ class Fact:
     """What is known of a tensor before any input: `known` (bool) and, where known, its `fill`.
 
     Both have the tensor's rank; every dimension is 1 or full. Where unknown the fill is 0.
+    removed: of what is made of parameters, where a 0 removes what it is multiplied with; None: where
+    it is known to be 0.
     """
 
     known: Tensor
     fill: Tensor
+    removed: Tensor | None = None
     _over: dict[tuple[bool, tuple[int, ...]], Tensor] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     @cached_property
     def zero(self) -> Tensor:
-        """Where every element is exactly 0 (−0.0 too)."""
-        return self.known & (self.fill == 0)
+        """Where every element is exactly 0 (−0.0 too), and counts as such."""
+        return self.known & (self.fill == 0) if self.removed is None else self.removed
+
+    @property
+    def zeros_alone(self) -> Fact:
+        """What is known to be 0; other known values are left unknown."""
+        return Fact(self.zero, torch.zeros_like(self.fill))
+
+    @property
+    def untrained(self) -> Fact:
+        """What is known without the values of parameters."""
+        return self if self.removed is None else self.zeros_alone
 
     def all_over(self, axes: tuple[int, ...], *, zero: bool) -> Tensor:
         """Where all along some axes is known (or zero), as dimensions of 1; so is every axis along
@@ -127,26 +140,27 @@ def mixed(axes: Axes, size: Mapping[str, int | None]) -> set[str]:
     return {letter for axis in dynamic for letter in axis}
 
 
-def any_over(mask: Tensor, order: Sequence[str], letters: set[str] | frozenset[str]) -> Tensor:
+def any_over(mask: Tensor, order: Sequence[str], letters: Collection[str]) -> Tensor:
     """`any` along the given letters, kept as dimensions of 1."""
     dims = [k for k, letter in enumerate(order) if letter in letters and mask.shape[k] != 1]
     return mask.any(dim=dims, keepdim=True) if dims else mask
 
 
-def all_over(mask: Tensor, order: Sequence[str], letters: set[str] | frozenset[str]) -> Tensor:
+def all_over(mask: Tensor, order: Sequence[str], letters: Collection[str]) -> Tensor:
     """`all` along the given letters, kept as dimensions of 1."""
     return ~any_over(~mask, order, letters)
 
 
 def uniform_over(fact: Fact, order: Sequence[str], letters: set[str] | frozenset[str]) -> Fact:
     """Known along the letters only where it is known all along, with one value."""
-    known, fill = fact.known, fact.fill
+    known, fill, removed = fact.known, fact.fill, fact.removed
     for k, letter in enumerate(order):
         if letter in letters and known.shape[k] != 1:
             first = fill.narrow(k, 0, 1)
             known = (known & (fill == first)).all(dim=k, keepdim=True)
             fill = first
-    return Fact(known, torch.where(known, fill, torch.zeros((), dtype=fill.dtype)))
+    removed = None if removed is None else all_over(removed, order, letters)
+    return Fact(known, torch.where(known, fill, torch.zeros((), dtype=fill.dtype)), removed)
 
 
 def along(mask: Tensor, axis: int) -> Tensor:

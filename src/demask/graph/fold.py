@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from demask.failures import CallFailed, attributed
 from demask.graph.build import Builder, mode_of
+from demask.graph.declared import drawn_weights
 from demask.graph.program import Constant, Program, copied
 from demask.ops.contract import GROUPED
 
@@ -35,11 +38,13 @@ def folded(program: Program) -> Program:
         for node in graph.nodes:
             room -= _evaluate(node, values, program, room)
     frontier = _frontier(graph, values)
+    declared = declared_zeros(graph, frontier, values, program)
     constants = {str(n.target): program.constants[str(n.target)] for n in graph.nodes
                  if n.op == "get_attr" and _outlives(n, values)}  # fmt: skip
     build, made = Builder(graph, mode_of(graph)), {}
     for node in frontier:
         constant = _constant(node, values[node], program, constants)
+        constant = replace(constant, declared=declared.get(node))
         constants[constant.name] = made[node] = constant
     for node, constant in made.items():
         with graph.inserting_before(node):
@@ -52,6 +57,26 @@ def folded(program: Program) -> Program:
             node.meta["positions"] = constants[str(node.target)].tensor.cpu()
     read_now = {node.target for node in graph.nodes if node.op == "get_attr"}
     return program.with_graph(graph, {k: c for k, c in constants.items() if k in read_now})
+
+
+def declared_zeros(
+    graph: fx.Graph, made: Sequence[fx.Node], values: Mapping[fx.Node, Any], program: Program
+) -> dict[fx.Node, Tensor]:
+    """Where computed weights are 0 because it was declared: whatever the parameters are that were
+    not removed (two draws, of opposite signs), or since a parametrization makes it so."""
+    held = {node for node in made if any(program.constants[str(n.target)].declared is not None
+                                         for n in _leaves(node))}  # fmt: skip
+    found = {node: values[node] == 0 for node in held}
+    for sign in (1, -1) if held else ():
+        other, drawn = program.with_graph(graph, drawn_weights(program, sign)), {}
+        with torch.no_grad():
+            for node in graph.nodes:
+                _evaluate(node, drawn, other, MAX_ADDED)
+        for node in held:
+            if not any("parametrizations." in str(n.target) for n in _leaves(node)):
+                zero = drawn[node] == 0 if node in drawn else torch.zeros((), dtype=torch.bool)
+                found[node] = found[node] & zero
+    return found
 
 
 def _frontier(graph: fx.Graph, values: dict[fx.Node, Any]) -> list[fx.Node]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,8 @@ from demask.graph.provenance import Interface
 class Constant:
     """A tensor the graph reads by `get_attr`: its value, its fully qualified name in the model,
     whether it is a parameter (else a buffer), and whether it was persistent there. aliases: all
-    its names there, in the model's order, where it had several (tied weights)."""
+    its names there, in the model's order, where it had several (tied weights). declared: bool,
+    of its shape: where a 0 says that the weight was removed; None: wherever there is a 0."""
 
     tensor: Tensor
     name: str
@@ -23,6 +24,12 @@ class Constant:
     requires_grad: bool = False
     persistent: bool = True
     aliases: tuple[str, ...] = ()
+    declared: Tensor | None = None
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Constant:
+        """The constant with its numbers cut or moved, and what was declared of them alike."""
+        declared = None if self.declared is None else move(self.declared)
+        return replace(self, tensor=move(self.tensor), declared=declared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +52,11 @@ class Program:
     training: bool = False
     guards: tuple[str, ...] = ()
     interface: Interface | None = None
+
+    @property
+    def trained(self) -> dict[str, Tensor | None]:
+        """The parameters, and where a 0 of theirs says that it was removed (None: everywhere)."""
+        return {name: c.declared for name, c in self.constants.items() if c.parameter}
 
     def with_graph(
         self, graph: fx.Graph, constants: Mapping[str, Constant] | None = None

@@ -203,12 +203,11 @@ def _bias(walk: Rewriter, relation: Relation, layout: Layout, extra: Any) -> fx.
     weight = walk.pool.source[str(_weight(relation).target)]
     total = vector + (_constant(walk, old).double() if old is not None else 0)
     total = cut(total.to(weight.tensor.dtype), (layout[axis],))
-    name = (
-        str(walk.pool.source[str(old.target)].name)
-        if old is not None
-        else _sibling(weight.name, "bias")
-    )
-    made = walk.pool.add(Constant(total, name, weight.parameter, weight.requires_grad))
+    source = None if old is None else walk.pool.source[str(old.target)]
+    name = _sibling(weight.name, "bias") if source is None else source.name
+    grad = weight.requires_grad if source is None else source.requires_grad
+    declared = None if weight.declared is None else torch.zeros_like(total, dtype=torch.bool)
+    made = walk.pool.add(Constant(total, name, weight.parameter, grad, declared=declared))
     walk.pool.cuts[made] = Cut(name, (len(vector),), (layout[axis],))
     return walk.pool.read(made)
 
@@ -399,17 +398,16 @@ def _emit_run(
     node, found = relation.node, schema.arguments(relation.node)
     old = walk.pool.source[str(_weight(relation).target)]
     transposed = "output_padding" in found
-    tensor = _group_weight(relation, old.tensor, run, transposed)
+    cut_old = old.moved(lambda tensor: _group_weight(relation, tensor, run, transposed))
     suffix = "" if alone else f"_g{run.groups[0]}"
-    name = walk.pool.add(replace(old, tensor=tensor, name=f"{old.name}{suffix}"))
+    name = walk.pool.add(replace(cut_old, name=f"{old.name}{suffix}"))
     flat = tuple(p for group in run.outputs for p in group)
     walk.pool.cuts[name] = _group_cut(relation, old, run, transposed)
     bias = found["bias"]
     if bias is not None:
         vector = walk.pool.source[str(bias.target)]
-        made = walk.pool.add(
-            replace(vector, tensor=cut(vector.tensor, (flat,)), name=f"{vector.name}{suffix}")
-        )
+        short = vector.moved(lambda tensor: cut(tensor, (flat,)))
+        made = walk.pool.add(replace(short, name=f"{vector.name}{suffix}"))
         walk.pool.cuts[made] = Cut(vector.name, tuple(vector.tensor.shape), (flat,))
         bias = walk.pool.read(made)
     plain = {

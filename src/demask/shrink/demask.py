@@ -16,6 +16,7 @@ from demask.errors import CaptureDiffers, DemaskError, NotExportable
 from demask.facts.known import Relations
 from demask.failures import CallFailed, Log, described, is_strict, public
 from demask.graph.capture import captures
+from demask.graph.declared import Masks, declaring, masked
 from demask.graph.export_guards import refused_sizes
 from demask.graph.fold import folded
 from demask.graph.functional import functionalized
@@ -34,7 +35,7 @@ from demask.shrink.absorb_pads import pads_absorbed, pads_restored
 from demask.shrink.align import aligned
 from demask.shrink.check import checked
 from demask.shrink.condense import condensed
-from demask.shrink.device import CPU, device_of, moved, on_cpu
+from demask.shrink.device import CPU, device_of, moved, on_cpu, on_device
 from demask.shrink.groups import grouped
 from demask.shrink.measure import removed, sizes_of, traffic
 from demask.shrink.names import named
@@ -55,6 +56,7 @@ def demask(
     modules: Sequence[str] | None = None,
     table: Table | None = None,
     check: bool = True,
+    masks: Masks = "zeros",
 ) -> Demasked:
     """A smaller module that computes what `model` computes in eval mode: same call, same outputs.
 
@@ -63,7 +65,11 @@ def demask(
     proves can be (the default for parts). modules: names of submodules to demask alone, in a copy
     of the model. table: the op table to use (`demask.ops.TABLE.extended(...)`). check: run the
     result and the model on the example and on two random draws like it; where they differ, a
-    warning says so, and the network is returned as it was captured. A call whose rule fails stays
+    warning says so, and the network is returned as it was captured. masks: which zeros say that a
+    weight was removed. "zeros": all. "declared": those of torch.nn.utils.prune, of parametrizations,
+    and of buffers multiplied onto weights; other parameters stay as they are, to be trained (an
+    adapter that begins at zero). {name: tensor}: in addition, these (0: removed) are multiplied onto
+    the parameters of those names. A call whose rule fails stays
     as it is; where sizes cannot be dynamic, static ones are tried: `demask.report` says why.
     Raises NotExportable or BadInput. The model is not changed. Feature rows 000-a to 000-k.
 
@@ -73,19 +79,21 @@ def demask(
     >>> demask.demask(net, (torch.randn(3, 4),)).get_parameter("0.weight").shape
     torch.Size([3, 4])
     """
+    model = masked(model, masks)
     if modules is not None:
         from demask.shrink.partial import demask_modules
 
         return demask_modules(  # type: ignore[return-value]
-            model, args, kwargs, dynamic_shapes, modules, table, check
+            model, args, kwargs, dynamic_shapes, modules, table, check, masks
         )
     if (device := device_of(model, args, kwargs)) != CPU:
         copy, examples, kept = on_cpu(model, args, kwargs)
-        slim = demask(copy, examples, kept, dynamic_shapes=dynamic_shapes, table=table, check=check)
+        rest = {"table": table, "check": check, "masks": on_device(masks, CPU)}
+        slim = demask(copy, examples, kept, dynamic_shapes=dynamic_shapes, **rest)
         moved(slim, device)
         return slim
     differs: CaptureDiffers | None = None
-    programs = programs_of(model, args, kwargs, dynamic_shapes)
+    programs = programs_of(model, args, kwargs, dynamic_shapes, masks)
     for program, slim in _candidates(programs, TABLE if table is None else table):
         try:
             return checked(slim, program, model, args, kwargs) if check else slim
@@ -133,6 +141,7 @@ def programs_of(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None,
     dynamic_shapes: Any,
+    masks: Masks = "zeros",
 ) -> Iterator[Program]:
     """A network as functional programs with their constants folded, before anything is removed: the
     one for most sizes first, then those for fewer, if they are asked for."""
@@ -140,7 +149,7 @@ def programs_of(
     done = False
     for captured in captures(model, args, kwargs, dynamic_shapes):
         try:
-            program = _functional(captured)
+            program = _functional(declaring(captured, masks))
         except MemoryError:
             raise
         except Exception as error:

@@ -54,6 +54,11 @@ def on_cpu(
     return copy, args, kwargs
 
 
+def on_device(tree: Any, device: torch.device) -> Any:
+    """The tensors of a pytree on a device."""
+    return pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, tree)
+
+
 def moved(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
     """The module on a device, with the devices that its graph names."""
 

@@ -99,7 +99,7 @@ def _written(program: Program, picks: Mapping[Key, Pick], table: Table, *, push:
     values = {name: constant.tensor for name, constant in program.constants.items()}
     # What is known of a picked value holds no longer: elsewhere it is its fill.
     opaque = {node: Declined("what is computed of it comes at run time") for node, _ in picks}
-    facts = known(program.graph, {**relations, **opaque}, values)
+    facts = known(program.graph, {**relations, **opaque}, values, trained=program.trained)
     plan = planned(program.graph, relations, facts, picks, push=push)
     walk = _Walk(program, plan)
     for node in program.graph.nodes:

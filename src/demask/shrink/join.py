@@ -150,13 +150,14 @@ def _same_shape(relation: Relation) -> bool:
 
 
 def unchanged(walk: Rewriter, relation: Relation, layout: Layout) -> fx.Node | None:
-    """x + 0 and x · 1 are x: the operand that the call leaves as it is, if one does."""
+    """x + 0 and x · 1 are x: the operand that the call leaves as it is, if one does. A parameter
+    stays an operand: training may make it another number."""
     if relation.entry.neutral is None or len(relation.operands) != 2:
         return None
     value, places = relation.entry.neutral
     scaled = schema.arguments(relation.node).get("alpha", 1) != 1  # a + alpha · b
     for k in places:
-        if scaled and k == 0:
+        if (scaled and k == 0) or _is_parameter(walk, relation.operands[k].value):
             continue
         other = relation.operands[1 - k].value
         if not isinstance(other, fx.Node) or other.op == "get_attr":
@@ -167,6 +168,11 @@ def unchanged(walk: Rewriter, relation: Relation, layout: Layout) -> fx.Node | N
         if same and _is_all(walk, relation, k, value):
             return walk.operand(relation, 1 - k)
     return None
+
+
+def _is_parameter(walk: Rewriter, source: Any) -> bool:
+    held = isinstance(source, fx.Node) and source.op == "get_attr"
+    return held and walk.pool.source[str(source.target)].parameter
 
 
 def _is_all(walk: Rewriter, relation: Relation, k: int, value: float) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,8 +58,8 @@ def _vector(walk: Rewriter, relation: Relation, name: str, want: Layout) -> fx.N
                 made = walk.build.call(aten.unsqueeze.default, made, d - min(axes))
         return made
     old = walk.pool.source[str(source.target)]
-    tensor = cut(old.tensor, part)
-    shape = [tensor.shape[axes.index(d)] if d in axes else 1 for d in range(min(axes), len(outs))]
-    made = walk.pool.add(replace(old, tensor=tensor.reshape(shape)))
+    sizes = cut(old.tensor, part).shape
+    shape = [sizes[axes.index(d)] if d in axes else 1 for d in range(min(axes), len(outs))]
+    made = walk.pool.add(old.moved(lambda tensor: cut(tensor, part).reshape(shape)))
     walk.pool.cuts[made] = Cut(old.name, tuple(old.tensor.shape), part)
     return walk.pool.read(made)

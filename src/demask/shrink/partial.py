@@ -11,6 +11,7 @@ from torch import nn
 from demask.errors import BadInput
 from demask.failures import described
 from demask.graph.copying import structural_copy
+from demask.graph.declared import Masks, within
 from demask.ops import Table
 
 
@@ -22,6 +23,7 @@ def demask_modules(
     names: Sequence[str],
     table: Table | None,
     check: bool,
+    masks: Masks,
 ) -> nn.Module:
     """A copy of `model` with submodules `names` demasked, each on the inputs of its first call.
 
@@ -45,7 +47,10 @@ def demask_modules(
     for name in names:
         given, named = calls[name]
         part = model.get_submodule(name)
-        slim = demask(part, given, named, dynamic_shapes=shapes, table=table, check=check)
+        slim = demask(
+            part, given, named, dynamic_shapes=shapes, table=table, check=check,
+            masks=within(masks, name),
+        )  # fmt: skip
         parent, _, leaf = name.rpartition(".")
         holder = result.get_submodule(parent)
         if isinstance(holder, (nn.Sequential, nn.ModuleList)):

@@ -55,8 +55,8 @@ class Pool:
         if key not in self._cut:
             tied = (old.tensor.data_ptr(), old.tensor.shape, old.tensor.stride(), want)
             twin = self._cut.get(tied)
-            tensor = self.constants[twin].tensor if twin else cut(old.tensor, want)
-            name = self.add(replace(old, tensor=tensor))
+            made = old.moved(lambda tensor: cut(tensor, want))
+            name = self.add(replace(made, tensor=self.constants[twin].tensor) if twin else made)
             self.cuts[name] = Cut(old.name, tuple(old.tensor.shape), want)
             self._cut[key] = name
             self._cut.setdefault(tied, name)

@@ -45,7 +45,8 @@ class Reading:
         while True:
             try:
                 zeros = () if borders else _framed(relations)
-                facts = known(program.graph, relations, values, frugal=frugal, zeros=zeros)
+                facts = known(program.graph, relations, values, frugal=frugal, zeros=zeros,
+                              trained=program.trained)  # fmt: skip
                 return cls(program, table, relations, facts, borders, frugal)
             except CallFailed as failure:
                 relations = _without(relations, failure)

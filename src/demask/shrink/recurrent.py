@@ -85,6 +85,7 @@ def _shifted(walk: Rewriter, relation: Relation, operand: int, shift: Tensor) ->
     old = walk.pool.source[str(relation.operands[operand].value.target)]
     slot = walk.placement.slot[relation.node, operand]
     total = cut((old.tensor.double() + shift).to(old.tensor.dtype), slot)
-    made = walk.pool.add(replace(old, tensor=total))
+    held = old.moved(lambda tensor: cut(tensor, slot))
+    made = walk.pool.add(replace(held, tensor=total))
     walk.pool.cuts[made] = Cut(old.name, tuple(old.tensor.shape), slot)
     return walk.pool.read(made)

@@ -1,0 +1,130 @@
+"""Which zeros of a network say that a weight was removed.
+
+By default all of them do. Where only masks may say so, the zeros of a fresh adapter or gate are
+weights like others: they stay, and can be trained.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from demask.errors import BadInput
+from demask.graph.copying import structural_copy
+from demask.graph.program import Constant, Program
+
+Masks = str | Mapping[str, Tensor]
+
+
+def declaring(program: Program, masks: Masks) -> Program:
+    """A captured program in which zeros of parameters count where `masks` says, and where its graph
+    multiplies masks onto them."""
+    if masks == "zeros":
+        return program
+    constants, named = {}, masks if isinstance(masks, Mapping) else {}
+    for name, constant in program.constants.items():
+        if constant.parameter:
+            declared = torch.zeros(constant.tensor.shape, dtype=torch.bool)
+            for given in {name, constant.name, *constant.aliases} & set(named):
+                declared |= _removed(named[given])
+            constant = replace(constant, declared=declared)
+        constants[name] = constant
+    return program.with_graph(program.graph, constants)
+
+
+def drawn_weights(program: Program, sign: int) -> dict[str, Constant]:
+    """The constants with other numbers wherever a parameter was not removed."""
+    draw = torch.Generator().manual_seed(0)
+    constants = dict(program.constants)
+    for name, constant in constants.items():
+        if constant.declared is not None:
+            other = sign * (1 + torch.rand(constant.tensor.shape, generator=draw))
+            other = other.to(constant.tensor.dtype).masked_fill(constant.declared, 0)
+            constants[name] = replace(constant, tensor=other)
+    return constants
+
+
+def masked(model: nn.Module | ExportedProgram, masks: Masks) -> nn.Module | ExportedProgram:
+    """The model with its parameters masked, in a copy. Raises BadInput for masks that do not fit."""
+    if not isinstance(masks, Mapping):
+        if masks not in ("zeros", "declared"):
+            text = "expected masks to be 'zeros', 'declared' or a mapping from names of parameters"
+            raise BadInput(f"{text} to tensors of 0 and 1, got {_told(masks)}")
+        return model
+    if not isinstance(model, (nn.Module, ExportedProgram)):
+        return model  # refused where it is captured
+    held = _parameters(model)
+    for name, mask in masks.items():
+        _check(name, mask, held, model)
+    if not masks:
+        return model
+    if isinstance(model, ExportedProgram):
+        made = copy.copy(model)
+        made._state_dict = {**model.state_dict}
+        for name, mask in masks.items():
+            values = held[name].detach().masked_fill(_removed(mask), 0)
+            made._state_dict[name] = nn.Parameter(values, held[name].requires_grad)
+        return made
+    result = structural_copy(model, share=False)
+    with torch.no_grad():
+        for name, mask in masks.items():
+            _parameters(result)[name].masked_fill_(_removed(mask), 0)
+    return result
+
+
+def within(masks: Masks, module: str) -> Masks:
+    """The masks of one submodule, by the names that it has for its parameters."""
+    if not isinstance(masks, Mapping):
+        return masks
+    start = f"{module}."
+    return {name.removeprefix(start): m for name, m in masks.items() if name.startswith(start)}
+
+
+def _removed(mask: Tensor) -> Tensor:
+    return mask == 0
+
+
+def _parameters(model: nn.Module | ExportedProgram) -> dict[str, Tensor]:
+    if isinstance(model, ExportedProgram):
+        return dict(model.named_parameters())
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+def _check(name: Any, mask: Any, held: Mapping[str, Tensor], model: Any) -> None:
+    """Raise BadInput, with what to do, for a mask that does not fit its parameter."""
+    if name not in held:
+        near = difflib.get_close_matches(str(name), held, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"it has {sorted(held)[:8]}"
+        buffer = isinstance(name, str) and name in dict(model.named_buffers())
+        what = "a buffer, no parameter" if buffer else "no parameter of the model"
+        raise BadInput(f"masks: {name!r} is {what}; {hint}")
+    if not isinstance(mask, Tensor):
+        raise BadInput(f"masks[{name!r}]: expected a tensor of 0 and 1, got {_told(mask)}: pass "
+                       "torch.as_tensor(mask)")  # fmt: skip
+    shape, parameter = tuple(mask.shape), held[name]
+    try:
+        fits = torch.broadcast_shapes(shape, parameter.shape) == parameter.shape
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise BadInput(
+            f"masks[{name!r}]: expected the parameter's shape {tuple(parameter.shape)}, or one that "
+            f"broadcasts to it, got {shape}: to remove rows, pass mask.view(-1, 1, ...)"
+        )
+    if mask.device != parameter.device:
+        raise BadInput(f"masks[{name!r}]: expected a mask on {parameter.device}, the parameter's "
+                       f"device, got one on {mask.device}: move it there")  # fmt: skip
+    if mask.is_complex() or not bool(((mask == 0) | (mask == 1)).all()):
+        raise BadInput(f"masks[{name!r}]: expected 0 (removed) and 1 (kept) alone, got other "
+                       "numbers: pass mask != 0")  # fmt: skip
+
+
+def _told(value: Any) -> str:
+    return repr(value) if isinstance(value, str) else type(value).__name__
