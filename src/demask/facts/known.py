@@ -80,7 +80,7 @@ def known(
     """
     facts: Facts = {}
     spread_out: set[fx.Node] = set()
-    weights = trained_nodes(graph, relations, trained)
+    weights = trained_nodes(graph, trained)
     for node in graph.nodes:
         if node.op == "get_attr" and str(node.target) in constants:
             target = str(node.target)

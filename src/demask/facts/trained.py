@@ -7,15 +7,13 @@ one that was removed; what follows from unpruned parameters alone is computed.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from demask.facts.masks import Fact, checked, nothing
-from demask.ops import Relation
 
 
 def given_fact(value: Tensor, declared: Tensor | None) -> Fact:
@@ -30,20 +28,15 @@ def computed(fact: Fact) -> Fact:
     return replace(nothing(fact.fill.ndim, fact.fill.dtype), removed=fact.zero)
 
 
-def trained_nodes(
-    graph: fx.Graph, relations: Mapping[fx.Node, Any], trained: Collection[str]
-) -> set[fx.Node]:
-    """The parameters, and what calls make of them and of other constants alone."""
-    constant: set[fx.Node] = set()
+def trained_nodes(graph: fx.Graph, trained: Collection[str]) -> set[fx.Node]:
+    """The parameters, and what calls make of them alone."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        relation, sources = relations.get(node), node.all_input_nodes
-        free = isinstance(relation, Relation) and relation.entry.free
-        called = node.op == "call_function" and bool(sources)
-        if node.op == "get_attr" or free or (called and all(s in constant for s in sources)):
-            constant.add(node)
-            if str(node.target) in trained or (not free and any(s in found for s in sources)):
-                found.add(node)
+        called = node.all_input_nodes if node.op == "call_function" else ()
+        sources = [s for s in called if isinstance(s.meta.get("val"), (Tensor, list, tuple))]
+        held = node.op == "get_attr" and str(node.target) in trained
+        if held or (sources and all(source in found for source in sources)):
+            found.add(node)
     return found
 
 
