@@ -146,7 +146,8 @@ def _taken(fact: Fact, mask: Tensor) -> Fact:
     if mask is fact.known:
         return fact
     fill = torch.where(mask & ~fact.known, torch.ones_like(fact.fill), fact.fill)
-    return Fact(*torch.broadcast_tensors(mask, fill), fact.removed)
+    known, fill = torch.broadcast_tensors(mask, fill)
+    return Fact(known, fill, fact.removed)
 
 
 def _out(relation: Relation, k: int, inputs: list[Fact]) -> Tensor | None:

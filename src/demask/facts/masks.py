@@ -22,8 +22,8 @@ class Fact:
     """What is known of a tensor before any input: `known` (bool) and, where known, its `fill`.
 
     Both have the tensor's rank; every dimension is 1 or full. Where unknown the fill is 0.
-    removed: of what is made of parameters, where a 0 removes what it is multiplied with; None: where
-    it is known to be 0.
+    removed: of what is made of parameters, where a 0 removes what it is multiplied with; None:
+    where it is known to be 0.
     """
 
     known: Tensor

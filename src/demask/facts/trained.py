@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, fx
 
-from demask.facts.masks import Fact, checked, nothing
+from demask.facts.masks import Fact, checked
 
 
 def given_fact(value: Tensor, declared: Tensor | None) -> Fact:
@@ -25,7 +25,8 @@ def given_fact(value: Tensor, declared: Tensor | None) -> Fact:
 def computed(fact: Fact) -> Fact:
     """The fact of what a call makes of parameters: its zeros remove what they are multiplied with,
     and all of it is computed."""
-    return replace(nothing(fact.fill.ndim, fact.fill.dtype), removed=fact.zero)
+    zero = fact.zero
+    return Fact(torch.zeros_like(zero), torch.zeros(zero.shape, dtype=fact.fill.dtype), zero)
 
 
 def trained_nodes(graph: fx.Graph, trained: Collection[str]) -> set[fx.Node]:

@@ -52,7 +52,7 @@ def drawn_weights(program: Program, sign: int) -> dict[str, Constant]:
 
 
 def masked(model: nn.Module | ExportedProgram, masks: Masks) -> nn.Module | ExportedProgram:
-    """The model with its parameters masked, in a copy. Raises BadInput for masks that do not fit."""
+    """The model with its parameters masked, in a copy. Raises BadInput where a mask misfits."""
     if not isinstance(masks, Mapping):
         if masks not in ("zeros", "declared"):
             text = "expected masks to be 'zeros', 'declared' or a mapping from names of parameters"
@@ -115,8 +115,8 @@ def _check(name: Any, mask: Any, held: Mapping[str, Tensor], model: Any) -> None
         fits = False
     if not fits:
         raise BadInput(
-            f"masks[{name!r}]: expected the parameter's shape {tuple(parameter.shape)}, or one that "
-            f"broadcasts to it, got {shape}: to remove rows, pass mask.view(-1, 1, ...)"
+            f"masks[{name!r}]: expected the parameter's shape {tuple(parameter.shape)}, or one "
+            f"that broadcasts to it, got {shape}: to remove rows, pass mask.view(-1, 1, ...)"
         )
     if mask.device != parameter.device:
         raise BadInput(f"masks[{name!r}]: expected a mask on {parameter.device}, the parameter's "

@@ -65,12 +65,12 @@ def demask(
     proves can be (the default for parts). modules: names of submodules to demask alone, in a copy
     of the model. table: the op table to use (`demask.ops.TABLE.extended(...)`). check: run the
     result and the model on the example and on two random draws like it; where they differ, a
-    warning says so, and the network is returned as it was captured. masks: which zeros say that a
-    weight was removed. "zeros": all. "declared": those of torch.nn.utils.prune, of parametrizations,
-    and of buffers multiplied onto weights; other parameters stay as they are, to be trained (an
-    adapter that begins at zero). {name: tensor}: in addition, these (0: removed) are multiplied onto
-    the parameters of those names. A call whose rule fails stays
+    warning says so, and the network is returned as it was captured. A call whose rule fails stays
     as it is; where sizes cannot be dynamic, static ones are tried: `demask.report` says why.
+    masks: which zeros say that a weight was removed. "zeros": all of them. "declared": those of
+    torch.nn.utils.prune, of parametrizations and of buffers multiplied onto weights; all other
+    parameters stay, to be trained (an adapter that begins at zero). {name: tensor}: declared ones,
+    and those of these masks (0: removed), which are multiplied onto the parameters of these names.
     Raises NotExportable or BadInput. The model is not changed. Feature rows 000-a to 000-k.
 
     >>> import torch, demask

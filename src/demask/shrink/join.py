@@ -157,7 +157,9 @@ def unchanged(walk: Rewriter, relation: Relation, layout: Layout) -> fx.Node | N
     value, places = relation.entry.neutral
     scaled = schema.arguments(relation.node).get("alpha", 1) != 1  # a + alpha · b
     for k in places:
-        if (scaled and k == 0) or _is_parameter(walk, relation.operands[k].value):
+        if _is_parameter(walk, relation.operands[k].value):
+            continue
+        if scaled and k == 0:
             continue
         other = relation.operands[1 - k].value
         if not isinstance(other, fx.Node) or other.op == "get_attr":
