@@ -100,7 +100,8 @@ class LawModule(nn.Module):
             self._hold(f"constant{k}", drawn(shape, generator) * mask + fill)
         else:
             self._hold(f"scale{k}", drawn_scale(mask, shape.of, generator))
-            self._hold(f"fill{k}", fill)
+            # A parameter of zeros would stay, whether or not the call takes a shift out again.
+            self.register_buffer(f"fill{k}", fill)
 
     def _hold(self, name: str, value: Tensor) -> None:
         # Running statistics are among them, and those take no gradient.
