@@ -33,7 +33,7 @@ from demask.machine.cost import Costs, Error
 from demask.machine.describe import count_words, thread_words
 from demask.machine.timing import Timing, sampled
 from demask.ops import TABLE
-from demask.shrink.demask import given, reduced
+from demask.shrink.pipeline import given, reduced
 from demask.tune.asking import PLAIN, Asker
 from demask.tune.draft import Example
 from demask.tune.forms import forms

@@ -19,7 +19,7 @@ from demask.errors import BadInput
 from demask.files.arrays import read_arrays
 from demask.graph.fold import folded
 from demask.ops import TABLE
-from demask.shrink.demask import reduced
+from demask.shrink.pipeline import reduced
 
 run = test_cli.run  # a fixture
 

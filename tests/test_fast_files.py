@@ -16,7 +16,7 @@ from demask.errors import DemaskError
 from demask.files.archive import GRAPH, TENSORS
 from demask.graph.result import Demasked, build
 from demask.ops import TABLE
-from demask.shrink.demask import given, reduced
+from demask.shrink.pipeline import given, reduced
 from demask.tune.affine import absorbed
 from demask.tune.epilogues import available
 from demask.tune.fast import Optimized

@@ -19,7 +19,7 @@ from demask.machine.memory import BUDGET
 from demask.ops import TABLE
 from demask.pilot.regions import Regions
 from demask.pilot.route import Route, Router
-from demask.shrink.demask import given, reduced
+from demask.shrink.pipeline import given, reduced
 from demask.traverse.module import Tiled
 from demask.tune.fast import Optimized
 

@@ -17,7 +17,7 @@ import micro_recurrent  # noqa: F401  (their networks join MICROS)
 import micro_sequences  # noqa: F401
 from demask.graph.result import build, build_plain
 from demask.ops import TABLE
-from demask.shrink.demask import given, reduced
+from demask.shrink.pipeline import given, reduced
 from demask.tune import memory, plans
 from demask.tune.affine import absorbed
 from demask.tune.fast import Optimized

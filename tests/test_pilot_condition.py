@@ -18,7 +18,7 @@ from demask.pilot.rounding import Bits
 from demask.pilot.simplify import simplify
 from demask.pilot.supports import Constant, Precision, Skip, Value
 from demask.pilot.targets import targets_of
-from demask.shrink.demask import given, simplified
+from demask.shrink.pipeline import given, simplified
 
 
 class Net(nn.Module):

@@ -336,7 +336,7 @@ def test_texts_that_mean_nothing_are_refused(text):
 
 def test_layers_and_rows_of_a_network():
     from demask.ops import TABLE
-    from demask.shrink.demask import given
+    from demask.shrink.pipeline import given
     from demask.shrink.reading import relations_of
 
     program = given(*NETWORKS["unet"], None, None)

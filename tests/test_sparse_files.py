@@ -20,7 +20,7 @@ from demask.graph.program import Program
 from demask.graph.result import Demasked, build
 from demask.machine.cost import Costs
 from demask.ops import TABLE
-from demask.shrink.demask import given, reduced
+from demask.shrink.pipeline import given, reduced
 from demask.sparse import forms as sparse_forms
 from demask.sparse.forms import ALL, DENSE, EACH, SPARSE
 from demask.sparse.segments import SEGMENT, segmented, segments_of

@@ -19,7 +19,7 @@ import micro_sequences  # noqa: F401
 from demask.errors import BadInput
 from demask.graph.program import Program
 from demask.graph.result import build_plain
-from demask.shrink.demask import given
+from demask.shrink.pipeline import given
 from demask.sparse import regions, segments, spell
 from demask.sparse.calls import Call
 from demask.sparse.program import Conv, Linear

@@ -212,7 +212,7 @@ def test_constants_are_shared_and_the_model_is_not_changed() -> None:
 
 def test_a_program_can_be_lowered() -> None:
     from demask.graph.spell import spelled
-    from demask.shrink.demask import given
+    from demask.shrink.pipeline import given
 
     program = spelled(given(stem(nn.ReLU()), (torch.ones(2, 3, 8, 8),), None, None))
     after, (choice,) = lowered(program, "slice")

@@ -18,7 +18,7 @@ import micro_sequences  # noqa: F401
 from demask.graph.program import Program
 from demask.graph.result import build_plain
 from demask.ops import TABLE
-from demask.shrink.demask import given, reduced
+from demask.shrink.pipeline import given, reduced
 from demask.tune import epilogues, fuse, joins, layout, pair, widen
 from demask.tune.affine import absorbed
 from demask.tune.draft import Draft, Example

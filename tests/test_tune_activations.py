@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from demask.graph.result import build_plain
 from demask.ops import TABLE
-from demask.shrink.demask import given, reduced
+from demask.shrink.pipeline import given, reduced
 from demask.tune.activations import named
 from fuzz.laws import difference
 

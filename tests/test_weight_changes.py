@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize, prune
 
 from demask.graph.result import build
 from demask.ops import TABLE
-from demask.shrink.demask import given, reduced
+from demask.shrink.pipeline import given, reduced
 from demask.tune.affine import absorbed
 from demask.tune.fast import Optimized
 from demask.tune.fuse import fused

@@ -36,8 +36,8 @@ from demask.machine.threads import checked_threads
 from demask.machine.timing import sampled
 from demask.ops import TABLE, Table
 from demask.optimize import remembered, speed_of, unchanged
-from demask.shrink.demask import given as captured
-from demask.shrink.demask import reduced
+from demask.shrink.pipeline import given as captured
+from demask.shrink.pipeline import reduced
 from demask.tune.runtime import for_runtime
 
 WIDTH = 8  # widths are rounded up to it where nothing can be measured

@@ -47,6 +47,17 @@ class CaptureDiffers(NotExportable):
     """The graph that torch.export captured does not compute what the model does."""
 
 
+class NeedsGraph(DemaskError):
+    """The demasked network cannot be of the caller's own class: something beside shapes changed.
+
+    places: the modules where, and what would have to be masked alike.
+    """
+
+    def __init__(self, text: str, places: tuple[str, ...] = ()) -> None:
+        super().__init__(text)
+        self.places = places
+
+
 class FileError(DemaskError, OSError):
     """A file cannot be read or written: a missing folder, no rights, a full disk."""
 

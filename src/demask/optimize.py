@@ -30,10 +30,10 @@ from demask.machine.timing import Timing, sampled
 from demask.numerics import is_as_exact, readable, to_double, widen
 from demask.ops import TABLE, Table
 from demask.shrink.check import Inputs, draws_like, in_eval
-from demask.shrink.demask import given as captured
-from demask.shrink.demask import left, reduced
 from demask.shrink.device import CPU, device_of, moved, on_cpu
 from demask.shrink.measure import sizes_of
+from demask.shrink.pipeline import given as captured
+from demask.shrink.pipeline import left, reduced
 from demask.shrink.reading import relations_of
 from demask.sparse.forms import Sparse
 from demask.sparse.segments import layers_of

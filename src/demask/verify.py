@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +13,15 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from demask.errors import BadInput, DemaskError, Mismatch
+from demask.errors import BadInput, DemaskError, Mismatch, NotExportable
 from demask.failures import described, public
 from demask.graph.capture import capture, interface_of
-from demask.graph.copying import structural_copy
+from demask.graph.class_result import as_graph
+from demask.graph.copying import structural_copy, without_caches
 from demask.graph.examples import examples, like
 from demask.graph.fold import folded
 from demask.graph.functional import functionalized
+from demask.graph.provenance import Provenance
 from demask.graph.result import Demasked, build_plain
 from demask.numerics import (
     RELATIVE,
@@ -35,6 +38,8 @@ from demask.numerics import (
 )
 from demask.ops import Table
 from demask.shrink import demask
+
+TOKENS = 4  # that language models generate, to be compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +85,7 @@ def verify(
 ) -> Verification:
     """Compare `slim` with `model` in eval mode, on the given inputs and three seeded draws like
     them, at batch 1 and 3 too where the batch is dynamic; in float64 and in the model's own dtype.
+    Of networks that `generate`, a few tokens are compared, too.
 
     table: the op table that `slim` was made with. Neither module is changed. Raises Mismatch when
     they differ and `check`; BadInput when there are no example inputs to run. Integer and boolean
@@ -92,14 +98,24 @@ def verify(
     True
     """
     args, kwargs = examples((slim, model), args, dict(kwargs or {}))
-    left, right, allowed = _doubles(model, slim, args, kwargs, table)
+    given = model, slim
+    if isinstance(getattr(slim, "demasked", None), Provenance):  # its cache holds fewer heads
+        model, slim = (
+            without_caches(_eval(m))
+            if isinstance(m, nn.Module) and not isinstance(m, fx.GraphModule)
+            else m
+            for m in given
+        )
+    graph = _graph(slim)
+    left, right, allowed = _doubles(model, graph, args, kwargs, table)
     pairs = [(left, right), _own(model, slim)]
-    narrow = narrowed(slim)
+    narrow = narrowed(graph)
     found = _Found(allowed)
     for seed, batch, inputs in _draws(model, slim, args, kwargs):
         for wide, (a, b) in zip((True, False), pairs, strict=True):
             given = pytree.tree_map(to_double, inputs) if wide else inputs
             found.compare(a, b, given, wide, narrow, f"draw {seed}, batch {batch}")
+    found.compare_tokens(*given, kwargs.get("input_ids", args[0] if args else None))
     result = found.result(
         str(_dtype(model, slim)).removeprefix("torch."), tuple(name for name, _ in narrow)
     )
@@ -111,6 +127,14 @@ def verify(
             "If `slim` came from demask(), please report it with the model."
         )
     return result
+
+
+def _graph(slim: nn.Module) -> nn.Module:
+    """What of a network can be widened whatever its own code casts to: its graph."""
+    try:
+        return as_graph(slim)
+    except NotExportable:
+        return slim
 
 
 class _Found:
@@ -178,6 +202,23 @@ class _Found:
         if exact is None or exact.shape != x.shape:
             return False
         return is_as_exact(exact, x, y)
+
+    def compare_tokens(self, a: Any, b: Any, ids: Any) -> None:
+        """Where both networks generate text, compare a few tokens, made with their caches."""
+        is_text = isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_floating_point()
+        if not is_text or not all(callable(getattr(m, "generate", None)) for m in (a, b)):
+            return
+        options = {"max_new_tokens": TOKENS, "do_sample": False, "pad_token_id": 0}
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                expected = _eval(a).generate(ids, **options)  # type: ignore[operator]
+            except Exception:  # it cannot be called like that
+                return
+            tokens = _eval(b).generate(ids, **options)  # type: ignore[operator]
+        self.runs += 1
+        if not torch.equal(expected, tokens):
+            self._fail(f"the first {TOKENS} tokens that they generate differ")
 
     def _fail(self, text: str) -> None:
         self.failure = self.failure or text
@@ -249,7 +290,7 @@ def _refined(left: nn.Module, right: nn.Module, own: torch.dtype, args, kwargs, 
     """Put float64 constants in place of rounded ones, if they are those rounded."""
     try:
         given = pytree.tree_map(to_double, (args, kwargs))
-        twin = demask(left, *given, table=table, check=False)
+        twin = demask(left, *given, table=table, check=False, result="graph")
     except DemaskError:
         return False
     exact, rounded, eps = twin.state_dict(), right.state_dict(), ULPS * torch.finfo(own).eps
@@ -262,7 +303,9 @@ def _refined(left: nn.Module, right: nn.Module, own: torch.dtype, args, kwargs, 
             allowed = eps * float(value.abs().max())
             if not bool(((value - rounded[name]).abs() <= allowed).all()):
                 return False
-    if not isinstance(right, fx.GraphModule) or not _literals(right.graph, twin.graph, eps):
+    if not isinstance(twin, fx.GraphModule) or not isinstance(right, fx.GraphModule):
+        return False
+    if not _literals(right.graph, twin.graph, eps):
         return False
     right.recompile()
     right.load_state_dict(exact)
@@ -287,7 +330,9 @@ def _draws(model: Any, slim: nn.Module, args: Any, kwargs: Any) -> Iterator[tupl
     """(seed, batch, inputs): the inputs as given, and draws like them, at batches 1 and 3 too."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     axes = _batch_axes(slim, leaves)
-    if isinstance(model, Demasked):  # which may be for one size where the other is for any
+    if isinstance(
+        getattr(model, "demasked", None), Provenance
+    ):  # which may be for one size where the other is for any
         axes = [a & b for a, b in zip(axes, _batch_axes(model, leaves), strict=True)]
     for seed in range(4):
         draw = torch.Generator().manual_seed(seed)
@@ -301,9 +346,10 @@ def _draws(model: Any, slim: nn.Module, args: Any, kwargs: Any) -> Iterator[tupl
 
 def _batch_axes(slim: nn.Module, leaves: list[Any]) -> list[set[int]]:
     """The axes of each input that have the size of a dynamic dimension 0, its own or another's."""
-    if not isinstance(slim, Demasked):
+    record = getattr(slim, "demasked", None)
+    if not isinstance(record, Provenance):
         return [set() for _ in leaves]
-    sizes = [spec.sizes for spec in slim.demasked.inputs]
+    sizes = [spec.sizes for spec in record.inputs]
     names = {n[0] for n in sizes if n and isinstance(n[0], str) and n[0].isidentifier()}
     tensors = iter(sizes)
     rows = [next(tensors, ()) if isinstance(leaf, Tensor) else () for leaf in leaves]

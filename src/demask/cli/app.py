@@ -180,7 +180,7 @@ def slim(
             shown = partial(_print_deployed, made, output)
         else:
             step("demasking")
-            result = demask.demask(given.model, given.args)
+            result = demask.demask(given.model, given.args, result="graph")
             verification = written(given, result, output, step)
             shown = partial(_print_written, result, output, verification)
     shown(as_json)

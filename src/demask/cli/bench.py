@@ -134,7 +134,7 @@ def bench(given: Network, name: str, plan: Plan, step: Step) -> Bench:
     counts = tuple(map(checked_threads, plan.threads or (None,)))
     before, allocator = load(), fix_allocator()
     step("demasking")
-    slim, seconds = contenders.timed(lambda: demask.demask(given.model, given.args))
+    slim, seconds = contenders.timed(lambda: demask.demask(given.model, given.args, result="graph"))
     batches = contenders.batches_of(slim, plan.batches)
     plain = (
         Contender.of(AS_GIVEN, given.module),

@@ -69,7 +69,7 @@ def inspect_network(given: Network, step: Step) -> Inspection:
 
     step: told what is being done now.
     """
-    slim = demask.demask(given.model, given.args)
+    slim = demask.demask(given.model, given.args, result="graph")
     report = demask.report(slim)
     ops = _ops(given.model.graph)
     return Inspection(

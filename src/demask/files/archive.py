@@ -37,6 +37,7 @@ from demask.files.codec import (
 )  # fmt: skip
 from demask.files.names import check_fqn, check_name
 from demask.files.trees import check_call_spec, load_spec
+from demask.graph.class_result import as_graph
 from demask.graph.provenance import Provenance
 from demask.graph.result import HOMES, KINDS, Demasked, changed
 from demask.ops import schema
@@ -58,11 +59,12 @@ _OPS = ("placeholder", "get_attr", "call_function", "call_module", "output")
 
 
 @public
-def save(slim: fx.GraphModule, path: str | os.PathLike[str]) -> None:
+def save(slim: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write a demasked network to `path`, whole or not at all; `load` gives an equal one back.
 
     BadInput: the network holds a module, an op or a value that the format has no place for.
     """
+    slim = as_graph(slim)
     table, stored = _tensor_table(slim)
     document = {
         "format": "demask",

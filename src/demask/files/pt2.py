@@ -9,7 +9,7 @@ from collections.abc import Collection
 from typing import Any, BinaryIO
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
@@ -21,13 +21,14 @@ from demask.files.bounded import open_zip
 from demask.files.kinds import other_kind
 from demask.files.pt2_gate import open_pt2
 from demask.files.tracing import example, traced
+from demask.graph.class_result import as_graph
 from demask.graph.copying import structural_copy
 from demask.graph.result import Demasked
 from demask.ops.own import own_of
 
 
 @public
-def to_pt2(slim: fx.GraphModule, path: str | os.PathLike[str]) -> None:
+def to_pt2(slim: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write a demasked network, in eval mode, as a .pt2 that plain torch.export.load reads.
 
     Dimensions that `slim.demasked.inputs` names stay dynamic; sizes that the network refuses, the
@@ -35,6 +36,7 @@ def to_pt2(slim: fx.GraphModule, path: str | os.PathLike[str]) -> None:
     torch.export does not take the network.
     """
     check_writable(path)
+    slim = as_graph(slim)
     if isinstance(slim, Demasked):
         slim = spelled_out(slim.plain())  # what another torch and machine can run
     exported = traced(slim)

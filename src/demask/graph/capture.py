@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, DemaskError, NotExportable
 from demask.graph.build import mode_of
-from demask.graph.copying import structural_copy
+from demask.graph.copying import structural_copy, without_caches
 from demask.graph.experts import in_one_call
 from demask.graph.export_guards import conditions, range_notes, refused_sizes
 from demask.graph.inline import inlined
@@ -88,7 +88,7 @@ def captures(
     if isinstance(dynamic_shapes, str | int | float) and dynamic_shapes != "all":
         raise BadInput('dynamic_shapes must be None, "all", or what torch.export takes, such as '
                        f'({{0: "n", 2: "h"}},) for one tensor, got {dynamic_shapes!r}')  # fmt: skip
-    work = exportable(structural_copy(model, share=True).eval())
+    work = exportable(without_caches(structural_copy(model, share=True)).eval())
     _name_keywords(work, kwargs or {}, dynamic_shapes)
     interface = interface_of(model)
     args, named = _apart(args, dict(kwargs or {}))
@@ -145,6 +145,8 @@ def interface_of(model: nn.Module) -> Interface | None:
 
 
 def _exports(work, args, kwargs, dynamic_shapes) -> Iterator[_Export]:
+    if callable(dynamic_shapes):
+        dynamic_shapes = _dynamic(work, args, kwargs, dynamic_shapes)
     if dynamic_shapes not in (None, "all"):
         try:
             yield _attempt(work, args, kwargs, dynamic_shapes), ()
@@ -372,6 +374,8 @@ def _not_exportable(error: Exception) -> NotExportable:
             f"{DATA_DEPENDENT}; compute both sides and select with "
             "torch.where, use torch.cond, or demask only a part: modules=['backbone']"
         )
+    elif "Cache" in text:
+        advice = "a cache of keys and values is an object with a state: pass use_cache=False"
     else:
         advice = ("torch.export(model, args) must take the model; rewrite the line named here, or "
                   "demask only the parts that export: modules=['backbone']")  # fmt: skip

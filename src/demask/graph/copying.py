@@ -24,6 +24,16 @@ def structural_copy(model: nn.Module, *, share: bool) -> nn.Module:
         return copy.deepcopy(model, memo)
 
 
+def without_caches(model: nn.Module) -> nn.Module:
+    """Have the language models in a copy of ours return no cache of keys and values, unless a call
+    asks for one: a cache is an object with a state, which no graph returns."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", None) is True:
+            config.use_cache = False  # type: ignore[union-attr]
+    return model
+
+
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
     for module in model.modules():
         yield from (p for p in module._parameters.values() if p is not None)

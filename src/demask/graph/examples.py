@@ -12,6 +12,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
+from demask.graph.class_result import as_graph
 from demask.graph.result import Demasked
 from demask.ops.entry import op_name
 from demask.ops.schema import hint
@@ -52,7 +53,7 @@ def examples(
     first of `networks` that does). Raises BadInput where some of these are no tensors."""
     if args or kwargs:
         return args, kwargs
-    for known in networks:
+    for known in map(as_graph, networks):
         if isinstance(known, Demasked):
             spans = spans_of(known)
             values = [

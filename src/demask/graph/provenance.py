@@ -166,6 +166,8 @@ class Provenance:
     speed: Speed | None = None
     interface: Interface | None = None
     densities: Mapping[str, float] = field(default_factory=dict)
+    form: str = "graph"
+    graph_reasons: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary; `from_dict` takes it back."""
@@ -184,6 +186,8 @@ class Provenance:
             "speed": None if self.speed is None else asdict(self.speed),
             "interface": None if self.interface is None else asdict(self.interface),
             "densities": dict(self.densities),
+            "form": self.form,
+            "graph_reasons": list(self.graph_reasons),
         }
 
     @classmethod
@@ -204,6 +208,8 @@ class Provenance:
             speed=None if data.get("speed") is None else _speed(data["speed"]),
             interface=None if data.get("interface") is None else _interface(data["interface"]),
             densities={str(k): float(v) for k, v in data.get("densities", {}).items()},
+            form=str(data.get("form", "graph")),
+            graph_reasons=tuple(map(str, data.get("graph_reasons", ()))),
         )
 
 

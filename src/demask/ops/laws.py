@@ -187,7 +187,7 @@ def check_scatter_law(
     inner, outer = maskable(name, case, table, every=bool(seed % 2), first=seed % 4 == 3)
     tied = {} if seed % 2 else _tied(name, case, seed, table)
     module = LawModule(target_of(name), case, seed, inner, outer, tied)
-    slim = demask(module, module.inputs(0), table=table)
+    slim = demask(module, module.inputs(0), table=table, result="graph")
     specs: Any = slim.demasked
     dynamic = {k for k, s in enumerate(specs.inputs) if s.sizes and _is_symbol(s.sizes[0])}
     batches = (None, *(b for b in _BATCHES if dynamic and _runs(module, b, dynamic)))

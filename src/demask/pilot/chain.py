@@ -26,8 +26,8 @@ from demask.pilot.chain_plan import Layer, Plan, Seen
 from demask.pilot.conditioned import Condition, Conditioned, Decision
 from demask.pilot.cost import Machine, Reads, here, reads
 from demask.pilot.direct import called, only_chain
-from demask.shrink.demask import given
 from demask.shrink.finished import finished
+from demask.shrink.pipeline import given
 from demask.sparse.tape import NoPlan
 from demask.tune.draft import Draft
 

@@ -23,7 +23,7 @@ from demask.graph.result import Demasked
 from demask.ops import TABLE, Declined, Relation, schema
 from demask.pilot.layers import layers_of
 from demask.shrink.cells import Cells
-from demask.shrink.demask import shrunk
+from demask.shrink.pipeline import shrunk
 from demask.shrink.reading import relations_of
 
 Held = tuple[str, int]  # a constant and one of its axes

@@ -16,14 +16,13 @@ from demask.files.pt2 import read_model
 from demask.graph.capture import capture
 from demask.graph.functional import functionalized
 from demask.graph.program import Program
-from demask.graph.provenance import Cut
-from demask.graph.result import Demasked
+from demask.graph.provenance import Cut, Provenance
 from demask.machine.memory import parse_memory
 from demask.pilot.data import MEASURES, ExecutionData
 from demask.pilot.sites import Site, sites_of
 from demask.pilot.stored import Held, Source, outlined
 from demask.pilot.walk import each, flat, walk
-from demask.shrink.demask import given
+from demask.shrink.pipeline import given
 
 Model = nn.Module | ExportedProgram | str | os.PathLike[str]
 Inputs = tuple[Any, ...] | Iterable[tuple[Any, ...]]
@@ -97,7 +96,8 @@ def _read(
 
 
 def _cuts(model: Any) -> Mapping[str, Cut]:
-    return model.demasked.cuts if isinstance(model, Demasked) else {}
+    record = getattr(model, "demasked", None)
+    return record.cuts if isinstance(record, Provenance) else {}
 
 
 def _count(leaves: list[list[Any]]) -> int:

@@ -27,9 +27,9 @@ from demask.pilot.sites import Site, sites_of, zeroed
 from demask.pilot.stored import Held
 from demask.pilot.tables import as_lines
 from demask.pilot.walk import each, flat, walk
-from demask.shrink.demask import given
 from demask.shrink.finished import finished
 from demask.shrink.measure import sizes_of
+from demask.shrink.pipeline import given
 from demask.shrink.reading import relations_of
 
 DEFAULT = ("bits:8", "bits:4", "exponents", "rank:0.5", "channels:0.5", "downsample:2")

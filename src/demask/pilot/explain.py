@@ -38,8 +38,8 @@ from demask.pilot.conditioned import text
 from demask.pilot.cost import NOMINAL, Machine, Reads, Uses, held, measured
 from demask.pilot.order import Order
 from demask.pilot.tables import as_lines
-from demask.shrink.demask import given
 from demask.shrink.finished import finished
+from demask.shrink.pipeline import given
 from demask.sparse.tape import NoPlan
 from demask.tune.draft import Draft
 

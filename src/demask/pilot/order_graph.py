@@ -17,8 +17,8 @@ from demask.pilot.order import DEFAULT, Done, Limit, Ordered
 from demask.pilot.order_plan import unfit
 from demask.pilot.rounding import Bits
 from demask.pilot.simplify import simplifier
-from demask.shrink.demask import given
 from demask.shrink.finished import finished
+from demask.shrink.pipeline import given
 from demask.tune.draft import Draft
 
 

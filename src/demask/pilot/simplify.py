@@ -21,8 +21,8 @@ from demask.pilot.channels import Channels
 from demask.pilot.downsample import Downsample
 from demask.pilot.lowrank import LowRank
 from demask.pilot.rounding import Bits, Exponents
-from demask.shrink.demask import given
 from demask.shrink.device import CPU, device_of, moved, on_cpu
+from demask.shrink.pipeline import given
 
 
 @runtime_checkable

@@ -33,9 +33,9 @@ from demask.pilot.simplify import Simplifier, simplify
 from demask.pilot.targets import Target, means, named, observing, targets_of
 from demask.pilot.walk import flat
 from demask.shrink.cells import Index
-from demask.shrink.demask import given, simplified
 from demask.shrink.indexed import Pick
 from demask.shrink.indices import with_inputs
+from demask.shrink.pipeline import given, simplified
 from demask.shrink.reading import relations_of
 
 aten = torch.ops.aten

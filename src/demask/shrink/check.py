@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, CaptureDiffers, Mismatch
 from demask.failures import described, is_strict
-from demask.graph.copying import structural_copy
+from demask.graph.copying import structural_copy, without_caches
 from demask.graph.examples import examples, like
 from demask.graph.program import Program, owned
 from demask.graph.provenance import Cut
@@ -77,6 +77,18 @@ def checked(
         if not _is_same_in_double(program, model, draws):
             raise _capture_differs(wrong)
     return slim if _is_rounding(program, slim, draws) else _refused(slim, program, wrong)
+
+
+def unlike(slim: nn.Module, model: nn.Module | ExportedProgram, args: Any, kwargs: Any) -> str:
+    """How a network differs from the model on the example and two draws like it; "" if it does not.
+    On draws that the model refuses nothing is compared."""
+    given = examples((model,), args, dict(kwargs or {}))
+    try:
+        reference = in_eval(model)
+        draws = [(name, inputs, call(reference, inputs)) for name, inputs in draws_like(given)]
+    except Exception:
+        draws = _first_alone(model, given)
+    return _difference(slim, draws)
 
 
 _UNREPEATABLE = (
@@ -185,10 +197,11 @@ def _own(leaf: Any) -> Any:
 
 
 def in_eval(module: nn.Module | ExportedProgram, *, share: bool = True) -> nn.Module:
-    """A copy in eval mode; its tensors are shared, or cloned."""
+    """A copy in eval mode, in which language models return no cache; its tensors are shared, or
+    cloned."""
     if isinstance(module, ExportedProgram):
         return module.module(check_guards=False)
-    copied = structural_copy(module, share=share)
+    copied = without_caches(structural_copy(module, share=share))
     for part in copied.modules():
         part.training = False
     return copied

@@ -1,49 +1,27 @@
-"""The pipeline: capture, fold, know, need, place, rewrite, build."""
+"""demask(): a network captured, made smaller, and given back as the caller's own or as a graph."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.export import ExportedProgram
 
-from demask.errors import CaptureDiffers, DemaskError, NotExportable
-from demask.facts.known import Relations
-from demask.failures import CallFailed, Log, described, is_strict, public
-from demask.graph.capture import captures
-from demask.graph.declared import Masks, declaring, masked
-from demask.graph.export_guards import refused_sizes
-from demask.graph.fold import folded
-from demask.graph.functional import functionalized
-from demask.graph.guards import values_of
-from demask.graph.hoist import hoisted
-from demask.graph.program import Program, owned
-from demask.graph.provenance import Cut, InputSpec, Provenance, Reason, Sizes
-from demask.graph.recurrent import layered
-from demask.graph.result import Demasked, build
-from demask.graph.spell import spelled
-from demask.graph.tokens import early
-from demask.graph.unmerge import unmerged
-from demask.ops import TABLE, Table, schema
-from demask.ops.padded import with_padded
-from demask.shrink.absorb_pads import pads_absorbed, pads_restored
-from demask.shrink.align import aligned
-from demask.shrink.check import checked
-from demask.shrink.condense import condensed
+from demask.errors import BadInput, CaptureDiffers, DemaskError, NeedsGraph
+from demask.failures import Log, public
+from demask.graph.class_result import remember
+from demask.graph.declared import Masks, masked
+from demask.graph.program import Program
+from demask.graph.provenance import Provenance
+from demask.graph.result import build
+from demask.ops import TABLE, Table
+from demask.shrink.check import call, checked, unlike
 from demask.shrink.device import CPU, device_of, moved, on_cpu, on_device
-from demask.shrink.groups import grouped
-from demask.shrink.measure import removed, sizes_of, traffic
-from demask.shrink.names import named
-from demask.shrink.place import Placement, place
-from demask.shrink.reading import Reading, relations_of
-from demask.shrink.rewrite import Rewritten, rewrite
-from demask.shrink.side import sided
-from demask.shrink.stack import apart, stacked
+from demask.shrink.own_class import Unlike, own_class, places_of
+from demask.shrink.pipeline import FORMS, programs_of, reduced, smaller_sizes
 
 
 @public
@@ -53,17 +31,19 @@ def demask(
     kwargs: Mapping[str, Any] | None = None,
     *,
     dynamic_shapes: Any = None,
-    modules: Sequence[str] | None = None,
+    modules: str | Sequence[str] | None = None,
     table: Table | None = None,
     check: bool = True,
     masks: Masks = "zeros",
-) -> Demasked:
-    """A smaller module that computes what `model` computes in eval mode: same call, same outputs.
+    result: str = "auto",
+) -> nn.Module:
+    """A smaller network that computes what `model` computes in eval mode: same call, same outputs.
 
     args, kwargs: example inputs; dimension 0 of each is dynamic where torch.export proves it can
     be. dynamic_shapes: goes to torch.export as it is; "all" makes every size dynamic that it
-    proves can be (the default for parts). modules: names of submodules to demask alone, in a copy
-    of the model. table: the op table to use (`demask.ops.TABLE.extended(...)`). check: run the
+    proves can be (the default for parts). modules: names and globs ("*.mlp") of submodules to
+    demask alone, in a copy of the model, or "auto": blocks that repeat, else the largest that can
+    be captured. table: the op table to use (`demask.ops.TABLE.extended(...)`). check: run the
     result and the model on the example and on two random draws like it; where they differ, a
     warning says so, and the network is returned as it was captured. A call whose rule fails stays
     as it is; where sizes cannot be dynamic, static ones are tried: `demask.report` says why.
@@ -71,6 +51,10 @@ def demask(
     torch.nn.utils.prune, of parametrizations and of buffers multiplied onto weights; all other
     parameters stay, to be trained (an adapter that begins at zero). {name: tensor}: declared ones,
     and those of these masks (0: removed), which are multiplied onto the parameters of these names.
+    result: what comes back. "class": a network of the model's own class whose modules are smaller,
+    with its methods, hooks and attributes; NeedsGraph where more than shapes changed, with what
+    would have to be masked alike. "graph": an fx.GraphModule that calls modules. "auto": the first
+    that works out.
     Raises NotExportable or BadInput. The model is not changed. Feature rows 000-a to 000-k.
 
     >>> import torch, demask
@@ -80,21 +64,27 @@ def demask(
     torch.Size([3, 4])
     """
     model = masked(model, masks)
+    if result not in ("auto", "class", "graph"):
+        raise BadInput(f"expected result to be 'auto', 'class' or 'graph', got {result!r}")
     if modules is not None:
         from demask.shrink.partial import demask_modules
 
-        return demask_modules(  # type: ignore[return-value]
-            model, args, kwargs, dynamic_shapes, modules, table, check, masks
+        return demask_modules(
+            model, args, kwargs, dynamic_shapes, modules, table, check, masks, result
         )
     if (device := device_of(model, args, kwargs)) != CPU:
         copy, examples, kept = on_cpu(model, args, kwargs)
-        rest = {"table": table, "check": check, "masks": on_device(masks, CPU)}
+        rest = {"table": table, "check": check, "masks": on_device(masks, CPU), "result": result}
         slim = demask(copy, examples, kept, dynamic_shapes=dynamic_shapes, **rest)
         moved(slim, device)
         return slim
+    call = _Call(model, args, kwargs, dynamic_shapes, TABLE if table is None else table, masks)
     differs: CaptureDiffers | None = None
-    programs = programs_of(model, args, kwargs, dynamic_shapes, masks)
-    for program, slim in _candidates(programs, TABLE if table is None else table):
+    for program, target, record in _candidates(call.programs(model), call.table):
+        own, record = call.own(program, target, record, result, check)
+        if own is not None:
+            return own
+        slim = build(target, record)
         try:
             return checked(slim, program, model, args, kwargs) if check else slim
         except CaptureDiffers as error:
@@ -103,10 +93,55 @@ def demask(
     raise differs
 
 
-def _candidates(programs: Iterator[Program], table: Table) -> Iterator[tuple[Program, Demasked]]:
-    """Programs for which demasking works out, and their results; where it does for none, the first
-    program as it is."""
-    failed: list[tuple[Program, Demasked]] = []
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of demask()."""
+
+    model: nn.Module | ExportedProgram
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] | None
+    shapes: Any
+    table: Table
+    masks: Masks
+
+    def programs(self, model: nn.Module | ExportedProgram) -> Iterator[Program]:
+        """The programs of a network that is called in this way."""
+        return programs_of(model, self.args, self.kwargs, self.shapes, self.masks)
+
+    def own(
+        self, program: Program, target: Program, record: Provenance, result: str, check: bool
+    ) -> tuple[nn.Module | None, Provenance]:
+        """The result of the caller's own class, if it is asked for and there is one; and the
+        record, which says why not. Raises NeedsGraph where nothing else is asked for."""
+        if result == "graph":
+            return None, record
+        forms = [partial(form, table=self.table) for form in FORMS]
+        inputs = (self.args, dict(self.kwargs or {}))
+
+        def run(network: nn.Module) -> Any:
+            return call(network, inputs)
+
+        again = replace(self, masks="zeros" if self.masks == "zeros" else "declared")
+        try:
+            own = own_class(self.model, program, target, record.cuts, run, again.programs, forms)
+            if check and (wrong := unlike(own, self.model, self.args, self.kwargs)):
+                raise Unlike(f"the network computes something else: {wrong}")
+        except Unlike as error:
+            reasons = (str(error), *places_of(target))
+            if result == "class":
+                text = "this network comes back as a graph alone: " + "; ".join(reasons)
+                raise NeedsGraph(text, reasons) from error
+            return None, replace(record, graph_reasons=reasons)
+        remember(own, replace(record, form="class", effects={}), self.args, self.kwargs)
+        return own, record
+
+
+def _candidates(
+    programs: Iterator[Program], table: Table
+) -> Iterator[tuple[Program, Program, Provenance]]:
+    """Programs for which demasking works out, and what they become; where it does for none, the
+    first program as it is."""
+    failed: list[tuple[Program, Program, Provenance]] = []
     reason = ""
     while True:
         try:
@@ -118,336 +153,11 @@ def _candidates(programs: Iterator[Program], table: Table) -> Iterator[tuple[Pro
         if program is None:
             yield from failed[:1]
             return
-        log, program = Log(), _smaller_sizes(program, reason) if reason else program
-        slim = build(*reduced(program, table, log=log))
+        log, program = Log(), smaller_sizes(program, reason) if reason else program
+        target, record = reduced(program, table, log=log)
         reason = reason or "".join(log.notes[:1])
         if log.gave_up:
-            failed.append((program, slim))
+            failed.append((program, target, record))
             continue
-        yield program, slim
+        yield program, target, record
         reason = "the graph captured does not compute what the model does"
-
-
-def _smaller_sizes(program: Program, reason: str) -> Program:
-    """A program for fewer sizes than was tried first, which says so."""
-    sizes = ", ".join(f"{spec.name} ({', '.join(map(str, spec.sizes))})"
-                      for spec in inputs_of(program))  # fmt: skip
-    note = f"this network takes inputs of these sizes alone: {sizes}; with more of them dynamic, "
-    return replace(program, notes=(f"{note}{reason}", *program.notes))
-
-
-def programs_of(
-    model: nn.Module | ExportedProgram,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None,
-    dynamic_shapes: Any,
-    masks: Masks = "zeros",
-) -> Iterator[Program]:
-    """A network as functional programs with their constants folded, before anything is removed: the
-    one for most sizes first, then those for fewer, if they are asked for."""
-    failure: Exception | None = None
-    done = False
-    for captured in captures(model, args, kwargs, dynamic_shapes):
-        try:
-            program = _functional(declaring(captured, masks))
-        except MemoryError:
-            raise
-        except Exception as error:
-            if is_strict() and not isinstance(error, DemaskError):
-                raise
-            failure = failure or error
-            continue
-        if (guard := refused_sizes(program, args, kwargs)) is not None:
-            advice = "demask an example of more rows, or with static sizes"
-            failure = failure or NotExportable(f"it holds for {guard} alone", "unknown", advice)
-            continue
-        if failure is not None:
-            program = _smaller_sizes(program, f"it could not be captured: {described(failure)}")
-        done = True
-        yield program
-    if failure is not None and not done:
-        if isinstance(failure, DemaskError):
-            raise failure
-        raise NotExportable(
-            described(failure), "unknown", "demask only the parts that export: modules=['backbone']"
-        ) from failure
-
-
-def _functional(captured: Program) -> Program:
-    """A captured program without in-place calls, its constants folded."""
-    log = Log()
-    program = functionalized(captured)
-    program = log.attempt("one call per border map", partial(apart, program), program)
-    program = log.attempt("the folding of constants", partial(folded, program), program)
-    return replace(program, notes=(*log.notes, *program.notes))
-
-
-def given(
-    model: nn.Module | ExportedProgram,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None,
-    dynamic_shapes: Any,
-) -> Program:
-    """The program of a network for most sizes, before anything is removed."""
-    return next(programs_of(model, args, kwargs, dynamic_shapes))
-
-
-def simplified(program: Program, table: Table, log: Log | None = None) -> Program:
-    """Canonically spelled, constants folded: what the facts are read off. A pass that fails is left
-    out, and `log` says so."""
-    log = Log() if log is None else log
-    passes: tuple[tuple[str, Callable[[Program], Program]], ...] = (
-        ("the canonical notation of calls", lambda p: spelled(p, log)),
-        ("the separation of heads from a dynamic batch", lambda p: unmerged(p, table)),
-        ("selection before views", hoisted),
-        ("the early selection of single tokens", lambda p: early(p, table)),
-        ("the folding of constants", folded),
-    )
-    for name, change in passes:
-        program = log.attempt(name, partial(change, program), program)
-    return program
-
-
-def shrunk(program: Program, table: Table) -> Demasked:
-    """The module of the smallest program that computes the same as a functional, folded one."""
-    return build(*reduced(program, table))
-
-
-def reduced(
-    whole: Program, table: Table, *, borders: bool = True, log: Log | None = None
-) -> tuple[Program, Provenance]:
-    """The smallest program that computes the same as a functional, folded one.
-
-    borders: False computes constants that enter padded windows, instead of the maps they leave.
-    log: collects what failed on the way; where all did, the program is what it was.
-
-    Passes are made until one makes nothing smaller: what a pass adds to keep shapes (a border map,
-    a vector of constants) may itself hold zeros. So demasking twice is demasking once; and where
-    nothing at all became smaller, the program is built as it was given.
-    """
-    log = Log() if log is None else log
-    first = _measured(whole, table)
-    plain = replace(first, program=owned(whole), cuts=_uncut(whole))
-    step = log.attempt("demasking", lambda: _smallest(first, table, borders, log), plain)
-    if step.program is whole:
-        step = replace(plain, reasons=step.reasons)
-    program = log.attempt("one call for several border maps", lambda: stacked(step.program), None)
-    last, cuts = program or step.program, dict(step.cuts)
-    names = partial(named, last, cuts)
-    program, cuts = log.attempt("all names of tied tensors", names, (last, cuts))
-    return program, _provenance(first, replace(step, program=program, cuts=cuts), log)
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """A program, how it measures, and how its tensors were cut from those of the first."""
-
-    program: Program
-    relations: Relations
-    sizes: Sizes
-    cuts: Mapping[str, Cut]
-    reasons: tuple[Reason, ...] = ()
-
-    @property
-    def weight(self) -> tuple[int, int, int]:
-        """Parameters, MACs, elements written: what has to shrink."""
-        return (self.sizes.parameters, self.sizes.macs, traffic(self.program))
-
-
-_Pass = tuple[_Step | None, tuple[Reason, ...]]
-
-
-def _measured(program: Program, table: Table) -> _Step:
-    whole = Log().attempt("the split of recurrent calls", lambda: layered(program), program)
-    relations = relations_of(whole.graph, table)
-    return _Step(program, relations, sizes_of(program, relations), _uncut(program))
-
-
-def _smallest(step: _Step, table: Table, borders: bool, log: Log) -> _Step:
-    """What passes leave of a program, made until one makes nothing smaller. Where the first does
-    not, its reasons are those of the program."""
-    first, failed = step, (None, ())
-    while True:
-        one_more = partial(_smaller, step, table, borders, log)
-        smaller, reasons = log.attempt("a pass", one_more, failed)
-        if smaller is None:
-            return replace(step, reasons=reasons) if step is first else step
-        step = smaller
-
-
-def _smaller(step: _Step, table: Table, borders: bool, log: Log) -> _Pass:
-    """One more pass, if it makes the program smaller in something and no larger in parameters;
-    else what was kept in the first attempt, and why."""
-    refused: list[tuple[Reason, ...]] = []
-    reading = Reading.of(simplified(step.program, table, log), table, borders=borders)
-    for attempt in _attempts(reading, log):
-        folds = partial(folded, attempt.program)
-        program = log.attempt("the folding of constants", folds, attempt.program)
-        made = _measured(program, table)
-        less = made.weight[0] < step.weight[0] or (
-            made.weight[1:] != step.weight[1:]
-            and (made.weight[1] <= step.weight[1] and made.weight[2] <= step.weight[2])
-        )
-        if made.weight[0] <= step.weight[0] and less:
-            cuts = {
-                name: composed
-                for name, cut in attempt.cuts.items()
-                if _is_kept(name, attempt.program, program)
-                and (composed := _composed(cut, step.cuts)) is not None
-            }
-            return replace(made, cuts=cuts, reasons=(*step.reasons, *attempt.reasons)), ()
-        refused.append(attempt.reasons)
-    return None, refused[0] if refused else ()
-
-
-def _attempts(
-    reading: Reading, log: Log, tried: frozenset[str] = frozenset()
-) -> Iterator[Rewritten]:
-    """Ways to rewrite a program, the one that removes most first.
-
-    Other forms of it, in which more can be cut: pads absorbed by windows, complete axes over what
-    varies alone, heads in groups, heads re-ordered, side networks split off. Then as it is; with
-    weights that several calls read cut alike; and frugal. What fails is left out, and `log` says
-    so. tried: the forms applied already. None is applied twice: one that leaves calls it applies to
-    would never end.
-    """
-    log.add(reading.failed)
-    absorbed = None if _PADS in tried else log.attempt(_PADS, partial(_padded, reading), None)
-    for attempt in _attempts(absorbed, log, tried | {_PADS}) if absorbed else ():
-        restored = log.attempt(_PADS, partial(pads_restored, attempt.program), None)
-        if restored is not None:
-            yield replace(attempt, program=restored)
-    for form, name in _FORMS:
-        other = None if name in tried else log.attempt(name, partial(_formed, form, reading), None)
-        if other:
-            yield from _attempts(other, log, tried | {name})
-    side = reading.borders and log.attempt("a side network", partial(sided, reading), None)
-    if side and (split := log.attempt("a side network", partial(reading.again, side), None)):
-        yield from _tried(split, log)
-    plain = list(_tried(reading, log, essential=True))
-    yield from plain
-    if plain and _cut_apart(plain[0]):
-        yield from _tried(reading, log, tied=True)
-    if reading.has_matrices:
-        yield from _tried(reading.again(reading.program, frugal=True), log)
-
-
-_PADS = "the absorption of pads"
-_FORMS: tuple[tuple[Callable[[Reading], Program | None], str], ...] = (
-    (condensed, "complete axes over what varies alone"),
-    (grouped, "heads in groups"),
-    (aligned, "heads in another order"),
-)
-
-
-def _padded(reading: Reading) -> Reading | None:
-    """The program with pads absorbed by windows, read; None where there are none."""
-    made = pads_absorbed(reading)
-    if made is None:
-        return None
-    return replace(reading, table=with_padded(reading.table)).again(folded(made))
-
-
-def _formed(form: Callable[[Reading], Program | None], reading: Reading) -> Reading | None:
-    """Another form of the program, read; None where it has none."""
-    made = form(reading)
-    return None if made is None else reading.again(folded(made))
-
-
-def _tried(
-    reading: Reading, log: Log, *, tied: bool = False, essential: bool = False
-) -> Iterator[Rewritten]:
-    """The program rewritten, if that works out."""
-    attempt = partial(_rewritten, reading, log, tied)
-    made = log.attempt("a rewritten network", attempt, None, essential=essential)
-    if made is not None:
-        yield made
-
-
-def _uncut(program: Program) -> dict[str, Cut]:
-    return {
-        name: Cut(c.name, tuple(c.tensor.shape), (None,) * c.tensor.ndim)
-        for name, c in program.constants.items()
-    }
-
-
-def left(cut: Cut) -> tuple[int, ...]:
-    """The shape of what a cut leaves."""
-    return tuple(n if p is None else len(p) for n, p in zip(cut.shape, cut.kept, strict=True))
-
-
-def _is_kept(name: str, before: Program, after: Program) -> bool:
-    """Has a tensor the numbers that it had before folding, which may make another under its name?
-    It may have another shape."""
-    if name not in before.constants or name not in after.constants:
-        return False
-    old, new = (program.constants[name].tensor for program in (before, after))
-    return old is new or torch.equal(old.reshape(-1), new.reshape(-1))
-
-
-def _composed(later: Cut, earlier: Mapping[str, Cut]) -> Cut | None:
-    """Where a tensor cut twice came from in the first program; None if it was made since."""
-    first = earlier.get(later.source)
-    if first is None:
-        return None
-    made = left(first)
-    # A norm's scale carries axes of size one behind its own.
-    if later.shape != made + (1,) * (len(later.shape) - len(made)):
-        return None
-    kept = tuple(
-        b if a is None else a if b is None else tuple(a[p] for p in b)
-        for a, b in zip(first.kept, later.kept, strict=False)
-    )
-    return Cut(first.source, first.shape, kept)
-
-
-def _rewritten(reading: Reading, log: Log, tied: bool) -> Rewritten:
-    """The program as its placement lays it out; calls whose rules fail stay as they are."""
-    while True:
-        placement = _tied(reading) if tied else reading.placer.placement()
-        program, relations = reading.program, reading.relations
-        try:
-            return rewrite(program, relations, reading.facts, reading.needs, placement)
-        except CallFailed as failure:
-            reading = reading.without(failure)
-            log.add(reading.failed)
-
-
-def _cut_apart(made: Rewritten) -> bool:
-    """Was one tensor cut in several ways, for several calls that read it?"""
-    ways = {(cut.source, cut.kept) for cut in made.cuts.values()}
-    return len(ways) > len({source for source, _ in ways})
-
-
-def _tied(reading: Reading) -> Placement:
-    """A placement in which such a tensor stays one."""
-    return place(reading.program.graph, reading.relations, reading.facts, tied=True)
-
-
-def _provenance(first: _Step, last: _Step, log: Log) -> Provenance:
-    marks = [node.meta["effect"] for node in last.program.graph.nodes if "effect" in node.meta]
-    return Provenance(
-        cuts=last.cuts,
-        reasons=last.reasons,
-        effects=dict(Counter(marks)),
-        notes=(*log.notes, *first.program.notes),
-        inputs=inputs_of(first.program),
-        before=first.sizes,
-        after=last.sizes,
-        removed=removed(first.program, last.program),
-        guards=first.program.guards,
-        values=values_of(first.program.graph),
-        interface=first.program.interface,
-    )
-
-
-def inputs_of(program: Program) -> tuple[InputSpec, ...]:
-    specs = []
-    for node in program.graph.nodes:
-        value = node.meta.get("val")
-        if node.op == "placeholder" and isinstance(value, Tensor):
-            sizes = tuple(s if isinstance(s, int) else str(s.node.expr) for s in value.shape)
-            example = tuple(schema.hint(s) for s in value.shape)
-            dtype = str(value.dtype).removeprefix("torch.")
-            specs.append(InputSpec(node.name, sizes, dtype, example))
-    return tuple(specs)

@@ -59,14 +59,15 @@ def on_device(tree: Any, device: torch.device) -> Any:
     return pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, tree)
 
 
-def moved(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
-    """The module on a device, with the devices that its graph names."""
+def moved(module: nn.Module, device: torch.device) -> nn.Module:
+    """The module on a device, with the devices that its graph names, if it is one."""
 
     def there(value: Any) -> Any:
         return device if isinstance(value, torch.device) else value
 
-    for node in module.graph.nodes:
+    for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
         node.args = map_aggregate(node.args, there)
         node.kwargs = map_aggregate(node.kwargs, there)
-    module.recompile()
+    if isinstance(module, fx.GraphModule):
+        module.recompile()
     return module.to(device)

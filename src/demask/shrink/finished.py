@@ -9,8 +9,8 @@ from demask.graph.program import Program, owned
 from demask.graph.provenance import Cut, Provenance
 from demask.graph.result import Demasked, build
 from demask.ops import TABLE
-from demask.shrink.demask import inputs_of
 from demask.shrink.measure import sizes_of
+from demask.shrink.pipeline import inputs_of
 from demask.shrink.reading import relations_of
 
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import fnmatch
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from demask.errors import BadInput
+from demask.errors import BadInput, NotExportable
 from demask.failures import described
-from demask.graph.copying import structural_copy
+from demask.graph.class_result import remember
+from demask.graph.copying import structural_copy, without_caches
 from demask.graph.declared import Masks, within
+from demask.graph.provenance import InputSpec, Provenance, Sizes
 from demask.ops import Table
+from demask.shrink.demask import demask
 
 
 def demask_modules(
@@ -20,50 +27,111 @@ def demask_modules(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None,
     dynamic_shapes: Any,
-    names: Sequence[str],
+    names: str | Sequence[str],
     table: Table | None,
     check: bool,
     masks: Masks,
+    form: str,
 ) -> nn.Module:
     """A copy of `model` with submodules `names` demasked, each on the inputs of its first call.
 
-    The rest of the model need not export. Raises BadInput for a name that is no submodule, lies
-    inside another one named, or is never called; NotExportable for one that does not export.
+    names: names and globs of submodules, or "auto". The rest of the model need not export. Raises
+    BadInput for a name that is no submodule, lies inside another one named, or is never called;
+    NotExportable for one that does not export.
     """
-    from demask.shrink.demask import demask
-
     if not isinstance(model, nn.Module):
         raise BadInput(f"modules= takes an nn.Module, got {type(model).__name__}: demask it whole")
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise BadInput(f"modules must be a list of names of submodules, got {names!r}")
+    if names != "auto" and (
+        isinstance(names, str) or not all(isinstance(name, str) for name in names)
+    ):
+        raise BadInput(
+            'modules must be a list of names or globs of submodules ("*.mlp"), or "auto", got '
+            f"{names!r}"
+        )
     if not isinstance(args, tuple) or not isinstance(kwargs or {}, Mapping):
         raise BadInput("args must be a tuple of inputs and kwargs a mapping, got "
                        f"{type(args).__name__} and {type(kwargs).__name__}")  # fmt: skip
-    _check(model, names)
+    wanted = _blocks(model) if names == "auto" else _named(model, names)
     # How the rest of the model will call its parts is not known: any size may come.
     shapes = "all" if dynamic_shapes is None else dynamic_shapes
-    calls = _calls(model, args, dict(kwargs or {}), names)
+    calls = _calls(model, args, dict(kwargs or {}), None if names == "auto" else wanted)
     result = structural_copy(model, share=False)
-    for name in names:
+    records: dict[str, Provenance] = {}
+    queue = [name for name in wanted if name in calls]
+    for name in queue:
         given, named = calls[name]
-        part = model.get_submodule(name)
-        slim = demask(
-            part, given, named, dynamic_shapes=shapes, table=table, check=check,
-            masks=within(masks, name),
-        )  # fmt: skip
-        parent, _, leaf = name.rpartition(".")
-        holder = result.get_submodule(parent)
-        if isinstance(holder, (nn.Sequential, nn.ModuleList)):
-            holder[int(leaf)] = slim
-        else:
-            setattr(holder, leaf, slim)
+        try:
+            slim = demask(
+                model.get_submodule(name), given, named, dynamic_shapes=shapes, table=table,
+                check=check, masks=within(masks, name), result=form,
+            )  # fmt: skip
+        except NotExportable:
+            if names != "auto":
+                raise
+            inside = model.get_submodule(name).named_children()
+            queue += [f"{name}.{leaf}" for leaf, _ in inside if f"{name}.{leaf}" in calls]
+            continue
+        records[name] = slim.demasked
+        _put(result, name, slim)
+    if names == "auto" and not records:
+        raise NotExportable("no module can be captured", "unknown", "demask it whole to see why")
+    remember(result, _merged(model, result, records, args, kwargs), args, kwargs)
     return result
 
 
-def _check(model: nn.Module, names: Sequence[str]) -> None:
+def _put(root: nn.Module, name: str, module: nn.Module) -> None:
+    """Put a module in the place of another."""
+    parent, _, leaf = name.rpartition(".")
+    holder = root.get_submodule(parent)
+    if isinstance(holder, (nn.Sequential, nn.ModuleList)):
+        holder[int(leaf)] = module
+    else:
+        setattr(holder, leaf, module)
+
+
+def _merged(
+    model: nn.Module, result: nn.Module, records: Mapping[str, Provenance], args: Any, kwargs: Any
+) -> Provenance:
+    """What was done to a network, of what was done to its parts. MACs are those of the parts."""
+    leaves = [x for x in pytree.tree_leaves((args, dict(kwargs or {}))) if isinstance(x, Tensor)]
+    inputs = tuple(
+        InputSpec(f"input_{k}", tuple(x.shape), str(x.dtype).removeprefix("torch."), tuple(x.shape))
+        for k, x in enumerate(leaves)
+    )
+    both = zip(("before", "after"), (model, result), strict=True)
+    sizes = {
+        when: replace(_counted(network), macs=sum(getattr(r, when).macs for r in records.values()))
+        for when, network in both
+    }
+    effects: Counter[str] = Counter()
+    for record in records.values():
+        effects.update(record.effects)
+    return Provenance(
+        cuts={f"{name}.{key}": replace(cut, source=f"{name}.{cut.source}")
+              for name, r in records.items() for key, cut in r.cuts.items()},
+        reasons=tuple(replace(reason, module=f"{name}.{reason.module}".rstrip("."))
+                      for name, r in records.items() for reason in r.reasons),
+        effects=dict(effects),
+        notes=tuple(dict.fromkeys(note for r in records.values() for note in r.notes)),
+        inputs=inputs,
+        before=sizes["before"],
+        after=sizes["after"],
+        removed={f"{name}.{key}".rstrip("."): count
+                 for name, r in records.items() for key, count in r.removed.items()},
+        form="class",
+        graph_reasons=tuple(f"{name}: {why}" for name, r in records.items()
+                            for why in r.graph_reasons),
+    )  # fmt: skip
+
+
+def _named(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """The submodules of names and globs, in the model's order; raises BadInput."""
     known = dict(model.named_modules())
+    found: dict[str, str] = {}
     for name in names:
-        if name not in known or not name:
+        globbed = any(letter in name for letter in "*?[")
+        here = fnmatch.filter([k for k in known if k], name) if globbed else [name]
+        if (name not in known and not (globbed and here)) or not name:
             near = sorted(k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2] and k)
             hint = (
                 f"; did you mean {near[0]!r}?"
@@ -71,17 +139,43 @@ def _check(model: nn.Module, names: Sequence[str]) -> None:
                 else f"; it has {sorted(k for k in known if k)[:8]}"
             )
             raise BadInput(f"the model has no submodule {name!r}{hint}")
-        inside = [other for other in names if other != name and name.startswith(f"{other}.")]
-        if inside:
-            raise BadInput(f"{name!r} lies inside {inside[0]!r}: name only the outer one")
+        found |= dict.fromkeys(here, name)
+    for name, by in list(found.items()):
+        outer = [other for other in found if name.startswith(f"{other}.")]
+        if outer and by != name:
+            del found[name]  # a glob matches what lies inside its matches, too
+        elif outer:
+            raise BadInput(f"{name!r} lies inside {outer[0]!r}: name only the outer one")
+    return [name for name in known if name in found]
+
+
+def _blocks(model: nn.Module) -> list[str]:
+    """The parts of a model to demask one by one: blocks that repeat; else its children."""
+    found: list[str] = []
+    for path, holder in model.named_modules():
+        if any(path == name or path.startswith(f"{name}.") for name in found):
+            continue
+        if isinstance(holder, (nn.ModuleList, nn.Sequential)):
+            kinds = Counter(type(block) for block in holder if any(True for _ in block.children()))
+            found += [f"{path}.{k}".lstrip(".") for k, block in enumerate(holder)
+                      if kinds[type(block)] > 1]  # fmt: skip
+    return found or [name for name, _ in model.named_children()]
+
+
+def _counted(network: nn.Module) -> Sizes:
+    """The size of a network, without its MACs; tied tensors count once."""
+    tensors = {t.data_ptr(): t for t in (*network.parameters(), *network.buffers()) if t.numel()}
+    counted = [t.numel() for t in tensors.values() if t.is_floating_point()]
+    return Sizes(sum(counted), 0, sum(t.numel() * t.element_size() for t in tensors.values()))
 
 
 def _calls(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str]
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] | None
 ) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
-    """The inputs of each named submodule's first call, from one run in eval mode on a copy."""
+    """The inputs of the first call of each submodule named, or of all that are called, from one run
+    in eval mode on a copy."""
     found: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-    work = structural_copy(model, share=True).eval()
+    work = without_caches(structural_copy(model, share=True)).eval()
 
     def watch(name: str):
         def hook(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -89,7 +183,7 @@ def _calls(
 
         return hook
 
-    for name in names:
+    for name in [path for path, _ in work.named_modules()] if names is None else names:
         work.get_submodule(name).register_forward_pre_hook(watch(name), with_kwargs=True)
     try:
         with torch.no_grad():
@@ -98,7 +192,7 @@ def _calls(
         raise BadInput(
             f"the model itself fails on the example inputs: {described(error)}"
         ) from error
-    missing = [name for name in names if name not in found]
+    missing = [name for name in names or () if name not in found]
     if missing:
         raise BadInput(
             f"{missing[0]!r} is never called on the example inputs: give inputs that reach it"

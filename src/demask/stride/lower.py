@@ -23,9 +23,9 @@ from demask.graph.program import Program
 from demask.graph.result import Demasked
 from demask.graph.spell import spelled
 from demask.ops import op_name
-from demask.shrink.demask import given
 from demask.shrink.device import CPU, device_of, moved, on_cpu
 from demask.shrink.finished import finished
+from demask.shrink.pipeline import given
 from demask.stride.dilate import dilated
 from demask.stride.forms import FORMS, LACKING, Form, wide
 from demask.stride.pools import pools_to_convs

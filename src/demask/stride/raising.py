@@ -20,10 +20,10 @@ from demask.graph.program import Program
 from demask.graph.result import Demasked
 from demask.graph.spell import spelled
 from demask.ops import TABLE, Relation, schema
-from demask.shrink.demask import given
 from demask.shrink.device import CPU, device_of, moved, on_cpu
 from demask.shrink.finished import finished
 from demask.shrink.measure import macs_of, traffic
+from demask.shrink.pipeline import given
 from demask.shrink.reading import Reading, relations_of
 from demask.shrink.rewrite import rewrite
 from demask.shrink.ties import sampling

@@ -34,7 +34,7 @@ from demask.graph.program import Program
 from demask.graph.provenance import Provenance, Sizes
 from demask.graph.result import attach, build
 from demask.machine.memory import BUDGET, human, parse_memory
-from demask.shrink.demask import inputs_of
+from demask.shrink.pipeline import inputs_of
 from demask.traverse.lanes import Lane
 from demask.traverse.levels import is_view, planned, streamable
 from demask.traverse.passes import Call, Level, Plan, Ref, Streamed, constants_of, weights_of

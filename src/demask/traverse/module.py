@@ -19,7 +19,7 @@ from demask.graph.codegen import TRACED, Codegen
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Provenance, Sizes
 from demask.graph.result import KINDS, Demasked, build
-from demask.shrink.demask import inputs_of
+from demask.shrink.pipeline import inputs_of
 from demask.traverse.ends import tensor_sink, tensor_source
 from demask.traverse.flow import Flow, flow_of
 from demask.traverse.layout import Layout, admitted

@@ -36,13 +36,14 @@ from demask.files.onnx.spell import spell
 from demask.files.onnx.steps import kept_whole, translation
 from demask.files.tracing import example, takes, traced
 from demask.graph.capture import capture
+from demask.graph.class_result import as_graph
 from demask.graph.copying import structural_copy
 from demask.graph.program import Program
 from demask.graph.provenance import Interface, Port, Provenance, Sizes
 from demask.graph.result import Demasked, build
 from demask.ops import schema
 from demask.ops.quantize import DTYPES
-from demask.shrink.demask import inputs_of
+from demask.shrink.pipeline import inputs_of
 
 ALIGNED = 4096  # where weights start in a file of their own, so that they can be mapped
 APART = 256  # bytes; smaller constants stay in the graph, where runtimes read sizes and axes
@@ -125,8 +126,9 @@ def proto_of(
 
 
 def _network(module: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) -> Demasked:
-    if isinstance(module, Demasked) and dynamic_shapes is None and takes(module, args, kwargs):
-        return module.plain()
+    graph = as_graph(module) if dynamic_shapes is None else module
+    if isinstance(graph, Demasked) and takes(graph, args, kwargs):
+        return graph.plain()
     return remembering(capture(module, args, kwargs, dynamic_shapes))
 
 

@@ -1,0 +1,83 @@
+"""Results of the caller's own class: what they remember beside their provenance, and as graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.utils import _pytree as pytree
+
+from demask.errors import NotExportable
+from demask.graph.capture import capture
+from demask.graph.fold import folded
+from demask.graph.functional import functionalized
+from demask.graph.provenance import InputSpec, Provenance
+from demask.graph.result import build
+
+_CALL = "_demasked_call"  # of a module: how it was called when it was demasked
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The arguments of a call, with an InputSpec in place of each tensor."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def remember(
+    module: nn.Module, provenance: Provenance, args: Any, kwargs: Mapping[str, Any] | None
+) -> None:
+    """Let a module of any class be a demasked network: `.demasked`, and how it is called."""
+    leaves, spec = pytree.tree_flatten((args, dict(kwargs or {})))
+    known = iter(provenance.inputs)
+    kept = [next(known, _spec(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    args, kwargs = pytree.tree_unflatten(kept, spec)
+    vars(module)[_CALL] = Call(args, kwargs)
+    vars(module)["demasked"] = provenance
+
+
+def _spec(leaf: Tensor) -> InputSpec:
+    sizes = tuple(leaf.shape)
+    return InputSpec("input", sizes, str(leaf.dtype).removeprefix("torch."), sizes)
+
+
+def is_class_result(module: Any) -> bool:
+    """Is a module a demasked network of the caller's own class?"""
+    return isinstance(module, nn.Module) and _CALL in vars(module)
+
+
+def as_graph(module: Any) -> Any:
+    """A demasked network of the caller's own class as a graph, which shares its tensors; anything
+    else as it is. What files are written from. Raises NotExportable."""
+    if not is_class_result(module):
+        return module
+    call: Call = vars(module)[_CALL]
+    marks: dict[int, InputSpec] = {}
+
+    def drawn(leaf: Any) -> Any:
+        if not isinstance(leaf, InputSpec):
+            return leaf
+        made = torch.zeros(leaf.example, dtype=getattr(torch, leaf.dtype))
+        device = next((p.device for p in module.parameters()), made.device)
+        made = made.to(device)
+        marks[id(made)] = leaf
+        return made
+
+    inputs = pytree.tree_map(drawn, (call.args, call.kwargs),
+                             is_leaf=lambda leaf: isinstance(leaf, InputSpec))  # fmt: skip
+
+    def dynamic(leaf: Tensor) -> dict[int, Any]:
+        sizes = marks[id(leaf)].sizes
+        return {axis: Dim.AUTO for axis, size in enumerate(sizes) if isinstance(size, str)}
+
+    try:
+        program = capture(module, *inputs, dynamic)
+    except NotExportable:
+        program = capture(module, *inputs, {})
+    program = folded(functionalized(program))
+    return build(program, vars(module)["demasked"]).train(module.training)

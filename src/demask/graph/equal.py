@@ -1,0 +1,240 @@
+"""Are two programs the same computation, up to names, order, and how values are moved about?
+
+Values are numbered, equal ones alike (value numbering: Cocke and Schwartz, Programming Languages
+and Their Compilers, 1970): two calls make one value where op and operands are the same. Of calls
+that only move elements (views, slices, permutations, splits) what counts is where each element of
+the result comes from, compared in full at two assignments of the dynamic sizes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+
+from demask.graph.program import Program
+from demask.ops import op_name, schema
+from demask.ops.move import ENTRIES
+
+MOST = 2**24  # elements of a value whose moves are followed
+_MOVES = {
+    name
+    for name, entry in ENTRIES
+    if "pad" not in name and name not in ("aten.cat.default", "aten.slice_scatter.default")
+}
+_SAME = {"aten.clone.default", "aten.contiguous.default", "aten.alias.default",
+         "aten.detach.default", "aten.detach_.default"}  # fmt: skip
+Sizes = tuple[dict[Any, int], dict[Any, int]]
+
+
+def difference(a: Program, b: Program) -> fx.Node | None:
+    """The first call of `a` that `b` does not make, or the output of `a`, if that is what differs;
+    None where the programs are the same. Random calls are the same in the order of their calls."""
+    values = Values()
+    mine, other = values.of(a), values.of(b)
+    (first,), (second,) = (program.graph.find_nodes(op="output") for program in (a, b))
+    if mine[first] == other[second]:
+        return None
+    made = set(other.values())
+    return next((node for node in a.graph.nodes if mine[node] not in made), first)
+
+
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    """Elements of a value of another node, moved: the places they come from, at each assignment."""
+
+    root: fx.Node
+    places: tuple[Tensor, ...]
+
+
+@dataclass(slots=True)
+class _Walk:
+    """One program on its way through `Values`."""
+
+    program: Program
+    names: dict[Any, str]
+    sizes: tuple[dict[Any, int], ...]
+    found: dict[fx.Node, int] = field(default_factory=dict)
+    moved: dict[fx.Node, Any] = field(default_factory=dict)
+    inputs: int = 0
+    drawn: int = 0
+
+
+class Values:
+    """Numbers of the values of several programs, one for all that are equal."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Hashable, int] = {}
+        self.tensors: dict[Hashable, list[Tensor]] = {}
+
+    def of(self, program: Program) -> dict[fx.Node, int]:
+        """The number of what each node makes."""
+        symbols = list(_symbols(program.graph))
+        names = {symbol: f"n{k}" for k, (symbol, _) in enumerate(symbols)}
+        sizes = tuple({symbol: hint + more for symbol, hint in symbols} for more in (0, 1))
+        walk = _Walk(program, names, sizes)
+        for node in program.graph.nodes:
+            walk.found[node] = self._number(node, walk)
+        return walk.found
+
+    def _number(self, node: fx.Node, walk: _Walk) -> int:
+        key: Hashable
+        if node.op == "placeholder":
+            key, walk.inputs = ("input", walk.inputs), walk.inputs + 1
+        elif node.op == "get_attr":
+            key = ("tensor", *self._tensor(walk.program.constants[str(node.target)].tensor))
+        elif node.op == "output":
+            key = ("output", self._plain(node.args, walk))
+        elif isinstance(node.meta.get("val"), torch.SymInt):
+            key = ("size", _expression(node.meta["val"], walk))
+        elif op_name(node.target) in _SAME:
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            walk.moved[node] = walk.moved.get(source)
+            return walk.found[source]
+        elif (moved := _moved(node, walk)) is not None:
+            walk.moved[node] = moved
+            if not isinstance(moved, _Moved):  # several, named by getitem
+                key = ("parts", node.name, id(walk))
+            elif _is_whole(moved, node, walk):
+                return walk.found[moved.root]
+            else:
+                key = ("moved", walk.found[moved.root], _shape(node, walk),
+                       *map(_digest, moved.places))  # fmt: skip
+        else:
+            key = (node.op, str(node.target), self._plain(_arguments(node), walk))
+            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+                key, walk.drawn = (*key, walk.drawn), walk.drawn + 1
+        return self.numbers.setdefault(key, len(self.numbers))
+
+    def _tensor(self, tensor: Tensor) -> tuple[Hashable, ...]:
+        """What equal tensors, and no others, have in common."""
+        kind = (tensor.dtype, tuple(tensor.shape))
+        alike = self.tensors.setdefault(kind, [])
+        for k, other in enumerate(alike):
+            if other is tensor or torch.equal(other, tensor):
+                return (*kind, k)
+        alike.append(tensor)
+        return (*kind, len(alike) - 1)
+
+    def _plain(self, value: Any, walk: _Walk) -> Hashable:
+        """An argument as a key: nodes by the numbers of their values."""
+        if isinstance(value, fx.Node):
+            return ("value", walk.found[value])
+        if isinstance(value, torch.SymInt):
+            return ("size", _expression(value, walk))
+        if isinstance(value, (list, tuple)):
+            return tuple(self._plain(item, walk) for item in value)
+        if isinstance(value, dict):
+            return tuple((name, self._plain(item, walk)) for name, item in sorted(value.items()))
+        return (type(value).__name__, str(value))
+
+
+def _arguments(node: fx.Node) -> Any:
+    """All arguments of a call, defaults included."""
+    if hasattr(node.target, "_schema"):
+        return schema.arguments(node)
+    return (node.args, node.kwargs)
+
+
+def _symbols(graph: fx.Graph) -> Iterator[tuple[Any, int]]:
+    """The symbols of the inputs' sizes, in order, and their values in the example."""
+    seen: set[Any] = set()
+    for node in graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        for size in value.shape if isinstance(value, Tensor) else ():
+            if isinstance(size, int):
+                continue
+            for symbol in sorted(size.node.expr.free_symbols, key=str):
+                if symbol not in seen:
+                    seen.add(symbol)
+                    env = size.node.shape_env
+                    hints = getattr(env, "backed_var_to_val", None) or env.var_to_val
+                    yield symbol, int(hints.get(symbol, 2))
+
+
+def _expression(size: Any, walk: _Walk) -> str:
+    """A size in the names of the inputs' sizes."""
+    if isinstance(size, int):
+        return str(size)
+    return str(size.node.expr.subs({s: _named(name) for s, name in walk.names.items()}))
+
+
+def _named(name: str) -> Any:
+    import sympy
+
+    return sympy.Symbol(name, integer=True, positive=True)
+
+
+def _value(size: Any, sizes: dict[Any, int]) -> int:
+    """A size at an assignment; raises TypeError where it depends on more."""
+    return size if isinstance(size, int) else int(size.node.expr.subs(sizes))
+
+
+def _shape(node: fx.Node, walk: _Walk) -> tuple[str, ...]:
+    return tuple(_expression(size, walk) for size in node.meta["val"].shape)
+
+
+def _digest(places: Tensor) -> bytes:
+    return hashlib.blake2b(places.contiguous().numpy().tobytes(), digest_size=16).digest()
+
+
+def _is_whole(moved: _Moved, node: fx.Node, walk: _Walk) -> bool:
+    """Is a moved value its root, element by element, in the same shape?"""
+    root = moved.root.meta["val"]
+    if not isinstance(root, Tensor) or root.ndim != node.meta["val"].ndim:
+        return False
+    return all(
+        places.shape == tuple(_value(n, sizes) for n in root.shape)
+        and torch.equal(places.reshape(-1), torch.arange(places.numel()))
+        for places, sizes in zip(moved.places, walk.sizes, strict=True)
+    )
+
+
+def _moved(node: fx.Node, walk: _Walk) -> Any:
+    """Where the elements of what a call makes come from, if all it does is move those of one
+    value: _Moved, or a list of them; else None."""
+    if node.target is operator.getitem:
+        source, part = node.args
+        several = walk.moved.get(source)  # type: ignore[arg-type]
+        return several[part] if isinstance(several, (list, tuple)) else None  # type: ignore[index]
+    if op_name(node.target) not in _MOVES:
+        return None
+    source, *others = [n for n in node.all_input_nodes
+                       if isinstance(n.meta.get("val"), Tensor)]  # fmt: skip
+    if any(n.op != "get_attr" for n in others) or node.args[0] is not source:
+        return None
+    before = walk.moved.get(source)
+    root, held = (before.root, before.places) if isinstance(before, _Moved) else (source, None)
+    results = []
+    try:
+        for k, sizes in enumerate(walk.sizes):
+            if held is None:
+                shape = [_value(n, sizes) for n in source.meta["val"].shape]
+                count = torch.Size(shape).numel()
+                if count > MOST:
+                    return None
+                start = torch.arange(count).reshape(shape)
+            else:
+                start = held[k]
+
+            def put(n: fx.Node, start: Tensor = start, sizes: dict[Any, int] = sizes) -> Any:
+                if n is source:
+                    return start
+                if n.op == "get_attr":
+                    return walk.program.constants[str(n.target)].tensor
+                return _value(n.meta["val"], sizes)
+
+            args, kwargs = map_arg((node.args, node.kwargs), put)
+            results.append(node.target(*args, **kwargs))  # type: ignore[operator]
+    except (TypeError, RuntimeError, ValueError):
+        return None  # a size that values decide, or one that these assignments do not take
+    if isinstance(results[0], Tensor):
+        return _Moved(root, tuple(results))
+    return [_Moved(root, parts) for parts in zip(*results, strict=True)]
