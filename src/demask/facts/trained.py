@@ -24,10 +24,8 @@ def given_fact(value: Tensor, declared: Tensor | None) -> Fact:
 
 def computed(fact: Fact) -> Fact:
     """The fact of what a call makes of parameters: its zeros remove what they are multiplied with,
-    and all of it is computed. Of a matrix its zeros are known, so that they can be cut."""
+    and all of it is computed."""
     zero = fact.zero
-    if sum(n > 1 for n in zero.shape) > 1:
-        return fact.zeros_alone
     return Fact(torch.zeros_like(zero), torch.zeros(zero.shape, dtype=fact.fill.dtype), zero)
 
 
