@@ -42,5 +42,10 @@ def trained_nodes(graph: fx.Graph, trained: Collection[str]) -> set[fx.Node]:
 
 
 def is_made(node: fx.Node, weights: Collection[fx.Node]) -> bool:
-    """Does a call make its value, of parameters alone?"""
-    return node.op == "call_function" and node.target is not operator.getitem and node in weights
+    """Does a call make its value, of parameters alone? (Not one that transposes a weight: that is
+    cut where the weight is.)"""
+    called = node.op == "call_function" and node.target not in _VIEWS
+    return called and node in weights
+
+
+_VIEWS = (operator.getitem, torch.ops.aten.transpose.int)
