@@ -163,7 +163,7 @@ def forward(relation: Relation, facts: Facts, *, weights: bool = False) -> list[
         return [created(relation)] * count
     if relation.moved:
         return [moved(relation, k, inputs) for k in range(count)]
-    if entry.fill == "none" or not any(bool(fact.known.any()) for fact in inputs):
+    if entry.fill == "none" or not any(bool((fact.known | fact.zero).any()) for fact in inputs):
         return [None] * count
     if entry.fill == "sum":
         return [_contract(relation, inputs)]

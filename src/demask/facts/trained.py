@@ -24,10 +24,8 @@ def given_fact(value: Tensor, declared: Tensor | None) -> Fact:
 
 def computed(fact: Fact) -> Fact:
     """The fact of what a call makes of parameters: its zeros remove what they are multiplied with,
-    and all of it is computed. Of a matrix its zeros are known, so that they can be cut."""
+    and all of it is computed."""
     zero = fact.zero
-    if sum(n > 1 for n in zero.shape) > 1:
-        return fact.zeros_alone
     return Fact(torch.zeros_like(zero), torch.zeros(zero.shape, dtype=fact.fill.dtype), zero)
 
 
@@ -44,5 +42,10 @@ def trained_nodes(graph: fx.Graph, trained: Collection[str]) -> set[fx.Node]:
 
 
 def is_made(node: fx.Node, weights: Collection[fx.Node]) -> bool:
-    """Does a call make its value, of parameters alone?"""
-    return node.op == "call_function" and node.target is not operator.getitem and node in weights
+    """Does a call make its value, of parameters alone? (Not one that transposes a weight: that is
+    cut where the weight is.)"""
+    called = node.op == "call_function" and node.target not in _VIEWS
+    return called and node in weights
+
+
+_VIEWS = (operator.getitem, torch.ops.aten.transpose.int)
