@@ -299,6 +299,30 @@ def test_scales_trained_afterwards_change_what_the_result_computes(mode: str) ->
         assert bool((slim.get_parameter(name).grad != 0).any()), name
 
 
+class Classified(nn.Module):
+    """A class token of zeros before the others, positions of zeros, a transformer layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(1, 1, WIDE))
+        self.positions = nn.Parameter(torch.zeros(1, 4, WIDE))
+        self.a, self.b = nn.Linear(IN, WIDE), nn.Linear(WIDE, OUT)
+        self.layer = nn.TransformerEncoderLayer(WIDE, 2, 8, batch_first=True, norm_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), self.a(x)], 1) + self.positions
+        return self.b(self.layer(x)[:, 0])
+
+
+def test_a_class_token_and_positions_of_zeros_stay_where_masks_are_declared() -> None:
+    net, args = Classified().eval(), (torch.randn(2, 3, IN),)
+    prune.ln_structured(net.layer.linear1, "weight", amount=0.5, n=2, dim=0)
+    slim = demask.demask(net, args, masks="declared")
+    assert {name.removesuffix("_orig") for name in names(net)} <= names(slim)
+    assert slim.get_parameter("layer.linear1.weight").shape == (4, WIDE)
+    equal(slim, net, args)
+
+
 class Neutral(nn.Module):
     """A linear layer whose result is multiplied by a buffer of ones."""
 

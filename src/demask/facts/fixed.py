@@ -34,11 +34,18 @@ Fixed = dict[Key, Tensor]
 
 def fixed(graph: fx.Graph, relations: Relations, facts: Facts, batch: set[sympy.Symbol]) -> Fixed:
     """Per value, a mask of what is the same for every input of one size, and along every axis that
-    one of the `batch` sizes counts."""
+    one of the `batch` sizes counts. What calls make of parameters alone is not fixed where only
+    declared zeros count: it stays as it is, to be trained."""
     found: Fixed = {key: fact.known for key, fact in facts.items()}
+    constants = [node for node in graph.nodes if node.op == "get_attr" and (node, 0) in facts]
+    trained = {node for node in constants if facts[node, 0].removed is not None}
     for node in graph.nodes:
         relation = relations.get(node)
         if node.op != "call_function" or not isinstance(relation, Relation):
+            continue
+        sources = {o.value for o in relation.operands if isinstance(o.value, fx.Node)}
+        if sources and sources <= trained:
+            trained.add(node)
             continue
         if relation.entry.free or not carries(relation, batch):
             continue
