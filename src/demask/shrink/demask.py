@@ -21,7 +21,7 @@ from demask.ops import TABLE, Table
 from demask.shrink.check import call, checked, unlike
 from demask.shrink.device import CPU, device_of, moved, on_cpu, on_device
 from demask.shrink.own_class import Unlike, own_class, places_of
-from demask.shrink.pipeline import FORMS, programs_of, reduced, smaller_sizes
+from demask.shrink.pipeline import FORMS, has_side, programs_of, reduced, smaller_sizes
 
 
 @public
@@ -80,10 +80,13 @@ def demask(
         return slim
     call = _Call(model, args, kwargs, dynamic_shapes, TABLE if table is None else table, masks)
     differs: CaptureDiffers | None = None
-    for program, target, record in _candidates(call.programs(model), call.table):
-        own, record = call.own(program, target, record, result, check)
+    for program, target, record in _candidates(call.programs(model), call.table, result):
+        own, reasons = call.own(program, target, record, result, check)
         if own is not None:
             return own
+        if reasons and has_side(target):
+            target, record = reduced(program, call.table)
+        record = replace(record, graph_reasons=reasons)
         slim = build(target, record)
         try:
             return checked(slim, program, model, args, kwargs) if check else slim
@@ -110,11 +113,11 @@ class _Call:
 
     def own(
         self, program: Program, target: Program, record: Provenance, result: str, check: bool
-    ) -> tuple[nn.Module | None, Provenance]:
-        """The result of the caller's own class, if it is asked for and there is one; and the
-        record, which says why not. Raises NeedsGraph where nothing else is asked for."""
+    ) -> tuple[nn.Module | None, tuple[str, ...]]:
+        """The result of the caller's own class, if it is asked for and there is one; else why not.
+        Raises NeedsGraph where nothing else is asked for."""
         if result == "graph":
-            return None, record
+            return None, ()
         forms = [partial(form, table=self.table) for form in FORMS]
         inputs = (self.args, dict(self.kwargs or {}))
 
@@ -131,13 +134,13 @@ class _Call:
             if result == "class":
                 text = "this network comes back as a graph alone: " + "; ".join(reasons)
                 raise NeedsGraph(text, reasons) from error
-            return None, replace(record, graph_reasons=reasons)
+            return None, reasons
         remember(own, replace(record, form="class", effects={}), self.args, self.kwargs)
-        return own, record
+        return own, ()
 
 
 def _candidates(
-    programs: Iterator[Program], table: Table
+    programs: Iterator[Program], table: Table, result: str
 ) -> Iterator[tuple[Program, Program, Provenance]]:
     """Programs for which demasking works out, and what they become; where it does for none, the
     first program as it is."""
@@ -154,7 +157,7 @@ def _candidates(
             yield from failed[:1]
             return
         log, program = Log(), smaller_sizes(program, reason) if reason else program
-        target, record = reduced(program, table, log=log)
+        target, record = reduced(program, table, sides=result == "graph", log=log)
         reason = reason or "".join(log.notes[:1])
         if log.gave_up:
             failed.append((program, target, record))

@@ -100,19 +100,28 @@ def _assign(copy: nn.Module, before: Program, after: Program, cuts: Mapping[str,
 
 def _value(own: Tensor | None, constant: Constant, how: Cut | None, before: Program) -> Tensor:
     """What of the network's own tensor a program reads, where it is cut from it: what code computes
-    of a tensor before it is used (one plus a scale) it computes of the cut one. Else the tensor of
-    the program."""
-    source = None if how is None else before.constants.get(how.source)
-    if (
-        own is None
-        or how is None
-        or source is None
-        or tuple(own.shape) != how.shape
-        or not torch.equal(cut(source.tensor, how.kept), constant.tensor)
-    ):
+    of a tensor before it is used (one plus a scale, the rows of a table) it computes of the cut
+    one. Else the tensor of the program."""
+    kept = None if own is None or how is None else _kept(own, constant, how, before)
+    if own is None or kept is None:
         tensor = constant.tensor
         return nn.Parameter(tensor, constant.requires_grad) if constant.parameter else tensor
-    return _like(cut(own.detach(), _in_order(how.kept)), own)
+    return _like(cut(own.detach(), _in_order(kept)), own)
+
+
+def _kept(
+    own: Tensor, constant: Constant, how: Cut, before: Program
+) -> tuple[Positions, ...] | None:
+    """The positions to keep of the network's own tensor; None if the program's holds others."""
+    source = before.constants.get(how.source)
+    if source is None or len(how.shape) < own.ndim:
+        return None
+    if not torch.equal(cut(source.tensor, how.kept), constant.tensor):
+        return None
+    more = len(how.shape) - own.ndim  # axes that its code adds
+    if how.shape[more:] != tuple(own.shape) or any(how.kept[:more]):
+        return None
+    return how.kept[more:]
 
 
 def _in_order(kept: Sequence[Positions]) -> tuple[Positions, ...]:

@@ -14,6 +14,7 @@ from torch.export import ExportedProgram
 
 from demask.errors import DemaskError, NotExportable
 from demask.facts.known import Relations
+from demask.facts.trained import trained_nodes
 from demask.failures import CallFailed, Log, described, is_strict
 from demask.graph.capture import captures
 from demask.graph.declared import Masks, declaring
@@ -135,7 +136,13 @@ def canonical(program: Program, table: Table) -> Program:
 
 def fixed_point(program: Program, table: Table) -> Program:
     """A program rewritten until nothing becomes smaller, and once more."""
-    return canonical(reduced(program, table)[0], table)
+    return canonical(reduced(program, table, sides=False)[0], table)
+
+
+def has_side(program: Program) -> bool:
+    """Does a program compute something of parameters alone at each call?"""
+    weights = trained_nodes(program.graph, program.trained)
+    return any(node.op == "call_function" for node in weights)
 
 
 # How programs are spelled to be compared, the cheapest first.
@@ -148,11 +155,17 @@ def shrunk(program: Program, table: Table) -> Demasked:
 
 
 def reduced(
-    whole: Program, table: Table, *, borders: bool = True, log: Log | None = None
+    whole: Program,
+    table: Table,
+    *,
+    borders: bool = True,
+    sides: bool = True,
+    log: Log | None = None,
 ) -> tuple[Program, Provenance]:
     """The smallest program that computes the same as a functional, folded one.
 
     borders: False computes constants that enter padded windows, instead of the maps they leave.
+    sides: False leaves what parameters alone decide among the calls that read inputs.
     log: collects what failed on the way; where all did, the program is what it was.
 
     Passes are made until one makes nothing smaller: what a pass adds to keep shapes (a border map,
@@ -162,7 +175,7 @@ def reduced(
     log = Log() if log is None else log
     first = _measured(whole, table)
     plain = replace(first, program=owned(whole), cuts=_uncut(whole))
-    step = log.attempt("demasking", lambda: _smallest(first, table, borders, log), plain)
+    step = log.attempt("demasking", lambda: _smallest(first, table, (borders, sides), log), plain)
     if step.program is whole:
         step = replace(plain, reasons=step.reasons)
     program = log.attempt("one call for several border maps", lambda: stacked(step.program), None)
@@ -197,24 +210,25 @@ def _measured(program: Program, table: Table) -> _Step:
     return _Step(program, relations, sizes_of(program, relations), _uncut(program))
 
 
-def _smallest(step: _Step, table: Table, borders: bool, log: Log) -> _Step:
+def _smallest(step: _Step, table: Table, options: tuple[bool, bool], log: Log) -> _Step:
     """What passes leave of a program, made until one makes nothing smaller. Where the first does
     not, its reasons are those of the program."""
     first, failed = step, (None, ())
     while True:
-        one_more = partial(_smaller, step, table, borders, log)
+        one_more = partial(_smaller, step, table, options, log)
         smaller, reasons = log.attempt("a pass", one_more, failed)
         if smaller is None:
             return replace(step, reasons=reasons) if step is first else step
         step = smaller
 
 
-def _smaller(step: _Step, table: Table, borders: bool, log: Log) -> _Pass:
+def _smaller(step: _Step, table: Table, options: tuple[bool, bool], log: Log) -> _Pass:
     """One more pass, if it makes the program smaller in something and no larger in parameters;
     else what was kept in the first attempt, and why."""
     refused: list[tuple[Reason, ...]] = []
+    borders, sides = options
     reading = Reading.of(simplified(step.program, table, log), table, borders=borders)
-    for attempt in _attempts(reading, log):
+    for attempt in _attempts(reading, log, sides=sides):
         folds = partial(folded, attempt.program)
         program = log.attempt("the folding of constants", folds, attempt.program)
         made = _measured(program, table)
@@ -235,7 +249,7 @@ def _smaller(step: _Step, table: Table, borders: bool, log: Log) -> _Pass:
 
 
 def _attempts(
-    reading: Reading, log: Log, tried: frozenset[str] = frozenset()
+    reading: Reading, log: Log, tried: frozenset[str] = frozenset(), *, sides: bool = True
 ) -> Iterator[Rewritten]:
     """Ways to rewrite a program, the one that removes most first.
 
@@ -247,15 +261,17 @@ def _attempts(
     """
     log.add(reading.failed)
     absorbed = None if _PADS in tried else log.attempt(_PADS, partial(_padded, reading), None)
-    for attempt in _attempts(absorbed, log, tried | {_PADS}) if absorbed else ():
+    for attempt in _attempts(absorbed, log, tried | {_PADS}, sides=sides) if absorbed else ():
         restored = log.attempt(_PADS, partial(pads_restored, attempt.program), None)
         if restored is not None:
             yield replace(attempt, program=restored)
     for form, name in _FORMS:
         other = None if name in tried else log.attempt(name, partial(_formed, form, reading), None)
         if other:
-            yield from _attempts(other, log, tried | {name})
-    side = reading.borders and log.attempt("a side network", partial(sided, reading), None)
+            yield from _attempts(other, log, tried | {name}, sides=sides)
+    side = (
+        sides and reading.borders and log.attempt("a side network", partial(sided, reading), None)
+    )
     if side and (split := log.attempt("a side network", partial(reading.again, side), None)):
         yield from _tried(split, log)
     plain = list(_tried(reading, log, essential=True))
