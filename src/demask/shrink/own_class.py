@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,6 +62,7 @@ def own_class(
     """
     if isinstance(model, ExportedProgram | Demasked) or interface_of(model) is not None:
         raise Unlike(f"a {type(model).__name__} has no class of its own")
+    _refuse_branches(before)
     copy = structural_copy(model, share=True)
     bake(copy)
     lost = _assign(copy, before, after, cuts)
@@ -72,6 +74,17 @@ def own_class(
             renumber(module, calls.get(path, [None])[0])
     _fit_numbers(copy, before, after, cuts, run, capture, forms)
     return copy
+
+
+def _refuse_branches(program: Program) -> None:
+    """Raise Unlike where the network's code may take another way at other sizes or numbers: there
+    nothing is proved. Limits of tables, and sizes that must be equal, decide nothing."""
+    for guard in program.guards:
+        if not re.fullmatch(r"\w+ <= \d+|\(\w+\) == \(\w+\)", guard):
+            raise Unlike(f"its code depends on a size ({guard})")
+    for node in program.graph.find_nodes(op="placeholder"):
+        if type(node.meta.get("val")) in (int, float, complex):
+            raise Unlike(f"input {node.target} is a number")
 
 
 def _assign(copy: nn.Module, before: Program, after: Program, cuts: Mapping[str, Cut]) -> list[str]:
