@@ -24,6 +24,7 @@ from demask.graph.hoist import hoisted
 from demask.graph.program import Program, owned
 from demask.graph.provenance import Cut, InputSpec, Provenance, Reason, Sizes
 from demask.graph.recurrent import layered
+from demask.graph.restore import originals_of
 from demask.graph.result import Demasked, build
 from demask.graph.spell import spelled
 from demask.graph.tokens import early
@@ -86,7 +87,7 @@ def demask(
         return slim
     differs: CaptureDiffers | None = None
     programs = programs_of(model, args, kwargs, dynamic_shapes)
-    for program, slim in _candidates(programs, TABLE if table is None else table):
+    for program, slim in _candidates(model, programs, TABLE if table is None else table):
         try:
             return checked(slim, program, model, args, kwargs) if check else slim
         except CaptureDiffers as error:
@@ -95,7 +96,9 @@ def demask(
     raise differs
 
 
-def _candidates(programs: Iterator[Program], table: Table) -> Iterator[tuple[Program, Demasked]]:
+def _candidates(
+    model: nn.Module | ExportedProgram, programs: Iterator[Program], table: Table
+) -> Iterator[tuple[Program, Demasked]]:
     """Programs for which demasking works out, and their results; where it does for none, the first
     program as it is."""
     failed: list[tuple[Program, Demasked]] = []
@@ -111,7 +114,7 @@ def _candidates(programs: Iterator[Program], table: Table) -> Iterator[tuple[Pro
             yield from failed[:1]
             return
         log, program = Log(), _smaller_sizes(program, reason) if reason else program
-        slim = build(*reduced(program, table, log=log))
+        slim = build(*reduced(program, table, log=log), originals=originals_of(model, program))
         reason = reason or "".join(log.notes[:1])
         if log.gave_up:
             failed.append((program, slim))

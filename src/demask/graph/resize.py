@@ -1,0 +1,143 @@
+"""Tensors of other shapes in the modules of a network, and the numbers that modules say of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils import parametrize, prune
+
+from demask.ops import schema
+
+
+def assign(root: nn.Module, name: str, tensor: Tensor) -> bool:
+    """Put a tensor (a Parameter, or the value of a buffer) where `name` says; False where the
+    network has no place of that name. A bias may stand where a layer had none."""
+    path, _, leaf = name.rpartition(".")
+    try:
+        module = root.get_submodule(path)
+    except AttributeError:
+        return False
+    if leaf in module._buffers and not isinstance(tensor, nn.Parameter):
+        module._buffers[leaf] = tensor
+    elif leaf in module._parameters and isinstance(tensor, nn.Parameter):
+        setattr(module, leaf, tensor)  # recurrent layers keep a list beside
+    elif isinstance(vars(module).get(leaf), Tensor):
+        vars(module)[leaf] = tensor
+    else:
+        return False
+    return True
+
+
+def bake(root: nn.Module) -> None:
+    """Make pruned and parametrized tensors plain ones of the same name, in place: what masks and
+    parametrizations compute is the tensor from now on."""
+    for module in root.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(hook, prune.BasePruningMethod) or type(hook).__name__ in (
+                "WeightNorm",
+                "SpectralNorm",
+            ):
+                hook.remove(module)
+                del module._forward_pre_hooks[key]
+        if parametrize.is_parametrized(module):
+            for name in list(module.parametrizations):  # type: ignore[union-attr, arg-type]
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    parametrize.remove_parametrizations(module, name, leave_parametrized=True)
+
+
+def _linear(m: Any) -> dict[str, Any]:
+    return {"out_features": m.weight.shape[0], "in_features": m.weight.shape[1]}
+
+
+def _conv(m: Any) -> dict[str, Any]:
+    first, second = m.weight.shape[:2]
+    ins, outs = (first, second * m.groups) if m.transposed else (second * m.groups, first)
+    return {"in_channels": ins, "out_channels": outs}
+
+
+def _features(m: Any) -> dict[str, Any]:
+    held = m.weight if m.weight is not None else m.running_mean
+    return {} if held is None else {"num_features": held.shape[0]}
+
+
+def _normalized(m: Any) -> dict[str, Any]:
+    return {} if m.weight is None else {"normalized_shape": tuple(m.weight.shape)}
+
+
+def _channels(m: Any) -> dict[str, Any]:
+    return {} if m.weight is None else {"num_channels": m.weight.shape[0]}
+
+
+def _rows(m: Any) -> dict[str, Any]:
+    return {"num_embeddings": m.weight.shape[0], "embedding_dim": m.weight.shape[1]}
+
+
+def _recurrent(m: Any) -> dict[str, Any]:
+    return {"input_size": m.weight_ih_l0.shape[1],
+            "hidden_size": m.weight_ih_l0.shape[0] // _GATES.get(m.mode, 1),
+            "proj_size": m.weight_hr_l0.shape[0] if m.proj_size else 0}  # fmt: skip
+
+
+def _cell(m: Any) -> dict[str, Any]:
+    return {"input_size": m.weight_ih.shape[1], "hidden_size": m.weight_hh.shape[1]}
+
+
+def _slopes(m: Any) -> dict[str, Any]:
+    return {"num_parameters": m.weight.shape[0]}
+
+
+_GATES = {"LSTM": 4, "GRU": 3}
+# What a kind of module says of its tensors, and how it follows from them.
+NUMBERS: dict[type[nn.Module], Callable[[Any], dict[str, Any]]] = {
+    nn.Linear: _linear,
+    _ConvNd: _conv,
+    _NormBase: _features,
+    nn.GroupNorm: _channels,
+    nn.LayerNorm: _normalized,
+    nn.RMSNorm: _normalized,
+    nn.Embedding: _rows,
+    nn.EmbeddingBag: _rows,
+    nn.RNNBase: _recurrent,
+    nn.RNNCellBase: _cell,
+    nn.PReLU: _slopes,
+}
+# Numbers that tensors do not tell, and the argument of the call that does.
+FROM_CALLS: dict[type[nn.Module], tuple[str, str]] = {
+    _ConvNd: ("groups", "groups"),
+    nn.GroupNorm: ("num_groups", "num_groups"),
+    nn.LayerNorm: ("normalized_shape", "normalized_shape"),
+    nn.RMSNorm: ("normalized_shape", "normalized_shape"),
+}
+
+
+def has_numbers(module: nn.Module) -> bool:
+    """Is it known how a module's numbers follow from its tensors?"""
+    return any(isinstance(module, kind) for kind in NUMBERS)
+
+
+def renumber(module: nn.Module, call: fx.Node | None = None) -> None:
+    """Have a layer's numbers (`in_features`, `groups`, ...) say what its tensors are. call: how it
+    is called, for what tensors do not tell."""
+    for kind, (name, argument) in FROM_CALLS.items():
+        if isinstance(module, kind) and call is not None:
+            value = schema.arguments(call).get(argument)
+            if isinstance(value, (int, list, tuple)):
+                setattr(module, name, value if isinstance(value, int) else tuple(value))
+    for kind, numbers in NUMBERS.items():
+        if isinstance(module, kind):
+            for name, value in numbers(module).items():
+                setattr(module, name, value)
+
+
+def module_at(root: nn.Module, path: str) -> nn.Module | None:
+    """The module of a path, if there is one."""
+    try:
+        return root.get_submodule(path)
+    except AttributeError:
+        return None
