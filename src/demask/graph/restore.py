@@ -28,14 +28,14 @@ def originals_of(model: Any, program: Program) -> dict[str, nn.Module]:
     hooks only watch: what others compute is in the program already. program: as captured."""
     if not isinstance(model, nn.Module):
         return {}
-    calls: dict[str, list[fx.Node]] = {}
+    calls: dict[tuple[str, str], list[fx.Node]] = {}
     for node in program.graph.nodes:
         if node.op == "call_function" and (path := _scope(node)[0]):
-            calls.setdefault(path, []).append(node)
+            which = list(node.meta["nn_module_stack"])[-1]  # of several calls: "L__self__act@1"
+            calls.setdefault((path.partition("@")[0], which), []).append(node)
     found: dict[str, nn.Module] = {}
     changed: set[str] = set()
-    for path, nodes in calls.items():
-        name = path.partition("@")[0]
+    for (name, _), nodes in calls.items():
         module = module_at(model, name)
         kind = module and kind_of(module)
         if kind is None or len(nodes) != 1 or nodes[0].target is not ROWS[kind].op:
@@ -112,7 +112,7 @@ def _place_of(
     kind = _QUALIFIED.get(text)
     if kind is None and path in originals:
         kind = kind_of(originals[path])
-    if kind is not None and node.target is ROWS[kind].op:
+    if kind is not None and path and node.target is ROWS[kind].op:
         return _first_name(node, path, kind, originals), kind
     if node.target in (aten.dropout.default, aten.feature_dropout.default):
         return _dropout(node, root)
