@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from demask.graph.modules import in_calls
 from demask.ops import schema
 from demask.stride import NoSoundForm, Target, lower, raise_strides
 from night import every
@@ -53,7 +54,7 @@ def spelling(module: nn.Module) -> list[Any]:
     whose sizes may be said in several ways; padding in words and in numbers; any stride along an
     axis of one window."""
     found = []
-    for node in module.graph.nodes:  # type: ignore[union-attr]
+    for node in in_calls(module).nodes:  # type: ignore[arg-type]
         name = str(node.target)
         if node.op == "call_module":
             found.append(name)

@@ -17,6 +17,7 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 import demask
+from demask.graph.modules import in_calls
 from demask.ops.laws import missed
 from fuzz.program import Program, smaller
 
@@ -302,13 +303,9 @@ def count_missed(program: Program, slim: fx.GraphModule, found: Outcome) -> None
 def _readers(slim: fx.GraphModule) -> dict[str, str]:
     """Per weight, the op that reads it."""
     found = {}
-    for node in slim.graph.nodes:
+    for node in in_calls(slim).nodes:
         if node.op == "get_attr" and node.users:
             found[str(node.target)] = str(next(iter(node.users)).target)
-        if node.op == "call_module":
-            module = slim.get_submodule(str(node.target))
-            names = [n for n, _ in [*module.named_parameters(), *module.named_buffers()]]
-            found |= {f"{node.target}.{n}": type(module).__name__ for n in names}
     return found
 
 

@@ -38,7 +38,11 @@ from demask.files.codec import (
 from demask.files.names import check_fqn, check_name
 from demask.files.trees import check_call_spec, load_spec
 from demask.graph.class_result import as_graph
+from demask.graph.holders import is_holder
+from demask.graph.modules import KINDS as MODULES
+from demask.graph.modules import fields_of, hollow, kind_of
 from demask.graph.provenance import Provenance
+from demask.graph.restore import join_twins
 from demask.graph.result import HOMES, KINDS, Demasked, changed
 from demask.ops import schema
 from demask.ops.own import own_of
@@ -48,8 +52,6 @@ from demask.tune.fast import Optimized
 VERSION = 1
 GRAPH, TENSORS = "graph.json", "tensors.safetensors"
 
-_BATCH_NORMS = {kind.__name__: kind for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)}
-_BATCH_NORM_FIELDS = ("num_features", "eps", "momentum", "affine", "track_running_stats")
 _KINDS = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
@@ -198,13 +200,24 @@ def _encode_node(node: fx.Node) -> dict[str, Any]:
 
 def _module_specs(slim: fx.GraphModule) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, module in slim.named_modules(remove_duplicate=False):
-        kind = type(module).__name__
-        if type(module) is _BATCH_NORMS.get(kind):
-            yield name, {"type": kind, **{f: getattr(module, f) for f in _BATCH_NORM_FIELDS}}
-        elif type(module) is nn.Dropout:
-            yield name, {"type": kind, "p": module.p, "inplace": module.inplace}
-        elif type(module) is not nn.Module and module is not slim:
-            raise BadInput(f"module {name} is a {kind}; the format holds batch norm and dropout")
+        if is_holder(module) or module is slim:
+            continue
+        kind = kind_of(module)
+        if kind is None:
+            raise BadInput(f"module {name} is a {type(module).__name__}, which the format has no "
+                           f"place for; it holds {', '.join(sorted(MODULES))}")  # fmt: skip
+        fields = dict(fields_of(module, kind))
+        if _shapes(hollow(kind, fields)) != _shapes(module):
+            raise BadInput(
+                f"module {name} holds other tensors than a {kind.__name__} of its numbers; make "
+                "pruning and parametrizations permanent first (torch.nn.utils.prune.remove, "
+                "torch.nn.utils.parametrize.remove_parametrizations)"
+            )
+        yield name, {"type": kind.__name__, **{n: encode(value) for n, value in fields.items()}}
+
+
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in module.state_dict().items()}
 
 
 def _tensor_table(slim: fx.GraphModule) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
@@ -262,6 +275,7 @@ def _build(document: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Demaske
     _attach_tensors(slim, _typed(document, "tensors", list), stored)
     graph = fx.Graph()
     _add_nodes(graph, _typed(document, "nodes", list), slim)
+    join_twins(graph, slim)
     specs = _specs(document, sum(n.op == "placeholder" for n in graph.nodes))
     training = set(_typed(document, "training", list, of=str))
     kind = _kind(document)
@@ -328,20 +342,14 @@ def _attach_modules(slim: nn.Module, specs: Mapping[str, Any]) -> None:
 
 
 def _make_module(name: str, spec: Any) -> nn.Module:
-    """The module of a spec; batch norm on the meta device, so that it allocates nothing."""
+    """The module of a spec, on the meta device, so that it allocates nothing."""
     match spec:
-        case {"type": "Dropout", "p": int(p) | float(p), "inplace": bool(inplace)} if 0 <= p <= 1:
-            return nn.Dropout(p, inplace)
-        case {
-            "type": str(kind),
-            "num_features": int(features),
-            "eps": int(eps) | float(eps),
-            "momentum": None | int() | float() as momentum,
-            "affine": bool(affine),
-            "track_running_stats": bool(track),
-        } if kind in _BATCH_NORMS and type(features) is int and 0 <= features < 2**31:
-            return _BATCH_NORMS[kind](features, eps, momentum, affine, track, device="meta")
-    raise RefusedFile(f"module {name!r}: expected the numbers of a batch norm or a dropout")
+        case {"type": str(kind), **fields} if kind in MODULES:
+            try:
+                return hollow(MODULES[kind], {n: decode(v, {}) for n, v in fields.items()})
+            except (ArithmeticError, RuntimeError, TypeError, ValueError, BadInput) as error:
+                raise RefusedFile(f"module {name!r} is no {kind}: {error}") from error
+    raise RefusedFile(f"module {name!r}: expected one of {', '.join(sorted(MODULES))}")
 
 
 def _attach_tensors(slim: nn.Module, table: list[Any], stored: Mapping[str, Tensor]) -> None:
@@ -388,7 +396,7 @@ def _attach(slim: nn.Module, name: str, tensor: Tensor, persistent: bool) -> Non
     module, leaf = _parent(slim, name)
     is_parameter = isinstance(tensor, nn.Parameter)
     slots: dict[str, Any] = module._parameters if is_parameter else module._buffers
-    if type(module) is not nn.Module and module is not slim:  # a batch norm has its own slots
+    if not is_holder(module) and module is not slim:  # a layer has its own slots
         old = slots.get(leaf)
         if old is None or not old.is_meta or old.shape != tensor.shape:
             raise RefusedFile(f"tensor {name!r} does not fit the module that holds it")
@@ -424,7 +432,7 @@ def _add_nodes(graph: fx.Graph, rows: list[Any], slim: nn.Module) -> None:
     nodes: dict[str, fx.Node] = {}
     ended = False
     tensors = {n for n, _, _ in _named_tensors(slim)}
-    modules = {n for n, m in slim.named_modules(remove_duplicate=False) if type(m) is not nn.Module}
+    modules = {n for n, m in slim.named_modules(remove_duplicate=False) if not is_holder(m)}
     for row in rows:
         match row:
             case {

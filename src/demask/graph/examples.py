@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
 from demask.graph.class_result import as_graph
+from demask.graph.modules import in_calls
 from demask.graph.result import Demasked
 from demask.ops.entry import op_name
 from demask.ops.schema import hint
@@ -116,13 +117,14 @@ def drawn(shape: Sequence[int], dtype: torch.dtype, span: Span | None = None) ->
 def spans_of(network: Demasked | ExportedProgram) -> dict[str, Span]:
     """Per input, the numbers that the ops that read it expect, where they say: positions in a table
     of n rows, pixels where it is divided by 255, a number that it is compared with."""
-    constants, spans = _constants(network), {}
+    graph = network.graph if isinstance(network, ExportedProgram) else in_calls(network)
+    constants, spans = _constants(network, graph), {}
     if isinstance(network, ExportedProgram):
         found = inputs_of_program(network).items()
         dtypes = {name: v.dtype for name, v in found if isinstance(v, Tensor)}
     else:
         dtypes = {spec.name: getattr(torch, spec.dtype) for spec in network.demasked.inputs}
-    for node in network.graph.find_nodes(op="placeholder"):
+    for node in graph.find_nodes(op="placeholder"):
         if node.name not in dtypes:
             continue
         whole = not dtypes[node.name].is_floating_point
@@ -194,7 +196,7 @@ def _number(operand: Any, constants: Mapping[str, Tensor]) -> float | None:
     return operand if isinstance(operand, int | float) else None
 
 
-def _constants(network: Demasked | ExportedProgram) -> dict[str, Tensor]:
+def _constants(network: Demasked | ExportedProgram, graph: fx.Graph) -> dict[str, Tensor]:
     """The tensors that a network reads, by the node that does."""
     if isinstance(network, ExportedProgram):
         signature = network.graph_signature
@@ -206,7 +208,7 @@ def _constants(network: Demasked | ExportedProgram) -> dict[str, Tensor]:
         return {node: stored[name] for node, name in names.items() if name in stored}
     stored = dict(network.named_parameters(remove_duplicate=False))
     stored |= dict(network.named_buffers(remove_duplicate=False))
-    nodes = network.graph.find_nodes(op="get_attr")
+    nodes = graph.find_nodes(op="get_attr")
     return {node.name: stored[str(node.target)] for node in nodes if str(node.target) in stored}
 
 

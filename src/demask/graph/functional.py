@@ -220,11 +220,21 @@ class _Walk:
 
     def visit(self, node: fx.Node) -> None:
         if _writes(node):
+            last = next(iter(reversed(self.build.graph.nodes)), None)
             self._write(node)
+            self._mark(node, last)
             return
         if _is_view(node):
             self.parent[node] = node.all_input_nodes[0]
         self._set(node, self.build.graph.node_copy(node, self.read))
+
+    def _mark(self, node: fx.Node, last: fx.Node | None) -> None:
+        """What stands behind `last` was made by the module that `node` was made by."""
+        stack = node.meta.get("nn_module_stack")
+        for made in reversed(self.build.graph.nodes):
+            if made is last or stack is None:
+                return
+            made.meta.setdefault("nn_module_stack", stack)
 
     def read(self, node: fx.Node) -> fx.Node:
         """The value of an old node as of now: views of a written tensor are taken again."""

@@ -7,27 +7,20 @@ from dataclasses import replace
 from functools import reduce
 from typing import Any, Self
 
-import torch
 from torch import Tensor, fx, nn
 from torch.fx.graph import CodeGen, _PyTreeInfo
 
 from demask.graph.codegen import Codegen
 from demask.graph.fold import drop_unread
+from demask.graph.holders import is_holder, refuse_hooks
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Provenance, Sizes
+from demask.graph.restore import restore, set_module
 from demask.graph.rows import Row, Value, graph_of, rows_of
 from demask.ops.own import own_of
 
-aten = torch.ops.aten
 # Of a GraphModule, made from its graph.
 _GENERATED = {"_graph", "_code", "_lineno_map", "_prologue_start", "_in_spec", "_out_spec"}
-_NORMS = {
-    1: nn.BatchNorm1d,
-    2: nn.BatchNorm1d,
-    3: nn.BatchNorm1d,
-    4: nn.BatchNorm2d,
-    5: nn.BatchNorm3d,
-}
 
 
 class Demasked(fx.GraphModule):
@@ -41,9 +34,7 @@ class Demasked(fx.GraphModule):
 
     demasked: Provenance
     codegen: type[Codegen] = Codegen
-    trains: bool = (
-        True  # batch norm and dropout are modules, which a training mode means something to
-    )
+    trains: bool = True  # layers are modules: hooks run, and a training mode means something
 
     @classmethod
     def of(
@@ -55,6 +46,7 @@ class Demasked(fx.GraphModule):
         module.recompile()
         _keep_names(root, module, {})
         _copy_persistence(root, module)
+        refuse_hooks(module)
         module.demasked = provenance
         return module
 
@@ -117,7 +109,7 @@ def changed(module: Demasked, change: Callable[[Program], Program]) -> Demasked:
     made = change(Program(graph, given, info.in_spec, info.out_spec, tuple(info.orig_args)))
     root = nn.Module()
     for node in made.graph.find_nodes(op="call_module"):
-        _set(root, str(node.target), module.get_submodule(str(node.target)))
+        set_module(root, str(node.target), module.get_submodule(str(node.target)))
     for name, tensor in _tensors(module):
         attach(root, name, tensor)
     _copy_persistence(module, root)
@@ -139,8 +131,13 @@ def _unpickled(kind: type[Demasked], rows: Sequence[Row], codegen: CodeGen) -> D
 
 
 def _keep_names(source: nn.Module, target: nn.Module, copies: Mapping[int, Any]) -> None:
-    """Names under which a tensor of `target` also stood in `source`: torch.fx copies what a graph
-    reads, so one name each. copies: by id, what a tensor of `source` is in `target`."""
+    """Names under which a tensor or a layer of `target` also stood in `source`: torch.fx copies
+    what a graph reads, so one name each. copies: by id, what one of `source` is in `target`."""
+    layers = {id(layer) for layer in target.modules() if not is_holder(layer)}
+    for path, layer in source.named_modules(remove_duplicate=False):
+        twin = copies.get(id(layer), layer)
+        if path and id(twin) in layers and _get(target, path) is not twin:
+            set_module(target, path, twin)
     there = dict(_tensors(target))
     held = {id(tensor) for tensor in there.values()}
     for name, tensor in _tensors(source):
@@ -179,11 +176,18 @@ def _copy_persistence(source: nn.Module, target: nn.Module) -> None:
             )
 
 
-def build(program: Program, provenance: Provenance, kind: type[Demasked] = Demasked) -> Demasked:
+def build(
+    program: Program,
+    provenance: Provenance,
+    kind: type[Demasked] = Demasked,
+    originals: Mapping[str, nn.Module] | None = None,
+) -> Demasked:
     """The program as an ordinary module: same call and same outputs as the captured model.
 
-    Parameters and buffers stand under their fully qualified names; batch norm and dropout are
-    modules again, so that training works. The result carries `demasked`, its provenance.
+    Parameters and buffers stand under their fully qualified names; layers, norms, activations and
+    dropout are modules again, called under their old names, so that hooks and training work.
+    originals: of the model, those that such modules keep class and hooks of (`originals_of`). The
+    result carries `demasked`, its provenance.
     """
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
@@ -195,7 +199,7 @@ def build(program: Program, provenance: Provenance, kind: type[Demasked] = Demas
         others = [alias for alias in constant.aliases if alias not in program.constants]
         _place(root, (name, *others), constant, shared)
     if kind.trains:
-        _Modules(graph, root, program.constants).restore()
+        restore(graph, root, originals or {}, kind)
     drop_unread(graph)
     for node in graph.nodes:
         value = Value.of(node.meta.get("val"))
@@ -235,81 +239,6 @@ def _place(
         attach(root, name, tensor, persistent=constant.persistent)
 
 
-class _Modules:
-    """Puts batch norm and dropout back as modules."""
-
-    def __init__(self, graph: fx.Graph, root: nn.Module, constants: Mapping[str, Constant]):
-        self.graph, self.root, self.constants = graph, root, constants
-        self.made: dict[Any, str] = {}
-
-    def restore(self) -> None:
-        for node in list(self.graph.nodes):
-            if node.target is aten.batch_norm.default:
-                self._batch_norm(node)
-            elif node.target is aten.dropout.default:
-                self._replace(node, ("dropout", node.args[1]), nn.Dropout(node.args[1]), "dropout")
-
-    def _replace(self, node: fx.Node, key: Any, module: nn.Module, name: str) -> None:
-        if key not in self.made:
-            free, k = name, 1
-            while _get(self.root, free) is not None:
-                free, k = f"{name}_{k}", k + 1
-            _set(self.root, free, module)
-            self.made[key] = free
-        with self.graph.inserting_before(node):
-            call = self.graph.call_module(self.made[key], (node.args[0],))
-        call.meta = dict(node.meta)
-        node.replace_all_uses_with(call)
-        self.graph.erase_node(node)
-
-    def _batch_norm(self, node: fx.Node) -> None:
-        args: Any = node.args
-        x, weight, bias, mean, var, _, momentum, eps, _ = args
-        reads = [n for n in (weight, bias, mean, var) if n is not None]
-        plain = all(isinstance(n, fx.Node) and n.op == "get_attr" for n in reads)
-        names = [str(n.target) for n in reads] if plain else []
-        prefix = names[-1].rpartition(".")[0] if names else ""
-        if not plain or mean is None or (weight is None) != (bias is None):
-            return
-        if any(n.rpartition(".")[0] != prefix for n in names) or not prefix:
-            return
-        count = self.constants[names[-1]].tensor.shape[0]
-        kind = _NORMS[x.meta["val"].ndim]
-        module = kind(count, eps=eps, momentum=momentum, affine=weight is not None)
-        old = _get(self.root, prefix)
-        assert old is not None
-        expected = ["weight", "bias"] if weight is not None else []
-        leaves = [name.rpartition(".")[2] for name in names]
-        if leaves != [*expected, "running_mean", "running_var"] or len(list(old.children())):
-            return
-        self._fill(module, old)
-        for twin in self._twins(names):
-            attach(self.root, f"{twin}.num_batches_tracked", module.num_batches_tracked)
-        key = tuple(names)
-        if key not in self.made:
-            _set(self.root, prefix, module)
-            self.made[key] = prefix
-        self._replace(node, key, module, prefix)
-
-    def _twins(self, names: Sequence[str]) -> set[str]:
-        """Where else the model held the very batch norm whose tensors have these names."""
-        paths = [{alias.removesuffix(f".{name.rpartition('.')[2]}")
-                  for alias in self.constants[name].aliases} for name in names]  # fmt: skip
-        shared = set.intersection(*paths)
-        return {path for path in shared if _get(self.root, path) is not None}
-
-    def _fill(self, module: nn.Module, old: nn.Module) -> None:
-        """The module's tensors are the cut ones; what else stood there stays."""
-        for name, parameter in old._parameters.items():
-            module._parameters[name] = parameter
-        for name, buffer in old._buffers.items():
-            module._buffers[name] = buffer
-        counter = module._buffers.get("num_batches_tracked")
-        device = next(iter(old._buffers.values())).device  # type: ignore[union-attr]
-        if counter is not None:
-            module._buffers["num_batches_tracked"] = counter.to(device)
-
-
 def _get(root: nn.Module, path: str) -> nn.Module | None:
     module: Any = root
     for step in path.split("."):
@@ -317,14 +246,3 @@ def _get(root: nn.Module, path: str) -> nn.Module | None:
         if module is None:
             return None
     return module
-
-
-def _set(root: nn.Module, path: str, module: nn.Module) -> None:
-    *parents, leaf = path.split(".")
-    here = root
-    for step in parents:
-        if not hasattr(here, step):
-            here.add_module(step, nn.Module())
-        here = getattr(here, step)
-    here._modules.pop(leaf, None)
-    here.add_module(leaf, module)

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from demask.graph.copying import structural_copy
+from demask.graph.modules import spell
 from demask.numerics import NARROW, widen
 from demask.ops import TABLE, op_name
 
@@ -36,6 +37,7 @@ class Rounding:
     def double(self) -> fx.GraphModule:
         """A copy of the network in float64, dtypes that its graph names included."""
         double: Any = structural_copy(self.module, share=False).double()
+        spell(double.graph, double)
         widen(double)
         return double
 

@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from demask.errors import BadInput
+from demask.graph.modules import spell
 from demask.graph.result import Demasked
 from demask.ops import schema
 from demask.pilot.chain_find import Found, behind, found, without_dropout
@@ -64,6 +65,7 @@ def ordered(
     without_dropout(draft)
     chains, decisions = _chains(draft, bits)
     made = finished(before, draft.done(), ["chains run in order of importance"])
+    spell(made.graph, made)
     nodes = {node.name: node for node in made.graph.nodes}
     sizes = [sum(_bytes(draft, call) for call in chain.calls) for chain in chains]
     paths = {}

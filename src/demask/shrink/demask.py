@@ -16,6 +16,7 @@ from demask.graph.class_result import remember
 from demask.graph.declared import Masks, masked
 from demask.graph.program import Program
 from demask.graph.provenance import Provenance
+from demask.graph.restore import originals_of
 from demask.graph.result import build
 from demask.ops import TABLE, Table
 from demask.shrink.check import call, checked, unlike
@@ -87,7 +88,7 @@ def demask(
         if reasons and has_side(target):
             target, record = reduced(program, call.table)
         record = replace(record, graph_reasons=reasons)
-        slim = build(target, record)
+        slim = build(target, record, originals=originals_of(model, program))
         try:
             return checked(slim, program, model, args, kwargs) if check else slim
         except CaptureDiffers as error:

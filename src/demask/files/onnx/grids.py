@@ -20,6 +20,7 @@ from demask.errors import BadInput
 from demask.files.onnx.model import Node
 from demask.graph.copying import structural_copy
 from demask.graph.fold import plain
+from demask.graph.modules import spell
 from demask.graph.provenance import Cut, Grid
 from demask.graph.result import Demasked, attach
 from demask.ops import schema
@@ -87,6 +88,7 @@ def on_grids(slim: Demasked) -> Demasked:
         return slim
     twin: Any = structural_copy(slim, share=True)
     grids = {plain(k): g for k, g in interface.grids.items()} | dict(interface.grids)
+    spell(twin.graph, twin)
     reads: dict[str, list[fx.Node]] = {}
     for node in twin.graph.find_nodes(op="get_attr"):
         reads.setdefault(str(node.target), []).append(node)

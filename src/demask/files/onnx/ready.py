@@ -34,6 +34,7 @@ from torch.utils import _pytree as pytree
 
 from demask.files.onnx.spell import APART, spell, takes_sizes
 from demask.files.onnx.steps import kept_whole
+from demask.graph import modules
 from demask.graph.build import Builder, mode_of
 from demask.graph.fold import drop_unread
 from demask.graph.result import Demasked
@@ -139,10 +140,14 @@ def _valued(graph: fx.Graph, slim: nn.Module) -> bool:
     inputs = graph.find_nodes(op="placeholder")
     if not inputs or any("val" not in node.meta for node in inputs):
         return False
+    if modules.spell(graph, slim):
+        return False
     build = Builder(graph, mode_of(graph))
     for node in list(graph.nodes):
-        if node.op == "call_module" and not _called(build, node, slim):
-            return False
+        if node.target in (aten.dropout.default, aten.feature_dropout.default):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+            continue
         if node.op == "get_attr":
             tensor = _held(slim, str(node.target))
             value = node.meta.setdefault("val", build.fake(tensor))
@@ -151,36 +156,6 @@ def _valued(graph: fx.Graph, slim: nn.Module) -> bool:
         elif node.op == "call_function" and "val" not in node.meta:
             build.value(node)
     return True
-
-
-def _called(build: Builder, node: fx.Node, slim: nn.Module) -> bool:
-    """Put a function in the place of a module of ours; False for any other."""
-    module = slim.get_submodule(str(node.target))
-    x: Any = node.args[0]
-    if type(module) is nn.Dropout:
-        node.replace_all_uses_with(x)
-        build.graph.erase_node(node)
-        return True
-    if not isinstance(module, nn.modules.batchnorm._BatchNorm) or module.running_mean is None:
-        return False
-    with build.graph.inserting_before(node):
-        reads = [_read(build, module, f"{node.target}.{leaf}", leaf)
-                 for leaf in ("weight", "bias", "running_mean", "running_var")]  # fmt: skip
-        args: Any = (x, *reads, False, 0.1, module.eps, False)
-        made = build.graph.call_function(aten.batch_norm.default, args)
-    made.meta = dict(node.meta)
-    build.value(made)
-    node.replace_all_uses_with(made)
-    build.graph.erase_node(node)
-    return made.meta["val"].dtype == x.meta["val"].dtype
-
-
-def _read(build: Builder, module: nn.Module, name: str, leaf: str) -> fx.Node | None:
-    if getattr(module, leaf) is None:
-        return None
-    node = build.graph.create_node("get_attr", name)
-    node.meta["val"] = build.fake(getattr(module, leaf))
-    return node
 
 
 def _held(module: nn.Module, name: str) -> Tensor:

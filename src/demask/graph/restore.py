@@ -1,0 +1,330 @@
+"""Calls in a graph that are what modules of torch.nn make, as calls of such modules."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize, prune
+
+from demask.graph.holders import is_holder
+from demask.graph.modules import READS, ROWS, Row, argument_of, kind_of
+from demask.graph.program import Program
+from demask.graph.resize import module_at, renumber
+from demask.ops import schema
+
+aten = torch.ops.aten
+_QUALIFIED = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in ROWS}
+_DEFAULTS = {row.op: kind for kind, row in ROWS.items() if row.default}
+_BATCH_NORMS = {4: nn.BatchNorm2d, 5: nn.BatchNorm3d}  # by dimensions; else of one
+_COMPUTED = ("WeightNorm", "SpectralNorm")  # hooks that compute a weight
+
+
+def originals_of(model: Any, program: Program) -> dict[str, nn.Module]:
+    """The modules of a model, by path, whose calls are all that was captured of them, so that their
+    hooks only watch: what others compute is in the program already. program: as captured."""
+    if not isinstance(model, nn.Module):
+        return {}
+    calls: dict[tuple[str, str], list[fx.Node]] = {}
+    for node in program.graph.nodes:
+        if node.op == "call_function" and (path := _scope(node)[0]):
+            which = list(node.meta["nn_module_stack"])[-1]  # of several calls: "L__self__act@1"
+            calls.setdefault((path.partition("@")[0], which), []).append(node)
+    found: dict[str, nn.Module] = {}
+    changed: set[str] = set()
+    for (name, _), nodes in calls.items():
+        module = module_at(model, name)
+        kind = module and kind_of(module)
+        if kind is None or len(nodes) != 1 or nodes[0].target is not ROWS[kind].op:
+            changed.add(name)
+        elif module is not None:
+            found[name] = module
+    kept = {id(module) for name, module in found.items() if name not in changed}
+    return {name: module for name, module in model.named_modules(remove_duplicate=False)
+            if id(module) in kept}  # fmt: skip
+
+
+def _scope(node: fx.Node) -> tuple[str, str]:
+    """Path and class of the module that a call was made in: ("conv@1", "torch.nn...Conv2d")."""
+    stack = node.meta.get("nn_module_stack")
+    path, kind = list(stack.values())[-1] if stack else ("", "")
+    return path, kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def restore(
+    graph: fx.Graph, root: nn.Module, originals: Mapping[str, nn.Module], network: type[nn.Module]
+) -> None:
+    """Call modules where a call is what a module of the table makes of the tensors that stand under
+    its name, and put these modules below `root`. One whose calls are not alike stays calls.
+    network: the class of what `root` becomes; modules can not have the names of its attributes."""
+    calls: dict[str, list[tuple[fx.Node, type[nn.Module]]]] = {}
+    for node in [n for n in graph.nodes if n.op == "call_function"]:
+        path, kind = _place_of(node, root, originals)
+        if kind is not None and not _is_taken(root, path, network):
+            calls.setdefault(path, []).append((node, kind))
+    for path, found in calls.items():
+        kinds = {kind for _, kind in found}
+        if len(kinds) == 1:
+            _restore(path, kinds.pop(), [node for node, _ in found], root, originals.get(path))
+    join_twins(graph, root)
+
+
+def join_twins(graph: fx.Graph, root: nn.Module) -> None:
+    """Put a module that a graph calls wherever else the very tensors of it stand, and nothing else:
+    there the model held the same module under another name."""
+    called = {str(node.target) for node in graph.nodes if node.op == "call_module"}
+    known = {key: module for path in called if (key := _key(module := root.get_submodule(path)))}
+    for path, module in list(root.named_modules(remove_duplicate=False)):
+        twin = known.get(_key(module))
+        if path not in called and twin is not None and (is_holder(module) or kind_of(module)):
+            set_module(root, path, twin)
+
+
+def _key(module: nn.Module) -> frozenset[Any]:
+    """What tells the tensors of a module from those of others; nothing where it has parts."""
+    held = {**module._parameters, **module._buffers}
+    return frozenset((leaf, id(tensor)) for leaf, tensor in held.items()
+                     if tensor is not None and leaf != "num_batches_tracked"
+                     and not module._modules)  # fmt: skip
+
+
+def _is_taken(root: nn.Module, path: str, network: type[nn.Module]) -> bool:
+    """Is a name on the way to a module that of something else?"""
+    steps = path.split(".")
+    names = [".".join(steps[: k + 1]) for k in range(len(steps))]
+    return (
+        hasattr(network, steps[0])
+        or any(hasattr(nn.Module, step) for step in steps)
+        or any(tensor_at(root, name) is not None for name in names)
+    )
+
+
+def _place_of(
+    node: fx.Node, root: nn.Module, originals: Mapping[str, nn.Module]
+) -> tuple[str, type[nn.Module] | None]:
+    """The path of the module that a call is, and its class: that of the module it was made in, or
+    what its tensors are called."""
+    path, text = _scope(node)
+    path = path.partition("@")[0]
+    kind = _QUALIFIED.get(text)
+    if kind is None and path in originals:
+        kind = kind_of(originals[path])
+    if kind is not None and path and node.target is ROWS[kind].op:
+        return _first_name(node, path, kind, originals), kind
+    if node.target in (aten.dropout.default, aten.feature_dropout.default):
+        return _dropout(node, root)
+    kind = _DEFAULTS.get(node.target)
+    if kind is None:
+        return "", None
+    if node.target is aten.batch_norm.default:
+        kind = _BATCH_NORMS.get(node.args[0].meta["val"].ndim, nn.BatchNorm1d)  # type: ignore[union-attr]
+    path = _above(node, kind)
+    return (path, kind) if path else ("", None)
+
+
+def _above(node: fx.Node, kind: type[nn.Module]) -> str:
+    """What the names of all tensors that a call reads begin with, if it is the same."""
+    names = {str(n.target).rpartition(".")[0] for n in _tensors(node, ROWS[kind]).values()
+             if isinstance(n, fx.Node)}  # fmt: skip
+    return names.pop() if len(names) == 1 else ""
+
+
+def _first_name(
+    node: fx.Node, path: str, kind: type[nn.Module], originals: Mapping[str, nn.Module]
+) -> str:
+    """The name that the model lists a module under, of the several that it may have: tensors are
+    read by it. Modules that share running statistics are one."""
+    first = _above(node, kind)
+    same = path in originals and originals.get(first) is originals[path]
+    unknown = not originals and node.target is aten.batch_norm.default
+    return first if first and (same or unknown) else path
+
+
+def _dropout(node: fx.Node, root: nn.Module) -> tuple[str, type[nn.Module] | None]:
+    """A dropout that was a function is a module of its own name, since it means something to a
+    training mode: one for all of a rate."""
+    if node.target is not aten.dropout.default:
+        return "", None
+    k = 0
+    while True:
+        name = f"dropout_{k}" if k else "dropout"
+        there = module_at(root, name)
+        if there is None:
+            root.add_module(name, nn.Dropout(schema.arguments(node)["p"]))
+            return name, nn.Dropout
+        if type(there) is nn.Dropout and there.p == schema.arguments(node)["p"]:
+            return name, nn.Dropout
+        k += 1
+
+
+def _tensors(node: fx.Node, row: Row) -> dict[str, Any]:
+    """What a call reads as the tensors of a module, by their names in it."""
+    arguments = schema.arguments(node)
+    return {leaf: arguments[name] for name, leaf in row.tensors.items()}
+
+
+def _restore(
+    path: str, kind: type[nn.Module], calls: list[fx.Node], root: nn.Module, own: nn.Module | None
+) -> None:
+    """Call one module in place of calls, if they are its calls."""
+    row, first = ROWS[kind], calls[0]
+    tensors = _held(first, path, row, root)
+    old = module_at(root, path)
+    if tensors is None or (old is not None and not _holds_only(old, row)):
+        return
+    for other in calls[1:]:
+        if row.asked(other) != row.asked(first) or _held(other, path, row, root) != tensors:
+            return
+    module = _made(kind, row, first, tensors, own)
+    if module is None:
+        return
+    if old is not None:
+        module._non_persistent_buffers_set |= old._non_persistent_buffers_set
+    set_module(root, path, module)
+    for node in calls:
+        x = schema.arguments(node)[row.x]
+        reads = {n: r.meta.get("val") for n, r in _tensors(node, row).items() if r is not None}
+        node.meta[READS] = {n: value for n, value in reads.items() if value is not None}
+        node.op, node.target, node.args, node.kwargs = "call_module", path, (x,), {}
+
+
+def _held(node: fx.Node, path: str, row: Row, root: nn.Module) -> dict[str, Any] | None:
+    """The tensors of a module as a call reads them; None where it reads others."""
+    found: dict[str, Any] = {}
+    for leaf, read in _tensors(node, row).items():
+        if read is None:
+            found[leaf] = None
+            continue
+        if not isinstance(read, fx.Node) or read.op != "get_attr":
+            return None
+        held = tensor_at(root, f"{path}.{leaf}")
+        # Tied tensors are read under one name, and stand under all.
+        if held is None or tensor_at(root, str(read.target)) is not held:
+            return None
+        found[leaf] = held
+    return found if not isinstance(schema.arguments(node)[row.x], (list, tuple)) else None
+
+
+def _holds_only(old: nn.Module, row: Row) -> bool:
+    """Does a holder of names hold the tensors of one module of a kind, and nothing else?"""
+    if type(old) is not nn.Module:
+        return kind_of(old) is not None and not row.tensors
+    names = {*old._parameters, *old._buffers}
+    return not old._modules and names <= {*row.tensors.values(), "num_batches_tracked"}
+
+
+def _made(
+    kind: type[nn.Module], row: Row, call: fx.Node, tensors: Mapping[str, Any],
+    own: nn.Module | None,
+) -> nn.Module | None:  # fmt: skip
+    """A module of a kind that makes a call: the model's own, else a new one."""
+    keep = own is not None and kind_of(own) is kind
+    module = _own(own) if keep and own is not None else _blank(kind)
+    asked = row.asked(call)
+    for leaf, tensor in tensors.items():
+        if not _take(module, leaf, tensor, tensors):
+            return None
+    for name, attribute in row.numbers.items():
+        if asked[name] == argument_of(name, getattr(module, attribute)):
+            continue
+        value = asked[name]
+        value = None if name == "padding_idx" and value == -1 else value
+        setattr(module, attribute, tuple(value) if isinstance(value, list) else value)
+    for name, value in row.set.items():
+        setattr(module, name, value)
+    renumber(module, call)
+    _tell(module)
+    _own_counter(module)
+    return module if row.given(module) == asked else None
+
+
+def _own(module: nn.Module) -> nn.Module:
+    """A copy of a module that shares hooks and tensors, without what computed its tensors: masks
+    and parametrizations are in the program's."""
+    kind = type(module)
+    if parametrize.is_parametrized(module):
+        kind = kind.__bases__[0]
+    copy = kind.__new__(kind)
+    copy.__dict__ = {name: value.copy() if isinstance(value, (dict, set)) else value
+                     for name, value in vars(module).items()}  # fmt: skip
+    copy._modules.pop("parametrizations", None)
+    for key, hook in list(copy._forward_pre_hooks.items()):
+        if isinstance(hook, prune.BasePruningMethod) or type(hook).__name__ in _COMPUTED:
+            del copy._forward_pre_hooks[key]
+    return copy
+
+
+def _blank(kind: type[nn.Module]) -> Any:
+    """A module of a kind with the least numbers, and no memory."""
+    needed = inspect.signature(kind).parameters
+    ones = [1 for p in needed.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    return kind(*ones, **({"device": "meta"} if "device" in needed else {}))
+
+
+def _take(module: nn.Module, leaf: str, tensor: Any, tensors: Mapping[str, Any]) -> bool:
+    """Let a module have a tensor under a name; a shift added to it is a parameter."""
+    buffer = leaf.startswith("running_")
+    for other in ("_orig", "_g", "_v", "_u", "_mask"):
+        module._parameters.pop(leaf + other, None)
+        module._buffers.pop(leaf + other, None)
+    vars(module).pop(leaf, None)
+    slots: dict[str, Any] = module._buffers if buffer else module._parameters
+    if tensor is not None and isinstance(tensor, nn.Parameter) == buffer:
+        weight = tensors.get("weight")
+        if buffer or leaf != "bias" or weight is None:
+            return False
+        tensor = nn.Parameter(tensor, weight.requires_grad)
+    slots[leaf] = tensor
+    return True
+
+
+def _tell(module: Any) -> None:
+    """What a module says of its tensors beside their sizes."""
+    held = vars(module)
+    if "kernel_size" in held:
+        module.kernel_size = tuple(module.weight.shape[2:])
+        padding = module.padding if isinstance(module.padding, tuple) else ()
+        module._reversed_padding_repeated_twice = [n for n in reversed(padding) for _ in range(2)]
+    for name in ("affine", "elementwise_affine"):
+        if name in held:
+            setattr(module, name, module.weight is not None)
+    if "track_running_stats" in held:
+        module.track_running_stats = module.running_mean is not None
+
+
+def _own_counter(module: Any) -> None:
+    """How often a batch norm saw a batch is its own number, not the model's."""
+    if "num_batches_tracked" not in module._buffers:
+        return
+    count, mean = module._buffers["num_batches_tracked"], module.running_mean
+    if mean is None:
+        count = None
+    elif count is None or count.is_meta:
+        count = torch.zeros((), dtype=torch.long, device=mean.device)
+    else:
+        count = count.detach().clone()
+    module._buffers["num_batches_tracked"] = count
+
+
+def tensor_at(root: nn.Module, name: str) -> Tensor | None:
+    """The parameter or buffer of a name, if there is one."""
+    path, _, leaf = name.rpartition(".")
+    module = module_at(root, path)
+    if module is None:
+        return None
+    found = module._parameters.get(leaf)
+    return module._buffers.get(leaf) if found is None else found
+
+
+def set_module(root: nn.Module, path: str, module: nn.Module) -> None:
+    """Put a module at a path, below modules made where there are none."""
+    *parents, leaf = path.split(".")
+    for step in parents:
+        if step not in root._modules:
+            root.add_module(step, nn.Module())
+        root = root._modules[step]  # type: ignore[assignment]
+    root._modules.pop(leaf, None)
+    root.add_module(leaf, module)
