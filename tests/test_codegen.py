@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-import demask
 from demask.graph.codegen import binding
 from demask.ops import TABLE
 from demask.ops.entry import Shape
 from demask.ops.laws import drawn, law_cases, target_of
+from graphs import to_graph
 
 CASES = [(name, k, case) for name, k, case in law_cases(TABLE) if name.startswith("aten.")]
 
@@ -54,7 +54,7 @@ def test_the_graph_keeps_its_overloads_and_the_code_does_not() -> None:
         def forward(self, x):
             return torch.relu(x).flatten(1).sin()
 
-    slim = demask.demask(Net(), (torch.randn(3, 4, 2),))
+    slim = to_graph(Net(), (torch.randn(3, 4, 2),))
     assert torch.ops.aten.relu.default in {node.target for node in slim.graph.nodes}
     assert "torch.ops.aten" not in slim.code
     assert copy.deepcopy(slim).code == slim.code
@@ -63,7 +63,7 @@ def test_the_graph_keeps_its_overloads_and_the_code_does_not() -> None:
 def test_deep_modules_are_looked_up_once() -> None:
     net = nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))))
     x = torch.randn(3, 4)
-    slim = demask.demask(net.eval(), (x,))
+    slim = to_graph(net.eval(), (x,))
     assert slim.code.count("getattr(self,") == 1
     torch.testing.assert_close(slim(x), net(x))
 
@@ -72,5 +72,5 @@ def test_a_reduction_has_no_binding() -> None:
     """Where it is left out, torch's bindings do not reduce, and its ops do."""
     x, y = torch.randn(3, 5), torch.randn(3, 5)
     for loss in (nn.MSELoss(), nn.L1Loss(), nn.HuberLoss(), nn.BCEWithLogitsLoss()):
-        assert torch.equal(demask.demask(loss, (x, y))(x, y), loss(x, y))
+        assert torch.equal(to_graph(loss, (x, y))(x, y), loss(x, y))
     assert binding("mse_loss") is None

@@ -17,9 +17,10 @@ import demask
 from demask.errors import BadInput, DemaskError, InternalError, Mismatch, NotExportable, TableError
 from demask.failures import Log, public, strict
 from demask.graph.shapes import shapes_only
+from graphs import to_graph
 
-# `demask.shrink.demask` and `demask.demask` are functions, too.
-PIPELINE = importlib.import_module("demask.shrink.demask")
+# Its passes are looked up there.
+PIPELINE = importlib.import_module("demask.shrink.pipeline")
 
 
 class Net(nn.Module):
@@ -40,7 +41,7 @@ class Net(nn.Module):
 
 def smaller(**kwargs):
     net, x = Net(), torch.randn(4, 6)
-    slim = demask.demask(net, (x,), **kwargs)
+    slim = to_graph(net, (x,), **kwargs)
     torch.testing.assert_close(slim(x), net(x))
     return slim.demasked
 
@@ -181,7 +182,7 @@ def _holder(record):
 def test_a_wrong_result_is_returned_unchecked_where_asked(monkeypatch):
     drop_a_live_unit(monkeypatch)
     net, x = Net(), torch.randn(4, 6)
-    assert not torch.allclose(demask.demask(net, (x,), check=False)(x), net(x))
+    assert not torch.allclose(to_graph(net, (x,), check=False)(x), net(x))
 
 
 def test_the_check_of_parts_names_the_part(monkeypatch):
@@ -189,7 +190,7 @@ def test_the_check_of_parts_names_the_part(monkeypatch):
     net = nn.Sequential(Net(), nn.ReLU())
     x = torch.randn(4, 6)
     with strict(False), pytest.warns(UserWarning, match="changed what"):
-        slim = demask.demask(net, (x,), modules=["0"])
+        slim = to_graph(net, (x,), modules=["0"])
     torch.testing.assert_close(slim(x), net(x))
 
 
@@ -206,9 +207,9 @@ class Counted(nn.Module):
 def test_the_check_takes_three_calls_of_each():
     net, x = nn.Sequential(Net(), Counted()), torch.randn(4, 6)
     Counted.calls = 0
-    demask.demask(net, (x,), check=False)
+    to_graph(net, (x,), check=False)
     before, Counted.calls = Counted.calls, 0
-    demask.demask(net, (x,))
+    to_graph(net, (x,))
     assert (before, Counted.calls) == (0, 3)
 
 
@@ -228,7 +229,7 @@ class Chaotic(nn.Module):
 
 def test_an_ill_conditioned_network_is_no_defect():
     net, x = Chaotic(), torch.randn(64, 6)
-    slim = demask.demask(net, (x,))
+    slim = to_graph(net, (x,))
     assert slim.demasked.after.parameters < slim.demasked.before.parameters
 
 
@@ -246,7 +247,7 @@ class Tokens(nn.Module):
 
 def test_draws_keep_to_what_the_network_takes():
     mask = torch.zeros(2, 7, 3).masked_fill(torch.rand(2, 7, 3) < 0.3, float("-inf"))
-    slim = demask.demask(Tokens(), (torch.randint(5, (2, 7)), mask))
+    slim = to_graph(Tokens(), (torch.randint(5, (2, 7)), mask))
     assert not any("not checked" in note for note in slim.demasked.notes)
 
 
@@ -258,7 +259,7 @@ class Stateful(nn.Module):
 def test_random_outputs_are_not_checked():
     net = nn.Sequential(Net(), Stateful())
     torch.nn.init.zeros_(net[0].b.weight)
-    slim = demask.demask(net, (torch.randn(4, 6),))
+    slim = to_graph(net, (torch.randn(4, 6),))
     assert slim.demasked.after.parameters < slim.demasked.before.parameters
 
 
@@ -315,7 +316,7 @@ class Resized(nn.Module):
 
 def test_sizes_are_expressions_of_dynamic_sizes():
     net = Resized().eval()
-    slim = demask.demask(net, (torch.randn(2, 3, 24, 20),), dynamic_shapes="all")
+    slim = to_graph(net, (torch.randn(2, 3, 24, 20),), dynamic_shapes="all")
     assert sum(isinstance(size, str) for size in slim.demasked.inputs[0].sizes) == 3
     assert slim.demasked.after.parameters < slim.demasked.before.parameters
     x = torch.randn(3, 3, 36, 22)
@@ -340,7 +341,7 @@ def test_fewer_sizes_are_dynamic_where_more_fail(monkeypatch, shapes, fails, lef
     monkeypatch.setattr(PIPELINE, "rewrite", planted)
     net, x = Resized().eval(), torch.randn(2, 3, 24, 20)
     with strict(False):
-        slim = demask.demask(net, (x,), dynamic_shapes=shapes)
+        slim = to_graph(net, (x,), dynamic_shapes=shapes)
     sizes = slim.demasked.inputs[0].sizes
     assert tuple("s" if isinstance(size, str) else size for size in sizes) == left
     torch.testing.assert_close(slim(x), net(x))
@@ -402,7 +403,7 @@ class Frames(nn.Module):
 def test_sizes_that_values_decide():
     net, x = Frames(), torch.randn(4, 6)
     with strict(False):
-        slim = demask.demask(net, (x,))
+        slim = to_graph(net, (x,))
     torch.testing.assert_close(slim(x), net(x))
     assert slim.demasked.after.parameters < slim.demasked.before.parameters
 
@@ -410,14 +411,14 @@ def test_sizes_that_values_decide():
 def calls():
     """Public functions with wrong arguments of every kind, as (name, call)."""
     net, x = Net().eval(), torch.randn(4, 6)
-    slim = demask.demask(net, (x,))
+    slim = to_graph(net, (x,))
     for value in (None, "text", x, (torch.randn(4, 5),), (x, x), ({"a": x},)):
-        yield "demask(args)", lambda value=value: demask.demask(net, value)
+        yield "demask(args)", lambda value=value: to_graph(net, value)
         yield "verify(args)", lambda value=value: demask.verify(net, slim, value)
     for value in (None, "text", 3, (), {}, x):
-        yield "demask(model)", lambda value=value: demask.demask(value, (x,))
-        yield "demask(kwargs)", lambda value=value: demask.demask(net, (x,), value)
-        yield "demask(modules)", lambda value=value: demask.demask(net, (x,), modules=value)
+        yield "demask(model)", lambda value=value: to_graph(value, (x,))
+        yield "demask(kwargs)", lambda value=value: to_graph(net, (x,), value)
+        yield "demask(modules)", lambda value=value: to_graph(net, (x,), modules=value)
         yield "verify(model)", lambda value=value: demask.verify(value, slim, (x,))
         yield "verify(slim)", lambda value=value: demask.verify(net, value, (x,))
         yield "report", lambda value=value: demask.report(value)
@@ -431,9 +432,9 @@ def calls():
         yield "to_pt2", lambda value=value: demask.to_pt2(value, "nowhere/at/all")
         yield "to_onnx", lambda value=value: demask.to_onnx(value, "nowhere/at/all", (x,))
     yield "save(path)", lambda: demask.save(slim, "nowhere/at/all")
-    yield "demask(table)", lambda: demask.demask(net, (x,), table="text")
-    yield "demask(shapes)", lambda: demask.demask(net, (x,), dynamic_shapes="text")
-    yield "script", lambda: demask.demask(torch.jit.script(net), (x,))
+    yield "demask(table)", lambda: to_graph(net, (x,), table="text")
+    yield "demask(shapes)", lambda: to_graph(net, (x,), dynamic_shapes="text")
+    yield "script", lambda: to_graph(torch.jit.script(net), (x,))
     yield "other model", lambda: demask.verify(nn.Linear(5, 3), slim, (x,))
 
 
@@ -471,7 +472,7 @@ class Padded(nn.Module):
 
 def test_code_may_decide_by_buffers():
     net, x = Padded(), torch.randn(4, 6)
-    slim = demask.demask(net, (x,))
+    slim = to_graph(net, (x,))
     torch.testing.assert_close(slim(x), net(x))
     assert slim.demasked.after.parameters < slim.demasked.before.parameters
     assert any("are numbers: pad" in note for note in slim.demasked.notes)
@@ -487,8 +488,8 @@ def test_a_form_that_always_applies_ends(monkeypatch):
         return reading.program
 
     net, x = Net().eval(), torch.randn(2, 6)
-    expected = demask.demask(net, (x,)).state_dict()
+    expected = to_graph(net, (x,)).state_dict()
     monkeypatch.setattr(PIPELINE, "_FORMS", ((endless, "an endless form"), *PIPELINE._FORMS))
-    slim = demask.demask(net, (x,)).state_dict()
+    slim = to_graph(net, (x,)).state_dict()
     assert {k: v.shape for k, v in slim.items()} == {k: v.shape for k, v in expected.items()}
     assert asked

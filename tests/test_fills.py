@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.nn import functional as F
 
-import demask
 from demask.errors import Mismatch
 from demask.ops import Relation
 from fuzz.generate import generate
+from graphs import to_graph
 from night import at_night
 from test_fuzz import broken, chunks
 from test_micro import difference
@@ -64,7 +64,7 @@ class Side(nn.Module):
 
 
 def error(net: nn.Module, *shape: int) -> float:
-    slim = demask.demask(net.double().eval(), (torch.randn(3, *shape).double(),))
+    slim = to_graph(net.double().eval(), (torch.randn(3, *shape).double(),))
     draws = [torch.randn(batch, *shape).double() for batch in (3, 1)]
     return max(difference(net(x), slim(x)) for x in draws)
 
@@ -102,7 +102,7 @@ class Corner(nn.Module):
 
 def test_fills_of_two_axes():
     net, given = Corner().double(), (torch.randn(5, 3, 4).double(), torch.randn(5, 3, 4).double())
-    assert difference(net(*given), demask.demask(net, given)(*given)) == 0
+    assert difference(net(*given), to_graph(net, given)(*given)) == 0
 
 
 class PerImage(nn.Module):
@@ -123,7 +123,7 @@ class PerImage(nn.Module):
 def test_constants_that_differ_from_image_to_image(kind, groups):
     torch.manual_seed(0)
     net, x = PerImage(kind(4, 4, 3, padding=1, groups=groups)).double(), torch.randn(2, 4, 5, 6)
-    assert difference(net(x.double()), demask.demask(net, (x.double(),))(x.double())) <= 1e-10
+    assert difference(net(x.double()), to_graph(net, (x.double(),))(x.double())) <= 1e-10
 
 
 class Tokens(nn.Module):
@@ -140,7 +140,7 @@ class Tokens(nn.Module):
 
 def test_sums_of_constants_over_any_number_of_tokens():
     net, sizes = Tokens().double(), ({0: Dim.AUTO, 1: Dim.AUTO},)
-    slim = demask.demask(net, (torch.randn(3, 5, 4).double(),), dynamic_shapes=sizes)
+    slim = to_graph(net, (torch.randn(3, 5, 4).double(),), dynamic_shapes=sizes)
     for tokens in (5, 7):
         x = torch.randn(2, tokens, 4).double()
         assert difference(net(x), slim(x)) <= 1e-10
@@ -161,7 +161,7 @@ class Moments(nn.Module):
 
 def test_every_output_of_a_call_is_known():
     net, x = Moments().double(), torch.randn(3, 5, 6).double()
-    slim = demask.demask(net, (x,))
+    slim = to_graph(net, (x,))
     assert (slim.first.weight.shape, slim.last.weight.shape) == ((3, 6), (2, 3))
     assert difference(net(x), slim(x)) <= 1e-10
 
@@ -206,7 +206,7 @@ class Mixed(nn.Module):
 
 def test_constants_decide_the_dtype():
     net, x = Mixed().eval(), torch.randn(3, 4).double()
-    assert difference(net(x), demask.demask(net, (x,))(x)) == 0
+    assert difference(net(x), to_graph(net, (x,))(x)) == 0
 
 
 @pytest.mark.parametrize("seeds", [range(81, 84), *at_night(*chunks(100, 300))], ids=str)
@@ -233,7 +233,7 @@ class Masked(nn.Module):
 def test_a_mask_of_attention_is_no_index():
     """Values that no later layer reads may be anything, behind whichever mask."""
     net, x = Masked().eval(), torch.randn(2, 5, 6)
-    slim = demask.demask(net, (x,))
+    slim = to_graph(net, (x,))
     assert slim.get_parameter("v.weight").shape == (4, 6)
     torch.testing.assert_close(slim(x), net(x))
 
@@ -250,5 +250,5 @@ def test_a_constant_channel_that_is_not_finite_stays_where_it_was(value: float, 
     nets = {"convolution": nn.Conv2d(8, 4, 3, padding=1),
             "resize": nn.Upsample(scale_factor=2, mode="bilinear")}  # fmt: skip
     net, x = nn.Sequential(first, nets[behind]).eval(), torch.randn(2, 3, 9, 9)
-    expected, found = net(x), demask.demask(net, (x,), check=False)(x)
+    expected, found = net(x), to_graph(net, (x,), check=False)(x)
     torch.testing.assert_close(found, expected, equal_nan=True)

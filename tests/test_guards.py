@@ -13,6 +13,7 @@ from torch.export import Dim
 import demask
 from demask.graph.guards import REFUSE_VALUE, checks, hold, value_checks
 from demask.graph.provenance import InputSpec
+from graphs import to_graph
 
 
 class Branches(nn.Module):
@@ -34,18 +35,18 @@ class Flat(nn.Module):
 
 
 def test_a_branch_taken_by_size_is_checked() -> None:
-    slim = demask.demask(Branches(), (torch.randn(5, 3),))
+    slim = to_graph(Branches(), (torch.randn(5, 3),))
     x = torch.randn(4, 3)
     assert torch.equal(slim(x), x * 2)
     with pytest.raises(ValueError, match=">= 4"):
         slim(x[:3])
-    assert demask.demask(slim, (x,)).demasked.guards == slim.demasked.guards
+    assert to_graph(slim, (x,)).demasked.guards == slim.demasked.guards
 
 
 def test_an_expression_that_became_a_number_is_checked() -> None:
     model = Flat().double().eval()
     auto = (dict.fromkeys((0, 2, 3), Dim.AUTO),)
-    slim = demask.demask(model, (torch.randn(2, 3, 6, 20).double(),), dynamic_shapes=auto)
+    slim = to_graph(model, (torch.randn(2, 3, 6, 20).double(),), dynamic_shapes=auto)
     for size in ((6, 20), (3, 31)):
         x = torch.randn(1, 3, *size).double()
         torch.testing.assert_close(slim(x), model(x), rtol=1e-12, atol=1e-12)
@@ -78,7 +79,7 @@ CONDITIONS = [
 @pytest.mark.parametrize(("condition", "example", "same", "other"), CONDITIONS)
 def test_a_branch_is_never_taken_for_sizes_that_take_the_other(condition, example, same, other):
     model = ByShape(condition)
-    slim = demask.demask(model, (torch.randn(2, 3, *example),), dynamic_shapes="all")
+    slim = to_graph(model, (torch.randn(2, 3, *example),), dynamic_shapes="all")
     x = torch.randn(1, 3, *same)
     assert torch.equal(slim(x), model(x))
     with pytest.raises(ValueError, match="demask an example like yours"):
@@ -103,12 +104,12 @@ def test_a_result_takes_its_own_example() -> None:
         model.a.weight[:4], model.a.bias[:4] = 0, 0
     for rows in (1, 2):
         x = torch.randn(rows, 4)
-        slim = demask.demask(model, (x,))
+        slim = to_graph(model, (x,))
         torch.testing.assert_close(slim(x), model(x))
         assert slim.demasked.after.parameters < slim.demasked.before.parameters
         with pytest.raises(ValueError, match="size"):
             slim(torch.randn(3 - rows, 4))
-    assert any("(s" in note and ">= 2" in note for note in demask.demask(model, (x[:1],))
+    assert any("(s" in note and ">= 2" in note for note in to_graph(model, (x[:1],))
                .demasked.notes)  # fmt: skip
 
 
@@ -118,7 +119,7 @@ def test_one_tensor_for_two_inputs_is_two() -> None:
             return x * y.relu()
 
     x, y = torch.randn(2, 3), torch.randn(2, 3)
-    slim = demask.demask(Product(), (x, x))
+    slim = to_graph(Product(), (x, x))
     assert torch.equal(slim(x, y), x * y.relu())
 
 
@@ -148,14 +149,14 @@ class Optional(nn.Module):
 )
 def test_inputs_that_are_no_tensors_are_those_of_the_example(position, other, words, tmp_path):
     model, args = Optional().eval(), (torch.randn(2, 3), None, 2.0, "plain")
-    slim = demask.demask(model, args)
+    slim = to_graph(model, args)
     demask.save(slim, tmp_path / "slim")
     changed = (*args[:position], other, *args[position + 1 :])
     for module in (slim, copy.deepcopy(slim), demask.load(tmp_path / "slim")):
         assert torch.equal(module(*args), model(*args))
         with pytest.raises(ValueError, match=words):
             module(*changed)
-    again = demask.demask(slim, args).demasked
+    again = to_graph(slim, args).demasked
     assert again.values == slim.demasked.values
     assert again.guards == slim.demasked.guards
 
@@ -182,7 +183,7 @@ def test_a_keyword_that_forward_does_not_name_is_dynamic() -> None:
     model, x = Optional().eval(), torch.randn(2, 3)
     given = {"mode": "scaled", "scale": x}
     for shapes in (None, "all"):
-        slim = demask.demask(model, (x,), given, dynamic_shapes=shapes)
+        slim = to_graph(model, (x,), given, dynamic_shapes=shapes)
         y = torch.randn(5, 3)
         for names in (("mode", "scale"), ("scale", "mode")):
             inputs = {name: {"mode": "scaled", "scale": y}[name] for name in names}
@@ -193,7 +194,7 @@ def test_a_keyword_that_forward_does_not_name_is_dynamic() -> None:
 def test_one_beside_other_batches_stays_one(batch: int) -> None:
     """Positions for all texts: the example itself is not refused."""
     model, shift = Optional().eval(), torch.randn(1, 3)
-    slim = demask.demask(model, (torch.randn(batch, 3), shift))
+    slim = to_graph(model, (torch.randn(batch, 3), shift))
     for count in (batch, 5):
         x = torch.randn(count, 3)
         given = shift.expand(count, -1) if batch == 1 else shift  # as many as there are texts
@@ -202,8 +203,8 @@ def test_one_beside_other_batches_stays_one(batch: int) -> None:
 
 def test_a_refusal_is_one_error_and_nothing_is_printed(capfd) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval()
-    slim = demask.demask(model, (torch.randn(2, 3, 8, 9),))
-    branches = demask.demask(Branches(), (torch.randn(5, 3),))
+    slim = to_graph(model, (torch.randn(2, 3, 8, 9),))
+    branches = to_graph(Branches(), (torch.randn(5, 3),))
     for module, size in ((slim, (1, 3, 9, 9)), (copy.deepcopy(slim), (1, 5)), (branches, (1, 3))):
         with pytest.raises(ValueError, match="demask"):
             module(torch.randn(size))
@@ -212,7 +213,7 @@ def test_a_refusal_is_one_error_and_nothing_is_printed(capfd) -> None:
 
 def test_a_static_size_is_checked(tmp_path) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval()
-    slim = demask.demask(model, (torch.randn(2, 3, 8, 9),))
+    slim = to_graph(model, (torch.randn(2, 3, 8, 9),))
     demask.save(slim, tmp_path / "slim.demask")
     for module in (slim, demask.load(tmp_path / "slim.demask")):
         assert module(torch.randn(1, 3, 8, 9)).shape == (1, 4, 6, 7)
@@ -245,7 +246,7 @@ def test_inputs_of_one_size_are_refused_with_two() -> None:
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             return x + y
 
-    slim = demask.demask(Sum().eval(), (torch.randn(3, 4), torch.randn(3, 4)))
+    slim = to_graph(Sum().eval(), (torch.randn(3, 4), torch.randn(3, 4)))
     slim(torch.randn(5, 4), torch.randn(5, 4))
     with pytest.raises(ValueError, match="expected sizes"):
         slim(torch.randn(5, 4), torch.randn(1, 4))

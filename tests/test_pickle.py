@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 import demask
 from demask.graph.result import Demasked
 from demask.graph.rows import graph_of, rows_of
+from graphs import to_graph
 from test_guards import Branches
 from test_tied import TOKENS, check_tied, masked, slimmed
 from test_transformers import ARCHITECTURES, demasked, difference, generator, skip_unless_installed
@@ -44,7 +45,7 @@ def sized(dtype: torch.dtype = torch.float64) -> tuple[Demasked, Callable[[int],
     torch.manual_seed(0)
     shapes = (dict.fromkeys((0, 2, 3), torch.export.Dim.AUTO),)
     net = Sized().to(dtype).eval()
-    slim = demask.demask(net, (torch.randn(2, 3, 8, 10, dtype=dtype),), dynamic_shapes=shapes)
+    slim = to_graph(net, (torch.randn(2, 3, 8, 10, dtype=dtype),), dynamic_shapes=shapes)
     return slim, lambda k: torch.randn(k, 3, 7 + k, 9, dtype=dtype)
 
 
@@ -109,7 +110,7 @@ def test_tied_names_and_buffers_that_are_not_stored(road) -> None:
 
 @ROADS
 def test_checks_of_sizes_come_back(road) -> None:
-    slim = demask.demask(Branches(), (torch.randn(5, 3),))
+    slim = to_graph(Branches(), (torch.randn(5, 3),))
     back, x = road(slim), torch.randn(4, 3)
     assert torch.equal(back(x), x * 2)
     for refused, words in ((x[:3], ">= 4"), (torch.randn(5, 2), "expected sizes")):
@@ -121,7 +122,7 @@ def test_what_came_back_is_an_ordinary_result(tmp_path: Path) -> None:
     slim, draw = sized()
     back, x = pickled(slim), draw(3)
     want = slim(x)["maps"][0]
-    again = demask.demask(back, (x,))
+    again = to_graph(back, (x,))
     demask.save(back, tmp_path / "slim")
     others = (copy.deepcopy(back), pickled(pickled(back)), again, demask.load(tmp_path / "slim"))
     for module in others:
@@ -150,7 +151,7 @@ def test_a_part_is_pickled_with_its_model() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 6), nn.ReLU())).eval()
     x = torch.randn(5, 3)
-    slim = demask.demask(model, (x,), modules=["1"])
+    slim = to_graph(model, (x,), modules=["1"])
     back = through_file(slim)
     assert torch.equal(back(x), slim(x))
     assert back[1].demasked == slim[1].demasked

@@ -23,10 +23,10 @@ from demask.ops import TABLE
 from demask.ops.laws import LawModule, law_cases, relative_error, target_of
 from demask.shrink import indexed as planning
 from demask.shrink.cells import Index
-from demask.shrink.pipeline import given, simplified
 from demask.shrink.finished import finished
 from demask.shrink.indexed import Pick
 from demask.shrink.indices import indexed, masked, with_inputs
+from demask.shrink.pipeline import given, simplified
 
 CASES = list(law_cases(TABLE))
 SAMPLE = random.Random(0).sample(CASES, 5)

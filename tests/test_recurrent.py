@@ -17,6 +17,7 @@ from torch.export import Dim
 import demask
 from demask.ops import TABLE, Declined, Relation, Table, bind
 from demask.ops.laws import call_node, missed
+from graphs import to_graph
 from micro_recurrent import rest
 from night import every
 from test_micro import difference, weights
@@ -193,7 +194,7 @@ CASES = [
 def test_exact_small_and_minimal(config: Config, mask: str, result: Callable[..., None]) -> None:
     result(suite="recurrent", network=config.name, mask=mask)
     net = made(config, mask)
-    slim = demask.demask(net, example(config, 5, 2), dynamic_shapes=shapes(config))
+    slim = to_graph(net, example(config, 5, 2), dynamic_shapes=shapes(config))
     before, after = slim.demasked.before.parameters, slim.demasked.after.parameters
     result(before=before, after=after)
     if config.states and mask in ("units", "layer", "direction"):
@@ -216,8 +217,8 @@ def test_exact_small_and_minimal(config: Config, mask: str, result: Callable[...
 def test_an_ordinary_module(config: Config, mask: str) -> None:
     net = made(config, mask)
     inputs = example(config, 5, 2)
-    slim = demask.demask(net, inputs, dynamic_shapes=shapes(config))
-    again = demask.demask(slim, inputs, dynamic_shapes=shapes(config))
+    slim = to_graph(net, inputs, dynamic_shapes=shapes(config))
+    again = to_graph(slim, inputs, dynamic_shapes=shapes(config))
     assert {k: v.shape for k, v in slim.state_dict().items()} == {
         k: v.shape for k, v in again.state_dict().items()
     }
@@ -232,9 +233,7 @@ def test_an_ordinary_module(config: Config, mask: str) -> None:
 
 def test_files_hold_any_length(tmp_path: Path) -> None:
     config = next(c for c in CONFIGS if c.name == "bidirectional")
-    slim = demask.demask(
-        made(config, "units"), example(config, 5, 2), dynamic_shapes=shapes(config)
-    )
+    slim = to_graph(made(config, "units"), example(config, 5, 2), dynamic_shapes=shapes(config))
     demask.save(slim, tmp_path / "slim")
     demask.to_pt2(slim, tmp_path / "slim.pt2")
     inputs = example(config, 9, 7)
@@ -247,7 +246,7 @@ def test_files_hold_any_length(tmp_path: Path) -> None:
 def test_names_and_gradients_are_those_of_the_layer() -> None:
     config = CONFIGS[0]
     net, inputs = made(config, "units"), example(config, 5, 2)
-    slim = demask.demask(net, inputs)
+    slim = to_graph(net, inputs)
     assert set(slim.state_dict()) == set(net.state_dict())
     for module in (net, slim):
         module(*inputs).square().sum().backward()
@@ -261,7 +260,7 @@ def test_names_and_gradients_are_those_of_the_layer() -> None:
 
 def test_what_cannot_become_smaller_stays_one_call() -> None:
     config = next(c for c in CONFIGS if c.name == "stacked_bidirectional")
-    slim = demask.demask(made(config, "nothing"), example(config, 5, 2))
+    slim = to_graph(made(config, "nothing"), example(config, 5, 2))
     assert [n.target for n in slim.graph.nodes].count(aten.rnn_tanh.input) == 1
     assert slim.demasked.before == slim.demasked.after
     steps, two = 5 * 2, 2
@@ -283,7 +282,7 @@ def test_final_states_of_every_layer_and_direction(cell: type[nn.RNNBase], given
     for state in states:
         state[:, :, UNITS] = 0
     args = (x, tuple(states) if cell is nn.LSTM else states[0]) if given else (x,)
-    slim = demask.demask(net, args)
+    slim = to_graph(net, args)
     assert difference(net(*args), slim(*args)) <= 1e-10
     full, small = (m.get_parameter("weight_hh_l1_reverse").shape[1] for m in (net, slim))
     assert (full, small) == (HIDDEN, HIDDEN if given else HIDDEN - len(UNITS))
@@ -306,7 +305,7 @@ def test_final_states_are_as_good_a_reader_as_any() -> None:
     with torch.no_grad():
         net.layer.weight_hh_l0[:, 2] = 0
     x = torch.randn(5, 3, 4).double()
-    slim = demask.demask(net, (x,))
+    slim = to_graph(net, (x,))
     assert difference(net(x), slim(x)) <= 1e-10
     assert slim.get_parameter("layer.weight_hh_l0").shape == (8, 2)
 
@@ -317,7 +316,7 @@ def test_weights_that_are_not_finite_are_alive(value: float) -> None:
     net = made(config, "units")
     with torch.no_grad():
         net.layer.weight_ih_l0[2 * HIDDEN + UNITS[0], 0] = value
-    slim = demask.demask(net, example(config, 5, 2))
+    slim = to_graph(net, example(config, 5, 2))
     assert slim.get_parameter("layer.weight_hh_l0").shape == (4 * 7, 7)
 
 
@@ -328,7 +327,7 @@ def test_biases_may_cancel_where_they_are_added() -> None:
             rows = [2 * HIDDEN + u for u in UNITS] if config.gates > 1 else UNITS
             net.layer.bias_ih_l0[rows], net.layer.bias_hh_l0[rows] = 0.5, -0.5
         x = example(config, 5, 2)
-        slim = demask.demask(net, x)
+        slim = to_graph(net, x)
         assert difference(net(*x), slim(*x)) <= 1e-10
         assert slim.get_parameter("layer.weight_hh_l0").shape[1] == kept
 
@@ -339,7 +338,7 @@ def test_a_rectified_unit_that_stays_below_zero_is_gone(bias: float, kept: int) 
     net, x = made(config, "units"), example(config, 5, 2)
     with torch.no_grad():
         net.layer.bias_ih_l0[UNITS] = bias
-    slim = demask.demask(net, x)
+    slim = to_graph(net, x)
     assert difference(net(*x), slim(*x)) <= 1e-10
     assert slim.get_parameter("layer.weight_hh_l0").shape == (kept, kept)
 
@@ -376,8 +375,8 @@ def test_an_entry_that_forgets_the_biases_is_found_out(config: Config) -> None:
     net, inputs = made(config, "units"), example(config, 5, 2)
     with torch.no_grad():
         net.layer.bias_ih_l0.normal_()
-    assert difference(net(*inputs), demask.demask(net, inputs)(*inputs)) <= 1e-10
-    slim = demask.demask(net, inputs, table=table, check=False)
+    assert difference(net(*inputs), to_graph(net, inputs)(*inputs)) <= 1e-10
+    slim = to_graph(net, inputs, table=table, check=False)
     assert difference(net(*inputs), slim(*inputs)) > 1e-3
 
 
@@ -394,7 +393,7 @@ class Cell(nn.Module):
 
 def test_verify_gives_states_the_batch_of_the_other_inputs() -> None:
     net, inputs = Cell().eval(), (torch.randn(2, 5, 4), *torch.randn(2, 1, 2, 6).unbind())
-    slim = demask.demask(net, inputs, dynamic_shapes="all")
+    slim = to_graph(net, inputs, dynamic_shapes="all")
     found = demask.verify(net, slim, inputs)
     assert found.ok
     assert found.runs == 12  # four draws, and batches 1 and 3 of one, in two dtypes

@@ -17,7 +17,8 @@ from demask.graph.copying import structural_copy
 from demask.graph.holders import Uncalled
 from demask.graph.modules import KINDS, ROWS, in_calls, kind_of
 from demask.graph.result import Demasked
-from demask.shrink.demask import given
+from demask.shrink.pipeline import given
+from graphs import to_graph
 
 IMAGE, ROW = (2, 4, 9, 9), (2, 4)
 MADE: list[tuple[nn.Module, tuple[int, ...]]] = [
@@ -108,7 +109,7 @@ def test_a_row_is_what_export_captures(layer, shape) -> None:
 @pytest.mark.parametrize("layer, shape", MADE, ids=lambda v: str(v)[:40])
 def test_a_layer_comes_back_and_through_a_file(layer, shape, tmp_path) -> None:
     model, x = Holder(copy.deepcopy(layer)).eval(), drawn(layer, shape)
-    slim = demask.demask(model, (x,))
+    slim = to_graph(model, (x,))
     made = slim.get_submodule("layer")
     assert type(made) is type(layer) and kind_of(made) is type(layer)
     plain = copy.deepcopy(layer)
@@ -160,7 +161,7 @@ def residual() -> nn.Module:
 
 @pytest.fixture
 def slim() -> Demasked:
-    made = demask.demask(residual(), (X,))
+    made = to_graph(residual(), (X,))
     assert any("index" in str(node.target) for node in made.graph.nodes)
     return made
 
@@ -188,14 +189,14 @@ def test_hooks_fire_under_old_names(slim) -> None:
     slim(X)
     assert seen == ["stem", "norm", "act", "body.one", "gelu", "body.two", "act", "drop", "head"]
     slim.body.two.register_forward_hook(lambda module, args, out: torch.zeros_like(out))
-    assert not torch.equal(slim(X), demask.demask(residual(), (X,))(X))
+    assert not torch.equal(slim(X), to_graph(residual(), (X,))(X))
 
 
 def test_hooks_of_before_fire_after() -> None:
     model, seen = residual(), []
     model.body.two.register_forward_hook(lambda *_: seen.append("two"))
     model.act.register_forward_pre_hook(lambda *_: seen.append("act"))
-    slim = demask.demask(model, (X,))
+    slim = to_graph(model, (X,))
     seen.clear()
     torch.testing.assert_close(slim(X), residual()(X))
     assert seen == ["act", "two", "act"]
@@ -207,7 +208,7 @@ def test_what_a_hook_computes_is_computed_once() -> None:
     model.stem.register_forward_hook(lambda module, args, out: out * 2)
     model.body.one.register_forward_hook(lambda module, args, out: out * mask)
     model.norm.register_forward_hook(lambda module, args, out: out.mul_(3))
-    slim = demask.demask(model, (X,))
+    slim = to_graph(model, (X,))
     assert slim.body.one.out_channels < 6
     torch.testing.assert_close(slim(X), model(X))
 
@@ -248,7 +249,7 @@ def test_two_rounds_train() -> None:
     model: nn.Module = residual()
     names = {name.replace("_orig", "") for name, _ in model.named_parameters()}
     for _ in range(2):
-        model = demask.demask(model, (X,)).train()
+        model = to_graph(model, (X,)).train()
         assert {name for name, _ in model.named_parameters()} == names
         step = torch.optim.SGD(model.parameters(), 0.1)
         mean = model.norm.running_mean.clone()
@@ -261,7 +262,7 @@ def test_two_rounds_train() -> None:
         prune.ln_structured(model.body.two, "weight", 1, n=1, dim=0)
         model.body.two.bias.data *= model.body.two.weight_mask[:, 0, 0, 0]
         model.eval()
-    last = demask.demask(model, (X,))
+    last = to_graph(model, (X,))
     assert last.body.two.out_channels == 3
     torch.testing.assert_close(last(X), model(X))
 
@@ -305,7 +306,7 @@ class Scaled(nn.Conv2d):
 
 def test_subclasses_stay_where_they_compute_the_same(tmp_path) -> None:
     model = nn.Sequential(Own(3, 4, 1), nn.Tanh(), Scaled(4, 2, 1)).eval()
-    slim = demask.demask(model, (X,))
+    slim = to_graph(model, (X,))
     assert type(slim.get_submodule("0")) is Own and type(slim.get_submodule("2")) is nn.Conv2d
     torch.testing.assert_close(slim(X), model(X))
     demask.save(slim, tmp_path / "m.demask")
@@ -317,7 +318,7 @@ def test_subclasses_stay_where_they_compute_the_same(tmp_path) -> None:
 def test_the_model_is_left_alone() -> None:
     model = residual()
     before = {name: t.clone() for name, t in model.state_dict().items()}
-    slim = demask.demask(model, (X,)).train()
+    slim = to_graph(model, (X,)).train()
     slim(X)
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     assert isinstance(
@@ -340,7 +341,7 @@ def test_a_layer_cut_in_two_ways_is_called_as_functions() -> None:
     model, x = Twice().eval(), torch.randn(3, 6)
     for layer, rows in ((model.a, slice(0, 3)), (model.b, slice(2, 6))):
         layer.weight.data[rows], layer.bias.data[rows] = 0, 0
-    slim = demask.demask(model, (x,))
+    slim = to_graph(model, (x,))
     torch.testing.assert_close(slim(x), model(x))
     called = {str(n.target) for n in slim.graph.find_nodes(op="call_module")}
     if "c" not in called:

@@ -13,6 +13,7 @@ from torch.nn.utils import prune
 import demask
 from demask.files.pt2 import read_model
 from demask.graph.result import Demasked
+from graphs import to_graph
 
 WORDS, WIDTH, MASKED = 7, 8, 3
 TOKENS = torch.arange(12) % WORDS
@@ -50,7 +51,7 @@ def masked(*, embed: bool = True, words: int = WORDS) -> Language:
 
 
 def slimmed(model: nn.Module) -> Demasked:
-    return demask.demask(model, (TOKENS,))
+    return to_graph(model, (TOKENS,))
 
 
 def same(slim: nn.Module, model: nn.Module, tokens: Tensor = TOKENS) -> None:
@@ -119,7 +120,7 @@ def test_a_pt2_keeps_the_names(tmp_path) -> None:
     plain = torch.export.load(tmp_path / "slim.pt2")
     assert set(plain.state_dict) == set(slim.state_dict())
     same(plain.module(), slim)
-    again = demask.demask(read_model(tmp_path / "slim.pt2"))
+    again = to_graph(read_model(tmp_path / "slim.pt2"))
     check_tied(again)
     assert again.demasked.after == slim.demasked.after
 
@@ -146,7 +147,7 @@ def test_both_uses_train_it() -> None:
 def test_cut_two_ways_each_name_goes_with_its_module() -> None:
     model = masked(embed=False, words=3)
     tokens = TOKENS % 3
-    slim = demask.demask(model, (tokens,))
+    slim = to_graph(model, (tokens,))
     same(slim, model, tokens)
     assert slim.embed.weight.shape == (3, WIDTH)
     assert slim.head.weight.shape == (3, WIDTH - MASKED)
@@ -154,7 +155,7 @@ def test_cut_two_ways_each_name_goes_with_its_module() -> None:
     assert {slim.demasked.cuts[n].source for n in ("embed.weight", "head.weight")} == {
         "embed.weight"
     }
-    twice = demask.demask(slim, (tokens,))
+    twice = to_graph(slim, (tokens,))
     assert {n: t.shape for n, t in twice.state_dict().items()} == {
         n: t.shape for n, t in slim.state_dict().items()
     }
@@ -189,7 +190,7 @@ class Settled(nn.Module):
 
 def test_what_folding_makes_is_no_cut_of_the_weight_it_is_named_for() -> None:
     net, x = Settled().double().eval(), torch.randn(3, 2, 8).double()
-    slim = demask.demask(net, (x,))
+    slim = to_graph(net, (x,))
     assert slim.last.weight.shape == (1, 1, 1)
     assert "last.weight" not in slim.demasked.cuts
     torch.testing.assert_close(slim(x), net(x))

@@ -196,8 +196,10 @@ def build(
     root = nn.Module()
     shared: dict[int, Tensor] = {}
     for name, constant in program.constants.items():
-        others = [alias for alias in constant.aliases if alias not in program.constants]
-        _place(root, (name, *others), constant, shared)
+        names = [
+            alias for alias in constant.aliases if alias not in program.constants or alias == name
+        ]
+        _place(root, names if name in names else (name, *names), constant, shared)
     if kind.trains:
         restore(graph, root, originals or {}, kind)
     drop_unread(graph)
