@@ -121,6 +121,17 @@ def has_numbers(module: nn.Module) -> bool:
     return any(isinstance(module, kind) for kind in NUMBERS)
 
 
+def numbers_of(module: nn.Module) -> dict[str, Any]:
+    """The whole numbers above 1, and rows of them, that a module holds."""
+    found: dict[str, Any] = {}
+    for name, value in vars(module).items():
+        if (type(value) is int and value > 1 and not name.startswith("__")) or (
+            type(value) in (list, tuple) and value and all(type(v) is int for v in value)
+        ):
+            found[name] = value
+    return found
+
+
 def renumber(module: nn.Module, call: fx.Node | None = None) -> None:
     """Have a layer's numbers (`in_features`, `groups`, ...) say what its tensors are. call: how it
     is called, for what tensors do not tell."""

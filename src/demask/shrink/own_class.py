@@ -28,9 +28,10 @@ from demask.graph.equal import difference
 from demask.graph.fold import plain
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Cut, Positions
-from demask.graph.resize import assign, bake, has_numbers, renumber
+from demask.graph.resize import assign, bake, has_numbers, numbers_of, renumber
 from demask.graph.result import Demasked
 from demask.shrink.pool import cut, module_of
+from demask.shrink.pretrained import fitting_configs
 
 Capture = Callable[[nn.Module], Iterator[Program]]
 Simplify = Callable[[Program], Program]
@@ -251,6 +252,9 @@ def _fit_numbers(
     """Set the numbers that the modules' own code reads, until the copy is proved to compute
     `after`; raises Unlike where no numbers do."""
     targets = [lazily(form, after) for form in forms]
+    for _ in fitting_configs(copy, cuts):
+        if _unlike(copy, targets, run, capture, forms) is None:
+            return
     choices = _choices(copy, forms[0](before), targets[0](), cuts)
     for choice in choices:
         choice.use()
@@ -338,7 +342,7 @@ def _choices(
     old, new = _calls(before), _calls(after)
     found: dict[Any, _Choice] = {}
     for path, module in copy.named_modules():
-        numbers = _numbers(module)
+        numbers = numbers_of(module)
         if has_numbers(module) or not numbers:
             continue
         sizes = _sizes(path, old, new, cuts)
@@ -353,17 +357,6 @@ def _choices(
         found[key].modules.append(module)
         found[key].paths.append(path)
     return list(found.values())
-
-
-def _numbers(module: nn.Module) -> dict[str, Any]:
-    """The whole numbers above 1, and rows of them, that a module holds."""
-    found: dict[str, Any] = {}
-    for name, value in vars(module).items():
-        if (type(value) is int and value > 1 and not name.startswith("__")) or (
-            type(value) in (list, tuple) and value and all(type(v) is int for v in value)
-        ):
-            found[name] = value
-    return found
 
 
 def _sizes(
