@@ -6,12 +6,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from demask import ops, sparse
-from demask.errors import BadInput, DemaskError, Mismatch, NotExportable, RefusedFile
+from demask.errors import BadInput, DemaskError, Mismatch, NeedsGraph, NotExportable, RefusedFile
 
 if TYPE_CHECKING:
     from demask import pilot, stride, traverse
     from demask.deploy import optimize_onnx
     from demask.files.archive import load, save
+    from demask.files.into import resize
     from demask.files.onnx import from_onnx, to_onnx
     from demask.files.pt2 import to_pt2
     from demask.optimize import optimize
@@ -24,6 +25,7 @@ __all__ = [
     "BadInput",
     "DemaskError",
     "Mismatch",
+    "NeedsGraph",
     "NotExportable",
     "RefusedFile",
     "Report",
@@ -36,6 +38,7 @@ __all__ = [
     "optimize_onnx",
     "pilot",
     "report",
+    "resize",
     "save",
     "sparse",
     "stride",
@@ -56,6 +59,7 @@ _HOMES = {
     "optimize": "demask.optimize",
     "optimize_onnx": "demask.deploy",
     "report": "demask.report",
+    "resize": "demask.files.into",
     "save": "demask.files.archive",
     "to_onnx": "demask.files.onnx",
     "to_pt2": "demask.files.pt2",

@@ -35,6 +35,7 @@ from demask.files.codec import (
     encode_target,
     encode_value,
 )  # fmt: skip
+from demask.files.into import resize
 from demask.files.names import check_fqn, check_name
 from demask.files.trees import check_call_spec, load_spec
 from demask.graph.class_result import as_graph
@@ -88,9 +89,11 @@ def save(slim: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 @public
-def load(path: str | os.PathLike[str]) -> Demasked:
+def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> Any:
     """The network that `save` wrote to `path`, on the CPU, with `.demasked`.
 
+    into: an instance of the class that the network had before it was demasked, and as large: a copy
+    of it with the small tensors comes back. Else a graph does.
     BadInput: not such a file, or damaged. RefusedFile: something that no demasked network holds.
     """
     with open_zip(path) as archive:
@@ -102,7 +105,14 @@ def load(path: str | os.PathLike[str]) -> Demasked:
             stored = safetensors.torch.load(archive.read(TENSORS))
         except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
             raise BadInput(f"{TENSORS} is damaged ({error}); copy the file again") from error
-        return _build(document, stored)
+        slim = _build(document, stored)
+    if into is None:
+        return slim
+    state = {row["name"]: _make_tensor(stored[row["stored"]], False, False, row["order"])
+             for row in document["tensors"] if row["persistent"]}  # fmt: skip
+    result = resize(into, state, slim.demasked.numbers)
+    vars(result)["demasked"] = slim.demasked
+    return result
 
 
 @dataclass(frozen=True, slots=True)

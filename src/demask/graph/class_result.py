@@ -16,7 +16,7 @@ from demask.graph.capture import capture
 from demask.graph.fold import folded
 from demask.graph.functional import functionalized
 from demask.graph.provenance import InputSpec, Provenance
-from demask.graph.result import build
+from demask.graph.result import attach, build
 
 _CALL = "_demasked_call"  # of a module: how it was called when it was demasked
 
@@ -80,4 +80,15 @@ def as_graph(module: Any) -> Any:
     except NotExportable:
         program = capture(module, *inputs, {})
     program = folded(functionalized(program))
-    return build(program, vars(module)["demasked"]).train(module.training)
+    graph = build(program, vars(module)["demasked"]).train(module.training)
+    held = {name for name, _ in _tensors(graph)}
+    for name, tensor in _tensors(module):  # what this call does not read
+        if name not in held:
+            attach(graph, name, tensor)
+    return graph
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    found = [*module.named_parameters(remove_duplicate=False),
+             *module.named_buffers(remove_duplicate=False)]  # fmt: skip
+    return [(str(name), tensor) for name, tensor in found]

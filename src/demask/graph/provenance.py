@@ -168,6 +168,7 @@ class Provenance:
     densities: Mapping[str, float] = field(default_factory=dict)
     form: str = "graph"
     graph_reasons: tuple[str, ...] = ()
+    numbers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary; `from_dict` takes it back."""
@@ -188,6 +189,7 @@ class Provenance:
             "densities": dict(self.densities),
             "form": self.form,
             "graph_reasons": list(self.graph_reasons),
+            "numbers": {path: dict(values) for path, values in self.numbers.items()},
         }
 
     @classmethod
@@ -210,7 +212,19 @@ class Provenance:
             densities={str(k): float(v) for k, v in data.get("densities", {}).items()},
             form=str(data.get("form", "graph")),
             graph_reasons=tuple(map(str, data.get("graph_reasons", ()))),
+            numbers={str(k): _numbers(v) for k, v in data.get("numbers", {}).items()},
         )
+
+
+def _numbers(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Whole numbers, or rows of them, by name."""
+    found: dict[str, Any] = {}
+    for name, value in data.items():
+        row = value if isinstance(value, (list, tuple)) else [value]
+        if not all(type(n) is int and 0 <= n < 2**31 for n in row) or not name.isidentifier():
+            raise ValueError(f"expected whole numbers, got {name} = {value!r:.40}")
+        found[str(name)] = tuple(row) if isinstance(value, (list, tuple)) else value
+    return found
 
 
 def _decision(data: Mapping[str, Any]) -> Decision:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -35,20 +34,35 @@ def assign(root: nn.Module, name: str, tensor: Tensor) -> bool:
 
 def bake(root: nn.Module) -> None:
     """Make pruned and parametrized tensors plain ones of the same name, in place: what masks and
-    parametrizations compute is the tensor from now on."""
+    parametrizations compute is the tensor from now on. Tensors that are shared with another model
+    are not written to."""
     for module in root.modules():
         for key, hook in list(module._forward_pre_hooks.items()):
-            if isinstance(hook, prune.BasePruningMethod) or type(hook).__name__ in (
-                "WeightNorm",
-                "SpectralNorm",
-            ):
-                hook.remove(module)
-                del module._forward_pre_hooks[key]
+            if isinstance(hook, prune.BasePruningMethod):
+                _plain(module, hook._tensor_name, hook.apply_mask(module), ("_orig", "_mask"))
+            elif type(hook).__name__ == "WeightNorm":
+                _plain(module, hook.name, hook.compute_weight(module), ("_g", "_v"))  # type: ignore[attr-defined]
+            else:
+                continue
+            del module._forward_pre_hooks[key]
         if parametrize.is_parametrized(module):
-            for name in list(module.parametrizations):  # type: ignore[union-attr, arg-type]
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    parametrize.remove_parametrizations(module, name, leave_parametrized=True)
+            for name, stored in list(module.parametrizations.items()):  # type: ignore[union-attr]
+                for leaf, original in list(stored._parameters.items()):
+                    if original is not None:  # removing writes to it
+                        own = original.detach().clone()
+                        stored._parameters[leaf] = nn.Parameter(own, original.requires_grad)
+                parametrize.remove_parametrizations(module, name, leave_parametrized=True)
+
+
+def _plain(module: nn.Module, name: str, value: Tensor, ends: Sequence[str]) -> None:
+    """Put a computed tensor where it was computed from others, named like it but for their ends."""
+    old = [module._parameters.get(name + end) for end in ends]
+    grad = any(p is not None and p.requires_grad for p in old)
+    vars(module).pop(name, None)
+    for end in ends:
+        module._parameters.pop(name + end, None)
+        module._buffers.pop(name + end, None)
+    module.register_parameter(name, nn.Parameter(value.detach().clone(), grad))
 
 
 def _linear(m: Any) -> dict[str, Any]:

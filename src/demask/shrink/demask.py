@@ -21,7 +21,7 @@ from demask.graph.result import build
 from demask.ops import TABLE, Table
 from demask.shrink.check import call, checked, unlike
 from demask.shrink.device import CPU, device_of, moved, on_cpu, on_device
-from demask.shrink.own_class import Unlike, own_class, places_of
+from demask.shrink.own_class import Unlike, changed_numbers, own_class, places_of
 from demask.shrink.pipeline import FORMS, has_side, programs_of, reduced, smaller_sizes
 
 
@@ -136,7 +136,9 @@ class _Call:
                 text = "this network comes back as a graph alone: " + "; ".join(reasons)
                 raise NeedsGraph(text, reasons) from error
             return None, reasons
-        remember(own, replace(record, form="class", effects={}), self.args, self.kwargs)
+        numbers = changed_numbers(self.model, own)
+        record = replace(record, form="class", effects={}, numbers=numbers)
+        remember(own, record, self.args, self.kwargs)
         return own, ()
 
 

@@ -77,6 +77,19 @@ def own_class(
     return copy
 
 
+def changed_numbers(model: Any, own: nn.Module) -> dict[str, dict[str, Any]]:
+    """The numbers of modules that are others in `own` than in the model, by path and name."""
+    modules, found = dict(own.named_modules()), {}
+    for path, module in model.named_modules():
+        twin = modules.get(path)
+        held = vars(twin) if twin is not None else {}
+        new = {name: held[name] for name, value in numbers_of(module).items()
+               if held.get(name, value) != value}  # fmt: skip
+        if new:
+            found[path] = new
+    return found
+
+
 def _refuse_branches(program: Program) -> None:
     """Raise Unlike where the network's code may take another way at other sizes or numbers: there
     nothing is proved. Limits of tables, and sizes that must be equal, decide nothing."""
