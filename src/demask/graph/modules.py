@@ -76,7 +76,7 @@ def _row(op: Any, numbers: str = "", tensors: str = "", **others: Any) -> Row:
 
 
 _AFFINE = "weight bias"
-_PLAIN = {"set": {"inplace": False}}
+_PLAIN: Any = {"set": {"inplace": False}}
 _ROWS: dict[type[nn.Module], Row] = {
     nn.Linear: _row(aten.linear.default, "", _AFFINE, default=True),
     nn.LayerNorm: _row(aten.layer_norm.default, "normalized_shape eps", _AFFINE,
