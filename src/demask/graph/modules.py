@@ -58,11 +58,12 @@ class Row:
     def asked(self, call: fx.Node) -> dict[str, Any]:
         """The same arguments as a call has them."""
         found = schema.arguments(call)
-        ignored = dict.fromkeys(_CUDNN & found.keys(), False)
+        ignored = dict.fromkeys(_IGNORED & found.keys(), False)
         return {n: v for n, v in (found | ignored).items() if n != self.x and n not in self.tensors}
 
 
-_CUDNN = {"cudnn_enable", "cudnn_enabled"}
+# Not the module's to say: a flag of the backend, and whether the network trains.
+_IGNORED = {"cudnn_enable", "cudnn_enabled", "train"}
 # The value that an argument of an op has where the module's attribute is None.
 _FOR_NONE = {"padding_idx": -1, "momentum": 0.0}
 
