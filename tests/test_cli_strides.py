@@ -4,11 +4,12 @@ import json
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import demask
 import test_cli
 from demask.cli.models import read_network
+from demask.graph.modules import in_calls
 
 run = test_cli.run  # a fixture
 
@@ -27,7 +28,7 @@ def model(tmp_path) -> nn.Module:
 
 def strides(path) -> list[list[int]]:
     program = read_network(path).model
-    graph = program.graph
+    graph = in_calls(program) if isinstance(program, fx.GraphModule) else program.graph
     return [list(n.args[3]) if len(n.args) > 3 else [1, 1] for n in graph.nodes
             if "conv2d" in str(n.target)]  # fmt: skip
 

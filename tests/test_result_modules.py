@@ -16,8 +16,9 @@ from demask.files import archive
 from demask.graph.copying import structural_copy
 from demask.graph.holders import Uncalled
 from demask.graph.modules import KINDS, ROWS, in_calls, kind_of
-from demask.graph.result import Demasked
-from demask.shrink.pipeline import given
+from demask.graph.result import Demasked, build
+from demask.ops import TABLE
+from demask.shrink.pipeline import given, reduced
 from graphs import to_graph
 
 IMAGE, ROW = (2, 4, 9, 9), (2, 4)
@@ -124,6 +125,14 @@ def test_a_layer_comes_back_and_through_a_file(layer, shape, tmp_path) -> None:
     for network in (slim, back, copy.deepcopy(slim)):
         torch.testing.assert_close(network(x), model(x))
         assert len(network.graph.find_nodes(op="call_module")) == 1
+
+
+@pytest.mark.parametrize("layer, shape", MADE, ids=lambda v: str(v)[:40])
+def test_a_layer_comes_back_without_its_model(layer, shape) -> None:
+    model, x = Holder(copy.deepcopy(layer)).eval(), drawn(layer, shape)
+    made = build(*reduced(given(model, (x,), None, None), TABLE)).eval()
+    assert type(made.get_submodule("layer")) is type(layer)
+    torch.testing.assert_close(made(x), model(x))
 
 
 class Residual(nn.Module):

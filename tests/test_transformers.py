@@ -27,6 +27,7 @@ from architectures import (
     token_ids,
     transformers,
 )
+from demask.graph.modules import in_calls
 from demask.ops.minimal import missed
 from demask.verify import RELATIVE, ULPS
 from night import at_night
@@ -338,7 +339,7 @@ def test_tied_embeddings_stay_tied(kind: str) -> None:
     table = slim.get_parameter("lm_head.weight")
     readers = [
         str(node.target)
-        for read in slim.graph.nodes
+        for read in in_calls(slim).nodes
         if read.op == "get_attr" and slim.state_dict(keep_vars=True).get(read.target) is table
         for node in read.users
     ]

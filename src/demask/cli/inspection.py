@@ -18,6 +18,7 @@ import demask
 from demask.cli.coverage import Gap, gaps
 from demask.cli.models import Network
 from demask.cli.progress import Step
+from demask.graph.modules import in_calls
 from demask.graph.provenance import Provenance
 from demask.graph.spell import SPELLED
 from demask.ops import TABLE
@@ -71,7 +72,8 @@ def inspect_network(given: Network, step: Step) -> Inspection:
     """
     slim = demask.demask(given.model, given.args, result="graph")
     report = demask.report(slim)
-    ops = _ops(given.model.graph)
+    model = given.model
+    ops = _ops(in_calls(model) if isinstance(model, fx.GraphModule) else model.graph)
     return Inspection(
         report,
         _modules(slim, report.removed),

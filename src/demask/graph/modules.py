@@ -58,11 +58,12 @@ class Row:
     def asked(self, call: fx.Node) -> dict[str, Any]:
         """The same arguments as a call has them."""
         found = schema.arguments(call)
-        ignored = dict.fromkeys(_CUDNN & found.keys(), False)
+        ignored = dict.fromkeys(_IGNORED & found.keys(), False)
         return {n: v for n, v in (found | ignored).items() if n != self.x and n not in self.tensors}
 
 
-_CUDNN = {"cudnn_enable", "cudnn_enabled"}
+# Not the module's to say: a flag of the backend, and whether the network trains.
+_IGNORED = {"cudnn_enable", "cudnn_enabled", "train"}
 # The value that an argument of an op has where the module's attribute is None.
 _FOR_NONE = {"padding_idx": -1, "momentum": 0.0}
 
@@ -76,7 +77,7 @@ def _row(op: Any, numbers: str = "", tensors: str = "", **others: Any) -> Row:
 
 
 _AFFINE = "weight bias"
-_PLAIN = {"set": {"inplace": False}}
+_PLAIN: Any = {"set": {"inplace": False}}
 _ROWS: dict[type[nn.Module], Row] = {
     nn.Linear: _row(aten.linear.default, "", _AFFINE, default=True),
     nn.LayerNorm: _row(aten.layer_norm.default, "normalized_shape eps", _AFFINE,

@@ -244,7 +244,7 @@ def _made(
 def _own(module: nn.Module) -> nn.Module:
     """A copy of a module that shares hooks and tensors, without what computed its tensors: masks
     and parametrizations are in the program's."""
-    kind = type(module)
+    kind: Any = type(module)
     if parametrize.is_parametrized(module):
         kind = kind.__bases__[0]
     copy = kind.__new__(kind)
@@ -260,7 +260,9 @@ def _own(module: nn.Module) -> nn.Module:
 def _blank(kind: type[nn.Module]) -> Any:
     """A module of a kind with the least numbers, and no memory."""
     needed = inspect.signature(kind).parameters
-    ones = [1 for p in needed.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    ones = [
+        1 for p in needed.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
     return kind(*ones, **({"device": "meta"} if "device" in needed else {}))
 
 
