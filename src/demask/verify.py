@@ -98,14 +98,9 @@ def verify(
     True
     """
     args, kwargs = examples((slim, model), args, dict(kwargs or {}))
-    given = model, slim
+    networks = model, slim
     if isinstance(getattr(slim, "demasked", None), Provenance):  # its cache holds fewer heads
-        model, slim = (
-            without_caches(_eval(m))
-            if isinstance(m, nn.Module) and not isinstance(m, fx.GraphModule)
-            else m
-            for m in given
-        )
+        model, slim = _without_cache(model), _without_cache(slim)
     graph = _graph(slim)
     left, right, allowed = _doubles(model, graph, args, kwargs, table)
     pairs = [(left, right), _own(model, slim)]
@@ -115,7 +110,7 @@ def verify(
         for wide, (a, b) in zip((True, False), pairs, strict=True):
             given = pytree.tree_map(to_double, inputs) if wide else inputs
             found.compare(a, b, given, wide, narrow, f"draw {seed}, batch {batch}")
-    found.compare_tokens(*given, kwargs.get("input_ids", args[0] if args else None))
+    found.compare_tokens(networks, kwargs.get("input_ids", args[0] if args else None))
     result = found.result(
         str(_dtype(model, slim)).removeprefix("torch."), tuple(name for name, _ in narrow)
     )
@@ -127,6 +122,13 @@ def verify(
             "If `slim` came from demask(), please report it with the model."
         )
     return result
+
+
+def _without_cache(network: Any) -> Any:
+    """A copy of a network of a class, which returns no cache."""
+    if not isinstance(network, nn.Module) or isinstance(network, fx.GraphModule):
+        return network
+    return without_caches(_eval(network))
 
 
 def _graph(slim: nn.Module) -> nn.Module:
@@ -203,8 +205,9 @@ class _Found:
             return False
         return is_as_exact(exact, x, y)
 
-    def compare_tokens(self, a: Any, b: Any, ids: Any) -> None:
+    def compare_tokens(self, networks: tuple[Any, Any], ids: Any) -> None:
         """Where both networks generate text, compare a few tokens, made with their caches."""
+        a, b = networks
         is_text = isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_floating_point()
         if not is_text or not all(callable(getattr(m, "generate", None)) for m in (a, b)):
             return

@@ -55,7 +55,7 @@ def gaps(given: Network, slim: nn.Module, calls: Mapping[str, int], step: Step) 
 def _freed(given: Network, record: Provenance, op: str) -> int | None:
     """How many parameters more go where the op is taken to work position by position."""
     try:
-        slim = demask.demask(given.model, given.args, table=_guessing(op), result="graph")
+        slim: Any = demask.demask(given.model, given.args, table=_guessing(op), result="graph")
     except Exception:  # The op may refuse smaller operands in any way; this is but a guess.
         return None
     if any(reason.op == op and reason.count for reason in slim.demasked.reasons):

@@ -67,19 +67,19 @@ def save(slim: nn.Module, path: str | os.PathLike[str]) -> None:
 
     BadInput: the network holds a module, an op or a value that the format has no place for.
     """
-    slim = as_graph(slim)
-    table, stored = _tensor_table(slim)
+    graph: fx.GraphModule = as_graph(slim)
+    table, stored = _tensor_table(graph)
     document = {
         "format": "demask",
         "version": VERSION,
-        "optimized": isinstance(slim, Optimized),
-        **_signature(slim),
-        "nodes": [_encode_node(node) for node in slim.graph.nodes],
-        "modules": dict(_module_specs(slim)),
+        "optimized": isinstance(graph, Optimized),
+        **_signature(graph),
+        "nodes": [_encode_node(node) for node in graph.graph.nodes],
+        "modules": dict(_module_specs(graph)),
         "tensors": table,
-        "training": [name for name, module in slim.named_modules() if module.training],
-        "demasked": _provenance(slim).to_dict(),
-        **_extra(slim),
+        "training": [name for name, module in graph.named_modules() if module.training],
+        "demasked": _provenance(graph).to_dict(),
+        **_extra(graph),
     }
     text = json.dumps(document, allow_nan=False)
     with write(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:

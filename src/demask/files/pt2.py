@@ -36,13 +36,13 @@ def to_pt2(slim: nn.Module, path: str | os.PathLike[str]) -> None:
     torch.export does not take the network.
     """
     check_writable(path)
-    slim = as_graph(slim)
-    if isinstance(slim, Demasked):
-        slim = spelled_out(slim.plain())  # what another torch and machine can run
-    exported = traced(slim)
+    graph: Any = as_graph(slim)
+    if isinstance(graph, Demasked):
+        graph = spelled_out(graph.plain())  # what another torch and machine can run
+    exported = traced(graph)
     _strip(exported)
     if exported._guards_code:  # torch tests those where there is an example: zeros, stored once
-        exported._example_inputs = pytree.tree_map_only(Tensor, _one_zero, example(slim)[:2])
+        exported._example_inputs = pytree.tree_map_only(Tensor, _one_zero, example(graph)[:2])
     with write(path) as file, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.export warns of its own internals
         patient: Any = _Patient(file)

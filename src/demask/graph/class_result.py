@@ -36,8 +36,7 @@ def remember(
     leaves, spec = pytree.tree_flatten((args, dict(kwargs or {})))
     known = iter(provenance.inputs)
     kept = [next(known, _spec(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    args, kwargs = pytree.tree_unflatten(kept, spec)
-    vars(module)[_CALL] = Call(args, kwargs)
+    vars(module)[_CALL] = Call(*pytree.tree_unflatten(kept, spec))
     vars(module)["demasked"] = provenance
 
 
@@ -68,7 +67,7 @@ def as_graph(module: Any) -> Any:
         marks[id(made)] = leaf
         return made
 
-    inputs = pytree.tree_map(drawn, (call.args, call.kwargs),
+    inputs: Any = pytree.tree_map(drawn, (call.args, call.kwargs),
                              is_leaf=lambda leaf: isinstance(leaf, InputSpec))  # fmt: skip
 
     def dynamic(leaf: Tensor) -> dict[int, Any]:
@@ -76,9 +75,9 @@ def as_graph(module: Any) -> Any:
         return {axis: Dim.AUTO for axis, size in enumerate(sizes) if isinstance(size, str)}
 
     try:
-        program = capture(module, *inputs, dynamic)
+        program = capture(module, inputs[0], inputs[1], dynamic)
     except NotExportable:
-        program = capture(module, *inputs, {})
+        program = capture(module, inputs[0], inputs[1], {})
     program = folded(functionalized(program))
     graph = build(program, vars(module)["demasked"]).train(module.training)
     held = {name for name, _ in _tensors(graph)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -46,12 +46,23 @@ def bake(root: nn.Module) -> None:
                 continue
             del module._forward_pre_hooks[key]
         if parametrize.is_parametrized(module):
-            for name, stored in list(module.parametrizations.items()):  # type: ignore[union-attr]
-                for leaf, original in list(stored._parameters.items()):
-                    if original is not None:  # removing writes to it
-                        own = original.detach().clone()
-                        stored._parameters[leaf] = nn.Parameter(own, original.requires_grad)
-                parametrize.remove_parametrizations(module, name, leave_parametrized=True)
+            stored: Any = module._modules.pop("parametrizations")
+            values = {name: _computed(stored[name]) for name in stored}
+            # Not by torch's own function, which changes the class that copies share.
+            module.__class__ = type(module).__bases__[0]
+            for name, (value, grad) in values.items():
+                made = value.detach().clone()
+                if grad is None:
+                    module.register_buffer(name, made)
+                else:
+                    module.register_parameter(name, nn.Parameter(made, grad))
+
+
+def _computed(held: Any) -> tuple[Tensor, bool | None]:
+    """What parametrizations compute, and whether the parameters they compute it from are trained;
+    None for buffers."""
+    originals = [p for p in held._parameters.values() if p is not None]
+    return held(), any(p.requires_grad for p in originals) if originals else None
 
 
 def _plain(module: nn.Module, name: str, value: Tensor, ends: Sequence[str]) -> None:
@@ -140,7 +151,7 @@ def numbers_of(module: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in vars(module).items():
         if (type(value) is int and value > 1 and not name.startswith("__")) or (
-            type(value) in (list, tuple) and value and all(type(v) is int for v in value)
+            isinstance(value, (list, tuple)) and value and all(type(v) is int for v in value)
         ):
             found[name] = value
     return found
@@ -152,8 +163,10 @@ def renumber(module: nn.Module, call: fx.Node | None = None) -> None:
     for kind, (name, argument) in FROM_CALLS.items():
         if isinstance(module, kind) and call is not None:
             value = schema.arguments(call).get(argument)
-            if isinstance(value, (int, list, tuple)):
-                setattr(module, name, value if isinstance(value, int) else tuple(value))
+            if isinstance(value, int):
+                setattr(module, name, value)
+            elif isinstance(value, (list, tuple)):
+                setattr(module, name, tuple(value))
     for kind, numbers in NUMBERS.items():
         if isinstance(module, kind):
             for name, value in numbers(module).items():

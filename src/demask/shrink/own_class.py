@@ -271,6 +271,7 @@ def _fit_numbers(
     choices = _choices(copy, forms[0](before), targets[0](), cuts)
     for choice in choices:
         choice.use()
+    failure: Unlike | None = None
     for _ in range(MOST_TRIES):
         failure = _unlike(copy, targets, run, capture, forms)
         if failure is None:
@@ -280,6 +281,7 @@ def _fit_numbers(
             raise failure
         choice.at += 1
         choice.use()
+    assert failure is not None
     raise failure
 
 
@@ -313,10 +315,12 @@ def _unlike(
     try:
         run(copy)
         for program in capture(copy):
+            node = None
             for form, target in zip(forms, targets, strict=True):
                 node = difference(target(), form(program))
                 if node is None:
                     return None
+            assert node is not None
             place = _path(node) if node.op == "call_function" else ""
             text = f"{place or 'the network'} makes another call than shapes say ({node.target})"
             first = first or Unlike(text, place)

@@ -71,7 +71,7 @@ def demask_modules(
             inside = model.get_submodule(name).named_children()
             queue += [f"{name}.{leaf}" for leaf, _ in inside if f"{name}.{leaf}" in calls]
             continue
-        records[name] = slim.demasked
+        records[name] = slim.demasked  # type: ignore[assignment]
         _put(result, name, slim)
     if names == "auto" and not records:
         raise NotExportable("no module can be captured", "unknown", "demask it whole to see why")
