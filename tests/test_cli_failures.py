@@ -211,7 +211,7 @@ def test_absurd_numbers_are_bad_input(run, files, words):
     ],
 )
 def test_any_error_ends_in_one_line(run, files, monkeypatch, error, status, words):
-    def fail(*_):
+    def fail(*_, **__):
         raise error
 
     monkeypatch.setattr(demask, "demask", fail)
@@ -225,7 +225,7 @@ def test_any_error_ends_in_one_line(run, files, monkeypatch, error, status, word
 
 
 def test_an_interrupted_command_ends_with_130(run, files, monkeypatch):
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(demask, "demask", interrupted)

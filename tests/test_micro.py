@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 import micro_recurrent  # noqa: F401  (their networks join MICROS)
 import micro_sequences  # noqa: F401
-from demask import demask
+from graphs import to_graph
 from micro import MICROS, Micro
 from night import every
 
@@ -43,7 +43,7 @@ def weights(module: torch.nn.Module) -> int:
 @pytest.mark.parametrize("case", MICROS, ids=lambda c: c.name)
 def test_exact_and_as_small_as_by_hand(case: Micro) -> None:
     model, args = made(case)
-    slim = demask(model, args)
+    slim = to_graph(model, args)
     for batch in (len(args[0]), 1, 5):
         inputs = tuple(torch.randn(batch, *a.shape[1:], dtype=a.dtype) for a in args)
         assert difference(model(*inputs), slim(*inputs)) <= 1e-10
@@ -54,8 +54,8 @@ def test_exact_and_as_small_as_by_hand(case: Micro) -> None:
 @pytest.mark.parametrize("case", every(6, MICROS), ids=lambda c: c.name)
 def test_idempotent(case: Micro) -> None:
     model, args = made(case)
-    once = demask(model, args)
-    twice = demask(once, args)
+    once = to_graph(model, args)
+    twice = to_graph(once, args)
     shapes = [{k: v.shape for k, v in m.state_dict().items()} for m in (once, twice)]
     assert shapes[0] == shapes[1]
     assert len(once.graph.nodes) == len(twice.graph.nodes), (str(once.graph), str(twice.graph))
@@ -66,7 +66,7 @@ def test_exact_at_any_image_size(case: Micro) -> None:
     model, args = made(case)
     shapes = [dict.fromkeys((0, 2, 3), Dim.AUTO)]
     wrapped = (tuple(shapes),) if type(model).__name__ == "Net" else shapes
-    slim = demask(model, args, dynamic_shapes=wrapped)
+    slim = to_graph(model, args, dynamic_shapes=wrapped)
     for height, width in (args[0].shape[-2:], (19, 23), (24, 14)):
         x = torch.randn(3, 3, height, width, dtype=torch.float64)
         assert difference(model(x), slim(x)) <= 1e-10
@@ -77,7 +77,7 @@ def test_exact_at_any_image_size(case: Micro) -> None:
 def test_an_ordinary_module(case: Micro) -> None:
     model, args = made(case)
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    slim = demask(model, args)
+    slim = to_graph(model, args)
     twin = copy.deepcopy(slim)
     assert difference(slim(*args), twin(*args)) == 0
     compiled = torch.compile(slim, fullgraph=True, backend="eager")

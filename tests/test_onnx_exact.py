@@ -16,6 +16,7 @@ from demask.files.onnx import write as writing
 from demask.files.onnx.check import Draw, file_run
 from demask.files.onnx.exact import is_exact
 from demask.files.onnx.write import judge_of, proto_of, serialized, to_onnx
+from graphs import to_graph
 
 pytest.importorskip("onnxruntime")
 INF, NAN = math.inf, math.nan
@@ -152,8 +153,8 @@ def padded():
 
 def test_files_are_no_larger_than_the_network(tmp_path):
     """Border maps stay kernels: a map per pixel would be ten times the network."""
-    slim = demask.demask(padded(), (torch.randn(1, 1, 40, 40),), dynamic_shapes="all")
-    for name, net in (("slim", slim), ("static", demask.demask(padded(), (torch.ones(1, 1, 9, 9),),
+    slim = to_graph(padded(), (torch.randn(1, 1, 40, 40),), dynamic_shapes="all")
+    for name, net in (("slim", slim), ("static", to_graph(padded(), (torch.ones(1, 1, 9, 9),),
                                                                dynamic_shapes={}))):  # fmt: skip
         to_onnx(net, tmp_path / f"{name}.onnx")
         stored = onnx.load(tmp_path / f"{name}.onnx").graph.initializer
@@ -163,7 +164,7 @@ def test_files_are_no_larger_than_the_network(tmp_path):
 
 def test_a_known_network_is_not_traced_again(monkeypatch):
     """Tracing for the exporter takes most of its time on long graphs with dynamic sizes."""
-    slim = demask.demask(padded(), (torch.randn(2, 1, 8, 8),))
+    slim = to_graph(padded(), (torch.randn(2, 1, 8, 8),))
     monkeypatch.setattr(writing, "traced", None)
     proto_of(slim)
 
@@ -222,7 +223,7 @@ def test_what_rounding_alone_makes_is_no_mismatch(tmp_path):
 
 
 def test_a_file_may_be_as_far_off_as_the_runtime_was_before():
-    slim = demask.demask(Faint(-1.0).eval(), (torch.randn(2, 8),))
+    slim = to_graph(Faint(-1.0).eval(), (torch.randn(2, 8),))
     x = torch.randn(2, 8)
     judge, draw = judge_of(slim, ((x,), {}), None), Draw("numbers", (x,))
     exact = slim(x).detach().numpy()
@@ -280,7 +281,7 @@ def test_a_file_does_not_grow(tmp_path):
     """Nothing is masked: attributes as left out, and the exporter's notes, are not written."""
     given, x = spelled_out(), (torch.randn(2, 3, 12, 12),)
     onnx.save(given, tmp_path / "given.onnx")
-    slim = demask.demask(demask.from_onnx(tmp_path / "given.onnx"), x)
+    slim = to_graph(demask.from_onnx(tmp_path / "given.onnx"), x)
     to_onnx(slim, tmp_path / "slim.onnx")
     assert (tmp_path / "slim.onnx").stat().st_size <= (tmp_path / "given.onnx").stat().st_size
     made = onnx.load(tmp_path / "slim.onnx").graph

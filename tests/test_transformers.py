@@ -30,6 +30,7 @@ from architectures import (
 from demask.graph.modules import in_calls
 from demask.ops.minimal import missed
 from demask.verify import RELATIVE, ULPS
+from graphs import to_graph
 from night import at_night
 
 DEPENDS = 1e-3  # of the largest output: at least so much differs between two inputs
@@ -189,7 +190,8 @@ class Called(nn.Module):
 def test_nothing_is_missed(name: str, kind: str) -> None:
     skip_unless_installed(name)
     chosen, draw = ARCHITECTURES[name], generator()
-    slim = demasked(masked(name, kind, draw), chosen, chosen.inputs(2, 7, draw))
+    given = chosen.inputs(2, 7, draw)
+    slim = to_graph(masked(name, kind, draw), (), given, dynamic_shapes=chosen.shapes)
     inputs = chosen.inputs(24, LENGTH, draw)  # every position is asked for, and every token:
     inputs["input_ids"] = torch.randint(VOCABULARY, (24, LENGTH), generator=draw)
     lines = [line.removeprefix("module.") for line in missed(Called(slim), (inputs,))]
@@ -231,8 +233,8 @@ def test_part_of_a_model_generates_the_same_tokens(kind: str, part: str, left: f
 
 
 def test_an_attention_that_is_called_by_keywords_is_a_part() -> None:
-    """Without a cache it exports, positions of one text for all of them included; it says so where
-    a cache comes later, and where one is in the example."""
+    """Without a cache it exports, positions of one text for all of them included; it comes back in
+    its class, which takes a cache. Where one is in the example, the error says so."""
     skip_unless_installed("llama")
     draw = generator()
     model: Any = masked("llama", "head", draw)
@@ -244,9 +246,9 @@ def test_an_attention_that_is_called_by_keywords_is_a_part() -> None:
         assert difference(model, slim, given) <= allowed(ARCHITECTURES["llama"])
     found = slim.get_submodule(parts[0]).demasked
     assert found.after.parameters < found.before.parameters
-    with pytest.raises(ValueError, match=r"past_key_values: expected None.*DynamicCache"):
-        slim.generate(**inputs, use_cache=True, max_new_tokens=2, pad_token_id=0)
-    with pytest.raises(demask.NotExportable, match="DynamicCache"):
+    options = {"use_cache": True, "max_new_tokens": 4, "pad_token_id": 0, "do_sample": False}
+    assert torch.equal(slim.generate(**inputs, **options), model.generate(**inputs, **options))
+    with pytest.raises(demask.NotExportable, match="use_cache=False"):
         demask.demask(model, (), inputs | {"use_cache": True}, modules=parts)
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-import demask
 from demask.errors import NotExportable
 from demask.graph import functional
+from graphs import to_graph
 from test_micro import difference
 
 
@@ -48,7 +48,7 @@ class Written(nn.Module):
 def errors(name: str) -> list[float]:
     """How far off the result is at each batch that it does not refuse."""
     net, found = Written(WRITES[name]).eval(), []
-    slim = demask.demask(net, (torch.randn(3, 8, 6).double(),))
+    slim = to_graph(net, (torch.randn(3, 8, 6).double(),))
     for batch in (3, 2, 1):
         x = torch.randn(batch, 8, 6).double()
         try:
@@ -91,7 +91,7 @@ COMPUTED: dict[str, Callable[[Tensor, int], Tensor]] = {
 @pytest.mark.parametrize("name", COMPUTED)
 def test_writes_at_places_that_sizes_tell(name):
     net, sizes = Rows(COMPUTED[name]).eval(), {0: Dim.AUTO, 2: Dim.AUTO, 3: Dim.AUTO}
-    slim = demask.demask(net, (torch.randn(2, 3, 12, 12).double(),), dynamic_shapes=(sizes,))
+    slim = to_graph(net, (torch.randn(2, 3, 12, 12).double(),), dynamic_shapes=(sizes,))
     for shape in ((2, 3, 12, 12), (3, 3, 9, 16)):
         x = torch.randn(shape).double()
         assert difference(net(x), slim(x)) <= 1e-10
@@ -116,9 +116,9 @@ class Strided(nn.Module):
 def test_as_strided_reads_memory_as_the_model_lays_it_out():
     x = torch.randn(4, 6)
     net = Strided((0, 0))
-    assert difference(net(x), demask.demask(net, (x,))(x)) <= 1e-6
+    assert difference(net(x), to_graph(net, (x,))(x)) <= 1e-6
     with pytest.raises(NotExportable, match="as_strided"):
-        demask.demask(Strided((0, 1)), (x,))
+        to_graph(Strided((0, 1)), (x,))
 
 
 class Heads(nn.Module):
@@ -136,6 +136,6 @@ class Heads(nn.Module):
 
 def test_a_view_of_what_is_left_may_copy():
     net, x = Heads().double().eval(), torch.randn(4, 5, 12).double()
-    slim = demask.demask(net, (x,))
+    slim = to_graph(net, (x,))
     assert slim.heads.out_proj.weight.shape == (12, 2)
     assert difference(net(x), slim(x)) <= 1e-10

@@ -83,11 +83,13 @@ def attributed(node: Any) -> Iterator[None]:
 class Log:
     """Runs steps that a result can do without, and collects what failed, in words.
 
-    gave_up: whether a step failed without which nothing, or little, can be removed.
+    gave_up: whether a step failed without which nothing, or little, can be removed. apart: whether
+    what no input decides was split off, to be computed once a call.
     """
 
     failures: dict[str, str] = field(default_factory=dict)
     gave_up: bool = False
+    apart: bool = False
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -16,10 +16,10 @@ from torch import Tensor, fx, nn
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
-import demask
 from demask.graph.modules import in_calls
 from demask.ops.laws import missed
 from fuzz.program import Program, smaller
+from graphs import to_graph
 
 LIMIT = 1e-10  # max |a - b| / max |a| per output leaf, float64: a re-ordered sum is about 1e-15
 
@@ -38,7 +38,7 @@ def shrunken(program: Program, net: nn.Module) -> fx.GraphModule:
     shapes = None
     if program.dynamic:
         shapes = ({0: Dim.AUTO, 2: Dim.AUTO, 3: Dim.AUTO},)
-    return demask.demask(net, program.example(program.batch), dynamic_shapes=shapes)
+    return to_graph(net, program.example(program.batch), dynamic_shapes=shapes)
 
 
 def check(program: Program, *, oracle: bool = True, slow: bool = False) -> Outcome:

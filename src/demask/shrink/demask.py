@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.export import ExportedProgram
 
 from demask.errors import BadInput, CaptureDiffers, DemaskError, NeedsGraph
-from demask.failures import Log, public
+from demask.failures import Log, described, is_strict, public
 from demask.graph.class_result import remember
 from demask.graph.declared import Masks, masked
 from demask.graph.program import Program
@@ -19,10 +20,10 @@ from demask.graph.provenance import Provenance
 from demask.graph.restore import originals_of
 from demask.graph.result import build
 from demask.ops import TABLE, Table
-from demask.shrink.check import call, checked, unlike
+from demask.shrink.check import checked, in_eval, unlike
 from demask.shrink.device import CPU, device_of, moved, on_cpu, on_device
 from demask.shrink.own_class import Unlike, changed_numbers, own_class, places_of
-from demask.shrink.pipeline import FORMS, has_side, programs_of, reduced, smaller_sizes
+from demask.shrink.pipeline import FORMS, programs_of, reduced, smaller_sizes
 
 
 @public
@@ -81,12 +82,11 @@ def demask(
         return slim
     call = _Call(model, args, kwargs, dynamic_shapes, TABLE if table is None else table, masks)
     differs: CaptureDiffers | None = None
-    for program, target, record in _candidates(call.programs(model), call.table, result):
-        own, reasons = call.own(program, target, record, result, check)
+    for program, target, record, apart in _candidates(call.programs(model), call.table):
+        kept = _together(program, target, record, call.table) if apart else (target, record)
+        own, reasons = call.own(program, *kept, result, check)
         if own is not None:
             return own
-        if reasons and has_side(target):
-            target, record = reduced(program, call.table)
         record = replace(record, graph_reasons=reasons)
         slim = build(target, record, originals=originals_of(model, program))
         try:
@@ -123,15 +123,21 @@ class _Call:
         inputs = (self.args, dict(self.kwargs or {}))
 
         def run(network: nn.Module) -> Any:
-            return call(network, inputs)
+            with torch.enable_grad():  # some modules take a shorter way without
+                return in_eval(network)(*inputs[0], **inputs[1])
 
         again = replace(self, masks="zeros" if self.masks == "zeros" else "declared")
         try:
             own = own_class(self.model, program, target, record.cuts, run, again.programs, forms)
             if check and (wrong := unlike(own, self.model, self.args, self.kwargs)):
                 raise Unlike(f"the network computes something else: {wrong}")
-        except Unlike as error:
-            reasons = (str(error), *places_of(target))
+        except MemoryError:
+            raise
+        except Exception as error:
+            if is_strict() and not isinstance(error, Unlike):
+                raise
+            text = str(error) if isinstance(error, Unlike) else described(error)
+            reasons = (text, *places_of(target))
             if result == "class":
                 text = "this network comes back as a graph alone: " + "; ".join(reasons)
                 raise NeedsGraph(text, reasons) from error
@@ -142,12 +148,21 @@ class _Call:
         return own, ()
 
 
+def _together(
+    program: Program, target: Program, record: Provenance, table: Table
+) -> tuple[Program, Provenance]:
+    """What a program becomes with nothing split off, as its own modules compute it; where that has
+    more parameters, `target`."""
+    whole, other = reduced(program, table, sides=False)
+    return (target, record) if other.after.parameters > record.after.parameters else (whole, other)
+
+
 def _candidates(
-    programs: Iterator[Program], table: Table, result: str
-) -> Iterator[tuple[Program, Program, Provenance]]:
-    """Programs for which demasking works out, and what they become; where it does for none, the
-    first program as it is."""
-    failed: list[tuple[Program, Program, Provenance]] = []
+    programs: Iterator[Program], table: Table
+) -> Iterator[tuple[Program, Program, Provenance, bool]]:
+    """Programs for which demasking works out, what they become, and whether a part was split off;
+    where it does for none, the first program as it is."""
+    failed: list[tuple[Program, Program, Provenance, bool]] = []
     reason = ""
     while True:
         try:
@@ -160,10 +175,10 @@ def _candidates(
             yield from failed[:1]
             return
         log, program = Log(), smaller_sizes(program, reason) if reason else program
-        target, record = reduced(program, table, sides=result == "graph", log=log)
+        target, record = reduced(program, table, log=log)
         reason = reason or "".join(log.notes[:1])
         if log.gave_up:
-            failed.append((program, target, record))
+            failed.append((program, target, record, log.apart))
             continue
-        yield program, target, record
+        yield program, target, record, log.apart
         reason = "the graph captured does not compute what the model does"

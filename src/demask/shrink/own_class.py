@@ -69,6 +69,9 @@ def own_class(
     lost = _assign(copy, before, after, cuts)
     if lost:
         raise Unlike(f"nothing of {lost[0]} is left", lost[0].rpartition(".")[0])
+    for path, module in copy.named_modules():
+        if isinstance(module, nn.MultiheadAttention) and not _is_whole(module):
+            raise Unlike(f"{path} has no number for heads that are narrower than its input", path)
     calls = _calls(after)
     for path, module in copy.named_modules(remove_duplicate=False):
         if any(n is not None for n in module._parameters.values()) or path in calls:
@@ -99,6 +102,14 @@ def _refuse_branches(program: Program) -> None:
     for node in program.graph.find_nodes(op="placeholder"):
         if type(node.meta.get("val")) in (int, float, complex):
             raise Unlike(f"input {node.target} is a number")
+
+
+def _is_whole(module: nn.MultiheadAttention) -> bool:
+    """Are an attention's heads together as wide as what goes in and out?"""
+    joint, width = module.in_proj_weight, module.out_proj.weight.shape
+    parts = [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
+    rows = [len(joint) / 3] if joint is not None else [len(p) for p in parts if p is not None]
+    return width[0] == width[1] == module.embed_dim and set(rows) == {width[0]}
 
 
 def _assign(copy: nn.Module, before: Program, after: Program, cuts: Mapping[str, Cut]) -> list[str]:
@@ -367,7 +378,7 @@ def _choices(
         if all(len(values) == 1 and values[0] == value
                for values, value in zip(options, numbers.values(), strict=True)):  # fmt: skip
             continue
-        key = (type(module), tuple(numbers.items()), tuple(map(tuple, options)))
+        key = (type(module), repr(numbers), repr(options))
         if key not in found:
             tried = itertools.islice(itertools.product(*options), MOST_TRIES)
             found[key] = _Choice([], tuple(numbers), list(tried))

@@ -14,7 +14,6 @@ from torch.export import ExportedProgram
 
 from demask.errors import DemaskError, NotExportable
 from demask.facts.known import Relations
-from demask.facts.trained import trained_nodes
 from demask.failures import CallFailed, Log, described, is_strict
 from demask.graph.capture import captures
 from demask.graph.declared import Masks, declaring
@@ -139,12 +138,6 @@ def fixed_point(program: Program, table: Table) -> Program:
     return canonical(reduced(program, table, sides=False)[0], table)
 
 
-def has_side(program: Program) -> bool:
-    """Does a program compute something of parameters alone at each call?"""
-    weights = trained_nodes(program.graph, program.trained)
-    return any(node.op == "call_function" for node in weights)
-
-
 # How programs are spelled to be compared, the cheapest first.
 FORMS = (simplified, canonical, fixed_point)
 
@@ -237,6 +230,7 @@ def _smaller(step: _Step, table: Table, options: tuple[bool, bool], log: Log) ->
             and (made.weight[1] <= step.weight[1] and made.weight[2] <= step.weight[2])
         )
         if made.weight[0] <= step.weight[0] and less:
+            log.apart |= attempt.apart
             cuts = {
                 name: composed
                 for name, cut in attempt.cuts.items()
@@ -273,7 +267,7 @@ def _attempts(
         sides and reading.borders and log.attempt("a side network", partial(sided, reading), None)
     )
     if side and (split := log.attempt("a side network", partial(reading.again, side), None)):
-        yield from _tried(split, log)
+        yield from (replace(made, apart=True) for made in _tried(split, log))
     plain = list(_tried(reading, log, essential=True))
     yield from plain
     if plain and _cut_apart(plain[0]):

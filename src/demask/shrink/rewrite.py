@@ -49,6 +49,7 @@ class Rewritten:
     program: Program
     cuts: Mapping[str, Cut]
     reasons: tuple[Reason, ...]
+    apart: bool = False  # from the part that no input decides
 
 
 def rewrite(
