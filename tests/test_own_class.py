@@ -400,9 +400,10 @@ def test_a_config_that_cannot_say_it_is_not_written(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of the libraries, on each other
 def test_an_adapter_is_trained_on_a_slim_language_model() -> None:
-    peft = pytest.importorskip("peft")
     model, ids = llama(0)
+    peft = pytest.importorskip("peft")
     slim: Any = demask.demask(model, (), {"input_ids": ids})
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
     tuned = peft.get_peft_model(slim, config)
@@ -413,7 +414,7 @@ def test_an_adapter_is_trained_on_a_slim_language_model() -> None:
         loss = tuned(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     assert losses[-1] < losses[0]
     merged = demask.demask(tuned.merge_and_unload().eval(), (), {"input_ids": ids})
     assert sum(p.numel() for p in merged.parameters()) <= sum(p.numel() for p in slim.parameters())
