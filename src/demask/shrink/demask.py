@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,8 +23,17 @@ from demask.graph.result import build
 from demask.ops import TABLE, Table
 from demask.shrink.check import checked, in_eval, unlike
 from demask.shrink.device import CPU, device_of, moved, on_cpu, on_device
-from demask.shrink.own_class import Unlike, changed_numbers, own_class, places_of
+from demask.shrink.own_class import (
+    Unlike,
+    changed_numbers,
+    constants_at_effects,
+    own_class,
+    places_of,
+    spared,
+)
 from demask.shrink.pipeline import FORMS, programs_of, reduced, smaller_sizes
+
+GIVES_WAY = 1.01  # times the parameters of a graph, that a network of its own class may have
 
 
 @public
@@ -83,8 +93,7 @@ def demask(
     call = _Call(model, args, kwargs, dynamic_shapes, TABLE if table is None else table, masks)
     differs: CaptureDiffers | None = None
     for program, target, record, apart in _candidates(call.programs(model), call.table):
-        kept = _together(program, target, record, call.table) if apart else (target, record)
-        own, reasons = call.own(program, *kept, result, check)
+        own, reasons = call.own(program, target, record, apart, result, check)
         if own is not None:
             return own
         record = replace(record, graph_reasons=reasons)
@@ -113,48 +122,67 @@ class _Call:
         return programs_of(model, self.args, self.kwargs, self.shapes, self.masks)
 
     def own(
-        self, program: Program, target: Program, record: Provenance, result: str, check: bool
-    ) -> tuple[nn.Module | None, tuple[str, ...]]:
+        self, program: Program, target: Program, record: Provenance, apart: bool, result: str,
+        check: bool,
+    ) -> tuple[nn.Module | None, tuple[str, ...]]:  # fmt: skip
         """The result of the caller's own class, if it is asked for and there is one; else why not.
-        Raises NeedsGraph where nothing else is asked for."""
+        Raises NeedsGraph where nothing else is asked for.
+
+        What gives way for it is less than GIVES_WAY of the parameters that a graph would have: a
+        few zeros that nobody pruned, such as the first of the numbers 0 to 15 in a buffer.
+        """
         if result == "graph":
             return None, ()
-        forms = [partial(form, table=self.table) for form in FORMS]
-        inputs = (self.args, dict(self.kwargs or {}))
+        if apart:
+            whole, other = reduced(program, self.table, sides=False)
+            if other.after.parameters <= record.after.parameters:
+                target, record = whole, other
+        try:
+            return self._own(program, target, record, frozenset(), check), ()
+        except Unlike as error:
+            failure = error
+        spare = frozenset(constants_at_effects(target))
+        if spare:
+            kept = spared(program, spare)
+            whole, other = reduced(kept, self.table, sides=False)
+            if other.after.parameters <= GIVES_WAY * record.after.parameters:
+                with contextlib.suppress(Unlike):
+                    return self._own(kept, whole, other, spare, check), ()
+        reasons = (str(failure), *places_of(target))
+        if result == "class":
+            text = "this network comes back as a graph alone: " + "; ".join(reasons)
+            raise NeedsGraph(text, reasons) from failure
+        return None, reasons
+
+    def _own(
+        self, program: Program, target: Program, record: Provenance, spare: frozenset[str],
+        check: bool,
+    ) -> nn.Module:  # fmt: skip
+        """The class result that computes `target`, which `program` became; raises Unlike."""
+        again = replace(self, masks="zeros" if self.masks == "zeros" else "declared")
 
         def run(network: nn.Module) -> Any:
             with torch.enable_grad():  # some modules take a shorter way without
-                return in_eval(network)(*inputs[0], **inputs[1])
+                return in_eval(network)(*self.args, **(self.kwargs or {}))
 
-        again = replace(self, masks="zeros" if self.masks == "zeros" else "declared")
+        def programs(network: nn.Module) -> Iterator[Program]:
+            return (spared(made, spare) for made in again.programs(network))
+
         try:
-            own = own_class(self.model, program, target, record.cuts, run, again.programs, forms)
+            forms = [partial(form, table=self.table) for form in FORMS]
+            own = own_class(self.model, program, target, record.cuts, run, programs, forms)
             if check and (wrong := unlike(own, self.model, self.args, self.kwargs)):
                 raise Unlike(f"the network computes something else: {wrong}")
-        except MemoryError:
+        except (MemoryError, Unlike):
             raise
         except Exception as error:
-            if is_strict() and not isinstance(error, Unlike):
+            if is_strict():
                 raise
-            text = str(error) if isinstance(error, Unlike) else described(error)
-            reasons = (text, *places_of(target))
-            if result == "class":
-                text = "this network comes back as a graph alone: " + "; ".join(reasons)
-                raise NeedsGraph(text, reasons) from error
-            return None, reasons
+            raise Unlike(described(error)) from error
         numbers = changed_numbers(self.model, own)
         record = replace(record, form="class", effects={}, numbers=numbers)
         remember(own, record, self.args, self.kwargs)
-        return own, ()
-
-
-def _together(
-    program: Program, target: Program, record: Provenance, table: Table
-) -> tuple[Program, Provenance]:
-    """What a program becomes with nothing split off, as its own modules compute it; where that has
-    more parameters, `target`."""
-    whole, other = reduced(program, table, sides=False)
-    return (target, record) if other.after.parameters > record.after.parameters else (whole, other)
+        return own
 
 
 def _candidates(

@@ -12,8 +12,8 @@ import itertools
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -216,13 +216,34 @@ def places_of(program: Program) -> tuple[str, ...]:
     for node in program.graph.nodes:
         if (effect := node.meta.get("effect")) is None:
             continue
-        around = dict.fromkeys(_path(user) for user in node.users)
-        here = next(filter(None, around), "") or _path(node) or "the network"
+        here = _around(node) or "the network"
         layers = sorted({_layer(source) for user in node.users
                          for source in user.all_input_nodes} - {""})  # fmt: skip
         alike = f": mask the same channels of {_and(layers)}" if len(layers) > 1 else ""
         found.setdefault(f"{effect} at {here}{alike}")
     return tuple(found)
+
+
+def _around(node: fx.Node) -> str:
+    """The module that reads what keeps a shape, or in which it stands."""
+    return next(filter(None, map(_path, node.users)), "") or _path(node)
+
+
+def constants_at_effects(program: Program) -> set[str]:
+    """The tensors of the modules where a program keeps shapes by more than smaller layers."""
+    paths = {_around(node) for node in program.graph.nodes if "effect" in node.meta} - {""}
+    return {name for name in program.constants if name.rpartition(".")[0] in paths}
+
+
+def spared(program: Program, names: Collection[str]) -> Program:
+    """The program with tensors whose zeros remove nothing."""
+    constants = {
+        name: replace(c, declared=torch.zeros(c.tensor.shape, dtype=torch.bool))
+        if name in names
+        else c
+        for name, c in program.constants.items()
+    }
+    return program.with_graph(program.graph, constants)
 
 
 def _layer(node: fx.Node) -> str:
