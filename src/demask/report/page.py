@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from demask.files import atomic
-from demask.report.text import scatters_line, scatters_reasons, sizes_rows, sparse_rows
+from demask.report.text import form_lines, scatters_line, scatters_reasons, sizes_rows, sparse_rows
 
 if TYPE_CHECKING:
     from demask.report.report import Report
@@ -44,6 +44,7 @@ def page(report: Report) -> str:
 def _sections(report: Report) -> Iterable[str]:
     yield f"<h1>demask report</h1>\n<p>{escape(report.summary)}</p>"
     yield _table(("", "before", "after", "kept"), sizes_rows(report), numbers=(1, 2, 3))
+    yield from (f"<p>It {escape(line)}.</p>" for line in form_lines(report))
     yield f"<p>Ops that only keep shapes: {escape(scatters_line(report))}.</p>"
     yield _list(scatters_reasons(report))
     if report.removed:

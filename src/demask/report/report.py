@@ -37,7 +37,8 @@ class Report:
     else to know (dynamic dimensions, licences used). speed, decisions: of `demask.optimize` alone:
     how fast beside the network as given, and what was chosen for each piece, with the seconds of
     every form it could take. densities: of the layers that are computed by their nonzeros alone,
-    the share of weights that are stored.
+    the share of weights that are stored. form: "class" where the network came back in its own class
+    with smaller modules, else "graph"; graph_reasons: where more than shapes changed.
     """
 
     before: Sizes
@@ -49,6 +50,8 @@ class Report:
     speed: Speed | None = None
     decisions: tuple[Decision, ...] = ()
     densities: Mapping[str, float] = field(default_factory=dict)
+    form: str = "graph"
+    graph_reasons: tuple[str, ...] = ()
 
     @property
     def nothing_removed(self) -> bool:
@@ -84,6 +87,8 @@ class Report:
             "speed": None if self.speed is None else asdict(self.speed),
             "decisions": [decision.to_dict() for decision in self.decisions],
             "densities": dict(self.densities),
+            "form": self.form,
+            "graph_reasons": list(self.graph_reasons),
         }
 
     def to_html(self, path: str | Path) -> None:
@@ -116,6 +121,8 @@ def report(slim: nn.Module) -> Report:
         speed=provenance.speed,
         decisions=provenance.decisions,
         densities=provenance.densities,
+        form=provenance.form,
+        graph_reasons=provenance.graph_reasons,
     )
 
 

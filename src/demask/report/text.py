@@ -73,6 +73,16 @@ def scatters_reasons(report: Report) -> list[str]:
     return [f"{count} {effect}: {EFFECTS.get(effect, 'no reason known')}" for effect, count in left]
 
 
+def form_lines(report: Report) -> list[str]:
+    """What came back, and why, where that is known."""
+    reasons = list(report.graph_reasons)
+    if report.form == "class" and not reasons:
+        return ["came back in its own class: only shapes changed"]
+    if report.form == "class":
+        return [f"came back in its own class, parts of it as graphs: {'; '.join(reasons[:PLACES])}"]
+    return [f"came back as a graph: {'; '.join(reasons[: PLACES + 1])}"] if reasons else []
+
+
 def decline_line(decline: Decline) -> str:
     """One reason in one line: how many slices, why, and the first places."""
     named = ", ".join(decline.places[:PLACES])
@@ -90,6 +100,7 @@ def _parts(report: Report) -> Iterable[RenderableType]:
     if report.removed:
         yield Text("")
         yield _removed_table(report)
+    yield from (Text(f"\n{line}") for line in form_lines(report))
     yield Text(f"\nops that only keep shapes: {scatters_line(report)}")
     yield from map(Text, scatters_reasons(report))
     yield from map(Text, _shortened([decline_line(item) for item in report.declined], "reasons"))
