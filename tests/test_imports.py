@@ -206,7 +206,7 @@ import demask.verify, demask.report.text
 import torch
 from torch import nn
 net = nn.Sequential(demask.sparse.SparseLinear.from_dense(nn.Linear(3, 2))).eval()
-assert "demask.segment" not in str(demask.demask(net, (torch.ones(2, 3),)).plain().graph)
+assert "demask.segment" not in str(demask.demask(net, (torch.ones(2, 3),), result="graph").plain().graph)
 from demask import verify, report, optimize
 import demask.optimize, demask.stride.targets, sys, types
 for name in ("verify", "report", "optimize"):
@@ -255,7 +255,7 @@ def test_what_reads_graphs_finds_the_ops_in_them(tmp_path):
     """Nothing but the files was asked for: what registers their ops is imported by reading."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(demask.sparse.SparseLinear.from_dense(torch.nn.Linear(9, 4)))
-    slim = demask.demask(net.eval(), (torch.ones(2, 9),))
+    slim = demask.demask(net.eval(), (torch.ones(2, 9),), result="graph")
     torch.save(slim, tmp_path / "slim.pt")
     demask.save(slim, tmp_path / "slim.demask")
     found = run(READ, str(tmp_path / "slim.demask"), str(tmp_path / "slim.pt")).splitlines()

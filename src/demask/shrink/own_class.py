@@ -131,6 +131,10 @@ def _assign(copy: nn.Module, before: Program, after: Program, cuts: Mapping[str,
             if id(old) not in clones:
                 clones[id(old)] = _like(cut(old.detach(), positions), old)
             assign(copy, name, clones[id(old)])
+    for module in copy.modules():  # tensors that are neither parameters nor buffers
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and not any(value is new for new in done.values()):
+                vars(module)[name] = value.detach().clone()
     read = {plain(alias) for name, c in before.constants.items() if c.parameter
             for alias in c.aliases or (name,)}  # fmt: skip
     return sorted(name for name in read - done.keys() if name in own)
