@@ -206,7 +206,8 @@ import demask.verify, demask.report.text
 import torch
 from torch import nn
 net = nn.Sequential(demask.sparse.SparseLinear.from_dense(nn.Linear(3, 2))).eval()
-assert "demask.segment" not in str(demask.demask(net, (torch.ones(2, 3),), result="graph").plain().graph)
+slim = demask.demask(net, (torch.ones(2, 3),), result="graph")
+assert "demask.segment" not in str(slim.plain().graph)
 from demask import verify, report, optimize
 import demask.optimize, demask.stride.targets, sys, types
 for name in ("verify", "report", "optimize"):

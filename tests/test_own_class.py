@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,15 @@ class Heads(nn.Module):
         return self.out(y.transpose(1, 2).reshape(batch, length, self.inner))
 
 
+class Numbered(Heads):
+    """One that also knows which it is: a number that is none of its sizes, and that its call does
+    not read."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.place = self.layer_idx = place
+
+
 def half_of_heads() -> Heads:
     net = Heads().eval()
     with torch.no_grad():
@@ -111,6 +121,13 @@ def test_the_number_of_heads_follows() -> None:
     assert (type(slim), slim.heads, slim.width, slim.inner) == (Heads, 2, 8, 16)
     assert slim.demasked.numbers[""] == {"heads": 2, "inner": 16}
     assert demask.verify(net, slim, (x,)).ok
+
+
+def test_numbers_that_the_call_does_not_read_stay() -> None:
+    net = Numbered(4).eval()  # as many as there are heads
+    net.out.weight.data[:, 16:] = 0
+    slim: Any = demask.demask(net, (torch.randn(2, 5, 32),))
+    assert (slim.heads, slim.inner, slim.place, slim.layer_idx) == (2, 16, 4, 4)
 
 
 def test_a_wrong_number_is_refused() -> None:
@@ -357,20 +374,31 @@ def test_parts_by_globs_and_by_themselves() -> None:
         demask.demask(net, (x,), modules=["*.nothing"])
 
 
+def test_every_layer_keeps_its_place_in_the_cache() -> None:
+    """The fifth of six layers has the number of the key and value heads, of which some go."""
+    model, ids = llama(0, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4)
+    for modules in ("auto", None):
+        slim: Any = demask.demask(model, (), {"input_ids": ids}, modules=modules)
+        assert [layer.self_attn.layer_idx for layer in slim.model.layers] == [*range(6)]
+        assert torch.equal(slim.generate(ids, **OPTIONS), model.generate(ids, **OPTIONS))
+        torch.testing.assert_close(slim(ids).logits, model(ids).logits)
+
+
 def llama(more: int, **options: Any) -> tuple[Any, Tensor]:
     """A small LLaMA, a head group and units masked in both layers; `more` units in the second."""
     pytest.importorskip("transformers")
     transformers = architectures.transformers()
     config = transformers.LlamaConfig(
-        vocab_size=60, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, **options,
+        vocab_size=60, hidden_size=32, intermediate_size=64, max_position_embeddings=64,
+        **({"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2} | options),
     )  # fmt: skip
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).eval()
     with torch.no_grad():
         for k, layer in enumerate(model.model.layers):
             layer.mlp.down_proj.weight[:, : 16 + more * k] = 0
-            layer.self_attn.o_proj.weight[:, :16] = 0
+            groups = layer.self_attn.config.num_key_value_heads
+            layer.self_attn.o_proj.weight[:, : 32 // groups] = 0
     return model, torch.randint(3, 50, (2, 6))
 
 
@@ -389,6 +417,22 @@ def test_a_language_model_generates_and_is_saved(tmp_path: Path) -> None:
     assert torch.equal(again(ids).logits, slim(ids).logits)
     fresh = demask.resize(type(model)(model.config), slim.state_dict())
     assert torch.equal(fresh(ids).logits, slim(ids).logits)
+
+
+def test_the_check_sees_a_layer_in_the_place_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a cache nothing tells the layers apart, so the network is called with it, too."""
+    module = importlib.import_module("demask.shrink.demask")
+    real = module.own_class
+
+    def planted(*args: Any) -> nn.Module:
+        made = real(*args)
+        made.model.layers[1].self_attn.layer_idx = 0
+        return made
+
+    model, ids = llama(0)
+    monkeypatch.setattr(module, "own_class", planted)
+    slim: Any = demask.demask(model, (), {"input_ids": ids})
+    assert slim.demasked.form == "graph"
 
 
 def test_a_config_that_cannot_say_it_is_not_written(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -146,10 +147,15 @@ def has_numbers(module: nn.Module) -> bool:
     return any(isinstance(module, kind) for kind in NUMBERS)
 
 
+_INDEX = re.compile(r"(^|_)(idx|id|index)$")  # names of numbers that are no sizes
+
+
 def numbers_of(module: nn.Module) -> dict[str, Any]:
     """The whole numbers above 1, and rows of them, that a module holds."""
     found: dict[str, Any] = {}
     for name, value in vars(module).items():
+        if _INDEX.search(name):
+            continue
         if (type(value) is int and value > 1 and not name.startswith("__")) or (
             isinstance(value, (list, tuple)) and value and all(type(v) is int for v in value)
         ):

@@ -35,7 +35,7 @@ from demask.shrink.pretrained import fitting_configs
 
 Capture = Callable[[nn.Module], Iterator[Program]]
 Simplify = Callable[[Program], Program]
-MOST_TRIES = 24
+MOST_TRIES = 64
 
 
 class Unlike(DemaskError):
@@ -405,11 +405,21 @@ def _choices(
             continue
         key = (type(module), repr(numbers), repr(options))
         if key not in found:
-            tried = itertools.islice(itertools.product(*options), MOST_TRIES)
-            found[key] = _Choice([], tuple(numbers), list(tried))
+            found[key] = _Choice([], tuple(numbers), _rows(tuple(numbers.values()), options))
         found[key].modules.append(module)
         found[key].paths.append(path)
     return list(found.values())
+
+
+def _rows(old: tuple[Any, ...], options: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+    """What numbers could be together, those first in which fewest change: a number that the call
+    does not read (which of the layers this is) stays."""
+    rows = itertools.islice(itertools.product(*options), 2**14)
+
+    def changes(row: tuple[Any, ...]) -> int:
+        return sum(a != b for a, b in zip(row, old, strict=True))
+
+    return sorted(rows, key=changes)[:MOST_TRIES]
 
 
 def _sizes(
@@ -456,7 +466,6 @@ def _options(value: Any, sizes: Mapping[int, list[int]]) -> list[Any]:
     """What a number could become: what sizes of it became; what it is, where some stayed or there
     is none."""
     if isinstance(value, int):
-        became = sorted(sizes.get(value, [value]), reverse=True)
-        return [*became, value] if value not in became else became
+        return sorted({value, *sizes.get(value, ())}, reverse=True)
     each = itertools.product(*(_options(v, sizes) for v in value))
     return [type(value)(row) for row in itertools.islice(each, 4)]
