@@ -32,8 +32,8 @@ from demask.pilot.bounds import clopper_pearson
 from demask.pilot.indexed import Supported
 from demask.pilot.supports import Skip
 from demask.pilot.targets import observing, targets_of
-from demask.shrink.pipeline import given, simplified
 from demask.shrink.finished import finished
+from demask.shrink.pipeline import given, simplified
 from tables import RESULTS, load, machine, markdown
 
 KEEPS, LAYERS = (0.9, 0.75, 0.5), ("*", "*.conv1")

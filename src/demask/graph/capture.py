@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, DemaskError, NotExportable
 from demask.graph.build import mode_of
-from demask.graph.copying import structural_copy, without_caches
+from demask.graph.copying import buffers_as_numbers, structural_copy, without_caches
 from demask.graph.experts import in_one_call
 from demask.graph.export_guards import conditions, range_notes, refused_sizes
 from demask.graph.inline import inlined
@@ -100,7 +100,7 @@ def captures(
         for exported, notes in exports:
             yield replace(_program(exported, notes, model.training), interface=interface)
     except NotExportable as error:
-        if DATA_DEPENDENT not in error.advice or not (names := _as_numbers(work)):
+        if DATA_DEPENDENT not in error.advice or not (names := buffers_as_numbers(work)):
             raise
         note = f"buffers that the model's code decides by are numbers: {', '.join(names)}"
         try:
@@ -110,21 +110,6 @@ def captures(
             raise NotExportable(error.op, error.where, advice + error.advice) from error
         for exported, notes in numbers:
             yield _program(exported, (*notes, note), model.training)
-
-
-def _as_numbers(work: nn.Module) -> list[str]:
-    """Make the whole numbers that `work`, a copy of ours, stores as buffers Python numbers, by
-    which code may decide; their names."""
-    names = []
-    for path, module in work.named_modules():
-        for name, buffer in list(module._buffers.items()):
-            if buffer is None or buffer.is_floating_point() or buffer.ndim:
-                continue
-            if name != "num_batches_tracked":
-                del module._buffers[name]
-                setattr(module, name, buffer.item())
-                names.append(f"{path}.{name}".lstrip("."))
-    return names
 
 
 def _apart(args: Any, kwargs: Any) -> tuple[Any, Any]:

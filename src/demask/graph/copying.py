@@ -34,6 +34,21 @@ def without_caches(model: nn.Module) -> nn.Module:
     return model
 
 
+def buffers_as_numbers(work: nn.Module) -> list[str]:
+    """Make the whole numbers that `work`, a copy of ours, stores as buffers Python numbers, by
+    which code may decide; their names."""
+    names = []
+    for path, module in work.named_modules():
+        for name, buffer in list(module._buffers.items()):
+            if buffer is None or buffer.is_floating_point() or buffer.ndim:
+                continue
+            if name != "num_batches_tracked":
+                del module._buffers[name]
+                setattr(module, name, buffer.item())
+                names.append(f"{path}.{name}".lstrip("."))
+    return names
+
+
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
     for module in model.modules():
         yield from (p for p in module._parameters.values() if p is not None)
