@@ -107,8 +107,8 @@ def _options(config: Any, cuts: Mapping[str, Cut]) -> dict[str, list[int]]:
              for n, kept in zip(cut.shape, cut.kept, strict=True) if kept is not None}  # fmt: skip
     found: dict[str, list[int]] = {}
     for name, value in vars(config).items():
-        if name not in _SIZES + _HEADS:
-            continue
+        if name not in _SIZES + _HEADS or not isinstance(value, int | None):
+            continue  # some list a number for each stage
         sizes = {b for a, b in pairs if value is None or a == value}
         if name in _HEADS and type(value) is int:
             sizes |= {value * b // a for a, b in pairs if value * b % a == 0}
