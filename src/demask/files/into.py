@@ -63,13 +63,25 @@ def resize(
     _own_the_rest(copy, set(state_dict))
     for module in copy.modules():
         renumber(module)
-    if numbers is None and next(fitting_configs(copy, cuts), _NONE) is not _NONE:
-        return copy
+    for _ in fitting_configs(copy, cuts):
+        if _agrees(copy, numbers):
+            return copy
     _set_numbers(copy, cuts, numbers)
     return copy
 
 
-_NONE = object()
+def _agrees(copy: nn.Module, numbers: Numbers | None) -> bool:
+    """Do the modules have the numbers given?"""
+    return all(
+        _plain(getattr(module_at(copy, path), name, None)) == _plain(value)
+        for path, values in (numbers or {}).items()
+        for name, value in values.items()
+    )
+
+
+def _plain(value: Any) -> Any:
+    """A number, or a row of them as files hold it."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _check_names(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:

@@ -77,10 +77,12 @@ _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 class Builder:
     """Appends calls to a graph; each gets meta["val"] by a run on its operands' fake values, shared
-    with equal calls: its metadata counts, not its memory."""
+    with equal calls: its metadata counts, not its memory. replaced: the call that new ones stand
+    for, in the same module, if it is known."""
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode):
         self.graph, self.mode = graph, mode
+        self.replaced: fx.Node | None = None
         self.values = _Values.of(mode)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -88,8 +90,14 @@ class Builder:
         dense, which may be refused, is a reshape."""
         if target in _VIEWS and not self._is_contiguous(args[0].meta["val"]):
             target = torch.ops.aten.reshape.default
-        node = self.graph.call_function(target, args, kwargs)
+        node = self._call(target, args, kwargs)
         self.value(node)
+        return node
+
+    def _call(self, target: Any, args: Any, kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        if self.replaced is not None and "nn_module_stack" in self.replaced.meta:
+            node.meta["nn_module_stack"] = self.replaced.meta["nn_module_stack"]
         return node
 
     def call_shaped(
@@ -100,7 +108,7 @@ class Builder:
         value = like.meta["val"]
         if not self._is_contiguous(value):
             return self.call(target, *args, **kwargs)
-        node = self.graph.call_function(target, tuple(args), kwargs)
+        node = self._call(target, tuple(args), kwargs)
         same = len(shape) == value.ndim and all(map(same_size, shape, value.shape))
         node.meta["val"] = value if same else self._dense(shape, value)
         return node

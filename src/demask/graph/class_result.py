@@ -16,6 +16,7 @@ from demask.graph.capture import capture
 from demask.graph.fold import folded
 from demask.graph.functional import functionalized
 from demask.graph.provenance import InputSpec, Provenance
+from demask.graph.resize import tensors_of
 from demask.graph.result import attach, build
 
 _CALL = "_demasked_call"  # of a module: how it was called when it was demasked
@@ -80,14 +81,8 @@ def as_graph(module: Any) -> Any:
         program = capture(module, inputs[0], inputs[1], {})
     program = folded(functionalized(program))
     graph = build(program, vars(module)["demasked"]).train(module.training)
-    held = {name for name, _ in _tensors(graph)}
-    for name, tensor in _tensors(module):  # what this call does not read
+    held = {name for name, _ in tensors_of(graph)}
+    for name, tensor in tensors_of(module):  # what this call does not read
         if name not in held:
             attach(graph, name, tensor)
     return graph
-
-
-def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    found = [*module.named_parameters(remove_duplicate=False),
-             *module.named_buffers(remove_duplicate=False)]  # fmt: skip
-    return [(str(name), tensor) for name, tensor in found]

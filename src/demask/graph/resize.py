@@ -33,6 +33,12 @@ def assign(root: nn.Module, name: str, tensor: Tensor) -> bool:
     return True
 
 
+def tensors_of(root: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers by every name they have."""
+    return [*root.named_parameters(remove_duplicate=False),
+            *root.named_buffers(remove_duplicate=False)]  # fmt: skip
+
+
 def bake(root: nn.Module) -> None:
     """Make pruned and parametrized tensors plain ones of the same name, in place: what masks and
     parametrizations compute is the tensor from now on. Tensors that are shared with another model
@@ -185,3 +191,9 @@ def module_at(root: nn.Module, path: str) -> nn.Module | None:
         return root.get_submodule(path)
     except AttributeError:
         return None
+
+
+def put_module(root: nn.Module, path: str, module: nn.Module) -> None:
+    """Put a module in the place of another, in the same order."""
+    parent, _, leaf = path.rpartition(".")
+    root.get_submodule(parent)._modules[leaf] = module

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any, Self
@@ -15,6 +15,7 @@ from demask.graph.fold import drop_unread
 from demask.graph.holders import is_holder, refuse_hooks
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Provenance, Sizes
+from demask.graph.resize import tensors_of
 from demask.graph.restore import restore, set_module
 from demask.graph.rows import Row, Value, graph_of, rows_of
 from demask.ops.own import own_of
@@ -105,12 +106,12 @@ def changed(module: Demasked, change: Callable[[Program], Program]) -> Demasked:
             del node.meta["val"]
             node.meta.setdefault("value", value)
     given = {name: Constant(tensor, name, isinstance(tensor, nn.Parameter), tensor.requires_grad)
-             for name, tensor in _tensors(module)}  # fmt: skip
+             for name, tensor in tensors_of(module)}  # fmt: skip
     made = change(Program(graph, given, info.in_spec, info.out_spec, tuple(info.orig_args)))
     root = nn.Module()
     for node in made.graph.find_nodes(op="call_module"):
         set_module(root, str(node.target), module.get_submodule(str(node.target)))
-    for name, tensor in _tensors(module):
+    for name, tensor in tensors_of(module):
         attach(root, name, tensor)
     _copy_persistence(module, root)
     for name, constant in made.constants.items():
@@ -138,18 +139,12 @@ def _keep_names(source: nn.Module, target: nn.Module, copies: Mapping[int, Any])
         twin = copies.get(id(layer), layer)
         if path and id(twin) in layers and _get(target, path) is not twin:
             set_module(target, path, twin)
-    there = dict(_tensors(target))
+    there = dict(tensors_of(target))
     held = {id(tensor) for tensor in there.values()}
-    for name, tensor in _tensors(source):
+    for name, tensor in tensors_of(source):
         twin = copies.get(id(tensor), tensor)
         if name not in there and id(twin) in held:
             attach(target, name, twin)
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by every name they have."""
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
 
 
 def attach(root: nn.Module, name: str, tensor: Tensor, *, persistent: bool = True) -> None:

@@ -79,17 +79,19 @@ def checked(
     return slim if _is_rounding(program, slim, draws) else _refused(slim, program, wrong)
 
 
-def unlike(slim: nn.Module, model: nn.Module | ExportedProgram, args: Any, kwargs: Any) -> str:
+def unlike(
+    slim: nn.Module, model: nn.Module | ExportedProgram, args: Any, kwargs: Any, *, caches: bool
+) -> str:
     """How a network of the model's class differs from it on the example and two draws like it; ""
-    if it does not. Both are called as they are, with their caches, which hold fewer heads in one.
-    On draws that the model refuses nothing is compared."""
+    if it does not. caches: whether both make caches of keys and values; one has fewer heads. On
+    draws that the model refuses nothing is compared."""
     given = examples((model,), args, dict(kwargs or {}))
     try:
-        reference = in_eval(model, caches=True)
+        reference = in_eval(model, caches=caches)
         draws = [(name, inputs, call(reference, inputs)) for name, inputs in draws_like(given)]
     except Exception:
-        draws = _first_alone(model, given, caches=True)
-    return _difference(slim, draws, caches=True)
+        draws = _first_alone(model, given, caches=caches)
+    return _difference(slim, draws, caches=caches)
 
 
 _UNREPEATABLE = (
@@ -184,10 +186,10 @@ def _mixed(leaf: Tensor, draw: torch.Generator) -> Tensor:
     return values.to(leaf.dtype).reshape(leaf.shape)
 
 
-def call(module: nn.Module | Callable[..., Any], inputs: Inputs) -> Any:
+def call(module: nn.Module | Callable[..., Any], inputs: Inputs, *, grad: bool = False) -> Any:
     """What a network returns for copies of the inputs, its random numbers seeded."""
     args, kwargs = pytree.tree_map(_own, inputs)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    with torch.set_grad_enabled(grad), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the network's own
         torch.manual_seed(0)
         return module(*args, **kwargs)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.export import ExportedProgram
 
@@ -21,17 +20,18 @@ from demask.graph.provenance import Provenance
 from demask.graph.restore import originals_of
 from demask.graph.result import build
 from demask.ops import TABLE, Table
-from demask.shrink.check import checked, in_eval, unlike
+from demask.shrink.check import checked, unlike
 from demask.shrink.device import CPU, device_of, moved, on_cpu, on_device
 from demask.shrink.own_class import (
-    Unlike,
     changed_numbers,
     constants_at_effects,
     own_class,
+    own_class_with_graphs,
     places_of,
     spared,
 )
 from demask.shrink.pipeline import FORMS, programs_of, reduced, smaller_sizes
+from demask.shrink.proof import Proof, Unlike
 
 GIVES_WAY = 1.01  # times the parameters of a graph, that a network of its own class may have
 
@@ -138,7 +138,7 @@ class _Call:
             if other.after.parameters <= record.after.parameters:
                 target, record = whole, other
         try:
-            return self._own(program, target, record, frozenset(), check), ()
+            return self._own(program, target, record, check), ()
         except Unlike as error:
             failure = error
         spare = frozenset(constants_at_effects(target))
@@ -147,31 +147,41 @@ class _Call:
             whole, other = reduced(kept, self.table, sides=False)
             if other.after.parameters <= GIVES_WAY * record.after.parameters:
                 with contextlib.suppress(Unlike):
-                    return self._own(kept, whole, other, spare, check), ()
+                    return self._own(kept, whole, other, check, spare=spare), ()
         reasons = (str(failure), *places_of(target))
         if result == "class":
             text = "this network comes back as a graph alone: " + "; ".join(reasons)
             raise NeedsGraph(text, reasons) from failure
+        with contextlib.suppress(Unlike):
+            return self._own(program, target, record, check, why=(failure, reasons)), ()
         return None, reasons
 
     def _own(
-        self, program: Program, target: Program, record: Provenance, spare: frozenset[str],
-        check: bool,
+        self, program: Program, target: Program, record: Provenance, check: bool,
+        *, spare: frozenset[str] = frozenset(), why: tuple[Unlike, tuple[str, ...]] | None = None,
     ) -> nn.Module:  # fmt: skip
-        """The class result that computes `target`, which `program` became; raises Unlike."""
+        """The class result that computes `target`, which `program` became; raises Unlike.
+
+        spare: tensors whose zeros remove nothing. why: parts are graphs, since not all of it can be
+        of the model's class: the first reason, and all.
+        """
         again = replace(self, masks="zeros" if self.masks == "zeros" else "declared")
 
-        def run(network: nn.Module) -> Any:
-            with torch.enable_grad():  # some modules take a shorter way without
-                return in_eval(network)(*self.args, **(self.kwargs or {}))
-
         def programs(network: nn.Module) -> Iterator[Program]:
-            return (spared(made, spare) for made in again.programs(network))
+            return (spared(captured, spare) for captured in again.programs(network))
 
+        forms = [partial(form, table=self.table) for form in FORMS]
+        inputs = self.args, dict(self.kwargs or {})
+        proof = Proof(program, target, record.cuts, inputs, programs, forms)
+        parts: tuple[str, ...] = ()
         try:
-            forms = [partial(form, table=self.table) for form in FORMS]
-            own = own_class(self.model, program, target, record.cuts, run, programs, forms)
-            if check and (wrong := unlike(own, self.model, self.args, self.kwargs)):
+            if why is not None and isinstance(self.model, nn.Module):
+                layers = originals_of(self.model, program)
+                own, parts = own_class_with_graphs(self.model, proof, layers, why[0])
+            else:
+                own = own_class(self.model, proof)
+            wrong = check and unlike(own, self.model, self.args, self.kwargs, caches=not parts)
+            if wrong:
                 raise Unlike(f"the network computes something else: {wrong}")
         except (MemoryError, Unlike):
             raise
@@ -179,8 +189,11 @@ class _Call:
             if is_strict():
                 raise
             raise Unlike(described(error)) from error
-        numbers = changed_numbers(self.model, own)
-        record = replace(record, form="class", effects={}, numbers=numbers)
+        reasons = (*(f"{part} is a graph" for part in parts), *(why[1] if why else ()))
+        record = replace(
+            record, form="class", effects=record.effects if parts else {}, graph_reasons=reasons,
+            numbers=changed_numbers(self.model, own),
+        )  # fmt: skip
         remember(own, record, self.args, self.kwargs)
         return own
 

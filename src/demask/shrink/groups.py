@@ -179,7 +179,8 @@ class _Grouper:
         with self.graph.inserting_before(max(parts[node]).next):
             both = self.build.call(aten.cat.default, parts[node], axis)
             made = self._select(both, axis, torch.argsort(rows))
-        made.meta = {**node.meta, **made.meta}
+        for new in (both, made):
+            new.meta = {**node.meta, **new.meta}
         for user in readers:
             user.replace_input_with(copy, made)
 

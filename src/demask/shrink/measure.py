@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from demask.failures import CallFailed, attributed
 from demask.graph.program import Program
@@ -101,3 +101,10 @@ def traffic(program: Program) -> int:
             if isinstance(value, Tensor):
                 total += math.prod(schema.hint(size) for size in value.shape)
     return total
+
+
+def counted(network: nn.Module) -> Sizes:
+    """The size of a network, without its MACs; tied tensors count once."""
+    tensors = {t.data_ptr(): t for t in (*network.parameters(), *network.buffers()) if t.numel()}
+    counted = [t.numel() for t in tensors.values() if t.is_floating_point()]
+    return Sizes(sum(counted), 0, sum(t.numel() * t.element_size() for t in tensors.values()))

@@ -17,9 +17,11 @@ from demask.failures import described
 from demask.graph.class_result import remember
 from demask.graph.copying import structural_copy, without_caches
 from demask.graph.declared import Masks, within
-from demask.graph.provenance import InputSpec, Provenance, Sizes
+from demask.graph.provenance import InputSpec, Provenance
+from demask.graph.resize import put_module
 from demask.ops import Table
 from demask.shrink.demask import demask
+from demask.shrink.measure import counted
 
 
 def demask_modules(
@@ -72,21 +74,11 @@ def demask_modules(
             queue += [f"{name}.{leaf}" for leaf, _ in inside if f"{name}.{leaf}" in calls]
             continue
         records[name] = slim.demasked  # type: ignore[assignment]
-        _put(result, name, slim)
+        put_module(result, name, slim)
     if names == "auto" and not records:
         raise NotExportable("no module can be captured", "unknown", "demask it whole to see why")
     remember(result, _merged(model, result, records, args, kwargs), args, kwargs)
     return result
-
-
-def _put(root: nn.Module, name: str, module: nn.Module) -> None:
-    """Put a module in the place of another."""
-    parent, _, leaf = name.rpartition(".")
-    holder = root.get_submodule(parent)
-    if isinstance(holder, (nn.Sequential, nn.ModuleList)):
-        holder[int(leaf)] = module
-    else:
-        setattr(holder, leaf, module)
 
 
 def _merged(
@@ -100,7 +92,7 @@ def _merged(
     )
     both = zip(("before", "after"), (model, result), strict=True)
     sizes = {
-        when: replace(_counted(network), macs=sum(getattr(r, when).macs for r in records.values()))
+        when: replace(counted(network), macs=sum(getattr(r, when).macs for r in records.values()))
         for when, network in both
     }
     effects: Counter[str] = Counter()
@@ -160,13 +152,6 @@ def _blocks(model: nn.Module) -> list[str]:
             found += [f"{path}.{k}".lstrip(".") for k, block in enumerate(holder)
                       if kinds[type(block)] > 1]  # fmt: skip
     return found or [name for name, _ in model.named_children()]
-
-
-def _counted(network: nn.Module) -> Sizes:
-    """The size of a network, without its MACs; tied tensors count once."""
-    tensors = {t.data_ptr(): t for t in (*network.parameters(), *network.buffers()) if t.numel()}
-    counted = [t.numel() for t in tensors.values() if t.is_floating_point()]
-    return Sizes(sum(counted), 0, sum(t.numel() * t.element_size() for t in tensors.values()))
 
 
 def _calls(

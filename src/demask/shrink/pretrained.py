@@ -39,6 +39,7 @@ def fitting_configs(model: nn.Module, cuts: Mapping[str, Cut]) -> Iterator[None]
     numbers = {path: numbers_of(module) for path, module in model.named_modules()}
     found = _config_of(model, old, cuts)
     if found is not None:
+        vars(model).pop(REFUSE, None)  # of an earlier round
         _take(model, *found)
         yield
     vars(config).update(vars(old))

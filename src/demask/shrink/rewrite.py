@@ -90,6 +90,7 @@ class Rewriter:
         self.reasons: list[Reason] = []
 
     def visit(self, node: fx.Node) -> None:
+        self.build.replaced = node
         if node.op == "placeholder":
             self.keep(node, 0, self.inputs[node], None)
         elif node.op == "output":

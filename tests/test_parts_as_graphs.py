@@ -1,0 +1,211 @@
+"""Networks of which a part fits its own class and another does not: there graphs stand in it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import demask
+from architectures import transformers
+from demask.errors import BadInput, NeedsGraph
+
+
+class Block(nn.Module):
+    """Two convolutions beside the identity."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(width, width, 3, padding=1)
+        self.second = nn.Conv2d(width, width, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.second(F.relu(self.first(x))))
+
+
+class Net(nn.Module):
+    """Three blocks, a label and a method."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.stem, self.label = nn.Conv2d(3, width, 3, padding=1), "mine"
+        self.blocks = nn.Sequential(*[Block(width) for _ in range(3)])
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(F.relu(self.stem(x))).mean((2, 3)))
+
+    def predict(self, x: Tensor) -> Tensor:
+        return self(x).argmax(-1)
+
+
+def mask(layer: nn.Conv2d, channels: slice) -> None:
+    with torch.no_grad():
+        layer.weight[channels] = 0
+        assert layer.bias is not None
+        layer.bias[channels] = 0
+
+
+def unlike() -> Net:
+    """The stream's first half is masked but for what the second block adds; units in all blocks."""
+    torch.manual_seed(0)
+    net = Net().eval()
+    mask(net.stem, slice(4))
+    for k, block in enumerate(net.blocks):
+        mask(block.first, slice(k + 1))  # type: ignore[union-attr]
+        mask(block.second, slice(2 if k == 1 else 4))  # type: ignore[union-attr]
+    return net
+
+
+def graphs(net: nn.Module) -> list[str]:
+    return [path for path, part in net.named_modules() if isinstance(part, fx.GraphModule)]
+
+
+X = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(1))
+
+
+def test_only_the_blocks_where_streams_meet_are_graphs():
+    net = unlike()
+    slim: Any = demask.demask(net, (X,))
+    assert type(slim) is Net and slim.label == "mine"
+    assert 0 < len(graphs(slim)) < 3 and "blocks.0" not in graphs(slim)
+    assert type(slim.blocks[0]) is Block and slim.blocks[0].first.out_channels == 7
+    assert torch.equal(slim.predict(X), net.predict(X))
+    assert demask.verify(net, slim, (X,)).ok
+    whole = demask.demask(net, (X,), result="graph")
+    assert slim.demasked.after.parameters <= whole.demasked.after.parameters
+    assert any("blocks.1 is a graph" in why for why in slim.demasked.graph_reasons)
+    with pytest.raises(NeedsGraph):
+        demask.demask(net, (X,), result="class")
+
+
+def test_other_sizes_hooks_copies_and_files(tmp_path: Path):
+    net = unlike()
+    calls: list[str] = []
+    for k, block in enumerate(net.blocks):
+        block.register_forward_hook(lambda *_, k=k: calls.append(f"blocks.{k}"))
+    slim: Any = demask.demask(net, (X,))
+    calls.clear()
+    other = torch.randn(5, 3, 9, 9)
+    assert torch.allclose(slim(other), net.eval()(other), atol=1e-6)
+    assert calls.count("blocks.1") == 2
+    part = graphs(slim)[0]
+    fired: list[int] = []
+    slim.get_submodule(f"{part}.first").register_forward_hook(lambda *_: fired.append(1))
+    torch.testing.assert_close(copy.deepcopy(slim)(other), slim(other))
+    assert len(fired) == 2
+    demask.save(slim, tmp_path / "slim.dmk")
+    torch.testing.assert_close(demask.load(tmp_path / "slim.dmk")(other), slim(other))
+
+
+def test_all_parameters_train_and_a_second_round_is_smaller():
+    slim: Any = demask.demask(unlike(), (X,))
+    optimizer = torch.optim.Adam(slim.parameters(), lr=0.01)
+    before = {name: p.detach().clone() for name, p in slim.named_parameters()}
+    slim.train()
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(slim(X), torch.tensor([0, 1])).backward()
+        optimizer.step()
+    assert all(not torch.equal(p, before[name]) for name, p in slim.named_parameters())
+    names = {name for name, _ in unlike().named_parameters()}
+    assert {name for name, _ in slim.named_parameters()} <= names
+    slim.eval()
+    mask(slim.get_submodule("blocks.2.first"), slice(2))
+    again: Any = demask.demask(slim, (X,))
+    assert type(again) is Net
+    assert again.demasked.after.parameters < slim.demasked.after.parameters
+    torch.testing.assert_close(again(X), slim(X))
+    trained = {name for name, p in again.named_parameters() if p.requires_grad}
+    assert trained == {name for name, _ in slim.named_parameters()}
+
+
+class Gated(nn.Module):
+    """Takes a tensor that it scales, another one, and what may be None; returns a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor, *, scale: Tensor, mask: Tensor | None = None) -> tuple[Any, ...]:
+        y = self.a(x) + self.b(x) * scale
+        if mask is not None:
+            y = y * mask
+        return self.c(y), None
+
+
+class Several(nn.Module):
+    """Calls its parts by keywords, the sizes of the input among what they read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([Gated(), Gated()])
+        self.out = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        scale = torch.arange(x.shape[1], dtype=x.dtype)[:, None] / x.shape[1]
+        for part in self.parts:
+            x, _ = part(x, scale=scale, mask=mask)
+        return self.out(x)
+
+
+def test_keywords_tuples_and_arguments_that_are_none():
+    torch.manual_seed(0)
+    net = Several().eval()
+    with torch.no_grad():
+        for layer, units in ((net.parts[0].a, slice(3)), (net.parts[0].b, slice(2, 6))):
+            layer.weight[units], layer.bias[units] = 0, 0  # type: ignore[index, operator]
+    x = torch.randn(2, 5, 6)
+    slim: Any = demask.demask(net, (x,))
+    assert type(slim) is Several and graphs(slim) == ["parts.0"]
+    assert demask.verify(net, slim, (x,)).ok
+    with pytest.raises(BadInput, match="None"):
+        slim(x, mask=torch.zeros(8))
+
+
+def test_a_part_that_is_called_twice_is_no_graph():
+    torch.manual_seed(0)
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.out = Block(8), nn.Linear(8, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.inner(self.inner(x)).mean((2, 3)))
+
+    net = Twice().eval()
+    mask(net.inner.second, slice(3))
+    x = torch.randn(2, 8, 5, 5)
+    x[:, :3] = 0
+    slim = demask.demask(net, (x,))
+    assert "inner" not in graphs(slim)
+    assert demask.verify(net, slim, (x,)).ok
+
+
+def test_an_encoder_with_parts_of_heads_masked_is_of_its_class():
+    hub = transformers()
+    torch.manual_seed(0)
+    config = hub.BertConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=50,
+    )  # fmt: skip
+    net = hub.BertModel(config).eval()
+    with torch.no_grad():
+        for k, layer in enumerate(net.encoder.layer):
+            layer.intermediate.dense.weight[: 3 + k] = 0
+            layer.intermediate.dense.bias[: 3 + k] = 0
+    ids = torch.arange(14).reshape(2, 7)
+    whole = demask.demask(net, (ids,))
+    assert type(whole) is type(net) and not graphs(whole)  # fewer positions than its table has
+    with torch.no_grad():
+        value = net.encoder.layer[1].attention.self.value
+        value.weight[:1], value.bias[:1] = 0, 0
+    slim: Any = demask.demask(net, (ids,))
+    assert type(slim) is type(net) and graphs(slim) == ["encoder.layer.1.attention.output"]
+    assert demask.verify(net, slim, (ids,)).ok
