@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,7 +11,15 @@ from demask.errors import BadInput
 from demask.failures import public
 from demask.graph.copying import structural_copy
 from demask.graph.provenance import Cut
-from demask.graph.resize import assign, bake, has_numbers, module_at, numbers_of, renumber
+from demask.graph.resize import (
+    assign,
+    bake,
+    has_numbers,
+    module_at,
+    numbers_of,
+    renumber,
+    tensors_of,
+)
 from demask.shrink.pretrained import fitting_configs
 
 Numbers = Mapping[str, Mapping[str, Any]]
@@ -45,8 +53,8 @@ def resize(
         raise BadInput(f"expected an nn.Module and its state dict, got {kinds}")
     copy = structural_copy(model, share=True)
     bake(copy)
-    old = copy.state_dict(keep_vars=True)
-    _check_names(old, state_dict)
+    old = dict(tensors_of(copy))
+    _check_names(old.keys(), copy.state_dict().keys(), state_dict.keys())
     cuts: dict[str, Cut] = {}
     made: dict[int, Tensor] = {}
     for name, tensor in state_dict.items():
@@ -63,7 +71,7 @@ def resize(
     _own_the_rest(copy, set(state_dict))
     for module in copy.modules():
         renumber(module)
-    for _ in fitting_configs(copy, cuts):
+    for _ in fitting_configs(copy):
         if _agrees(copy, numbers):
             return copy
     _set_numbers(copy, cuts, numbers)
@@ -84,10 +92,11 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _check_names(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
-    """Raise BadInput unless both have the same names; biases may be new."""
-    missing = sorted(old.keys() - new.keys())
-    more = sorted(name for name in new.keys() - old.keys() if not name.endswith("bias"))
+def _check_names(known: Set[str], needed: Set[str], names: Set[str]) -> None:
+    """Raise BadInput unless a state dict has all names needed, and no others than those known;
+    biases may be new, and buffers that no state dict has may be there (files hold them)."""
+    missing = sorted(needed - names)
+    more = sorted(name for name in names - known if not name.endswith("bias"))
     if missing or more:
         raise BadInput(
             "expected the state dict of a slim network of this class, but it "

@@ -30,7 +30,6 @@ _MOVES = {
 }
 _SAME = {"aten.clone.default", "aten.contiguous.default", "aten.alias.default",
          "aten.detach.default", "aten.detach_.default"}  # fmt: skip
-Sizes = tuple[dict[Any, int], dict[Any, int]]
 
 
 def difference(a: Program, b: Program) -> fx.Node | None:
@@ -101,7 +100,7 @@ class Values:
         elif (moved := _moved(node, walk)) is not None:
             walk.moved[node] = moved
             if not isinstance(moved, _Moved):  # several, named by getitem
-                key = ("parts", node.name, id(walk))
+                key = ("parts", len(self.numbers))
             elif _is_whole(moved, node, walk):
                 return walk.found[moved.root]
             else:

@@ -23,7 +23,7 @@ MOST_TRIES = 64
 def fit_numbers(network: nn.Module, proof: Proof, parts: Collection[str] = ()) -> None:
     """Set the numbers that the modules' own code reads, until the network is proved to compute the
     smaller program; raises Unlike where no numbers do. parts: modules that are graphs already."""
-    for _ in fitting_configs(network, proof.cuts):
+    for _ in fitting_configs(network):
         if proof.unlike(network) is None:
             return
     choices = _choices(network, proof, parts)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy as copies
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from demask.errors import BadInput
-from demask.graph.provenance import Cut
 from demask.graph.resize import numbers_of
 
 # What configs call sizes, and counts of heads.
@@ -26,7 +25,7 @@ _HEADS = (
 REFUSE = "save_pretrained"
 
 
-def fitting_configs(model: nn.Module, cuts: Mapping[str, Cut]) -> Iterator[None]:
+def fitting_configs(model: nn.Module) -> Iterator[None]:
     """Have the config of a model with cut tensors say their sizes, and its modules those numbers
     that a model of this config has: one config after the other that has such tensors. Where the
     caller takes none, the model has its old ones again, and `save_pretrained` refuses from now on;
@@ -37,7 +36,7 @@ def fitting_configs(model: nn.Module, cuts: Mapping[str, Cut]) -> Iterator[None]
         return
     old = copies.deepcopy(config)
     numbers = {path: numbers_of(module) for path, module in model.named_modules()}
-    found = _config_of(model, old, cuts)
+    found = _config_of(model, old)
     if found is not None:
         vars(model).pop(REFUSE, None)  # of an earlier round
         _take(model, *found)
@@ -56,13 +55,11 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
     )
 
 
-def _config_of(
-    model: nn.Module, config: Any, cuts: Mapping[str, Cut]
-) -> tuple[nn.Module, Any] | None:
+def _config_of(model: nn.Module, config: Any) -> tuple[nn.Module, Any] | None:
     """A config, and a model made from it, that has tensors of the model's shapes: found by changing
     one number after the other, each time the one that makes most shapes right."""
-    options = _options(config, cuts)
     fresh = _made(type(model), config)
+    options = _options(config, _changes(fresh, model))
     best = _misfits(model, fresh)
     while fresh is not None and best > 0:
         tries = []
@@ -101,11 +98,17 @@ def _made(kind: type[nn.Module], config: Any) -> nn.Module | None:
         return None
 
 
-def _options(config: Any, cuts: Mapping[str, Cut]) -> dict[str, list[int]]:
+def _changes(fresh: nn.Module | None, model: nn.Module) -> set[tuple[int, int]]:
+    """The sizes of parameters that differ in two models, in pairs."""
+    old = {} if fresh is None else {name: p.shape for name, p in fresh.named_parameters()}
+    pairs = {pair for name, p in model.named_parameters() if name in old and len(old[name]) == p.ndim
+             for pair in zip(old[name], p.shape, strict=True)}  # fmt: skip
+    return {(a, b) for a, b in pairs if a != b}
+
+
+def _options(config: Any, pairs: set[tuple[int, int]]) -> dict[str, list[int]]:
     """What numbers of a config could become: what axes of their size became; of heads, as large a
     share as of any axis."""
-    pairs = {(n, len(kept)) for cut in cuts.values()
-             for n, kept in zip(cut.shape, cut.kept, strict=True) if kept is not None}  # fmt: skip
     found: dict[str, list[int]] = {}
     for name, value in vars(config).items():
         if name not in _SIZES + _HEADS or not isinstance(value, int | None):

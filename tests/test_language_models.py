@@ -1,0 +1,134 @@
+"""Language models that come back in their class: caches, configs, files, adapters, training."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import architectures
+import demask
+from rounds import rounds
+
+
+def test_every_layer_keeps_its_place_in_the_cache() -> None:
+    """The fifth of six layers has the number of the key and value heads, of which some go."""
+    model, ids = llama(0, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4)
+    for modules in ("auto", None):
+        slim: Any = demask.demask(model, (), {"input_ids": ids}, modules=modules)
+        assert [layer.self_attn.layer_idx for layer in slim.model.layers] == [*range(6)]
+        assert torch.equal(slim.generate(ids, **OPTIONS), model.generate(ids, **OPTIONS))
+        torch.testing.assert_close(slim(ids).logits, model(ids).logits)
+
+
+def llama(more: int, **options: Any) -> tuple[Any, Tensor]:
+    """A small LLaMA, a head group and units masked in both layers; `more` units in the second."""
+    pytest.importorskip("transformers")
+    transformers = architectures.transformers()
+    config = transformers.LlamaConfig(
+        vocab_size=60, hidden_size=32, intermediate_size=64, max_position_embeddings=64,
+        **({"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2} | options),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for k, layer in enumerate(model.model.layers):
+            layer.mlp.down_proj.weight[:, : 16 + more * k] = 0
+            groups = layer.self_attn.config.num_key_value_heads
+            layer.self_attn.o_proj.weight[:, : 32 // groups] = 0
+    return model, torch.randint(3, 50, (2, 6))
+
+
+OPTIONS = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+
+
+def test_a_language_model_generates_and_is_saved(tmp_path: Path) -> None:
+    model, ids = llama(0)
+    slim: Any = demask.demask(model, (), {"input_ids": ids})
+    assert type(slim) is type(model)
+    assert torch.equal(slim.generate(ids, **OPTIONS), model.generate(ids, **OPTIONS))
+    assert (slim.config.num_attention_heads, slim.config.intermediate_size) == (2, 48)
+    assert demask.verify(model, slim, (), {"input_ids": ids}).ok
+    slim.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert torch.equal(again(ids).logits, slim(ids).logits)
+    fresh = demask.resize(type(model)(model.config), slim.state_dict())
+    assert torch.equal(fresh(ids).logits, slim(ids).logits)
+    demask.save(slim, tmp_path / "slim.demask")
+    loaded: Any = demask.load(tmp_path / "slim.demask", into=type(model)(model.config))
+    loaded.save_pretrained(tmp_path / "again")
+    again = type(model).from_pretrained(tmp_path / "again")
+    assert again.config.intermediate_size == 48
+    assert torch.equal(again(ids).logits, slim(ids).logits)
+
+
+def test_the_check_sees_a_layer_in_the_place_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a cache nothing tells the layers apart, so the network is called with it, too."""
+    module = importlib.import_module("demask.shrink.demask")
+    real = module.own_class
+
+    def planted(*args: Any) -> nn.Module:
+        made = real(*args)
+        made.model.layers[1].self_attn.layer_idx = 0
+        return made
+
+    model, ids = llama(0)
+    monkeypatch.setattr(module, "own_class", planted)
+    slim: Any = demask.demask(model, (), {"input_ids": ids})
+    assert any(isinstance(part, fx.GraphModule) for part in slim.modules())
+
+
+def test_a_config_that_cannot_say_it_is_not_written(tmp_path: Path) -> None:
+    model, ids = llama(8)
+    slim: Any = demask.demask(model, (), {"input_ids": ids})
+    assert torch.equal(slim.generate(ids, **OPTIONS), model.generate(ids, **OPTIONS))
+    with pytest.raises(demask.BadInput, match=r"demask\.save"):
+        slim.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+    demask.save(slim, tmp_path / "slim.demask")
+    loaded: Any = demask.load(tmp_path / "slim.demask", into=type(model)(model.config))
+    assert torch.equal(loaded(ids).logits, slim(ids).logits)
+    with pytest.raises(demask.BadInput, match=r"demask\.save"):
+        loaded.save_pretrained(tmp_path / "folder")
+    with torch.no_grad():  # as many units as the second layer has left
+        slim.model.layers[0].mlp.down_proj.weight[:, :8] = 0
+    even: Any = demask.demask(slim, (), {"input_ids": ids})
+    even.save_pretrained(tmp_path / "folder")
+    again = type(model).from_pretrained(tmp_path / "folder")
+    torch.testing.assert_close(again(ids).logits, even(ids).logits)
+
+
+def test_three_rounds_of_an_encoder() -> None:
+    transformers = architectures.transformers()
+    config = transformers.BertConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=50, max_position_embeddings=7,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    net = transformers.BertForSequenceClassification(config)
+    ids = torch.arange(14).reshape(2, 7)
+    rounds(net, (ids,), lambda n: [(layer.intermediate.dense,) for layer in n.bert.encoder.layer])
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of the libraries, on each other
+def test_an_adapter_is_trained_on_a_slim_language_model() -> None:
+    model, ids = llama(0)
+    peft = pytest.importorskip("peft")
+    slim: Any = demask.demask(model, (), {"input_ids": ids})
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    tuned = peft.get_peft_model(slim, config)
+    optimizer = torch.optim.Adam((p for p in tuned.parameters() if p.requires_grad), 1e-2)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = tuned(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    merged = demask.demask(tuned.merge_and_unload().eval(), (), {"input_ids": ids})
+    assert sum(p.numel() for p in merged.parameters()) <= sum(p.numel() for p in slim.parameters())
