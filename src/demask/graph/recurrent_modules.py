@@ -11,15 +11,24 @@ from torch import fx, nn
 from demask.ops import schema
 
 aten = torch.ops.aten
-_ZEROS = (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default)
+SIZED = (aten.zeros.default, aten.new_zeros.default)
+_ZEROS = (*SIZED, aten.zeros_like.default)
 _FILLED = (aten.full.default, aten.new_full.default, aten.full_like.default)
+
+
+def parts_of(layers: int, two: bool) -> list[str]:
+    """The layers and directions of a module, as the names of its tensors end.
+
+    >>> parts_of(1, True)
+    ['l0', 'l0_reverse']
+    """
+    return [f"l{layer}{way}" for layer in range(layers) for way in ("", "_reverse")[: 1 + two]]
 
 
 def names_of(found: Mapping[str, Any]) -> list[str]:
     """The names of the tensors that a call of several layers and directions reads, in their order.
     found: its arguments."""
-    ways = ("", "_reverse") if found["bidirectional"] else ("",)
-    parts = [f"l{layer}{way}" for layer in range(found["num_layers"]) for way in ways]
+    parts = parts_of(found["num_layers"], found["bidirectional"])
     biases = ("bias_ih", "bias_hh") if found["has_biases"] else ()
     leaves = ("weight_ih", "weight_hh", *biases, "weight_hr")
     count = len(found["params"]) // len(parts)
@@ -30,15 +39,16 @@ def begins_with_zeros(call: fx.Node) -> bool:
     """Is the state that a call begins with what its module begins with where it is given none?"""
     found = schema.arguments(call)
     states = found["hx"] if isinstance(found["hx"], (list, tuple)) else [found["hx"]]
-    return all(map(_is_zeros, states))
+    return all(map(is_zeros, states))
 
 
 def is_state(node: fx.Node) -> bool:
     """Is a call one of those that make a state to begin with?"""
-    return node.target is aten.sym_size.int or _is_zeros(node)
+    return node.target is aten.sym_size.int or is_zeros(node)
 
 
-def _is_zeros(node: Any) -> bool:
+def is_zeros(node: Any) -> bool:
+    """Is a node a call that makes zeros?"""
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return False
     return node.target in _ZEROS or (

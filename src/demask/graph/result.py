@@ -15,6 +15,7 @@ from demask.graph.fold import drop_unread
 from demask.graph.holders import is_holder, refuse_hooks
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Provenance, Sizes
+from demask.graph.recurrent import joined
 from demask.graph.restore import restore, set_module
 from demask.graph.rows import Row, Value, graph_of, rows_of
 from demask.ops.own import own_of
@@ -201,6 +202,7 @@ def build(
         ]
         _place(root, names if name in names else (name, *names), constant, shared)
     if kind.trains:
+        joined(graph)
         restore(graph, root, originals or {}, kind)
     drop_unread(graph)
     for node in graph.nodes:
