@@ -259,27 +259,6 @@ def test_hooks_fire_under_old_names(slim) -> None:
     assert not torch.equal(slim(X), to_graph(residual(), (X,))(X))
 
 
-def test_hooks_of_before_fire_after() -> None:
-    model, seen = residual(), []
-    model.body.two.register_forward_hook(lambda *_: seen.append("two"))
-    model.act.register_forward_pre_hook(lambda *_: seen.append("act"))
-    slim = to_graph(model, (X,))
-    seen.clear()
-    torch.testing.assert_close(slim(X), residual()(X))
-    assert seen == ["act", "two", "act"]
-
-
-def test_what_a_hook_computes_is_computed_once() -> None:
-    """It is in the program; a mask that it makes is cut."""
-    model, mask = residual(), torch.tensor([1.0] * 5 + [0.0] * 3)[:, None, None]
-    model.stem.register_forward_hook(lambda module, args, out: out * 2)
-    model.body.one.register_forward_hook(lambda module, args, out: out * mask)
-    model.norm.register_forward_hook(lambda module, args, out: out.mul_(3))
-    slim = to_graph(model, (X,))
-    assert slim.body.one.out_channels < 6
-    torch.testing.assert_close(slim(X), model(X))
-
-
 def test_pruning_and_parametrizations_of_a_layer_take_effect(slim) -> None:
     before = slim(X)
     prune.ln_structured(slim.body.two, "weight", 2, n=1, dim=0)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from demask.graph.hooks import HOOKS
 from demask.graph.recurrent_modules import names_of, zero_state
 from demask.graph.returned import flat, is_read_apart
 from demask.ops import schema
@@ -222,7 +223,6 @@ _FORWARD = (
 )
 STATE = "hx"  # the argument of recurrent ops that modules may be called without
 READS = "reads"  # in `meta` of a call of a module: the fake values of its tensors
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def kind_of(module: nn.Module) -> type[nn.Module] | None:
@@ -258,7 +258,7 @@ def spell(graph: fx.Graph, root: nn.Module) -> list[fx.Node]:
     for node in graph.find_nodes(op="call_module"):
         module = root.get_submodule(str(node.target))
         row = row_of(module)
-        hooked = any(getattr(module, hooks) for hooks in _HOOKS)
+        hooked = any(getattr(module, hooks) for hooks in HOOKS)
         fits = row is not None and is_read_apart(node, row.returns) and not node.kwargs
         if row is None or hooked or not fits or not _is_called_on(node, row):
             left.append(node)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.utils import parametrize, prune
+from torch.nn.utils import parametrize
 
 from demask.graph.holders import is_holder
+from demask.graph.hooks import computes_weight
 from demask.graph.modules import (
     READS,
     ROWS,
@@ -33,14 +35,21 @@ _QUALIFIED = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in ROWS}
 _DEFAULTS = {row.op: kind for kind, rows in ROWS.items() for row in rows if row.default}
 _BATCH_NORMS = {4: nn.BatchNorm2d, 5: nn.BatchNorm3d}  # by dimensions; else of one
 _LEAST = {"unflattened_size": (1,)}  # of a module's numbers, where that is not 1
-_COMPUTED = ("WeightNorm", "SpectralNorm")  # hooks that compute a weight
 
 
-def originals_of(model: Any, program: Program) -> dict[str, nn.Module]:
-    """The modules of a model, by path, whose calls are all that was captured of them, so that their
-    hooks only watch: what others compute is in the program already. program: as captured."""
+@dataclass(frozen=True, slots=True)
+class Originals:
+    """Of a model, the modules whose class and hooks the modules of a graph keep, by their paths."""
+
+    model: nn.Module
+    kept: Mapping[str, nn.Module]
+
+
+def originals_of(model: Any, program: Program) -> Originals | None:
+    """The modules of a model whose calls are all that was captured of them, so that their hooks
+    only watch: what others compute is in the program already. program: as captured."""
     if not isinstance(model, nn.Module):
-        return {}
+        return None
     calls: dict[tuple[str, str], list[fx.Node]] = {}
     for node in program.graph.nodes:
         if node.op == "call_function" and (path := _scope(node)[0]):
@@ -57,8 +66,8 @@ def originals_of(model: Any, program: Program) -> dict[str, nn.Module]:
         elif module is not None:
             found[name] = module
     kept = {id(module) for name, module in found.items() if name not in changed}
-    return {name: module for name, module in model.named_modules(remove_duplicate=False)
-            if id(module) in kept}  # fmt: skip
+    modules = model.named_modules(remove_duplicate=False)
+    return Originals(model, {name: module for name, module in modules if id(module) in kept})
 
 
 def _scope(node: fx.Node) -> tuple[str, str]:
@@ -297,7 +306,7 @@ def _own(module: nn.Module) -> nn.Module:
                      for name, value in vars(module).items()}  # fmt: skip
     copy._modules.pop("parametrizations", None)
     for key, hook in list(copy._forward_pre_hooks.items()):
-        if isinstance(hook, prune.BasePruningMethod) or type(hook).__name__ in _COMPUTED:
+        if computes_weight(hook):
             del copy._forward_pre_hooks[key]
     return copy
 
