@@ -201,7 +201,7 @@ class _Stack:
         if all(is_zeros(state) for row in rows for state in row):
             return firsts if all(state.target in SIZED for state in firsts) else None
         wholes = [state.args[0] if state.args else None for state in firsts]
-        fits = all(_is_call(state, aten.slice.Tensor, whole, 0, k, k + 1)
+        fits = all(_is_call(state, aten.slice.Tensor, whole, 0, k, k + 1, 1)
                    for k, row in enumerate(rows)
                    for state, whole in zip(row, wholes, strict=True))  # fmt: skip
         return wholes if fits else None  # type: ignore[return-value]
@@ -241,7 +241,7 @@ class _Stack:
             made.replace_all_uses_with(whole)
         for k, call in enumerate(self.calls):
             for read in [user for user in call.users if user.args[1] == output and user.users]:
-                part = _made(build, call, aten.slice.Tensor, whole, 0, k, k + 1)
+                part = build.call(aten.slice.Tensor, whole, 0, k, k + 1)
                 read.replace_all_uses_with(part)
 
 
@@ -256,8 +256,10 @@ def _listed(states: Any) -> list[Any]:
 
 
 def _is_call(node: Any, target: Any, *args: Any) -> bool:
-    """Is a node a call of an op with these arguments?"""
-    return isinstance(node, fx.Node) and node.target is target and list(node.args) == list(args)
+    """Is a node a call of an op with these arguments, the first ones of all?"""
+    if not isinstance(node, fx.Node) or node.target is not target:
+        return False
+    return list(schema.arguments(node).values())[: len(args)] == list(args)
 
 
 def _read(call: fx.Node, output: int) -> fx.Node | None:
