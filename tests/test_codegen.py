@@ -84,6 +84,18 @@ def test_deep_modules_are_looked_up_once() -> None:
     assert torch.equal(slim(x), net(x))
 
 
+def test_plain_arguments_are_not_flattened() -> None:
+    class Net(nn.Module):
+        def forward(self, x, *, pair):
+            return x + pair[0] * pair[1] if isinstance(pair, tuple) else x * pair
+
+    x = torch.randn(3, 4)
+    for pair, flattened in ((x, 0), ((x, x + 1), 1)):
+        slim = to_graph(Net(), (x,), {"pair": pair})
+        assert slim.code.count("tree_flatten") == flattened
+        assert torch.equal(slim(x, pair=pair), Net()(x, pair=pair))
+
+
 def test_what_is_put_in_the_place_of_a_deep_module_is_called() -> None:
     slim, x = to_graph(deep(), (torch.randn(3, 4),)), torch.randn(3, 4)
     for network in (slim, copy.deepcopy(slim)):

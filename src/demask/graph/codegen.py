@@ -55,6 +55,18 @@ class Codegen(_PyTreeCodeGen):
         names, *specs = self.pytree_info
         return _codegen, (type(self), names, [_plain(spec) for spec in specs], self.provenance)
 
+    def gen_var_bindings(self, fn_args: list[str], free_vars: list[str], expanded_def: bool) -> str:
+        """Lines that read the flat inputs off the arguments: none where they are the arguments."""
+        spec = self.pytree_info.in_spec
+        groups = [spec.child(k) for k in range(spec.num_children)]
+        leaves = all(g.child(k).is_leaf() for g in groups for k in range(g.num_children))
+        plain = [re.split("[:#]", name)[0].strip() for name in free_vars]
+        own = [name for name in self.pytree_info.orig_args if name != "self"]
+        if not leaves or any(group.is_leaf() for group in groups) or len(plain) != len(own):
+            return super().gen_var_bindings(fn_args, free_vars, expanded_def)
+        bound = "" if plain == own else f"\n    {', '.join(plain)} = {', '.join(own)}"
+        return self._format_annotations(free_vars, expanded_def) + bound
+
     def process_inputs(self, *args: Any) -> Any:
         """The flat inputs, checked: what torch.export calls, which runs the graph, not its code."""
         flat = super().process_inputs(*args)
