@@ -184,8 +184,16 @@ def test_cells_step(cell) -> None:
     same(slim(X), net(X))
 
 
-def test_parts_of_different_widths_are_calls() -> None:
-    net = Net(nn.LSTM(6, 10, bidirectional=True)).eval()
+class Steps(Net):
+    """Of a network, all steps alone."""
+
+    def forward(self, x: Tensor, state: Any = None) -> Any:
+        return super().forward(x, state)[:1]
+
+
+@pytest.mark.parametrize("kind", [Net, Steps])
+def test_parts_of_different_widths_are_calls(kind) -> None:
+    net = kind(nn.LSTM(6, 10, bidirectional=True)).eval()
     rest(net.layer, 4, DEAD)
     for leaf in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
         fresh = getattr(nn.LSTM(6, 10), f"{leaf}_l0")
