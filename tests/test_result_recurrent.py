@@ -229,3 +229,13 @@ def test_files_bound_the_layers_of_a_module(tmp_path) -> None:
     for change in ({"num_layers": 10**6}, {"num_layers": -1}, {"hidden_size": "x"}, {"mode": 1}):
         with pytest.raises(BadInput):
             archive._make_module("layer", spec | change)
+
+
+def test_it_is_compiled_like_the_modules_of_torch(net) -> None:
+    """Which break the graph, unless torch is asked to trace them."""
+    slim = to_graph(net, (X,))
+    torch._dynamo.reset()
+    same(torch.compile(slim, backend="eager")(X), slim(X))
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(allow_rnn=True):
+        same(torch.compile(slim, backend="eager", fullgraph=True)(X), slim(X))
