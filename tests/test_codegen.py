@@ -60,12 +60,61 @@ def test_the_graph_keeps_its_overloads_and_the_code_does_not() -> None:
     assert copy.deepcopy(slim).code == slim.code
 
 
+def deep() -> nn.Module:
+    """Two layers three levels down, one of them twice, and one beside a tensor."""
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.weight = nn.Linear(4, 4), nn.Parameter(torch.randn(4))
+
+        def forward(self, x):
+            return self.linear(x) * self.weight
+
+    relu = nn.ReLU()
+    return nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(4, 4), relu, Scale(), relu))).eval()
+
+
 def test_deep_modules_are_looked_up_once() -> None:
-    net = nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))))
+    net, x = deep(), torch.randn(3, 4)
+    slim = to_graph(net, (x,))
+    lines = slim.code.splitlines()
+    assert sum("._modules" in line for line in lines) == 4  # of the network, 0, 0.0 and 0.0.2
+    assert not any("getattr(self" in line or "self.0" in line for line in lines)
+    assert torch.equal(slim(x), net(x))
+
+
+def test_plain_arguments_are_not_flattened() -> None:
+    class Net(nn.Module):
+        def forward(self, x, *, pair):
+            return x + pair[0] * pair[1] if isinstance(pair, tuple) else x * pair
+
     x = torch.randn(3, 4)
-    slim = to_graph(net.eval(), (x,))
-    assert slim.code.count("getattr(self,") == 1
-    torch.testing.assert_close(slim(x), net(x))
+    for pair, flattened in ((x, 0), ((x, x + 1), 1)):
+        slim = to_graph(Net(), (x,), {"pair": pair})
+        assert slim.code.count("tree_flatten") == flattened
+        assert torch.equal(slim(x, pair=pair), Net()(x, pair=pair))
+
+
+def test_what_is_put_in_the_place_of_a_deep_module_is_called() -> None:
+    slim, x = to_graph(deep(), (torch.randn(3, 4),)), torch.randn(3, 4)
+    for network in (slim, copy.deepcopy(slim)):
+        inner = network.get_submodule("0.0")
+        network.set_submodule("0.0.2.linear", nn.Identity())
+        hidden = inner.get_submodule("0")(x).relu()
+        assert torch.equal(network(x), (hidden * inner.get_parameter("2.weight")).relu())
+
+
+def test_code_with_deep_modules_is_compiled_and_exported_whole() -> None:
+    slim, x = to_graph(deep(), (torch.randn(3, 4),)), torch.randn(3, 4)
+    compiled = torch.compile(slim, backend="eager", fullgraph=True)
+    for strict in (False, True):
+        for network in (slim, nn.Sequential(nn.Identity(), slim)):
+            exported = torch.export.export(network, (x,), strict=strict)
+            assert torch.equal(exported.module()(x), slim(x))
+    assert torch.equal(compiled(x), slim(x))
+    slim.set_submodule("0.0.0", nn.Identity())
+    assert torch.equal(compiled(x), slim(x))
 
 
 def test_a_reduction_has_no_binding() -> None:

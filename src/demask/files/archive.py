@@ -43,6 +43,7 @@ from demask.graph.holders import is_holder
 from demask.graph.modules import KINDS as MODULES
 from demask.graph.modules import fields_of, hollow, kind_of
 from demask.graph.provenance import Provenance
+from demask.graph.recurrent_modules import refresh
 from demask.graph.restore import join_twins
 from demask.graph.result import HOMES, KINDS, Demasked, changed
 from demask.ops import schema
@@ -387,6 +388,8 @@ def _attach_tensors(slim: nn.Module, table: list[Any], stored: Mapping[str, Tens
     for name, tensor in (*slim.named_parameters(), *slim.named_buffers()):
         if tensor.is_meta:
             raise BadInput(f"tensor {name!r} is missing; the file is damaged: save it again")
+    for module in slim.modules():
+        refresh(module)
 
 
 def _is_permutation(order: list[Any], ndim: int) -> bool:

@@ -1,16 +1,16 @@
 """The Python a result runs: the graph's calls, spelled the way that costs least to call.
 
 A call of an overload (`torch.ops.aten.relu.default`) takes a few microseconds more than torch's own
-binding of the same op (`torch.relu`), and every dot behind `self` is a search through a module. A
-network that had its work removed feels both, so neither is left in the code. The graph itself keeps
-its overloads.
+binding of the same op (`torch.relu`), and every dot behind `self` is a search through a module: a
+module inside another is found in `_modules`, the dictionary that it is put into, at a tenth of the
+cost. A network that had its work removed feels both, so neither is left in the code. The graph
+itself keeps its overloads.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ _C: Any = torch._C
 _BOUND, _NN = _C._VariableFunctions, _C._nn  # torch's bindings of its functions
 TRACED = "_demask_traced"  # in the code: whether torch.compile or torch.export traces the call
 _CALL = re.compile(r"torch\.ops\.aten\.(\w+)\.(\w+)\(")
+_ASSIGNED = re.compile(r"(\w+)(?: : [^=]+)? = ")
 
 
 class Codegen(_PyTreeCodeGen):
@@ -54,6 +55,18 @@ class Codegen(_PyTreeCodeGen):
         names, *specs = self.pytree_info
         return _codegen, (type(self), names, [_plain(spec) for spec in specs], self.provenance)
 
+    def gen_var_bindings(self, fn_args: list[str], free_vars: list[str], expanded_def: bool) -> str:
+        """Lines that read the flat inputs off the arguments: none where they are the arguments."""
+        spec = self.pytree_info.in_spec
+        groups = [spec.child(k) for k in range(spec.num_children)]
+        leaves = all(g.child(k).is_leaf() for g in groups for k in range(g.num_children))
+        plain = [re.split("[:#]", name)[0].strip() for name in free_vars]
+        own = [name for name in self.pytree_info.orig_args if name != "self"]
+        if not leaves or any(group.is_leaf() for group in groups) or len(plain) != len(own):
+            return super().gen_var_bindings(fn_args, free_vars, expanded_def)
+        bound = "" if plain == own else f"\n    {', '.join(plain)} = {', '.join(own)}"
+        return self._format_annotations(free_vars, expanded_def) + bound
+
     def process_inputs(self, *args: Any) -> Any:
         """The flat inputs, checked: what torch.export calls, which runs the graph, not its code."""
         flat = super().process_inputs(*args)
@@ -62,22 +75,14 @@ class Codegen(_PyTreeCodeGen):
         return flat
 
     def _gen_python_code(self, nodes: Any, root_module: str, *args: Any, **kwargs: Any) -> Any:
-        given, shorts = list(nodes), _shorts(nodes)
+        given = list(nodes)
         names = {n.name: str(n.target) for n in given if n.op == "placeholder"}
         values = list(value_checks(names, self.provenance.values))
         sizes = list(checks(names, self.provenance.inputs, self.provenance.guards))
 
         def transformed(body: list[str]) -> list[str]:
-            lines, seen = [*values, *sizes], set()
-            for line in (_CALL.sub(_bound, line) for line in body):
-                path = _read_from(line, root_module, shorts)
-                if path and path not in seen:
-                    lines.append(f"{shorts[path]} = {_read(root_module, path)}\n")
-                    seen.add(path)
-                if path:
-                    line = line.replace(_read(root_module, path), shorts[path])
-                lines.append(line)
-            return lines
+            found = _lookups((_CALL.sub(_bound, line) for line in body), given, root_module)
+            return [*values, *sizes, *found]
 
         variables = list(names.values())
         self.checks = (checker(variables, values), checker(variables, sizes, **SYMBOLIC))
@@ -136,25 +141,35 @@ def _bound(match: re.Match[str]) -> str:
     return match.group(0) if found is None else f"{found}("
 
 
-def _shorts(nodes: Sequence[fx.Node]) -> dict[str, str]:
-    """Modules below the first level that more than two tensors or calls are read from, with a local
-    name each."""
-    steps = [str(n.target).split(".") for n in nodes if n.op in ("get_attr", "call_module")]
-    counts = Counter(".".join(path[:k]) for path in steps for k in range(2, len(path)))
-    taken, shorts = {node.name for node in nodes}, {}
-    for path, count in counts.items():
-        name = "_".join(["at", *re.findall(r"\w+", path)])
-        if count > 2 and name not in taken:
-            taken.add(name)
-            shorts[path] = name
-    return shorts
+def _lookups(lines: Iterable[str], nodes: Sequence[fx.Node], root: str) -> Iterator[str]:
+    """Lines of code in which modules are found in dictionaries, which are looked up once each."""
+    targets = {n.name: str(n.target) for n in nodes if n.op in ("get_attr", "call_module")}
+    called = {node.name for node in nodes if node.op == "call_module"}
+    taken, held = {node.name for node in nodes}, {}
+    for line in lines:
+        name = found[1] if (found := _ASSIGNED.match(line)) else ""
+        *path, leaf = targets.get(name, "").split(".")
+        if name in called or path:
+            inside = path if name in called else path[:-1]
+            for k in range(len(inside) + 1):
+                if tuple(inside[:k]) not in held:
+                    short = held[tuple(inside[:k])] = _short(inside[:k], taken)
+                    taken.add(short)
+                    last = f"{held[tuple(inside[: k - 1])]}[{inside[k - 1]!r}]" if k else root
+                    yield f"{short} = {last}._modules\n"
+            read = f"{held[tuple(inside)]}[{(leaf if name in called else path[-1])!r}]"
+            if name not in called:
+                read = _read(read, leaf)
+            line = line.replace(_read(root, targets[name]), read, 1)
+        yield line
 
 
-def _read_from(line: str, root: str, shorts: dict[str, str]) -> str:
-    """The innermost module with a local name that a line reads something of."""
-    found = [path for path in shorts
-             if re.search(rf"= (getattr\(+)*{re.escape(_read(root, path))}[.,]", line)]  # fmt: skip
-    return max(found, key=len, default="")
+def _short(path: Sequence[str], taken: Container[str]) -> str:
+    """A local name for the modules inside the one of a path."""
+    name = "_".join(["at", *(re.sub(r"\W", "_", step) for step in path)])
+    while name in taken:
+        name += "_"
+    return name
 
 
 def _read(root: str, path: str) -> str:

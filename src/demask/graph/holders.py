@@ -26,13 +26,19 @@ class Uncalled(nn.Module):
         """BadInput: what it was is in the network's graph."""
         raise self._refuse("forward of a part")
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """BadInput for what torch.nn.utils.prune begins with: its mask would be ignored."""
+        if name.removesuffix("_orig") != name and name.removesuffix("_orig") in self._parameters:
+            raise self._refuse(f"a pruning of {name.removesuffix('_orig')}")
+        super().register_parameter(name, param)
+
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
         """BadInput: it would be ignored."""
         raise self._refuse("a forward hook")
 
     def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
         """BadInput: it would be ignored."""
-        raise self._refuse("a forward pre hook (a pruning is one, too)")
+        raise self._refuse("a forward pre hook")
 
     def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
         """BadInput: it would be ignored."""

@@ -7,6 +7,7 @@ a module called in a graph becomes the call that it makes (`spell`).
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from demask.graph.hooks import HOOKS
+from demask.graph.recurrent_modules import names_of, zero_state
+from demask.graph.returned import flat, is_read_apart
 from demask.ops import schema
 
 aten = torch.ops.aten
@@ -23,47 +27,68 @@ aten = torch.ops.aten
 class Row:
     """The call that the modules of a kind make in eval mode.
 
-    tensors, numbers: per argument of the op, the attribute of the module that it is. always:
-    arguments that every such call has; None for those that change nothing. set: attributes that
-    have to be so for this call to be all that the module does. default: is a call whose tensors
-    stand together such a module, wherever it was made?
+    tensors, numbers: per argument of the op, the attribute of the module that it is. lists: per
+    argument that is a list of tensors, the attribute that lists their names. always: arguments that
+    every such call has; None for those that change nothing. set: attributes that have to be so for
+    this call to be all that the module does. returns: what the module returns, as numbers of the
+    call's outputs; None where it returns what the call does. default: is a call whose tensors stand
+    together such a module, wherever it was made?
     """
 
     op: Any
     tensors: Mapping[str, str] = field(default_factory=dict)
     numbers: Mapping[str, str] = field(default_factory=dict)
+    lists: Mapping[str, str] = field(default_factory=dict)
     always: Mapping[str, Any] = field(default_factory=dict)
     set: Mapping[str, Any] = field(default_factory=dict)
+    returns: Any = None
     default: bool = False
 
     @property
-    def x(self) -> str:
-        """The argument that is what the module is called on."""
-        return next(a.name for a in schema.signature(self.op)
-                    if a.tensors and a.name not in self.tensors)  # fmt: skip
+    def inputs(self) -> tuple[str, ...]:
+        """The arguments that are what the module is called on."""
+        own = {*self.tensors, *self.lists}
+        return tuple(a.name for a in schema.signature(self.op) if a.tensors and a.name not in own)
+
+    def leaves(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """What a call reads as the tensors of its module, by their names in it. found: the call's
+        arguments."""
+        leaves = {leaf: found[name] for name, leaf in self.tensors.items()}
+        for name in self.lists:
+            leaves |= dict(zip(names_of(found), found[name], strict=True))
+        return leaves
+
+    def value(self, module: nn.Module, name: str) -> Any:
+        """An argument as an attribute of a module says it."""
+        value = getattr(module, self.numbers[name])
+        value = _FOR_NONE.get(name) if value is None else value
+        length = next(a.length for a in schema.signature(self.op) if a.name == name)
+        if length and isinstance(value, int):
+            return [value] * length
+        return list(value) if isinstance(value, tuple) else value
 
     def given(self, module: nn.Module) -> dict[str, Any]:
         """The arguments of the module's call but for its tensors and what it is called on."""
-        found = {
-            a.name: a.default
-            for a in schema.signature(self.op)
-            if a.name != self.x and a.name not in self.tensors
-        }
-        found |= {name: argument_of(name, getattr(module, at)) for name, at in self.numbers.items()}
+        own = {*self.tensors, *self.lists, *self.inputs}
+        found = {a.name: a.default for a in schema.signature(self.op) if a.name not in own}
+        found |= {name: self.value(module, name) for name in self.numbers}
         found |= {name: value for name, value in self.always.items() if name in found}
-        if self.op is aten.batch_norm.default:
-            found["training"] = module.running_mean is None
+        if "running_mean" in self.tensors:
+            found[_COMPUTES[self.op]] = module.running_mean is None
         return found
 
     def asked(self, call: fx.Node) -> dict[str, Any]:
         """The same arguments as a call has them."""
         found = schema.arguments(call)
         ignored = dict.fromkeys(_IGNORED & found.keys(), False)
-        return {n: v for n, v in (found | ignored).items() if n != self.x and n not in self.tensors}
+        own = {*self.tensors, *self.lists, *self.inputs}
+        return {name: v for name, v in (found | ignored).items() if name not in own}
 
 
 # Not the module's to say: a flag of the backend, and whether the network trains.
 _IGNORED = {"cudnn_enable", "cudnn_enabled", "train"}
+# Of a norm, the argument that says whether it computes statistics: where it keeps none.
+_COMPUTES = {aten.batch_norm.default: "training", aten.instance_norm.default: "use_input_stats"}
 # The value that an argument of an op has where the module's attribute is None.
 _FOR_NONE = {"padding_idx": -1, "momentum": 0.0}
 
@@ -76,63 +101,116 @@ def _row(op: Any, numbers: str = "", tensors: str = "", **others: Any) -> Row:
     return Row(op, _names(tensors), _names(numbers), **others)
 
 
+def _padding(mode: str, numbers: str = "") -> Row:
+    return Row(aten.pad.default, numbers=_names(numbers) | {"pad": "padding"},
+               always={"mode": mode})  # fmt: skip
+
+
 _AFFINE = "weight bias"
 _PLAIN: Any = {"set": {"inplace": False}}
-_ROWS: dict[type[nn.Module], Row] = {
-    nn.Linear: _row(aten.linear.default, "", _AFFINE, default=True),
-    nn.LayerNorm: _row(aten.layer_norm.default, "normalized_shape eps", _AFFINE,
-                       always={"cudnn_enable": False}, default=True),
-    nn.RMSNorm: _row(aten.rms_norm.default, "normalized_shape eps", "weight", default=True),
-    nn.GroupNorm: _row(aten.group_norm.default, "num_groups eps", _AFFINE,
-                       always={"cudnn_enabled": False}, default=True),
-    nn.Embedding: _row(aten.embedding.default, "padding_idx scale_grad_by_freq sparse", "weight",
-                       set={"max_norm": None}, default=True),
-    nn.Dropout: _row(aten.dropout.default, "p", always={"train": False}, **_PLAIN),
-    nn.PReLU: _row(aten.prelu.default, "", "weight", default=True),
-    nn.ReLU: _row(aten.relu.default, **_PLAIN),
-    nn.ReLU6: _row(aten.hardtanh.default, "min_val max_val", **_PLAIN),
-    nn.Hardtanh: _row(aten.hardtanh.default, "min_val max_val", **_PLAIN),
-    nn.LeakyReLU: _row(aten.leaky_relu.default, "negative_slope", **_PLAIN),
-    nn.ELU: _row(aten.elu.default, "alpha", **_PLAIN),
-    nn.CELU: _row(aten.celu.default, "alpha", **_PLAIN),
-    nn.SELU: _row(aten.selu.default, **_PLAIN),
-    nn.GELU: _row(aten.gelu.default, "approximate"),
-    nn.SiLU: _row(aten.silu.default, **_PLAIN),
-    nn.Mish: _row(aten.mish.default, **_PLAIN),
-    nn.Sigmoid: _row(aten.sigmoid.default),
-    nn.LogSigmoid: _row(aten.log_sigmoid.default),
-    nn.Hardsigmoid: _row(aten.hardsigmoid.default, **_PLAIN),
-    nn.Hardswish: _row(aten.hardswish.default, **_PLAIN),
-    nn.Tanh: _row(aten.tanh.default),
-    nn.Softplus: _row(aten.softplus.default, "beta threshold"),
-    nn.Softshrink: _row(aten.softshrink.default, "lambd"),
-    nn.Hardshrink: _row(aten.hardshrink.default, "lambd"),
-    nn.Threshold: _row(aten.threshold.default, "threshold value", **_PLAIN),
-    nn.GLU: _row(aten.glu.default, "dim"),
-    nn.Softmax: _row(aten.softmax.int, "dim"),
-    nn.LogSoftmax: _row(aten.log_softmax.int, "dim"),
-}  # fmt: skip
+_ROWS: list[tuple[type[nn.Module], Row]] = [
+    (nn.Linear, _row(aten.linear.default, "", _AFFINE, default=True)),
+    (nn.Bilinear, _row(aten.bilinear.default, "", _AFFINE, default=True)),
+    (nn.LayerNorm, _row(aten.layer_norm.default, "normalized_shape eps", _AFFINE,
+                        always={"cudnn_enable": False}, default=True)),
+    (nn.RMSNorm, _row(aten.rms_norm.default, "normalized_shape eps", "weight", default=True)),
+    (nn.GroupNorm, _row(aten.group_norm.default, "num_groups eps", _AFFINE,
+                        always={"cudnn_enabled": False}, default=True)),
+    (nn.Embedding, _row(aten.embedding.default, "padding_idx scale_grad_by_freq sparse", "weight",
+                        set={"max_norm": None}, default=True)),
+    (nn.Dropout, _row(aten.dropout.default, "p", always={"train": False}, **_PLAIN)),
+    (nn.AlphaDropout, _row(aten.alpha_dropout.default, "p", always={"train": False}, **_PLAIN)),
+    (nn.FeatureAlphaDropout,
+     _row(aten.feature_alpha_dropout.default, "p", always={"train": False}, **_PLAIN)),
+    (nn.PReLU, _row(aten.prelu.default, "", "weight", default=True)),
+    (nn.ReLU, _row(aten.relu.default, **_PLAIN)),
+    (nn.ReLU6, _row(aten.hardtanh.default, "min_val max_val", **_PLAIN)),
+    (nn.Hardtanh, _row(aten.hardtanh.default, "min_val max_val", **_PLAIN)),
+    (nn.LeakyReLU, _row(aten.leaky_relu.default, "negative_slope", **_PLAIN)),
+    (nn.RReLU, _row(aten.rrelu.default, "lower upper", **_PLAIN)),
+    (nn.ELU, _row(aten.elu.default, "alpha", **_PLAIN)),
+    (nn.CELU, _row(aten.celu.default, "alpha", **_PLAIN)),
+    (nn.SELU, _row(aten.selu.default, **_PLAIN)),
+    (nn.GELU, _row(aten.gelu.default, "approximate")),
+    (nn.SiLU, _row(aten.silu.default, **_PLAIN)),
+    (nn.Mish, _row(aten.mish.default, **_PLAIN)),
+    (nn.Sigmoid, _row(aten.sigmoid.default)),
+    (nn.LogSigmoid, _row(aten.log_sigmoid.default)),
+    (nn.Hardsigmoid, _row(aten.hardsigmoid.default, **_PLAIN)),
+    (nn.Hardswish, _row(aten.hardswish.default, **_PLAIN)),
+    (nn.Tanh, _row(aten.tanh.default)),
+    (nn.Softplus, _row(aten.softplus.default, "beta threshold")),
+    (nn.Softshrink, _row(aten.softshrink.default, "lambd")),
+    (nn.Hardshrink, _row(aten.hardshrink.default, "lambd")),
+    (nn.Threshold, _row(aten.threshold.default, "threshold value", **_PLAIN)),
+    (nn.GLU, _row(aten.glu.default, "dim")),
+    (nn.Softmax, _row(aten.softmax.int, "dim")),
+    (nn.Softmax2d, _row(aten.softmax.int, always={"dim": -3})),
+    (nn.LogSoftmax, _row(aten.log_softmax.int, "dim")),
+    (nn.CosineSimilarity, _row(aten.cosine_similarity.default, "dim eps")),
+    (nn.Flatten, _row(aten.flatten.using_ints, "start_dim end_dim")),
+    (nn.Unflatten, Row(aten.unflatten.int, numbers={"dim": "dim", "sizes": "unflattened_size"})),
+    (nn.PixelShuffle, _row(aten.pixel_shuffle.default, "upscale_factor")),
+    (nn.PixelUnshuffle, _row(aten.pixel_unshuffle.default, "downscale_factor")),
+    (nn.ChannelShuffle, _row(aten.channel_shuffle.default, "groups")),
+    (nn.Unfold, _row(aten.im2col.default, "kernel_size dilation padding stride")),
+    (nn.Fold, _row(aten.col2im.default, "output_size kernel_size dilation padding stride")),
+]  # fmt: skip
 _WINDOW, _ZEROS = "stride padding dilation groups", {"padding_mode": "zeros"}
-for _kind, _op in (
-    (nn.Conv1d, aten.conv1d.default),
-    (nn.Conv2d, aten.conv2d.default),
-    (nn.Conv3d, aten.conv3d.default),
+_PLACES, _STATISTICS = "kernel_size stride padding", "weight bias running_mean running_var"
+_CELL = {"w_ih": "weight_ih", "w_hh": "weight_hh", "b_ih": "bias_ih", "b_hh": "bias_hh"}
+_LAYERS = _names("num_layers dropout bidirectional batch_first") | {"has_biases": "bias"}
+for _d in (1, 2, 3):
+    _ROWS += [
+        (getattr(nn, f"{name}{_d}d"), row)
+        for name, row in {
+            "Conv": _row(getattr(aten, f"conv{_d}d").default, _WINDOW, _AFFINE, set=_ZEROS,
+                         default=True),
+            "ConvTranspose": _row(
+                aten.conv_transpose1d.default if _d == 1
+                else getattr(aten, f"conv_transpose{_d}d").input,
+                f"{_WINDOW} output_padding", _AFFINE, set=_ZEROS, default=True),
+            "BatchNorm": _row(aten.batch_norm.default, "momentum eps", _STATISTICS,
+                              always={"cudnn_enabled": False}, default=True),
+            "InstanceNorm": _row(aten.instance_norm.default, "momentum eps", _STATISTICS,
+                                 always={"cudnn_enabled": False}),
+            "Dropout": _row(aten.feature_dropout.default, "p", always={"train": False}, **_PLAIN),
+            "MaxPool": _row(getattr(aten, f"max_pool{_d}d").default,
+                            f"{_PLACES} dilation ceil_mode", set={"return_indices": False}),
+            "AvgPool": _row(getattr(aten, f"avg_pool{_d}d").default,
+                            f"{_PLACES} ceil_mode count_include_pad"
+                            + " divisor_override" * (_d > 1)),
+            "AdaptiveAvgPool": _row(getattr(aten, f"adaptive_avg_pool{_d}d").default,
+                                    "output_size"),
+            "AdaptiveMaxPool": _row(getattr(aten, f"adaptive_max_pool{_d}d").default,
+                                    "output_size", set={"return_indices": False}, returns=0),
+            "ConstantPad": _padding("constant", "value"),
+            "ZeroPad": _padding("constant", "value"),
+            "ReflectionPad": _padding("reflect"),
+            "ReplicationPad": _padding("replicate"),
+            "CircularPad": _padding("circular"),
+        }.items()
+    ]  # fmt: skip
+for _kind, _name, _set, _returns in (
+    (nn.LSTM, "lstm", {}, (0, (1, 2))),
+    (nn.GRU, "gru", {}, (0, 1)),
+    (nn.RNN, "rnn_tanh", {"nonlinearity": "tanh", "mode": "RNN_TANH"}, (0, 1)),
+    (nn.RNN, "rnn_relu", {"nonlinearity": "relu", "mode": "RNN_RELU"}, (0, 1)),
 ):
-    _ROWS[_kind] = _row(_op, _WINDOW, _AFFINE, set=_ZEROS, default=True)
-for _kind, _op in (
-    (nn.ConvTranspose1d, aten.conv_transpose1d.default),
-    (nn.ConvTranspose2d, aten.conv_transpose2d.input),
-    (nn.ConvTranspose3d, aten.conv_transpose3d.input),
+    _ROWS.append((_kind, Row(getattr(aten, _name).input, numbers=_LAYERS, set=_set,
+                             lists={"params": "_flat_weights_names"}, always={"train": False},
+                             returns=_returns, default=True)))  # fmt: skip
+for _kind, _name, _set in (
+    (nn.LSTMCell, "lstm_cell", {}),
+    (nn.GRUCell, "gru_cell", {}),
+    (nn.RNNCell, "rnn_tanh_cell", {"nonlinearity": "tanh"}),
+    (nn.RNNCell, "rnn_relu_cell", {"nonlinearity": "relu"}),
 ):
-    _ROWS[_kind] = _row(_op, f"{_WINDOW} output_padding", _AFFINE, set=_ZEROS, default=True)
-_STATISTICS = "weight bias running_mean running_var"
-for _kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
-    _ROWS[_kind] = _row(aten.batch_norm.default, "momentum eps", _STATISTICS,
-                        always={"cudnn_enabled": False}, default=True)  # fmt: skip
-for _kind in (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d):
-    _ROWS[_kind] = _row(aten.feature_dropout.default, "p", always={"train": False}, **_PLAIN)
+    _ROWS.append((_kind, Row(getattr(aten, _name).default, _CELL, set=_set, default=True)))
 
-ROWS: Mapping[type[nn.Module], Row] = _ROWS
+ROWS: Mapping[type[nn.Module], tuple[Row, ...]] = {
+    kind: tuple(row for other, row in _ROWS if other is kind) for kind, _ in _ROWS
+}
 KINDS = {kind.__name__: kind for kind in ROWS}
 # What forward calls, and a subclass that computes something else changes.
 _FORWARD = (
@@ -143,8 +221,8 @@ _FORWARD = (
     "_output_padding",
     "_slow_forward",
 )
+STATE = "hx"  # the argument of recurrent ops that modules may be called without
 READS = "reads"  # in `meta` of a call of a module: the fake values of its tensors
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def kind_of(module: nn.Module) -> type[nn.Module] | None:
@@ -156,10 +234,18 @@ def kind_of(module: nn.Module) -> type[nn.Module] | None:
     return None
 
 
-def argument_of(name: str, value: Any) -> Any:
-    """An attribute of a module as an op takes it."""
-    value = _FOR_NONE.get(name) if value is None else value
-    return list(value) if isinstance(value, tuple) else value
+def row_of(module: nn.Module) -> Row | None:
+    """The row of the call that a module makes, if all that it does is such a call."""
+    kind = kind_of(module)
+    for row in ROWS[kind] if kind is not None else ():
+        if all(getattr(module, name) == value for name, value in row.set.items()):
+            return row
+    return None
+
+
+def row_for(kind: type[nn.Module], op: Any) -> Row | None:
+    """The row of a kind of modules that make a call of an op."""
+    return next((row for row in ROWS[kind] if row.op is op), None)
 
 
 # ------------------------------------------------------------------------------ modules -> calls
@@ -171,30 +257,44 @@ def spell(graph: fx.Graph, root: nn.Module) -> list[fx.Node]:
     left = []
     for node in graph.find_nodes(op="call_module"):
         module = root.get_submodule(str(node.target))
-        kind = kind_of(module)
-        hooked = any(getattr(module, hooks) for hooks in _HOOKS)
-        if kind is None or hooked or len(node.args) != 1 or node.kwargs:
+        row = row_of(module)
+        hooked = any(getattr(module, hooks) for hooks in HOOKS)
+        fits = row is not None and is_read_apart(node, row.returns) and not node.kwargs
+        if row is None or hooked or not fits or not _is_called_on(node, row):
             left.append(node)
         else:
-            _spell(node, module, ROWS[kind])
+            _spell(node, module, row)
     return left
 
 
+def _is_called_on(node: fx.Node, row: Row) -> bool:
+    """Is a module called on what the op reads? A state may be left out."""
+    missing = len(row.inputs) - len(node.args)
+    return missing == 0 or (missing == 1 and row.inputs[-1] == STATE)
+
+
 def _spell(node: fx.Node, module: nn.Module, row: Row) -> None:
-    path, (x,) = node.target, node.args
-    found = {row.x: x, **row.given(module)}
-    values = node.meta.get(READS, {})
+    path, values = node.target, node.meta.get(READS, {})
+    found = dict(zip(row.inputs, node.args, strict=False))
+
+    def read(leaf: str) -> fx.Node | None:
+        if getattr(module, leaf) is None:
+            return None
+        made = node.graph.create_node("get_attr", f"{path}.{leaf}")
+        if leaf in values:
+            made.meta["val"] = values[leaf]
+        return made
+
     with node.graph.inserting_before(node):
-        for name, leaf in row.tensors.items():
-            held = getattr(module, leaf)
-            if held is None:
-                found[name] = None
-                continue
-            found[name] = read = node.graph.create_node("get_attr", f"{path}.{leaf}")
-            if leaf in values:
-                read.meta["val"] = values[leaf]
-    args, kwargs = schema.call(row.op, found)
+        if row.inputs[-1] == STATE:
+            state = found.get(STATE) or zero_state(node.args[0], module)  # type: ignore[arg-type]
+            found[STATE] = list(state) if isinstance(state, tuple) else state
+        found |= {name: read(leaf) for name, leaf in row.tensors.items()}
+        for name, names in row.lists.items():
+            found[name] = [read(leaf) for leaf in getattr(module, names)]
+    args, kwargs = schema.call(row.op, found | row.given(module))
     node.op, node.target, node.args, node.kwargs = "call_function", row.op, args, kwargs
+    flat(node, row.returns)
 
 
 def in_calls(network: fx.GraphModule) -> fx.Graph:
@@ -214,34 +314,53 @@ def in_calls(network: fx.GraphModule) -> fx.Graph:
 
 def fields_of(module: nn.Module, kind: type[nn.Module]) -> Iterator[tuple[str, Any]]:
     """What the constructor of a kind is given to make a module like this one, but for tensors."""
-    for name in inspect.signature(kind).parameters:
+    for name in parameters_of(kind):
         if name in ("device", "dtype") or name.startswith("_") or not hasattr(module, name):
             continue
         value = getattr(module, name)
-        yield name, (value is not None if name == "bias" else value)
+        has = name == "bias" and not isinstance(value, bool)
+        yield name, (value is not None if has else value)
 
 
-_WORDS = {"padding_mode": {"zeros"}, "approximate": {"none", "tanh"}}
+def parameters_of(kind: type[nn.Module]) -> Mapping[str, inspect.Parameter]:
+    """The parameters of the constructor of a kind, by their names."""
+    if not issubclass(kind, nn.RNNBase):
+        return inspect.signature(kind).parameters
+    own = {"nonlinearity"} if kind is nn.RNN else {"proj_size"} if kind is nn.LSTM else set()
+    found = dict(inspect.signature(nn.RNNBase).parameters)
+    found["nonlinearity"] = inspect.signature(nn.RNNCell).parameters["nonlinearity"]
+    left = {"mode", "proj_size", "nonlinearity"} - own  # its subclasses hand the others on
+    return {name: parameter for name, parameter in found.items() if name not in left}
+
+
+_WORDS = {
+    "padding_mode": {"zeros"}, "approximate": {"none", "tanh"}, "nonlinearity": {"tanh", "relu"},
+}  # fmt: skip
+_MOST_LAYERS = 1000  # of a recurrent module in a file: each is a step of its constructor
 
 
 def hollow(kind: type[nn.Module], fields: Mapping[str, Any]) -> nn.Module:
     """A module of a kind that takes no memory, of what `fields_of` gave. ValueError where it gives
     no such thing."""
-    known = inspect.signature(kind).parameters
+    known = parameters_of(kind)
     for name, value in fields.items():
         if name not in known or name in ("device", "dtype") or not _is_plain(name, value):
             raise ValueError(f"{name} = {value!r:.40}")
     meta = {"device": "meta"} if "device" in known else {}
-    return kind(**fields, **meta)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch's own, of numbers without effect
+        return kind(**fields, **meta)
 
 
 def _is_plain(name: str, value: Any) -> bool:
     if isinstance(value, str):
         return value in _WORDS.get(name, ())
     if isinstance(value, (list, tuple)):
-        return len(value) < 10 and all(type(n) is int and 0 <= n < 2**31 for n in value)
-    return (
-        value is None
-        or isinstance(value, (bool, float))
-        or (isinstance(value, int) and -(2**31) < value < 2**31)
-    )
+        return len(value) < 10 and all(n is None or _is_size(n) for n in value)
+    if name == "num_layers":
+        return _is_size(value) and value <= _MOST_LAYERS
+    return value is None or isinstance(value, (bool, float)) or _is_size(value)
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and -(2**31) < value < 2**31

@@ -2,18 +2,23 @@
 
 backward(x) == flip(forward(flip(x)))        along time
 layers(x)   == layer_n(... layer_1(x))       directions of a layer joined along features
+
+`layered` reads the laws from left to right, `joined` from right to left.
 """
 
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
 from demask.graph.build import Builder, mode_of
+from demask.graph.fold import drop_unread
 from demask.graph.program import Program, copied
+from demask.graph.recurrent_modules import SIZED, is_zeros, parts_of
 from demask.ops import schema
 from demask.ops.recurrent import GATES, LSTM, weights_of
 
@@ -80,7 +85,7 @@ def _part(
     if flipped is not None:
         x = _made(build, node, aten.flip.default, x, [flipped])
     found |= {"input": x, "hx": states if str(node.target) == LSTM else states[0]}
-    found |= {"params": params, "num_layers": 1, "dropout": 0.0, "bidirectional": False}
+    found |= {"params": params, "num_layers": 1, "bidirectional": False}
     args, kwargs = schema.call(node.target, found)
     call = _made(build, node, node.target, *args, **kwargs)
     parts = [build.call(operator.getitem, call, i) for i in range(len(states) + 1)]
@@ -94,3 +99,175 @@ def _made(build: Builder, node: fx.Node, target: Any, *args: Any, **kwargs: Any)
     made = build.call(target, *args, **kwargs)
     made.meta = {**node.meta, **made.meta}
     return made
+
+
+# ------------------------------------------------------------------- calls of one layer -> one call
+
+
+def joined(graph: fx.Graph) -> None:
+    """Make one call of the calls of all layers and directions of a module, where they are what
+    `layered` makes of one: a module of torch.nn has all of its layers and directions alike."""
+    groups: dict[tuple[str, Any], dict[str, list[fx.Node]]] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and str(node.target) in GATES and not _splits(node):
+            path, part = _place_of(node)
+            groups.setdefault((path, node.target), {}).setdefault(part, []).append(node)
+    if not groups:
+        return
+    build = Builder(graph, mode_of(graph))
+    for parts in groups.values():
+        two = any(part.endswith("_reverse") for part in parts)
+        names = parts_of(len(parts) // (1 + two), two)
+        if len(parts) > 1 and set(names) == set(parts) and all(len(c) == 1 for c in parts.values()):
+            stack = _Stack([parts[name][0] for name in names], two)
+            if stack.fits():
+                stack.join(build)
+    drop_unread(graph)
+
+
+def _place_of(call: fx.Node) -> tuple[str, str]:
+    """Path of the module that a call's first weight is of, and the layer and direction of it:
+    ("encoder.lstm", "l0_reverse")."""
+    weight = schema.arguments(call)["params"][0]
+    path, _, leaf = str(weight.target if isinstance(weight, fx.Node) else "").rpartition(".")
+    return path, leaf.removeprefix("weight_ih_")
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """Calls of one layer and direction each, in the order of their parameters in one call."""
+
+    calls: list[fx.Node]
+    two: bool
+
+    @property
+    def layers(self) -> list[list[fx.Node]]:
+        """The calls of each layer: forward, and backward where there are two directions."""
+        step = 1 + self.two
+        return [self.calls[k : k + step] for k in range(0, len(self.calls), step)]
+
+    def found(self, k: int = 0) -> dict[str, Any]:
+        """The arguments of a call."""
+        return schema.arguments(self.calls[k])
+
+    @property
+    def time(self) -> int:
+        """The axis of time."""
+        return 1 if self.found()["batch_first"] else 0
+
+    def fits(self) -> bool:
+        """Is there one call that computes what these do?"""
+        own = {"input", "hx", "params"}
+        first, *others = ({name: value for name, value in self.found(k).items() if name not in own}
+                          for k in range(len(self.calls)))  # fmt: skip
+        widths = {tuple(self.found(k)["params"][1].meta["val"].shape)
+                  for k in range(len(self.calls))}  # fmt: skip
+        counts = {len(self.found(k)["params"]) for k in range(len(self.calls))}
+        alike = all(other == first for other in others) and len(widths) == len(counts) == 1
+        return alike and self._is_chain() and self.states() is not None and self._is_read_behind()
+
+    def _is_chain(self) -> bool:
+        """Does each layer read what the layer before it makes, and nobody else?"""
+        before: fx.Node | None = None
+        for layer in self.layers:
+            x = schema.arguments(layer[0])["input"]
+            reads = [schema.arguments(call)["input"] for call in layer]
+            if self.two and not _is_call(reads[1], aten.flip.default, x, [self.time]):
+                return False
+            if before is not None and (x is not before or not set(x.users) <= {layer[0], *reads}):
+                return False
+            if before is not None and self.two and len(reads[1].users) != 1:
+                return False
+            if (before := self.output(layer)) is None:
+                return False
+        return True
+
+    def output(self, layer: list[fx.Node]) -> fx.Node | None:
+        """What the calls of a layer make, both directions beside each other."""
+        parts = [_read(call, 0) for call in layer]
+        if not self.two or parts[0] is None or parts[1] is None:
+            return parts[0]
+        flipped = _only(parts[1])
+        made = _only(parts[0])
+        if flipped is None or made is None or _only(flipped) is not made:
+            return None
+        turned = _is_call(flipped, aten.flip.default, parts[1], [self.time])
+        return made if turned and _is_call(made, aten.cat.default, [parts[0], flipped], 2) else None
+
+    def states(self) -> list[fx.Node] | None:
+        """The states that the layers begin with are parts of these, or zeros like these."""
+        rows = [_listed(self.found(k)["hx"]) for k in range(len(self.calls))]
+        firsts = rows[0]
+        if all(is_zeros(state) for row in rows for state in row):
+            return firsts if all(state.target in SIZED for state in firsts) else None
+        wholes = [state.args[0] if state.args else None for state in firsts]
+        fits = all(_is_call(state, aten.slice.Tensor, whole, 0, k, k + 1, 1)
+                   for k, row in enumerate(rows)
+                   for state, whole in zip(row, wholes, strict=True))  # fmt: skip
+        return wholes if fits else None  # type: ignore[return-value]
+
+    def _is_read_behind(self) -> bool:
+        """Is what the calls make read behind the last of them?"""
+        order = {node: k for k, node in enumerate(self.calls[0].graph.nodes)}
+        last = max(order[call] for call in self.calls)
+        ends = [user for call in self.calls for read in call.users
+                if read.args[1] != 0 for user in read.users]  # fmt: skip
+        return all(order[user] > last for user in ends)
+
+    def join(self, build: Builder) -> None:
+        """Put the one call in the place of these."""
+        order = {node: k for k, node in enumerate(build.graph.nodes)}
+        last, found, n = max(self.calls, key=order.__getitem__), self.found(), len(self.calls)
+        states, output = self.states() or [], self.output(self.layers[-1])
+        assert output is not None  # `fits` says so
+        with build.graph.inserting_before(last):
+            if is_zeros(states[0]):
+                states = [_stacked(build, state, n) for state in states]
+            found |= {"hx": states if str(last.target) == LSTM else states[0]}
+            found |= {"params": [p for k in range(n) for p in self.found(k)["params"]]}
+            found |= {"num_layers": len(self.layers), "bidirectional": self.two}
+            args, kwargs = schema.call(last.target, found)
+            call = _made(build, self.calls[0], last.target, *args, **kwargs)
+            results = [build.call(operator.getitem, call, k) for k in range(len(states) + 1)]
+            output.replace_all_uses_with(results[0])
+            for k, whole in enumerate(results[1:], 1):
+                self._read_from(build, whole, k)
+
+    def _read_from(self, build: Builder, whole: fx.Node, output: int) -> None:
+        """Read the last states of all layers from one tensor."""
+        reads = [_read(call, output) for call in self.calls]
+        made = _only(reads[0]) if reads[0] is not None else None
+        if made is not None and _is_call(made, aten.cat.default, reads, 0):
+            made.replace_all_uses_with(whole)
+        for k, call in enumerate(self.calls):
+            for read in [user for user in call.users if user.args[1] == output and user.users]:
+                part = build.call(aten.slice.Tensor, whole, 0, k, k + 1)
+                read.replace_all_uses_with(part)
+
+
+def _stacked(build: Builder, zeros: fx.Node, count: int) -> fx.Node:
+    """Zeros for several layers, like those for one."""
+    args = [[count, *arg[1:]] if isinstance(arg, (list, tuple)) else arg for arg in zeros.args]
+    return _made(build, zeros, zeros.target, *args, **zeros.kwargs)
+
+
+def _listed(states: Any) -> list[Any]:
+    return list(states) if isinstance(states, (list, tuple)) else [states]
+
+
+def _is_call(node: Any, target: Any, *args: Any) -> bool:
+    """Is a node a call of an op with these arguments, the first ones of all?"""
+    if not isinstance(node, fx.Node) or node.target is not target:
+        return False
+    return list(schema.arguments(node).values())[: len(args)] == list(args)
+
+
+def _read(call: fx.Node, output: int) -> fx.Node | None:
+    """The node that reads an output of a call, if there is one alone."""
+    reads = [user for user in call.users if user.args[1] == output]
+    return reads[0] if len(reads) == 1 else None
+
+
+def _only(node: fx.Node) -> fx.Node | None:
+    """The one user of a node, if there is one alone."""
+    return next(iter(node.users)) if len(node.users) == 1 else None

@@ -2,32 +2,54 @@
 
 from __future__ import annotations
 
-import inspect
+import operator
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.utils import parametrize, prune
+from torch.nn.utils import parametrize
 
 from demask.graph.holders import is_holder
-from demask.graph.modules import READS, ROWS, Row, argument_of, kind_of
+from demask.graph.hooks import computes_weight
+from demask.graph.modules import (
+    READS,
+    ROWS,
+    STATE,
+    Row,
+    fields_of,
+    hollow,
+    kind_of,
+    parameters_of,
+    row_for,
+)
 from demask.graph.program import Program
+from demask.graph.recurrent_modules import begins_with_zeros, is_state, rename
 from demask.graph.resize import module_at, renumber
+from demask.graph.returned import is_returned, nested
 from demask.ops import schema
 
 aten = torch.ops.aten
 _QUALIFIED = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in ROWS}
-_DEFAULTS = {row.op: kind for kind, row in ROWS.items() if row.default}
+_DEFAULTS = {row.op: kind for kind, rows in ROWS.items() for row in rows if row.default}
 _BATCH_NORMS = {4: nn.BatchNorm2d, 5: nn.BatchNorm3d}  # by dimensions; else of one
-_COMPUTED = ("WeightNorm", "SpectralNorm")  # hooks that compute a weight
+_LEAST = {"unflattened_size": (1,)}  # of a module's numbers, where that is not 1
 
 
-def originals_of(model: Any, program: Program) -> dict[str, nn.Module]:
-    """The modules of a model, by path, whose calls are all that was captured of them, so that their
-    hooks only watch: what others compute is in the program already. program: as captured."""
+@dataclass(frozen=True, slots=True)
+class Originals:
+    """Of a model, the modules whose class and hooks the modules of a graph keep, by their paths."""
+
+    model: nn.Module
+    kept: Mapping[str, nn.Module]
+
+
+def originals_of(model: Any, program: Program) -> Originals | None:
+    """The modules of a model whose calls are all that was captured of them, so that their hooks
+    only watch: what others compute is in the program already. program: as captured."""
     if not isinstance(model, nn.Module):
-        return {}
+        return None
     calls: dict[tuple[str, str], list[fx.Node]] = {}
     for node in program.graph.nodes:
         if node.op == "call_function" and (path := _scope(node)[0]):
@@ -38,13 +60,14 @@ def originals_of(model: Any, program: Program) -> dict[str, nn.Module]:
     for (name, _), nodes in calls.items():
         module = module_at(model, name)
         kind = module and kind_of(module)
-        if kind is None or len(nodes) != 1 or nodes[0].target is not ROWS[kind].op:
+        ops = [node for node in nodes if not (is_state(node) or node.target is operator.getitem)]
+        if kind is None or len(ops) != 1 or row_for(kind, ops[0].target) is None:
             changed.add(name)
         elif module is not None:
             found[name] = module
     kept = {id(module) for name, module in found.items() if name not in changed}
-    return {name: module for name, module in model.named_modules(remove_duplicate=False)
-            if id(module) in kept}  # fmt: skip
+    modules = model.named_modules(remove_duplicate=False)
+    return Originals(model, {name: module for name, module in modules if id(module) in kept})
 
 
 def _scope(node: fx.Node) -> tuple[str, str]:
@@ -112,7 +135,7 @@ def _place_of(
     kind = _QUALIFIED.get(text)
     if kind is None and path in originals:
         kind = kind_of(originals[path])
-    if kind is not None and path and node.target is ROWS[kind].op:
+    if kind is not None and path and row_for(kind, node.target) is not None:
         return _first_name(node, path, kind, originals), kind
     if node.target in (aten.dropout.default, aten.feature_dropout.default):
         return _dropout(node, root)
@@ -127,8 +150,9 @@ def _place_of(
 
 def _above(node: fx.Node, kind: type[nn.Module]) -> str:
     """What the names of all tensors that a call reads begin with, if it is the same."""
-    names = {str(n.target).rpartition(".")[0] for n in _tensors(node, ROWS[kind]).values()
-             if isinstance(n, fx.Node)}  # fmt: skip
+    row = row_for(kind, node.target)
+    reads = row.leaves(schema.arguments(node)).values() if row is not None else ()
+    names = {str(n.target).rpartition(".")[0] for n in reads if isinstance(n, fx.Node)}
     return names.pop() if len(names) == 1 else ""
 
 
@@ -160,20 +184,17 @@ def _dropout(node: fx.Node, root: nn.Module) -> tuple[str, type[nn.Module] | Non
         k += 1
 
 
-def _tensors(node: fx.Node, row: Row) -> dict[str, Any]:
-    """What a call reads as the tensors of a module, by their names in it."""
-    arguments = schema.arguments(node)
-    return {leaf: arguments[name] for name, leaf in row.tensors.items()}
-
-
 def _restore(
     path: str, kind: type[nn.Module], calls: list[fx.Node], root: nn.Module, own: nn.Module | None
 ) -> None:
     """Call one module in place of calls, if they are its calls."""
-    row, first = ROWS[kind], calls[0]
+    first = calls[0]
+    row = row_for(kind, first.target)
+    if row is None or any(not _is_whole(call, row) for call in calls):
+        return
     tensors = _held(first, path, row, root)
     old = module_at(root, path)
-    if tensors is None or (old is not None and not _holds_only(old, row)):
+    if tensors is None or (old is not None and not _holds_only(old, tensors)):
         return
     for other in calls[1:]:
         if row.asked(other) != row.asked(first) or _held(other, path, row, root) != tensors:
@@ -185,16 +206,39 @@ def _restore(
         module._non_persistent_buffers_set |= old._non_persistent_buffers_set
     set_module(root, path, module)
     for node in calls:
-        x = schema.arguments(node)[row.x]
-        reads = {n: r.meta.get("val") for n, r in _tensors(node, row).items() if r is not None}
-        node.meta[READS] = {n: value for n, value in reads.items() if value is not None}
-        node.op, node.target, node.args, node.kwargs = "call_module", path, (x,), {}
+        _call(node, path, row)
+
+
+def _is_whole(call: fx.Node, row: Row) -> bool:
+    """Is a call made on tensors, with arguments that are plain, and no more read than a module
+    returns?"""
+    found = schema.arguments(call)
+    on = (found[name] for name in row.inputs)
+    return (
+        call.target is row.op
+        and all(isinstance(x, (fx.Node, list, tuple)) for x in on)
+        and not schema.is_dynamic(list(row.asked(call).values()))
+        and is_returned(call, row.returns)
+    )
+
+
+def _call(node: fx.Node, path: str, row: Row) -> None:
+    """Call the module of a path instead of an op, on the same."""
+    found = schema.arguments(node)
+    reads = {n: r.meta.get("val") for n, r in row.leaves(found).items() if r is not None}
+    node.meta[READS] = {n: value for n, value in reads.items() if value is not None}
+    on = [found[name] for name in row.inputs]
+    if row.inputs[-1] == STATE and begins_with_zeros(node):
+        del on[-1]
+    args = tuple(tuple(x) if isinstance(x, list) else x for x in on)
+    node.op, node.target, node.args, node.kwargs = "call_module", path, args, {}
+    nested(node, row.returns)
 
 
 def _held(node: fx.Node, path: str, row: Row, root: nn.Module) -> dict[str, Any] | None:
     """The tensors of a module as a call reads them; None where it reads others."""
     found: dict[str, Any] = {}
-    for leaf, read in _tensors(node, row).items():
+    for leaf, read in row.leaves(schema.arguments(node)).items():
         if read is None:
             found[leaf] = None
             continue
@@ -205,15 +249,15 @@ def _held(node: fx.Node, path: str, row: Row, root: nn.Module) -> dict[str, Any]
         if held is None or tensor_at(root, str(read.target)) is not held:
             return None
         found[leaf] = held
-    return found if not isinstance(schema.arguments(node)[row.x], (list, tuple)) else None
+    return found
 
 
-def _holds_only(old: nn.Module, row: Row) -> bool:
-    """Does a holder of names hold the tensors of one module of a kind, and nothing else?"""
+def _holds_only(old: nn.Module, tensors: Mapping[str, Any]) -> bool:
+    """Does a holder of names hold the tensors of one module, and nothing else?"""
     if type(old) is not nn.Module:
-        return kind_of(old) is not None and not row.tensors
+        return kind_of(old) is not None and not tensors
     names = {*old._parameters, *old._buffers}
-    return not old._modules and names <= {*row.tensors.values(), "num_batches_tracked"}
+    return not old._modules and names <= {*tensors, "num_batches_tracked"}
 
 
 def _made(
@@ -228,17 +272,27 @@ def _made(
         if not _take(module, leaf, tensor, tensors):
             return None
     for name, attribute in row.numbers.items():
-        if asked[name] == argument_of(name, getattr(module, attribute)):
-            continue
         value = asked[name]
-        value = None if name == "padding_idx" and value == -1 else value
-        setattr(module, attribute, tuple(value) if isinstance(value, list) else value)
+        if value != row.value(module, name):
+            value = None if name == "padding_idx" and value == -1 else value
+            setattr(module, attribute, tuple(value) if isinstance(value, list) else value)
     for name, value in row.set.items():
         setattr(module, name, value)
+    _tell(module, call, tensors)
     renumber(module, call)
-    _tell(module)
     _own_counter(module)
-    return module if row.given(module) == asked else None
+    return module if row.given(module) == asked and _is_plain(module, kind, row) else None
+
+
+def _is_plain(module: nn.Module, kind: type[nn.Module], row: Row) -> bool:
+    """Does the constructor of a kind make such a module, of its numbers?"""
+    try:
+        plain = hollow(kind, dict(fields_of(module, kind)))
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    shapes = [{name: tensor.shape for name, tensor in m.state_dict().items()}
+              for m in (module, plain)]  # fmt: skip
+    return shapes[0] == shapes[1] and row.given(module) == row.given(plain)
 
 
 def _own(module: nn.Module) -> nn.Module:
@@ -252,18 +306,20 @@ def _own(module: nn.Module) -> nn.Module:
                      for name, value in vars(module).items()}  # fmt: skip
     copy._modules.pop("parametrizations", None)
     for key, hook in list(copy._forward_pre_hooks.items()):
-        if isinstance(hook, prune.BasePruningMethod) or type(hook).__name__ in _COMPUTED:
+        if computes_weight(hook):
             del copy._forward_pre_hooks[key]
     return copy
 
 
 def _blank(kind: type[nn.Module]) -> Any:
     """A module of a kind with the least numbers, and no memory."""
-    needed = inspect.signature(kind).parameters
-    ones = [
-        1 for p in needed.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
+    known = parameters_of(kind)
+    least = [
+        _LEAST.get(p.name, 1)
+        for p in known.values()
+        if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
     ]
-    return kind(*ones, **({"device": "meta"} if "device" in needed else {}))
+    return kind(*least, **({"device": "meta"} if "device" in known else {}))
 
 
 def _take(module: nn.Module, leaf: str, tensor: Any, tensors: Mapping[str, Any]) -> bool:
@@ -283,10 +339,19 @@ def _take(module: nn.Module, leaf: str, tensor: Any, tensors: Mapping[str, Any])
     return True
 
 
-def _tell(module: Any) -> None:
+def _tell(module: Any, call: fx.Node, tensors: Mapping[str, Any]) -> None:
     """What a module says of its tensors beside their sizes."""
     held = vars(module)
-    if "kernel_size" in held:
+    if "_flat_weights_names" in held:
+        rename(module, list(tensors))
+    if "bias_ih" in tensors:
+        module.bias = tensors["bias_ih"] is not None
+    if "in1_features" in held:
+        module.out_features, module.in1_features, module.in2_features = module.weight.shape
+    for name in ("num_features", "num_channels"):
+        if name in held and tensors.get("weight") is None:
+            setattr(module, name, int(call.args[0].meta["val"].shape[1]))  # type: ignore[union-attr]
+    if "kernel_size" in held and "weight" in tensors:
         module.kernel_size = tuple(module.weight.shape[2:])
         padding = module.padding if isinstance(module.padding, tuple) else ()
         module._reversed_padding_repeated_twice = [n for n in reversed(padding) for _ in range(2)]

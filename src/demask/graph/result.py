@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
@@ -13,10 +14,12 @@ from torch.fx.graph import CodeGen, _PyTreeInfo
 from demask.graph.codegen import Codegen
 from demask.graph.fold import drop_unread
 from demask.graph.holders import is_holder, refuse_hooks
+from demask.graph.hooks import lost_hooks
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Provenance, Sizes
+from demask.graph.recurrent import joined
 from demask.graph.resize import tensors_of
-from demask.graph.restore import restore, set_module
+from demask.graph.restore import Originals, restore, set_module
 from demask.graph.rows import Row, Value, graph_of, rows_of
 from demask.ops.own import own_of
 
@@ -175,14 +178,15 @@ def build(
     program: Program,
     provenance: Provenance,
     kind: type[Demasked] = Demasked,
-    originals: Mapping[str, nn.Module] | None = None,
+    originals: Originals | None = None,
 ) -> Demasked:
     """The program as an ordinary module: same call and same outputs as the captured model.
 
     Parameters and buffers stand under their fully qualified names; layers, norms, activations and
     dropout are modules again, called under their old names, so that hooks and training work.
-    originals: of the model, those that such modules keep class and hooks of (`originals_of`). The
-    result carries `demasked`, its provenance.
+    originals: of the model, those that such modules keep class and hooks of (`originals_of`); a
+    warning names the modules whose hooks are not kept. The result carries `demasked`, its
+    provenance.
     """
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
@@ -196,7 +200,11 @@ def build(
         ]
         _place(root, names if name in names else (name, *names), constant, shared)
     if kind.trains:
-        restore(graph, root, originals or {}, kind)
+        joined(graph)
+        restore(graph, root, originals.kept if originals is not None else {}, kind)
+    if originals is not None and (lost := tuple(lost_hooks(originals.model, root))):
+        warnings.warn("; ".join(lost), stacklevel=4)
+        provenance = replace(provenance, notes=(*provenance.notes, *lost))
     drop_unread(graph)
     for node in graph.nodes:
         value = Value.of(node.meta.get("val"))

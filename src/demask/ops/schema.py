@@ -15,13 +15,15 @@ Size = int | None  # None: dynamic
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One argument of an op's schema. tensors: whether it takes tensors, one or a list."""
+    """One argument of an op's schema. tensors: whether it takes tensors, one or a list. length: of
+    a list of numbers that may be given as one number, for all of it."""
 
     name: str
     kwarg_only: bool
     tensors: bool
     has_default: bool
     default: Any
+    length: int | None = None
 
 
 @functools.cache
@@ -29,7 +31,7 @@ def signature(target: Any) -> tuple[Argument, ...]:
     """The arguments of an op; torch makes its own objects anew at every look."""
     return tuple(
         Argument(a.name, a.kwarg_only, "Tensor" in str(a.type), a.has_default_value(),
-                 a.default_value)
+                 a.default_value, a.N)
         for a in target._schema.arguments
     )  # fmt: skip
 

@@ -189,13 +189,23 @@ class _Call:
             if is_strict():
                 raise
             raise Unlike(described(error)) from error
-        reasons = (*(f"{part} is a graph" for part in parts), *(why[1] if why else ()))
+        record = replace(record, form="class", numbers=changed_numbers(self.model, own))
+        if why is None:
+            record = replace(record, effects={})
         record = replace(
-            record, form="class", effects=record.effects if parts else {}, graph_reasons=reasons,
-            numbers=changed_numbers(self.model, own),
+            record,
+            graph_reasons=(*(f"{part} is a graph" for part in parts), *(why[1] if why else ())),
+            notes=(*record.notes, *(f"{part}: {note}" for part in parts
+                                    for note in _record_of(own, part).notes)),
         )  # fmt: skip
         remember(own, record, self.args, self.kwargs)
         return own
+
+
+def _record_of(network: nn.Module, path: str) -> Provenance:
+    """What was done to a part that is a graph."""
+    part: Any = network.get_submodule(path)
+    return part.demasked
 
 
 def _candidates(

@@ -23,6 +23,7 @@ from demask.graph.fold import plain
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Cut, Positions
 from demask.graph.resize import assign, bake, numbers_of, renumber, tensors_of
+from demask.graph.restore import Originals
 from demask.graph.result import Demasked
 from demask.shrink.numbers import calls_of, fit_numbers, is_below
 from demask.shrink.pool import cut
@@ -42,7 +43,7 @@ def own_class(model: nn.Module | ExportedProgram, proof: Proof) -> nn.Module:
 
 
 def own_class_with_graphs(
-    model: nn.Module, proof: Proof, originals: Mapping[str, nn.Module], failure: Unlike
+    model: nn.Module, proof: Proof, originals: Originals | None, failure: Unlike
 ) -> tuple[nn.Module, tuple[str, ...]]:
     """The same with graphs in place of the smallest modules that more than shapes changed in, and
     the paths of those. failure: why there is no network without. Raises Unlike."""

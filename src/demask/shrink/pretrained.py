@@ -100,9 +100,10 @@ def _made(kind: type[nn.Module], config: Any) -> nn.Module | None:
 
 def _changes(fresh: nn.Module | None, model: nn.Module) -> set[tuple[int, int]]:
     """The sizes of parameters that differ in two models, in pairs."""
+    new = {name: p.shape for name, p in model.named_parameters()}
     old = {} if fresh is None else {name: p.shape for name, p in fresh.named_parameters()}
-    pairs = {pair for name, p in model.named_parameters() if name in old and len(old[name]) == p.ndim
-             for pair in zip(old[name], p.shape, strict=True)}  # fmt: skip
+    both = [(old[name], new[name]) for name in old.keys() & new.keys()]
+    pairs = {pair for a, b in both if len(a) == len(b) for pair in zip(a, b, strict=True)}
     return {(a, b) for a, b in pairs if a != b}
 
 

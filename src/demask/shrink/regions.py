@@ -8,6 +8,7 @@ whole is then right is proved elsewhere (`Proof`).
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,10 +21,12 @@ from torch.utils import _pytree as pytree
 
 from demask.graph.copying import structural_copy
 from demask.graph.guards import values_of
+from demask.graph.hooks import HOOKS
 from demask.graph.modules import kind_of
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Provenance
 from demask.graph.resize import has_numbers, put_module
+from demask.graph.restore import Originals
 from demask.graph.result import Demasked, build
 from demask.shrink.check import call
 from demask.shrink.measure import counted
@@ -173,7 +176,7 @@ def graphs_in(
     model: nn.Module,
     proof: Proof,
     regions: Sequence[Region],
-    originals: Mapping[str, nn.Module],
+    originals: Originals | None,
 ) -> None:
     """Put graphs of regions in the places of their modules, in a copy of the model that has the
     smaller tensors. Raises Unlike with the place where a module's call cannot be told."""
@@ -309,28 +312,39 @@ def _share(value: Tensor, of: Tensor) -> float:
 
 def _graph(
     region: Region, call: _Call, proof: Proof, module: nn.Module,
-    originals: Mapping[str, nn.Module],
+    originals: Originals | None,
 ) -> Demasked:  # fmt: skip
     """The network of a region, called as its module is."""
     program = _program(region, call, proof.after, module)
     prefix = f"{region.path}."
     cuts = {name.removeprefix(prefix): replace(cut, source=cut.source.removeprefix(prefix))
             for name, cut in proof.cuts.items() if name.startswith(prefix)}  # fmt: skip
-    inside = {name.removeprefix(prefix): layer for name, layer in originals.items()
-              if name.startswith(prefix)}  # fmt: skip
     used = {node.name for node in program.graph.find_nodes(op="placeholder") if node.users}
     record = Provenance(
         cuts={name: cut for name, cut in cuts.items() if name in program.constants},
         reasons=(),
         effects={},
-        notes=(f"this graph stands for {region.path}",),
+        notes=(),
         inputs=tuple(spec for spec in inputs_of(program) if spec.name in used),
         before=counted(module),
         after=counted(module),
         guards=(),
         values=values_of(program.graph),
     )
-    return build(program, record, originals=inside)
+    return build(program, record, originals=_inside(originals, region.path))
+
+
+def _inside(originals: Originals | None, path: str) -> Originals | None:
+    """The originals of a module, which by itself has no hooks: its graph keeps them."""
+    if originals is None:
+        return None
+    prefix = f"{path}."
+    module = copy.copy(originals.model.get_submodule(path))
+    for name in HOOKS:
+        vars(module)[name] = {}
+    kept = {name.removeprefix(prefix): layer for name, layer in originals.kept.items()
+            if name.startswith(prefix)}  # fmt: skip
+    return Originals(module, kept)
 
 
 def _program(region: Region, call: _Call, whole: Program, module: nn.Module) -> Program:
