@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +18,11 @@ from demask.graph.class_result import remember
 from demask.graph.copying import structural_copy, without_caches
 from demask.graph.declared import Masks, within
 from demask.graph.provenance import InputSpec, Provenance, Sizes
+from demask.graph.sharing import sharing
 from demask.ops import Table
 from demask.shrink.demask import demask
+
+Part = Callable[[str, tuple[Any, ...], dict[str, Any]], nn.Module]
 
 
 def demask_modules(
@@ -33,7 +36,31 @@ def demask_modules(
     masks: Masks,
     form: str,
 ) -> nn.Module:
-    """A copy of `model` with submodules `names` demasked, each on the inputs of its first call.
+    """A copy of `model` with submodules `names` demasked. Raises what `with_parts` does."""
+
+    def part(name: str, given: tuple[Any, ...], named: dict[str, Any]) -> nn.Module:
+        return demask(
+            model.get_submodule(name), given, named, dynamic_shapes=sizes_of_parts(dynamic_shapes),
+            table=table, check=check, masks=within(masks, name), result=form,
+        )  # fmt: skip
+
+    return with_parts(model, args, kwargs, names, part)
+
+
+def sizes_of_parts(dynamic_shapes: Any) -> Any:
+    """How the rest of a model will call its parts is not known: any size may come."""
+    return "all" if dynamic_shapes is None else dynamic_shapes
+
+
+def with_parts(
+    model: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    names: str | Sequence[str],
+    part: Part,
+) -> nn.Module:
+    """A copy of `model` in which `part(name, args, kwargs)`, a demasked network, stands in the
+    place of each submodule of `names`, for the inputs of its first call.
 
     names: names and globs of submodules, or "auto". The rest of the model need not export. Raises
     BadInput for a name that is no submodule, lies inside another one named, or is never called;
@@ -51,28 +78,23 @@ def demask_modules(
     if not isinstance(args, tuple) or not isinstance(kwargs or {}, Mapping):
         raise BadInput("args must be a tuple of inputs and kwargs a mapping, got "
                        f"{type(args).__name__} and {type(kwargs).__name__}")  # fmt: skip
-    wanted = _blocks(model) if names == "auto" else _named(model, names)
-    # How the rest of the model will call its parts is not known: any size may come.
-    shapes = "all" if dynamic_shapes is None else dynamic_shapes
-    calls = _calls(model, args, dict(kwargs or {}), None if names == "auto" else wanted)
+    wanted = blocks_of(model) if names == "auto" else _named(model, names)
+    calls = first_calls(model, args, dict(kwargs or {}), None if names == "auto" else wanted)
     result = structural_copy(model, share=False)
     records: dict[str, Provenance] = {}
     queue = [name for name in wanted if name in calls]
-    for name in queue:
-        given, named = calls[name]
-        try:
-            slim = demask(
-                model.get_submodule(name), given, named, dynamic_shapes=shapes, table=table,
-                check=check, masks=within(masks, name), result=form,
-            )  # fmt: skip
-        except NotExportable:
-            if names != "auto":
-                raise
-            inside = model.get_submodule(name).named_children()
-            queue += [f"{name}.{leaf}" for leaf, _ in inside if f"{name}.{leaf}" in calls]
-            continue
-        records[name] = slim.demasked  # type: ignore[assignment]
-        _put(result, name, slim)
+    with sharing():
+        for name in queue:
+            try:
+                made = part(name, *calls[name])
+            except NotExportable:
+                if names != "auto":
+                    raise
+                inside = model.get_submodule(name).named_children()
+                queue += [f"{name}.{leaf}" for leaf, _ in inside if f"{name}.{leaf}" in calls]
+                continue
+            records[name] = made.demasked  # type: ignore[assignment]
+            _put(result, name, made)
     if names == "auto" and not records:
         raise NotExportable("no module can be captured", "unknown", "demask it whole to see why")
     remember(result, _merged(model, result, records, args, kwargs), args, kwargs)
@@ -149,7 +171,7 @@ def _named(model: nn.Module, names: Sequence[str]) -> list[str]:
     return [name for name in known if name in found]
 
 
-def _blocks(model: nn.Module) -> list[str]:
+def blocks_of(model: nn.Module) -> list[str]:
     """The parts of a model to demask one by one: blocks that repeat; else its children."""
     found: list[str] = []
     for path, holder in model.named_modules():
@@ -169,7 +191,7 @@ def _counted(network: nn.Module) -> Sizes:
     return Sizes(sum(counted), 0, sum(t.numel() * t.element_size() for t in tensors.values()))
 
 
-def _calls(
+def first_calls(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] | None
 ) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
     """The inputs of the first call of each submodule named, or of all that are called, from one run
