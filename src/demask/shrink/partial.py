@@ -17,7 +17,7 @@ from demask.failures import described
 from demask.graph.class_result import remember
 from demask.graph.copying import structural_copy, without_caches
 from demask.graph.declared import Masks, within
-from demask.graph.provenance import InputSpec, Provenance, Sizes
+from demask.graph.provenance import WHOLE, InputSpec, Provenance, Sizes
 from demask.graph.sharing import sharing
 from demask.ops import Table
 from demask.shrink.demask import demask
@@ -97,7 +97,7 @@ def with_parts(
             _put(result, name, made)
     if names == "auto" and not records:
         raise NotExportable("no module can be captured", "unknown", "demask it whole to see why")
-    remember(result, _merged(model, result, records, args, kwargs), args, kwargs)
+    remember(result, merged(model, result, records, args, kwargs), args, kwargs)
     return result
 
 
@@ -111,7 +111,7 @@ def _put(root: nn.Module, name: str, module: nn.Module) -> None:
         setattr(holder, leaf, module)
 
 
-def _merged(
+def merged(
     model: nn.Module, result: nn.Module, records: Mapping[str, Provenance], args: Any, kwargs: Any
 ) -> Provenance:
     """What was done to a network, of what was done to its parts. MACs are those of the parts."""
@@ -140,6 +140,11 @@ def _merged(
         after=sizes["after"],
         removed={f"{name}.{key}".rstrip("."): count
                  for name, r in records.items() for key, count in r.removed.items()},
+        decisions=tuple(replace(decision, place=name if decision.place == WHOLE
+                                else f"{name}.{decision.place}")
+                        for name, r in records.items() for decision in r.decisions),
+        densities={f"{name}.{key}": density
+                   for name, r in records.items() for key, density in r.densities.items()},
         form="class",
         graph_reasons=tuple(f"{name}: {why}" for name, r in records.items()
                             for why in r.graph_reasons),
