@@ -80,6 +80,11 @@ def with_parts(
                        f"{type(args).__name__} and {type(kwargs).__name__}")  # fmt: skip
     wanted = blocks_of(model) if names == "auto" else _named(model, names)
     calls = first_calls(model, args, dict(kwargs or {}), None if names == "auto" else wanted)
+    missing = [name for name in wanted if name not in calls and names != "auto"]
+    if missing:
+        raise BadInput(
+            f"{missing[0]!r} is never called on the example inputs: give inputs that reach it"
+        )
     result = structural_copy(model, share=False)
     records: dict[str, Provenance] = {}
     queue = [name for name in wanted if name in calls]
@@ -178,6 +183,11 @@ def _named(model: nn.Module, names: Sequence[str]) -> list[str]:
 
 def blocks_of(model: nn.Module) -> list[str]:
     """The parts of a model to demask one by one: blocks that repeat; else its children."""
+    return repeated_blocks(model) or [name for name, _ in model.named_children()]
+
+
+def repeated_blocks(model: nn.Module) -> list[str]:
+    """The outermost submodules of which there are several of one class in a list."""
     found: list[str] = []
     for path, holder in model.named_modules():
         if any(path == name or path.startswith(f"{name}.") for name in found):
@@ -186,7 +196,7 @@ def blocks_of(model: nn.Module) -> list[str]:
             kinds = Counter(type(block) for block in holder if any(True for _ in block.children()))
             found += [f"{path}.{k}".lstrip(".") for k, block in enumerate(holder)
                       if kinds[type(block)] > 1]  # fmt: skip
-    return found or [name for name, _ in model.named_children()]
+    return found
 
 
 def _counted(network: nn.Module) -> Sizes:
@@ -219,9 +229,4 @@ def first_calls(
         raise BadInput(
             f"the model itself fails on the example inputs: {described(error)}"
         ) from error
-    missing = [name for name in names or () if name not in found]
-    if missing:
-        raise BadInput(
-            f"{missing[0]!r} is never called on the example inputs: give inputs that reach it"
-        )
     return found
