@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -80,6 +82,29 @@ def test_layers_are_compared_in_float64(dtype: torch.dtype, widened: list[int]) 
     assert 0 < max(widened) <= max(sum(p.numel() for p in b.parameters()) for b in model.blocks)
     for words in ("3 of 3 layers alone (blocks.0, blocks.1", "GiB", f"in {found.dtype} alone"):
         assert words in found.coverage and words in str(found)
+
+
+@pytest.mark.usefixtures("little")
+def test_one_pair_of_copies_exists_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, slim, x = pair(6)
+    copies: list[weakref.ref[nn.Module]] = []
+    alive: list[int] = []
+    real = module._wide
+
+    def wide(*args: Any) -> nn.Module:
+        copy = real(*args)
+        copies.append(weakref.ref(copy))
+        alive.append(sum(ref() is not None for ref in copies))
+        return copy
+
+    monkeypatch.setattr(module, "_wide", wide)
+    gc.collect()
+    gc.disable()
+    try:
+        assert demask.verify(model, slim, (x,)).ok
+    finally:
+        gc.enable()
+    assert alive == [1, 2] * 6
 
 
 def test_what_fits_is_compared_whole(monkeypatch: pytest.MonkeyPatch) -> None:
