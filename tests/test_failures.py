@@ -264,7 +264,7 @@ def test_random_outputs_are_not_checked():
 
 
 def test_a_capture_that_differs_is_refused(monkeypatch):
-    real = PIPELINE.captures
+    real = PIPELINE.shared_captures
 
     def planted(*args):
         for program in real(*args):
@@ -274,7 +274,7 @@ def test_a_capture_that_differs_is_refused(monkeypatch):
                     node.target = torch.ops.aten.sigmoid.default
             yield program
 
-    monkeypatch.setattr(PIPELINE, "captures", planted)
+    monkeypatch.setattr(PIPELINE, "shared_captures", planted)
     with pytest.raises(NotExportable, match="does not compute what the model does"):
         smaller()
 

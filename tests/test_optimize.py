@@ -26,6 +26,7 @@ from micro import MICROS
 from night import at_night, every
 
 module = importlib.import_module("demask.optimize")
+race = importlib.import_module("demask.tune.race")
 LIMIT = 64 * torch.finfo(torch.float32).eps  # of the largest output: what optimize() promises
 pytestmark = pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning")
 
@@ -39,9 +40,9 @@ def quick(monkeypatch):
         return real(cls, path, **{**options, "measure": False})
 
     monkeypatch.setattr(Costs, "open", classmethod(opened))
-    monkeypatch.setattr(module, "ROUNDS", 2)
-    monkeypatch.setattr(module, "PAIRS", 3)
-    monkeypatch.setattr(module, "lower_bound", lambda *_: 1.0)
+    monkeypatch.setattr(race, "ROUNDS", 2)
+    monkeypatch.setattr(race, "PAIRS", 3)
+    monkeypatch.setattr(race, "lower_bound", lambda *_: 1.0)
 
 
 def fast(model: nn.Module, *args, **options):
@@ -66,7 +67,7 @@ def prefer(monkeypatch, name: str) -> None:
             call(), call()
         return {n: [0.5 if n == name else 1.0] * max(pairs, 2) for n in contenders}
 
-    monkeypatch.setattr(module, "sampled", sampled)
+    monkeypatch.setattr(race, "sampled", sampled)
 
 
 CHOSEN = ("conv_bn_relu_conv", "misaligned_residual", "lstm", "several_inputs_and_outputs",
@@ -116,7 +117,7 @@ def test_what_is_returned_when_the_fastest_form_may_be_slower(name: str, monkeyp
     prefer(monkeypatch, "norms in the weights")
     fastest, low, high = RETURNED[name]
     asked = iter((fastest, 1 / fastest, low, 1 / high if high else 1))
-    monkeypatch.setattr(module, "lower_bound", lambda *_: next(asked))
+    monkeypatch.setattr(race, "lower_bound", lambda *_: next(asked))
     model = convs()
     with torch.no_grad():
         model[0].weight[:4], model[0].bias[:4], model[1].bias[:4] = 0, 0, 0
@@ -427,7 +428,7 @@ def test_verified_and_saved(tmp_path) -> None:
 def test_measured(name: str, monkeypatch) -> None:
     """Every micro-network, with costs measured."""
     monkeypatch.undo()
-    monkeypatch.setattr(module, "ROUNDS", 5)
+    monkeypatch.setattr(race, "ROUNDS", 5)
     torch.manual_seed(7)
     model, args = next(c for c in MICROS if c.name == name).make()
     model.eval()

@@ -31,6 +31,7 @@ from test_sparse_segments import always, pruned, resnet
 
 run, saved = test_cli.run, test_cli.saved  # fixtures
 module = importlib.import_module("demask.optimize")
+race = importlib.import_module("demask.tune.race")
 X = torch.randn(2, 3, 33, 32, generator=torch.Generator().manual_seed(0))
 pytestmark = pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning")
 
@@ -245,7 +246,7 @@ def quick(monkeypatch):
         return real(cls, path, **{**options, "measure": False})
 
     monkeypatch.setattr(Costs, "open", classmethod(opened))
-    monkeypatch.setattr(module, "lower_bound", lambda given, result: 1.0)
+    monkeypatch.setattr(race, "lower_bound", lambda given, result: 1.0)
     prefer(monkeypatch, "sparse")
 
 
@@ -257,7 +258,7 @@ def prefer(monkeypatch, word: str) -> None:
             call(), call()
         return {n: [0.5 if word in n else 1.0] * max(pairs, 2) for n in contenders}
 
-    monkeypatch.setattr(module, "sampled", sampled)
+    monkeypatch.setattr(race, "sampled", sampled)
 
 
 def optimized(model: nn.Module, **options: Any) -> Demasked:
@@ -346,7 +347,7 @@ def test_exact_weights_of_a_lossy_form_are_checked(model, quick, monkeypatch):
 
 
 def test_a_sparse_form_that_is_slower_is_not_taken(model, quick, monkeypatch):
-    monkeypatch.setattr(module, "lower_bound", lambda given, result: 0.9)
+    monkeypatch.setattr(race, "lower_bound", lambda given, result: 0.9)
     fast = optimized(model)
     assert not isinstance(fast, Optimized)
     assert any("may be slower" in note for note in fast.demasked.notes)

@@ -35,9 +35,10 @@ from demask.machine.compare import ALLOWED, PAIRS
 from demask.machine.threads import checked_threads
 from demask.machine.timing import sampled
 from demask.ops import TABLE, Table
-from demask.optimize import remembered, speed_of, unchanged
+from demask.optimize import remembered, unchanged
 from demask.shrink.pipeline import given as captured
 from demask.shrink.pipeline import reduced
+from demask.tune.race import speed_of
 from demask.tune.runtime import for_runtime
 
 WIDTH = 8  # widths are rounded up to it where nothing can be measured

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median
 from typing import Any, Literal
 
 import torch
@@ -17,21 +16,21 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
 from demask.failures import public
-from demask.graph.copying import structural_copy
+from demask.graph.class_result import remember
+from demask.graph.copying import structural_copy, without_caches
 from demask.graph.examples import examples, like
 from demask.graph.program import Program, owned
 from demask.graph.provenance import GIVEN, WHOLE, Decision, Provenance, Speed
-from demask.graph.result import Demasked, build, build_plain
-from demask.machine.compare import ALLOWED, PAIRS, lower_bound
+from demask.graph.result import Demasked, build
+from demask.machine.compare import ALLOWED
 from demask.machine.cost import Costs
-from demask.machine.describe import machine
 from demask.machine.threads import checked_threads, set_threads
-from demask.machine.timing import Timing, sampled
-from demask.numerics import is_as_exact, readable, to_double, widen
 from demask.ops import TABLE, Table
-from demask.shrink.check import Inputs, draws_like, in_eval
+from demask.shrink.check import in_eval
+from demask.shrink.demask import demask
 from demask.shrink.device import CPU, device_of, moved, on_cpu
 from demask.shrink.measure import sizes_of
+from demask.shrink.partial import merged, sizes_of_parts, with_parts
 from demask.shrink.pipeline import given as captured
 from demask.shrink.pipeline import left, reduced
 from demask.shrink.reading import relations_of
@@ -42,16 +41,13 @@ from demask.tune.draft import Example
 from demask.tune.epilogues import is_fused, plain
 from demask.tune.fast import Optimized
 from demask.tune.forms import Form, forms
+from demask.tune.race import Race, own_inputs
 
 BACKENDS, PRECISIONS = ("torch", "sparse"), ("bf16", "int8")
-LOOKS, ROUNDS, SECONDS = 5, 15, 20.0  # in which forms are compared; the last one for longer
-WARMUP = 1  # calls before each of these: all have been called before
-FAR = 1.5  # times what the fastest form took: no form that took more is looked at again
 AHEAD = 0.7  # of what the layers of dense forms take: a sparse form that takes less has won
 DRAWS = 3  # inputs on which lossy storage is judged, beside the example
-DEMASKED = "demasked alone"
+DEMASKED, PARTS = "demasked alone", "parts optimized one by one"
 NAN = "a ReLU that a layer takes along makes 0 of NaN: what is not finite may not show in outputs"
-ULPS = 64.0  # of the largest output, in the network's own dtype
 Tell = Callable[[str], object]
 
 
@@ -62,13 +58,14 @@ def optimize(
     kwargs: Mapping[str, Any] | None = None,
     *,
     dynamic_shapes: Any = None,
+    modules: str | Sequence[str] | None = None,
     threads: int | None = None,
     precision: str | None = None,
     backends: Sequence[str] = BACKENDS,
     cache: str | os.PathLike[str] | Literal[False] | None = None,
     progress: Tell = lambda words: None,
     table: Table | None = None,
-) -> Demasked:
+) -> nn.Module:
     """The network that computes what `model` does in eval mode, as fast as it was measured to get.
 
     It is demasked, then put into several forms (norms in the weights, layers with what follows them
@@ -80,7 +77,10 @@ def optimize(
     For inference: calls record no gradients. The result has weights of its own.
 
     args, kwargs: example inputs, of the sizes to be fast for; others are as exact. dynamic_shapes:
-    as `demask.demask` takes it. threads: to measure with, None for `torch.get_num_threads()`.
+    as `demask.demask` takes it. modules: submodules to optimize alone, as `demask.demask` takes it.
+    Each is made fast by itself in a copy of the model; then the copy is called beside `model`, and
+    where it may be slower, one with demasked parts is returned, or a plain copy. Files of it hold a
+    graph in plain ops. threads: to measure with, None for `torch.get_num_threads()`.
     precision: None, for exact; "bf16" or "int8" (a scale per row) to store the weights of sparse
     layers with fewer bits: `demasked.notes` tell what that changes. backends: which kernels may be
     used; "sparse" are those of float32 on the CPU. cache: where measurements are kept (None: the
@@ -96,6 +96,13 @@ def optimize(
     """
     _check(precision, backends)
     count = checked_threads(threads)
+    if modules is not None:
+        options = {
+            "dynamic_shapes": sizes_of_parts(dynamic_shapes), "threads": threads, "table": table,
+            "precision": precision, "backends": backends, "cache": cache,
+        }  # fmt: skip
+        parts = _Parts(model, args, dict(kwargs or {}), modules, options)
+        return parts.fastest(count, progress)
     args, named = examples((model,), args, dict(kwargs or {}))
     device = device_of(model, args, named)
     here = on_cpu(model, args, named) if device != CPU else (model, args, named)
@@ -106,8 +113,8 @@ def optimize(
         program = captured(*here, dynamic_shapes)
         progress("removing what is masked")
         smaller, provenance = reduced(program, TABLE if table is None else table)
-        args, named = _own((args, named))
-        race = _Race(in_eval(model), program, args, named, device, count)
+        args, named = own_inputs((args, named))
+        race = Race(in_eval(model), program, args, named, device, count)
         wanted = _Wanted("sparse" in backends, precision, cache)
         return _fastest(race, program, smaller, provenance, wanted, progress)
 
@@ -125,11 +132,6 @@ def _check(precision: str | None, backends: Sequence[str]) -> None:
         )
 
 
-def _own(inputs: Any) -> Any:
-    """The inputs with tensors of their own."""
-    return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
-
-
 @dataclass(frozen=True, slots=True)
 class _Wanted:
     """What the caller asks for: sparse forms, how weights are stored, where costs are kept."""
@@ -139,118 +141,93 @@ class _Wanted:
     cache: Any
 
 
-@dataclass(slots=True)
-class _Race:
-    """Networks that are called with one example, in turns, the network as given among them.
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """A call of optimize(modules=...). options: of the calls for each part."""
 
-    With copies of the caller's inputs: a network may write to what it is given. program: of the
-    network as given. exact: what lossy networks come near to. expected: what inputs are, the inputs
-    and what the network as given makes of them. wide: its outputs in float64, by the name of the
-    inputs, once they are asked for.
-    """
-
-    given: nn.Module
-    program: Program
+    model: nn.Module | ExportedProgram
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    device: torch.device
-    threads: int
-    modules: dict[str, nn.Module] = field(default_factory=dict)
-    made_by: dict[str, Form] = field(default_factory=dict)
-    exact: dict[str, nn.Module] = field(default_factory=dict)
-    seen: dict[str, float] = field(default_factory=dict)
-    expected: list[tuple[str, Inputs, list[Any]]] = field(default_factory=list)
-    wide: dict[str, list[Any]] = field(default_factory=dict)
+    names: str | Sequence[str]
+    options: Mapping[str, Any]
 
-    def forms(self) -> dict[str, float]:
-        """Median seconds of the forms; those that are far behind are not called for long."""
-        whole = self.looked()
-        near = [name for name in whole if whole[name] <= FAR * min(whole.values())]
-        return whole | self.medians(near, ROUNDS) if len(near) > 1 else whole
+    def fastest(self, threads: int, progress: Tell) -> nn.Module:
+        """A copy of the model with optimized parts, with demasked ones, or the copy alone."""
 
-    def looked(self) -> dict[str, float]:
-        """Median seconds of the forms made so far, each called a few times, once in all."""
-        new = [name for name in self.modules if name not in self.seen]
-        if new:
-            self.seen |= self.medians(new, LOOKS)
-        return self.seen
+        def part(name: str, given: tuple[Any, ...], named: dict[str, Any]) -> nn.Module:
+            def tell(words: str) -> object:
+                return progress(f"{name}: {words}")
 
-    def medians(self, names: Sequence[str], pairs: int) -> dict[str, float]:
-        """Median seconds of some forms."""
-        found = self.rounds(names, pairs, SECONDS)
-        return {name: median(taken) for name, taken in found.items()}
+            return optimize(self._module(name), given, named, progress=tell, **self.options)
 
-    def beside(self, name: str) -> dict[str, list[float]]:
-        """The seconds of each round of a form and the network as given."""
-        return self.rounds([GIVEN, name], PAIRS, float("inf"))
+        fast = with_parts(self.model, self.args, self.kwargs, self.names, part)
+        args, kwargs = own_inputs((self.args, self.kwargs))
+        device = device_of(self.model, args, kwargs)
+        race = Race(in_eval(self.model), None, args, kwargs, device, threads)
+        notes = list(_entered_whole(race, PARTS, fast))
+        progress("measuring beside the network as given")
+        best, speed = _winner(race, PARTS, notes) if race.modules else (GIVEN, None)
+        if best == PARTS:
+            notes += _without_cache(race, fast)
+            return self._recorded(fast, best, speed, notes)
+        slim = self._demasked()
+        notes += _entered_whole(race, DEMASKED, slim)
+        if DEMASKED in race.modules:
+            best, speed = _winner(race, DEMASKED, notes)
+        return self._recorded(slim if best == DEMASKED else self._copy(), best, speed, notes)
 
-    def rounds(self, names: Sequence[str], pairs: int, seconds: float) -> dict[str, list[float]]:
-        everyone = {GIVEN: self.given, **self.modules}
-        contenders = {name: self.call(everyone[name]) for name in names}
-        with torch.no_grad(), set_threads(self.threads):
-            return sampled(contenders, pairs, WARMUP, seconds=seconds)
+    def _module(self, name: str) -> nn.Module:
+        return self.model.get_submodule(name)  # type: ignore[union-attr]
 
-    def call(self, module: nn.Module) -> Callable[[], object]:
-        if self.device.type != "cuda":
-            return lambda: module(*self.args, **self.kwargs)
+    def _demasked(self) -> nn.Module:
+        shapes, table = self.options["dynamic_shapes"], self.options["table"]
 
-        def synchronised() -> None:
-            module(*self.args, **self.kwargs)
-            torch.cuda.synchronize(self.device)
+        def part(name: str, given: tuple[Any, ...], named: dict[str, Any]) -> nn.Module:
+            return demask(self._module(name), given, named, dynamic_shapes=shapes, table=table)
 
-        return synchronised
+        return with_parts(self.model, self.args, self.kwargs, self.names, part)
 
-    def outputs(self, module: nn.Module, inputs: Inputs | None = None) -> list[Any]:
-        """What a network makes of the example, or of other inputs."""
-        args, kwargs = _own((self.args, self.kwargs) if inputs is None else inputs)
-        with torch.no_grad(), set_threads(self.threads):
-            return pytree.tree_leaves(module(*args, **kwargs))
+    def _copy(self) -> nn.Module:
+        assert isinstance(self.model, nn.Module)
+        copy = structural_copy(self.model, share=False)
+        record = merged(self.model, copy, {}, self.args, self.kwargs)
+        remember(copy, record, self.args, self.kwargs)
+        return copy
 
-    def compared_on(self) -> list[tuple[str, Inputs, list[Any]]]:
-        """The example and draws like it; of those none that the network as given refuses or makes
-        no finite numbers of."""
-        for name, inputs in draws_like((self.args, self.kwargs)) if not self.expected else ():
-            try:
-                outputs = self.outputs(self.given, inputs)
-            except Exception:
-                if not self.expected:  # the example
-                    raise
-                continue
-            if not self.expected or all(map(_is_finite, outputs)):
-                self.expected.append((name, inputs, outputs))
-        return self.expected
-
-    def is_rounding(self, name: str, inputs: Inputs, k: int, given: Tensor, made: Tensor) -> bool:
-        """Whether an output is about as near to that of float64 as the network as given is: of an
-        ill-conditioned one, rounding moves outputs far."""
-        if name not in self.wide:
-            self.wide[name] = self._widened(inputs)
-        wide = self.wide[name]
-        exact = wide[k] if k < len(wide) else None
-        if not isinstance(exact, Tensor) or exact.shape != given.shape:
-            return False
-        return is_as_exact(exact, given, made)
-
-    def _widened(self, inputs: Inputs) -> list[Any]:
-        try:
-            wide = build_plain(self.program).double()
-            widen(wide)
-            args, kwargs = pytree.tree_map(_double_on_cpu, inputs)
-            with torch.no_grad():
-                return pytree.tree_leaves(wide(*args, **kwargs))
-        except Exception:  # of any kind: then units in the last place decide
-            return []
+    def _recorded(self, chosen: Any, best: str, speed: Speed | None, notes: list[str]) -> nn.Module:
+        """The network that is returned, with what was measured."""
+        record: Provenance = chosen.demasked
+        seconds = {GIVEN: speed.given[0], best: speed.result[0]} if speed else {}
+        decisions = (Decision(WHOLE, best, seconds), *record.decisions)
+        record = replace(record, notes=(*record.notes, *notes), decisions=decisions, speed=speed)
+        remember(chosen, record, self.args, self.kwargs)
+        return chosen
 
 
-def _is_finite(leaf: Any) -> bool:
-    return not isinstance(leaf, Tensor) or bool(torch.isfinite(readable(leaf)).all())
+def _entered_whole(race: Race, name: str, network: nn.Module) -> Iterator[str]:
+    """Let a network with other parts take part; in words why it cannot, if so."""
+    copy = in_eval(network)
+    try:
+        failure = race.difference(copy)
+    except Exception as error:  # of any kind: another one is returned
+        failure = f"it fails ({_words(error)})"
+    if failure:
+        yield f"{name}: left out, {failure}"
+    else:
+        race.modules[name] = copy
 
 
-def _double_on_cpu(leaf: Any) -> Any:
-    return to_double(leaf).to(CPU) if isinstance(leaf, Tensor) else leaf
+def _without_cache(race: Race, network: nn.Module) -> Iterator[str]:
+    """Turn the cache of a language model off whose parts, as graphs, do not take one."""
+    try:
+        race.outputs(network)
+    except Exception:  # it was called without a cache, and that worked
+        without_caches(network)
+        yield ("its parts take no cache of keys and values, so use_cache is off; to generate text, "
+               "optimize parts that take none: modules=['*.mlp']")  # fmt: skip
 
 
-def _fastest(race: _Race, program: Program, smaller: Program, provenance: Provenance,
+def _fastest(race: Race, program: Program, smaller: Program, provenance: Provenance,
              wanted: _Wanted, progress: Tell) -> Demasked:  # fmt: skip
     """The result: the form that won, or the network as given."""
     notes = [*provenance.notes, *_all(race, program, smaller, provenance, wanted, progress)]
@@ -261,14 +238,7 @@ def _fastest(race: _Race, program: Program, smaller: Program, provenance: Proven
     whole = race.forms()
     best = min(race.modules, key=whole.__getitem__)
     progress("measuring beside the network as given")
-    speed, slower = _beside(race, best)
-    if speed.least < ALLOWED:
-        notes.append(f"the fastest form ({best}) may be slower than the network as given (ratio "
-                     f"{speed.ratio:.2f}, at least {speed.least:.2f})")  # fmt: skip
-        if best != DEMASKED and DEMASKED in race.modules:
-            best, (speed, slower) = DEMASKED, _beside(race, DEMASKED)
-        if best != DEMASKED or slower:
-            best = GIVEN
+    best, speed = _winner(race, best, notes)
     whole = {GIVEN: speed.given[0], **whole}
     if best == GIVEN:
         decisions = (Decision(WHOLE, GIVEN, whole),)
@@ -286,15 +256,21 @@ def _fastest(race: _Race, program: Program, smaller: Program, provenance: Proven
     return _built(race, owned(form.program, program.constants.values()), record, kind)
 
 
-def _beside(race: _Race, name: str) -> tuple[Speed, bool]:
-    """How fast a form is beside the network as given, and whether it is certain to be slower (the
-    upper 95 % bound of the ratio is too low)."""
-    taken = race.beside(name)
-    speed = replace(speed_of(taken[GIVEN], taken[name]), threads=race.threads)
-    return speed, 1 / lower_bound(taken[name], taken[GIVEN]) < ALLOWED
+def _winner(race: Race, best: str, notes: list[str]) -> tuple[str, Speed]:
+    """The form to return, and how fast it was beside the network as given: the one that seems best,
+    the demasked network where that one may be slower, the network as given where that is slower."""
+    speed, slower = race.speed(best)
+    if speed.least < ALLOWED:
+        notes.append(f"the fastest form ({best}) may be slower than the network as given (ratio "
+                     f"{speed.ratio:.2f}, at least {speed.least:.2f})")  # fmt: skip
+        if best != DEMASKED and DEMASKED in race.modules:
+            best, (speed, slower) = DEMASKED, race.speed(DEMASKED)
+        if best != DEMASKED or slower:
+            best = GIVEN
+    return best, speed
 
 
-def _lossy(race: _Race, name: str, precision: str) -> str:
+def _lossy(race: Race, name: str, precision: str) -> str:
     """How far the outputs of a form are from exact ones, in words."""
     if name not in race.exact:
         return f"precision={precision!r} changes nothing: no layer is sparse in the fastest form"
@@ -336,7 +312,7 @@ def unchanged(provenance: Provenance) -> Provenance:
     return replace(provenance, after=provenance.before, removed={}, cuts={}, effects={}, reasons=())
 
 
-def _as_it_was(race: _Race, program: Program, provenance: Provenance, notes: tuple[str, ...],
+def _as_it_was(race: Race, program: Program, provenance: Provenance, notes: tuple[str, ...],
                decisions: tuple[Decision, ...], speed: Speed | None) -> Demasked:  # fmt: skip
     """The network as given: a copy, if it is an optimized one; else its graph."""
     if isinstance(race.given, Optimized):
@@ -348,7 +324,7 @@ def _as_it_was(race: _Race, program: Program, provenance: Provenance, notes: tup
     return moved(first, race.device) if race.device != CPU else first  # type: ignore[return-value]
 
 
-def _all(race: _Race, program: Program, smaller: Program, provenance: Provenance,
+def _all(race: Race, program: Program, smaller: Program, provenance: Provenance,
          wanted: _Wanted, progress: Tell) -> Iterator[str]:  # fmt: skip
     """Let the sparse forms take part, then the dense ones; in words which do not, and why."""
     costs = Costs.open(wanted.cache, threads=race.threads, measure=race.device == CPU)
@@ -362,7 +338,7 @@ def _all(race: _Race, program: Program, smaller: Program, provenance: Provenance
     costs.save()
 
 
-def _entered(race: _Race, found: Iterator[Form], provenance: Provenance,
+def _entered(race: Race, found: Iterator[Form], provenance: Provenance,
              progress: Tell) -> Iterator[str]:  # fmt: skip
     """Let every form take part; in words which do not, and why."""
     while True:
@@ -384,7 +360,7 @@ def _words(error: Exception) -> str:
     return f"{type(error).__name__} {first:.120}".strip()
 
 
-def _dense(race: _Race, smaller: Program, asker: Asker, sparse: Sparse,
+def _dense(race: Race, smaller: Program, asker: Asker, sparse: Sparse,
            progress: Tell) -> Iterator[Form]:  # fmt: skip
     """The dense forms, unless a sparse one is far ahead."""
     if race.modules and min(race.looked().values()) < AHEAD * sparse.least:
@@ -393,12 +369,12 @@ def _dense(race: _Race, smaller: Program, asker: Asker, sparse: Sparse,
     yield from forms(smaller, asker, progress)
 
 
-def _enter(race: _Race, form: Form, provenance: Provenance) -> str:
+def _enter(race: Race, form: Form, provenance: Provenance) -> str:
     """Let a form take part; in words why it cannot, if so."""
     kind = _kind(form)
     try:
         exact = _built(race, form.program if form.exact is None else form.exact, provenance, kind)
-        difference = _difference(race, exact)
+        difference = race.difference(exact)
         module = exact
         if form.exact is not None:
             module = _built(race, form.program, provenance, kind)
@@ -416,49 +392,9 @@ def _kind(form: Form) -> type[Demasked]:
     return Demasked if form.name == DEMASKED else Optimized
 
 
-def _built(race: _Race, program: Program, provenance: Provenance, kind: type[Demasked]) -> Demasked:
+def _built(race: Race, program: Program, provenance: Provenance, kind: type[Demasked]) -> Demasked:
     module = build(program, provenance, kind).eval()
     if race.device != CPU:
         moved(module, race.device)
     race.outputs(module)  # the first call is made otherwise than the later ones
     return module
-
-
-def _difference(race: _Race, network: nn.Module) -> str:
-    """How outputs for the example and draws like it differ, in words; none if they are the same up
-    to rounding."""
-    for name, inputs, given in race.compared_on():
-        made = race.outputs(network, inputs)
-        for k, (a, b) in enumerate(zip(given, made, strict=True)):
-            if text := _gap(a, b, partial(race.is_rounding, name, inputs, k)):
-                return f"output {k} {text}, on {name}"
-    return ""
-
-
-def _gap(given: Any, made: Any, is_rounding: Callable[[Tensor, Tensor], bool]) -> str:
-    """How an output differs, in words."""
-    if not isinstance(given, Tensor) or not isinstance(made, Tensor):
-        same = given is made or given == made
-        return "" if same else f"is {made!r:.40}, not {given!r:.40}"
-    if given.shape != made.shape or given.dtype != made.dtype:
-        return f"is {made.dtype} {tuple(made.shape)}, not {given.dtype} {tuple(given.shape)}"
-    a, b = readable(given), readable(made)
-    finite = torch.isfinite(a)
-    if not torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num()):
-        return "has other values that are not finite"
-    if not a.is_floating_point() and not torch.equal(a, b):
-        return f"({a.dtype}) is not equal"
-    a, b = a[finite].double(), b[finite].double()
-    if a.numel():
-        unit = torch.finfo(given.dtype).eps * float(a.abs().max())
-        gap = float((a - b).abs().max())
-        if not gap <= ULPS * unit and not is_rounding(given, made):
-            return f"by {gap / unit if unit else gap:.3g} units in the last place"
-    return ""
-
-
-def speed_of(given: list[float], result: list[float]) -> Speed:
-    timings = [Timing.of(taken) for taken in (given, result)]
-    rows = [(t.median, t.low, t.high) for t in timings]
-    return Speed(rows[0], rows[1], rows[0][0] / rows[1][0], lower_bound(given, result),
-                 len(given), torch.get_num_threads(), machine())  # fmt: skip

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import os
 import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,8 +23,10 @@ from demask.graph.copying import structural_copy, without_caches
 from demask.graph.examples import examples, like
 from demask.graph.fold import folded
 from demask.graph.functional import functionalized
-from demask.graph.provenance import Provenance
+from demask.graph.holders import is_holder
+from demask.graph.provenance import Cut, Provenance
 from demask.graph.result import Demasked, build_plain
+from demask.graph.sharing import sharing
 from demask.numerics import (
     RELATIVE,
     ULPS,
@@ -38,8 +42,13 @@ from demask.numerics import (
 )
 from demask.ops import Table
 from demask.shrink import demask
+from demask.shrink.partial import first_calls, repeated_blocks
+from demask.shrink.pipeline import given as captured
+from demask.shrink.pool import cut
 
 TOKENS = 4  # that language models generate, to be compared
+SHARE = 4  # of the memory of this machine, one such part may be taken by copies in float64
+LAYERS = 8  # drawn from those of a network whose copies take more, beside three others
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +60,10 @@ class Verification:
     64 units in the last place of the largest output in the model's own dtype. ulps: those units.
     runs: how many calls were compared. vacuous: outputs that did not depend on the input, for which
     equality proves nothing. narrowed: calls that cast to a narrower float, whose type then counts.
-    failure: the first difference that was too large, in words.
+    failure: the first difference that was too large, in words. layers: where copies of the whole in
+    float64 would take too much memory, the layers that were compared in float64 instead, each on
+    the inputs that it has in the model; max_abs and max_rel are theirs. coverage: in words, what
+    was compared in float64 then, and what was not.
     """
 
     max_abs: float
@@ -63,14 +75,15 @@ class Verification:
     vacuous: tuple[str, ...] = ()
     narrowed: tuple[str, ...] = ()
     failure: str = ""
+    layers: tuple[str, ...] = ()
+    coverage: str = ""
 
     def __str__(self) -> str:
         word = "equal" if self.ok else f"DIFFERENT ({self.failure})"
         text = (f"{word}: {self.max_rel:.1e} relative in float64, {self.ulps:.3g} ulps in "
                 f"{self.dtype}, {self.runs} runs")  # fmt: skip
-        return text + (
-            f"; do not depend on the input: {', '.join(self.vacuous)}" if self.vacuous else ""
-        )
+        still = f"; do not depend on the input: {', '.join(self.vacuous)}" if self.vacuous else ""
+        return text + still + (f"; {self.coverage}" if self.coverage else "")
 
 
 @public
@@ -85,7 +98,9 @@ def verify(
 ) -> Verification:
     """Compare `slim` with `model` in eval mode, on the given inputs and three seeded draws like
     them, at batch 1 and 3 too where the batch is dynamic; in float64 and in the model's own dtype.
-    Of networks that `generate`, a few tokens are compared, too.
+    Of networks that `generate`, a few tokens are compared, too. Where copies in float64 would take
+    more than a quarter of this machine's memory, the whole is compared in its own dtype alone, and
+    a sample of its repeated layers in float64, one by one: the result says which.
 
     table: the op table that `slim` was made with. Neither module is changed. Raises Mismatch when
     they differ and `check`; BadInput when there are no example inputs to run. Integer and boolean
@@ -101,23 +116,30 @@ def verify(
     networks = model, slim
     if isinstance(getattr(slim, "demasked", None), Provenance):  # its cache holds fewer heads
         model, slim = _without_cache(model), _without_cache(slim)
-    graph = _graph(slim)
-    left, right, allowed = _doubles(model, graph, args, kwargs, table)
-    pairs = [(left, right), _own(model, slim)]
-    narrow = narrowed(graph)
-    found = _Found(allowed)
+    layers = _layers(model, slim) if _copies(model, slim) > memory() / SHARE else []
+    if layers:
+        found, narrow = _Found(RELATIVE, tracked=False), narrowed(slim)
+        pairs = {False: _own(model, slim)}
+    else:
+        graph = _graph(slim)
+        left, right, allowed = _doubles(model, graph, args, kwargs, table)
+        found, narrow = _Found(allowed, tracked=True), narrowed(graph)
+        pairs = {True: (left, right), False: _own(model, slim)}
     for seed, batch, inputs in _draws(model, slim, args, kwargs):
-        for wide, (a, b) in zip((True, False), pairs, strict=True):
+        for wide, (a, b) in pairs.items():
             given = pytree.tree_map(to_double, inputs) if wide else inputs
             found.compare(a, b, given, wide, narrow, f"draw {seed}, batch {batch}")
+    compared = _compare_layers(found, model, slim, layers, (args, kwargs), table) if layers else ()
     found.compare_tokens(networks, kwargs.get("input_ids", args[0] if args else None))
-    result = found.result(
-        str(_dtype(model, slim)).removeprefix("torch."), tuple(name for name, _ in narrow)
-    )
+    dtype = str(_dtype(model, slim)).removeprefix("torch.")
+    result = found.result(dtype, tuple(name for name, _ in narrow))
+    if layers:
+        words = _coverage(compared, layers, _copies(model, slim), dtype)
+        result = replace(result, layers=compared, coverage=words)
     if check and not result.ok:
         raise Mismatch(
-            f"the networks differ: {result.failure}. Expected at most {allowed:.1e} relative in "
-            f"float64 and {ULPS:g} ulps in {result.dtype}; got {result.max_rel:.1e} and "
+            f"the networks differ: {result.failure}. Expected at most {found.allowed:.1e} relative "
+            f"in float64 and {ULPS:g} ulps in {result.dtype}; got {result.max_rel:.1e} and "
             f"{result.ulps:.3g}. "
             "If `slim` came from demask(), please report it with the model."
         )
@@ -139,11 +161,92 @@ def _graph(slim: nn.Module) -> nn.Module:
         return slim
 
 
-class _Found:
-    """Collects differences over runs."""
+def memory() -> float:
+    """Bytes of memory of this machine; infinite where the system does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return math.inf
 
-    def __init__(self, allowed: float) -> None:
-        self.allowed = allowed
+
+def _copies(model: Any, slim: nn.Module) -> int:
+    """Bytes that copies of both in float64 would take."""
+    own = model.state_dict.values() if isinstance(model, ExportedProgram) else _held(model)
+    return 8 * sum(t.numel() for t in (*own, *_held(slim)) if t.is_floating_point())
+
+
+def _held(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _layers(model: Any, slim: nn.Module) -> list[str]:
+    """The repeated layers of two networks that can be compared one by one."""
+    if not isinstance(model, nn.Module) or isinstance(model, fx.GraphModule):
+        return []
+    there = {name for name, module in slim.named_modules() if not is_holder(module)}
+    return [name for name in repeated_blocks(model) if name in there]
+
+
+def _sample(names: Sequence[str]) -> list[str]:
+    """The first, middle and last, and some more, drawn."""
+    ends = {0, len(names) // 2, len(names) - 1}
+    order = torch.randperm(len(names), generator=torch.Generator().manual_seed(0)).tolist()
+    chosen = ends | set([k for k in order if k not in ends][:LAYERS])
+    return [names[k] for k in sorted(chosen)]
+
+
+def _compare_layers(
+    found: _Found, model: Any, slim: nn.Module, names: list[str], inputs: Any, table: Any
+) -> tuple[str, ...]:
+    """Compare a sample of the layers in float64, each on the inputs of its first call in `model`;
+    those compared, up to one that differs. One pair of copies exists at a time."""
+    calls = first_calls(model, inputs[0], inputs[1], _sample(names))
+    own = _dtype(model, slim)
+    with sharing():
+        for k, (name, given) in enumerate(calls.items()):
+            left = _wide(model.get_submodule(name), given)
+            right = _wide(slim.get_submodule(name), given)
+            call = left, right, pytree.tree_map(to_double, given), True, [], f"layer {name}"
+            trial = _Found(RELATIVE, tracked=False)
+            trial.compare(*call)
+            with sharing():  # a capture of these copies would keep them
+                exact = not trial.failure or _refined(left, right, own, *given, table)
+            found.allowed = RELATIVE if exact else ULPS * torch.finfo(own).eps
+            found.compare(*call)
+            if found.failure:
+                return tuple(calls)[: k + 1]
+            del left, right, call
+            gc.collect()  # graphs are cycles: their tensors would stay until it is due
+    return tuple(calls)
+
+
+def _wide(layer: nn.Module, inputs: Any) -> nn.Module:
+    """A copy of a layer in float64, whatever its own code casts to where that can be captured."""
+    try:
+        copy: nn.Module = build_plain(captured(layer, inputs[0], inputs[1], None))
+    except NotExportable:
+        copy = _eval(layer, share=False)
+    copy = copy.double()
+    widen(copy)
+    return copy
+
+
+def _coverage(compared: Sequence[str], layers: Sequence[str], size: int, dtype: str) -> str:
+    """What was compared in float64 and what was not, in words."""
+    return (
+        f"float64 is of {len(compared)} of {len(layers)} layers alone ({', '.join(compared)}), "
+        "each on the inputs of one run of the model: copies of the whole take "
+        f"{size / 2**30:.1f} GiB. The other layers, and what is around them, were compared in "
+        f"{dtype} alone, in the whole"
+    )
+
+
+class _Found:
+    """Collects differences over runs. tracked: of runs in float64 (True), or in the networks' own
+    dtype, it is seen which outputs do not depend on the inputs."""
+
+    def __init__(self, allowed: float, *, tracked: bool) -> None:
+        self.allowed, self.tracked = allowed, tracked
         self.max_abs = self.max_rel = self.ulps = 0.0
         self.runs, self.failure = 0, ""
         self.seen: dict[str, list[Tensor]] = {}
@@ -170,7 +273,7 @@ class _Found:
             kinds = f"{x.dtype} {tuple(x.shape)} against {y.dtype} {tuple(y.shape)}"
             self._fail(f"output {name} is {kinds} ({where})")
             return
-        if wide and "batch 1" not in where and "batch 3" not in where:
+        if wide is self.tracked and "batch 1" not in where and "batch 3" not in where:
             self.seen.setdefault(name, []).append(x)
         if not x.is_floating_point() or x.numel() == 0:
             if not torch.equal(x, y):
@@ -296,16 +399,19 @@ def _refined(left: nn.Module, right: nn.Module, own: torch.dtype, args, kwargs, 
     """Put float64 constants in place of rounded ones, if they are those rounded."""
     try:
         given = pytree.tree_map(to_double, (args, kwargs))
-        twin = demask(left, *given, table=table, check=False, result="graph")
+        twin: Any = demask(left, *given, table=table, check=False, result="graph")
     except DemaskError:
         return False
     exact, rounded, eps = twin.state_dict(), right.state_dict(), ULPS * torch.finfo(own).eps
+    cuts, whole = twin.demasked.cuts, left.state_dict()
     if exact.keys() != rounded.keys():
         return False
     for name, value in exact.items():
         if value.shape != rounded[name].shape:
             return False
-        if value.is_floating_point() and value.numel():
+        if _is_cut(value, cuts.get(name), whole):  # which rounds nothing
+            exact[name] = rounded[name]
+        elif value.is_floating_point() and value.numel():
             allowed = eps * float(value.abs().max())
             if not bool(((value - rounded[name]).abs() <= allowed).all()):
                 return False
@@ -316,6 +422,14 @@ def _refined(left: nn.Module, right: nn.Module, own: torch.dtype, args, kwargs, 
     right.recompile()
     right.load_state_dict(exact)
     return True
+
+
+def _is_cut(value: Tensor, how: Cut | None, whole: Mapping[str, Tensor]) -> bool:
+    """Whether a tensor holds numbers of the whole network's, and none that were computed."""
+    source = None if how is None else whole.get(how.source)
+    if how is None or source is None or tuple(source.shape) != how.shape:
+        return False
+    return torch.equal(cut(source, how.kept), value)
 
 
 def _literals(rounded: fx.Graph, exact: fx.Graph, eps: float) -> bool:

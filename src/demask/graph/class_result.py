@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -80,9 +80,18 @@ def as_graph(module: Any) -> Any:
     except NotExportable:
         program = capture(module, inputs[0], inputs[1], {})
     program = folded(functionalized(program))
-    graph = build(program, vars(module)["demasked"]).train(module.training)
+    graph = build(program, _of_graph(vars(module)["demasked"])).train(module.training)
     held = {name for name, _ in tensors_of(graph)}
     for name, tensor in tensors_of(module):  # what this call does not read
         if name not in held:
             attach(graph, name, tensor)
     return graph
+
+
+def _of_graph(record: Provenance) -> Provenance:
+    """The record of a network for its graph, whose parts are in plain ops: what was measured of
+    optimized ones does not hold for it."""
+    if record.speed is None:
+        return record
+    note = "optimized parts are plain ops here: optimize this network for their speed"
+    return replace(record, speed=None, decisions=(), notes=(*record.notes, note))

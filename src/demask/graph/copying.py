@@ -40,13 +40,17 @@ def buffers_as_numbers(work: nn.Module) -> list[str]:
     names = []
     for path, module in work.named_modules():
         for name, buffer in list(module._buffers.items()):
-            if buffer is None or buffer.is_floating_point() or buffer.ndim:
-                continue
-            if name != "num_batches_tracked":
+            if buffer is not None and is_number(name, buffer):
                 del module._buffers[name]
                 setattr(module, name, buffer.item())
                 names.append(f"{path}.{name}".lstrip("."))
     return names
+
+
+def is_number(name: str, tensor: Tensor) -> bool:
+    """Is a tensor of a module a whole number, by which its code may decide?"""
+    whole = not tensor.is_floating_point() and not tensor.ndim
+    return whole and name != "num_batches_tracked"
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:

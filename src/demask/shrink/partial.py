@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +17,14 @@ from demask.failures import described
 from demask.graph.class_result import remember
 from demask.graph.copying import structural_copy, without_caches
 from demask.graph.declared import Masks, within
-from demask.graph.provenance import InputSpec, Provenance
+from demask.graph.provenance import WHOLE, InputSpec, Provenance
 from demask.graph.resize import put_module
+from demask.graph.sharing import sharing
 from demask.ops import Table
 from demask.shrink.demask import demask
 from demask.shrink.measure import counted
+
+Part = Callable[[str, tuple[Any, ...], dict[str, Any]], nn.Module]
 
 
 def demask_modules(
@@ -35,7 +38,31 @@ def demask_modules(
     masks: Masks,
     form: str,
 ) -> nn.Module:
-    """A copy of `model` with submodules `names` demasked, each on the inputs of its first call.
+    """A copy of `model` with submodules `names` demasked. Raises what `with_parts` does."""
+
+    def part(name: str, given: tuple[Any, ...], named: dict[str, Any]) -> nn.Module:
+        return demask(
+            model.get_submodule(name), given, named, dynamic_shapes=sizes_of_parts(dynamic_shapes),
+            table=table, check=check, masks=within(masks, name), result=form,
+        )  # fmt: skip
+
+    return with_parts(model, args, kwargs, names, part)
+
+
+def sizes_of_parts(dynamic_shapes: Any) -> Any:
+    """How the rest of a model will call its parts is not known: any size may come."""
+    return "all" if dynamic_shapes is None else dynamic_shapes
+
+
+def with_parts(
+    model: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    names: str | Sequence[str],
+    part: Part,
+) -> nn.Module:
+    """A copy of `model` in which `part(name, args, kwargs)`, a demasked network, stands in the
+    place of each submodule of `names`, for the inputs of its first call.
 
     names: names and globs of submodules, or "auto". The rest of the model need not export. Raises
     BadInput for a name that is no submodule, lies inside another one named, or is never called;
@@ -53,35 +80,35 @@ def demask_modules(
     if not isinstance(args, tuple) or not isinstance(kwargs or {}, Mapping):
         raise BadInput("args must be a tuple of inputs and kwargs a mapping, got "
                        f"{type(args).__name__} and {type(kwargs).__name__}")  # fmt: skip
-    wanted = _blocks(model) if names == "auto" else _named(model, names)
-    # How the rest of the model will call its parts is not known: any size may come.
-    shapes = "all" if dynamic_shapes is None else dynamic_shapes
-    calls = _calls(model, args, dict(kwargs or {}), None if names == "auto" else wanted)
+    wanted = blocks_of(model) if names == "auto" else _named(model, names)
+    calls = first_calls(model, args, dict(kwargs or {}), None if names == "auto" else wanted)
+    missing = [name for name in wanted if name not in calls and names != "auto"]
+    if missing:
+        raise BadInput(
+            f"{missing[0]!r} is never called on the example inputs: give inputs that reach it"
+        )
     result = structural_copy(model, share=False)
     records: dict[str, Provenance] = {}
     queue = [name for name in wanted if name in calls]
-    for name in queue:
-        given, named = calls[name]
-        try:
-            slim = demask(
-                model.get_submodule(name), given, named, dynamic_shapes=shapes, table=table,
-                check=check, masks=within(masks, name), result=form,
-            )  # fmt: skip
-        except NotExportable:
-            if names != "auto":
-                raise
-            inside = model.get_submodule(name).named_children()
-            queue += [f"{name}.{leaf}" for leaf, _ in inside if f"{name}.{leaf}" in calls]
-            continue
-        records[name] = slim.demasked  # type: ignore[assignment]
-        put_module(result, name, slim)
+    with sharing():
+        for name in queue:
+            try:
+                made = part(name, *calls[name])
+            except NotExportable:
+                if names != "auto":
+                    raise
+                inside = model.get_submodule(name).named_children()
+                queue += [f"{name}.{leaf}" for leaf, _ in inside if f"{name}.{leaf}" in calls]
+                continue
+            records[name] = made.demasked  # type: ignore[assignment]
+            put_module(result, name, made)
     if names == "auto" and not records:
         raise NotExportable("no module can be captured", "unknown", "demask it whole to see why")
-    remember(result, _merged(model, result, records, args, kwargs), args, kwargs)
+    remember(result, merged(model, result, records, args, kwargs), args, kwargs)
     return result
 
 
-def _merged(
+def merged(
     model: nn.Module, result: nn.Module, records: Mapping[str, Provenance], args: Any, kwargs: Any
 ) -> Provenance:
     """What was done to a network, of what was done to its parts. MACs are those of the parts."""
@@ -110,6 +137,11 @@ def _merged(
         after=sizes["after"],
         removed={f"{name}.{key}".rstrip("."): count
                  for name, r in records.items() for key, count in r.removed.items()},
+        decisions=tuple(replace(decision, place=name if decision.place == WHOLE
+                                else f"{name}.{decision.place}")
+                        for name, r in records.items() for decision in r.decisions),
+        densities={f"{name}.{key}": density
+                   for name, r in records.items() for key, density in r.densities.items()},
         form="class",
         graph_reasons=tuple(f"{name}: {why}" for name, r in records.items()
                             for why in r.graph_reasons),
@@ -141,8 +173,13 @@ def _named(model: nn.Module, names: Sequence[str]) -> list[str]:
     return [name for name in known if name in found]
 
 
-def _blocks(model: nn.Module) -> list[str]:
+def blocks_of(model: nn.Module) -> list[str]:
     """The parts of a model to demask one by one: blocks that repeat; else its children."""
+    return repeated_blocks(model) or [name for name, _ in model.named_children()]
+
+
+def repeated_blocks(model: nn.Module) -> list[str]:
+    """The outermost submodules of which there are several of one class in a list."""
     found: list[str] = []
     for path, holder in model.named_modules():
         if any(path == name or path.startswith(f"{name}.") for name in found):
@@ -151,10 +188,10 @@ def _blocks(model: nn.Module) -> list[str]:
             kinds = Counter(type(block) for block in holder if any(True for _ in block.children()))
             found += [f"{path}.{k}".lstrip(".") for k, block in enumerate(holder)
                       if kinds[type(block)] > 1]  # fmt: skip
-    return found or [name for name, _ in model.named_children()]
+    return found
 
 
-def _calls(
+def first_calls(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] | None
 ) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
     """The inputs of the first call of each submodule named, or of all that are called, from one run
@@ -177,9 +214,4 @@ def _calls(
         raise BadInput(
             f"the model itself fails on the example inputs: {described(error)}"
         ) from error
-    missing = [name for name in names or () if name not in found]
-    if missing:
-        raise BadInput(
-            f"{missing[0]!r} is never called on the example inputs: give inputs that reach it"
-        )
     return found

@@ -15,7 +15,6 @@ from torch.export import ExportedProgram
 from demask.errors import DemaskError, NotExportable
 from demask.facts.known import Relations
 from demask.failures import CallFailed, Log, described, is_strict
-from demask.graph.capture import captures
 from demask.graph.declared import Masks, declaring
 from demask.graph.export_guards import refused_sizes
 from demask.graph.fold import folded
@@ -26,6 +25,7 @@ from demask.graph.program import Program, owned
 from demask.graph.provenance import Cut, InputSpec, Provenance, Reason, Sizes
 from demask.graph.recurrent import layered
 from demask.graph.result import Demasked, build
+from demask.graph.sharing import shared_captures
 from demask.graph.spell import spelled
 from demask.graph.tokens import early
 from demask.graph.unmerge import unmerged
@@ -63,7 +63,7 @@ def programs_of(
     one for most sizes first, then those for fewer, if they are asked for."""
     failure: Exception | None = None
     done = False
-    for captured in captures(model, args, kwargs, dynamic_shapes):
+    for captured in shared_captures(model, args, kwargs, dynamic_shapes):
         try:
             program = _functional(declaring(captured, masks))
         except MemoryError:
