@@ -23,7 +23,8 @@ hold their parameters, so rows are for reading along, not for comparing. One dem
 the batch dynamic, and the length of texts or the size of images where the network has one of its
 own choice; the result is compared with the original at other batches and sizes. *Error*: the
 largest difference in any cell relative to the largest output, in float64 (at most 1e-10; † where
-the network's own code casts to float32: at most 64 units in its last place).
+the network's own code casts to float32: at most 64 units in its last place). *What came back*:
+the network's own *class*; that with graphs for some *parts*; or a *graph*.
 
 Made by `python docs/make_networks.py` from what the nightly tests wrote; a test keeps it so.
 """
@@ -82,6 +83,19 @@ def worst(lines: Iterable[Line]) -> str:
     return f"{max(line['error'] for line in found):.0e}{dagger}"
 
 
+def forms(lines: dict[str, Line], masks: Sequence[str]) -> str:
+    """What came back for which masks; the masks are left out where it is one for all."""
+    by: dict[str, list[str]] = {}
+    for mask in masks:
+        if "form" in lines.get(mask, {}):
+            by.setdefault(lines[mask]["form"], []).append(mask.replace("_", " "))
+    if len(by) < 2:
+        return "".join(by)
+    return "; ".join(
+        f"{form}: {', '.join(by[form])}" for form in ("class", "parts", "graph") if form in by
+    )
+
+
 def columns(lines: Sequence[Line], known: dict[str, str]) -> list[str]:
     """The masks that lines have, those with words first."""
     found = {line["mask"] for line in lines}
@@ -93,11 +107,14 @@ def table(lines: Sequence[Line], masks: Sequence[str]) -> str:
     named: dict[str, dict[str, Line]] = {}
     for line in lines:
         named.setdefault(line["network"], {})[line["mask"]] = line
-    rows = [["network", *(mask.replace("_", " ") for mask in masks), "error"]]
-    rows += [["---"] + ["--:"] * (len(masks) + 1)]
+    formed = any("form" in line for line in lines)
+    last = ["error", "what came back"] if formed else ["error"]
+    rows = [["network", *(mask.replace("_", " ") for mask in masks), *last]]
+    rows += [["---"] + ["--:"] * (len(masks) + 1) + ["---"] * formed]
     for name in sorted(named):
         found = named[name]
-        rows.append([name, *(cell(found.get(mask)) for mask in masks), worst(found.values())])
+        row = [name, *(cell(found.get(mask)) for mask in masks), worst(found.values())]
+        rows.append([*row, forms(found, masks)] if formed else row)
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 

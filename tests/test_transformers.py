@@ -30,7 +30,7 @@ from architectures import (
 from demask.graph.modules import in_calls
 from demask.ops.minimal import missed
 from demask.verify import RELATIVE, ULPS
-from graphs import to_graph
+from graphs import form_of, to_graph
 from night import at_night
 
 DEPENDS = 1e-3  # of the largest output: at least so much differs between two inputs
@@ -55,8 +55,10 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def demasked(model: nn.Module, chosen: Architecture, inputs: dict[str, Tensor]) -> Any:
-    return demask.demask(model, (), inputs, dynamic_shapes=chosen.shapes)
+def demasked(
+    model: nn.Module, chosen: Architecture, inputs: dict[str, Tensor], **options: Any
+) -> Any:
+    return demask.demask(model, (), inputs, dynamic_shapes=chosen.shapes, **options)
 
 
 def ulps(a: Tensor, b: Tensor, dtype: torch.dtype) -> float:
@@ -110,7 +112,11 @@ def test_exact_at_two_batches_and_two_lengths(
     slim = demasked(model, chosen, inputs)
     before, after = slim.demasked.before.parameters, slim.demasked.after.parameters
     more, reason = LARGER.get((name, kind), (0, ""))
-    result(before=before, after=after, **({"note": reason} if reason else {}))
+    result(before=before, after=after, form=form_of(slim), **({"note": reason} if reason else {}))
+    if form_of(slim) != "graph":
+        graph = demasked(model, chosen, inputs, result="graph")
+        assert form_of(graph) == "graph" and difference(model, graph, inputs) <= allowed(chosen)
+        assert graph.demasked.after.parameters * 1.01 >= after
 
     errors = [
         difference(model, slim, chosen.inputs(batch, length, draw))

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 import demask
 from demask.verify import RELATIVE
+from graphs import form_of
 
 try:
     from networks import built, mask, nms, randomised, torchvision, zoo
@@ -93,7 +94,14 @@ def test_a_classifier_is_exact_at_two_sizes(name: str, result: Callable[..., Non
     assert tuple(k for k, size in enumerate(found) if isinstance(size, str)) == dynamic
     assert_depends(model, images(2, sizes[0]))
     report = demask.report(slim)
-    result(before=report.before.parameters, after=report.after.parameters)
+    form = form_of(slim)
+    result(before=report.before.parameters, after=report.after.parameters, form=form)
+    if form != "graph":
+        graph = demask.demask(
+            model, (images(2, sizes[0]),), dynamic_shapes=shapes, result="graph"
+        )  # fmt: skip
+        assert form_of(graph) == "graph"
+        assert compare(model, graph, images(3, sizes[0])) <= RELATIVE
     inputs = [images(batch, size) for size in sizes for batch in (1, 3)]
     result(error=max(compare(model, slim, given) for given in inputs), allowed=RELATIVE)
     assert report.after.parameters < report.before.parameters

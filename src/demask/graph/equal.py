@@ -92,9 +92,7 @@ class Values:
             key = ("output", self._plain(node.args, walk))
         elif isinstance(node.meta.get("val"), torch.SymInt):
             key = ("size", _expression(node.meta["val"], walk))
-        elif op_name(node.target) in _SAME:
-            source = node.args[0]
-            assert isinstance(source, fx.Node)
+        elif (source := _same(node)) is not None:
             walk.moved[node] = walk.moved.get(source)
             return walk.found[source]
         elif (moved := _moved(node, walk)) is not None:
@@ -133,6 +131,18 @@ class Values:
         if isinstance(value, dict):
             return tuple((name, self._plain(item, walk)) for name, item in sorted(value.items()))
         return (type(value).__name__, str(value))
+
+
+def _same(node: fx.Node) -> fx.Node | None:
+    """The operand that a call returns as it is, if it does that."""
+    if node.op != "call_function":
+        return None
+    source = node.args[0] if node.args else None
+    if node.target is torch.ops.aten.cat.default and isinstance(source, (list, tuple)):
+        source = source[0] if len(source) == 1 else None
+    elif op_name(node.target) not in _SAME:
+        return None
+    return source if isinstance(source, fx.Node) else None
 
 
 def _arguments(node: fx.Node) -> Any:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 WIDTH = 100
 ROWS = 20  # modules and reasons shown in the text; `to_dict` and `to_html` hold them all
 PLACES = 3  # places named per reason
+PARTS = 12  # parts named that are graphs
 
 # Every op that only keeps a shape, by its effect, and why a network needs it.
 EFFECTS = {
@@ -79,7 +80,9 @@ def form_lines(report: Report) -> list[str]:
     if report.form == "class" and not reasons:
         return ["came back in its own class: only shapes changed"]
     if report.form == "class":
-        return [f"came back in its own class, parts of it as graphs: {'; '.join(reasons[:PLACES])}"]
+        more = [f"and {len(reasons) - PARTS} more parts"] if len(reasons) > PARTS else []
+        head = "came back in its own class, parts of it as graphs:"
+        return ["\n".join([head, *(f"  {line}" for line in (*reasons[:PARTS], *more))])]
     return [f"came back as a graph: {'; '.join(reasons[: PLACES + 1])}"] if reasons else []
 
 

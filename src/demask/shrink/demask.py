@@ -23,11 +23,13 @@ from demask.ops import TABLE, Table
 from demask.shrink.check import checked, unlike
 from demask.shrink.device import CPU, device_of, moved, on_cpu, on_device
 from demask.shrink.own_class import (
+    Place,
     changed_numbers,
     constants_at_effects,
     own_class,
     own_class_with_graphs,
     places_of,
+    reasons_for,
     spared,
 )
 from demask.shrink.pipeline import FORMS, programs_of, reduced, smaller_sizes
@@ -65,8 +67,8 @@ def demask(
     and those of these masks (0: removed), which are multiplied onto the parameters of these names.
     result: what comes back. "class": a network of the model's own class whose modules are smaller,
     with its methods, hooks and attributes; NeedsGraph where more than shapes changed, with what
-    would have to be masked alike. "graph": an fx.GraphModule that calls modules. "auto": the first
-    that works out.
+    would have to be masked alike. "graph": an fx.GraphModule that calls modules. "auto": the class,
+    with graphs for the modules that need them; a graph where that is the whole network.
     Raises NotExportable or BadInput. The model is not changed. Feature rows 000-a to 000-k.
 
     >>> import torch, demask
@@ -148,22 +150,23 @@ class _Call:
             if other.after.parameters <= GIVES_WAY * record.after.parameters:
                 with contextlib.suppress(Unlike):
                     return self._own(kept, whole, other, check, spare=spare), ()
-        reasons = (str(failure), *places_of(target))
+        places = places_of(target)
+        reasons = (str(failure), *map(str, places))
         if result == "class":
             text = "this network comes back as a graph alone: " + "; ".join(reasons)
             raise NeedsGraph(text, reasons) from failure
         with contextlib.suppress(Unlike):
-            return self._own(program, target, record, check, why=(failure, reasons)), ()
+            return self._own(program, target, record, check, why=(failure, places)), ()
         return None, reasons
 
     def _own(
         self, program: Program, target: Program, record: Provenance, check: bool,
-        *, spare: frozenset[str] = frozenset(), why: tuple[Unlike, tuple[str, ...]] | None = None,
+        *, spare: frozenset[str] = frozenset(), why: tuple[Unlike, list[Place]] | None = None,
     ) -> nn.Module:  # fmt: skip
         """The class result that computes `target`, which `program` became; raises Unlike.
 
         spare: tensors whose zeros remove nothing. why: parts are graphs, since not all of it can be
-        of the model's class: the first reason, and all.
+        of the model's class: what failed, and where shapes are kept.
         """
         again = replace(self, masks="zeros" if self.masks == "zeros" else "declared")
 
@@ -194,7 +197,7 @@ class _Call:
             record = replace(record, effects={})
         record = replace(
             record,
-            graph_reasons=(*(f"{part} is a graph" for part in parts), *(why[1] if why else ())),
+            graph_reasons=tuple(reasons_for(parts, why[1], why[0])) if why else (),
             notes=(*record.notes, *(f"{part}: {note}" for part in parts
                                     for note in _record_of(own, part).notes)),
         )  # fmt: skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -230,19 +230,44 @@ def _beside(name: str, tensor: Tensor, cuts: Mapping[str, Cut], order: Order) ->
     return none
 
 
-def places_of(program: Program) -> tuple[str, ...]:
-    """Where a program keeps shapes by more than smaller layers, and what would have to be masked
-    alike so that it need not."""
-    found: dict[str, None] = {}
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a program keeps a shape by more than smaller layers: the module, how ("scatter"), and
+    the layers that would have to be masked alike so that it need not."""
+
+    path: str
+    effect: str
+    layers: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.effect} at {self.path or 'the network'}{_advice([self])}"
+
+
+def places_of(program: Program) -> list[Place]:
+    """Where a program keeps shapes by more than smaller layers."""
+    found: dict[Place, None] = {}
     for node in program.graph.nodes:
-        if (effect := node.meta.get("effect")) is None:
-            continue
-        here = _around(node) or "the network"
-        layers = sorted({_layer(source) for user in node.users
-                         for source in user.all_input_nodes} - {""})  # fmt: skip
-        alike = f": mask the same channels of {_and(layers)}" if len(layers) > 1 else ""
-        found.setdefault(f"{effect} at {here}{alike}")
-    return tuple(found)
+        if (effect := node.meta.get("effect")) is not None:
+            sources = (source for user in node.users for source in user.all_input_nodes)
+            layers = tuple(sorted({*map(_layer, sources)} - {""}))
+            found.setdefault(Place(_around(node), effect, layers))
+    return list(found)
+
+
+def reasons_for(parts: Sequence[str], places: Sequence[Place], failure: Unlike) -> list[str]:
+    """Why parts are graphs, one line for each. failure: why there is no network without."""
+    lines = []
+    for part in parts:
+        here = [place for place in places if is_below(place.path, [part])]
+        effects = ", ".join(dict.fromkeys(place.effect for place in here))
+        why = f"{effects}{_advice(here)}" if here else str(failure)
+        lines.append(f"{part} is a graph: {why}")
+    return lines
+
+
+def _advice(places: Sequence[Place]) -> str:
+    several = dict.fromkeys(_and(place.layers) for place in places if len(place.layers) > 1)
+    return f": mask the same channels of {', or of '.join(several)}" if several else ""
 
 
 def _around(node: fx.Node) -> str:
@@ -276,7 +301,8 @@ def _layer(node: fx.Node) -> str:
         if here in seen:
             continue
         seen.add(here)
-        if any(source.op == "get_attr" for source in here.all_input_nodes) and path_of(here):
+        reads = any(source.op == "get_attr" for source in here.all_input_nodes)
+        if reads and "effect" not in here.meta and path_of(here):
             return path_of(here)
         stack.extend(reversed(here.all_input_nodes))
     return ""

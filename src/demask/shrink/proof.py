@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from demask.errors import DemaskError
 from demask.failures import described, is_strict
@@ -60,11 +60,12 @@ class Proof:
 
     def unlike(self, network: nn.Module) -> Unlike | None:
         """How a network fails to compute `after`, in any form; None where it does not."""
-        first: Unlike | None = None
         try:
             self.run(network)
             with _placed(network):
                 for program in self.capture(network):
+                    if _dynamic(program) != _dynamic(self.before):
+                        continue
                     node = None
                     for k, form in enumerate(self.forms):
                         node = difference(self.target(k), form(program))
@@ -73,16 +74,22 @@ class Proof:
                     assert node is not None
                     place = path_of(node) if node.op == "call_function" else ""
                     text = f"{place or 'the network'} makes another call than shapes say"
-                    first = first or Unlike(f"{text} ({node.target})", place)
+                    return Unlike(f"{text} ({node.target})", place)
         except Unlike as error:
-            first = first or error
-        assert first is not None
-        return first
+            return error
+        return Unlike("the network is captured for other sizes than the model")
 
 
 def path_of(node: fx.Node) -> str:
     """The path of the module whose code makes a call, however often it is called."""
     return module_of(node).partition("@")[0]
+
+
+def _dynamic(program: Program) -> list[list[bool]]:
+    """Which sizes of a program's inputs are dynamic."""
+    values = [node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")]
+    return [[not isinstance(size, int) for size in v.shape] for v in values
+            if isinstance(v, Tensor)]  # fmt: skip
 
 
 @contextlib.contextmanager
