@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import demask
 from demask.machine.cost import Costs
 from demask.tune.fast import Optimized
-from test_own_class import OPTIONS, llama
+from test_language_models import OPTIONS, llama
 
 module = importlib.import_module("demask.optimize")
 race = importlib.import_module("demask.tune.race")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import demask
-from test_own_class import llama
+from test_language_models import llama
 
 module = importlib.import_module("demask.verify")
 X = torch.randn(5, 16, generator=torch.Generator().manual_seed(1))

@@ -465,6 +465,10 @@ def _refuse_mutation(exported: ExportedProgram) -> None:
 
 def _names(exported: ExportedProgram) -> tuple[str, ...]:
     """The argument names of forward, as the exported module spells them."""
+    whole = next((call for call in exported.module_call_graph if not call.fqn), None)
+    names = getattr(whole and whole.signature, "forward_arg_names", None)
+    if names:
+        return tuple(names)
     code = exported.module(check_guards=False).graph._codegen
     return tuple(code.pytree_info.orig_args)  # type: ignore[attr-defined]
 

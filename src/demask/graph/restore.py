@@ -239,12 +239,12 @@ def _held(node: fx.Node, path: str, row: Row, root: nn.Module) -> dict[str, Any]
     """The tensors of a module as a call reads them; None where it reads others."""
     found: dict[str, Any] = {}
     for leaf, read in row.leaves(schema.arguments(node)).items():
-        if read is None:
+        held = tensor_at(root, f"{path}.{leaf}")
+        if read is None and held is None:
             found[leaf] = None
             continue
         if not isinstance(read, fx.Node) or read.op != "get_attr":
             return None
-        held = tensor_at(root, f"{path}.{leaf}")
         # Tied tensors are read under one name, and stand under all.
         if held is None or tensor_at(root, str(read.target)) is not held:
             return None
