@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch.nn import functional as F
 
 import demask
 from architectures import transformers
-from demask.errors import BadInput, NeedsGraph
+from demask.errors import NeedsGraph
 
 
 class Block(nn.Module):
@@ -99,6 +101,14 @@ def test_other_sizes_hooks_copies_and_files(tmp_path: Path):
     slim.get_submodule(f"{part}.first").register_forward_hook(lambda *_: fired.append(1))
     torch.testing.assert_close(copy.deepcopy(slim)(other), slim(other))
     assert len(fired) == 2
+    for block in slim.modules():
+        vars(block)["_forward_hooks"] = OrderedDict()  # lambdas, which no pickle takes
+    again: Any = pickle.loads(pickle.dumps(slim))
+    torch.testing.assert_close(again(other), slim(other))
+    compiled: Any = torch.compile(slim, backend="eager")
+    torch.testing.assert_close(compiled(other), slim(other))
+    state = {name: torch.zeros_like(p) for name, p in slim.named_parameters()}
+    assert not torch.func.functional_call(slim, state, (other,)).any()
     demask.save(slim, tmp_path / "slim.dmk")
     torch.testing.assert_close(demask.load(tmp_path / "slim.dmk")(other), slim(other))
 
@@ -126,15 +136,15 @@ def test_all_parameters_train_and_a_second_round_is_smaller():
 
 
 class Gated(nn.Module):
-    """Takes a tensor that it scales, another one, and what may be None; returns a tuple."""
+    """Takes a tensor, one to scale by, and perhaps a third; returns a tuple."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 6)
 
-    def forward(self, x: Tensor, *, scale: Tensor, mask: Tensor | None = None) -> tuple[Any, ...]:
+    def forward(self, x: Tensor, *, scale: Tensor, **more: Tensor | None) -> tuple[Any, ...]:
         y = self.a(x) + self.b(x) * scale
-        if mask is not None:
+        if (mask := more.get("mask")) is not None:
             y = y * mask
         return self.c(y), None
 
@@ -147,25 +157,50 @@ class Several(nn.Module):
         self.parts = nn.ModuleList([Gated(), Gated()])
         self.out = nn.Linear(6, 2)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         scale = torch.arange(x.shape[1], dtype=x.dtype)[:, None] / x.shape[1]
         for part in self.parts:
-            x, _ = part(x, scale=scale, mask=mask)
+            x, _ = part(x, scale=scale, **self.more(x))
         return self.out(x)
 
+    def more(self, x: Tensor) -> dict[str, Any]:
+        return {}
 
-def test_keywords_tuples_and_arguments_that_are_none():
-    torch.manual_seed(0)
-    net = Several().eval()
+
+class Optional(Several):
+    """Masks batches alone, as attention often does."""
+
+    def more(self, x: Tensor) -> dict[str, Any]:
+        alone = not torch.compiler.is_exporting() and x.shape[0] == 1
+        return {"mask": None if alone else x.new_ones(8)}
+
+
+def masked_apart(net: Several) -> Several:
     with torch.no_grad():
         for layer, units in ((net.parts[0].a, slice(3)), (net.parts[0].b, slice(2, 6))):
             layer.weight[units], layer.bias[units] = 0, 0  # type: ignore[index, operator]
-    x = torch.randn(2, 5, 6)
+    return net.eval()
+
+
+def test_keywords_and_tuples():
+    torch.manual_seed(0)
+    net, x = masked_apart(Several()), torch.randn(2, 5, 6)
     slim: Any = demask.demask(net, (x,))
     assert type(slim) is Several and graphs(slim) == ["parts.0"]
     assert demask.verify(net, slim, (x,)).ok
-    with pytest.raises(BadInput, match="None"):
-        slim(x, mask=torch.zeros(8))
+    other = torch.randn(3, 9, 6)
+    torch.testing.assert_close(demask.demask(net, (x,), dynamic_shapes="all")(other), net(other))
+
+
+def test_a_part_whose_arguments_may_be_none_is_no_graph():
+    """A graph would be for None alone, which the code around gives in some calls."""
+    torch.manual_seed(0)
+    net = masked_apart(Optional())
+    for batch in (1, 2):  # none for one, and one for two
+        x = torch.randn(batch, 5, 6)
+        slim: Any = demask.demask(net, (x,))
+        assert batch > 1 or graphs(slim) == [""]
+        assert demask.verify(net, slim, (x,)).ok
 
 
 def test_a_part_that_is_called_twice_is_no_graph():

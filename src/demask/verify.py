@@ -20,7 +20,7 @@ from demask.failures import described, public
 from demask.graph.capture import capture, interface_of
 from demask.graph.class_result import as_graph
 from demask.graph.copying import structural_copy, without_caches
-from demask.graph.examples import examples, like
+from demask.graph.examples import batch_axes, batched, examples, like
 from demask.graph.fold import folded
 from demask.graph.functional import functionalized
 from demask.graph.holders import is_holder
@@ -449,40 +449,19 @@ def _literals(rounded: fx.Graph, exact: fx.Graph, eps: float) -> bool:
 def _draws(model: Any, slim: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[int, Any, Any]]:
     """(seed, batch, inputs): the inputs as given, and draws like them, at batches 1 and 3 too."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    axes = _batch_axes(slim, leaves)
+    axes = batch_axes(getattr(slim, "demasked", None), leaves)
     if isinstance(
         getattr(model, "demasked", None), Provenance
     ):  # which may be for one size where the other is for any
-        axes = [a & b for a, b in zip(axes, _batch_axes(model, leaves), strict=True)]
+        axes = [a & b for a, b in zip(axes, batch_axes(model.demasked, leaves), strict=True)]
     for seed in range(4):
         draw = torch.Generator().manual_seed(seed)
         drawn = [like(leaf, draw) if seed and isinstance(leaf, Tensor) else leaf for leaf in leaves]
         yield seed, "given", pytree.tree_unflatten(drawn, spec)
         if seed == 1 and any(axes):
             for batch in (1, 3):
-                sized = [_batched(x, where, batch) for x, where in zip(drawn, axes, strict=True)]
+                sized = [batched(x, where, batch) for x, where in zip(drawn, axes, strict=True)]
                 yield seed, batch, pytree.tree_unflatten(sized, spec)
-
-
-def _batch_axes(slim: nn.Module, leaves: list[Any]) -> list[set[int]]:
-    """The axes of each input that have the size of a dynamic dimension 0, its own or another's."""
-    record = getattr(slim, "demasked", None)
-    if not isinstance(record, Provenance):
-        return [set() for _ in leaves]
-    sizes = [spec.sizes for spec in record.inputs]
-    names = {n[0] for n in sizes if n and isinstance(n[0], str) and n[0].isidentifier()}
-    tensors = iter(sizes)
-    rows = [next(tensors, ()) if isinstance(leaf, Tensor) else () for leaf in leaves]
-    return [{axis for axis, size in enumerate(row) if size in names} for row in rows]
-
-
-def _batched(leaf: Any, axes: set[int], batch: int) -> Any:
-    """An input of another batch, repeated or cut."""
-    for axis in sorted(axes):
-        repeats = [-(-batch // max(1, leaf.shape[axis])) if k == axis else 1
-                   for k in range(leaf.ndim)]  # fmt: skip
-        leaf = leaf.repeat(repeats).narrow(axis, 0, batch)
-    return leaf
 
 
 def _dtype(model, slim) -> torch.dtype:

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from demask.errors import BadInput
 from demask.graph.class_result import as_graph
 from demask.graph.modules import in_calls
+from demask.graph.provenance import Provenance
 from demask.graph.result import Demasked
 from demask.ops.entry import op_name
 from demask.ops.schema import hint
@@ -220,3 +221,24 @@ def like(leaf: Tensor, draw: torch.Generator) -> Tensor:
         return leaf
     low, high = int(leaf.min()), int(leaf.max())
     return torch.randint(low, high + 1, leaf.shape, generator=draw).to(leaf)
+
+
+def batch_axes(record: Any, leaves: list[Any]) -> list[set[int]]:
+    """The axes of each input that have the size of a dynamic dimension 0, its own or another's.
+    record: of the network, a Provenance, or what says nothing."""
+    if not isinstance(record, Provenance):
+        return [set() for _ in leaves]
+    sizes = [spec.sizes for spec in record.inputs]
+    names = {n[0] for n in sizes if n and isinstance(n[0], str) and n[0].isidentifier()}
+    tensors = iter(sizes)
+    rows = [next(tensors, ()) if isinstance(leaf, Tensor) else () for leaf in leaves]
+    return [{axis for axis, size in enumerate(row) if size in names} for row in rows]
+
+
+def batched(leaf: Any, axes: set[int], batch: int) -> Any:
+    """An input of another batch, repeated or cut."""
+    for axis in sorted(axes):
+        repeats = [-(-batch // max(1, leaf.shape[axis])) if k == axis else 1
+                   for k in range(leaf.ndim)]  # fmt: skip
+        leaf = leaf.repeat(repeats).narrow(axis, 0, batch)
+    return leaf

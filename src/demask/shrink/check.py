@@ -7,6 +7,7 @@ badly before demasking as after it, and only what is worse than that is a defect
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import warnings
@@ -22,9 +23,9 @@ from torch.utils import _pytree as pytree
 from demask.errors import BadInput, CaptureDiffers, Mismatch
 from demask.failures import described, is_strict
 from demask.graph.copying import structural_copy, without_caches
-from demask.graph.examples import examples, like
+from demask.graph.examples import batch_axes, batched, examples, like
 from demask.graph.program import Program, owned
-from demask.graph.provenance import Cut
+from demask.graph.provenance import Cut, Provenance
 from demask.graph.result import Demasked, build, build_plain
 from demask.numerics import (
     ULPS,
@@ -80,17 +81,29 @@ def checked(
 
 
 def unlike(
-    slim: nn.Module, model: nn.Module | ExportedProgram, args: Any, kwargs: Any, *, caches: bool
-) -> str:
+    slim: nn.Module, model: nn.Module | ExportedProgram, args: Any, kwargs: Any, *,
+    record: Provenance | None = None,
+) -> str:  # fmt: skip
     """How a network of the model's class differs from it on the example and two draws like it; ""
-    if it does not. caches: whether both make caches of keys and values; one has fewer heads. On
-    draws that the model refuses nothing is compared."""
-    given = examples((model,), args, dict(kwargs or {}))
+    if it does not. On draws that the model refuses nothing is compared.
+
+    record: of a network with graphs for parts. It makes no caches of keys and values, where another
+    does (with fewer heads), and is called at batches 1 and 3, too: the code around a part may call
+    it otherwise there.
+    """
+    given, caches = examples((model,), args, dict(kwargs or {})), record is None
     try:
         reference = in_eval(model, caches=caches)
         draws = [(name, inputs, call(reference, inputs)) for name, inputs in draws_like(given)]
     except Exception:
         draws = _first_alone(model, given, caches=caches)
+    leaves, spec = pytree.tree_flatten(given)
+    axes = batch_axes(record, leaves)
+    for batch in (1, 3) if any(axes) else ():
+        sized = [batched(leaf, where, batch) for leaf, where in zip(leaves, axes, strict=True)]
+        inputs = pytree.tree_unflatten(sized, spec)
+        with contextlib.suppress(Exception):  # the model takes no such batch
+            draws.append((f"batch {batch}", inputs, call(in_eval(model), inputs)))
     return _difference(slim, draws, caches=caches)
 
 

@@ -183,7 +183,8 @@ class _Call:
                 own, parts = own_class_with_graphs(self.model, proof, layers, why[0])
             else:
                 own = own_class(self.model, proof)
-            wrong = check and unlike(own, self.model, self.args, self.kwargs, caches=not parts)
+            known = record if parts else None
+            wrong = check and unlike(own, self.model, self.args, self.kwargs, record=known)
             if wrong:
                 raise Unlike(f"the network computes something else: {wrong}")
         except (MemoryError, Unlike):

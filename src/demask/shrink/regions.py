@@ -20,7 +20,6 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from demask.graph.copying import structural_copy
-from demask.graph.guards import values_of
 from demask.graph.hooks import HOOKS
 from demask.graph.modules import kind_of
 from demask.graph.program import Constant, Program
@@ -329,7 +328,6 @@ def _graph(
         before=counted(module),
         after=counted(module),
         guards=(),
-        values=values_of(program.graph),
     )
     return build(program, record, originals=_inside(originals, region.path))
 
@@ -353,16 +351,13 @@ def _program(region: Region, call: _Call, whole: Program, module: nn.Module) -> 
     graph, mapping = fx.Graph(), dict[fx.Node, fx.Node]()
     leaves, in_spec = pytree.tree_flatten((call.args, dict(call.kwargs or {})))
     for k, leaf in enumerate(leaves):
-        input_ = graph.placeholder(f"input_{k}")
-        if isinstance(leaf, Tensor):
-            node = call.inputs.get(k)
-            input_.meta["val"] = node.meta["val"] if node is not None else leaf
-            if node is not None:
-                mapping[node] = input_
-        elif leaf is None or isinstance(leaf, (bool, int, float, str)):
-            input_.meta["val"] = leaf
-        else:
-            raise Unlike(f"{region.path} takes a {type(leaf).__name__}", region.path)
+        if not isinstance(leaf, Tensor):
+            # The code around may give a tensor in other calls: masks are often left out.
+            raise Unlike(f"{region.path} takes {leaf!r:.40}, which is no tensor", region.path)
+        input_, node = graph.placeholder(f"input_{k}"), call.inputs.get(k)
+        input_.meta["val"] = node.meta["val"] if node is not None else leaf
+        if node is not None:
+            mapping[node] = input_
     constants = _Constants(region.path, whole)
     for node in region.inputs:
         _compute(node, graph, mapping, constants, region.path)
