@@ -1,0 +1,49 @@
+"""The dump that changes of structure are compared by: equal for equal code, another for another."""
+
+from __future__ import annotations
+
+import filecmp
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from golden import dump
+
+NAME = "micro/misaligned_residual"
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*.txt"))
+
+
+def test_a_dump_is_the_same_twice_and_another_for_other_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    for folder in (first, second):
+        dump.written((NAME, folder))
+    assert dump.hash_of(first) == dump.hash_of(second)
+    names = {Path(name).stem for name in files(first)}
+    parts = {"graph", "code", "record", "report", "archive", "onnx", "own", "segments", "tape_0",
+             "llvm", "candidate_0", "halo", "plan_64MiB", "raised", "instructions"}  # fmt: skip
+    assert parts <= names and not [name for name in names if name.endswith("_raised")]
+
+    adapt = __import__("demask.shrink.adapt", fromlist=["marked"])
+    marked = adapt.marked
+
+    def planted(node: Any, effect: str) -> Any:
+        return marked(node, "gather" if effect == "slice" else effect)
+
+    monkeypatch.setattr(adapt, "marked", planted)
+    dump.written((NAME, third))
+    assert dump.hash_of(first) != dump.hash_of(third)
+    _, differ, _ = filecmp.cmpfiles(first, third, files(first), shallow=False)
+    assert {Path(name).stem for name in differ} >= {"graph", "record", "report"}
+
+
+def test_what_raises_is_in_the_dump() -> None:
+    def make() -> str:
+        raise ValueError("no such thing")
+
+    assert dump.attempted(make) == "ValueError: no such thing"
