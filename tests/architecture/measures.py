@@ -1,0 +1,288 @@
+"""Counts of what the layout of the package forbids, read off its source."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+# From the bottom to the top: a part imports those of its own line and of lines before it.
+LAYERS = (
+    ("errors", "failures", "registry", "numerics", "text_table"),
+    ("compat",),
+    ("ops",),
+    ("machine",),
+    ("kernels",),
+    ("graph",),
+    ("facts",),
+    ("shrink", "tune", "files"),
+    ("sparse", "traverse", "stride", "prune"),
+    ("pilot",),
+    ("verify", "optimize"),
+    ("deploy",),
+    ("report",),
+    ("cli", "__init__", "__main__"),
+)
+LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
+PRIVATE = re.compile(r"torch\._|fx\.experimental|\b_codegen\b|\b_schema\b|py_kernels|mkldnn")
+BANNED = (
+    "found", "made", "given", "held", "kept", "told", "asked", "spelled", "apart", "beside",
+    "behind", "in front of", "stands for", "comes back", "goes", "lies", "wild", "dear", "by day",
+    "by night", "turned", "slope",
+)  # fmt: skip
+_WORDS = re.compile(r"(?<![a-zA-Z])(" + "|".join(BANNED) + r")(?![a-zA-Z])")
+MOST_FILES, MOST_LINES, MOST_IN_FUNCTION, MOST_PARAMETERS = 12, 500, 40, 8
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of the package."""
+
+    path: Path
+    name: str  # "demask.shrink.demask"
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    @property
+    def part(self) -> str:
+        """The part of the package that it belongs to: "shrink"."""
+        steps = self.name.split(".")
+        return steps[1] if len(steps) > 1 else "__init__"
+
+    def imports(self) -> Iterator[str]:
+        """Modules of the package that it imports, wherever it does."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                yield node.module
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            elif isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+
+    def comments(self) -> Iterator[str]:
+        for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
+            if token.type == tokenize.COMMENT:
+                yield token.string
+
+    def names(self) -> Iterator[str]:
+        """What it defines: functions, classes, parameters, variables."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+                yield node.name
+            elif isinstance(node, ast.arg):
+                yield node.arg
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                yield node.id
+
+    def strings(self) -> Iterator[str]:
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def sources(root: Path) -> list[Source]:
+    """The files of a package, `root` its folder."""
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        steps = [root.name, *path.relative_to(root).with_suffix("").parts]
+        if steps[-1] == "__init__":
+            steps.pop()
+        found.append(Source(path, ".".join(steps), path.read_text()))
+    return found
+
+
+def _edges(files: list[Source]) -> dict[str, set[str]]:
+    """Which file imports which."""
+    known = {source.name for source in files}
+    return {s.name: {name for name in s.imports() if name in known} - {s.name} for s in files}
+
+
+def _cycles(edges: dict[str, set[str]]) -> list[set[str]]:
+    """Groups that import one another (strongly connected components: Tarjan, 1972)."""
+    number: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    cycles: list[set[str]] = []
+
+    def visit(name: str) -> None:
+        number[name] = low[name] = len(number)
+        stack.append(name)
+        for other in sorted(edges.get(name, ())):
+            if other not in number:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], number[other])
+        if low[name] == number[name]:
+            group = set(stack[stack.index(name) :])
+            del stack[stack.index(name) :]
+            if len(group) > 1:
+                cycles.append(group)
+
+    for name in sorted(edges):
+        if name not in number:
+            visit(name)
+    return cycles
+
+
+def file_cycles(files: list[Source]) -> int:
+    """Groups of files that import one another; what a package's own file imports is its offer."""
+    edges = _edges(files)
+    packages = {source.name for source in files if source.path.name == "__init__.py"}
+    return len(_cycles({name: to - packages for name, to in edges.items() if name not in packages}))
+
+
+def part_cycles(files: list[Source]) -> int:
+    """Groups of parts that import one another."""
+    edges: dict[str, set[str]] = {}
+    part = {source.name: source.part for source in files}
+    for name, to in _edges(files).items():
+        edges.setdefault(part[name], set()).update(part[other] for other in to)
+    return len(_cycles({name: to - {name, "__init__"} for name, to in edges.items()
+                        if name != "__init__"}))  # fmt: skip
+
+
+def upward_imports(files: list[Source]) -> int:
+    """Pairs of a file and a part that is above the file's own."""
+    part = {source.name: source.part for source in files}
+    pairs = {
+        (name, part[other])
+        for name, to in _edges(files).items()
+        for other in to
+        if part[other] != "__init__" and LEVEL.get(part[other], 99) > LEVEL.get(part[name], 99)
+    }
+    return len(pairs)
+
+
+def modules_in_strings(files: list[Source]) -> int:
+    """Modules named in strings: imports that no reader and no tool follows. The package's own file
+    may name its parts."""
+    known = {source.name for source in files if source.part != "__init__"}
+    return sum(text in known for s in files if s.part != "__init__" for text in s.strings())
+
+
+def private_names(files: list[Source]) -> int:
+    """Files that use private names of torch, but for those made for it."""
+    return sum(bool(PRIVATE.search(s.text)) for s in files if s.part != "compat")
+
+
+def literal_op_sets(files: list[Source]) -> int:
+    """Sets, lists, tuples and tables of two ATen ops or more outside of `ops`."""
+    kinds = (ast.Set, ast.Tuple, ast.List, ast.Dict)
+
+    def is_op(node: ast.expr | None) -> bool:
+        text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        text = (
+            node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else text
+        )
+        return bool(re.match(r"(torch\.ops\.)?aten\.\w+\.\w+$", text))
+
+    def ops(node: ast.AST) -> int:
+        return sum(map(is_op, node.keys if isinstance(node, ast.Dict) else node.elts))  # type: ignore[attr-defined]
+
+    return sum(ops(node) > 1 for s in files if s.part != "ops"
+               for node in ast.walk(s.tree) if isinstance(node, kinds))  # fmt: skip
+
+
+def table_imports(files: list[Source]) -> int:
+    """Files that import the table of ops itself instead of being given one."""
+    return sum(any(name.endswith(".TABLE") for name in s.imports()) for s in files
+               if s.part != "ops")  # fmt: skip
+
+
+def repeated_classes(files: list[Source]) -> int:
+    """Names that more than one class has."""
+    names = Counter(node.name.lstrip("_") for s in files for node in ast.walk(s.tree)
+                    if isinstance(node, ast.ClassDef))  # fmt: skip
+    return sum(count > 1 for count in names.values())
+
+
+def ignored_types(files: list[Source]) -> int:
+    """Comments that silence the type checker."""
+    return sum("type: ignore" in comment for s in files for comment in s.comments())
+
+
+def full_folders(files: list[Source]) -> int:
+    """Folders of more than twelve files."""
+    return sum(n > MOST_FILES for n in Counter(s.path.parent for s in files).values())
+
+
+def long_files(files: list[Source]) -> int:
+    """Files of more than 500 lines."""
+    return sum(s.text.count("\n") > MOST_LINES for s in files)
+
+
+def long_functions(files: list[Source]) -> int:
+    """Functions of more than 40 lines, without their docstrings."""
+    return sum(_length(node) > MOST_IN_FUNCTION for node in _functions(files))
+
+
+def _length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    body = node.body
+    if len(body) > 1 and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+        body = body[1:]
+    return (node.end_lineno or 0) - body[0].lineno + 1
+
+
+def wide_functions(files: list[Source]) -> int:
+    """Functions of more than eight parameters; keywords of public ones do not count."""
+    return sum(_parameters(node) > MOST_PARAMETERS for node in _functions(files))
+
+
+def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    public = any(ast.unparse(mark).endswith("public") for mark in node.decorator_list)
+    keywords = 0 if public else len(node.args.kwonlyargs)
+    return len(node.args.posonlyargs) + len(node.args.args) + keywords
+
+
+def _functions(files: list[Source]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for source in files:
+        yield from (node for node in ast.walk(source.tree) if isinstance(node, FUNCTIONS))
+
+
+def banned_names(files: list[Source]) -> int:
+    """Names with words that no one in the field uses for it."""
+    return sum(bool(_WORDS.search(name.replace("_", " "))) for s in files for name in s.names())
+
+
+def banned_sentences(files: list[Source]) -> int:
+    """Strings (docstrings, messages) and comments with such words."""
+    return sum(bool(_WORDS.search(text)) for s in files for text in (*s.strings(), *s.comments()))
+
+
+def module_state(files: list[Source]) -> int:
+    """Names of modules that are bound to empty containers, which are filled later."""
+    empty = {"{}", "[]", "dict()", "list()", "set()", "Counter()", "WeakKeyDictionary()",
+             "WeakValueDictionary()", "OrderedDict()"}  # fmt: skip
+
+    def is_state(node: ast.stmt) -> bool:
+        value = getattr(node, "value", None)
+        text = ast.unparse(value).rpartition(".")[2] if value is not None else ""
+        return isinstance(node, (ast.Assign, ast.AnnAssign)) and text in empty
+
+    return sum(is_state(node) for s in files for node in s.tree.body)
+
+
+MEASURES: dict[str, Callable[[list[Source]], int]] = {
+    measure.__name__: measure
+    for measure in (
+        file_cycles, part_cycles, upward_imports, modules_in_strings, private_names,
+        literal_op_sets, table_imports, repeated_classes, ignored_types, full_folders, long_files, long_functions, wide_functions,
+        banned_names, banned_sentences, module_state,
+    )
+}  # fmt: skip
+
+
+def measured(root: Path) -> dict[str, int]:
+    """All counts of the package in a folder."""
+    files = sources(root)
+    return {name: measure(files) for name, measure in MEASURES.items()}

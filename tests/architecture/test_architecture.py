@@ -1,0 +1,57 @@
+"""The layout of the package: counts of what it forbids, which may only fall."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import demask
+from architecture.measures import MEASURES, measured, sources
+
+COUNTS = Path(__file__).with_name("counts.json")
+# Per measure: files that do what it counts, by name in a package of their own.
+PLANTED: dict[str, dict[str, str]] = {
+    "file_cycles": {"ops/a.py": "from demask.ops import b", "ops/b.py": "import demask.ops.a"},
+    "part_cycles": {"ops/a.py": "import demask.graph.b", "graph/b.py": "import demask.ops.c",
+                    "ops/c.py": ""},
+    "upward_imports": {"ops/a.py": "def f():\n    import demask.graph.b", "graph/b.py": ""},
+    "modules_in_strings": {"graph/a.py": "import_module('demask.sparse.b')", "sparse/b.py": ""},
+    "private_names": {"graph/a.py": "import torch\ntorch._C._nn"},
+    "literal_op_sets": {"graph/a.py": "X = {aten.relu.default, aten.gelu.default}"},
+    "table_imports": {"graph/a.py": "from demask.ops import TABLE"},
+    "repeated_classes": {"graph/a.py": "class Plan: ...", "ops/b.py": "class _Plan: ..."},
+    "ignored_types": {"graph/a.py": "x = 1  # type: ignore[assignment]"},
+    "full_folders": {f"graph/a{k}.py": "" for k in range(13)},
+    "long_files": {"graph/a.py": "x = 1\n" * 501},
+    "long_functions": {"graph/a.py": "def f():\n" + "    x = 1\n" * 41},
+    "wide_functions": {"graph/a.py": "def f(a, b, c, d, e, f, g, h, i): ..."},
+    "banned_names": {"graph/a.py": "found_ops = 1"},
+    "banned_sentences": {"graph/a.py": "# the network as given"},
+    "module_state": {"graph/a.py": "CACHE: dict[str, int] = {}"},
+}  # fmt: skip
+
+
+def package(folder: Path, files: dict[str, str]) -> Path:
+    """A package of these files."""
+    root = folder / "demask"
+    for name, text in {"__init__.py": "", **files}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_counts_only_fall(measure: str) -> None:
+    limit = json.loads(COUNTS.read_text())[measure]
+    count = MEASURES[measure](sources(Path(demask.__file__).parent))
+    assert count <= limit, MEASURES[measure].__doc__
+    assert count == limit, f"fewer than before: write {count} for {measure} in {COUNTS.name}"
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_a_planted_violation_is_counted(measure: str, tmp_path: Path) -> None:
+    clean = measured(package(tmp_path / "clean", {"ops/fine.py": "x = 1  # a number"}))
+    assert not any(clean.values())
+    assert measured(package(tmp_path / "planted", PLANTED[measure]))[measure] == 1
