@@ -341,7 +341,8 @@ def test_tied_embeddings_stay_tied(kind: str) -> None:
     """GPT-2 looks tokens up in the matrix that makes its logits."""
     skip_unless_installed("gpt2")
     chosen, draw = ARCHITECTURES["gpt2"], generator()
-    slim = demasked(masked("gpt2", kind, draw), chosen, chosen.inputs(2, 7, draw))
+    inputs = chosen.inputs(2, 7, draw)
+    slim = demasked(masked("gpt2", kind, draw), chosen, inputs, result="graph")
     tables = [p for p in slim.parameters() if p.shape[0] == VOCABULARY]
     assert [p.shape[1] for p in tables] == [WIDTH if kind == "unit" else WIDTH * 3 // 4]
     table = slim.get_parameter("lm_head.weight")

@@ -276,8 +276,8 @@ MEASURES: dict[str, Callable[[list[Source]], int]] = {
     measure.__name__: measure
     for measure in (
         file_cycles, part_cycles, upward_imports, modules_in_strings, private_names,
-        literal_op_sets, table_imports, repeated_classes, ignored_types, full_folders, long_files, long_functions, wide_functions,
-        banned_names, banned_sentences, module_state,
+        literal_op_sets, table_imports, repeated_classes, ignored_types, full_folders, long_files,
+        long_functions, wide_functions, banned_names, banned_sentences, module_state,
     )
 }  # fmt: skip
 

@@ -8,7 +8,7 @@ sweep, over the lines that `known` reads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import sympy
@@ -26,28 +26,30 @@ from demask.facts.known import (
 )
 from demask.facts.masks import Fact, all_over, any_over, mixed, project, spread
 from demask.facts.movement import moved
+from demask.facts.trained import trained_nodes
 from demask.numerics import readable
 from demask.ops import Relation, schema
 
 Fixed = dict[Key, Tensor]
 
 
-def fixed(graph: fx.Graph, relations: Relations, facts: Facts, batch: set[sympy.Symbol]) -> Fixed:
+def fixed(
+    graph: fx.Graph,
+    relations: Relations,
+    facts: Facts,
+    batch: set[sympy.Symbol],
+    parameters: Collection[str] = (),
+) -> Fixed:
     """Per value, a mask of what is the same for every input of one size, and along every axis that
-    one of the `batch` sizes counts. What calls make of parameters alone is not fixed where only
-    declared zeros count: it stays as it is, to be trained."""
+    one of the `batch` sizes counts. What calls compute of parameters alone is not fixed: it stays
+    as it is, to be trained. parameters: by get_attr target."""
     found: Fixed = {key: fact.known for key, fact in facts.items()}
-    constants = [node for node in graph.nodes if node.op == "get_attr" and (node, 0) in facts]
-    trained = {node for node in constants if facts[node, 0].removed is not None}
+    trained = trained_nodes(graph, parameters)
     for node in graph.nodes:
         relation = relations.get(node)
         if node.op != "call_function" or not isinstance(relation, Relation):
             continue
-        sources = {o.value for o in relation.operands if isinstance(o.value, fx.Node)}
-        if sources and sources <= trained:
-            trained.add(node)
-            continue
-        if relation.entry.free or not carries(relation, batch):
+        if node in trained or relation.entry.free or not carries(relation, batch):
             continue
         inputs = _inputs(relation, facts, found)
         for k in range(len(relation.outs)):

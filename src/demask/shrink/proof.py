@@ -92,6 +92,10 @@ def _dynamic(program: Program) -> list[list[bool]]:
             if isinstance(v, Tensor)]  # fmt: skip
 
 
+# What a network's own code raises where sizes or parts are not what it expects.
+_OF_NETWORKS = (DemaskError, RuntimeError, ValueError, AttributeError, IndexError)
+
+
 @contextlib.contextmanager
 def _placed(network: nn.Module) -> Iterator[None]:
     """Have errors of a network be Unlike, with the path of the module that runs then."""
@@ -103,7 +107,7 @@ def _placed(network: nn.Module) -> Iterator[None]:
     except (MemoryError, Unlike):
         raise
     except Exception as error:
-        if is_strict() and not isinstance(error, DemaskError | RuntimeError | ValueError):
+        if is_strict() and not isinstance(error, _OF_NETWORKS):
             raise
         place = stack[-1] if stack else ""
         text = f"{place or 'the network'} does not run: {described(error)}"

@@ -39,7 +39,7 @@ def sided(reading: Reading) -> Program | None:
     batch = batch_sizes(program.graph)
     if not batch:
         return None
-    found = fixed(program.graph, relations, facts, batch)
+    found = fixed(program.graph, relations, facts, batch, program.trained)
     varying = {key for key, mask in found.items() if bool((mask & ~facts[key].known).any())}
     if not varying:
         return None
