@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
 import pytest
 
 import demask
-from architecture.measures import MEASURES, measured, sources
+from architecture.measures import MEASURES, Source, measured, sources
 
 COUNTS = Path(__file__).with_name("counts.json")
 # Per measure: files that do what it counts, by name in a package of their own.
@@ -42,10 +43,16 @@ def package(folder: Path, files: dict[str, str]) -> Path:
     return root
 
 
+@functools.cache
+def package_sources() -> list[Source]:
+    """The files of the package, parsed once."""
+    return sources(Path(demask.__file__).parent)
+
+
 @pytest.mark.parametrize("measure", MEASURES)
 def test_counts_only_fall(measure: str) -> None:
     limit = json.loads(COUNTS.read_text())[measure]
-    count = MEASURES[measure](sources(Path(demask.__file__).parent))
+    count = MEASURES[measure](package_sources())
     assert count <= limit, MEASURES[measure].__doc__
     assert count == limit, f"fewer than before: write {count} for {measure} in {COUNTS.name}"
 
