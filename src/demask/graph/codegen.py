@@ -2,9 +2,9 @@
 
 A call of an overload (`torch.ops.aten.relu.default`) takes a few microseconds more than torch's own
 binding of the same op (`torch.relu`), and every dot behind `self` is a search through a module: a
-module inside another is found in `_modules`, the dictionary that it is put into, at a tenth of the
-cost. A network that had its work removed feels both, so neither is left in the code. The graph
-itself keeps its overloads.
+module inside another is looked up in `_modules`, the dictionary that holds it, which costs less. A
+network that had its work removed feels both, so neither is left in the code. The graph itself keeps
+its overloads.
 """
 
 from __future__ import annotations
