@@ -1,0 +1,271 @@
+"""Programs whose norms and softmax are computed in parts: the same as the whole programs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import settings
+from torch import Tensor, fx, nn
+
+import demask
+from demask.errors import BadInput
+from demask.graph.capture import capture
+from demask.graph.fold import folded
+from demask.graph.program import Program
+from demask.graph.spell import spelled
+from demask.ops import TABLE
+from demask.ops.laws import check_scatter_law, law_cases
+from demask.shrink.reading import relations_of
+from demask.traverse.axes import Axes, axes_of
+from demask.traverse.parted import TABLE_PARTED, folded_scale, global_calls, parted
+from night import at_night
+from test_traverse_reductions import gap, in_parts
+
+aten, own = torch.ops.aten, torch.ops.demask
+ROWS_AND_COLUMNS: Axes = (2, 3)
+EXACT = 1e-11  # float64: a few hundred terms in another order, of which some cancel
+
+# op, arguments behind the tensor, keywords
+FLOATS = [
+    (aten.sum.default, (), {}), (aten.sum.dim_IntList, ([2, 3], True), {}),
+    (aten.sum.dim_IntList, ([2],), {}), (aten.mean.default, (), {}),
+    (aten.mean.dim, ([-1, -2],), {}), (aten.mean.dim, ([0, 2], True), {}),
+    (aten.amax.default, ([2, 3],), {}), (aten.amin.default, ([2], True), {}),
+    (aten.max.default, (), {}), (aten.min.default, (), {}), (aten.var.default, (), {}),
+    (aten.var.dim, ([2, 3], False), {}),
+    (aten.var.correction, ([1, 2, 3],), {"correction": 0, "keepdim": True}),
+    (aten.std.correction, ([2, 3],), {}), (aten.std.default, (False,), {}),
+    (aten.std.dim, ([2],), {}), (aten.prod.default, (), {}), (aten.prod.dim_int, (2,), {}),
+    (aten.any.default, (), {}), (aten.all.dim, (2,), {}), (aten.all.dims, ([2, 3],), {}),
+    (aten.logsumexp.default, ([2, 3], True), {}), (aten.logsumexp.default, ([2],), {}),
+    (aten.linalg_vector_norm.default, (2, [2, 3], True), {}),
+    (aten.linalg_vector_norm.default, (3.5, [2]), {}),
+    (aten.linalg_vector_norm.default, (float("inf"),), {}), (aten.norm.Scalar, (1,), {}),
+    (aten.norm.ScalarOpt_dim, (2, [2, 3]), {}), (aten.argmax.default, (), {}),
+    (aten.argmax.default, (2, True), {}), (aten.argmin.default, (-1,), {}),
+    (own.moments.default, ([2, 3],), {}), (own.moments.default, ([0, 1, 2],), {}),
+    (aten.adaptive_avg_pool2d.default, ([1, 1],), {}),
+]  # fmt: skip
+INTEGERS = [
+    (aten.sum.default, (), {}), (aten.sum.dim_IntList, ([2, 3],), {}),
+    (aten.sum.dim_IntList, ([2],), {"dtype": torch.int32}), (aten.prod.default, (), {}),
+    (aten.amax.default, ([2, 3],), {}), (aten.amin.default, ([2],), {}),
+    (aten.max.default, (), {}), (aten.any.dims, ([2, 3],), {}), (aten.argmax.default, (), {}),
+    (aten.argmin.default, (2,), {}),
+]  # fmt: skip
+TRUTHS = [(aten.any.default, (), {}), (aten.all.dim, (2,), {}), (aten.sum.default, (), {}),
+          (aten.amax.default, ([2, 3],), {})]  # fmt: skip
+PARTICULAR = (aten.logsumexp.default, aten.argmax.default, aten.argmin.default, aten.amax.default)
+ROUTINE = settings(max_examples=25, deadline=None)
+
+
+class Excited(nn.Module):
+    def __init__(self, channels: int):
+        super().__init__()
+        self.down, self.up = nn.Conv2d(channels, 2, 1), nn.Conv2d(2, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.up(F.relu(self.down(F.adaptive_avg_pool2d(x, 1)))).sigmoid()
+
+
+class Spelled(nn.Module):
+    """A norm and a context spelled by the user."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        variance, mean = torch.var_mean(x, (2, 3), keepdim=True)
+        x = (x - mean) / torch.sqrt(variance + 1e-5)
+        weights = F.softmax(x.mean(1, keepdim=True).flatten(2), -1)
+        context = (weights * x.flatten(2)).sum(-1)
+        return F.normalize(x, dim=2) + context[:, :, None, None] * x.std((2, 3), keepdim=True)
+
+
+class Gated(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = x.chunk(2, 1)
+        c, d = torch.split(a * b.sigmoid(), [1, 3], 1)
+        first, second = x[:, :2].unbind(1)
+        return torch.cat([c, d, x[:, :4]], 1) + (first * second)[:, None]
+
+
+class Applied(nn.Module):
+    def __init__(self, run: Any):
+        super().__init__()
+        self.run = run
+
+    def forward(self, x: Tensor) -> Any:
+        return self.run(x)
+
+
+NETWORKS = {
+    "group norm": lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU()),
+    "group norm, bare": lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(8, 8, affine=False)),
+    "instance norm": lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.InstanceNorm2d(8, affine=True)),
+    "batch norm of its batch": lambda: nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, track_running_stats=False), nn.GroupNorm(4, 8)),
+    "layer norm": lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.LayerNorm([8, 11, 8])),
+    "layer norm, bare": lambda: nn.LayerNorm([13, 10], elementwise_affine=False),
+    "layer norm, no bias": lambda: nn.LayerNorm([13, 10], bias=False),
+    "rms norm": lambda: nn.RMSNorm([3, 13, 10], eps=1e-4),
+    "excited": lambda: nn.Sequential(nn.Conv2d(3, 8, 3), Excited(8), nn.Conv2d(8, 4, 1)),
+    "spelled": lambda: nn.Sequential(nn.Conv2d(3, 8, 3), Spelled()),
+    "gated": lambda: nn.Sequential(nn.Conv2d(3, 8, 3), Gated()),
+    "softmax": lambda: Applied(lambda x: (F.softmax(x, 2), F.log_softmax(x.flatten(2), -1))),
+    "extrema": lambda: Applied(lambda x: (*x.max(2), *x.min(3, keepdim=True), x.argmax(1))),
+    "pools": lambda: Applied(lambda x: F.avg_pool2d(x, (13, 10)) + F.adaptive_max_pool2d(x, 1)
+                             + F.max_pool2d(x, (13, 10)) + F.adaptive_avg_pool2d(x, (1, 5))
+                             .amax(3, keepdim=True)),
+}  # fmt: skip
+
+
+def program_of(network: str, dtype: torch.dtype = torch.float64) -> tuple[Program, Tensor]:
+    torch.manual_seed(0)
+    net, x = NETWORKS[network]().to(dtype).eval(), torch.randn(1, 3, 13, 10, dtype=dtype)
+    for value in net.parameters():
+        nn.init.normal_(value, 0.5)
+    return folded(spelled(capture(net, (x,), dynamic_shapes={}))), x
+
+
+def run(program: Program, x: Tensor, seed: int | None = None) -> tuple[Tensor, ...]:
+    """What a program makes; seed: reductions are computed from parts drawn with it."""
+    relations = relations_of(program.graph, TABLE_PARTED)
+    inputs = dict.fromkeys(program.graph.find_nodes(op="placeholder"), ROWS_AND_COLUMNS)
+    axes = axes_of(program.graph, relations, inputs)
+    values: dict[fx.Node, Any] = {}
+    for node in program.graph.nodes:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.get)
+        if node.op == "placeholder":
+            values[node] = x
+        elif node.op == "get_attr":
+            values[node] = program.constants[str(node.target)].tensor
+        elif node.op == "output":
+            return args[0]
+        elif seed is not None and node not in axes and node.all_input_nodes[0] in axes:
+            case = (node.target, args[1:], kwargs)
+            values[node] = in_parts(case, args[0], seed, axes[node.all_input_nodes[0]])
+        else:
+            values[node] = node.target(*args, **kwargs)
+        made = node.meta.get("val")
+        if isinstance(made, Tensor):
+            assert values[node].shape == made.shape and values[node].dtype == made.dtype, node
+    raise AssertionError("a graph without an output")
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_the_program_in_parts_equals_the_program(network):
+    program, x = program_of(network)
+    before, expected = str(program.graph), run(program, x)
+    changed = parted(program)
+    assert str(program.graph) == before
+    for seed in (None, 1, 2):
+        found = run(changed, x, seed)
+        assert max(gap(a, b) for a, b in zip(expected, found, strict=True)) <= EXACT
+    assert global_calls(changed) == ()
+    calls = [n for n in changed.graph.nodes if n.op == "call_function"]
+    assert all(isinstance(n.meta["val"], Tensor) for n in calls)
+
+
+@pytest.mark.parametrize("network", ["group norm", "instance norm", "layer norm", "softmax"])
+def test_single_precision_is_in_the_class_of_torch(network):
+    single, x = program_of(network, torch.float32)
+    double, _ = program_of(network)
+    exact = run(double, x.double())
+    for e, plain, mine in zip(exact, run(single, x), run(parted(single), x), strict=True):
+        assert gap(e, mine.double()) <= max(2 * gap(e, plain.double()), 3e-7)
+
+
+@pytest.mark.parametrize("network", ["group norm", "layer norm", "softmax", "rms norm"])
+def test_half_precision_is_rounded_once(network):
+    program, x = program_of(network, torch.bfloat16)
+    for plain, mine in zip(run(program, x), run(parted(program), x), strict=True):
+        assert gap(plain, mine) <= 2 * torch.finfo(torch.bfloat16).eps
+
+
+def spelling(program: Program) -> list[str]:
+    """The calls of a program, each as its op and its operands' places among the calls."""
+    calls = [n for n in program.graph.nodes if n.op == "call_function"]
+    place = {n: f"%{k}" for k, n in enumerate(calls)}
+    return [
+        f"{n.target._opname} {' '.join(place.get(a, str(a.target)) for a in n.all_input_nodes)}"  # type: ignore[union-attr]
+        for n in calls
+    ]
+
+
+def test_an_instance_norm_before_and_after():
+    program, _ = program_of("instance norm")
+    assert spelling(program)[1:] == ["instance_norm %0 1.weight 1.bias"]
+    assert spelling(parted(program))[1:] == [
+        "moments %0",
+        "select %1",
+        "select %1",
+        "reshape %2",
+        "reshape %3",
+        "add %5",
+        "rsqrt %6",
+        "reshape 1.weight",
+        "reshape 1.bias",
+        "mul %8 %7",
+        "mul %4 %10",
+        "neg %11",
+        "add %9 %12",
+        "reshape %10",
+        "reshape %13",
+        "addcmul %15 %0 %14",
+    ]
+
+
+def test_only_the_calls_named_are_rewritten():
+    program, x = program_of("batch norm of its batch")
+    names = global_calls(program)
+    assert len(names) == 2
+    for name in names:
+        changed = parted(program, [name])
+        kept = {str(n.target) for n in changed.graph.nodes}
+        assert {"aten.batch_norm.default", "aten.group_norm.default"} & kept
+        assert gap(run(program, x)[0], run(changed, x)[0]) <= EXACT
+    assert parted(program, []).graph is not program.graph
+    with pytest.raises(BadInput, match="nothing_like_it"):
+        parted(program, ["nothing_like_it"])
+    with pytest.raises(BadInput, match="conv2d"):
+        parted(program, ["conv2d"])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_norm_goes_into_the_weights_before_it(bias):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 1, bias=bias), nn.GroupNorm(4, 8), nn.Conv2d(8, 2, 3))
+    x = torch.randn(1, 3, 13, 10, dtype=torch.float64)
+    program = parted(folded(spelled(capture(net.double(), (x,), dynamic_shapes={}))))
+    changed = folded_scale(program)
+    counts = [sum(line.startswith("conv2d") for line in spelling(p)) for p in (program, changed)]
+    assert counts == [2, 3]
+    assert gap(run(program, x)[0], run(changed, x, 1)[0]) <= EXACT
+    wide, _ = program_of("group norm")  # a 3x3 convolution: nothing to fold
+    assert spelling(folded_scale(parted(wide))) == spelling(parted(wide))
+
+
+shrink = partial(demask.demask, check=False)  # the law is the check
+
+
+@pytest.mark.parametrize(
+    ("name", "index", "case"),
+    [pytest.param(*c, id=f"{c[0]}-{c[1]}") for c in law_cases(TABLE_PARTED) if c[0] not in TABLE],
+)
+@pytest.mark.parametrize("seed", [0, *at_night(1, 2, 3)])
+def test_entries_of_the_wider_table_keep_the_scatter_law(name, index, case, seed):
+    assert check_scatter_law(name, case, seed, TABLE_PARTED, shrink).ok
+
+
+def test_moments_are_an_op_with_a_fake():
+    x = torch.randn(2, 3, 4, 5)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(own.moments.default, (x, [0, -1]), test_utils=checks)
+    variance, mean = torch.var_mean(x.double(), (0, 3), correction=0, keepdim=True)
+    wanted = torch.stack([mean, variance])
+    unit = torch.finfo(torch.float32).eps * float(
+        wanted.abs().max()
+    )  # pieces are summed in float32
+    assert gap(wanted, own.moments(x, [0, -1])) <= unit
