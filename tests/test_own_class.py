@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import pickle
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import demask
 import micro_recurrent  # noqa: F401  (their networks join MICROS)
 import micro_sequences  # noqa: F401
 from demask.graph.equal import difference
+from demask.graph.resize import renumber
 from demask.shrink.pipeline import given, simplified
 from micro import MICROS, Micro
 from rounds import rounds
@@ -139,6 +141,19 @@ def test_a_wrong_number_is_refused() -> None:
     slim.heads, slim.width = 1, 16
     wrong = simplified(given(slim, (x,), None, None), demask.ops.TABLE)
     assert difference(right, wrong) is not None
+
+
+def test_numbers_are_read_where_the_code_of_a_layer_computes_sizes_first() -> None:
+    graph = fx.Graph()
+    x, weight = graph.placeholder("x"), graph.get_attr("weight")
+    height = graph.call_function(operator.floordiv, (7, 2))
+    call = graph.call_function(torch.ops.aten.conv2d.default, (x, weight))
+    call.kwargs = {"groups": 4}
+    call.meta["val"] = torch.zeros(1, 4, 3, 3)
+    layer = nn.Conv2d(8, 8, 3, groups=8)
+    layer.weight = nn.Parameter(torch.zeros(4, 1, 3, 3))
+    renumber(layer, [height, call])
+    assert (layer.groups, layer.in_channels, layer.out_channels) == (4, 4, 4)
 
 
 def test_moves_are_compared_by_where_elements_come_from() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -60,6 +62,43 @@ def test_a_token_that_others_read_stays() -> None:
     y = torch.randn(3, 4, 16, dtype=torch.float64)
     for a, b in zip(model(y), slim(y), strict=True):
         assert float((a - b).detach().abs().max()) <= 1e-12
+
+
+class Prefixed(nn.Module):
+    """A trained token in front of those that a masked layer makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.token = nn.Parameter(torch.randn(1, 1, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = torch.cat([self.token.expand(x.shape[0], -1, -1), self.embed(x)], 1)
+        return self.head(torch.tanh(tokens))
+
+
+def test_tokens_in_front_keep_channels_that_the_others_lose() -> None:
+    torch.manual_seed(0)
+    model = Prefixed().double().eval()
+    with torch.no_grad():
+        model.embed.weight[2:5] = 0
+        model.embed.bias[2:5] = 0
+    x = torch.randn(2, 5, 6, dtype=torch.float64)
+    slim = demask(model, (x,), dynamic_shapes=({0: Dim.AUTO, 1: Dim.AUTO},))
+    assert slim.state_dict()["embed.weight"].shape == (5, 6)
+    assert slim.state_dict()["token"].shape == (1, 1, 8)
+    assert verify(model, slim, (x,)).max_rel <= 1e-10
+    both = demask(masked_token(model), (x,), result="class")
+    assert both.embed.weight.shape == (5, 6) and both.token.shape == (1, 1, 5)
+    assert verify(masked_token(model), both, (x,)).max_rel <= 1e-10
+
+
+def masked_token(model: Prefixed) -> Prefixed:
+    """The same, the token's channels masked alike."""
+    masked = copy.deepcopy(model)
+    with torch.no_grad():
+        masked.token[..., 2:5] = 0
+    return masked
 
 
 def test_an_entry_of_the_user_lets_one_token_through() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -169,12 +169,14 @@ def numbers_of(module: nn.Module) -> dict[str, Any]:
     return found
 
 
-def renumber(module: nn.Module, call: fx.Node | None = None) -> None:
-    """Have a layer's numbers (`in_features`, `groups`, ...) say what its tensors are. call: how it
-    is called, for what tensors do not tell."""
+def renumber(module: nn.Module, calls: Iterable[fx.Node] = ()) -> None:
+    """Have a layer's numbers (`in_features`, `groups`, ...) say what its tensors are. calls: those
+    that it makes (arithmetic of sizes among them), for what tensors do not tell."""
+    found = [schema.arguments(c) for c in calls if isinstance(c.meta.get("val"), Tensor)]
     for kind, (name, argument) in FROM_CALLS.items():
+        call = next((c for c in found if argument in c), None)
         if isinstance(module, kind) and call is not None:
-            value = schema.arguments(call).get(argument)
+            value = call[argument]
             if isinstance(value, int):
                 setattr(module, name, value)
             elif isinstance(value, (list, tuple)):

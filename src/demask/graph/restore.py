@@ -279,7 +279,7 @@ def _made(
     for name, value in row.set.items():
         setattr(module, name, value)
     _tell(module, call, tensors)
-    renumber(module, call)
+    renumber(module, [call])
     _own_counter(module)
     return module if row.given(module) == asked and _is_plain(module, kind, row) else None
 

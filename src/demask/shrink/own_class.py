@@ -100,7 +100,7 @@ def _resized(model: nn.Module | ExportedProgram, proof: Proof, parts: Collection
         if isinstance(module, nn.MultiheadAttention) and not _is_whole(module):
             raise Unlike(f"{path} has no number for heads that are narrower than its input", path)
         if any(n is not None for n in module._parameters.values()) or path in calls:
-            renumber(module, calls.get(path, [None])[0])
+            renumber(module, calls.get(path, ()))
     return copy
 
 

@@ -278,8 +278,18 @@ class Placer:
         soft = relation.window | relation.complete | relation.moved
         for k, (mine, theirs) in enumerate(zip(axes, self.value[key], strict=True)):
             letters = relation.ins[operand][k]
-            if mine and not set(letters) & soft and self._equal(key, k, along(read, k)):
+            rigid = mine and not set(letters) & soft and self._equal(key, k, along(read, k))
+            if rigid and not self._outgrown(relation, key, k, letters):
                 self.cells.unify(mine, theirs)
+
+    def _outgrown(self, relation: Relation, key: Key, axis: int, letters: Axis) -> bool:
+        """Does a move of several values hold more along an axis than this one of them does? Then
+        this one is made as narrow as it is, and widened for the move."""
+        joined = [o for o in relation.operands if isinstance(o.value, fx.Node)]
+        if not relation.moved or len(joined) < 2 or letters not in relation.outs[0]:
+            return False
+        live = along(self.needs.live[relation.node, 0], relation.outs[0].index(letters))
+        return not self._equal(key, axis, live)
 
     def _equal(self, key: Key, axis: int, read: Tensor) -> bool:
         """Does the reader need all that the value holds along an axis?"""
