@@ -172,9 +172,9 @@ def numbers_of(module: nn.Module) -> dict[str, Any]:
 def renumber(module: nn.Module, calls: Iterable[fx.Node] = ()) -> None:
     """Have a layer's numbers (`in_features`, `groups`, ...) say what its tensors are. calls: those
     that it makes (arithmetic of sizes among them), for what tensors do not tell."""
-    found = [schema.arguments(c) for c in calls if isinstance(c.meta.get("val"), Tensor)]
+    arguments = [schema.arguments(c) for c in calls if isinstance(c.meta.get("val"), Tensor)]
     for kind, (name, argument) in FROM_CALLS.items():
-        call = next((c for c in found if argument in c), None)
+        call = next((a for a in arguments if argument in a), None)
         if isinstance(module, kind) and call is not None:
             value = call[argument]
             if isinstance(value, int):

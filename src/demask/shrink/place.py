@@ -283,8 +283,8 @@ class Placer:
                 self.cells.unify(mine, theirs)
 
     def _outgrown(self, relation: Relation, key: Key, axis: int, letters: Axis) -> bool:
-        """Does a move of several values hold more along an axis than this one of them does? Then
-        this one is made as narrow as it is, and widened for the move."""
+        """Whether a move of several values keeps more along an axis than this one of them. This
+        one then stays as narrow as it is, and is widened for the move."""
         joined = [o for o in relation.operands if isinstance(o.value, fx.Node)]
         if not relation.moved or len(joined) < 2 or letters not in relation.outs[0]:
             return False
