@@ -146,6 +146,7 @@ def time_rows(runs: int) -> Iterator[list[str]]:
 
 
 def memory_rows(runs: int) -> Iterator[list[str]]:
+    networks.torchvision()  # which transformers looks for
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

@@ -193,6 +193,39 @@ def test_keywords_and_tuples():
     torch.testing.assert_close(demask.demask(net, (x,), dynamic_shapes="all")(other), net(other))
 
 
+class Crossed(nn.Module):
+    """Reads the second of two arguments of one shape first, and returns two values of one shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        late = self.c(F.relu(self.b(y)) + F.relu(self.a(x)))
+        return self.d(F.relu(x)), late
+
+
+class Crossing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.part = nn.Linear(6, 6), nn.Linear(6, 6), Crossed()
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two = self.part(self.first(x), self.second(x))
+        return one - 2 * two
+
+
+def test_arguments_and_results_of_one_shape_are_told_by_their_values():
+    torch.manual_seed(0)
+    net, x = Crossing().eval(), torch.randn(2, 6)
+    with torch.no_grad():
+        for layer, units in ((net.part.a, slice(3)), (net.part.b, slice(2, 6))):
+            layer.weight[units], layer.bias[units] = 0, 0
+    slim: Any = demask.demask(net, (x,))
+    assert graphs(slim) == ["part"]
+    assert demask.verify(net, slim, (x,)).ok
+
+
 def test_a_part_whose_arguments_may_be_none_is_no_graph():
     """A graph would be for None alone, which the code around gives in some calls."""
     torch.manual_seed(0)

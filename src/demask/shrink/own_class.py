@@ -28,7 +28,8 @@ from demask.graph.result import Demasked
 from demask.shrink.numbers import calls_of, fit_numbers, is_below
 from demask.shrink.pool import cut
 from demask.shrink.proof import Proof, Unlike, path_of
-from demask.shrink.regions import graphs_in, regions_of
+from demask.shrink.region_graphs import graphs_in
+from demask.shrink.regions import regions_of
 
 Order = Callable[[Sequence[Positions]], tuple[Positions, ...]]
 MOST_ROUNDS = 4  # of putting graphs in place of parts
