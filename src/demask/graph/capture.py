@@ -295,7 +295,8 @@ def _name_keywords(work: nn.Module, kwargs: Mapping[str, Any], dynamic_shapes: A
 
 
 def _first_is_dynamic(exported: ExportedProgram) -> bool:
-    values = [n.meta.get("val") for n in exported.graph.nodes if n.name in _user_inputs(exported)]
+    inputs = _user_inputs(exported)
+    values = [n.meta.get("val") for n in exported.graph.nodes if n.name in inputs]
     sized = [v for v in values if isinstance(v, Tensor) and v.ndim]
     return any(not isinstance(_settled(v.shape[0]), int) for v in sized)
 
