@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -77,6 +78,77 @@ def sizes_and_gap(a: Tensor, b: Tensor) -> tuple[float, float]:
     finite and not empty."""
     a, b = readable(a), readable(b)
     return float(a.abs().max()), float((a.double() - b.double()).abs().max())
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How an output differs from the expected one.
+
+    text: where they cannot be subtracted (another shape or dtype, unequal integers), why; else "".
+    size: the largest finite magnitude that is expected; gap: the largest difference where the
+    expected value is finite (infinite where the other is not), both in float64. eps: of their type.
+    is_finite: whether all values of both are; has_other_infinities: whether values differ where the
+    expected one is not finite.
+    """
+
+    text: str = ""
+    size: float = 0.0
+    gap: float = 0.0
+    eps: float = 0.0
+    is_finite: bool = True
+    has_other_infinities: bool = False
+
+    @property
+    def relative(self) -> float:
+        """The gap relative to the size; infinite where they cannot be subtracted."""
+        if self.text:
+            return math.inf
+        return self.gap / self.size if self.size else (math.inf if self.gap else 0.0)
+
+    def ulps(self, eps: float = 0.0) -> float:
+        """The gap in units in the last place of the size. eps: of the widest type that counts,
+        where that is wider than the outputs' own."""
+        return in_units(self.gap, self.size, max(eps, self.eps))
+
+
+def compare(expected: Any, actual: Any) -> Difference:
+    """How an output differs from the expected one: tensors, or numbers, strings and None.
+
+    >>> import torch
+    >>> compare(torch.tensor([1.0, 4.0]), torch.tensor([1.0, 3.0])).relative
+    0.25
+    >>> compare(torch.ones(2), torch.ones(3)).text
+    'is torch.float32 (3,), expected torch.float32 (2,)'
+    """
+    if not isinstance(expected, Tensor) or not isinstance(actual, Tensor):
+        other = f"is {actual!r:.40}, expected {expected!r:.40}"
+        return Difference("" if _is_same(expected, actual) else other)
+    if expected.shape != actual.shape or expected.dtype != actual.dtype:
+        own, other = (f"{x.dtype} {tuple(x.shape)}" for x in (actual, expected))
+        return Difference(f"is {own}, expected {other}")
+    if not expected.is_floating_point() and not expected.is_complex():
+        return Difference(
+            "" if torch.equal(expected, actual) else f"({expected.dtype}) is not equal"
+        )
+    eps, a, b = torch.finfo(expected.dtype).eps, readable(expected), readable(actual)
+    finite, also = torch.isfinite(a), torch.isfinite(b)
+    others = not torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num())
+    whole = bool(finite.all() and also.all())
+    a, b = (x if whole else x[finite] for x in (a, b))
+    if not a.numel():
+        return Difference("", 0.0, 0.0, eps, whole, others)
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    gap = float((a.to(wide) - b.to(wide)).abs().max())
+    size = float(a.abs().max())
+    return Difference("", size, gap if gap == gap else math.inf, eps, whole, others)
+
+
+def _is_same(expected: Any, actual: Any) -> bool:
+    """Whether numbers, strings or None are equal; other objects are not compared."""
+    if isinstance(expected, Tensor) or isinstance(actual, Tensor):
+        return False
+    plain = isinstance(expected, (bool, int, float, str, type(None)))
+    return not plain or expected == actual or expected != expected
 
 
 def is_as_exact(exact: Tensor, before: Tensor, after: Tensor) -> bool:

@@ -30,13 +30,12 @@ from demask.graph.sharing import sharing
 from demask.numerics import (
     RELATIVE,
     ULPS,
-    in_units,
+    compare,
     is_as_exact,
     named_leaves,
     names_narrow,
     narrowed,
     readable,
-    sizes_and_gap,
     to_double,
     widen,
 )
@@ -265,40 +264,27 @@ class _Found:
             self._leaf(place or "output", x, y, wide, narrow, where)
 
     def _leaf(self, name: str, x: Any, y: Any, wide: bool, narrow, where: str) -> None:
-        if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-            if x != y:
-                self._fail(f"output {name} is {x!r} against {y!r} ({where})")
+        found = compare(x, y)
+        if found.text:
+            self._fail(f"output {name} {found.text} ({where})")
             return
-        if x.shape != y.shape or x.dtype != y.dtype:
-            kinds = f"{x.dtype} {tuple(x.shape)} against {y.dtype} {tuple(y.shape)}"
-            self._fail(f"output {name} is {kinds} ({where})")
+        if not isinstance(x, Tensor):
             return
         if wide is self.tracked and "batch 1" not in where and "batch 3" not in where:
             self.seen.setdefault(name, []).append(x)
-        if not x.is_floating_point() or x.numel() == 0:
-            if not torch.equal(x, y):
-                self._fail(f"output {name} ({x.dtype}) is not equal ({where})")
-            return
-        self._floats(name, x, y, wide, narrow, where)
-
-    def _floats(self, name: str, x: Tensor, y: Tensor, wide: bool, narrow, where: str) -> None:
-        dtype, x, y = x.dtype, readable(x), readable(y)
-        if not bool(torch.isfinite(x).all() and torch.isfinite(y).all()):
+        if not found.is_finite:
             self._fail(f"output {name} is not finite ({where})")
-            return
-        size, gap = sizes_and_gap(x, y)
-        relative = gap / size if size else (math.inf if gap else 0.0)
-        if wide:
-            self.exact[name] = x
-            self.max_abs, self.max_rel = max(self.max_abs, gap), max(self.max_rel, relative)
-            if relative > self.allowed:
-                self._fail(f"output {name} by {relative:.1e} relative in float64 ({where})")
-            return
-        eps = max(torch.finfo(kind).eps for kind in [dtype, *(kind for _, kind in narrow)])
-        ulps = in_units(gap, size, eps)
-        self.ulps = max(self.ulps, ulps)
-        if ulps > ULPS and not self._is_rounding(name, x, y):
-            self._fail(f"output {name} by {ulps:.3g} ulps in {dtype} ({where})")
+        elif x.is_floating_point() and wide:
+            self.exact[name] = readable(x)
+            self.max_abs = max(self.max_abs, found.gap)
+            self.max_rel = max(self.max_rel, found.relative)
+            if found.relative > self.allowed:
+                self._fail(f"output {name} by {found.relative:.1e} relative in float64 ({where})")
+        elif x.is_floating_point():
+            ulps = found.ulps(max((torch.finfo(kind).eps for _, kind in narrow), default=0.0))
+            self.ulps = max(self.ulps, ulps)
+            if ulps > ULPS and not self._is_rounding(name, readable(x), readable(y)):
+                self._fail(f"output {name} by {ulps:.3g} ulps in {x.dtype} ({where})")
 
     def _is_rounding(self, name: str, x: Tensor, y: Tensor) -> bool:
         """Whether the second network is as exact as the first: of an ill-conditioned one, rounding

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import inf, isfinite
+from math import inf
 from textwrap import shorten
 from time import perf_counter
 from typing import Any, cast
@@ -21,6 +21,7 @@ from demask.cli.ports import Port
 from demask.errors import BadInput
 from demask.graph.examples import spans_of
 from demask.graph.result import Demasked
+from demask.numerics import compare
 
 AS_GIVEN, DEMASKED, OPTIMIZED = "as given", "demasked", "optimized"
 REASON = 60  # characters of an error that a row shows
@@ -155,17 +156,5 @@ def difference(expected: Any, got: Any) -> float:
     0.25
     """
     pairs = zip(pytree.tree_leaves(expected), pytree.tree_leaves(got), strict=True)
-    return max((_relative(a, b) for a, b in pairs if isinstance(a, Tensor)), default=0.0)
-
-
-def _relative(a: Tensor, b: Tensor) -> float:
-    if a.shape != b.shape:
-        return inf
-    wide = torch.complex128 if a.is_complex() else torch.float64
-    a, b = a.to(wide), b.to(wide)
-    other = (a != b) & ~(a.isnan() & b.isnan())
-    if not bool(other.any()):
-        return 0.0
-    gap = float((a - b)[other].abs().max())
-    size = float(a.abs().nan_to_num(0, 0, 0).max())
-    return gap / size if size and isfinite(gap) else inf
+    differences = [compare(a, b) for a, b in pairs if isinstance(a, Tensor)]
+    return max((inf if d.has_other_infinities else d.relative for d in differences), default=0.0)

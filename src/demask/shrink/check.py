@@ -30,7 +30,7 @@ from demask.graph.result import Demasked, build, build_plain
 from demask.numerics import (
     ULPS,
     WORSE,
-    in_units,
+    compare,
     named_leaves,
     narrowed,
     readable,
@@ -255,25 +255,16 @@ def _pairs(expected: Any, found: Any) -> Iterator[tuple[str, Any, Any]]:
         yield place or "0", a, b
 
 
-def _leaf(a: Any, b: Any, eps: float) -> str:
+def _leaf(expected: Any, actual: Any, eps: float) -> str:
     """How two outputs differ, in words. Where the expected one is not finite, nothing is said."""
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        plain = isinstance(a, (bool, int, float, str)) and a == a
-        return f"is {b!r}, expected {a!r}" if plain and a != b else ""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return f"is {b.dtype} {tuple(b.shape)}, expected {a.dtype} {tuple(a.shape)}"
-    if not a.is_floating_point():
-        return "" if torch.equal(a, b) else "differs"
-    dtype, a, b = a.dtype, readable(a), readable(b)
-    finite = torch.isfinite(a)
-    a, b = a[finite], b[finite]
-    if not a.numel():
-        return ""
-    if not bool(torch.isfinite(b).all()):
+    found = compare(expected, actual)
+    if found.text:
+        return found.text
+    if not math.isfinite(found.gap):
         return "is not finite where the model's is"
-    largest, gap = sizes_and_gap(a, b)
-    ulps = in_units(gap, largest, max(eps, torch.finfo(dtype).eps))
-    return f"differs by {ulps:.3g} units in the last place of {dtype}" if ulps > ULPS else ""
+    ulps = found.ulps(eps)
+    kind = expected.dtype if isinstance(expected, Tensor) else ""
+    return f"differs by {ulps:.3g} units in the last place of {kind}" if ulps > ULPS else ""
 
 
 def _is_rounding(program: Program, slim: Demasked, draws: Draws) -> bool:

@@ -19,7 +19,7 @@ from demask.machine.compare import ALLOWED, PAIRS, lower_bound
 from demask.machine.describe import machine
 from demask.machine.threads import set_threads
 from demask.machine.timing import Timing, sampled
-from demask.numerics import is_as_exact, readable, to_double, widen
+from demask.numerics import compare, is_as_exact, readable, to_double, widen
 from demask.shrink.check import Inputs, draws_like, in_eval
 from demask.shrink.device import CPU
 from demask.tune.forms import Form
@@ -166,23 +166,13 @@ def _double_on_cpu(leaf: Any) -> Any:
 
 def _gap(given: Any, made: Any, is_rounding: Callable[[Tensor, Tensor], bool]) -> str:
     """How an output differs, in words."""
-    if not isinstance(given, Tensor) or not isinstance(made, Tensor):
-        same = given is made or given == made
-        return "" if same else f"is {made!r:.40}, not {given!r:.40}"
-    if given.shape != made.shape or given.dtype != made.dtype:
-        return f"is {made.dtype} {tuple(made.shape)}, not {given.dtype} {tuple(given.shape)}"
-    a, b = readable(given), readable(made)
-    finite = torch.isfinite(a)
-    if not torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num()):
+    found = compare(given, made)
+    if found.text:
+        return found.text
+    if found.has_other_infinities:
         return "has other values that are not finite"
-    if not a.is_floating_point() and not torch.equal(a, b):
-        return f"({a.dtype}) is not equal"
-    a, b = a[finite].double(), b[finite].double()
-    if a.numel():
-        unit = torch.finfo(given.dtype).eps * float(a.abs().max())
-        gap = float((a - b).abs().max())
-        if not gap <= ULPS * unit and not is_rounding(given, made):
-            return f"by {gap / unit if unit else gap:.3g} units in the last place"
+    if found.ulps() > ULPS and not is_rounding(given, made):
+        return f"by {found.ulps():.3g} units in the last place"
     return ""
 
 
