@@ -27,8 +27,8 @@ ENOUGH = 16  # rows of an example that tell how many are sure
 
 @dataclass(frozen=True, slots=True)
 class ThresholdRoute:
-    """A route with a threshold that is chosen already: `demask.pilot.route.Route` says what its
-    fields are."""
+    """Rows of which the pilot is not surer than `threshold` go to the full network;
+    `demask.pilot.route.Route` documents the fields."""
 
     name: ClassVar[str] = "route"
     threshold: float
