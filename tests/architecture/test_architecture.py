@@ -18,7 +18,8 @@ PLANTED: dict[str, dict[str, str]] = {
     "part_cycles": {"ops/a.py": "import demask.graph.b", "graph/b.py": "import demask.ops.c",
                     "ops/c.py": ""},
     "upward_imports": {"ops/a.py": "def f():\n    import demask.graph.b", "graph/b.py": ""},
-    "modules_in_strings": {"graph/a.py": "import_module('demask.sparse.b')", "sparse/b.py": ""},
+    "modules_in_strings": {"graph/a.py": "import_module('demask.sparse.b')", "sparse/b.py": "",
+                           "plugins.py": "OPS.declare('segment', 'demask.sparse.b')"},
     "private_names": {"graph/a.py": "import torch\ntorch._C._nn"},
     "literal_op_sets": {"graph/a.py": "X = {aten.relu.default, aten.gelu.default}"},
     "table_imports": {"graph/a.py": "from demask.ops import TABLE"},
@@ -62,3 +63,8 @@ def test_a_planted_violation_is_counted(measure: str, tmp_path: Path) -> None:
     clean = measured(package(tmp_path / "clean", {"ops/fine.py": "x = 1  # a number"}))
     assert not any(clean.values())
     assert measured(package(tmp_path / "planted", PLANTED[measure]))[measure] == 1
+
+
+def test_the_facade_names_no_modules(tmp_path: Path) -> None:
+    planted = {"__init__.py": "import_module('demask.ops')", "ops/__init__.py": ""}
+    assert measured(package(tmp_path, planted))["modules_in_strings"] == 1

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from demask.errors import RefusedFile
-from demask.ops.own import known
+from demask.ops.own import is_own
 
 MAX_NAME = 1000
 _FQN_PART = re.compile(r"(?!__)[\w \-+:/@#]{1,200}")
@@ -106,7 +106,7 @@ def _is_harmless(space: str, base: str) -> bool:
     if space == "mkldnn":
         return base in _FUSED_OPS
     if space == "demask":
-        return known(base)
+        return is_own(base)
     if space != "aten":
         return True  # the caller named this namespace
     if base.startswith("__"):

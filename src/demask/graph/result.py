@@ -92,12 +92,6 @@ class Demasked(fx.GraphModule):
         return next(kind for kind in cls.__mro__ if "<locals>" not in kind.__qualname__)
 
 
-# Kinds of networks that keep something `extra`, by the names that files give them; and the modules
-# further down that put them here.
-KINDS: dict[str, type[Demasked]] = {}
-HOMES = {"tiled": "demask.traverse.module"}
-
-
 def changed(module: Demasked, change: Callable[[Program], Program]) -> Demasked:
     """The network behind a pass that computes the same; it shares tensors."""
     info: _PyTreeInfo = module.graph._codegen.pytree_info  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.fx.node import map_aggregate
 
-from demask.ops.own import known
+from demask.ops.own import is_own
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,5 +97,5 @@ def graph_of(rows: Sequence[Row]) -> fx.Graph:
 def _op(overload: Overload) -> OpOverload:
     namespace, _, name = overload.name.partition("::")
     if namespace == "demask":
-        known(name)
+        is_own(name)
     return getattr(getattr(getattr(torch.ops, namespace), name), overload.overload)

@@ -26,8 +26,9 @@ from demask.errors import BadInput
 from demask.graph.program import Program
 from demask.kernels import llvm
 from demask.kernels.llvm import NoPlan
-from demask.ops.own import Own, register
+from demask.ops.own import Own
 from demask.pilot.chain_plan import MODES, Layer, Plan
+from demask.registry import CUSTOM_OPS
 from demask.sparse.op import PLAIN, Kept, kept
 from demask.tune.draft import Draft
 
@@ -231,4 +232,4 @@ def check(found: Mapping[str, Any]) -> None:
         width = weight.shape[0]
 
 
-register(CHAIN, Own(plain, spelled, check))
+CUSTOM_OPS.register("chain", Own(plain, spelled, check))

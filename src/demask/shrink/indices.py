@@ -31,11 +31,11 @@ from demask.ops import TABLE, Declined, Relation, Table, schema
 from demask.shrink.adapt import Made, marked
 from demask.shrink.border import absorbed
 from demask.shrink.cells import At, Index, Layout
+from demask.shrink.context import EmitContext
 from demask.shrink.contract import plus_constants
 from demask.shrink.indexed import Pick, Plan, planned
 from demask.shrink.place import Placement
 from demask.shrink.reading import relations_of
-from demask.shrink.rewrite import Rewriter
 from demask.shrink.ties import is_grouped
 
 aten = torch.ops.aten
@@ -110,7 +110,7 @@ def _written(program: Program, picks: Mapping[Key, Pick], table: Table, *, push:
     return program.with_graph(walk.build.graph, kept)
 
 
-class _Walk(Rewriter):
+class _Walk(EmitContext):
     """Appends every live call again, operands at the indices that the plan says."""
 
     def __init__(self, program: Program, plan: Plan):

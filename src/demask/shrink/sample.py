@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from demask.ops import Relation, schema
 from demask.ops.regions import Geometry, geometry
 from demask.shrink.cells import Layout, Positions, whole
+from demask.shrink.context import EmitContext
 from demask.shrink.ties import sampling
-
-if TYPE_CHECKING:
-    from demask.shrink.rewrite import Rewriter
 
 aten = torch.ops.aten
 
@@ -43,7 +41,7 @@ def _spaced(positions: tuple[int, ...]) -> range:
 
 
 def sampled(
-    walk: Rewriter, relation: Relation, layout: Layout, args: Any, kwargs: Any
+    walk: EmitContext, relation: Relation, layout: Layout, args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
     """The arguments of a convolution that makes the windows of a layout alone."""
     node = relation.node

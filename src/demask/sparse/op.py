@@ -10,7 +10,6 @@ share no memory with anything.
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from demask.kernels import llvm
 from demask.kernels.llvm import NoPlan
 from demask.sparse import dense, gpu_segment
 from demask.sparse.program import Program
+from demask.sparse.recompute import parsed, recomputed
 
 if TYPE_CHECKING:
     from demask.kernels.probe import Probe
@@ -58,12 +58,6 @@ def segment(inputs: Sequence[Tensor], weights: Sequence[Tensor], program: str) -
             [0., 5.]])]
     """
     return torch.ops.demask.segment.default(inputs, weights, program)
-
-
-@functools.lru_cache(maxsize=64)
-def parsed(text: str) -> Program:
-    """The program of a text."""
-    return Program.parse(text)
 
 
 Made = tuple["Plan | None", tuple[int, ...]]  # a plan, if there is one; inputs it wants contiguous
@@ -299,23 +293,6 @@ class Recomputed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[2:]
         return (None, None, *recomputed(ctx.text, ctx.count, ctx.saved_tensors, needed, grads))
-
-
-def recomputed(
-    text: str, count: int, given: Sequence[Tensor], needed: Sequence[bool], grads: Sequence[Tensor]
-) -> list[Tensor | None]:
-    """Gradients of a program, those of `dense.run`, of the tensors that need one. given: `count`
-    inputs, then weights."""
-    again = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # Views, since one tensor may be given twice; leaves, unless these gradients have some.
-        given = [t.view_as(t) if again else t.detach() for t in given]
-        wanted = [t if again else t.requires_grad_()
-                  for t, need in zip(given, needed, strict=True) if need]  # fmt: skip
-        found = dense.run(parsed(text), given[:count], given[count:])
-        made = iter(torch.autograd.grad(
-            found, wanted, grads, create_graph=again, allow_unused=True))  # fmt: skip
-    return [next(made) if need else None for need in needed]
 
 
 def mapped(info: Any, dims: Any, *given: Any) -> tuple[list[Tensor], list[int]]:

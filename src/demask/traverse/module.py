@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 from demask.graph.codegen import TRACED, Codegen
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Provenance, Sizes
-from demask.graph.result import KINDS, Demasked, build
+from demask.graph.result import Demasked, build
+from demask.registry import RESULT_KINDS
 from demask.shrink.pipeline import inputs_of
 from demask.traverse.ends import tensor_sink, tensor_source
 from demask.traverse.flow import Flow, flow_of
@@ -104,7 +105,7 @@ class Tiled(Demasked):
         return self.prepared
 
 
-KINDS["tiled"] = Tiled
+RESULT_KINDS.register("tiled", Tiled)
 
 
 def tiled(program: Program, plan: Plan, flow: Flow, layout: Layout) -> Tiled:
