@@ -20,6 +20,7 @@ from demask.ops import own
 LAYOUT = (
     ("errors",),
     ("failures", "numerics"),
+    ("compat",),
     ("ops",),
     ("graph",),
     ("facts",),

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from demask.compat.dispatch import OpOverload, has_kernel, read_schema
 from demask.errors import RefusedFile
 from demask.ops.own import known
 
@@ -83,7 +84,7 @@ def check_fqn(name: Any) -> str:
     raise RefusedFile(f"found the path {_short(name)}; expected a dotted name like 'layer1.weight'")
 
 
-def find_op(name: Any, namespaces: Collection[str] = ("aten",)) -> torch._ops.OpOverload:
+def find_op(name: Any, namespaces: Collection[str] = ("aten",)) -> OpOverload:
     """The op that `name` ("aten.add.Tensor") stands for, from one of `namespaces`.
 
     RefusedFile: no such op, or one that takes file names, C++ objects, storages or streams.
@@ -97,7 +98,7 @@ def find_op(name: Any, namespaces: Collection[str] = ("aten",)) -> torch._ops.Op
     if not _is_harmless(space, base) or not _takes_plain_values(*schema_name):
         raise RefusedFile(f"found the op {name}; no model needs it, or this torch does not know it")
     op = getattr(getattr(getattr(torch.ops, space), base), overload)
-    if not isinstance(op, torch._ops.OpOverload):
+    if not isinstance(op, OpOverload):
         raise RefusedFile(f"found the op {name}; expected an overload of a registered op")
     return op
 
@@ -115,9 +116,9 @@ def _is_harmless(space: str, base: str) -> bool:
 
 
 def _takes_plain_values(name: str, overload: str) -> bool:
-    if not torch._C._dispatch_has_kernel(f"{name}.{overload}" if overload else name):
+    if not has_kernel(f"{name}.{overload}" if overload else name):
         return False
-    return all(_is_plain(argument) for argument in torch._C._get_schema(name, overload).arguments)
+    return all(_is_plain(argument) for argument in read_schema(name, overload).arguments)
 
 
 def _is_plain(argument: Any) -> bool:

@@ -18,6 +18,7 @@ from torch import fx
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.utils import _pytree as pytree
 
+from demask.compat.dispatch import schema_of
 from demask.graph.guards import (
     REFUSE,
     REFUSE_VALUE,
@@ -123,7 +124,7 @@ def binding(name: str, overload: str = "default") -> str | None:
     ('torch.relu', 'torch.nn.functional.linear', None)
     """
     op = getattr(getattr(torch.ops.aten, name), overload)
-    arguments = op._schema.arguments
+    arguments = schema_of(op).arguments
     if any("List[Optional" in str(a.type) or a.name == "reduction" for a in arguments):
         return None
     function = getattr(_BOUND, name, None)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from demask.compat.dispatch import base_name
 from demask.errors import TableError
 
 
@@ -43,13 +44,13 @@ def known(name: str) -> bool:
     """Whether an op of this name ("segment") is one of demask's; it is registered then."""
     if name in HOMES:
         import_module(HOMES[name])
-    return any(op._opname == name for op in OWN)
+    return any(base_name(op) == name for op in OWN)
 
 
 def own_of(op: Any) -> Own | None:
     """What there is to know of a node's target; None for what is not demask's own."""
     if getattr(op, "namespace", "") == "demask":
-        known(op._opname)
+        known(base_name(op))
     return OWN.get(op)
 
 

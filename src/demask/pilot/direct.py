@@ -18,6 +18,12 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils import _pytree as pytree
 
+from demask.compat.dispatch import (
+    count_dispatch_modes,
+    count_function_modes,
+    has_functorch_transforms,
+    tracing_state,
+)
 from demask.kernels.llvm import NoPlan
 from demask.kernels.probe import Probe
 from demask.pilot.chain_op import CHAIN, ROWS, Chains
@@ -122,10 +128,10 @@ class Direct:
 def plainly() -> bool:
     """Whether nobody looks at the calls of this thread: no modes, transforms, traces or hooks."""
     return not (
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state()
+        count_dispatch_modes()
+        or count_function_modes()
+        or has_functorch_transforms()
+        or tracing_state()
         or _has_any_global_hook()
     )
 

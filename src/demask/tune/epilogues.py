@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from demask.compat.dispatch import base_name
 from demask.graph.program import Program
 from demask.ops import schema
 from demask.tune.draft import Draft
@@ -120,7 +121,7 @@ def plain_call(after: Epilogue, x: Tensor) -> Tensor:
     if after.name == "none":
         return x
     target, args, kwargs = _activation(after.name, after.scalars, after.algorithm)
-    over = getattr(aten, f"{target._opname}_", None)
+    over = getattr(aten, f"{base_name(target)}_", None)
     return (target if over is None else over.default)(x, *args, **kwargs)
 
 

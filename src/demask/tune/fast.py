@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
+from demask.compat.dispatch import schema_of
 from demask.graph.codegen import TRACED, Codegen
 from demask.graph.program import Program
 from demask.graph.result import Demasked, attach, changed
@@ -199,7 +200,7 @@ def _copied(
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: new[n])
     if node.target is COPY:
         return quick.call_function(call.target, (views[node], args[0]))
-    out = next(a.name for a in call.target._schema.arguments if a.is_out)
+    out = next(a.name for a in schema_of(call.target).arguments if a.is_out)
     return quick.call_function(call.target, args, {**kwargs, out: views[node]})
 
 

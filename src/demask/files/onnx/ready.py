@@ -32,6 +32,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from demask.compat.dispatch import OpOverload, has_schema, schema_of
 from demask.files.onnx.spell import APART, spell, takes_sizes
 from demask.files.onnx.steps import kept_whole
 from demask.graph import modules
@@ -87,7 +88,7 @@ def ready(slim: Demasked, translated: Mapping[Any, Any]) -> ExportedProgram | No
     spell(graph)
     doubles = _lift_numbers(graph)
     registered = _registered() | {op.name() for op in translated}
-    apart = [node for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)
+    apart = [node for node in graph.nodes if isinstance(node.target, OpOverload)
              and (node.target.name() not in registered
                   or (node.target in APART and takes_sizes(node)))]  # fmt: skip
     table = _decompositions(registered) if apart else {}
@@ -105,7 +106,7 @@ def _lift_numbers(graph: fx.Graph) -> dict[str, Tensor]:
         value, target = node.meta.get("val"), node.target
         if not isinstance(value, Tensor) or value.dtype != torch.float64 or node.op == "get_attr":
             continue
-        kinds = getattr(getattr(target, "_schema", None), "arguments", ())
+        kinds = schema_of(target).arguments if has_schema(target) else ()
         for place, (number, kind) in enumerate(zip(node.args, kinds, strict=False)):
             if type(number) is float and isinstance(kind.type, torch.TensorType):
                 name = f"number {len(constants)}"  # which no attribute is called
@@ -124,7 +125,7 @@ def _registered() -> set[str]:
 
     assert ops  # which registers what it defines
     own = {meta.fx_target for meta in _torchlib_registry.get_torchlib_ops()}
-    names = {op.name() for op in own if isinstance(op, torch._ops.OpOverload)}
+    names = {op.name() for op in own if isinstance(op, OpOverload)}
     return names | {name for name, _ in registration.default_registry.items()}
 
 
@@ -132,7 +133,7 @@ def _decompositions(registered: set[str]) -> dict[Any, Callable[..., Any]]:
     """How torch takes apart the ops that have none."""
     both = decomposition_table | dict(torch.export.default_decompositions().items())
     return {op: made for op, made in both.items()
-            if isinstance(op, torch._ops.OpOverload) and op.name() not in registered}  # fmt: skip
+            if isinstance(op, OpOverload) and op.name() not in registered}  # fmt: skip
 
 
 def _valued(graph: fx.Graph, slim: nn.Module) -> bool:
