@@ -14,11 +14,11 @@ from torch.export import Dim, ExportedProgram, ShapesCollection
 from torch.fx.graph import _PyTreeCodeGen
 from torch.utils import _pytree as pytree
 
+from demask.compat.recurrent_shapes import shapes_only
 from demask.errors import BadInput, NotExportable
 from demask.files.codec import DTYPES
 from demask.graph.guards import fixed_by, hold
 from demask.graph.provenance import InputSpec, Provenance
-from demask.graph.shapes import shapes_only
 
 SEED = 0
 MAX_EXAMPLE = 2**31  # elements of one example input

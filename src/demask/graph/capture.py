@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.fx import config
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from demask.compat.fake_tensors import FakeTensor, export_without_cache
+from demask.compat.recurrent_shapes import shapes_only
 from demask.errors import BadInput, DemaskError, NotExportable
 from demask.graph.build import mode_of
 from demask.graph.copying import buffers_as_numbers, structural_copy, without_caches
@@ -34,7 +35,6 @@ from demask.graph.inline import inlined
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Interface
 from demask.graph.result import exportable
-from demask.graph.shapes import shapes_only
 
 _Export = tuple[ExportedProgram, tuple[str, ...]]  # and what to say of it
 DATA_DEPENDENT = "this line decides by the values of a tensor"
@@ -307,8 +307,7 @@ def _user_inputs(exported: ExportedProgram) -> set[str]:
 
 def _attempt(work: nn.Module, args: Any, kwargs: Any, shapes: Any) -> ExportedProgram:
     try:
-        # A cache of what calls on fake tensors make costs more than it saves: keys hold sizes.
-        uncached = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
+        uncached = export_without_cache()
         with warnings.catch_warnings(), _quiet(), shapes_only(), torch.no_grad(), uncached:
             warnings.simplefilter("ignore")
             return torch.export.export(work, args, kwargs, dynamic_shapes=shapes, strict=False)

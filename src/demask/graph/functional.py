@@ -15,10 +15,10 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 
 from demask.compat.dispatch import OpOverload, base_name, is_mutable, overload_name, schema_of
+from demask.compat.fake_tensors import FakeTensorMode
 from demask.errors import NotExportable
 from demask.graph.build import Builder, mode_of, same_shape, sizes_of
 from demask.graph.program import Program, copied

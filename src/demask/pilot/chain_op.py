@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.library import Library
 
 from demask.compat.dispatch import BelowAutograd, count_dispatch_modes, has_functorch_transforms
+from demask.compat.symbolic_shapes import require
 from demask.errors import BadInput
 from demask.graph.program import Program
 from demask.kernels import llvm
@@ -167,7 +168,7 @@ def fake(x: Tensor, weights: Sequence[Tensor], layers: str) -> Tensor:
     for weight, bias in pairs(weights, layers):
         if weight.ndim != 2 or (bias is not None and tuple(bias.shape) != tuple(weight.shape[:1])):
             raise BadInput(f"expected matrices and their biases, got {tuple(weight.shape)}")
-        torch._check(width is not None and weight.shape[1] == width)
+        require(width is not None and weight.shape[1] == width)
         width = weight.shape[0]
     return x.new_empty((*x.shape[:-1], width))
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._decomp import decomposition_table
-from torch._dispatch.python import enable_python_dispatcher
 from torch.export import ExportedProgram, ModuleCallEntry, ModuleCallSignature
 from torch.export.graph_signature import (
     ConstantArgument,
@@ -33,6 +32,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from demask.compat.dispatch import OpOverload, has_schema, schema_of
+from demask.compat.fake_tensors import enable_python_dispatcher
 from demask.files.onnx.spell import APART, spell, takes_sizes
 from demask.files.onnx.steps import kept_whole
 from demask.graph import modules
