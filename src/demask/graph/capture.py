@@ -25,6 +25,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from demask.compat.fake_tensors import FakeTensor, export_without_cache
+from demask.compat.fx_internals import signature_of
 from demask.compat.recurrent_shapes import shapes_only
 from demask.errors import BadInput, DemaskError, NotExportable
 from demask.graph.build import mode_of
@@ -468,8 +469,8 @@ def _names(exported: ExportedProgram) -> tuple[str, ...]:
     names = getattr(whole and whole.signature, "forward_arg_names", None)
     if names:
         return tuple(names)
-    code = exported.module(check_guards=False).graph._codegen
-    return tuple(code.pytree_info.orig_args)  # type: ignore[attr-defined]
+    module = exported.module(check_guards=False)
+    return tuple(signature_of(module.graph).orig_args)
 
 
 _ASSERTS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")

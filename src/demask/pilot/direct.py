@@ -24,6 +24,7 @@ from demask.compat.dispatch import (
     has_functorch_transforms,
     tracing_state,
 )
+from demask.compat.fx_internals import signature_of
 from demask.kernels.llvm import NoPlan
 from demask.kernels.probe import Probe
 from demask.pilot.chain_op import CHAIN, ROWS, Chains
@@ -142,7 +143,7 @@ def only_chain(network: fx.GraphModule) -> fx.Node | None:
     if [node.op for node in nodes] != ["placeholder", "call_function", "output"]:
         return None
     given, call, output = nodes
-    specs: Any = network.graph._codegen.pytree_info  # type: ignore[attr-defined]
+    specs: Any = signature_of(network.graph)
     leaf = pytree.tree_structure(0)
     whole = pytree.tree_structure(((0,), {}))
     if call.target is not CHAIN or call.args[0] is not given:

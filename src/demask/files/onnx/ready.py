@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._decomp import decomposition_table
 from torch.export import ExportedProgram, ModuleCallEntry, ModuleCallSignature
 from torch.export.graph_signature import (
     ConstantArgument,
@@ -27,12 +26,13 @@ from torch.export.graph_signature import (
     OutputSpec,
     TensorArgument,
 )
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from demask.compat.dispatch import OpOverload, has_schema, schema_of
 from demask.compat.fake_tensors import enable_python_dispatcher
+from demask.compat.fx_internals import signature_of
+from demask.compat.tracing import decomposition_table, make_fx
 from demask.files.onnx.spell import APART, spell, takes_sizes
 from demask.files.onnx.steps import kept_whole
 from demask.graph import modules
@@ -224,7 +224,7 @@ def _program(slim: Demasked, graph: fx.Graph, own: Mapping[str, Tensor]) -> Expo
         specs.append(InputSpec(InputKind.USER_INPUT, argument, None))
     made = [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(n.name), None) for n in outputs]
     result.args = (tuple(outputs),)
-    info = slim.graph._codegen.pytree_info  # type: ignore[attr-defined]
+    info = signature_of(slim.graph)
     call = ModuleCallSignature([], [], info.in_spec, info.out_spec)
     program = Ready(
         nn.Module(), graph, ExportGraphSignature(specs, made), tensors, {},
