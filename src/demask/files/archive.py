@@ -23,6 +23,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from demask.compat.fx_internals import PyTreeCodeGen, PyTreeInfo, codegen_of
+from demask.compat.onednn import available
 from demask.errors import BadInput, RefusedFile
 from demask.failures import public
 from demask.files.atomic import write
@@ -48,7 +49,7 @@ from demask.graph.restore import join_twins
 from demask.graph.result import HOMES, KINDS, Demasked, changed
 from demask.ops import schema
 from demask.ops.own import own_of
-from demask.tune.epilogues import available, is_fused, is_pack, plain
+from demask.tune.epilogues import is_fused, is_pack, plain
 from demask.tune.fast import Optimized
 
 VERSION = 1

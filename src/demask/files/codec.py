@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from demask.compat import onednn
 from demask.compat.dispatch import OpOverload, base_name, is_mutable, overload_name
 from demask.errors import BadInput, RefusedFile
 from demask.files.names import BUILTINS, find_op
@@ -108,7 +109,7 @@ def decode_target(name: Any) -> Any:
     """The function that `name` stands for: a builtin of the list, or a functional ATen op."""
     if isinstance(name, str) and name in BUILTINS:
         return BUILTINS[name]
-    op = find_op(name, ("aten", "demask", "mkldnn"))
+    op = find_op(name, ("aten", "demask", onednn.NAMESPACE))
     if is_mutable(op):
         raise RefusedFile(f"found the op {name}, which changes its arguments; expected its "
                           "functional form")  # fmt: skip

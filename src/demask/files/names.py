@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from demask.compat import onednn
 from demask.compat.dispatch import OpOverload, has_kernel, read_schema
 from demask.errors import RefusedFile
 from demask.ops.own import known
@@ -50,13 +51,9 @@ _PRIVATE_OPS = (
 ).split()
 # Kernels behind these take tensors for packed C++ objects, or replace a tensor's storage.
 _REFUSED_OPS = re.compile(
-    r"(fbgemm|cudnn|miopen|mkldnn|quantized|sparse|fused)_.*|set|set_|set_data|record_stream"
+    rf"(fbgemm|cudnn|miopen|{onednn.NAMESPACE}|quantized|sparse|fused)_.*|"
+    r"set|set_|set_data|record_stream"
 )
-# What optimize() writes: layers of oneDNN's with their epilogues. Their kernels check little, so
-# demask runs the ATen ops they stand for on the same shapes first (`tune.fast`).
-_FUSED_OPS = (
-    "_convolution_pointwise _linear_pointwise _reorder_convolution_weight _reorder_linear_weight"
-).split()
 _TEXT_ARGUMENTS = frozenset(
     "approximate mode padding pad_mode padding_side indexing rounding_mode interpolation reduce "
     "equation norm ord p UPLO driver side activation assert_msg "
@@ -104,8 +101,10 @@ def find_op(name: Any, namespaces: Collection[str] = ("aten",)) -> OpOverload:
 
 
 def _is_harmless(space: str, base: str) -> bool:
-    if space == "mkldnn":
-        return base in _FUSED_OPS
+    if space == onednn.NAMESPACE:
+        # optimize() writes them. Their kernels check little, so demask first runs the ATen ops
+        # that they replace, on the same shapes (`tune.fast`).
+        return base in onednn.OPS
     if space == "demask":
         return known(base)
     if space != "aten":

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules.module import _has_any_global_hook
 from torch.utils import _pytree as pytree
 
 from demask.compat.dispatch import (
@@ -25,6 +24,7 @@ from demask.compat.dispatch import (
     tracing_state,
 )
 from demask.compat.fx_internals import signature_of
+from demask.compat.modules import has_any_global_hook
 from demask.kernels.llvm import NoPlan
 from demask.kernels.probe import Probe
 from demask.pilot.chain_op import CHAIN, ROWS, Chains
@@ -133,7 +133,7 @@ def plainly() -> bool:
         or count_function_modes()
         or has_functorch_transforms()
         or tracing_state()
-        or _has_any_global_hook()
+        or has_any_global_hook()
     )
 
 

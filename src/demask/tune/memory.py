@@ -22,11 +22,11 @@ from demask.compat.dispatch import (
     overload_name,
     schema_of,
 )
+from demask.compat.onednn import ops
 from demask.graph.rows import Value
 from demask.ops import TABLE
 from demask.ops.entry import op_name
 from demask.tune.draft import COPY, by_values
-from demask.tune.epilogues import ops
 
 aten = torch.ops.aten
 # Views in which several elements lie at one place.

@@ -32,6 +32,7 @@ from torch.utils import _pytree as pytree
 from demask.compat.dispatch import OpOverload, has_schema, schema_of
 from demask.compat.fake_tensors import enable_python_dispatcher
 from demask.compat.fx_internals import signature_of
+from demask.compat.onnx_exporter import exporter_targets, use_known_values
 from demask.compat.tracing import decomposition_table, make_fx
 from demask.files.onnx.spell import APART, spell, takes_sizes
 from demask.files.onnx.steps import kept_whole
@@ -41,32 +42,6 @@ from demask.graph.fold import drop_unread
 from demask.graph.result import Demasked
 
 aten = torch.ops.aten
-
-
-_KNOWN = "demask: every node has its value"  # in `meta` of a graph module
-
-
-def use_known_values(module: fx.GraphModule) -> None:
-    """Have the exporter read what calls of this module make, where it would run each on fake
-    tensors: it looks at their dtypes for casts to insert, and runs what it inserts."""
-    import torch.onnx._internal.fx.passes.type_promotion as promotion
-
-    module.meta[_KNOWN] = True
-    kind = promotion._TypePromotionInterpreter
-    run, rule_of = kind.run_node, promotion.get_type_promotion_rule
-    if hasattr(run, "plain"):
-        return
-
-    def run_node(self: Any, n: fx.Node) -> Any:
-        if n.op != "call_function" or _KNOWN not in self.module.meta or "val" not in n.meta:
-            return run(self, n)
-        with self._set_current_node(n):
-            if rule := rule_of(n, self.type_promotion_table):
-                self._maybe_promote_node(n, rule)
-        return n.meta["val"]
-
-    run_node.plain = run  # type: ignore[attr-defined]
-    kind.run_node = run_node
 
 
 class Ready(ExportedProgram):
@@ -121,11 +96,9 @@ def _lift_numbers(graph: fx.Graph) -> dict[str, Tensor]:
 def _registered() -> set[str]:
     """The names of ops that torch's exporter has ONNX functions for."""
     from onnxscript.function_libs.torch_lib import ops, registration
-    from torch.onnx._internal.exporter._torchlib import _torchlib_registry
 
     assert ops  # which registers what it defines
-    own = {meta.fx_target for meta in _torchlib_registry.get_torchlib_ops()}
-    names = {op.name() for op in own if isinstance(op, OpOverload)}
+    names = {op.name() for op in exporter_targets() if isinstance(op, OpOverload)}
     return names | {name for name, _ in registration.default_registry.items()}
 
 
