@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
-from torch.fx import config
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from demask.compat.fake_tensors import FakeTensor, export_without_cache
 from demask.compat.fx_internals import signature_of
 from demask.compat.recurrent_shapes import shapes_only
+from demask.compat.tracing import without_stack_traces
 from demask.errors import BadInput, DemaskError, NotExportable
 from demask.graph.build import mode_of
 from demask.graph.copying import buffers_as_numbers, structural_copy, without_caches
@@ -320,16 +320,14 @@ def _attempt(work: nn.Module, args: Any, kwargs: Any, shapes: Any) -> ExportedPr
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Without export's logs and prints: what they tell is in the error we raise. And without the
-    stack of every call, a seventh of the time: modules tell where a call was made."""
+    stack of every call: modules tell where a call was made."""
     logger = logging.getLogger("torch")
-    level, untraced = logger.level, config.do_not_emit_stack_traces
+    level = logger.level
     logger.setLevel(logging.CRITICAL)
-    config.do_not_emit_stack_traces = True
     try:
-        with contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.redirect_stderr(io.StringIO()), without_stack_traces():
             yield
     finally:
-        config.do_not_emit_stack_traces = untraced
         logger.setLevel(level)
 
 
