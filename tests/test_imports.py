@@ -19,6 +19,7 @@ from demask.plugins import PUBLIC_MODULES, PUBLIC_NAMES
 LAYOUT = (
     ("errors",),
     ("failures", "numerics", "registry"),
+    ("compat",),
     ("ops",),
     ("graph",),
     ("facts",),

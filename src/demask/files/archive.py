@@ -18,10 +18,11 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, fx, nn
-from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from demask.compat.fx_internals import PyTreeCodeGen, PyTreeInfo, codegen_of
+from demask.compat.onednn import available
 from demask.errors import BadInput, RefusedFile
 from demask.failures import public
 from demask.files.atomic import write
@@ -48,7 +49,7 @@ from demask.graph.result import Demasked, changed
 from demask.ops import schema
 from demask.ops.own import own_of
 from demask.registry import RESULT_KINDS
-from demask.tune.epilogues import available, is_fused, is_pack, plain
+from demask.tune.epilogues import is_fused, is_pack, plain
 from demask.tune.fast import Optimized
 
 VERSION = 1
@@ -173,8 +174,8 @@ def _hollow(entry: Any) -> Tensor:
 
 
 def _signature(slim: fx.GraphModule) -> dict[str, Any]:
-    codegen = slim.graph._codegen
-    info = codegen.pytree_info if isinstance(codegen, _PyTreeCodeGen) else None
+    codegen = codegen_of(slim.graph)
+    info = codegen.pytree_info if isinstance(codegen, PyTreeCodeGen) else None
     if info is None or info.out_spec is None:
         raise BadInput("expected a demasked network, got a graph without a call signature")
     try:
@@ -481,10 +482,10 @@ def _target(op: str, target: str) -> Any:
     return check_name(target) if op in ("placeholder", "output") else check_fqn(target)
 
 
-def _specs(document: Mapping[str, Any], inputs: int) -> _PyTreeInfo:
+def _specs(document: Mapping[str, Any], inputs: int) -> PyTreeInfo:
     names = [check_name(name) for name in _typed(document, "orig_args", list)]
     in_spec = load_spec(check_call_spec(document.get("in_spec")))
     out_spec = load_spec(document.get("out_spec"))
     if len(set(names)) != len(names) or in_spec.num_leaves != inputs:
         raise RefusedFile(f"{GRAPH}: the call signature does not fit the {inputs} inputs")
-    return _PyTreeInfo(names, in_spec, out_spec)
+    return PyTreeInfo(names, in_spec, out_spec)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from demask.compat.dispatch import base_name
 from demask.registry import CUSTOM_OPS
 
 
@@ -35,5 +36,6 @@ def is_own(name: str) -> bool:
 
 def own_of(op: Any) -> Own | None:
     """What there is to know of a node's target; None for what is not demask's own."""
-    own = getattr(op, "namespace", "") == "demask" and op._opname in CUSTOM_OPS
-    return CUSTOM_OPS.get(op._opname) if own else None
+    if getattr(op, "namespace", "") != "demask" or base_name(op) not in CUSTOM_OPS:
+        return None
+    return CUSTOM_OPS.get(base_name(op))

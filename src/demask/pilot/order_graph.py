@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx, nn
 
+from demask.compat.fx_internals import signature_of
 from demask.errors import BadInput
 from demask.graph.modules import spell
 from demask.graph.result import Demasked
@@ -119,7 +120,7 @@ def ordered(
         mine = Limit(limit.seconds * share, limit.bytes * share)
         _replace(made, calls, path, bits, mine)
         paths[chain.names[0]] = path
-    info: Any = made.graph._codegen.pytree_info  # type: ignore[attr-defined]
+    info: Any = signature_of(made.graph)
     result = OrderedNetwork.of(made, made.graph, info, made.demasked).eval()
     result.chains = paths
     result.conditioned = Conditioned(condition, bits.text(), not chains, tuple(decisions))

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
 
+from demask.compat.symbolic_shapes import free_unbacked_symbols
 from demask.facts.known import Facts, Relations, key_of, value_of
 from demask.facts.needed import Needs
 from demask.graph.build import Builder, mode_of

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._dynamo.source import ConstantSource
-from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 from torch.utils import _pytree as pytree
 
+from demask.compat.dynamo import ConstantSource
+from demask.compat.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 from demask.errors import BadInput
 from demask.facts.known import Key, key_of, known
 from demask.facts.needed import Needs

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from demask.compat.dispatch import schema_of
 from demask.ops import Relation, schema
 from demask.ops.regions import Geometry, geometry
 from demask.shrink.cells import Layout, Positions, whole
@@ -46,7 +47,7 @@ def sampled(
     """The arguments of a convolution that makes the windows of a layout alone."""
     node = relation.node
     target: Any = node.target
-    found = {a.name: a.default_value for a in target._schema.arguments}
+    found = {a.name: a.default_value for a in schema_of(target).arguments}
     found |= dict(zip(found, args, strict=False)) | kwargs
     axes = sampling(relation)
     windows = [_window(geometry(relation, 0, axis), layout[axis]) for axis in axes]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from demask.compat.dispatch import count_dispatch_modes, has_functorch_transforms
 from demask.errors import BadInput
 from demask.sparse.program import (
     MAX_SIZE,
@@ -188,7 +189,7 @@ def traced(tensors: Sequence[Tensor]) -> bool:
     """Whether values of tensors are unknown or recorded, so that code cannot depend on them."""
     if torch.compiler.is_compiling():
         return True  # first, for torch.compile does not know the next two
-    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+    if count_dispatch_modes() or has_functorch_transforms():
         return True  # torch has no public names for these
     return any(t.is_meta for t in tensors)
 

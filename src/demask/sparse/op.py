@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from demask.compat.dispatch import BelowAutograd, count_dispatch_modes, has_functorch_transforms
 from demask.kernels import llvm
 from demask.kernels.llvm import NoPlan
 from demask.sparse import dense, gpu_segment
@@ -260,7 +261,7 @@ def fake(inputs: list[Tensor], weights: list[Tensor], text: str) -> list[Tensor]
 def with_gradients(inputs: list[Tensor], weights: list[Tensor], text: str) -> list[Tensor]:
     """The op's kernel above those of devices: it records what gradients need, if any do."""
     given = (*inputs, *weights)
-    if torch._C._are_functorch_transforms_active():
+    if has_functorch_transforms():
         return dense.run(parsed(text), inputs, weights)
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         if inputs and inputs[0].is_cuda:
@@ -272,9 +273,9 @@ def with_gradients(inputs: list[Tensor], weights: list[Tensor], text: str) -> li
             return [found]
         return list(Recomputed.apply(text, len(inputs), *given))
     here = all(type(t) in PLAIN and t.is_cpu for t in given)
-    if here and not torch._C._len_torch_dispatch_stack():
+    if here and not count_dispatch_modes():
         return on_cpu(inputs, weights, text)  # as the call below, 4 µs earlier
-    with torch._C._AutoDispatchBelowAutograd():
+    with BelowAutograd():
         return torch.ops.demask.segment.default(inputs, weights, text)
 
 
@@ -285,7 +286,7 @@ class Recomputed(torch.autograd.Function):
     def forward(ctx: Any, text: str, count: int, *given: Tensor) -> tuple[Tensor, ...]:
         ctx.text, ctx.count = text, count
         ctx.save_for_backward(*given)
-        with torch._C._AutoDispatchBelowAutograd():
+        with BelowAutograd():
             inputs, weights = list(given[:count]), list(given[count:])
             return tuple(torch.ops.demask.segment.default(inputs, weights, text))
 

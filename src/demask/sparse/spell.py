@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
+from demask.compat.fake_tensors import FakeTensorMode
+from demask.compat.tracing import make_fx
 from demask.errors import BadInput
 from demask.files.names import check_fqn
 from demask.graph.program import Program as Whole

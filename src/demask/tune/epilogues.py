@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from demask.compat.dispatch import base_name
+from demask.compat.onednn import ops
 from demask.graph.program import Program
 from demask.ops import schema
 from demask.tune.draft import Draft
@@ -44,25 +46,6 @@ _ACTIVATIONS = (
     (aten.clamp.default, "hardtanh", ("min", "max")),
     (aten.gelu.default, "gelu", ()),
 )
-
-
-def ops() -> Any:
-    """torch's namespace of these ops."""
-    return torch.ops.mkldnn
-
-
-@cache
-def available(dtype: torch.dtype, device: torch.device) -> bool:
-    """Does this torch have these ops for such tensors?"""
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    known = all(hasattr(ops(), name) for name in ("_convolution_pointwise", "_linear_pointwise",
-                                                  "_reorder_convolution_weight"))  # fmt: skip
-    return known and (dtype is torch.float32 or (dtype is torch.bfloat16 and _has_bf16()))
-
-
-def _has_bf16() -> bool:
-    return bool(ops()._is_mkldnn_bf16_supported())
 
 
 def epilogue(node: fx.Node) -> Epilogue | None:
@@ -120,7 +103,7 @@ def plain_call(after: Epilogue, x: Tensor) -> Tensor:
     if after.name == "none":
         return x
     target, args, kwargs = _activation(after.name, after.scalars, after.algorithm)
-    over = getattr(aten, f"{target._opname}_", None)
+    over = getattr(aten, f"{base_name(target)}_", None)
     return (target if over is None else over.default)(x, *args, **kwargs)
 
 
