@@ -50,6 +50,7 @@ def test_units_in_the_last_place() -> None:
         (torch.ones(2), torch.ones(2).half(), "is torch.float16 (2,), expected torch.float32 (2,)"),
         (torch.tensor([1, 2]), torch.tensor([1, 3]), "(torch.int64) is not equal"),
         (torch.tensor([True]), torch.tensor([True]), ""),
+        (torch.tensor([True]), torch.tensor([False]), "(torch.bool) is not equal"),
         (torch.ones(1), None, "is None, expected tensor([1.])"),
         (None, 3, "is 3, expected None"),
         (NAN, NAN, ""),

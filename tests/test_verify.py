@@ -69,4 +69,4 @@ def test_objects_are_compared_by_the_tensors_in_them():
     found = demask.verify(Remembering(), Remembering(1e-3), (x,), check=False)
     assert "['cache'].layers[0]['keys'] by" in found.failure
     found = demask.verify(Remembering(), Remembering(steps=2), (x,), check=False)
-    assert "['cache'].steps is 1 against 2" in found.failure
+    assert "['cache'].steps is 2, expected 1" in found.failure

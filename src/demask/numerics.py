@@ -84,7 +84,7 @@ def sizes_and_gap(a: Tensor, b: Tensor) -> tuple[float, float]:
 class Difference:
     """How an output differs from the expected one.
 
-    text: where they cannot be subtracted (another shape or dtype, unequal integers), why; else "".
+    text: where they differ in more than rounding (another shape or dtype, unequal integers), how.
     size: the largest finite magnitude that is expected; gap: the largest difference where the
     expected value is finite (infinite where the other is not), both in float64. eps: of their type.
     is_finite: whether all values of both are; has_other_infinities: whether values differ where the
@@ -101,7 +101,7 @@ class Difference:
     @property
     def relative(self) -> float:
         """The gap relative to the size; infinite where they cannot be subtracted."""
-        if self.text:
+        if self.text and not self.gap:
             return math.inf
         return self.gap / self.size if self.size else (math.inf if self.gap else 0.0)
 

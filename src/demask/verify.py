@@ -264,24 +264,26 @@ class _Found:
             self._leaf(place or "output", x, y, wide, narrow, where)
 
     def _leaf(self, name: str, x: Any, y: Any, wide: bool, narrow, where: str) -> None:
-        found = compare(x, y)
-        if found.text:
-            self._fail(f"output {name} {found.text} ({where})")
+        difference = compare(x, y)
+        if difference.text:
+            self._fail(f"output {name} {difference.text} ({where})")
             return
         if not isinstance(x, Tensor):
             return
         if wide is self.tracked and "batch 1" not in where and "batch 3" not in where:
             self.seen.setdefault(name, []).append(x)
-        if not found.is_finite:
+        if not difference.is_finite:
             self._fail(f"output {name} is not finite ({where})")
         elif x.is_floating_point() and wide:
             self.exact[name] = readable(x)
-            self.max_abs = max(self.max_abs, found.gap)
-            self.max_rel = max(self.max_rel, found.relative)
-            if found.relative > self.allowed:
-                self._fail(f"output {name} by {found.relative:.1e} relative in float64 ({where})")
+            self.max_abs = max(self.max_abs, difference.gap)
+            self.max_rel = max(self.max_rel, difference.relative)
+            if difference.relative > self.allowed:
+                self._fail(
+                    f"output {name} by {difference.relative:.1e} relative in float64 ({where})"
+                )
         elif x.is_floating_point():
-            ulps = found.ulps(max((torch.finfo(kind).eps for _, kind in narrow), default=0.0))
+            ulps = difference.ulps(max((torch.finfo(kind).eps for _, kind in narrow), default=0.0))
             self.ulps = max(self.ulps, ulps)
             if ulps > ULPS and not self._is_rounding(name, readable(x), readable(y)):
                 self._fail(f"output {name} by {ulps:.3g} ulps in {x.dtype} ({where})")

@@ -257,12 +257,12 @@ def _pairs(expected: Any, found: Any) -> Iterator[tuple[str, Any, Any]]:
 
 def _leaf(expected: Any, actual: Any, eps: float) -> str:
     """How two outputs differ, in words. Where the expected one is not finite, nothing is said."""
-    found = compare(expected, actual)
-    if found.text:
-        return found.text
-    if not math.isfinite(found.gap):
+    difference = compare(expected, actual)
+    if difference.text:
+        return difference.text
+    if not math.isfinite(difference.gap):
         return "is not finite where the model's is"
-    ulps = found.ulps(eps)
+    ulps = difference.ulps(eps)
     kind = expected.dtype if isinstance(expected, Tensor) else ""
     return f"differs by {ulps:.3g} units in the last place of {kind}" if ulps > ULPS else ""
 

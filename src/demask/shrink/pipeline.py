@@ -208,23 +208,19 @@ def _smallest(step: _Step, table: Table, options: tuple[bool, bool], log: Log) -
     not, its reasons are those of the program."""
     first, failed = step, (None, ())
     while True:
-        one_more = partial(_smaller, step, table, options, log, is_first=step is first)
+        one_more = partial(_smaller, step, table, options, log)
         smaller, reasons = log.attempt("a pass", one_more, failed)
         if smaller is None:
             return replace(step, reasons=reasons) if step is first else step
         step = smaller
 
 
-def _smaller(
-    step: _Step, table: Table, options: tuple[bool, bool], log: Log, *, is_first: bool
-) -> _Pass:
+def _smaller(step: _Step, table: Table, options: tuple[bool, bool], log: Log) -> _Pass:
     """One more pass, if it makes the program smaller in something and no larger in parameters;
-    else what was kept in the first attempt, and why (of the first pass)."""
+    else what was kept in the first attempt, and why."""
     refused: list[tuple[Reason, ...]] = []
     borders, sides = options
     reading = Reading.of(simplified(step.program, table, log), table, borders=borders)
-    if not is_first and not reading.can_shrink:
-        return None, ()
     for attempt in _attempts(reading, log, sides=sides):
         folds = partial(folded, attempt.program)
         program = log.attempt("the folding of constants", folds, attempt.program)

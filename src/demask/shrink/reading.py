@@ -96,15 +96,6 @@ class Reading:
         """Every axis tied to those that must be cut alike."""
         return self._settled[1]
 
-    @property
-    def can_shrink(self) -> bool:
-        """Whether any position of a computed value is known, or not needed: else every form of the
-        program has all of it, too."""
-        calls = [key for key in self.facts if key[0].op == "call_function"]
-        live = [self.needs.live[key] for key in calls if key in self.needs.live]
-        known = any(bool(self.facts[key].known.any()) for key in calls)
-        return known or not all(bool(mask.all()) for mask in live)
-
     @cached_property
     def fibers(self) -> Fibers:
         return Fibers(self.placer)

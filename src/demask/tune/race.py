@@ -166,13 +166,13 @@ def _double_on_cpu(leaf: Any) -> Any:
 
 def _gap(given: Any, made: Any, is_rounding: Callable[[Tensor, Tensor], bool]) -> str:
     """How an output differs, in words."""
-    found = compare(given, made)
-    if found.text:
-        return found.text
-    if found.has_other_infinities:
+    difference = compare(given, made)
+    if difference.text:
+        return difference.text
+    if difference.has_other_infinities:
         return "has other values that are not finite"
-    if found.ulps() > ULPS and not is_rounding(given, made):
-        return f"by {found.ulps():.3g} units in the last place"
+    if difference.ulps() > ULPS and not is_rounding(given, made):
+        return f"by {difference.ulps():.3g} units in the last place"
     return ""
 
 
