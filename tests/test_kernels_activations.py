@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import ctypes
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,17 +108,22 @@ class Applied:
             e.write(activated(e, e.read(e.line(x, k)), self.act), e.line(out, k))
 
 
-@pytest.mark.parametrize("lanes", [n for n in (1, 2, 4, 8, 16) if n <= host().lanes])
-def test_machine_code(lanes: int) -> None:
-    x = points()
+def computed(acts: Sequence[Act], lanes: int, x: Tensor) -> Iterator[tuple[Act, Tensor]]:
+    """Each activation with what its machine code makes of x."""
     memory = torch.empty(2, len(x) + 16)
     source, out = (row[-(row.data_ptr() // 4) % 16 :][: len(x)] for row in memory)  # aligned
     source.copy_(x)
-    kernels = [Applied(act, lanes) for act in ACTS]
-    for kernel, address in CODE.addresses(kernels).items():
+    for kernel, address in CODE.addresses([Applied(act, lanes) for act in acts]).items():
         function = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(address)
         function(source.data_ptr(), out.data_ptr(), len(x) // lanes)
-        check(out, x, kernel.act)
+        yield kernel.act, out
+
+
+@pytest.mark.parametrize("lanes", [n for n in (1, 2, 4, 8, 16) if n <= host().lanes])
+def test_machine_code(lanes: int) -> None:
+    x = points()
+    for act, out in computed(ACTS, lanes, x):
+        check(out, x, act)
 
 
 def check_on_gpu(device: str) -> None:
