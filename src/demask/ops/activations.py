@@ -37,24 +37,14 @@ class Equivalent:
     where: Mapping[str, str] = field(default_factory=dict)
     onednn: bool = True
 
-    def read(self, value: Callable[[str], Any]) -> list[Any] | None:
-        """The activation's numbers; None where an argument differs from `where`. value: the value
-        of an argument, by its name."""
-        if any(value(name) != required for name, required in self.where.items()):
-            return None
-        return [value(number) if isinstance(number, str) else number for number in self.numbers]
-
-    def read_call(self, arguments: Mapping[str, Any]) -> tuple[float, ...] | None:
-        """The numbers of a call of the op; None for another activation, and for numbers that are
-        missing or known only at run time."""
-        numbers = self.read(arguments.__getitem__)
-        if numbers is None or any(type(number) not in (int, float) for number in numbers):
+    def read(self, value: Callable[[str], Any]) -> tuple[float, ...] | None:
+        """The activation's numbers, from a function that returns the value of an argument; None for
+        another activation, and for numbers that are missing or known only at run time."""
+        numbers = [value(number) if isinstance(number, str) else number for number in self.numbers]
+        other = any(value(name) != required for name, required in self.where.items())
+        if other or not all(isinstance(number, (int, float)) for number in numbers):
             return None
         return tuple(map(float, numbers))
-
-
-def _is_never(*numbers: float) -> bool:
-    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +66,7 @@ class Activation:
     onednn: str = ""
     algorithm: str = ""
     exponential: bool = False
-    nonnegative: Callable[..., bool] = _is_never
+    nonnegative: Callable[..., bool] = lambda *numbers: False
 
     @property
     def count(self) -> int:
@@ -100,16 +90,12 @@ def _gelu(name: str, reference: Callable[..., Tensor], approximate: str) -> Acti
     )  # fmt: skip
 
 
-def _is_always(*numbers: float) -> bool:
-    return True
-
-
 ACTIVATIONS: dict[str, Activation] = {activation.name: activation for activation in (
-    _plain("relu", torch.relu, nn.ReLU, nonnegative=_is_always),
-    _plain("sigmoid", torch.sigmoid, nn.Sigmoid, exponential=True, nonnegative=_is_always),
+    _plain("relu", torch.relu, nn.ReLU, nonnegative=lambda: True),
+    _plain("sigmoid", torch.sigmoid, nn.Sigmoid, exponential=True, nonnegative=lambda: True),
     _plain("tanh", torch.tanh, nn.Tanh, exponential=True),
     _plain("hardswish", F.hardswish, nn.Hardswish),
-    _plain("hardsigmoid", F.hardsigmoid, nn.Hardsigmoid, nonnegative=_is_always),
+    _plain("hardsigmoid", F.hardsigmoid, nn.Hardsigmoid, nonnegative=lambda: True),
     _plain("silu", F.silu, nn.SiLU, onednn="swish", exponential=True),
     _gelu("gelu", F.gelu, "none"),
     _gelu("gelu_tanh", partial(F.gelu, approximate="tanh"), "tanh"),
@@ -174,14 +160,13 @@ def act_of(activation: ActivationLike) -> Act | None:
     names = presets()
     if isinstance(activation, str) and activation in names:
         return names[activation]
-    for entry in ACTIVATIONS.values():
-        for module in entry.modules:
-            if type(activation) is module.target:
-                numbers = module.read(partial(getattr, activation))
-                if numbers is not None:
-                    return entry.name, tuple(map(float, numbers))
-    modules = (m.target.__name__ for entry in ACTIVATIONS.values() for m in entry.modules)
-    expected = [*names, *dict.fromkeys(modules)]
+    modules = [(entry.name, module) for entry in ACTIVATIONS.values() for module in entry.modules]
+    for name, module in modules:
+        if type(activation) is module.target:
+            numbers = module.read(partial(getattr, activation))
+            if numbers is not None:
+                return name, numbers
+    expected = [*names, *dict.fromkeys(module.target.__name__ for _, module in modules)]
     raise BadInput(f"expected an activation of {expected}, got {activation!r:.80}")
 
 

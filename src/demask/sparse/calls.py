@@ -210,7 +210,7 @@ def _padding(value: Any, kernel: Sequence[int], dilation: Any, axes: int) -> Any
 
 def _activation(draft: Draft, node: fx.Node, found: Found) -> Call | None:
     for activation, op in by_op()[node.target]:
-        numbers = op.read_call(found)
+        numbers = op.read(found.__getitem__)
         if numbers is not None:
             x = next(iter(found.values()))  # an op's first argument
             return Call(node, (x,), "", "", Map(0, (activation.name, numbers)))

@@ -54,7 +54,7 @@ def _has_bf16() -> bool:
 def epilogue(node: fx.Node) -> Epilogue | None:
     """The activation that a call is, None if it is none of them."""
     for activation, op in by_op().get(node.target, ()):
-        numbers = op.read_call(schema.arguments(node))
+        numbers = op.read(schema.arguments(node).__getitem__)
         if activation.onednn and op.onednn and numbers is not None:
             return Epilogue(activation.onednn, numbers, activation.algorithm)
     return None
