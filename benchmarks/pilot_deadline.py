@@ -24,7 +24,8 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from demask.machine.threads import set_threads
-from demask.pilot.order import Chain, Layer, Order
+from demask.pilot.order import Chain, Layer
+from demask.pilot.order_graph import Order
 from demask.pilot.rounding import Bits
 from pilot_networks import images, network
 from tables import RESULTS, load, machine, markdown

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 import demask
+from demask.compat.onednn import available
 from demask.errors import DemaskError
 from demask.files.archive import GRAPH, TENSORS
 from demask.graph.result import Demasked, build
 from demask.ops import TABLE
 from demask.shrink.pipeline import given, reduced
 from demask.tune.affine import absorbed
-from demask.tune.epilogues import available
 from demask.tune.fast import Optimized
 from demask.tune.fuse import fused
 from demask.tune.joins import summed

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from demask.sparse.dense import ACTIVATIONS
+from demask.ops.activations import ACTIVATIONS, activate
 from demask.sparse.gpu_choice import Choice, candidates
 from demask.sparse.gpu_forms import form_of
 from demask.sparse.matrix import Rows
-from demask.sparse.program import ACTIVATIONS as NUMBERS
 from interpreted import CLOSE, DEVICES, error, nowhere, poisoned, rows_of, run_on
 from sparse_cases import matrix
 
@@ -57,7 +56,7 @@ def check(device, name, dtype, n, choice, act, lies="columns", shift=0):
     x, bias = x.to(dtype), bias.to(dtype)
     wanted = w.double().numpy() @ x.double().numpy() + bias.double().numpy()[:, None]
     if act is not None:
-        wanted = ACTIVATIONS[act[0]](torch.from_numpy(wanted), *act[1]).numpy()
+        wanted = activate(torch.from_numpy(wanted), act).numpy()
     x, bias = nowhere(x, device, shift), nowhere(bias, device, shift)
     x = x.t().contiguous().t() if lies == "rows" else x
     with poisoned(device):
@@ -93,7 +92,7 @@ def test_memory_that_begins_anywhere(device, choice):
         run_on(device, check, "empty rows", torch.float16, 8, choice, None, "columns", shift)
 
 
-@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("choice", [ROWS[0], TILES[1]], ids=["rows", "bitmap"])
 def test_activations(device, name, choice):
     """Of whole rows; parts of a row are summed by `finish`, which has its own."""

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from demask.kernels.act import Act
+from demask.kernels import gpu
 from demask.kernels.activations import LOWERINGS, activated
 from demask.kernels.csr import narrowed
 from demask.kernels.emit import I64, Emitter
 from demask.kernels.isa import host
 from demask.kernels.jit import CODE
-from demask.sparse.dense import ACTIVATIONS
-from demask.sparse.program import ACTIVATIONS as COUNTS
+from demask.ops.activations import (
+    ACTIVATIONS,
+    Act,
+    Activation,
+    act_of,
+    activate,
+    by_onednn,
+    module_of,
+)
 from interpreted import DEVICES, rows_of, run_on
 
 ULPS = 4
@@ -28,7 +38,23 @@ NUMBERS = {"leaky_relu": [(0.01,), (-0.5,)], "clamp": [(0.0, 6.0), (-0.5, 0.25)]
 ACTS: list[Act] = [(name, numbers) for name in LOWERINGS for numbers in NUMBERS.get(name, [()])]
 #: of float32: NaN with payloads and signs, among them one that signals
 PAYLOADS = [0x7FC00000, 0x7FC00001, 0xFFC12345, 0x7F800001, 0x7FFFFFFF]
-SPECIAL = [0.0, 1e-40, 1e-30, 1e-6, 1e-3, 0.5, 3.0, 20.0, 87.5, 88.0, 89.0, 104.0, 3e38, math.inf]
+SPECIAL = [
+    0.0,
+    1e-40,
+    1e-30,
+    1e-6,
+    1e-3,
+    0.5,
+    1.0,
+    3.0,
+    20.0,
+    87.5,
+    88.0,
+    89.0,
+    104.0,
+    3e38,
+    math.inf,
+]
 
 
 def points() -> Tensor:
@@ -42,13 +68,12 @@ def points() -> Tensor:
 
 def exact(x: Tensor, act: Act) -> Tensor:
     """act(x) in float64, by formulas in which nothing cancels."""
-    name, numbers = act
-    x = x.double()
+    name, x = act[0], x.double()
     if name == "gelu":
         return x * torch.special.erfc(-x * math.sqrt(0.5)) / 2
     if name == "gelu_tanh":
         return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
-    return ACTIVATIONS[name](x, *numbers)
+    return activate(x, act)
 
 
 def check(found: Tensor, x: Tensor, act: Act) -> None:
@@ -61,7 +86,7 @@ def check(found: Tensor, x: Tensor, act: Act) -> None:
     assert not far.any(), torch.stack([x, found])[:, far][:, :9]
     # one number at a time: torch's vectors give gelu(inf) = NaN, and gelu(-0) = 0 on some machines
     zero = x == 0
-    torchs = torch.stack([ACTIVATIONS[act[0]](v, *act[1]) for v in x[~finite | zero]])
+    torchs = torch.stack([activate(v, act) for v in x[~finite | zero]])
     mine = found[~finite | zero]
     torch.testing.assert_close(mine, torchs, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(mine[torchs == 0].signbit(), torchs[torchs == 0].signbit())
@@ -83,28 +108,33 @@ class Applied:
             e.write(activated(e, e.read(e.line(x, k)), self.act), e.line(out, k))
 
 
-@pytest.mark.parametrize("lanes", [n for n in (1, 2, 4, 8, 16) if n <= host().lanes])
-def test_machine_code(lanes: int) -> None:
-    x = points()
+def computed(acts: Sequence[Act], lanes: int, x: Tensor) -> Iterator[tuple[Act, Tensor]]:
+    """Each activation with what its machine code makes of x."""
     memory = torch.empty(2, len(x) + 16)
     source, out = (row[-(row.data_ptr() // 4) % 16 :][: len(x)] for row in memory)  # aligned
     source.copy_(x)
-    kernels = [Applied(act, lanes) for act in ACTS]
-    for kernel, address in CODE.addresses(kernels).items():
+    for kernel, address in CODE.addresses([Applied(act, lanes) for act in acts]).items():
         function = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(address)
         function(source.data_ptr(), out.data_ptr(), len(x) // lanes)
-        check(out, x, kernel.act)
+        yield kernel.act, out
+
+
+@pytest.mark.parametrize("lanes", [n for n in (1, 2, 4, 8, 16) if n <= host().lanes])
+def test_machine_code(lanes: int) -> None:
+    x = points()
+    for act, out in computed(ACTS, lanes, x):
+        check(out, x, act)
 
 
 def check_on_gpu(device: str) -> None:
     """All points, each times 1 and plus 0, which turns -0 into 0."""
-    from demask.sparse import gpu
+    from demask.sparse import gpu as products
     from demask.sparse.gpu_choice import Choice
 
     x, one = points() + 0.0, rows_of(torch.ones(1, 1), device)
     choice = Choice("rows", 1, 2048, 1)
     for act in ACTS:
-        check(gpu.spmm(one, x[None].to(device), None, act, choice).cpu()[0], x, act)
+        check(products.spmm(one, x[None].to(device), None, act, choice).cpu()[0], x, act)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -113,4 +143,28 @@ def test_triton(device: str) -> None:
 
 
 def test_every_activation_has_every_lowering() -> None:
-    assert set(LOWERINGS) == set(ACTIVATIONS) == set(COUNTS)
+    """Triton's by its text, which is read where Triton is not installed too."""
+    assert set(LOWERINGS) == set(ACTIVATIONS)
+    tree = ast.parse((Path(gpu.__file__).parent / "activations.py").read_text())
+    nodes = {getattr(node, "name", ""): node for node in tree.body}
+    compared = [node.comparators[0] for node in ast.walk(nodes["activated"])
+                if isinstance(node, ast.Compare) and ast.unparse(node.left) == "ACT"]  # fmt: skip
+    branches = {node.value for node in compared if isinstance(node, ast.Constant)} - {""}
+    assigned = {ast.unparse(node.targets[0]): node.value for node in tree.body
+                if isinstance(node, ast.Assign)}  # fmt: skip
+    assert branches == set(ast.literal_eval(assigned["NAMES"])) == set(ACTIVATIONS)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=lambda a: a.name)
+def test_ops_and_modules_compute_the_reference(activation: Activation) -> None:
+    x = torch.linspace(-8, 8, 999)
+    numbers = (-0.5, 0.25)[: activation.count]
+    wanted = activate(x, (activation.name, numbers))
+    assert wanted.shape == x.shape and activation.nonnegative(*numbers) <= bool((wanted >= 0).all())
+    for op in activation.ops:
+        if all(isinstance(number, str) for number in op.numbers):
+            assert torch.equal(op.target(x, *numbers, **op.where), wanted)
+    made = module_of((activation.name, numbers))
+    assert act_of(made) == (activation.name, numbers) and torch.equal(made(x), wanted)
+    if activation.onednn:
+        assert by_onednn(activation.onednn, activation.algorithm) is activation

@@ -14,7 +14,8 @@ from demask.errors import BadInput
 from demask.kernels import certify
 from demask.kernels.isa import AVX2, Isa, host
 from demask.pilot import chain_plan, order_plan, packing
-from demask.pilot.order import Falling, Layer, Order
+from demask.pilot.order import Falling, Layer
+from demask.pilot.order_graph import Order
 from demask.pilot.order_plan import Chosen, Estimated, packed, unfit
 from demask.pilot.rounding import Bits, quantized
 from test_pilot_gemv import ISAS, bits

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from demask.errors import BadInput
-from demask.pilot.order import Chain, Layer, Limit, Order
+from demask.pilot.order import Chain, Layer, Limit
+from demask.pilot.order_graph import Order
 from demask.pilot.rounding import Bits, quantized
 
 BITS = Bits(3, 16)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from demask.errors import BadInput
 from demask.machine.timing import alternate
-from demask.pilot import calibrate, route
+from demask.pilot import calibrate, router
 from demask.pilot.route import Route, Router
 from demask.pilot.rows import entropy, margin, softmax
 
@@ -35,7 +35,7 @@ class Slow(nn.Module):
 @pytest.fixture(autouse=True)
 def a_clock_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
     timed = partial(alternate, clock=lambda: NOW[0])
-    monkeypatch.setattr(route, "alternate", timed)
+    monkeypatch.setattr(router, "alternate", timed)
     monkeypatch.setattr(calibrate, "alternate", timed)
 
 

@@ -16,8 +16,8 @@ from demask.errors import BadInput
 from demask.kernels.csr import pieces, vector
 from demask.kernels.isa import AVX2, AVX512, NEON, host
 from demask.kernels.jit import assembly
+from demask.ops.activations import module_of, presets
 from demask.sparse import DCSR, spmm
-from demask.sparse.activations import NAMED, module_of
 from demask.sparse.multiply import Options, Rows, Task, deal_rows, dealt, multiplied
 from guarded import guarded
 from night import at_night
@@ -70,11 +70,11 @@ def test_products_with_any_number_of_columns(size, density, index):
 
 
 @pytest.mark.parametrize("n", [17, *at_night(0, 1, 2)])
-@pytest.mark.parametrize("activation", [*NAMED, None])
+@pytest.mark.parametrize("activation", [*presets(), None])
 def test_bias_and_activation(n, activation):
     w, bias = uneven(40, 30, 0.1), torch.randn(40)
     x = torch.randn(30, n)
-    act = module_of(NAMED[activation]) if activation else lambda y: y
+    act = module_of(presets()[activation]) if activation else lambda y: y
     wanted = act(exact(w, x, bias))
     close(spmm(as_csr(w), x, bias, activation), wanted)
     close(spmm(DCSR.from_csr(as_csr(w)), x, bias, activation), wanted)

@@ -13,6 +13,7 @@ from torch import nn
 
 import demask.sparse
 from demask.errors import BadInput
+from demask.ops.activations import ACTIVATIONS, act_of, module_of, presets
 from demask.sparse import (
     SparseConv1d,
     SparseConv2d,
@@ -20,7 +21,6 @@ from demask.sparse import (
     SparseConvTranspose2d,
     SparseLinear,
 )
-from demask.sparse.activations import MODULES, NAMED, act_of, module_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning"),
@@ -101,7 +101,9 @@ def test_layers_come_back(make):
     assert sparse.values.numel() == int((layer.get_parameter("weight") != 0).sum())
 
 
-@pytest.mark.parametrize("activation", [*NAMED, nn.Hardtanh(-0.5, 0.25), nn.GELU("tanh")], ids=str)
+@pytest.mark.parametrize(
+    "activation", [*presets(), nn.Hardtanh(-0.5, 0.25), nn.GELU("tanh")], ids=str
+)
 @pytest.mark.parametrize("make", [lambda: nn.Linear(9, 7), lambda: nn.Conv2d(3, 4, 3)])
 def test_activations(make, activation):
     layer = pruned(make())
@@ -115,8 +117,9 @@ def test_activations(make, activation):
 def test_names_of_activations_are_those_of_modules():
     x = torch.linspace(-8, 8, 99)
     given = {"relu6": nn.ReLU6(), "leaky_relu": nn.LeakyReLU(), "gelu_tanh": nn.GELU("tanh")}
-    for name, act in NAMED.items():
-        plain = given.get(name) or next(m for m in MODULES if m.__name__.lower() == name)()
+    modules = [m.target for entry in ACTIVATIONS.values() for m in entry.modules]
+    for name, act in presets().items():
+        plain = given.get(name) or next(m for m in modules if m.__name__.lower() == name)()
         assert act_of(plain) == act
         assert torch.equal(module_of(act)(x), plain(x))
 

@@ -22,11 +22,11 @@ from demask.kernels.move import Border, Gather, Mean, Pointwise, Pool, Scatter, 
 from demask.kernels.narrow import Narrow
 from demask.kernels.team import Work
 from demask.kernels.tile import Tile
+from demask.ops.activations import ACTIVATIONS
 from demask.sparse import dense, plan, tape
 from demask.sparse.pack import dealt
 from demask.sparse.plan import NoPlan, Plan
 from demask.sparse.program import (
-    ACTIVATIONS,
     Add,
     Cat,
     Conv,
@@ -117,7 +117,7 @@ def test_tokens(count, isa):
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_with_a_sum(name):
-    act = (name, (-0.5, 2.0)[: ACTIVATIONS[name]])
+    act = (name, (-0.5, 2.0)[: ACTIVATIONS[name].count])
     weight = matrix(20, 24, 0.3, dtype=torch.float32) * 3
     program, weights = layer("tokens", weight, draw(20))
     step = replace(program.steps[0], act=act, add=1)

@@ -12,9 +12,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from demask.errors import BadInput
+from demask.ops.activations import ACTIVATIONS
 from demask.sparse import dense
 from demask.sparse.program import (
-    ACTIVATIONS,
     Add,
     Cat,
     Conv,

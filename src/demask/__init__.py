@@ -5,8 +5,9 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from demask import ops, sparse
+from demask import ops, sparse  # which need torch and NumPy alone
 from demask.errors import BadInput, DemaskError, Mismatch, NeedsGraph, NotExportable, RefusedFile
+from demask.plugins import PUBLIC_MODULES, PUBLIC_NAMES
 
 if TYPE_CHECKING:
     from demask import pilot, stride, traverse
@@ -48,31 +49,14 @@ __all__ = [
     "verify",
 ]
 
-# Imported when they are asked for: what stands above needs torch and NumPy alone, and no second.
-_MODULES = ("pilot", "stride", "traverse")
-_HOMES = {
-    "Report": "demask.report",
-    "Verification": "demask.verify",
-    "demask": "demask.shrink",
-    "from_onnx": "demask.files.onnx",
-    "load": "demask.files.archive",
-    "optimize": "demask.optimize",
-    "optimize_onnx": "demask.deploy",
-    "report": "demask.report",
-    "resize": "demask.files.into",
-    "save": "demask.files.archive",
-    "to_onnx": "demask.files.onnx",
-    "to_pt2": "demask.files.pt2",
-    "verify": "demask.verify",
-}
-
 
 def __getattr__(name: str) -> Any:
     """A public name at its first use; ModuleNotFoundError says which package it needs."""
-    if name not in _HOMES and name not in _MODULES:
+    home = PUBLIC_NAMES.get(name) or PUBLIC_MODULES.get(name)
+    if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        module = import_module(_HOMES.get(name, f"demask.{name}"))
+        module = import_module(home)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "demask":
             raise
@@ -81,8 +65,8 @@ def __getattr__(name: str) -> Any:
             f"demask.{name} needs {package}, which is not installed: pip install {package}",
             name=error.name,
         ) from error
-    found = globals()[name] = getattr(module, name) if name in _HOMES else module
-    return found
+    globals()[name] = getattr(module, name) if name in PUBLIC_NAMES else module
+    return globals()[name]
 
 
 def __dir__() -> list[str]:
@@ -97,7 +81,7 @@ class _Facade(ModuleType):
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
-        taken = name in _HOMES and isinstance(value, ModuleType)
+        taken = name in PUBLIC_NAMES and isinstance(value, ModuleType)
         super().__setattr__(name, getattr(value, name) if taken else value)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import demask
-from architecture.measures import MEASURES, Source, measured, sources
+from architecture.measures import MEASURES, PRIVATE, Source, measured, sources
 
 COUNTS = Path(__file__).with_name("counts.json")
 # Per measure: files that do what it counts, by name in a package of their own.
@@ -18,7 +18,8 @@ PLANTED: dict[str, dict[str, str]] = {
     "part_cycles": {"ops/a.py": "import demask.graph.b", "graph/b.py": "import demask.ops.c",
                     "ops/c.py": ""},
     "upward_imports": {"ops/a.py": "def f():\n    import demask.graph.b", "graph/b.py": ""},
-    "modules_in_strings": {"graph/a.py": "import_module('demask.sparse.b')", "sparse/b.py": ""},
+    "modules_in_strings": {"graph/a.py": "import_module('demask.sparse.b')", "sparse/b.py": "",
+                           "plugins.py": "OPS.declare('segment', 'demask.sparse.b')"},
     "private_names": {"graph/a.py": "import torch\ntorch._C._nn"},
     "literal_op_sets": {"graph/a.py": "X = {aten.relu.default, aten.gelu.default}"},
     "table_imports": {"graph/a.py": "from demask.ops import TABLE"},
@@ -59,6 +60,33 @@ def test_counts_only_fall(measure: str) -> None:
 
 @pytest.mark.parametrize("measure", MEASURES)
 def test_a_planted_violation_is_counted(measure: str, tmp_path: Path) -> None:
-    clean = measured(package(tmp_path / "clean", {"ops/fine.py": "x = 1  # a number"}))
+    fine = {"ops/fine.py": "x = torch.__version__", "compat/fine.py": "import torch\ntorch._C"}
+    clean = measured(package(tmp_path / "clean", fine))
     assert not any(clean.values())
     assert measured(package(tmp_path / "planted", PLANTED[measure]))[measure] == 1
+
+
+def test_the_facade_names_no_modules(tmp_path: Path) -> None:
+    planted = {"__init__.py": "import_module('demask.ops')", "ops/__init__.py": ""}
+    assert measured(package(tmp_path, planted))["modules_in_strings"] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "private"),
+    [
+        ("torch._ops.OpOverload", True),
+        ("torch.utils._sympy", True),
+        ("from torch.fx.graph import CodeGen, _PyTreeInfo", True),
+        ("from torch.fx.graph import (\n    CodeGen,\n    _PyTreeInfo,\n)", True),
+        ("from torch.onnx._internal.exporter import core", True),
+        ("graph._codegen.pytree_info", True),
+        ("op._schema", True),
+        ("torch.__version__", False),
+        ("torch.ops.aten._softmax.default", False),
+        ("from torch.utils import _pytree as pytree", False),
+        ("from torch.fx.graph import CodeGen\n_LIMIT = 3", False),
+        ("def load_schema(): ...", False),
+    ],
+)
+def test_which_names_are_private(text: str, private: bool) -> None:
+    assert bool(PRIVATE.search(text)) == private

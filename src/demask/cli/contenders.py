@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from demask.cli.models import Network, example
 from demask.cli.ports import Port
+from demask.compat.fx_internals import signature_of
 from demask.errors import BadInput
 from demask.graph.examples import spans_of
 from demask.graph.result import Demasked
@@ -140,7 +141,7 @@ def inputs_of(slim: Demasked, batch: int, args: Sequence[Tensor] = ()) -> Inputs
         port = Port.of(spec.name, spec.sizes, getattr(torch, spec.dtype))
         fits = len(args) == len(specs) and tuple(args[k].shape) == sized
         leaves.append(args[k] if fits else example(port, sized, spans.get(spec.name)))
-    tree = slim.graph._codegen.pytree_info.in_spec  # type: ignore[attr-defined]
+    tree = signature_of(slim.graph).in_spec
     if len(leaves) != tree.num_leaves:
         odd = ", ".join(slim.demasked.values) or "some"
         raise BadInput(f"cannot make inputs for this network: {odd} of them are no tensors")

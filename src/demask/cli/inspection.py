@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
-import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import RenderableType
 from rich.table import Table
@@ -18,6 +17,7 @@ import demask
 from demask.cli.coverage import Gap, gaps
 from demask.cli.models import Network
 from demask.cli.progress import Step
+from demask.compat.dispatch import OpOverload, schema_of
 from demask.graph.modules import in_calls
 from demask.graph.provenance import Provenance
 from demask.graph.spell import SPELLED
@@ -90,9 +90,9 @@ def _ops(graph: fx.Graph) -> Counter[str]:
 
 
 def _makes_tensors(target: Any) -> bool:
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
-    return any("Tensor" in str(made.type) for made in target._schema.returns)
+    return any("Tensor" in str(made.type) for made in schema_of(target).returns)
 
 
 def _modules(slim: nn.Module, removed: Mapping[str, int]) -> tuple[ModuleShare, ...]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from demask.compat.dispatch import OpOverload
 from demask.ops import TABLE, Declined, Entry, Table, op_name, schema
 from demask.ops.schema import Operand
 
@@ -102,7 +103,7 @@ def _call(node: fx.Node, found: Ranges, constants: Mapping[str, Tensor], table: 
         same = isinstance(source, fx.Node) and _dtype(source) == dtype
         return found.get(source, whole) if same else whole  # type: ignore[arg-type]
     entry = table.get(op_name(node.target))
-    if entry is None or dtype.is_complex or not isinstance(node.target, torch._ops.OpOverload):
+    if entry is None or dtype.is_complex or not isinstance(node.target, OpOverload):
         return whole
     rule = rule_of(entry)
     if rule == "" or (callable(entry.line) and isinstance(entry.line(node), Declined)):

@@ -11,7 +11,6 @@ import os
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from operator import attrgetter
 from typing import Any
 
@@ -19,10 +18,11 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, fx, nn
-from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from demask.compat.fx_internals import PyTreeCodeGen, PyTreeInfo, codegen_of
+from demask.compat.onednn import available
 from demask.errors import BadInput, RefusedFile
 from demask.failures import public
 from demask.files.atomic import write
@@ -45,10 +45,11 @@ from demask.graph.modules import fields_of, hollow, kind_of
 from demask.graph.provenance import Provenance
 from demask.graph.recurrent_modules import refresh
 from demask.graph.restore import join_twins
-from demask.graph.result import HOMES, KINDS, Demasked, changed
+from demask.graph.result import Demasked, changed
 from demask.ops import schema
 from demask.ops.own import own_of
-from demask.tune.epilogues import available, is_fused, is_pack, plain
+from demask.registry import RESULT_KINDS
+from demask.tune.epilogues import is_fused, is_pack, plain
 from demask.tune.fast import Optimized
 
 VERSION = 1
@@ -173,8 +174,8 @@ def _hollow(entry: Any) -> Tensor:
 
 
 def _signature(slim: fx.GraphModule) -> dict[str, Any]:
-    codegen = slim.graph._codegen
-    info = codegen.pytree_info if isinstance(codegen, _PyTreeCodeGen) else None
+    codegen = codegen_of(slim.graph)
+    info = codegen.pytree_info if isinstance(codegen, PyTreeCodeGen) else None
     if info is None or info.out_spec is None:
         raise BadInput("expected a demasked network, got a graph without a call signature")
     try:
@@ -188,9 +189,10 @@ def _signature(slim: fx.GraphModule) -> dict[str, Any]:
 
 
 def _extra(slim: nn.Module) -> dict[str, Any]:
-    names = {kind: name for name, kind in KINDS.items()}
-    kind = type(slim).graph_module() if isinstance(slim, Demasked) else None
-    return {"kind": names[kind], "extra": slim._archived()} if kind in names else {}  # type: ignore[union-attr]
+    if not isinstance(slim, Demasked):
+        return {}
+    kind = RESULT_KINDS.name_of(type(slim).graph_module())
+    return {} if kind is None else {"kind": kind, "extra": slim._archived()}
 
 
 def _provenance(slim: fx.GraphModule) -> Provenance:
@@ -304,7 +306,7 @@ def _build(document: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Demaske
         raise BadInput(f"the graph or its history is damaged: {error}") from error
     for name, module in result.named_modules():
         module.training = name in training
-    if kind in KINDS.values():
+    if document.get("kind") is not None:
         result._unarchived(document.get("extra"))
     return result
 
@@ -313,12 +315,10 @@ def _kind(document: Mapping[str, Any]) -> type[Demasked]:
     name = document.get("kind")
     if name is None:
         return Optimized if document.get("optimized") is True else Demasked
-    if isinstance(name, str) and name in HOMES:
-        import_module(HOMES[name])
-    if not isinstance(name, str) or name not in KINDS:
-        raise BadInput(f"a network of kind {name!r:.40}, expected one of {sorted(HOMES)}; "
+    if not isinstance(name, str) or name not in RESULT_KINDS:
+        raise BadInput(f"a network of kind {name!r:.40}, expected one of {RESULT_KINDS.names()}; "
                        "install a newer demask")  # fmt: skip
-    return KINDS[name]
+    return RESULT_KINDS.get(name)
 
 
 def _check_own(graph: fx.Graph, slim: nn.Module) -> None:
@@ -482,10 +482,10 @@ def _target(op: str, target: str) -> Any:
     return check_name(target) if op in ("placeholder", "output") else check_fqn(target)
 
 
-def _specs(document: Mapping[str, Any], inputs: int) -> _PyTreeInfo:
+def _specs(document: Mapping[str, Any], inputs: int) -> PyTreeInfo:
     names = [check_name(name) for name in _typed(document, "orig_args", list)]
     in_spec = load_spec(check_call_spec(document.get("in_spec")))
     out_spec = load_spec(document.get("out_spec"))
     if len(set(names)) != len(names) or in_spec.num_leaves != inputs:
         raise RefusedFile(f"{GRAPH}: the call signature does not fit the {inputs} inputs")
-    return _PyTreeInfo(names, in_spec, out_spec)
+    return PyTreeInfo(names, in_spec, out_spec)

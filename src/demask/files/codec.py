@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from demask.compat import onednn
+from demask.compat.dispatch import OpOverload, base_name, is_mutable, overload_name
 from demask.errors import BadInput, RefusedFile
 from demask.files.names import BUILTINS, find_op
 from demask.graph.rows import Value
@@ -94,8 +96,8 @@ def decode(data: Any, nodes: Mapping[str, fx.Node], depth: int = 0) -> Any:
 
 def encode_target(target: Any) -> str:
     """The name under which a function is stored: "aten.add.Tensor", "operator.mul"."""
-    if isinstance(target, torch._ops.OpOverload):
-        name = f"{target.namespace}.{target._opname}.{target._overloadname}"
+    if isinstance(target, OpOverload):
+        name = f"{target.namespace}.{base_name(target)}.{overload_name(target)}"
         decode_target(name)
         return name
     if target in _BUILTIN_NAMES:
@@ -107,8 +109,8 @@ def decode_target(name: Any) -> Any:
     """The function that `name` stands for: a builtin of the list, or a functional ATen op."""
     if isinstance(name, str) and name in BUILTINS:
         return BUILTINS[name]
-    op = find_op(name, ("aten", "demask", "mkldnn"))
-    if op._schema.is_mutable:
+    op = find_op(name, ("aten", "demask", onednn.NAMESPACE))
+    if is_mutable(op):
         raise RefusedFile(f"found the op {name}, which changes its arguments; expected its "
                           "functional form")  # fmt: skip
     return op

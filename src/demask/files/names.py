@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 
+from demask.compat import onednn
+from demask.compat.dispatch import OpOverload, has_kernel, read_schema
 from demask.errors import RefusedFile
-from demask.ops.own import known
+from demask.ops.own import is_own
 
 MAX_NAME = 1000
 _FQN_PART = re.compile(r"(?!__)[\w \-+:/@#]{1,200}")
@@ -49,13 +51,9 @@ _PRIVATE_OPS = (
 ).split()
 # Kernels behind these take tensors for packed C++ objects, or replace a tensor's storage.
 _REFUSED_OPS = re.compile(
-    r"(fbgemm|cudnn|miopen|mkldnn|quantized|sparse|fused)_.*|set|set_|set_data|record_stream"
+    rf"(fbgemm|cudnn|miopen|{onednn.NAMESPACE}|quantized|sparse|fused)_.*|"
+    r"set|set_|set_data|record_stream"
 )
-# What optimize() writes: layers of oneDNN's with their epilogues. Their kernels check little, so
-# demask runs the ATen ops they stand for on the same shapes first (`tune.fast`).
-_FUSED_OPS = (
-    "_convolution_pointwise _linear_pointwise _reorder_convolution_weight _reorder_linear_weight"
-).split()
 _TEXT_ARGUMENTS = frozenset(
     "approximate mode padding pad_mode padding_side indexing rounding_mode interpolation reduce "
     "equation norm ord p UPLO driver side activation assert_msg "
@@ -83,7 +81,7 @@ def check_fqn(name: Any) -> str:
     raise RefusedFile(f"found the path {_short(name)}; expected a dotted name like 'layer1.weight'")
 
 
-def find_op(name: Any, namespaces: Collection[str] = ("aten",)) -> torch._ops.OpOverload:
+def find_op(name: Any, namespaces: Collection[str] = ("aten",)) -> OpOverload:
     """The op that `name` ("aten.add.Tensor") stands for, from one of `namespaces`.
 
     RefusedFile: no such op, or one that takes file names, C++ objects, storages or streams.
@@ -97,16 +95,18 @@ def find_op(name: Any, namespaces: Collection[str] = ("aten",)) -> torch._ops.Op
     if not _is_harmless(space, base) or not _takes_plain_values(*schema_name):
         raise RefusedFile(f"found the op {name}; no model needs it, or this torch does not know it")
     op = getattr(getattr(getattr(torch.ops, space), base), overload)
-    if not isinstance(op, torch._ops.OpOverload):
+    if not isinstance(op, OpOverload):
         raise RefusedFile(f"found the op {name}; expected an overload of a registered op")
     return op
 
 
 def _is_harmless(space: str, base: str) -> bool:
-    if space == "mkldnn":
-        return base in _FUSED_OPS
+    if space == onednn.NAMESPACE:
+        # optimize() writes them. Their kernels check little, so demask first runs the ATen ops
+        # that they replace, on the same shapes (`tune.fast`).
+        return base in onednn.OPS
     if space == "demask":
-        return known(base)
+        return is_own(base)
     if space != "aten":
         return True  # the caller named this namespace
     if base.startswith("__"):
@@ -115,9 +115,9 @@ def _is_harmless(space: str, base: str) -> bool:
 
 
 def _takes_plain_values(name: str, overload: str) -> bool:
-    if not torch._C._dispatch_has_kernel(f"{name}.{overload}" if overload else name):
+    if not has_kernel(f"{name}.{overload}" if overload else name):
         return False
-    return all(_is_plain(argument) for argument in torch._C._get_schema(name, overload).arguments)
+    return all(_is_plain(argument) for argument in read_schema(name, overload).arguments)
 
 
 def _is_plain(argument: Any) -> bool:

@@ -21,10 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._export.serde.schema import SCHEMA_VERSION, Layout
-from torch._export.serde.serialize import _SERIALIZE_TO_TORCH_DTYPE
-from torch.export.pt2_archive._package import load_pt2
 
+from demask.compat.export_schema import DTYPES, SCHEMA_VERSION, Layout, load_pt2
 from demask.errors import BadInput, RefusedFile
 from demask.files.bounded import open_zip, read_json
 from demask.files.pt2_schema import clean_payloads, clean_program
@@ -163,9 +161,9 @@ def _check_tensors(config: dict[str, Any], folder: str, sizes: dict[str, int]) -
 
 def _check_extent(fqn: str, meta: dict[str, Any], stored: int) -> None:
     """Every element lies in the `stored` bytes, and the tensor is not far larger than they are."""
-    if meta["layout"] != Layout.Strided or meta["dtype"] not in _SERIALIZE_TO_TORCH_DTYPE:
+    if meta["layout"] != Layout.Strided or meta["dtype"] not in DTYPES:
         raise RefusedFile(f"tensor {fqn}: expected a strided tensor of a known dtype")
-    width = _SERIALIZE_TO_TORCH_DTYPE[meta["dtype"]].itemsize
+    width = DTYPES[meta["dtype"]].itemsize
     sizes, strides = _plain(fqn, meta["sizes"]), _plain(fqn, meta["strides"])
     offset = _plain(fqn, [meta["storage_offset"]])[0]
     if len(sizes) != len(strides) or len(sizes) > 64 or stored % width:

@@ -15,9 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from torch._export.serde import schema
-from torch._export.serde.union import _Union
-
+from demask.compat.export_schema import Union, schema
 from demask.errors import BadInput, RefusedFile
 from demask.files.names import BUILTINS, check_fqn, check_name, find_op
 from demask.files.symbols import check_expression
@@ -70,7 +68,7 @@ class Program:
             raise RefusedFile(f"{where}: this torch has a field that demask does not understand")
         if kind.__name__ in _REFUSED:
             raise RefusedFile(f"{where}: found {_REFUSED[kind.__name__]}; expected tensors only")
-        if issubclass(kind, _Union):
+        if issubclass(kind, Union):
             return self._clean_union(kind, value, where)
         if dataclasses.is_dataclass(kind):
             return self._clean_record(kind, value)

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
-from torch.fx.graph import _PyTreeCodeGen
 from torch.utils import _pytree as pytree
 
+from demask.compat.fx_internals import PyTreeCodeGen, codegen_of
+from demask.compat.recurrent_shapes import shapes_only
 from demask.errors import BadInput, NotExportable
 from demask.files.codec import DTYPES
 from demask.graph.guards import fixed_by, hold
 from demask.graph.provenance import InputSpec, Provenance
-from demask.graph.shapes import shapes_only
 
 SEED = 0
 MAX_EXAMPLE = 2**31  # elements of one example input
@@ -53,8 +53,8 @@ def _in_eval(slim: nn.Module) -> Iterator[None]:
 
 def example(slim: fx.GraphModule) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     """Arguments to trace with, made from the input specs, and their dynamic dimensions."""
-    provenance, codegen = getattr(slim, "demasked", None), slim.graph._codegen
-    if not isinstance(provenance, Provenance) or not isinstance(codegen, _PyTreeCodeGen):
+    provenance, codegen = getattr(slim, "demasked", None), codegen_of(slim.graph)
+    if not isinstance(provenance, Provenance) or not isinstance(codegen, PyTreeCodeGen):
         raise BadInput("expected a demasked network (slim.demasked is missing); demask() makes one")
     placeholders = slim.graph.find_nodes(op="placeholder")
     specs: dict[str, InputSpec] = {spec.name: spec for spec in provenance.inputs}

@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._prims_common import is_contiguous_or_false
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorMode,
-    disable_fake_tensor_cache,
-)
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from demask.compat.fake_tensors import (
+    FakeTensor,
+    FakeTensorMode,
+    disable_fake_tensor_cache,
+    enable_python_dispatcher,
+    is_contiguous_or_false,
+)
+from demask.compat.recurrent_shapes import shapes_only
+from demask.compat.symbolic_shapes import GuardOnDataDependentSymNode
 from demask.errors import NotExportable
-from demask.graph.shapes import shapes_only
 from demask.ops.recurrent import GATES
 from demask.ops.schema import same_size
 

@@ -18,13 +18,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
-from torch.fx import config
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from demask.compat.fake_tensors import FakeTensor, export_without_cache
+from demask.compat.fx_internals import signature_of
+from demask.compat.recurrent_shapes import shapes_only
+from demask.compat.tracing import without_stack_traces
 from demask.errors import BadInput, DemaskError, NotExportable
 from demask.graph.build import mode_of
 from demask.graph.copying import buffers_as_numbers, structural_copy, without_caches
@@ -34,7 +36,6 @@ from demask.graph.inline import inlined
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Interface
 from demask.graph.result import exportable
-from demask.graph.shapes import shapes_only
 
 _Export = tuple[ExportedProgram, tuple[str, ...]]  # and what to say of it
 DATA_DEPENDENT = "this line decides by the values of a tensor"
@@ -308,8 +309,7 @@ def _user_inputs(exported: ExportedProgram) -> set[str]:
 
 def _attempt(work: nn.Module, args: Any, kwargs: Any, shapes: Any) -> ExportedProgram:
     try:
-        # A cache of what calls on fake tensors make costs more than it saves: keys hold sizes.
-        uncached = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
+        uncached = export_without_cache()
         with warnings.catch_warnings(), _quiet(), shapes_only(), torch.no_grad(), uncached:
             warnings.simplefilter("ignore")
             return torch.export.export(work, args, kwargs, dynamic_shapes=shapes, strict=False)
@@ -321,16 +321,14 @@ def _attempt(work: nn.Module, args: Any, kwargs: Any, shapes: Any) -> ExportedPr
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Without export's logs and prints: what they tell is in the error we raise. And without the
-    stack of every call, a seventh of the time: modules tell where a call was made."""
+    stack of every call: modules tell where a call was made."""
     logger = logging.getLogger("torch")
-    level, untraced = logger.level, config.do_not_emit_stack_traces
+    level = logger.level
     logger.setLevel(logging.CRITICAL)
-    config.do_not_emit_stack_traces = True
     try:
-        with contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.redirect_stderr(io.StringIO()), without_stack_traces():
             yield
     finally:
-        config.do_not_emit_stack_traces = untraced
         logger.setLevel(level)
 
 
@@ -470,8 +468,8 @@ def _names(exported: ExportedProgram) -> tuple[str, ...]:
     names = getattr(whole and whole.signature, "forward_arg_names", None)
     if names:
         return tuple(names)
-    code = exported.module(check_guards=False).graph._codegen
-    return tuple(code.pytree_info.orig_args)  # type: ignore[attr-defined]
+    module = exported.module(check_guards=False)
+    return tuple(signature_of(module.graph).orig_args)
 
 
 _ASSERTS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")

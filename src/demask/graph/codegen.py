@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.utils import _pytree as pytree
 
+from demask.compat.dispatch import schema_of
+from demask.compat.fx_internals import FUNCTIONS, NN_FUNCTIONS, NN_PATH, PyTreeCodeGen, PyTreeInfo
 from demask.graph.guards import (
     REFUSE,
     REFUSE_VALUE,
@@ -30,14 +31,12 @@ from demask.graph.guards import (
 )
 from demask.graph.provenance import Provenance
 
-_C: Any = torch._C
-_BOUND, _NN = _C._VariableFunctions, _C._nn  # torch's bindings of its functions
 TRACED = "_demask_traced"  # in the code: whether torch.compile or torch.export traces the call
 _CALL = re.compile(r"torch\.ops\.aten\.(\w+)\.(\w+)\(")
 _ASSIGNED = re.compile(r"(\w+)(?: : [^=]+)? = ")
 
 
-class Codegen(_PyTreeCodeGen):
+class Codegen(PyTreeCodeGen):
     """Checks the sizes and values that come in, then calls.
 
     Pytree specs are values: copies share them (copying them warns in torch 2.13).
@@ -53,7 +52,7 @@ class Codegen(_PyTreeCodeGen):
 
     def __reduce__(self) -> tuple[Any, ...]:
         names, *specs = self.pytree_info
-        return _codegen, (type(self), names, [_plain(spec) for spec in specs], self.provenance)
+        return _unpickled, (type(self), names, [_plain(spec) for spec in specs], self.provenance)
 
     def gen_var_bindings(self, fn_args: list[str], free_vars: list[str], expanded_def: bool) -> str:
         """Lines that read the flat inputs off the arguments: none where they are the arguments."""
@@ -93,10 +92,10 @@ class Codegen(_PyTreeCodeGen):
         return code
 
 
-def _codegen(
+def _unpickled(
     kind: type[Codegen], names: list[str], specs: Sequence[Any], provenance: Provenance
 ) -> Codegen:
-    return kind(_PyTreeInfo(names, *map(_spec, specs)), provenance)
+    return kind(PyTreeInfo(names, *map(_spec, specs)), provenance)
 
 
 def _plain(spec: Any) -> Any:
@@ -123,17 +122,17 @@ def binding(name: str, overload: str = "default") -> str | None:
     ('torch.relu', 'torch.nn.functional.linear', None)
     """
     op = getattr(getattr(torch.ops.aten, name), overload)
-    arguments = op._schema.arguments
+    arguments = schema_of(op).arguments
     if any("List[Optional" in str(a.type) or a.name == "reduction" for a in arguments):
         return None
-    function = getattr(_BOUND, name, None)
+    function = getattr(FUNCTIONS, name, None)
     if function is not None and getattr(torch, name, None) is function:
         return f"torch.{name}"
-    function = getattr(_NN, name, None)
+    function = getattr(NN_FUNCTIONS, name, None)
     if function is None:
         return None
     public = getattr(torch.nn.functional, name, None) is function
-    return f"torch.nn.functional.{name}" if public else f"torch._C._nn.{name}"
+    return f"torch.nn.functional.{name}" if public else f"{NN_PATH}.{name}"
 
 
 def _bound(match: re.Match[str]) -> str:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
+from demask.compat.dispatch import has_schema
 from demask.graph.program import Program
 from demask.ops import op_name, schema
 from demask.ops.move import ENTRIES
@@ -147,7 +148,7 @@ def _same(node: fx.Node) -> fx.Node | None:
 
 def _arguments(node: fx.Node) -> Any:
     """All arguments of a call, defaults included."""
-    if hasattr(node.target, "_schema"):
+    if has_schema(node.target):
         return schema.arguments(node)
     return (node.args, node.kwargs)
 

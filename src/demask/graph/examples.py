@@ -11,6 +11,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
+from demask.compat.fx_internals import signature_of
 from demask.errors import BadInput
 from demask.graph.class_result import as_graph
 from demask.graph.modules import in_calls
@@ -62,7 +63,7 @@ def examples(
                 drawn(spec.example, getattr(torch, spec.dtype), spans.get(spec.name))
                 for spec in known.demasked.inputs
             ]
-            spec = known.graph._codegen.pytree_info.in_spec  # type: ignore[attr-defined]
+            spec = signature_of(known.graph).in_spec
             return filled(values, spec, known.demasked.values)
         if isinstance(known, ExportedProgram):
             spans = spans_of(known)

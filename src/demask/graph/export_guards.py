@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
+from demask.compat.symbolic_shapes import SYM_SQRT
 from demask.errors import RefusedFile
 from demask.graph.guards import NODES, guards_of, hold, spelled
 from demask.graph.program import Program
@@ -28,7 +29,7 @@ _FUNCTIONS: dict[str, Callable[[str], str]] = {
     "math.floor": "int(({0})//1)".format,
     "math.ceil": "(-int((-({0}))//1))".format,
     "torch.sym_float": "float({0})".format,
-    "torch._sym_sqrt": "(({0})**0.5)".format,
+    SYM_SQRT: "(({0})**0.5)".format,
     "abs": "max({0},-({0}))".format,
     "round": "round({0})".format,
 }

@@ -15,9 +15,10 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 
+from demask.compat.dispatch import OpOverload, base_name, is_mutable, overload_name, schema_of
+from demask.compat.fake_tensors import FakeTensorMode
 from demask.errors import NotExportable
 from demask.graph.build import Builder, mode_of, same_shape, sizes_of
 from demask.graph.program import Program, copied
@@ -99,15 +100,15 @@ def _pieces(program: Program) -> fx.Graph:
 
 def _writes(node: fx.Node) -> bool:
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+    return isinstance(target, OpOverload) and is_mutable(target)
 
 
 def _base_name(node: fx.Node) -> str:
-    return node.target._schema.name.split("::")[1] if _is_op(node) else ""  # type: ignore[union-attr]
+    return base_name(node.target) if _is_op(node) else ""
 
 
 def _is_op(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload)
+    return isinstance(node.target, OpOverload)
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -118,7 +119,7 @@ def _is_view(node: fx.Node) -> bool:
         return _is_part_of_view(node)
     if _base_name(node) in _MAYBE:
         return True
-    returns = node.target._schema.returns  # type: ignore[union-attr]
+    returns = schema_of(node.target).returns
     aliased = bool(returns) and returns[0].alias_info is not None
     return aliased and (_base_name(node) not in _PERHAPS or bool(_shares_memory(node)))
 
@@ -128,7 +129,7 @@ def _is_part_of_view(node: fx.Node) -> bool:
     source = node.args[0] if node.target is operator.getitem else None
     if not isinstance(source, fx.Node) or not _is_op(source):
         return False
-    returns = source.target._schema.returns  # type: ignore[union-attr]
+    returns = schema_of(source.target).returns
     return returns[min(int(node.args[1]), len(returns) - 1)].alias_info is not None  # type: ignore[arg-type]
 
 
@@ -284,7 +285,7 @@ class _Walk:
             value = self._filled(node, old, name)
         else:
             found = getattr(aten, name.removesuffix("_"), None)
-            overload = getattr(found, node.target._overloadname, None)  # type: ignore[union-attr]
+            overload = getattr(found, overload_name(node.target), None)
             if not name.endswith("_") or overload is None:
                 raise NotExportable(f"in-place op {node.target}", _where(node),
                                     "use the form that returns a new tensor")  # fmt: skip

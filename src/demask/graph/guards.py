@@ -31,7 +31,7 @@ NODES = (
     ast.Div, ast.Eq, ast.NotEq, ast.Lt, ast.Gt, ast.LtE, ast.GtE, ast.BoolOp, ast.And, ast.Or,
     ast.Not,
 )  # fmt: skip
-# Functions of sizes (sympy's, and those of torch.utils._sympy) between their arguments, and before.
+# Functions of sizes (sympy's, and torch's own) between their arguments, and before.
 _SIGNS = {
     "Add": "+", "Mul": "*", "FloorDiv": "//", "CleanDiv": "//", "IntTrueDiv": "/",
     "FloatTrueDiv": "/", "Mod": "%", "PythonMod": "%", "Pow": "**", "PowByNatural": "**",

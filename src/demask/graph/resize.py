@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, fx, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import parametrize, prune
 
+from demask.compat.modules import ConvNd, NormBase
 from demask.ops import schema
 
 
@@ -128,8 +127,8 @@ _GATES = {"LSTM": 4, "GRU": 3}
 # What a kind of module says of its tensors, and how it follows from them.
 NUMBERS: dict[type[nn.Module], Callable[[Any], dict[str, Any]]] = {
     nn.Linear: _linear,
-    _ConvNd: _conv,
-    _NormBase: _features,
+    ConvNd: _conv,
+    NormBase: _features,
     nn.GroupNorm: _channels,
     nn.LayerNorm: _normalized,
     nn.RMSNorm: _normalized,
@@ -141,7 +140,7 @@ NUMBERS: dict[type[nn.Module], Callable[[Any], dict[str, Any]]] = {
 }
 # Numbers that tensors do not tell, and the argument of the call that does.
 FROM_CALLS: dict[type[nn.Module], tuple[str, str]] = {
-    _ConvNd: ("groups", "groups"),
+    ConvNd: ("groups", "groups"),
     nn.GroupNorm: ("num_groups", "num_groups"),
     nn.LayerNorm: ("normalized_shape", "normalized_shape"),
     nn.RMSNorm: ("normalized_shape", "normalized_shape"),

@@ -9,8 +9,9 @@ from functools import reduce
 from typing import Any, Self
 
 from torch import Tensor, fx, nn
-from torch.fx.graph import CodeGen, _PyTreeInfo
+from torch.fx.graph import CodeGen
 
+from demask.compat.fx_internals import PyTreeInfo, codegen_of, signature_of
 from demask.graph.codegen import Codegen
 from demask.graph.fold import drop_unread
 from demask.graph.holders import is_holder, refuse_hooks
@@ -42,7 +43,7 @@ class Demasked(fx.GraphModule):
 
     @classmethod
     def of(
-        cls, root: nn.Module, graph: fx.Graph, specs: _PyTreeInfo, provenance: Provenance
+        cls, root: nn.Module, graph: fx.Graph, specs: PyTreeInfo, provenance: Provenance
     ) -> Self:
         """The module of a graph whose call and result have the given pytrees."""
         graph.set_codegen(cls.codegen(specs, provenance))
@@ -55,7 +56,7 @@ class Demasked(fx.GraphModule):
         return module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        specs: _PyTreeInfo = self.graph._codegen.pytree_info  # type: ignore[attr-defined]
+        specs: PyTreeInfo = signature_of(self.graph)
         memo |= {id(spec): spec for spec in (specs.in_spec, specs.out_spec)}
         plain = super().__deepcopy__(memo)
         _keep_names(self, plain, memo)
@@ -69,7 +70,7 @@ class Demasked(fx.GraphModule):
         and stops at its checks of sizes."""
         state = {name: value for name, value in vars(self).items() if name not in _GENERATED}
         kind = type(self).graph_module()
-        return _unpickled, (kind, rows_of(self.graph), self.graph._codegen), state
+        return _unpickled, (kind, rows_of(self.graph), codegen_of(self.graph)), state
 
     def _archived(self) -> dict[str, Any] | None:
         """What a file keeps beside graph, tensors and provenance, in JSON types. The name is
@@ -92,15 +93,9 @@ class Demasked(fx.GraphModule):
         return next(kind for kind in cls.__mro__ if "<locals>" not in kind.__qualname__)
 
 
-# Kinds of networks that keep something `extra`, by the names that files give them; and the modules
-# further down that put them here.
-KINDS: dict[str, type[Demasked]] = {}
-HOMES = {"tiled": "demask.traverse.module"}
-
-
 def changed(module: Demasked, change: Callable[[Program], Program]) -> Demasked:
     """The network behind a pass that computes the same; it shares tensors."""
-    info: _PyTreeInfo = module.graph._codegen.pytree_info  # type: ignore[attr-defined]
+    info: PyTreeInfo = signature_of(module.graph)
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     for node in graph.nodes:
@@ -210,7 +205,7 @@ def build(
         value = Value.of(node.meta.get("val"))
         if value is not None and (not kind.trains or any(map(_is_spelled, node.users))):
             node.meta["value"] = value
-    specs = _PyTreeInfo(list(program.names), program.in_spec, program.out_spec)
+    specs = PyTreeInfo(list(program.names), program.in_spec, program.out_spec)
     return kind.of(root, graph, specs, provenance).train(program.training and kind.trains)
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 from torch.fx.node import map_aggregate
 
-from demask.ops.own import known
+from demask.compat.dispatch import OpOverload, overload_name, schema_of
+from demask.ops.own import is_own
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def rows_of(graph: fx.Graph) -> tuple[Row, ...]:
     def row(node: fx.Node) -> Row:
         target: Any = node.target
         if isinstance(target, OpOverload):
-            target = Overload(target._schema.name, target._overloadname)
+            target = Overload(schema_of(target).name, overload_name(target))
         args, kwargs = (map_aggregate(given, plain) for given in (node.args, node.kwargs))
         return Row(node.op, node.name, target, args, kwargs, node.meta.get("value"))
 
@@ -97,5 +97,5 @@ def graph_of(rows: Sequence[Row]) -> fx.Graph:
 def _op(overload: Overload) -> OpOverload:
     namespace, _, name = overload.name.partition("::")
     if namespace == "demask":
-        known(name)
+        is_own(name)
     return getattr(getattr(getattr(torch.ops, namespace), name), overload.overload)

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from demask.compat.symbolic_shapes import free_unbacked_symbols
 from demask.graph.build import Builder, mode_of
 from demask.graph.guards import spelled
 from demask.graph.program import Program, copied

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from llvmlite import ir
 
-from demask.kernels.act import Act
+from demask.errors import BadInput
+from demask.ops.activations import ACTIVATIONS, Act, Activation
 
 if TYPE_CHECKING:
     from demask.kernels.emit import Emitter, Value
@@ -131,7 +132,7 @@ def _reduced(e: Emitter, x: Value, room: int) -> tuple[Value, Value]:
     return b.bitcast(bits, e.vector), less
 
 
-#: by the names of `sparse.program`: (emitter, vector, numbers) -> vector
+#: by the names of `ops.activations`: (emitter, vector, *numbers) -> vector
 LOWERINGS: dict[str, Callable[..., Any]] = {
     "relu": _relu,
     "sigmoid": _sigmoid,
@@ -144,3 +145,16 @@ LOWERINGS: dict[str, Callable[..., Any]] = {
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
 }
+
+
+def register(activation: Activation, llvm: Callable[..., Any]) -> None:
+    """Add an activation to the table, with its lowering: (emitter, vector, *numbers) -> vector.
+    BadInput for a name that is in use.
+
+    There is none for Triton, which compiles functions from the text of their files: on a GPU, torch
+    computes such an activation after the product.
+    """
+    if activation.name in ACTIVATIONS:
+        raise BadInput(f"expected a new name for an activation, got {activation.name!r}")
+    LOWERINGS[activation.name] = llvm
+    ACTIVATIONS[activation.name] = activation

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from llvmlite import ir
 
-from demask.kernels.act import Act
 from demask.kernels.activations import activated
 from demask.kernels.emit import FLOAT, I32, I64, Emitter, Value
+from demask.ops.activations import Act
 
 #: fields of every call: three buffers, bytes from channel to channel in each, channels, tables
 CALL = np.dtype([(key, "<i8") for key in (

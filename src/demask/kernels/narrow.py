@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 from llvmlite import ir
 
-from demask.kernels.act import Act
 from demask.kernels.activations import activated
 from demask.kernels.emit import BYTE, I16, I32, I64, Emitter, Value
+from demask.ops.activations import Act
 
 #: what the kernel is called with. ends: per group; columns, values: a vector per k; rows: vectors
 #: of the elements of out (-1: no row) and of what is added, bias, scale

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from demask.kernels.act import Act
 from demask.kernels.activations import activated
 from demask.kernels.emit import BYTE, FLOAT, I16, I32, I64, Emitter, Value, Variable
+from demask.ops.activations import Act
 
 #: a row of a block: where its nonzeros end, times 4, and whether this is the first and the last
 #: block of this row; its line in out and in what is added; its bias; the factor of int8 values

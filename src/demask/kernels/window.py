@@ -24,12 +24,12 @@ from typing import NamedTuple
 import numpy as np
 from llvmlite import ir
 
-from demask.kernels.act import Act
 from demask.kernels.activations import activated
 from demask.kernels.emit import BIT, FLOAT, I32, I64, POINTER, VOID, Emitter, Value
 from demask.kernels.isa import Isa, host
 from demask.kernels.jit import CODE
 from demask.kernels.team import ENTRY, Job
+from demask.ops.activations import Act
 
 #: what kernels are called with. table: memory for weights as vectors meet them; pitches: floats
 #: from row to row; floats: of a row; left: floats before it; rows and units of the output, of which

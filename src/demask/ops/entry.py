@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
+from demask.compat.dispatch import OpOverload
 from demask.errors import TableError
 from demask.ops.notation import parse
 
@@ -174,6 +174,6 @@ def op_name(target: Any) -> str:
     >>> op_name(torch.ops.aten.relu.default)
     'aten.relu.default'
     """
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return str(target)
     return f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', target)}".lstrip(".")

@@ -1,17 +1,16 @@
 """Demask's own ops in graphs and files: what each stands for, and what it may be called with.
 
-Parts further down in the layout register theirs here; those above, which write modules and read
-files, look it up.
+Each is registered in `registry.CUSTOM_OPS` where it is defined, under its name in files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
-from demask.errors import TableError
+from demask.compat.dispatch import base_name
+from demask.registry import CUSTOM_OPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,31 +29,13 @@ class Own:
     check: Callable[[Mapping[str, Any]], None] | None = None
 
 
-OWN: dict[Any, Own] = {}
-# By an op's name, the module further down that registers it: `import demask` imports none of them.
-HOMES = {
-    "chain": "demask.pilot.chain_op",
-    "moments": "demask.traverse.parted",
-    "segment": "demask.sparse.spell",
-}
-
-
-def known(name: str) -> bool:
+def is_own(name: str) -> bool:
     """Whether an op of this name ("segment") is one of demask's; it is registered then."""
-    if name in HOMES:
-        import_module(HOMES[name])
-    return any(op._opname == name for op in OWN)
+    return name in CUSTOM_OPS and CUSTOM_OPS.get(name) is not None
 
 
 def own_of(op: Any) -> Own | None:
     """What there is to know of a node's target; None for what is not demask's own."""
-    if getattr(op, "namespace", "") == "demask":
-        known(op._opname)
-    return OWN.get(op)
-
-
-def register(op: Any, own: Own) -> None:
-    """Make an op (an overload) known; TableError for a second entry."""
-    if op in OWN:
-        raise TableError(f"op {op} is known already; there is one entry per op")
-    OWN[op] = own
+    if getattr(op, "namespace", "") != "demask" or base_name(op) not in CUSTOM_OPS:
+        return None
+    return CUSTOM_OPS.get(base_name(op))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from demask.compat.dispatch import schema_of
 from demask.ops import schema
 from demask.ops.entry import Entry, Table, op_name
 
@@ -32,7 +33,7 @@ _LIBRARY = torch.library.Library("demask", "FRAGMENT")
 
 def _defined(window: Any) -> Any:
     """The op of a window that reads pads: its schema with two arguments more."""
-    text = str(window._schema).removeprefix("aten::").removesuffix(") -> Tensor")
+    text = str(schema_of(window)).removeprefix("aten::").removesuffix(") -> Tensor")
     name, _, rest = text.partition("(")
     plain = f"padded_{name.replace('.', '_')}"
     _LIBRARY.define(f"{plain}({rest}, *, SymInt[] pads=[], float pad_value=0.0) -> Tensor")

@@ -15,7 +15,8 @@ from demask.errors import BadInput
 from demask.ops import schema
 from demask.ops.entry import Case, Entry
 from demask.ops.entry import Shape as S
-from demask.ops.own import Own, register
+from demask.ops.own import Own
+from demask.registry import CUSTOM_OPS
 
 #: what a value can be quantized to, by name. Ops take the name: torch looks up kernels by whatever
 #: number stands in a file for a dtype, and crashes where it has none.
@@ -113,8 +114,8 @@ def _slopes(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
 
 dequantize.register_autograd(_slopes, setup_context=_keep)
 
-register(torch.ops.demask.quantize.default, Own(quantized))
-register(torch.ops.demask.dequantize.default, Own(dequantized))
+CUSTOM_OPS.register("quantize", Own(quantized))
+CUSTOM_OPS.register("dequantize", Own(dequantized))
 
 
 def _line(node: fx.Node) -> str:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from demask.compat.dispatch import schema_of
+
 Size = int | None  # None: dynamic
 
 
@@ -32,7 +34,7 @@ def signature(target: Any) -> tuple[Argument, ...]:
     return tuple(
         Argument(a.name, a.kwarg_only, "Tensor" in str(a.type), a.has_default_value(),
                  a.default_value, a.N)
-        for a in target._schema.arguments
+        for a in schema_of(target).arguments
     )  # fmt: skip
 
 

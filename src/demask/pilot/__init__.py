@@ -14,7 +14,7 @@ from demask.pilot.explain import Explanation, explain
 from demask.pilot.gate import Gate
 from demask.pilot.guarantee import Guarantee, by_mean, guarantee, splits
 from demask.pilot.lowrank import LowRank
-from demask.pilot.order import Order
+from demask.pilot.order_graph import Order
 from demask.pilot.packets import PacketReader
 from demask.pilot.packets import write as write_packets
 from demask.pilot.regions import Missed, Regions

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from demask.errors import BadInput
 from demask.machine.timing import alternate
 from demask.pilot.guarantee import Guarantee, compared, guarantee, splits
-from demask.pilot.route import Route, Router
+from demask.pilot.router import Router, ThresholdRoute
 from demask.pilot.rows import CONFIDENCES, picked, scores
 
 SHARES = tuple(k / 100 for k in range(95, -1, -1))  # of rows for the full network, tried
@@ -31,7 +31,7 @@ class Calibrated:
     refused, "" where it is not.
     """
 
-    route: Route
+    route: ThresholdRoute
     router: Router
     guarantee: Guarantee
     share: float
@@ -71,7 +71,7 @@ class Calibrated:
 def calibrated(
     model: nn.Module,
     pilot: nn.Module,
-    wanted: Route,
+    wanted: ThresholdRoute,
     args: tuple[Any, ...],
     labels: Tensor | None,
     promise: tuple[float, float],
@@ -148,7 +148,7 @@ def _times(
 
 
 def _judged(
-    route: Route,
+    route: ThresholdRoute,
     model: nn.Module,
     pilot: nn.Module,
     found: Guarantee,

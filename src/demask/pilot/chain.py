@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from demask.compat.fx_internals import signature_of
 from demask.errors import BadInput
 from demask.graph.program import Program
 from demask.graph.result import Demasked
@@ -132,7 +133,7 @@ def chained(
         decisions += decided(draft, chain, x, allowed, always=always)
     after = draft.done()
     plain = finished(before, after, [f"{len(chains)} chains of linear layers"])
-    info: Any = plain.graph._codegen.pytree_info  # type: ignore[attr-defined]
+    info: Any = signature_of(plain.graph)
     made = Chained.of(plain, plain.graph, info, plain.demasked).eval()
     by = "" if condition.name == "columns" else "bits:8"
     made.conditioned = Conditioned(condition, by, exact=True, decisions=tuple(decisions))

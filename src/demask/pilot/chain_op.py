@@ -22,12 +22,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import Library
 
+from demask.compat.dispatch import BelowAutograd, count_dispatch_modes, has_functorch_transforms
+from demask.compat.symbolic_shapes import require
 from demask.errors import BadInput
 from demask.graph.program import Program
 from demask.kernels import llvm
 from demask.kernels.llvm import NoPlan
-from demask.ops.own import Own, register
+from demask.ops.own import Own
 from demask.pilot.chain_plan import MODES, Layer, Plan
+from demask.registry import CUSTOM_OPS
 from demask.sparse.op import PLAIN, Kept, kept
 from demask.tune.draft import Draft
 
@@ -166,21 +169,21 @@ def fake(x: Tensor, weights: Sequence[Tensor], layers: str) -> Tensor:
     for weight, bias in pairs(weights, layers):
         if weight.ndim != 2 or (bias is not None and tuple(bias.shape) != tuple(weight.shape[:1])):
             raise BadInput(f"expected matrices and their biases, got {tuple(weight.shape)}")
-        torch._check(width is not None and weight.shape[1] == width)
+        require(width is not None and weight.shape[1] == width)
         width = weight.shape[0]
     return x.new_empty((*x.shape[:-1], width))
 
 
 def with_gradients(x: Tensor, weights: list[Tensor], layers: str) -> Tensor:
     """The op's kernel above those of devices: torch's own ops record what gradients need."""
-    if torch._C._are_functorch_transforms_active():
+    if has_functorch_transforms():
         return plain(x, weights, layers)
     if torch.is_grad_enabled() and (x.requires_grad or any(w.requires_grad for w in weights)):
         return plain(x, weights, layers)
     here = type(x) in PLAIN and x.is_cpu and all(type(w) in PLAIN and w.is_cpu for w in weights)
-    if here and not torch._C._len_torch_dispatch_stack():
+    if here and not count_dispatch_modes():
         return on_cpu(x, weights, layers)  # as the call below, some microseconds earlier
-    with torch._C._AutoDispatchBelowAutograd():
+    with BelowAutograd():
         return torch.ops.demask.chain.default(x, weights, layers)
 
 
@@ -231,4 +234,4 @@ def check(found: Mapping[str, Any]) -> None:
         width = weight.shape[0]
 
 
-register(CHAIN, Own(plain, spelled, check))
+CUSTOM_OPS.register("chain", Own(plain, spelled, check))

@@ -24,7 +24,7 @@ from demask.pilot.chain import Certified, Columns
 from demask.pilot.conditioned import Condition, Conditioned, Decision, parsed
 from demask.pilot.data import ExecutionData
 from demask.pilot.guarantee import LEVEL, LOSS, Guarantee, guarantee, observed
-from demask.pilot.order import Order
+from demask.pilot.order_graph import Order
 from demask.pilot.regions import Regions
 from demask.pilot.route import Route
 from demask.pilot.simplify import Simplifier

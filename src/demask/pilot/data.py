@@ -25,6 +25,7 @@ from demask.errors import BadInput
 from demask.files.atomic import write
 from demask.files.bounded import parse_json
 from demask.machine.memory import human
+from demask.pilot.plot import draw
 from demask.pilot.tables import as_lines
 
 FORMAT = "demask execution data 1"
@@ -101,9 +102,8 @@ class ExecutionData:
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw it: a heat map per layer, bars where there is one input. matplotlib is the extra
         "plot"."""
-        from demask.pilot.plot import draw
-
-        draw(self, Path(path))
+        title = f"{self.measure} |value| per {self.per}, {self.source}"
+        draw(self.magnitudes, self.grids, title, Path(path))
 
     def __str__(self) -> str:
         table = Table("layer", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)

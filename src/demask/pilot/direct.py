@@ -15,9 +15,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules.module import _has_any_global_hook
 from torch.utils import _pytree as pytree
 
+from demask.compat.dispatch import (
+    count_dispatch_modes,
+    count_function_modes,
+    has_functorch_transforms,
+    tracing_state,
+)
+from demask.compat.fx_internals import signature_of
+from demask.compat.modules import has_any_global_hook
 from demask.kernels.llvm import NoPlan
 from demask.kernels.probe import Probe
 from demask.pilot.chain_op import CHAIN, ROWS, Chains
@@ -122,11 +129,11 @@ class Direct:
 def plainly() -> bool:
     """Whether nobody looks at the calls of this thread: no modes, transforms, traces or hooks."""
     return not (
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state()
-        or _has_any_global_hook()
+        count_dispatch_modes()
+        or count_function_modes()
+        or has_functorch_transforms()
+        or tracing_state()
+        or has_any_global_hook()
     )
 
 
@@ -136,7 +143,7 @@ def only_chain(network: fx.GraphModule) -> fx.Node | None:
     if [node.op for node in nodes] != ["placeholder", "call_function", "output"]:
         return None
     given, call, output = nodes
-    specs: Any = network.graph._codegen.pytree_info  # type: ignore[attr-defined]
+    specs: Any = signature_of(network.graph)
     leaf = pytree.tree_structure(0)
     whole = pytree.tree_structure(((0,), {}))
     if call.target is not CHAIN or call.args[0] is not given:

@@ -36,7 +36,7 @@ from demask.pilot.chain_plan import Layer
 from demask.pilot.condition import condition_of
 from demask.pilot.conditioned import text
 from demask.pilot.cost import NOMINAL, Machine, Reads, Uses, held, measured
-from demask.pilot.order import Order
+from demask.pilot.order_graph import Order
 from demask.pilot.tables import as_lines
 from demask.shrink.finished import finished
 from demask.shrink.pipeline import given

@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +33,6 @@ from demask.errors import BadInput
 from demask.kernels import llvm
 from demask.kernels.llvm import NoPlan
 from demask.kernels.probe import Probe
-from demask.machine.memory import parse_memory
 from demask.pilot.chain_op import ROWS
 from demask.pilot.order_plan import Chosen, Estimated, packed, unfit
 from demask.pilot.rounding import Bits, quantized
@@ -330,46 +329,3 @@ def plain(x: Tensor, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor:
     for k, (weight, bias) in enumerate(pairs):
         x = F.linear(x.relu() if k else x, weight, bias)
     return x
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """Chains linear, ReLU, linear, … run in order of importance until a deadline.
-
-    deadline: seconds for all chains of a call, from the start of each on, divided by their bytes of
-    weights. bytes: of weights that a call may read, the pilot's included; "20MiB" or a number. At
-    least one of both. The pilot always runs, whatever the limit; after the deadline at most one
-    block of units (1 MiB of weights) is finished.
-
-    The module has `last`: per chain what its last call did (`Done`).
-
-    >>> layers = torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 2)
-    >>> net = torch.nn.Sequential(*layers).eval()
-    >>> made = Order(bytes=20_000).applied(net, (torch.zeros(1, 64),), None, "bits:4:64")
-    >>> _ = made(torch.randn(1, 64))
-    >>> made.last["0"].units, made.last["0"].of, made.last["0"].bytes
-    ((30,), (256,), 19968)
-    """
-
-    name: ClassVar[str] = "order"
-    deadline: float | None = None
-    bytes: int | str | None = None
-
-    def __post_init__(self) -> None:
-        if self.deadline is None and self.bytes is None:
-            raise BadInput("an order needs a deadline in seconds or bytes: 'order:0.001' or "
-                           "'order:bytes=20MiB'")  # fmt: skip
-        if self.deadline is not None and not (self.deadline >= 0):
-            raise BadInput(f"expected a deadline of 0 seconds or more, got {self.deadline!r}")
-        if self.bytes is not None:
-            parse_memory(self.bytes)
-
-    def applied(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any
-    ) -> nn.Module:
-        """The conditioned module. pilot: weights of few bits, "bits:4:64" (as None is)."""
-        from demask.pilot.order_graph import ordered
-
-        seconds = math.inf if self.deadline is None else float(self.deadline)
-        most = math.inf if self.bytes is None else float(parse_memory(self.bytes))
-        return ordered(model, args, kwargs, self, Limit(seconds, most), pilot)

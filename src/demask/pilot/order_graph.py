@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import fx, nn
 
+from demask.compat.fx_internals import signature_of
 from demask.errors import BadInput
 from demask.graph.modules import spell
 from demask.graph.result import Demasked
+from demask.machine.memory import parse_memory
 from demask.ops import schema
 from demask.pilot.chain_find import Found, behind, found, without_dropout
 from demask.pilot.conditioned import Condition, Conditioned, Decision
@@ -49,6 +53,47 @@ class OrderedNetwork(Demasked):
         return copied
 
 
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Chains linear, ReLU, linear, … run in order of importance until a deadline.
+
+    deadline: seconds for all chains of a call, from the start of each on, divided by their bytes of
+    weights. bytes: of weights that a call may read, the pilot's included; "20MiB" or a number. At
+    least one of both. The pilot always runs, whatever the limit; after the deadline at most one
+    block of units (1 MiB of weights) is finished.
+
+    The module has `last`: per chain what its last call did (`Done`).
+
+    >>> layers = torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 2)
+    >>> net = torch.nn.Sequential(*layers).eval()
+    >>> made = Order(bytes=20_000).applied(net, (torch.zeros(1, 64),), None, "bits:4:64")
+    >>> _ = made(torch.randn(1, 64))
+    >>> made.last["0"].units, made.last["0"].of, made.last["0"].bytes
+    ((30,), (256,), 19968)
+    """
+
+    name: ClassVar[str] = "order"
+    deadline: float | None = None
+    bytes: int | str | None = None
+
+    def __post_init__(self) -> None:
+        if self.deadline is None and self.bytes is None:
+            raise BadInput("an order needs a deadline in seconds or bytes: 'order:0.001' or "
+                           "'order:bytes=20MiB'")  # fmt: skip
+        if self.deadline is not None and not (self.deadline >= 0):
+            raise BadInput(f"expected a deadline of 0 seconds or more, got {self.deadline!r}")
+        if self.bytes is not None:
+            parse_memory(self.bytes)
+
+    def applied(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any
+    ) -> nn.Module:
+        """The conditioned module. pilot: weights of few bits, "bits:4:64" (as None is)."""
+        seconds = math.inf if self.deadline is None else float(self.deadline)
+        most = math.inf if self.bytes is None else float(parse_memory(self.bytes))
+        return ordered(model, args, kwargs, self, Limit(seconds, most), pilot)
+
+
 def ordered(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -75,7 +120,7 @@ def ordered(
         mine = Limit(limit.seconds * share, limit.bytes * share)
         _replace(made, calls, path, bits, mine)
         paths[chain.names[0]] = path
-    info: Any = made.graph._codegen.pytree_info  # type: ignore[attr-defined]
+    info: Any = signature_of(made.graph)
     result = OrderedNetwork.of(made, made.graph, info, made.demasked).eval()
     result.chains = paths
     result.conditioned = Conditioned(condition, bits.text(), not chains, tuple(decisions))

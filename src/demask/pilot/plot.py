@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,6 @@ from torch import Tensor
 
 from demask.errors import BadInput
 from demask.files import atomic
-from demask.pilot.data import ExecutionData
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,14 +32,19 @@ def check_installed() -> None:
         ) from error
 
 
-def draw(data: ExecutionData, path: Path) -> None:
-    """Write the picture to `path`, whole or not at all; its suffix says the format."""
+def draw(
+    magnitudes: Mapping[str, Tensor], grids: Mapping[str, tuple[int, int]], title: str, path: Path
+) -> None:
+    """Write the picture to `path`, whole or not at all; its suffix says the format.
+
+    magnitudes: by layer, [positions] or [inputs, positions]. grids: of tiles, rows and columns.
+    """
     if path.suffix not in SUFFIXES:
         raise BadInput(f"expected a picture that ends in {', '.join(SUFFIXES)}, got {path}")
     check_installed()
     from matplotlib.figure import Figure
 
-    layers = list(data.magnitudes.items())[:MOST]
+    layers = list(magnitudes.items())[:MOST]
     if not layers:
         raise BadInput("there is nothing to draw: no layer has magnitudes")
     across = min(ACROSS, len(layers))
@@ -47,13 +52,12 @@ def draw(data: ExecutionData, path: Path) -> None:
     figure = Figure(figsize=(WIDTH, PANEL * down + 0.8), layout="constrained")
     panels = figure.subplots(down, across, squeeze=False).flatten()
     for axes, (name, found) in zip(panels, layers, strict=False):
-        _panel(axes, name, found, data.grids.get(name))
+        _panel(axes, name, found, grids.get(name))
     for axes in panels[len(layers) :]:
         axes.axis("off")
-    left = len(data.magnitudes) - len(layers)
+    left = len(magnitudes) - len(layers)
     more = f" ({left} more layers not drawn)" if left else ""
-    title = f"{data.measure} |value| per {data.per}, {data.source}{more}"
-    figure.suptitle(title, fontsize=11, parse_math=False)
+    figure.suptitle(title + more, fontsize=11, parse_math=False)
     with atomic.write(path) as file:
         figure.savefig(file, format=path.suffix[1:], dpi=DOTS)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
@@ -16,8 +16,18 @@ from demask.machine.timing import Timing
 from demask.pilot.conditioned import text
 from demask.pilot.rows import Routed, picked, scores
 
-if TYPE_CHECKING:
-    from demask.pilot.route import Router
+
+class StreamRouter(Protocol):
+    """What a stream needs of a `demask.pilot.router.Router`."""
+
+    full: nn.Module
+    pilot: nn.Module
+    route: Any
+    whole: bool
+    last: Routed
+
+    def unsure(self, outputs: Any, /) -> Tensor: ...
+    def merged(self, outputs: Any, better: Any, rows: Tensor, /) -> Any: ...
 
 
 @dataclass(slots=True)
@@ -50,7 +60,7 @@ class Rows:
 class Queue:
     """A router's stream. Answers of a batch are complete once its last row has come back."""
 
-    router: Router
+    router: StreamRouter
     batch: int
     wait: int | None
     fixed: bool

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from demask.compat.fx_internals import signature_of
 from demask.errors import BadInput
 from demask.pilot.activity import contrast, contrasts, differences, per_tile
 from demask.pilot.conditioned import Conditioned, Decision
@@ -263,8 +264,7 @@ class InRegions(nn.Module):
             count = next(x.shape[0] for x in _tensors((args, kwargs)))
             shapes = [(count, *node.meta["val"].shape[1:]) for node in flow.outputs]
             found = [fill.expand(shape) for fill, shape in zip(fills, shapes, strict=True)]
-        info: Any = self.whole.graph._codegen  # type: ignore[attr-defined]
-        return pytree.tree_unflatten(found, info.pytree_info.out_spec)
+        return pytree.tree_unflatten(found, signature_of(self.whole.graph).out_spec)
 
     def _begun(
         self, flow: Flow, args: Any, kwargs: Any, flat: Sequence[Any], results: list[Any], n: int

@@ -1,5 +1,6 @@
 """What demasking did to a network: as a value, a text table, a dictionary, and a web page."""
 
-from demask.report.report import Decline, Report, report
+from demask.report.report import Report, report
+from demask.report.values import Decline
 
 __all__ = ["Decline", "Report", "report"]

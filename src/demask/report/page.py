@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from demask.files import atomic
 from demask.report.text import form_lines, scatters_line, scatters_reasons, sizes_rows, sparse_rows
-
-if TYPE_CHECKING:
-    from demask.report.report import Report
+from demask.report.values import ReportValues
 
 STYLE = """
 :root { color-scheme: light dark; }
@@ -24,13 +21,13 @@ th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px soli
 """.strip()
 
 
-def write_page(report: Report, path: Path) -> None:
+def write_page(report: ReportValues, path: Path) -> None:
     """Write the page to `path`: whole or not at all. Raises BadInput where that is impossible."""
     with atomic.write(path) as file:
         file.write(page(report).encode())
 
 
-def page(report: Report) -> str:
+def page(report: ReportValues) -> str:
     """The page's HTML. Names from the network are escaped; nothing is loaded from elsewhere."""
     body = "\n".join(_sections(report))
     return (
@@ -41,7 +38,7 @@ def page(report: Report) -> str:
     )
 
 
-def _sections(report: Report) -> Iterable[str]:
+def _sections(report: ReportValues) -> Iterable[str]:
     yield f"<h1>demask report</h1>\n<p>{escape(report.summary)}</p>"
     yield _table(("", "before", "after", "kept"), sizes_rows(report), numbers=(1, 2, 3))
     yield from (f"<p>It {escape(line)}.</p>" for line in form_lines(report))

@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from demask.errors import BadInput
 from demask.failures import public
-from demask.graph.provenance import Decision, Provenance, Reason, Sizes, Speed
+from demask.graph.provenance import Provenance, Reason
 from demask.report.page import write_page
 from demask.report.text import EFFECTS, render
-
-NOTHING = "nothing left to remove"
-
-
-@dataclass(frozen=True, slots=True)
-class Decline:
-    """Slices kept for one reason: how many in all, and at which modules or nodes."""
-
-    text: str
-    slices: int
-    places: tuple[str, ...]
+from demask.report.values import Decline, ReportValues
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Report(ReportValues):
     """What demasking did to one network.
 
     before, after: parameters, MACs of one call on the example inputs, bytes. removed: parameters
@@ -41,55 +30,8 @@ class Report:
     with smaller modules, else "graph"; graph_reasons: where more than shapes changed.
     """
 
-    before: Sizes
-    after: Sizes
-    removed: Mapping[str, int]
-    scatters: Mapping[str, int]
-    declined: tuple[Decline, ...]
-    notes: tuple[str, ...]
-    speed: Speed | None = None
-    decisions: tuple[Decision, ...] = ()
-    densities: Mapping[str, float] = field(default_factory=dict)
-    form: str = "graph"
-    graph_reasons: tuple[str, ...] = ()
-
-    @property
-    def nothing_removed(self) -> bool:
-        """True when the network came out as large and as costly as it went in."""
-        same_work = self.after.macs >= self.before.macs
-        return self.after.parameters >= self.before.parameters and same_work
-
-    @property
-    def summary(self) -> str:
-        """One line: what went; else `nothing left to remove`, or how much was kept for reasons."""
-        if self.nothing_removed and not self.declined:
-            return NOTHING
-        if self.nothing_removed:
-            kept = sum(decline.slices for decline in self.declined)
-            return f"nothing removed: {kept:,} slices kept, for the reasons named"
-        parameters = f"{self.before.parameters:,} -> {self.after.parameters:,} parameters"
-        return f"{parameters}, {self.before.macs:,} -> {self.after.macs:,} MACs"
-
     def __str__(self) -> str:
         return render(self)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as plain dictionaries, lists, strings and integers, ready for JSON."""
-        return {
-            "summary": self.summary,
-            "nothing_removed": self.nothing_removed,
-            "before": asdict(self.before),
-            "after": asdict(self.after),
-            "removed": dict(self.removed),
-            "scatters": dict(self.scatters),
-            "declined": [asdict(decline) for decline in self.declined],
-            "notes": list(self.notes),
-            "speed": None if self.speed is None else asdict(self.speed),
-            "decisions": [decision.to_dict() for decision in self.decisions],
-            "densities": dict(self.densities),
-            "form": self.form,
-            "graph_reasons": list(self.graph_reasons),
-        }
 
     def to_html(self, path: str | Path) -> None:
         """Write the report to `path` as one page that needs no other file; whole or not at all."""

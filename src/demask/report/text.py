@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from io import StringIO
-from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, RenderableType
@@ -12,9 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from demask.report.speed import returned, speed_parts
-
-if TYPE_CHECKING:
-    from demask.report.report import Decline, Report
+from demask.report.values import Decline, ReportValues
 
 WIDTH = 100
 ROWS = 20  # modules and reasons shown in the text; `to_dict` and `to_html` hold them all
@@ -32,7 +29,7 @@ EFFECTS = {
 }
 
 
-def render(report: Report) -> str:
+def render(report: ReportValues) -> str:
     """The report as text: sizes, then what went, the ops that keep shapes, and what stayed."""
     return as_text(_parts(report))
 
@@ -46,7 +43,7 @@ def as_text(parts: Iterable[RenderableType]) -> str:
     return "\n".join(line.rstrip() for line in capture.get().splitlines()).strip("\n")
 
 
-def sizes_rows(report: Report) -> list[tuple[str, str, str, str]]:
+def sizes_rows(report: ReportValues) -> list[tuple[str, str, str, str]]:
     """One row per size: its name, before, after, and the share kept."""
     before, after = report.before, report.after
     pairs = [
@@ -62,19 +59,19 @@ def share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "–"
 
 
-def scatters_line(report: Report) -> str:
+def scatters_line(report: ReportValues) -> str:
     """The ops left that only keep shapes, by effect, or `none`."""
     counts = [f"{count} {effect}" for effect, count in report.scatters.items() if count]
     return ", ".join(counts) or "none"
 
 
-def scatters_reasons(report: Report) -> list[str]:
+def scatters_reasons(report: ReportValues) -> list[str]:
     """One line per effect that is left: how often, and why a network needs it."""
     left = [(effect, count) for effect, count in report.scatters.items() if count]
     return [f"{count} {effect}: {EFFECTS.get(effect, 'no reason known')}" for effect, count in left]
 
 
-def form_lines(report: Report) -> list[str]:
+def form_lines(report: ReportValues) -> list[str]:
     """What came back, and why, where that is known."""
     reasons = list(report.graph_reasons)
     if report.form == "class" and not reasons:
@@ -94,7 +91,7 @@ def decline_line(decline: Decline) -> str:
     return f"{decline.slices:,} slices kept: {decline.text} ({places})"
 
 
-def _parts(report: Report) -> Iterable[RenderableType]:
+def _parts(report: ReportValues) -> Iterable[RenderableType]:
     if line := returned(report.decisions):
         yield Text(f"{line}\n")
     yield _sizes_table(report)
@@ -116,7 +113,7 @@ def _parts(report: Report) -> Iterable[RenderableType]:
         yield from speed_parts(report.speed, report.decisions)
 
 
-def _sizes_table(report: Report) -> Table:
+def _sizes_table(report: ReportValues) -> Table:
     table = Table("", box=SIMPLE_HEAD, show_edge=False)
     for column in ("before", "after", "kept"):
         table.add_column(column, justify="right")
@@ -125,7 +122,7 @@ def _sizes_table(report: Report) -> Table:
     return table
 
 
-def _removed_table(report: Report) -> Table:
+def _removed_table(report: ReportValues) -> Table:
     table = Table("module", box=SIMPLE_HEAD, show_edge=False)
     table.add_column("parameters removed", justify="right")
     for module, count in list(report.removed.items())[:ROWS]:
@@ -136,12 +133,12 @@ def _removed_table(report: Report) -> Table:
     return table
 
 
-def sparse_rows(report: Report) -> list[tuple[str, str]]:
+def sparse_rows(report: ReportValues) -> list[tuple[str, str]]:
     """One row per layer that is computed by its nonzeros alone: its name, what is stored of it."""
     return [(name, share(found, 1.0)) for name, found in report.densities.items()]
 
 
-def _sparse_table(report: Report) -> Table:
+def _sparse_table(report: ReportValues) -> Table:
     table = Table("computed by their nonzeros alone", box=SIMPLE_HEAD, show_edge=False)
     table.add_column("weights stored", justify="right")
     rows = sparse_rows(report)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -17,17 +17,15 @@ from demask.ops.schema import same_size
 from demask.shrink.adapt import marked
 from demask.shrink.border import Absorbed, absorbed, constants_alone
 from demask.shrink.cells import At, Layout, whole
+from demask.shrink.context import EmitContext
 from demask.shrink.pool import cut
 from demask.shrink.sample import sampled, spaced
 from demask.shrink.ties import is_constant, is_grouped, sampling
 
-if TYPE_CHECKING:
-    from demask.shrink.rewrite import Rewriter
-
 aten = torch.ops.aten
 
 
-def emit_contraction(walk: Rewriter, relation: Relation) -> None:
+def emit_contraction(walk: EmitContext, relation: Relation) -> None:
     """linear, matmul, convolution: the same op on fewer positions; constants into the bias."""
     node = relation.node
     layout = spaced(relation, walk.placement.value[node, 0])
@@ -65,12 +63,12 @@ def _wanted(relation: Relation, left: Absorbed, layout: Layout) -> Absorbed:
     return left if bool((kernel != 0).any()) else replace(left, kernel=None)
 
 
-def _keep(walk: Rewriter, node: fx.Node, made: fx.Node, layout: Layout) -> None:
+def _keep(walk: EmitContext, node: fx.Node, made: fx.Node, layout: Layout) -> None:
     made.meta = {**node.meta, **made.meta}
     walk.keep(node, 0, made, layout)
 
 
-def _rows(walk: Rewriter, relation: Relation, layout: Layout) -> Layout:
+def _rows(walk: EmitContext, relation: Relation, layout: Layout) -> Layout:
     """The layout without output channels that no input left reaches (border map is all)."""
     first, second = relation.factors
     order, axis = list(relation.size), _channel(relation)
@@ -93,7 +91,7 @@ def _rows(walk: Rewriter, relation: Relation, layout: Layout) -> Layout:
 
 
 def _emit_rows(
-    walk: Rewriter, relation: Relation, layout: Layout, rows: Layout, left: Absorbed
+    walk: EmitContext, relation: Relation, layout: Layout, rows: Layout, left: Absorbed
 ) -> fx.Node:
     """Channels that only constants reach are the border map; the others are added to it."""
     node, build, axis = relation.node, walk.build, _channel(relation)
@@ -119,7 +117,7 @@ def _emit_rows(
     return marked(made, "scatter-add")
 
 
-def _absorb(walk: Rewriter, relation: Relation) -> Absorbed:
+def _absorb(walk: EmitContext, relation: Relation) -> Absorbed:
     kept = walk.placement.slot.get((relation.node, relation.factors[0]))
     return Absorbed(None, None) if kept is None else absorbed(relation, walk.facts, kept)
 
@@ -142,7 +140,7 @@ def _takes(relation: Relation, left: Absorbed) -> bool:
     return left.bias.numel() == left.bias.shape[_channel(relation)]
 
 
-def _emit_dense(walk: Rewriter, relation: Relation, layout: Layout, left: Absorbed) -> fx.Node:
+def _emit_dense(walk: EmitContext, relation: Relation, layout: Layout, left: Absorbed) -> fx.Node:
     taken = _bias_of(relation) if _takes(relation, left) else None
     values = [None if operand.name == taken else _operand(walk, relation, k, layout)
               for k, operand in enumerate(relation.operands)]  # fmt: skip
@@ -165,7 +163,7 @@ def _bias_alone(relation: Relation, values: list[Any]) -> fx.Node | None:
     return None if values[relation.factors[1]].meta["val"].shape[read] else values[-1]
 
 
-def _call(walk: Rewriter, relation: Relation, layout: Layout, args: Any, kwargs: Any) -> fx.Node:
+def _call(walk: EmitContext, relation: Relation, layout: Layout, args: Any, kwargs: Any) -> fx.Node:
     """The contraction, its output in a layout."""
     node, target = relation.node, relation.node.target
     if any(layout[axis] is not None for axis in sampling(relation)):
@@ -180,7 +178,7 @@ def _call(walk: Rewriter, relation: Relation, layout: Layout, args: Any, kwargs:
     return walk.build.call_shaped(shape, first, target, args, kwargs)
 
 
-def _operand(walk: Rewriter, relation: Relation, k: int, layout: Layout) -> Any:
+def _operand(walk: EmitContext, relation: Relation, k: int, layout: Layout) -> Any:
     """An operand for output channels `layout`: constants are cut to it."""
     source = relation.operands[k].value
     if not isinstance(source, fx.Node) or source.op != "get_attr":
@@ -193,7 +191,7 @@ def _operand(walk: Rewriter, relation: Relation, k: int, layout: Layout) -> Any:
     return walk.adapter.adapt(source, tuple(want))
 
 
-def _bias(walk: Rewriter, relation: Relation, layout: Layout, extra: Any) -> fx.Node:
+def _bias(walk: EmitContext, relation: Relation, layout: Layout, extra: Any) -> fx.Node:
     """The old bias plus what was absorbed, over the output channels in `layout`; a parameter."""
     axis = _channel(relation)
     old = next((o.value for o in relation.operands if o.name == _bias_of(relation)), None)
@@ -212,7 +210,7 @@ def _bias(walk: Rewriter, relation: Relation, layout: Layout, extra: Any) -> fx.
     return walk.pool.read(made)
 
 
-def _constant(walk: Rewriter, node: fx.Node) -> Tensor:
+def _constant(walk: EmitContext, node: fx.Node) -> Tensor:
     return walk.pool.source[str(node.target)].tensor
 
 
@@ -244,7 +242,7 @@ def _size(relation: Relation) -> int:
 
 
 def plus_constants(
-    walk: Rewriter,
+    walk: EmitContext,
     relation: Relation,
     layout: Layout,
     made: fx.Node,
@@ -264,7 +262,7 @@ def plus_constants(
     return walk.build.call(aten.add.Tensor, made, rest)
 
 
-def _constants(walk: Rewriter, relation: Relation, layout: Layout, left: Absorbed) -> fx.Node:
+def _constants(walk: EmitContext, relation: Relation, layout: Layout, left: Absorbed) -> fx.Node:
     """What constant inputs give: a map of one image, a vector, or both added."""
     made = None
     if left.bias is not None:
@@ -281,7 +279,7 @@ def _laid(tensor: Tensor, layout: Layout) -> Tensor:
     return cut(tensor, tuple(p if tensor.shape[k] != 1 else None for k, p in enumerate(layout)))
 
 
-def _border_map(walk: Rewriter, relation: Relation, layout: Layout, kernel: Tensor) -> fx.Node:
+def _border_map(walk: EmitContext, relation: Relation, layout: Layout, kernel: Tensor) -> fx.Node:
     """conv(ones [1, 1, H, W], kernel): what constant channels give at every place of the image."""
     node, build = relation.node, walk.build
     found = schema.arguments(node)
@@ -324,7 +322,7 @@ class _Run:
     outputs: tuple[tuple[int, ...], ...]
 
 
-def emit_groups(walk: Rewriter, relation: Relation) -> tuple[fx.Node, Layout, Layout]:
+def emit_groups(walk: EmitContext, relation: Relation) -> tuple[fx.Node, Layout, Layout]:
     """A grouped convolution whose groups kept different counts: one convolution per run of groups
     with equal counts, joined. Returns the value, its layout (channels sorted by group), and the
     layout its input came in."""
@@ -393,7 +391,7 @@ def _runs(ins: list[list[int]], outs: list[list[int]]) -> list[_Run]:
 
 
 def _emit_run(
-    walk: Rewriter, relation: Relation, run: _Run, x: fx.Node, layout: Layout, *, alone: bool
+    walk: EmitContext, relation: Relation, run: _Run, x: fx.Node, layout: Layout, *, alone: bool
 ) -> fx.Node:
     node, found = relation.node, schema.arguments(relation.node)
     old = walk.pool.source[str(_weight(relation).target)]

@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from demask.errors import BadInput, CaptureDiffers, DemaskError, NeedsGraph
 from demask.failures import Log, described, is_strict, public
 from demask.graph.class_result import remember
-from demask.graph.declared import Masks, masked
+from demask.graph.declared import Masks, masked, within
 from demask.graph.program import Program
 from demask.graph.provenance import Provenance
 from demask.graph.restore import originals_of
@@ -32,6 +32,7 @@ from demask.shrink.own_class import (
     reasons_for,
     spared,
 )
+from demask.shrink.partial import sizes_of_parts, with_parts
 from demask.shrink.pipeline import FORMS, programs_of, reduced, smaller_sizes
 from demask.shrink.proof import Proof, Unlike
 
@@ -81,9 +82,7 @@ def demask(
     if result not in ("auto", "class", "graph"):
         raise BadInput(f"expected result to be 'auto', 'class' or 'graph', got {result!r}")
     if modules is not None:
-        from demask.shrink.partial import demask_modules
-
-        return demask_modules(
+        return _demask_modules(
             model, args, kwargs, dynamic_shapes, modules, table, check, masks, result
         )
     if (device := device_of(model, args, kwargs)) != CPU:
@@ -106,6 +105,28 @@ def demask(
             differs = differs or error
     assert differs is not None  # there is a candidate, or the first program raised
     raise differs
+
+
+def _demask_modules(
+    model: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    dynamic_shapes: Any,
+    names: str | Sequence[str],
+    table: Table | None,
+    check: bool,
+    masks: Masks,
+    form: str,
+) -> nn.Module:
+    """A copy of `model` with submodules `names` demasked. Raises what `with_parts` does."""
+
+    def part(name: str, given: tuple[Any, ...], named: dict[str, Any]) -> nn.Module:
+        return demask(
+            model.get_submodule(name), given, named, dynamic_shapes=sizes_of_parts(dynamic_shapes),
+            table=table, check=check, masks=within(masks, name), result=form,
+        )  # fmt: skip
+
+    return with_parts(model, args, kwargs, names, part)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._dynamo.source import ConstantSource
-from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 from torch.utils import _pytree as pytree
 
+from demask.compat.dynamo import ConstantSource
+from demask.compat.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 from demask.errors import BadInput
 from demask.facts.known import Key, key_of, known
 from demask.facts.needed import Needs
@@ -31,11 +31,11 @@ from demask.ops import TABLE, Declined, Relation, Table, schema
 from demask.shrink.adapt import Made, marked
 from demask.shrink.border import absorbed
 from demask.shrink.cells import At, Index, Layout
+from demask.shrink.context import EmitContext
 from demask.shrink.contract import plus_constants
 from demask.shrink.indexed import Pick, Plan, planned
 from demask.shrink.place import Placement
 from demask.shrink.reading import relations_of
-from demask.shrink.rewrite import Rewriter
 from demask.shrink.ties import is_grouped
 
 aten = torch.ops.aten
@@ -110,7 +110,7 @@ def _written(program: Program, picks: Mapping[Key, Pick], table: Table, *, push:
     return program.with_graph(walk.build.graph, kept)
 
 
-class _Walk(Rewriter):
+class _Walk(EmitContext):
     """Appends every live call again, operands at the indices that the plan says."""
 
     def __init__(self, program: Program, plan: Plan):

@@ -6,7 +6,7 @@ constants of all operands go in as one vector, and the others are added at their
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -15,15 +15,13 @@ from demask.facts.known import key_of
 from demask.ops import Relation, schema
 from demask.shrink.adapt import marked
 from demask.shrink.cells import Layout, whole
-
-if TYPE_CHECKING:
-    from demask.shrink.rewrite import Rewriter
+from demask.shrink.context import EmitContext
 
 aten = torch.ops.aten
 _SUMS = {aten.add.Tensor: 1, aten.sub.Tensor: -1}
 
 
-def emit_join(walk: Rewriter, relation: Relation) -> None:
+def emit_join(walk: EmitContext, relation: Relation) -> None:
     """Every operand in the output's layout; sums by adding at positions."""
     node = relation.node
     layout = walk.placement.value[node, 0]
@@ -45,7 +43,7 @@ def emit_join(walk: Rewriter, relation: Relation) -> None:
     walk.finish(node, node.target, args, kwargs, [layout])
 
 
-def _widened(walk: Rewriter, relation: Relation, values: list[Any], layout: Layout) -> list[Any]:
+def _widened(walk: EmitContext, relation: Relation, values: list[Any], layout: Layout) -> list[Any]:
     """Operands that are constants broadcast; if only they had some axis, or a number without axes
     would not decide the dtype as its operand did, they are written out."""
     sizes = walk.sizes(relation.node, 0, layout)
@@ -67,7 +65,7 @@ def _widened(walk: Rewriter, relation: Relation, values: list[Any], layout: Layo
     return values
 
 
-def _sum(walk: Rewriter, relation: Relation, layout: Layout) -> fx.Node | None:
+def _sum(walk: EmitContext, relation: Relation, layout: Layout) -> fx.Node | None:
     """a ± b with operands in different layouts along one axis; None where the plain form does."""
     sources = [operand.value for operand in relation.operands]
     if not all(isinstance(s, fx.Node) and s.op != "get_attr" for s in sources):
@@ -90,7 +88,7 @@ def _sum(walk: Rewriter, relation: Relation, layout: Layout) -> fx.Node | None:
     return _add_at(walk, relation, layout, axis, base, signs)
 
 
-def _disjoint(walk: Rewriter, relation: Relation, layout: Layout) -> fx.Node | None:
+def _disjoint(walk: EmitContext, relation: Relation, layout: Layout) -> fx.Node | None:
     """a + b of which each is zero where the other is not: the two joined along one axis."""
     sources = [operand.value for operand in relation.operands]
     if relation.node.target is not aten.add.Tensor or schema.arguments(relation.node)["alpha"] != 1:
@@ -135,7 +133,7 @@ def _joined(walk, relation, layout: Layout, axis: int, mine, wanted: list[int]) 
     return marked(walk.build.call(aten.index_select.default, made, axis, index), "scatter")
 
 
-def _held(walk: Rewriter, relation: Relation, k: int) -> Layout | None:
+def _held(walk: EmitContext, relation: Relation, k: int) -> Layout | None:
     return walk.adapter.have(key_of(relation.operands[k].value))
 
 
@@ -149,7 +147,7 @@ def _same_shape(relation: Relation) -> bool:
     return relation.ins[0] == relation.outs[0] == relation.ins[1]
 
 
-def unchanged(walk: Rewriter, relation: Relation, layout: Layout) -> fx.Node | None:
+def unchanged(walk: EmitContext, relation: Relation, layout: Layout) -> fx.Node | None:
     """x + 0 and x · 1 are x: the operand that the call leaves as it is, if one does. A parameter
     stays an operand: training may make it another number."""
     if relation.entry.neutral is None or len(relation.operands) != 2:
@@ -172,12 +170,12 @@ def unchanged(walk: Rewriter, relation: Relation, layout: Layout) -> fx.Node | N
     return None
 
 
-def _is_parameter(walk: Rewriter, source: Any) -> bool:
+def _is_parameter(walk: EmitContext, source: Any) -> bool:
     held = isinstance(source, fx.Node) and source.op == "get_attr"
     return held and walk.pool.source[str(source.target)].parameter
 
 
-def _is_all(walk: Rewriter, relation: Relation, k: int, value: float) -> bool:
+def _is_all(walk: EmitContext, relation: Relation, k: int, value: float) -> bool:
     """Is an operand known to be one value at every position that is kept?"""
     source = relation.operands[k].value
     if not isinstance(source, fx.Node):
@@ -270,7 +268,7 @@ def _grown(walk, relation, layout: Layout, axis: int, base: int, signs, delta) -
     return build.call(aten.cat.default, [first, second], axis)
 
 
-def _plain(walk: Rewriter, relation: Relation, layout: Layout, axis: int) -> bool:
+def _plain(walk: EmitContext, relation: Relation, layout: Layout, axis: int) -> bool:
     """Do the operands stand in the output's layout and dtype but for one axis?"""
     for operand in relation.operands:
         held = walk.adapter.have(key_of(operand.value))

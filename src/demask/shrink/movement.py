@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -10,20 +10,18 @@ from torch import fx
 from demask.facts.known import key_of, value_of
 from demask.ops import Relation
 from demask.shrink.cells import Layout, Positions, whole
-
-if TYPE_CHECKING:
-    from demask.shrink.rewrite import Rewriter
+from demask.shrink.context import EmitContext
 
 aten = torch.ops.aten
 
 
-def emit_move(walk: Rewriter, relation: Relation, live: list[int]) -> None:
+def emit_move(walk: EmitContext, relation: Relation, live: list[int]) -> None:
     """A call that moves positions: those wanted are taken straight from where they come from."""
     for k in live:
         _move(walk, relation, k)
 
 
-def is_untouched(walk: Rewriter, relation: Relation, live: list[int]) -> bool:
+def is_untouched(walk: EmitContext, relation: Relation, live: list[int]) -> bool:
     """Whether nothing is cut along the axes that a call moves."""
     if not any(relation.moves):
         return True
@@ -46,7 +44,7 @@ def is_untouched(walk: Rewriter, relation: Relation, live: list[int]) -> bool:
     return True
 
 
-def _move(walk: Rewriter, relation: Relation, out: int) -> None:
+def _move(walk: EmitContext, relation: Relation, out: int) -> None:
     node, operand = relation.node, relation.operands[0].value
     layout: Any = walk.placement.value[node, out]
     axes = {base: axis for axis, base in _moved_axes(relation, out)}
@@ -92,7 +90,7 @@ def _is_gone(relation: Relation, out: int, axis: tuple[str, ...]) -> bool:
     return all(base != other for _, other in _moved_axes(relation, out))
 
 
-def _pad_back(walk: Rewriter, made: fx.Node, axis: int, rows: list[int], move: Any) -> fx.Node:
+def _pad_back(walk: EmitContext, made: fx.Node, axis: int, rows: list[int], move: Any) -> fx.Node:
     """Padded positions that are kept all the same (an axis of several cells) are put back."""
     sources = move.source.tolist()
     padded = [k for k, r in enumerate(rows) if sources[r] < 0]
@@ -103,7 +101,7 @@ def _pad_back(walk: Rewriter, made: fx.Node, axis: int, rows: list[int], move: A
     return walk.adapter.scattered(made, axis, tuple(real), len(rows), move.value)
 
 
-def _gathered_from(walk: Rewriter, relation: Relation, out: int, layout: Layout) -> None:
+def _gathered_from(walk: EmitContext, relation: Relation, out: int, layout: Layout) -> None:
     """cat and its like: from each operand the positions wanted, joined; operands none of whose
     positions are wanted are gone."""
     ((base, move),) = relation.moves[out].items()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -10,15 +10,13 @@ from torch import fx
 from demask.graph.provenance import Cut
 from demask.ops import Relation, schema
 from demask.shrink.cells import Layout
+from demask.shrink.context import EmitContext
 from demask.shrink.pool import cut
-
-if TYPE_CHECKING:
-    from demask.shrink.rewrite import Rewriter
 
 aten = torch.ops.aten
 
 
-def emit_cut_norm(walk: Rewriter, relation: Relation, want: Layout) -> fx.Node:
+def emit_cut_norm(walk: EmitContext, relation: Relation, want: Layout) -> fx.Node:
     """The norm without scale and shift over whole axes, the wanted positions taken, then scaled and
     shifted: scales and shifts of positions nobody reads are gone.
 
@@ -43,7 +41,7 @@ def emit_cut_norm(walk: Rewriter, relation: Relation, want: Layout) -> fx.Node:
     return made
 
 
-def _vector(walk: Rewriter, relation: Relation, name: str, want: Layout) -> fx.Node:
+def _vector(walk: EmitContext, relation: Relation, name: str, want: Layout) -> fx.Node:
     """A scale or shift cut to the wanted positions, shaped to broadcast over the output."""
     k = next(k for k, operand in enumerate(relation.operands) if operand.name == name)
     source, outs = relation.operands[k].value, relation.outs[0]

@@ -16,37 +16,12 @@ from demask.errors import BadInput, NotExportable
 from demask.failures import described
 from demask.graph.class_result import remember
 from demask.graph.copying import structural_copy, without_caches
-from demask.graph.declared import Masks, within
 from demask.graph.provenance import WHOLE, InputSpec, Provenance
 from demask.graph.resize import put_module
 from demask.graph.sharing import sharing
-from demask.ops import Table
-from demask.shrink.demask import demask
 from demask.shrink.measure import counted
 
 Part = Callable[[str, tuple[Any, ...], dict[str, Any]], nn.Module]
-
-
-def demask_modules(
-    model: Any,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None,
-    dynamic_shapes: Any,
-    names: str | Sequence[str],
-    table: Table | None,
-    check: bool,
-    masks: Masks,
-    form: str,
-) -> nn.Module:
-    """A copy of `model` with submodules `names` demasked. Raises what `with_parts` does."""
-
-    def part(name: str, given: tuple[Any, ...], named: dict[str, Any]) -> nn.Module:
-        return demask(
-            model.get_submodule(name), given, named, dynamic_shapes=sizes_of_parts(dynamic_shapes),
-            table=table, check=check, masks=within(masks, name), result=form,
-        )  # fmt: skip
-
-    return with_parts(model, args, kwargs, names, part)
 
 
 def sizes_of_parts(dynamic_shapes: Any) -> Any:

@@ -170,7 +170,7 @@ class Pool:
         )
 
 
-# What functions of sizes (sympy's, and those of torch.utils._sympy) are in a graph: of two or more
+# What functions of sizes (sympy's, and torch's own) are in a graph: of two or more
 # arguments in turn, and of one or two.
 _REPEATED: dict[str, Any] = {
     "Add": operator.add, "Mul": operator.mul, "Max": torch.sym_max, "Min": torch.sym_min,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -12,15 +12,13 @@ from demask.facts.known import operand_facts
 from demask.facts.recurrent import roles, steady, takes_constants
 from demask.graph.provenance import Cut
 from demask.ops import Relation
+from demask.shrink.context import EmitContext
 from demask.shrink.pool import cut
-
-if TYPE_CHECKING:
-    from demask.shrink.rewrite import Rewriter
 
 aten = torch.ops.aten
 
 
-def emit_recurrent(walk: Rewriter, relation: Relation) -> None:
+def emit_recurrent(walk: EmitContext, relation: Relation) -> None:
     """The same call, every operand in the layout of its letters."""
     node, who = relation.node, roles(relation)
     layouts = [walk.placement.value.get((node, k)) for k in range(len(relation.outs))]
@@ -46,7 +44,7 @@ def emit_recurrent(walk: Rewriter, relation: Relation) -> None:
     walk.finish(node, node.target, args, kwargs, layouts)
 
 
-def _is_zero(walk: Rewriter, relation: Relation, operand: int, zero: Tensor) -> bool:
+def _is_zero(walk: EmitContext, relation: Relation, operand: int, zero: Tensor) -> bool:
     """Is all that the call reads of an operand known to be 0 (or is there nothing to read)?"""
     for axis, positions in enumerate(walk.placement.slot[relation.node, operand]):
         if positions is not None and (zero.shape[axis] != 1 or not positions):
@@ -56,14 +54,14 @@ def _is_zero(walk: Rewriter, relation: Relation, operand: int, zero: Tensor) -> 
     return bool(zero.all())
 
 
-def _sizes(walk: Rewriter, relation: Relation, operand: int) -> list[Any]:
+def _sizes(walk: EmitContext, relation: Relation, operand: int) -> list[Any]:
     """The sizes of an operand as it is read, as call arguments."""
     slot = walk.placement.slot[relation.node, operand]
     shape = relation.operands[operand].value.meta["val"].shape
     return [walk.pool.size(n) if p is None else len(p) for n, p in zip(shape, slot, strict=True)]
 
 
-def _shift(walk: Rewriter, relation: Relation) -> Tensor | None:
+def _shift(walk: EmitContext, relation: Relation) -> Tensor | None:
     """What the constant features that are cut give to every gate: Σ w_ih · fill, float64."""
     if not takes_constants(relation):
         return None
@@ -80,7 +78,7 @@ def _shift(walk: Rewriter, relation: Relation) -> Tensor | None:
     return shift if bool((shift != 0).any()) else None
 
 
-def _shifted(walk: Rewriter, relation: Relation, operand: int, shift: Tensor) -> fx.Node:
+def _shifted(walk: EmitContext, relation: Relation, operand: int, shift: Tensor) -> fx.Node:
     """b_ih with constants in it; a parameter of the same name."""
     old = walk.pool.source[str(relation.operands[operand].value.target)]
     slot = walk.placement.slot[relation.node, operand]

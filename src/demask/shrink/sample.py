@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from demask.compat.dispatch import schema_of
 from demask.ops import Relation, schema
 from demask.ops.regions import Geometry, geometry
 from demask.shrink.cells import Layout, Positions, whole
+from demask.shrink.context import EmitContext
 from demask.shrink.ties import sampling
-
-if TYPE_CHECKING:
-    from demask.shrink.rewrite import Rewriter
 
 aten = torch.ops.aten
 
@@ -43,12 +42,12 @@ def _spaced(positions: tuple[int, ...]) -> range:
 
 
 def sampled(
-    walk: Rewriter, relation: Relation, layout: Layout, args: Any, kwargs: Any
+    walk: EmitContext, relation: Relation, layout: Layout, args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
     """The arguments of a convolution that makes the windows of a layout alone."""
     node = relation.node
     target: Any = node.target
-    found = {a.name: a.default_value for a in target._schema.arguments}
+    found = {a.name: a.default_value for a in schema_of(target).arguments}
     found |= dict(zip(found, args, strict=False)) | kwargs
     axes = sampling(relation)
     windows = [_window(geometry(relation, 0, axis), layout[axis]) for axis in axes]

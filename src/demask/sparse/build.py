@@ -11,6 +11,7 @@ from torch import Tensor
 
 from demask.kernels import move
 from demask.kernels.isa import Isa
+from demask.ops.activations import ACTIVATIONS
 from demask.sparse.layers import (
     Piece,
     as_conv,
@@ -54,7 +55,6 @@ from demask.sparse.tiling import Cut, Shape, best
 # Cycles, to choose grids by: of a product of vectors; of a line of a border, made by another thread
 # or by this one; of a line that is copied into another grid.
 VECTOR, CROSSED, OWN, COPIED = 0.75, 40.0, 10.0, 18.0
-POSITIVE = ("relu", "sigmoid", "hardsigmoid")
 LEAST = -math.inf
 
 
@@ -143,7 +143,7 @@ class Builder:
     def _is_positive(self, step: Step) -> bool:
         act = getattr(step, "act", None)
         if act is not None:
-            return act[0] in POSITIVE or (act[0] == "clamp" and act[1][0] >= 0)
+            return ACTIVATIONS[act[0]].nonnegative(*act[1])
         kept = isinstance(step, (Pool, Mean, Flat, Add, Cat))
         return kept and all(self.positive[v] for v in reads(step))
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from demask.ops import schema
+from demask.ops.activations import Act, by_op
 from demask.ops.schema import same_size
-from demask.sparse.program import Act, Add, Cat, Conv, Flat, Linear, Map, Mean, Pool, Step, Weight
+from demask.sparse.program import Add, Cat, Conv, Flat, Linear, Map, Mean, Pool, Step, Weight
 from demask.tune.draft import Draft, by_values
 
 aten = torch.ops.aten
@@ -53,8 +54,9 @@ class Call:
 def calls_of(draft: Draft, dtype: torch.dtype) -> dict[fx.Node, Call]:
     """The calls on values of this dtype, on the CPU, that a segment could take over, in order."""
     live, found = by_values(draft.graph), {}
+    rules = {**_RULES, **dict.fromkeys(by_op(), _activation)}
     for node in draft.graph.nodes:
-        rule = _RULES.get(node.target) if node.op == "call_function" and node in live else None
+        rule = rules.get(node.target) if node.op == "call_function" and node in live else None
         if rule is None or not _fits(node, dtype):
             continue
         call = rule(draft, node, schema.arguments(node))
@@ -206,25 +208,13 @@ def _padding(value: Any, kernel: Sequence[int], dilation: Any, axes: int) -> Any
 # ----------------------------------------------------------------------- what is between layers
 
 
-def _activation(name: str, *keys: str) -> Rule:
-    """The rule of an activation; keys: arguments that hold its numbers."""
-
-    def rule(draft: Draft, node: fx.Node, found: Found) -> Call | None:
-        numbers = tuple(found[key] for key in keys)
-        if any(type(n) not in (int, float) for n in numbers):
-            return None
-        return _mapped(node, found, (name, tuple(map(float, numbers))))
-
-    return rule
-
-
-def _gelu(draft: Draft, node: fx.Node, found: Found) -> Call | None:
-    name = {"none": "gelu", "tanh": "gelu_tanh"}[found["approximate"]]
-    return _mapped(node, found, (name, ()))
-
-
-def _mapped(node: fx.Node, found: Found, act: Act) -> Call:
-    return Call(node, (found["self"],), "", "", Map(0, act))
+def _activation(draft: Draft, node: fx.Node, found: Found) -> Call | None:
+    for activation, op in by_op()[node.target]:
+        numbers = op.read(found.__getitem__)
+        if numbers is not None:
+            x = next(iter(found.values()))  # an op's first argument
+            return Call(node, (x,), "", "", Map(0, (activation.name, numbers)))
+    return None
 
 
 def _same(draft: Draft, node: fx.Node, found: Found) -> Call | None:
@@ -314,13 +304,6 @@ _RULES: dict[Any, Rule] = {
                      aten.conv2d.padding), _convolution),
     **dict.fromkeys((aten.conv_transpose1d.default, aten.conv_transpose2d.input), _transposed),
     aten.linear.default: _linear,
-    **{getattr(aten, name).default: _activation(name) for name in (
-        "relu", "sigmoid", "tanh", "hardswish", "hardsigmoid", "silu")},
-    aten.relu6.default: lambda draft, node, found: _mapped(node, found, ("clamp", (0.0, 6.0))),
-    aten.leaky_relu.default: _activation("leaky_relu", "negative_slope"),
-    aten.hardtanh.default: _activation("clamp", "min_val", "max_val"),
-    aten.clamp.default: _activation("clamp", "min", "max"),
-    aten.gelu.default: _gelu,
     aten.add.Tensor: _sum,
     aten.cat.default: _joined,
     aten.max_pool2d.default: _largest,

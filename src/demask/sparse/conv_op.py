@@ -21,8 +21,8 @@ from torch.library import Library
 from demask.errors import BadInput
 from demask.sparse import dense
 from demask.sparse.matrix import Rows
-from demask.sparse.op import parsed, recomputed
 from demask.sparse.program import Conv
+from demask.sparse.recompute import parsed, recomputed
 
 _LIBRARY = Library("demask", "FRAGMENT")
 for _line in (

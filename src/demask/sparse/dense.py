@@ -7,17 +7,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from demask.compat.dispatch import count_dispatch_modes, has_functorch_transforms
 from demask.errors import BadInput
+from demask.ops.activations import activate
 from demask.sparse.program import (
     MAX_SIZE,
-    Act,
     Add,
     Cat,
     Conv,
@@ -32,18 +32,6 @@ from demask.sparse.program import (
     reads,
 )
 
-ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
-    "relu": torch.relu,
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-    "hardswish": F.hardswish,
-    "hardsigmoid": F.hardsigmoid,
-    "silu": F.silu,
-    "leaky_relu": F.leaky_relu,
-    "clamp": torch.clamp,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-}
 STORED = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8)
 
 
@@ -164,7 +152,7 @@ def call(
             raise BadInput(f"expected the weight of a {type(step).__name__}")
         conv = isinstance(step, Conv)
         y = _conv(step, x, weight, bias) if conv else F.linear(x, weight, bias)
-        return _activated(y if step.add is None else y + operands[1], step.act)
+        return activate(y if step.add is None else y + operands[1], step.act)
     if isinstance(step, Pool):
         return _pool(step, x)
     if isinstance(step, Mean):
@@ -173,7 +161,7 @@ def call(
         return x.flatten(1)
     if isinstance(step, Cat):
         return torch.cat(list(operands), dim=-1 if kind == "tokens" else 1)
-    return _activated(x + operands[1] if isinstance(step, Add) else x, step.act)
+    return activate(x + operands[1] if isinstance(step, Add) else x, step.act)
 
 
 def _layer(step: Step, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
@@ -188,7 +176,7 @@ def traced(tensors: Sequence[Tensor]) -> bool:
     """Whether values of tensors are unknown or recorded, so that code cannot depend on them."""
     if torch.compiler.is_compiling():
         return True  # first, for torch.compile does not know the next two
-    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+    if count_dispatch_modes() or has_functorch_transforms():
         return True  # torch has no public names for these
     return any(t.is_meta for t in tensors)
 
@@ -209,10 +197,6 @@ def scattered(
     values = values if dtype is None else values.to(dtype)
     zeros = torch.zeros(step.out * columns, dtype=values.dtype, device=values.device)
     return zeros.index_add(0, row * columns + col, values).reshape(step.out, columns)
-
-
-def _activated(x: Tensor, act: Act | None) -> Tensor:
-    return x if act is None else ACTIVATIONS[act[0]](x, *act[1])
 
 
 def _conv(step: Conv, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

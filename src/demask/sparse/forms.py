@@ -14,7 +14,6 @@ from math import inf, prod
 import torch
 from torch import Tensor, fx
 
-import demask.sparse.spell  # noqa: F401  (makes known what segments stand for)
 from demask.graph.program import Constant
 from demask.graph.program import Program as Whole
 from demask.graph.provenance import Decision

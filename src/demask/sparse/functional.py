@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from demask.errors import BadInput
-from demask.sparse.activations import Activation, act_of
+from demask.ops.activations import ActivationLike, act_of
 from demask.sparse.dense import check_indices, traced
 from demask.sparse.gpu_ops import kernels
 from demask.sparse.matrix import Rows
@@ -82,7 +82,10 @@ class DCSR:
 
 
 def spmm(
-    w: Tensor | DCSR, x: Tensor | DCSR, bias: Tensor | None = None, activation: Activation = None
+    w: Tensor | DCSR,
+    x: Tensor | DCSR,
+    bias: Tensor | None = None,
+    activation: ActivationLike = None,
 ) -> Tensor:
     """act(w @ x + bias), where one of the matrices, or both, are sparse.
 

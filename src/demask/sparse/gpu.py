@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from demask.kernels.gpu import bitmap, epilogue, pairs, sddmm_rows, spmm_rows
-from demask.sparse.dense import ACTIVATIONS
+from demask.kernels.gpu import activations, bitmap, epilogue, pairs, sddmm_rows, spmm_rows
+from demask.ops.activations import Act, activate
 from demask.sparse.gpu_choice import Choice, choose
 from demask.sparse.gpu_forms import Form, form_of
 from demask.sparse.matrix import Rows, like, row_of
-from demask.sparse.program import Act
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 FINISH, AREA = 256, 1024  # columns and elements of a program that sums parts
@@ -37,6 +36,8 @@ def spmm(
 ) -> Tensor:  # fmt: skip
     """act(m @ x + bias) [rows, n] with x [columns, n]; it lies as x does: columns side by side, or
     rows where those of x are. BadInput for indices that do not fit."""
+    if act is not None and act[0] not in activations.NAMES:  # registered at run time
+        return activate(spmm(m, x, bias, None, choice), act)
     form = form_of(m)
     out = like(x, m.size[0], x.shape[1])
     if not out.numel():
@@ -265,7 +266,7 @@ def _finish(
 def _empty(out: Tensor, bias: Tensor | None, act: Act | None) -> Tensor:
     """`out`, filled with what rows without nonzeros are."""
     one = out.new_zeros(1) if bias is None else bias
-    one = one if act is None else ACTIVATIONS[act[0]](one.float(), *act[1])
+    one = one if act is None else activate(one.float(), act)
     return out.copy_(one.reshape(-1, 1).expand_as(out))
 
 
@@ -275,7 +276,7 @@ def _dense(w: Tensor, x: Tensor, bias: Tensor | None, act: Act | None, out: Tens
         torch.mm(w, x, out=out)
     else:
         torch.addmm(bias[:, None], w, x, out=out)
-    return out if act is None else out.copy_(ACTIVATIONS[act[0]](out, *act[1]))
+    return out if act is None else out.copy_(activate(out, act))
 
 
 def _aligned(values: Tensor) -> Tensor:

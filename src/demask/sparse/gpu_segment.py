@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from demask.ops.activations import activate
 from demask.sparse import dense
 from demask.sparse.gpu_ops import kernels
 from demask.sparse.matrix import Rows
@@ -52,10 +53,7 @@ def _layer(
     )
     y = made.t().reshape(*tokens.shape[:-1], step.out)
     y = y if isinstance(step, Linear) else y.movedim(-1, 1)
-    if step.add is None:
-        return y
-    y = y + operands[1]
-    return y if step.act is None else dense.ACTIVATIONS[step.act[0]](y, *step.act[1])
+    return y if step.add is None else activate(y + operands[1], step.act)
 
 
 def _is_product(step: Conv | Linear) -> bool:

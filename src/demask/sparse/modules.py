@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from demask.errors import BadInput
+from demask.ops.activations import ActivationLike, act_of, module_of
 from demask.sparse import dense
-from demask.sparse.activations import Activation, act_of, module_of
 from demask.sparse.op import segment
 from demask.sparse.program import MAX_SIZE, Conv, Linear, Pair, Program, Span, Weight
 
@@ -34,7 +34,7 @@ class SparseLayer(nn.Module):
     col: Tensor
     kind: ClassVar[str]  # of inputs, as programs name them
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, activation: Activation):
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: ActivationLike):
         super().__init__()
         values, crow, col = compressed(weight)
         self.rows, self.columns, self.act = *weight.shape, act_of(activation)
@@ -142,14 +142,14 @@ class SparseLinear(SparseLayer):
     kind = "tokens"
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, activation: Activation = None
+        self, weight: Tensor, bias: Tensor | None = None, activation: ActivationLike = None
     ) -> None:
         super().__init__(weight, bias, activation)
         self.out_features, self.in_features = self.rows, self.columns
         self._describe()
 
     @classmethod
-    def from_dense(cls, module: nn.Linear, activation: Activation = None) -> Self:
+    def from_dense(cls, module: nn.Linear, activation: ActivationLike = None) -> Self:
         """The layer with the nonzeros of an nn.Linear.
 
         >>> SparseLinear.from_dense(nn.Linear(4, 3), "relu")
@@ -191,7 +191,7 @@ class SparseConv(SparseLayer):
     def __init__(
         self, weight: Tensor, bias: Tensor | None = None, *, kernel_size: Sizes, stride: Sizes = 1,
         padding: Sizes | str = 0, dilation: Sizes = 1, groups: int = 1,
-        padding_mode: str = "zeros", output_padding: Sizes = 0, activation: Activation = None,
+        padding_mode: str = "zeros", output_padding: Sizes = 0, activation: ActivationLike = None,
     ) -> None:  # fmt: skip
         super().__init__(weight, bias, activation)
         self.kernel_size = self._sizes("kernel_size", kernel_size, 1)
@@ -243,7 +243,7 @@ class SparseConv(SparseLayer):
             raise BadInput("expected output_padding with a transposed convolution alone")
 
     @classmethod
-    def from_dense(cls, module: Any, activation: Activation = None) -> Self:
+    def from_dense(cls, module: Any, activation: ActivationLike = None) -> Self:
         """The layer with the nonzeros of torch's layer, and an activation behind it.
 
         >>> SparseConv2d.from_dense(nn.Conv2d(8, 4, 3, padding="same", groups=2), nn.SiLU())

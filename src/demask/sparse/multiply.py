@@ -15,8 +15,8 @@ from demask.kernels.csr import CALL, pieces, vector
 from demask.kernels.isa import host
 from demask.kernels.jit import CODE
 from demask.kernels.team import ENTRY, Job
+from demask.ops.activations import Act, activate
 from demask.sparse.matrix import Rows
-from demask.sparse.program import Act
 
 LINE = 64  # bytes of a cache line
 WORK = 1 << 15  # products that are worth waking a thread for
@@ -139,10 +139,7 @@ def _laid(x: Tensor, entries: int) -> tuple[Tensor, bool]:
 
 def _fill(made: Tensor, bias: Tensor | None, act: Act | None) -> None:
     """What rows without nonzeros are."""
-    from demask.sparse.dense import ACTIVATIONS
-
-    one = torch.zeros(1) if bias is None else bias
-    one = one if act is None else ACTIVATIONS[act[0]](one, *act[1])
+    one = activate(torch.zeros(1) if bias is None else bias, act)
     made.copy_(one.reshape(-1, 1).expand_as(made))
 
 

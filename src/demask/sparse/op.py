@@ -10,7 +10,6 @@ share no memory with anything.
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Sequence
@@ -20,10 +19,12 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from demask.compat.dispatch import BelowAutograd, count_dispatch_modes, has_functorch_transforms
 from demask.kernels import llvm
 from demask.kernels.llvm import NoPlan
 from demask.sparse import dense, gpu_segment
 from demask.sparse.program import Program
+from demask.sparse.recompute import parsed, recomputed
 
 if TYPE_CHECKING:
     from demask.kernels.probe import Probe
@@ -58,12 +59,6 @@ def segment(inputs: Sequence[Tensor], weights: Sequence[Tensor], program: str) -
             [0., 5.]])]
     """
     return torch.ops.demask.segment.default(inputs, weights, program)
-
-
-@functools.lru_cache(maxsize=64)
-def parsed(text: str) -> Program:
-    """The program of a text."""
-    return Program.parse(text)
 
 
 Made = tuple["Plan | None", tuple[int, ...]]  # a plan, if there is one; inputs it wants contiguous
@@ -266,7 +261,7 @@ def fake(inputs: list[Tensor], weights: list[Tensor], text: str) -> list[Tensor]
 def with_gradients(inputs: list[Tensor], weights: list[Tensor], text: str) -> list[Tensor]:
     """The op's kernel above those of devices: it records what gradients need, if any do."""
     given = (*inputs, *weights)
-    if torch._C._are_functorch_transforms_active():
+    if has_functorch_transforms():
         return dense.run(parsed(text), inputs, weights)
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         if inputs and inputs[0].is_cuda:
@@ -278,9 +273,9 @@ def with_gradients(inputs: list[Tensor], weights: list[Tensor], text: str) -> li
             return [found]
         return list(Recomputed.apply(text, len(inputs), *given))
     here = all(type(t) in PLAIN and t.is_cpu for t in given)
-    if here and not torch._C._len_torch_dispatch_stack():
+    if here and not count_dispatch_modes():
         return on_cpu(inputs, weights, text)  # as the call below, 4 µs earlier
-    with torch._C._AutoDispatchBelowAutograd():
+    with BelowAutograd():
         return torch.ops.demask.segment.default(inputs, weights, text)
 
 
@@ -291,7 +286,7 @@ class Recomputed(torch.autograd.Function):
     def forward(ctx: Any, text: str, count: int, *given: Tensor) -> tuple[Tensor, ...]:
         ctx.text, ctx.count = text, count
         ctx.save_for_backward(*given)
-        with torch._C._AutoDispatchBelowAutograd():
+        with BelowAutograd():
             inputs, weights = list(given[:count]), list(given[count:])
             return tuple(torch.ops.demask.segment.default(inputs, weights, text))
 
@@ -299,23 +294,6 @@ class Recomputed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[2:]
         return (None, None, *recomputed(ctx.text, ctx.count, ctx.saved_tensors, needed, grads))
-
-
-def recomputed(
-    text: str, count: int, given: Sequence[Tensor], needed: Sequence[bool], grads: Sequence[Tensor]
-) -> list[Tensor | None]:
-    """Gradients of a program, those of `dense.run`, of the tensors that need one. given: `count`
-    inputs, then weights."""
-    again = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # Views, since one tensor may be given twice; leaves, unless these gradients have some.
-        given = [t.view_as(t) if again else t.detach() for t in given]
-        wanted = [t if again else t.requires_grad_()
-                  for t, need in zip(given, needed, strict=True) if need]  # fmt: skip
-        found = dense.run(parsed(text), given[:count], given[count:])
-        made = iter(torch.autograd.grad(
-            found, wanted, grads, create_graph=again, allow_unused=True))  # fmt: skip
-    return [next(made) if need else None for need in needed]
 
 
 def mapped(info: Any, dims: Any, *given: Any) -> tuple[list[Tensor], list[int]]:

@@ -16,11 +16,10 @@ from torch.library import Library
 
 from demask.errors import BadInput
 from demask.kernels import llvm
-from demask.sparse.dense import ACTIVATIONS, check_indices
+from demask.ops.activations import ACTIVATIONS, Act, activate
+from demask.sparse.dense import check_indices
 from demask.sparse.gpu_ops import kernels, parts, sampled, turned
 from demask.sparse.matrix import Rows, like, row_of
-from demask.sparse.program import ACTIVATIONS as NUMBERS
-from demask.sparse.program import Act
 
 NARROW = (torch.float16, torch.bfloat16)
 
@@ -63,7 +62,7 @@ def check(m: Rows, x: Tensor, bias: Tensor | None, act: Act | None) -> None:
         raise BadInput(f"expected row starts, columns and x for a matrix of {m.size}, got {shapes}")
     if bias is not None and tuple(bias.shape) != m.size[:1]:
         raise BadInput(f"expected a bias of shape ({m.size[0]},), got {tuple(bias.shape)}")
-    if act is not None and len(act[1]) != NUMBERS.get(act[0], -1):
+    if act is not None and (act[0] not in ACTIVATIONS or len(act[1]) != ACTIVATIONS[act[0]].count):
         raise BadInput(f"expected an activation, got {act}")
 
 
@@ -119,8 +118,7 @@ def _gathered(m: Rows, x: Tensor, bias: Tensor | None, act: Act | None) -> Tenso
     made = x.new_zeros(m.size[0], x.shape[1])
     for part in parts(len(row), x.shape[1]):
         made.index_add_(0, row[part], m.values[part, None] * x[m.col[part].long()])
-    made = made if bias is None else made + bias[:, None]
-    return made if act is None else ACTIVATIONS[act[0]](made, *act[1])
+    return activate(made if bias is None else made + bias[:, None], act)
 
 
 def fake(*given: Any) -> Tensor:
@@ -158,7 +156,7 @@ def _before(m: Rows, x: Tensor, bias: Tensor | None, act: Act, slope: Tensor) ->
     z = product(*m[:3], m.names, m.size, x, bias)
     with torch.enable_grad():
         z = z.view_as(z) if again else z.detach().requires_grad_()
-        y = ACTIVATIONS[act[0]](z, *act[1])
+        y = activate(z, act)
         (found,) = torch.autograd.grad(y, z, slope, create_graph=again)
     return found
 

@@ -20,18 +20,13 @@ from math import inf
 from typing import Any
 
 from demask.errors import BadInput
-from demask.kernels.act import Act
+from demask.ops.activations import ACTIVATIONS, Act
 
 KINDS = ("image", "signal", "tokens")
 MAX_TEXT = 4_000_000  # characters of a program: ResNet-152 has 60,000
 MAX_SIZE = 2**31 - 1
 LARGEST = 3.4e38  # a float32 takes it
 
-#: activations: how many numbers each takes. torch's names; clamp: least, largest
-ACTIVATIONS = {
-    "relu": 0, "sigmoid": 0, "tanh": 0, "hardswish": 0, "hardsigmoid": 0, "silu": 0,
-    "leaky_relu": 1, "clamp": 2, "gelu": 0, "gelu_tanh": 0,
-}  # fmt: skip
 Span = tuple[int, int, int]  # tensor, first element, element behind the last
 Pair = tuple[int, int]
 
@@ -355,7 +350,7 @@ def _check_conv(step: Conv) -> None:
 def _check_act(act: Any) -> None:
     known = type(act) is tuple and len(act) == 2 and act[0] in ACTIVATIONS
     numbers = act[1] if known else ()
-    if not known or len(numbers) != ACTIVATIONS[act[0]]:
+    if not known or len(numbers) != ACTIVATIONS[act[0]].count:
         raise BadInput(f"expected an activation of {sorted(ACTIVATIONS)}, got {act!r:.80}")
     if not all(type(n) in (int, float) and (abs(n) <= LARGEST or abs(n) == inf) for n in numbers):
         raise BadInput(f"expected numbers, got {act!r:.80}")

@@ -22,9 +22,9 @@ from torch import Tensor, fx
 import demask.sparse.op  # noqa: F401  (registers the op that graphs call)
 from demask.graph.program import Program as Whole
 from demask.ops import schema
+from demask.ops.activations import Act
 from demask.sparse.calls import Call, matrix
 from demask.sparse.program import (
-    Act,
     Add,
     Cat,
     Conv,

@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
+from demask.compat.fake_tensors import FakeTensorMode
+from demask.compat.tracing import make_fx
 from demask.errors import BadInput
 from demask.files.names import check_fqn
 from demask.graph.program import Program as Whole
 from demask.ops import schema
-from demask.ops.own import Own, register
+from demask.ops.own import Own
+from demask.registry import CUSTOM_OPS
 from demask.sparse import dense
 from demask.sparse.program import (
     MAX_SIZE,
@@ -31,7 +32,7 @@ from demask.sparse.program import (
     Weight,
     reads,
 )
-from demask.sparse.segments import SEGMENT, segments_of
+from demask.sparse.segments import segments_of
 from demask.tune.draft import Draft
 
 
@@ -74,7 +75,7 @@ def check(found: Mapping[str, Any]) -> None:
                 dense.part(span, weights)
 
 
-register(SEGMENT, Own(run, spelled, check))
+CUSTOM_OPS.register("segment", Own(run, spelled, check))
 
 
 class _Spelled:

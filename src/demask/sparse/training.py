@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from demask.kernels import llvm
+from demask.ops.activations import Act, activate
 from demask.sparse import dense
 from demask.sparse.conv_op import convolved
 from demask.sparse.planes import Geometry
 from demask.sparse.product import product
-from demask.sparse.program import Act, Conv, Linear, Program, Span, Weight
+from demask.sparse.program import Conv, Linear, Program, Span, Weight
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -44,10 +45,7 @@ def trained(program: Program, inputs: Sequence[Tensor], weights: Sequence[Tensor
         z = _conv(step, program, x, weights)
     else:
         return None
-    if z is None:
-        return None
-    act = step.act
-    return z if act is None else dense.ACTIVATIONS[act[0]](z, *act[1])
+    return None if z is None else activate(z, step.act)
 
 
 def takes(program: Program, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
+from demask.compat.dispatch import has_schema
 from demask.errors import BadInput
 from demask.graph.program import Program
 from demask.ops import schema
@@ -239,7 +240,7 @@ def _emit(emitter: Emitter, node: fx.Node, rules: Mapping[Any, Rule]) -> None:
 
 def arguments(node: fx.Node) -> dict[str, Any]:
     """The arguments of a call by name; of a builtin (getitem), by position."""
-    if not hasattr(node.target, "_schema"):
+    if not has_schema(node.target):
         return {str(k): value for k, value in enumerate(node.args)}
     return schema.arguments(node)
 

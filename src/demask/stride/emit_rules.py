@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from demask.ops.activations import ACTIVATIONS
 from demask.stride.emit import Emitter, Made, Ref, Refused, Rule, shape_of
 from demask.stride.emit_shapes import SHAPES
 from demask.stride.emit_windows import WINDOWS, by_axes, each, per_channel, softmax_of
@@ -222,9 +223,8 @@ RULES: dict[Any, Rule] = {
        for overload in (getattr(aten, name).Tensor, getattr(aten, name).Scalar)},
     aten.rsub.Scalar: reversed_subtract, aten.rsub.Tensor: reversed_subtract,
     aten.maximum.default: binary("maximum"), aten.minimum.default: binary("minimum"),
-    aten.clamp.default: clamp("min", "max"), aten.clamp_min.default: clamp("min", None),
-    aten.clamp_max.default: clamp(None, "max"),
-    aten.hardtanh.default: clamp("min_val", "max_val"), aten.relu6.default: clamp(0.0, 6.0),
+    **{op.target: clamp(*op.numbers) for op in ACTIVATIONS["clamp"].ops},
+    aten.clamp_min.default: clamp("min", None), aten.clamp_max.default: clamp(None, "max"),
     aten.leaky_relu.default: function("leaky_relu", slope="negative_slope"),
     aten.pow.Tensor_Scalar: power, aten.square.default: square, aten.elu.default: elu,
     aten.softplus.default: softplus, aten.gelu.default: gelu, aten.prelu.default: prelu,

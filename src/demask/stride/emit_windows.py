@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from demask.compat.dispatch import base_name
 from demask.stride.emit import Emitter, Made, Ref, Refused, Rule, shape_of
 from demask.stride.emit_shapes import every, moved_back, rows_of
 
@@ -211,7 +212,7 @@ def adaptive_pool(op: str) -> Rule:
 
 def _axes(node: fx.Node) -> int:
     """How many axes a pool has, by its name: aten.max_pool2d."""
-    return int(next(c for c in node.target._schema.name[::-1] if c.isdigit()))  # type: ignore[union-attr]
+    return int(next(c for c in base_name(node.target)[::-1] if c.isdigit()))
 
 
 def by_axes(name: str, rule: Rule, suffix: str = "default") -> dict[Any, Rule]:

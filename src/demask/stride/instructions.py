@@ -30,11 +30,10 @@ from demask.stride.interpret import executed
 from demask.stride.lower import lowered
 from demask.stride.machine import Counts, Instruction, Machine, Setting, Work, counted
 from demask.stride.place import placed
+from demask.stride.stored import Ports
 from demask.stride.targets import Target
 from demask.stride.units import unit_of, work_of
 from demask.tune.affine import absorbed
-
-Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 @public
@@ -84,8 +83,8 @@ class Instructions:
     """
 
     machine: Machine
-    inputs: Shapes
-    outputs: Shapes
+    inputs: Ports
+    outputs: Ports
     weights: Mapping[str, Tensor]
     instructions: tuple[Instruction, ...]
     sizes: Mapping[str, int]
@@ -114,7 +113,8 @@ class Instructions:
 
     def to_dict(self) -> dict[str, Any]:
         """The list in JSON types, weights as base64 text."""
-        return stored.encoded(self)
+        return stored.encoded(self.machine, self.inputs, self.outputs, self.weights,
+                              self.instructions, self.sizes, self.notes)  # fmt: skip
 
     @classmethod
     def from_dict(cls, data: Any) -> Instructions:
@@ -147,7 +147,7 @@ def _plain(value: Setting) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else f"{value:g}"
 
 
-def _check_inputs(given: tuple[Any, ...], expected: Shapes) -> None:
+def _check_inputs(given: tuple[Any, ...], expected: Ports) -> None:
     found = [f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor)
              else type(value).__name__ for value in given]  # fmt: skip
     if found != [f"{torch.float32} {shape}" for _, shape in expected]:

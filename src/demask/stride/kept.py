@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
+from demask.compat.dispatch import OpOverload
 from demask.facts.ranges import Range, ranges
 from demask.graph.program import Program
 from demask.ops import TABLE, Relation, bind, schema
@@ -108,7 +109,7 @@ def _masked(draft: Draft, node: Any, rank: int) -> _Masked | None:
 
 
 def _select(draft: Draft, node: fx.Node) -> _Masked | None:
-    found = schema.arguments(node) if isinstance(node.target, torch._ops.OpOverload) else {}
+    found = schema.arguments(node) if isinstance(node.target, OpOverload) else {}
     if node.target in (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf):
         keep, yes, no = _constant(draft, found["condition"]), found["self"], found["other"]
     elif node.target is aten.masked_fill.Scalar:

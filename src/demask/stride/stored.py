@@ -6,7 +6,7 @@ import base64
 import binascii
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,28 +28,33 @@ from demask.stride.machine import (
 )
 from demask.stride.units import checked
 
-if TYPE_CHECKING:
-    from demask.stride.instructions import Instructions
-
 FORMAT = "demask instructions 1"
 MAX_INSTRUCTIONS, MAX_RANK, MAX_TEXT = 1_000_000, 16, 1000
 MAX_BYTES = 2**34  # of one buffer: the interpreter allocates it
+Ports = tuple[tuple[str, tuple[int, ...]], ...]  # names and shapes
 _FIELDS = {"format", "machine", "inputs", "outputs", "weights", "instructions", "sizes", "notes"}
 _NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
-def encoded(given: Instructions) -> dict[str, Any]:
-    """A list of instructions in JSON types."""
-    machine = {name: getattr(given.machine, name) for name in Machine.__slots__}
+def encoded(
+    machine: Machine,
+    inputs: Ports,
+    outputs: Ports,
+    weights: Mapping[str, Tensor],
+    instructions: tuple[Instruction, ...],
+    sizes: Mapping[str, int],
+    notes: tuple[str, ...],
+) -> dict[str, Any]:
+    """A list of instructions, by its fields, in JSON types."""
     return {
         "format": FORMAT,
-        "machine": machine,
-        "inputs": [[name, list(shape)] for name, shape in given.inputs],
-        "outputs": [[name, list(shape)] for name, shape in given.outputs],
-        "sizes": dict(given.sizes),
-        "notes": list(given.notes),
-        "instructions": [_row(row) for row in given.instructions],
-        "weights": {name: _packed(tensor) for name, tensor in given.weights.items()},
+        "machine": {name: getattr(machine, name) for name in Machine.__slots__},
+        "inputs": [[name, list(shape)] for name, shape in inputs],
+        "outputs": [[name, list(shape)] for name, shape in outputs],
+        "sizes": dict(sizes),
+        "notes": list(notes),
+        "instructions": [_row(row) for row in instructions],
+        "weights": {name: _packed(tensor) for name, tensor in weights.items()},
     }
 
 
@@ -139,7 +144,7 @@ def _sizes(data: Any, machine: Machine, weights: Mapping[str, Tensor]) -> dict[s
     return dict(data)
 
 
-def _ports(data: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def _ports(data: Any) -> Ports:
     _need(isinstance(data, list) and len(data) <= MAX_INSTRUCTIONS, "names and shapes", data)
     for port in data:
         _need(isinstance(port, list) and len(port) == 2, "a name and a shape", port)

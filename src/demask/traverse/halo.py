@@ -27,6 +27,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from demask.compat.dispatch import has_schema
 from demask.errors import BadInput, NotExportable
 from demask.failures import public
 from demask.ops.entry import op_name
@@ -291,7 +292,7 @@ def _barriers(paths: tuple[Paths, Paths]) -> tuple[Barrier, ...]:
 
 def _call(node: fx.Node) -> fx.Node:
     """The call that makes a value: of one of several outputs, the call before."""
-    return node if hasattr(node.target, "_schema") else node.all_input_nodes[0]
+    return node if has_schema(node.target) else node.all_input_nodes[0]
 
 
 def _cut(paths: Paths, found: Recording, inputs: tuple[InputHalo, ...], axis: int) -> Cut:

@@ -17,8 +17,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from demask.compat.dispatch import (
+    OpOverload,
+    TorchDispatchMode,
+    base_name,
+    is_mutable,
+    overload_name,
+)
 from demask.graph.capture import capture
 from demask.graph.copying import structural_copy
 from demask.graph.fold import folded
@@ -65,7 +71,7 @@ def recorded(
 
 
 def _is_known(node: fx.Node) -> bool:
-    is_op = isinstance(node.target, torch._ops.OpOverload)
+    is_op = isinstance(node.target, OpOverload)
     return not is_op or op_name(node.target) in TABLE
 
 
@@ -145,7 +151,7 @@ class _Recorder(TorchDispatchMode):
         made = self._made(func, [self._value(leaf) for leaf in leaves], spec)
         calls = [self._operand(leaf) for leaf in leaves]
         operands, keywords = pytree.tree_unflatten(calls, spec)
-        if func._schema.is_mutable:
+        if is_mutable(func):
             self._write(func, args, operands, keywords)
             return args[0]
         node = self._call(func, operands, keywords, made)
@@ -166,7 +172,7 @@ class _Recorder(TorchDispatchMode):
         made = func(*args, **kwargs)
         if isinstance(made, Tensor):
             given = {_storage(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
-            if _storage(made) not in given and not func._schema.is_mutable:
+            if _storage(made) not in given and not is_mutable(func):
                 self.like[key] = (made.shape, made.stride(), made.dtype)
         return made
 
@@ -177,9 +183,9 @@ class _Recorder(TorchDispatchMode):
 
     def _write(self, func: Any, args: Any, operands: Any, keywords: Any) -> None:
         """An in-place call is recorded as the op that makes a new value."""
-        name = func._schema.name.split("::")[1]
+        name = base_name(func)
         plain = getattr(torch.ops.aten, name.removesuffix("_"), None)
-        plain = getattr(plain, func._overloadname, None)
+        plain = getattr(plain, overload_name(func), None)
         if not name.endswith("_") or plain is None or id(args[0]) not in self.held:
             raise _Lost(f"{func} writes into what is no value of its own")
         alike = self.shared[_storage(args[0])]

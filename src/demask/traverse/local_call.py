@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from demask.compat.dispatch import schema_of
 from demask.machine.arena import aligned
 from demask.ops import regions, schema
 from demask.ops.bind import Relation
@@ -162,12 +163,12 @@ class Windows(Kind):
 
 def out_overload(target: Any) -> Any:
     """The overload that writes into memory it is given, if it is no copy behind the scenes."""
-    names = [(a.name, str(a.type)) for a in target._schema.arguments]
-    for overload in target._overloadpacket.overloads():
-        op = getattr(target._overloadpacket, overload)
-        plain = [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
+    names = [(a.name, str(a.type)) for a in schema_of(target).arguments]
+    for overload in target.overloadpacket.overloads():
+        op = getattr(target.overloadpacket, overload)
+        plain = [(a.name, str(a.type)) for a in schema_of(op).arguments if not a.is_out]
         real = torch.Tag.generated not in op.tags
-        if real and len(op._schema.arguments) == len(plain) + 1 and plain == names:
+        if real and len(schema_of(op).arguments) == len(plain) + 1 and plain == names:
             return op
     return None
 

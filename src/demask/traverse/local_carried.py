@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from demask.compat.dispatch import OpOverload, base_name, overload_name, schema_of
 from demask.ops import regions
 from demask.ops.entry import Declined, op_name
 from demask.traverse.axes import COLUMNS, Window, strides
@@ -126,7 +127,7 @@ class Apply(Kind):
         if isinstance(carried, Declined):
             return carried
         target: Any = call.node.target
-        if not isinstance(target, torch._ops.OpOverload):
+        if not isinstance(target, OpOverload):
             return Declined(f"{op_name(target)}: no operator of torch's")
         how, found = _way(call, target)
         even = carried.tiles in ((1, 1), (1, 0))
@@ -203,7 +204,7 @@ def _way(call: Call, target: Any) -> tuple[str, Any]:
     tensors = [o for o in call.relation.operands if isinstance(o.value, torch.fx.Node)]
     if over is not None and len(tensors) == 1 and first is tensors[0].value and _alike(first, call):
         return "inplace", over
-    aliases = [r.alias_info for r in target._schema.returns]
+    aliases = [r.alias_info for r in schema_of(target).returns]
     return ("view" if aliases and aliases[0] is not None else "result"), target
 
 
@@ -211,10 +212,10 @@ def _inplace(target: Any) -> Any:
     """The overload that writes over its first operand, if it is no copy behind the scenes."""
     if target.namespace != "aten":
         return None
-    over = getattr(getattr(aten, f"{target._opname}_", None), target._overloadname, None)
+    over = getattr(getattr(aten, f"{base_name(target)}_", None), overload_name(target), None)
     if over is None or torch.Tag.generated in over.tags:
         return None
-    return over if len(over._schema.arguments) == len(target._schema.arguments) else None
+    return over if len(schema_of(over).arguments) == len(schema_of(target).arguments) else None
 
 
 def _alike(node: Any, call: Call) -> bool:
@@ -224,9 +225,9 @@ def _alike(node: Any, call: Call) -> bool:
 
 def spelled(target: Any, found: Found) -> tuple[list[Any], dict[str, Any]]:
     """All arguments of an op but its `out`, by position and by keyword."""
-    args = [found[a.name] for a in target._schema.arguments if not a.kwarg_only and not a.is_out]
+    args = [found[a.name] for a in schema_of(target).arguments if not a.kwarg_only and not a.is_out]
     more = {
-        a.name: found[a.name] for a in target._schema.arguments if a.kwarg_only and not a.is_out
+        a.name: found[a.name] for a in schema_of(target).arguments if a.kwarg_only and not a.is_out
     }
     return args, more
 
@@ -265,9 +266,9 @@ def is_rearranged(call: Call) -> bool:
         or relation.window
     ):
         return False
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
-    returns = target._schema.returns
+    returns = schema_of(target).returns
     views = len(returns) == 1 and returns[0].alias_info is not None
     kept = relation.letters(relation.ins[0]) <= relation.letters(relation.outs[0])
     return kept and (views or target.overloadpacket in _SHUFFLES)

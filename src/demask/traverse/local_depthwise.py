@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from demask.kernels import llvm
-from demask.kernels.act import Act
 from demask.kernels.isa import host
 from demask.kernels.window import LARGEST, Runner, Sizes, Window
+from demask.ops.activations import Act, by_onednn
 from demask.ops.entry import Declined
 from demask.ops.regions import Interval
 from demask.traverse.axes import COLUMNS, ROWS
@@ -28,14 +28,6 @@ from demask.traverse.local_windows import Conv
 from demask.tune.epilogues import Epilogue, plain_call
 
 LLVM = 40 * 2**20  # bytes of the compiler, measured
-# What is fused, as the emitter names it; what takes an exponential is left to torch.
-_ACTS = {
-    "relu": "relu",
-    "hardtanh": "clamp",
-    "leaky_relu": "leaky_relu",
-    "hardswish": "hardswish",
-    "hardsigmoid": "hardsigmoid",
-}
 
 
 def quicker(kind: Kind | Declined) -> Kind | Declined:
@@ -202,10 +194,14 @@ class Depthwise(_Kernels):
 
 
 def fused(after: Epilogue | None) -> Act | None:
-    """An activation as the kernel computes it, None where it is left to torch."""
-    if after is None or after.name not in _ACTS or any(map(math.isnan, after.scalars)):
+    """An activation as the kernel computes it; None for those left to torch: with an exponential,
+    or with NaN as a number."""
+    if after is None or any(map(math.isnan, after.scalars)):
         return None
-    return _ACTS[after.name], tuple(after.scalars)
+    activation = by_onednn(after.name, after.algorithm)
+    if activation is None or activation.exponential:
+        return None
+    return activation.name, tuple(after.scalars)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

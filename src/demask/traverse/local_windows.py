@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from demask.compat.onednn import available, ops
 from demask.ops.entry import Declined, op_name
 from demask.ops.regions import Interval
 from demask.traverse.axes import Window
@@ -29,7 +30,7 @@ from demask.traverse.local_call import (
 )
 from demask.traverse.local_carried import spelled
 from demask.traverse.local_pools import Adaptive, AvgPool, MaxPool
-from demask.tune.epilogues import CONVOLUTIONS, Epilogue, available, ops, plain_call
+from demask.tune.epilogues import CONVOLUTIONS, Epilogue, plain_call
 
 aten = torch.ops.aten
 

@@ -11,14 +11,16 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from demask.compat.fake_tensors import FakeTensorMode
+from demask.compat.fx_internals import signature_of
 from demask.graph.codegen import TRACED, Codegen
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Provenance, Sizes
-from demask.graph.result import KINDS, Demasked, build
+from demask.graph.result import Demasked, build
+from demask.registry import RESULT_KINDS
 from demask.shrink.pipeline import inputs_of
 from demask.traverse.ends import tensor_sink, tensor_source
 from demask.traverse.flow import Flow, flow_of
@@ -104,7 +106,7 @@ class Tiled(Demasked):
         return self.prepared
 
 
-KINDS["tiled"] = Tiled
+RESULT_KINDS.register("tiled", Tiled)
 
 
 def tiled(program: Program, plan: Plan, flow: Flow, layout: Layout) -> Tiled:
@@ -124,7 +126,7 @@ def tiled(program: Program, plan: Plan, flow: Flow, layout: Layout) -> Tiled:
 
 def program_of(module: Tiled) -> Program:
     """The program of a module's graph, with the values that its nodes make at the plan's sizes."""
-    info: Any = module.graph._codegen.pytree_info  # type: ignore[attr-defined]
+    info: Any = signature_of(module.graph)
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     names = [str(n.target) for n in graph.find_nodes(op="get_attr")]
@@ -154,14 +156,14 @@ def called(
 ) -> Any:
     """One call, without gradients: image by image. run: how an image is executed, where not by the
     plan."""
-    info: Any = module.graph._codegen.pytree_info  # type: ignore[attr-defined]
+    info: Any = signature_of(module.graph)
     return planned(module, _flat(info, args, kwargs), run)
 
 
 @torch.no_grad()
 def planned(module: Tiled, flat: list[Any], run: Image | None = None) -> Any:
     """One call, of flattened inputs."""
-    info: Any = module.graph._codegen.pytree_info  # type: ignore[attr-defined]
+    info: Any = signature_of(module.graph)
     here = module.ready()
     count = _images(module, here.flow, flat)
     each = _each(here.flow, flat, count)

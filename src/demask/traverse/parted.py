@@ -23,7 +23,8 @@ from demask.graph.fold import drop_unread
 from demask.graph.program import Program, copied
 from demask.ops import TABLE, Case, Entry, Relation, schema
 from demask.ops.entry import Shape as S
-from demask.ops.own import Own, register
+from demask.ops.own import Own
+from demask.registry import CUSTOM_OPS
 from demask.shrink.reading import relations_of
 from demask.traverse.axes import Axes, axes_of
 from demask.traverse.reductions import moments_of
@@ -50,7 +51,7 @@ def _moments(x: Tensor, dims: list[int]) -> Tensor:
     return torch.stack([mean, variance])
 
 
-register(torch.ops.demask.moments.default, Own(_moments))
+CUSTOM_OPS.register("moments", Own(_moments))
 
 
 def _moments_line(node: fx.Node) -> str:
@@ -282,9 +283,7 @@ def _merged(build: Builder, mean: fx.Node, variance: fx.Node) -> tuple[fx.Node, 
 
 
 def _by_group(build: Builder, given: fx.Node | None, apart: list[int]) -> fx.Node | None:
-    if given is None:
-        return None
-    return build.call(aten.reshape.default, given, [1, *apart[1:]])
+    return None if given is None else build.call(aten.reshape.default, given, [1, *apart[1:]])
 
 
 def _per_channel(build: Builder, value: fx.Node, apart: list[int], rank: int) -> fx.Node:

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from demask.compat.fake_tensors import FakeTensorMode
+from demask.compat.symbolic_shapes import ShapeEnv
 from demask.errors import BadInput
 from demask.files.onnx.module import from_onnx
 from demask.files.pt2 import read_model

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, fx
 
+from demask.compat.onednn import available
 from demask.ops.entry import op_name
 from demask.traverse.flow import Edge, Flow
-from demask.tune.epilogues import CONVOLUTIONS, Epilogue, available, epilogue
+from demask.tune.epilogues import CONVOLUTIONS, Epilogue, epilogue
 
 _ADDS = ("aten.add.Tensor", "aten.add_.Tensor")
 

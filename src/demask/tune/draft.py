@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
 
+from demask.compat.fake_tensors import FakeTensor
 from demask.graph.build import Builder, mode_of
 from demask.graph.fold import drop_unread
 from demask.graph.program import Constant, Program, copied

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from demask.compat.dispatch import base_name
+from demask.compat.onednn import ops
 from demask.graph.program import Program
 from demask.ops import schema
+from demask.ops.activations import by_onednn, by_op
 from demask.tune.draft import Draft
 
 aten = torch.ops.aten
@@ -31,50 +34,12 @@ class Epilogue:
     algorithm: str = ""
 
 
-# ATen op, what oneDNN calls it, which of its arguments are the scalars.
-_ACTIVATIONS = (
-    (aten.relu.default, "relu", ()),
-    (aten.sigmoid.default, "sigmoid", ()),
-    (aten.tanh.default, "tanh", ()),
-    (aten.hardswish.default, "hardswish", ()),
-    (aten.hardsigmoid.default, "hardsigmoid", ()),
-    (aten.silu.default, "swish", ()),
-    (aten.leaky_relu.default, "leaky_relu", ("negative_slope",)),
-    (aten.hardtanh.default, "hardtanh", ("min_val", "max_val")),
-    (aten.clamp.default, "hardtanh", ("min", "max")),
-    (aten.gelu.default, "gelu", ()),
-)
-
-
-def ops() -> Any:
-    """torch's namespace of these ops."""
-    return torch.ops.mkldnn
-
-
-@cache
-def available(dtype: torch.dtype, device: torch.device) -> bool:
-    """Does this torch have these ops for such tensors?"""
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    known = all(hasattr(ops(), name) for name in ("_convolution_pointwise", "_linear_pointwise",
-                                                  "_reorder_convolution_weight"))  # fmt: skip
-    return known and (dtype is torch.float32 or (dtype is torch.bfloat16 and _has_bf16()))
-
-
-def _has_bf16() -> bool:
-    return bool(ops()._is_mkldnn_bf16_supported())
-
-
 def epilogue(node: fx.Node) -> Epilogue | None:
     """The activation that a call is, None if it is none of them."""
-    for target, name, scalars in _ACTIVATIONS:
-        if node.target is target:
-            found = schema.arguments(node)
-            values = [found[key] for key in scalars]
-            if any(type(v) not in (int, float) for v in values):
-                return None
-            algorithm = found["approximate"] if name == "gelu" else ""
-            return Epilogue(name, tuple(map(float, values)), algorithm)
+    for activation, op in by_op().get(node.target, ()):
+        numbers = op.read(schema.arguments(node).__getitem__)
+        if activation.onednn and op.onednn and numbers is not None:
+            return Epilogue(activation.onednn, numbers, activation.algorithm)
     return None
 
 
@@ -120,7 +85,7 @@ def plain_call(after: Epilogue, x: Tensor) -> Tensor:
     if after.name == "none":
         return x
     target, args, kwargs = _activation(after.name, after.scalars, after.algorithm)
-    over = getattr(aten, f"{target._opname}_", None)
+    over = getattr(aten, f"{base_name(target)}_", None)
     return (target if over is None else over.default)(x, *args, **kwargs)
 
 
@@ -165,13 +130,16 @@ def _plain(
         name, scalars, algorithm = found.get("unary_attr"), (), ""
     if name in (None, "none"):
         return made
-    target, args, kwargs = _activation(name, scalars or (), algorithm or "none")
+    target, args, kwargs = _activation(name, scalars or (), algorithm)
     return call(target, made, *args, **kwargs)
 
 
-def _activation(name: Any, scalars: Any, algorithm: str) -> tuple[Any, list[Any], dict[str, Any]]:
+def _activation(
+    name: Any, scalars: Any, algorithm: str | None
+) -> tuple[Any, list[Any], dict[str, Any]]:
     """An activation in ATen: op, arguments, keyword arguments."""
-    target = next((target for target, known, _ in _ACTIVATIONS if known == name), None)
-    if target is None:
-        raise ValueError(f"expected an activation that oneDNN has, got {name!r}")
-    return target, list(scalars), {"approximate": algorithm} if name == "gelu" else {}
+    activation = by_onednn(name, algorithm)
+    if activation is None:
+        raise ValueError(f"expected an activation that oneDNN has, got {name!r}, {algorithm!r}")
+    op = activation.ops[0]
+    return op.target, list(scalars), dict(op.where)

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
+from demask.compat.dispatch import schema_of
+from demask.compat.fx_internals import codegen_of
 from demask.graph.codegen import TRACED, Codegen
 from demask.graph.program import Program
 from demask.graph.result import Demasked, attach, changed
@@ -103,8 +105,8 @@ class Optimized(Demasked):
     @property
     def graph(self) -> fx.Graph:
         """The whole graph; while torch.export traces it, in ATen ops."""
-        if torch.compiler.is_compiling() and isinstance(self._graph._codegen, FastCodegen):
-            return self._graph._codegen.traced
+        if torch.compiler.is_compiling() and isinstance(codegen_of(self._graph), FastCodegen):
+            return codegen_of(self._graph).traced
         return self._graph
 
     @graph.setter
@@ -146,7 +148,7 @@ class Optimized(Demasked):
         for name in before - _read(graph):
             path, _, leaf = name.rpartition(".")
             delattr(self.get_submodule(path), leaf)
-        graph.set_codegen(self.graph._codegen)
+        graph.set_codegen(codegen_of(self.graph))
         self.graph = graph
 
 
@@ -199,7 +201,7 @@ def _copied(
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: new[n])
     if node.target is COPY:
         return quick.call_function(call.target, (views[node], args[0]))
-    out = next(a.name for a in call.target._schema.arguments if a.is_out)
+    out = next(a.name for a in schema_of(call.target).arguments if a.is_out)
     return quick.call_function(call.target, args, {**kwargs, out: views[node]})
 
 

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from demask.compat.onednn import available, ops
 from demask.graph.program import Program
 from demask.ops import schema
 from demask.ops.schema import same_size
 from demask.tune.affine import contraction
 from demask.tune.draft import COPY, Draft, by_values, only_reader
-from demask.tune.epilogues import CONVOLUTIONS, Epilogue, available, convolution, epilogue, ops
+from demask.tune.epilogues import CONVOLUTIONS, Epilogue, convolution, epilogue
 
 aten = torch.ops.aten
 # May layers be linear layers of oneDNN's? Called with the layer, its epilogue, what is added.

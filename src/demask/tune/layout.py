@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from demask.compat.onednn import ops
 from demask.graph.program import Program
 from demask.tune.draft import COPY, Draft, by_values, is_pointwise
-from demask.tune.epilogues import ops
 from demask.tune.memory import fresh
 
 aten = torch.ops.aten

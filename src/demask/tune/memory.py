@@ -14,13 +14,19 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
+from demask.compat.dispatch import (
+    OpOverload,
+    base_name,
+    has_composite_kernel,
+    overload_name,
+    schema_of,
+)
+from demask.compat.onednn import ops
 from demask.graph.rows import Value
 from demask.ops import TABLE
 from demask.ops.entry import op_name
 from demask.tune.draft import COPY, by_values
-from demask.tune.epilogues import ops
 
 aten = torch.ops.aten
 # Views in which several elements lie at one place.
@@ -97,18 +103,15 @@ def kept_bodies(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[fx.Node]:
 def fresh(node: fx.Node) -> bool:
     """Does a call return memory of its own, never that of an operand?"""
     target = node.target
-    if not isinstance(target, OpOverload) or "unsafe" in target._opname:
+    if not isinstance(target, OpOverload) or "unsafe" in base_name(target):
         return False  # the unsafe views share memory without saying so
     entry = TABLE.get(op_name(target))
     if entry is not None and (entry.affine or entry.rest or entry.region):
         return True  # norms, softmax, windows: made of several ops, some of them views
     if entry is not None and entry.fill in ("sum", "mix") and len(node.all_input_nodes) > 1:
         return True  # products
-    aliases = any(r.alias_info is not None for r in target._schema.returns)
-    composite = torch._C._dispatch_has_kernel_for_dispatch_key(
-        target.name(), "CompositeImplicitAutograd"
-    )
-    return not aliases and not composite
+    aliases = any(r.alias_info is not None for r in schema_of(target).returns)
+    return not aliases and not has_composite_kernel(target)
 
 
 def decided(graph: fx.Graph) -> dict[fx.Node, InPlace | InArena]:
@@ -173,12 +176,12 @@ def _alike(node: fx.Node, base: Any) -> bool:
 
 def _inplace(target: OpOverload) -> OpOverload | None:
     """The overload that writes over its first operand: `add_.Tensor` for `add.Tensor`."""
-    packet = getattr(aten, f"{target._opname}_", None) if target.namespace == "aten" else None
-    op = getattr(packet, target._overloadname, None) if packet is not None else None
+    packet = getattr(aten, f"{base_name(target)}_", None) if target.namespace == "aten" else None
+    op = getattr(packet, overload_name(target), None) if packet is not None else None
     if op is None or torch.Tag.generated in op.tags:
         return None
-    names = [a.name for a in op._schema.arguments]
-    return op if names == [a.name for a in target._schema.arguments] else None
+    names = [a.name for a in schema_of(op).arguments]
+    return op if names == [a.name for a in schema_of(target).arguments] else None
 
 
 def _with_out(node: fx.Node) -> OpOverload | None:
@@ -191,14 +194,14 @@ def _with_out(node: fx.Node) -> OpOverload | None:
         return None
     if target is COPY:
         return aten.copy_.default
-    names = [a.name for a in target._schema.arguments]
-    for overload in target._overloadpacket.overloads():
-        op = getattr(target._overloadpacket, overload)
-        plain = [a.name for a in op._schema.arguments if not a.is_out]
-        outs = len(op._schema.arguments) - len(plain)
+    names = [a.name for a in schema_of(target).arguments]
+    for overload in target.overloadpacket.overloads():
+        op = getattr(target.overloadpacket, overload)
+        plain = [a.name for a in schema_of(op).arguments if not a.is_out]
+        outs = len(schema_of(op).arguments) - len(plain)
         if outs != 1 or plain != names or torch.Tag.generated in op.tags:
             continue
-        kinds = [str(a.type) for a in op._schema.arguments if not a.is_out]
-        if kinds == [str(a.type) for a in target._schema.arguments]:
+        kinds = [str(a.type) for a in schema_of(op).arguments if not a.is_out]
+        if kinds == [str(a.type) for a in schema_of(target).arguments]:
             return op
     return None

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from demask.compat.onednn import ops
 from demask.graph.program import Program
 from demask.ops import schema
 from demask.tune.draft import Draft
-from demask.tune.epilogues import ops
 
 aten = torch.ops.aten
 GROUPS = (2, 4)  # pixels

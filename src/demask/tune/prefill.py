@@ -14,10 +14,11 @@ import math
 import torch
 from torch import fx
 
+from demask.compat.onednn import ops
 from demask.graph.program import Program
 from demask.ops import schema
 from demask.tune.draft import COPY, Draft, Example, by_values
-from demask.tune.epilogues import Epilogue, convolution, ops
+from demask.tune.epilogues import Epilogue, convolution
 
 aten = torch.ops.aten
 SMALL = 2**17  # bytes: what glibc never maps on its own (its M_MMAP_THRESHOLD)

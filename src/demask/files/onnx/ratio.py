@@ -14,7 +14,8 @@ from fractions import Fraction
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from demask.compat.symbolic_shapes import statically_known_true
 
 MAX_PARTS = 2**20  # a float that is no fraction of such numbers remains a float
 

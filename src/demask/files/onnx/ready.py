@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._decomp import decomposition_table
-from torch._dispatch.python import enable_python_dispatcher
 from torch.export import ExportedProgram, ModuleCallEntry, ModuleCallSignature
 from torch.export.graph_signature import (
     ConstantArgument,
@@ -28,10 +26,14 @@ from torch.export.graph_signature import (
     OutputSpec,
     TensorArgument,
 )
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from demask.compat.dispatch import OpOverload, has_schema, schema_of
+from demask.compat.fake_tensors import enable_python_dispatcher
+from demask.compat.fx_internals import signature_of
+from demask.compat.onnx_exporter import exporter_targets, use_known_values
+from demask.compat.tracing import decomposition_table, make_fx
 from demask.files.onnx.spell import APART, spell, takes_sizes
 from demask.files.onnx.steps import kept_whole
 from demask.graph import modules
@@ -40,32 +42,6 @@ from demask.graph.fold import drop_unread
 from demask.graph.result import Demasked
 
 aten = torch.ops.aten
-
-
-_KNOWN = "demask: every node has its value"  # in `meta` of a graph module
-
-
-def use_known_values(module: fx.GraphModule) -> None:
-    """Have the exporter read what calls of this module make, where it would run each on fake
-    tensors: it looks at their dtypes for casts to insert, and runs what it inserts."""
-    import torch.onnx._internal.fx.passes.type_promotion as promotion
-
-    module.meta[_KNOWN] = True
-    kind = promotion._TypePromotionInterpreter
-    run, rule_of = kind.run_node, promotion.get_type_promotion_rule
-    if hasattr(run, "plain"):
-        return
-
-    def run_node(self: Any, n: fx.Node) -> Any:
-        if n.op != "call_function" or _KNOWN not in self.module.meta or "val" not in n.meta:
-            return run(self, n)
-        with self._set_current_node(n):
-            if rule := rule_of(n, self.type_promotion_table):
-                self._maybe_promote_node(n, rule)
-        return n.meta["val"]
-
-    run_node.plain = run  # type: ignore[attr-defined]
-    kind.run_node = run_node
 
 
 class Ready(ExportedProgram):
@@ -87,7 +63,7 @@ def ready(slim: Demasked, translated: Mapping[Any, Any]) -> ExportedProgram | No
     spell(graph)
     doubles = _lift_numbers(graph)
     registered = _registered() | {op.name() for op in translated}
-    apart = [node for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)
+    apart = [node for node in graph.nodes if isinstance(node.target, OpOverload)
              and (node.target.name() not in registered
                   or (node.target in APART and takes_sizes(node)))]  # fmt: skip
     table = _decompositions(registered) if apart else {}
@@ -105,7 +81,7 @@ def _lift_numbers(graph: fx.Graph) -> dict[str, Tensor]:
         value, target = node.meta.get("val"), node.target
         if not isinstance(value, Tensor) or value.dtype != torch.float64 or node.op == "get_attr":
             continue
-        kinds = getattr(getattr(target, "_schema", None), "arguments", ())
+        kinds = schema_of(target).arguments if has_schema(target) else ()
         for place, (number, kind) in enumerate(zip(node.args, kinds, strict=False)):
             if type(number) is float and isinstance(kind.type, torch.TensorType):
                 name = f"number {len(constants)}"  # which no attribute is called
@@ -120,11 +96,9 @@ def _lift_numbers(graph: fx.Graph) -> dict[str, Tensor]:
 def _registered() -> set[str]:
     """The names of ops that torch's exporter has ONNX functions for."""
     from onnxscript.function_libs.torch_lib import ops, registration
-    from torch.onnx._internal.exporter._torchlib import _torchlib_registry
 
     assert ops  # which registers what it defines
-    own = {meta.fx_target for meta in _torchlib_registry.get_torchlib_ops()}
-    names = {op.name() for op in own if isinstance(op, torch._ops.OpOverload)}
+    names = {op.name() for op in exporter_targets() if isinstance(op, OpOverload)}
     return names | {name for name, _ in registration.default_registry.items()}
 
 
@@ -132,7 +106,7 @@ def _decompositions(registered: set[str]) -> dict[Any, Callable[..., Any]]:
     """How torch takes apart the ops that have none."""
     both = decomposition_table | dict(torch.export.default_decompositions().items())
     return {op: made for op, made in both.items()
-            if isinstance(op, torch._ops.OpOverload) and op.name() not in registered}  # fmt: skip
+            if isinstance(op, OpOverload) and op.name() not in registered}  # fmt: skip
 
 
 def _valued(graph: fx.Graph, slim: nn.Module) -> bool:
@@ -223,7 +197,7 @@ def _program(slim: Demasked, graph: fx.Graph, own: Mapping[str, Tensor]) -> Expo
         specs.append(InputSpec(InputKind.USER_INPUT, argument, None))
     made = [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(n.name), None) for n in outputs]
     result.args = (tuple(outputs),)
-    info = slim.graph._codegen.pytree_info  # type: ignore[attr-defined]
+    info = signature_of(slim.graph)
     call = ModuleCallSignature([], [], info.in_spec, info.out_spec)
     program = Ready(
         nn.Module(), graph, ExportGraphSignature(specs, made), tensors, {},

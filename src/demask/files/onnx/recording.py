@@ -17,8 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import peek_interpreter_stack
 
+from demask.compat.dispatch import (
+    count_dispatch_modes,
+    count_function_modes,
+    peek_interpreter_stack,
+    tracing_state,
+)
 from demask.files.onnx.model import Node
 from demask.files.onnx.plan import Plan, Step
 from demask.files.onnx.values import Host, Value
@@ -225,11 +230,11 @@ class Recordings:
 def key_of(inputs: Sequence[Any], module: nn.Module) -> Any:
     """What a recording depends on; None where a call is traced, or its inputs are no plain tensors,
     so that there is none."""
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+    if torch.compiler.is_compiling() or tracing_state() is not None:
         return None
     if not all(type(x) is Tensor or type(x) is nn.Parameter for x in inputs):
         return None
-    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+    if count_dispatch_modes() or count_function_modes():
         return None
     if peek_interpreter_stack() is not None:  # torch.func, vmap
         return None

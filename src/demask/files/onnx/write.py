@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
 import io
 import logging
 import os
 import re
 import shutil
-import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from demask.compat.onnx_exporter import list_functions_once
 from demask.errors import BadInput, DemaskError, Mismatch, NotExportable
 from demask.failures import public
 from demask.files.atomic import check_writable, write
@@ -49,8 +48,6 @@ ALIGNED = 4096  # where weights start in a file of their own, so that they can b
 APART = 256  # bytes; smaller constants stay in the graph, where runtimes read sizes and axes
 FLIPS = 2  # steps of a quantized value: a sum halfway between two goes to either
 LARGEST = 2**31 - 2**20  # bytes of one protobuf message, less what surrounds the weights
-_EXPORTING = threading.RLock()
-_LISTED: dict[int, Any] = {}  # by opset: the exporter's list of ONNX functions
 
 
 @public
@@ -344,35 +341,13 @@ def _functions() -> dict[Any, Any]:
 
 def _exported(exported: ExportedProgram, opset: int | None) -> Any:
     """The `onnx_ir.Model` of an exported program, as the exporter writes it."""
-    with quiet(), torch.no_grad(), _listed_once():
+    with quiet(), torch.no_grad(), list_functions_once():
         program = torch.onnx.export(
             exported, (), dynamo=True, verbose=False, opset_version=opset, optimize=False,
             custom_translation_table=_functions(),
         )  # fmt: skip
     assert program is not None
     return program.model
-
-
-@contextlib.contextmanager
-def _listed_once() -> Iterator[None]:
-    """The exporter reads the source of every ONNX function it knows at each call, half a second of
-    it. Here it copies the list that the first call of the process left."""
-    from torch.onnx._internal.exporter._registration import ONNXRegistry
-
-    def copied(opset_version: int) -> ONNXRegistry:
-        if opset_version not in _LISTED:
-            _LISTED[opset_version] = listed(opset_version=opset_version)
-        registry = copy.copy(_LISTED[opset_version])
-        registry.functions = {op: list(known) for op, known in registry.functions.items()}
-        return registry
-
-    with _EXPORTING:
-        before, listed = vars(ONNXRegistry)["from_torchlib"], ONNXRegistry.from_torchlib
-        ONNXRegistry.from_torchlib = staticmethod(copied)  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            ONNXRegistry.from_torchlib = before  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -15,11 +15,16 @@ LN2_LOW = tl.constexpr(math.log(2) - formulas.LN2_HIGH)
 DOUBLE_ROOT = tl.constexpr(2 * math.sqrt(2 / math.pi))
 TAIL = tl.constexpr(formulas.TAIL)
 TAIL_COEFFICIENTS = tl.constexpr(formulas.TAIL_COEFFICIENTS)
+#: those that `activated` computes
+NAMES = (
+    "relu", "leaky_relu", "clamp", "sigmoid", "silu", "tanh", "hardsigmoid", "hardswish", "gelu",
+    "gelu_tanh",
+)  # fmt: skip
 
 
 @triton.jit
 def activated(x, ACT: tl.constexpr, first, second):
-    """act(x) in float32, by its name in `sparse.program`; first, second: its numbers. NaN stays."""
+    """act(x) in float32; ACT: a name in `ops.activations`; first, second: numbers. NaN stays."""
     if ACT == "relu":
         x = tl.where(x < 0, 0.0, x)
     elif ACT == "leaky_relu":

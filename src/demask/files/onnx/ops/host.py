@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.fx.experimental.symbolic_shapes import statically_known_false, statically_known_true
 
+from demask.compat.symbolic_shapes import statically_known_false, statically_known_true
 from demask.files.onnx.ratio import plain
 from demask.files.onnx.values import Host
 

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import guard_or_true, statically_known_true
 from torch.nn import functional as F
 
+from demask.compat.symbolic_shapes import guard_or_true, require, statically_known_true
 from demask.errors import BadInput
 from demask.files.onnx.table import Floats, Ints, Ops
 from demask.files.onnx.values import SYMBOLIC
@@ -207,7 +207,7 @@ def _same(axis: Axis) -> bool:
     # nobody resizes samples or channels by a size: two sizes that are equal now always are
     if not guard_or_true(axis.size == axis.new):
         return False
-    torch._check(axis.size == axis.new)
+    require(axis.size == axis.new)
     return True
 
 

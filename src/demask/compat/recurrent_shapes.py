@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from demask.ops.recurrent import LSTM
-
 aten = torch.ops.aten
 _OPS: tuple[Any, ...] = (
     aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input,
@@ -26,8 +24,9 @@ class _Patch:
     """The kernels of recurrent calls on fake tensors, replaced while any thread asks for it.
 
     torch registers its step-by-step form per op, in `py_kernels` (torch/_decomp), for the whole
-    process: real tensors do not pass through it. The first thread to enter puts ours there, the
-    last to leave restores torch's; calls of other threads run torch's meanwhile.
+    process, and has no narrower scope: real tensors do not pass through it. The first thread to
+    enter puts ours there, the last to leave restores torch's; calls of other threads run torch's
+    meanwhile.
     """
 
     def __init__(self) -> None:
@@ -85,7 +84,7 @@ def _shaped(op: Any) -> Callable[..., tuple[Tensor, ...]]:
     """What a call makes, empty. Raises RuntimeError where the sizes do not fit each other."""
 
     def made(x, hx, params, has_biases, layers, dropout, train, bidirectional, batch_first):
-        states = list(hx) if str(op) == LSTM else [hx]
+        states = list(hx) if op is aten.lstm.input else [hx]
         two = 2 if bidirectional else 1
         batch = x.shape[0 if batch_first else 1]
         for state in states:

@@ -1,0 +1,75 @@
+"""Operators, their schemas, and what is active around a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._C._functorch import peek_interpreter_stack
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "BelowAutograd",
+    "OpOverload",
+    "TorchDispatchMode",
+    "base_name",
+    "count_dispatch_modes",
+    "count_function_modes",
+    "has_composite_kernel",
+    "has_functorch_transforms",
+    "has_kernel",
+    "has_schema",
+    "is_mutable",
+    "overload_name",
+    "peek_interpreter_stack",
+    "read_schema",
+    "schema_of",
+    "tracing_state",
+]
+
+BelowAutograd = torch._C._AutoDispatchBelowAutograd
+count_dispatch_modes = torch._C._len_torch_dispatch_stack
+count_function_modes = torch._C._len_torch_function_stack
+has_functorch_transforms = torch._C._are_functorch_transforms_active
+tracing_state = torch._C._get_tracing_state  # of torch.jit; None outside of it
+has_kernel = torch._C._dispatch_has_kernel  # by the name of an overload: "aten::add.Tensor"
+read_schema = torch._C._get_schema  # by the name of an op, "aten::add", and of an overload
+
+
+def schema_of(op: Any) -> Any:
+    """The schema of an overload: arguments, returns and which of them share memory."""
+    return op._schema
+
+
+def has_schema(target: Any) -> bool:
+    """Whether the target of a node is an overload of an op, not a function of Python."""
+    return hasattr(target, "_schema")
+
+
+def is_mutable(op: Any) -> bool:
+    """Whether an overload writes to one of its arguments."""
+    return op._schema.is_mutable
+
+
+def base_name(op: Any) -> str:
+    """The name of an op without namespace and overload.
+
+    >>> base_name(torch.ops.aten.add.Tensor)
+    'add'
+    """
+    return op._opname
+
+
+def overload_name(op: Any) -> str:
+    """The name of an overload.
+
+    >>> overload_name(torch.ops.aten.add.Tensor)
+    'Tensor'
+    """
+    return op._overloadname
+
+
+def has_composite_kernel(op: Any) -> bool:
+    """Whether an overload is computed by calls of other ops, on every device."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")

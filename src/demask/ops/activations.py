@@ -1,0 +1,176 @@
+"""Activations: one table of their names, ATen ops, modules, references and names in oneDNN.
+
+An activation computes each element by itself, with up to two numbers as parameters. Segments,
+kernels and files refer to it by name and numbers (`Act`), so names never change. Its lowerings are
+in `kernels.activations` (LLVM) and `kernels.gpu.activations` (Triton).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from demask.errors import BadInput
+
+Act = tuple[str, tuple[float, ...]]  # an activation: its name and its numbers
+ActivationLike = str | nn.Module | None
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Equivalent:
+    """An ATen op, or a class of torch.nn, that computes an activation.
+
+    numbers: names of the arguments (attributes) with its numbers, or the numbers themselves. where:
+    values that other arguments must have. onednn: whether calls of the op are computed by oneDNN
+    together with the layer before them.
+    """
+
+    target: Any
+    numbers: tuple[str | float, ...] = ()
+    where: Mapping[str, str] = field(default_factory=dict)
+    onednn: bool = True
+
+    def read(self, value: Callable[[str], Any]) -> tuple[float, ...] | None:
+        """The activation's numbers, from a function that returns the value of an argument; None for
+        another activation, and for numbers that are missing or known only at run time."""
+        numbers = [value(number) if isinstance(number, str) else number for number in self.numbers]
+        other = any(value(name) != required for name, required in self.where.items())
+        if other or not all(isinstance(number, (int, float)) for number in numbers):
+            return None
+        return tuple(map(float, numbers))
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """An activation.
+
+    reference: its value by ATen ops, of a tensor and the numbers. ops, modules: what computes it;
+    the first of them is called, or constructed, where one is needed. presets: names for users, each
+    with its numbers; an activation without numbers has its own name. onednn: its name in oneDNN,
+    empty if there is none, and the algorithm. exponential: whether it takes one. nonnegative: of
+    the numbers, whether no result is below zero.
+    """
+
+    name: str
+    reference: Callable[..., Tensor]
+    ops: tuple[Equivalent, ...]
+    modules: tuple[Equivalent, ...] = ()
+    presets: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    onednn: str = ""
+    algorithm: str = ""
+    exponential: bool = False
+    nonnegative: Callable[..., bool] = lambda *numbers: False
+
+    @property
+    def count(self) -> int:
+        """How many numbers it takes."""
+        return len(self.ops[0].numbers)
+
+
+def _plain(
+    name: str, reference: Callable[..., Tensor], module: type[nn.Module], **more: Any
+) -> Activation:
+    """An activation without numbers whose ATen op has its name."""
+    ops = (Equivalent(getattr(aten, name).default),)
+    return Activation(name, reference, ops, (Equivalent(module),), **{"onednn": name, **more})
+
+
+def _gelu(name: str, reference: Callable[..., Tensor], approximate: str) -> Activation:
+    where = {"approximate": approximate}
+    return Activation(
+        name, reference, (Equivalent(aten.gelu.default, (), where),),
+        (Equivalent(nn.GELU, (), where),), onednn="gelu", algorithm=approximate, exponential=True,
+    )  # fmt: skip
+
+
+ACTIVATIONS: dict[str, Activation] = {activation.name: activation for activation in (
+    _plain("relu", torch.relu, nn.ReLU, nonnegative=lambda: True),
+    _plain("sigmoid", torch.sigmoid, nn.Sigmoid, exponential=True, nonnegative=lambda: True),
+    _plain("tanh", torch.tanh, nn.Tanh, exponential=True),
+    _plain("hardswish", F.hardswish, nn.Hardswish),
+    _plain("hardsigmoid", F.hardsigmoid, nn.Hardsigmoid, nonnegative=lambda: True),
+    _plain("silu", F.silu, nn.SiLU, onednn="swish", exponential=True),
+    _gelu("gelu", F.gelu, "none"),
+    _gelu("gelu_tanh", partial(F.gelu, approximate="tanh"), "tanh"),
+    Activation(
+        "clamp", torch.clamp,
+        (Equivalent(aten.hardtanh.default, ("min_val", "max_val")),
+         Equivalent(aten.clamp.default, ("min", "max")),
+         Equivalent(aten.relu6.default, (0.0, 6.0), onednn=False)),
+        (Equivalent(nn.Hardtanh, ("min_val", "max_val")),
+         Equivalent(nn.ReLU6, ("min_val", "max_val"))),
+        presets={"relu6": (0.0, 6.0)}, onednn="hardtanh",
+        nonnegative=lambda least, largest: least >= 0,
+    ),
+    Activation(
+        "leaky_relu", F.leaky_relu,
+        (Equivalent(aten.leaky_relu.default, ("negative_slope",)),),
+        (Equivalent(nn.LeakyReLU, ("negative_slope",)),),
+        presets={"leaky_relu": (0.01,)}, onednn="leaky_relu",
+    ),
+)}  # fmt: skip
+
+
+def activate(x: Tensor, act: Act | None) -> Tensor:
+    """act(x) by its reference; x itself where there is none."""
+    return x if act is None else ACTIVATIONS[act[0]].reference(x, *act[1])
+
+
+def by_op() -> dict[Any, list[tuple[Activation, Equivalent]]]:
+    """ATen op -> the activations that its calls may compute."""
+    entries: dict[Any, list[tuple[Activation, Equivalent]]] = {}
+    for activation in ACTIVATIONS.values():
+        for op in activation.ops:
+            entries.setdefault(op.target, []).append((activation, op))
+    return entries
+
+
+def by_onednn(name: Any, algorithm: str | None) -> Activation | None:
+    """The activation with a name and an algorithm in oneDNN, None if there is none."""
+    for activation in ACTIVATIONS.values():
+        algorithms = ("", algorithm or "none")
+        if name and name == activation.onednn and activation.algorithm in algorithms:
+            return activation
+    return None
+
+
+def presets() -> dict[str, Act]:
+    """The activations by their names for users."""
+    entries = ACTIVATIONS.values()
+    own: dict[str, Act] = {entry.name: (entry.name, ()) for entry in entries if not entry.count}
+    return own | {name: (entry.name, numbers)
+                  for entry in entries for name, numbers in entry.presets.items()}  # fmt: skip
+
+
+def act_of(activation: ActivationLike) -> Act | None:
+    """An activation by its name or its module; BadInput for one that is not in the table.
+
+    >>> act_of("relu6"), act_of(nn.LeakyReLU(0.2)), act_of(None)
+    (('clamp', (0.0, 6.0)), ('leaky_relu', (0.2,)), None)
+    """
+    if activation is None:
+        return None
+    names = presets()
+    if isinstance(activation, str) and activation in names:
+        return names[activation]
+    modules = [(entry.name, module) for entry in ACTIVATIONS.values() for module in entry.modules]
+    for name, module in modules:
+        if type(activation) is module.target:
+            numbers = module.read(partial(getattr, activation))
+            if numbers is not None:
+                return name, numbers
+    expected = [*names, *dict.fromkeys(module.target.__name__ for _, module in modules)]
+    raise BadInput(f"expected an activation of {expected}, got {activation!r:.80}")
+
+
+def module_of(act: Act) -> nn.Module:
+    """torch's module that computes it."""
+    module = ACTIVATIONS[act[0]].modules[0]
+    return module.target(**dict(zip(map(str, module.numbers), act[1], strict=True)), **module.where)

@@ -1,0 +1,33 @@
+"""Modules that are imported at the first use of what they define. No other file names modules in
+strings."""
+
+from demask.registry import CUSTOM_OPS, RESULT_KINDS
+
+# Public names of `demask` and their modules; and names that are modules themselves.
+PUBLIC_NAMES = {
+    "Report": "demask.report",
+    "Verification": "demask.verify",
+    "demask": "demask.shrink",
+    "from_onnx": "demask.files.onnx",
+    "load": "demask.files.archive",
+    "optimize": "demask.optimize",
+    "optimize_onnx": "demask.deploy",
+    "report": "demask.report",
+    "resize": "demask.files.into",
+    "save": "demask.files.archive",
+    "to_onnx": "demask.files.onnx",
+    "to_pt2": "demask.files.pt2",
+    "verify": "demask.verify",
+}
+PUBLIC_MODULES = {
+    "pilot": "demask.pilot",
+    "stride": "demask.stride",
+    "traverse": "demask.traverse",
+}
+
+CUSTOM_OPS.declare("chain", "demask.pilot.chain_op")
+CUSTOM_OPS.declare("dequantize", "demask.ops.quantize")
+CUSTOM_OPS.declare("moments", "demask.traverse.parted")
+CUSTOM_OPS.declare("quantize", "demask.ops.quantize")
+CUSTOM_OPS.declare("segment", "demask.sparse.spell")
+RESULT_KINDS.declare("tiled", "demask.traverse.module")
