@@ -141,3 +141,67 @@ def mask(model: nn.Module, generator: torch.Generator, amount: float = 0.5) -> n
             if k % 2:
                 prune.remove(layer, "weight")
     return model
+
+
+# By the class of a block: layers of one width inside it, which nothing outside of it reads. The
+# last name of a row says that there is another layer, which reads them.
+_INSIDE: dict[str, tuple[str, ...]] = {
+    "BasicBlock": ("conv1 bn1 conv2",),
+    "Bottleneck": ("conv1 bn1 conv2",),
+    "ResBottleneckBlock": ("f.a.0 f.a.1 f.b.1 f.b.0",),
+    "_DenseLayer": ("conv1 norm2 conv2",),
+    "InvertedResidual": (
+        "conv.0.0 conv.0.1 conv.1.0 conv.1.1 conv.2",
+        "block.0.0 block.0.1 block.1.0 block.1.1 block.2",
+        "branch2.0 branch2.1 branch2.3 branch2.4 branch2.5",
+    ),
+    "MBConv": ("block.0.0 block.0.1 block.1.0 block.1.1 block.3",),
+    "FusedMBConv": ("block.0.0 block.0.1 block.1",),
+    "_InvertedResidual": ("layers.0 layers.1 layers.3 layers.4 layers.6",),
+    "Inception": ("branch2.0.conv branch2.0.bn branch2.1", "branch3.0.conv branch3.0.bn branch3.1"),
+    "InceptionA": ("branch5x5_1.conv branch5x5_1.bn branch5x5_2",),
+    "InceptionC": ("branch7x7_1.conv branch7x7_1.bn branch7x7_2",),
+    "Fire": ("squeeze expand1x1",),
+    "CNBlock": ("block.3 block.5",),
+    "MLPBlock": ("0 3",),
+    "MLP": ("0 3",),
+}
+
+
+def mask_inside(model: nn.Module, share: float = 0.5) -> int:
+    """Zero the first channels of the layers inside of each block, with their norms: streams between
+    blocks keep all of theirs, so the network's own class can say what is left. Plain stacks of
+    convolutions are masked between each other. Returns how many layers were masked."""
+    rows = [
+        [block.get_submodule(name) for name in row.split()]
+        for block in model.modules()
+        for row in _INSIDE.get(type(block).__name__, ())
+        if all(_has(block, name) for name in row.split())
+    ]
+    rows = rows or [[layer, layer] for layer in _stacked(model)]
+    with torch.no_grad():
+        for *row, reader in rows:
+            for tensor in (p for layer in row for p in layer.parameters(recurse=False)):
+                groups = _groups(reader, len(tensor))  # go as a whole
+                tensor[: int(groups * share) * len(tensor) // groups] = 0
+    return sum(len(row) - 1 for row in rows)
+
+
+def _groups(reader: nn.Module, channels: int) -> int:
+    """The groups in which a layer reads channels: as many as channels, where it has none."""
+    found = getattr(reader, "groups", 1)
+    return found if found > 1 else channels
+
+
+def _has(block: nn.Module, name: str) -> bool:
+    try:
+        block.get_submodule(name)
+    except AttributeError:
+        return False
+    return True
+
+
+def _stacked(model: nn.Module) -> list[nn.Module]:
+    """The convolutions and norms of a plain stack."""
+    layers = getattr(model, "features", ())
+    return [layer for layer in layers if isinstance(layer, (nn.Conv2d, nn.BatchNorm2d))]

@@ -77,21 +77,9 @@ def residual(depth: int) -> tuple[nn.Module, Tensor]:
 
 
 def classifier(name: str) -> tuple[nn.Module, Tensor]:
-    """Half of the channels of every layer between others masked, norms' shifts with them; those of
-    residual streams are masked alike, so that the class can come back."""
+    """Half of the channels inside of every block masked, so that its class can come back."""
     net = networks.built(name, torch.Generator().manual_seed(0))
-    for part in net.modules():
-        kind, own = type(part).__name__, dict(part.named_children())
-        if kind in ("BasicBlock", "Bottleneck", "_DenseLayer"):
-            norm = own["norm2"] if kind == "_DenseLayer" else own["bn1"]
-            conv = own["conv1"]
-            zeroed(conv.weight, norm.weight, norm.bias)
-        elif kind == "InvertedResidual" and len(part.conv) == 4:
-            for step in part.conv[:2]:
-                zeroed(step[0].weight, step[1].weight, step[1].bias)
-        elif kind == "Inception":
-            for branch in (part.branch2, part.branch3):
-                zeroed(branch[0].conv.weight, branch[0].bn.weight, branch[0].bn.bias)
+    networks.mask_inside(net)
     return net, torch.randn(2, 3, 224, 224)
 
 

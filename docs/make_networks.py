@@ -46,7 +46,11 @@ SUITES = {
     ),
     "torchvision": (
         "torchvision's classifiers",
-        {"channels": "half of each convolution's output channels are zero"},
+        {
+            "channels": "half of each convolution's output channels are zero, others in each; "
+            "norms keep their shifts",
+            "inside": "half of the channels inside of each block are zero, with their norms'",
+        },
     ),
     "recurrent": (
         "Recurrent networks",

@@ -16,7 +16,7 @@ from demask.verify import RELATIVE
 from graphs import form_of
 
 try:
-    from networks import built, mask, nms, randomised, torchvision, zoo
+    from networks import built, mask, mask_inside, nms, randomised, torchvision, zoo
 
     NAMES = zoo()
 except ImportError as error:
@@ -106,6 +106,33 @@ def test_a_classifier_is_exact_at_two_sizes(name: str, result: Callable[..., Non
     result(error=max(compare(model, slim, given) for given in inputs), allowed=RELATIVE)
     assert report.after.parameters < report.before.parameters
     assert report.after.macs < report.before.macs
+
+
+# One network of each family. Between two of its blocks a stream has all of its channels.
+FAMILIES = (
+    "alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "googlenet",
+    "inception_v3", "mnasnet0_5", "mobilenet_v2", "mobilenet_v3_small", "regnet_x_400mf",
+    "regnet_y_400mf", "resnet18", "resnet50", "resnext50_32x4d", "shufflenet_v2_x0_5",
+    "squeezenet1_1", "swin_t", "vgg11_bn", "vit_b_16",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.nightly) for n in FAMILIES])
+def test_masks_inside_of_blocks_leave_the_class(name: str, result: Callable[..., None]) -> None:
+    result(suite="torchvision", network=name, mask="inside")
+    generator = torch.Generator().manual_seed(0)
+    model = built(name, generator).double()
+    assert mask_inside(model) >= 5
+    size = (224, 224) if name in WINDOWED else sizes_of(name)[0]  # no padded windows
+    x = torch.randn(2, 3, *size, generator=generator, dtype=torch.float64)
+    slim = demask.demask(model, (x,))
+    report = demask.report(slim)
+    form = form_of(slim)
+    result(before=report.before.parameters, after=report.after.parameters, form=form)
+    other = torch.randn(3, 3, *size, generator=generator, dtype=torch.float64)
+    result(error=max(compare(model, slim, x), compare(model, slim, other)), allowed=RELATIVE)
+    assert report.after.parameters < report.before.parameters
+    assert form == "class", slim.demasked.graph_reasons
 
 
 @pytest.mark.parametrize("name", ["convnext_tiny", "resnet18"])
