@@ -48,7 +48,7 @@ def test_what_keeps_values_is_bounded_by_its_operand(name: str) -> None:
 
 def test_number_of_axes() -> None:
     assert list(traits.POOLS.values()) == [1, 2, 3] * 3
-    assert traits.CONVOLUTION_OF_AXES[3] is aten.conv3d.default
+    assert traits.CONV_OF_AXES[3] is aten.conv3d.default
     assert traits.OUTPUT_AXIS[aten.conv_transpose2d.input] == 1
 
 

@@ -16,7 +16,7 @@ from demask.graph.build import Builder, mode_of, same_shape, sizes_of
 from demask.graph.program import Constant, Program, copied
 from demask.graph.recurrent import layered
 from demask.ops.schema import same_size
-from demask.ops.traits import COPIES, SPLITS_OF_AXES, TRANSPOSES
+from demask.ops.traits import COPIES, TRANSPOSES, VIEW_OR_RESHAPE
 
 aten = torch.ops.aten
 Constants = dict[str, Constant]
@@ -283,7 +283,7 @@ def _index_add(build: Builder, node: fx.Node, constants: Constants) -> fx.Node |
     return build.call(aten.add.Tensor, x, laid, alpha=node.kwargs.get("alpha", 1))
 
 
-_VIEWS = SPLITS_OF_AXES - {aten._unsafe_view.default}
+_VIEWS = VIEW_OR_RESHAPE | {aten.unflatten.int}
 _RULES: dict[Any, Callable[[Builder, fx.Node, Constants], fx.Node | None]] = {
     aten.index_add.default: _index_add,
     aten.view.default: _viewed,

@@ -30,7 +30,7 @@ def _ops(names: str) -> frozenset[Any]:
     return frozenset(map(aten_op, names.split()))
 
 
-def _by_axes(kind: str, overload: str = "default") -> Mapping[Any, int]:
+def _by_axes(kind: str, overload: str = "default") -> dict[Any, int]:
     """The table's ops of a kind ("conv") of 1, 2 and 3 axes, in this order."""
     pattern = re.compile(rf"aten\.({kind}(\d)d\.({overload}))")
     matches = (pattern.fullmatch(name) for name, _ in (*contract.ENTRIES, *window.ENTRIES))
@@ -47,7 +47,7 @@ ADAPTIVE_AVERAGE_POOLS = _by_axes("adaptive_avg_pool")
 ADAPTIVE_MAX_POOLS = _by_axes("adaptive_max_pool")
 # Pools with one output, which is zero where the input is.
 POOLS = {**ADAPTIVE_AVERAGE_POOLS, **AVERAGE_POOLS, **MAX_POOLS}
-CONVOLUTION_OF_AXES = {axes: op for op, axes in CONVOLUTIONS.items()}
+CONV_OF_AXES = {axes: op for op, axes in CONVOLUTIONS.items()}
 AVERAGE_POOL_OF_AXES = {axes: op for op, axes in AVERAGE_POOLS.items()}
 # Layers: contractions of one input with a weight -> the weight's axis of output channels.
 OUTPUT_AXIS = {
@@ -59,9 +59,11 @@ OUTPUT_AXIS = {
 RESHAPES = _ops(" ".join(name.removeprefix("aten.")
                          for name, entry in move.ENTRIES if entry.line is move.view))  # fmt: skip
 SQUEEZES = _ops("squeeze.default squeeze.dim squeeze.dims")
-# Reshapes that may split axes. Of these: those that refuse strides that would require a copy.
+# Reshapes that may split axes; among these: those that refuse strides that would require a copy,
+# and those that users write.
 SPLITS_OF_AXES = RESHAPES - SQUEEZES - {aten.flatten.using_ints}
 VIEWS = _ops("view.default _unsafe_view.default")
+VIEW_OR_RESHAPE = _ops("view.default reshape.default")
 # Axes in another order; and the two axes of a matrix exchanged.
 TRANSPOSES = _ops("transpose.int permute.default")
 MATRIX_TRANSPOSES = _ops("t.default numpy_T.default mT.default")
