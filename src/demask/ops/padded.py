@@ -21,10 +21,8 @@ from demask.ops import schema, traits
 from demask.ops.entry import Entry, Table, op_name
 
 aten = torch.ops.aten
-WINDOWS = (
-    *traits.CONVOLUTIONS_ANY_PADDING, *traits.TRANSPOSED_CONVOLUTIONS, *traits.MAX_POOLS,
-    *traits.AVERAGE_POOLS,
-)  # fmt: skip
+WINDOWS = (*traits.CONVOLUTIONS_ANY_PADDING, *traits.TRANSPOSED_CONVOLUTIONS,
+           *traits.MAX_POOLS, *traits.AVERAGE_POOLS)  # fmt: skip
 _LIBRARY = torch.library.Library("demask", "FRAGMENT")
 
 

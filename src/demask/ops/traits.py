@@ -76,7 +76,7 @@ PADS = _ops("constant_pad_nd.default pad.default")
 MOVES = frozenset(name for name, _ in move.ENTRIES if "pad" not in name) - {
     "aten.cat.default", "aten.slice_scatter.default",
 }  # fmt: skip
-# The operand itself, its memory shared; or in memory of its own.
+# The operand itself, its memory shared; or in memory that may be new.
 ALIASES = _ops("alias.default detach.default")
 COPIES = _ops("clone.default contiguous.default")
 IDENTITIES = ALIASES | COPIES
