@@ -14,9 +14,9 @@ import demask.stride
 from architectures import transformers
 from demask.errors import BadInput
 from demask.graph.modules import in_calls
+from demask.ops.traits import CONVOLUTIONS_ANY_PADDING as CONVS
 from demask.stride import TARGETS, NoSoundForm, Target
 from demask.stride.lower import lower, lowered
-from demask.stride.site import CONVS
 from demask.stride.targets import OPS, parsed, target
 
 aten = torch.ops.aten
@@ -220,7 +220,10 @@ def test_a_program_can_be_lowered() -> None:
     assert (choice.node, choice.module, choice.form) == ("conv2d", "0", "slice")
     assert choice.cost is not None and choice.cost.macs == 2 * 4 * 64 * 27
     assert "has no max_pool" in choice.refused["mask_max_pool"]
-    assert next(n for n in program.graph.nodes if n.target in CONVS).args[3] == [2, 2]
+    assert next(n for n in program.graph.nodes if n.target in CONVS).args[3] == [
+        2,
+        2,
+    ]
     assert not strides(after)
 
 

@@ -66,6 +66,22 @@ def test_a_planted_violation_is_counted(measure: str, tmp_path: Path) -> None:
     assert measured(package(tmp_path / "planted", PLANTED[measure]))[measure] == 1
 
 
+@pytest.mark.parametrize(
+    ("file", "value", "count"),
+    [
+        ("graph/spell.py", "rule", 0),
+        ("graph/spell.py", "lambda x: x", 0),
+        ("graph/spell.py", "rule(2)", 0),
+        ("graph/spell.py", "1", 1),
+        ("graph/spell.py", "aten.add.Tensor", 1),
+        ("graph/other.py", "rule", 1),
+    ],
+)
+def test_rule_tables_may_list_ops(file: str, value: str, count: int, tmp_path: Path) -> None:
+    text = f"def rule(): ...\nX = {{aten.relu.default: rule, aten.gelu.default: {value}}}"
+    assert measured(package(tmp_path, {file: text}))["literal_op_sets"] == count
+
+
 def test_the_facade_names_no_modules(tmp_path: Path) -> None:
     planted = {"__init__.py": "import_module('demask.ops')", "ops/__init__.py": ""}
     assert measured(package(tmp_path, planted))["modules_in_strings"] == 1

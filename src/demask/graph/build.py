@@ -24,6 +24,7 @@ from demask.compat.symbolic_shapes import GuardOnDataDependentSymNode
 from demask.errors import NotExportable
 from demask.ops.recurrent import GATES
 from demask.ops.schema import same_size
+from demask.ops.traits import VIEWS
 
 ADVICE = (
     "sizes here depend on the values of a tensor; make them numbers, or demask only a part that "
@@ -72,9 +73,6 @@ def _metadata(value: Tensor) -> Hashable:
             value.is_conj(), value.is_neg())  # fmt: skip
 
 
-_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
-
-
 class Builder:
     """Appends calls to a graph; each gets meta["val"] by a run on its operands' fake values, shared
     with equal calls: its metadata counts, not its memory. replaced: the call that new ones stand
@@ -88,7 +86,7 @@ class Builder:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A call of `target`; operands may be nodes, numbers, lists of both. A view of what is not
         dense, which may be refused, is a reshape."""
-        if target in _VIEWS and not self._is_contiguous(args[0].meta["val"]):
+        if target in VIEWS and not self._is_contiguous(args[0].meta["val"]):
             target = torch.ops.aten.reshape.default
         node = self._call(target, args, kwargs)
         self.value(node)

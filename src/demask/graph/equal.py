@@ -21,16 +21,10 @@ from torch.fx.node import map_arg
 from demask.compat.dispatch import has_schema
 from demask.graph.program import Program
 from demask.ops import op_name, schema
-from demask.ops.move import ENTRIES
+from demask.ops.traits import IDENTITIES, MOVES
 
 MOST = 2**24  # elements of a value whose moves are followed
-_MOVES = {
-    name
-    for name, entry in ENTRIES
-    if "pad" not in name and name not in ("aten.cat.default", "aten.slice_scatter.default")
-}
-_SAME = {"aten.clone.default", "aten.contiguous.default", "aten.alias.default",
-         "aten.detach.default", "aten.detach_.default"}  # fmt: skip
+_SAME = IDENTITIES | {torch.ops.aten.detach_.default}
 
 
 def difference(a: Program, b: Program) -> fx.Node | None:
@@ -141,7 +135,7 @@ def _same(node: fx.Node) -> fx.Node | None:
     source = node.args[0] if node.args else None
     if node.target is torch.ops.aten.cat.default and isinstance(source, (list, tuple)):
         source = source[0] if len(source) == 1 else None
-    elif op_name(node.target) not in _SAME:
+    elif node.target not in _SAME:
         return None
     return source if isinstance(source, fx.Node) else None
 
@@ -214,7 +208,7 @@ def _moved(node: fx.Node, walk: _Walk) -> Any:
         source, part = node.args
         several = walk.moved.get(source)  # type: ignore[arg-type]
         return several[part] if isinstance(several, (list, tuple)) else None  # type: ignore[index]
-    if op_name(node.target) not in _MOVES:
+    if op_name(node.target) not in MOVES:
         return None
     source, *others = [n for n in node.all_input_nodes
                        if isinstance(n.meta.get("val"), Tensor)]  # fmt: skip

@@ -19,6 +19,7 @@ from demask.graph.provenance import Provenance
 from demask.graph.result import Demasked
 from demask.ops.entry import op_name
 from demask.ops.schema import hint
+from demask.ops.traits import INDEXED
 
 
 class Span(NamedTuple):
@@ -41,12 +42,6 @@ _PASSED = frozenset(
         "remainder.Scalar clamp.default _assert_tensor_metadata.default"
     ).split()
 )
-# Operands that hold positions along an axis of another: (what is indexed, its axis, the positions).
-_INDEXED = {
-    "aten.embedding.default": (0, None, 1),
-    "aten.index_select.default": (0, 1, 2),
-    "aten.gather.default": (0, 1, 2),
-}
 
 
 def examples(
@@ -163,8 +158,8 @@ def _span(
         inverse = name.startswith("aten.mul.") and other is not None
         scale = 1 / other if inverse and other else other
         return PIXELS if scale is not None and any(_near(scale, n) for n in SCALES) else None
-    if name in _INDEXED:
-        table, axis, positions = _INDEXED[name]
+    if name in INDEXED:
+        table, axis, positions = INDEXED[name]
         if args[positions] is node:
             return _rows(args[table], args[axis] if axis is not None else 0, constants)
     if name == "aten.index.Tensor" and node in args[1]:  # type: ignore[operator]

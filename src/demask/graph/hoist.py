@@ -21,25 +21,19 @@ from demask.graph.program import Constant, Program, copied
 from demask.ops import Declined, schema
 from demask.ops.contract import PRODUCTS
 from demask.ops.move import refined
+from demask.ops.traits import SELECTS, SPLITS_OF_AXES, TAKES, TRANSPOSES
 
 aten = torch.ops.aten
-_TAKES = {
-    aten.select.int, aten.unbind.int, aten.chunk.default, aten.split.Tensor,
-    aten.split_with_sizes.default, aten.slice.Tensor, aten.narrow.default,
-}  # fmt: skip
-_VIEWS = {
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unflatten.int,
-}  # fmt: skip
 
 
 def hoisted(program: Program) -> Program:
     """The program with slices of a projection's split output taken from the output itself."""
-    if not any(node.target in _TAKES and _split_of(node) for node in program.graph.nodes):
+    if not any(node.target in TAKES and _split_of(node) for node in program.graph.nodes):
         return program
     graph, _ = copied(program)
     build, constants = Builder(graph, mode_of(graph)), dict(program.constants)
     for node in list(graph.nodes):
-        found = _split_of(node) if node.target in _TAKES else None
+        found = _split_of(node) if node.target in TAKES else None
         if found is not None:
             with graph.inserting_before(node):
                 _hoist(build, node, *found, constants)
@@ -51,7 +45,7 @@ def _split_of(node: fx.Node) -> tuple[fx.Node, list[int], int, list[int], int] |
     """What a call takes positions of, if of a projection's split axis: the view that splits it, its
     axes as they come, which of them is taken from, the parts of the axis, and the axis."""
     order, source = _unpermuted(node.args[0])
-    if source.target not in _VIEWS or not _is_projection(source.args[0]):
+    if source.target not in SPLITS_OF_AXES or not _is_projection(source.args[0]):
         return None
     shape = list(source.meta["val"].shape)
     projected: Any = source.args[0]
@@ -78,7 +72,7 @@ def _split_of(node: fx.Node) -> tuple[fx.Node, list[int], int, list[int], int] |
 def _unpermuted(value: Any) -> tuple[list[int], fx.Node]:
     """The value that transposes are made of, and which of its axes each axis is."""
     order = list(range(value.meta["val"].ndim))
-    while value.target in (aten.transpose.int, aten.permute.default):
+    while value.target in TRANSPOSES:
         found = schema.arguments(value)
         step, rank = list(range(len(order))), len(order)
         if value.target is aten.permute.default:
@@ -93,7 +87,7 @@ def _unpermuted(value: Any) -> tuple[list[int], fx.Node]:
 
 def _is_projection(node: Any) -> bool:
     """A product with a constant weight, perhaps seen through a view."""
-    while node.target in _VIEWS:
+    while node.target in SPLITS_OF_AXES:
         node = node.args[0]
     return str(node.target) in PRODUCTS and any(s.op == "get_attr" for s in node.all_input_nodes)
 
@@ -111,7 +105,7 @@ def _hoist(
     shape = view.meta["val"].shape
     count = [int(shape[k]) for k in parts]
     rows = torch.arange(torch.tensor(count).prod()).view(count)  # type: ignore[arg-type]
-    gone = node.target in (aten.select.int, aten.unbind.int)
+    gone = node.target in SELECTS
     made = _taken(node, axis, int(shape[axis]))
     single = not isinstance(node.meta["val"], (list, tuple))
     users = [node] if single else [u for u in node.users if u.target is operator.getitem]

@@ -19,6 +19,7 @@ from demask.graph.hooks import HOOKS
 from demask.graph.recurrent_modules import names_of, zero_state
 from demask.graph.returned import flat, is_read_apart
 from demask.ops import schema
+from demask.ops.traits import BATCH_STATISTICS
 
 aten = torch.ops.aten
 
@@ -74,7 +75,7 @@ class Row:
         found |= {name: self.value(module, name) for name in self.numbers}
         found |= {name: value for name, value in self.always.items() if name in found}
         if "running_mean" in self.tensors:
-            found[_COMPUTES[self.op]] = module.running_mean is None
+            found[BATCH_STATISTICS[self.op]] = module.running_mean is None
         return found
 
     def asked(self, call: fx.Node) -> dict[str, Any]:
@@ -87,8 +88,6 @@ class Row:
 
 # Not the module's to say: a flag of the backend, and whether the network trains.
 _IGNORED = {"cudnn_enable", "cudnn_enabled", "train"}
-# Of a norm, the argument that says whether it computes statistics: where it keeps none.
-_COMPUTES = {aten.batch_norm.default: "training", aten.instance_norm.default: "use_input_stats"}
 # The value that an argument of an op has where the module's attribute is None.
 _FOR_NONE = {"padding_idx": -1, "momentum": 0.0}
 

@@ -18,9 +18,10 @@ from torch import fx
 from demask.graph.build import Builder, mode_of
 from demask.graph.fold import drop_unread
 from demask.graph.program import Program, copied
-from demask.graph.recurrent_modules import SIZED, is_zeros, parts_of
+from demask.graph.recurrent_modules import is_zeros, parts_of
 from demask.ops import schema
 from demask.ops.recurrent import GATES, LSTM, weights_of
+from demask.ops.traits import SIZED_ZEROS
 
 aten = torch.ops.aten
 
@@ -199,7 +200,7 @@ class _Stack:
         rows = [_listed(self.found(k)["hx"]) for k in range(len(self.calls))]
         firsts = rows[0]
         if all(is_zeros(state) for row in rows for state in row):
-            return firsts if all(state.target in SIZED for state in firsts) else None
+            return firsts if all(state.target in SIZED_ZEROS for state in firsts) else None
         wholes = [state.args[0] if state.args else None for state in firsts]
         fits = all(_is_call(state, aten.slice.Tensor, whole, 0, k, k + 1, 1)
                    for k, row in enumerate(rows)

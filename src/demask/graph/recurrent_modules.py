@@ -9,11 +9,9 @@ import torch
 from torch import fx, nn
 
 from demask.ops import schema
+from demask.ops.traits import FULLS, ZEROS
 
 aten = torch.ops.aten
-SIZED = (aten.zeros.default, aten.new_zeros.default)
-_ZEROS = (*SIZED, aten.zeros_like.default)
-_FILLED = (aten.full.default, aten.new_full.default, aten.full_like.default)
 
 
 def parts_of(layers: int, two: bool) -> list[str]:
@@ -51,8 +49,8 @@ def is_zeros(node: Any) -> bool:
     """Is a node a call that makes zeros?"""
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return False
-    return node.target in _ZEROS or (
-        node.target in _FILLED and schema.arguments(node)["fill_value"] == 0
+    return node.target in ZEROS or (
+        node.target in FULLS and schema.arguments(node)["fill_value"] == 0
     )
 
 

@@ -29,6 +29,7 @@ from demask.graph.recurrent_modules import begins_with_zeros, is_state, rename
 from demask.graph.resize import module_at, renumber
 from demask.graph.returned import is_returned, nested
 from demask.ops import schema
+from demask.ops.traits import DROPOUTS
 
 aten = torch.ops.aten
 _QUALIFIED = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in ROWS}
@@ -137,7 +138,7 @@ def _place_of(
         kind = kind_of(originals[path])
     if kind is not None and path and row_for(kind, node.target) is not None:
         return _first_name(node, path, kind, originals), kind
-    if node.target in (aten.dropout.default, aten.feature_dropout.default):
+    if node.target in DROPOUTS:
         return _dropout(node, root)
     kind = _DEFAULTS.get(node.target)
     if kind is None:

@@ -16,6 +16,7 @@ from demask.graph.build import Builder, mode_of, same_shape, sizes_of
 from demask.graph.program import Constant, Program, copied
 from demask.graph.recurrent import layered
 from demask.ops.schema import same_size
+from demask.ops.traits import COPIES, TRANSPOSES, VIEW_OR_RESHAPE
 
 aten = torch.ops.aten
 Constants = dict[str, Constant]
@@ -208,9 +209,9 @@ def _shuffled(build: Builder, node: fx.Node, constants: Constants) -> fx.Node | 
     """An axis split, its parts permuted and merged again (a channel shuffle) is a permutation of
     the axis, along which single positions can go."""
     inner: Any = node.args[0]
-    while inner.target in (aten.contiguous.default, aten.clone.default):
+    while inner.target in COPIES:
         inner = inner.args[0]
-    if inner.target not in (aten.transpose.int, aten.permute.default):
+    if inner.target not in TRANSPOSES:
         return None
     split = inner.args[0]
     if split.target not in _VIEWS:
@@ -282,7 +283,7 @@ def _index_add(build: Builder, node: fx.Node, constants: Constants) -> fx.Node |
     return build.call(aten.add.Tensor, x, laid, alpha=node.kwargs.get("alpha", 1))
 
 
-_VIEWS = (aten.view.default, aten.reshape.default, aten.unflatten.int)
+_VIEWS = VIEW_OR_RESHAPE | {aten.unflatten.int}
 _RULES: dict[Any, Callable[[Builder, fx.Node, Constants], fx.Node | None]] = {
     aten.index_add.default: _index_add,
     aten.view.default: _viewed,

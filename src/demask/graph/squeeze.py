@@ -18,9 +18,9 @@ from demask.graph.build import Builder, mode_of
 from demask.graph.guards import spelled
 from demask.graph.program import Program, copied
 from demask.ops import schema
+from demask.ops.traits import SQUEEZES
 
 aten = torch.ops.aten
-_SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 
 
 def squeezed(program: Program) -> Program:
@@ -59,7 +59,7 @@ def _dims(node: fx.Node) -> list[int]:
 
 
 def _is_dynamic(node: fx.Node) -> bool:
-    if node.target not in _SQUEEZES:
+    if node.target not in SQUEEZES:
         return False
     shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
     return any(not isinstance(shape[dim], int) for dim in _dims(node))

@@ -43,14 +43,15 @@ def early(program: Program, table: Table) -> Program:
 
 def _taken(node: fx.Node) -> _Take | None:
     """What a call takes, if it is one position of a dynamic axis."""
-    if node.target not in (aten.select.int, aten.slice.Tensor) or not node.users:
+    is_select = node.target is aten.select.int
+    if not (is_select or node.target is aten.slice.Tensor) or not node.users:
         return None
     found = schema.arguments(node)
     shape = found["self"].meta["val"].shape
     dim = found["dim"] % len(shape)
     if isinstance(shape[dim], int):
         return None
-    if node.target is aten.select.int:
+    if is_select:
         return (dim, found["index"]) if found["index"] in (0, -1) else None
     ends = (found["start"] or 0, _END if found["end"] is None else found["end"], found["step"])
     return {(0, 1, 1): (dim, 0), (-1, _END, 1): (dim, -1)}.get(ends)

@@ -19,12 +19,10 @@ from demask.graph.fold import drop_unread
 from demask.graph.program import Program, copied
 from demask.ops import Declined, Relation, Table, bind, schema
 from demask.ops.move import refined
+from demask.ops.traits import RESHAPES, SQUEEZES
 
 aten = torch.ops.aten
-_VIEWS = {
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unflatten.int,
-    aten.flatten.using_ints,
-}  # fmt: skip
+_VIEWS = RESHAPES - SQUEEZES
 
 
 @dataclass(frozen=True, slots=True)

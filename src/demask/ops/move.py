@@ -23,7 +23,7 @@ def _letters(rank: int) -> list[str]:
     return [f"a{k}" for k in range(rank)]
 
 
-def _view(node: fx.Node) -> Spelled | Declined:
+def view(node: fx.Node) -> Spelled | Declined:
     """The common refinement of the two shapes: `n 12 -> n 3 4` is `n (a b) -> n a b`."""
     old, new = _shape(node), list(schema.outputs(node)[0].shape)
     found = refined(old, new)
@@ -265,19 +265,19 @@ def _entry(line: Any, *cases: Case, **more: Any) -> Entry:
 
 
 ENTRIES = [
-    ("aten.view.default", _entry(_view, _VIEW, _FLAT, args=_sizes_as("size"))),
-    ("aten._unsafe_view.default", _entry(_view, _VIEW, args=_sizes_as("size"))),
-    ("aten.reshape.default", _entry(_view, _VIEW, _FLAT, args=_sizes_as("shape"))),
-    ("aten.flatten.using_ints", _entry(_view, Case((S((2, 3, 4, 5)), 1), {}))),
-    ("aten.unflatten.int", _entry(_view, Case((S((2, 12)), 1, [3, 4]), {}), args=_unflattened)),
+    ("aten.view.default", _entry(view, _VIEW, _FLAT, args=_sizes_as("size"))),
+    ("aten._unsafe_view.default", _entry(view, _VIEW, args=_sizes_as("size"))),
+    ("aten.reshape.default", _entry(view, _VIEW, _FLAT, args=_sizes_as("shape"))),
+    ("aten.flatten.using_ints", _entry(view, Case((S((2, 3, 4, 5)), 1), {}))),
+    ("aten.unflatten.int", _entry(view, Case((S((2, 12)), 1, [3, 4]), {}), args=_unflattened)),
     ("aten.permute.default", _entry(_permute, Case((_X, [2, 0, 1]), {}))),
     ("aten.transpose.int", _entry(_transpose, Case((_X, 1, 2), {}))),
     ("aten.t.default", _entry(_reverse, Case((S((2, 3)),), {}))),
     ("aten.numpy_T.default", _entry(_reverse, Case((S((2, 3)),), {}))),
     ("aten.unsqueeze.default", _entry(_unsqueeze, Case((_X, 1), {}), Case((_X, -1), {}))),
-    ("aten.squeeze.dim", _entry(_view, Case((S((2, 1, 3)), 1), {}))),
-    ("aten.squeeze.dims", _entry(_view, Case((S((2, 1, 3, 1)), [1, 3]), {}))),
-    ("aten.squeeze.default", _entry(_view, Case((S((2, 1, 3)),), {}))),
+    ("aten.squeeze.dim", _entry(view, Case((S((2, 1, 3)), 1), {}))),
+    ("aten.squeeze.dims", _entry(view, Case((S((2, 1, 3, 1)), [1, 3]), {}))),
+    ("aten.squeeze.default", _entry(view, Case((S((2, 1, 3)),), {}))),
     ("aten.expand.default", _entry(_expand, Case((S((2, 1, 3)), [2, 5, 3]), {}),
                                    args=_sizes_as("size"))),
     ("aten.slice.Tensor", _entry(

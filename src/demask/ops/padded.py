@@ -17,17 +17,12 @@ import torch
 from torch import fx
 
 from demask.compat.dispatch import schema_of
-from demask.ops import schema
+from demask.ops import schema, traits
 from demask.ops.entry import Entry, Table, op_name
 
 aten = torch.ops.aten
-WINDOWS = (
-    aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
-    aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding,
-    aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input,
-    aten.max_pool1d.default, aten.max_pool2d.default, aten.max_pool3d.default,
-    aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default,
-)  # fmt: skip
+WINDOWS = (*traits.CONVOLUTIONS_ANY_PADDING, *traits.TRANSPOSED_CONVOLUTIONS,
+           *traits.MAX_POOLS, *traits.AVERAGE_POOLS)  # fmt: skip
 _LIBRARY = torch.library.Library("demask", "FRAGMENT")
 
 

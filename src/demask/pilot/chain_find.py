@@ -14,7 +14,7 @@ from demask.pilot.conditioned import Decision
 from demask.tune.draft import Draft
 
 aten = torch.ops.aten
-LINEAR, RELU = aten.linear.default, aten.relu.default
+LINEAR = aten.linear.default
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def found(draft: Draft) -> tuple[list[Found], list[Decision]]:
         calls, relus, last = [node], [], node
         while True:
             relu = _only_reader(last)
-            relus.append(relu is not None and relu.target is RELU)
+            relus.append(relu is not None and relu.target is aten.relu.default)
             last = relu if relus[-1] and relu is not None else last
             follower = _only_reader(last)
             if not relus[-1] or follower is None or follower.target is not LINEAR:

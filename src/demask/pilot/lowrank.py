@@ -19,16 +19,13 @@ from demask.errors import BadInput
 from demask.graph.program import Program
 from demask.graph.result import Demasked
 from demask.ops import TABLE, schema
+from demask.ops.traits import CONV_OF_AXES, CONVOLUTIONS_ANY_PADDING
 from demask.pilot.layers import Layer, by_rows, check_finite, from_rows, layers_of
 from demask.shrink.finished import finished
 from demask.shrink.reading import relations_of
 from demask.tune.draft import Draft
 
 aten = torch.ops.aten
-_CONVS = (
-    aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
-    aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding,
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +107,12 @@ def _split(draft: Draft, layer: Layer, basis: Tensor, mixed: Tensor) -> bool:
         first = draft.call(node, None, node.target, found["input"], thin(basis))
         parts = [first, wide(mixed), *([found["bias"]] if found["bias"] else [])]
         made = draft.call(node, node, node.target, *parts)
-    elif layer.operand == 1 and node.target in _CONVS:
+    elif layer.operand == 1 and node.target in CONVOLUTIONS_ANY_PADDING:
         kernel = basis.reshape(rank, *weight.shape[1:])
         args, kwargs = schema.call(node.target, found | {"weight": thin(kernel), "bias": None})
         first = draft.call(node, None, node.target, *args, **kwargs)
         point = mixed.reshape(len(mixed), rank, *[1] * (weight.ndim - 2))
-        plain = _CONVS[weight.ndim - 3]
+        plain = CONV_OF_AXES[weight.ndim - 2]
         made = draft.call(node, node, plain, first, wide(point), found["bias"])
     elif node.target is aten.addmm.default and layer.operand == 2:
         first = draft.call(node, None, aten.mm.default, found["mat1"], thin(basis.T))

@@ -18,6 +18,7 @@ from demask.errors import BadInput
 from demask.graph.program import Program
 from demask.graph.provenance import Cut
 from demask.ops import TABLE, Declined, Relation, schema
+from demask.ops.traits import CLAMPS, RELUS
 from demask.pilot.layers import Layer, layers_of
 from demask.shrink.reading import relations_of
 from demask.tune.draft import only_reader
@@ -182,12 +183,12 @@ def _module(node: fx.Node, before: list[Site]) -> str:
 
 def zeroed(node: fx.Node) -> bool:
     """Does a call make zeros of what is below zero?"""
-    if node.target in (aten.relu.default, aten.relu6.default):
+    if node.target in RELUS:
         return True
     if node.target is aten.dropout.default:
         source: Any = node.args[0]
         return zeroed(source)
-    if node.target in (aten.clamp.default, aten.clamp_min.default, aten.hardtanh.default):
+    if node.target in CLAMPS:
         found = schema.arguments(node)
         return found.get("min", found.get("min_val")) == 0
     return False

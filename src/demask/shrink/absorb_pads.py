@@ -26,10 +26,10 @@ from demask.graph.fold import drop_unread
 from demask.graph.program import Program, copied
 from demask.ops import Relation, Table, bind, schema
 from demask.ops.padded import PADDED, PLAIN, grows
+from demask.ops.traits import CONVOLUTIONS, PADS
 from demask.shrink.reading import Reading
 
 aten = torch.ops.aten
-_CONVOLUTIONS = {aten.conv1d.default, aten.conv2d.default, aten.conv3d.default}
 
 
 def pads_absorbed(reading: Reading) -> Program | None:
@@ -57,7 +57,7 @@ def pads_absorbed(reading: Reading) -> Program | None:
 
 def _constant_pad(node: fx.Node) -> tuple[list[Any], float] | None:
     """The pads and the value of a call that pads with one number; None for any other call."""
-    if node.target not in (aten.pad.default, aten.constant_pad_nd.default):
+    if node.target not in PADS:
         return None
     call = schema.arguments(node)
     if call.get("mode", "constant") != "constant":
@@ -158,7 +158,7 @@ def _absorbed_values(node: fx.Node, program: Program) -> dict[fx.Node, float] | 
 def _shifts(window: fx.Node) -> bool:
     """Is it a convolution that reads no other number than its input's, plain in its weight?"""
     call = schema.arguments(window)
-    if window.target not in _CONVOLUTIONS or call["weight"].op != "get_attr":
+    if window.target not in CONVOLUTIONS or call["weight"].op != "get_attr":
         return False
     return all(n == 0 for n in call["padding"])
 
@@ -250,7 +250,7 @@ def _restored(build: Builder, node: fx.Node, done: dict[str, fx.Node]) -> fx.Nod
 
 def _own(target: Any, call: dict[str, Any], pads: list[Any]) -> list[int] | None:
     """The convolution's own padding that does the same, if there is one."""
-    if target not in _CONVOLUTIONS or not _only_add(pads):
+    if target not in CONVOLUTIONS or not _only_add(pads):
         return None
     sides = list(zip(pads[::2], pads[1::2], strict=True))[::-1]
     if any(a != b for a, b in sides) or any(not isinstance(n, int) for n in call["padding"]):

@@ -27,15 +27,13 @@ from demask.graph.build import Builder, mode_of, sizes_of
 from demask.graph.program import Constant, Program, copied
 from demask.ops import Relation, schema
 from demask.ops.contract import PRODUCTS
+from demask.ops.traits import IDENTITIES
 from demask.shrink.pool import Pool
 from demask.shrink.reading import Reading
 from demask.shrink.ties import is_constant
 
 aten = torch.ops.aten
-_PASS = {
-    aten.dropout.default, aten.clone.default, aten.contiguous.default, aten.alias.default,
-    aten.detach.default,
-}  # fmt: skip
+_PASS = IDENTITIES | {aten.dropout.default}
 _BARE = {aten.addmm.default: aten.mm.default}  # the product alone, without what is added to it
 
 

@@ -13,12 +13,12 @@ from torch import Tensor, fx
 
 from demask.facts.known import key_of
 from demask.ops import Relation, schema
+from demask.ops.traits import SUM_SIGNS
 from demask.shrink.adapt import marked
 from demask.shrink.cells import Layout, whole
 from demask.shrink.context import EmitContext
 
 aten = torch.ops.aten
-_SUMS = {aten.add.Tensor: 1, aten.sub.Tensor: -1}
 
 
 def emit_join(walk: EmitContext, relation: Relation) -> None:
@@ -29,7 +29,7 @@ def emit_join(walk: EmitContext, relation: Relation) -> None:
         walk.keep(node, 0, same, layout)
         return
     made = None
-    if node.target in _SUMS:
+    if node.target in SUM_SIGNS:
         made = _disjoint(walk, relation, layout) or _sum(walk, relation, layout)
     if made is not None:
         made.meta = {**node.meta, **made.meta}
@@ -73,7 +73,7 @@ def _sum(walk: EmitContext, relation: Relation, layout: Layout) -> fx.Node | Non
     alpha = schema.arguments(relation.node).get("alpha", 1)
     if not isinstance(alpha, (int, float)):
         return None
-    signs = [1, alpha * _SUMS[relation.node.target]]  # type: ignore[index]
+    signs = [1, alpha * SUM_SIGNS[relation.node.target]]  # type: ignore[index]
     held = [_held(walk, relation, k) for k in range(2)]
     if not _same_shape(relation) or any(h is None or not _meet(h, layout) for h in held):
         return None

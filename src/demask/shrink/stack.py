@@ -19,15 +19,13 @@ from demask.graph.build import Builder, mode_of
 from demask.graph.fold import drop_unread
 from demask.graph.program import Program, copied
 from demask.ops import schema
+from demask.ops.traits import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS
 
 aten = torch.ops.aten
 ELEMENTS = (
     2**18
 )  # of one stack on the example sizes: beyond, calling costs nothing and keeping does
-_CONVOLUTIONS = {
-    aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
-    aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input,
-}  # fmt: skip
+_CONVOLUTIONS = CONVOLUTIONS | TRANSPOSED_CONVOLUTIONS
 
 
 def stacked(program: Program) -> Program:

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from demask.ops import schema
 from demask.ops.activations import Act, by_op
 from demask.ops.schema import same_size
+from demask.ops.traits import IDENTITIES, SQUEEZES
 from demask.sparse.program import Add, Cat, Conv, Flat, Linear, Map, Mean, Pool, Step, Weight
 from demask.tune.draft import Draft, by_values
 
@@ -300,9 +301,9 @@ def _alike(node: fx.Node, other: fx.Node) -> bool:
 
 
 _RULES: dict[Any, Rule] = {
-    **dict.fromkeys((aten.conv1d.default, aten.conv1d.padding, aten.conv2d.default,
-                     aten.conv2d.padding), _convolution),
-    **dict.fromkeys((aten.conv_transpose1d.default, aten.conv_transpose2d.input), _transposed),
+    aten.conv1d.default: _convolution, aten.conv1d.padding: _convolution,
+    aten.conv2d.default: _convolution, aten.conv2d.padding: _convolution,
+    aten.conv_transpose1d.default: _transposed, aten.conv_transpose2d.input: _transposed,
     aten.linear.default: _linear,
     aten.add.Tensor: _sum,
     aten.cat.default: _joined,
@@ -310,8 +311,7 @@ _RULES: dict[Any, Rule] = {
     aten.avg_pool2d.default: _averaged,
     aten.adaptive_avg_pool2d.default: _adaptive,
     aten.mean.dim: _mean,
-    **dict.fromkeys((aten.flatten.using_ints, aten.view.default, aten.reshape.default,
-                     aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default), _flat),
-    **dict.fromkeys((aten.contiguous.default, aten.clone.default, aten.detach.default,
-                     aten.alias.default), _same),
+    aten.flatten.using_ints: _flat, aten.view.default: _flat, aten.reshape.default: _flat,
+    **dict.fromkeys(SQUEEZES, _flat),
+    **dict.fromkeys(IDENTITIES, _same),
 }  # fmt: skip

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, fx
 
 from demask.ops.activations import ACTIVATIONS
+from demask.ops.traits import CONVOLUTIONS_ANY_PADDING
 from demask.stride.emit import Emitter, Made, Ref, Refused, Rule, shape_of
 from demask.stride.emit_shapes import SHAPES
-from demask.stride.emit_windows import WINDOWS, by_axes, each, per_channel, softmax_of
+from demask.stride.emit_windows import WINDOWS, each, per_channel, softmax_of
 
 aten = torch.ops.aten
 Arguments = dict[str, Any]
@@ -214,7 +215,7 @@ _BINARY: Mapping[str, str] = {
 
 RULES: dict[Any, Rule] = {
     **SHAPES, **WINDOWS,
-    **by_axes("conv{}d", convolution), **by_axes("conv{}d", convolution, "padding"),
+    **dict.fromkeys(CONVOLUTIONS_ANY_PADDING, convolution),
     aten.linear.default: linear, aten.addmm.default: addmm, aten.mm.default: matmul,
     aten.bmm.default: matmul, aten.matmul.default: matmul,
     aten.scaled_dot_product_attention.default: attention,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from demask.ops.traits import IDENTITIES, RESHAPES
 from demask.stride.emit import Emitter, Made, Ref, Refused, Rule, shape_of
 
 aten = torch.ops.aten
@@ -287,19 +288,9 @@ def pixel_shuffle(e: Emitter, node: fx.Node, a: Arguments) -> Made:
     return permuted(e, apart, (0, 1, 4, 2, 5, 3)).view(*shape_of(node))
 
 
-_FREE = ("view.default", "reshape.default", "_unsafe_view.default", "flatten.using_ints",
-         "unflatten.int", "unsqueeze.default", "squeeze.default", "squeeze.dim", "squeeze.dims",
-         "contiguous.default", "clone.default", "alias.default", "detach.default",
-         "lift_fresh_copy.default")  # fmt: skip
-
-
-def _op(name: str) -> Any:
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(aten, packet), overload)
-
-
 SHAPES: dict[Any, Rule] = {
-    **{_op(name): view for name in _FREE},
+    **dict.fromkeys(RESHAPES | IDENTITIES, view),
+    aten.unsqueeze.default: view, aten.lift_fresh_copy.default: view,
     operator.getitem: getitem, aten.dropout.default: dropout, aten.expand.default: expand,
     aten.permute.default: permute, aten.transpose.int: transpose, aten.t.default: transpose,
     aten.mT.default: matrix_transpose, aten.movedim.int: movedim,

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from demask.compat.dispatch import base_name
+from demask.ops import traits
 from demask.stride.emit import Emitter, Made, Ref, Refused, Rule, shape_of
 from demask.stride.emit_shapes import every, moved_back, rows_of
 
 aten = torch.ops.aten
+_AXES = traits.POOLS | traits.ADAPTIVE_MAX_POOLS
 Arguments = dict[str, Any]
 
 
@@ -136,7 +137,7 @@ def affine(e: Emitter, y: Ref, a: Arguments, axes: int) -> Ref:
 
 def max_pool(e: Emitter, node: fx.Node, a: Arguments) -> Made:
     x, y = e.ref(a["self"]), shape_of(node)
-    axes = _axes(node)
+    axes = _AXES[node.target]
     window, before = each(a["kernel_size"], axes), each(a["padding"], axes)
     step, dilation = each(a["stride"] or window, axes), each(a["dilation"], axes)
     return pooled(e, "max_pool", x, y, window, step, before, dilation)
@@ -163,7 +164,7 @@ def pooled(
 
 def average_pool(e: Emitter, node: fx.Node, a: Arguments) -> Made:
     """The average where every window counts as many samples, else the sum over how many it does."""
-    x, y, axes = e.ref(a["self"]), shape_of(node), _axes(node)
+    x, y, axes = e.ref(a["self"]), shape_of(node), _AXES[node.target]
     window, before = each(a["kernel_size"], axes), each(a["padding"], axes)
     step = each(a["stride"] or window, axes)
     counts = _counts(x.shape[-axes:], y[-axes:], window, step, before, a)
@@ -198,7 +199,7 @@ def adaptive_pool(op: str) -> Rule:
     """Windows that share no sample; of a maximum, the place where it was is not known."""
 
     def rule(e: Emitter, node: fx.Node, a: Arguments) -> Made:
-        values, axes = node.meta["val"], _axes(node)
+        values, axes = node.meta["val"], _AXES[node.target]
         x, several = e.ref(a["self"]), isinstance(values, tuple)
         y = tuple((values[0] if several else values).shape)
         if any(n % m for n, m in zip(x.shape[-axes:], y[-axes:], strict=True)):
@@ -210,17 +211,6 @@ def adaptive_pool(op: str) -> Rule:
     return rule
 
 
-def _axes(node: fx.Node) -> int:
-    """How many axes a pool has, by its name: aten.max_pool2d."""
-    return int(next(c for c in base_name(node.target)[::-1] if c.isdigit()))
-
-
-def by_axes(name: str, rule: Rule, suffix: str = "default") -> dict[Any, Rule]:
-    """The rule for the ops of 1, 2 and 3 axes that have it."""
-    found = [getattr(getattr(aten, name.format(n), None), suffix, None) for n in (1, 2, 3)]
-    return {op: rule for op in found if op is not None}
-
-
 WINDOWS: dict[Any, Rule] = {
     aten.softmax.int: softmax, aten._softmax.default: softmax,
     aten.log_softmax.int: log_softmax, aten._log_softmax.default: log_softmax,
@@ -230,7 +220,8 @@ WINDOWS: dict[Any, Rule] = {
     aten.batch_norm.default: batch_norm, aten.layer_norm.default: layer_norm,
     aten.rms_norm.default: rms_norm, aten.group_norm.default: group_norm,
     aten.instance_norm.default: group_norm,
-    **by_axes("max_pool{}d", max_pool), **by_axes("avg_pool{}d", average_pool),
-    **by_axes("adaptive_avg_pool{}d", adaptive_pool("average_pool")),
-    **by_axes("adaptive_max_pool{}d", adaptive_pool("max_pool")),
+    **dict.fromkeys(traits.MAX_POOLS, max_pool),
+    **dict.fromkeys(traits.AVERAGE_POOLS, average_pool),
+    **dict.fromkeys(traits.ADAPTIVE_AVERAGE_POOLS, adaptive_pool("average_pool")),
+    **dict.fromkeys(traits.ADAPTIVE_MAX_POOLS, adaptive_pool("max_pool")),
 }  # fmt: skip

@@ -19,6 +19,7 @@ from torch.fx.node import map_arg
 
 from demask.ops import TABLE, Declined, Relation, bind, op_name, schema
 from demask.ops.move import refined
+from demask.ops.traits import PADS, RESHAPES
 from demask.stride.grid import (
     NEUTRAL,
     Emission,
@@ -33,15 +34,10 @@ from demask.stride.grid import (
     share_of,
 )
 from demask.stride.grid_windows import WINDOWS, average, windowed
-from demask.stride.pools import PAD, Pool
+from demask.stride.pools import Pool
 from demask.tune.draft import is_pointwise
 
 aten = torch.ops.aten
-_VIEWS = frozenset({
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.flatten.using_ints,
-    aten.unflatten.int, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default,
-})  # fmt: skip
-_PADS = frozenset({PAD, aten.pad.default})
 Spreads = Mapping[str, Spread]  # by letter of a line of the table
 # These stop at some integers (division by zero, no such row), which may stand between.
 _STOPS = ("aten.div.", "aten.remainder.", "aten.fmod.", "aten.pow.", "aten.embedding.")
@@ -57,9 +53,9 @@ def rule(reader: Reader) -> Step | Refused:
     target = reader.node.target
     if target in WINDOWS:
         return windowed(reader)
-    if target in _VIEWS:
+    if target in RESHAPES:
         return _viewed(reader)
-    if target in _PADS:
+    if target in PADS:
         return _pad(reader)
     if target is aten.sym_size.int:
         x, axis = reader.node.args[:2]

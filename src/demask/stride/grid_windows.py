@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from demask.ops import schema
+from demask.ops import schema, traits
 from demask.stride.grid import (
     Emission,
     Grid,
@@ -31,10 +31,7 @@ from demask.stride.grid import (
     share_of,
 )
 from demask.stride.pools import (
-    ADAPTIVE,
-    CONVS,
     PAD,
-    POOLS,
     Pads,
     Pool,
     divisors,
@@ -46,14 +43,8 @@ from demask.stride.pools import (
 from demask.stride.pools import scaled as times
 
 aten = torch.ops.aten
-_SAME: dict[Any, int] = {aten.conv1d.padding: 1, aten.conv2d.padding: 2, aten.conv3d.padding: 3}
-_CONVS: dict[Any, int] = {**CONVS, **_SAME}
-_MAX: dict[Any, int] = {
-    aten.max_pool1d.default: 1, aten.max_pool2d.default: 2, aten.max_pool3d.default: 3,
-}  # fmt: skip
-WINDOWS = frozenset({*_CONVS, *_MAX, *POOLS, *ADAPTIVE})
+WINDOWS = frozenset({*traits.CONVOLUTIONS_ANY_PADDING, *traits.POOLS})
 LOWEST = float("-inf")  # what a maximum is padded with
-_CONV = {rank: op for op, rank in CONVS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +84,8 @@ class _Placed:
 
 def is_strided(node: fx.Node) -> bool:
     """Is a call a convolution or a pool of stride larger than 1?"""
-    rank = {**_CONVS, **_MAX, **POOLS}.get(node.target)
+    axes = traits.CONVOLUTIONS_ANY_PADDING | traits.MAX_POOLS | traits.AVERAGE_POOLS
+    rank = axes.get(node.target)
     if rank is None:
         return False
     found = schema.arguments(node)
@@ -104,14 +96,14 @@ def is_strided(node: fx.Node) -> bool:
 def windowed(reader: Reader) -> Step | Refused:
     """A convolution or a pool (`WINDOWS`) of a value on a grid, or of one as it was."""
     target = reader.node.target
-    if target in _CONVS:
-        return _convolution(reader, _CONVS[target])
-    if target in _MAX:
-        return _maximum(reader, _MAX[target])
-    if target in POOLS:
+    if target in traits.CONVOLUTIONS_ANY_PADDING:
+        return _convolution(reader, traits.CONVOLUTIONS_ANY_PADDING[target])
+    if target in traits.MAX_POOLS:
+        return _maximum(reader, traits.MAX_POOLS[target])
+    if target in traits.AVERAGE_POOLS:
         pool = Pool.of(reader.node)
         return Refused("a pool whose sizes are computed") if pool is None else average(reader, pool)
-    return _adaptive(reader, ADAPTIVE[target])
+    return _adaptive(reader, traits.ADAPTIVE_AVERAGE_POOLS[target])
 
 
 def _sources(reader: Reader, x: fx.Node, rank: int) -> list[Spread] | Refused:
@@ -184,7 +176,7 @@ def _convolution(reader: Reader, rank: int) -> Step | Refused:
         value, inner = padded(here.draft, here.node, here.read(x), placed.pads, 0)
         gaps = [w.dilation * gap for w, gap in zip(windows, placed.gaps, strict=True)]
         args = (value, here.read(weight), found["bias"], [1] * rank, list(inner), gaps)
-        return here.call(_CONV[rank], *args, found["groups"])
+        return here.call(traits.CONV_OF_AXES[rank], *args, found["groups"])
 
     return Step((placed.grid,), emit)
 
@@ -277,7 +269,7 @@ def average(reader: Reader, pool: Pool) -> Step | Refused:
 def _stays(node: fx.Node, pool: Pool, placed: _Placed) -> bool:
     """Is a pool of a value as it was the same pool with stride 1?"""
     own = all(pair == (p, p) for pair, p in zip(placed.pads, pool.padding, strict=True))
-    return node.target in POOLS and own and set(placed.gaps) == {1} and not pool.ceil
+    return node.target in traits.AVERAGE_POOLS and own and set(placed.gaps) == {1} and not pool.ceil
 
 
 def _adaptive(reader: Reader, rank: int) -> Step | Refused:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
@@ -25,8 +26,8 @@ from demask.compat.dispatch import OpOverload
 from demask.facts.ranges import Range, ranges
 from demask.graph.program import Program
 from demask.ops import TABLE, Relation, bind, schema
+from demask.ops.traits import AVERAGE_POOLS, DIVISIONS, MAX_POOLS, MULTIPLICATIONS, WHERES
 from demask.stride.spaced import (
-    AVERAGE_POOLS,
     Every,
     cut_of,
     cuts_of,
@@ -38,7 +39,6 @@ from demask.stride.spaced import (
     slices,
     spaced,
 )
-from demask.stride.steps import MAX_POOLS
 from demask.stride.unblocked import joined, unblocked
 from demask.tune.draft import Draft, is_pointwise
 
@@ -110,7 +110,7 @@ def _masked(draft: Draft, node: Any, rank: int) -> _Masked | None:
 
 def _select(draft: Draft, node: fx.Node) -> _Masked | None:
     found = schema.arguments(node) if isinstance(node.target, OpOverload) else {}
-    if node.target in (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf):
+    if node.target in WHERES:
         keep, yes, no = _constant(draft, found["condition"]), found["self"], found["other"]
     elif node.target is aten.masked_fill.Scalar:
         keep, yes, no = _constant(draft, found["mask"]), found["value"], found["self"]
@@ -227,7 +227,7 @@ def _picked(node: fx.Node, keep: Tensor) -> list[Every] | None:
     """Per axis the positions that the windows of a pool keep; None unless each keeps one, evenly
     spaced."""
     found = schema.arguments(node)
-    pool = MAX_POOLS.get(node.target) or AVERAGE_POOLS[node.target]  # type: ignore[index]
+    pool = getattr(F, f"max_pool{(MAX_POOLS | AVERAGE_POOLS)[node.target]}d")
     args = found["kernel_size"], found["stride"] or None, found["padding"]
     more = {"ceil_mode": found["ceil_mode"], "dilation": found.get("dilation", 1)}
     numbers = torch.arange(1, keep.numel() + 1, dtype=torch.float64).view(keep.shape)
@@ -351,12 +351,12 @@ def _factor(draft: Draft, node: fx.Node) -> tuple[Any, float] | None:
     """What a call multiplies by one number, and the number."""
     if node.target is aten.neg.default:
         return node.args[0], -1.0
-    if node.target in (aten.mul.Tensor, aten.mul.Scalar):
+    if node.target in MULTIPLICATIONS:
         for value, other in (node.args, node.args[::-1]):
             number = _number(draft, other)
             if number is not None and isinstance(value, fx.Node):
                 return value, number
-    if node.target in (aten.div.Tensor, aten.div.Scalar) and not node.kwargs:
+    if node.target in DIVISIONS and not node.kwargs:
         number = _number(draft, node.args[1])
         if number and isinstance(node.args[0], fx.Node):
             return node.args[0], 1 / number

@@ -23,13 +23,14 @@ from demask.graph.program import Program
 from demask.graph.result import Demasked
 from demask.graph.spell import spelled
 from demask.ops import op_name
+from demask.ops.traits import CONVOLUTIONS_ANY_PADDING
 from demask.shrink.device import CPU, device_of, moved, on_cpu
 from demask.shrink.finished import finished
 from demask.shrink.pipeline import given
 from demask.stride.dilate import dilated
 from demask.stride.forms import FORMS, LACKING, Form, wide
 from demask.stride.pools import pools_to_convs
-from demask.stride.site import CONVS, Call, Site, call_of, chain_of, site_of, strided
+from demask.stride.site import Call, Site, call_of, chain_of, site_of, strided
 from demask.stride.targets import KINDS, Target
 from demask.stride.targets import target as target_of
 from demask.stride.writing import Cost, Counting, Drafting
@@ -153,7 +154,7 @@ def _known(draft: Draft) -> Ranges:
 
 
 def _next(draft: Draft, target: Target) -> fx.Node | None:
-    found = draft.calls(*CONVS)
+    found = draft.calls(*CONVOLUTIONS_ANY_PADDING)
     return next((node for node in found if strided(node, target.conv_stride)), None)
 
 

@@ -14,7 +14,7 @@ zeros, under the licence that 0 * x is 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import product
@@ -24,23 +24,10 @@ import torch
 from torch import Tensor, fx
 
 from demask.graph.program import Program
-from demask.ops import schema
+from demask.ops import schema, traits
 from demask.tune.draft import Draft, only_reader
 
 aten = torch.ops.aten
-POOLS: Mapping[Any, int] = {
-    aten.avg_pool1d.default: 1, aten.avg_pool2d.default: 2, aten.avg_pool3d.default: 3,
-}  # fmt: skip
-# Of windows of one size: the size of what they make divides that of the image.
-ADAPTIVE: Mapping[Any, int] = {
-    aten.adaptive_avg_pool1d.default: 1, aten.adaptive_avg_pool2d.default: 2,
-    aten.adaptive_avg_pool3d.default: 3,
-}  # fmt: skip
-CONVS: Mapping[Any, int] = {
-    aten.conv1d.default: 1, aten.conv2d.default: 2, aten.conv3d.default: 3,
-}  # fmt: skip
-_POOL = {rank: op for op, rank in POOLS.items()}
-_CONV = {rank: op for op, rank in CONVS.items()}
 PAD = aten.constant_pad_nd.default
 Pads = tuple[tuple[int, int], ...]  # per axis: positions in front, positions behind
 
@@ -61,11 +48,11 @@ class Pool:
     def of(cls, node: fx.Node) -> Pool | None:
         """The pool that a call is; None for other calls and for sizes known at run time alone, and
         for adaptive ones whose windows overlap."""
-        if node.target in ADAPTIVE:
+        if node.target in traits.ADAPTIVE_AVERAGE_POOLS:
             return _adaptive(node)
-        if node.target not in POOLS:
+        if node.target not in traits.AVERAGE_POOLS:
             return None
-        found, rank = schema.arguments(node), POOLS[node.target]
+        found, rank = schema.arguments(node), traits.AVERAGE_POOLS[node.target]
         kernel, padding = (spread(found[name], rank) for name in ("kernel_size", "padding"))
         stride = spread(found["stride"], rank) if found["stride"] else kernel
         if kernel is None or stride is None or padding is None:
@@ -120,7 +107,7 @@ class Pool:
 
 
 def _adaptive(node: fx.Node) -> Pool | None:
-    rank = ADAPTIVE[node.target]
+    rank = traits.ADAPTIVE_AVERAGE_POOLS[node.target]
     sizes = static_sizes(schema.arguments(node)["self"], rank)
     counts = static_sizes(node, rank)
     if sizes is None or counts is None:
@@ -165,7 +152,7 @@ def pools_to_convs(program: Program, *, whole: bool = True) -> Program:
     image, which are means?
     """
     draft = Draft(program)
-    for node in draft.calls(*POOLS, *ADAPTIVE):
+    for node in draft.calls(*traits.AVERAGE_POOLS, *traits.ADAPTIVE_AVERAGE_POOLS):
         made = _as_conv(draft, node) if whole or not _is_mean(node) else None
         if made is not None:
             draft.put(node, made)
@@ -173,7 +160,8 @@ def pools_to_convs(program: Program, *, whole: bool = True) -> Program:
 
 
 def _is_mean(node: fx.Node) -> bool:
-    return node.target in ADAPTIVE and set(node.meta["val"].shape[-ADAPTIVE[node.target] :]) == {1}
+    rank = traits.ADAPTIVE_AVERAGE_POOLS.get(node.target)
+    return rank is not None and set(node.meta["val"].shape[-rank:]) == {1}
 
 
 def _as_conv(draft: Draft, node: fx.Node) -> fx.Node | None:
@@ -223,7 +211,7 @@ def summed(
     read = draft.constant(f"{node.name}_taps", taps, node)
     gaps = [1] * rank if dilation is None else list(dilation)
     args = (x, read, None, list(stride), list(inner), gaps, channels)
-    return described(draft.call(node, None, _CONV[rank], *args), node)
+    return described(draft.call(node, None, traits.CONV_OF_AXES[rank], *args), node)
 
 
 def padded(
@@ -278,7 +266,7 @@ def convs_to_pools(program: Program, *, means: bool = False) -> Program:
     made.
     """
     draft = Draft(program)
-    for node in draft.calls(*CONVS):
+    for node in draft.calls(*traits.CONVOLUTIONS):
         sums = None if means and _is_trained(draft, node) else _sums(draft, node)
         made = None if sums is None else _as_pool(draft, sums, scales=not means)
         if sums is not None and made is not None:
@@ -292,7 +280,7 @@ def _is_trained(draft: Draft, node: fx.Node) -> bool:
 
 
 def _sums(draft: Draft, node: fx.Node) -> _Sums | None:
-    found, rank = schema.arguments(node), CONVS[node.target]
+    found, rank = schema.arguments(node), traits.CONVOLUTIONS[node.target]
     weight, x = draft.tensor(found["weight"]), found["input"]
     stride, dilation = spread(found["stride"], rank), spread(found["dilation"], rank)
     inner = spread(found["padding"], rank)
@@ -413,5 +401,5 @@ def _call(draft: Draft, sums: _Sums, pool: Pool) -> fx.Node:
     override = [] if len(pool.kernel) == 1 else [pool.divisor]
     lists = list(pool.kernel), list(pool.stride), list(pool.padding)
     args = (sums.x, *lists, pool.ceil, pool.include, *override)
-    made = draft.call(sums.last, None, _POOL[len(pool.kernel)], *args)
+    made = draft.call(sums.last, None, traits.AVERAGE_POOL_OF_AXES[len(pool.kernel)], *args)
     return described(made, sums.last)

@@ -18,14 +18,11 @@ from torch.fx.node import map_arg
 
 from demask.facts.ranges import Range, Ranges
 from demask.ops import schema
+from demask.ops.traits import CONVOLUTIONS_ANY_PADDING
 from demask.stride.writing import Write
 from demask.tune.draft import Draft, is_pointwise, only_reader
 
 aten = torch.ops.aten
-CONVS: dict[Any, int] = {
-    aten.conv1d.default: 1, aten.conv2d.default: 2, aten.conv3d.default: 3,
-    aten.conv1d.padding: 1, aten.conv2d.padding: 2, aten.conv3d.padding: 3,
-}  # fmt: skip
 
 
 class Axis(NamedTuple):
@@ -136,13 +133,13 @@ class Call:
 
 def strided(node: fx.Node, largest: int = 1) -> bool:
     """Is a call a convolution of a larger stride?"""
-    if node.op != "call_function" or node.target not in CONVS:
+    if node.op != "call_function" or node.target not in CONVOLUTIONS_ANY_PADDING:
         return False
     return any(n > largest for n in _each(node, "stride"))
 
 
 def _each(node: fx.Node, name: str) -> list[int]:
-    rank, value = CONVS[node.target], schema.arguments(node)[name]
+    rank, value = CONVOLUTIONS_ANY_PADDING[node.target], schema.arguments(node)[name]
     if isinstance(value, str):  # "valid": a stride takes no other word
         return [0] * rank
     values = [value] if isinstance(value, int) else list(value)
@@ -151,7 +148,7 @@ def _each(node: fx.Node, name: str) -> list[int]:
 
 def chain_of(node: fx.Node) -> list[fx.Node]:
     """The convolution, and the functions behind it (see `Site`)."""
-    chain, rank = [node], CONVS[node.target]
+    chain, rank = [node], CONVOLUTIONS_ANY_PADDING[node.target]
     while (reader := only_reader(chain[-1])) is not None and _follows(reader, chain[-1], rank):
         chain.append(reader)
     return chain
@@ -179,7 +176,7 @@ def _rest(node: fx.Node) -> list[Any]:
 
 def site_of(draft: Draft, node: fx.Node, known: Ranges, largest: float) -> Site | str:
     """The site of a strided convolution; why it has none. largest: bound of all values."""
-    found, rank = schema.arguments(node), CONVS[node.target]
+    found, rank = schema.arguments(node), CONVOLUTIONS_ANY_PADDING[node.target]
     x, weight = found["input"].meta["val"], found["weight"].meta["val"]
     sizes = [*x.shape[-rank:], *weight.shape]
     if not all(isinstance(n, int) for n in sizes):
@@ -217,4 +214,4 @@ def _step(source: fx.Node, node: fx.Node) -> Step:
     return again
 
 
-__all__ = ["CONVS", "Axis", "Call", "Site", "Step", "call_of", "chain_of", "site_of", "strided"]
+__all__ = ["Axis", "Call", "Site", "Step", "call_of", "chain_of", "site_of", "strided"]

@@ -10,20 +10,15 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch.nn.functional as F
 from torch import fx, ops
 
 from demask.ops import schema
-from demask.stride.steps import MAX_POOLS, PADS, Gaps, each, gaps_of, skipping, windows
+from demask.ops.traits import AVERAGE_POOLS, MAX_POOLS, PADS
+from demask.stride.steps import Gaps, each, gaps_of, skipping, windows
 from demask.tune.draft import Draft, only_reader
 
 aten = ops.aten
 Every = tuple[int, int, int]  # first position, step, how many
-
-AVERAGE_POOLS = {
-    aten.avg_pool1d.default: F.max_pool1d, aten.avg_pool2d.default: F.max_pool2d,
-    aten.avg_pool3d.default: F.max_pool3d,
-}  # fmt: skip
 
 
 def slices(
@@ -244,7 +239,7 @@ def pooled(draft: Draft, node: fx.Node) -> fx.Node | None:
     if node.target is not aten.slice.Tensor:
         return None
     pool, cuts = root_of(node), list(cuts_of(node))[::-1]
-    if not isinstance(pool, fx.Node) or pool.target not in {**MAX_POOLS, **AVERAGE_POOLS}:
+    if not isinstance(pool, fx.Node) or pool.target not in MAX_POOLS | AVERAGE_POOLS:
         return None
     if any(len(cut.users) > 1 for cut in cuts[:-1]) or len(pool.users) > 1:
         return None

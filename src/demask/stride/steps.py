@@ -13,22 +13,16 @@ A sweep from the outputs back over the letters of the op table. Gap 0: the first
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, fx, ops
 
 from demask.ops import TABLE, Relation, bind, schema
-from demask.stride.unblocked import CONVOLUTIONS
+from demask.ops.traits import CONVOLUTIONS, MAX_POOLS, PADS
 
 aten = ops.aten
 Gaps = tuple[int, ...]  # per axis of a value
-PADS = (aten.constant_pad_nd.default, aten.pad.default)
-MAX_POOLS: Mapping[Any, Callable[..., Tensor]] = {
-    aten.max_pool1d.default: F.max_pool1d, aten.max_pool2d.default: F.max_pool2d,
-    aten.max_pool3d.default: F.max_pool3d,
-}  # fmt: skip
 
 
 def gaps_of(graph: fx.Graph) -> dict[fx.Node, Gaps]:
@@ -70,7 +64,7 @@ def _windows(node: fx.Node) -> list[tuple[fx.Node, Gaps]] | None:
 
 def windows(node: fx.Node) -> Gaps | None:
     """The gaps with which a convolution or a max pool reads the axes of its windows."""
-    if node.target not in (*CONVOLUTIONS, *MAX_POOLS):
+    if node.target not in CONVOLUTIONS | MAX_POOLS:
         return None
     found = schema.arguments(node)
     weight = found.get("weight")
@@ -138,7 +132,7 @@ def skipping(graph: fx.Graph) -> dict[fx.Node, tuple[bool, ...]]:
 
 def _keeps(node: fx.Node, found: Mapping[fx.Node, tuple[bool, ...]]) -> tuple[bool, ...]:
     """Along which axes a call carries positions, or moves them by as much, that can be left out."""
-    if node.target in (aten.slice.Tensor, *PADS):
+    if node.target in PADS | {aten.slice.Tensor}:
         return found.get(node.args[0], ())  # type: ignore[arg-type]
     relation = bind(node, TABLE) if node.op == "call_function" else None
     if not isinstance(relation, Relation) or len(relation.outs) != 1:
@@ -154,4 +148,4 @@ def _keeps(node: fx.Node, found: Mapping[fx.Node, tuple[bool, ...]]) -> tuple[bo
     return tuple(len(axis) == 1 and axis[0] in free - mixed for axis in relation.outs[0])
 
 
-__all__ = ["PADS", "Gaps", "each", "gaps_of", "skipping", "windows"]
+__all__ = ["Gaps", "each", "gaps_of", "skipping", "windows"]

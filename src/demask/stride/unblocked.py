@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, fx
 
 from demask.ops import schema
+from demask.ops.traits import CONVOLUTIONS, VIEW_OR_RESHAPE
 from demask.tune.draft import Draft
 
 aten = torch.ops.aten
-CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +128,13 @@ def _blocks(node: fx.Node, rank: int) -> tuple[fx.Node, tuple[int, ...]] | None:
     """What was laid out in blocks, each position of one a channel, and the blocks' sizes."""
     if node.target is aten.pixel_unshuffle.default and rank == 2:
         return node.args[0], (node.args[1],) * 2  # type: ignore[return-value]
-    if node.target not in (aten.reshape.default, aten.view.default):
+    if node.target not in VIEW_OR_RESHAPE:
         return None
     permuted: Any = node.args[0]
     if permuted.target is not aten.permute.default:
         return None
     parted: Any = permuted.args[0]
-    if parted.target not in (aten.reshape.default, aten.view.default):
+    if parted.target not in VIEW_OR_RESHAPE:
         return None
     x: Any = parted.args[0]
     shape, wide = x.meta["val"].shape, parted.meta["val"].shape

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, fx
 
 from demask.ops import schema
+from demask.ops.traits import CONVOLUTIONS
 from demask.tune.draft import Draft
 
 aten = torch.ops.aten
-_WEIGHTED = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
 
 
 class Write(Protocol):
@@ -88,7 +88,7 @@ class Counting:
         made = target(*args, **kwargs)
         self.nodes += 1
         self.elements += made.numel()
-        if target in _WEIGHTED:
+        if target in CONVOLUTIONS:
             self.macs += made.numel() * args[1][0].numel()
         return made
 

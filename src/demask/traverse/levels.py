@@ -21,6 +21,7 @@ from demask.graph.program import Program
 from demask.ops import TABLE, Relation, bind, schema
 from demask.ops.contract import PRODUCTS
 from demask.ops.recurrent import GATES
+from demask.ops.traits import MATRIX_TRANSPOSES, MEMORY_VIEWS, TRANSPOSED_VIEWS
 from demask.traverse.lanes import Lanes, lanes_of
 from demask.traverse.passes import Call, Level, Plan, Ref, Streamed, Weight, constants_read
 from demask.traverse.weights import Stored
@@ -29,14 +30,7 @@ aten = torch.ops.aten
 WORK = 4 * 2**20  # bytes that BLAS and allocator take beside tensors: 0.5 to 2.6 MiB were measured
 BLOCK = 16 * 2**20  # bytes: of 1 GiB, blocks of 4 to 48 MiB were equally fast on a quiet machine
 ROWS = 64  # a block's rows are a multiple where they can be: full tiles of the matrix product
-_TRANSPOSED = {aten.t.default, aten.numpy_T.default, aten.mT.default}
-_SEEN = _TRANSPOSED | {
-    aten.transpose.int, aten.permute.default, aten.detach.default, aten.alias.default,
-}  # fmt: skip
-_VIEWS = _SEEN | {
-    aten.view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.select.int,
-    aten.slice.Tensor, aten.expand.default, operator.getitem,
-}  # fmt: skip
+_VIEWS = MEMORY_VIEWS | {operator.getitem}
 
 
 def planned(
@@ -312,7 +306,7 @@ def _seen(node: fx.Node) -> tuple[fx.Node, int]:
     """What a matrix is a view of, and how often its axes change places."""
     source: Any = node
     flips = 0
-    while source.target in _SEEN:
+    while source.target in TRANSPOSED_VIEWS:
         flips += _flips(source)
         source = source.args[0]
     return source, flips
@@ -325,12 +319,12 @@ def _flips(node: fx.Node) -> bool:
         return (found["dim0"] - found["dim1"]) % 2 == 1
     if node.target is aten.permute.default:
         return found["dims"][0] % 2 == 1
-    return node.target in _TRANSPOSED
+    return node.target in MATRIX_TRANSPOSES
 
 
 def is_view(node: fx.Node) -> bool:
     """Does a call return the memory of its operand, seen in another order?"""
-    return node.target in _SEEN
+    return node.target in TRANSPOSED_VIEWS
 
 
 def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
@@ -353,7 +347,7 @@ def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
 def _read_by_products(node: fx.Node) -> bool:
     """Is a constant read by products with a matrix alone, through views of it?"""
     return all(
-        _read_by_products(user) if user.target in _SEEN
+        _read_by_products(user) if user.target in TRANSPOSED_VIEWS
         else _operands(user) is not None and node in _operands(user)[1:2]  # type: ignore[index]
         for user in node.users
     )  # fmt: skip

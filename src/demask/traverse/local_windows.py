@@ -16,6 +16,7 @@ from torch import Tensor
 from demask.compat.onednn import available, ops
 from demask.ops.entry import Declined, op_name
 from demask.ops.regions import Interval
+from demask.ops.traits import CONV_OF_AXES
 from demask.traverse.axes import Window
 from demask.traverse.local_call import (
     Call,
@@ -30,7 +31,7 @@ from demask.traverse.local_call import (
 )
 from demask.traverse.local_carried import spelled
 from demask.traverse.local_pools import Adaptive, AvgPool, MaxPool
-from demask.tune.epilogues import CONVOLUTIONS, Epilogue, plain_call
+from demask.tune.epilogues import Epilogue, plain_call
 
 aten = torch.ops.aten
 
@@ -87,7 +88,7 @@ class Conv(Windows):
 
     def _plain(self, x, weight, bias, padding, into: Tensor, after: Epilogue | None, add) -> None:
         stride, dilation = self._steps()
-        target = CONVOLUTIONS[len(self.axes)]
+        target = CONV_OF_AXES[len(self.axes)]
         made = target(x, weight, bias, stride, padding, dilation, self.call.found["groups"])
         if add:
             into.add_(made)

@@ -21,7 +21,7 @@ from demask.errors import BadInput
 from demask.graph.build import Builder, mode_of, same_shape
 from demask.graph.fold import drop_unread
 from demask.graph.program import Program, copied
-from demask.ops import TABLE, Case, Entry, Relation, schema
+from demask.ops import TABLE, Case, Entry, Relation, schema, traits
 from demask.ops.entry import Shape as S
 from demask.ops.own import Own
 from demask.registry import CUSTOM_OPS
@@ -214,9 +214,9 @@ def _replace(build: Builder, node: fx.Node) -> None:
 
 def _unexpand(node: fx.Node) -> None:
     """Let arithmetic read a whole value itself, not widened to the size of what is beside it."""
-    for user in list(node.users):
+    for user in [user for user in node.users if user.target in traits.ARITHMETIC]:
         others = [n.meta["val"] for n in user.all_input_nodes if n is not node]
-        if user.target in _BROADCAST and any(same_shape(v, user.meta["val"]) for v in others):
+        if any(same_shape(v, user.meta["val"]) for v in others):
             user.replace_input_with(node, node.args[0])  # type: ignore[arg-type]
 
 
@@ -477,14 +477,12 @@ _PICKED: dict[Any, Callable[[Builder, fx.Node, int], fx.Node | None]] = {
     aten.var_mean.default: _spread_and_mean,
     aten.max.dim: _extreme,
     aten.min.dim: _extreme,
-    **{getattr(aten, f"adaptive_max_pool{d}d").default: _adaptive_max for d in (1, 2, 3)},
+    **dict.fromkeys(traits.ADAPTIVE_MAX_POOLS, _adaptive_max),
 }
-_BROADCAST = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
 _POOLS: dict[Any, _Rule] = {
-    **{getattr(aten, f"adaptive_avg_pool{d}d").default: _adaptive for d in (1, 2, 3)},
-    **{getattr(aten, f"{kind}_pool{d}d").default: _whole_pool
-       for kind in ("avg", "max") for d in (1, 2, 3)},
-}  # fmt: skip
+    **dict.fromkeys(traits.ADAPTIVE_AVERAGE_POOLS, _adaptive),
+    **dict.fromkeys((*traits.AVERAGE_POOLS, *traits.MAX_POOLS), _whole_pool),
+}
 _RULES: dict[Any, _Rule] = {
     **_POOLS,
     aten.group_norm.default: _group_norm,

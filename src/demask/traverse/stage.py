@@ -14,11 +14,9 @@ from dataclasses import dataclass, field
 from torch import Tensor, fx
 
 from demask.compat.onednn import available
-from demask.ops.entry import op_name
+from demask.ops.traits import ADDS, CONVOLUTIONS
 from demask.traverse.flow import Edge, Flow
-from demask.tune.epilogues import CONVOLUTIONS, Epilogue, epilogue
-
-_ADDS = ("aten.add.Tensor", "aten.add_.Tensor")
+from demask.tune.epilogues import Epilogue, epilogue
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +122,7 @@ def _unit(flow: Flow, node: fx.Node, inside: set[fx.Node], keeps: set[fx.Node]) 
 
 def _fuses(node: fx.Node) -> bool:
     value = node.meta["val"]
-    return node.target in CONVOLUTIONS.values() and available(value.dtype, value.device)
+    return node.target in CONVOLUTIONS and available(value.dtype, value.device)
 
 
 def _only(node: fx.Node, inside: set[fx.Node], keeps: set[fx.Node]) -> fx.Node | None:
@@ -135,7 +133,7 @@ def _only(node: fx.Node, inside: set[fx.Node], keeps: set[fx.Node]) -> fx.Node |
 
 def _adds(node: fx.Node, value: fx.Node, flow: Flow) -> bool:
     """Is a call the sum of a value and another with rows, of the same shape and type?"""
-    if op_name(node.target) not in _ADDS or node.kwargs or len(node.args) != 2:
+    if node.target not in ADDS or node.kwargs or len(node.args) != 2:
         return False
     other = next((n for n in node.args if n is not value), None)
     if not isinstance(other, fx.Node) or other not in flow.axes or node not in flow.local:

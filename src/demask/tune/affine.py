@@ -8,7 +8,6 @@ What does not depend on the input may stand between (a border map m): norm(W x +
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +16,10 @@ from torch import Tensor, fx
 
 from demask.graph.program import Program
 from demask.ops import schema
+from demask.ops.traits import ARITHMETIC, COMMUTATIVE, OUTPUT_AXIS
 from demask.tune.draft import Draft, by_values, channels_of, only_reader, per_channel, reshaped
 
 aten = torch.ops.aten
-# Contractions with a weight: the axis of the weight that the output's channels stand on.
-OUT_AXIS: Mapping[Any, int] = {
-    aten.conv1d.default: 0, aten.conv2d.default: 0, aten.conv3d.default: 0, aten.linear.default: 0,
-    aten.conv_transpose1d.default: 1, aten.conv_transpose2d.input: 1,
-    aten.conv_transpose3d.input: 1,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +49,13 @@ def absorbed(program: Program) -> Program:
 
 def contraction(draft: Draft, node: Any) -> Tensor | None:
     """The weight of a call that multiplies by a constant one, its bias constant too; else None."""
-    if not isinstance(node, fx.Node) or node.target not in OUT_AXIS:
+    if not isinstance(node, fx.Node) or node.target not in OUTPUT_AXIS:
         return None
     found = schema.arguments(node)
     weight = draft.tensor(found["weight"])
     if weight is None or (found["bias"] is not None and draft.tensor(found["bias"]) is None):
         return None
-    if OUT_AXIS[node.target] == 1 and found["groups"] != 1:
+    if OUTPUT_AXIS[node.target] == 1 and found["groups"] != 1:
         return None
     batched = node.target is aten.linear.default or node.meta["val"].ndim == weight.ndim
     if not batched:
@@ -97,12 +91,12 @@ def _step(draft: Draft, node: fx.Node) -> Affine | None:
     """A call as an affine map of one operand, if it is one."""
     if node.target is aten.batch_norm.default:
         return _norm(draft, node)
-    if node.target not in (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor):
+    if node.target not in ARITHMETIC:
         return None
     x, other, *_ = node.args
     if node.kwargs or len(node.args) > 2 or not isinstance(x, fx.Node):
         return None
-    if draft.tensor(x) is not None and node.target in (aten.add.Tensor, aten.mul.Tensor):
+    if draft.tensor(x) is not None and node.target in COMMUTATIVE:
         x, other = other, x
     value = draft.tensor(other)
     if type(other) in (int, float):
@@ -173,7 +167,7 @@ def _pushed(draft: Draft, step: Affine, reader: fx.Node, live: set[fx.Node]) -> 
 
 def _into(draft: Draft, step: Affine, reader: fx.Node) -> fx.Node:
     found = schema.arguments(step.x)
-    axis = OUT_AXIS[step.x.target]
+    axis = OUTPUT_AXIS[step.x.target]
     weight = draft.tensor(found["weight"])
     bias = None if found["bias"] is None else draft.tensor(found["bias"])
     assert weight is not None

@@ -19,10 +19,10 @@ from demask.compat.onednn import ops
 from demask.graph.program import Program
 from demask.ops import schema
 from demask.ops.activations import by_onednn, by_op
+from demask.ops.traits import CONV_OF_AXES
 from demask.tune.draft import Draft
 
 aten = torch.ops.aten
-CONVOLUTIONS = {1: aten.conv1d.default, 2: aten.conv2d.default, 3: aten.conv3d.default}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ def _plain(
 ) -> Any:
     """The ATen calls of a fused one: the layer, what is added, the activation."""
     if "padding" in found:
-        target = CONVOLUTIONS[len(found["padding"])]
+        target = CONV_OF_AXES[len(found["padding"])]
         geometry = (found["stride"], found["padding"], found["dilation"], found["groups"])
         made = call(target, found["X"], found["W"], found["B"], *geometry)
     else:

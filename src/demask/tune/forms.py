@@ -17,11 +17,12 @@ from torch import fx
 from demask.graph.program import Program
 from demask.graph.provenance import Decision
 from demask.ops import schema
+from demask.ops.traits import CONV_OF_AXES
 from demask.tune.activations import named
 from demask.tune.affine import absorbed, contraction
 from demask.tune.asking import FUSED, PLAIN, Asker, Layer
 from demask.tune.draft import Draft, Example, by_values
-from demask.tune.epilogues import CONVOLUTIONS, Epilogue
+from demask.tune.epilogues import Epilogue
 from demask.tune.fuse import chain, fused
 from demask.tune.joins import Sum, summed
 from demask.tune.layout import CONVOLUTIONS as IMAGES
@@ -146,7 +147,7 @@ class Maker:
         axes, count = len(shape) - 2, self.asker.shape(branch)[1]
         geometry = ((1,) * axes, (0,) * axes, (1,) * axes, 1)
         weight = (shape[1], count, *[1] * axes)
-        one = Layer(str(CONVOLUTIONS[axes]), self.asker.shape(branch), weight, geometry, False,
+        one = Layer(str(CONV_OF_AXES[axes]), self.asker.shape(branch), weight, geometry, False,
                     layer.dtype, layer.device)  # fmt: skip
         return self.asker.layer(one, last, after, other=True)[1]
 
@@ -199,7 +200,7 @@ def fused_layer(node: fx.Node, example: Example) -> tuple[Layer, Epilogue, bool]
     axes = len(found["padding"])
     geometry = tuple(tuple(found[key]) for key in ("stride", "padding", "dilation"))
     value = node.meta["val"]
-    layer = Layer(str(CONVOLUTIONS[axes]), example.shape(found["X"]), example.shape(found["W"]),
+    layer = Layer(str(CONV_OF_AXES[axes]), example.shape(found["X"]), example.shape(found["W"]),
                   (*geometry, found["groups"]), found["B"] is not None, value.dtype,
                   value.device)  # fmt: skip
     if "other" in found:

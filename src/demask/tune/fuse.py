@@ -20,9 +20,10 @@ from demask.compat.onednn import available, ops
 from demask.graph.program import Program
 from demask.ops import schema
 from demask.ops.schema import same_size
+from demask.ops.traits import CONVOLUTIONS
 from demask.tune.affine import contraction
 from demask.tune.draft import COPY, Draft, by_values, only_reader
-from demask.tune.epilogues import CONVOLUTIONS, Epilogue, convolution, epilogue
+from demask.tune.epilogues import Epilogue, convolution, epilogue
 
 aten = torch.ops.aten
 # May layers be linear layers of oneDNN's? Called with the layer, its epilogue, what is added.
@@ -33,7 +34,7 @@ def fused(program: Program, wanted: Wanted) -> Program:
     """The program with its layers and their epilogues as single calls, where `wanted` says so."""
     draft = Draft(program)
     live = by_values(draft.graph)
-    for node in draft.calls(*CONVOLUTIONS.values(), aten.linear.default):
+    for node in draft.calls(*CONVOLUTIONS, aten.linear.default):
         weight = contraction(draft, node)
         value = node.meta["val"]
         if weight is None or node not in live or not available(weight.dtype, weight.device):

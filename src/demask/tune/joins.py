@@ -22,14 +22,11 @@ from torch import Tensor, fx
 from demask.graph.build import same_shape
 from demask.graph.program import Program
 from demask.ops import schema
-from demask.tune.affine import OUT_AXIS, channel_axis, contraction, rewritten
+from demask.ops.traits import JOIN_TREES, JOINS, OUTPUT_AXIS
+from demask.tune.affine import channel_axis, contraction, rewritten
 from demask.tune.draft import Draft, by_values, channels_of, only_reader, per_channel
 
 aten = torch.ops.aten
-_TREE = {
-    aten.index_add.default, aten.cat.default, aten.slice.Tensor, aten.constant_pad_nd.default,
-    aten.index_select.default, aten.add.Tensor,
-}  # fmt: skip
 FORMS = ("grow", "place")  # a branch's rows at their places; or a 1 x 1 convolution puts them there
 
 
@@ -64,7 +61,7 @@ def summed(program: Program, choose: Chooser) -> Program:
     FORMS for a branch (None: the join stays as it is)."""
     draft = Draft(program)
     live = by_values(draft.graph)
-    for node in reversed(draft.calls(aten.index_add.default, aten.cat.default)):
+    for node in reversed(draft.calls(*JOINS)):
         if node.users and node in live and not _inside(node):
             found = _read(draft, node, live)
             if found is not None and _overlaps(found):
@@ -75,7 +72,7 @@ def summed(program: Program, choose: Chooser) -> Program:
 def _inside(node: fx.Node) -> bool:
     """Is a call read by a larger tree alone?"""
     reader = only_reader(node)
-    return reader is not None and reader.target in (aten.index_add.default, aten.cat.default)
+    return reader is not None and reader.target in JOINS
 
 
 def _overlaps(found: Sum) -> bool:
@@ -108,7 +105,7 @@ def _merged(terms: list[tuple[fx.Node, Tensor]]) -> list[tuple[fx.Node, Tensor]]
 
 def _tree(draft: Draft, node: fx.Node, axis: int, root: fx.Node, live: set[fx.Node]) -> Sum:
     """A node as a sum; one that others read too, or that is no such call, is a term."""
-    if node is root or (only_reader(node) is not None and node.target in _TREE):
+    if node is root or (only_reader(node) is not None and node.target in JOIN_TREES):
         made = _call(draft, node, axis, root, live)
         if made is not None:
             made.inner.append(node)
@@ -287,7 +284,7 @@ def _branch(
 ) -> fx.Node:  # fmt: skip
     """A layer that writes at its places of the join, with the join's constant in its bias."""
     found = schema.arguments(node)
-    weight, axis = draft.tensor(found["weight"]), OUT_AXIS[node.target]
+    weight, axis = draft.tensor(found["weight"]), OUTPUT_AXIS[node.target]
     assert weight is not None
     bias = None if found["bias"] is None else draft.tensor(found["bias"])
     there, at = where >= 0, where.clamp_min(0)

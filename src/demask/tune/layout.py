@@ -14,19 +14,15 @@ from torch import Tensor, fx
 
 from demask.compat.onednn import ops
 from demask.graph.program import Program
+from demask.ops import traits
 from demask.tune.draft import COPY, Draft, by_values, is_pointwise
 from demask.tune.memory import fresh
 
 aten = torch.ops.aten
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 CONVOLUTIONS = {
-    aten.conv2d.default, aten.conv3d.default, aten.conv_transpose2d.input,
-    aten.conv_transpose3d.input,
-}  # fmt: skip
-# What keeps the layout of its operands, pointwise ops beside.
-_KEEPS = {
-    aten.batch_norm.default, aten.max_pool2d.default, aten.avg_pool2d.default, aten.cat.default,
-}  # fmt: skip
+    op for op, axes in (traits.CONVOLUTIONS | traits.TRANSPOSED_CONVOLUTIONS).items() if axes > 1
+}
 Wants = Callable[[fx.Node], bool]  # should this convolution have its channels last?
 
 
@@ -78,7 +74,7 @@ class _Layout:
 
     def continues(self, node: fx.Node) -> bool:
         """Does a call keep the layout of its operands, some of which have their channels last?"""
-        keeps = is_pointwise(node) or node.target in _KEEPS
+        keeps = is_pointwise(node) or node.target in traits.FORMAT_PRESERVING
         return keeps and any(source in self.last for source in node.all_input_nodes)
 
     def settle(self, node: fx.Node, last: bool) -> None:

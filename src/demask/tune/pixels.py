@@ -12,18 +12,18 @@ from torch import fx
 
 from demask.graph.program import Program
 from demask.ops import TABLE, op_name, schema
+from demask.ops.traits import CONVOLUTIONS
 from demask.tune.affine import contraction
 from demask.tune.draft import POINTWISE, Draft, only_reader
 
 aten = torch.ops.aten
-_CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
 
 
 def flattened(program: Program) -> Program:
     """The program with such convolutions as linear layers."""
     draft = Draft(program)
     rows: dict[fx.Node, fx.Node] = {}  # of images of one pixel: their channels alone
-    for node in draft.calls(*_CONVOLUTIONS):
+    for node in draft.calls(*CONVOLUTIONS):
         if _has_one_pixel(draft, node):
             _flatten(draft, node, rows)
     return draft.done() if rows else program

@@ -16,7 +16,8 @@ from torch import Tensor, fx
 
 from demask.graph.program import Program
 from demask.ops import schema
-from demask.tune.affine import OUT_AXIS, channel_axis, contraction
+from demask.ops.traits import OUTPUT_AXIS
+from demask.tune.affine import channel_axis, contraction
 from demask.tune.draft import Draft, by_values, channels_of, is_pointwise
 from demask.tune.widen import is_depthwise, is_pooling, is_rounding
 
@@ -104,7 +105,7 @@ def _worth(draft: Draft, region: _Region) -> bool:
     for reader in region.readers:
         weight = contraction(draft, reader)
         assert weight is not None
-        products += more * weight.numel() // weight.shape[1 - OUT_AXIS[reader.target]]
+        products += more * weight.numel() // weight.shape[1 - OUTPUT_AXIS[reader.target]]
     return bool(region.readers) and products <= COPY * made
 
 
@@ -131,7 +132,7 @@ def _spread(draft: Draft, node: fx.Node, region: _Region, *, rows: bool) -> None
     for name in ("weight", "bias") if rows and found["bias"] is not None else ("weight",):
         tensor = draft.tensor(found[name])
         assert tensor is not None
-        axis = 0 if rows else 1 - OUT_AXIS[node.target]
+        axis = 0 if rows else 1 - OUTPUT_AXIS[node.target]
         shape = list(tensor.shape)
         shape[axis] = region.count
         wide = tensor.new_zeros(shape).index_copy(axis, region.positions, tensor)

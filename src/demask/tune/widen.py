@@ -9,7 +9,7 @@ too (rows of zeros in its weights), and whatever reads it has columns of zeros f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,20 +19,12 @@ from torch.fx.node import map_arg
 
 from demask.graph.program import Program
 from demask.ops import schema
-from demask.tune.affine import OUT_AXIS, channel_axis, contraction
+from demask.ops.traits import OUTPUT_AXIS, POOLS
+from demask.tune.affine import channel_axis, contraction
 from demask.tune.draft import Draft, by_values, channels_of, is_pointwise
 
 aten = torch.ops.aten
 QUANTIZE, DEQUANTIZE = torch.ops.demask.quantize.default, torch.ops.demask.dequantize.default
-
-
-# Pools that make zeros of zeros, each channel by itself, by the rank of a batch of images.
-_POOLS: Mapping[Any, int] = {
-    aten.adaptive_avg_pool1d.default: 3, aten.adaptive_avg_pool2d.default: 4,
-    aten.adaptive_avg_pool3d.default: 5, aten.avg_pool1d.default: 3, aten.avg_pool2d.default: 4,
-    aten.avg_pool3d.default: 5, aten.max_pool1d.default: 3, aten.max_pool2d.default: 4,
-    aten.max_pool3d.default: 5,
-}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -76,7 +68,7 @@ def rounded(program: Program, wanted: Callable[[int], int], worth: Worth) -> Pro
     """The program with the widths of layers rounded up to what `wanted` says, where that is worth
     it."""
     draft = Draft(program)
-    for node in draft.calls(*OUT_AXIS):
+    for node in draft.calls(*OUTPUT_AXIS):
         live = by_values(draft.graph)
         if node not in live or contraction(draft, node) is None:
             continue
@@ -180,7 +172,7 @@ def is_pooling(node: fx.Node) -> bool:
         found = schema.arguments(node)
         rank, dims = found["self"].meta["val"].ndim, found["dim"] or [1]
         return all(dim % rank > 1 for dim in dims)
-    return node.target in _POOLS and node.meta["val"].ndim == _POOLS[node.target]
+    return node.target in POOLS and node.meta["val"].ndim == POOLS[node.target] + 2
 
 
 def is_rounding(draft: Draft, node: fx.Node) -> bool:
@@ -273,7 +265,7 @@ def _grow(draft: Draft, node: fx.Node, more: int, *, rows: bool) -> None:
     found = schema.arguments(node)
     weight = draft.tensor(found["weight"])
     assert weight is not None
-    out = OUT_AXIS[node.target]
+    out = OUTPUT_AXIS[node.target]
     names = ["weight", "bias"] if rows and found["bias"] is not None else ["weight"]
     for name in names:
         tensor = draft.tensor(found[name])

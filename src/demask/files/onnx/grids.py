@@ -25,6 +25,7 @@ from demask.graph.provenance import Cut, Grid
 from demask.graph.result import Demasked, attach
 from demask.ops import schema
 from demask.ops.quantize import DTYPES, along, dequantized
+from demask.ops.traits import CONVOLUTIONS
 
 aten = torch.ops.aten
 KINDS = {**DTYPES, "int32": torch.int32}  # what a constant can be stored in
@@ -33,7 +34,7 @@ OFF = 1e-3  # how far a bias may be from a whole number: constants were added to
 SINCE = 21  # the op set that can quantize to 16 bits
 FEW = 8  # numbers of a row by which scales are sorted out
 # Layers whose bias lies, channel by channel, on the grid of their input times that of their weight.
-_LAYERS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.linear.default)
+_LAYERS = (*CONVOLUTIONS, aten.linear.default)
 _COPIES = re.compile(r"(_folded\d*|_\d+)+$")  # what passes put behind the name of a constant
 
 

@@ -34,12 +34,13 @@ from demask.compat.fake_tensors import enable_python_dispatcher
 from demask.compat.fx_internals import signature_of
 from demask.compat.onnx_exporter import exporter_targets, use_known_values
 from demask.compat.tracing import decomposition_table, make_fx
-from demask.files.onnx.spell import APART, spell, takes_sizes
+from demask.files.onnx.spell import spell, takes_sizes
 from demask.files.onnx.steps import kept_whole
 from demask.graph import modules
 from demask.graph.build import Builder, mode_of
 from demask.graph.fold import drop_unread
 from demask.graph.result import Demasked
+from demask.ops.traits import DECOMPOSED_WITH_NUMBERS, DROPOUTS
 
 aten = torch.ops.aten
 
@@ -65,7 +66,7 @@ def ready(slim: Demasked, translated: Mapping[Any, Any]) -> ExportedProgram | No
     registered = _registered() | {op.name() for op in translated}
     apart = [node for node in graph.nodes if isinstance(node.target, OpOverload)
              and (node.target.name() not in registered
-                  or (node.target in APART and takes_sizes(node)))]  # fmt: skip
+                  or (node.target in DECOMPOSED_WITH_NUMBERS and takes_sizes(node)))]  # fmt: skip
     table = _decompositions(registered) if apart else {}
     if not all(_decomposed(graph, node, table) for node in apart):
         return None
@@ -118,7 +119,7 @@ def _valued(graph: fx.Graph, slim: nn.Module) -> bool:
         return False
     build = Builder(graph, mode_of(graph))
     for node in list(graph.nodes):
-        if node.target in (aten.dropout.default, aten.feature_dropout.default):
+        if node.target in DROPOUTS:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
             continue

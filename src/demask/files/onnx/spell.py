@@ -13,30 +13,11 @@ from torch.utils import _pytree as pytree
 
 from demask.graph.build import Builder, mode_of, same_size, sizes_of
 from demask.ops import schema
+from demask.ops.traits import OF_TWO_TENSORS
 
 aten = torch.ops.aten
 Rule = Callable[[Builder, fx.Node], fx.Node]
 _SYMBOLIC = (torch.SymInt, torch.SymFloat)
-
-#: by op of a tensor and a number: the op of two tensors
-_OF_TENSORS: Mapping[Any, Any] = {
-    aten.remainder.Scalar: aten.remainder.Tensor,
-    aten.pow.Tensor_Scalar: aten.pow.Tensor_Tensor,
-    aten.bitwise_and.Scalar: aten.bitwise_and.Tensor,
-    aten.bitwise_or.Scalar: aten.bitwise_or.Tensor,
-    aten.bitwise_xor.Scalar: aten.bitwise_xor.Tensor,
-    aten.__and__.Scalar: aten.bitwise_and.Tensor,
-    aten.__or__.Scalar: aten.bitwise_or.Tensor,
-    aten.__xor__.Scalar: aten.bitwise_xor.Tensor,
-    aten.__lshift__.Scalar: aten.bitwise_left_shift.Tensor,
-    aten.__rshift__.Scalar: aten.bitwise_right_shift.Tensor,
-}
-#: ops that are taken apart into others, which take such numbers
-APART = {
-    aten.addbmm.default, aten.addcdiv.default, aten.addcmul.default, aten.addmm.default,
-    aten.addmv.default, aten.addr.default, aten.baddbmm.default, aten.celu.default,
-    aten.elu.default, aten.hardtanh.default, aten.leaky_relu.default, aten.softplus.default,
-}  # fmt: skip
 
 
 def _shifted(build: Builder, node: fx.Node, op: Any) -> fx.Node:
@@ -77,7 +58,7 @@ def _rule(node: fx.Node) -> Rule | None:
         if rank > 4:
             return _attended_flat if _has_one_front(node) else None
         return _attended if 1 < rank < 4 and len(node.args) > 2 else None
-    if node.target in _OF_TENSORS and takes_sizes(node):
+    if node.target in OF_TWO_TENSORS and takes_sizes(node):
         return _as_tensor
     if node.target is aten.roll.default and takes_sizes(node):
         return _rolled
@@ -123,7 +104,7 @@ def _as_tensor(build: Builder, node: fx.Node) -> fx.Node:
     """The call with its number as a tensor."""
     dtype = node.meta["val"].dtype
     number = build.call(aten.scalar_tensor.default, node.args[1], dtype=dtype)
-    return build.call(_OF_TENSORS[node.target], node.args[0], number)
+    return build.call(OF_TWO_TENSORS[node.target], node.args[0], number)
 
 
 def _rolled(build: Builder, node: fx.Node) -> fx.Node:

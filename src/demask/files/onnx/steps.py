@@ -15,8 +15,8 @@ from torch import Tensor, fx
 
 from demask.errors import NotExportable
 from demask.ops import schema
-
-aten = torch.ops.aten
+from demask.ops.recurrent import GATES
+from demask.ops.traits import aten_op
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,12 @@ class _Kind:
 
 # ONNX: input, output, forget, cell; torch: input, forget, cell, output. And update, reset, hidden;
 # torch: reset, update, new, whose reset gate works behind the product.
-KINDS: Mapping[Any, _Kind] = {
-    aten.lstm.input: _Kind("LSTM", (0, 3, 1, 2), {}),
-    aten.gru.input: _Kind("GRU", (1, 0, 2), {"linear_before_reset": 1}),
-    aten.rnn_tanh.input: _Kind("RNN", (0,), {"activations": ["Tanh"]}),
-    aten.rnn_relu.input: _Kind("RNN", (0,), {"activations": ["Relu"]}),
+_KINDS = {
+    "lstm.input": _Kind("LSTM", (0, 3, 1, 2), {}),
+    "gru.input": _Kind("GRU", (1, 0, 2), {"linear_before_reset": 1}),
+    "rnn_tanh.input": _Kind("RNN", (0,), {"activations": ["Tanh"]}),
+    "rnn_relu.input": _Kind("RNN", (0,), {"activations": ["Relu"]}),
 }
-_NAMES = {str(op): op for op in KINDS}
 
 
 @torch.library.custom_op("demask::recur", mutates_args=())
@@ -46,7 +45,8 @@ def recur(
 ) -> list[Tensor]:  # fmt: skip
     """The recurrent call `name` ("aten.lstm.input"), outside of training."""
     hx: Any = list(states) if "lstm" in name else states[0]
-    made = _NAMES[name](x, hx, list(params), biases, layers, 0.0, False, two, batch_first)
+    call = aten_op(name.removeprefix("aten."))
+    made = call(x, hx, list(params), biases, layers, 0.0, False, two, batch_first)
     return [value.clone() for value in made]
 
 
@@ -62,7 +62,7 @@ def _(
 def kept_whole(graph: fx.Graph) -> None:
     """Put `recur` in the place of recurrent calls, in a graph of ours."""
     for node in graph.nodes:
-        if node.target not in KINDS:
+        if str(node.target) not in GATES:
             continue
         found = schema.arguments(node)
         hx = found["hx"]
@@ -86,7 +86,7 @@ def translation() -> dict[Any, Any]:
     op: Any = opset18
 
     def written(name, x, states, params, biases, layers, two, batch_first):  # type: ignore[no-untyped-def]
-        kind, width = _KINDS_BY_NAME[name], 2 if two else 1
+        kind, width = _KINDS[name.removeprefix("aten.")], 2 if two else 1
         value = op.Transpose(x, perm=[1, 0, 2]) if batch_first else x
         each = len(params) // (layers * width)
         finals: list[list[Any]] = [[] for _ in states]
@@ -102,9 +102,6 @@ def translation() -> dict[Any, Any]:
         return [out, *(f[0] if layers == 1 else op.Concat(*f, axis=0) for f in finals)]
 
     return {torch.ops.demask.recur.default: written}
-
-
-_KINDS_BY_NAME = {str(op): kind for op, kind in KINDS.items()}
 
 
 def _layer(op: Any, kind: _Kind, x: Any, groups: Sequence[Sequence[Any]], starts: Sequence[Any],
