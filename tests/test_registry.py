@@ -101,6 +101,7 @@ for net in nets:
 """
 
 
+@pytest.mark.nightly
 def test_archives_of_every_kind_load_where_only_demask_is_imported(tmp_path: Path) -> None:
     saved = networks()
     assert {*RESULT_KINDS.names()} < {*saved}
