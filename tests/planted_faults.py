@@ -160,10 +160,10 @@ FAULTS = (
     fault("packets-out-of-order", "pilot/packets.py", 'np.argsort(-priorities[n], kind="stable")',
           'np.argsort(priorities[n], kind="stable")', "pilot_packets"),
     # verify
-    fault("lenient-verification", "verify.py", "if relative > self.allowed:",
-          "if relative > 1e3 * self.allowed:", "verify", "micro"),
+    fault("lenient-verification", "verify.py", "if difference.relative > self.allowed:",
+          "if difference.relative > 1e3 * self.allowed:", "verify", "micro"),
     fault("not-finite-passes", "verify.py",
-          "if not bool(torch.isfinite(x).all() and torch.isfinite(y).all()):", "if False:",
+          "if not difference.is_finite:", "if False:",
           "verify", "micro"),
 )  # fmt: skip
 

@@ -127,9 +127,9 @@ def compare(expected: Any, actual: Any) -> Difference:
         own, other = (f"{x.dtype} {tuple(x.shape)}" for x in (actual, expected))
         return Difference(f"is {own}, expected {other}")
     if not expected.is_floating_point() and not expected.is_complex():
-        return Difference(
-            "" if torch.equal(expected, actual) else f"({expected.dtype}) is not equal"
-        )
+        same = torch.equal(expected, actual)
+        size, gap = (0.0, 0.0) if same else sizes_and_gap(expected.double(), actual.double())
+        return Difference("" if same else f"({expected.dtype}) is not equal", size, gap)
     eps, a, b = torch.finfo(expected.dtype).eps, readable(expected), readable(actual)
     finite, also = torch.isfinite(a), torch.isfinite(b)
     others = not torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num())

@@ -171,6 +171,7 @@ def _canonical(name: str) -> str:
 def op_name(target: Any) -> str:
     """The name under which a call target stands in the table.
 
+    >>> import torch
     >>> op_name(torch.ops.aten.relu.default)
     'aten.relu.default'
     """
