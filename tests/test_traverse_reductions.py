@@ -103,13 +103,16 @@ def in_parts(case: tuple[Any, ...], x: Tensor, seed: int, axes: Axes = ROWS_AND_
 
 
 def gap(a: Tensor, b: Tensor) -> float:
-    """max |a - b| / max |a|; infinite where shapes, dtypes or places of NaN and infinity differ."""
+    """max |a - b| / max |a|; infinite where shapes, dtypes or places of NaN and infinity differ.
+    Numbers so small that they have fewer digits count as the smallest that has all of them."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return float("inf")
     if torch.equal(a, b):
         return 0.0
     apart = (a.double() - b.double()).abs()[a != b].max()
-    return float(apart / a.double().abs().max()) if apart.isfinite() else float("inf")
+    kind = torch.finfo(a.dtype if a.is_floating_point() else torch.float32)
+    largest = a.double().abs().max().clamp(min=kind.tiny / kind.eps)
+    return float(apart / largest) if apart.isfinite() else float("inf")
 
 
 @st.composite
