@@ -55,6 +55,8 @@ def test_units_in_the_last_place() -> None:
         (None, 3, "is 3, expected None"),
         (NAN, NAN, ""),
         (print, repr, ""),
+        (torch.float32, torch.float64, "is torch.float64, expected torch.float32"),
+        (1j, 2j, "is 2j, expected 1j"),
     ],
 )
 def test_what_no_number_says(expected: Any, actual: Any, text: str) -> None:

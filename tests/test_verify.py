@@ -70,3 +70,21 @@ def test_objects_are_compared_by_the_tensors_in_them():
     assert "['cache'].layers[0]['keys'] by" in found.failure
     found = demask.verify(Remembering(), Remembering(steps=2), (x,), check=False)
     assert "['cache'].steps is 2, expected 1" in found.failure
+
+
+class Rotated(nn.Module):
+    """A complex output: the input, and a multiple of it as the imaginary part."""
+
+    def __init__(self, imaginary: float = 1.0) -> None:
+        super().__init__()
+        self.imaginary, self.weight = imaginary, nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return torch.complex(x * self.weight, x * self.imaginary)
+
+
+def test_complex_outputs_are_compared():
+    x = torch.randn(2, 3)
+    assert demask.verify(Rotated(), Rotated(), (x,)).ok
+    found = demask.verify(Rotated(), Rotated(1.5), (x,), check=False)
+    assert not found.ok and "is not equal" in found.failure

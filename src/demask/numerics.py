@@ -77,7 +77,8 @@ def sizes_and_gap(a: Tensor, b: Tensor) -> tuple[float, float]:
     """The largest magnitude in `a`, and the largest difference of `b` from it, in float64; both
     finite and not empty."""
     a, b = readable(a), readable(b)
-    return float(a.abs().max()), float((a.double() - b.double()).abs().max())
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    return float(a.abs().max()), float((a.to(wide) - b.to(wide)).abs().max())
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,17 +138,18 @@ def compare(expected: Any, actual: Any) -> Difference:
     a, b = (x if whole else x[finite] for x in (a, b))
     if not a.numel():
         return Difference("", 0.0, 0.0, eps, whole, others)
-    wide = torch.complex128 if a.is_complex() else torch.float64
-    gap = float((a.to(wide) - b.to(wide)).abs().max())
-    size = float(a.abs().max())
+    size, gap = sizes_and_gap(a, b)
     return Difference("", size, gap if gap == gap else math.inf, eps, whole, others)
 
 
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
 def _is_same(expected: Any, actual: Any) -> bool:
-    """Whether numbers, strings or None are equal; other objects are not compared."""
+    """Whether numbers, strings, dtypes, devices or None are equal; other objects always are."""
     if isinstance(expected, Tensor) or isinstance(actual, Tensor):
         return False
-    plain = isinstance(expected, (bool, int, float, str, type(None)))
+    plain = isinstance(expected, _PLAIN)
     return not plain or expected == actual or expected != expected
 
 

@@ -274,6 +274,8 @@ class _Found:
             self.seen.setdefault(name, []).append(x)
         if not difference.is_finite:
             self._fail(f"output {name} is not finite ({where})")
+        elif x.is_complex() and difference.gap:
+            self._fail(f"output {name} ({x.dtype}) is not equal ({where})")
         elif x.is_floating_point() and wide:
             self.exact[name] = readable(x)
             self.max_abs = max(self.max_abs, difference.gap)

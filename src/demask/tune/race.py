@@ -19,7 +19,7 @@ from demask.machine.compare import ALLOWED, PAIRS, lower_bound
 from demask.machine.describe import machine
 from demask.machine.threads import set_threads
 from demask.machine.timing import Timing, sampled
-from demask.numerics import compare, is_as_exact, readable, to_double, widen
+from demask.numerics import ULPS, compare, is_as_exact, readable, to_double, widen
 from demask.shrink.check import Inputs, draws_like, in_eval
 from demask.shrink.device import CPU
 from demask.tune.forms import Form
@@ -27,7 +27,6 @@ from demask.tune.forms import Form
 LOOKS, ROUNDS, SECONDS = 5, 15, 20.0  # in which forms are compared; the last one for longer
 WARMUP = 1  # calls before each of these: all have been called before
 FAR = 1.5  # times what the fastest form took: no form that took more is looked at again
-ULPS = 64.0  # of the largest output, in the network's own dtype
 
 
 def own_inputs(inputs: Any) -> Any:
