@@ -28,6 +28,7 @@ import encoder
 import peers
 from demask.cli import contenders
 from demask.graph.provenance import Provenance
+from demask.graph.queries import Example
 from demask.machine.compare import ALLOWED
 from demask.machine.cost import Costs, Error
 from demask.machine.describe import count_words, thread_words
@@ -35,7 +36,6 @@ from demask.machine.timing import Timing, sampled
 from demask.ops import TABLE
 from demask.shrink.pipeline import given, reduced
 from demask.tune.asking import PLAIN, Asker
-from demask.tune.draft import Example
 from demask.tune.forms import forms
 from tables import RESULTS, command, markdown, spread
 

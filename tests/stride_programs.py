@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 
-from demask.graph.build import Builder
+from demask.graph.editor import GraphEditor
 from demask.graph.program import Constant, Program
 
 aten = torch.ops.aten
@@ -20,22 +19,22 @@ class Net:
 
     def __init__(self) -> None:
         self.graph, self.constants = fx.Graph(), {}
-        self.build = Builder(self.graph, FakeTensorMode())
+        self.editor = GraphEditor.in_place(self.graph)
 
     def input(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> fx.Node:
         node = self.graph.placeholder(f"x{len(self.graph.nodes)}")
-        node.meta["val"] = self.build.fake(torch.empty(shape, dtype=dtype))
+        node.meta["val"] = self.editor.values.like(torch.empty(shape, dtype=dtype))
         return node
 
     def constant(self, tensor: Tensor) -> fx.Node:
         name = f"c{len(self.constants)}"
         self.constants[name] = Constant(tensor, name, parameter=True)
         node = self.graph.create_node("get_attr", name)
-        node.meta["val"] = self.build.fake(tensor)
+        node.meta["val"] = self.editor.values.like(tensor)
         return node
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return self.build.call(target, *args, **kwargs)
+        return self.editor.call(target, *args, **kwargs)
 
     def program(self, *outs: fx.Node) -> Program:
         self.graph.output(outs)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import micro_recurrent  # noqa: F401  (their networks join MICROS)
 import micro_sequences  # noqa: F401
 from demask.errors import BadInput
+from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.graph.result import build_plain
 from demask.shrink.pipeline import given
@@ -25,7 +26,6 @@ from demask.sparse.calls import Call
 from demask.sparse.program import Conv, Linear
 from demask.sparse.segments import SEGMENT, layers_of, segmented, segments_of
 from demask.tune.affine import absorbed
-from demask.tune.draft import Draft
 from fuzz.generate import generate
 from micro import MICROS, Micro, Net
 from night import every
@@ -36,10 +36,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated.*:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning"),
 ]
-Wanted = Callable[[Draft, Call], bool]
+Wanted = Callable[[GraphEditor, Call], bool]
 
 
-def always(draft: Draft, call: Call) -> bool:
+def always(editor: GraphEditor, call: Call) -> bool:
     return True
 
 
@@ -255,7 +255,7 @@ def test_every_micro_network(case: Micro) -> None:
 def drawn(seed: int) -> Wanted:
     """Says of each layer yes or no, at random, and always the same of one."""
 
-    def wanted(draft: Draft, call: Call) -> bool:
+    def wanted(editor: GraphEditor, call: Call) -> bool:
         return random.Random(f"{seed} {call.node.name}").random() < 0.5
 
     return wanted
@@ -285,10 +285,10 @@ def test_many_random_networks_with_random_layers_sparse(seeds: range) -> None:
 
 
 def only(*names: str) -> Wanted:
-    return lambda draft, call: segments.name_of(draft, call) in names
+    return lambda editor, call: segments.name_of(editor, call) in names
 
 
-def never(draft: Draft, call: Call) -> bool:
+def never(editor: GraphEditor, call: Call) -> bool:
     return False
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from demask.graph.capture import capture
+from demask.graph.editor import GraphEditor
 from demask.graph.fold import folded
 from demask.graph.functional import functionalized
 from demask.graph.program import Program
@@ -20,7 +21,6 @@ from demask.stride.dilate import dilated
 from demask.stride.grid import Spread
 from demask.stride.grid_windows import is_strided
 from demask.stride.targets import Target
-from demask.tune.draft import Draft
 from stride_networks import Drawn
 from stride_programs import calls, ran, text
 
@@ -43,23 +43,23 @@ def check(seed: int, name: str, length: int | None = None) -> str:
     target = TARGETS[name]
     x = drawn.image(poison=not target.finite)
     (expected,) = ran(program, x)
-    draft = Draft(program)
-    before = text(program.with_graph(draft.graph))
-    strides = list(filter(is_strided, draft.graph.nodes))
+    editor = GraphEditor(program)
+    before = text(program.with_graph(editor.graph))
+    strides = list(filter(is_strided, editor.graph.nodes))
     first = strides[0] if seed % 3 else drawn.rng.choice(strides)
-    reason = dilated(draft, first, target)
+    reason = dilated(editor, first, target)
     if reason is not None:
         assert reason
-        assert text(program.with_graph(draft.graph)) == before
-        assert draft.constants.keys() == program.constants.keys()
+        assert text(program.with_graph(editor.graph)) == before
+        assert editor.constants.keys() == program.constants.keys()
         return "refused"
     # Others may be left: before it, or behind a grid that ended where one position was left.
-    while (strided := next(filter(is_strided, draft.graph.nodes), None)) is not None:
+    while (strided := next(filter(is_strided, editor.graph.nodes), None)) is not None:
         assert strided is not first
-        if dilated(draft, strided, target) is not None:
+        if dilated(editor, strided, target) is not None:
             break
-    draft.graph.lint()
-    made = draft.done()
+    editor.graph.lint()
+    made = editor.finish()
     (found,) = ran(made, x)
     same(found, expected)
     if drawn.whole:
@@ -179,10 +179,10 @@ def read(model: nn.Module, *args: Tensor, shapes: Any = None) -> Program:
 def pushed(model: nn.Module, x: Tensor, name: str) -> Program | str:
     """The program of a model with the stride of its first strided layer pushed down."""
     program = read(model.double(), x)
-    draft = Draft(program)
-    first = next(n for n in draft.graph.nodes if is_strided(n))
-    reason = dilated(draft, first, TARGETS[name])
-    return draft.done() if reason is None else reason
+    editor = GraphEditor(program)
+    first = next(n for n in editor.graph.nodes if is_strided(n))
+    reason = dilated(editor, first, TARGETS[name])
+    return editor.finish() if reason is None else reason
 
 
 class Block(nn.Module):
@@ -274,29 +274,29 @@ def test_pools_whose_windows_may_not_overlap_are_refused_or_sliced():
     model = nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1))
     program = read(model.double(), torch.randn(2, 3, 16, 16, dtype=torch.float64))
     for ops, left in (({"dilation", "select", "multiply"}, 2), ({"dilation", "slice"}, 1)):
-        draft = Draft(program)
+        editor = GraphEditor(program)
         target = Target("apart", frozenset(ops), **apart)
-        reason = dilated(draft, draft.calls(aten.conv2d.default)[0], target)
+        reason = dilated(editor, editor.calls(aten.conv2d.default)[0], target)
         assert (reason is None) is ("slice" in ops)
         assert reason is None or "do not overlap" in reason
-        assert sum(map(is_strided, draft.graph.nodes)) == left
+        assert sum(map(is_strided, editor.graph.nodes)) == left
 
 
 @pytest.mark.parametrize(("size", "fits"), [(3, True), (2, False)])
 def test_windows_reach_over_as_much_as_the_targets(size, fits):
     """Of a dilated pool of two taps: over three positions."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.MaxPool2d(2, 1), nn.AdaptiveAvgPool2d(1))
-    draft = Draft(read(model.double(), torch.randn(2, 3, 16, 16, dtype=torch.float64)))
+    editor = GraphEditor(read(model.double(), torch.randn(2, 3, 16, 16, dtype=torch.float64)))
     target = Target("small", frozenset({"dilation", "select", "multiply"}), pool_size=size)
-    reason = dilated(draft, draft.calls(aten.conv2d.default)[0], target)
+    reason = dilated(editor, editor.calls(aten.conv2d.default)[0], target)
     assert (reason is None) is fits
     assert reason is None or "windows would reach over [3, 3]" in reason
 
 
 def test_a_convolution_without_a_stride_is_none():
-    draft = Draft(read(nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8)))
-    (conv,) = draft.calls(aten.conv2d.default)
-    assert dilated(draft, conv, TARGETS["slice"]) == "it has no stride"
+    editor = GraphEditor(read(nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8)))
+    (conv,) = editor.calls(aten.conv2d.default)
+    assert dilated(editor, conv, TARGETS["slice"]) == "it has no stride"
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
@@ -317,10 +317,10 @@ def test_images_without_a_batch():
     layers = nn.Conv2d(3, 4, 3, 2, 1), nn.AvgPool2d(3, 2, 1, count_include_pad=False)
     model, x = nn.Sequential(*layers), torch.randn(3, 15, 16, dtype=torch.float64)
     program = read(model.double(), x, shapes={})
-    draft = Draft(program)
-    assert dilated(draft, draft.calls(aten.conv2d.default)[0], SLICES) is None
+    editor = GraphEditor(program)
+    assert dilated(editor, editor.calls(aten.conv2d.default)[0], SLICES) is None
     with torch.no_grad():
-        assert torch.allclose(ran(draft.done(), x)[0], model(x), rtol=0, atol=1e-12)
+        assert torch.allclose(ran(editor.finish(), x)[0], model(x), rtol=0, atol=1e-12)
 
 
 def test_a_square_root_of_what_means_nothing_is_not_multiplied_by_zero():

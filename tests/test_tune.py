@@ -15,13 +15,14 @@ from torch.utils import _pytree as pytree
 
 import micro_recurrent  # noqa: F401  (their networks join MICROS)
 import micro_sequences  # noqa: F401
+from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
+from demask.graph.queries import Example
 from demask.graph.result import build_plain
 from demask.ops import TABLE
 from demask.shrink.pipeline import given, reduced
 from demask.tune import epilogues, fuse, joins, layout, pair, widen
 from demask.tune.affine import absorbed
-from demask.tune.draft import Draft, Example
 from demask.tune.pixels import flattened
 from demask.tune.runtime import for_runtime
 from demask.tune.ungather import ungathered
@@ -122,7 +123,7 @@ def check(program: Program, change: Pass, args: tuple[Tensor, ...]) -> Program:
 
 
 def _joined(form: str | None) -> Pass:
-    def choose(draft: Draft, found: joins.Sum, branch: fx.Node, join: fx.Node) -> str | None:
+    def choose(editor: GraphEditor, found: joins.Sum, branch: fx.Node, join: fx.Node) -> str | None:
         name = str(branch.target)
         places = found.axis == 1 and "conv" in name and "transpose" not in name
         return "grow" if form == "place" and not places else form
@@ -146,7 +147,7 @@ def _alternating() -> Callable[[fx.Node], bool]:
 
 
 def _paired(width: int) -> Pass:
-    def wanted(draft: Draft, node: fx.Node) -> int:
+    def wanted(editor: GraphEditor, node: fx.Node) -> int:
         return width if node.meta["val"].shape[3] % width == 0 else 1
 
     return lambda program: pair.paired(program, wanted)
@@ -331,21 +332,23 @@ def fails(change: Pass) -> None:
 
 def test_a_forgotten_constant_is_noticed() -> None:
     def spoil(program: Program) -> Program:
-        draft = Draft(program)
-        node = draft.calls(torch.ops.aten.conv2d.default)[0]
+        editor = GraphEditor(program)
+        node = editor.calls(torch.ops.aten.conv2d.default)[0]
         weight = node.args[1]
-        node.replace_input_with(weight, draft.swapped(weight, draft.tensor(weight) * 1.001, node))
-        return draft.done()
+        node.replace_input_with(
+            weight, editor.replace_constant(weight, editor.tensor(weight) * 1.001, node)
+        )
+        return editor.finish()
 
     fails(spoil)
 
 
 def test_a_wrong_meta_is_noticed() -> None:
     def spoil(program: Program) -> Program:
-        draft = Draft(program)
-        node = draft.calls(torch.ops.aten.relu.default)[0]
+        editor = GraphEditor(program)
+        node = editor.calls(torch.ops.aten.relu.default)[0]
         node.meta["val"] = node.meta["val"].new_empty((*node.meta["val"].shape[:3], 77))
-        return draft.done()
+        return editor.finish()
 
     fails(spoil)
 
@@ -354,7 +357,7 @@ def test_a_changed_program_is_noticed() -> None:
     def spoil(program: Program) -> Program:
         next(iter(program.constants.values())).tensor.mul_(1)
         next(iter(program.constants.values())).tensor.view(-1)[-1] += 1e-13
-        return Draft(program).done()
+        return GraphEditor(program).finish()
 
     fails(spoil)
 
@@ -362,8 +365,8 @@ def test_a_changed_program_is_noticed() -> None:
 def test_rows_at_the_wrong_places_are_noticed(monkeypatch) -> None:
     real = joins._branch
 
-    def turned(draft, node, where, *rest):
-        return real(draft, node, where.roll(1), *rest)
+    def turned(editor, node, where, *rest):
+        return real(editor, node, where.roll(1), *rest)
 
     monkeypatch.setattr(joins, "_branch", turned)
     fails(then(absorbed, _joined("grow")))

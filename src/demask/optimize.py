@@ -21,6 +21,7 @@ from demask.graph.copying import structural_copy, without_caches
 from demask.graph.examples import examples, like
 from demask.graph.program import Program, owned
 from demask.graph.provenance import GIVEN, WHOLE, Decision, Provenance, Speed
+from demask.graph.queries import Example
 from demask.graph.result import Demasked, build
 from demask.machine.compare import ALLOWED
 from demask.machine.cost import Costs
@@ -37,7 +38,6 @@ from demask.shrink.reading import relations_of
 from demask.sparse.forms import Sparse
 from demask.sparse.segments import layers_of
 from demask.tune.asking import Asker
-from demask.tune.draft import Example
 from demask.tune.epilogues import is_fused, plain
 from demask.tune.fast import Optimized
 from demask.tune.forms import Form, forms

@@ -247,10 +247,10 @@ def sparse(example: Example) -> Iterator[tuple[str, str]]:
 
 def candidates(example: Example) -> Iterator[tuple[str, str]]:
     """The programs that `optimize` would try, with costs that are not measured."""
+    from demask.graph.queries import Example as Sizes
     from demask.ops import TABLE
     from demask.shrink.pipeline import given, reduced
     from demask.tune.asking import Asker
-    from demask.tune.draft import Example as Sizes
     from demask.tune.forms import forms
 
     program = reduced(given(*example.call, None), TABLE)[0]

@@ -28,10 +28,10 @@ from demask.compat.fx_internals import signature_of
 from demask.compat.recurrent_shapes import shapes_only
 from demask.compat.tracing import without_stack_traces
 from demask.errors import BadInput, DemaskError, NotExportable
-from demask.graph.build import mode_of
 from demask.graph.copying import buffers_as_numbers, structural_copy, without_caches
 from demask.graph.experts import in_one_call
 from demask.graph.export_guards import conditions, range_notes, refused_sizes
+from demask.graph.fake_values import mode_of
 from demask.graph.inline import inlined
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Interface

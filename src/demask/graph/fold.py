@@ -14,9 +14,9 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from demask.failures import CallFailed, attributed
-from demask.graph.build import Builder, mode_of
 from demask.graph.declared import drawn_weights
-from demask.graph.program import Constant, Program, copied
+from demask.graph.editor import GraphEditor
+from demask.graph.program import Constant, Program
 from demask.ops.contract import GROUPED
 
 _RAW = re.compile(
@@ -30,8 +30,9 @@ def folded(program: Program) -> Program:
     """The program with `weight_orig * weight_mask`, parametrizations, weight norm and every other
     subgraph over constants evaluated. A folded tensor is a parameter if one went into it, under the
     name a user would look for: `conv.weight_orig` comes back as `conv.weight`."""
-    graph, _ = copied(program)
-    _share(graph)
+    editor = GraphEditor(program)
+    graph = editor.graph
+    _share(editor)
     values: dict[fx.Node, Any] = {}
     room = MAX_ADDED + sum(c.tensor.numel() for c in program.constants.values())
     with torch.no_grad():
@@ -41,22 +42,19 @@ def folded(program: Program) -> Program:
     declared = declared_zeros(graph, frontier, values, program)
     constants = {str(n.target): program.constants[str(n.target)] for n in graph.nodes
                  if n.op == "get_attr" and _outlives(n, values)}  # fmt: skip
-    build, made = Builder(graph, mode_of(graph)), {}
+    editor.constants, made = constants, {}
     for node in frontier:
         constant = _constant(node, values[node], program, constants)
         constant = replace(constant, declared=declared.get(node))
         constants[constant.name] = made[node] = constant
     for node, constant in made.items():
         with graph.inserting_before(node):
-            read = graph.create_node("get_attr", constant.name)
-        read.meta = {"val": build.fake(constant.tensor)}
-        node.replace_all_uses_with(read)
-    drop_unread(graph)
+            node.replace_all_uses_with(editor.read_constant(constant.name))
+    result = editor.finish()
     for node in graph.nodes:
         if node.op == "get_attr" and not constants[str(node.target)].tensor.is_floating_point():
             node.meta["positions"] = constants[str(node.target)].tensor.cpu()
-    read_now = {node.target for node in graph.nodes if node.op == "get_attr"}
-    return program.with_graph(graph, {k: c for k, c in constants.items() if k in read_now})
+    return result
 
 
 def declared_zeros(
@@ -106,11 +104,11 @@ def _is_weight(leaf: fx.Node, value: Tensor) -> bool:
     )
 
 
-def _share(graph: fx.Graph) -> None:
+def _share(editor: GraphEditor) -> None:
     """Equal computations over constants become one: a module called twice masks twice."""
     constant: set[fx.Node] = set()
     known: dict[Any, fx.Node] = {}
-    for node in list(graph.nodes):
+    for node in list(editor.graph.nodes):
         sources = node.all_input_nodes
         if node.op == "get_attr":
             key = ("get_attr", node.target)
@@ -122,8 +120,7 @@ def _share(graph: fx.Graph) -> None:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             continue
         if (twin := known.setdefault(key, node)) is not node:
-            node.replace_all_uses_with(twin)
-            graph.erase_node(node)
+            editor.replace(node, twin)
 
 
 def _outlives(node: fx.Node, values: dict[fx.Node, Any]) -> bool:
@@ -207,10 +204,3 @@ def plain(name: str) -> str:
 def _free(name: str, taken: dict[str, Constant]) -> str:
     return next(f"{name}_folded{k or ''}" for k in range(len(taken) + 1)
                 if f"{name}_folded{k or ''}" not in taken)  # fmt: skip
-
-
-def drop_unread(graph: fx.Graph) -> None:
-    """Erase every call nobody reads; inputs stay."""
-    for node in reversed(list(graph.nodes)):
-        if node.op not in ("placeholder", "output") and not node.users:
-            graph.erase_node(node)

@@ -20,10 +20,10 @@ from torch.fx.node import map_arg
 from demask.compat.dispatch import OpOverload, base_name, is_mutable, overload_name, schema_of
 from demask.compat.fake_tensors import FakeTensorMode
 from demask.errors import NotExportable
-from demask.graph.build import Builder, mode_of, same_shape, sizes_of
-from demask.graph.program import Program, copied
+from demask.graph.editor import GraphEditor
+from demask.graph.program import Program
 from demask.graph.squeeze import squeezed
-from demask.ops.schema import arguments
+from demask.ops.schema import arguments, same_shape
 
 aten = torch.ops.aten
 _SAME = {"alias", "detach", "contiguous", "dropout", "feature_dropout", "lift_fresh", "to"}
@@ -41,7 +41,7 @@ def functionalized(program: Program) -> Program:
         return _laid_out(program)
     graph = _pieces(program)
     guards = _one_layout(graph)
-    walk = _Walk(mode_of(program.graph))
+    walk = _Walk(program)
     for node in graph.nodes:
         walk.visit(node)
     written = [node.target for node in walk.version if node.op == "placeholder"]
@@ -50,7 +50,7 @@ def functionalized(program: Program) -> Program:
     )
     guards = tuple(dict.fromkeys((*program.guards, *guards)))
     notes = (*program.notes, *notes)
-    made = replace(program, graph=walk.build.graph, notes=notes, guards=guards)
+    made = replace(program, graph=walk.editor.graph, notes=notes, guards=guards)
     return _laid_out(made)
 
 
@@ -59,9 +59,8 @@ def _laid_out(program: Program) -> Program:
     laid out as the model's tensor is. Raises NotExportable for one that is not row-major."""
     if not any(node.target is aten.as_strided.default for node in program.graph.nodes):
         return program
-    graph, _ = copied(program)
-    build = Builder(graph, mode_of(graph))
-    for node in graph.find_nodes(op="call_function", target=aten.as_strided.default):
+    editor = GraphEditor(program)
+    for node in editor.calls(aten.as_strided.default):
         x: Any = node.args[0]
         straight = _sized(x.meta["val"], _symbols(node)).is_contiguous()
         if not straight or x.meta["val"].storage_offset() != 0:
@@ -70,32 +69,30 @@ def _laid_out(program: Program) -> Program:
                 _where(node),
                 "use x.contiguous().as_strided(...), unfold or indexing",
             )
-        with graph.inserting_before(node):
-            copy = build.call(aten.clone.default, x, memory_format=torch.contiguous_format)
+        with editor.graph.inserting_before(node):
+            copy = editor.call(aten.clone.default, x, memory_format=torch.contiguous_format)
         node.replace_input_with(x, copy)
-    return program.with_graph(graph, program.constants)
+    return editor.finish()
 
 
 def _pieces(program: Program) -> fx.Graph:
     """The graph with the parts of a split as slices, through which a write finds its way back."""
-    graph, _ = copied(program)
-    build = Builder(graph, mode_of(graph))
-    for node in list(graph.nodes):
-        source = node.args[0] if node.target is operator.getitem else None
+    editor = GraphEditor(program)
+    for node in editor.calls(operator.getitem):
+        source = node.args[0]
         if not isinstance(source, fx.Node) or _base_name(source) not in _SPLITS:
             continue
         x, dim = source.args[0], arguments(source)["dim"]
         place: Any = node.args[1]
-        with graph.inserting_before(node):
+        with editor.graph.inserting_before(node):
             if _base_name(source) == "unbind":
-                made = build.call(aten.select.int, x, dim, place)
+                made = editor.call(aten.select.int, x, dim, place)
             else:
                 sizes = [part.shape[dim] for part in source.meta["val"]]
                 start = sum(sizes[:place])
-                made = build.call(aten.slice.Tensor, x, dim, start, start + sizes[place])
-        node.replace_all_uses_with(made)
-        graph.erase_node(node)
-    return graph
+                made = editor.call(aten.slice.Tensor, x, dim, start, start + sizes[place])
+        editor.replace(node, made)
+    return editor.graph
 
 
 def _writes(node: fx.Node) -> bool:
@@ -212,8 +209,8 @@ class _Walk:
     """Rebuilds the graph node by node. now: the current value of each old node. parent: the node a
     view looks into. version: how often each root was written; seen: the version a value is of."""
 
-    def __init__(self, mode: Any):
-        self.build = Builder(fx.Graph(), mode)
+    def __init__(self, program: Program):
+        self.editor = GraphEditor.empty(program)
         self.now: dict[fx.Node, fx.Node] = {}
         self.parent: dict[fx.Node, fx.Node] = {}
         self.version: dict[fx.Node, int] = {}
@@ -221,18 +218,18 @@ class _Walk:
 
     def visit(self, node: fx.Node) -> None:
         if _writes(node):
-            last = next(iter(reversed(self.build.graph.nodes)), None)
+            last = next(iter(reversed(self.editor.graph.nodes)), None)
             self._write(node)
             self._mark(node, last)
             return
         if _is_view(node):
             self.parent[node] = node.all_input_nodes[0]
-        self._set(node, self.build.graph.node_copy(node, self.read))
+        self._set(node, self.editor.graph.node_copy(node, self.read))
 
     def _mark(self, node: fx.Node, last: fx.Node | None) -> None:
         """What stands behind `last` was made by the module that `node` was made by."""
         stack = node.meta.get("nn_module_stack")
-        for made in reversed(self.build.graph.nodes):
+        for made in reversed(self.editor.graph.nodes):
             if made is last or stack is None:
                 return
             made.meta.setdefault("nn_module_stack", stack)
@@ -244,7 +241,7 @@ class _Walk:
             if _writes(node):
                 self._set(node, self.read(self.parent[node]))
             else:
-                self._set(node, self.build.graph.node_copy(node, self.read))
+                self._set(node, self.editor.graph.node_copy(node, self.read))
         return self.now[node]
 
     def _set(self, node: fx.Node, value: fx.Node) -> None:
@@ -279,7 +276,7 @@ class _Walk:
 
     def _functional(self, node: fx.Node, target: fx.Node) -> fx.Node:
         """The value that the in-place call leaves in its target."""
-        build, old = self.build, self.read(target)
+        editor, old = self.editor, self.read(target)
         name = _base_name(node)
         if name in ("copy_", "fill_", "zero_"):
             value = self._filled(node, old, name)
@@ -292,26 +289,26 @@ class _Walk:
             args, kwargs = map_arg((node.args, node.kwargs), self.read)
             if node.all_input_nodes == [target] and old.meta["val"].is_floating_point():
                 # Of one float tensor alone: an activation, say. It is as the tensor was.
-                value = build.call_shaped(old.meta["val"].shape, old, overload, args, kwargs)
+                value = editor.call_shaped(old.meta["val"].shape, old, overload, args, kwargs)
             else:
-                value = build.call(overload, *args, **kwargs)
+                value = editor.call(overload, *args, **kwargs)
         if value.meta["val"].dtype != old.meta["val"].dtype:
-            value = build.call(aten.to.dtype, value, old.meta["val"].dtype)
+            value = editor.call(aten.to.dtype, value, old.meta["val"].dtype)
         return value
 
     def _filled(self, node: fx.Node, old: fx.Node, name: str) -> fx.Node:
-        build = self.build
+        editor = self.editor
         if name == "zero_":
-            return build.call(aten.zeros_like.default, old)
+            return editor.call(aten.zeros_like.default, old)
         source = node.args[1]
         if not isinstance(source, fx.Node):
-            return build.call(aten.full_like.default, old, source)
+            return editor.call(aten.full_like.default, old, source)
         value = self.read(source)
         if value.meta["val"].dtype != old.meta["val"].dtype:
-            value = build.call(aten.to.dtype, value, old.meta["val"].dtype)
+            value = editor.call(aten.to.dtype, value, old.meta["val"].dtype)
         if same_shape(value.meta["val"], old.meta["val"]):
             return value
-        return build.call(aten.expand.default, value, sizes_of(build, old))
+        return editor.call(aten.expand.default, value, editor.sizes(old))
 
     def _write_back(self, view: fx.Node, parent: fx.Node, value: fx.Node) -> fx.Node:
         """The parent, with what the view looks at replaced by `value`."""
@@ -320,7 +317,7 @@ class _Walk:
         if name in _SAME or name.endswith("_") or whole_slice:
             return value
         if name in _RESHAPED:
-            return self.build.call(aten.reshape.default, value, sizes_of(self.build, whole))
+            return self.editor.call(aten.reshape.default, value, self.editor.sizes(whole))
         writer: Callable[..., fx.Node] | None = _WRITERS.get(name)
         if writer is None:
             raise NotExportable(
@@ -328,41 +325,41 @@ class _Walk:
                 _where(view),
                 "clone the view, change the clone, and put it back with torch.where or torch.cat",
             )
-        return writer(self.build, self.read(view), whole, value)
+        return writer(self.editor, self.read(view), whole, value)
 
 
-def _slice(build: Builder, view: fx.Node, whole: fx.Node, value: fx.Node) -> fx.Node:
-    return build.call(aten.slice_scatter.default, whole, value, *view.args[1:], **view.kwargs)
+def _slice(editor: GraphEditor, view: fx.Node, whole: fx.Node, value: fx.Node) -> fx.Node:
+    return editor.call(aten.slice_scatter.default, whole, value, *view.args[1:], **view.kwargs)
 
 
-def _narrow(build: Builder, view: fx.Node, whole: fx.Node, value: fx.Node) -> fx.Node:
+def _narrow(editor: GraphEditor, view: fx.Node, whole: fx.Node, value: fx.Node) -> fx.Node:
     args: Any = view.args[1:]
     dim, start, length = args
     if isinstance(start, int) and start < 0:
-        start = _plus(build, sizes_of(build, whole)[dim], start)
-    end = _plus(build, start, length)
-    return build.call(aten.slice_scatter.default, whole, value, dim, start, end)
+        start = _plus(editor, editor.sizes(whole)[dim], start)
+    end = _plus(editor, start, length)
+    return editor.call(aten.slice_scatter.default, whole, value, dim, start, end)
 
 
-def _select(build: Builder, view: fx.Node, whole: fx.Node, value: fx.Node) -> fx.Node:
+def _select(editor: GraphEditor, view: fx.Node, whole: fx.Node, value: fx.Node) -> fx.Node:
     dim, index = view.args[1:]
-    end = None if index == -1 else _plus(build, index, 1)
-    value = build.call(aten.unsqueeze.default, value, dim)
-    return build.call(aten.slice_scatter.default, whole, value, dim, index, end)
+    end = None if index == -1 else _plus(editor, index, 1)
+    value = editor.call(aten.unsqueeze.default, value, dim)
+    return editor.call(aten.slice_scatter.default, whole, value, dim, index, end)
 
 
-def _plus(build: Builder, a: Any, b: Any) -> Any:
+def _plus(editor: GraphEditor, a: Any, b: Any) -> Any:
     """The sum of two numbers, each known or made by a node."""
-    return a + b if isinstance(a, int) and isinstance(b, int) else build.call(operator.add, a, b)
+    return a + b if isinstance(a, int) and isinstance(b, int) else editor.call(operator.add, a, b)
 
 
-def _permute(build: Builder, view: fx.Node, whole: fx.Node, value: fx.Node) -> fx.Node:
+def _permute(editor: GraphEditor, view: fx.Node, whole: fx.Node, value: fx.Node) -> fx.Node:
     dims = [dim % len(view.args[1]) for dim in view.args[1]]  # type: ignore[arg-type,union-attr]
-    return build.call(aten.permute.default, value, [dims.index(k) for k in range(len(dims))])
+    return editor.call(aten.permute.default, value, [dims.index(k) for k in range(len(dims))])
 
 
-def _transpose(build: Builder, view: fx.Node, whole: fx.Node, value: fx.Node) -> fx.Node:
-    return build.call(view.target, value, *view.args[1:])
+def _transpose(editor: GraphEditor, view: fx.Node, whole: fx.Node, value: fx.Node) -> fx.Node:
+    return editor.call(view.target, value, *view.args[1:])
 
 
 _WRITERS: dict[str, Callable[..., fx.Node]] = {

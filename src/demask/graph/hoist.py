@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from demask.graph.build import Builder, mode_of, sizes_of
-from demask.graph.fold import drop_unread
-from demask.graph.program import Constant, Program, copied
+from demask.graph.editor import GraphEditor
+from demask.graph.program import Program
 from demask.ops import Declined, schema
 from demask.ops.contract import PRODUCTS
 from demask.ops.move import refined
@@ -30,15 +29,13 @@ def hoisted(program: Program) -> Program:
     """The program with slices of a projection's split output taken from the output itself."""
     if not any(node.target in TAKES and _split_of(node) for node in program.graph.nodes):
         return program
-    graph, _ = copied(program)
-    build, constants = Builder(graph, mode_of(graph)), dict(program.constants)
-    for node in list(graph.nodes):
+    editor = GraphEditor(program)
+    for node in editor.calls():
         found = _split_of(node) if node.target in TAKES else None
         if found is not None:
-            with graph.inserting_before(node):
-                _hoist(build, node, *found, constants)
-    drop_unread(graph)
-    return program.with_graph(graph, constants)
+            with editor.graph.inserting_before(node):
+                _hoist(editor, node, *found)
+    return editor.finish()
 
 
 def _split_of(node: fx.Node) -> tuple[fx.Node, list[int], int, list[int], int] | None:
@@ -93,14 +90,13 @@ def _is_projection(node: Any) -> bool:
 
 
 def _hoist(
-    build: Builder,
+    editor: GraphEditor,
     node: fx.Node,
     view: fx.Node,
     order: list[int],
     axis: int,
     parts: list[int],
     home: int,
-    constants: dict[str, Constant],
 ) -> None:
     shape = view.meta["val"].shape
     count = [int(shape[k]) for k in parts]
@@ -109,19 +105,19 @@ def _hoist(
     made = _taken(node, axis, int(shape[axis]))
     single = not isinstance(node.meta["val"], (list, tuple))
     users = [node] if single else [u for u in node.users if u.target is operator.getitem]
-    sizes = _asked(build, view)
+    sizes = _asked(editor, view)
     for user in users:
         take = made[0 if user is node else user.args[1]]  # type: ignore[index,call-overload]
         index = rows.index_select(parts.index(axis), take).reshape(-1)
-        part = _rows(build, view.args[0], home, index, constants)  # type: ignore[arg-type]
+        part = _rows(editor, node, view.args[0], home, index)  # type: ignore[arg-type]
         split = [
             len(take) if k == axis else n for k, n in enumerate(sizes) if not (gone and k == axis)
         ]
-        part = build.call(aten.reshape.default, part, split)
+        part = editor.call(aten.reshape.default, part, split)
         kept = [k for k in order if not (gone and k == axis)]
         dims = [k - (gone and k > axis) for k in kept]
         if dims != list(range(len(dims))):
-            part = build.call(aten.permute.default, part, dims)
+            part = editor.call(aten.permute.default, part, dims)
         part.meta = {**user.meta, **part.meta}
         user.replace_all_uses_with(part)
 
@@ -135,23 +131,20 @@ def _taken(node: fx.Node, axis: int, size: int) -> list[Tensor]:
 
 
 def _rows(
-    build: Builder, source: fx.Node, axis: int, index: Tensor, constants: dict[str, Constant]
+    editor: GraphEditor, reader: fx.Node, source: fx.Node, axis: int, index: Tensor
 ) -> fx.Node:
+    """Positions of an axis, taken before `reader`."""
     first, last = int(index[0]), int(index[-1]) + 1
     if torch.equal(index, torch.arange(first, last)):
-        return build.call(aten.slice.Tensor, source, axis, first, last)
-    name = next(n for k in range(len(constants) + 1)
-                if (n := f"{source.name}_rows{k or ''}") not in constants)  # fmt: skip
-    constants[name] = Constant(index, name, parameter=False)
-    read = build.graph.create_node("get_attr", name)
-    read.meta["val"] = build.fake(index)
-    return build.call(aten.index_select.default, source, axis, read)
+        return editor.call(aten.slice.Tensor, source, axis, first, last)
+    read = editor.add_constant(f"{source.name}_rows", index, reader, separator="")
+    return editor.call(aten.index_select.default, source, axis, read)
 
 
-def _asked(build: Builder, view: fx.Node) -> list[Any]:
+def _asked(editor: GraphEditor, view: fx.Node) -> list[Any]:
     """The sizes of a view, as they were asked for where they are dynamic."""
     found = schema.arguments(view)
     asked, shape = found.get("size", found.get("shape")), view.meta["val"].shape
     if asked is None or len(asked) != len(shape) or any(a == -1 for a in asked):
-        return sizes_of(build, view)
+        return editor.sizes(view)
     return [n if isinstance(n, int) else a for n, a in zip(shape, asked, strict=True)]

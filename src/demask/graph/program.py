@@ -67,8 +67,8 @@ class Program:
         )
 
 
-def copied(program: Program) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """A copy of the program's graph, for a pass to change, and the map from old nodes to new."""
+def copy_graph(program: Program) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A copy of the program's graph, and the copy of each node."""
     graph, mapping = fx.Graph(), {}
     result: Any = graph.graph_copy(program.graph, mapping, return_output_node=True)
     value, old = result

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from demask.graph.build import Builder, mode_of
-from demask.graph.fold import drop_unread
-from demask.graph.program import Program, copied
+from demask.graph.editor import GraphEditor, drop_unread
+from demask.graph.program import Program
 from demask.graph.recurrent_modules import is_zeros, parts_of
 from demask.ops import schema
 from demask.ops.recurrent import GATES, LSTM, weights_of
@@ -30,13 +29,11 @@ def layered(program: Program) -> Program:
     """The program with every recurrent call of several layers or directions as calls of one."""
     if not any(map(_splits, program.graph.nodes)):
         return program
-    graph, _ = copied(program)
-    build = Builder(graph, mode_of(graph))
-    for node in list(graph.nodes):
-        if _splits(node):
-            with graph.inserting_before(node):
-                _split(build, node)
-    return program.with_graph(graph)
+    editor = GraphEditor(program)
+    for node in filter(_splits, editor.calls()):
+        with editor.graph.inserting_before(node):
+            _split(editor, node)
+    return editor.finish()
 
 
 def _splits(node: fx.Node) -> bool:
@@ -48,7 +45,7 @@ def _splits(node: fx.Node) -> bool:
     return parts and not (found["train"] and found["dropout"])
 
 
-def _split(build: Builder, node: fx.Node) -> None:
+def _split(editor: GraphEditor, node: fx.Node) -> None:
     """Replace a call's outputs by those of one call per layer and direction."""
     found = schema.arguments(node)
     count, two = weights_of(node), 2 if found["bidirectional"] else 1
@@ -59,47 +56,37 @@ def _split(build: Builder, node: fx.Node) -> None:
         for direction in range(two):
             k = layer * two + direction
             params = found["params"][k * count : (k + 1) * count]
-            out, *states = _part(build, node, x, k, list(params), time if direction else None)
+            out, *states = _part(editor, node, x, k, list(params), time if direction else None)
             made.append(out)
             ends.append(states)
-        x = made[0] if two == 1 else _made(build, node, aten.cat.default, made, 2)
+        x = made[0] if two == 1 else editor.call_for(node, aten.cat.default, made, 2)
     joined = [
-        _made(build, node, aten.cat.default, list(parts), 0) for parts in zip(*ends, strict=True)
+        editor.call_for(node, aten.cat.default, list(parts), 0) for parts in zip(*ends, strict=True)
     ]
     for user in list(node.users):
         user.replace_all_uses_with([x, *joined][user.args[1]])  # type: ignore[index]
-        build.graph.erase_node(user)
-    build.graph.erase_node(node)
-    for end in joined:
-        if not end.users:
-            build.graph.erase_node(end)
+        editor.graph.erase_node(user)
+    editor.graph.erase_node(node)
 
 
 def _part(
-    build: Builder, node: fx.Node, x: fx.Node, k: int, params: list[Any], flipped: int | None
+    editor: GraphEditor, node: fx.Node, x: fx.Node, k: int, params: list[Any], flipped: int | None
 ) -> list[fx.Node]:
     """The outputs of layer and direction number k. flipped: the axis along which time runs
     backward."""
     found = schema.arguments(node)
     given = found["hx"] if isinstance(found["hx"], (list, tuple)) else [found["hx"]]
-    states = [_made(build, node, aten.slice.Tensor, h, 0, k, k + 1) for h in given]
+    states = [editor.call_for(node, aten.slice.Tensor, h, 0, k, k + 1) for h in given]
     if flipped is not None:
-        x = _made(build, node, aten.flip.default, x, [flipped])
+        x = editor.call_for(node, aten.flip.default, x, [flipped])
     found |= {"input": x, "hx": states if str(node.target) == LSTM else states[0]}
     found |= {"params": params, "num_layers": 1, "bidirectional": False}
     args, kwargs = schema.call(node.target, found)
-    call = _made(build, node, node.target, *args, **kwargs)
-    parts = [build.call(operator.getitem, call, i) for i in range(len(states) + 1)]
+    call = editor.call_for(node, node.target, *args, **kwargs)
+    parts = [editor.call(operator.getitem, call, i) for i in range(len(states) + 1)]
     if flipped is not None:
-        parts[0] = _made(build, node, aten.flip.default, parts[0], [flipped])
+        parts[0] = editor.call_for(node, aten.flip.default, parts[0], [flipped])
     return parts
-
-
-def _made(build: Builder, node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """A call that stands, in the module's code, where `node` stood."""
-    made = build.call(target, *args, **kwargs)
-    made.meta = {**node.meta, **made.meta}
-    return made
 
 
 # ------------------------------------------------------------------- calls of one layer -> one call
@@ -115,14 +102,14 @@ def joined(graph: fx.Graph) -> None:
             groups.setdefault((path, node.target), {}).setdefault(part, []).append(node)
     if not groups:
         return
-    build = Builder(graph, mode_of(graph))
+    editor = GraphEditor.in_place(graph)
     for parts in groups.values():
         two = any(part.endswith("_reverse") for part in parts)
         names = parts_of(len(parts) // (1 + two), two)
         if len(parts) > 1 and set(names) == set(parts) and all(len(c) == 1 for c in parts.values()):
             stack = _Stack([parts[name][0] for name in names], two)
             if stack.fits():
-                stack.join(build)
+                stack.join(editor)
     drop_unread(graph)
 
 
@@ -215,26 +202,26 @@ class _Stack:
                 if read.args[1] != 0 for user in read.users]  # fmt: skip
         return all(order[user] > last for user in ends)
 
-    def join(self, build: Builder) -> None:
+    def join(self, editor: GraphEditor) -> None:
         """Put the one call in the place of these."""
-        order = {node: k for k, node in enumerate(build.graph.nodes)}
+        order = {node: k for k, node in enumerate(editor.graph.nodes)}
         last, found, n = max(self.calls, key=order.__getitem__), self.found(), len(self.calls)
         states, output = self.states() or [], self.output(self.layers[-1])
         assert output is not None  # `fits` says so
-        with build.graph.inserting_before(last):
+        with editor.graph.inserting_before(last):
             if is_zeros(states[0]):
-                states = [_stacked(build, state, n) for state in states]
+                states = [_stacked(editor, state, n) for state in states]
             found |= {"hx": states if str(last.target) == LSTM else states[0]}
             found |= {"params": [p for k in range(n) for p in self.found(k)["params"]]}
             found |= {"num_layers": len(self.layers), "bidirectional": self.two}
             args, kwargs = schema.call(last.target, found)
-            call = _made(build, self.calls[0], last.target, *args, **kwargs)
-            results = [build.call(operator.getitem, call, k) for k in range(len(states) + 1)]
+            call = editor.call_for(self.calls[0], last.target, *args, **kwargs)
+            results = [editor.call(operator.getitem, call, k) for k in range(len(states) + 1)]
             output.replace_all_uses_with(results[0])
             for k, whole in enumerate(results[1:], 1):
-                self._read_from(build, whole, k)
+                self._read_from(editor, whole, k)
 
-    def _read_from(self, build: Builder, whole: fx.Node, output: int) -> None:
+    def _read_from(self, editor: GraphEditor, whole: fx.Node, output: int) -> None:
         """Read the last states of all layers from one tensor."""
         reads = [_read(call, output) for call in self.calls]
         made = _only(reads[0]) if reads[0] is not None else None
@@ -242,14 +229,14 @@ class _Stack:
             made.replace_all_uses_with(whole)
         for k, call in enumerate(self.calls):
             for read in [user for user in call.users if user.args[1] == output and user.users]:
-                part = build.call(aten.slice.Tensor, whole, 0, k, k + 1)
+                part = editor.call(aten.slice.Tensor, whole, 0, k, k + 1)
                 read.replace_all_uses_with(part)
 
 
-def _stacked(build: Builder, zeros: fx.Node, count: int) -> fx.Node:
+def _stacked(editor: GraphEditor, zeros: fx.Node, count: int) -> fx.Node:
     """Zeros for several layers, like those for one."""
     args = [[count, *arg[1:]] if isinstance(arg, (list, tuple)) else arg for arg in zeros.args]
-    return _made(build, zeros, zeros.target, *args, **zeros.kwargs)
+    return editor.call_for(zeros, zeros.target, *args, **zeros.kwargs)
 
 
 def _listed(states: Any) -> list[Any]:

@@ -13,7 +13,7 @@ from torch.fx.graph import CodeGen
 
 from demask.compat.fx_internals import PyTreeInfo, codegen_of, signature_of
 from demask.graph.codegen import Codegen
-from demask.graph.fold import drop_unread
+from demask.graph.editor import drop_unread
 from demask.graph.holders import is_holder, refuse_hooks
 from demask.graph.hooks import lost_hooks
 from demask.graph.program import Constant, Program

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from demask.graph.capture import captures
 from demask.graph.copying import is_number, structural_copy
-from demask.graph.program import Program, copied
+from demask.graph.program import Program, copy_graph
 from demask.graph.resize import tensors_of
 
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -77,7 +77,7 @@ def shared_captures(
         shared = shared and all(c.name in own for c in program.constants.values())
         if shared:
             entry.programs.append(program)
-        yield program.with_graph(copied(program)[0])
+        yield program.with_graph(copy_graph(program)[0])
 
 
 def _with_tensors(program: Program, model: nn.Module) -> Program:
@@ -87,7 +87,7 @@ def _with_tensors(program: Program, model: nn.Module) -> Program:
         name: replace(constant, tensor=own[constant.name].detach())
         for name, constant in program.constants.items()
     }
-    return program.with_graph(copied(program)[0], constants)
+    return program.with_graph(copy_graph(program)[0], constants)
 
 
 @dataclass(slots=True, eq=False)

@@ -12,14 +12,13 @@ import torch
 from torch import fx
 
 from demask.failures import Log
-from demask.graph.build import Builder, mode_of, same_shape, sizes_of
-from demask.graph.program import Constant, Program, copied
+from demask.graph.editor import GraphEditor
+from demask.graph.program import Program
 from demask.graph.recurrent import layered
-from demask.ops.schema import same_size
+from demask.ops.schema import same_shape, same_size
 from demask.ops.traits import COPIES, TRANSPOSES, VIEW_OR_RESHAPE
 
 aten = torch.ops.aten
-Constants = dict[str, Constant]
 
 
 def spelled(program: Program, log: Log | None = None) -> Program:
@@ -28,30 +27,23 @@ def spelled(program: Program, log: Log | None = None) -> Program:
     as it is, and `log` says so."""
     log = Log() if log is None else log
     layers = log.attempt("the split of recurrent calls", lambda: layered(program), program)
-    graph, _ = copied(layers)
-    build, constants = Builder(graph, mode_of(graph)), dict(program.constants)
-    for node in list(graph.nodes):
-        if node.target is not aten.slice.Tensor and node.target not in _RULES:
-            continue
-        with graph.inserting_before(node):
+    editor = GraphEditor(layers)
+    for node in editor.calls(aten.slice.Tensor, *_RULES):
+        with editor.graph.inserting_before(node):
             what = f"the canonical notation of {node.name} ({node.target})"
-            log.attempt(what, partial(_respell, build, node, constants), None)
-    return program.with_graph(graph, constants)
+            log.attempt(what, partial(_respell, editor, node), None)
+    return editor.finish()
 
 
-def _respell(build: Builder, node: fx.Node, constants: Constants) -> None:
+def _respell(editor: GraphEditor, node: fx.Node) -> None:
     """Put the canonical form of a call, if it has another one, in its place."""
     if node.target is aten.slice.Tensor and _is_whole(node):
         made: Any = node.args[0]
     else:
         rule = _RULES.get(node.target)
-        made = None if rule is None else rule(build, node, constants)
-    if made is None:
-        return
-    if made not in node.all_input_nodes:
-        made.meta = {**node.meta, **made.meta}
-    node.replace_all_uses_with(made)
-    build.graph.erase_node(node)
+        made = None if rule is None else rule(editor, node)
+    if made is not None:
+        editor.replace(node, made, inherit=made not in node.all_input_nodes)
 
 
 def _is_whole(node: fx.Node) -> bool:
@@ -59,100 +51,93 @@ def _is_whole(node: fx.Node) -> bool:
     return step == 1 and same_shape(node.meta["val"], node.args[0].meta["val"])  # type: ignore[union-attr]
 
 
-def _expand_as(build: Builder, node: fx.Node, constants: Constants) -> fx.Node:
+def _expand_as(editor: GraphEditor, node: fx.Node) -> fx.Node:
     x, other = node.args
-    return build.call(aten.expand.default, x, sizes_of(build, other))  # type: ignore[arg-type]
+    return editor.call(aten.expand.default, x, editor.sizes(other))
 
 
-def _view_as(build: Builder, node: fx.Node, constants: Constants) -> fx.Node:
+def _view_as(editor: GraphEditor, node: fx.Node) -> fx.Node:
     x, other = node.args
-    return build.call(aten.reshape.default, x, sizes_of(build, other))  # type: ignore[arg-type]
+    return editor.call(aten.reshape.default, x, editor.sizes(other))
 
 
-def _type_as(build: Builder, node: fx.Node, constants: Constants) -> fx.Node:
+def _type_as(editor: GraphEditor, node: fx.Node) -> fx.Node:
     x, other = node.args
-    return build.call(aten.to.dtype, x, other.meta["val"].dtype)  # type: ignore[union-attr]
+    return editor.call(aten.to.dtype, x, other.meta["val"].dtype)  # type: ignore[union-attr]
 
 
-def _stack(build: Builder, node: fx.Node, constants: Constants) -> fx.Node:
+def _stack(editor: GraphEditor, node: fx.Node) -> fx.Node:
     parts: Any = node.args[0]
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    return build.call(
-        aten.cat.default, [build.call(aten.unsqueeze.default, p, dim) for p in parts], dim
+    return editor.call(
+        aten.cat.default, [editor.call(aten.unsqueeze.default, p, dim) for p in parts], dim
     )
 
 
-def _repeated(build: Builder, node: fx.Node, constants: Constants) -> fx.Node | None:
+def _repeated(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     """Every entry of an axis several times over: a new axis, expanded, merged into it."""
     x, count = node.args[0], node.args[1]
     dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
     if dim is None or not isinstance(count, int):
         return None
-    return _wide(build, x, dim % x.meta["val"].ndim, count, inner=True)  # type: ignore[arg-type,union-attr,operator]
+    return _wide(editor, x, dim % x.meta["val"].ndim, count, inner=True)  # type: ignore[arg-type,union-attr,operator]
 
 
-def _tiled(build: Builder, node: fx.Node, constants: Constants) -> fx.Node | None:
+def _tiled(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     """An axis several times after itself: a new axis before it, expanded, merged into it."""
     x: Any = node.args[0]
     counts: Any = list(node.args[1])  # type: ignore[arg-type]
     if not all(isinstance(n, int) for n in counts):
         return None
     for _ in range(len(counts) - x.meta["val"].ndim):
-        x = build.call(aten.unsqueeze.default, x, 0)
+        x = editor.call(aten.unsqueeze.default, x, 0)
     for dim, count in enumerate(counts):
-        x = x if count == 1 else _wide(build, x, dim, count, inner=False)
+        x = x if count == 1 else _wide(editor, x, dim, count, inner=False)
     return x
 
 
-def _wide(build: Builder, x: fx.Node, dim: int, count: int, *, inner: bool) -> fx.Node:
-    sizes = sizes_of(build, x)
-    apart = build.call(aten.unsqueeze.default, x, dim + inner)
+def _wide(editor: GraphEditor, x: fx.Node, dim: int, count: int, *, inner: bool) -> fx.Node:
+    sizes = editor.sizes(x)
+    apart = editor.call(aten.unsqueeze.default, x, dim + inner)
     shape = [*sizes[: dim + inner], count, *sizes[dim + inner :]]
-    wide = build.call(aten.expand.default, apart, shape)
+    wide = editor.call(aten.expand.default, apart, shape)
     size = (
         sizes[dim] * count
         if isinstance(sizes[dim], int)
-        else build.call(operator.mul, sizes[dim], count)
+        else editor.call(operator.mul, sizes[dim], count)
     )
-    return build.call(aten.reshape.default, wide, [*sizes[:dim], size, *sizes[dim + 1 :]])
+    return editor.call(aten.reshape.default, wide, [*sizes[:dim], size, *sizes[dim + 1 :]])
 
 
-def _indexed(build: Builder, node: fx.Node, constants: Constants) -> fx.Node | None:
+def _indexed(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     """x[index] with one constant index: its rows selected, then shaped."""
     x, indices = node.args
     given = [(k, i) for k, i in enumerate(indices) if i is not None]  # type: ignore[arg-type]
     if len(given) != 1 or not isinstance(given[0][1], fx.Node) or given[0][1].op != "get_attr":
         return None
     (axis, read), shape = given[0], x.meta["val"].shape  # type: ignore[union-attr]
-    held = constants[str(read.target)]
+    held = editor.constants[str(read.target)]
     if held.tensor.dtype not in (torch.int64, torch.int32) or not isinstance(shape[axis], int):
         return None
     flat = (held.tensor.long() % shape[axis]).reshape(-1)
-    name = _free_name(f"{held.name}_rows", constants)
-    constants[name] = Constant(flat, name, parameter=False)
-    at = build.graph.create_node("get_attr", name)
-    at.meta["val"] = build.fake(flat)
-    rows = build.call(aten.index_select.default, x, axis, at)
+    at = editor.add_constant(f"{held.name}_rows", flat, node, separator="")
+    rows = editor.call(aten.index_select.default, x, axis, at)
     if held.tensor.ndim == 1:
         return rows
-    sizes = sizes_of(build, x)  # type: ignore[arg-type]
-    return build.call(
+    sizes = editor.sizes(x)
+    return editor.call(
         aten.reshape.default, rows, [*sizes[:axis], *held.tensor.shape, *sizes[axis + 1 :]]
     )
 
 
-def _free_name(name: str, constants: Constants) -> str:
-    return next(n for k in range(len(constants) + 1) if (n := f"{name}{k or ''}") not in constants)
-
-
-def _squeeze(build: Builder, node: fx.Node, constants: Constants) -> fx.Node:
+def _squeeze(editor: GraphEditor, node: fx.Node) -> fx.Node:
     """The axes that are one long now, by name: later an axis may be cut to one."""
     x = node.args[0]
     ones = [k for k, n in enumerate(x.meta["val"].shape) if same_size(n, 1)]  # type: ignore[union-attr]
-    return build.call(aten.squeeze.dims, x, ones)
+    return editor.call(aten.squeeze.dims, x, ones)
 
 
-def _squeeze_at(build: Builder, node: fx.Node, constants: Constants) -> fx.Node | None:
+def _squeeze_at(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     """Squeezing an axis that is not one long does nothing."""
     x, dim = node.args
     if same_size(x.meta["val"].shape[dim], 1):  # type: ignore[union-attr,index]
@@ -160,21 +145,21 @@ def _squeeze_at(build: Builder, node: fx.Node, constants: Constants) -> fx.Node 
     return x  # type: ignore[return-value]
 
 
-def _glu(build: Builder, node: fx.Node, constants: Constants) -> fx.Node:
+def _glu(editor: GraphEditor, node: fx.Node) -> fx.Node:
     x: Any = node.args[0]
     dim: Any = node.args[1] if len(node.args) > 1 else -1
     half = x.meta["val"].shape[dim] // 2
-    value = build.call(aten.slice.Tensor, x, dim, 0, half)
-    gate = build.call(aten.slice.Tensor, x, dim, half, 2 * half)
-    return build.call(aten.mul.Tensor, value, build.call(aten.sigmoid.default, gate))
+    value = editor.call(aten.slice.Tensor, x, dim, 0, half)
+    gate = editor.call(aten.slice.Tensor, x, dim, half, 2 * half)
+    return editor.call(aten.mul.Tensor, value, editor.call(aten.sigmoid.default, gate))
 
 
-def _viewed(build: Builder, node: fx.Node, constants: Constants) -> fx.Node | None:
+def _viewed(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     """A view that merges axes which lie otherwise before it, as the move that it is."""
-    return _unstacked(build, node) or _shuffled(build, node, constants)
+    return _unstacked(editor, node) or _shuffled(editor, node)
 
 
-def _unstacked(build: Builder, node: fx.Node) -> fx.Node | None:
+def _unstacked(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     """Values stacked along a new axis that is then merged into the one behind it are values one
     after the other: stack((a, b)).reshape(...) is cat((a, b)), whose parts may lose other entries
     (the directions of an LSTM in an ONNX file)."""
@@ -197,15 +182,15 @@ def _unstacked(build: Builder, node: fx.Node) -> fx.Node | None:
     rest = [d - (d > axis) for d in order if d != axis]
     parts = [p.args[0] for p in stack.args[0]]
     if rest != sorted(rest):
-        parts = [build.call(aten.permute.default, p, rest) for p in parts]
-    return build.call(aten.cat.default, parts, place)
+        parts = [editor.call(aten.permute.default, p, rest) for p in parts]
+    return editor.call(aten.cat.default, parts, place)
 
 
 def _is_new_axis(node: Any) -> bool:
     return isinstance(node, fx.Node) and node.target is aten.unsqueeze.default
 
 
-def _shuffled(build: Builder, node: fx.Node, constants: Constants) -> fx.Node | None:
+def _shuffled(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     """An axis split, its parts permuted and merged again (a channel shuffle) is a permutation of
     the axis, along which single positions can go."""
     inner: Any = node.args[0]
@@ -225,11 +210,11 @@ def _shuffled(build: Builder, node: fx.Node, constants: Constants) -> fx.Node | 
         order = [d % len(parts) for d in inner.args[1]]
     if not same_shape(node.meta["val"], x.meta["val"]):
         return None
-    return _permuted(build, x, parts, order, constants)
+    return _permuted(editor, node, x, parts, order)
 
 
 def _permuted(
-    build: Builder, x: fx.Node, parts: Any, order: list[int], constants: Constants
+    editor: GraphEditor, reader: fx.Node, x: fx.Node, parts: Any, order: list[int]
 ) -> fx.Node | None:
     """x with one axis, which was split into several of `parts`, in another order."""
     shape = x.meta["val"].shape
@@ -244,11 +229,8 @@ def _permuted(
     sizes = list(parts[axis : axis + count])
     inside = [d - axis for d in order[axis : axis + count]]
     index = torch.arange(shape[axis]).view(sizes).permute(inside).reshape(-1)
-    name = _free_name(f"{x.name}_shuffle", constants)
-    constants[name] = Constant(index, name, parameter=False)
-    at = build.graph.create_node("get_attr", name)
-    at.meta["val"] = build.fake(index)
-    return build.call(aten.index_select.default, x, axis, at)
+    at = editor.add_constant(f"{x.name}_shuffle", index, reader, separator="")
+    return editor.call(aten.index_select.default, x, axis, at)
 
 
 def _splits(shape: Any, parts: Any, axis: int, count: int) -> bool:
@@ -262,10 +244,10 @@ def _splits(shape: Any, parts: Any, axis: int, count: int) -> bool:
     return whole and all(map(same_size, rest, kept))
 
 
-def _index_add(build: Builder, node: fx.Node, constants: Constants) -> fx.Node | None:
+def _index_add(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     """x.index_add(dim, index, y) is x plus y scattered into zeros, where the index is constant."""
     x, dim, index, y = node.args
-    held = constants.get(str(index.target)) if index.op == "get_attr" else None  # type: ignore[union-attr]
+    held = editor.constants.get(str(index.target)) if index.op == "get_attr" else None  # type: ignore[union-attr]
     places = held.tensor.tolist() if held else []
     if held is None or len(set(places)) != len(places):
         return None
@@ -273,18 +255,15 @@ def _index_add(build: Builder, node: fx.Node, constants: Constants) -> fx.Node |
     where = {place: k for k, place in enumerate(places)}
     inverse = torch.tensor([where.get(k, len(places)) for k in range(size)])
     # A pass before this one may have left an inverse of another index under the plain name.
-    name = _free_name(f"{held.name}_inverse", constants)
-    constants[name] = Constant(inverse, name, parameter=False)
-    at = build.graph.create_node("get_attr", name)
-    at.meta["val"] = build.fake(inverse)
+    at = editor.add_constant(f"{held.name}_inverse", inverse, node, separator="")
     zeros = [0, 0] * (rank - dim % rank - 1) + [0, 1]  # type: ignore[operator]
-    wide = build.call(aten.constant_pad_nd.default, y, zeros)
-    laid = build.call(aten.index_select.default, wide, dim, at)
-    return build.call(aten.add.Tensor, x, laid, alpha=node.kwargs.get("alpha", 1))
+    wide = editor.call(aten.constant_pad_nd.default, y, zeros)
+    laid = editor.call(aten.index_select.default, wide, dim, at)
+    return editor.call(aten.add.Tensor, x, laid, alpha=node.kwargs.get("alpha", 1))
 
 
 _VIEWS = VIEW_OR_RESHAPE | {aten.unflatten.int}
-_RULES: dict[Any, Callable[[Builder, fx.Node, Constants], fx.Node | None]] = {
+_RULES: dict[Any, Callable[[GraphEditor, fx.Node], fx.Node | None]] = {
     aten.index_add.default: _index_add,
     aten.view.default: _viewed,
     aten.reshape.default: _viewed,

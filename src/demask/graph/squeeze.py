@@ -14,9 +14,9 @@ import torch
 from torch import fx
 
 from demask.compat.symbolic_shapes import free_unbacked_symbols
-from demask.graph.build import Builder, mode_of
+from demask.graph.editor import GraphEditor
 from demask.graph.guards import spelled
-from demask.graph.program import Program, copied
+from demask.graph.program import Program
 from demask.ops import schema
 from demask.ops.traits import SQUEEZES
 
@@ -27,28 +27,27 @@ def squeezed(program: Program) -> Program:
     """The program whose squeezes drop static axes alone; its guards hold what the others were."""
     if not any(_is_dynamic(node) for node in program.graph.nodes):
         return program
-    graph, _ = copied(program)
-    build, guards = Builder(graph, mode_of(graph)), dict.fromkeys(program.guards)
-    for node in filter(_is_dynamic, list(graph.nodes)):
+    editor, guards = GraphEditor(program), dict.fromkeys(program.guards)
+    for node in filter(_is_dynamic, editor.calls()):
         x: Any = node.args[0]
         shape = x.meta["val"].shape
-        with graph.inserting_before(node):
+        with editor.graph.inserting_before(node):
             made = x
             for dim in sorted(_dims(node), reverse=True):
                 size = shape[dim]
                 if isinstance(size, int):
-                    made = build.call(aten.squeeze.dim, made, dim) if size == 1 else made
+                    made = editor.call(aten.squeeze.dim, made, dim) if size == 1 else made
                     continue
                 if free_unbacked_symbols(size):  # by no input: torch decides in each call
-                    made = build.call(aten.squeeze.dim, made, dim)
+                    made = editor.call(aten.squeeze.dim, made, dim)
                     continue
                 one, text = schema.hint(size) == 1, spelled(size.node.expr)
                 if text is not None:
                     guards[f"{text} == 1" if one else f"{text} >= 2"] = None
-                made = build.call(aten.select.int, made, dim, 0) if one else made
-        node.replace_all_uses_with(made)
-        graph.erase_node(node)
-    return replace(program.with_graph(graph, program.constants), guards=tuple(guards))
+                made = editor.call(aten.select.int, made, dim, 0) if one else made
+        editor.replace(node, made)
+    # In-place calls, whose results nothing reads, are still in the graph: nothing is dropped.
+    return replace(program, graph=editor.graph, guards=tuple(guards))
 
 
 def _dims(node: fx.Node) -> list[int]:

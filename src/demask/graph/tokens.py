@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from demask.graph.build import Builder, mode_of, sizes_of
-from demask.graph.fold import drop_unread
-from demask.graph.program import Program, copied
+from demask.graph.editor import GraphEditor
+from demask.graph.program import Program
 from demask.ops import Relation, Table, bind, schema
 
 aten = torch.ops.aten
@@ -27,18 +26,14 @@ def early(program: Program, table: Table) -> Program:
     """The program with single positions of dynamic axes taken as early as can be."""
     if not any(_taken(node) for node in program.graph.nodes):
         return program
-    graph, _ = copied(program)
-    build = Builder(graph, mode_of(graph))
-    todo = [node for node in graph.nodes if _taken(node)]
+    editor = GraphEditor(program)
+    todo = [node for node in editor.graph.nodes if _taken(node)]
     moved = False
     while todo:
-        made = _move(build, todo.pop(), table)
+        made = _move(editor, todo.pop(), table)
         moved |= made is not None
         todo += made or []
-    if not moved:
-        return program
-    drop_unread(graph)
-    return program.with_graph(graph)
+    return editor.finish() if moved else program
 
 
 def _taken(node: fx.Node) -> _Take | None:
@@ -57,7 +52,7 @@ def _taken(node: fx.Node) -> _Take | None:
     return {(0, 1, 1): (dim, 0), (-1, _END, 1): (dim, -1)}.get(ends)
 
 
-def _move(build: Builder, node: fx.Node, table: Table) -> list[fx.Node] | None:
+def _move(editor: GraphEditor, node: fx.Node, table: Table) -> list[fx.Node] | None:
     """Take a position of what a value is made of; the calls that now take one."""
     take, source = _taken(node), node.all_input_nodes[0]
     if take is None or any(_taken(user) != take for user in source.users if not _is_size(user)):
@@ -74,35 +69,39 @@ def _move(build: Builder, node: fx.Node, table: Table) -> list[fx.Node] | None:
     merged = [a for axes in relation.ins for a in axes if len(a) > 1 and set(a) & set(letters)]
     if merged or all(place is None for place in places):
         return None
-    return _again(build, source, relation, places, dim, index)
+    return _again(editor, source, relation, places, dim, index)
 
 
 def _again(
-    build: Builder, source: fx.Node, relation: Relation, places: list[Any], dim: int, index: int
+    editor: GraphEditor,
+    source: fx.Node,
+    relation: Relation,
+    places: list[Any],
+    dim: int,
+    index: int,
 ) -> list[fx.Node]:
     ends = (0, 1) if index == 0 else (-1, _END)
     values, made = [], []
-    with build.graph.inserting_before(source.next):
+    with editor.graph.inserting_before(source.next):
         for operand, place in zip(relation.operands, places, strict=True):
             if place is None or not isinstance(operand.value, fx.Node):
                 values.append(operand.value)
                 continue
-            part = build.call(aten.slice.Tensor, operand.value, place, *ends)
+            part = editor.call(aten.slice.Tensor, operand.value, place, *ends)
             values.append(part)
             made.append(part)
         found = schema.replaced(schema.arguments(source), relation.operands, values)
         if relation.entry.args is not None:
-            sizes: list[Any] = list(sizes_of(build, source))
+            sizes: list[Any] = editor.sizes(source)
             sizes[dim] = 1
             every: Any = [sizes]
             found |= relation.entry.args(source, every)
         args, kwargs = schema.call(source.target, found)
-        one = build.call(source.target, *args, **kwargs)
-        one.meta = {**source.meta, **one.meta}
+        one = editor.call_for(source, source.target, *args, **kwargs)
     for user in [u for u in source.users if _taken(u)]:
-        with build.graph.inserting_before(user):
+        with editor.graph.inserting_before(user):
             gone = user.target is aten.select.int
-            final = build.call(aten.squeeze.dim, one, dim) if gone else one
+            final = editor.call(aten.squeeze.dim, one, dim) if gone else one
         final.meta = {**user.meta, **final.meta}
         user.replace_all_uses_with(final)
     return made

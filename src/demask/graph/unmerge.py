@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from demask.graph.build import Builder, mode_of, same_shape, sizes_of
-from demask.graph.fold import drop_unread
-from demask.graph.program import Program, copied
+from demask.graph.editor import GraphEditor, drop_unread
+from demask.graph.program import Program
 from demask.ops import Declined, Relation, Table, bind, schema
 from demask.ops.move import refined
+from demask.ops.schema import same_shape
 from demask.ops.traits import RESHAPES, SQUEEZES
 
 aten = torch.ops.aten
@@ -41,20 +41,18 @@ def unmerged(program: Program, table: Table) -> Program:
     """The program without axes that merge a dynamic size with another and are split again."""
     if not any(node.target in _VIEWS and _merges(node) for node in program.graph.nodes):
         return program
-    graph, _ = copied(program)
-    walk = _Unmerger(Builder(graph, mode_of(graph)), table)
-    for node in list(graph.nodes):
-        if node.op == "call_function":
-            walk.visit(node)
+    editor = GraphEditor(program)
+    walk = _Unmerger(editor, table)
+    for node in editor.calls():
+        walk.visit(node)
     if not walk.split:
         return program
-    drop_unread(graph)
-    left = set(graph.nodes)
+    drop_unread(editor.graph)
+    left = set(editor.graph.nodes)
     for old, apart in walk.apart.items():
         if old in left and apart.node in left and apart.node is not old:
             walk.merge(old, apart)
-    drop_unread(graph)
-    return program.with_graph(graph)
+    return editor.finish()
 
 
 def _merges(node: fx.Node) -> bool:
@@ -71,13 +69,13 @@ def _mixed(axis: list[str], sizes: Any) -> bool:
 class _Unmerger:
     """Walks a graph and makes, beside calls on merged axes, the same on axes apart."""
 
-    def __init__(self, build: Builder, table: Table):
-        self.build, self.table = build, table
+    def __init__(self, editor: GraphEditor, table: Table):
+        self.editor, self.table = editor, table
         self.apart: dict[fx.Node, _Apart] = {}
         self.split = 0
 
     def visit(self, node: fx.Node) -> None:
-        with self.build.graph.inserting_before(node):
+        with self.editor.graph.inserting_before(node):
             if node.target in _VIEWS:
                 self._view(node)
             elif any(source in self.apart for source in node.all_input_nodes):
@@ -88,12 +86,12 @@ class _Unmerger:
 
     def merge(self, old: fx.Node, apart: _Apart) -> None:
         """Let what still reads a merged value read the other, merged."""
-        with self.build.graph.inserting_before(apart.node.next):
-            made = self.build.call(aten.reshape.default, apart.node, self._merged(apart, old))
+        with self.editor.graph.inserting_before(apart.node.next):
+            made = self.editor.call(aten.reshape.default, apart.node, self._merged(apart, old))
         old.replace_all_uses_with(made)
 
     def _merged(self, apart: _Apart, old: fx.Node) -> list[Any]:
-        sizes, k, found = sizes_of(self.build, apart.node), 0, []
+        sizes, k, found = self.editor.sizes(apart.node), 0, []
         for count, size in zip(apart.counts, old.meta["val"].shape, strict=True):
             found.append(sizes[k] if count == 1 else size if isinstance(size, int) else -1)
             k += count
@@ -112,10 +110,10 @@ class _Unmerger:
         if not any(_mixed(axis, letters) for axis in after):
             return
         where = {axis[0]: k for k, axis in enumerate(before) if len(axis) == 1}
-        held, sizes, counts = sizes_of(self.build, base), [], []
+        held, sizes, counts = self.editor.sizes(base), [], []
         for k, axis in enumerate(after):
             if not _mixed(axis, letters):
-                sizes.append(_size(self.build, node, k))
+                sizes.append(_size(self.editor, node, k))
                 counts.append(1)
                 continue
             parts = [
@@ -126,7 +124,7 @@ class _Unmerger:
                 return
             sizes += parts
             counts.append(len(parts))
-        made = self.build.call(aten.reshape.default, base, sizes)
+        made = self.editor.call(aten.reshape.default, base, sizes)
         self.apart[node] = _Apart(made, tuple(counts))
 
     def _frees(self, apart: _Apart, before: Any, after: Any, letters: Any) -> bool:
@@ -145,9 +143,8 @@ class _Unmerger:
         """A view that takes merged axes apart, of the axes apart."""
         made = base
         if not same_shape(base.meta["val"], node.meta["val"]):
-            sizes = [_size(self.build, node, k) for k in range(node.meta["val"].ndim)]
-            made = self.build.call(aten.reshape.default, base, sizes)
-            made.meta = {**node.meta, **made.meta}
+            sizes = [_size(self.editor, node, k) for k in range(node.meta["val"].ndim)]
+            made = self.editor.call_for(node, aten.reshape.default, base, sizes)
         node.replace_all_uses_with(made)
         self.split += 1
         return made
@@ -173,7 +170,7 @@ class _Unmerger:
             i, j = found["dim0"] % rank, found["dim1"] % rank
             order[i], order[j] = order[j], order[i]
         dims = [source.axis(d) + k for d in order for k in range(source.counts[d])]
-        made = self.build.call(aten.permute.default, source.node, dims)
+        made = self.editor.call(aten.permute.default, source.node, dims)
         return _Apart(made, tuple(source.counts[d] for d in order))
 
     def _along(self, node: fx.Node) -> _Apart | None:
@@ -185,7 +182,7 @@ class _Unmerger:
         args, kwargs = schema.call(
             node.target, found | {"self": source.node, "dim": source.axis(dim)}
         )
-        return _Apart(self.build.call(node.target, *args, **kwargs), source.counts)
+        return _Apart(self.editor.call(node.target, *args, **kwargs), source.counts)
 
     def _product(self, node: fx.Node) -> _Apart | None:
         """A batched product, its batch apart; what baddbmm adds is added."""
@@ -203,12 +200,12 @@ class _Unmerger:
             return None
         if any(node.kwargs.get(name, 1) != 1 for name in ("beta", "alpha")):
             return None
-        made = self.build.call(aten.matmul.default, left.node, right.node)
+        made = self.editor.call(aten.matmul.default, left.node, right.node)
         for term in added:
             other = self._broadcast(term, left.counts)
             if other is None:
                 return None
-            made = self.build.call(aten.add.Tensor, made, other)
+            made = self.editor.call(aten.add.Tensor, made, other)
         return _Apart(made, left.counts)
 
     def _pointwise(self, node: fx.Node) -> _Apart | None:
@@ -229,7 +226,7 @@ class _Unmerger:
             return None
         found = schema.replaced(schema.arguments(node), relation.operands, values)
         args, kwargs = schema.call(node.target, found)
-        return _Apart(self.build.call(node.target, *args, **kwargs), counts)
+        return _Apart(self.editor.call(node.target, *args, **kwargs), counts)
 
     def _broadcast(self, value: Any, counts: tuple[int, ...]) -> Any:
         """An operand beside one with axes apart; None where its axes cannot be told apart."""
@@ -245,11 +242,11 @@ class _Unmerger:
             if not schema.same_size(shape[k], 1):
                 return None
             for _ in range(count - 1 if k else 0):
-                made = self.build.call(aten.unsqueeze.default, made, k)
+                made = self.editor.call(aten.unsqueeze.default, made, k)
         return made
 
 
-def _size(build: Builder, node: fx.Node, axis: int) -> Any:
+def _size(editor: GraphEditor, node: fx.Node, axis: int) -> Any:
     """A size of a view as it was asked for, so that nothing reads the view itself."""
     found = schema.arguments(node)
     asked = found.get("size", found.get("shape"))
@@ -258,4 +255,4 @@ def _size(build: Builder, node: fx.Node, axis: int) -> Any:
         return size
     if asked is not None and len(asked) == node.meta["val"].ndim and asked[axis] != -1:
         return asked[axis]
-    return build.call(aten.sym_size.int, node, axis)
+    return editor.call(aten.sym_size.int, node, axis)

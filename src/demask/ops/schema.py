@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from demask.compat.dispatch import schema_of
 
@@ -132,6 +132,11 @@ def same_size(a: Any, b: Any) -> bool:
     if isinstance(a, int) or isinstance(b, int):
         return isinstance(a, int) and isinstance(b, int) and a == b
     return a.node.expr == b.node.expr
+
+
+def same_shape(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have one shape, dynamic sizes included, without guarding on them."""
+    return a.ndim == b.ndim and all(map(same_size, a.shape, b.shape))
 
 
 def hint(size: Any) -> int:

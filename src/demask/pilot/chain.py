@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from demask.compat.fx_internals import signature_of
 from demask.errors import BadInput
+from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.graph.result import Demasked
 from demask.ops import schema
@@ -30,7 +31,6 @@ from demask.pilot.direct import called, only_chain
 from demask.shrink.finished import finished
 from demask.shrink.pipeline import given
 from demask.sparse.tape import NoPlan
-from demask.tune.draft import Draft
 
 SAMPLES = 16  # rows of the example inputs that modes are chosen by
 GAIN = 1.05  # times that a chain must be predicted to be faster
@@ -125,13 +125,13 @@ def chained(
     """The network with its chains, each layer in the mode that is predicted to be the fastest of
     those allowed. always: chains that gain nothing, too. The model is not changed."""
     before = given(model, args, kwargs, None)
-    draft = Draft(before)
-    without_dropout(draft)
-    chains, decisions = found(draft)
-    inputs = inputs_of_chains(draft, chains, args, kwargs)
+    editor = GraphEditor(before)
+    without_dropout(editor)
+    chains, decisions = found(editor)
+    inputs = inputs_of_chains(editor, chains, args, kwargs)
     for chain, x in zip(chains, inputs, strict=True):
-        decisions += decided(draft, chain, x, allowed, always=always)
-    after = draft.done()
+        decisions += decided(editor, chain, x, allowed, always=always)
+    after = editor.finish()
     plain = finished(before, after, [f"{len(chains)} chains of linear layers"])
     info: Any = signature_of(plain.graph)
     made = Chained.of(plain, plain.graph, info, plain.demasked).eval()
@@ -140,7 +140,7 @@ def chained(
     return made
 
 
-def decided(draft: Draft, chain: Found, x: Tensor | None, allowed: Sequence[str], *,
+def decided(editor: GraphEditor, chain: Found, x: Tensor | None, allowed: Sequence[str], *,
             always: bool) -> list[Decision]:  # fmt: skip
     """Choose the modes of a chain, put it in, and say why, a line for each layer."""
     if x is None or x.dtype is not torch.float32 or not x.numel():
@@ -154,7 +154,7 @@ def decided(draft: Draft, chain: Found, x: Tensor | None, allowed: Sequence[str]
         why = f"its input has {len(rows)} rows in a call; chains are for {ROWS} at most"
         return [Decision(name, "as it was", why) for name in chain.names]
     try:
-        picked = choose(layers_of(draft, chain), rows[:SAMPLES].contiguous(), allowed)
+        picked = choose(layers_of(editor, chain), rows[:SAMPLES].contiguous(), allowed)
     except NoPlan as reason:
         return [Decision(name, "as it was", str(reason)) for name in chain.names]
     gain = picked.dense / picked.seconds
@@ -162,7 +162,7 @@ def decided(draft: Draft, chain: Found, x: Tensor | None, allowed: Sequence[str]
         why = f"predicted gain {gain:.2f} times, expected {GAIN} or more"
         return [Decision(name, "as it was", f"{why}; {said}{_smooth(chain, name)}")
                 for name, said in zip(chain.names, picked.why, strict=True)]  # fmt: skip
-    replaced(draft, chain, picked.modes)
+    replaced(editor, chain, picked.modes)
     return [
         Decision(name, mode, f"{said}{_smooth(chain, name)}")
         for name, mode, said in zip(chain.names, picked.modes, picked.why, strict=True)
@@ -239,12 +239,12 @@ def _words(layer: Layer, mode: str, seen: Seen) -> str:
     return f"{seen.rows / max(rows, 1):.1%} of its rows are not proved zero, {live}"
 
 
-def layers_of(draft: Draft, chain: Found) -> list[Layer]:
+def layers_of(editor: GraphEditor, chain: Found) -> list[Layer]:
     """A chain's layers as plans take them."""
     found = []
     for call, relu in zip(chain.calls, chain.relus, strict=True):
         given_ = schema.arguments(call)
-        weight, bias = (draft.tensor(given_[key]) for key in ("weight", "bias"))
+        weight, bias = (editor.tensor(given_[key]) for key in ("weight", "bias"))
         assert weight is not None
         kept = None if bias is None else bias.detach().contiguous()
         found.append(Layer(weight.detach().contiguous(), kept, relu))
@@ -269,20 +269,20 @@ class _Watched(fx.Interpreter):
         return made
 
 
-def inputs_of_chains(draft: Draft, chains: Sequence[Found], args: tuple[Any, ...],
+def inputs_of_chains(editor: GraphEditor, chains: Sequence[Found], args: tuple[Any, ...],
                      kwargs: Mapping[str, Any] | None) -> list[Tensor | None]:  # fmt: skip
     """What the chains' inputs are on the example inputs."""
     firsts = [schema.arguments(chain.calls[0])["input"] for chain in chains]
-    return values_of(draft, firsts, args, kwargs)
+    return values_of(editor, firsts, args, kwargs)
 
 
-def values_of(draft: Draft, nodes: Sequence[fx.Node], args: tuple[Any, ...],
+def values_of(editor: GraphEditor, nodes: Sequence[fx.Node], args: tuple[Any, ...],
               kwargs: Mapping[str, Any] | None) -> list[Tensor | None]:  # fmt: skip
     """The values of nodes on the example inputs, None of those that do not run."""
-    program = replace(draft.program, graph=draft.graph, constants=draft.constants)
+    program = replace(editor.program, graph=editor.graph, constants=editor.constants)
     flat = pytree.tree_leaves((args, dict(kwargs or {})))
     watched = _Watched(program, set(nodes))
-    holders = len(draft.graph.find_nodes(op="placeholder"))
+    holders = len(editor.graph.find_nodes(op="placeholder"))
     if holders != len(flat):
         raise BadInput(f"expected {holders} example inputs, got {len(flat)}")
     with torch.no_grad():

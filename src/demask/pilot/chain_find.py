@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from demask.graph.editor import GraphEditor
 from demask.ops import op_name, schema
 from demask.pilot.chain_op import CHAIN, Step
 from demask.pilot.conditioned import Decision
-from demask.tune.draft import Draft
 
 aten = torch.ops.aten
 LINEAR = aten.linear.default
@@ -28,22 +28,22 @@ class Found:
     names: tuple[str, ...]
 
 
-def without_dropout(draft: Draft) -> None:
+def without_dropout(editor: GraphEditor) -> None:
     """Let dropouts, which do nothing in eval mode, go."""
-    for node in draft.calls(aten.dropout.default):
+    for node in editor.calls(aten.dropout.default):
         found = schema.arguments(node)
         if not found["train"]:
-            draft.put(node, found["input"])
+            editor.replace(node, found["input"])
 
 
-def found(draft: Draft) -> tuple[list[Found], list[Decision]]:
+def found(editor: GraphEditor) -> tuple[list[Found], list[Decision]]:
     """The longest chains, in order, and why layers are in none, or end one."""
     chains, decisions, taken = [], [], set()
-    for node in draft.calls(LINEAR):
+    for node in editor.calls(LINEAR):
         if node in taken:
             continue
-        name = layer_name(draft, node)
-        if reason := _unfit(draft, node):
+        name = layer_name(editor, node)
+        if reason := _unfit(editor, node):
             decisions.append(Decision(name, "as it was", reason))
             continue
         calls, relus, last = [node], [], node
@@ -54,12 +54,12 @@ def found(draft: Draft) -> tuple[list[Found], list[Decision]]:
             follower = _only_reader(last)
             if not relus[-1] or follower is None or follower.target is not LINEAR:
                 break
-            if follower.args[0] is not last or _unfit(draft, follower):
+            if follower.args[0] is not last or _unfit(editor, follower):
                 break
             calls.append(follower)
             last = follower
         taken.update(calls)
-        names = tuple(layer_name(draft, call) for call in calls)
+        names = tuple(layer_name(editor, call) for call in calls)
         chains.append(Found(tuple(calls), tuple(relus), last, names))
     return chains, decisions
 
@@ -70,15 +70,15 @@ def behind(chain: Found) -> str:
     return " and ".join(dict.fromkeys(readers)) or "the output"
 
 
-def layer_name(draft: Draft, call: fx.Node) -> str:
+def layer_name(editor: GraphEditor, call: fx.Node) -> str:
     """A layer by the module that holds its weight."""
     weight = schema.arguments(call)["weight"]
     if weight.op != "get_attr":
         return call.name
-    return draft.constants[str(weight.target)].name.rpartition(".")[0]
+    return editor.constants[str(weight.target)].name.rpartition(".")[0]
 
 
-def replaced(draft: Draft, chain: Found, modes: Sequence[str]) -> None:
+def replaced(editor: GraphEditor, chain: Found, modes: Sequence[str]) -> None:
     """Put one call in the place of a chain."""
     steps, weights = [], []
     for call, relu, mode in zip(chain.calls, chain.relus, modes, strict=True):
@@ -86,7 +86,7 @@ def replaced(draft: Draft, chain: Found, modes: Sequence[str]) -> None:
         weights += [w for w in (given["weight"], given["bias"]) if w is not None]
         steps.append(Step(mode, given["bias"] is not None, relu))
     text, first = ",".join(map(str, steps)), schema.arguments(chain.calls[0])["input"]
-    made = draft.call(chain.last.next, chain.last, CHAIN, first, weights, text)
+    made = editor.insert(chain.last.next, chain.last, CHAIN, first, weights, text)
     chain.last.replace_all_uses_with(made, lambda user: user is not made)
 
 
@@ -94,10 +94,10 @@ def _only_reader(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def _unfit(draft: Draft, call: fx.Node) -> str:
+def _unfit(editor: GraphEditor, call: fx.Node) -> str:
     """Why a linear call can be in no chain; "" where it can."""
     given = schema.arguments(call)
-    tensors = [draft.tensor(w) for w in (given["weight"], given["bias"]) if w is not None]
+    tensors = [editor.tensor(w) for w in (given["weight"], given["bias"]) if w is not None]
     if any(t is None for t in tensors):
         return "its weight or bias is computed"
     for t in tensors:

@@ -25,6 +25,7 @@ from torch.library import Library
 from demask.compat.dispatch import BelowAutograd, count_dispatch_modes, has_functorch_transforms
 from demask.compat.symbolic_shapes import require
 from demask.errors import BadInput
+from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.kernels import llvm
 from demask.kernels.llvm import NoPlan
@@ -32,7 +33,6 @@ from demask.ops.own import Own
 from demask.pilot.chain_plan import MODES, Layer, Plan
 from demask.registry import CUSTOM_OPS
 from demask.sparse.op import PLAIN, Kept, kept
-from demask.tune.draft import Draft
 
 ROWS = 4  # of x, at most, for plans: more share what they need, and torch multiplies matrices
 
@@ -211,14 +211,14 @@ CHAIN = torch.ops.demask.chain.default
 
 def spelled(program: Program) -> Program:
     """The program with torch's linear and relu in place of chains."""
-    draft, aten = Draft(program), torch.ops.aten
-    for node in draft.calls(CHAIN):
+    editor, aten = GraphEditor(program), torch.ops.aten
+    for node in editor.calls(CHAIN):
         x, weights, text = node.args
         for (weight, bias), step in zip(pairs(weights, text), steps(text), strict=True):  # type: ignore[arg-type]
-            x = draft.call(node, node, aten.linear.default, x, weight, bias)
-            x = draft.call(node, node, aten.relu.default, x) if step.relu else x
-        draft.put(node, x)  # type: ignore[arg-type]
-    return draft.done()
+            x = editor.insert(node, node, aten.linear.default, x, weight, bias)
+            x = editor.insert(node, node, aten.relu.default, x) if step.relu else x
+        editor.replace(node, x)
+    return editor.finish()
 
 
 def check(found: Mapping[str, Any]) -> None:

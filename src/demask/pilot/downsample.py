@@ -21,7 +21,7 @@ from torch.fx.node import map_arg
 
 from demask.errors import BadInput, DemaskError
 from demask.facts.known import Key, key_of
-from demask.graph.build import Builder, mode_of
+from demask.graph.editor import GraphEditor
 from demask.graph.program import Constant, Program
 from demask.graph.result import Demasked
 from demask.ops import TABLE, Declined, Relation, op_name, schema
@@ -98,9 +98,8 @@ class _Smaller:
     def __init__(self, program: Program, factor: float, mode: str):
         self.program, self.factor, self.mode = program, factor, mode
         self.relations = relations_of(program.graph, TABLE)
-        self.graph = fx.Graph()
-        self.build = Builder(self.graph, mode_of(program.graph))
-        self.constants: dict[str, Constant] = {}
+        self.editor = GraphEditor.empty(program)
+        self.graph, self.constants = self.editor.graph, self.editor.constants
         self.env: dict[fx.Node, fx.Node] = {}
         self.axes: dict[Key, tuple[Axis, ...]] = {}
         self.reads: dict[tuple[str, tuple[Axis, ...]], fx.Node] = {}
@@ -120,9 +119,7 @@ class _Smaller:
                 where = f"{node.name} ({op_name(node.target)})" if node.op != "output" else "output"
                 raise BadInput(f"downsample:{self.factor:g}: {where}: {refused}; choose another "
                                "simplifier, or another factor") from refused  # fmt: skip
-        read = {str(n.target) for n in self.graph.nodes if n.op == "get_attr"}
-        kept = {name: c for name, c in self.constants.items() if name in read}
-        return self.program.with_graph(self.graph, kept)
+        return self.editor.finish()
 
     def _node(self, node: fx.Node) -> None:
         if node.op == "placeholder":
@@ -135,7 +132,7 @@ class _Smaller:
             self.graph.output(self._returned(node.args))
         elif node.target is operator.getitem:
             source: Any = node.args[0]
-            self.env[node] = self.build.call(operator.getitem, self._mapped(source),
+            self.env[node] = self.editor.call(operator.getitem, self._mapped(source),
                                              node.args[1])  # fmt: skip
         else:
             self._call(node)
@@ -162,12 +159,12 @@ class _Smaller:
     def _resized(self, x: fx.Node, sizes: list[int]) -> fx.Node:
         rank = len(sizes) + 2
         if self.mode == "area" and x.meta["val"].shape[-1] >= sizes[-1]:
-            return self.build.call(_AREA[rank], x, sizes)
+            return self.editor.call(_AREA[rank], x, sizes)
         mode = "nearest" if self.mode == "area" else self.mode
         if (rank, mode) not in _RESIZES:
             raise _Refused(f"{mode} interpolation is for images, this value has {rank} axes")
         target, corners = _RESIZES[rank, mode]
-        return self.build.call(target, x, sizes, *([False] if corners else []), None)
+        return self.editor.call(target, x, sizes, *([False] if corners else []), None)
 
     def _returned(self, args: Any) -> tuple[Any, ...]:
         """What the graph returns, in full size."""
@@ -185,9 +182,9 @@ class _Smaller:
             matrix = full_matrix(axes[k], self.mode).to(made.meta["val"].dtype)
             read = self._constant(f"resampling_{len(self.constants)}", matrix, parameter=False)
             last = len(axes) - 1
-            turned = self.build.call(aten.transpose.int, made, k, last) if k < last else made
-            full = self.build.call(aten.linear.default, turned, read)
-            made = self.build.call(aten.transpose.int, full, k, last) if k < last else full
+            turned = self.editor.call(aten.transpose.int, made, k, last) if k < last else made
+            full = self.editor.call(aten.linear.default, turned, read)
+            made = self.editor.call(aten.transpose.int, full, k, last) if k < last else full
         return made
 
     # --------------------------------------------------------------------------------- calls
@@ -212,7 +209,7 @@ class _Smaller:
 
     def _made(self, node: fx.Node, args: Any, kwargs: Any) -> None:
         try:
-            made = self.build.call(node.target, *args, **kwargs)
+            made = self.editor.call(node.target, *args, **kwargs)
         except (RuntimeError, ValueError, TypeError, IndexError, DemaskError) as error:
             first = str(error).strip().splitlines()[0]
             raise _Refused(f"it does not take the smaller sizes ({first})") from error
@@ -354,9 +351,7 @@ class _Smaller:
         full = any(n.op == "get_attr" and n.target == name and n.users for n in self.graph.nodes)
         key = f"{name}_small" if taken is not None and full else name
         self.constants[key] = Constant(tensor, key, parameter)
-        read = self.graph.create_node("get_attr", key)
-        read.meta["val"] = self.build.fake(tensor)
-        return read
+        return self.editor.read_constant(key)
 
     def _out(self, relation: Relation, letters: Mapping[str, Axis]) -> None:
         """What the axes of the call's outputs have become."""

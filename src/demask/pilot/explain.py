@@ -26,6 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from demask.errors import BadInput, DemaskError
 from demask.failures import public
+from demask.graph.editor import GraphEditor
 from demask.machine.cost import Costs
 from demask.machine.describe import machine as described
 from demask.machine.threads import checked_threads, set_threads
@@ -41,7 +42,6 @@ from demask.pilot.tables import as_lines
 from demask.shrink.finished import finished
 from demask.shrink.pipeline import given
 from demask.sparse.tape import NoPlan
-from demask.tune.draft import Draft
 
 Pair = tuple[str, str]  # a pilot's text, "" for none; a condition's text
 CANDIDATES: tuple[Pair, ...] = (
@@ -205,22 +205,22 @@ class _Network:
 
     @classmethod
     def of(cls, model: nn.Module, inputs: list[tuple[Any, ...]], clock: Any) -> _Network:
-        draft = Draft(given(model, inputs[0], None, None))
-        without_dropout(draft)
-        where, left = found(draft)
+        editor = GraphEditor(given(model, inputs[0], None, None))
+        without_dropout(editor)
+        where, left = found(editor)
         came: list[list[Tensor]] = [[] for _ in where]
         for args in inputs:
-            for k, x in enumerate(inputs_of_chains(draft, where, args, None)):
+            for k, x in enumerate(inputs_of_chains(editor, where, args, None)):
                 if x is not None:
                     came[k].append(x.reshape(-1, x.shape[-1]))
         chains = []
         for chain, rows in zip(where, came, strict=True):
-            layers = tuple(layers_of(draft, chain))
+            layers = tuple(layers_of(editor, chain))
             many = bool(rows) and len(rows[0]) > ROWS
             why = f"{len(rows[0])} rows in a call: chains are for {ROWS} at most" if many else ""
             held = torch.cat(rows) if rows else torch.empty(0, layers[0].weight.shape[1])
             chains.append(_Chain(layers, held[:MOST].contiguous(), rows, why))
-        seconds, each, rest = _timed(model, _rest(draft, where, inputs[0]), inputs, chains, clock)
+        seconds, each, rest = _timed(model, _rest(editor, where, inputs[0]), inputs, chains, clock)
         chains = [replace(chain, seconds=one) for chain, one in zip(chains, each, strict=True)]
         why = "; ".join(dict.fromkeys(one.why for one in left))
         return cls(model, inputs, tuple(chains), seconds, rest, _flops(model, inputs), clock,
@@ -234,15 +234,15 @@ def _plain(layers: Sequence[Layer], x: Tensor) -> Tensor:
     return x
 
 
-def _rest(draft: Draft, where: Sequence[Found], args: tuple[Any, ...]) -> nn.Module | None:
+def _rest(editor: GraphEditor, where: Sequence[Found], args: tuple[Any, ...]) -> nn.Module | None:
     """The network with a constant in place of each chain, None where nothing else is left of it.
-    The draft is used up."""
-    before = draft.program
-    for chain, value in zip(where, values_of(draft, [c.last for c in where], args, None),
+    The editor is used up."""
+    before = editor.program
+    for chain, value in zip(where, values_of(editor, [c.last for c in where], args, None),
                             strict=True):  # fmt: skip
         if value is not None:
-            draft.put(chain.last, draft.constant("chain", value, chain.last))
-    made = finished(before, draft.done(), ["chains as constants"])
+            editor.replace(chain.last, editor.add_constant("chain", value, chain.last))
+    made = finished(before, editor.finish(), ["chains as constants"])
     calls = [node for node in made.graph.nodes if node.op not in ("placeholder", "get_attr")]
     return made if len(calls) > 1 else None
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from demask.errors import BadInput
+from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.graph.result import Demasked
 from demask.ops import TABLE, schema
@@ -23,7 +24,6 @@ from demask.ops.traits import CONV_OF_AXES, CONVOLUTIONS_ANY_PADDING
 from demask.pilot.layers import Layer, by_rows, check_finite, from_rows, layers_of
 from demask.shrink.finished import finished
 from demask.shrink.reading import relations_of
-from demask.tune.draft import Draft
 
 aten = torch.ops.aten
 
@@ -49,30 +49,30 @@ class LowRank:
 
     def applied(self, program: Program) -> Demasked:
         """The network with thin layers; what stays as it is is noted."""
-        draft = Draft(program)
-        layers = layers_of(draft.done(), relations_of(draft.graph, TABLE))
-        notes = [note for layer in layers for note in self._layer(draft, layer)]
-        return finished(program, draft.done(), notes)
+        editor = GraphEditor(program)
+        layers = layers_of(editor.finish(), relations_of(editor.graph, TABLE))
+        notes = [note for layer in layers for note in self._layer(editor, layer)]
+        return finished(program, editor.finish(), notes)
 
     def weight_bytes(self, weight: Tensor, rows: int) -> float:
         """Bytes of one weight as it is."""
         return weight.numel() * weight.element_size()
 
-    def _layer(self, draft: Draft, layer: Layer) -> Iterator[str]:
-        weight = draft.constants[layer.weight].tensor
+    def _layer(self, editor: GraphEditor, layer: Layer) -> Iterator[str]:
+        weight = editor.constants[layer.weight].tensor
         if layer.relation.back or _groups(layer.node) != 1:
             kind = "recurrent" if layer.relation.back else "grouped"
             yield f"{layer.name}: a {kind} layer keeps its rank"
             return
-        check_finite(weight, draft.constants[layer.weight].name)
+        check_finite(weight, editor.constants[layer.weight].name)
         matrix = by_rows(weight, layer.rows)
         count, columns = matrix.shape
         rank = max(1, round(self.fraction * min(count, columns)))
         basis, mixed = factors(matrix, rank)
         thin = rank * (count + columns) < count * columns
-        if not (thin and _split(draft, layer, basis, mixed)):
+        if not (thin and _split(editor, layer, basis, mixed)):
             made = from_rows(mixed @ basis, weight, layer.rows)
-            read = draft.swapped(layer.read, made, layer.node)
+            read = editor.replace_constant(layer.read, made, layer.node)
             layer.node.replace_input_with(layer.read, read)
         words = "two layers" if thin else "one product"
         yield f"{layer.name}: rank {rank} of {min(count, columns)}, {words}"
@@ -90,34 +90,34 @@ def _groups(node: fx.Node) -> int:
     return int(schema.arguments(node).get("groups", 1))
 
 
-def _split(draft: Draft, layer: Layer, basis: Tensor, mixed: Tensor) -> bool:
+def _split(editor: GraphEditor, layer: Layer, basis: Tensor, mixed: Tensor) -> bool:
     """Put two calls in the place of one; False for ops that have no such form here."""
-    node, weight = layer.node, draft.constants[layer.weight].tensor
+    node, weight = layer.node, editor.constants[layer.weight].tensor
     rank = len(basis)
     found = schema.arguments(node)
 
     def thin(tensor: Tensor) -> fx.Node:
         name = f"{layer.name}.basis.weight"
-        return draft.constant(name, tensor.to(weight.dtype), node, parameter=True)
+        return editor.add_constant(name, tensor.to(weight.dtype), node, parameter=True)
 
     def wide(tensor: Tensor) -> fx.Node:
-        return draft.swapped(layer.read, tensor.to(weight.dtype).contiguous(), node)
+        return editor.replace_constant(layer.read, tensor.to(weight.dtype).contiguous(), node)
 
     if layer.operand == 1 and node.target is aten.linear.default:
-        first = draft.call(node, None, node.target, found["input"], thin(basis))
+        first = editor.insert(node, None, node.target, found["input"], thin(basis))
         parts = [first, wide(mixed), *([found["bias"]] if found["bias"] else [])]
-        made = draft.call(node, node, node.target, *parts)
+        made = editor.insert(node, node, node.target, *parts)
     elif layer.operand == 1 and node.target in CONVOLUTIONS_ANY_PADDING:
         kernel = basis.reshape(rank, *weight.shape[1:])
         args, kwargs = schema.call(node.target, found | {"weight": thin(kernel), "bias": None})
-        first = draft.call(node, None, node.target, *args, **kwargs)
+        first = editor.insert(node, None, node.target, *args, **kwargs)
         point = mixed.reshape(len(mixed), rank, *[1] * (weight.ndim - 2))
         plain = CONV_OF_AXES[weight.ndim - 2]
-        made = draft.call(node, node, plain, first, wide(point), found["bias"])
+        made = editor.insert(node, node, plain, first, wide(point), found["bias"])
     elif node.target is aten.addmm.default and layer.operand == 2:
-        first = draft.call(node, None, aten.mm.default, found["mat1"], thin(basis.T))
-        made = draft.again(node, mat1=first, mat2=wide(mixed.T))
+        first = editor.insert(node, None, aten.mm.default, found["mat1"], thin(basis.T))
+        made = editor.repeat_call(node, mat1=first, mat2=wide(mixed.T))
     else:
         return False
-    draft.put(node, made)
+    editor.replace(node, made)
     return True

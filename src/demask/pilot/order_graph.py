@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from demask.compat.fx_internals import signature_of
 from demask.errors import BadInput
+from demask.graph.editor import GraphEditor
 from demask.graph.modules import spell
 from demask.graph.result import Demasked
 from demask.machine.memory import parse_memory
@@ -24,7 +25,6 @@ from demask.pilot.rounding import Bits
 from demask.pilot.simplify import simplifier
 from demask.shrink.finished import finished
 from demask.shrink.pipeline import given
-from demask.tune.draft import Draft
 
 
 class OrderedNetwork(Demasked):
@@ -106,13 +106,13 @@ def ordered(
     in no chain stay as they are, and `conditioned.decisions` says why."""
     bits = _bits(pilot)
     before = given(model, args, kwargs, None)
-    draft = Draft(before)
-    without_dropout(draft)
-    chains, decisions = _chains(draft, bits)
-    made = finished(before, draft.done(), ["chains run in order of importance"])
+    editor = GraphEditor(before)
+    without_dropout(editor)
+    chains, decisions = _chains(editor, bits)
+    made = finished(before, editor.finish(), ["chains run in order of importance"])
     spell(made.graph, made)
     nodes = {node.name: node for node in made.graph.nodes}
-    sizes = [sum(_bytes(draft, call) for call in chain.calls) for chain in chains]
+    sizes = [sum(_bytes(editor, call) for call in chain.calls) for chain in chains]
     paths = {}
     for k, (chain, size) in enumerate(zip(chains, sizes, strict=True)):
         share, path = size / sum(sizes), f"ordered_{k}"
@@ -127,9 +127,9 @@ def ordered(
     return result
 
 
-def _chains(draft: Draft, bits: Bits) -> tuple[list[Found], list[Decision]]:
+def _chains(editor: GraphEditor, bits: Bits) -> tuple[list[Found], list[Decision]]:
     """The chains of two layers or more, and a line for each linear layer."""
-    every, decisions = found(draft)
+    every, decisions = found(editor)
     chains = [chain for chain in every if len(chain.calls) > 1]
     for chain in every:
         words = f"chain {' → '.join(chain.names)}"
@@ -138,14 +138,14 @@ def _chains(draft: Draft, bits: Bits) -> tuple[list[Found], list[Decision]]:
             decisions.append(Decision(chain.names[0], "as it was", words))
             continue
         for name, call in zip(chain.names, chain.calls, strict=True):
-            weight = draft.tensor(schema.arguments(call)["weight"])
+            weight = editor.tensor(schema.arguments(call)["weight"])
             slow = "" if weight is None else unfit(bits, weight.shape[1])
             decisions.append(Decision(name, "in order", words + f"; {slow}" * bool(slow)))
     return chains, decisions
 
 
-def _bytes(draft: Draft, call: fx.Node) -> int:
-    weight = draft.tensor(schema.arguments(call)["weight"])
+def _bytes(editor: GraphEditor, call: fx.Node) -> int:
+    weight = editor.tensor(schema.arguments(call)["weight"])
     return 0 if weight is None else weight.numel() * weight.element_size()
 
 

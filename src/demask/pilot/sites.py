@@ -17,11 +17,11 @@ from torch import Tensor, fx
 from demask.errors import BadInput
 from demask.graph.program import Program
 from demask.graph.provenance import Cut
+from demask.graph.queries import only_reader
 from demask.ops import TABLE, Declined, Relation, schema
 from demask.ops.traits import CLAMPS, RELUS
 from demask.pilot.layers import Layer, layers_of
 from demask.shrink.reading import relations_of
-from demask.tune.draft import only_reader
 
 aten = torch.ops.aten
 KINDS = ("channel", "unit", "head", "token", "tile:T")

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from demask.errors import BadInput
-from demask.graph.build import Builder, mode_of
-from demask.graph.program import Program, copied
+from demask.graph.editor import GraphEditor
+from demask.graph.program import Program
 from demask.ops import TABLE
 from demask.pilot.conditioned import Conditioned, Decision
 from demask.pilot.data import ExecutionData
@@ -284,29 +284,28 @@ def _doubled(
 ) -> tuple[Program, list[tuple[fx.Node, fx.Node, int]]]:
     """The program in which each of these layers is added to its twin with weights of fewer bits;
     and per layer both calls, and the axis of their positions."""
-    graph, mapping = copied(program)
-    build = Builder(graph, mode_of(graph))
-    constants, found = dict(program.constants), []
+    editor, found = GraphEditor(program), []
+    graph = editor.graph
     layers = {x.name: x for x in layers_of(program, relations_of(program.graph, TABLE))}
     for layer in (layers[name] for name in names):
         assert layer.axis is not None
-        node, read = mapping[layer.node], mapping[layer.read]
-        old = constants[layer.weight]
+        node, read = editor.copies[layer.node], editor.copies[layer.read]
+        old = editor.constants[layer.weight]
         name = f"{layer.weight}_bits{bits}"
         rounded = from_rows(
             quantized(by_rows(old.tensor, layer.rows), bits), old.tensor, layer.rows
         )
-        constants[name] = replace(old, tensor=rounded, name=f"{old.name}_bits{bits}", aliases=())
+        constant = replace(old, tensor=rounded, name=f"{old.name}_bits{bits}", aliases=())
+        editor.constants[name] = constant
         readers = list(node.users)
         with graph.inserting_after(node):
             twin = graph.node_copy(node)
         with graph.inserting_before(twin):
-            weight = graph.create_node("get_attr", name)
-        weight.meta["val"] = read.meta["val"]
+            weight = editor.read_constant(name)
         twin.replace_input_with(read, weight)
         with graph.inserting_after(twin):
-            both = build.call(aten.add.Tensor, node, twin)
+            both = editor.call(aten.add.Tensor, node, twin)
         for reader in readers:
             reader.replace_input_with(node, both)
         found.append((node, twin, layer.axis))
-    return program.with_graph(graph, constants), found
+    return editor.finish(), found

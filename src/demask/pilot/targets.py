@@ -16,9 +16,9 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
-from demask.graph.build import Builder, mode_of
-from demask.graph.fold import drop_unread
-from demask.graph.program import Program, copied
+from demask.graph.editor import GraphEditor
+from demask.graph.program import Program
+from demask.graph.queries import only_reader
 from demask.ops import TABLE, Declined, Relation
 from demask.pilot.conditioned import Decision
 from demask.pilot.layers import Layer, layers_of
@@ -27,7 +27,6 @@ from demask.pilot.stored import Held
 from demask.pilot.walk import walk
 from demask.shrink.reading import relations_of
 from demask.shrink.ties import is_join
-from demask.tune.draft import only_reader
 
 aten = torch.ops.aten
 
@@ -106,32 +105,28 @@ def named(targets: Iterable[Target], layers: Sequence[str], what: str) -> list[T
 def observing(program: Program, targets: Sequence[Target], *, values: bool = False) -> Program:
     """The program that returns, per target, one magnitude per position (mean |value|, of the inputs
     of a batch the largest); values: and then the values themselves."""
-    graph, mapping = copied(program)
-    output = graph.output_node()
-    build = Builder(graph, mode_of(graph))
-    with graph.inserting_before(output):
-        nodes = [mapping[target.node] for target in targets]
-        made = [_magnitude(build, n, t.axis) for n, t in zip(nodes, targets, strict=True)]
+    editor = GraphEditor(program)
+    output = editor.graph.output_node()
+    with editor.graph.inserting_before(output):
+        nodes = [editor.copies[target.node] for target in targets]
+        made = [_magnitude(editor, n, t.axis) for n, t in zip(nodes, targets, strict=True)]
         made += nodes if values else []
     output.args = (tuple(made),)
-    drop_unread(graph)
-    read = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
-    kept = {name: c for name, c in program.constants.items() if name in read}
     spec = pytree.tree_structure((0,) * len(made))
-    return replace(program.with_graph(graph, kept), out_spec=spec)
+    return replace(editor.finish(), out_spec=spec)
 
 
-def _magnitude(build: Builder, node: fx.Node, axis: int) -> fx.Node:
+def _magnitude(editor: GraphEditor, node: fx.Node, axis: int) -> fx.Node:
     batch, rank = batch_axis(node), node.meta["val"].ndim
     rest = [k for k in range(rank) if k not in (axis, batch)]
-    found = build.call(aten.abs.default, node)
+    found = editor.call(aten.abs.default, node)
     if rest:
-        found = build.call(aten.mean.dim, found, rest)
+        found = editor.call(aten.mean.dim, found, rest)
     if batch is not None and batch != axis:
         over = 0 if batch < axis else 1
         more = [0, 1, 0, 0] if over else [0, 0, 0, 1]  # one of zeros: a batch may be empty
-        found = build.call(aten.constant_pad_nd.default, found, more)
-        found = build.call(aten.amax.default, found, [over])
+        found = editor.call(aten.constant_pad_nd.default, found, more)
+        found = editor.call(aten.amax.default, found, [over])
     return found
 
 

@@ -21,9 +21,8 @@ from torch import Tensor, fx
 from demask.facts.known import key_of
 from demask.facts.masks import uniform_over
 from demask.facts.ranges import ranges
-from demask.graph.build import Builder, mode_of
-from demask.graph.fold import drop_unread
-from demask.graph.program import Program, copied
+from demask.graph.editor import GraphEditor
+from demask.graph.program import Program
 from demask.ops import Relation, Table, bind, schema
 from demask.ops.padded import PADDED, PLAIN, grows
 from demask.ops.traits import CONVOLUTIONS, PADS
@@ -37,22 +36,20 @@ def pads_absorbed(reading: Reading) -> Program | None:
     a pad that all of its readers can absorb."""
     if not any(_constant_pad(node) for node in reading.program.graph.nodes):
         return None
-    graph, _ = copied(reading.program)
-    build = Builder(graph, mode_of(graph))
-    for node in list(graph.nodes):
+    editor = GraphEditor(reading.program)
+    for node in list(editor.graph.nodes):
         if _constant_pad(node):
-            _postponed(build, node, reading.table)
-    program = reading.program.with_graph(graph)
+            _postponed(editor, node, reading.table)
+    program = editor.finish()
     facts = reading.again(program).facts
-    pads = [n for n in graph.nodes if _constant_pad(n) and _constant_enters(n, facts)]
+    pads = [n for n in editor.graph.nodes if _constant_pad(n) and _constant_enters(n, facts)]
     values = {node: _absorbed_values(node, program) for node in pads}
     if not any(values.values()):
         return None
     for node, value in values.items():
         for window, pad_value in (value or {}).items():
-            _absorb(build, node, window, pad_value)
-    drop_unread(graph)
-    return program.with_graph(graph)
+            _absorb(editor, node, window, pad_value)
+    return editor.finish()
 
 
 def _constant_pad(node: fx.Node) -> tuple[list[Any], float] | None:
@@ -66,21 +63,20 @@ def _constant_pad(node: fx.Node) -> tuple[list[Any], float] | None:
     return (list(call["pad"]), float(value)) if isinstance(value, (int, float)) else None
 
 
-def _postponed(build: Builder, node: fx.Node, table: Table) -> None:
+def _postponed(editor: GraphEditor, node: fx.Node, table: Table) -> None:
     """Put a pad behind what reads it: the pad behind it, functions of each element alone."""
     while len(node.users) == 1:
         (reader,), (pads, value) = node.users, _constant_pad(node) or ([], 0.0)
         later = _constant_pad(reader)
-        with build.graph.inserting_before(reader):
+        with editor.graph.inserting_before(reader):
             if later is not None:
                 if later[1] != value or not _only_add([*pads, *later[0]]):
                     return
-                node = _replaced(build, reader, node.args[0], _summed(pads, later[0]), value)
+                node = _replaced(editor, reader, node.args[0], _summed(pads, later[0]), value)
             elif (new := _of_number(reader, node, value, table)) is not None:
                 args = [node.args[0] if a is node else a for a in reader.args]
-                moved = build.call(reader.target, *args, **reader.kwargs)
-                moved.meta = {**reader.meta, **moved.meta}
-                node = _replaced(build, reader, moved, pads, new)
+                moved = editor.call_for(reader, reader.target, *args, **reader.kwargs)
+                node = _replaced(editor, reader, moved, pads, new)
             else:
                 return
 
@@ -95,11 +91,9 @@ def _summed(a: list[int], b: list[int]) -> list[int]:
     return [m + n for m, n in zip(a, b, strict=True)]
 
 
-def _replaced(build: Builder, node: fx.Node, x: Any, pads: list[Any], value: float) -> fx.Node:
-    new = build.call(aten.constant_pad_nd.default, x, pads, value)
-    new.meta = {**node.meta, **new.meta}
-    node.replace_all_uses_with(new)
-    build.graph.erase_node(node)
+def _replaced(editor: GraphEditor, node: fx.Node, x: Any, pads: list[Any], value: float) -> fx.Node:
+    new = editor.call(aten.constant_pad_nd.default, x, pads, value)
+    editor.replace(node, new, inherit=True)
     return new
 
 
@@ -184,31 +178,29 @@ def _touches(window: fx.Node, pads: list[Any]) -> bool:
     return all(isinstance(n, int) and max(n, 0) + own < kernel for n, own, kernel in limits)
 
 
-def _absorb(build: Builder, node: fx.Node, window: fx.Node, value: float) -> None:
+def _absorb(editor: GraphEditor, node: fx.Node, window: fx.Node, value: float) -> None:
     """Put the window that reads the pads in the place of one that reads their result."""
     pads, _ = _constant_pad(node) or ([], 0.0)
     call = schema.arguments(window)
     name = next(iter(call))  # the first argument is what the window reads
     call |= {name: node.args[0], "pads": pads, "pad_value": value}
-    with build.graph.inserting_before(window):
+    with editor.graph.inserting_before(window):
         if value != 0 and not _maximum(window):
-            call |= _shifted(build, call, value)
+            call |= _shifted(editor, call, value)
         args, kwargs = schema.call(PADDED[window.target], call)
-        new = build.call(PADDED[window.target], *args, **kwargs)
-    new.meta = {**window.meta, **new.meta}
-    window.replace_all_uses_with(new)
-    build.graph.erase_node(window)
+        new = editor.call(PADDED[window.target], *args, **kwargs)
+    editor.replace(window, new, inherit=True)
 
 
-def _shifted(build: Builder, call: dict[str, Any], value: float) -> dict[str, Any]:
+def _shifted(editor: GraphEditor, call: dict[str, Any], value: float) -> dict[str, Any]:
     """Arguments of a convolution of x - value, padded with zeros, that makes the same."""
     weight = call["weight"]
     dims = list(range(1, weight.meta["val"].ndim))
-    bias = build.call(aten.mul.Tensor, build.call(aten.sum.dim_IntList, weight, dims), value)
+    bias = editor.call(aten.mul.Tensor, editor.call(aten.sum.dim_IntList, weight, dims), value)
     if call["bias"] is not None:
-        bias = build.call(aten.add.Tensor, call["bias"], bias)
+        bias = editor.call(aten.add.Tensor, call["bias"], bias)
     return {
-        "input": build.call(aten.sub.Tensor, call["input"], value), "bias": bias, "pad_value": 0.0,
+        "input": editor.call(aten.sub.Tensor, call["input"], value), "bias": bias, "pad_value": 0.0,
     }  # fmt: skip
 
 
@@ -217,22 +209,16 @@ def pads_restored(program: Program) -> Program:
     the convolution's own padding."""
     if not any(node.target in PLAIN for node in program.graph.nodes):
         return program
-    graph, _ = copied(program)
-    build = Builder(graph, mode_of(graph))
+    editor = GraphEditor(program)
     done: dict[str, fx.Node] = {}
-    for node in list(graph.nodes):
-        if node.target not in PLAIN:
-            continue
-        with graph.inserting_before(node):
-            new = _restored(build, node, done)
-        new.meta = {**node.meta, **new.meta}
-        node.replace_all_uses_with(new)
-        graph.erase_node(node)
-    drop_unread(graph)
-    return program.with_graph(graph)
+    for node in editor.calls(*PLAIN):
+        with editor.graph.inserting_before(node):
+            new = _restored(editor, node, done)
+        editor.replace(node, new, inherit=True)
+    return editor.finish()
 
 
-def _restored(build: Builder, node: fx.Node, done: dict[str, fx.Node]) -> fx.Node:
+def _restored(editor: GraphEditor, node: fx.Node, done: dict[str, fx.Node]) -> fx.Node:
     target, call = PLAIN[node.target], schema.arguments(node)
     pads, value = call.pop("pads"), call.pop("pad_value")
     own = _own(target, call, pads)
@@ -242,10 +228,10 @@ def _restored(build: Builder, node: fx.Node, done: dict[str, fx.Node]) -> fx.Nod
     elif grows(pads) or any(n != 0 for n in pads):
         key = repr((call[name], pads, value))
         if key not in done:
-            done[key] = build.call(aten.constant_pad_nd.default, call[name], pads, value)
+            done[key] = editor.call(aten.constant_pad_nd.default, call[name], pads, value)
         call[name] = done[key]
     args, kwargs = schema.call(target, call)
-    return build.call(target, *args, **kwargs)
+    return editor.call(target, *args, **kwargs)
 
 
 def _own(target: Any, call: dict[str, Any], pads: list[Any]) -> list[int] | None:

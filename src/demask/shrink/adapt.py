@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from demask.facts.known import Facts, Key, key_of, value_of
-from demask.graph.build import Builder
+from demask.graph.editor import GraphEditor
 from demask.shrink.cells import At, Index, Layout, Positions
 from demask.shrink.pool import Pool
 
@@ -37,7 +37,7 @@ class Made:
 class Adapter:
     """Adapts values while a graph is rewritten; marks what it makes with its effect."""
 
-    build: Builder
+    editor: GraphEditor
     pool: Pool
     facts: Facts
     made: dict[Key, Made] = field(default_factory=dict)
@@ -90,7 +90,9 @@ class Adapter:
         for k in range(len(at)):
             if (node, at[: k + 1]) not in self.indexed:
                 axis, index = at[k]
-                made = self.build.call(aten.index_select.default, node, axis, self.positions(index))
+                made = self.editor.call(
+                    aten.index_select.default, node, axis, self.positions(index)
+                )
                 self.indexed[node, at[: k + 1]] = marked(made, "gather")
             node = self.indexed[node, at[: k + 1]]
         return node
@@ -100,7 +102,7 @@ class Adapter:
         if index not in self.places:
             node = self.made[index.source, 0].node
             if index.inner > 1:
-                first = self.build.call(aten.mul.Tensor, node, index.inner)
+                first = self.editor.call(aten.mul.Tensor, node, index.inner)
                 node = self._crossed(first, self.pool.index(range(index.inner)))
             if index.outer > 1:
                 step = index.size * index.inner
@@ -111,9 +113,9 @@ class Adapter:
 
     def _crossed(self, a: fx.Node, b: fx.Node) -> fx.Node:
         """a[i] + b[j] for every i and j, flat."""
-        column = self.build.call(aten.unsqueeze.default, a, 1)
-        both = self.build.call(aten.add.Tensor, column, b)
-        return self.build.call(aten.reshape.default, both, [-1])
+        column = self.editor.call(aten.unsqueeze.default, a, 1)
+        both = self.editor.call(aten.add.Tensor, column, b)
+        return self.editor.call(aten.reshape.default, both, [-1])
 
     def put(self, node: fx.Node, axis: int, index: Index, fill: Tensor | fx.Node) -> fx.Node:
         """A value held at a run-time index of an axis, whole: `fill` elsewhere, a constant that
@@ -125,14 +127,14 @@ class Adapter:
             sizes[axis] = index.length
             base = self._filled(node, sizes, fill)
         args = (base, axis, self.positions(index), node)
-        return marked(self.build.call(aten.index_copy.default, *args), "scatter")
+        return marked(self.editor.call(aten.index_copy.default, *args), "scatter")
 
     def _filled(self, node: fx.Node, sizes: list[object], fill: Tensor) -> fx.Node:
         flat = fill.reshape(-1)
         if bool((flat == flat[0]).all()):
-            return self.build.call(aten.new_full.default, node, sizes, flat[0].item())
+            return self.editor.call(aten.new_full.default, node, sizes, flat[0].item())
         constant = self.pool.constant(fill, "fill")
-        return self.build.call(aten.expand.default, constant, sizes)
+        return self.editor.call(aten.expand.default, constant, sizes)
 
     def _meets(self, key: Key, source: fx.Node, want: Layout) -> bool:
         """Is any wanted position held?"""
@@ -176,8 +178,8 @@ class Adapter:
             self.build_size(size) if want[k] is None else len(want[k] or ())
             for k, size in enumerate(real.shape)
         ]
-        wide = self.build.call(aten.expand.default, constant, sizes)
-        return self.build.call(aten.clone.default, wide)
+        wide = self.editor.call(aten.expand.default, constant, sizes)
+        return self.editor.call(aten.clone.default, wide)
 
     def build_size(self, size: object) -> object:
         """A size as a call argument."""
@@ -205,9 +207,9 @@ class Adapter:
         """The given entries of an axis: a slice where they are evenly spaced, else a gather."""
         step = take[1] - take[0] if len(take) > 1 else 1
         if step > 0 and list(take) == list(range(take[0], take[0] + step * len(take), step)):
-            made = self.build.call(aten.slice.Tensor, node, axis, take[0], take[-1] + 1, step)
+            made = self.editor.call(aten.slice.Tensor, node, axis, take[0], take[-1] + 1, step)
             return marked(made, "slice")
-        made = self.build.call(aten.index_select.default, node, axis, self.pool.index(take))
+        made = self.editor.call(aten.index_select.default, node, axis, self.pool.index(take))
         return marked(made, "gather")
 
     def _scattered(
@@ -233,14 +235,14 @@ class Adapter:
         distinct, which = torch.unique(filler, dim=axis, return_inverse=True)
         columns = self.pool.constant(distinct, "fill")
         shape = [distinct.shape[axis] if k == axis else n for k, n in enumerate(self._sizes(node))]
-        both = self.build.call(
-            aten.cat.default, [node, self.build.call(aten.expand.default, columns, shape)], axis
+        both = self.editor.call(
+            aten.cat.default, [node, self.editor.call(aten.expand.default, columns, shape)], axis
         )
         column = {k: len(held) + int(c) for k, c in zip(missing, which.tolist(), strict=True)}
         take = [column[k] if k in column else at[p] for k, p in enumerate(wanted)]
         if take == list(range(len(held) + distinct.shape[axis])):
             return marked(both, "scatter")
-        made = self.build.call(aten.index_select.default, both, axis, self.pool.index(take))
+        made = self.editor.call(aten.index_select.default, both, axis, self.pool.index(take))
         return marked(made, "scatter")
 
     def _padded(
@@ -256,12 +258,12 @@ class Adapter:
             return self.select(node, axis, [held.index(p) for p in wanted])
         if wanted[start : start + len(held)] == held:
             ends = [start, len(wanted) - start - len(held)]
-            made = self.build.call(aten.constant_pad_nd.default, node, before + ends, value)
+            made = self.editor.call(aten.constant_pad_nd.default, node, before + ends, value)
             return marked(made, "pad")
-        one = self.build.call(aten.constant_pad_nd.default, node, [*before, 0, 1], value)
+        one = self.editor.call(aten.constant_pad_nd.default, node, [*before, 0, 1], value)
         at = {position: k for k, position in enumerate(held)}
         take = [at.get(p, len(held)) for p in wanted]
-        made = self.build.call(aten.index_select.default, one, axis, self.pool.index(take))
+        made = self.editor.call(aten.index_select.default, one, axis, self.pool.index(take))
         return marked(made, "scatter")
 
     def scattered(

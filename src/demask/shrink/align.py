@@ -15,8 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from demask.graph.build import Builder, mode_of
-from demask.graph.program import Program, copied
+from demask.graph.editor import GraphEditor
+from demask.graph.program import Program
 from demask.ops import schema
 from demask.shrink.fibers import Fiber
 from demask.shrink.pool import Pool
@@ -27,35 +27,32 @@ aten = torch.ops.aten
 
 def aligned(reading: Reading) -> Program | None:
     """The program with such heads re-ordered; None where no head would become smaller."""
-    program = reading.program
     fibers = [fiber for fiber in reading.fibers.found if fiber.order is not None]
     if not fibers:
         return None
-    graph, copies = copied(program)
-    build = Builder(graph, mode_of(graph))
-    pool = Pool(build, program.constants, [n for n in graph.nodes if n.op == "placeholder"])
-    pool.constants |= program.constants
+    editor = GraphEditor(reading.program)
+    pool = Pool(editor)
     for fiber in fibers:
-        _reorder(fiber, copies, build, pool)
-    return program.with_graph(graph, pool.constants)
+        _reorder(fiber, editor, pool)
+    return editor.finish()
 
 
-def _reorder(fiber: Fiber, copies: dict[fx.Node, fx.Node], build: Builder, pool: Pool) -> None:
+def _reorder(fiber: Fiber, editor: GraphEditor, pool: Pool) -> None:
     """Gathers where values of a fiber come in and go out."""
-    order = fiber.order
+    order, copies = fiber.order, editor.copies
     assert order is not None
     inverse = torch.argsort(order, dim=1)
     for (node, k), axis in fiber.enters:
         for value in _values(copies[node], k):
-            with build.graph.inserting_before(value.next):
-                made = _gather(value, axis, order, build, pool)
+            with editor.graph.inserting_before(value.next):
+                made = _gather(value, axis, order, editor, pool)
             value.replace_all_uses_with(
                 made, delete_user_cb=lambda user, made=made: user is not made
             )
     for node, k, axis in fiber.leaves:
-        _reread(copies[node], k, axis, inverse, build, pool)
+        _reread(copies[node], k, axis, inverse, editor, pool)
     for node, k, axis in fiber.constants:
-        _reread(copies[node], k, axis, order, build, pool)
+        _reread(copies[node], k, axis, order, editor, pool)
 
 
 def _values(node: fx.Node, k: int) -> list[fx.Node]:
@@ -65,21 +62,23 @@ def _values(node: fx.Node, k: int) -> list[fx.Node]:
     return [user for user in node.users if user.args[1] == k]
 
 
-def _reread(node: fx.Node, k: int, axis: int, order: Tensor, build: Builder, pool: Pool) -> None:
+def _reread(
+    node: fx.Node, k: int, axis: int, order: Tensor, editor: GraphEditor, pool: Pool
+) -> None:
     """Operand k of a call, gathered along an axis before the call reads it."""
     operand = schema.operands(node)[k]
-    with build.graph.inserting_before(node):
-        made = _gather(operand.value, axis, order, build, pool)
+    with editor.graph.inserting_before(node):
+        made = _gather(operand.value, axis, order, editor, pool)
     found = schema.replaced(schema.arguments(node), (operand,), [made])
     args, kwargs = schema.call(node.target, found)
     node.args, node.kwargs = tuple(args), kwargs
 
 
-def _gather(value: fx.Node, axis: int, order: Tensor, build: Builder, pool: Pool) -> fx.Node:
+def _gather(value: fx.Node, axis: int, order: Tensor, editor: GraphEditor, pool: Pool) -> fx.Node:
     """The entries of an axis (..., head, position), positions of each head in a new order."""
     heads, size = order.shape
     whole = order + torch.arange(heads).unsqueeze(1) * size
     count = value.meta["val"].shape[axis] // (heads * size)
     index = (whole + torch.arange(count).view(-1, 1, 1) * heads * size).reshape(-1)
     read = pool.here(index, f"{value.name}_order")
-    return build.call(aten.index_select.default, value, axis, read)
+    return editor.call(aten.index_select.default, value, axis, read)

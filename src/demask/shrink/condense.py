@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, fx
 
 from demask.facts.known import Facts, Relations, key_of
-from demask.graph.build import Builder, mode_of, sizes_of
-from demask.graph.program import Constant, Program, copied
+from demask.graph.editor import GraphEditor
+from demask.graph.program import Constant, Program
 from demask.ops import Relation, schema
 from demask.ops.contract import PRODUCTS
 from demask.ops.traits import IDENTITIES
@@ -49,7 +49,7 @@ def condensed(reading: Reading) -> Program | None:
         return None
     walk = _Condenser(program, relations, facts)
     changed = [walk.visit(node, axis) for node, axis in found.items()]
-    return program.with_graph(walk.graph, walk.pool.constants) if any(changed) else None
+    return walk.editor.finish() if any(changed) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +116,9 @@ class _Condenser:
 
     def __init__(self, program: Program, relations: Relations, facts: Facts):
         self.relations, self.facts = relations, facts
-        self.graph, self.copies = copied(program)
-        inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
-        self.build = Builder(self.graph, mode_of(self.graph))
-        self.pool = Pool(self.build, program.constants, inputs)
-        self.pool.constants |= program.constants
+        self.editor = GraphEditor(program)
+        self.graph, self.copies = self.editor.graph, self.editor.copies
+        self.pool = Pool(self.editor)
 
     def visit(self, node: fx.Node, axis: _Axis) -> bool:
         """Replace a call, if what is known of its axis can be kept out of it."""
@@ -142,10 +140,7 @@ class _Condenser:
         return True
 
     def _replace(self, node: fx.Node, made: fx.Node) -> None:
-        old = self.copies[node]
-        made.meta = {**old.meta, **made.meta}
-        old.replace_all_uses_with(made)
-        self.graph.erase_node(old)
+        self.editor.replace(self.copies[node], made, inherit=True)
         self.copies[node] = made
 
     def _source(self, node: fx.Node) -> fx.Node:
@@ -154,22 +149,22 @@ class _Condenser:
 
     def _live(self, node: fx.Node, axis: _Axis) -> fx.Node:
         index = self.pool.here(torch.tensor(axis.live), f"{node.name}_live")
-        return self.build.call(aten.index_select.default, self._source(node), axis.dim, index)
+        return self.editor.call(aten.index_select.default, self._source(node), axis.dim, index)
 
     def _reduction(self, node: fx.Node, axis: _Axis, kind: str) -> fx.Node:
         """sum, mean, maximum or minimum of the live positions, and of what is known beforehand."""
         found = schema.arguments(self.copies[node])
         found[self.relations[node].operands[0].name] = self._live(node, axis)  # type: ignore[union-attr]
         args, kwargs = schema.call(node.target, found)
-        made = self.build.call(node.target, *args, **kwargs)
+        made = self.editor.call(node.target, *args, **kwargs)
         if kind == "max":
-            return self.build.call(aten.clamp_min.default, made, float(axis.fill.max()))
+            return self.editor.call(aten.clamp_min.default, made, float(axis.fill.max()))
         if kind == "min":
-            return self.build.call(aten.clamp_max.default, made, float(axis.fill.min()))
+            return self.editor.call(aten.clamp_max.default, made, float(axis.fill.min()))
         total = float(axis.fill.sum())
         if kind == "mean":
-            made, total = self.build.call(aten.mul.Tensor, made, axis.share), total / axis.size
-        return self.build.call(aten.add.Tensor, made, total) if total else made
+            made, total = self.editor.call(aten.mul.Tensor, made, axis.share), total / axis.size
+        return self.editor.call(aten.add.Tensor, made, total) if total else made
 
     def _softmax(self, node: fx.Node, axis: _Axis) -> _Shared:
         values, group, count = torch.unique(axis.fill, return_inverse=True, return_counts=True)
@@ -177,27 +172,27 @@ class _Condenser:
         live, k = self._live(node, axis), len(values)
         pads = [0, 0] * (node.meta["val"].ndim - axis.dim - 1)
         if k == 1:
-            both = self.build.call(
+            both = self.editor.call(
                 aten.constant_pad_nd.default, live, [*pads, 0, 1], float(logits[0])
             )
         else:
-            shape = [k if d == axis.dim else n for d, n in enumerate(sizes_of(self.build, live))]
+            shape = [k if d == axis.dim else n for d, n in enumerate(self.editor.sizes(live))]
             line = logits.view([-1 if d == axis.dim else 1 for d in range(len(shape))])
             merged = self.pool.here(line.to(node.meta["val"].dtype), f"{node.name}_merged")
-            both = self.build.call(aten.expand.default, merged, shape)
-            both = self.build.call(aten.cat.default, [live, both], axis.dim)
+            both = self.editor.call(aten.expand.default, merged, shape)
+            both = self.editor.call(aten.cat.default, [live, both], axis.dim)
         found = schema.arguments(self.copies[node]) | {"self": both}
         args, kwargs = schema.call(node.target, found)
-        made, n = self.build.call(node.target, *args, **kwargs), len(axis.live)
-        first = self.build.call(aten.slice.Tensor, made, axis.dim, 0, n)
-        last = self.build.call(aten.slice.Tensor, made, axis.dim, n, n + k)
+        made, n = self.editor.call(node.target, *args, **kwargs), len(axis.live)
+        first = self.editor.call(aten.slice.Tensor, made, axis.dim, 0, n)
+        last = self.editor.call(aten.slice.Tensor, made, axis.dim, n, n + k)
         columns = torch.zeros(len(axis.dead), k, dtype=torch.float64)
         columns[torch.arange(len(group)), group] = 1 / count[group].double()
         return _Shared(self._scattered(first, axis), last, columns)
 
     def _layer(self, node: fx.Node, axis: _Axis) -> _Shared:
         """Moments of the whole axis from those of its live part, then (x - m) / s."""
-        call, live, dead = self.build.call, self._live(node, axis), len(axis.dead)
+        call, live, dead = self.editor.call, self._live(node, axis), len(axis.dead)
         both = call(aten.var_mean.correction, live, [axis.dim], correction=0, keepdim=True)
         var, mean = (self._item(both, k) for k in range(2))
         middle = float(axis.fill.mean())
@@ -218,7 +213,7 @@ class _Condenser:
 
     def _rms(self, node: fx.Node, axis: _Axis) -> _Shared:
         """x / s, s from the live squares and what the known ones add to their mean."""
-        call, live = self.build.call, self._live(node, axis)
+        call, live = self.editor.call, self._live(node, axis)
         eps = schema.arguments(node)["eps"]
         eps = torch.finfo(node.meta["val"].dtype).eps if eps is None else eps
         eps += float((axis.fill**2).sum()) / axis.size
@@ -236,7 +231,7 @@ class _Condenser:
         pairs = [(v, c) for v, c in pairs if v is not None and bool((c != 0).any())]
         values = [v for v, _ in pairs]
         both = (
-            self.build.call(aten.cat.default, values, axis.dim)
+            self.editor.call(aten.cat.default, values, axis.dim)
             if len(values) > 1
             else values[0] if values else None
         )  # fmt: skip
@@ -264,20 +259,20 @@ class _Condenser:
         if weight is None:
             return shared.scattered
         if bias is None:
-            return self.build.call(aten.mul.Tensor, shared.scattered, weight)
-        return self.build.call(aten.addcmul.default, bias, shared.scattered, weight)
+            return self.editor.call(aten.mul.Tensor, shared.scattered, weight)
+        return self.editor.call(aten.addcmul.default, bias, shared.scattered, weight)
 
     def _item(self, node: fx.Node, k: int) -> fx.Node:
-        return self.build.call(operator.getitem, node, k)
+        return self.editor.call(operator.getitem, node, k)
 
     def _scattered(self, made: fx.Node, axis: _Axis) -> fx.Node:
         """Live positions back where they were, zeros between."""
         pads = [0, 0] * (made.meta["val"].ndim - axis.dim - 1)
-        wide = self.build.call(aten.constant_pad_nd.default, made, [*pads, 0, 1])
+        wide = self.editor.call(aten.constant_pad_nd.default, made, [*pads, 0, 1])
         at = {p: k for k, p in enumerate(axis.live)}
         take = torch.tensor([at.get(p, len(axis.live)) for p in range(axis.size)])
         index = self.pool.here(take, f"{made.name}_scattered")
-        return self.build.call(aten.index_select.default, wide, axis.dim, index)
+        return self.editor.call(aten.index_select.default, wide, axis.dim, index)
 
     def _readers(self, node: fx.Node, dim: int) -> list[_Reader] | None:
         """The products with constant weights that are all that reads an axis, if so."""
@@ -321,17 +316,16 @@ class _Condenser:
             name = _sibling(constant.name)
             tensor = rest.to(constant.tensor.dtype)
             made = Constant(tensor, name, constant.parameter, constant.requires_grad)
-            read = self.graph.create_node("get_attr", self.pool.add(made))
-            read.meta["val"] = self.build.fake(tensor)
+            read = self.editor.read_constant(self.pool.add(made))
             values = shared.values
             for move in reader.moves:
                 values = self._again(move, values, len(shared.columns.T))
             target = _BARE.get(old.target, old.target)  # type: ignore[call-overload]
-            more = self.build.call(target, values, read)
+            more = self.editor.call(target, values, read)
         with self.graph.inserting_after(old):
             both = self.graph.call_function(aten.add.Tensor, (old, more))
         old.replace_all_uses_with(both, delete_user_cb=lambda user: user is not both)
-        self.build.value(both)
+        self.editor.set_value(both)
         both.meta = {**old.meta, **both.meta}
         self.copies[reader.product] = both
 
@@ -345,11 +339,11 @@ class _Condenser:
             axis = next(d for d, n in enumerate(value.meta["val"].shape)
                         if not schema.same_size(n, before.meta["val"].shape[d]))  # fmt: skip
             out = relation.outs[0].index(relation.ins[0][axis])
-            sizes: list[Any] = list(sizes_of(self.build, copy))
+            sizes = self.editor.sizes(copy)
             sizes[out] = k
             found |= relation.entry.args(move, [sizes])
         args, kwargs = schema.call(move.target, found)
-        return self.build.call(move.target, *args, **kwargs)
+        return self.editor.call(move.target, *args, **kwargs)
 
 
 _REDUCED = ("sum", "mean", "max", "min")

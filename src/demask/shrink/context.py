@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 from demask.compat.symbolic_shapes import free_unbacked_symbols
 from demask.facts.known import Facts, Relations, key_of, value_of
 from demask.facts.needed import Needs
-from demask.graph.build import Builder, mode_of
+from demask.graph.editor import GraphEditor
 from demask.graph.provenance import Reason
 from demask.ops import Relation, op_name, schema
 from demask.ops.schema import same_size
@@ -32,13 +32,13 @@ class EmitContext:
         self, program, relations: Relations, facts: Facts, needs: Needs, placement: Placement
     ):
         self.relations, self.facts, self.needs, self.placement = relations, facts, needs, placement
-        self.build = Builder(fx.Graph(), mode_of(program.graph))
+        self.editor = GraphEditor.empty(program)
         self.old_inputs = [n for n in program.graph.nodes if n.op == "placeholder"]
         self.inputs: dict[fx.Node, fx.Node] = {}
         for node in self.old_inputs:
-            self.inputs[node] = self.build.graph.node_copy(node)
-        self.pool = Pool(self.build, program.constants, list(self.inputs.values()))
-        self.adapter = Adapter(self.build, self.pool, facts)
+            self.inputs[node] = self.editor.graph.node_copy(node)
+        self.pool = Pool(self.editor)
+        self.adapter = Adapter(self.editor, self.pool, facts)
         self.numbers: dict[fx.Node, Any] = {}
         for node in program.graph.nodes:
             if (symbol := _decided(node)) is not None:
@@ -46,7 +46,7 @@ class EmitContext:
         self.reasons: list[Reason] = []
 
     def visit(self, node: fx.Node) -> None:
-        self.build.replaced = node
+        self.editor.origin = node
         if node.op == "placeholder":
             self.keep(node, 0, self.inputs[node], None)
         elif node.op == "output":
@@ -81,10 +81,10 @@ class EmitContext:
         if same:
             made = self._copied(node, args, kwargs)
         elif like is None:
-            made = self.build.call(target, *args, **kwargs)
+            made = self.editor.call(target, *args, **kwargs)
         else:
             shape = like.meta["val"].shape
-            made = self.build.call_shaped(shape, like, target, args, kwargs)
+            made = self.editor.call_shaped(shape, like, target, args, kwargs)
         made.meta = {**node.meta, **made.meta}
         outputs = schema.outputs(node)
         if not isinstance(node.meta.get("val"), (list, tuple)):
@@ -95,7 +95,7 @@ class EmitContext:
             return
         for k in range(len(outputs)):
             if (node, k) in self.placement.value:
-                part = self.build.call(operator.getitem, made, k)
+                part = self.editor.call(operator.getitem, made, k)
                 self.keep(node, k, part, layouts[k] if layouts else None)
 
     def _like(self, node: fx.Node, args: Any, layout: Layout | None) -> fx.Node | None:
@@ -146,12 +146,12 @@ class EmitContext:
             args, kwargs = self.argument(node.args), self.argument(node.kwargs)
             decided = _decided(node) is not None
             made = self._copied(node, args, kwargs) if decided else None
-            self.numbers[node] = made or self.build.call(node.target, *args, **kwargs)
+            self.numbers[node] = made or self.editor.call(node.target, *args, **kwargs)
         return self.numbers[node]
 
     def _copied(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
         """The call of a node again, which makes the same value."""
-        made = self.build.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        made = self.editor.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
         made.meta = dict(node.meta)
         return made
 
@@ -204,7 +204,7 @@ class EmitContext:
                 self.reason(
                     value, axis, value_of(value).shape[axis], "the model's output keeps its shape"
                 )
-        self.build.graph.output(tuple(values))
+        self.editor.graph.output(tuple(values))
 
 
 def _decided(node: fx.Node) -> Any:

@@ -94,7 +94,7 @@ def _emit_rows(
     walk: EmitContext, relation: Relation, layout: Layout, rows: Layout, left: Absorbed
 ) -> fx.Node:
     """Channels that only constants reach are the border map; the others are added to it."""
-    node, build, axis = relation.node, walk.build, _channel(relation)
+    node, editor, axis = relation.node, walk.editor, _channel(relation)
     at = {p: k for k, p in enumerate(layout[axis] or range(_size(relation)))}
     places = [at[p] for p in rows[axis] or ()]
     vector = torch.zeros(_size(relation), dtype=torch.float64)
@@ -110,10 +110,10 @@ def _emit_rows(
         values = [n.meta["val"] if isinstance(n, fx.Node) else n for n in sizes]
         if all(same_size(a, b) for a, b in zip(made.meta["val"].shape, values, strict=True)):
             return made
-        return build.call(aten.clone.default, build.call(aten.expand.default, made, sizes))
+        return editor.call(aten.clone.default, editor.call(aten.expand.default, made, sizes))
     live = _emit_dense(walk, relation, rows, left)
-    wide = build.call(aten.expand.default, made, sizes)
-    made = build.call(aten.index_add.default, wide, axis, walk.pool.index(places), live)
+    wide = editor.call(aten.expand.default, made, sizes)
+    made = editor.call(aten.index_add.default, wide, axis, walk.pool.index(places), live)
     return marked(made, "scatter-add")
 
 
@@ -147,9 +147,9 @@ def _emit_dense(walk: EmitContext, relation: Relation, layout: Layout, left: Abs
     more = {} if taken is None else {taken: _bias(walk, relation, layout, left.bias)}
     if (bias := _bias_alone(relation, values)) is not None:
         wide = [-1 if k == _channel(relation) else 1 for k in range(len(layout))]
-        made = walk.build.call(aten.view.default, bias, wide)
-        made = walk.build.call(aten.expand.default, made, walk.sizes(relation.node, 0, layout))
-        return walk.build.call(aten.clone.default, made)
+        made = walk.editor.call(aten.view.default, bias, wide)
+        made = walk.editor.call(aten.expand.default, made, walk.sizes(relation.node, 0, layout))
+        return walk.editor.call(aten.clone.default, made)
     args, kwargs = walk.arguments(relation, values, [layout], more)
     return _call(walk, relation, layout, args, kwargs)
 
@@ -170,12 +170,12 @@ def _call(walk: EmitContext, relation: Relation, layout: Layout, args: Any, kwar
         args, kwargs = sampled(walk, relation, layout, args, kwargs)
     first = args[relation.factors[0]] if args else None
     if not isinstance(first, fx.Node) or not relation.window:
-        return walk.build.call(target, *args, **kwargs)
+        return walk.editor.call(target, *args, **kwargs)
     if first.meta["val"].dtype != node.meta["val"].dtype:
-        return walk.build.call(target, *args, **kwargs)
+        return walk.editor.call(target, *args, **kwargs)
     sizes = zip(node.meta["val"].shape, layout, strict=True)
     shape = [n if p is None else len(p) for n, p in sizes]
-    return walk.build.call_shaped(shape, first, target, args, kwargs)
+    return walk.editor.call_shaped(shape, first, target, args, kwargs)
 
 
 def _operand(walk: EmitContext, relation: Relation, k: int, layout: Layout) -> Any:
@@ -259,7 +259,7 @@ def plus_constants(
     offset = relation.node.meta["val"].ndim - rest.meta["val"].ndim
     varies = [(a - offset, i) for a, i in at if rest.meta["val"].shape[a - offset] != 1]
     rest = walk.adapter.picked(rest, tuple(varies))
-    return walk.build.call(aten.add.Tensor, made, rest)
+    return walk.editor.call(aten.add.Tensor, made, rest)
 
 
 def _constants(walk: EmitContext, relation: Relation, layout: Layout, left: Absorbed) -> fx.Node:
@@ -270,7 +270,7 @@ def _constants(walk: EmitContext, relation: Relation, layout: Layout, left: Abso
         made = walk.pool.constant(extra, "shift")
     if left.kernel is not None:
         border = _border_map(walk, relation, layout, left.kernel)
-        made = border if made is None else walk.build.call(aten.add.Tensor, border, made)
+        made = border if made is None else walk.editor.call(aten.add.Tensor, border, made)
     assert made is not None
     return made
 
@@ -281,7 +281,7 @@ def _laid(tensor: Tensor, layout: Layout) -> Tensor:
 
 def _border_map(walk: EmitContext, relation: Relation, layout: Layout, kernel: Tensor) -> fx.Node:
     """conv(ones [1, 1, H, W], kernel): what constant channels give at every place of the image."""
-    node, build = relation.node, walk.build
+    node, editor = relation.node, walk.editor
     found = schema.arguments(node)
     source, weight = found["input"], _weight(relation)
     constant = walk.pool.source[str(weight.target)]
@@ -303,9 +303,9 @@ def _border_map(walk: EmitContext, relation: Relation, layout: Layout, kernel: T
     plain = {k: walk.argument(v) for k, v in plain.items()}
     plain |= {"input": ones, "weight": stored, "bias": None, "groups": 1}
     args, kwargs = schema.call(node.target, plain)
-    made = marked(build.call(node.target, *args, **kwargs), "border map")
+    made = marked(editor.call(node.target, *args, **kwargs), "border map")
     if value.ndim == kernel.ndim - 1:
-        made = build.call(aten.squeeze.dim, made, 0)
+        made = editor.call(aten.squeeze.dim, made, 0)
     for k in sampling(relation):
         if (taken := layout[k]) is not None:
             made = walk.adapter.select(made, k, taken)
@@ -346,11 +346,11 @@ def emit_groups(walk: EmitContext, relation: Relation) -> tuple[fx.Node, Layout,
         part = (
             x
             if len(runs) == 1
-            else walk.build.call(aten.slice.Tensor, x, x_axis, start, start + width)
+            else walk.editor.call(aten.slice.Tensor, x, x_axis, start, start + width)
         )
         start += width
         pieces.append(_emit_run(walk, relation, run, part, tuple(layout), alone=len(runs) == 1))
-    made = pieces[0] if len(pieces) == 1 else walk.build.call(aten.cat.default, pieces, out_axis)
+    made = pieces[0] if len(pieces) == 1 else walk.editor.call(aten.cat.default, pieces, out_axis)
     flat = tuple(p for group in outs for p in group)
     layout[out_axis] = None if flat == tuple(range(count * fan_out)) else flat
     return made, tuple(layout), tuple(slot)

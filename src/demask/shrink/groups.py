@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, fx
 
 from demask.facts.known import Relations, key_of
-from demask.graph.build import Builder, mode_of, sizes_of
-from demask.graph.fold import drop_unread
-from demask.graph.program import Program, copied
+from demask.graph.editor import GraphEditor
+from demask.graph.program import Program
 from demask.ops import Relation, schema
 from demask.shrink.fibers import Fiber, Fibers
 from demask.shrink.pool import Pool
@@ -45,8 +44,7 @@ def grouped(reading: Reading) -> Program | None:
     done = [walk.split(cell, groups) for cell, groups in plans.items()]
     if not any(done):
         return None
-    drop_unread(walk.graph)
-    return program.with_graph(walk.graph, walk.pool.constants)
+    return walk.editor.finish()
 
 
 def partition(fibers: Sequence[Fiber]) -> list[list[int]]:
@@ -80,11 +78,9 @@ class _Grouper:
     def __init__(self, program: Program, relations: Relations, fibers: Fibers):
         self.relations, self.fibers = relations, fibers
         self.order = list(program.graph.nodes)
-        self.graph, self.copies = copied(program)
-        self.build = Builder(self.graph, mode_of(self.graph))
-        inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
-        self.pool = Pool(self.build, program.constants, inputs)
-        self.pool.constants |= program.constants
+        self.editor = GraphEditor(program)
+        self.graph, self.copies = self.editor.graph, self.editor.copies
+        self.pool = Pool(self.editor)
 
     def split(self, cell: int, groups: list[list[int]]) -> bool:
         """Attend to the heads of a cell in groups, if every call between allows it."""
@@ -148,13 +144,11 @@ class _Grouper:
         found = schema.replaced(schema.arguments(copy), relation.operands, values)
         if relation.entry.args is not None:
             axis = self._home(node, cell)
-            sizes: list[Any] = list(sizes_of(self.build, copy))
+            sizes = self.editor.sizes(copy)
             sizes[axis] = len(self._rows(self.fibers.value[node, 0][axis], cell, groups[k]))
             found |= relation.entry.args(node, [sizes])
         args, kwargs = schema.call(node.target, found)
-        made = self.build.call(node.target, *args, **kwargs)
-        made.meta = {**node.meta, **made.meta}
-        return made
+        return self.editor.call_for(node, node.target, *args, **kwargs)
 
     def _rows(self, cells: Sequence[int], cell: int, heads: Sequence[int]) -> Tensor:
         """The positions of an axis that belong to some heads."""
@@ -164,7 +158,7 @@ class _Grouper:
 
     def _select(self, value: fx.Node, axis: int, rows: Tensor) -> fx.Node:
         index = self.pool.here(rows, f"{value.name}_heads")
-        return self.build.call(aten.index_select.default, value, axis, index)
+        return self.editor.call(aten.index_select.default, value, axis, index)
 
     def _join(self, node: fx.Node, cell: int, groups: Any, parts: Any, inside: set) -> None:
         """Whatever else reads heads reads all of them, in the order they were."""
@@ -177,7 +171,7 @@ class _Grouper:
         cells = self.fibers.value[node, 0][axis]
         rows = torch.cat([self._rows(cells, cell, heads) for heads in groups])
         with self.graph.inserting_before(max(parts[node]).next):
-            both = self.build.call(aten.cat.default, parts[node], axis)
+            both = self.editor.call(aten.cat.default, parts[node], axis)
             made = self._select(both, axis, torch.argsort(rows))
         for new in (both, made):
             new.meta = {**node.meta, **new.meta}

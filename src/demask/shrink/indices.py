@@ -24,9 +24,8 @@ from demask.compat.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 from demask.errors import BadInput
 from demask.facts.known import Key, key_of, known
 from demask.facts.needed import Needs
-from demask.graph.build import mode_of
-from demask.graph.fold import drop_unread
-from demask.graph.program import Program, copied
+from demask.graph.editor import GraphEditor
+from demask.graph.program import Program
 from demask.ops import TABLE, Declined, Relation, Table, schema
 from demask.shrink.adapt import Made, marked
 from demask.shrink.border import absorbed
@@ -49,13 +48,14 @@ def with_inputs(
     more: by name, an int n for an index into n positions (int64 [k], k free), or the fake value of
     an input like it. Also gives the map from the old nodes to the new.
     """
-    graph, mapping = copied(program)
+    editor = GraphEditor(program)
+    graph = editor.graph
     spec = program.in_spec
     leaves = spec.child(0).num_leaves
     places = [node for node in graph.nodes if node.op == "placeholder"]
     count = spec.child(0).num_children
     names, made = list(program.names), {}
-    mode = mode_of(graph)
+    mode = editor.values.mode
     behind = places[leaves - 1] if leaves else None
     for k, (name, given) in enumerate(more.items()):
         first = next(iter(graph.nodes)) if behind is None else behind
@@ -66,10 +66,8 @@ def with_inputs(
         made[name] = behind = node
     args, kwargs = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
     wide = ((*args, *[0] * len(more)), kwargs)
-    new = replace(
-        program.with_graph(graph), in_spec=pytree.tree_structure(wide), names=tuple(names)
-    )
-    return new, made, mapping
+    new = replace(editor.finish(), in_spec=pytree.tree_structure(wide), names=tuple(names))
+    return new, made, editor.copies
 
 
 def _index_value(mode: Any, name: str, size: int) -> Tensor:
@@ -104,10 +102,7 @@ def _written(program: Program, picks: Mapping[Key, Pick], table: Table, *, push:
     walk = _Walk(program, plan)
     for node in program.graph.nodes:
         walk.visit(node)
-    drop_unread(walk.build.graph)
-    read = {str(n.target) for n in walk.build.graph.nodes if n.op == "get_attr"}
-    kept = {name: c for name, c in walk.pool.constants.items() if name in read}
-    return program.with_graph(walk.build.graph, kept)
+    return walk.editor.finish()
 
 
 class _Walk(EmitContext):
@@ -178,7 +173,7 @@ class _Walk(EmitContext):
         """How many positions an index tells, as a call argument."""
         size = self.pool.size(self._length(index))
         inner = index.outer * index.inner
-        return size if inner == 1 else self.build.call(operator.mul, size, inner)
+        return size if inner == 1 else self.editor.call(operator.mul, size, inner)
 
     def _plain(self, relation: Relation) -> None:
         """The same op, on less."""
@@ -200,8 +195,8 @@ class _Walk(EmitContext):
         """A contraction of a shape that is told; a run on fake values takes long to find it."""
         node, first = relation.node, values[relation.factors[0]]
         if not relation.window or first.meta["val"].dtype != node.meta["val"].dtype:
-            return self.build.call(node.target, *args, **kwargs)
-        return self.build.call_shaped(self.shape(node, None), first, node.target, args, kwargs)
+            return self.editor.call(node.target, *args, **kwargs)
+        return self.editor.call_shaped(self.shape(node, None), first, node.target, args, kwargs)
 
     def shape(self, node: fx.Node, layout: Layout | None) -> list[Any]:
         at = dict(self.plan.made(node, 0))
@@ -243,8 +238,8 @@ class _Walk(EmitContext):
         for axis, index in at:
             if fact.fill.shape[axis] != 1:
                 where = self.adapter.positions(index)
-                fill = self.build.call(aten.index_select.default, fill, axis, where)
-        return self.build.call(aten.sub.Tensor, x, fill)
+                fill = self.editor.call(aten.index_select.default, fill, axis, where)
+        return self.editor.call(aten.sub.Tensor, x, fill)
 
     def _with_rest(self, relation: Relation, made: fx.Node) -> fx.Node:
         """What the fills leave, added: a bias, or a border map under zero padding."""
@@ -263,7 +258,7 @@ class _Walk(EmitContext):
         ((axis, index),) = self.plan.wants[relation.node, k]
         small, other = self.operand(relation, k), self.operand(relation, 1 - k)
         args = (other, axis, self.adapter.positions(index), small)
-        made = marked(self.build.call(aten.index_add.default, *args), "scatter-add")
+        made = marked(self.editor.call(aten.index_add.default, *args), "scatter-add")
         made.meta = {**relation.node.meta, **made.meta}
         self.keep(relation.node, 0, made, None)
 

@@ -123,14 +123,14 @@ def _joined(walk, relation, layout: Layout, axis: int, mine, wanted: list[int]) 
         piece = walk.adapter.adapt(relation.operands[k].value, tuple(part))
         if relation.ins[k] != relation.outs[0]:
             sizes = walk.sizes(relation.node, 0, tuple(part))
-            piece = walk.build.call(aten.expand.default, piece, sizes)
+            piece = walk.editor.call(aten.expand.default, piece, sizes)
         pieces.append(piece)
-    made = walk.build.call(aten.cat.default, pieces, axis)
+    made = walk.editor.call(aten.cat.default, pieces, axis)
     flat = mine[first] + mine[second]
     if flat == wanted:
         return made
     index = walk.pool.index([flat.index(p) for p in wanted])
-    return marked(walk.build.call(aten.index_select.default, made, axis, index), "scatter")
+    return marked(walk.editor.call(aten.index_select.default, made, axis, index), "scatter")
 
 
 def _held(walk: EmitContext, relation: Relation, k: int) -> Layout | None:
@@ -237,18 +237,20 @@ def _add_at(walk, relation, layout: Layout, axis: int, base: int, signs: list[An
     places = [at[p] for p in mine]
     dtype = _dtype(relation)
     if value.meta["val"].dtype != dtype:
-        value = walk.build.call(aten.to.dtype, value, dtype)
+        value = walk.editor.call(aten.to.dtype, value, dtype)
     if places == list(range(len(wanted))):
-        return walk.build.call(aten.add.Tensor, made, value, alpha=signs[other])
+        return walk.editor.call(aten.add.Tensor, made, value, alpha=signs[other])
     index = walk.pool.index(places)
     args = (made, axis, index, value)
-    return marked(walk.build.call(aten.index_add.default, *args, alpha=signs[other]), "scatter-add")
+    return marked(
+        walk.editor.call(aten.index_add.default, *args, alpha=signs[other]), "scatter-add"
+    )
 
 
 def _grown(walk, relation, layout: Layout, axis: int, base: int, signs, delta) -> fx.Node | None:
     """A sum whose base is a prefix of it, the rest being the other operand alone: the base with
     what meets it added, and the rest behind it."""
-    build, adapter = walk.build, walk.adapter
+    editor, adapter = walk.editor, walk.adapter
     source, added = relation.operands[base].value, relation.operands[1 - base].value
     held, other = (adapter.have(key_of(n))[axis] for n in (source, added))
     wanted = layout[axis] or tuple(range(relation.node.meta["val"].shape[axis]))
@@ -263,9 +265,9 @@ def _grown(walk, relation, layout: Layout, axis: int, base: int, signs, delta) -
     if meets:
         part = adapter.select(second, axis, range(len(meets)))
         index = walk.pool.index([held.index(p) for p in meets])
-        first = marked(build.call(aten.index_add.default, first, axis, index, part), "scatter-add")
+        first = marked(editor.call(aten.index_add.default, first, axis, index, part), "scatter-add")
         second = adapter.select(second, axis, range(len(meets), len(other)))
-    return build.call(aten.cat.default, [first, second], axis)
+    return editor.call(aten.cat.default, [first, second], axis)
 
 
 def _plain(walk: EmitContext, relation: Relation, layout: Layout, axis: int) -> bool:
@@ -314,7 +316,7 @@ def _laid_out(
         part[axis] = whole(have, real)
     made = adapter.adapt(source, tuple(part))
     if made.meta["val"].dtype != delta.dtype:
-        made = walk.build.call(aten.to.dtype, made, delta.dtype)
+        made = walk.editor.call(aten.to.dtype, made, delta.dtype)
     missing = [k for k, p in enumerate(wanted) if p not in set(have)]
     value = 0.0
     if missing:
@@ -328,5 +330,5 @@ def _laid_out(
         order = {p: k for k, p in enumerate(wanted)}
         made = adapter.scattered(made, axis, tuple(order[p] for p in have), len(wanted), value)
     if bool((delta != 0).any()):
-        made = walk.build.call(aten.add.Tensor, made, walk.pool.constant(delta, "shift"))
+        made = walk.editor.call(aten.add.Tensor, made, walk.pool.constant(delta, "shift"))
     return made

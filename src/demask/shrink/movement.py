@@ -73,7 +73,7 @@ def _move(walk: EmitContext, relation: Relation, out: int) -> None:
         made = _pad_back(walk, made, source, rows, move)
     gone = [k for k, a in enumerate(relation.ins[0]) if _is_gone(relation, out, a)]
     for axis in sorted(gone, reverse=True):
-        made = walk.build.call(aten.squeeze.dim, made, axis)
+        made = walk.editor.call(aten.squeeze.dim, made, axis)
     walk.keep(node, out, made, layout)
 
 
@@ -118,7 +118,7 @@ def _gathered_from(walk: EmitContext, relation: Relation, out: int, layout: Layo
         want[axis] = whole([positions[r] for r in mine], size)
         pieces.append(walk.adapter.adapt(operand.value, tuple(want)))
         order += mine
-    made = pieces[0] if len(pieces) == 1 else walk.build.call(aten.cat.default, pieces, axis)
+    made = pieces[0] if len(pieces) == 1 else walk.editor.call(aten.cat.default, pieces, axis)
     final = list(layout)
     final[axis] = whole(order, len(sources))
     walk.keep(relation.node, out, made, tuple(final))

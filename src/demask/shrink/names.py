@@ -13,7 +13,7 @@ from dataclasses import replace
 from torch import fx
 
 from demask.graph.fold import plain
-from demask.graph.program import Constant, Program, copied
+from demask.graph.program import Constant, Program, copy_graph
 from demask.graph.provenance import Cut
 from demask.shrink.pool import is_nested, module_of
 
@@ -35,7 +35,7 @@ def named(program: Program, cuts: Cuts) -> tuple[Program, dict[str, Cut]]:
     for group in groups.values():
         held = {taken for key in names if key not in group for taken in names[key]}
         names |= _shared(program, group, held)
-    graph, _ = copied(program)
+    graph, _ = copy_graph(program)
     for node in graph.nodes:
         if node.op == "get_attr":
             node.target = names[str(node.target)][0]

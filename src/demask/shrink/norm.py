@@ -27,7 +27,7 @@ def emit_cut_norm(walk: EmitContext, relation: Relation, want: Layout) -> fx.Nod
     bare: dict[str, Any] = {name: None for name in ("weight", "bias") if name in found}
     values = [walk.operand(relation, 0), *[None] * (len(relation.operands) - 1)]
     args, kwargs = walk.arguments(relation, values, [held], bare)
-    made = walk.build.call(node.target, *args, **kwargs)
+    made = walk.editor.call(node.target, *args, **kwargs)
     for axis, (have, positions) in enumerate(zip(held, want, strict=True)):
         if have == positions:
             continue
@@ -37,7 +37,7 @@ def emit_cut_norm(walk: EmitContext, relation: Relation, want: Layout) -> fx.Nod
         made = walk.adapter.select(made, axis, [at[p] for p in rows])
     for name, op in (("weight", aten.mul.Tensor), ("bias", aten.add.Tensor)):
         if found.get(name) is not None:
-            made = walk.build.call(op, made, _vector(walk, relation, name, want))
+            made = walk.editor.call(op, made, _vector(walk, relation, name, want))
     return made
 
 
@@ -53,7 +53,7 @@ def _vector(walk: EmitContext, relation: Relation, name: str, want: Layout) -> f
         made = walk.adapter.adapt(source, part)
         for d in range(min(axes), len(outs)):
             if d not in axes:
-                made = walk.build.call(aten.unsqueeze.default, made, d - min(axes))
+                made = walk.editor.call(aten.unsqueeze.default, made, d - min(axes))
         return made
     old = walk.pool.source[str(source.target)]
     sizes = cut(old.tensor, part).shape

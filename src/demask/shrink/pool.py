@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from demask.errors import DemaskError
-from demask.graph.build import Builder
+from demask.graph.editor import GraphEditor
 from demask.graph.program import Constant
 from demask.graph.provenance import Cut
 from demask.shrink.cells import Layout
@@ -23,11 +23,9 @@ from demask.shrink.cells import Layout
 class Pool:
     """Constants and sizes of a graph in the making. Each is made once and read by name."""
 
-    def __init__(
-        self, build: Builder, constants: Mapping[str, Constant], inputs: Sequence[fx.Node]
-    ):
-        self.build, self.source = build, constants
-        self.constants: dict[str, Constant] = {}
+    def __init__(self, editor: GraphEditor):
+        self.editor, self.source = editor, editor.program.constants
+        self.constants = editor.constants
         self.cuts: dict[str, Cut] = {}
         self._modules: set[str] = set()  # paths that names of constants begin with
         self._reads: dict[str, fx.Node] = {}
@@ -36,16 +34,14 @@ class Pool:
         self._ones: dict[Any, fx.Node] = {}
         self._sizes: dict[Any, Any] = {}
         self._numbers: dict[Any, fx.Node] = {}
-        self._symbols = _symbols(inputs)
+        self._symbols = _symbols(editor.graph.find_nodes(op="placeholder"))
         # Of sizes that values decide (how many are not zero): what makes each, by its symbol.
         self.made_by: dict[Any, Callable[[], fx.Node]] = {}
 
     def read(self, name: str) -> fx.Node:
         """The get_attr node of a constant."""
         if name not in self._reads:
-            node = self.build.graph.create_node("get_attr", name)
-            node.meta["val"] = self.build.fake(self.constants[name].tensor)
-            self._reads[name] = node
+            self._reads[name] = self.editor.read_constant(name)
         return self._reads[name]
 
     def cut(self, source: fx.Node, want: Layout) -> fx.Node:
@@ -84,10 +80,7 @@ class Pool:
 
     def here(self, tensor: Tensor, name: str) -> fx.Node:
         """A buffer read right where the graph grows (other reads stand where the first one is)."""
-        made = self.add(Constant(tensor.contiguous(), name, parameter=False))
-        node = self.build.graph.create_node("get_attr", made)
-        node.meta["val"] = self.build.fake(tensor)
-        return node
+        return self.editor.read_constant(self.add(Constant(tensor.contiguous(), name, False)))
 
     def index(self, positions: Sequence[int]) -> fx.Node:
         """An int64 index buffer."""
@@ -109,7 +102,7 @@ class Pool:
         return self._numbers[key]
 
     def _inputs(self) -> list[fx.Node]:
-        placeholders = self.build.graph.find_nodes(op="placeholder")
+        placeholders = self.editor.graph.find_nodes(op="placeholder")
         return [n for n in placeholders if isinstance(n.meta.get("val"), Tensor)]
 
     def full(self, sizes: Sequence[Any], number: Tensor) -> fx.Node:
@@ -117,15 +110,15 @@ class Pool:
         value, aten = number.item(), torch.ops.aten
         if inputs := self._inputs():
             args: Any = (inputs[0], list(sizes), value)
-            return self.build.call(aten.new_full.default, *args, dtype=number.dtype)
-        return self.build.call(aten.full.default, list(sizes), value, dtype=number.dtype)
+            return self.editor.call(aten.new_full.default, *args, dtype=number.dtype)
+        return self.editor.call(aten.full.default, list(sizes), value, dtype=number.dtype)
 
     def ones(self, sizes: Sequence[Any], like: fx.Node) -> fx.Node:
         """A tensor of ones, made at each call; of the dtype and on the device that `like`, a
         constant, is moved to."""
         key = (tuple(sizes), like.meta["val"].dtype)
         if key not in self._ones:
-            self._ones[key] = self.build.call(torch.ops.aten.new_ones.default, like, list(sizes))
+            self._ones[key] = self.editor.call(torch.ops.aten.new_ones.default, like, list(sizes))
         return self._ones[key]
 
     def size(self, size: Any) -> Any:
@@ -147,23 +140,23 @@ class Pool:
     def _node(self, expr: sympy.Expr) -> fx.Node:
         if expr in self._symbols:
             node, axis = self._symbols[expr]
-            return self.build.call(torch.ops.aten.sym_size.int, node, axis)
+            return self.editor.call(torch.ops.aten.sym_size.int, node, axis)
         if expr in self.made_by:
             return self.made_by[expr]()
         kind = type(expr).__name__
         if expr.is_Mul and isinstance(expr.args[0], sympy.Rational) and not expr.args[0].is_Integer:
             share, rest = expr.args[0], expr / expr.args[0]  # of a whole number, exactly
-            made = self.build.call(operator.mul, self.expression(rest), int(share.p))
-            return self.build.call(operator.floordiv, made, int(share.q))
+            made = self.editor.call(operator.mul, self.expression(rest), int(share.p))
+            return self.editor.call(operator.floordiv, made, int(share.q))
         args = [self.expression(a) for a in expr.args]  # type: ignore[arg-type]
         if kind in _REPEATED:
-            return reduce(partial(self.build.call, _REPEATED[kind]), args)
+            return reduce(partial(self.editor.call, _REPEATED[kind]), args)
         if kind == "ModularIndexing":  # (a // b) % c
-            return self.build.call(
-                operator.mod, self.build.call(operator.floordiv, *args[:2]), args[2]
+            return self.editor.call(
+                operator.mod, self.editor.call(operator.floordiv, *args[:2]), args[2]
             )
         if kind in _FUNCTIONS and not (kind == "Pow" and args[1] not in range(1, 64)):
-            return self.build.call(_FUNCTIONS[kind], *args)
+            return self.editor.call(_FUNCTIONS[kind], *args)
         raise DemaskError(
             f"a size of the network, {expr}, has no form in a graph yet; pass dynamic_shapes={{}} "
             "for a network of the example's sizes alone"

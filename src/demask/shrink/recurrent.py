@@ -33,7 +33,7 @@ def emit_recurrent(walk: EmitContext, relation: Relation) -> None:
             sizes = _sizes(walk, relation, k)
             if str(sizes) not in zeros:
                 # Of the dtype and on the device of a weight, wherever that is moved to.
-                zeros[str(sizes)] = walk.build.call(aten.new_zeros.default, weight, sizes)
+                zeros[str(sizes)] = walk.editor.call(aten.new_zeros.default, weight, sizes)
             values.append(zeros[str(sizes)])
         elif shift is not None and k == who.biases[0]:
             values.append(_shifted(walk, relation, k, shift))

@@ -16,7 +16,6 @@ from demask.facts.known import Facts, Relations, created, key_of, value_of
 from demask.facts.masks import along
 from demask.facts.needed import Needs
 from demask.failures import attributed
-from demask.graph.fold import drop_unread
 from demask.graph.program import Program
 from demask.graph.provenance import Cut, Reason
 from demask.ops import Declined, Relation, schema
@@ -53,12 +52,9 @@ def rewrite(
     for node in program.graph.nodes:
         with attributed(node):
             walk.visit(node)
-    graph = walk.build.graph
-    drop_unread(graph)
-    read = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
-    kept = {name: c for name, c in walk.pool.constants.items() if name in read}
-    cuts = {name: cut for name, cut in walk.pool.cuts.items() if name in read}
-    return Rewritten(program.with_graph(graph, kept), cuts, tuple(walk.reasons))
+    smaller = walk.editor.finish()
+    cuts = {name: cut for name, cut in walk.pool.cuts.items() if name in smaller.constants}
+    return Rewritten(smaller, cuts, tuple(walk.reasons))
 
 
 class Rewriter(EmitContext):

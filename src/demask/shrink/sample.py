@@ -57,7 +57,7 @@ def sampled(
     if None in own:
         edges = [(0, 0) if n is not None else pad for n, pad in zip(own, pads, strict=True)]
         flat = [n for pair in reversed(edges) for n in pair]
-        found["input"] = walk.build.call(aten.constant_pad_nd.default, found["input"], flat, 0)
+        found["input"] = walk.editor.call(aten.constant_pad_nd.default, found["input"], flat, 0)
     return schema.call(target, found | {"stride": steps, "padding": padding})
 
 

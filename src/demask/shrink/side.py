@@ -23,7 +23,7 @@ from torch.fx.node import map_arg
 from demask.facts.fixed import Fixed, as_known, batch_sizes, finite_of, fixed, has
 from demask.facts.known import Facts, Key, Relations, key_of
 from demask.facts.needed import Needs, needed
-from demask.graph.build import Builder, mode_of
+from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.ops import Relation, schema
 from demask.shrink.pool import Pool
@@ -107,32 +107,30 @@ class _Splitter:
     sides: dict[fx.Node, fx.Node] = field(default_factory=dict)
     wholes: dict[fx.Node, fx.Node] = field(default_factory=dict)
     splits: dict[fx.Node, tuple[fx.Node, fx.Node]] = field(default_factory=dict)
-    build: Builder = field(init=False)
+    editor: GraphEditor = field(init=False)
     pool: Pool = field(init=False)
 
     def run(self) -> Program:
-        graph = fx.Graph()
-        self.build = Builder(graph, mode_of(self.program.graph))
-        nodes = list(self.program.graph.nodes)
-        inputs = [graph.node_copy(node) for node in nodes if node.op == "placeholder"]
-        self.copies = dict(zip((n for n in nodes if n.op == "placeholder"), inputs, strict=True))
-        self.pool = Pool(self.build, self.program.constants, inputs)
-        self.pool.constants |= self.program.constants
-        for node in nodes:
+        self.editor = GraphEditor.empty(self.program)
+        self.editor.constants |= self.program.constants
+        for node in self.program.graph.find_nodes(op="placeholder"):
+            self.copies[node] = self.editor.graph.node_copy(node)
+        self.pool = Pool(self.editor)
+        for node in self.program.graph.nodes:
             if node.op != "placeholder":
                 self.copies[node] = self._copy(node)
-        return self.program.with_graph(graph, self.pool.constants)
+        return self.editor.finish()
 
     def _copy(self, node: fx.Node) -> fx.Node:
         """A node of the old graph, reading what was split in both its parts."""
         relation = self.relations.get(node)
         if node.target is operator.getitem:
-            return self.build.graph.node_copy(node, self.copies.__getitem__)
+            return self.editor.graph.node_copy(node, self.copies.__getitem__)
         if isinstance(relation, Relation) and self._distributes(relation):
             return self._both(relation)
         if isinstance(relation, Relation) and self._reads_parts(relation):
             return self._joined(relation)
-        return self.build.graph.node_copy(node, self._whole)
+        return self.editor.graph.node_copy(node, self._whole)
 
     def _reads_parts(self, relation: Relation) -> bool:
         values = [o.value for o in relation.operands if isinstance(o.value, fx.Node)]
@@ -177,9 +175,7 @@ class _Splitter:
         return self._call(node, parts, {}, aten.add.Tensor)
 
     def _call(self, node: fx.Node, args: Any, kwargs: Any, target: Any = None) -> fx.Node:
-        made = self.build.call(target or node.target, *args, **kwargs)
-        made.meta = {**node.meta, **made.meta}
-        return made
+        return self.editor.call_for(node, target or node.target, *args, **kwargs)
 
     def _whole(self, node: fx.Node) -> fx.Node:
         """An operand with its live and its side part put together."""
@@ -236,8 +232,8 @@ class _Splitter:
             dtype = operand.value.meta["val"].dtype
             kept = self.pool.constant(mask.to(dtype), "mask")
             beside = self.pool.constant(~mask * torch.tensor(number).to(dtype), "mask")
-            held = self.build.call(aten.mul.Tensor, values[k], kept)
-            values[k] = self.build.call(aten.add.Tensor, held, beside)
+            held = self.editor.call(aten.mul.Tensor, values[k], kept)
+            values[k] = self.editor.call(aten.add.Tensor, held, beside)
         return schema.call(relation.node.target, schema.replaced(made, relation.operands, values))
 
     def _for_one(self, value: Any) -> Any:

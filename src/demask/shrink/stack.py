@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from demask.graph.build import Builder, mode_of
-from demask.graph.fold import drop_unread
-from demask.graph.program import Program, copied
+from demask.graph.editor import GraphEditor
+from demask.graph.program import Program
 from demask.ops import schema
 from demask.ops.traits import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS
 
@@ -30,11 +29,10 @@ _CONVOLUTIONS = CONVOLUTIONS | TRANSPOSED_CONVOLUTIONS
 
 def stacked(program: Program) -> Program:
     """The program with its small border maps of equal geometry computed together."""
-    graph, _ = copied(program)
-    build = Builder(graph, mode_of(graph))
+    editor = GraphEditor(program)
     alike: dict[Any, list[list[fx.Node]]] = defaultdict(lambda: [[]])
-    for node in graph.nodes:
-        if node.target in _CONVOLUTIONS and _is_border(node):
+    for node in editor.calls(*_CONVOLUTIONS):
+        if _is_border(node):
             stacks = alike[_geometry(node)]
             if sum(map(_elements, [*stacks[-1], node])) > ELEMENTS:
                 stacks.append([])
@@ -42,24 +40,22 @@ def stacked(program: Program) -> Program:
     for stacks in alike.values():
         for stack in stacks:
             if len(stack) > 1:
-                _stack(build, stack)
-    drop_unread(graph)
-    return program.with_graph(graph)
+                _stack(editor, stack)
+    return editor.finish()
 
 
 def apart(program: Program) -> Program:
     """The program with every convolution over stacked kernels, split as they were, in its parts."""
-    graph, _ = copied(program)
-    build = Builder(graph, mode_of(graph))
-    for node in list(graph.nodes):
-        weights = _stacked_weights(node) if node.target in _CONVOLUTIONS else None
+    editor = GraphEditor(program)
+    for node in editor.calls(*_CONVOLUTIONS):
+        weights = _stacked_weights(node)
         if weights is None:
             continue
         (split,) = node.users
         found = schema.arguments(node)
-        with graph.inserting_before(node):
+        with editor.graph.inserting_before(node):
             parts = [
-                build.call(node.target, *args, **kwargs)
+                editor.call(node.target, *args, **kwargs)
                 for args, kwargs in (
                     schema.call(node.target, found | {"weight": w}) for w in weights
                 )
@@ -67,8 +63,7 @@ def apart(program: Program) -> Program:
         for part in list(split.users):
             parts[part.args[1]].meta = {**node.meta, **parts[part.args[1]].meta}
             part.replace_all_uses_with(parts[part.args[1]])
-    drop_unread(graph)
-    return program.with_graph(graph)
+    return editor.finish()
 
 
 def _is_border(node: fx.Node) -> bool:
@@ -108,26 +103,25 @@ def _axis(node: fx.Node) -> int:
     return 1 if "output_padding" in schema.arguments(node) else 0
 
 
-def _stack(build: Builder, nodes: list[fx.Node]) -> None:
+def _stack(editor: GraphEditor, nodes: list[fx.Node]) -> None:
     first, axis = nodes[0], _axis(nodes[0])
     weights = [schema.arguments(node)["weight"] for node in nodes]
-    later = set(build.graph.nodes)
-    for node in build.graph.nodes:
+    later = set(editor.graph.nodes)
+    for node in editor.graph.nodes:
         if node is first:
             break
         later.discard(node)
     for weight in weights:
         if weight in later:
             first.prepend(weight)
-    with build.graph.inserting_before(first):
-        kernel = build.call(aten.cat.default, weights, axis)
+    with editor.graph.inserting_before(first):
+        kernel = editor.call(aten.cat.default, weights, axis)
         args, kwargs = schema.call(first.target, schema.arguments(first) | {"weight": kernel})
-        whole = build.call(first.target, *args, **kwargs)
+        whole = editor.call(first.target, *args, **kwargs)
         sizes = [weight.meta["val"].shape[axis] for weight in weights]
-        parts = build.call(aten.split_with_sizes.default, whole, sizes, 1)
+        parts = editor.call(aten.split_with_sizes.default, whole, sizes, 1)
         for k, node in enumerate(nodes):
-            part = build.call(operator.getitem, parts, k)
-            part.meta = {**node.meta, **part.meta}
+            part = editor.call_for(node, operator.getitem, parts, k)
             node.replace_all_uses_with(part)
 
 

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from demask.graph.editor import GraphEditor
+from demask.graph.queries import input_dependent
 from demask.ops import schema
 from demask.ops.activations import Act, by_op
 from demask.ops.schema import same_size
 from demask.ops.traits import IDENTITIES, SQUEEZES
 from demask.sparse.program import Add, Cat, Conv, Flat, Linear, Map, Mean, Pool, Step, Weight
-from demask.tune.draft import Draft, by_values
 
 aten = torch.ops.aten
 NONE = Weight((0, 0, 0), (0, 0, 0), (0, 0, 0))  # until a segment has a place for it
@@ -52,15 +53,15 @@ class Call:
         return self.step.act if isinstance(self.step, Map) else None
 
 
-def calls_of(draft: Draft, dtype: torch.dtype) -> dict[fx.Node, Call]:
+def calls_of(editor: GraphEditor, dtype: torch.dtype) -> dict[fx.Node, Call]:
     """The calls on values of this dtype, on the CPU, that a segment could take over, in order."""
-    live, found = by_values(draft.graph), {}
+    live, found = input_dependent(editor.graph), {}
     rules = {**_RULES, **dict.fromkeys(by_op(), _activation)}
-    for node in draft.graph.nodes:
+    for node in editor.graph.nodes:
         rule = rules.get(node.target) if node.op == "call_function" and node in live else None
         if rule is None or not _fits(node, dtype):
             continue
-        call = rule(draft, node, schema.arguments(node))
+        call = rule(editor, node, schema.arguments(node))
         if call is not None and all(_fits(source, dtype) for source in call.reads):
             found[node] = call
     return _with_kinds(found)
@@ -120,11 +121,11 @@ def _goes_along(call: Call, node: fx.Node, kind: str) -> bool:
 # ---------------------------------------------------------------------------------------- layers
 
 Found = Mapping[str, Any]
-Rule = Callable[[Draft, fx.Node, Found], "Call | None"]
+Rule = Callable[[GraphEditor, fx.Node, Found], "Call | None"]
 
 
-def _convolution(draft: Draft, node: fx.Node, found: Found) -> Call | None:
-    weight = _constants(draft, found)
+def _convolution(editor: GraphEditor, node: fx.Node, found: Found) -> Call | None:
+    weight = _constants(editor, found)
     if weight is None or node.meta["val"].ndim != weight.ndim:
         return None  # computed weights, or an image without a batch
     axes = weight.ndim - 2
@@ -138,8 +139,8 @@ def _convolution(draft: Draft, node: fx.Node, found: Found) -> Call | None:
     return _layer(node, found, "signal" if axes == 1 else "image", step)
 
 
-def _transposed(draft: Draft, node: fx.Node, found: Found) -> Call | None:
-    weight = _constants(draft, found)
+def _transposed(editor: GraphEditor, node: fx.Node, found: Found) -> Call | None:
+    weight = _constants(editor, found)
     if weight is None or node.meta["val"].ndim != weight.ndim:
         return None
     axes = weight.ndim - 2
@@ -166,8 +167,8 @@ def _images(kernel: Any, stride: Any, pads: Any, dilation: Any) -> dict[str, Any
     return {key: (line[key], *value) for key, value in found.items()}
 
 
-def _linear(draft: Draft, node: fx.Node, found: Found) -> Call | None:
-    weight = _constants(draft, found)
+def _linear(editor: GraphEditor, node: fx.Node, found: Found) -> Call | None:
+    weight = _constants(editor, found)
     if weight is None or weight.ndim != 2:
         return None
     return _layer(node, found, "tokens", Linear(0, NONE, None, weight.shape[0]))
@@ -178,9 +179,9 @@ def _layer(node: fx.Node, found: Found, kind: str, step: Step) -> Call | None:
     return made if isinstance(found["input"], fx.Node) else None
 
 
-def _constants(draft: Draft, found: Found) -> Tensor | None:
+def _constants(editor: GraphEditor, found: Found) -> Tensor | None:
     """The weight of a layer, if it and the bias are constants."""
-    weight, bias = draft.tensor(found["weight"]), draft.tensor(found["bias"])
+    weight, bias = editor.tensor(found["weight"]), editor.tensor(found["bias"])
     if weight is None or (found["bias"] is not None and bias is None) or not weight.numel():
         return None
     alike = bias is None or bias.dtype is weight.dtype
@@ -209,7 +210,7 @@ def _padding(value: Any, kernel: Sequence[int], dilation: Any, axes: int) -> Any
 # ----------------------------------------------------------------------- what is between layers
 
 
-def _activation(draft: Draft, node: fx.Node, found: Found) -> Call | None:
+def _activation(editor: GraphEditor, node: fx.Node, found: Found) -> Call | None:
     for activation, op in by_op()[node.target]:
         numbers = op.read(found.__getitem__)
         if numbers is not None:
@@ -218,20 +219,20 @@ def _activation(draft: Draft, node: fx.Node, found: Found) -> Call | None:
     return None
 
 
-def _same(draft: Draft, node: fx.Node, found: Found) -> Call | None:
+def _same(editor: GraphEditor, node: fx.Node, found: Found) -> Call | None:
     """The same numbers, in memory of their own or not."""
     x = found["self"]
     return Call(node, (x,), "", "", None) if _alike(node, x) else None
 
 
-def _sum(draft: Draft, node: fx.Node, found: Found) -> Call | None:
+def _sum(editor: GraphEditor, node: fx.Node, found: Found) -> Call | None:
     sides = found["self"], found["other"]
     if found["alpha"] != 1 or not all(isinstance(side, fx.Node) for side in sides):
         return None
     return Call(node, sides, "", "", Add(0, 0)) if all(_alike(node, s) for s in sides) else None
 
 
-def _joined(draft: Draft, node: fx.Node, found: Found) -> Call | None:
+def _joined(editor: GraphEditor, node: fx.Node, found: Found) -> Call | None:
     parts = tuple(found["tensors"])
     rank = node.meta["val"].ndim
     if any(part.meta["val"].ndim != rank for part in parts):  # torch lets empty vectors pass
@@ -239,11 +240,11 @@ def _joined(draft: Draft, node: fx.Node, found: Found) -> Call | None:
     return Call(node, parts, "", "", Cat((0,)))
 
 
-def _largest(draft: Draft, node: fx.Node, found: Found) -> Call | None:
+def _largest(editor: GraphEditor, node: fx.Node, found: Found) -> Call | None:
     return _pooled(node, found, mean=False, counted=True)
 
 
-def _averaged(draft: Draft, node: fx.Node, found: Found) -> Call | None:
+def _averaged(editor: GraphEditor, node: fx.Node, found: Found) -> Call | None:
     if found["divisor_override"] is not None:
         return None
     return _pooled(node, found, mean=True, counted=found["count_include_pad"])
@@ -259,7 +260,7 @@ def _pooled(node: fx.Node, found: Found, *, mean: bool, counted: bool) -> Call |
     return Call(node, (found["self"],), "image", "image", step)
 
 
-def _adaptive(draft: Draft, node: fx.Node, found: Found) -> Call | None:
+def _adaptive(editor: GraphEditor, node: fx.Node, found: Found) -> Call | None:
     x = found["self"]
     if node.meta["val"].ndim != 4:
         return None
@@ -269,7 +270,7 @@ def _adaptive(draft: Draft, node: fx.Node, found: Found) -> Call | None:
     return Call(node, (x,), "image", "image", Mean(0, keep=True)) if whole else None
 
 
-def _mean(draft: Draft, node: fx.Node, found: Found) -> Call | None:
+def _mean(editor: GraphEditor, node: fx.Node, found: Found) -> Call | None:
     x, dims = found["self"], found["dim"]
     rank = x.meta["val"].ndim
     if rank != 4 or sorted(d % 4 for d in dims or ()) != [2, 3] or found["dtype"] is not None:
@@ -278,7 +279,7 @@ def _mean(draft: Draft, node: fx.Node, found: Found) -> Call | None:
     return Call(node, (x,), "image", made, Mean(0, keep=found["keepdim"]))
 
 
-def _flat(draft: Draft, node: fx.Node, found: Found) -> Call | None:
+def _flat(editor: GraphEditor, node: fx.Node, found: Found) -> Call | None:
     """Images of one pixel as rows; anything into the shape that it has."""
     x = found["self"]
     if not isinstance(x.meta.get("val"), Tensor):

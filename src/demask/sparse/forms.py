@@ -14,9 +14,11 @@ from math import inf, prod
 import torch
 from torch import Tensor, fx
 
+from demask.graph.editor import GraphEditor
 from demask.graph.program import Constant
 from demask.graph.program import Program as Whole
 from demask.graph.provenance import Decision
+from demask.graph.queries import input_dependent
 from demask.machine.cost import Question
 from demask.sparse.calls import Call, matrix
 from demask.sparse.plan import Plan
@@ -24,7 +26,6 @@ from demask.sparse.program import Conv, Linear, Program, Weight
 from demask.sparse.segments import csr, name_of, segmented, segments_of
 from demask.tune.affine import absorbed
 from demask.tune.asking import CACHE, Asker
-from demask.tune.draft import Draft, by_values
 from demask.tune.forms import GAIN, Form, Maker, by_size
 from demask.tune.fuse import chain
 from demask.tune.runtime import for_runtime
@@ -112,23 +113,23 @@ class _Chosen:
     every: bool = True
     known: dict[str, dict[str, float]] = field(default_factory=dict)  # by node: seconds
     names: dict[str, str] = field(default_factory=dict)
-    live: dict[Draft, set[fx.Node]] = field(default_factory=dict)
+    live: dict[GraphEditor, set[fx.Node]] = field(default_factory=dict)
 
-    def core(self, draft: Draft, call: Call) -> bool:
+    def core(self, editor: GraphEditor, call: Call) -> bool:
         """Is a layer sparse, and worth a segment?"""
-        weight = draft.tensor(call.weight)
+        weight = editor.tensor(call.weight)
         assert weight is not None
         density = float(weight.count_nonzero()) / weight.numel()
         if density > DENSEST:
             return False
         name = call.node.name
         if name not in self.known:
-            self.known[name] = self._asked(draft, call, matrix(call, weight), density)
-            self.names[name] = name_of(draft, call)
+            self.known[name] = self._asked(editor, call, matrix(call, weight), density)
+            self.names[name] = name_of(editor, call)
         found = self.known[name]
         return found[SPARSE] < (inf if self.every else found[DENSE])
 
-    def between(self, draft: Draft, call: Call) -> bool:
+    def between(self, editor: GraphEditor, call: Call) -> bool:
         """May a dense layer be in a segment? One of few weights costs less there than going out."""
         depthwise = isinstance(call.step, Conv) and call.step.groups == call.step.out
         return self.every or depthwise
@@ -142,11 +143,13 @@ class _Chosen:
         limit = inf if self.every else seconds[DENSE]
         return SPARSE if seconds[SPARSE] < limit else DENSE
 
-    def _asked(self, draft: Draft, call: Call, matrix: Tensor, density: float) -> dict[str, float]:
+    def _asked(
+        self, editor: GraphEditor, call: Call, matrix: Tensor, density: float
+    ) -> dict[str, float]:
         """Seconds of a layer in its fastest dense form, and by its nonzeros."""
-        if draft not in self.live:
-            self.live = {draft: by_values(draft.graph)}
-        found = chain(call.node, self.live[draft])
+        if editor not in self.live:
+            self.live = {editor: input_dependent(editor.graph)}
+        found = chain(call.node, self.live[editor])
         layer = self.asker.of(call.node)
         _, dense = self.asker.layer(layer, False, found.after, other=found.other is not None)
         count = round(float(f"{density:.2g}") * matrix.numel())

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from demask.graph.editor import GraphEditor
 from demask.sparse.calls import Call, calls_of
-from demask.tune.draft import Draft
 
-Wanted = Callable[[Draft, Call], bool]
+Wanted = Callable[[GraphEditor, Call], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +32,17 @@ class Region:
         return {call.node for call in self.calls}
 
 
-def regions(draft: Draft, dtype: torch.dtype, core: Wanted, allowed: Wanted) -> list[Region]:
+def regions(editor: GraphEditor, dtype: torch.dtype, core: Wanted, allowed: Wanted) -> list[Region]:
     """The regions of a graph, largest possible.
 
     core: is a layer worth a segment? allowed: may another layer lie between such ones?
     """
-    found = calls_of(draft, dtype)
-    worth = {node for node, call in found.items() if call.is_layer and core(draft, call)}
+    found = calls_of(editor, dtype)
+    worth = {node for node, call in found.items() if call.is_layer and core(editor, call)}
     known = {node: call for node, call in found.items()
-             if not call.is_layer or node in worth or allowed(draft, call)}  # fmt: skip
+             if not call.is_layer or node in worth or allowed(editor, call)}  # fmt: skip
     made = []
-    for group in _together(known, _levels(draft.graph, known)):
+    for group in _together(known, _levels(editor.graph, known)):
         inside = _between(group, known, worth)
         for part in _apart(inside, known):
             made.append(Region(tuple(known[node] for node in part)))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 import demask.sparse.op  # noqa: F401  (registers the op that graphs call)
+from demask.graph.editor import GraphEditor
 from demask.graph.program import Program as Whole
 from demask.ops import schema
 from demask.ops.activations import Act
@@ -36,7 +37,6 @@ from demask.sparse.program import (
     canonical,
 )
 from demask.sparse.regions import Region, Wanted, regions
-from demask.tune.draft import Draft
 
 SEGMENT = torch.ops.demask.segment.default
 VALUES, INDEX, NARROW = 0, 1, 2  # the weight tensors of a segment
@@ -54,22 +54,22 @@ def segmented(
     the values that segments take. precision: how weights are stored: "bf16", "int8" (with a scale
     per row), None for as they are.
     """
-    draft = Draft(program)
-    _read_off_inputs(draft)
-    for node in draft.calls(aten.dropout.default):
+    editor = GraphEditor(program)
+    _read_off_inputs(editor)
+    for node in editor.calls(aten.dropout.default):
         found = schema.arguments(node)
         if not found["train"]:  # between a layer and what is added to it, often
-            draft.put(node, found["input"])
+            editor.replace(node, found["input"])
     made: dict[fx.Node, fx.Node] = {}  # what stands for values that were made in a region
-    for region in regions(draft, dtype, core, allowed):
-        made |= _replaced(draft, region, made, precision)
-    _in_order(draft.graph)
-    return draft.done()
+    for region in regions(editor, dtype, core, allowed):
+        made |= _replaced(editor, region, made, precision)
+    _in_order(editor.graph)
+    return editor.finish()
 
 
-def name_of(draft: Draft, call: Call) -> str:
+def name_of(editor: GraphEditor, call: Call) -> str:
     """A layer by the module that holds its weight."""
-    return draft.constants[str(call.weight.target)].name.rpartition(".")[0]  # type: ignore[union-attr]
+    return editor.constants[str(call.weight.target)].name.rpartition(".")[0]  # type: ignore[union-attr]
 
 
 def segments_of(graph: fx.Graph) -> list[tuple[fx.Node, Program]]:
@@ -115,40 +115,40 @@ def layers_of(graph: fx.Graph) -> list[Layer]:
     return found
 
 
-def _read_off_inputs(draft: Draft) -> None:
+def _read_off_inputs(editor: GraphEditor) -> None:
     """Let dynamic sizes be read off the inputs where they can: who reads them off a value within a
     segment would need that value."""
     known: dict[Any, tuple[fx.Node, int]] = {}
-    for node in draft.graph.nodes:
+    for node in editor.graph.nodes:
         value = node.meta.get("val")
         if node.op == "placeholder" and isinstance(value, Tensor):
             for axis, size in enumerate(value.shape):
                 if not isinstance(size, int):
                     known.setdefault(size.node.expr, (node, axis))
-    for node in draft.calls(aten.sym_size.int):
+    for node in editor.calls(aten.sym_size.int):
         size = node.meta["val"]
         if not isinstance(size, int) and size.node.expr in known:
             node.args = known[size.node.expr]
 
 
 def _replaced(
-    draft: Draft, region: Region, known: Mapping[fx.Node, fx.Node], precision: str | None
+    editor: GraphEditor, region: Region, known: Mapping[fx.Node, fx.Node], precision: str | None
 ) -> dict[fx.Node, fx.Node]:
     """Put the call of a segment in the place of a region: its values by those they replace."""
     nodes = region.nodes
     outputs = [c.node for c in region.calls if any(user not in nodes for user in c.node.users)]
-    steps = _Steps(draft, region.calls, set(outputs), _Store(draft, precision))
+    steps = _Steps(editor, region.calls, set(outputs), _Store(editor, precision))
     program, reader = steps.program(outputs), region.calls[-1].node.next
     weights = steps.store.constants(reader)
     inputs = [known.get(source, source) for source, _ in steps.inputs]
-    segment = draft.call(reader, outputs[0], SEGMENT, inputs, weights, program.text())
+    segment = editor.insert(reader, outputs[0], SEGMENT, inputs, weights, program.text())
     segment.meta = {"val": [node.meta["val"] for node in outputs]}
-    made = {node: draft.call(reader, node, operator.getitem, segment, place)
+    made = {node: editor.insert(reader, node, operator.getitem, segment, place)
             for place, node in enumerate(outputs)}  # fmt: skip
     for node, one in made.items():
         node.replace_all_uses_with(one, lambda user: user not in nodes)
     for call in reversed(region.calls):
-        draft.graph.erase_node(call.node)
+        editor.graph.erase_node(call.node)
     return made
 
 
@@ -188,9 +188,13 @@ class _Steps:
     """The steps of a region while they are gathered."""
 
     def __init__(
-        self, draft: Draft, calls: Sequence[Call], outputs: Collection[fx.Node], store: _Store
+        self,
+        editor: GraphEditor,
+        calls: Sequence[Call],
+        outputs: Collection[fx.Node],
+        store: _Store,
     ):
-        self.draft, self.store, self.outputs = draft, store, outputs
+        self.editor, self.store, self.outputs = editor, store, outputs
         self.calls = {call.node: call for call in calls}
         places = ((s, c.kind) for c in calls for s in c.reads if s not in self.calls)
         self.inputs = {place: number for number, place in enumerate(dict.fromkeys(places))}
@@ -253,7 +257,7 @@ class _Steps:
             weight, bias = self.store.layer(call)
             add = None if chain.add is None else self._value(chain.add, call.kind)
             step = replace(step, x=reads[0], weight=weight, bias=bias, act=chain.act, add=add,
-                           name=name_of(self.draft, call))  # fmt: skip
+                           name=name_of(self.editor, call))  # fmt: skip
         elif isinstance(step, Add):
             step = replace(step, x=reads[0], z=reads[1], act=chain.act)
         elif isinstance(step, Cat):
@@ -278,20 +282,20 @@ def csr(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 class _Store:
     """The weights of a segment while they are gathered: flat tensors, of which layers are spans."""
 
-    def __init__(self, draft: Draft, precision: str | None):
-        self.draft, self.precision = draft, precision
+    def __init__(self, editor: GraphEditor, precision: str | None):
+        self.editor, self.precision = editor, precision
         self.parts: dict[int, list[Tensor]] = {VALUES: [], INDEX: [], NARROW: []}
         self.known: dict[Any, tuple[Weight, Span | None]] = {}
 
     def layer(self, call: Call) -> tuple[Weight, Span | None]:
         """The weight and bias of a layer; one that is called twice is stored once."""
         assert call.weight is not None
-        bias = self.draft.tensor(call.bias)
+        bias = self.editor.tensor(call.bias)
         # The name of a weight in the graph says which one it is, its groups how it is cut.
         groups = call.step.groups if isinstance(call.step, Conv) else 1
         key = call.weight.target, None if call.bias is None else call.bias.target, groups
         if key not in self.known:
-            weight = self.draft.tensor(call.weight)
+            weight = self.editor.tensor(call.weight)
             assert weight is not None
             held = None if bias is None else self._held(VALUES, bias)
             self.known[key] = self._matrix(matrix(call, weight)), held
@@ -306,7 +310,9 @@ class _Store:
                 break
             whole = torch.cat(parts) if parts else torch.zeros(0)
             parameter = whole.is_floating_point()
-            found.append(self.draft.constant(f"segment.{name}", whole, reader, parameter=parameter))
+            found.append(
+                self.editor.add_constant(f"segment.{name}", whole, reader, parameter=parameter)
+            )
         return found
 
     def _matrix(self, matrix: Tensor) -> Weight:

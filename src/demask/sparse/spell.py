@@ -15,6 +15,7 @@ from demask.compat.fake_tensors import FakeTensorMode
 from demask.compat.tracing import make_fx
 from demask.errors import BadInput
 from demask.files.names import check_fqn
+from demask.graph.editor import GraphEditor
 from demask.graph.program import Program as Whole
 from demask.ops import schema
 from demask.ops.own import Own
@@ -33,7 +34,6 @@ from demask.sparse.program import (
     reads,
 )
 from demask.sparse.segments import segments_of
-from demask.tune.draft import Draft
 
 
 def spelled(program: Whole) -> Whole:
@@ -41,15 +41,14 @@ def spelled(program: Whole) -> Whole:
 
     BadInput for a segment whose weights are computed, or whose inputs are of unknown width.
     """
-    draft = Draft(program)
-    for node, inner in segments_of(draft.graph):
-        made = _Spelled(draft, node, inner).made()
+    editor = GraphEditor(program)
+    for node, inner in segments_of(editor.graph):
+        made = _Spelled(editor, node, inner).made()
         for user in list(node.users):
             one = made[inner.outputs[user.args[1]]]  # type: ignore[index]
-            one.meta = {**user.meta, **one.meta}
-            draft.put(user, one)
-        draft.graph.erase_node(node)
-    return draft.done()
+            editor.replace(user, one, inherit=True)
+        editor.graph.erase_node(node)
+    return editor.finish()
 
 
 def run(inputs: Sequence[Tensor], weights: Sequence[Tensor], program: str) -> list[Tensor]:
@@ -81,12 +80,12 @@ CUSTOM_OPS.register("segment", Own(run, spelled, check))
 class _Spelled:
     """One segment on the way into ATen calls."""
 
-    def __init__(self, draft: Draft, node: fx.Node, program: Program):
+    def __init__(self, editor: GraphEditor, node: fx.Node, program: Program):
         found = schema.arguments(node)
-        self.draft, self.node, self.program = draft, node, program
+        self.editor, self.node, self.program = editor, node, program
         self.values: list[fx.Node] = list(found["inputs"])
         self.channels = [_channels(x, k) for x, k in zip(self.values, program.inputs, strict=True)]
-        weights = [draft.tensor(weight) for weight in found["weights"]]
+        weights = [editor.tensor(weight) for weight in found["weights"]]
         if any(weight is None for weight in weights):
             raise BadInput(f"{node.name}: expected weights that are constants")
         self.weights: list[Any] = weights
@@ -117,7 +116,7 @@ class _Spelled:
             if bias is not None:
                 found["bias"] = bias.to(self.dtype)
             self.layers[key] = [
-                self.draft.constant(f"{_name(step)}.{leaf}", tensor, self.node, parameter=True)
+                self.editor.add_constant(f"{_name(step)}.{leaf}", tensor, self.node, parameter=True)
                 for leaf, tensor in found.items()
             ]
         return self.layers[key]
@@ -126,14 +125,14 @@ class _Spelled:
         """The calls of a graph on these operands, in front of the segment."""
         places = [n for n in graph.nodes if n.op == "placeholder"]
         mapping: dict[fx.Node, fx.Node] = dict(zip(places, operands, strict=True))
-        with self.draft.graph.inserting_before(self.node):
-            made: Any = self.draft.graph.graph_copy(graph, mapping)
+        with self.editor.graph.inserting_before(self.node):
+            made: Any = self.editor.graph.graph_copy(graph, mapping)
         for old in graph.nodes:
             if old.op == "call_function":
                 node = mapping[old]
                 node.meta = {}
                 if all("val" in source.meta for source in node.all_input_nodes):
-                    self.draft.build.value(node)
+                    self.editor.set_value(node)
         return made
 
 

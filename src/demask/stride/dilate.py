@@ -19,32 +19,32 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from demask.graph.editor import GraphEditor, reshape_views
 from demask.ops import TABLE, op_name
 from demask.stride.grid import Emission, Plan, Reader, Refused, Step
 from demask.stride.grid_rules import rule
 from demask.stride.grid_windows import is_strided
 from demask.stride.targets import Target
-from demask.tune.draft import Draft, reshaped
 
 aten = torch.ops.aten
 
 
-def dilated(draft: Draft, node: fx.Node, target: Target) -> str | None:
+def dilated(editor: GraphEditor, node: fx.Node, target: Target) -> str | None:
     """Make a strided convolution one of stride 1, and let all behind it read every s-th position.
 
-    None when done: the draft computes what it did, bit for bit in integers, and but for the order
+    None when done: the editor computes what it did, bit for bit in integers, and but for the order
     and rounding of sums in floating point. Strided convolutions and pools that read the grid, and
     those whose values are joined with it, are then of stride 1 too, and their nodes are gone.
-    Otherwise the reason in words why it cannot be, and the draft is as it was. The node may be a
+    Otherwise the reason in words why it cannot be, and the editor is as it was. The node may be a
     strided pool as well.
     """
     if not is_strided(node):
         return "it has no stride"
     seeds = {node: None}
     while True:
-        plan = _planned(draft, seeds, target)
+        plan = _planned(editor, seeds, target)
         if isinstance(plan, Plan):
-            _apply(draft, plan)
+            _apply(editor, plan)
             return None
         more = [found for short in plan.short for found in _strided_before(short, seeds)]
         if not more:
@@ -52,14 +52,14 @@ def dilated(draft: Draft, node: fx.Node, target: Target) -> str | None:
         seeds |= dict.fromkeys(more)
 
 
-def _planned(draft: Draft, seeds: Collection[fx.Node], target: Target) -> Plan | Refused:
+def _planned(editor: GraphEditor, seeds: Collection[fx.Node], target: Target) -> Plan | Refused:
     """How every call behind the seeds is made; nothing is changed yet."""
     plan, first = Plan(target), next(iter(seeds))
-    for node in draft.graph.nodes:
+    for node in editor.graph.nodes:
         read = plan.read_by(node)
         if not read and node not in seeds:
             continue
-        found = _step(draft, node, plan)
+        found = _step(editor, node, plan)
         short = found.beside if isinstance(found, Step) else found.short
         if any(_strided_before(operand, seeds) for operand in short):
             return Refused("", short)
@@ -72,7 +72,7 @@ def _planned(draft: Draft, seeds: Collection[fx.Node], target: Target) -> Plan |
     return plan
 
 
-def _step(draft: Draft, node: fx.Node, plan: Plan) -> Step | Refused:
+def _step(editor: GraphEditor, node: fx.Node, plan: Plan) -> Step | Refused:
     if node.op == "output":
         return Refused("")
     if node.op != "call_function":
@@ -82,7 +82,7 @@ def _step(draft: Draft, node: fx.Node, plan: Plan) -> Step | Refused:
         index: Any = node.args[1]
         grid = plan.grids(source)[index]
         return Step((grid,), lambda here: here.call(operator.getitem, here.read(source), index))
-    return rule(Reader(draft, node, plan))
+    return rule(Reader(editor, node, plan))
 
 
 def _told(node: fx.Node, text: str) -> str:
@@ -121,20 +121,20 @@ def _sums_up(node: fx.Node) -> bool:
     return name.startswith("aten.adaptive_") or (entry is not None and bool(entry.rest))
 
 
-def _apply(draft: Draft, plan: Plan) -> None:
+def _apply(editor: GraphEditor, plan: Plan) -> None:
     """Make the calls of a plan, and slices for all others that read what they make."""
     made: dict[fx.Node, fx.Node] = {}
     for node, step in plan.steps.items():
-        made[node] = step.emit(Emission(draft, node, made, plan))
+        made[node] = step.emit(Emission(editor, node, made, plan))
     for node in plan.steps:
         others = [user for user in node.users if user not in plan.steps]
         value = made[node]
         for axis, part in plan.grid(node).items() if others else ():
             last, gap = part.places[-1] + 1, part.gap
-            value = draft.call(node, None, aten.slice.Tensor, value, axis, 0, last, gap)
+            value = editor.insert(node, None, aten.slice.Tensor, value, axis, 0, last, gap)
         for user in others:
             user.replace_input_with(node, value)
         if others:
-            reshaped(draft.graph)  # a slice does not lie in one piece
+            reshape_views(editor.graph)  # a slice does not lie in one piece
     for node in reversed(list(plan.steps)):
-        draft.graph.erase_node(node)
+        editor.graph.erase_node(node)

@@ -20,9 +20,9 @@ from torch.fx.node import map_arg
 from demask.compat.dispatch import has_schema
 from demask.errors import BadInput
 from demask.graph.program import Program
+from demask.graph.queries import input_dependent
 from demask.ops import schema
 from demask.stride.machine import ACTIVATIONS, HOST, WEIGHTS, WORD, Setting
-from demask.tune.draft import by_values
 
 MOST = 5  # refused calls that an error names
 
@@ -78,7 +78,7 @@ class Emitter:
 
     def __init__(self, program: Program):
         self.program, self.graph = program, program.graph
-        self.live = by_values(program.graph)
+        self.live = input_dependent(program.graph)
         self.steps: list[Step] = []
         self.weights: dict[str, Tensor] = {}
         self.refs: dict[fx.Node, Made] = {}

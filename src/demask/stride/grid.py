@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
+from demask.graph.editor import GraphEditor
 from demask.ops import schema
 from demask.stride.pools import PAD, described
 from demask.stride.targets import Target
-from demask.tune.draft import Draft
 
 aten = torch.ops.aten
 # What stands between positions, of reductions over an axis, so that it does not count.
@@ -153,15 +153,15 @@ class Emission:
     """Calls before `node` that stand for it, on operands that stand apart. made: what stands for
     each node so far."""
 
-    def __init__(self, draft: Draft, node: fx.Node, made: Nodes, plan: Plan):
-        self.draft, self.node, self.made, self.plan = draft, node, made, plan
+    def __init__(self, editor: GraphEditor, node: fx.Node, made: Nodes, plan: Plan):
+        self.editor, self.node, self.made, self.plan = editor, node, made, plan
 
     def read(self, node: fx.Node) -> fx.Node:
         """What stands for an operand."""
         return self.made.get(node, node)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        made = self.draft.call(self.node, None, target, *args, **kwargs)
+        made = self.editor.insert(self.node, None, target, *args, **kwargs)
         return described(made, self.node)
 
     def again(self, /, **changed: Any) -> fx.Node:
@@ -171,7 +171,7 @@ class Emission:
         return self.call(self.node.target, *args, **kwargs)
 
     def constant(self, name: str, tensor: Tensor) -> fx.Node:
-        return self.draft.constant(f"{self.node.name}_{name}", tensor, self.node)
+        return self.editor.add_constant(f"{self.node.name}_{name}", tensor, self.node)
 
     def longer(self, x: fx.Node, more: Mapping[int, int]) -> fx.Node:
         """`x` with as many zeros behind each axis."""
@@ -218,6 +218,6 @@ def reduced(x: fx.Node, over: Grid, outs: tuple[Grid, ...], kind: str) -> Step:
 class Reader:
     """A call that reads values on grids."""
 
-    draft: Draft
+    editor: GraphEditor
     node: fx.Node
     plan: Plan

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
+from demask.graph.queries import is_pointwise
 from demask.ops import TABLE, Declined, Relation, bind, op_name, schema
 from demask.ops.move import refined
 from demask.ops.traits import PADS, RESHAPES
@@ -35,7 +36,6 @@ from demask.stride.grid import (
 )
 from demask.stride.grid_windows import WINDOWS, average, windowed
 from demask.stride.pools import Pool
-from demask.tune.draft import is_pointwise
 
 aten = torch.ops.aten
 Spreads = Mapping[str, Spread]  # by letter of a line of the table
@@ -176,7 +176,10 @@ def _plain(
     and those among such whose one position may be read beside all."""
     found: dict[fx.Node, bool] = {}
     for k, operand in enumerate(relation.operands):
-        if not isinstance(operand.value, fx.Node) or reader.draft.tensor(operand.value) is not None:
+        if (
+            not isinstance(operand.value, fx.Node)
+            or reader.editor.tensor(operand.value) is not None
+        ):
             continue
         grid = reader.plan.grid(operand.value)
         for axis, letters in enumerate(relation.ins[k]):
@@ -222,7 +225,7 @@ def _carried(here: Emission, reader: Reader, found: _Letters) -> fx.Node:
         if not isinstance(value, fx.Node):
             values.append(value)
             continue
-        held = reader.draft.tensor(value)
+        held = reader.editor.tensor(value)
         if held is not None:
             values.append(_stretched(here, value, held, k, found))
             continue
@@ -260,7 +263,7 @@ def _stretched(here: Emission, value: fx.Node, held: Tensor, k: int, found: _Let
         made = made.index_select(axis, part.nearest())
         if found.relation.ins[k][axis][0] in found.summed:
             made = made * mask_of({axis: part}, made.ndim)
-    return value if made is held else here.draft.swapped(value, made, here.node)
+    return value if made is held else here.editor.replace_constant(value, made, here.node)
 
 
 # --- reductions -----------------------------------------------------------------------------------

@@ -173,7 +173,7 @@ def _convolution(reader: Reader, rank: int) -> Step | Refused:
         return placed
 
     def emit(here: Emission) -> fx.Node:
-        value, inner = padded(here.draft, here.node, here.read(x), placed.pads, 0)
+        value, inner = padded(here.editor, here.node, here.read(x), placed.pads, 0)
         gaps = [w.dilation * gap for w, gap in zip(windows, placed.gaps, strict=True)]
         args = (value, here.read(weight), found["bias"], [1] * rank, list(inner), gaps)
         return here.call(traits.CONV_OF_AXES[rank], *args, found["groups"])
@@ -254,14 +254,14 @@ def average(reader: Reader, pool: Pool) -> Step | Refused:
 
     def emit(here: Emission) -> fx.Node:
         weight = 1.0 if shared.ndim else 1 / int(shared)
-        made = summed(here.draft, here.node, here.read(x), kernel, weight,
+        made = summed(here.editor, here.node, here.read(x), kernel, weight,
                       pads=placed.pads, stride=[1] * rank, dilation=placed.gaps)  # fmt: skip
         if not shared.ndim:
             return made
         factor = shared.double().reciprocal()
         for axis, part in enumerate(placed.spreads):
             factor = factor.index_select(axis, part.nearest())
-        return times(here.draft, here.node, made, factor)
+        return times(here.editor, here.node, made, factor)
 
     return Step((placed.grid,), emit)
 

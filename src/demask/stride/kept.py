@@ -24,7 +24,9 @@ from torch.fx.node import map_arg
 
 from demask.compat.dispatch import OpOverload
 from demask.facts.ranges import Range, ranges
+from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
+from demask.graph.queries import is_pointwise
 from demask.ops import TABLE, Relation, bind, schema
 from demask.ops.traits import AVERAGE_POOLS, DIVISIONS, MAX_POOLS, MULTIPLICATIONS, WHERES
 from demask.stride.spaced import (
@@ -40,7 +42,6 @@ from demask.stride.spaced import (
     spaced,
 )
 from demask.stride.unblocked import joined, unblocked
-from demask.tune.draft import Draft, is_pointwise
 
 aten = torch.ops.aten
 
@@ -48,7 +49,7 @@ aten = torch.ops.aten
 def sliced(program: Program) -> Program:
     """The program in which what keeps every s-th position is a slice; the same one, where nothing
     does."""
-    draft = Draft(program)
+    editor = GraphEditor(program)
     changed = False
     rules = (
         _pool,
@@ -63,18 +64,18 @@ def sliced(program: Program) -> Program:
         unblocked,
         joined,
     )
-    while any(_rewritten(draft, rule) for rule in rules) or spaced(draft):
+    while any(_rewritten(editor, rule) for rule in rules) or spaced(editor):
         changed = True
-    return draft.done() if changed else program
+    return editor.finish() if changed else program
 
 
-def _rewritten(draft: Draft, rule: Callable[[Draft, fx.Node], fx.Node | None]) -> bool:
+def _rewritten(editor: GraphEditor, rule: Callable[[GraphEditor, fx.Node], fx.Node | None]) -> bool:
     """Apply a rule to every call; did it change one?"""
     found = False
-    for node in draft.calls():
-        made = rule(draft, node) if node.users else None
+    for node in editor.calls():
+        made = rule(editor, node) if node.users else None
         if made is not None:
-            draft.put(node, made)
+            editor.replace(node, made)
             found = True
     return found
 
@@ -92,9 +93,9 @@ class _Masked:
     scale: float = 1.0
 
 
-def _masked(draft: Draft, node: Any, rank: int) -> _Masked | None:
+def _masked(editor: GraphEditor, node: Any, rank: int) -> _Masked | None:
     """How a call masks positions of the last `rank` axes, alike in all images and channels."""
-    found = _select(draft, node) or _product(draft, node) or _behind(draft, node, rank)
+    found = _select(editor, node) or _product(editor, node) or _behind(editor, node, rank)
     if found is None:
         return None
     shape = found.value.meta["val"].shape[-rank:]
@@ -108,46 +109,46 @@ def _masked(draft: Draft, node: Any, rank: int) -> _Masked | None:
     return _Masked(found.value, keep.expand(shape), found.fill, found.scale)
 
 
-def _select(draft: Draft, node: fx.Node) -> _Masked | None:
+def _select(editor: GraphEditor, node: fx.Node) -> _Masked | None:
     found = schema.arguments(node) if isinstance(node.target, OpOverload) else {}
     if node.target in WHERES:
-        keep, yes, no = _constant(draft, found["condition"]), found["self"], found["other"]
+        keep, yes, no = _constant(editor, found["condition"]), found["self"], found["other"]
     elif node.target is aten.masked_fill.Scalar:
-        keep, yes, no = _constant(draft, found["mask"]), found["value"], found["self"]
+        keep, yes, no = _constant(editor, found["mask"]), found["value"], found["self"]
     else:
         return None
     if keep is None:
         return None
     for value, other, kept in ((yes, no, keep), (no, yes, ~keep)):
-        fill = _number(draft, other)
+        fill = _number(editor, other)
         if fill is not None and isinstance(value, fx.Node) and value.op != "get_attr":
             return _Masked(value, kept, fill)
     return None
 
 
-def _behind(draft: Draft, node: fx.Node, rank: int) -> _Masked | None:
+def _behind(editor: GraphEditor, node: fx.Node, rank: int) -> _Masked | None:
     """A function of single values behind a mask: the mask behind the function."""
     relation = bind(node, TABLE) if is_pointwise(node) else None
     if not isinstance(relation, Relation) or len(relation.operands) != 1:
         return None
     source = relation.operands[0].value
-    masked = _masked(draft, source, rank) if isinstance(source, fx.Node) else None
+    masked = _masked(editor, source, rank) if isinstance(source, fx.Node) else None
     if masked is None:
         return None
     name, dtype = relation.operands[0].name, masked.value.meta["val"].dtype
     found = schema.arguments(node)
     args, kwargs = schema.call(node.target, found | {name: torch.tensor(masked.fill, dtype=dtype)})
     fill = float(node.target(*args, **kwargs))  # type: ignore[operator]
-    value = _scaled(draft, node, masked.value, masked.scale)
+    value = _scaled(editor, node, masked.value, masked.scale)
     args, kwargs = schema.call(node.target, found | {name: value})
-    return _Masked(draft.call(node, node, node.target, *args, **kwargs), masked.keep, fill)
+    return _Masked(editor.insert(node, node, node.target, *args, **kwargs), masked.keep, fill)
 
 
-def _product(draft: Draft, node: fx.Node) -> _Masked | None:
+def _product(editor: GraphEditor, node: fx.Node) -> _Masked | None:
     if node.target is not aten.mul.Tensor:
         return None
     for value, other in (node.args, node.args[::-1]):
-        mask = _constant(draft, other)
+        mask = _constant(editor, other)
         if mask is None or mask.numel() == 1 or not isinstance(value, fx.Node):
             continue
         kept = mask[mask != 0]
@@ -156,10 +157,10 @@ def _product(draft: Draft, node: fx.Node) -> _Masked | None:
     return None
 
 
-def _constant(draft: Draft, node: Any) -> Tensor | None:
+def _constant(editor: GraphEditor, node: Any) -> Tensor | None:
     """What a node makes, if it is a constant or made of constants alone."""
     if not isinstance(node, fx.Node) or node.op == "get_attr":
-        return draft.tensor(node)
+        return editor.tensor(node)
     order: dict[fx.Node, None] = {}
     stack = [node]
     while stack:
@@ -174,7 +175,7 @@ def _constant(draft: Draft, node: Any) -> Tensor | None:
     values: dict[fx.Node, Any] = {}
     for n in reversed(order):
         args, kwargs = map_arg((n.args, dict(n.kwargs)), values.__getitem__)
-        values[n] = draft.tensor(n) if n.op == "get_attr" else n.target(*args, **kwargs)  # type: ignore[operator]
+        values[n] = editor.tensor(n) if n.op == "get_attr" else n.target(*args, **kwargs)  # type: ignore[operator]
     return values[node]
 
 
@@ -183,9 +184,9 @@ def _is_plain(value: Tensor) -> bool:
     return all(isinstance(n, int) for n in value.shape) and value.numel() <= 2**24
 
 
-def _number(draft: Draft, value: Any) -> float | None:
+def _number(editor: GraphEditor, value: Any) -> float | None:
     """A number that a call reads, as such or as a constant of one element."""
-    tensor = _constant(draft, value)
+    tensor = _constant(editor, value)
     if tensor is not None:
         return float(tensor.reshape(-1)[0]) if tensor.numel() == 1 else None
     return float(value) if isinstance(value, int | float) else None
@@ -194,7 +195,7 @@ def _number(draft: Draft, value: Any) -> float | None:
 # --- pools ----------------------------------------------------------------------------------------
 
 
-def _pool(draft: Draft, node: fx.Node) -> fx.Node | None:
+def _pool(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     """A pool each of whose windows keeps one position."""
     average = node.target in AVERAGE_POOLS
     if not average and node.target not in MAX_POOLS:
@@ -204,7 +205,7 @@ def _pool(draft: Draft, node: fx.Node) -> fx.Node | None:
     sizes = x.meta["val"].shape[-rank:]
     if not all(isinstance(n, int) for n in sizes):
         return None
-    masked = _masked(draft, x, rank) or _Masked(x, torch.ones(sizes, dtype=torch.bool), 0.0)
+    masked = _masked(editor, x, rank) or _Masked(x, torch.ones(sizes, dtype=torch.bool), 0.0)
     where = _picked(node, masked.keep)
     if where is None or [count for *_, count in where] == list(sizes):
         return None
@@ -214,9 +215,9 @@ def _pool(draft: Draft, node: fx.Node) -> fx.Node | None:
         if masked.fill or len(shares) != 1:
             return None
         factor *= 1 / round(1 / float(shares))
-    elif not (bool(masked.keep.all()) or _is_least(draft, masked)):
+    elif not (bool(masked.keep.all()) or _is_least(editor, masked)):
         return None
-    return _scaled(draft, node, slices(draft, node, masked.value, where), factor)
+    return _scaled(editor, node, slices(editor, node, masked.value, where), factor)
 
 
 def _rest(found: Mapping[str, Any]) -> list[Any]:
@@ -253,22 +254,22 @@ def _evenly(places: Sequence[Tensor]) -> list[Every] | None:
     return found
 
 
-def _is_least(draft: Draft, masked: _Masked) -> bool:
+def _is_least(editor: GraphEditor, masked: _Masked) -> bool:
     """Is what stands in masked positions never larger than what is kept?"""
     dtype = masked.value.meta["val"].dtype
     lowest = -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
     if masked.fill == lowest:
         return True
-    low, high = _range(draft, masked.value)
+    low, high = _range(editor, masked.value)
     return min(low * masked.scale, high * masked.scale) >= masked.fill
 
 
-def _range(draft: Draft, node: fx.Node) -> Range:
-    constants = {name: constant.tensor for name, constant in draft.constants.items()}
-    return ranges(draft.graph, constants)[node]
+def _range(editor: GraphEditor, node: fx.Node) -> Range:
+    constants = {name: constant.tensor for name, constant in editor.constants.items()}
+    return ranges(editor.graph, constants)[node]
 
 
-def _mean(draft: Draft, node: fx.Node) -> fx.Node | None:
+def _mean(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     """A mean over all positions of which a grid is kept: the grid's mean, less."""
     if node.target is not aten.mean.dim and node.target is not aten.adaptive_avg_pool2d.default:
         return None
@@ -280,7 +281,7 @@ def _mean(draft: Draft, node: fx.Node) -> fx.Node | None:
         return None
     if rank < 1 or (axes is not None and axes != list(range(2, rank + 2))):
         return None
-    masked = _masked(draft, x, rank)
+    masked = _masked(editor, x, rank)
     if masked is None or masked.fill or bool(masked.keep.all()):
         return None
     shape = tuple(int(masked.keep.any([b for b in range(rank) if b != a]).sum()) if rank > 1
@@ -291,17 +292,17 @@ def _mean(draft: Draft, node: fx.Node) -> fx.Node | None:
     if where is None:
         return None
     share = int(masked.keep.sum()) / masked.keep.numel()
-    small = slices(draft, node, masked.value, where)
+    small = slices(editor, node, masked.value, where)
     found = schema.arguments(node)
     args, kwargs = schema.call(node.target, found | {next(iter(found)): small})
-    made = draft.call(node, node, node.target, *args, **kwargs)
-    return _scaled(draft, node, made, masked.scale * share)
+    made = editor.insert(node, node, node.target, *args, **kwargs)
+    return _scaled(editor, node, made, masked.scale * share)
 
 
 # --- slices ---------------------------------------------------------------------------------------
 
 
-def _unmasked(draft: Draft, node: fx.Node) -> fx.Node | None:
+def _unmasked(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     """A slice of which a mask keeps all: of what was masked."""
     if node.target is not aten.slice.Tensor or any(
         u.target is aten.slice.Tensor for u in node.users
@@ -309,7 +310,7 @@ def _unmasked(draft: Draft, node: fx.Node) -> fx.Node | None:
         return None
     root, cuts = root_of(node), list(cuts_of(node))[::-1]
     rank = root.meta["val"].ndim - 2 if isinstance(root, fx.Node) else 0
-    masked = _masked(draft, root, rank) if rank > 0 and root.op == "call_function" else None
+    masked = _masked(editor, root, rank) if rank > 0 and root.op == "call_function" else None
     if masked is None:
         return None
     left, made = masked.keep[None, None], masked.value
@@ -318,16 +319,16 @@ def _unmasked(draft: Draft, node: fx.Node) -> fx.Node | None:
         if axis < 2:
             return None
         left = aten.slice.Tensor(left, axis, start, stop, step)
-        made = draft.call(node, None, aten.slice.Tensor, made, axis, start, stop, step)
+        made = editor.insert(node, None, aten.slice.Tensor, made, axis, start, stop, step)
     if not bool(left.all()):
         return None
-    return _scaled(draft, node, made, masked.scale)
+    return _scaled(editor, node, made, masked.scale)
 
 
 # --- sums and factors -----------------------------------------------------------------------------
 
 
-def _split(draft: Draft, node: fx.Node) -> fx.Node | None:
+def _split(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     """The parts of a value above and below zero, one less the other: the value."""
     if node.target is not aten.sub.Tensor or node.kwargs:
         return None
@@ -339,34 +340,34 @@ def _split(draft: Draft, node: fx.Node) -> fx.Node | None:
     if cuts[0] != cuts[1] or not all(n.target is aten.relu.default for n in (above, below)):
         return None
     negative: Any = below.args[0]
-    if _factor(draft, negative) != (above.args[0], -1.0):
+    if _factor(editor, negative) != (above.args[0], -1.0):
         return None
     made: Any = above.args[0]
     for cut in cuts[0]:
-        made = draft.call(node, None, aten.slice.Tensor, made, *cut)
+        made = editor.insert(node, None, aten.slice.Tensor, made, *cut)
     return made
 
 
-def _factor(draft: Draft, node: fx.Node) -> tuple[Any, float] | None:
+def _factor(editor: GraphEditor, node: fx.Node) -> tuple[Any, float] | None:
     """What a call multiplies by one number, and the number."""
     if node.target is aten.neg.default:
         return node.args[0], -1.0
     if node.target in MULTIPLICATIONS:
         for value, other in (node.args, node.args[::-1]):
-            number = _number(draft, other)
+            number = _number(editor, other)
             if number is not None and isinstance(value, fx.Node):
                 return value, number
     if node.target in DIVISIONS and not node.kwargs:
-        number = _number(draft, node.args[1])
+        number = _number(editor, node.args[1])
         if number and isinstance(node.args[0], fx.Node):
             return node.args[0], 1 / number
     return None
 
 
-def _factors(draft: Draft, node: fx.Node) -> fx.Node | None:
+def _factors(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     """Two numbers that multiply to 1, one behind the other."""
-    second = _factor(draft, node)
-    first = None if second is None else _factor(draft, second[0])
+    second = _factor(editor, node)
+    first = None if second is None else _factor(editor, second[0])
     if second is None or first is None or not _inverse(first[1], second[1]):
         return None
     same = first[0].meta["val"].dtype == node.meta["val"].dtype
@@ -378,8 +379,8 @@ def _inverse(a: float, b: float) -> bool:
     return math.isclose(a * b, 1, rel_tol=2.0**-50)
 
 
-def _scaled(draft: Draft, reader: fx.Node, x: fx.Node, factor: float) -> fx.Node:
-    return x if factor == 1 else draft.call(reader, x, aten.mul.Tensor, x, factor)
+def _scaled(editor: GraphEditor, reader: fx.Node, x: fx.Node, factor: float) -> fx.Node:
+    return x if factor == 1 else editor.insert(reader, x, aten.mul.Tensor, x, factor)
 
 
 __all__ = ["sliced"]

@@ -19,6 +19,7 @@ from torch.export import ExportedProgram
 from demask.errors import BadInput
 from demask.facts.ranges import ANY, Ranges, ranges
 from demask.failures import public
+from demask.graph.editor import GraphEditor, reshape_views
 from demask.graph.program import Program
 from demask.graph.result import Demasked
 from demask.graph.spell import spelled
@@ -33,8 +34,7 @@ from demask.stride.pools import pools_to_convs
 from demask.stride.site import Call, Site, call_of, chain_of, site_of, strided
 from demask.stride.targets import KINDS, Target
 from demask.stride.targets import target as target_of
-from demask.stride.writing import Cost, Counting, Drafting
-from demask.tune.draft import Draft, reshaped
+from demask.stride.writing import Cost, Counting, GraphWriter
 
 STRIDE_1 = "stride 1"  # what a convolution becomes whose stride leaves nothing out
 DILATION = "dilation"  # the form that rewrites what reads the convolution, not it alone
@@ -119,15 +119,15 @@ def lowered(
     if "avg_pool" in wanted.forbidden:
         program = pools_to_convs(program, whole=False)
     _check_ops(program.graph, wanted)
-    draft = Draft(program)
-    reshaped(draft.graph)
-    known, kept, choices = _known(draft), {}, []
-    while (node := _next(draft, wanted)) is not None:
-        choice = _lowered(draft, node, wanted, known, kept)
+    editor = GraphEditor(program)
+    reshape_views(editor.graph)
+    known, kept, choices = _known(editor), {}, []
+    while (node := _next(editor, wanted)) is not None:
+        choice = _lowered(editor, node, wanted, known, kept)
         choices.append(choice)
         if choice.form == DILATION:
-            known = _known(draft)
-    return draft.done(), tuple(choices)
+            known = _known(editor)
+    return editor.finish(), tuple(choices)
 
 
 def _check_forms(target: Target) -> None:
@@ -149,27 +149,27 @@ def _check_ops(graph: fx.Graph, target: Target) -> None:
                            f"({name})")  # fmt: skip
 
 
-def _known(draft: Draft) -> Ranges:
-    return ranges(draft.graph, {name: c.tensor for name, c in draft.constants.items()})
+def _known(editor: GraphEditor) -> Ranges:
+    return ranges(editor.graph, {name: c.tensor for name, c in editor.constants.items()})
 
 
-def _next(draft: Draft, target: Target) -> fx.Node | None:
-    found = draft.calls(*CONVOLUTIONS_ANY_PADDING)
+def _next(editor: GraphEditor, target: Target) -> fx.Node | None:
+    found = editor.calls(*CONVOLUTIONS_ANY_PADDING)
     return next((node for node in found if strided(node, target.conv_stride)), None)
 
 
 def _lowered(
-    draft: Draft, node: fx.Node, target: Target, known: Ranges, kept: dict[Any, str]
+    editor: GraphEditor, node: fx.Node, target: Target, known: Ranges, kept: dict[Any, str]
 ) -> Choice:
     """Put a form in the place of one strided convolution."""
-    site = site_of(draft, node, known, target.largest)
+    site = site_of(editor, node, known, target.largest)
     if isinstance(site, str):
-        raise NoSoundForm(f"{_named(draft, node)}: {site}", {})
-    call = call_of(draft, node)
+        raise NoSoundForm(f"{_named(editor, node)}: {site}", {})
+    call = call_of(editor, node)
     if not site.drops:
-        made = wide(_writing(draft, node, node, kept), site, call, 0)
-        draft.put(node, made)
-        return Choice(node.name, _module(draft, node), STRIDE_1, "there is one window to make")
+        made = wide(_writing(editor, node, node, kept), site, call, 0)
+        editor.replace(node, made)
+        return Choice(node.name, _module(editor, node), STRIDE_1, "there is one window to make")
     names = target.forms or tuple(FORMS)
     places = {name: FORMS[name].place(site, target) for name in names if name in FORMS}
     refused = {name: reason for name, reason in places.items() if isinstance(reason, str)}
@@ -177,29 +177,29 @@ def _lowered(
     costs = {name: cost_of(FORMS[name], site, target, node, call, place)
              for name, place in sound.items()}  # fmt: skip
     order = names if target.forms else (*sorted(costs, key=lambda name: costs[name]), DILATION)
-    module = _module(draft, node)
+    module = _module(editor, node)
     for name in order:
         if name == DILATION:
-            text = _dilated(draft, node, target)
+            text = _dilated(editor, node, target)
             if text is None:
                 return Choice(node.name, module, DILATION, "all that reads it is dilated", None,
                               refused)  # fmt: skip
             refused[DILATION] = text
         elif name in sound:
             why = _why(site, sound[name], costs[name], len(sound))
-            _put(draft, node, FORMS[name], site, target, call, sound[name], kept)
+            _put(editor, node, FORMS[name], site, target, call, sound[name], kept)
             return Choice(node.name, module, name, why, costs[name], refused)
     reasons = "".join(f"\n  {name}: {reason}" for name, reason in refused.items())
     raise NoSoundForm(
-        f"{_named(draft, node)} has no form that is sound on the target {target.name!r}:{reasons}",
+        f"{_named(editor, node)} has no form that is sound on the target {target.name!r}:{reasons}",
         refused,
     )
 
 
-def _dilated(draft: Draft, node: fx.Node, target: Target) -> str | None:
+def _dilated(editor: GraphEditor, node: fx.Node, target: Target) -> str | None:
     if DILATION not in target.ops:
         return "the target has no dilation"
-    return dilated(draft, node, target)
+    return dilated(editor, node, target)
 
 
 def cost_of(form: Form, site: Site, target: Target, node: fx.Node, call: Call, place: int) -> Cost:
@@ -225,31 +225,33 @@ def _why(site: Site, place: int, cost: Cost, sound: int) -> str:
 
 
 def _put(
-    draft: Draft, node: fx.Node, form: Form, site: Site, target: Target, call: Call, place: int,
-    kept: dict[Any, str],
+    editor: GraphEditor, node: fx.Node, form: Form, site: Site, target: Target, call: Call,
+    place: int, kept: dict[Any, str],
 ) -> None:  # fmt: skip
     """Write the form before the last node that it stands for, and let it be read instead."""
     chain = chain_of(node)[: place + 1]
-    write = _writing(draft, node, chain[-1], kept)
+    write = _writing(editor, node, chain[-1], kept)
     made = form.built(write, site, target, call, place)
-    draft.put(chain[-1], made)
+    editor.replace(chain[-1], made)
     for gone in reversed(chain[:-1]):
-        draft.graph.erase_node(gone)
+        editor.graph.erase_node(gone)
 
 
-def _writing(draft: Draft, node: fx.Node, reader: fx.Node, kept: dict[Any, str]) -> Drafting:
+def _writing(
+    editor: GraphEditor, node: fx.Node, reader: fx.Node, kept: dict[Any, str]
+) -> GraphWriter:
     """What writes, before `reader`, calls that stand for `node`."""
     meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
-    return Drafting(draft, reader, _module(draft, node), kept, meta)
+    return GraphWriter(editor, reader, _module(editor, node), kept, meta)
 
 
-def _module(draft: Draft, node: fx.Node) -> str:
+def _module(editor: GraphEditor, node: fx.Node) -> str:
     """The module that a convolution's weight belongs to; else none."""
     weight = node.args[1]
     held = isinstance(weight, fx.Node) and weight.op == "get_attr"
-    return draft.constants[str(weight.target)].name.rpartition(".")[0] if held else ""  # type: ignore[union-attr]
+    return editor.constants[str(weight.target)].name.rpartition(".")[0] if held else ""  # type: ignore[union-attr]
 
 
-def _named(draft: Draft, node: fx.Node) -> str:
-    module = _module(draft, node)
+def _named(editor: GraphEditor, node: fx.Node) -> str:
+    module = _module(editor, node)
     return f"the convolution {node.name}" + (f" ({module})" if module else "")

@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
+from demask.graph.queries import only_reader
 from demask.ops import schema, traits
-from demask.tune.draft import Draft, only_reader
 
 aten = torch.ops.aten
 PAD = aten.constant_pad_nd.default
@@ -151,12 +152,12 @@ def pools_to_convs(program: Program, *, whole: bool = True) -> Program:
     time alone, and adaptive ones whose windows overlap. whole: also adaptive ones over the whole
     image, which are means?
     """
-    draft = Draft(program)
-    for node in draft.calls(*traits.AVERAGE_POOLS, *traits.ADAPTIVE_AVERAGE_POOLS):
-        made = _as_conv(draft, node) if whole or not _is_mean(node) else None
+    editor = GraphEditor(program)
+    for node in editor.calls(*traits.AVERAGE_POOLS, *traits.ADAPTIVE_AVERAGE_POOLS):
+        made = _as_conv(editor, node) if whole or not _is_mean(node) else None
         if made is not None:
-            draft.put(node, made)
-    return draft.done()
+            editor.replace(node, made)
+    return editor.finish()
 
 
 def _is_mean(node: fx.Node) -> bool:
@@ -164,7 +165,7 @@ def _is_mean(node: fx.Node) -> bool:
     return rank is not None and set(node.meta["val"].shape[-rank:]) == {1}
 
 
-def _as_conv(draft: Draft, node: fx.Node) -> fx.Node | None:
+def _as_conv(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     pool, x = Pool.of(node), schema.arguments(node)["self"]
     value = x.meta["val"]
     if pool is None or not value.is_floating_point():
@@ -181,8 +182,8 @@ def _as_conv(draft: Draft, node: fx.Node) -> fx.Node | None:
         pads, kernel = pool.pads(sizes), pool.taps(sizes)
     shared = divisors(pool, sizes)
     weight = 1.0 if shared.ndim else 1 / int(shared)
-    made = summed(draft, node, x, kernel, weight, pads=pads, stride=pool.stride)
-    return scaled(draft, node, made, shared.double().reciprocal()) if shared.ndim else made
+    made = summed(editor, node, x, kernel, weight, pads=pads, stride=pool.stride)
+    return scaled(editor, node, made, shared.double().reciprocal()) if shared.ndim else made
 
 
 def static_sizes(x: fx.Node, rank: int) -> tuple[int, ...] | None:
@@ -192,7 +193,7 @@ def static_sizes(x: fx.Node, rank: int) -> tuple[int, ...] | None:
 
 
 def summed(
-    draft: Draft,
+    editor: GraphEditor,
     node: fx.Node,
     x: fx.Node,
     kernel: Sequence[int],
@@ -206,31 +207,31 @@ def summed(
     depthwise convolution before `node`."""
     value, rank = x.meta["val"], len(kernel)
     channels = value.shape[-rank - 1]
-    x, inner = padded(draft, node, x, pads, 0)
+    x, inner = padded(editor, node, x, pads, 0)
     taps = torch.full((channels, 1, *kernel), weight, dtype=value.dtype)
-    read = draft.constant(f"{node.name}_taps", taps, node)
+    read = editor.add_constant(f"{node.name}_taps", taps, node)
     gaps = [1] * rank if dilation is None else list(dilation)
     args = (x, read, None, list(stride), list(inner), gaps, channels)
-    return described(draft.call(node, None, traits.CONV_OF_AXES[rank], *args), node)
+    return described(editor.insert(node, None, traits.CONV_OF_AXES[rank], *args), node)
 
 
 def padded(
-    draft: Draft, reader: fx.Node, x: fx.Node, pads: Pads, value: float
+    editor: GraphEditor, reader: fx.Node, x: fx.Node, pads: Pads, value: float
 ) -> tuple[fx.Node, tuple[int, ...]]:
     """`x` and what a call that pads alike at both ends is to pad: all of it where `pads` do that;
     none where they do not, and `x` is padded before."""
     if value == 0 and all(front == behind for front, behind in pads):
         return x, tuple(front for front, _ in pads)
     flat = [n for pair in reversed(pads) for n in pair]
-    made = draft.call(reader, None, PAD, x, flat, value) if any(flat) else x
+    made = editor.insert(reader, None, PAD, x, flat, value) if any(flat) else x
     return made, (0,) * len(pads)
 
 
-def scaled(draft: Draft, node: fx.Node, x: fx.Node, factor: Tensor) -> fx.Node:
+def scaled(editor: GraphEditor, node: fx.Node, x: fx.Node, factor: Tensor) -> fx.Node:
     """`x` times a constant, before `node`."""
     dtype = x.meta["val"].dtype
-    read = draft.constant(f"{node.name}_scale", factor.to(dtype), node)
-    return described(draft.call(node, None, aten.mul.Tensor, x, read), node)
+    read = editor.add_constant(f"{node.name}_scale", factor.to(dtype), node)
+    return described(editor.insert(node, None, aten.mul.Tensor, x, read), node)
 
 
 def described(made: fx.Node, node: fx.Node) -> fx.Node:
@@ -265,23 +266,23 @@ def convs_to_pools(program: Program, *, means: bool = False) -> Program:
     that are a pool and nothing else, and whose weights are no parameters: what `pools_to_convs`
     made.
     """
-    draft = Draft(program)
-    for node in draft.calls(*traits.CONVOLUTIONS):
-        sums = None if means and _is_trained(draft, node) else _sums(draft, node)
-        made = None if sums is None else _as_pool(draft, sums, scales=not means)
+    editor = GraphEditor(program)
+    for node in editor.calls(*traits.CONVOLUTIONS):
+        sums = None if means and _is_trained(editor, node) else _sums(editor, node)
+        made = None if sums is None else _as_pool(editor, sums, scales=not means)
         if sums is not None and made is not None:
-            draft.put(sums.last, made)
-    return draft.done()
+            editor.replace(sums.last, made)
+    return editor.finish()
 
 
-def _is_trained(draft: Draft, node: fx.Node) -> bool:
+def _is_trained(editor: GraphEditor, node: fx.Node) -> bool:
     read = schema.arguments(node)["weight"]
-    return draft.tensor(read) is None or draft.constants[str(read.target)].parameter
+    return editor.tensor(read) is None or editor.constants[str(read.target)].parameter
 
 
-def _sums(draft: Draft, node: fx.Node) -> _Sums | None:
+def _sums(editor: GraphEditor, node: fx.Node) -> _Sums | None:
     found, rank = schema.arguments(node), traits.CONVOLUTIONS[node.target]
-    weight, x = draft.tensor(found["weight"]), found["input"]
+    weight, x = editor.tensor(found["weight"]), found["input"]
     stride, dilation = spread(found["stride"], rank), spread(found["dilation"], rank)
     inner = spread(found["padding"], rank)
     if weight is None or stride is None or inner is None or found["bias"] is not None:
@@ -293,7 +294,7 @@ def _sums(draft: Draft, node: fx.Node) -> _Sums | None:
     outer_pads = _zeros_around(x, rank) if not any(inner) else None
     if outer_pads is not None:
         x, pads = x.args[0], outer_pads
-    last, scale = _scale_after(draft, node, rank)
+    last, scale = _scale_after(editor, node, rank)
     kernel = tuple(weight.shape[2:])
     return _Sums(last, x, kernel, stride, pads, weights, scale)
 
@@ -324,20 +325,20 @@ def _zeros_around(x: fx.Node, rank: int) -> Pads | None:
     return tuple((flat[2 * k], flat[2 * k + 1]) for k in reversed(range(rank)))
 
 
-def _scale_after(draft: Draft, node: fx.Node, rank: int) -> tuple[fx.Node, Tensor | None]:
+def _scale_after(editor: GraphEditor, node: fx.Node, rank: int) -> tuple[fx.Node, Tensor | None]:
     """The multiplication by a constant map that alone reads a convolution, and its map."""
     reader = only_reader(node)
     if reader is None or reader.target is not aten.mul.Tensor:
         return node, None
     other = reader.args[1] if reader.args[0] is node else reader.args[0]
-    scale = draft.tensor(other)
+    scale = editor.tensor(other)
     shape = tuple(node.meta["val"].shape[-rank:])
     if scale is None or tuple(scale.shape) != shape or scale.dtype != node.meta["val"].dtype:
         return node, None
     return reader, scale
 
 
-def _as_pool(draft: Draft, sums: _Sums, *, scales: bool) -> fx.Node | None:
+def _as_pool(editor: GraphEditor, sums: _Sums, *, scales: bool) -> fx.Node | None:
     """The pool that sums of windows are; if there is none, one times numbers, if it `scales`."""
     rank = len(sums.kernel)
     if any(2 * front > k for (front, _), k in zip(sums.pads, sums.kernel, strict=True)):
@@ -350,7 +351,7 @@ def _as_pool(draft: Draft, sums: _Sums, *, scales: bool) -> fx.Node | None:
         return None
     for pool in _candidates(sums):
         if _has_windows(sums, pool, sizes) and _divides(sums, pool, sizes):
-            return _call(draft, sums, pool)
+            return _call(editor, sums, pool)
     if not scales:
         return None
     whole = None if rank == 1 else 1
@@ -362,7 +363,7 @@ def _as_pool(draft: Draft, sums: _Sums, *, scales: bool) -> fx.Node | None:
     factor = sums.weights.double().reshape(-1, *[1] * rank)
     factor = factor * divisors(pool, sizes).double()
     factor = factor if sums.scale is None else factor * sums.scale.double()
-    return scaled(draft, sums.last, _call(draft, sums, pool), factor)
+    return scaled(editor, sums.last, _call(editor, sums, pool), factor)
 
 
 def _candidates(sums: _Sums) -> list[Pool]:
@@ -397,9 +398,9 @@ def divisors(pool: Pool, sizes: tuple[int, ...] | None) -> Tensor:
     return counts.flatten()[0] if bool((counts == counts.flatten()[0]).all()) else counts
 
 
-def _call(draft: Draft, sums: _Sums, pool: Pool) -> fx.Node:
+def _call(editor: GraphEditor, sums: _Sums, pool: Pool) -> fx.Node:
     override = [] if len(pool.kernel) == 1 else [pool.divisor]
     lists = list(pool.kernel), list(pool.stride), list(pool.padding)
     args = (sums.x, *lists, pool.ceil, pool.include, *override)
-    made = draft.call(sums.last, None, traits.AVERAGE_POOL_OF_AXES[len(pool.kernel)], *args)
+    made = editor.insert(sums.last, None, traits.AVERAGE_POOL_OF_AXES[len(pool.kernel)], *args)
     return described(made, sums.last)

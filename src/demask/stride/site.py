@@ -17,10 +17,11 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from demask.facts.ranges import Range, Ranges
+from demask.graph.editor import GraphEditor
+from demask.graph.queries import is_pointwise, only_reader
 from demask.ops import schema
 from demask.ops.traits import CONVOLUTIONS_ANY_PADDING
 from demask.stride.writing import Write
-from demask.tune.draft import Draft, is_pointwise, only_reader
 
 aten = torch.ops.aten
 
@@ -174,7 +175,7 @@ def _rest(node: fx.Node) -> list[Any]:
     return [v for name, v in schema.arguments(node).items() if name not in names]
 
 
-def site_of(draft: Draft, node: fx.Node, known: Ranges, largest: float) -> Site | str:
+def site_of(editor: GraphEditor, node: fx.Node, known: Ranges, largest: float) -> Site | str:
     """The site of a strided convolution; why it has none. largest: bound of all values."""
     found, rank = schema.arguments(node), CONVOLUTIONS_ANY_PADDING[node.target]
     x, weight = found["input"].meta["val"], found["weight"].meta["val"]
@@ -192,15 +193,15 @@ def site_of(draft: Draft, node: fx.Node, known: Ranges, largest: float) -> Site 
     bounds = (known[n] for n in chain_of(node))
     ranges = tuple(Range(max(r.low, -largest), min(r.high, largest)) for r in bounds)
     channels = (weight.shape[1] * found["groups"], weight.shape[0])
-    constant = draft.tensor(found["weight"]) is not None
+    constant = editor.tensor(found["weight"]) is not None
     return Site(axes, channels, found["groups"], node.meta["val"].dtype, ranges, constant)
 
 
-def call_of(draft: Draft, node: fx.Node) -> Call:
+def call_of(editor: GraphEditor, node: fx.Node) -> Call:
     """What a form of the convolution reads."""
     found, chain = schema.arguments(node), chain_of(node)
     steps = tuple(_step(chain[k], chain[k + 1]) for k in range(len(chain) - 1))
-    numbers = draft.tensor(found["weight"])
+    numbers = editor.tensor(found["weight"])
     return Call(found["input"], found["weight"], found["bias"], numbers, steps)
 
 

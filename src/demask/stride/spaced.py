@@ -12,17 +12,18 @@ from typing import Any
 
 from torch import fx, ops
 
+from demask.graph.editor import GraphEditor
+from demask.graph.queries import only_reader
 from demask.ops import schema
 from demask.ops.traits import AVERAGE_POOLS, MAX_POOLS, PADS
 from demask.stride.steps import Gaps, each, gaps_of, skipping, windows
-from demask.tune.draft import Draft, only_reader
 
 aten = ops.aten
 Every = tuple[int, int, int]  # first position, step, how many
 
 
 def slices(
-    draft: Draft, reader: fx.Node, x: fx.Node, where: Sequence[Every]
+    editor: GraphEditor, reader: fx.Node, x: fx.Node, where: Sequence[Every]
 ) -> fx.Node:  # fmt: skip
     """Positions of the last axes of a value."""
     rank = x.meta["val"].ndim
@@ -30,7 +31,7 @@ def slices(
         axis = rank - len(where) + k
         if (first, count) != (0, x.meta["val"].shape[axis]):
             stop = first + (count - 1) * step + 1
-            x = draft.call(reader, None, aten.slice.Tensor, x, axis, first, stop, step)
+            x = editor.insert(reader, None, aten.slice.Tensor, x, axis, first, stop, step)
     return x
 
 
@@ -57,17 +58,17 @@ def cut_of(node: fx.Node) -> tuple[int, Any, Any, Any]:
     return axis, start, found["end"], found["step"]
 
 
-def spaced(draft: Draft) -> bool:
+def spaced(editor: GraphEditor) -> bool:
     """Where all windows and slices that read a value could do with every g-th position, let them
     read one slice of those, if what makes the value can do without the others; does any?"""
-    gaps, made = gaps_of(draft.graph), skipping(draft.graph)
+    gaps, made = gaps_of(editor.graph), skipping(editor.graph)
     found = False
-    for x in [node for node in draft.graph.nodes if node in made]:
+    for x in [node for node in editor.graph.nodes if node in made]:
         readers = [_last(node) for node in x.users]
         taken = [n for n in readers if windows(n) is not None or n.target is aten.slice.Tensor]
         if len(taken) > 1 or any(windows(node) is not None for node in taken):
             some = tuple(g if free else 1 for g, free in zip(gaps[x], made[x], strict=True))
-            found |= _shared(draft, x, some, taken)
+            found |= _shared(editor, x, some, taken)
     return found
 
 
@@ -78,7 +79,7 @@ def _last(node: fx.Node) -> fx.Node:
     return _last(reader) if more and reader is not None else node
 
 
-def _shared(draft: Draft, x: fx.Node, gaps: Gaps, readers: Sequence[fx.Node]) -> bool:
+def _shared(editor: GraphEditor, x: fx.Node, gaps: Gaps, readers: Sequence[fx.Node]) -> bool:
     """Let readers read a slice of what they could do with; does it leave anything out?"""
     sizes = x.meta["val"].shape
     axes = [k for k, gap in enumerate(gaps) if gap != 1 and isinstance(sizes[k], int)]
@@ -91,15 +92,15 @@ def _shared(draft: Draft, x: fx.Node, gaps: Gaps, readers: Sequence[fx.Node]) ->
     less = {node: _less(node, [*[1] * first, *every]) for node in readers}
     if not all(less.values()) or all(_cuts_alike(node, x, where) for node in readers):
         return False
-    place = next(node for node in draft.graph.nodes if node in x.users)
-    small = slices(draft, place, x, where)
+    place = next(node for node in editor.graph.nodes if node in x.users)
+    small = slices(editor, place, x, where)
     for node, again in less.items():
         assert again is not None
-        draft.put(node, again(draft, small))
+        editor.replace(node, again(editor, small))
     return True
 
 
-Again = Callable[[Draft, fx.Node], fx.Node]
+Again = Callable[[GraphEditor, fx.Node], fx.Node]
 
 
 def _less(node: fx.Node, every: Sequence[int]) -> Again | None:
@@ -122,9 +123,9 @@ def _less(node: fx.Node, every: Sequence[int]) -> Again | None:
     if made != list(node.meta["val"].shape[-rank:]):
         return None
 
-    def again(draft: Draft, x: fx.Node) -> fx.Node:
+    def again(editor: GraphEditor, x: fx.Node) -> fx.Node:
         args, kwargs = schema.call(node.target, found | less | {source: x})
-        return draft.call(node, node, node.target, *args, **kwargs)
+        return editor.insert(node, node, node.target, *args, **kwargs)
 
     return again
 
@@ -132,11 +133,11 @@ def _less(node: fx.Node, every: Sequence[int]) -> Again | None:
 def _less_slices(node: fx.Node, every: Sequence[int]) -> Again:
     cuts, shape = _cuts(node), node.meta["val"].shape
 
-    def again(draft: Draft, x: fx.Node) -> fx.Node:
+    def again(editor: GraphEditor, x: fx.Node) -> fx.Node:
         where: list[Every] = [(0, 1, n) for n in x.meta["val"].shape]
         for axis, (first, step) in cuts.items():
             where[axis] = (first // every[axis], max(step // every[axis], 1), shape[axis])
-        return slices(draft, node, x, where)
+        return slices(editor, node, x, where)
 
     return again
 
@@ -158,7 +159,7 @@ def _cuts_alike(node: fx.Node, x: fx.Node, where: Sequence[Every]) -> bool:
     return node.target is aten.slice.Tensor and _cuts(node) == wanted
 
 
-def shifted(draft: Draft, node: fx.Node) -> fx.Node | None:
+def shifted(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     """A slice of what was padded by as many positions as its step, or so many times: padded less,
     behind the slice."""
     x: Any = node.args[0] if node.target is aten.slice.Tensor else None
@@ -178,10 +179,10 @@ def shifted(draft: Draft, node: fx.Node) -> fx.Node | None:
     if front < 0 or front % step:
         return None
     less = -(-size // step)
-    small = slices(draft, node, inner, [(0, step, less), *_whole(inner, axis)])
+    small = slices(editor, node, inner, [(0, step, less), *_whole(inner, axis)])
     flat[at : at + 2] = [front // step, count - less - front // step]
     args, kwargs = schema.call(x.target, found | {"self": small, "pad": flat})
-    return draft.call(node, node, x.target, *args, **kwargs)
+    return editor.insert(node, node, x.target, *args, **kwargs)
 
 
 def _whole(x: fx.Node, axis: int) -> list[Every]:
@@ -189,7 +190,7 @@ def _whole(x: fx.Node, axis: int) -> list[Every]:
     return [(0, 1, n) for n in x.meta["val"].shape[axis + 1 :]]
 
 
-def padded(draft: Draft, node: fx.Node) -> fx.Node | None:
+def padded(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     """A max pool of what was padded with the lowest value: it pads so itself."""
     x: Any = node.args[0] if node.target in MAX_POOLS else None
     if x is None or x.target is not aten.constant_pad_nd.default:
@@ -216,10 +217,10 @@ def padded(draft: Draft, node: fx.Node) -> fx.Node | None:
     if not small or found["ceil_mode"] or made != list(node.meta["val"].shape[-rank:]):
         return None
     args, kwargs = schema.call(node.target, found | {"self": pad["self"], "padding": before})
-    return draft.call(node, node, node.target, *args, **kwargs)
+    return editor.insert(node, node, node.target, *args, **kwargs)
 
 
-def padded_once(draft: Draft, node: fx.Node) -> fx.Node | None:
+def padded_once(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     """Two paddings with one value, one behind the other: one."""
     inner: Any = node.args[0] if node.target is aten.constant_pad_nd.default else None
     if inner is None or inner.target is not node.target or len(inner.users) > 1:
@@ -231,10 +232,10 @@ def padded_once(draft: Draft, node: fx.Node) -> fx.Node | None:
         return None
     size = max(map(len, pads))
     both = [a + b for a, b in zip(*([*p, *[0] * (size - len(p))] for p in pads), strict=True)]
-    return draft.call(node, node, node.target, first["self"], both, first["value"])
+    return editor.insert(node, node, node.target, first["self"], both, first["value"])
 
 
-def pooled(draft: Draft, node: fx.Node) -> fx.Node | None:
+def pooled(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     """A slice of a pool that nobody else reads: a pool of a longer stride."""
     if node.target is not aten.slice.Tensor:
         return None
@@ -260,7 +261,7 @@ def pooled(draft: Draft, node: fx.Node) -> fx.Node | None:
     if made != list(node.meta["val"].shape[-rank:]):
         return None
     args, kwargs = schema.call(pool.target, found | {"stride": step})
-    return draft.call(node, node, pool.target, *args, **kwargs)
+    return editor.insert(node, node, pool.target, *args, **kwargs)
 
 
 def _windows(size: int, stride: int, padding: int, dilation: int, kernel: int) -> int:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from demask.graph.editor import GraphEditor
 from demask.ops import schema
 from demask.ops.traits import CONVOLUTIONS, VIEW_OR_RESHAPE
-from demask.tune.draft import Draft
 
 aten = torch.ops.aten
 
@@ -33,12 +33,12 @@ class _Strided:
     before: tuple[int, ...]
 
 
-def unblocked(draft: Draft, node: fx.Node) -> fx.Node | None:
+def unblocked(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     """The strided convolution that one over blocks of positions stands for."""
     if node.target not in CONVOLUTIONS:
         return None
     found = schema.arguments(node)
-    weight = draft.tensor(found["weight"])
+    weight = editor.tensor(found["weight"])
     if weight is None or _moves(found):
         return None
     rank = weight.ndim - 2
@@ -53,15 +53,15 @@ def unblocked(draft: Draft, node: fx.Node) -> fx.Node | None:
     spread = parts.permute(0, 1, *order)
     sizes = [n * s for n, s in zip(weight.shape[2:], step, strict=True)]
     dense = spread.reshape(outer, inner, *sizes)
-    return _put(draft, node, _unpadded(_Strided(x, dense, step, (0,) * rank)), found["bias"])
+    return _put(editor, node, _unpadded(_Strided(x, dense, step, (0,) * rank)), found["bias"])
 
 
-def joined(draft: Draft, node: fx.Node) -> fx.Node | None:
+def joined(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     """The strided convolution that a sum over phases of an input stands for."""
     leaves = list(_leaves(node))
     if len(leaves) < 2 or any(leaf.target not in CONVOLUTIONS for leaf in leaves):
         return None
-    phases = [_phase(draft, leaf) for leaf in leaves]
+    phases = [_phase(editor, leaf) for leaf in leaves]
     if any(p is None for p in phases):
         return None
     first: Any = phases[0]
@@ -83,7 +83,7 @@ def joined(draft: Draft, node: fx.Node) -> fx.Node | None:
     if len(biases) > 1 or len(groups) > 1 or set(step) == {1}:
         return None
     found = _unpadded(_Strided(x, dense, step, (0,) * rank))
-    return _put(draft, node, found, biases[0] if biases else None, like=leaves[0])
+    return _put(editor, node, found, biases[0] if biases else None, like=leaves[0])
 
 
 def _leaves(node: Any) -> Iterator[fx.Node]:
@@ -98,10 +98,10 @@ def _leaves(node: Any) -> Iterator[fx.Node]:
             yield top
 
 
-def _phase(draft: Draft, conv: fx.Node) -> tuple[Any, ...] | None:
+def _phase(editor: GraphEditor, conv: fx.Node) -> tuple[Any, ...] | None:
     """The source, its steps, the first position of the phase, the weight, positions apart."""
     found = schema.arguments(conv)
-    weight = draft.tensor(found["weight"])
+    weight = editor.tensor(found["weight"])
     if weight is None or set(found["stride"]) != {1} or any(found["padding"]):
         return None
     rank = weight.ndim - 2
@@ -165,7 +165,7 @@ def _unpadded(found: _Strided) -> _Strided:
 
 
 def _put(
-    draft: Draft, node: fx.Node, found: _Strided, bias: Any, like: fx.Node | None = None
+    editor: GraphEditor, node: fx.Node, found: _Strided, bias: Any, like: fx.Node | None = None
 ) -> fx.Node | None:
     """The convolution in the graph, its kernel without the zeros around it."""
     rank, weight = len(found.step), found.weight
@@ -191,18 +191,18 @@ def _put(
     x, padding = found.x, before
     if not all(own):
         flat = [n for pair in reversed(list(zip(before, behind, strict=True))) for n in pair]
-        x = draft.call(node, None, aten.constant_pad_nd.default, x, flat, 0)
+        x = editor.insert(node, None, aten.constant_pad_nd.default, x, flat, 0)
         padding = [0] * rank
     conv = like or node
     name = str(schema.arguments(conv)["weight"].target)
-    read = draft.constant(_named(draft, name), weight, node, parameter=True)
+    read = editor.add_constant(_named(editor, name), weight, node, parameter=True)
     groups = schema.arguments(conv)["groups"]
-    return draft.call(node, node, conv.target, x, read, bias, list(found.step), padding, dilation,
-                      groups)  # fmt: skip
+    return editor.insert(node, node, conv.target, x, read, bias, list(found.step), padding,
+                         dilation, groups)  # fmt: skip
 
 
-def _named(draft: Draft, name: str) -> str:
-    return draft.constants[name].name
+def _named(editor: GraphEditor, name: str) -> str:
+    return editor.constants[name].name
 
 
 __all__ = ["joined", "unblocked"]

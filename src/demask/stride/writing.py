@@ -1,4 +1,4 @@
-"""What writes a form: into a draft, or onto values without numbers, which tells what it costs.
+"""What writes a form: into a graph, or onto values without numbers, which tells what it costs.
 
 A form names calls and constants, and is written the same by everything that has a `Write`: tests
 have one that computes at once.
@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, fx
 
+from demask.graph.editor import GraphEditor
 from demask.ops import schema
 from demask.ops.traits import CONVOLUTIONS
-from demask.tune.draft import Draft
 
 aten = torch.ops.aten
 
@@ -43,18 +43,18 @@ class Cost(NamedTuple):
 
 
 @dataclass(slots=True)
-class Drafting:
-    """Writes before a node of a draft. name: of the module, under which new constants stand; equal
+class GraphWriter:
+    """Writes before a node of a graph. name: of the module, under which new constants stand; equal
     ones are one. meta: what made nodes tell of themselves."""
 
-    draft: Draft
+    editor: GraphEditor
     reader: fx.Node
     name: str
     kept: dict[Any, str]
     meta: dict[str, Any] = field(default_factory=dict)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node = self.draft.call(self.reader, None, target, *args, **kwargs)
+        node = self.editor.insert(self.reader, None, target, *args, **kwargs)
         node.meta |= self.meta
         return node
 
@@ -64,13 +64,11 @@ class Drafting:
         held = self.kept.get(key)
         if held is None:
             full = f"{self.name}.{name}".lstrip(".")
-            node = self.draft.constant(full, tensor, self.reader, parameter=weight)
+            node = self.editor.add_constant(full, tensor, self.reader, parameter=weight)
             self.kept[key] = str(node.target)
             return node
-        with self.draft.graph.inserting_before(self.reader):
-            node = self.draft.graph.create_node("get_attr", held)
-        node.meta = {"val": self.draft.build.fake(self.draft.constants[held].tensor)}
-        return node
+        with self.editor.graph.inserting_before(self.reader):
+            return self.editor.read_constant(held)
 
     def read(self, node: fx.Node) -> fx.Node:
         return node
@@ -104,4 +102,4 @@ class Counting:
         return Cost(self.macs, rounds, self.elements, self.nodes)
 
 
-__all__ = ["Cost", "Counting", "Drafting", "Write"]
+__all__ = ["Cost", "Counting", "GraphWriter", "Write"]

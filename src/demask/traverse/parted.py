@@ -18,19 +18,19 @@ import torch
 from torch import Tensor, fx
 
 from demask.errors import BadInput
-from demask.graph.build import Builder, mode_of, same_shape
-from demask.graph.fold import drop_unread
-from demask.graph.program import Program, copied
+from demask.graph.editor import GraphEditor
+from demask.graph.program import Program
 from demask.ops import TABLE, Case, Entry, Relation, schema, traits
 from demask.ops.entry import Shape as S
 from demask.ops.own import Own
+from demask.ops.schema import same_shape
 from demask.registry import CUSTOM_OPS
 from demask.shrink.reading import relations_of
 from demask.traverse.axes import Axes, axes_of
 from demask.traverse.reductions import moments_of
 
 aten = torch.ops.aten
-_Rule = Callable[[Builder, fx.Node, Mapping[str, Any]], "fx.Node | None"]
+_Rule = Callable[[GraphEditor, fx.Node, Mapping[str, Any]], "fx.Node | None"]
 
 
 @torch.library.custom_op("demask::moments", mutates_args=())
@@ -101,9 +101,9 @@ def parted(program: Program, nodes: Collection[str] | None = None) -> Program:
     that no rule rewrites, raise BadInput. Its table: TABLE_PARTED.
     """
     chosen = global_calls(program) if nodes is None else sorted(nodes)
-    build = _picked(program)
+    editor = _picked(program)
     known = {node.name: node for node in program.graph.nodes}
-    left = {node.name: node for node in build.graph.nodes}
+    left = {node.name: node for node in editor.graph.nodes}
     for name in chosen:
         if name not in known:
             raise BadInput(f"expected names of calls in the graph, got {name!r}, which it lacks")
@@ -111,11 +111,10 @@ def parted(program: Program, nodes: Collection[str] | None = None) -> Program:
         if target not in _RULES and target not in _PICKED:
             raise BadInput(f"{name} ({target}) has no statistics to take apart")
         if target in _RULES:
-            _replace(build, left[name])
-    for node in build.graph.find_nodes(op="call_function", target=aten.expand.default):
+            _replace(editor, left[name])
+    for node in editor.graph.find_nodes(op="call_function", target=aten.expand.default):
         _unexpand(node)
-    drop_unread(build.graph)
-    return program.with_graph(build.graph)
+    return editor.finish()
 
 
 def global_calls(program: Program, inputs: Mapping[str, Axes] | None = None) -> tuple[str, ...]:
@@ -123,13 +122,13 @@ def global_calls(program: Program, inputs: Mapping[str, Axes] | None = None) -> 
 
     inputs: the axes of placeholders by name; None: of images (n c h w) and sequences (n c l).
     """
-    build = _picked(program)
-    trained = [node for node in build.graph.nodes if _is_trained(node)]
+    editor = _picked(program)
+    trained = [node for node in editor.graph.nodes if _is_trained(node)]
     names = [node.name for node in trained]
     for node in trained:  # the table has no line for them, so that their axes would end there
-        _replace(build, node)
-    relations = relations_of(build.graph, TABLE_PARTED)
-    axes = axes_of(build.graph, relations, _given(build.graph, inputs))
+        _replace(editor, node)
+    relations = relations_of(editor.graph, TABLE_PARTED)
+    axes = axes_of(editor.graph, relations, _given(editor.graph, inputs))
     for node, relation in relations.items():
         if node.target in _RULES and isinstance(relation, Relation) and _needs(relation, axes):
             names.append(node.name)
@@ -141,25 +140,22 @@ def folded_scale(program: Program) -> Program:
 
     Such a convolution runs twice, for the moments and scaled, and its result is kept by nobody.
     """
-    graph, _ = copied(program)
-    build = Builder(graph, mode_of(graph))
-    for node in graph.find_nodes(op="call_function", target=aten.addcmul.default):
+    editor = GraphEditor(program)
+    for node in editor.calls(aten.addcmul.default):
         shift, conv, scale = node.args
         if not _is_point(conv, node) or tuple(scale.meta["val"].shape[2:]) != (1, 1):
             continue
         found = schema.arguments(conv)
-        with graph.inserting_before(node):
-            flat, bias = (build.call(aten.reshape.default, v, [-1]) for v in (scale, shift))
+        with editor.graph.inserting_before(node):
+            flat, bias = (editor.call(aten.reshape.default, v, [-1]) for v in (scale, shift))
             if found["bias"] is not None:
-                bias = build.call(aten.addcmul.default, bias, found["bias"], flat)
-            column = build.call(aten.reshape.default, scale, [-1, 1, 1, 1])
-            weight = build.call(aten.mul.Tensor, found["weight"], column)
+                bias = editor.call(aten.addcmul.default, bias, found["bias"], flat)
+            column = editor.call(aten.reshape.default, scale, [-1, 1, 1, 1])
+            weight = editor.call(aten.mul.Tensor, found["weight"], column)
             args, _ = schema.call(conv.target, {**found, "weight": weight, "bias": bias})
-            made = build.call(conv.target, *args)
-        made.meta = {**node.meta, **made.meta}
-        node.replace_all_uses_with(made)
-        graph.erase_node(node)
-    return program.with_graph(graph)
+            made = editor.call(conv.target, *args)
+        editor.replace(node, made, inherit=True)
+    return editor.finish()
 
 
 def _is_point(conv: Any, norm: fx.Node) -> bool:
@@ -171,14 +167,12 @@ def _is_point(conv: Any, norm: fx.Node) -> bool:
     return point and readers == {norm.target, torch.ops.demask.moments.default}
 
 
-def _picked(program: Program) -> Builder:
+def _picked(program: Program) -> GraphEditor:
     """A copy of the graph whose calls with several outputs are calls with one, where known."""
-    graph, _ = copied(program)
-    build = Builder(graph, mode_of(graph))
-    for node in list(graph.nodes):
-        if node.target in _PICKED:
-            _pick(build, node)
-    return build
+    editor = GraphEditor(program)
+    for node in editor.calls(*_PICKED):
+        _pick(editor, node)
+    return editor
 
 
 def _given(graph: fx.Graph, inputs: Mapping[str, Axes] | None) -> dict[fx.Node, Axes]:
@@ -203,13 +197,11 @@ def _needs(relation: Relation, axes: Mapping[fx.Node, Axes]) -> bool:
     return any(set(relation.ins[0][axis]) & relation.complete for axis in cut)
 
 
-def _replace(build: Builder, node: fx.Node) -> None:
-    with build.graph.inserting_before(node):
-        made = _RULES[node.target](build, node, schema.arguments(node))
+def _replace(editor: GraphEditor, node: fx.Node) -> None:
+    with editor.graph.inserting_before(node):
+        made = _RULES[node.target](editor, node, schema.arguments(node))
     if made is not None:
-        made.meta = {**node.meta, **made.meta}
-        node.replace_all_uses_with(made)
-        build.graph.erase_node(node)
+        editor.replace(node, made, inherit=True)
 
 
 def _unexpand(node: fx.Node) -> None:
@@ -220,88 +212,88 @@ def _unexpand(node: fx.Node) -> None:
             user.replace_input_with(node, node.args[0])  # type: ignore[arg-type]
 
 
-def _moments_of(build: Builder, x: fx.Node, dims: list[int]) -> tuple[fx.Node, fx.Node]:
+def _moments_of(editor: GraphEditor, x: fx.Node, dims: list[int]) -> tuple[fx.Node, fx.Node]:
     """The nodes of mean and variance, in float64, their axes one long."""
-    both = build.call(torch.ops.demask.moments.default, x, dims)
-    return build.call(aten.select.int, both, 0, 0), build.call(aten.select.int, both, 0, 1)
+    both = editor.call(torch.ops.demask.moments.default, x, dims)
+    return editor.call(aten.select.int, both, 0, 0), editor.call(aten.select.int, both, 0, 1)
 
 
-def _deviation(build: Builder, variance: fx.Node, eps: float) -> fx.Node:
+def _deviation(editor: GraphEditor, variance: fx.Node, eps: float) -> fx.Node:
     """1 / sqrt(variance + eps)"""
-    return build.call(aten.rsqrt.default, build.call(aten.add.Scalar, variance, eps))
+    return editor.call(aten.rsqrt.default, editor.call(aten.add.Scalar, variance, eps))
 
 
 def _applied(
-    build: Builder, node: fx.Node, x: fx.Node, scale: fx.Node, shift: fx.Node | None
+    editor: GraphEditor, node: fx.Node, x: fx.Node, scale: fx.Node, shift: fx.Node | None
 ) -> fx.Node:
     """x * scale + shift, in single precision at least, as torch's norms do."""
     dtype = node.meta["val"].dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    scale = _cast(build, scale, wide)
+    scale = _cast(editor, scale, wide)
     if shift is None:
-        made = build.call(aten.mul.Tensor, x, scale)
+        made = editor.call(aten.mul.Tensor, x, scale)
     else:
-        made = build.call(aten.addcmul.default, _cast(build, shift, wide), x, scale)
-    return _cast(build, made, dtype)
+        made = editor.call(aten.addcmul.default, _cast(editor, shift, wide), x, scale)
+    return _cast(editor, made, dtype)
 
 
-def _cast(build: Builder, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+def _cast(editor: GraphEditor, node: fx.Node, dtype: torch.dtype) -> fx.Node:
     same = node.meta["val"].dtype == dtype
-    return node if same else build.call(aten.to.dtype, node, dtype)
+    return node if same else editor.call(aten.to.dtype, node, dtype)
 
 
 def _channels(
-    build: Builder, node: fx.Node, found: Mapping[str, Any], groups: int, dims: list[int]
+    editor: GraphEditor, node: fx.Node, found: Mapping[str, Any], groups: int, dims: list[int]
 ) -> fx.Node:
     """The norm over groups of channels: moments per channel, merged in each group."""
     x = found["input"]
     shape = x.meta["val"].shape
     batch, inside = 1 if 0 in dims else shape[0], shape[1] // groups
-    mean, variance = _moments_of(build, x, dims)
+    mean, variance = _moments_of(editor, x, dims)
     apart = [batch, groups, inside]
-    mean, variance = (build.call(aten.reshape.default, v, apart) for v in (mean, variance))
+    mean, variance = (editor.call(aten.reshape.default, v, apart) for v in (mean, variance))
     if inside > 1:
-        mean, variance = _merged(build, mean, variance)
-    scale = _deviation(build, variance, found["eps"])
-    weight, bias = (_by_group(build, found[name], apart) for name in ("weight", "bias"))
+        mean, variance = _merged(editor, mean, variance)
+    scale = _deviation(editor, variance, found["eps"])
+    weight, bias = (_by_group(editor, found[name], apart) for name in ("weight", "bias"))
     if weight is not None:
-        scale = build.call(aten.mul.Tensor, weight, scale)
-    shift = build.call(aten.neg.default, build.call(aten.mul.Tensor, mean, scale))
+        scale = editor.call(aten.mul.Tensor, weight, scale)
+    shift = editor.call(aten.neg.default, editor.call(aten.mul.Tensor, mean, scale))
     if bias is not None:
-        shift = build.call(aten.add.Tensor, bias, shift)
-    pair = [_per_channel(build, v, apart, x.meta["val"].ndim) for v in (scale, shift)]
-    return _applied(build, node, x, *pair)
+        shift = editor.call(aten.add.Tensor, bias, shift)
+    pair = [_per_channel(editor, v, apart, x.meta["val"].ndim) for v in (scale, shift)]
+    return _applied(editor, node, x, *pair)
 
 
-def _merged(build: Builder, mean: fx.Node, variance: fx.Node) -> tuple[fx.Node, fx.Node]:
+def _merged(editor: GraphEditor, mean: fx.Node, variance: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Over channels of as many positions each: the mean of means, and of variances and squared
     distances from it."""
-    middle = build.call(aten.mean.dim, mean, [2], True)
-    apart = build.call(aten.square.default, build.call(aten.sub.Tensor, mean, middle))
-    spread = build.call(aten.add.Tensor, variance, apart)
-    return middle, build.call(aten.mean.dim, spread, [2], True)
+    middle = editor.call(aten.mean.dim, mean, [2], True)
+    apart = editor.call(aten.square.default, editor.call(aten.sub.Tensor, mean, middle))
+    spread = editor.call(aten.add.Tensor, variance, apart)
+    return middle, editor.call(aten.mean.dim, spread, [2], True)
 
 
-def _by_group(build: Builder, given: fx.Node | None, apart: list[int]) -> fx.Node | None:
-    return None if given is None else build.call(aten.reshape.default, given, [1, *apart[1:]])
+def _by_group(editor: GraphEditor, given: fx.Node | None, apart: list[int]) -> fx.Node | None:
+    return None if given is None else editor.call(aten.reshape.default, given, [1, *apart[1:]])
 
 
-def _per_channel(build: Builder, value: fx.Node, apart: list[int], rank: int) -> fx.Node:
-    wide = value if apart[2] == 1 else build.call(aten.expand.default, value, apart)
+def _per_channel(editor: GraphEditor, value: fx.Node, apart: list[int], rank: int) -> fx.Node:
+    wide = value if apart[2] == 1 else editor.call(aten.expand.default, value, apart)
     sizes = [apart[0], apart[1] * apart[2], *[1] * (rank - 2)]
-    return build.call(aten.reshape.default, wide, sizes)
+    return editor.call(aten.reshape.default, wide, sizes)
 
 
-def _group_norm(build: Builder, node: fx.Node, found: Mapping[str, Any]) -> fx.Node | None:
+def _group_norm(editor: GraphEditor, node: fx.Node, found: Mapping[str, Any]) -> fx.Node | None:
     space = list(range(2, node.meta["val"].ndim))
-    return _channels(build, node, found, found["num_groups"], space) if space else None
+    return _channels(editor, node, found, found["num_groups"], space) if space else None
 
 
-def _instance_norm(build: Builder, node: fx.Node, found: Mapping[str, Any]) -> fx.Node | None:
+def _instance_norm(editor: GraphEditor, node: fx.Node, found: Mapping[str, Any]) -> fx.Node | None:
     if not found["use_input_stats"]:
         return None
     value = node.meta["val"]
-    return _channels(build, node, found, value.shape[1], list(range(2, value.ndim)))
+    return _channels(editor, node, found, value.shape[1], list(range(2, value.ndim)))
 
 
 def _is_trained(node: fx.Node) -> bool:
@@ -309,77 +301,77 @@ def _is_trained(node: fx.Node) -> bool:
     return node.target is aten.batch_norm.default and schema.arguments(node)["training"]
 
 
-def _batch_norm(build: Builder, node: fx.Node, found: Mapping[str, Any]) -> fx.Node | None:
+def _batch_norm(editor: GraphEditor, node: fx.Node, found: Mapping[str, Any]) -> fx.Node | None:
     value = node.meta["val"]
     dims = [0, *range(2, value.ndim)]
-    return _channels(build, node, found, value.shape[1], dims)
+    return _channels(editor, node, found, value.shape[1], dims)
 
 
-def _layer_norm(build: Builder, node: fx.Node, found: Mapping[str, Any]) -> fx.Node:
+def _layer_norm(editor: GraphEditor, node: fx.Node, found: Mapping[str, Any]) -> fx.Node:
     x, rank = found["input"], node.meta["val"].ndim
     dims = list(range(rank - len(found["normalized_shape"]), rank))
-    mean, variance = _moments_of(build, x, dims)
-    scale = _deviation(build, variance, found["eps"])
-    shift = build.call(aten.neg.default, build.call(aten.mul.Tensor, mean, scale))
-    return _weighted(build, node, x, (scale, shift), (found["weight"], found["bias"]))
+    mean, variance = _moments_of(editor, x, dims)
+    scale = _deviation(editor, variance, found["eps"])
+    shift = editor.call(aten.neg.default, editor.call(aten.mul.Tensor, mean, scale))
+    return _weighted(editor, node, x, (scale, shift), (found["weight"], found["bias"]))
 
 
-def _rms_norm(build: Builder, node: fx.Node, found: Mapping[str, Any]) -> fx.Node:
+def _rms_norm(editor: GraphEditor, node: fx.Node, found: Mapping[str, Any]) -> fx.Node:
     """The mean of squares is the variance and the squared mean together."""
     x, rank = found["input"], node.meta["val"].ndim
     dims = list(range(rank - len(found["normalized_shape"]), rank))
-    mean, variance = _moments_of(build, x, dims)
-    power = build.call(aten.add.Tensor, variance, build.call(aten.square.default, mean))
+    mean, variance = _moments_of(editor, x, dims)
+    power = editor.call(aten.add.Tensor, variance, editor.call(aten.square.default, mean))
     eps = found["eps"]
     single = torch.float64 if x.meta["val"].dtype == torch.float64 else torch.float32
-    scale = _deviation(build, power, torch.finfo(single).eps if eps is None else eps)
-    return _weighted(build, node, x, (scale, None), (found["weight"], None))
+    scale = _deviation(editor, power, torch.finfo(single).eps if eps is None else eps)
+    return _weighted(editor, node, x, (scale, None), (found["weight"], None))
 
 
 def _weighted(
-    build: Builder,
+    editor: GraphEditor,
     node: fx.Node,
     x: fx.Node,
     norm: tuple[fx.Node, fx.Node | None],
     affine: tuple[fx.Node | None, fx.Node | None],
 ) -> fx.Node:
     """The norm applied, then a weight and a bias per position."""
-    made, (weight, bias) = _applied(build, node, x, *norm), affine
+    made, (weight, bias) = _applied(editor, node, x, *norm), affine
     if weight is not None and bias is not None:
-        made = build.call(aten.addcmul.default, bias, made, weight)
+        made = editor.call(aten.addcmul.default, bias, made, weight)
     elif weight is not None:
-        made = build.call(aten.mul.Tensor, made, weight)
+        made = editor.call(aten.mul.Tensor, made, weight)
     elif bias is not None:
-        made = build.call(aten.add.Tensor, made, bias)
-    return _cast(build, made, node.meta["val"].dtype)
+        made = editor.call(aten.add.Tensor, made, bias)
+    return _cast(editor, made, node.meta["val"].dtype)
 
 
 def _shifted(
-    build: Builder, node: fx.Node, found: Mapping[str, Any]
+    editor: GraphEditor, node: fx.Node, found: Mapping[str, Any]
 ) -> tuple[fx.Node, fx.Node, fx.Node]:
     """x - max(x), its exponentials, and their sum; half precision in single, as torch does."""
     x, dtype = found["self"], node.meta["val"].dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    x = _cast(build, x, wide)
+    x = _cast(editor, x, wide)
     dim = found["dim"]
-    apart = build.call(aten.sub.Tensor, x, build.call(aten.amax.default, x, [dim], True))
-    raised = build.call(aten.exp.default, apart)
-    return apart, raised, build.call(aten.sum.dim_IntList, raised, [dim], True)
+    apart = editor.call(aten.sub.Tensor, x, editor.call(aten.amax.default, x, [dim], True))
+    raised = editor.call(aten.exp.default, apart)
+    return apart, raised, editor.call(aten.sum.dim_IntList, raised, [dim], True)
 
 
-def _softmax(build: Builder, node: fx.Node, found: Mapping[str, Any]) -> fx.Node:
-    _, raised, total = _shifted(build, node, found)
-    made = build.call(aten.div.Tensor, raised, total)
-    return _cast(build, made, node.meta["val"].dtype)
+def _softmax(editor: GraphEditor, node: fx.Node, found: Mapping[str, Any]) -> fx.Node:
+    _, raised, total = _shifted(editor, node, found)
+    made = editor.call(aten.div.Tensor, raised, total)
+    return _cast(editor, made, node.meta["val"].dtype)
 
 
-def _log_softmax(build: Builder, node: fx.Node, found: Mapping[str, Any]) -> fx.Node:
-    apart, _, total = _shifted(build, node, found)
-    made = build.call(aten.sub.Tensor, apart, build.call(aten.log.default, total))
-    return _cast(build, made, node.meta["val"].dtype)
+def _log_softmax(editor: GraphEditor, node: fx.Node, found: Mapping[str, Any]) -> fx.Node:
+    apart, _, total = _shifted(editor, node, found)
+    made = editor.call(aten.sub.Tensor, apart, editor.call(aten.log.default, total))
+    return _cast(editor, made, node.meta["val"].dtype)
 
 
-def _adaptive(build: Builder, node: fx.Node, found: Mapping[str, Any]) -> fx.Node | None:
+def _adaptive(editor: GraphEditor, node: fx.Node, found: Mapping[str, Any]) -> fx.Node | None:
     """An adaptive average of all positions along an axis is their mean; along others it stays."""
     x, sizes = found["self"], list(found["output_size"])
     rank = x.meta["val"].ndim
@@ -387,14 +379,14 @@ def _adaptive(build: Builder, node: fx.Node, found: Mapping[str, Any]) -> fx.Nod
     dims = [k for k, size in zip(space, sizes, strict=True) if size == 1 < x.meta["val"].shape[k]]
     if not dims:
         return None
-    mean = build.call(aten.mean.dim, x, dims, True)
+    mean = editor.call(aten.mean.dim, x, dims, True)
     shape = mean.meta["val"].shape
     if all(shape[k] == size for k, size in zip(space, sizes, strict=True)):
         return mean
-    return build.call(node.target, mean, sizes)
+    return editor.call(node.target, mean, sizes)
 
 
-def _whole_pool(build: Builder, node: fx.Node, found: Mapping[str, Any]) -> fx.Node | None:
+def _whole_pool(editor: GraphEditor, node: fx.Node, found: Mapping[str, Any]) -> fx.Node | None:
     """A pool whose one window is the whole image."""
     x = found["self"]
     size, kernel, padding = x.meta["val"].shape, found["kernel_size"], found["padding"]
@@ -406,66 +398,64 @@ def _whole_pool(build: Builder, node: fx.Node, found: Mapping[str, Any]) -> fx.N
     if found.get("divisor_override") is not None or any(d != 1 for d in found.get("dilation", ())):
         return None
     reduce = aten.mean.dim if "avg" in str(node.target) else aten.amax.default
-    return build.call(reduce, x, space, True)
+    return editor.call(reduce, x, space, True)
 
 
-def _pick(build: Builder, node: fx.Node) -> None:
+def _pick(editor: GraphEditor, node: fx.Node) -> None:
     """Put a call of one output in the place of each output of a call, where one is known."""
     for user in list(node.users):
         if user.target is not operator.getitem:
             continue
-        with build.graph.inserting_before(user):
-            made = _PICKED[node.target](build, node, int(user.args[1]))  # type: ignore[arg-type]
+        with editor.graph.inserting_before(user):
+            made = _PICKED[node.target](editor, node, int(user.args[1]))  # type: ignore[arg-type]
         if made is not None:
-            made.meta = {**user.meta, **made.meta}
-            user.replace_all_uses_with(made)
-            build.graph.erase_node(user)
+            editor.replace(user, made, inherit=True)
 
 
-def _split(build: Builder, node: fx.Node, k: int) -> fx.Node | None:
+def _split(editor: GraphEditor, node: fx.Node, k: int) -> fx.Node | None:
     found, values = schema.arguments(node), schema.outputs(node)
     x, dim = found["self"], found["dim"] % values[0].ndim
     sizes = [value.shape[dim] for value in values]
     if not all(isinstance(size, int) for size in sizes):
         return None
     start = sum(sizes[:k])
-    return build.call(aten.slice.Tensor, x, dim, start, start + sizes[k])
+    return editor.call(aten.slice.Tensor, x, dim, start, start + sizes[k])
 
 
-def _unbind(build: Builder, node: fx.Node, k: int) -> fx.Node:
+def _unbind(editor: GraphEditor, node: fx.Node, k: int) -> fx.Node:
     found = schema.arguments(node)
-    return build.call(aten.select.int, found["self"], found["dim"], k)
+    return editor.call(aten.select.int, found["self"], found["dim"], k)
 
 
-def _spread_and_mean(build: Builder, node: fx.Node, k: int) -> fx.Node:
+def _spread_and_mean(editor: GraphEditor, node: fx.Node, k: int) -> fx.Node:
     found = schema.arguments(node)
     x, keep = found["self"], found.get("keepdim", False)
     dims = found.get("dim") or list(range(x.meta["val"].ndim))
     if k:
-        return build.call(aten.mean.dim, x, dims, keep)
+        return editor.call(aten.mean.dim, x, dims, keep)
     less = found["correction"] if "correction" in found else float(found["unbiased"])
-    return build.call(aten.var.correction, x, dims, correction=less, keepdim=keep)
+    return editor.call(aten.var.correction, x, dims, correction=less, keepdim=keep)
 
 
-def _extreme(build: Builder, node: fx.Node, k: int) -> fx.Node:
+def _extreme(editor: GraphEditor, node: fx.Node, k: int) -> fx.Node:
     """Values and places of the largest or smallest along an axis."""
     found, largest = schema.arguments(node), node.target is aten.max.dim
     x, dim, keep = found["self"], found["dim"], found["keepdim"]
     if k == 0:
-        return build.call(aten.amax.default if largest else aten.amin.default, x, [dim], keep)
-    return build.call(aten.argmax.default if largest else aten.argmin.default, x, dim, keep)
+        return editor.call(aten.amax.default if largest else aten.amin.default, x, [dim], keep)
+    return editor.call(aten.argmax.default if largest else aten.argmin.default, x, dim, keep)
 
 
-def _adaptive_max(build: Builder, node: fx.Node, k: int) -> fx.Node | None:
+def _adaptive_max(editor: GraphEditor, node: fx.Node, k: int) -> fx.Node | None:
     found = schema.arguments(node)
     x, sizes = found["self"], list(found["output_size"])
     if k or any(size != 1 for size in sizes):
         return None
     rank = x.meta["val"].ndim
-    return build.call(aten.amax.default, x, list(range(rank - len(sizes), rank)), True)
+    return editor.call(aten.amax.default, x, list(range(rank - len(sizes), rank)), True)
 
 
-_PICKED: dict[Any, Callable[[Builder, fx.Node, int], fx.Node | None]] = {
+_PICKED: dict[Any, Callable[[GraphEditor, fx.Node, int], fx.Node | None]] = {
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split,
     aten.chunk.default: _split,

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.ops import schema
-from demask.tune.draft import Draft
 
 aten = torch.ops.aten
 SIXTH = 1e-6  # relative error of 1/6 in float32, at most
@@ -26,12 +26,12 @@ SIXTH = 1e-6  # relative error of 1/6 in float32, at most
 
 def named(program: Program) -> Program:
     """The program with these activations as one call each."""
-    draft = Draft(program)
-    for node in draft.calls(aten.mul.Tensor, aten.div.Tensor, aten.clamp.default):
+    editor = GraphEditor(program)
+    for node in editor.calls(aten.mul.Tensor, aten.div.Tensor, aten.clamp.default):
         match = _silu(node) or _hardswish(node) or _hardsigmoid(node)
         if match is not None and match[1].meta["val"].dtype == node.meta["val"].dtype:
-            draft.put(node, draft.call(node, node, *match))
-    return draft.done()
+            editor.replace(node, editor.insert(node, node, *match))
+    return editor.finish()
 
 
 Match = tuple[Any, fx.Node] | None  # an op, and what it is called on

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, fx
 
 from demask.compat.onednn import available, ops
+from demask.graph.queries import Example
 from demask.machine.cost import Costs, Question
 from demask.ops import schema
-from demask.tune.draft import Example
 from demask.tune.epilogues import Epilogue, convolution, plain_call
 from demask.tune.layout import FORMATS
 from demask.tune.pair import GROUPS

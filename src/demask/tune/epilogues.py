@@ -16,11 +16,11 @@ from torch import Tensor, fx
 
 from demask.compat.dispatch import base_name
 from demask.compat.onednn import ops
+from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.ops import schema
 from demask.ops.activations import by_onednn, by_op
 from demask.ops.traits import CONV_OF_AXES
-from demask.tune.draft import Draft
 
 aten = torch.ops.aten
 
@@ -103,14 +103,14 @@ def _same_shape(made: Tensor, other: Tensor) -> None:
 def plain(program: Program) -> Program:
     """The program with every fused call as the ATen calls it stands for, weights as they are: it
     runs in any dtype on any device, and exports."""
-    draft = Draft(program)
-    for node in draft.calls():
+    editor = GraphEditor(program)
+    for node in editor.calls():
         if is_pack(node):
-            draft.put(node, node.args[0])  # type: ignore[arg-type]
+            editor.replace(node, node.args[0])
         elif is_fused(node):
-            call = partial(draft.call, node, node)
-            draft.put(node, _plain(schema.arguments(node), call, lambda made, other: None))
-    return draft.done()
+            call = partial(editor.insert, node, node)
+            editor.replace(node, _plain(schema.arguments(node), call, lambda made, other: None))
+    return editor.finish()
 
 
 def _plain(

@@ -19,11 +19,12 @@ from torch.fx.node import map_arg
 from demask.compat.dispatch import schema_of
 from demask.compat.fx_internals import codegen_of
 from demask.graph.codegen import TRACED, Codegen
+from demask.graph.editor import reshape_views
 from demask.graph.program import Program
+from demask.graph.queries import COPY, input_dependent
 from demask.graph.result import Demasked, attach, changed
 from demask.machine.arena import Block, View, extent, planned
 from demask.ops import schema
-from demask.tune.draft import COPY, by_values, reshaped
 from demask.tune.epilogues import is_fused, is_pack, packed, plain, run_plain
 from demask.tune.memory import InArena, InPlace, decided, kept_bodies
 from demask.tune.plans import Plan, Plans
@@ -85,7 +86,7 @@ class Optimized(Demasked):
     @classmethod
     def of(cls, root: nn.Module, graph: fx.Graph, specs: Any, provenance: Any) -> Self:
         """The module of a graph whose call and result have the given pytrees."""
-        reshaped(graph)
+        reshape_views(graph)
         module = super().of(root, graph, specs, provenance)
         count_writes(module)
         return module
@@ -164,7 +165,7 @@ def _kinds(module: nn.Module) -> set[Any]:
 def fast_graph(graph: fx.Graph) -> fx.Graph:
     """The graph that is run: it asks for the plan of its inputs' sizes, and reads from that what no
     input reaches."""
-    live, calls = by_values(graph), decided(graph)
+    live, calls = input_dependent(graph), decided(graph)
     quick, new = fx.Graph(), {}
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     for node in inputs:
@@ -218,7 +219,7 @@ def arena_nodes(calls: dict[fx.Node, InPlace | InArena]) -> list[fx.Node]:
 def made(module: Optimized, inputs: Sequence[Any]) -> Plan:
     """The plan for inputs of these sizes: the graph is run once, to see what it makes."""
     graph = module.graph
-    live, calls = by_values(graph), decided(graph)
+    live, calls = input_dependent(graph), decided(graph)
     kept, memory = kept_nodes(graph, live), arena_nodes(calls)
     with torch.inference_mode(False), torch.no_grad():  # later calls may be outside of it
         sources = sources_of(module, (str(n.target) for n in graph.find_nodes(op="get_attr")))
@@ -251,7 +252,7 @@ def _run(
     """
     given, found = iter(inputs), {}
     graph: fx.Graph = module.graph  # type: ignore[assignment]
-    live = by_values(graph)
+    live = input_dependent(graph)
     values: dict[fx.Node, Any] = {}
     left = {node: len(node.users) for node in graph.nodes}
     for node in graph.nodes:

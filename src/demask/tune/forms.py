@@ -14,14 +14,15 @@ from functools import partial
 import torch
 from torch import fx
 
+from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.graph.provenance import Decision
+from demask.graph.queries import Example, input_dependent
 from demask.ops import schema
 from demask.ops.traits import CONV_OF_AXES
 from demask.tune.activations import named
 from demask.tune.affine import absorbed, contraction
 from demask.tune.asking import FUSED, PLAIN, Asker, Layer
-from demask.tune.draft import Draft, Example, by_values
 from demask.tune.epilogues import Epilogue
 from demask.tune.fuse import chain, fused
 from demask.tune.joins import Sum, summed
@@ -80,11 +81,11 @@ def _chosen(asker: Asker, choice: dict[tuple[int, ...], bool], node: fx.Node) ->
 
 def by_size(program: Program, asker: Asker) -> dict[tuple[int, ...], dict[bool, float]]:
     """Seconds of the convolutions that make images of one size, with channels last and without."""
-    draft = Draft(program)
-    live = by_values(draft.graph)
+    editor = GraphEditor(program)
+    live = input_dependent(editor.graph)
     found: dict[tuple[int, ...], dict[bool, float]] = defaultdict(lambda: {True: 0.0, False: 0.0})
-    for node in draft.calls(*IMAGES):
-        if node in live and contraction(draft, node) is not None and convolves(node):
+    for node in editor.calls(*IMAGES):
+        if node in live and contraction(editor, node) is not None and convolves(node):
             after = chain(node, live)
             for last in (True, False):
                 _, taken = asker.layer(
@@ -122,7 +123,7 @@ class Maker:
             again = laid_out(program, self.last)
             yield Form(f"{form.name}, in one arena", again, form.decisions)
 
-    def join(self, draft: Draft, found: Sum, branch: fx.Node, join: fx.Node) -> str | None:
+    def join(self, editor: GraphEditor, found: Sum, branch: fx.Node, join: fx.Node) -> str | None:
         """How a layer should write at its places of a join: its rows there, or a 1 x 1 convolution
         behind it; None to leave scatter-adds and pads as they are."""
         layer, last = self.asker.of(branch), self.last(branch)
@@ -151,9 +152,9 @@ class Maker:
                     layer.dtype, layer.device)  # fmt: skip
         return self.asker.layer(one, last, after, other=True)[1]
 
-    def worth(self, draft: Draft, plan: Widening, pad: fx.Node | None) -> bool:
+    def worth(self, editor: GraphEditor, plan: Widening, pad: fx.Node | None) -> bool:
         """Do wider layers take less than they do now, the pad that goes included?"""
-        live = by_values(draft.graph)
+        live = input_dependent(editor.graph)
         before = after = 0.0
         for node in {**plan.rows, **plan.columns}:
             layer, found = self.asker.of(node), chain(node, live)
@@ -185,7 +186,7 @@ class Maker:
         self.decisions.append(Decision(_named(node), best, seconds))
         return best != PLAIN
 
-    def pair(self, draft: Draft, node: fx.Node) -> int:
+    def pair(self, editor: GraphEditor, node: fx.Node) -> int:
         """How many neighbouring pixels a narrow convolution should compute at once."""
         layer, after, other = fused_layer(node, self.asker.example)
         seconds = {f: self.asker.seconds(layer, f, True, after, other)

@@ -17,12 +17,13 @@ import torch
 from torch import fx
 
 from demask.compat.onednn import available, ops
+from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
+from demask.graph.queries import COPY, input_dependent, only_reader
 from demask.ops import schema
 from demask.ops.schema import same_size
 from demask.ops.traits import CONVOLUTIONS
 from demask.tune.affine import contraction
-from demask.tune.draft import COPY, Draft, by_values, only_reader
 from demask.tune.epilogues import Epilogue, convolution, epilogue
 
 aten = torch.ops.aten
@@ -32,10 +33,10 @@ Wanted = Callable[[fx.Node, Epilogue, bool], bool]
 
 def fused(program: Program, wanted: Wanted) -> Program:
     """The program with its layers and their epilogues as single calls, where `wanted` says so."""
-    draft = Draft(program)
-    live = by_values(draft.graph)
-    for node in draft.calls(*CONVOLUTIONS, aten.linear.default):
-        weight = contraction(draft, node)
+    editor = GraphEditor(program)
+    live = input_dependent(editor.graph)
+    for node in editor.calls(*CONVOLUTIONS, aten.linear.default):
+        weight = contraction(editor, node)
         value = node.meta["val"]
         if weight is None or node not in live or not available(weight.dtype, weight.device):
             continue
@@ -44,8 +45,8 @@ def fused(program: Program, wanted: Wanted) -> Program:
         convolves = node.target is not aten.linear.default
         if convolves and value.ndim != weight.ndim:
             continue  # an image without a batch
-        _fuse(draft, node, live, wanted, convolves)
-    return draft.done()
+        _fuse(editor, node, live, wanted, convolves)
+    return editor.finish()
 
 
 def _numbers(node: fx.Node) -> list[Any]:
@@ -80,14 +81,16 @@ def chain(node: fx.Node, live: set[fx.Node]) -> Chain:
     return Chain(reader, act, other)
 
 
-def _fuse(draft: Draft, node: fx.Node, live: set[fx.Node], wanted: Wanted, convolves: bool) -> None:
+def _fuse(
+    editor: GraphEditor, node: fx.Node, live: set[fx.Node], wanted: Wanted, convolves: bool
+) -> None:
     found = chain(node, live)
     if not wanted(node, found.after, found.other is not None):
         return
     make = _convolution if convolves else _linear
-    made = make(draft, node, found.last, found.after, found.other)
+    made = make(editor, node, found.last, found.after, found.other)
     live.update((found.last, made))
-    draft.put(found.last, made)
+    editor.replace(found.last, made)
 
 
 def _addend(node: fx.Node, reader: fx.Node, live: set[fx.Node], convolves: bool) -> fx.Node | None:
@@ -110,7 +113,7 @@ def _addend(node: fx.Node, reader: fx.Node, live: set[fx.Node], convolves: bool)
 
 
 def _convolution(
-    draft: Draft, node: fx.Node, last: fx.Node, after: Epilogue, other: fx.Node | None
+    editor: GraphEditor, node: fx.Node, last: fx.Node, after: Epilogue, other: fx.Node | None
 ) -> fx.Node:
     found = schema.arguments(node)
     count = node.meta["val"].ndim - 2
@@ -118,20 +121,20 @@ def _convolution(
         _spread(found[key], count) for key in ("padding", "stride", "dilation")
     )
     sizes = [size if isinstance(size, int) else
-             draft.call(last, None, aten.sym_size.int, found["input"], axis)
+             editor.insert(last, None, aten.sym_size.int, found["input"], axis)
              for axis, size in enumerate(found["input"].meta["val"].shape)]  # fmt: skip
     geometry = (padding, stride, dilation, found["groups"])
     weight = found["weight"]
     if count == 2:
         pack = ops()._reorder_convolution_weight.default
-        weight = draft.call(last, weight, pack, weight, *geometry, sizes)
+        weight = editor.insert(last, weight, pack, weight, *geometry, sizes)
     if other is not None and not same_size(other.meta["val"].shape[0], last.meta["val"].shape[0]):
         # One map for all images: oneDNN would broadcast it slowly, and adds over a copy in place.
         spread = [sizes[0]] + [-1] * (count + 1)
-        other = draft.call(last, last, aten.expand.default, other, spread)
-        other = draft.call(last, last, COPY, other)
+        other = editor.insert(last, last, aten.expand.default, other, spread)
+        other = editor.insert(last, last, COPY, other)
     target, args = convolution(found["input"], weight, found["bias"], *geometry, after, other)
-    return draft.call(last, last, target, *args)
+    return editor.insert(last, last, target, *args)
 
 
 def _spread(value: Any, count: int) -> list[int]:
@@ -139,12 +142,14 @@ def _spread(value: Any, count: int) -> list[int]:
 
 
 def _linear(
-    draft: Draft, node: fx.Node, last: fx.Node, after: Epilogue, other: fx.Node | None
+    editor: GraphEditor, node: fx.Node, last: fx.Node, after: Epilogue, other: fx.Node | None
 ) -> fx.Node:
     found = schema.arguments(node)
     x, weight, bias = found["input"], found["weight"], found["bias"]
-    packed = draft.call(last, weight, ops()._reorder_linear_weight.default, weight, None)
+    packed = editor.insert(last, weight, ops()._reorder_linear_weight.default, weight, None)
     if other is not None:
-        return draft.call(last, last, ops()._linear_pointwise.binary, x, other, packed, bias, "add")
+        return editor.insert(
+            last, last, ops()._linear_pointwise.binary, x, other, packed, bias, "add"
+        )
     arguments = (after.name, list(after.scalars), after.algorithm)
-    return draft.call(last, last, ops()._linear_pointwise.default, x, packed, bias, *arguments)
+    return editor.insert(last, last, ops()._linear_pointwise.default, x, packed, bias, *arguments)

@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from demask.graph.build import same_shape
+from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
+from demask.graph.queries import channels_of, input_dependent, only_reader, per_channel
 from demask.ops import schema
+from demask.ops.schema import same_shape
 from demask.ops.traits import JOIN_TREES, JOINS, OUTPUT_AXIS
 from demask.tune.affine import channel_axis, contraction, rewritten
-from demask.tune.draft import Draft, by_values, channels_of, only_reader, per_channel
 
 aten = torch.ops.aten
 FORMS = ("grow", "place")  # a branch's rows at their places; or a 1 x 1 convolution puts them there
@@ -53,20 +54,20 @@ class Sum:
         )  # fmt: skip
 
 
-Chooser = Callable[[Draft, Sum, fx.Node, fx.Node], str | None]
+Chooser = Callable[[GraphEditor, Sum, fx.Node, fx.Node], str | None]
 
 
 def summed(program: Program, choose: Chooser) -> Program:
-    """The program with its joins as sums, where `choose(draft, sum, branch, join)` names a form of
+    """The program with its joins as sums, where `choose(editor, sum, branch, join)` names a form of
     FORMS for a branch (None: the join stays as it is)."""
-    draft = Draft(program)
-    live = by_values(draft.graph)
-    for node in reversed(draft.calls(*JOINS)):
+    editor = GraphEditor(program)
+    live = input_dependent(editor.graph)
+    for node in reversed(editor.calls(*JOINS)):
         if node.users and node in live and not _inside(node):
-            found = _read(draft, node, live)
+            found = _read(editor, node, live)
             if found is not None and _overlaps(found):
-                _emit(draft, found, node, live, choose)
-    return draft.done()
+                _emit(editor, found, node, live, choose)
+    return editor.finish()
 
 
 def _inside(node: fx.Node) -> bool:
@@ -81,12 +82,12 @@ def _overlaps(found: Sum) -> bool:
     return bool((torch.as_tensor(count) > 1).any()) and len(found.terms) > 1
 
 
-def _read(draft: Draft, root: fx.Node, live: set[fx.Node]) -> Sum | None:
+def _read(editor: GraphEditor, root: fx.Node, live: set[fx.Node]) -> Sum | None:
     found = schema.arguments(root)
     axis = found["dim"] % root.meta["val"].ndim
     if channels_of(root, axis) is None or axis not in (1, root.meta["val"].ndim - 1):
         return None
-    made = _tree(draft, root, axis, root, live)
+    made = _tree(editor, root, axis, root, live)
     return Sum(axis, made.constant, _merged(made.terms), made.inner)
 
 
@@ -103,10 +104,10 @@ def _merged(terms: list[tuple[fx.Node, Tensor]]) -> list[tuple[fx.Node, Tensor]]
     return found
 
 
-def _tree(draft: Draft, node: fx.Node, axis: int, root: fx.Node, live: set[fx.Node]) -> Sum:
+def _tree(editor: GraphEditor, node: fx.Node, axis: int, root: fx.Node, live: set[fx.Node]) -> Sum:
     """A node as a sum; one that others read too, or that is no such call, is a term."""
     if node is root or (only_reader(node) is not None and node.target in JOIN_TREES):
-        made = _call(draft, node, axis, root, live)
+        made = _call(editor, node, axis, root, live)
         if made is not None:
             made.inner.append(node)
             return made
@@ -115,15 +116,17 @@ def _tree(draft: Draft, node: fx.Node, axis: int, root: fx.Node, live: set[fx.No
     return Sum(axis, torch.zeros(count, dtype=torch.float64), [(node, torch.arange(count))])
 
 
-def _call(draft: Draft, node: fx.Node, axis: int, root: fx.Node, live: set[fx.Node]) -> Sum | None:
+def _call(
+    editor: GraphEditor, node: fx.Node, axis: int, root: fx.Node, live: set[fx.Node]
+) -> Sum | None:
     found = schema.arguments(node)
     rank = node.meta["val"].ndim
 
     def inner(x: Any) -> Sum:
-        return _tree(draft, x, axis, root, live)
+        return _tree(editor, x, axis, root, live)
 
     if node.target is aten.add.Tensor:
-        return _added(draft, node, axis, live, inner)
+        return _added(editor, node, axis, live, inner)
     if node.target is aten.cat.default:
         parts: Any = found["tensors"]
         if found["dim"] % rank != axis or any(channels_of(p, axis) is None for p in parts):
@@ -141,7 +144,7 @@ def _call(draft: Draft, node: fx.Node, axis: int, root: fx.Node, live: set[fx.No
         if not all(n is None or isinstance(n, int) for n in (span.start, span.stop, span.step)):
             return None
         return inner(source).taken(torch.arange(channels_of(source, axis) or 0)[span])
-    index = draft.tensor(found["index"])
+    index = editor.tensor(found["index"])
     if index is None or index.ndim != 1:
         return None
     if node.target is aten.index_select.default:
@@ -150,13 +153,13 @@ def _call(draft: Draft, node: fx.Node, axis: int, root: fx.Node, live: set[fx.No
 
 
 def _added(
-    draft: Draft, node: fx.Node, axis: int, live: set[fx.Node], inner: Callable[[Any], Sum]
+    editor: GraphEditor, node: fx.Node, axis: int, live: set[fx.Node], inner: Callable[[Any], Sum]
 ) -> Sum | None:
     x, other, *rest = node.args
     if rest or node.kwargs or not (isinstance(x, fx.Node) and isinstance(other, fx.Node)):
         return None
     shape = node.meta["val"].shape
-    value = draft.tensor(other)
+    value = editor.tensor(other)
     count = channels_of(node, axis)
     whole = [isinstance(side.meta["val"], Tensor) and same_shape(side.meta["val"], node.meta["val"])
              for side in (x, other)]  # fmt: skip
@@ -215,95 +218,102 @@ def _scattered(
     return Sum(axis, base.constant + at.constant, base.terms + at.terms, base.inner + at.inner)
 
 
-def _emit(draft: Draft, found: Sum, root: fx.Node, live: set[fx.Node], choose: Chooser) -> None:
+def _emit(
+    editor: GraphEditor, found: Sum, root: fx.Node, live: set[fx.Node], choose: Chooser
+) -> None:
     """The sum in place of the root: what layers cannot take first, then each layer added."""
-    owned = [node in live and _owned(draft, node, found) for node, _ in found.terms]
+    owned = [node in live and _owned(editor, node, found) for node, _ in found.terms]
     branches = [term for term, mine in zip(found.terms, owned, strict=True) if mine]
     others = [term for term, mine in zip(found.terms, owned, strict=True) if not mine]
-    forms = [choose(draft, found, node, root) for node, _ in branches]
+    forms = [choose(editor, found, node, root) for node, _ in branches]
     if not branches or None in forms:
         return
-    terms = [_placed(draft, node, where, found.axis, root, forms[0])
+    terms = [_placed(editor, node, where, found.axis, root, forms[0])
              for node, where in others if node in live]  # fmt: skip
     constant: Tensor | None = found.constant
     for (node, where), form in zip(branches, forms, strict=True):
-        terms.append(_branch(draft, node, where, constant, form, root))
+        terms.append(_branch(editor, node, where, constant, form, root))
         constant = None
     fixed = [(node, where) for node, where in others if node not in live]
     if fixed:
-        terms.insert(1, _offsets(draft, fixed, found.axis, root))
+        terms.insert(1, _offsets(editor, fixed, found.axis, root))
     made = terms[0]
     for term in terms[1:]:
-        made = draft.call(root, root, aten.add.Tensor, made, term)
-    draft.put(root, made)
+        made = editor.insert(root, root, aten.add.Tensor, made, term)
+    editor.replace(root, made)
 
 
-def _owned(draft: Draft, node: fx.Node, found: Sum) -> bool:
+def _owned(editor: GraphEditor, node: fx.Node, found: Sum) -> bool:
     """Is a term a layer that nothing but the tree reads? Not one in groups, whose rows are bound to
     their columns."""
-    if contraction(draft, node) is None or schema.arguments(node).get("groups", 1) != 1:
+    if contraction(editor, node) is None or schema.arguments(node).get("groups", 1) != 1:
         return False
     once = sum(n is node for n, _ in found.terms) == 1
     return once and set(node.users) <= set(found.inner) and channel_axis(node) == found.axis
 
 
 def _placed(
-    draft: Draft, node: fx.Node, where: Tensor, axis: int, root: fx.Node, form: str | None = None
+    editor: GraphEditor,
+    node: fx.Node,
+    where: Tensor,
+    axis: int,
+    root: fx.Node,
+    form: str | None = None,
 ) -> fx.Node:
     """A term at its channels, zeros at the others."""
     count = channels_of(node, axis) or 0
     if form == "place" and axis == 1 and not torch.equal(where[:count], torch.arange(count)):
-        return _through(draft, node, where, None, root)
+        return _through(editor, node, where, None, root)
     if torch.equal(where, torch.arange(count)):
         return node
     rank, more = node.meta["val"].ndim, len(where) - count
     after = [0, 0] * (rank - 1 - axis)
     if more > 0 and torch.equal(where[:count], torch.arange(count)) and (where[count:] < 0).all():
-        return draft.call(root, None, aten.constant_pad_nd.default, node, [*after, 0, more], 0.0)
+        return editor.insert(root, None, aten.constant_pad_nd.default, node, [*after, 0, more], 0.0)
     if bool((where < 0).any()):
-        node = draft.call(root, None, aten.constant_pad_nd.default, node, [*after, 0, 1], 0.0)
+        node = editor.insert(root, None, aten.constant_pad_nd.default, node, [*after, 0, 1], 0.0)
         where = torch.where(where < 0, torch.full_like(where, count), where)
-    read = draft.constant(f"{node.name}_index", where.int(), root)
-    return draft.call(root, None, aten.index_select.default, node, axis, read)
+    read = editor.add_constant(f"{node.name}_index", where.int(), root)
+    return editor.insert(root, None, aten.index_select.default, node, axis, read)
 
 
 def _offsets(
-    draft: Draft, terms: list[tuple[fx.Node, Tensor]], axis: int, root: fx.Node
+    editor: GraphEditor, terms: list[tuple[fx.Node, Tensor]], axis: int, root: fx.Node
 ) -> fx.Node:
     """Terms that no input reaches, summed once per size."""
-    made = [_placed(draft, node, where, axis, root) for node, where in terms]
+    made = [_placed(editor, node, where, axis, root) for node, where in terms]
     total = made[0]
     for term in made[1:]:
-        total = draft.call(root, None, aten.add.Tensor, total, term)
+        total = editor.insert(root, None, aten.add.Tensor, total, term)
     return total
 
 
 def _branch(
-    draft: Draft, node: fx.Node, where: Tensor, constant: Tensor | None, form: str | None,
+    editor: GraphEditor, node: fx.Node, where: Tensor, constant: Tensor | None, form: str | None,
     root: fx.Node,
 ) -> fx.Node:  # fmt: skip
     """A layer that writes at its places of the join, with the join's constant in its bias."""
     found = schema.arguments(node)
-    weight, axis = draft.tensor(found["weight"]), OUTPUT_AXIS[node.target]
+    weight, axis = editor.tensor(found["weight"]), OUTPUT_AXIS[node.target]
     assert weight is not None
-    bias = None if found["bias"] is None else draft.tensor(found["bias"])
+    bias = None if found["bias"] is None else editor.tensor(found["bias"])
     there, at = where >= 0, where.clamp_min(0)
     add = constant if constant is not None and bool((constant != 0).any()) else None
     if form == "place":
-        return _through(draft, node, where, add, root)
+        return _through(editor, node, where, add, root)
     shape = [1] * weight.ndim
     shape[axis] = -1
     grown = torch.where(there.reshape(shape), weight.index_select(axis, at), weight.new_zeros(()))
     if bias is not None:
         bias = torch.where(there, bias[at].double(), torch.zeros((), dtype=torch.float64))
     offset = bias if add is None else add if bias is None else bias + add
-    made = rewritten(draft, node, grown, offset, root)
+    made = rewritten(editor, node, grown, offset, root)
     made.meta = dict(root.meta)
     return made
 
 
 def _through(
-    draft: Draft, node: fx.Node, where: Tensor, constant: Tensor | None, root: fx.Node
+    editor: GraphEditor, node: fx.Node, where: Tensor, constant: Tensor | None, root: fx.Node
 ) -> fx.Node:
     """A 1 x 1 convolution that puts channels at their places; with a stride, where rows and columns
     are skipped."""
@@ -313,12 +323,12 @@ def _through(
     kernel = torch.zeros(len(where), count, *[1] * (value.ndim - 2), dtype=value.dtype)
     there = (where >= 0).nonzero().flatten()
     kernel[there, where[there]] = 1
-    read = draft.constant(f"{node.name}_places", kernel, root)
+    read = editor.add_constant(f"{node.name}_places", kernel, root)
     bias = None
     if constant is not None:
-        bias = draft.constant(f"{node.name}_shift", constant.to(value.dtype), root)
+        bias = editor.add_constant(f"{node.name}_shift", constant.to(value.dtype), root)
     target = {3: aten.conv1d.default, 4: aten.conv2d.default, 5: aten.conv3d.default}[value.ndim]
-    return draft.call(root, root, target, node, read, bias, stride)
+    return editor.insert(root, root, target, node, read, bias, stride)
 
 
 def _unskipped(node: fx.Node) -> tuple[fx.Node, list[int]]:

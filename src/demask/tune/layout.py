@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, fx
 
 from demask.compat.onednn import ops
+from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
+from demask.graph.queries import COPY, input_dependent, is_pointwise
 from demask.ops import traits
-from demask.tune.draft import COPY, Draft, by_values, is_pointwise
 from demask.tune.memory import fresh
 
 aten = torch.ops.aten
@@ -50,9 +51,9 @@ def laid_out(program: Program, wants: Wants) -> Program:
 
     Views that other strides would refuse have become reshapes (`affine.absorbed`).
     """
-    draft = Draft(program)
-    layout = _Layout(draft)
-    for node in draft.calls():
+    editor = GraphEditor(program)
+    layout = _Layout(editor)
+    for node in editor.calls():
         if node not in layout.live or not is_image(node):
             continue
         if convolves(node):
@@ -60,15 +61,15 @@ def laid_out(program: Program, wants: Wants) -> Program:
         elif layout.continues(node):
             layout.settle(node, True)
     layout.restore()
-    return draft.done()
+    return editor.finish()
 
 
 class _Layout:
     """Which values have their channels last, while a graph is walked."""
 
-    def __init__(self, draft: Draft):
-        self.draft = draft
-        self.live = by_values(draft.graph)
+    def __init__(self, editor: GraphEditor):
+        self.editor = editor
+        self.live = input_dependent(editor.graph)
         self.last: set[fx.Node] = set()
         self.made: dict[tuple[fx.Node, bool], fx.Node] = {}
 
@@ -101,7 +102,7 @@ class _Layout:
         """A value in the other layout."""
         if (source, last) not in self.made:
             kwargs = {"memory_format": FORMATS[_rank(source)]} if last else {}
-            made = self.draft.call(reader, source, aten.contiguous.default, source, **kwargs)
+            made = self.editor.insert(reader, source, aten.contiguous.default, source, **kwargs)
             self.made[source, last] = made
             if last:
                 self.last.add(made)
@@ -112,7 +113,7 @@ class _Layout:
         for source in list(self.last):
             for user in [u for u in source.users if _returns_view(u)]:
                 user.replace_input_with(source, self.converted(source, False, user))
-        output = next(iter(reversed(self.draft.graph.nodes)))
+        output = next(iter(reversed(self.editor.graph.nodes)))
         usual = [n for n in output.all_input_nodes if is_image(n) and n in self.live
                  and n.op == "call_function" and n.meta["val"].is_contiguous()]  # fmt: skip
         for source in usual if self.last else ():

@@ -23,10 +23,10 @@ from demask.compat.dispatch import (
     schema_of,
 )
 from demask.compat.onednn import ops
+from demask.graph.queries import COPY, input_dependent
 from demask.graph.rows import Value
 from demask.ops import TABLE
 from demask.ops.entry import op_name
-from demask.tune.draft import COPY, by_values
 
 aten = torch.ops.aten
 # Views in which several elements lie at one place.
@@ -95,7 +95,7 @@ class _Bodies:
 
 def kept_bodies(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """Those of some values that share memory with what is kept between calls."""
-    live = by_values(graph)
+    live = input_dependent(graph)
     bodies = _Bodies(graph, live)
     return [n for n in nodes if any(m not in live for m in bodies.members(n))]
 
@@ -118,7 +118,7 @@ def decided(graph: fx.Graph) -> dict[fx.Node, InPlace | InArena]:
     """What is written over an operand, and what into the arena; all else is left to torch."""
     if any(node.target is aten.as_strided.default for node in graph.nodes):
         return {}  # it speaks of memory as the calls before it left it
-    live = by_values(graph)
+    live = input_dependent(graph)
     bodies = _Bodies(graph, live)
     found: dict[fx.Node, InPlace | InArena] = {}
     for node in graph.nodes:

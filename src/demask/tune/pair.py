@@ -18,31 +18,31 @@ import torch
 from torch import fx
 
 from demask.compat.onednn import ops
+from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.ops import schema
-from demask.tune.draft import Draft
 
 aten = torch.ops.aten
 GROUPS = (2, 4)  # pixels
 # How many neighbours a fused convolution should compute at once (1: as it is).
-Width = Callable[[Draft, fx.Node], int]
+Width = Callable[[GraphEditor, fx.Node], int]
 
 
 def paired(program: Program, width: Width) -> Program:
     """The program (fused, channels last) with narrow convolutions over groups of pixels, where
     `width` says so."""
-    draft = Draft(program)
+    editor = GraphEditor(program)
     pointwise = ops()._convolution_pointwise
-    for node in draft.calls(pointwise.default, pointwise.binary):
-        if applies(draft, node) and (count := width(draft, node)) > 1:
-            _pair(draft, node, count)
-    return draft.done()
+    for node in editor.calls(pointwise.default, pointwise.binary):
+        if applies(editor, node) and (count := width(editor, node)) > 1:
+            _pair(editor, node, count)
+    return editor.finish()
 
 
-def applies(draft: Draft, node: fx.Node) -> bool:
+def applies(editor: GraphEditor, node: fx.Node) -> bool:
     """Could a fused convolution be computed for groups of pixels?"""
     found = schema.arguments(node)
-    weight, shape = packed_from(draft, found["W"]), node.meta["val"].shape
+    weight, shape = packed_from(editor, found["W"]), node.meta["val"].shape
     if weight is None or len(shape) != 4 or found["groups"] != 1 or shape[1] > 16:
         return False
     if found["stride"][1] != 1 or found["dilation"][1] != 1 or not isinstance(shape[3], int):
@@ -52,48 +52,50 @@ def applies(draft: Draft, node: fx.Node) -> bool:
     return shape[3] % GROUPS[0] == 0 and isinstance(shape[2], int) and known
 
 
-def packed_from(draft: Draft, node: Any) -> torch.Tensor | None:
+def packed_from(editor: GraphEditor, node: Any) -> torch.Tensor | None:
     """The constant weight that a call packs."""
     if isinstance(node, fx.Node) and node.target is ops()._reorder_convolution_weight.default:
-        return draft.tensor(node.args[0])
+        return editor.tensor(node.args[0])
     return None
 
 
-def _pair(draft: Draft, node: fx.Node, count: int) -> None:
+def _pair(editor: GraphEditor, node: fx.Node, count: int) -> None:
     found = schema.arguments(node)
     pack, columns = found["W"], count - 1
-    shifted = [draft.call(node, None, aten.constant_pad_nd.default, pack.args[0],
+    shifted = [editor.insert(node, None, aten.constant_pad_nd.default, pack.args[0],
                           [left, columns - left]) for left in range(count)]  # fmt: skip
-    kernel = draft.call(node, None, aten.cat.default, shifted, 0)
+    kernel = editor.insert(node, None, aten.cat.default, shifted, 0)
     stride = [found["stride"][0], count]
     _, padding, _, dilation, groups, sizes = pack.args
-    weight = draft.call(node, kernel, pack.target, kernel, padding, stride, dilation, groups, sizes)
+    weight = editor.insert(
+        node, kernel, pack.target, kernel, padding, stride, dilation, groups, sizes
+    )
     bias = found["B"]
     if bias is not None:
-        bias = draft.call(node, None, aten.cat.default, [bias] * count)
+        bias = editor.insert(node, None, aten.cat.default, [bias] * count)
     changed = {"W": weight, "B": bias, "stride": stride}
     if found.get("other") is not None:
-        changed["other"] = _grouped(draft, node, found["other"], count)
+        changed["other"] = _grouped(editor, node, found["other"], count)
     args, kwargs = schema.call(node.target, found | changed)
-    with draft.graph.inserting_before(node):
-        made = draft.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+    with editor.graph.inserting_before(node):
+        made = editor.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
     n, c, h, w = node.meta["val"].shape
-    with draft.build.mode:
-        made.meta["val"] = node.meta["val"].new_empty((n, c * count, h, w // count))
-    draft.put(node, _apart(draft, node, made, count))
+    shape = (n, c * count, h, w // count)
+    made.meta["val"] = editor.values.dense(shape, node.meta["val"])
+    editor.replace(node, _apart(editor, node, made, count))
 
 
-def _grouped(draft: Draft, reader: fx.Node, x: fx.Node, count: int) -> fx.Node:
+def _grouped(editor: GraphEditor, reader: fx.Node, x: fx.Node, count: int) -> fx.Node:
     """(n, c, h, w) as (n, c * count, h, w / count): the same memory with channels last."""
     _, c, h, w = x.meta["val"].shape
-    rows = draft.call(reader, None, aten.permute.default, x, [0, 2, 3, 1])
-    joined = draft.call(reader, None, aten.reshape.default, rows, [-1, h, w // count, c * count])
-    return draft.call(reader, None, aten.permute.default, joined, [0, 3, 1, 2])
+    rows = editor.insert(reader, None, aten.permute.default, x, [0, 2, 3, 1])
+    joined = editor.insert(reader, None, aten.reshape.default, rows, [-1, h, w // count, c * count])
+    return editor.insert(reader, None, aten.permute.default, joined, [0, 3, 1, 2])
 
 
-def _apart(draft: Draft, reader: fx.Node, x: fx.Node, count: int) -> fx.Node:
+def _apart(editor: GraphEditor, reader: fx.Node, x: fx.Node, count: int) -> fx.Node:
     """The inverse of `_grouped`."""
     _, c, h, w = x.meta["val"].shape
-    rows = draft.call(reader, None, aten.permute.default, x, [0, 2, 3, 1])
-    spread = draft.call(reader, None, aten.reshape.default, rows, [-1, h, w * count, c // count])
-    return draft.call(reader, reader, aten.permute.default, spread, [0, 3, 1, 2])
+    rows = editor.insert(reader, None, aten.permute.default, x, [0, 2, 3, 1])
+    spread = editor.insert(reader, None, aten.reshape.default, rows, [-1, h, w * count, c // count])
+    return editor.insert(reader, reader, aten.permute.default, spread, [0, 3, 1, 2])

@@ -10,27 +10,28 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
+from demask.graph.queries import POINTWISE, only_reader
 from demask.ops import TABLE, op_name, schema
 from demask.ops.traits import CONVOLUTIONS
 from demask.tune.affine import contraction
-from demask.tune.draft import POINTWISE, Draft, only_reader
 
 aten = torch.ops.aten
 
 
 def flattened(program: Program) -> Program:
     """The program with such convolutions as linear layers."""
-    draft = Draft(program)
+    editor = GraphEditor(program)
     rows: dict[fx.Node, fx.Node] = {}  # of images of one pixel: their channels alone
-    for node in draft.calls(*CONVOLUTIONS):
-        if _has_one_pixel(draft, node):
-            _flatten(draft, node, rows)
-    return draft.done() if rows else program
+    for node in editor.calls(*CONVOLUTIONS):
+        if _has_one_pixel(editor, node):
+            _flatten(editor, node, rows)
+    return editor.finish() if rows else program
 
 
-def _has_one_pixel(draft: Draft, node: fx.Node) -> bool:
-    weight = contraction(draft, node)
+def _has_one_pixel(editor: GraphEditor, node: fx.Node) -> bool:
+    weight = contraction(editor, node)
     if weight is None:
         return False
     found = schema.arguments(node)
@@ -39,23 +40,23 @@ def _has_one_pixel(draft: Draft, node: fx.Node) -> bool:
     return plain and found["groups"] == 1 and not any(found["padding"])
 
 
-def _flatten(draft: Draft, node: fx.Node, rows: dict[fx.Node, fx.Node]) -> None:
+def _flatten(editor: GraphEditor, node: fx.Node, rows: dict[fx.Node, fx.Node]) -> None:
     found = schema.arguments(node)
     x, axes = found["input"], node.meta["val"].ndim - 2
-    weight = draft.tensor(found["weight"])
+    weight = editor.tensor(found["weight"])
     assert weight is not None
-    kernel = draft.swapped(found["weight"], weight.flatten(1), node)
-    row = rows.get(x) or draft.call(node, None, aten.flatten.using_ints, x, 1)
-    row = draft.call(node, None, aten.linear.default, row, kernel, found["bias"])
+    kernel = editor.replace_constant(found["weight"], weight.flatten(1), node)
+    row = rows.get(x) or editor.insert(node, None, aten.flatten.using_ints, x, 1)
+    row = editor.insert(node, None, aten.linear.default, row, kernel, found["bias"])
     while (reader := only_reader(node)) is not None and _is_pointwise(reader):
-        row = draft.call(reader, None, reader.target, row, *reader.args[1:], **reader.kwargs)
-        draft.put(node, row)
+        row = editor.insert(reader, None, reader.target, row, *reader.args[1:], **reader.kwargs)
+        editor.replace(node, row)
         node = reader
     image = row
     for _ in range(axes):
-        image = draft.call(node, None, aten.unsqueeze.default, image, -1)
+        image = editor.insert(node, None, aten.unsqueeze.default, image, -1)
     rows[image] = row
-    draft.put(node, image)
+    editor.replace(node, image)
 
 
 def _is_pointwise(node: fx.Node) -> bool:

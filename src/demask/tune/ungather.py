@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx
 
+from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
+from demask.graph.queries import channels_of, input_dependent, is_pointwise
 from demask.ops import schema
 from demask.ops.traits import OUTPUT_AXIS
 from demask.tune.affine import channel_axis, contraction
-from demask.tune.draft import Draft, by_values, channels_of, is_pointwise
 from demask.tune.widen import is_depthwise, is_pooling, is_rounding
 
 aten = torch.ops.aten
@@ -37,16 +38,16 @@ class _Region:
 
 def ungathered(program: Program) -> Program:
     """The program without gathers that cost more than what they save."""
-    draft = Draft(program)
-    for node in draft.calls(aten.index_select.default, aten.slice.Tensor):
-        live = by_values(draft.graph)
-        region = _region(draft, node) if node in live else None
-        if region is not None and _worth(draft, region):
-            _apply(draft, node, region)
-    return draft.done()
+    editor = GraphEditor(program)
+    for node in editor.calls(aten.index_select.default, aten.slice.Tensor):
+        live = input_dependent(editor.graph)
+        region = _region(editor, node) if node in live else None
+        if region is not None and _worth(editor, region):
+            _apply(editor, node, region)
+    return editor.finish()
 
 
-def _region(draft: Draft, gather: fx.Node) -> _Region | None:
+def _region(editor: GraphEditor, gather: fx.Node) -> _Region | None:
     found = schema.arguments(gather)
     source, axis = found["self"], found["dim"]
     value = gather.meta["val"]
@@ -54,16 +55,16 @@ def _region(draft: Draft, gather: fx.Node) -> _Region | None:
     count, made = channels_of(source, axis), channels_of(gather, axis)
     if count is None or made is None or (axis != 1 and axis != value.ndim - 1):
         return None
-    positions = _positions(draft, gather, count)
+    positions = _positions(editor, gather, count)
     if positions is None or len(positions) != made or len(set(positions.tolist())) != made:
         return None
     region, stack = _Region(count, positions), [gather]
     while stack:
         node = stack.pop()
         for user in node.users:
-            if _absorbs(draft, user, node, axis):
+            if _absorbs(editor, user, node, axis):
                 region.readers[user] = None
-            elif _passes(draft, user, axis):
+            elif _passes(editor, user, axis):
                 region.through[user] = None
                 stack.append(user)
             else:
@@ -71,69 +72,68 @@ def _region(draft: Draft, gather: fx.Node) -> _Region | None:
     return region
 
 
-def _positions(draft: Draft, gather: fx.Node, count: int) -> Tensor | None:
+def _positions(editor: GraphEditor, gather: fx.Node, count: int) -> Tensor | None:
     found = schema.arguments(gather)
     if gather.target is aten.index_select.default:
-        return draft.tensor(found["index"])
+        return editor.tensor(found["index"])
     ends = [found["start"], found["end"], found["step"]]
     if not all(n is None or isinstance(n, int) for n in ends):
         return None
     return torch.arange(count)[slice(*ends)]
 
 
-def _absorbs(draft: Draft, user: fx.Node, node: fx.Node, axis: int) -> bool:
-    weight = contraction(draft, user)
+def _absorbs(editor: GraphEditor, user: fx.Node, node: fx.Node, axis: int) -> bool:
+    weight = contraction(editor, user)
     if weight is None or schema.arguments(user)["input"] is not node:
         return False
     plain = schema.arguments(user).get("groups", 1) == 1
     return plain and channel_axis(user) == axis
 
 
-def _passes(draft: Draft, user: fx.Node, axis: int) -> bool:
-    if contraction(draft, user) is not None:
-        return axis == 1 and is_depthwise(draft, user)
+def _passes(editor: GraphEditor, user: fx.Node, axis: int) -> bool:
+    if contraction(editor, user) is not None:
+        return axis == 1 and is_depthwise(editor, user)
     one = len(user.all_input_nodes) == 1
-    if is_rounding(draft, user):
+    if is_rounding(editor, user):
         return True
     return one and (is_pointwise(user) or (axis == 1 and is_pooling(user)))
 
 
-def _worth(draft: Draft, region: _Region) -> bool:
+def _worth(editor: GraphEditor, region: _Region) -> bool:
     """Does a copy take longer than the products that it saves?"""
     more, made = region.count - len(region.positions), len(region.positions)
     products = 0
     for reader in region.readers:
-        weight = contraction(draft, reader)
+        weight = contraction(editor, reader)
         assert weight is not None
         products += more * weight.numel() // weight.shape[1 - OUTPUT_AXIS[reader.target]]
     return bool(region.readers) and products <= COPY * made
 
 
-def _apply(draft: Draft, gather: fx.Node, region: _Region) -> None:
-    depthwise = [node for node in region.through if contraction(draft, node) is not None]
+def _apply(editor: GraphEditor, gather: fx.Node, region: _Region) -> None:
+    depthwise = [node for node in region.through if contraction(editor, node) is not None]
     for node in depthwise:
-        _spread(draft, node, region, rows=True)
+        _spread(editor, node, region, rows=True)
         changed = schema.arguments(node) | {"groups": region.count}
         node.args, node.kwargs = schema.call(node.target, changed)
     for node in region.readers:
-        _spread(draft, node, region, rows=False)
+        _spread(editor, node, region, rows=False)
     axis = schema.arguments(gather)["dim"] % gather.meta["val"].ndim
     for node in region.through:
         shape = list(node.meta["val"].shape)
         shape[axis] = region.count
-        with draft.build.mode:
-            node.meta["val"] = node.meta["val"].new_empty(shape)
-    draft.put(gather, schema.arguments(gather)["self"])
+        node.meta["val"] = editor.values.dense(shape, node.meta["val"])
+    editor.replace(gather, schema.arguments(gather)["self"])
 
 
-def _spread(draft: Draft, node: fx.Node, region: _Region, *, rows: bool) -> None:
+def _spread(editor: GraphEditor, node: fx.Node, region: _Region, *, rows: bool) -> None:
     """Put a layer's rows (or columns) where they are without the gather; the others are zeros."""
     found = schema.arguments(node)
     for name in ("weight", "bias") if rows and found["bias"] is not None else ("weight",):
-        tensor = draft.tensor(found[name])
+        tensor = editor.tensor(found[name])
         assert tensor is not None
         axis = 0 if rows else 1 - OUTPUT_AXIS[node.target]
         shape = list(tensor.shape)
         shape[axis] = region.count
         wide = tensor.new_zeros(shape).index_copy(axis, region.positions, tensor)
-        node.replace_input_with(found[name], draft.swapped(found[name], wide, node))
+        node.replace_input_with(found[name], editor.replace_constant(found[name], wide, node))

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
+from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
+from demask.graph.queries import channels_of, input_dependent, is_pointwise
 from demask.ops import schema
 from demask.ops.traits import OUTPUT_AXIS, POOLS
 from demask.tune.affine import channel_axis, contraction
-from demask.tune.draft import Draft, by_values, channels_of, is_pointwise
 
 aten = torch.ops.aten
 QUANTIZE, DEQUANTIZE = torch.ops.demask.quantize.default, torch.ops.demask.dequantize.default
@@ -45,43 +46,43 @@ class Widening:
 
 
 # Is a widening worth it? pad: the call it makes unnecessary, None if it only rounds a width up.
-Worth = Callable[[Draft, Widening, fx.Node | None], bool]
+Worth = Callable[[GraphEditor, Widening, fx.Node | None], bool]
 
 
 def widened(program: Program, worth: Worth) -> Program:
     """The program without the pads that `worth` says cost more than wider values do."""
-    draft = Draft(program)
-    for pad in reversed(draft.calls(aten.constant_pad_nd.default)):
-        live = by_values(draft.graph)
+    editor = GraphEditor(program)
+    for pad in reversed(editor.calls(aten.constant_pad_nd.default)):
+        live = input_dependent(editor.graph)
         found = _pad(pad) if pad in live else None
         if found is None:
             continue
         source, axis, more = found
-        plan = closure(draft, source, axis, more, live)
-        if plan is not None and worth(draft, plan, pad):
-            apply(draft, plan)
-            draft.put(pad, source)
-    return draft.done()
+        plan = closure(editor, source, axis, more, live)
+        if plan is not None and worth(editor, plan, pad):
+            apply(editor, plan)
+            editor.replace(pad, source)
+    return editor.finish()
 
 
 def rounded(program: Program, wanted: Callable[[int], int], worth: Worth) -> Program:
     """The program with the widths of layers rounded up to what `wanted` says, where that is worth
     it."""
-    draft = Draft(program)
-    for node in draft.calls(*OUTPUT_AXIS):
-        live = by_values(draft.graph)
-        if node not in live or contraction(draft, node) is None:
+    editor = GraphEditor(program)
+    for node in editor.calls(*OUTPUT_AXIS):
+        live = input_dependent(editor.graph)
+        if node not in live or contraction(editor, node) is None:
             continue
         axis = channel_axis(node)
         count = channels_of(node, axis)
         more = 0 if count is None else wanted(count) - count
         if more > 0:
-            plan = closure(draft, node, axis, more, live)
+            plan = closure(editor, node, axis, more, live)
             # Who reads a slice would copy it: no kernel gains that back by its width.
             sliced = plan is not None and any(map(plan.others, plan.values))
-            if plan is not None and not sliced and worth(draft, plan, None):
-                apply(draft, plan)
-    return draft.done()
+            if plan is not None and not sliced and worth(editor, plan, None):
+                apply(editor, plan)
+    return editor.finish()
 
 
 def _pad(node: fx.Node) -> tuple[fx.Node, int, int] | None:
@@ -102,7 +103,7 @@ def _pad(node: fx.Node) -> tuple[fx.Node, int, int] | None:
 
 
 def closure(
-    draft: Draft, start: fx.Node, axis: int, more: int, live: set[fx.Node]
+    editor: GraphEditor, start: fx.Node, axis: int, more: int, live: set[fx.Node]
 ) -> Widening | None:
     """All that must become wider for `start` to be; None where something cannot."""
     plan, stack = Widening(axis, more), [start]
@@ -113,28 +114,28 @@ def closure(
         if node not in live and node.op != "placeholder":
             plan.fixed[node] = None
             continue
-        sources = _makers(draft, node, axis)
+        sources = _makers(editor, node, axis)
         if sources is None:
             return None
         plan.values[node] = None
-        if contraction(draft, node) is not None:
+        if contraction(editor, node) is not None:
             plan.rows[node] = None
         stack += sources
-        stack += [user for user in node.users if _follows(draft, user, node)]
+        stack += [user for user in node.users if _follows(editor, user, node)]
         for user in node.users:
-            if _reads(draft, user, node, axis):
+            if _reads(editor, user, node, axis):
                 plan.columns[user] = None
     return plan
 
 
-def _makers(draft: Draft, node: fx.Node, axis: int) -> list[fx.Node] | None:
+def _makers(editor: GraphEditor, node: fx.Node, axis: int) -> list[fx.Node] | None:
     """The operands that must be wider for a value to be; None if it cannot be made wider."""
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, Tensor):
         return None
-    if contraction(draft, node) is not None:
+    if contraction(editor, node) is not None:
         found = schema.arguments(node)
-        if is_depthwise(draft, node):
+        if is_depthwise(editor, node):
             return [found["input"]] if axis == 1 else None
         return [] if channel_axis(node) == axis and found.get("groups", 1) == 1 else None
     if node.target is aten.constant_pad_nd.default:
@@ -142,7 +143,7 @@ def _makers(draft: Draft, node: fx.Node, axis: int) -> list[fx.Node] | None:
         return [] if found is not None and found[1] == axis else None
     if is_pointwise(node) and len(node.all_input_nodes) == 1:
         return node.all_input_nodes if _keeps_zero(node) else None
-    if is_rounding(draft, node):
+    if is_rounding(editor, node):
         return [node.all_input_nodes[0]]
     if axis == 1 and is_pooling(node):
         return node.all_input_nodes
@@ -154,9 +155,9 @@ def _makers(draft: Draft, node: fx.Node, axis: int) -> list[fx.Node] | None:
     return None
 
 
-def is_depthwise(draft: Draft, node: fx.Node) -> bool:
+def is_depthwise(editor: GraphEditor, node: fx.Node) -> bool:
     """Does a convolution make each of its channels of one of its own?"""
-    weight, found = contraction(draft, node), schema.arguments(node)
+    weight, found = contraction(editor, node), schema.arguments(node)
     groups = found.get("groups", 1)
     return (
         weight is not None
@@ -175,13 +176,13 @@ def is_pooling(node: fx.Node) -> bool:
     return node.target in POOLS and node.meta["val"].ndim == POOLS[node.target] + 2
 
 
-def is_rounding(draft: Draft, node: fx.Node) -> bool:
+def is_rounding(editor: GraphEditor, node: fx.Node) -> bool:
     """Does a call quantize with one scale, or dequantize again? Zero becomes the zero point, and
     zero again."""
     source: Any = node.args[0] if node.target is DEQUANTIZE else node
     if not isinstance(source, fx.Node) or source.target is not QUANTIZE:
         return False
-    scale, points = draft.tensor(node.args[1]), [draft.tensor(n.args[2]) for n in (node, source)]
+    scale, points = editor.tensor(node.args[1]), [editor.tensor(n.args[2]) for n in (node, source)]
     if scale is None or any(t is not None and t.numel() != 1 for t in (scale, *points)):
         return False
     known = [
@@ -197,42 +198,41 @@ def _keeps_zero(node: fx.Node) -> bool:
     return bool((node.target(*args, **kwargs) == 0).all())  # type: ignore[operator]
 
 
-def _follows(draft: Draft, user: fx.Node, node: fx.Node) -> bool:
+def _follows(editor: GraphEditor, user: fx.Node, node: fx.Node) -> bool:
     """Is a reader made wider with what it reads? Sums, depthwise layers, activations and pools are;
     the others take a slice."""
     if user.target is aten.add.Tensor:
         return node in user.args
     if is_pointwise(user) and len(user.all_input_nodes) == 1:
         return _keeps_zero(user)
-    if is_rounding(draft, user):
+    if is_rounding(editor, user):
         return True
     if is_pooling(user):
         return True
-    return contraction(draft, user) is not None and is_depthwise(draft, user)
+    return contraction(editor, user) is not None and is_depthwise(editor, user)
 
 
-def _reads(draft: Draft, user: fx.Node, node: fx.Node, axis: int) -> bool:
+def _reads(editor: GraphEditor, user: fx.Node, node: fx.Node, axis: int) -> bool:
     """Does a layer contract the axis?"""
-    if contraction(draft, user) is None or schema.arguments(user)["input"] is not node:
+    if contraction(editor, user) is None or schema.arguments(user)["input"] is not node:
         return False
     return channel_axis(user) == axis and schema.arguments(user).get("groups", 1) == 1
 
 
-def apply(draft: Draft, plan: Widening) -> None:
+def apply(editor: GraphEditor, plan: Widening) -> None:
     """Make the values wider: weights get rows and columns of zeros, other readers a slice."""
-    depthwise = {node for node in plan.rows if is_depthwise(draft, node)}
+    depthwise = {node for node in plan.rows if is_depthwise(editor, node)}
     for node in plan.rows:
-        _grow(draft, node, plan.more, rows=True)
+        _grow(editor, node, plan.more, rows=True)
     for node in plan.columns:
-        _grow(draft, node, plan.more, rows=False)
+        _grow(editor, node, plan.more, rows=False)
     for node in plan.values:
         count = channels_of(node, plan.axis)
         assert count is not None
         others = plan.others(node)
         value, shape = node.meta["val"], list(node.meta["val"].shape)
         shape[plan.axis] = count + plan.more
-        with draft.build.mode:
-            node.meta["val"] = value.new_empty(shape)
+        node.meta["val"] = editor.values.dense(shape, value)
         if node in depthwise:
             args, kwargs = schema.call(
                 node.target, schema.arguments(node) | {"groups": count + plan.more}
@@ -242,36 +242,38 @@ def apply(draft: Draft, plan: Widening) -> None:
             pads = [n + plan.more if n else 0 for n in node.args[1]]  # type: ignore[union-attr]
             node.args = (node.args[0], pads, *node.args[2:])
         if others:
-            with draft.graph.inserting_after(node):
-                cut = draft.graph.call_function(aten.slice.Tensor, (node, plan.axis, 0, count))
+            with editor.graph.inserting_after(node):
+                cut = editor.graph.call_function(aten.slice.Tensor, (node, plan.axis, 0, count))
             cut.meta["val"] = value
             for user in others:
                 user.replace_input_with(node, cut)
     for node in plan.fixed:
-        _pad_fixed(draft, node, plan)
+        _pad_fixed(editor, node, plan)
 
 
-def _pad_fixed(draft: Draft, node: fx.Node, plan: Widening) -> None:
+def _pad_fixed(editor: GraphEditor, node: fx.Node, plan: Widening) -> None:
     users = [user for user in node.users if user in plan.values]
-    first = next(n for n in draft.graph.nodes if n in users)
+    first = next(n for n in editor.graph.nodes if n in users)
     after = [0, 0] * (node.meta["val"].ndim - 1 - plan.axis)
-    made = draft.call(first, None, aten.constant_pad_nd.default, node, [*after, 0, plan.more], 0.0)
+    made = editor.insert(
+        first, None, aten.constant_pad_nd.default, node, [*after, 0, plan.more], 0.0
+    )
     for user in users:
         user.replace_input_with(node, made)
 
 
-def _grow(draft: Draft, node: fx.Node, more: int, *, rows: bool) -> None:
+def _grow(editor: GraphEditor, node: fx.Node, more: int, *, rows: bool) -> None:
     """Append rows (output channels) or columns (input channels) of zeros to a layer's weight."""
     found = schema.arguments(node)
-    weight = draft.tensor(found["weight"])
+    weight = editor.tensor(found["weight"])
     assert weight is not None
     out = OUTPUT_AXIS[node.target]
     names = ["weight", "bias"] if rows and found["bias"] is not None else ["weight"]
     for name in names:
-        tensor = draft.tensor(found[name])
+        tensor = editor.tensor(found[name])
         assert tensor is not None
         axis = 0 if name == "bias" else out if rows else 1 - out
         shape = list(tensor.shape)
         shape[axis] = more
         grown = torch.cat([tensor, tensor.new_zeros(shape)], axis)
-        node.replace_input_with(found[name], draft.swapped(found[name], grown, node))
+        node.replace_input_with(found[name], editor.replace_constant(found[name], grown, node))

@@ -37,8 +37,8 @@ from demask.compat.tracing import decomposition_table, make_fx
 from demask.files.onnx.spell import spell, takes_sizes
 from demask.files.onnx.steps import kept_whole
 from demask.graph import modules
-from demask.graph.build import Builder, mode_of
-from demask.graph.fold import drop_unread
+from demask.graph.editor import GraphEditor, drop_unread
+from demask.graph.fake_values import mode_of
 from demask.graph.result import Demasked
 from demask.ops.traits import DECOMPOSED_WITH_NUMBERS, DROPOUTS
 
@@ -117,19 +117,18 @@ def _valued(graph: fx.Graph, slim: nn.Module) -> bool:
         return False
     if modules.spell(graph, slim):
         return False
-    build = Builder(graph, mode_of(graph))
+    editor = GraphEditor.in_place(graph)
     for node in list(graph.nodes):
         if node.target in DROPOUTS:
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
+            editor.replace(node, node.args[0])
             continue
         if node.op == "get_attr":
             tensor = _held(slim, str(node.target))
-            value = node.meta.setdefault("val", build.fake(tensor))
+            value = node.meta.setdefault("val", editor.values.like(tensor))
             if (value.dtype, value.shape) != (tensor.dtype, tensor.shape):
                 return False
         elif node.op == "call_function" and "val" not in node.meta:
-            build.value(node)
+            editor.set_value(node)
     return True
 
 

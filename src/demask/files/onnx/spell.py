@@ -11,45 +11,44 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from demask.graph.build import Builder, mode_of, same_size, sizes_of
+from demask.graph.editor import GraphEditor
 from demask.ops import schema
+from demask.ops.schema import same_size
 from demask.ops.traits import OF_TWO_TENSORS
 
 aten = torch.ops.aten
-Rule = Callable[[Builder, fx.Node], fx.Node]
+Rule = Callable[[GraphEditor, fx.Node], fx.Node]
 _SYMBOLIC = (torch.SymInt, torch.SymFloat)
 
 
-def _shifted(build: Builder, node: fx.Node, op: Any) -> fx.Node:
+def _shifted(editor: GraphEditor, node: fx.Node, op: Any) -> fx.Node:
     a, b = node.args
-    return build.call(op, a, build.call(operator.pow, 2, b))
+    return editor.call(op, a, editor.call(operator.pow, 2, b))
 
 
-def _root(build: Builder, node: fx.Node) -> fx.Node:
-    return build.call(operator.pow, node.args[0], 0.5)
+def _root(editor: GraphEditor, node: fx.Node) -> fx.Node:
+    return editor.call(operator.pow, node.args[0], 0.5)
 
 
 #: arithmetic on sizes that the exporter does not know
 _SIZES: Mapping[Any, Rule] = {
     torch.sym_sqrt: _root,
     getattr(torch, "_sym_sqrt", None): _root,
-    operator.lshift: lambda build, node: _shifted(build, node, operator.mul),
-    operator.rshift: lambda build, node: _shifted(build, node, operator.floordiv),
+    operator.lshift: lambda editor, node: _shifted(editor, node, operator.mul),
+    operator.rshift: lambda editor, node: _shifted(editor, node, operator.floordiv),
 }
 
 
 def spell(graph: fx.Graph) -> None:
     """Put calls that the exporter takes in the place of others."""
-    build = Builder(graph, mode_of(graph))
+    editor = GraphEditor.in_place(graph)
     for node in list(graph.nodes):
         rule = _rule(node)
         if rule is None:
             continue
         with graph.inserting_before(node):
-            made = rule(build, node)
-        made.meta = {**node.meta, **made.meta}
-        node.replace_all_uses_with(made)
-        graph.erase_node(node)
+            made = rule(editor, node)
+        editor.replace(node, made, inherit=True)
 
 
 def _rule(node: fx.Node) -> Rule | None:
@@ -65,33 +64,33 @@ def _rule(node: fx.Node) -> Rule | None:
     return _SIZES.get(node.target)
 
 
-def _attended(build: Builder, node: fx.Node) -> fx.Node:
+def _attended(editor: GraphEditor, node: fx.Node) -> fx.Node:
     """Attention over axes of size 1 in front."""
     tensors, rest = list(node.args[:3]), node.args[3:]
     more = 4 - node.meta["val"].ndim
     for _ in range(more):
-        tensors = [build.call(aten.unsqueeze.default, x, 0) for x in tensors]
-    made = build.call(node.target, *tensors, *rest, **node.kwargs)
+        tensors = [editor.call(aten.unsqueeze.default, x, 0) for x in tensors]
+    made = editor.call(node.target, *tensors, *rest, **node.kwargs)
     for _ in range(more):
-        made = build.call(aten.squeeze.dim, made, 0)
+        made = editor.call(aten.squeeze.dim, made, 0)
     return made
 
 
-def _attended_flat(build: Builder, node: fx.Node) -> fx.Node:
+def _attended_flat(editor: GraphEditor, node: fx.Node) -> fx.Node:
     """Attention over more axes, those in front as one."""
     given = schema.arguments(node)
     query, mask = given["query"], given["attn_mask"]
     last = query.meta["val"].ndim - 4
-    tensors = [build.call(aten.flatten.using_ints, given[name], 0, last)
+    tensors = [editor.call(aten.flatten.using_ints, given[name], 0, last)
                for name in ("query", "key", "value")]  # fmt: skip
     if mask is not None and mask.meta["val"].ndim > 3:
-        front, own = sizes_of(build, query)[:-2], sizes_of(build, mask)[-2:]
-        mask = build.call(aten.expand.default, mask, [*front, *own])
-        mask = build.call(aten.flatten.using_ints, mask, 0, last)
+        front, own = editor.sizes(query)[:-2], editor.sizes(mask)[-2:]
+        mask = editor.call(aten.expand.default, mask, [*front, *own])
+        mask = editor.call(aten.flatten.using_ints, mask, 0, last)
     more = {name: given[name] for name in ("is_causal", "scale", "enable_gqa")}
-    made = build.call(node.target, *tensors, mask, 0.0, **more)
-    front, size = sizes_of(build, query)[:-1], sizes_of(build, given["value"])[-1]
-    return build.call(aten.reshape.default, made, [*front, size])
+    made = editor.call(node.target, *tensors, mask, 0.0, **more)
+    front, size = editor.sizes(query)[:-1], editor.sizes(given["value"])[-1]
+    return editor.call(aten.reshape.default, made, [*front, size])
 
 
 def _has_one_front(node: fx.Node) -> bool:
@@ -100,29 +99,29 @@ def _has_one_front(node: fx.Node) -> bool:
     return all(len(other) == len(query) and all(map(same_size, query, other)) for other in others)
 
 
-def _as_tensor(build: Builder, node: fx.Node) -> fx.Node:
+def _as_tensor(editor: GraphEditor, node: fx.Node) -> fx.Node:
     """The call with its number as a tensor."""
     dtype = node.meta["val"].dtype
-    number = build.call(aten.scalar_tensor.default, node.args[1], dtype=dtype)
-    return build.call(OF_TWO_TENSORS[node.target], node.args[0], number)
+    number = editor.call(aten.scalar_tensor.default, node.args[1], dtype=dtype)
+    return editor.call(OF_TWO_TENSORS[node.target], node.args[0], number)
 
 
-def _rolled(build: Builder, node: fx.Node) -> fx.Node:
+def _rolled(editor: GraphEditor, node: fx.Node) -> fx.Node:
     """roll(x, s) == cat(x[n - s % n:], x[:n - s % n])"""
     x, shifts, *rest = node.args
     dims: Any = rest[0] if rest and rest[0] else None
-    made: Any = x if dims else build.call(aten.reshape.default, x, [-1])
+    made: Any = x if dims else editor.call(aten.reshape.default, x, [-1])
     for shift, dim in zip(shifts, dims or [0], strict=True):  # type: ignore[arg-type]
-        length = build.call(aten.sym_size.int, made, dim)
-        start = build.call(operator.sub, length, build.call(operator.mod, shift, length))
+        length = editor.call(aten.sym_size.int, made, dim)
+        start = editor.call(operator.sub, length, editor.call(operator.mod, shift, length))
         spans = ((start, length), (0, start))
-        made = build.call(
-            aten.cat.default, [build.call(aten.slice.Tensor, made, dim, *s) for s in spans], dim
+        made = editor.call(
+            aten.cat.default, [editor.call(aten.slice.Tensor, made, dim, *s) for s in spans], dim
         )
     if dims:
         return made
-    sizes = [build.call(aten.sym_size.int, x, k) for k in range(node.meta["val"].ndim)]
-    return build.call(aten.reshape.default, made, sizes)
+    sizes = [editor.call(aten.sym_size.int, x, k) for k in range(node.meta["val"].ndim)]
+    return editor.call(aten.reshape.default, made, sizes)
 
 
 def takes_sizes(node: fx.Node) -> bool:
