@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,9 +22,9 @@ class GraphEditor:
     """Edits a copy of a program's graph; `finish` returns the program of that copy.
 
     A call gets its value (meta["val"]) from a template node, so that no op without a fake kernel is
-    run, or from a run on the fake values of its operands. `call`, `call_for`, `call_shaped` and
-    `read_constant` add at the graph's insertion point (`graph.inserting_before`), the other methods
-    before the node that will read what they add.
+    run, or from a run on the fake values of its operands. Methods called `call...`, `sizes` and
+    `read_constant` add at the graph's insertion point (`graph.inserting_before`), the others before
+    the node that will read what they add.
 
     copies: the copy of each node of the program. constants: those that the graph may read, by name.
     origin: the node that new calls replace, in whose module they are; None if unknown.
@@ -63,6 +64,15 @@ class GraphEditor:
         call = self.call(target, *args, **kwargs)
         call.meta = {**node.meta, **call.meta}
         return call
+
+    def call_named(
+        self, target: Any, arguments: Mapping[str, Any], node: fx.Node | None = None
+    ) -> fx.Node:
+        """A call with its arguments by name; node: the one in whose place it is, if any."""
+        args, kwargs = schema.call(target, arguments)
+        if node is None:
+            return self.call(target, *args, **kwargs)
+        return self.call_for(node, target, *args, **kwargs)
 
     def call_shaped(
         self, shape: Any, like: fx.Node, target: Any, args: Any, kwargs: Any
@@ -115,7 +125,9 @@ class GraphEditor:
         node.meta = {key: value for key, value in like.meta.items() if key != "effect"}
         return node
 
-    def repeat_call(self, node: fx.Node, reader: fx.Node | None = None, **changed: Any) -> fx.Node:
+    def repeat_call(
+        self, node: fx.Node, reader: fx.Node | None = None, /, **changed: Any
+    ) -> fx.Node:
         """The call `node` before `reader` (itself), with some arguments changed."""
         args, kwargs = schema.call(node.target, schema.arguments(node) | changed)
         return self.insert(reader or node, node, node.target, *args, **kwargs)

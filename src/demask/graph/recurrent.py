@@ -81,8 +81,7 @@ def _part(
         x = editor.call_for(node, aten.flip.default, x, [flipped])
     found |= {"input": x, "hx": states if str(node.target) == LSTM else states[0]}
     found |= {"params": params, "num_layers": 1, "bidirectional": False}
-    args, kwargs = schema.call(node.target, found)
-    call = editor.call_for(node, node.target, *args, **kwargs)
+    call = editor.call_named(node.target, found, node)
     parts = [editor.call(operator.getitem, call, i) for i in range(len(states) + 1)]
     if flipped is not None:
         parts[0] = editor.call_for(node, aten.flip.default, parts[0], [flipped])
@@ -214,8 +213,7 @@ class _Stack:
             found |= {"hx": states if str(last.target) == LSTM else states[0]}
             found |= {"params": [p for k in range(n) for p in self.found(k)["params"]]}
             found |= {"num_layers": len(self.layers), "bidirectional": self.two}
-            args, kwargs = schema.call(last.target, found)
-            call = editor.call_for(self.calls[0], last.target, *args, **kwargs)
+            call = editor.call_named(last.target, found, self.calls[0])
             results = [editor.call(operator.getitem, call, k) for k in range(len(states) + 1)]
             output.replace_all_uses_with(results[0])
             for k, whole in enumerate(results[1:], 1):

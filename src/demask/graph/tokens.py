@@ -96,8 +96,7 @@ def _again(
             sizes[dim] = 1
             every: Any = [sizes]
             found |= relation.entry.args(source, every)
-        args, kwargs = schema.call(source.target, found)
-        one = editor.call_for(source, source.target, *args, **kwargs)
+        one = editor.call_named(source.target, found, source)
     for user in [u for u in source.users if _taken(u)]:
         with editor.graph.inserting_before(user):
             gone = user.target is aten.select.int

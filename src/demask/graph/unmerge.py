@@ -179,10 +179,8 @@ class _Unmerger:
         dim = found["dim"] % len(source.counts)
         if source.counts[dim] != 1:
             return None
-        args, kwargs = schema.call(
-            node.target, found | {"self": source.node, "dim": source.axis(dim)}
-        )
-        return _Apart(self.editor.call(node.target, *args, **kwargs), source.counts)
+        found |= {"self": source.node, "dim": source.axis(dim)}
+        return _Apart(self.editor.call_named(node.target, found), source.counts)
 
     def _product(self, node: fx.Node) -> _Apart | None:
         """A batched product, its batch apart; what baddbmm adds is added."""
@@ -225,8 +223,7 @@ class _Unmerger:
         if any(value is None for value in values):
             return None
         found = schema.replaced(schema.arguments(node), relation.operands, values)
-        args, kwargs = schema.call(node.target, found)
-        return _Apart(self.editor.call(node.target, *args, **kwargs), counts)
+        return _Apart(self.editor.call_named(node.target, found), counts)
 
     def _broadcast(self, value: Any, counts: tuple[int, ...]) -> Any:
         """An operand beside one with axes apart; None where its axes cannot be told apart."""

@@ -187,8 +187,7 @@ def _absorb(editor: GraphEditor, node: fx.Node, window: fx.Node, value: float) -
     with editor.graph.inserting_before(window):
         if value != 0 and not _maximum(window):
             call |= _shifted(editor, call, value)
-        args, kwargs = schema.call(PADDED[window.target], call)
-        new = editor.call(PADDED[window.target], *args, **kwargs)
+        new = editor.call_named(PADDED[window.target], call)
     editor.replace(window, new, inherit=True)
 
 
@@ -230,8 +229,7 @@ def _restored(editor: GraphEditor, node: fx.Node, done: dict[str, fx.Node]) -> f
         if key not in done:
             done[key] = editor.call(aten.constant_pad_nd.default, call[name], pads, value)
         call[name] = done[key]
-    args, kwargs = schema.call(target, call)
-    return editor.call(target, *args, **kwargs)
+    return editor.call_named(target, call)
 
 
 def _own(target: Any, call: dict[str, Any], pads: list[Any]) -> list[int] | None:

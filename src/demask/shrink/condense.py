@@ -155,8 +155,7 @@ class _Condenser:
         """sum, mean, maximum or minimum of the live positions, and of what is known beforehand."""
         found = schema.arguments(self.copies[node])
         found[self.relations[node].operands[0].name] = self._live(node, axis)  # type: ignore[union-attr]
-        args, kwargs = schema.call(node.target, found)
-        made = self.editor.call(node.target, *args, **kwargs)
+        made = self.editor.call_named(node.target, found)
         if kind == "max":
             return self.editor.call(aten.clamp_min.default, made, float(axis.fill.max()))
         if kind == "min":
@@ -182,8 +181,7 @@ class _Condenser:
             both = self.editor.call(aten.expand.default, merged, shape)
             both = self.editor.call(aten.cat.default, [live, both], axis.dim)
         found = schema.arguments(self.copies[node]) | {"self": both}
-        args, kwargs = schema.call(node.target, found)
-        made, n = self.editor.call(node.target, *args, **kwargs), len(axis.live)
+        made, n = self.editor.call_named(node.target, found), len(axis.live)
         first = self.editor.call(aten.slice.Tensor, made, axis.dim, 0, n)
         last = self.editor.call(aten.slice.Tensor, made, axis.dim, n, n + k)
         columns = torch.zeros(len(axis.dead), k, dtype=torch.float64)
@@ -342,8 +340,7 @@ class _Condenser:
             sizes = self.editor.sizes(copy)
             sizes[out] = k
             found |= relation.entry.args(move, [sizes])
-        args, kwargs = schema.call(move.target, found)
-        return self.editor.call(move.target, *args, **kwargs)
+        return self.editor.call_named(move.target, found)
 
 
 _REDUCED = ("sum", "mean", "max", "min")

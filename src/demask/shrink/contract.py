@@ -302,8 +302,7 @@ def _border_map(walk: EmitContext, relation: Relation, layout: Layout, kernel: T
     plain = {k: v for k, v in found.items() if k not in ("input", "weight", "bias")}
     plain = {k: walk.argument(v) for k, v in plain.items()}
     plain |= {"input": ones, "weight": stored, "bias": None, "groups": 1}
-    args, kwargs = schema.call(node.target, plain)
-    made = marked(editor.call(node.target, *args, **kwargs), "border map")
+    made = marked(editor.call_named(node.target, plain), "border map")
     if value.ndim == kernel.ndim - 1:
         made = editor.call(aten.squeeze.dim, made, 0)
     for k in sampling(relation):

@@ -147,8 +147,7 @@ class _Grouper:
             sizes = self.editor.sizes(copy)
             sizes[axis] = len(self._rows(self.fibers.value[node, 0][axis], cell, groups[k]))
             found |= relation.entry.args(node, [sizes])
-        args, kwargs = schema.call(node.target, found)
-        return self.editor.call_for(node, node.target, *args, **kwargs)
+        return self.editor.call_named(node.target, found, node)
 
     def _rows(self, cells: Sequence[int], cell: int, heads: Sequence[int]) -> Tensor:
         """The positions of an axis that belong to some heads."""

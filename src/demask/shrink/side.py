@@ -150,8 +150,8 @@ class _Splitter:
                 value = self._split(value)[0] if alone else self._whole(value)
             values.append(value)
         found = map_arg(schema.arguments(node), self.copies.get)
-        args, kwargs = schema.call(node.target, schema.replaced(found, relation.operands, values))
-        return self._call(node, args, kwargs)
+        found = schema.replaced(found, relation.operands, values)
+        return self.editor.call_named(node.target, found, node)
 
     def _distributes(self, relation: Relation) -> bool:
         """Is the call linear in the one split value it reads, with nothing added but a bias?"""
@@ -171,11 +171,8 @@ class _Splitter:
         main = map_arg(found, self.copies.get) | {operand.name: live}
         rest = {name: None if name == "bias" else v for name, v in found.items()}
         one = self._for_one(rest | {operand.name: None}) | {operand.name: side}
-        parts = [self._call(node, *schema.call(node.target, f)) for f in (main, one)]
-        return self._call(node, parts, {}, aten.add.Tensor)
-
-    def _call(self, node: fx.Node, args: Any, kwargs: Any, target: Any = None) -> fx.Node:
-        return self.editor.call_for(node, target or node.target, *args, **kwargs)
+        parts = [self.editor.call_named(node.target, f, node) for f in (main, one)]
+        return self.editor.call_for(node, aten.add.Tensor, *parts)
 
     def _whole(self, node: fx.Node) -> fx.Node:
         """An operand with its live and its side part put together."""
@@ -183,7 +180,7 @@ class _Splitter:
             return self.copies[node]
         if node not in self.wholes:
             live, side = self._split(node)
-            self.wholes[node] = self._call(node, (live, side), {}, aten.add.Tensor)
+            self.wholes[node] = self.editor.call_for(node, aten.add.Tensor, live, side)
         return self.wholes[node]
 
     def _split(self, node: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -194,8 +191,8 @@ class _Splitter:
         dtype = node.meta["val"].dtype
         live, side = (self.pool.constant(m.to(dtype), "mask") for m in (~mask, mask))
         self.splits[node] = (
-            self._call(node, (self.copies[node], live), {}, aten.mul.Tensor),
-            self._call(node, (self._side(node), side), {}, aten.mul.Tensor),
+            self.editor.call_for(node, aten.mul.Tensor, self.copies[node], live),
+            self.editor.call_for(node, aten.mul.Tensor, self._side(node), side),
         )
         return self.splits[node]
 
@@ -213,12 +210,12 @@ class _Splitter:
         if alone and not bool((self.fixed[key] & ~fact.known).any()):
             sizes = [self._size(size) for size in schema.outputs(key[0])[key[1]].shape]
             fill = self.pool.constant(fact.fill, "fill")
-            return self._call(node, (fill, sizes), {}, aten.expand.default)
+            return self.editor.call_for(node, aten.expand.default, fill, sizes)
         args, kwargs = (self._for_one(a) for a in (node.args, dict(node.kwargs)))
         relation = self.relations.get(node)
         if isinstance(relation, Relation) and not relation.total:
             args, kwargs = self._finite(relation, schema.arguments(node))
-        return self._call(node, args, kwargs)
+        return self.editor.call_for(node, node.target, *args, **kwargs)
 
     def _finite(self, relation: Relation, found: dict[str, Any]) -> tuple[Any, Any]:
         """The arguments for one image, with a number that the call is finite of wherever it is not

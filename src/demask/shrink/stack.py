@@ -54,15 +54,10 @@ def apart(program: Program) -> Program:
         (split,) = node.users
         found = schema.arguments(node)
         with editor.graph.inserting_before(node):
-            parts = [
-                editor.call(node.target, *args, **kwargs)
-                for args, kwargs in (
-                    schema.call(node.target, found | {"weight": w}) for w in weights
-                )
-            ]
+            parts = [editor.call_named(node.target, found | {"weight": w}, node) for w in weights]
         for part in list(split.users):
-            parts[part.args[1]].meta = {**node.meta, **parts[part.args[1]].meta}
-            part.replace_all_uses_with(parts[part.args[1]])
+            k: Any = part.args[1]
+            part.replace_all_uses_with(parts[k])
     return editor.finish()
 
 
@@ -116,8 +111,7 @@ def _stack(editor: GraphEditor, nodes: list[fx.Node]) -> None:
             first.prepend(weight)
     with editor.graph.inserting_before(first):
         kernel = editor.call(aten.cat.default, weights, axis)
-        args, kwargs = schema.call(first.target, schema.arguments(first) | {"weight": kernel})
-        whole = editor.call(first.target, *args, **kwargs)
+        whole = editor.call_named(first.target, schema.arguments(first) | {"weight": kernel})
         sizes = [weight.meta["val"].shape[axis] for weight in weights]
         parts = editor.call(aten.split_with_sizes.default, whole, sizes, 1)
         for k, node in enumerate(nodes):

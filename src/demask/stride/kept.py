@@ -140,8 +140,7 @@ def _behind(editor: GraphEditor, node: fx.Node, rank: int) -> _Masked | None:
     args, kwargs = schema.call(node.target, found | {name: torch.tensor(masked.fill, dtype=dtype)})
     fill = float(node.target(*args, **kwargs))  # type: ignore[operator]
     value = _scaled(editor, node, masked.value, masked.scale)
-    args, kwargs = schema.call(node.target, found | {name: value})
-    return _Masked(editor.insert(node, node, node.target, *args, **kwargs), masked.keep, fill)
+    return _Masked(editor.repeat_call(node, **{name: value}), masked.keep, fill)
 
 
 def _product(editor: GraphEditor, node: fx.Node) -> _Masked | None:
@@ -293,9 +292,7 @@ def _mean(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
         return None
     share = int(masked.keep.sum()) / masked.keep.numel()
     small = slices(editor, node, masked.value, where)
-    found = schema.arguments(node)
-    args, kwargs = schema.call(node.target, found | {next(iter(found)): small})
-    made = editor.insert(node, node, node.target, *args, **kwargs)
+    made = editor.repeat_call(node, **{next(iter(schema.arguments(node))): small})
     return _scaled(editor, node, made, masked.scale * share)
 
 

@@ -124,8 +124,7 @@ def _less(node: fx.Node, every: Sequence[int]) -> Again | None:
         return None
 
     def again(editor: GraphEditor, x: fx.Node) -> fx.Node:
-        args, kwargs = schema.call(node.target, found | less | {source: x})
-        return editor.insert(node, node, node.target, *args, **kwargs)
+        return editor.repeat_call(node, **less, **{source: x})
 
     return again
 
@@ -216,8 +215,7 @@ def padded(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     small = all(0 <= b <= k // 2 for b, k in zip(before, kernel, strict=True))
     if not small or found["ceil_mode"] or made != list(node.meta["val"].shape[-rank:]):
         return None
-    args, kwargs = schema.call(node.target, found | {"self": pad["self"], "padding": before})
-    return editor.insert(node, node, node.target, *args, **kwargs)
+    return editor.repeat_call(node, self=pad["self"], padding=before)
 
 
 def padded_once(editor: GraphEditor, node: fx.Node) -> fx.Node | None:

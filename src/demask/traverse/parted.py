@@ -142,7 +142,8 @@ def folded_scale(program: Program) -> Program:
     """
     editor = GraphEditor(program)
     for node in editor.calls(aten.addcmul.default):
-        shift, conv, scale = node.args
+        operands: Any = node.args
+        shift, conv, scale = operands
         if not _is_point(conv, node) or tuple(scale.meta["val"].shape[2:]) != (1, 1):
             continue
         found = schema.arguments(conv)
@@ -152,8 +153,7 @@ def folded_scale(program: Program) -> Program:
                 bias = editor.call(aten.addcmul.default, bias, found["bias"], flat)
             column = editor.call(aten.reshape.default, scale, [-1, 1, 1, 1])
             weight = editor.call(aten.mul.Tensor, found["weight"], column)
-            args, _ = schema.call(conv.target, {**found, "weight": weight, "bias": bias})
-            made = editor.call(conv.target, *args)
+            made = editor.call_named(conv.target, found | {"weight": weight, "bias": bias})
         editor.replace(node, made, inherit=True)
     return editor.finish()
 
