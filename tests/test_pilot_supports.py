@@ -130,9 +130,9 @@ def built(program: Program, places: list[tuple[fx.Node, int]], kinds: list[str])
     for k, (node, axis) in enumerate(places):
         fill = fill_of(kinds[k], node.meta["val"], axis, k)
         picks[key_of(mapping[node])] = Pick(axis, Index(inputs[f"index_{k}"], sizes[k]), fill)
-    small, whole = indexed(wide, picks), masked(wide, picks)
+    small, whole = indexed(wide, picks, TABLE), masked(wide, picks, TABLE)
     marks = [n.meta["effect"] for n in small.graph.nodes if "effect" in n.meta]
-    return Built(finished(wide, small, ()), finished(wide, whole, ()), sizes, marks)
+    return Built(finished(wide, small, (), TABLE), finished(wide, whole, (), TABLE), sizes, marks)
 
 
 def by_name(program: Program, places: tuple[tuple[str, int], ...]) -> list[tuple[fx.Node, int]]:
@@ -278,6 +278,6 @@ def test_an_input_is_not_picked():
     first = next(n for n in program.graph.nodes if n.op == "placeholder")
     pick = Pick(2, Index(inputs["index"], 12), torch.zeros(1, 1, 1))
     with pytest.raises(BadInput, match="that a call makes"):
-        indexed(wide, {(mapping[first], 0): pick})
+        indexed(wide, {(mapping[first], 0): pick}, TABLE)
     with pytest.raises(BadInput, match="at least 2 positions"):
         with_inputs(program, {"index": 1})

@@ -20,7 +20,7 @@ from demask.errors import BadInput
 from demask.facts.known import key_of
 from demask.graph.program import Program
 from demask.graph.result import Demasked
-from demask.ops import TABLE, Declined, Relation, schema
+from demask.ops import Declined, Relation, Table, schema
 from demask.pilot.layers import layers_of
 from demask.shrink.cells import Cells
 from demask.shrink.pipeline import shrunk
@@ -49,12 +49,12 @@ class Channels:
     def text(self) -> str:
         return f"channels:{self.fraction:g}"
 
-    def applied(self, program: Program) -> Demasked:
+    def applied(self, program: Program, table: Table) -> Demasked:
         """The smaller network; its `demasked.cuts` says what was kept of each weight."""
-        groups = Groups.of(program)
+        groups = Groups.of(program, table)
         note = f"{self.text()}: {len(groups.members)} groups of channels cut"
         masked = replace(_masked(program, groups, self.fraction), notes=(*program.notes, note))
-        return shrunk(masked, TABLE)
+        return shrunk(masked, table)
 
     def weight_bytes(self, weight: Tensor, rows: int) -> float:
         """Bytes of one weight as it is."""
@@ -72,8 +72,8 @@ class Groups:
     held: Mapping[int, tuple[Held, ...]]
 
     @classmethod
-    def of(cls, program: Program) -> Groups:
-        relations = relations_of(program.graph, TABLE)
+    def of(cls, program: Program, table: Table) -> Groups:
+        relations = relations_of(program.graph, table)
         ties = _Ties(program, relations)
         members: dict[int, dict[Held, None]] = defaultdict(dict)
         for layer in layers_of(program, relations):

@@ -10,17 +10,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from rich.table import Table as TextTable
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
+from demask.facts.known import Relations
 from demask.failures import public
 from demask.graph.program import Program
 from demask.machine.memory import human
 from demask.machine.timing import Timing, alternate
-from demask.ops import TABLE
+from demask.ops import TABLE, Table
 from demask.pilot.layers import layers_of
 from demask.pilot.simplify import Simplifier, simplifier
 from demask.pilot.sites import Site, sites_of, zeroed
@@ -84,7 +85,7 @@ class Comparison:
         return found
 
     def __str__(self) -> str:
-        table = Table("simplifier", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+        table = TextTable("simplifier", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
         heads = ("same class", "error", "correlation", "zeros: precision", "recall", "weights",
                  "MACs", "speed")  # fmt: skip
         table.columns[0].no_wrap = True
@@ -112,12 +113,14 @@ def compare(
     pairs: int = 15,
     seconds: float = 10.0,
     progress: Callable[[str], None] | None = None,
+    table: Table = TABLE,
 ) -> Comparison:
     """What each simplifier keeps of a network, measured on inputs.
 
     inputs: the arguments of one call, or an iterable of such tuples. by: simplifiers or their
     texts; one that the network refuses has a row that says why. pairs: calls timed in turns, of the
-    first input; 0: none. seconds: of timing, at most, per simplifier. Raises BadInput.
+    first input; 0: none. seconds: of timing, at most, per simplifier. table: the op table, as
+    `demask.demask` takes it. Raises BadInput.
 
     >>> net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
     >>> found = compare(net, (torch.randn(32, 8),), by=["bits:8", "bits:2"], pairs=0)
@@ -131,36 +134,36 @@ def compare(
         raise BadInput("expected one input or more, got none")
     tell("running the full network")
     program = given(model, calls[0] if isinstance(calls[0], tuple) else (calls[0],), {}, None)
-    full = _Seen.of(program, program, {}, calls)
-    runnable = finished(program, program, ())  # run as the pilots are, so that times compare
+    full = _Seen.of(program, table, {}, calls)
+    runnable = finished(program, program, (), table)  # run as the pilots are, so that times compare
     found = []
     for one in chosen:
         tell(one.text())
-        found.append(_row(one, program, full, calls, runnable, pairs, seconds))
+        found.append(_row(one, program, table, full, calls, runnable, (pairs, seconds)))
     rows = tuple(row for row, _, _ in found)
     first = next((timing for _, _, timing in found if timing is not None), None)
     here = given(runnable, calls[0], {}, None)  # of these inputs' sizes, as the pilots are
-    sizes = sizes_of(here, relations_of(here.graph, TABLE))
+    sizes = sizes_of(here, relations_of(here.graph, table))
     same = {row.by: agreed for row, agreed, _ in found}
     return Comparison(rows, full.count, sizes.bytes, sizes.macs, full.zero_share(), first, same)
 
 
 def _row(
-    one: Simplifier, program: Program, full: _Seen, calls: list[Any], runnable: nn.Module,
-    pairs: int, seconds: float,
+    one: Simplifier, program: Program, table: Table, full: _Seen, calls: list[Any],
+    runnable: nn.Module, limits: tuple[int, float],
 ) -> tuple[Row, tuple[bool, ...], Timing | None]:  # fmt: skip
     try:
-        slim = one.applied(program)
+        slim = one.applied(program, table)
     except BadInput as error:
         return Row(one.text(), refused=str(error)), (), None
     pilot = given(slim, calls[0], {}, None)
-    seen = _Seen.of(pilot, program, slim.demasked.cuts, calls)
+    seen = _Seen.of(pilot, table, slim.demasked.cuts, calls)
     same = full.agreed(seen)
     precision, recall = full.zeros_found(seen)
     timings: dict[str, Timing] = {}
-    if pairs:
-        timings = _timed({"full": runnable, "pilot": slim}, calls[0], pairs, seconds)
-    relations = relations_of(pilot.graph, TABLE)
+    if limits[0]:
+        timings = _timed({"full": runnable, "pilot": slim}, calls[0], *limits)
+    relations = relations_of(pilot.graph, table)
     row = Row(
         one.text(),
         sum(same) / len(same) if same else None,
@@ -168,7 +171,7 @@ def _row(
         full.correlation(seen),
         precision,
         recall,
-        _weight_bytes(one, pilot),
+        _weight_bytes(one, pilot, relations),
         sizes_of(pilot, relations).macs,
         timings["full"].median / timings["pilot"].median if timings else None,
         timings.get("pilot"),
@@ -184,9 +187,9 @@ def _timed(
     return alternate(contenders, pairs, seconds=seconds)
 
 
-def _weight_bytes(one: Simplifier, pilot: Program) -> int:
+def _weight_bytes(one: Simplifier, pilot: Program, relations: Relations) -> int:
     """Bytes of all floating constants: weights as the simplifier stores them, the rest as it is."""
-    layers = {layer.weight: layer for layer in layers_of(pilot, relations_of(pilot.graph, TABLE))}
+    layers = {layer.weight: layer for layer in layers_of(pilot, relations)}
     total = 0.0
     for name, constant in pilot.constants.items():
         tensor = constant.tensor
@@ -213,8 +216,8 @@ class _Seen:
         self.count = 0
 
     @classmethod
-    def of(cls, program: Program, full: Program, cuts: Any, calls: list[Any]) -> _Seen:
-        seen = cls(sites_of(program, "channel", cuts))
+    def of(cls, program: Program, table: Table, cuts: Any, calls: list[Any]) -> _Seen:
+        seen = cls(sites_of(program, table, "channel", cuts))
         leaves = [flat(program, args, {}) for args in calls]
         run = walk(program, Held(program), leaves, seen.see, outputs=True)
         seen.outputs = run.outputs

@@ -24,7 +24,7 @@ from demask.facts.known import Key, key_of
 from demask.graph.build import Builder, mode_of
 from demask.graph.program import Constant, Program
 from demask.graph.result import Demasked
-from demask.ops import TABLE, Declined, Relation, op_name, schema
+from demask.ops import Declined, Relation, Table, op_name, schema
 from demask.pilot.layers import check_finite
 from demask.pilot.resample import (
     Axis,
@@ -77,11 +77,12 @@ class Downsample:
     def text(self) -> str:
         return f"downsample:{self.factor:g}:{self.mode}"
 
-    def applied(self, program: Program) -> Demasked:
+    def applied(self, program: Program, table: Table) -> Demasked:
         """The network on smaller images, which takes and returns full ones."""
-        walk = _Smaller(program, self.factor, self.mode)
+        walk = _Smaller(program, self.factor, self.mode, table)
         made = walk.made()
-        return finished(program, made, [f"{self.text()}: {walk.resampled} constants resampled"])
+        note = f"{self.text()}: {walk.resampled} constants resampled"
+        return finished(program, made, [note], table)
 
     def weight_bytes(self, weight: Tensor, rows: int) -> float:
         """Bytes of one weight as it is."""
@@ -95,9 +96,9 @@ class _Refused(Exception):
 class _Smaller:
     """Writes a program again, node by node, for smaller images."""
 
-    def __init__(self, program: Program, factor: float, mode: str):
+    def __init__(self, program: Program, factor: float, mode: str, table: Table):
         self.program, self.factor, self.mode = program, factor, mode
-        self.relations = relations_of(program.graph, TABLE)
+        self.relations = relations_of(program.graph, table)
         self.graph = fx.Graph()
         self.build = Builder(self.graph, mode_of(program.graph))
         self.constants: dict[str, Constant] = {}

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from rich.table import Table as TextTable
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
@@ -29,6 +29,7 @@ from demask.failures import public
 from demask.machine.cost import Costs
 from demask.machine.describe import machine as described
 from demask.machine.threads import checked_threads, set_threads
+from demask.ops import TABLE, Table
 from demask.pilot.chain import GAIN, Picked, choose, inputs_of_chains, layers_of, values_of
 from demask.pilot.chain_find import Found, found, without_dropout
 from demask.pilot.chain_op import ROWS
@@ -95,7 +96,7 @@ class Explanation:
         return asdict(self)
 
     def __str__(self) -> str:
-        table = Table("pilot", "condition", "ms", "gain", "loss", "verdict", box=SIMPLE_HEAD)
+        table = TextTable("pilot", "condition", "ms", "gain", "loss", "verdict", box=SIMPLE_HEAD)
         for line in self.lines:
             table.add_row(
                 line.pilot or "none", line.condition,
@@ -120,6 +121,7 @@ def explain(
     costs: Costs | None = None,
     machine: Machine | None = None,
     clock: Callable[[], float] = perf_counter,
+    table: Table = TABLE,
 ) -> Explanation:
     """Predicted gain and loss of each pair of pilot and condition, and whether to use it.
 
@@ -128,8 +130,9 @@ def explain(
     that are not exact; more is not to be used, whatever it gains. candidates: pairs of texts, as
     `simplify` and `condition` take them. costs: what this machine's bandwidths are asked of (None:
     those kept in the user's cache folder, measured at the first time; from then on they decide
-    conditions, too). machine: its numbers, instead. clock: returns seconds. BadInput without
-    inputs. The model is not changed. Feature row 001-e.
+    conditions, too). machine: its numbers, instead. clock: returns seconds. table: the op
+    table, as `demask.demask` takes it. BadInput without inputs. The model is not changed. Feature
+    row 001-e.
 
     >>> from demask.pilot.cost import NOMINAL
     >>> net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
@@ -147,7 +150,7 @@ def explain(
             asked = costs or Costs.open(threads=count)
             machine = measured(asked)
             asked.save()
-        network = _Network.of(model, several, clock)
+        network = _Network.of(model, several, clock, table)
         lines = [_line(network, pilot, condition, machine, loss) for pilot, condition in candidates]
     lines = _compared(lines)
     where = described() + ("; bandwidths are nominal" if machine is NOMINAL else "")
@@ -201,10 +204,13 @@ class _Network:
     rest: float
     flops: float
     clock: Callable[[], float]
+    table: Table
     why: str = ""  # layers are in no chain
 
     @classmethod
-    def of(cls, model: nn.Module, inputs: list[tuple[Any, ...]], clock: Any) -> _Network:
+    def of(
+        cls, model: nn.Module, inputs: list[tuple[Any, ...]], clock: Any, table: Table
+    ) -> _Network:
         draft = Draft(given(model, inputs[0], None, None))
         without_dropout(draft)
         where, left = found(draft)
@@ -220,11 +226,12 @@ class _Network:
             why = f"{len(rows[0])} rows in a call: chains are for {ROWS} at most" if many else ""
             held = torch.cat(rows) if rows else torch.empty(0, layers[0].weight.shape[1])
             chains.append(_Chain(layers, held[:MOST].contiguous(), rows, why))
-        seconds, each, rest = _timed(model, _rest(draft, where, inputs[0]), inputs, chains, clock)
+        other = _rest(draft, where, inputs[0], table)
+        seconds, each, rest = _timed(model, other, inputs, chains, clock)
         chains = [replace(chain, seconds=one) for chain, one in zip(chains, each, strict=True)]
         why = "; ".join(dict.fromkeys(one.why for one in left))
-        return cls(model, inputs, tuple(chains), seconds, rest, _flops(model, inputs), clock,
-                   why)  # fmt: skip
+        flops = _flops(model, inputs)
+        return cls(model, inputs, tuple(chains), seconds, rest, flops, clock, table, why)
 
 
 def _plain(layers: Sequence[Layer], x: Tensor) -> Tensor:
@@ -234,7 +241,9 @@ def _plain(layers: Sequence[Layer], x: Tensor) -> Tensor:
     return x
 
 
-def _rest(draft: Draft, where: Sequence[Found], args: tuple[Any, ...]) -> nn.Module | None:
+def _rest(
+    draft: Draft, where: Sequence[Found], args: tuple[Any, ...], table: Table
+) -> nn.Module | None:
     """The network with a constant in place of each chain, None where nothing else is left of it.
     The draft is used up."""
     before = draft.program
@@ -242,7 +251,7 @@ def _rest(draft: Draft, where: Sequence[Found], args: tuple[Any, ...]) -> nn.Mod
                             strict=True):  # fmt: skip
         if value is not None:
             draft.put(chain.last, draft.constant("chain", value, chain.last))
-    made = finished(before, draft.done(), ["chains as constants"])
+    made = finished(before, draft.done(), ["chains as constants"], table)
     calls = [node for node in made.graph.nodes if node.op not in ("placeholder", "get_attr")]
     return made if len(calls) > 1 else None
 
@@ -363,7 +372,7 @@ def _tried(network: _Network, pilot: str, condition: str, allowed: float) -> Lin
     """Timed and compared on the inputs, pilot included; `allowed`: share of answers that may
     differ."""
     kind = condition_of(condition)
-    made: Any = kind.applied(network.model, network.inputs[0], None, pilot or None)
+    made: Any = kind.applied(network.model, network.inputs[0], None, pilot or None, network.table)
     share = _flops(made, network.inputs) / max(network.flops, 1.0)
     ratio, changed = _beside(made, network)
     seconds, loss = network.seconds * ratio, changed / len(network.inputs)

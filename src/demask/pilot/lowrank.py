@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from demask.errors import BadInput
 from demask.graph.program import Program
 from demask.graph.result import Demasked
-from demask.ops import TABLE, schema
+from demask.ops import Table, schema
 from demask.ops.traits import CONV_OF_AXES, CONVOLUTIONS_ANY_PADDING
 from demask.pilot.layers import Layer, by_rows, check_finite, from_rows, layers_of
 from demask.shrink.finished import finished
@@ -47,12 +47,12 @@ class LowRank:
     def text(self) -> str:
         return f"rank:{self.fraction:g}"
 
-    def applied(self, program: Program) -> Demasked:
+    def applied(self, program: Program, table: Table) -> Demasked:
         """The network with thin layers; what stays as it is is noted."""
         draft = Draft(program)
-        layers = layers_of(draft.done(), relations_of(draft.graph, TABLE))
+        layers = layers_of(draft.done(), relations_of(draft.graph, table))
         notes = [note for layer in layers for note in self._layer(draft, layer)]
-        return finished(program, draft.done(), notes)
+        return finished(program, draft.done(), notes, table)
 
     def weight_bytes(self, weight: Tensor, rows: int) -> float:
         """Bytes of one weight as it is."""

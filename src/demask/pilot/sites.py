@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from demask.errors import BadInput
 from demask.graph.program import Program
 from demask.graph.provenance import Cut
-from demask.ops import TABLE, Declined, Relation, schema
+from demask.ops import Declined, Relation, Table, schema
 from demask.ops.traits import CLAMPS, RELUS
 from demask.pilot.layers import Layer, layers_of
 from demask.shrink.reading import relations_of
@@ -72,7 +72,10 @@ def _tiles(wide: Tensor, side: int, measure: str) -> tuple[Tensor, tuple[int, in
 
 
 def sites_of(
-    program: Program, per: str = "channel", cuts: Mapping[str, Cut] | None = None
+    program: Program,
+    table: Table,
+    per: str = "channel",
+    cuts: Mapping[str, Cut] | None = None,
 ) -> tuple[Site, ...]:
     """The sites of a program, in the order in which they run. cuts: of a network that was cut.
 
@@ -82,7 +85,7 @@ def sites_of(
     known = kind in ("channel", "unit", "head", "token") and not number
     if not known and not (kind == "tile" and number.isdecimal() and int(number) > 0):
         raise BadInput(f"expected parts per {', '.join(KINDS)}, got {per!r}; such as 'tile:8'")
-    relations = relations_of(program.graph, TABLE)
+    relations = relations_of(program.graph, table)
     if kind == "head":
         found = _heads(program, relations)
     else:

@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from demask.errors import BadInput
 from demask.graph.build import Builder, mode_of
 from demask.graph.program import Program, copied
-from demask.ops import TABLE
+from demask.ops import Table
 from demask.pilot.conditioned import Conditioned, Decision
 from demask.pilot.data import ExecutionData
 from demask.pilot.indexed import Chosen, Supported
@@ -49,8 +49,9 @@ class Skip:
     instead, those whose magnitude is above so much of their layer's mean. layers: of which layers,
     a pattern such as "layer3.*". At least one position of a layer is computed.
 
+    >>> from demask.ops import TABLE
     >>> net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4)).eval()
-    >>> half = Skip(0.5).applied(net, (torch.randn(2, 8),), None, "bits:4")
+    >>> half = Skip(0.5).applied(net, (torch.randn(2, 8),), None, "bits:4", TABLE)
     >>> half(torch.randn(2, 8)).shape, len(half.last[0])
     (torch.Size([2, 4]), 32)
     """
@@ -64,10 +65,11 @@ class Skip:
         _check(self.name, self.keep, self.threshold)
 
     def applied(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any
-    ) -> Supported:
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
+        table: Table,
+    ) -> Supported:  # fmt: skip
         """The network that skips. Feature rows 001-b, c, e."""
-        return _Draft(self, model, args, kwargs, pilot).with_constants([0.0])
+        return _Draft(self, model, args, kwargs, pilot, table).with_constants([0.0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +92,11 @@ class Constant:
             raise BadInput(f"expected a number or 'mean' for value, found {self.value!r}")
 
     def applied(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any
-    ) -> Supported:
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
+        table: Table,
+    ) -> Supported:  # fmt: skip
         """The network in which what is not computed is constant."""
-        draft = _Draft(self, model, args, kwargs, pilot)
+        draft = _Draft(self, model, args, kwargs, pilot, table)
         if isinstance(self.value, str):
             leaves = flat(draft.program, args, dict(kwargs or {}))
             return draft.with_constants(means(draft.program, draft.targets, leaves))
@@ -117,10 +120,11 @@ class Value:
         _check(self.name, self.keep, self.threshold)
 
     def applied(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any
-    ) -> Supported:
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
+        table: Table,
+    ) -> Supported:  # fmt: skip
         """The network in which what is not computed is the pilot's."""
-        return _Draft(self, model, args, kwargs, pilot).with_values()
+        return _Draft(self, model, args, kwargs, pilot, table).with_values()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +148,11 @@ class Precision:
             raise BadInput(f"expected 1 to 16 bits, found {self.bits}")
 
     def applied(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any
-    ) -> Supported:
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
+        table: Table,
+    ) -> Supported:  # fmt: skip
         """The network of which a part is computed with fewer bits."""
-        return _Draft(self, model, args, kwargs, pilot).with_bits(self.bits)
+        return _Draft(self, model, args, kwargs, pilot, table).with_bits(self.bits)
 
 
 Kind = Skip | Constant | Value | Precision
@@ -167,11 +172,12 @@ class _Draft:
     """A condition being applied: the network as a program, its targets, and the pilot's."""
 
     def __init__(
-        self, kind: Kind, model: nn.Module, args: tuple[Any, ...], kwargs: Any, pilot: Any
-    ):
-        self.kind, self.args, self.kwargs = kind, args, dict(kwargs or {})
-        self.program = simplified(given(model, args, kwargs, None), TABLE)
-        found, left = targets_of(self.program)
+        self, kind: Kind, model: nn.Module, args: tuple[Any, ...], kwargs: Any, pilot: Any,
+        table: Table,
+    ):  # fmt: skip
+        self.kind, self.args, self.kwargs, self.table = kind, args, dict(kwargs or {}), table
+        self.program = simplified(given(model, args, kwargs, None), table)
+        found, left = targets_of(self.program, table)
         self.targets = [t for t in found if fnmatchcase(t.layer, kind.layers)]
         self.left = [*left, *(Decision(t.layer, "dense", f"not of {kind.layers!r}")
                               for t in found if t not in self.targets)]  # fmt: skip
@@ -185,7 +191,7 @@ class _Draft:
         if isinstance(pilot, ExecutionData):
             return pilot, pilot.source
         if isinstance(pilot, str | Simplifier):
-            made = simplify(model, self.args, self.kwargs, by=pilot)
+            made = simplify(model, self.args, self.kwargs, by=pilot, table=self.table)
             text = pilot if isinstance(pilot, str) else pilot.text()
         elif isinstance(pilot, nn.Module):
             made, text = pilot, type(pilot).__name__
@@ -193,7 +199,7 @@ class _Draft:
             raise BadInput(f"{self.kind.name} needs a pilot, which says what is important: a "
                            "simplifier such as 'bits:4', a module, or ExecutionData (collect); "
                            f"found {type(pilot).__name__}")  # fmt: skip
-        return simplified(given(made, self.args, self.kwargs, None), TABLE), text
+        return simplified(given(made, self.args, self.kwargs, None), self.table), text
 
     def with_constants(self, fills: Sequence[float | Tensor]) -> Supported:
         """The module in which positions that are not computed are constants, one for all targets
@@ -215,7 +221,8 @@ class _Draft:
                 "value needs a pilot that runs on the live input, for its values: a simplifier "
                 "such as 'bits:4' or a module; found ExecutionData"
             )
-        theirs = named(targets_of(self.pilot)[0], [t.layer for t in self.targets], "the pilot")
+        targets, _ = targets_of(self.pilot, self.table)
+        theirs = named(targets, [t.layer for t in self.targets], "the pilot")
         for mine, other in zip(self.targets, theirs, strict=True):
             self._check_alike(mine, other)
         like = {f"value_{k}": t.node.meta["val"] for k, t in enumerate(self.targets)}
@@ -237,7 +244,7 @@ class _Draft:
 
     def with_bits(self, bits: int) -> Supported:
         """The module in which they are computed with weights of fewer bits."""
-        changed, layers = _doubled(self.program, [t.layer for t in self.targets], bits)
+        changed, layers = _doubled(self.program, self.table, [t.layer for t in self.targets], bits)
         sizes = {f"index_{k}": t.size for k, t in enumerate(self.targets)}
         sizes |= {f"rest_{k}": t.size for k, t in enumerate(self.targets)}
         wide, inputs, mapping = with_inputs(changed, sizes)
@@ -257,7 +264,8 @@ class _Draft:
         if isinstance(self.pilot, ExecutionData):
             return None
         names = [target.layer for target in self.targets]
-        return observing(self.pilot, named(targets_of(self.pilot)[0], names, "the pilot"))
+        targets, _ = targets_of(self.pilot, self.table)
+        return observing(self.pilot, named(targets, names, "the pilot"))
 
     def _module(
         self, program: Program, picks: Any, observer: Program | None, *, values: bool = False,
@@ -273,21 +281,21 @@ class _Draft:
             tuple(t.layer for t in self.targets), tuple(t.size for t in self.targets),
             kind.keep, kind.threshold, rest, values,
         )  # fmt: skip
-        made = Supported(program, picks, observer, chosen, about)
+        made = Supported(program, picks, observer, chosen, about, self.table)
         if isinstance(self.pilot, ExecutionData):
             made.update(self.pilot)
         return made
 
 
 def _doubled(
-    program: Program, names: Sequence[str], bits: int
+    program: Program, table: Table, names: Sequence[str], bits: int
 ) -> tuple[Program, list[tuple[fx.Node, fx.Node, int]]]:
     """The program in which each of these layers is added to its twin with weights of fewer bits;
     and per layer both calls, and the axis of their positions."""
     graph, mapping = copied(program)
     build = Builder(graph, mode_of(graph))
     constants, found = dict(program.constants), []
-    layers = {x.name: x for x in layers_of(program, relations_of(program.graph, TABLE))}
+    layers = {x.name: x for x in layers_of(program, relations_of(program.graph, table))}
     for layer in (layers[name] for name in names):
         assert layer.axis is not None
         node, read = mapping[layer.node], mapping[layer.read]

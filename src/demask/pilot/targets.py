@@ -19,7 +19,7 @@ from demask.errors import BadInput
 from demask.graph.build import Builder, mode_of
 from demask.graph.fold import drop_unread
 from demask.graph.program import Program, copied
-from demask.ops import TABLE, Declined, Relation
+from demask.ops import Declined, Relation, Table
 from demask.pilot.conditioned import Decision
 from demask.pilot.layers import Layer, layers_of
 from demask.pilot.sites import batch_axis
@@ -43,9 +43,9 @@ class Target:
     size: int
 
 
-def targets_of(program: Program) -> tuple[tuple[Target, ...], tuple[Decision, ...]]:
+def targets_of(program: Program, table: Table) -> tuple[tuple[Target, ...], tuple[Decision, ...]]:
     """The targets in the order in which they run, and why other layers have none."""
-    relations = relations_of(program.graph, TABLE)
+    relations = relations_of(program.graph, table)
     found, left = [], []
     for layer in layers_of(program, relations):
         why = _unfit(layer)

@@ -45,7 +45,7 @@ def pads_absorbed(reading: Reading) -> Program | None:
     program = reading.program.with_graph(graph)
     facts = reading.again(program).facts
     pads = [n for n in graph.nodes if _constant_pad(n) and _constant_enters(n, facts)]
-    values = {node: _absorbed_values(node, program) for node in pads}
+    values = {node: _absorbed_values(node, program, reading.table) for node in pads}
     if not any(values.values()):
         return None
     for node, value in values.items():
@@ -130,13 +130,14 @@ def _constant_enters(node: fx.Node, facts: Any) -> bool:
     return bool((fact.known & (fact.fill != value)).any())
 
 
-def _absorbed_values(node: fx.Node, program: Program) -> dict[fx.Node, float] | None:
+def _absorbed_values(node: fx.Node, program: Program, table: Table) -> dict[fx.Node, float] | None:
     """The windows that read a pad, and the value that each may take for the pad's; None where some
     reader cannot absorb it."""
     pads, value = _constant_pad(node) or ([], 0.0)
     least = -inf
     if value != -inf and any(_maximum(window) for window in node.users):
-        bounds = ranges(program.graph, {k: c.tensor for k, c in program.constants.items()})
+        constants = {k: c.tensor for k, c in program.constants.items()}
+        bounds = ranges(program.graph, constants, table)
         least = bounds[node.args[0]].low if node.args[0] in bounds else -inf  # type: ignore[index]
     result = {}
     for window in node.users:

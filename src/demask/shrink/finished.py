@@ -8,18 +8,18 @@ from demask.graph.guards import values_of
 from demask.graph.program import Program, owned
 from demask.graph.provenance import Cut, Provenance
 from demask.graph.result import Demasked, build
-from demask.ops import TABLE
+from demask.ops import Table
 from demask.shrink.measure import sizes_of
 from demask.shrink.pipeline import inputs_of
 from demask.shrink.reading import relations_of
 
 
-def finished(before: Program, after: Program, notes: Iterable[str]) -> Demasked:
+def finished(before: Program, after: Program, notes: Iterable[str], table: Table) -> Demasked:
     """The module of `after`, with tensors of its own, and what it was made from."""
-    return shared(before, owned(after), notes)
+    return shared(before, owned(after), notes, table)
 
 
-def shared(before: Program, after: Program, notes: Iterable[str]) -> Demasked:
+def shared(before: Program, after: Program, notes: Iterable[str], table: Table) -> Demasked:
     """The module of `after`, over the very tensors of the program."""
     whole = {name: Cut(c.name, tuple(c.tensor.shape), (None,) * c.tensor.ndim)
              for name, c in after.constants.items() if name in before.constants}  # fmt: skip
@@ -29,8 +29,8 @@ def shared(before: Program, after: Program, notes: Iterable[str]) -> Demasked:
         effects={},
         notes=(*before.notes, *notes),
         inputs=inputs_of(before),
-        before=sizes_of(before, relations_of(before.graph, TABLE)),
-        after=sizes_of(after, relations_of(after.graph, TABLE)),
+        before=sizes_of(before, relations_of(before.graph, table)),
+        after=sizes_of(after, relations_of(after.graph, table)),
         guards=before.guards,
         values=values_of(before.graph),
         interface=before.interface,

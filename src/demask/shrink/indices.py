@@ -27,7 +27,7 @@ from demask.facts.needed import Needs
 from demask.graph.build import mode_of
 from demask.graph.fold import drop_unread
 from demask.graph.program import Program, copied
-from demask.ops import TABLE, Declined, Relation, Table, schema
+from demask.ops import Declined, Relation, Table, schema
 from demask.shrink.adapt import Made, marked
 from demask.shrink.border import absorbed
 from demask.shrink.cells import At, Index, Layout
@@ -81,7 +81,7 @@ def _index_value(mode: Any, name: str, size: int) -> Tensor:
     return mode.from_tensor(example, symbolic_context=context, source=ConstantSource(name))
 
 
-def indexed(program: Program, picks: Mapping[Key, Pick], table: Table = TABLE) -> Program:
+def indexed(program: Program, picks: Mapping[Key, Pick], table: Table) -> Program:
     """The program that computes what `masked` does, and picked values at their indices alone.
 
     Indices hold at least one position: torch has no convolution of no channels.
@@ -89,7 +89,7 @@ def indexed(program: Program, picks: Mapping[Key, Pick], table: Table = TABLE) -
     return _written(program, picks, table, push=True)
 
 
-def masked(program: Program, picks: Mapping[Key, Pick], table: Table = TABLE) -> Program:
+def masked(program: Program, picks: Mapping[Key, Pick], table: Table) -> Program:
     """The program that computes all, and puts fills where the indices do not say."""
     return _written(program, picks, table, push=False)
 

@@ -15,6 +15,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch.fx.node import map_arg
 from demask.compat.dispatch import OpOverload
 from demask.facts.ranges import Range, ranges
 from demask.graph.program import Program
-from demask.ops import TABLE, Relation, bind, schema
+from demask.ops import Relation, Table, bind, schema
 from demask.ops.traits import AVERAGE_POOLS, DIVISIONS, MAX_POOLS, MULTIPLICATIONS, WHERES
 from demask.stride.spaced import (
     Every,
@@ -45,15 +46,15 @@ from demask.tune.draft import Draft, is_pointwise
 aten = torch.ops.aten
 
 
-def sliced(program: Program) -> Program:
+def sliced(program: Program, table: Table) -> Program:
     """The program in which what keeps every s-th position is a slice; the same one, where nothing
     does."""
     draft = Draft(program)
     changed = False
     rules = (
-        _pool,
-        _mean,
-        _unmasked,
+        partial(_pool, table),
+        partial(_mean, table),
+        partial(_unmasked, table),
         _split,
         _factors,
         shifted,
@@ -63,7 +64,7 @@ def sliced(program: Program) -> Program:
         unblocked,
         joined,
     )
-    while any(_rewritten(draft, rule) for rule in rules) or spaced(draft):
+    while any(_rewritten(draft, rule) for rule in rules) or spaced(draft, table):
         changed = True
     return draft.done() if changed else program
 
@@ -92,9 +93,9 @@ class _Masked:
     scale: float = 1.0
 
 
-def _masked(draft: Draft, node: Any, rank: int) -> _Masked | None:
+def _masked(table: Table, draft: Draft, node: Any, rank: int) -> _Masked | None:
     """How a call masks positions of the last `rank` axes, alike in all images and channels."""
-    found = _select(draft, node) or _product(draft, node) or _behind(draft, node, rank)
+    found = _select(draft, node) or _product(draft, node) or _behind(table, draft, node, rank)
     if found is None:
         return None
     shape = found.value.meta["val"].shape[-rank:]
@@ -125,13 +126,13 @@ def _select(draft: Draft, node: fx.Node) -> _Masked | None:
     return None
 
 
-def _behind(draft: Draft, node: fx.Node, rank: int) -> _Masked | None:
+def _behind(table: Table, draft: Draft, node: fx.Node, rank: int) -> _Masked | None:
     """A function of single values behind a mask: the mask behind the function."""
-    relation = bind(node, TABLE) if is_pointwise(node) else None
+    relation = bind(node, table) if is_pointwise(node, table) else None
     if not isinstance(relation, Relation) or len(relation.operands) != 1:
         return None
     source = relation.operands[0].value
-    masked = _masked(draft, source, rank) if isinstance(source, fx.Node) else None
+    masked = _masked(table, draft, source, rank) if isinstance(source, fx.Node) else None
     if masked is None:
         return None
     name, dtype = relation.operands[0].name, masked.value.meta["val"].dtype
@@ -194,7 +195,7 @@ def _number(draft: Draft, value: Any) -> float | None:
 # --- pools ----------------------------------------------------------------------------------------
 
 
-def _pool(draft: Draft, node: fx.Node) -> fx.Node | None:
+def _pool(table: Table, draft: Draft, node: fx.Node) -> fx.Node | None:
     """A pool each of whose windows keeps one position."""
     average = node.target in AVERAGE_POOLS
     if not average and node.target not in MAX_POOLS:
@@ -204,7 +205,8 @@ def _pool(draft: Draft, node: fx.Node) -> fx.Node | None:
     sizes = x.meta["val"].shape[-rank:]
     if not all(isinstance(n, int) for n in sizes):
         return None
-    masked = _masked(draft, x, rank) or _Masked(x, torch.ones(sizes, dtype=torch.bool), 0.0)
+    masked = _masked(table, draft, x, rank)
+    masked = masked or _Masked(x, torch.ones(sizes, dtype=torch.bool), 0.0)
     where = _picked(node, masked.keep)
     if where is None or [count for *_, count in where] == list(sizes):
         return None
@@ -214,7 +216,7 @@ def _pool(draft: Draft, node: fx.Node) -> fx.Node | None:
         if masked.fill or len(shares) != 1:
             return None
         factor *= 1 / round(1 / float(shares))
-    elif not (bool(masked.keep.all()) or _is_least(draft, masked)):
+    elif not (bool(masked.keep.all()) or _is_least(table, draft, masked)):
         return None
     return _scaled(draft, node, slices(draft, node, masked.value, where), factor)
 
@@ -253,22 +255,22 @@ def _evenly(places: Sequence[Tensor]) -> list[Every] | None:
     return found
 
 
-def _is_least(draft: Draft, masked: _Masked) -> bool:
+def _is_least(table: Table, draft: Draft, masked: _Masked) -> bool:
     """Is what stands in masked positions never larger than what is kept?"""
     dtype = masked.value.meta["val"].dtype
     lowest = -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
     if masked.fill == lowest:
         return True
-    low, high = _range(draft, masked.value)
+    low, high = _range(table, draft, masked.value)
     return min(low * masked.scale, high * masked.scale) >= masked.fill
 
 
-def _range(draft: Draft, node: fx.Node) -> Range:
+def _range(table: Table, draft: Draft, node: fx.Node) -> Range:
     constants = {name: constant.tensor for name, constant in draft.constants.items()}
-    return ranges(draft.graph, constants)[node]
+    return ranges(draft.graph, constants, table)[node]
 
 
-def _mean(draft: Draft, node: fx.Node) -> fx.Node | None:
+def _mean(table: Table, draft: Draft, node: fx.Node) -> fx.Node | None:
     """A mean over all positions of which a grid is kept: the grid's mean, less."""
     if node.target is not aten.mean.dim and node.target is not aten.adaptive_avg_pool2d.default:
         return None
@@ -280,7 +282,7 @@ def _mean(draft: Draft, node: fx.Node) -> fx.Node | None:
         return None
     if rank < 1 or (axes is not None and axes != list(range(2, rank + 2))):
         return None
-    masked = _masked(draft, x, rank)
+    masked = _masked(table, draft, x, rank)
     if masked is None or masked.fill or bool(masked.keep.all()):
         return None
     shape = tuple(int(masked.keep.any([b for b in range(rank) if b != a]).sum()) if rank > 1
@@ -301,7 +303,7 @@ def _mean(draft: Draft, node: fx.Node) -> fx.Node | None:
 # --- slices ---------------------------------------------------------------------------------------
 
 
-def _unmasked(draft: Draft, node: fx.Node) -> fx.Node | None:
+def _unmasked(table: Table, draft: Draft, node: fx.Node) -> fx.Node | None:
     """A slice of which a mask keeps all: of what was masked."""
     if node.target is not aten.slice.Tensor or any(
         u.target is aten.slice.Tensor for u in node.users
@@ -309,7 +311,7 @@ def _unmasked(draft: Draft, node: fx.Node) -> fx.Node | None:
         return None
     root, cuts = root_of(node), list(cuts_of(node))[::-1]
     rank = root.meta["val"].ndim - 2 if isinstance(root, fx.Node) else 0
-    masked = _masked(draft, root, rank) if rank > 0 and root.op == "call_function" else None
+    masked = _masked(table, draft, root, rank) if rank > 0 and root.op == "call_function" else None
     if masked is None:
         return None
     left, made = masked.keep[None, None], masked.value

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx, ops
 
-from demask.ops import schema
+from demask.ops import Table, schema
 from demask.ops.traits import AVERAGE_POOLS, MAX_POOLS, PADS
 from demask.stride.steps import Gaps, each, gaps_of, skipping, windows
 from demask.tune.draft import Draft, only_reader
@@ -57,10 +57,10 @@ def cut_of(node: fx.Node) -> tuple[int, Any, Any, Any]:
     return axis, start, found["end"], found["step"]
 
 
-def spaced(draft: Draft) -> bool:
+def spaced(draft: Draft, table: Table) -> bool:
     """Where all windows and slices that read a value could do with every g-th position, let them
     read one slice of those, if what makes the value can do without the others; does any?"""
-    gaps, made = gaps_of(draft.graph), skipping(draft.graph)
+    gaps, made = gaps_of(draft.graph, table), skipping(draft.graph, table)
     found = False
     for x in [node for node in draft.graph.nodes if node in made]:
         readers = [_last(node) for node in x.users]

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
 from demask.graph.program import Program
-from demask.ops import TABLE, Declined, Relation, bind, schema
+from demask.ops import Declined, Relation, Table, bind, schema
 from demask.ops.notation import Axes
 
 _ADVICE = "inputs of a batch cannot be computed a few at a time; give a part of the model that can"
@@ -87,7 +87,7 @@ class Lanes:
         )
 
 
-def lanes_of(program: Program, inputs: int) -> Lanes:
+def lanes_of(program: Program, inputs: int, table: Table) -> Lanes:
     """The lanes of a program captured with a dynamic batch. BadInput where the batch is no such
     thing, or its inputs do not stay apart. inputs: the most at a time, for the table of sizes."""
     symbol = _symbol(program)
@@ -102,7 +102,7 @@ def lanes_of(program: Program, inputs: int) -> Lanes:
         elif node.target is operator.getitem:
             of |= _picked(node, of)
         elif node.op == "call_function":
-            of |= _made(node, of, symbol)
+            of |= _made(node, of, symbol, table)
     return Lanes(of, sizes, symbol)
 
 
@@ -145,12 +145,14 @@ def _picked(node: fx.Node, of: Mapping[fx.Node, Any]) -> dict[fx.Node, Lane]:
     return {} if found is None else {node: found}
 
 
-def _made(node: fx.Node, of: Mapping[fx.Node, Any], symbol: Any) -> dict[fx.Node, Any]:
+def _made(
+    node: fx.Node, of: Mapping[fx.Node, Any], symbol: Any, table: Table
+) -> dict[fx.Node, Any]:
     reads = [source for source in node.all_input_nodes if source in of]
     outs = schema.outputs(node)
     if not any(isinstance(s, torch.SymInt) for out in outs for s in getattr(out, "shape", ())):
-        return _without(node, reads)
-    relation = bind(node, TABLE)
+        return _without(node, reads, table)
+    relation = bind(node, table)
     if isinstance(relation, Declined):
         raise BadInput(f"{node.name}: {relation.text}, so {_ADVICE}")
     lanes = [_lane(relation, k, of, symbol) for k in range(len(outs))]
@@ -158,9 +160,9 @@ def _made(node: fx.Node, of: Mapping[fx.Node, Any], symbol: Any) -> dict[fx.Node
     return {node: tuple(lanes) if several else lanes[0]}
 
 
-def _without(node: fx.Node, reads: list[fx.Node]) -> dict[fx.Node, Any]:
+def _without(node: fx.Node, reads: list[fx.Node], table: Table) -> dict[fx.Node, Any]:
     """A value in which there is nothing of the batch."""
-    relation = bind(node, TABLE) if reads else None
+    relation = bind(node, table) if reads else None
     free = isinstance(relation, Relation) and relation.entry.free
     if reads and not free and node.target is not torch.ops.aten.sym_size.int:
         raise BadInput(f"{node.name} ({node.target}) has no axis for the batch of {reads[0].name}: "

@@ -13,7 +13,7 @@ from demask.compat.fake_tensors import FakeTensor
 from demask.graph.build import Builder, mode_of
 from demask.graph.fold import drop_unread
 from demask.graph.program import Constant, Program, copied
-from demask.ops import TABLE, op_name, schema
+from demask.ops import Table, op_name, schema
 
 aten = torch.ops.aten
 POINTWISE = ("... -> ...", "..., ... -> ...", "..., ..., ... -> ...")
@@ -156,9 +156,9 @@ class Example:
         return int(value) if value.is_Integer else schema.hint(size)
 
 
-def is_pointwise(node: fx.Node) -> bool:
+def is_pointwise(node: fx.Node, table: Table) -> bool:
     """Does a call work on each position alone, as the table says? Not those that lay out anew."""
-    entry = TABLE.get(op_name(node.target)) if node.op == "call_function" else None
+    entry = table.get(op_name(node.target)) if node.op == "call_function" else None
     moves = node.target is aten.contiguous.default
     return entry is not None and entry.line in POINTWISE and not moves
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from demask.graph.program import Program
-from demask.ops import TABLE, op_name, schema
+from demask.ops import Table, op_name, schema
 from demask.ops.traits import CONVOLUTIONS
 from demask.tune.affine import contraction
 from demask.tune.draft import POINTWISE, Draft, only_reader
@@ -19,13 +19,13 @@ from demask.tune.draft import POINTWISE, Draft, only_reader
 aten = torch.ops.aten
 
 
-def flattened(program: Program) -> Program:
+def flattened(program: Program, table: Table) -> Program:
     """The program with such convolutions as linear layers."""
     draft = Draft(program)
     rows: dict[fx.Node, fx.Node] = {}  # of images of one pixel: their channels alone
     for node in draft.calls(*CONVOLUTIONS):
         if _has_one_pixel(draft, node):
-            _flatten(draft, node, rows)
+            _flatten(draft, node, rows, table)
     return draft.done() if rows else program
 
 
@@ -39,7 +39,7 @@ def _has_one_pixel(draft: Draft, node: fx.Node) -> bool:
     return plain and found["groups"] == 1 and not any(found["padding"])
 
 
-def _flatten(draft: Draft, node: fx.Node, rows: dict[fx.Node, fx.Node]) -> None:
+def _flatten(draft: Draft, node: fx.Node, rows: dict[fx.Node, fx.Node], table: Table) -> None:
     found = schema.arguments(node)
     x, axes = found["input"], node.meta["val"].ndim - 2
     weight = draft.tensor(found["weight"])
@@ -47,7 +47,7 @@ def _flatten(draft: Draft, node: fx.Node, rows: dict[fx.Node, fx.Node]) -> None:
     kernel = draft.swapped(found["weight"], weight.flatten(1), node)
     row = rows.get(x) or draft.call(node, None, aten.flatten.using_ints, x, 1)
     row = draft.call(node, None, aten.linear.default, row, kernel, found["bias"])
-    while (reader := only_reader(node)) is not None and _is_pointwise(reader):
+    while (reader := only_reader(node)) is not None and _is_pointwise(reader, table):
         row = draft.call(reader, None, reader.target, row, *reader.args[1:], **reader.kwargs)
         draft.put(node, row)
         node = reader
@@ -58,7 +58,7 @@ def _flatten(draft: Draft, node: fx.Node, rows: dict[fx.Node, fx.Node]) -> None:
     draft.put(node, image)
 
 
-def _is_pointwise(node: fx.Node) -> bool:
+def _is_pointwise(node: fx.Node, table: Table) -> bool:
     """Whether a call changes its one tensor number by number."""
-    entry = TABLE.get(op_name(node.target)) if node.op == "call_function" else None
+    entry = table.get(op_name(node.target)) if node.op == "call_function" else None
     return entry is not None and entry.line in POINTWISE and len(node.all_input_nodes) == 1

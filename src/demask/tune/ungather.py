@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from demask.graph.program import Program
-from demask.ops import schema
+from demask.ops import Table, schema
 from demask.ops.traits import OUTPUT_AXIS
 from demask.tune.affine import channel_axis, contraction
 from demask.tune.draft import Draft, by_values, channels_of, is_pointwise
@@ -35,18 +35,18 @@ class _Region:
     readers: dict[fx.Node, None] = field(default_factory=dict)
 
 
-def ungathered(program: Program) -> Program:
+def ungathered(program: Program, table: Table) -> Program:
     """The program without gathers that cost more than what they save."""
     draft = Draft(program)
     for node in draft.calls(aten.index_select.default, aten.slice.Tensor):
         live = by_values(draft.graph)
-        region = _region(draft, node) if node in live else None
+        region = _region(draft, node, table) if node in live else None
         if region is not None and _worth(draft, region):
             _apply(draft, node, region)
     return draft.done()
 
 
-def _region(draft: Draft, gather: fx.Node) -> _Region | None:
+def _region(draft: Draft, gather: fx.Node, table: Table) -> _Region | None:
     found = schema.arguments(gather)
     source, axis = found["self"], found["dim"]
     value = gather.meta["val"]
@@ -63,7 +63,7 @@ def _region(draft: Draft, gather: fx.Node) -> _Region | None:
         for user in node.users:
             if _absorbs(draft, user, node, axis):
                 region.readers[user] = None
-            elif _passes(draft, user, axis):
+            elif _passes(draft, user, axis, table):
                 region.through[user] = None
                 stack.append(user)
             else:
@@ -89,13 +89,13 @@ def _absorbs(draft: Draft, user: fx.Node, node: fx.Node, axis: int) -> bool:
     return plain and channel_axis(user) == axis
 
 
-def _passes(draft: Draft, user: fx.Node, axis: int) -> bool:
+def _passes(draft: Draft, user: fx.Node, axis: int, table: Table) -> bool:
     if contraction(draft, user) is not None:
         return axis == 1 and is_depthwise(draft, user)
     one = len(user.all_input_nodes) == 1
     if is_rounding(draft, user):
         return True
-    return one and (is_pointwise(user) or (axis == 1 and is_pooling(user)))
+    return one and (is_pointwise(user, table) or (axis == 1 and is_pooling(user)))
 
 
 def _worth(draft: Draft, region: _Region) -> bool:
