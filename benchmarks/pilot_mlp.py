@@ -114,7 +114,9 @@ def checked(model: nn.Sequential, found: dict[str, Call], inputs: Sequence[Tenso
     for k, layer in enumerate(list(model)[:-1]):
         if isinstance(layer, nn.ReLU):
             cut = model[: k + 1]
-            made = (chained(cut, sample, None, kind, modes, always=True) for kind, modes in MODES)
+            made = (
+                chained(cut, sample, None, kind, modes, TABLE, always=True) for kind, modes in MODES
+            )
             parts.append(dict(zip(EXACT, made, strict=True)))
     result = Checked(len(inputs), dict.fromkeys(EXACT[1:], 0), dict.fromkeys(found, 0))
     for x in inputs:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import cifar
+from demask.facts.analysis import Analysis
 from demask.graph.result import Demasked
 from demask.machine.allocator import fix_allocator
 from demask.machine.compare import ALLOWED, lower_bound
@@ -64,7 +65,7 @@ class Row:
 def observer(model: nn.Module, x: Tensor, layers: tuple[str, ...]) -> Demasked:
     """The full network, to the magnitudes of these layers."""
     program = simplified(given(model, (x,), None, None))
-    found = [t for t in targets_of(program, TABLE)[0] if t.layer in layers]
+    found = [t for t in targets_of(Analysis(program, TABLE))[0] if t.layer in layers]
     return finished(program, observing(program, found), (), TABLE)
 
 

@@ -45,7 +45,7 @@ def perceptron() -> nn.Module:
 
 def conditioned() -> nn.Module:
     """One chain, whether it pays or not."""
-    return chained(perceptron(), (row(),), None, Columns(), ("columns",), always=True)
+    return chained(perceptron(), (row(),), None, Columns(), ("columns",), TABLE, always=True)
 
 
 def row() -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from demask.errors import BadInput
+from demask.facts.analysis import Analysis
 from demask.ops import TABLE
 from demask.pilot.collect import collect
 from demask.pilot.condition import KINDS, condition, condition_of, slower
@@ -74,7 +75,7 @@ def put(value: Tensor, index: Tensor, other: float | Tensor) -> Tensor:
 
 
 def test_targets_end_before_sums(net: Net, x: Tensor):
-    found, left = targets_of(simplified(given(net, (x,), None, None), TABLE), TABLE)
+    found, left = targets_of(Analysis(simplified(given(net, (x,), None, None), TABLE), TABLE))
     assert [(t.layer, t.node.name, t.axis, t.size) for t in found] == [
         ("a", "relu", 1, 8), ("b", "conv2d_1", 1, 8),
     ]  # fmt: skip

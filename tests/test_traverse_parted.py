@@ -13,13 +13,13 @@ from torch import Tensor, fx, nn
 
 import demask
 from demask.errors import BadInput
+from demask.facts.analysis import Analysis
 from demask.graph.capture import capture
 from demask.graph.fold import folded
 from demask.graph.program import Program
 from demask.graph.spell import spelled
 from demask.ops import TABLE
 from demask.ops.laws import check_scatter_law, law_cases
-from demask.shrink.reading import relations_of
 from demask.traverse.axes import Axes, axes_of
 from demask.traverse.parted import folded_scale, global_calls, parted, with_reductions
 from night import at_night
@@ -132,7 +132,7 @@ def program_of(network: str, dtype: torch.dtype = torch.float64) -> tuple[Progra
 
 def run(program: Program, x: Tensor, seed: int | None = None) -> tuple[Tensor, ...]:
     """What a program makes; seed: reductions are computed from parts drawn with it."""
-    relations = relations_of(program.graph, SPLIT)
+    relations = Analysis(program, SPLIT).relations
     inputs = dict.fromkeys(program.graph.find_nodes(op="placeholder"), ROWS_AND_COLUMNS)
     axes = axes_of(program.graph, relations, inputs)
     values: dict[fx.Node, Any] = {}

@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
+from demask.facts.analysis import Analysis
 from demask.failures import public
 from demask.graph.class_result import remember
 from demask.graph.copying import structural_copy, without_caches
@@ -33,7 +34,6 @@ from demask.shrink.measure import sizes_of
 from demask.shrink.partial import merged, sizes_of_parts, with_parts
 from demask.shrink.pipeline import given as captured
 from demask.shrink.pipeline import left, reduced
-from demask.shrink.reading import relations_of
 from demask.sparse.forms import Sparse
 from demask.sparse.segments import layers_of
 from demask.tune.asking import Asker
@@ -295,7 +295,7 @@ def _lossy(race: Race, name: str, precision: str) -> str:
 def remembered(program: Program, provenance: Provenance, table: Table) -> Provenance:
     """What is left in a form: its sizes, its cuts, its ops that only keep shapes."""
     whole = plain(program)
-    sizes = sizes_of(whole, relations_of(whole.graph, table))
+    sizes = sizes_of(whole, Analysis(whole, table).relations)
     sparse = layers_of(whole.graph)
     sizes = replace(sizes, macs=sizes.macs + sum(layer.products for layer in sparse))
     densities = {layer.name: layer.stored / layer.weights for layer in sparse if layer.weights}

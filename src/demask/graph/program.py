@@ -67,6 +67,12 @@ class Program:
         )
 
 
+def module_of(node: fx.Node) -> str:
+    """The fully qualified name of the module whose code contains a call."""
+    stack = node.meta.get("nn_module_stack")
+    return list(stack.values())[-1][0] if stack else ""
+
+
 def copied(program: Program) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     """A copy of the program's graph, for a pass to change, and the map from old nodes to new."""
     graph, mapping = fx.Graph(), {}

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from demask.errors import BadInput
+from demask.facts.analysis import Analysis
 from demask.facts.known import key_of
 from demask.graph.program import Program
 from demask.graph.result import Demasked
@@ -24,7 +25,6 @@ from demask.ops import Declined, Relation, Table, schema
 from demask.pilot.layers import layers_of
 from demask.shrink.cells import Cells
 from demask.shrink.pipeline import shrunk
-from demask.shrink.reading import relations_of
 
 Held = tuple[str, int]  # a constant and one of its axes
 CellAxes = tuple[tuple[int, ...], ...]
@@ -73,10 +73,11 @@ class Groups:
 
     @classmethod
     def of(cls, program: Program, table: Table) -> Groups:
-        relations = relations_of(program.graph, table)
+        analysis = Analysis(program, table)
+        relations = analysis.relations
         ties = _Ties(program, relations)
         members: dict[int, dict[Held, None]] = defaultdict(dict)
-        for layer in layers_of(program, relations):
+        for layer in layers_of(analysis):
             for axis in () if layer.relation.back else layer.rows:
                 cell = ties.group(ties.slots[layer.node, layer.operand][axis])
                 if cell is not None:

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 from demask.errors import BadInput
+from demask.facts.analysis import Analysis
 from demask.failures import public
 from demask.files.pt2 import read_model
 from demask.graph.capture import capture
@@ -67,7 +68,7 @@ def collect(
     if not calls:
         raise BadInput("expected one input or more, got none")
     program, found, cuts = _read(model, calls[0], budget, weights)
-    sites = sites_of(program, table, per, cuts)
+    sites = sites_of(Analysis(program, table), per, cuts)
     gathered = _Gathered(sites, measure)
     leaves = [flat(program, args, {}) for args in calls]
     run = walk(program, found, leaves, gathered.see, budget=budget, progress=progress)

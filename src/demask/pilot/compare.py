@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
-from demask.facts.known import Relations
+from demask.facts.analysis import Analysis
 from demask.failures import public
 from demask.graph.program import Program
 from demask.machine.memory import human
@@ -31,7 +31,6 @@ from demask.pilot.walk import each, flat, walk
 from demask.shrink.finished import finished
 from demask.shrink.measure import sizes_of
 from demask.shrink.pipeline import given
-from demask.shrink.reading import relations_of
 
 DEFAULT = ("bits:8", "bits:4", "exponents", "rank:0.5", "channels:0.5", "downsample:2")
 WIDTH = 112
@@ -134,7 +133,7 @@ def compare(
         raise BadInput("expected one input or more, got none")
     tell("running the full network")
     program = given(model, calls[0] if isinstance(calls[0], tuple) else (calls[0],), {}, None)
-    full = _Seen.of(program, table, {}, calls)
+    full = _Seen.of(Analysis(program, table), {}, calls)
     runnable = finished(program, program, (), table)  # run as the pilots are, so that times compare
     found = []
     for one in chosen:
@@ -143,7 +142,7 @@ def compare(
     rows = tuple(row for row, _, _ in found)
     first = next((timing for _, _, timing in found if timing is not None), None)
     here = given(runnable, calls[0], {}, None)  # of these inputs' sizes, as the pilots are
-    sizes = sizes_of(here, relations_of(here.graph, table))
+    sizes = sizes_of(here, Analysis(here, table).relations)
     same = {row.by: agreed for row, agreed, _ in found}
     return Comparison(rows, full.count, sizes.bytes, sizes.macs, full.zero_share(), first, same)
 
@@ -156,14 +155,13 @@ def _row(
         slim = one.applied(program, table)
     except BadInput as error:
         return Row(one.text(), refused=str(error)), (), None
-    pilot = given(slim, calls[0], {}, None)
-    seen = _Seen.of(pilot, table, slim.demasked.cuts, calls)
+    pilot = Analysis(given(slim, calls[0], {}, None), table)
+    seen = _Seen.of(pilot, slim.demasked.cuts, calls)
     same = full.agreed(seen)
     precision, recall = full.zeros_found(seen)
     timings: dict[str, Timing] = {}
     if limits[0]:
         timings = _timed({"full": runnable, "pilot": slim}, calls[0], *limits)
-    relations = relations_of(pilot.graph, table)
     row = Row(
         one.text(),
         sum(same) / len(same) if same else None,
@@ -171,8 +169,8 @@ def _row(
         full.correlation(seen),
         precision,
         recall,
-        _weight_bytes(one, pilot, relations),
-        sizes_of(pilot, relations).macs,
+        _weight_bytes(one, pilot),
+        sizes_of(pilot.program, pilot.relations).macs,
         timings["full"].median / timings["pilot"].median if timings else None,
         timings.get("pilot"),
     )
@@ -187,12 +185,11 @@ def _timed(
     return alternate(contenders, pairs, seconds=seconds)
 
 
-def _weight_bytes(one: Simplifier, pilot: Program, relations: Relations) -> int:
+def _weight_bytes(one: Simplifier, pilot: Analysis) -> int:
     """Bytes of all floating constants: weights as the simplifier stores them, the rest as it is."""
-    layers = {layer.weight: layer for layer in layers_of(pilot, relations)}
+    layers = {layer.weight: layer for layer in layers_of(pilot)}
     total = 0.0
-    for name, constant in pilot.constants.items():
-        tensor = constant.tensor
+    for name, tensor in pilot.constants.items():
         if not tensor.is_floating_point():
             continue
         if name in layers:
@@ -216,8 +213,9 @@ class _Seen:
         self.count = 0
 
     @classmethod
-    def of(cls, program: Program, table: Table, cuts: Any, calls: list[Any]) -> _Seen:
-        seen = cls(sites_of(program, table, "channel", cuts))
+    def of(cls, analysis: Analysis, cuts: Any, calls: list[Any]) -> _Seen:
+        program = analysis.program
+        seen = cls(sites_of(analysis, "channel", cuts))
         leaves = [flat(program, args, {}) for args in calls]
         run = walk(program, Held(program), leaves, seen.see, outputs=True)
         seen.outputs = run.outputs

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from demask.errors import BadInput, DemaskError
+from demask.facts.analysis import Analysis
 from demask.facts.known import Key, key_of
 from demask.graph.build import Builder, mode_of
 from demask.graph.program import Constant, Program
@@ -38,7 +39,6 @@ from demask.pilot.resample import (
     split,
 )
 from demask.shrink.finished import finished
-from demask.shrink.reading import relations_of
 
 aten = torch.ops.aten
 _SIZED = ("view", "_unsafe_view", "reshape", "unflatten", "expand")  # take sizes, which are rebuilt
@@ -98,7 +98,7 @@ class _Smaller:
 
     def __init__(self, program: Program, factor: float, mode: str, table: Table):
         self.program, self.factor, self.mode = program, factor, mode
-        self.relations = relations_of(program.graph, table)
+        self.relations = Analysis(program, table).relations
         self.graph = fx.Graph()
         self.build = Builder(self.graph, mode_of(program.graph))
         self.constants: dict[str, Constant] = {}

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, fx
 
 from demask.errors import BadInput
+from demask.facts.analysis import Analysis
 from demask.graph.program import Program
 from demask.graph.result import Demasked
 from demask.ops import Table, schema
 from demask.ops.traits import CONV_OF_AXES, CONVOLUTIONS_ANY_PADDING
 from demask.pilot.layers import Layer, by_rows, check_finite, from_rows, layers_of
 from demask.shrink.finished import finished
-from demask.shrink.reading import relations_of
 from demask.tune.draft import Draft
 
 aten = torch.ops.aten
@@ -50,7 +50,7 @@ class LowRank:
     def applied(self, program: Program, table: Table) -> Demasked:
         """The network with thin layers; what stays as it is is noted."""
         draft = Draft(program)
-        layers = layers_of(draft.done(), relations_of(draft.graph, table))
+        layers = layers_of(Analysis(draft.done(), table))
         notes = [note for layer in layers for note in self._layer(draft, layer)]
         return finished(program, draft.done(), notes, table)
 

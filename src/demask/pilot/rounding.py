@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from demask.errors import BadInput
+from demask.facts.analysis import Analysis
 from demask.graph.program import Program
 from demask.graph.result import Demasked
 from demask.ops import Table
 from demask.pilot.layers import by_rows, check_finite, from_rows, layers_of
 from demask.shrink.finished import finished
-from demask.shrink.reading import relations_of
 
 SCALE_BYTES = 4  # of one float32 scale
 MOST_BITS = 16
@@ -141,7 +141,7 @@ def _rounded(
     program: Program, change: Callable[[Tensor], Tensor], text: str, table: Table
 ) -> Demasked:
     constants = dict(program.constants)
-    layers = layers_of(program, relations_of(program.graph, table))
+    layers = layers_of(Analysis(program, table))
     for key, rows in {layer.weight: layer.rows for layer in layers}.items():
         weight = constants[key].tensor
         check_finite(weight, constants[key].name)

@@ -15,12 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from demask.errors import BadInput
-from demask.graph.program import Program
+from demask.facts.analysis import Analysis
 from demask.graph.provenance import Cut
-from demask.ops import Declined, Relation, Table, schema
+from demask.ops import Declined, Relation, schema
 from demask.ops.traits import CLAMPS, RELUS
 from demask.pilot.layers import Layer, layers_of
-from demask.shrink.reading import relations_of
 from demask.tune.draft import only_reader
 
 aten = torch.ops.aten
@@ -72,8 +71,7 @@ def _tiles(wide: Tensor, side: int, measure: str) -> tuple[Tensor, tuple[int, in
 
 
 def sites_of(
-    program: Program,
-    table: Table,
+    analysis: Analysis,
     per: str = "channel",
     cuts: Mapping[str, Cut] | None = None,
 ) -> tuple[Site, ...]:
@@ -85,11 +83,11 @@ def sites_of(
     known = kind in ("channel", "unit", "head", "token") and not number
     if not known and not (kind == "tile" and number.isdecimal() and int(number) > 0):
         raise BadInput(f"expected parts per {', '.join(KINDS)}, got {per!r}; such as 'tile:8'")
-    relations = relations_of(program.graph, table)
+    relations = analysis.relations
     if kind == "head":
-        found = _heads(program, relations)
+        found = _heads(relations)
     else:
-        layers = layers_of(program, relations)
+        layers = layers_of(analysis)
         made = (_site(layer, kind, relations, cuts or {}, int(number or 0)) for layer in layers)
         found = [site for site in made if site is not None]
     if not found:
@@ -163,7 +161,7 @@ def batch_axis(node: fx.Node) -> int | None:
     return alone[0] if len(found) == len(alone) == 1 else None
 
 
-def _heads(program: Program, relations: Mapping[fx.Node, Relation | Declined]) -> list[Site]:
+def _heads(relations: Mapping[fx.Node, Relation | Declined]) -> list[Site]:
     """Values that attention mixes, (inputs, heads, positions, features); also where it is spelled
     out, as a product of a softmax with the values."""
     found: list[Site] = []

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from demask.errors import BadInput
+from demask.facts.analysis import Analysis
 from demask.graph.build import Builder, mode_of
 from demask.graph.program import Program, copied
 from demask.ops import Table
@@ -36,7 +37,6 @@ from demask.shrink.cells import Index
 from demask.shrink.indexed import Pick
 from demask.shrink.indices import with_inputs
 from demask.shrink.pipeline import given, simplified
-from demask.shrink.reading import relations_of
 
 aten = torch.ops.aten
 
@@ -175,9 +175,10 @@ class _Draft:
         self, kind: Kind, model: nn.Module, args: tuple[Any, ...], kwargs: Any, pilot: Any,
         table: Table,
     ):  # fmt: skip
-        self.kind, self.args, self.kwargs, self.table = kind, args, dict(kwargs or {}), table
+        self.kind, self.args, self.kwargs = kind, args, dict(kwargs or {})
         self.program = simplified(given(model, args, kwargs, None), table)
-        found, left = targets_of(self.program, table)
+        self.analysis = Analysis(self.program, table)
+        found, left = targets_of(self.analysis)
         self.targets = [t for t in found if fnmatchcase(t.layer, kind.layers)]
         self.left = [*left, *(Decision(t.layer, "dense", f"not of {kind.layers!r}")
                               for t in found if t not in self.targets)]  # fmt: skip
@@ -187,11 +188,11 @@ class _Draft:
         self.pilot, self.text = self._piloted(model, pilot)
 
     def _piloted(self, model: nn.Module, pilot: Any) -> tuple[Any, str]:
-        """The pilot as a program, or execution data; and its text."""
+        """The analysis of the pilot, or execution data; and its text."""
         if isinstance(pilot, ExecutionData):
             return pilot, pilot.source
         if isinstance(pilot, str | Simplifier):
-            made = simplify(model, self.args, self.kwargs, by=pilot, table=self.table)
+            made = simplify(model, self.args, self.kwargs, by=pilot, table=self.analysis.table)
             text = pilot if isinstance(pilot, str) else pilot.text()
         elif isinstance(pilot, nn.Module):
             made, text = pilot, type(pilot).__name__
@@ -199,7 +200,8 @@ class _Draft:
             raise BadInput(f"{self.kind.name} needs a pilot, which says what is important: a "
                            "simplifier such as 'bits:4', a module, or ExecutionData (collect); "
                            f"found {type(pilot).__name__}")  # fmt: skip
-        return simplified(given(made, self.args, self.kwargs, None), self.table), text
+        program = simplified(given(made, self.args, self.kwargs, None), self.analysis.table)
+        return Analysis(program, self.analysis.table), text
 
     def with_constants(self, fills: Sequence[float | Tensor]) -> Supported:
         """The module in which positions that are not computed are constants, one for all targets
@@ -221,7 +223,7 @@ class _Draft:
                 "value needs a pilot that runs on the live input, for its values: a simplifier "
                 "such as 'bits:4' or a module; found ExecutionData"
             )
-        targets, _ = targets_of(self.pilot, self.table)
+        targets, _ = targets_of(self.pilot)
         theirs = named(targets, [t.layer for t in self.targets], "the pilot")
         for mine, other in zip(self.targets, theirs, strict=True):
             self._check_alike(mine, other)
@@ -231,7 +233,9 @@ class _Draft:
         for k, target in enumerate(self.targets):
             index = Index(inputs[f"index_{k}"], target.size)
             picks[mapping[target.node], 0] = Pick(target.axis, index, inputs[f"value_{k}"])
-        return self._module(wide, picks, observing(self.pilot, theirs, values=True), values=True)
+        return self._module(
+            wide, picks, observing(self.pilot.program, theirs, values=True), values=True
+        )
 
     def _check_alike(self, mine: Target, other: Target) -> None:
         a, b = mine.node.meta["val"].shape, other.node.meta["val"].shape
@@ -244,7 +248,7 @@ class _Draft:
 
     def with_bits(self, bits: int) -> Supported:
         """The module in which they are computed with weights of fewer bits."""
-        changed, layers = _doubled(self.program, self.table, [t.layer for t in self.targets], bits)
+        changed, layers = _doubled(self.analysis, [t.layer for t in self.targets], bits)
         sizes = {f"index_{k}": t.size for k, t in enumerate(self.targets)}
         sizes |= {f"rest_{k}": t.size for k, t in enumerate(self.targets)}
         wide, inputs, mapping = with_inputs(changed, sizes)
@@ -264,8 +268,8 @@ class _Draft:
         if isinstance(self.pilot, ExecutionData):
             return None
         names = [target.layer for target in self.targets]
-        targets, _ = targets_of(self.pilot, self.table)
-        return observing(self.pilot, named(targets, names, "the pilot"))
+        targets, _ = targets_of(self.pilot)
+        return observing(self.pilot.program, named(targets, names, "the pilot"))
 
     def _module(
         self, program: Program, picks: Any, observer: Program | None, *, values: bool = False,
@@ -281,21 +285,22 @@ class _Draft:
             tuple(t.layer for t in self.targets), tuple(t.size for t in self.targets),
             kind.keep, kind.threshold, rest, values,
         )  # fmt: skip
-        made = Supported(program, picks, observer, chosen, about, self.table)
+        made = Supported(program, picks, observer, chosen, about, self.analysis.table)
         if isinstance(self.pilot, ExecutionData):
             made.update(self.pilot)
         return made
 
 
 def _doubled(
-    program: Program, table: Table, names: Sequence[str], bits: int
+    analysis: Analysis, names: Sequence[str], bits: int
 ) -> tuple[Program, list[tuple[fx.Node, fx.Node, int]]]:
     """The program in which each of these layers is added to its twin with weights of fewer bits;
     and per layer both calls, and the axis of their positions."""
+    program = analysis.program
     graph, mapping = copied(program)
     build = Builder(graph, mode_of(graph))
     constants, found = dict(program.constants), []
-    layers = {x.name: x for x in layers_of(program, relations_of(program.graph, table))}
+    layers = {x.name: x for x in layers_of(analysis)}
     for layer in (layers[name] for name in names):
         assert layer.axis is not None
         node, read = mapping[layer.node], mapping[layer.read]

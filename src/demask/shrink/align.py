@@ -19,16 +19,16 @@ from demask.graph.build import Builder, mode_of
 from demask.graph.program import Program, copied
 from demask.ops import schema
 from demask.shrink.fibers import Fiber
+from demask.shrink.layout_analysis import LayoutAnalysis
 from demask.shrink.pool import Pool
-from demask.shrink.reading import Reading
 
 aten = torch.ops.aten
 
 
-def aligned(reading: Reading) -> Program | None:
+def aligned(analysis: LayoutAnalysis) -> Program | None:
     """The program with such heads re-ordered; None where no head would become smaller."""
-    program = reading.program
-    fibers = [fiber for fiber in reading.fibers.found if fiber.order is not None]
+    program = analysis.program
+    fibers = [fiber for fiber in analysis.fibers.found if fiber.order is not None]
     if not fibers:
         return None
     graph, copies = copied(program)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from demask.facts.analysis import Analysis
 from demask.graph.guards import values_of
 from demask.graph.program import Program, owned
 from demask.graph.provenance import Cut, Provenance
@@ -11,7 +12,6 @@ from demask.graph.result import Demasked, build
 from demask.ops import Table
 from demask.shrink.measure import sizes_of
 from demask.shrink.pipeline import inputs_of
-from demask.shrink.reading import relations_of
 
 
 def finished(before: Program, after: Program, notes: Iterable[str], table: Table) -> Demasked:
@@ -29,8 +29,8 @@ def shared(before: Program, after: Program, notes: Iterable[str], table: Table) 
         effects={},
         notes=(*before.notes, *notes),
         inputs=inputs_of(before),
-        before=sizes_of(before, relations_of(before.graph, table)),
-        after=sizes_of(after, relations_of(after.graph, table)),
+        before=sizes_of(before, Analysis(before, table).relations),
+        after=sizes_of(after, Analysis(after, table).relations),
         guards=before.guards,
         values=values_of(before.graph),
         interface=before.interface,

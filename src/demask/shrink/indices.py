@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from demask.compat.dynamo import ConstantSource
 from demask.compat.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 from demask.errors import BadInput
+from demask.facts.analysis import Analysis
 from demask.facts.known import Key, key_of, known
 from demask.facts.needed import Needs
 from demask.graph.build import mode_of
@@ -35,8 +36,6 @@ from demask.shrink.context import EmitContext
 from demask.shrink.contract import plus_constants
 from demask.shrink.indexed import Pick, Plan, planned
 from demask.shrink.place import Placement
-from demask.shrink.reading import relations_of
-from demask.shrink.ties import is_grouped
 
 aten = torch.ops.aten
 
@@ -95,8 +94,8 @@ def masked(program: Program, picks: Mapping[Key, Pick], table: Table) -> Program
 
 
 def _written(program: Program, picks: Mapping[Key, Pick], table: Table, *, push: bool) -> Program:
-    relations = relations_of(program.graph, table)
-    values = {name: constant.tensor for name, constant in program.constants.items()}
+    analysis = Analysis(program, table)
+    relations, values = analysis.relations, analysis.constants
     # What is known of a picked value holds no longer: elsewhere it is its fill.
     opaque = {node: Declined("what is computed of it comes at run time") for node, _ in picks}
     facts = known(program.graph, {**relations, **opaque}, values, trained=program.trained)
@@ -227,7 +226,7 @@ class _Walk(EmitContext):
     def _groups(self, relation: Relation) -> dict[str, Any]:
         """A grouped convolution of which some groups are made has as many groups."""
         node = relation.node
-        if not is_grouped(relation) or node not in self.plan.chosen:
+        if not relation.is_grouped or node not in self.plan.chosen:
             return {}
         letter, index = self.plan.chosen[node]
         places = [*(relation.ins[k] for k in relation.factors), relation.outs[0]]

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from demask.facts.analysis import Analysis
 from demask.ops import Table, op_name
 from demask.stride.grid import Emission, Plan, Reader, Refused, Step
 from demask.stride.grid_rules import rule
@@ -41,8 +42,9 @@ def dilated(draft: Draft, node: fx.Node, target: Target, table: Table) -> str | 
     if not is_strided(node):
         return "it has no stride"
     seeds = {node: None}
+    analysis = Analysis(draft.program.with_graph(draft.graph), table)
     while True:
-        plan = _planned(draft, seeds, Plan(target, table))
+        plan = _planned(draft, seeds, Plan(target, analysis))
         if isinstance(plan, Plan):
             _apply(draft, plan)
             return None
@@ -61,7 +63,7 @@ def _planned(draft: Draft, seeds: Collection[fx.Node], plan: Plan) -> Plan | Ref
             continue
         found = _step(draft, node, plan)
         short = found.beside if isinstance(found, Step) else found.short
-        if any(_strided_before(operand, seeds, plan.table) for operand in short):
+        if any(_strided_before(operand, seeds, plan.analysis.table) for operand in short):
             return Refused("", short)
         if isinstance(found, Step):
             wild = found.wild or any(plan.steps[n].wild for n in read)

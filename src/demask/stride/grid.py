@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from demask.ops import Table, schema
+from demask.facts.analysis import Analysis
+from demask.ops import schema
 from demask.stride.pools import PAD, described
 from demask.stride.targets import Target
 from demask.tune.draft import Draft
@@ -116,7 +117,7 @@ class Plan:
     """What is to be rewritten for a target: calls in order, and how the values of each stand."""
 
     target: Target
-    table: Table
+    analysis: Analysis
     steps: dict[fx.Node, Step] = field(default_factory=dict)
 
     def grids(self, node: Any) -> tuple[Grid, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from torch.export import ExportedProgram
 
+from demask.facts.analysis import Analysis
 from demask.failures import public
 from demask.graph.fold import folded
 from demask.graph.program import Program
@@ -22,9 +23,9 @@ from demask.graph.spell import spelled
 from demask.ops import TABLE, Relation, Table, schema
 from demask.shrink.device import CPU, device_of, moved, on_cpu
 from demask.shrink.finished import finished
+from demask.shrink.layout_analysis import LayoutAnalysis
 from demask.shrink.measure import macs_of, traffic
 from demask.shrink.pipeline import given
-from demask.shrink.reading import Reading, relations_of
 from demask.shrink.rewrite import rewrite
 from demask.shrink.ties import sampling
 from demask.stride.kept import sliced
@@ -89,21 +90,21 @@ def raised(program: Program, table: Table = TABLE) -> tuple[Program, tuple[str, 
 def _absorbed(program: Program, table: Table) -> Program:
     """Slices pulled back to convolutions, and absorbed there."""
     hidden = program.with_graph(program.graph, {})
-    reading = Reading.of(hidden, table)
-    placement = reading.placer.placement()
-    made = rewrite(program, reading.relations, reading.facts, reading.needs, placement)
+    analysis = LayoutAnalysis.of(hidden, table)
+    placement = analysis.placer.placement()
+    made = rewrite(program, analysis.relations, analysis.known, analysis.needs, placement)
     return folded(made.program)
 
 
 def _weight(program: Program, table: Table) -> tuple[int, int]:
     """Multiply-adds, and elements written."""
-    relations = relations_of(program.graph, table)
+    relations = Analysis(program, table).relations
     macs = sum(macs_of(r) for r in relations.values() if isinstance(r, Relation))
     return macs, traffic(program)
 
 
 def _told(program: Program, table: Table) -> tuple[str, ...]:
-    relations = relations_of(program.graph, table)
+    relations = Analysis(program, table).relations
     convolutions = [r.node for r in relations.values() if isinstance(r, Relation) and sampling(r)]
     strided = [n for n in convolutions if any(s > 1 for s in schema.arguments(n)["stride"])]
     return tuple(f"{n.name}: stride {list(schema.arguments(n)['stride'])}" for n in strided)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from demask.facts.analysis import Analysis
 from demask.graph.capture import capture
 from demask.graph.fold import folded
 from demask.graph.functional import functionalized
@@ -24,7 +25,6 @@ from demask.ops.bind import Relation
 from demask.ops.entry import Declined
 from demask.ops.regions import Interval
 from demask.shrink.measure import macs_of
-from demask.shrink.reading import relations_of
 from demask.traverse.axes import Axes, axes_of, length, whole
 from demask.traverse.local import Local, local
 from demask.traverse.parted import parted, with_reductions
@@ -130,7 +130,7 @@ def flow_of(program: Program, table: Table) -> Flow:
 def _flow(program: Program, table: Table) -> Flow:
     inputs = {n: axes for n in program.graph.find_nodes(op="placeholder")
               if (axes := _input_axes(n)) is not None}  # fmt: skip
-    relations = relations_of(program.graph, table)
+    relations = Analysis(program, table).relations
     axes = axes_of(program.graph, relations, inputs)
     while afresh := _afresh(relations, axes):
         inputs |= afresh

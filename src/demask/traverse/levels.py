@@ -17,8 +17,9 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from demask.errors import BadInput
+from demask.facts.analysis import Analysis
 from demask.graph.program import Program
-from demask.ops import Relation, Table, bind, schema
+from demask.ops import Relation, Table, schema
 from demask.ops.contract import PRODUCTS
 from demask.ops.recurrent import GATES
 from demask.ops.traits import MATRIX_TRANSPOSES, MEMORY_VIEWS, TRANSPOSED_VIEWS
@@ -83,8 +84,9 @@ class _Shape:
     """Which call is in which level, and the bytes of everything."""
 
     def __init__(self, program: Program, stored: Mapping[str, Stored], inputs: int, table: Table):
-        self.program, self.stored, self.inputs, self.table = program, stored, inputs, table
-        self.lanes: Lanes = lanes_of(program, inputs, table)
+        self.program, self.stored, self.inputs = program, stored, inputs
+        self.analysis = Analysis(program, table)
+        self.lanes: Lanes = lanes_of(self.analysis, inputs)
         self.nodes = list(program.graph.nodes)
         self.results: Any = self.nodes[-1].args[0]
         self.streams = {n: s for n in self.nodes if (s := self._streamed(n, stored))}
@@ -205,7 +207,7 @@ class _Shape:
     def _weight(self, node: fx.Node) -> Weight | None:
         """The largest matrix or kernel of constants that a call sums products with."""
         batched = node.op == "call_function" and node in self.lanes.of
-        relation = bind(node, self.table) if batched else None
+        relation = self.analysis.relation(node) if batched else None
         if not isinstance(relation, Relation):
             return None
         if relation.entry.fill != "sum" and not relation.back:

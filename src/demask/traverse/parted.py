@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from demask.errors import BadInput
+from demask.facts.analysis import Analysis
 from demask.graph.build import Builder, mode_of, same_shape
 from demask.graph.fold import drop_unread
 from demask.graph.program import Program, copied
@@ -25,7 +26,6 @@ from demask.ops import Case, Entry, Relation, Table, norm, schema, traits
 from demask.ops.entry import Shape as S
 from demask.ops.own import Own
 from demask.registry import CUSTOM_OPS
-from demask.shrink.reading import relations_of
 from demask.traverse.axes import Axes, axes_of
 from demask.traverse.reductions import moments_of
 
@@ -130,7 +130,7 @@ def global_calls(
     names = [node.name for node in trained]
     for node in trained:  # the table has no line for them, so that their axes would end there
         _replace(build, node)
-    relations = relations_of(build.graph, table)
+    relations = Analysis(program.with_graph(build.graph), table).relations
     axes = axes_of(build.graph, relations, _given(build.graph, inputs))
     for node, relation in relations.items():
         if node.target in _RULES and isinstance(relation, Relation) and _needs(relation, axes):

@@ -10,12 +10,12 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
+from demask.facts.analysis import Analysis
 from demask.failures import public
 from demask.graph.program import Program
 from demask.machine.memory import BUDGET, parse_memory
 from demask.ops import TABLE, Table
 from demask.ops.regions import axis_of, rule
-from demask.shrink.reading import relations_of
 from demask.traverse.axes import Axes, axes_of
 from demask.traverse.flow import Flow, flow_of, read
 from demask.traverse.layout import WORKERS, Layout
@@ -129,7 +129,7 @@ def _check_independent(program: Program, count: int, table: Table) -> None:
     """BadInput unless every result of an image depends on that image alone."""
     inputs = {n: (0, None) for n in program.graph.find_nodes(op="placeholder")
               if tuple(getattr(n.meta.get("val"), "shape", ()))[:1] == (count,)}  # fmt: skip
-    relations = relations_of(program.graph, with_reductions(table))
+    relations = Analysis(program, with_reductions(table)).relations
     found = axes_of(program.graph, relations, inputs)
     outputs: Any = next(iter(program.graph.find_nodes(op="output"))).args[0]
     for node in [*program.graph.nodes, *outputs]:
