@@ -4,6 +4,8 @@ caller's own, and an activation, softshrink, by one call."""
 from __future__ import annotations
 
 import copy
+import inspect
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -14,18 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from demask import demask, optimize, report, stride, verify
+from demask import demask, optimize, optimize_onnx, report, stride, to_onnx, verify
 from demask.errors import BadInput
 from demask.kernels.activations import LOWERINGS, register
 from demask.kernels.isa import host
 from demask.ops import TABLE, Entry, Table
 from demask.ops.activations import ACTIVATIONS, Activation, Equivalent, act_of
-from demask.pilot import compare, condition
+from demask.pilot import collect, compare, condition, explain, simplify
 from demask.shrink.pipeline import given
 from demask.sparse import SparseLinear, spmm
 from demask.sparse.program import Program
 from demask.sparse.segments import segmented, segments_of
-from demask.traverse import batch, halo, plan, stream, tile
+from demask.traverse import batch, halo, plan, stream, tile, traffic
 from demask.tune.epilogues import epilogue
 from demask.tune.fuse import fused
 from interpreted import DEVICES, rows_of, run_on
@@ -230,7 +232,9 @@ def test_traversal_runs_it(act: Act, table: Table) -> None:
     y, rows = torch.empty(1, 2, 400, 320), nn.Sequential(nn.Linear(9, 16), act(), nn.Linear(16, 5))
     with torch.no_grad():
         tiled = tile(model, (x,), memory="14MiB", table=table)
-        for module in (tiled, copy.deepcopy(tiled)):
+        loaded = pickle.loads(pickle.dumps(tiled))
+        loaded.table = table
+        for module in (tiled, copy.deepcopy(tiled), loaded):
             close(module(x), model(x))
         stream(model, x, y, memory="20MiB", table=table)
         close(y, model(x))
@@ -251,6 +255,15 @@ def test_pilots_follow_it(act: Act, table: Table) -> None:
                      table=table)  # fmt: skip
     # Half of the channels of two layers: 4 of 8 are read, and 4 of 8 computed.
     assert half.network.demasked.after.macs == 2 * 16 * 12 * 9 * (3 * 4 + 4 * 4 + 4 * 2)
+
+
+def test_public_functions_have_one_default() -> None:
+    functions = (
+        demask, verify, optimize, optimize_onnx, to_onnx, batch, halo, plan, stream, tile, traffic,
+        collect, compare, condition, explain, simplify, stride.instructions, stride.lower,
+        stride.raise_strides,
+    )  # fmt: skip
+    assert all(inspect.signature(f).parameters["table"].default is TABLE for f in functions)
 
 
 def test_without_its_entry_an_op_is_a_barrier() -> None:

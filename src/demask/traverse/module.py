@@ -66,9 +66,9 @@ class TiledCodegen(Codegen):
 class Tiled(Demasked):
     """A network that runs in tiles within a budget, for inference: calls record no gradients.
 
-    plan: how it runs. table: the op table; demask's own where it was read from a file. counted:
-    what the last call did. prepared: the plan met with the graph, from the first call on. Its
-    weights are read at every call. It can be copied, pickled and saved.
+    plan: how it runs. table: the op table; set it again where a network of ops of your own was
+    unpickled. counted: what the last call did. prepared: the plan met with the graph, from the
+    first call on. Its weights are read at every call. It can be copied, pickled and saved.
     """
 
     codegen = TiledCodegen
@@ -80,6 +80,7 @@ class Tiled(Demasked):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         prepared, self.prepared = self.prepared, None
+        memo[id(self.table)] = self.table
         try:
             copied = super().__deepcopy__(memo)
         finally:
@@ -89,8 +90,8 @@ class Tiled(Demasked):
 
     def __reduce__(self) -> tuple[Any, ...]:
         make, args, state = super().__reduce__()
-        dropped = {"prepared", *(["table"] if self.table is TABLE else [])}
-        return make, args, {name: value for name, value in state.items() if name not in dropped}
+        left_out = ("prepared", "table")
+        return make, args, {name: value for name, value in state.items() if name not in left_out}
 
     def _archived(self) -> dict[str, Any]:
         """The plan, computed off-line and stored with the network (row 003-b)."""
