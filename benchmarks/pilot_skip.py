@@ -65,8 +65,9 @@ class Row:
 def observer(model: nn.Module, x: Tensor, layers: tuple[str, ...]) -> Demasked:
     """The full network, to the magnitudes of these layers."""
     program = simplified(given(model, (x,), None, None))
-    found = [t for t in targets_of(Analysis(program, TABLE))[0] if t.layer in layers]
-    return finished(program, observing(program, found), (), TABLE)
+    analysis = Analysis(program, TABLE)
+    found = [t for t in targets_of(analysis)[0] if t.layer in layers]
+    return finished(analysis, observing(program, found), ())
 
 
 def macs(call: Callable[[], object]) -> float:

@@ -49,7 +49,7 @@ class Analysis:
 
     def again(self, program: Program, *, frugal: bool = False) -> Self:
         """The same analysis of another form of the program."""
-        bound = self._bound if program is self.program else {}
+        bound = self._bound if program.graph is self.program.graph else {}
         return replace(self, program=program, frugal=frugal, bound=bound)
 
     def without(self, failure: CallFailed) -> Self:

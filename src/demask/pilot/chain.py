@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from demask.compat.fx_internals import signature_of
 from demask.errors import BadInput
+from demask.facts.analysis import Analysis
 from demask.graph.program import Program
 from demask.graph.result import Demasked
 from demask.ops import TABLE, Table, schema
@@ -135,7 +136,7 @@ def chained(
     for chain, x in zip(chains, inputs, strict=True):
         decisions += decided(draft, chain, x, allowed, always=always)
     after = draft.done()
-    plain = finished(before, after, [f"{len(chains)} chains of linear layers"], table)
+    plain = finished(Analysis(before, table), after, [f"{len(chains)} chains of linear layers"])
     info: Any = signature_of(plain.graph)
     made = Chained.of(plain, plain.graph, info, plain.demasked).eval()
     by = "" if condition.name == "columns" else "bits:8"

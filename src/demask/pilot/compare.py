@@ -18,7 +18,6 @@ from torch.utils import _pytree as pytree
 from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.failures import public
-from demask.graph.program import Program
 from demask.machine.memory import human
 from demask.machine.timing import Timing, alternate
 from demask.ops import TABLE, Table
@@ -133,12 +132,13 @@ def compare(
         raise BadInput("expected one input or more, got none")
     tell("running the full network")
     program = given(model, calls[0] if isinstance(calls[0], tuple) else (calls[0],), {}, None)
-    full = _Seen.of(Analysis(program, table), {}, calls)
-    runnable = finished(program, program, (), table)  # run as the pilots are, so that times compare
+    analysis = Analysis(program, table)
+    full = _Seen.of(analysis, {}, calls)
+    runnable = finished(analysis, program, ())  # run as the pilots are, so that times compare
     found = []
     for one in chosen:
         tell(one.text())
-        found.append(_row(one, program, table, full, calls, runnable, (pairs, seconds)))
+        found.append(_row(one, analysis, full, calls, runnable, (pairs, seconds)))
     rows = tuple(row for row, _, _ in found)
     first = next((timing for _, _, timing in found if timing is not None), None)
     here = given(runnable, calls[0], {}, None)  # of these inputs' sizes, as the pilots are
@@ -148,14 +148,14 @@ def compare(
 
 
 def _row(
-    one: Simplifier, program: Program, table: Table, full: _Seen, calls: list[Any],
+    one: Simplifier, analysis: Analysis, full: _Seen, calls: list[Any],
     runnable: nn.Module, limits: tuple[int, float],
 ) -> tuple[Row, tuple[bool, ...], Timing | None]:  # fmt: skip
     try:
-        slim = one.applied(program, table)
+        slim = one.applied(analysis)
     except BadInput as error:
         return Row(one.text(), refused=str(error)), (), None
-    pilot = Analysis(given(slim, calls[0], {}, None), table)
+    pilot = Analysis(given(slim, calls[0], {}, None), analysis.table)
     seen = _Seen.of(pilot, slim.demasked.cuts, calls)
     same = full.agreed(seen)
     precision, recall = full.zeros_found(seen)

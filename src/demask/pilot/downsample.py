@@ -25,7 +25,7 @@ from demask.facts.known import Key, key_of
 from demask.graph.build import Builder, mode_of
 from demask.graph.program import Constant, Program
 from demask.graph.result import Demasked
-from demask.ops import Declined, Relation, Table, op_name, schema
+from demask.ops import Declined, Relation, op_name, schema
 from demask.pilot.layers import check_finite
 from demask.pilot.resample import (
     Axis,
@@ -77,12 +77,12 @@ class Downsample:
     def text(self) -> str:
         return f"downsample:{self.factor:g}:{self.mode}"
 
-    def applied(self, program: Program, table: Table) -> Demasked:
+    def applied(self, analysis: Analysis) -> Demasked:
         """The network on smaller images, which takes and returns full ones."""
-        walk = _Smaller(program, self.factor, self.mode, table)
+        walk = _Smaller(analysis, self.factor, self.mode)
         made = walk.made()
         note = f"{self.text()}: {walk.resampled} constants resampled"
-        return finished(program, made, [note], table)
+        return finished(analysis, made, [note])
 
     def weight_bytes(self, weight: Tensor, rows: int) -> float:
         """Bytes of one weight as it is."""
@@ -96,11 +96,11 @@ class _Refused(Exception):
 class _Smaller:
     """Writes a program again, node by node, for smaller images."""
 
-    def __init__(self, program: Program, factor: float, mode: str, table: Table):
-        self.program, self.factor, self.mode = program, factor, mode
-        self.relations = Analysis(program, table).relations
+    def __init__(self, analysis: Analysis, factor: float, mode: str):
+        self.program, self.factor, self.mode = analysis.program, factor, mode
+        self.relations = analysis.relations
         self.graph = fx.Graph()
-        self.build = Builder(self.graph, mode_of(program.graph))
+        self.build = Builder(self.graph, mode_of(self.program.graph))
         self.constants: dict[str, Constant] = {}
         self.env: dict[fx.Node, fx.Node] = {}
         self.axes: dict[Key, tuple[Axis, ...]] = {}

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from demask.errors import BadInput, DemaskError
+from demask.facts.analysis import Analysis
 from demask.failures import public
 from demask.machine.cost import Costs
 from demask.machine.describe import machine as described
@@ -251,7 +252,7 @@ def _rest(
                             strict=True):  # fmt: skip
         if value is not None:
             draft.put(chain.last, draft.constant("chain", value, chain.last))
-    made = finished(before, draft.done(), ["chains as constants"], table)
+    made = finished(Analysis(before, table), draft.done(), ["chains as constants"])
     calls = [node for node in made.graph.nodes if node.op not in ("placeholder", "get_attr")]
     return made if len(calls) > 1 else None
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from demask.errors import BadInput
+from demask.facts.analysis import Analysis
 from demask.facts.known import Key
 from demask.graph.program import Program, owned
 from demask.graph.result import Demasked
@@ -75,11 +76,13 @@ class Supported(nn.Module):
         chosen: Chosen, conditioned: Conditioned, table: Table,
     ):  # fmt: skip
         super().__init__()
-        program = owned(program)
-        self.network: Demasked = shared(program, indexed(program, picks, table), (), table)
+        analysis = Analysis(owned(program), table)
+        self.network: Demasked = shared(analysis, indexed(analysis, picks), ())
         # torch has no convolution of no channels: where an index is empty all is computed.
-        self.whole: Demasked = shared(program, masked(program, picks, table), (), table)
-        self.pilot = None if observer is None else finished(observer, observer, (), table)
+        self.whole: Demasked = shared(analysis, masked(analysis, picks), ())
+        self.pilot = None
+        if observer is not None:
+            self.pilot = finished(Analysis(observer, table), observer, ())
         self.chosen, self.conditioned = chosen, conditioned
         self.last: tuple[Tensor, ...] = ()
         for k in range(len(chosen.layers) if observer is None else 0):

@@ -17,9 +17,8 @@ from torch import Tensor, fx
 
 from demask.errors import BadInput
 from demask.facts.analysis import Analysis
-from demask.graph.program import Program
 from demask.graph.result import Demasked
-from demask.ops import Table, schema
+from demask.ops import schema
 from demask.ops.traits import CONV_OF_AXES, CONVOLUTIONS_ANY_PADDING
 from demask.pilot.layers import Layer, by_rows, check_finite, from_rows, layers_of
 from demask.shrink.finished import finished
@@ -47,12 +46,12 @@ class LowRank:
     def text(self) -> str:
         return f"rank:{self.fraction:g}"
 
-    def applied(self, program: Program, table: Table) -> Demasked:
+    def applied(self, analysis: Analysis) -> Demasked:
         """The network with thin layers; what stays as it is is noted."""
-        draft = Draft(program)
-        layers = layers_of(Analysis(draft.done(), table))
+        draft = Draft(analysis.program)
+        layers = layers_of(analysis.again(draft.done()))
         notes = [note for layer in layers for note in self._layer(draft, layer)]
-        return finished(program, draft.done(), notes, table)
+        return finished(analysis, draft.done(), notes)
 
     def weight_bytes(self, weight: Tensor, rows: int) -> float:
         """Bytes of one weight as it is."""

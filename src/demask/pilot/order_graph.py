@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from demask.compat.fx_internals import signature_of
 from demask.errors import BadInput
+from demask.facts.analysis import Analysis
 from demask.graph.modules import spell
 from demask.graph.result import Demasked
 from demask.machine.memory import parse_memory
@@ -112,7 +113,7 @@ def ordered(
     draft = Draft(before)
     without_dropout(draft)
     chains, decisions = _chains(draft, bits)
-    made = finished(before, draft.done(), ["chains run in order of importance"], table)
+    made = finished(Analysis(before, table), draft.done(), ["chains run in order of importance"])
     spell(made.graph, made)
     nodes = {node.name: node for node in made.graph.nodes}
     sizes = [sum(_bytes(draft, call) for call in chain.calls) for chain in chains]

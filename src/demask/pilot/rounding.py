@@ -17,9 +17,7 @@ from torch import Tensor
 
 from demask.errors import BadInput
 from demask.facts.analysis import Analysis
-from demask.graph.program import Program
 from demask.graph.result import Demasked
-from demask.ops import Table
 from demask.pilot.layers import by_rows, check_finite, from_rows, layers_of
 from demask.shrink.finished import finished
 
@@ -49,10 +47,10 @@ class Bits:
     def text(self) -> str:
         return f"bits:{self.bits}" + (f":{self.group}" if self.group else "")
 
-    def applied(self, program: Program, table: Table) -> Demasked:
+    def applied(self, analysis: Analysis) -> Demasked:
         """The network with rounded weights."""
         change = partial(quantized, bits=self.bits, group=self.group)
-        return _rounded(program, change, self.text(), table)
+        return _rounded(analysis, change, self.text())
 
     def weight_bytes(self, weight: Tensor, rows: int) -> float:
         """Bytes of one weight as it would be stored: its bits and its scales."""
@@ -73,9 +71,9 @@ class Exponents:
     def text(self) -> str:
         return "exponents"
 
-    def applied(self, program: Program, table: Table) -> Demasked:
+    def applied(self, analysis: Analysis) -> Demasked:
         """The network with powers of two for weights."""
-        return _rounded(program, powers, self.text(), table)
+        return _rounded(analysis, powers, self.text())
 
     def weight_bytes(self, weight: Tensor, rows: int) -> float:
         """A sign and an exponent of as many bits as the exponents that occur need."""
@@ -137,11 +135,9 @@ def powers(values: Tensor) -> Tensor:
     return torch.ldexp(mantissa.sign() * 0.5, exponent + up)
 
 
-def _rounded(
-    program: Program, change: Callable[[Tensor], Tensor], text: str, table: Table
-) -> Demasked:
+def _rounded(analysis: Analysis, change: Callable[[Tensor], Tensor], text: str) -> Demasked:
+    program, layers = analysis.program, layers_of(analysis)
     constants = dict(program.constants)
-    layers = layers_of(Analysis(program, table))
     for key, rows in {layer.weight: layer.rows for layer in layers}.items():
         weight = constants[key].tensor
         check_finite(weight, constants[key].name)
@@ -149,4 +145,4 @@ def _rounded(
         constants[key] = replace(constants[key], tensor=made)
     after = program.with_graph(program.graph, constants)
     changed = {layer.weight for layer in layers}
-    return finished(program, after, [f"{text}: {len(changed)} weights rounded"], table)
+    return finished(analysis, after, [f"{text}: {len(changed)} weights rounded"])

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from demask.errors import BadInput
+from demask.facts.analysis import Analysis
 from demask.failures import public
-from demask.graph.program import Program
 from demask.graph.result import Demasked
 from demask.ops import TABLE, Table
 from demask.pilot.channels import Channels
@@ -34,8 +34,8 @@ class Simplifier(Protocol):
         """What it is called: "bits:8"."""
         ...
 
-    def applied(self, program: Program, table: Table) -> Demasked:
-        """The cheaper network; the program is not changed. table: of ops."""
+    def applied(self, analysis: Analysis) -> Demasked:
+        """The cheaper network; the program that was analyzed is not changed."""
         ...
 
     def weight_bytes(self, weight: Tensor, rows: int) -> float:
@@ -72,7 +72,7 @@ def simplify(
         made = simplify(copy, examples, kept, by=chosen, dynamic_shapes=dynamic_shapes, table=table)
         moved(made, device)
         return made
-    return chosen.applied(given(model, args, kwargs, dynamic_shapes), table)
+    return chosen.applied(Analysis(given(model, args, kwargs, dynamic_shapes), table))
 
 
 def simplifier(text: str | Simplifier) -> Simplifier:

@@ -1,6 +1,6 @@
 """A program whose run-time indices come as inputs: the same outputs from less work.
 
-    indexed(program, picks)(x, index) == masked(program, picks)(x, index)
+    indexed(analysis, picks)(x, index) == masked(analysis, picks)(x, index)
 
 where `masked` computes every value whole and then puts the fill wherever the index does not say:
 the network "with the other channels set to their fill, by hand". In `indexed` what the index leaves
@@ -23,12 +23,12 @@ from demask.compat.dynamo import ConstantSource
 from demask.compat.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 from demask.errors import BadInput
 from demask.facts.analysis import Analysis
-from demask.facts.known import Key, key_of, known
+from demask.facts.known import Key, key_of
 from demask.facts.needed import Needs
 from demask.graph.build import mode_of
 from demask.graph.fold import drop_unread
 from demask.graph.program import Program, copied
-from demask.ops import Declined, Relation, Table, schema
+from demask.ops import Declined, Relation, schema
 from demask.shrink.adapt import Made, marked
 from demask.shrink.border import absorbed
 from demask.shrink.cells import At, Index, Layout
@@ -80,25 +80,24 @@ def _index_value(mode: Any, name: str, size: int) -> Tensor:
     return mode.from_tensor(example, symbolic_context=context, source=ConstantSource(name))
 
 
-def indexed(program: Program, picks: Mapping[Key, Pick], table: Table) -> Program:
+def indexed(analysis: Analysis, picks: Mapping[Key, Pick]) -> Program:
     """The program that computes what `masked` does, and picked values at their indices alone.
 
     Indices hold at least one position: torch has no convolution of no channels.
     """
-    return _written(program, picks, table, push=True)
+    return _written(analysis, picks, push=True)
 
 
-def masked(program: Program, picks: Mapping[Key, Pick], table: Table) -> Program:
+def masked(analysis: Analysis, picks: Mapping[Key, Pick]) -> Program:
     """The program that computes all, and puts fills where the indices do not say."""
-    return _written(program, picks, table, push=False)
+    return _written(analysis, picks, push=False)
 
 
-def _written(program: Program, picks: Mapping[Key, Pick], table: Table, *, push: bool) -> Program:
-    analysis = Analysis(program, table)
-    relations, values = analysis.relations, analysis.constants
+def _written(analysis: Analysis, picks: Mapping[Key, Pick], *, push: bool) -> Program:
+    program, relations = analysis.program, analysis.relations
     # What is known of a picked value holds no longer: elsewhere it is its fill.
     opaque = {node: Declined("what is computed of it comes at run time") for node, _ in picks}
-    facts = known(program.graph, {**relations, **opaque}, values, trained=program.trained)
+    facts = replace(analysis, bound={**relations, **opaque}).known
     plan = planned(program.graph, relations, facts, picks, push=push)
     walk = _Walk(program, plan)
     for node in program.graph.nodes:

@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from demask.errors import BadInput
+from demask.facts.analysis import Analysis
 from demask.facts.ranges import ANY, Ranges, ranges
 from demask.failures import public
 from demask.graph.program import Program
@@ -108,7 +109,7 @@ def lower(
         return made
     before = spelled(given(model, args, kwargs, dynamic_shapes))
     program, choices = lowered(before, wanted, table)
-    return finished(before, program, map(str, choices), table)
+    return finished(Analysis(before, table), program, map(str, choices))
 
 
 @public

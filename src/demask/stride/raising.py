@@ -68,7 +68,7 @@ def raise_strides(
         moved(made, device)
         return made
     before = given(model, args, kwargs, dynamic_shapes)
-    return finished(before, *raised(before, table), table)
+    return finished(Analysis(before, table), *raised(before, table))
 
 
 @public
