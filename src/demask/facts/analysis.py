@@ -18,8 +18,6 @@ from demask.failures import CallFailed, attributed
 from demask.graph.program import Program, module_of
 from demask.ops import Declined, Relation, Table, bind, op_name, schema
 
-Bound = dict[fx.Node, "Relation | Declined"]
-
 
 class Failed(Declined):
     """A call whose rule raised an exception."""
@@ -28,6 +26,7 @@ class Failed(Declined):
 
     @classmethod
     def of(cls, failure: CallFailed) -> Failed:
+        """The failure of a rule as a reason."""
         return cls(f"its rule failed ({failure.reason}); please report it")
 
 
@@ -60,7 +59,7 @@ class Analysis:
         return replace(self, bound={**self._bound, failure.node: Failed.of(failure)})
 
     @cached_property
-    def _bound(self) -> Bound:
+    def _bound(self) -> dict[fx.Node, Relation | Declined]:
         return dict(self.bound)
 
     def relation(self, node: fx.Node) -> Relation | Declined:
