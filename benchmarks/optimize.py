@@ -179,7 +179,9 @@ def analytic(model: nn.Module, x: Tensor, threads: int, path: Path) -> Error:
     its forms are made once more, with a cost model that times nothing."""
     costs = Costs.open(path, threads=threads, measure=False)
     program = reduced(given(model, (x,), {}, None), TABLE)[0]
-    for _ in forms(program, Asker(costs, Example.of(program.graph, [x])), lambda words: None):
+    for _ in forms(
+        program, Asker(costs, Example.of(program.graph, [x])), TABLE, lambda words: None
+    ):
         pass
     return costs.error()
 

@@ -24,6 +24,7 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from demask.machine.threads import set_threads
+from demask.ops import TABLE
 from demask.pilot.order import Chain, Layer
 from demask.pilot.order_graph import Order
 from demask.pilot.rounding import Bits
@@ -192,7 +193,7 @@ def check(model: nn.Sequential, x: Tensor, found: Mapping[Any, Tensor]) -> tuple
         if kind != "filled":
             continue
         order = Order(bytes=int(share * whole))
-        made = order.applied(model, (x[:2],), None, name.removeprefix("pilot "))
+        made = order.applied(model, (x[:2],), None, name.removeprefix("pilot "), TABLE)
         count = min(CHECKED, len(x))
         got = torch.cat([made(x[k : k + 1]).argmax(1) for k in range(count)])
         asked, differ = asked + count, differ + int((got != answer[:count]).sum())
@@ -251,7 +252,7 @@ def deadlines(model: nn.Sequential, x: Tensor) -> tuple[list[list[str]], str]:
     contenders = [Timed(bits, part, part * guess) for bits in CLOCKED for part in PARTS]
     for k, one in enumerate(contenders):
         order = Order(deadline=one.deadline)
-        made[k] = order.applied(model, (x[:1],), None, one.bits.text())
+        made[k] = order.applied(model, (x[:1],), None, one.bits.text(), TABLE)
         for image in x[:5]:
             made[k](image[None])
     dense, whole = [], []

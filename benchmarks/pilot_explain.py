@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from cifar import trained as residual
 from demask.machine.allocator import fix_allocator
+from demask.ops import TABLE
 from demask.pilot.chain import GAIN
 from demask.pilot.condition import condition_of
 from demask.pilot.explain import BETTER, EXACT, Explanation, explain
@@ -120,7 +121,7 @@ def main() -> None:
                 kind, pilot = condition_of(line.condition), line.pilot or None
                 exact = line.condition in EXACT
                 batch = torch.cat(inputs[:16]) if exact and inputs[0].ndim == 2 else inputs[0]
-                made = kind.applied(model, (batch,), None, None if exact else pilot)
+                made = kind.applied(model, (batch,), None, None if exact else pilot, TABLE)
                 calls[line.pilot, line.condition] = made
         with torch.no_grad():
             table += lines(name, found, rounds(calls, inputs, asked.rounds))

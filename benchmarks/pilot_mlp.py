@@ -34,6 +34,7 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from demask.machine.allocator import fix_allocator
+from demask.ops import TABLE
 from demask.pilot.chain import Certified, Columns, chained, unconditioned
 from pilot_networks import DATA, SPECS, TRANSFORMER, Bytes, documents, images, network
 from tables import RESULTS, load, machine, markdown
@@ -88,7 +89,7 @@ def contenders(model: nn.Module, inputs: Sequence[Tensor], threads: int) -> dict
     for condition in (Columns(), Certified(), Certified(levels=2)):
         levels = getattr(condition, "levels", 1)
         name = condition.name if levels == 1 else f"{condition.name}, {levels} levels"
-        made = condition.applied(model, sample, None, None)
+        made = condition.applied(model, sample, None, None, TABLE)
         found[name] = made
         print(f"  {name}:", "; ".join(map(str, made.conditioned.decisions)), flush=True)
     return found
@@ -113,7 +114,9 @@ def checked(model: nn.Sequential, found: dict[str, Call], inputs: Sequence[Tenso
     for k, layer in enumerate(list(model)[:-1]):
         if isinstance(layer, nn.ReLU):
             cut = model[: k + 1]
-            made = (chained(cut, sample, None, kind, modes, always=True) for kind, modes in MODES)
+            made = (
+                chained(cut, sample, None, kind, modes, TABLE, always=True) for kind, modes in MODES
+            )
             parts.append(dict(zip(EXACT, made, strict=True)))
     result = Checked(len(inputs), dict.fromkeys(EXACT[1:], 0), dict.fromkeys(found, 0))
     for x in inputs:

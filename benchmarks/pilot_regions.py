@@ -31,6 +31,7 @@ import demask
 import networks
 import turns
 from demask.machine.allocator import fix_allocator
+from demask.ops import TABLE
 from demask.pilot.regions import InRegions, Missed, Regions
 from demask.traverse import tile
 from pilot_pages import page
@@ -299,7 +300,7 @@ def main() -> None:
     rows: list[Row] = []
     with TemporaryDirectory() as folder:
         whole = contenders(model, x, asked.contenders, folder)
-        ours = {name: condition.applied(model, (x,), None, pilot)
+        ours = {name: condition.applied(model, (x,), None, pilot, TABLE)
                 for name, (condition, pilot) in CONDITIONS.items()}  # fmt: skip
         reference = next(iter(ours.values())).whole
         for call in (*whole.values(), *ours.values()):  # the first call of each is not timed

@@ -23,11 +23,13 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import cifar
+from demask.facts.analysis import Analysis
 from demask.graph.result import Demasked
 from demask.machine.allocator import fix_allocator
 from demask.machine.compare import ALLOWED, lower_bound
 from demask.machine.threads import set_threads
 from demask.machine.timing import sampled
+from demask.ops import TABLE
 from demask.pilot.bounds import clopper_pearson
 from demask.pilot.indexed import Supported
 from demask.pilot.supports import Skip
@@ -63,8 +65,9 @@ class Row:
 def observer(model: nn.Module, x: Tensor, layers: tuple[str, ...]) -> Demasked:
     """The full network, to the magnitudes of these layers."""
     program = simplified(given(model, (x,), None, None))
-    found = [t for t in targets_of(program)[0] if t.layer in layers]
-    return finished(program, observing(program, found), ())
+    analysis = Analysis(program, TABLE)
+    found = [t for t in targets_of(analysis)[0] if t.layer in layers]
+    return finished(analysis, observing(program, found), ())
 
 
 def macs(call: Callable[[], object]) -> float:
@@ -96,7 +99,7 @@ def rows(
     answers = torch.cat([model(one).argmax(1) for one in x.split(1)])
     whole = macs(lambda: model(x[:1]))
     for pattern in patterns:
-        made = Skip(keeps[0], layers=pattern).applied(model, (x[:2],), None, "bits:4")
+        made = Skip(keeps[0], layers=pattern).applied(model, (x[:2],), None, "bits:4", TABLE)
         watch = observer(model, x[:2], made.chosen.layers)
         for name, (seen, runs) in pilots(made, watch, others).items():
             for keep in keeps:

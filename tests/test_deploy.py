@@ -132,8 +132,8 @@ def test_without_a_runtime_widths_are_multiples_of_eight(given, tmp_path, monkey
 def test_a_candidate_that_is_wrong_is_not_written(given, tmp_path, monkeypatch):
     real = deploying.for_runtime
 
-    def wrong(program, multiple):
-        made = real(program, multiple)
+    def wrong(program, table, multiple):
+        made = real(program, table, multiple)
         weight = made.constants["head.bias"].tensor
         weight.add_(0.01)
         return made

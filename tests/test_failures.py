@@ -62,7 +62,7 @@ ERRORS = [KeyError("tanh", 0), TableError("3 axes"), RuntimeError("no\nway"), As
           IndexError("5"), NotExportable("x", "y", "z"), TypeError("None"),
           GuardOnDataDependentSymNode(None, "u0")]  # fmt: skip
 CALLS = [
-    ("demask.shrink.reading", "bind"),
+    ("demask.facts.analysis", "bind"),
     ("demask.facts.known", "forward"),
     ("demask.facts.needed", "_edge"),
     ("demask.shrink.place.Placer", "_tie"),
@@ -141,7 +141,7 @@ def test_memory_errors_are_raised(monkeypatch):
 
 def drop_a_live_unit(monkeypatch):
     """Plant the worst defect: a rule that calls the first live unit of a layer dead."""
-    needed = importlib.import_module("demask.shrink.place").needed
+    needed = importlib.import_module("demask.facts.needed").needed
 
     def planted(*args):
         needs = needed(*args)
@@ -150,7 +150,8 @@ def drop_a_live_unit(monkeypatch):
                 live[..., -1] = False
         return needs
 
-    monkeypatch.setattr("demask.shrink.place.needed", planted)
+    for module in ("demask.facts.analysis", "demask.shrink.place"):
+        monkeypatch.setattr(f"{module}.needed", planted)
 
 
 def test_a_wrong_result_is_caught(monkeypatch):

@@ -54,7 +54,7 @@ def network():
     x = torch.randn(2, 3, 8, 8)
     program, provenance = reduced(given(model, (x,), None, None), TABLE)
     program = fused(summed(absorbed(program), lambda *_: "grow"), lambda *_: True)
-    return model, build(laid_out(program, lambda _: True), provenance, Optimized), x
+    return model, build(laid_out(program, lambda _: True, TABLE), provenance, Optimized), x
 
 
 def close(a, b):

@@ -17,7 +17,7 @@ from fuzz.program import Input, Program, Step
 from night import at_night
 
 CHUNK = 10
-pipeline = importlib.import_module("demask.shrink.reading")
+pipeline = importlib.import_module("demask.facts.analysis")
 # torch's own, met when a GraphModule or an old weight norm is copied.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning"),

@@ -51,7 +51,7 @@ NETWORKS = {
     "optimized": (optimized, IMAGE),
     "tiled": (lambda: traverse.tile(images(), (IMAGE,)), IMAGE),
     "regions": (
-        lambda: Regions(0.1, tile=8, fill=0.0).applied(images(), (IMAGE,), None, None),
+        lambda: Regions(0.1, tile=8, fill=0.0).applied(images(), (IMAGE,), None, None, TABLE),
         IMAGE,
     ),
     "batched": (lambda: traverse.batch(rows(), (ROWS,), inputs=2), ROWS),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from demask.kernels.probe import Probe
+from demask.ops import TABLE
 from demask.pilot import Columns, Order
 from demask.pilot.chain import chained
 from demask.pilot.chain_op import chain
@@ -44,7 +45,7 @@ def perceptron() -> nn.Module:
 
 def conditioned() -> nn.Module:
     """One chain, whether it pays or not."""
-    return chained(perceptron(), (row(),), None, Columns(), ("columns",), always=True)
+    return chained(perceptron(), (row(),), None, Columns(), ("columns",), TABLE, always=True)
 
 
 def row() -> Tensor:
@@ -62,7 +63,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
        for mode in ("dense", "columns", "certified+relu", "two+relu")},
     "network of columns": (conditioned, row),
     "network in order": (
-        lambda: Order(bytes=20_000).applied(perceptron(), (row(),), None, None), row),
+        lambda: Order(bytes=20_000).applied(perceptron(), (row(),), None, None, TABLE), row),
 }  # fmt: skip
 
 

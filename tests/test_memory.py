@@ -61,7 +61,7 @@ def fused_form(program):
 
 
 def last_form(program):
-    return laid_out(fused_form(program), lambda _: True)
+    return laid_out(fused_form(program), lambda _: True, TABLE)
 
 
 FORMS = {"plain": plain_form, "fused": fused_form, "last": last_form}

@@ -22,6 +22,7 @@ from demask.deploy import deploy
 from demask.errors import BadInput, RefusedFile
 from demask.files.onnx.grids import gridded
 from demask.graph.provenance import Cut, Grid, Provenance
+from demask.ops import TABLE
 from demask.ops.quantize import dequantized, quantized
 from demask.shrink.pipeline import given as captured
 from demask.tune.runtime import for_runtime
@@ -372,7 +373,7 @@ def test_the_file_to_run_has_round_widths(tmp_path, monkeypatch):
     path, out = made(tmp_path), tmp_path / "out.onnx"
     net, x = demask.from_onnx(path), torch.from_numpy(image(9))
     program = captured(demask.demask(net, (x,)), (x,), None, None)
-    wide = for_runtime(program, 5)
+    wide = for_runtime(program, TABLE, 5)
     shapes = {k: tuple(c.tensor.shape) for k, c in wide.constants.items() if "weight" in k}
     assert shapes["b.weight_quantized"][1] == shapes["a.weight_quantized"][0] == 15
     for minimal in (True, False):

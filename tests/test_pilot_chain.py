@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import demask
 from demask.errors import BadInput
+from demask.ops import TABLE
 from demask.pilot import Certified, Columns, unconditioned
 from demask.pilot.chain_op import CHAIN, chain, plain, steps
 
@@ -64,7 +65,7 @@ def image(batch: int = 1) -> Tensor:
 def test_outputs_are_those_of_the_dense_chain(condition: Columns | Certified):
     model, x = perceptron(), image()
     state = copy.deepcopy(model.state_dict())
-    made, dense = condition.applied(model, (x,), None, None), unconditioned(model, (x,))
+    made, dense = condition.applied(model, (x,), None, None, TABLE), unconditioned(model, (x,))
     assert made.conditioned.exact and len(chains_in(made)) == 1
     for batch in (1, 3, 5):
         assert torch.equal(made(image(batch)), dense(image(batch)))
@@ -74,17 +75,19 @@ def test_outputs_are_those_of_the_dense_chain(condition: Columns | Certified):
 
 
 def test_modes_follow_the_inputs():
-    made = Columns().applied(perceptron(), (image(),), None, None)
+    made = Columns().applied(perceptron(), (image(),), None, None, TABLE)
     whats = {d.layer: d.what for d in made.conditioned.decisions}
     assert whats == {"1": "dense", "4": "columns", "6": "columns"}
-    first = Certified().applied(perceptron(), (image(),), None, None).conditioned.decisions[0]
+    first = (
+        Certified().applied(perceptron(), (image(),), None, None, TABLE).conditioned.decisions[0]
+    )
     assert first.what == "certified" and "not proved zero" in first.why
 
 
 def test_a_chain_that_gains_nothing_stays():
     model = perceptron(live=-5.0)
     for condition in CONDITIONS:
-        made = condition.applied(model, (image(),), None, None)
+        made = condition.applied(model, (image(),), None, None, TABLE)
         assert chains_in(made) == []
         assert all(d.what == "as it was" for d in made.conditioned.decisions)
         assert "predicted gain" in made.conditioned.decisions[0].why
@@ -94,7 +97,7 @@ def test_a_chain_that_gains_nothing_stays():
 def test_feed_forward_of_one_token(tokens: int):
     """For one token there is a chain; for many, the reason why not."""
     model, x = Block(nn.ReLU()).eval(), torch.randn(1, tokens, 256)
-    made = Certified().applied(model, (x,), None, None)
+    made = Certified().applied(model, (x,), None, None, TABLE)
     if tokens == 1:
         assert chains_in(made) == ["certified+bias+relu,columns+bias"]
         assert torch.equal(made(x), unconditioned(model, (x,))(x))
@@ -104,7 +107,9 @@ def test_feed_forward_of_one_token(tokens: int):
 
 
 def test_activations_without_zeros_are_named():
-    made = Certified().applied(Block(nn.GELU()).eval(), (torch.randn(1, 1, 256),), None, None)
+    made = Certified().applied(
+        Block(nn.GELU()).eval(), (torch.randn(1, 1, 256),), None, None, TABLE
+    )
     why = {d.layer: d.why for d in made.conditioned.decisions}
     assert "gelu behind it makes no zeros to skip" in why["ffn.0"]
     assert chains_in(made) == []
@@ -114,23 +119,23 @@ def test_other_weights_stay_and_say_why():
     broken = perceptron()
     with torch.no_grad():
         broken[4].weight[3, 3] = float("inf")  # type: ignore[index]
-    made = Columns().applied(broken, (image(),), None, None)
+    made = Columns().applied(broken, (image(),), None, None, TABLE)
     assert any("NaN or infinities" in d.why for d in made.conditioned.decisions)
-    doubles = Columns().applied(perceptron().double(), (image().double(),), None, None)
+    doubles = Columns().applied(perceptron().double(), (image().double(),), None, None, TABLE)
     assert any("float64" in d.why for d in doubles.conditioned.decisions)
 
 
 def test_a_pilot_is_refused():
     for condition in CONDITIONS:
         with pytest.raises(BadInput, match="pilot"):
-            condition.applied(perceptron(), (image(),), None, "bits:4")
+            condition.applied(perceptron(), (image(),), None, "bits:4", TABLE)
     with pytest.raises(BadInput, match="bits=8"):
         Certified(bits=4)
 
 
 def test_gradients_and_other_dtypes_take_the_plain_path():
     model, x = perceptron(), image()
-    made = Columns().applied(model, (x,), None, None)
+    made = Columns().applied(model, (x,), None, None, TABLE)
     leaf = x.clone().requires_grad_()
     made(leaf).sum().backward()
     other = x.clone().requires_grad_()
@@ -140,7 +145,7 @@ def test_gradients_and_other_dtypes_take_the_plain_path():
 
 
 def test_writes_into_weights_are_seen():
-    made = Columns().applied(perceptron(), (image(),), None, None)
+    made = Columns().applied(perceptron(), (image(),), None, None, TABLE)
     with torch.no_grad():
         before = made(image())
         made.get_parameter("6.weight").mul_(2)
@@ -174,7 +179,7 @@ def test_texts_that_are_none():
 
 def test_saved_loaded_and_spelled(tmp_path: Path):
     x = image()
-    made = Certified().applied(perceptron(), (x,), None, None)
+    made = Certified().applied(perceptron(), (x,), None, None, TABLE)
     demask.save(made, tmp_path / "a.demask")
     assert torch.equal(demask.load(tmp_path / "a.demask")(x), made(x))
     ordinary = made.plain()
@@ -186,6 +191,6 @@ def test_saved_loaded_and_spelled(tmp_path: Path):
 
 def test_an_empty_example_is_called_empty():
     model = perceptron()
-    made = Columns().applied(model, (torch.rand(0, 3, 8, 8),), None, None)
+    made = Columns().applied(model, (torch.rand(0, 3, 8, 8),), None, None, TABLE)
     assert all("input is empty" in one.why for one in made.conditioned.decisions)
     assert made(torch.rand(0, 3, 8, 8)).shape == (0, 10)

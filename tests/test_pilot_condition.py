@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from demask.errors import BadInput
+from demask.facts.analysis import Analysis
 from demask.ops import TABLE
 from demask.pilot.collect import collect
 from demask.pilot.condition import KINDS, condition, condition_of, slower
@@ -74,7 +75,7 @@ def put(value: Tensor, index: Tensor, other: float | Tensor) -> Tensor:
 
 
 def test_targets_end_before_sums(net: Net, x: Tensor):
-    found, left = targets_of(simplified(given(net, (x,), None, None), TABLE))
+    found, left = targets_of(Analysis(simplified(given(net, (x,), None, None), TABLE), TABLE))
     assert [(t.layer, t.node.name, t.axis, t.size) for t in found] == [
         ("a", "relu", 1, 8), ("b", "conv2d_1", 1, 8),
     ]  # fmt: skip
@@ -117,9 +118,9 @@ def test_a_threshold_is_of_the_mean(net: Net, x: Tensor):
 
 @pytest.mark.nightly
 def test_constant_takes_numbers_and_means(net: Net, x: Tensor):
-    made = Constant(0.5, value=0.25).applied(net, (x,), None, "bits:8")
+    made = Constant(0.5, value=0.25).applied(net, (x,), None, "bits:8", TABLE)
     torch.testing.assert_close(made(x), by_hand(net, x, *_last(made, x), (0.25, 0.25)))
-    mean = Constant(0.5).applied(net, (x,), None, "bits:8")
+    mean = Constant(0.5).applied(net, (x,), None, "bits:8", TABLE)
     y = torch.relu(net.norm(net.a(x)))
     fills = tuple(v.mean((0, 2, 3))[:, None, None] for v in (y, net.b(y)))
     torch.testing.assert_close(mean(x), by_hand(net, x, *_last(mean, x), fills))
@@ -271,7 +272,7 @@ def test_an_empty_batch():
 
 
 def test_precision_says_that_it_saves_no_time(net: Net, x: Tensor):
-    made = Precision(0.5).applied(net, (x,), None, "bits:8")
+    made = Precision(0.5).applied(net, (x,), None, "bits:8", TABLE)
     assert "saves no time" in made.conditioned.decisions[0].why
 
 

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from demask.machine.threads import set_threads
+from demask.ops import TABLE
 from demask.pilot import chain_op
 from demask.pilot.chain import Chained, Columns, chained
 
@@ -33,7 +34,7 @@ def perceptron(rank: int = 2) -> tuple[nn.Module, Tensor]:
 
 def made(net: nn.Module, x: Tensor) -> Chained:
     """A conditioned network that was called once, and so has a plan to call directly."""
-    found = chained(net, (x,), None, Columns(), ("columns",), always=True)
+    found = chained(net, (x,), None, Columns(), ("columns",), TABLE, always=True)
     found(x)
     return found
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from demask.errors import BadInput
 from demask.kernels import certify
 from demask.kernels.isa import AVX2, Isa, host
+from demask.ops import TABLE
 from demask.pilot import chain_plan, order_plan, packing
 from demask.pilot.order import Falling, Layer
 from demask.pilot.order_graph import Order
@@ -198,7 +199,7 @@ def test_the_pilot_alone_is_the_network_of_its_text(pilot: str):
     net = nn.Sequential(nn.Linear(100, 300), nn.ReLU(), nn.Linear(300, 200), nn.ReLU(),
                         nn.Linear(200, 4)).eval()  # fmt: skip
     x = torch.randn(2, 100)
-    made = Order(deadline=0.0).applied(net, (x,), None, pilot)
+    made = Order(deadline=0.0).applied(net, (x,), None, pilot, TABLE)
     _, bits_, *group = pilot.split(":")
     said = Bits(int(bits_), int(group[0]) if group else None)
     with torch.no_grad():

@@ -14,6 +14,7 @@ from torch import nn
 
 from demask.errors import BadInput
 from demask.machine.cost import Costs
+from demask.ops import TABLE
 from demask.pilot import chain, cost
 from demask.pilot.chain import Columns
 from demask.pilot.chain_plan import Seen
@@ -191,11 +192,11 @@ def test_numbers_of_a_busy_machine_are_not_believed(monkeypatch, tmp_path):
 
 def test_modes_are_chosen_by_the_machine(monkeypatch):
     x = inputs()[0]
-    cheap = Columns().applied(perceptron(), (x,), None, None).conditioned.decisions
+    cheap = Columns().applied(perceptron(), (x,), None, None, TABLE).conditioned.decisions
     assert "columns" in {one.what for one in cheap}
     dear = replace(NOMINAL, call=1.0)  # next to which weights cost nothing
     monkeypatch.setattr(chain, "here", lambda: dear)
-    found = Columns().applied(perceptron(), (x,), None, None).conditioned.decisions
+    found = Columns().applied(perceptron(), (x,), None, None, TABLE).conditioned.decisions
     assert {one.what for one in found} == {"as it was"}
 
 
@@ -204,7 +205,7 @@ def test_a_dense_layer_is_told_its_zeros(monkeypatch):
     monkeypatch.setattr(chain, "here", lambda: replace(NOMINAL, **slow))
     x = torch.rand(1, 192) * (torch.arange(192) % 2)
     net = nn.Sequential(nn.Linear(192, 512), nn.ReLU(), nn.Linear(512, 10)).eval()
-    first = Columns().applied(net, (x,), None, None).conditioned.decisions[0]
+    first = Columns().applied(net, (x,), None, None, TABLE).conditioned.decisions[0]
     assert "50.0% of its inputs are not zero" in first.why
 
 

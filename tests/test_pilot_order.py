@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from demask.errors import BadInput
+from demask.ops import TABLE
 from demask.pilot.order import Chain, Layer, Limit
 from demask.pilot.order_graph import Order
 from demask.pilot.rounding import Bits, quantized
@@ -172,7 +173,7 @@ class Two(nn.Module):
 def test_every_chain_is_found_and_the_rest_is_said(net):
     torch.manual_seed(0)
     model, x = Two().eval(), torch.randn(2, 3, 20)
-    made = Order(bytes="1MB").applied(model, (x,), None, "bits:8")
+    made = Order(bytes="1MB").applied(model, (x,), None, "bits:8", TABLE)
     said = {d.layer: (d.what, d.why) for d in made.conditioned.decisions}
     assert {n for n, (what, _) in said.items() if what == "in order"} == {
         "up", "down", "head.0", "head.2"
@@ -189,7 +190,7 @@ def test_every_chain_is_found_and_the_rest_is_said(net):
 
 def test_the_module_can_be_copied_pickled_and_called_with_any_batch(net):
     x = torch.randn(4, 24)
-    made = Order(bytes=60_000).applied(net, (x[:2],), None, BITS)
+    made = Order(bytes=60_000).applied(net, (x[:2],), None, BITS, TABLE)
     expected = made(x)
     for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
         assert torch.equal(other(x), expected)
@@ -201,7 +202,7 @@ def test_the_module_can_be_copied_pickled_and_called_with_any_batch(net):
 
 def test_weights_that_change_are_seen(net):
     x = torch.randn(1, 24)
-    made = Order(bytes=10**9).applied(net, (torch.randn(2, 24),), None, None)
+    made = Order(bytes=10**9).applied(net, (torch.randn(2, 24),), None, None, TABLE)
     with torch.no_grad():
         before = made(x)
         made.get_parameter("4.weight").mul_(2)
@@ -212,7 +213,7 @@ def test_weights_that_change_are_seen(net):
 
 
 def test_what_does_not_fit_takes_the_plain_path(net):
-    made = Order(bytes=1).applied(net, (torch.randn(2, 24),), None, None)
+    made = Order(bytes=1).applied(net, (torch.randn(2, 24),), None, None, TABLE)
     x = torch.randn(2, 24)
     x[0, 0] = math.nan
     assert torch.equal(made(x).isnan(), net(x).isnan()) and made.last["1"] is None
@@ -234,4 +235,4 @@ def test_what_does_not_fit_takes_the_plain_path(net):
 )  # fmt: skip
 def test_other_orders_are_refused(net, knobs, pilot, words):
     with pytest.raises(BadInput, match=words):
-        Order(**knobs).applied(net, (torch.randn(2, 24),), None, pilot)
+        Order(**knobs).applied(net, (torch.randn(2, 24),), None, pilot, TABLE)

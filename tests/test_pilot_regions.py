@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from demask import BadInput
+from demask.ops import TABLE
 from demask.pilot import windows
 from demask.pilot.activity import contrast, per_tile
 from demask.pilot.conditioned import parsed, text
@@ -50,7 +51,7 @@ def part(value: Tensor, where: Rectangle, size: tuple[int, int]) -> tuple[slice,
 @torch.no_grad()
 def wrong(model: nn.Module, x: Tensor, seed: int, exact: bool, count: int = 3) -> str | None:
     """What is wrong with drawn rectangles of a network; None where it has none to run."""
-    expected, flow = flat(model(x)), flow_of(read(model, (x,)))
+    expected, flow = flat(model(x)), flow_of(read(model, (x,)), TABLE)
     if refusals(flow):
         return None
     draw = random.Random(seed)
@@ -155,7 +156,7 @@ CORNERS = [(0, 9, 0, 11), (0, 9, 35, 46), (28, 37, 0, 11), (28, 37, 35, 46), (0,
 @torch.no_grad()
 def test_corners_edges_and_the_middle(corner):
     model, x = mixed()
-    flow, where = flow_of(read(model, (x,))), Rectangle(*corner)
+    flow, where = flow_of(read(model, (x,)), TABLE), Rectangle(*corner)
     engine, made = Windows.of(flow), torch.full((1, 2, 37, 46), UNTOUCHED).double()
     engine.run([where], flow.constants | {flow.inputs[0]: x}, {flow.outputs[0]: made}, 0)
     here = part(made, where, engine.size)
@@ -230,7 +231,7 @@ def test_many_tiles_apart_are_coarsened_first():
 
 def test_costs_say_what_frustums_take():
     model, x = mixed()
-    engine = Windows.of(flow_of(read(model, (x,))))
+    engine = Windows.of(flow_of(read(model, (x,)), TABLE))
     cost = fitted(engine, 8)
     for h, w in [(8, 8), (16, 24), (24, 8)]:
         where = Rectangle(7, 7 + h, 9, 9 + w)
@@ -293,7 +294,7 @@ def spots(count: int = 2, size: int = 96) -> Tensor:
 @torch.no_grad()
 def test_images_have_regions_of_their_own():
     model, x = net(), spots()
-    module = Regions(0.1, tile=16, grow=2, fill=0.25).applied(model, (x,), None, None)
+    module = Regions(0.1, tile=16, grow=2, fill=0.25).applied(model, (x,), None, None, TABLE)
     y, full = module(x), model(x)
     assert len(module.last.images) == 2 and not any(one.whole for one in module.last.images)
     assert module.last.images[0].places != module.last.images[1].places
@@ -307,12 +308,12 @@ def test_images_have_regions_of_their_own():
 @torch.no_grad()
 def test_the_fill_is_the_pilots_answer_or_a_function_of_the_input():
     model, x = net(), spots(1)
-    pilot = Regions(0.02, tile=16).applied(model, (x,), None, "downsample:2:area")
+    pilot = Regions(0.02, tile=16).applied(model, (x,), None, "downsample:2:area", TABLE)
     y = pilot(x)
     where = pilot.last.where[:, None].expand_as(y)
     assert torch.equal(y[~where], pilot.filled(x)[~where])
     assert torch.allclose(y[where], model(x)[where], atol=1e-6) and bool(where.any())
-    itself = Regions(0.1, tile=16, fill=lambda x: 2 * x).applied(model, (x,), None, None)
+    itself = Regions(0.1, tile=16, fill=lambda x: 2 * x).applied(model, (x,), None, None, TABLE)
     y = itself(x)
     assert torch.equal(y[:, :, 70:], 2 * x[:, :, 70:])
     assert pilot.conditioned.pilot == "downsample:2:area" and not pilot.conditioned.exact
@@ -326,7 +327,7 @@ def test_a_function_may_say_what_is_active():
     def changed(x: Tensor) -> Tensor:  # since an earlier frame
         return (x - before).abs().amax(1)
 
-    module = Regions(0.0, tile=16, fill=0.0).applied(model, (x,), None, changed)
+    module = Regions(0.0, tile=16, fill=0.0).applied(model, (x,), None, changed, TABLE)
     module(x)
     assert 0 < module.last.images[0].selected < 0.2
     module(before)
@@ -336,7 +337,7 @@ def test_a_function_may_say_what_is_active():
 @torch.no_grad()
 def test_the_whole_image_is_run_where_rectangles_would_cost_more():
     model, x = net(), torch.rand(1, 3, 96, 96)
-    module = Regions(0.1, tile=16, fill=0.0).applied(model, (x,), None, None)
+    module = Regions(0.1, tile=16, fill=0.0).applied(model, (x,), None, None, TABLE)
     y = module(x)
     (ran,) = module.last.images
     assert ran.whole and ran.work == 1 and torch.allclose(y, model(x), atol=1e-6)
@@ -345,21 +346,21 @@ def test_the_whole_image_is_run_where_rectangles_would_cost_more():
 @torch.no_grad()
 def test_regions_without_a_threshold_are_the_network_bit_for_bit_in_whole_numbers():
     model, x = mixed()
-    module = Regions(-1.0, tile=8, fill=0.0).applied(model, (x,), None, None)
+    module = Regions(-1.0, tile=8, fill=0.0).applied(model, (x,), None, None, TABLE)
     assert torch.equal(module(x), model(x))
 
 
 def test_the_model_is_not_changed():
     model, x = net(), spots(1)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    Regions(0.1, tile=16, fill=0.0).applied(model, (x,), None, None)(x)
+    Regions(0.1, tile=16, fill=0.0).applied(model, (x,), None, None, TABLE)(x)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 @torch.no_grad()
 def test_weights_are_those_of_the_model_at_every_call():
     model, x = net(), spots(1)
-    module = Regions(0.1, tile=16, fill=0.0).applied(model, (x,), None, None)
+    module = Regions(0.1, tile=16, fill=0.0).applied(model, (x,), None, None, TABLE)
     model[0].weight.mul_(2)
     y = module(x)
     where = module.last.where[:, None].expand_as(y)
@@ -371,7 +372,7 @@ def test_what_was_missed_is_told():
     model, x = net(), spots(1)
     x[0, :, 80:84, 4:8] = 0.05  # below the threshold
     module = Regions(0.1, tile=16, grow=2, fill=lambda x: model(torch.zeros_like(x)))
-    here = module.applied(model, (x,), None, None)
+    here = module.applied(model, (x,), None, None, TABLE)
     here(x)
     found = Regions.missed(model(x), here.filled(x), here.last.where, 1e-4)
     outside = ((model(x) - here.filled(x)).abs().amax(1) > 1e-4)[0, 76:90, 0:14]
@@ -384,12 +385,12 @@ def test_what_was_missed_is_told():
 ], ids=str)  # fmt: skip
 def test_networks_that_read_the_whole_image_are_refused(layer):
     with pytest.raises(BadInput, match="cannot be run in regions"):
-        Regions(fill=0.0).applied(net(layer), (spots(1),), None, None)
+        Regions(fill=0.0).applied(net(layer), (spots(1),), None, None, TABLE)
 
 
 def test_the_refusal_names_the_call():
     with pytest.raises(BadInput, match="group_norm"):
-        Regions(fill=0.0).applied(net(nn.GroupNorm(1, 3)), (spots(1),), None, None)
+        Regions(fill=0.0).applied(net(nn.GroupNorm(1, 3)), (spots(1),), None, None, TABLE)
 
 
 def test_arguments_that_make_no_sense_are_refused():
@@ -398,10 +399,10 @@ def test_arguments_that_make_no_sense_are_refused():
         with pytest.raises(BadInput):
             make()
     with pytest.raises(BadInput, match="needs a pilot"):
-        Regions().applied(model, (x,), None, None)
+        Regions().applied(model, (x,), None, None, TABLE)
     with pytest.raises(BadInput, match="expected a simplifier"):
-        Regions(fill=0.0).applied(model, (x,), None, 3)
-    module = Regions(fill=0.0).applied(model, (x,), None, lambda x: x)
+        Regions(fill=0.0).applied(model, (x,), None, 3, TABLE)
+    module = Regions(fill=0.0).applied(model, (x,), None, lambda x: x, TABLE)
     with pytest.raises(BadInput, match="map of activity"):
         module(x)
 
@@ -409,11 +410,11 @@ def test_arguments_that_make_no_sense_are_refused():
 def test_the_text_names_it():
     chosen = parsed("regions:0.2:tile=32:fill=0.5", [Regions])
     assert chosen == Regions(0.2, tile=32, fill=0.5) and text(chosen).startswith("regions:0.2")
-    assert isinstance(chosen.applied(net(), (spots(1),), None, None), InRegions)
+    assert isinstance(chosen.applied(net(), (spots(1),), None, None, TABLE), InRegions)
 
 
 def test_images_unlike_the_example_are_refused_with_a_way_out():
-    module = Regions(fill=0.0).applied(net(), (spots(1),), None, None)
+    module = Regions(fill=0.0).applied(net(), (spots(1),), None, None, TABLE)
     for x in (spots(1)[..., :-8], spots(1).repeat(2, 1, 1, 1), spots(1)[:0]):
         with pytest.raises(BadInput, match="condition the network with such an example"):
             module(x)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from demask.errors import BadInput
 from demask.machine.timing import alternate
+from demask.ops import TABLE
 from demask.pilot import calibrate, router
 from demask.pilot.route import Route, Router
 from demask.pilot.rows import entropy, margin, softmax
@@ -184,7 +185,7 @@ def test_applied_routes_where_it_pays() -> None:
     full, pilot = pair()
     x = 5 * torch.randn(32, 8)
     slow = Slow(full)
-    routed = Route(0.5).applied(slow, (x,), None, pilot)
+    routed = Route(0.5).applied(slow, (x,), None, pilot, TABLE)
     assert not routed.whole
     assert not routed.conditioned.exact
     with torch.no_grad():
@@ -195,7 +196,7 @@ def test_applied_routes_where_it_pays() -> None:
 
 def refused(route: Route, model: nn.Module, x: Tensor, pilot) -> str:
     """Why; the network comes back as it is."""
-    routed = route.applied(model, (x,), None, pilot)
+    routed = route.applied(model, (x,), None, pilot, TABLE)
     assert routed.whole
     assert routed.conditioned.exact
     with torch.no_grad():
@@ -238,7 +239,7 @@ def test_a_simplifier_can_be_the_pilot_and_the_model_is_left_alone() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))  # in train mode
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    routed = Route(0.5).applied(model, (torch.randn(4, 8),), None, "bits:4")
+    routed = Route(0.5).applied(model, (torch.randn(4, 8),), None, "bits:4", TABLE)
     assert routed.conditioned.pilot == "bits:4"
     assert model.training
     assert not routed.full.training
@@ -303,8 +304,11 @@ def test_a_calibration_says_do_not_use() -> None:
         (lambda f, p, x: Route(0.5, "hope"), "expected a confidence of"),
         (lambda f, p, x: Route(0.5, answer="none"), "expected an answer of"),
         (lambda f, p, x: Route(math.nan), "got nan"),
-        (lambda f, p, x: Route(0.5).applied(f, (x,), None, None), "needs a pilot that answers"),
-        (lambda f, p, x: Route(0.5).applied(f, (x,), None, nn.Linear(8, 3)), "same outputs"),
+        (
+            lambda f, p, x: Route(0.5).applied(f, (x,), None, None, TABLE),
+            "needs a pilot that answers",
+        ),
+        (lambda f, p, x: Route(0.5).applied(f, (x,), None, nn.Linear(8, 3), TABLE), "same outputs"),
         (lambda f, p, x: Router(nn.Flatten(0), nn.Flatten(0), Route(0.5))(x), r"found \[48\]"),
         (lambda f, p, x: Router(f, p, Route(0.5)).stream([x], batch=0), "batch >= 1"),
         (lambda f, p, x: Route.calibrated(f, p, x, torch.zeros(5)), "expected labels as 6"),

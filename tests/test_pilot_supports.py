@@ -1,6 +1,6 @@
 """Run-time indices: a network on an index equals the network with all else set to its fill.
 
-    indexed(program, picks)(x, index) == masked(program, picks)(x, index)
+    indexed(analysis, picks)(x, index) == masked(analysis, picks)(x, index)
 
 `masked` is held against masks by hand, in plain torch.
 """
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from demask.errors import BadInput
+from demask.facts.analysis import Analysis
 from demask.facts.known import key_of
 from demask.graph.program import Program
 from demask.graph.result import Demasked
@@ -130,9 +131,10 @@ def built(program: Program, places: list[tuple[fx.Node, int]], kinds: list[str])
     for k, (node, axis) in enumerate(places):
         fill = fill_of(kinds[k], node.meta["val"], axis, k)
         picks[key_of(mapping[node])] = Pick(axis, Index(inputs[f"index_{k}"], sizes[k]), fill)
-    small, whole = indexed(wide, picks), masked(wide, picks)
+    analysis = Analysis(wide, TABLE)
+    small, whole = indexed(analysis, picks), masked(analysis, picks)
     marks = [n.meta["effect"] for n in small.graph.nodes if "effect" in n.meta]
-    return Built(finished(wide, small, ()), finished(wide, whole, ()), sizes, marks)
+    return Built(finished(analysis, small, ()), finished(analysis, whole, ()), sizes, marks)
 
 
 def by_name(program: Program, places: tuple[tuple[str, int], ...]) -> list[tuple[fx.Node, int]]:
@@ -278,6 +280,6 @@ def test_an_input_is_not_picked():
     first = next(n for n in program.graph.nodes if n.op == "placeholder")
     pick = Pick(2, Index(inputs["index"], 12), torch.zeros(1, 1, 1))
     with pytest.raises(BadInput, match="that a call makes"):
-        indexed(wide, {(mapping[first], 0): pick})
+        indexed(Analysis(wide, TABLE), {(mapping[first], 0): pick})
     with pytest.raises(BadInput, match="at least 2 positions"):
         with_inputs(program, {"index": 1})

@@ -13,19 +13,20 @@ from torch import Tensor, fx, nn
 
 import demask
 from demask.errors import BadInput
+from demask.facts.analysis import Analysis
 from demask.graph.capture import capture
 from demask.graph.fold import folded
 from demask.graph.program import Program
 from demask.graph.spell import spelled
 from demask.ops import TABLE
 from demask.ops.laws import check_scatter_law, law_cases
-from demask.shrink.reading import relations_of
 from demask.traverse.axes import Axes, axes_of
-from demask.traverse.parted import TABLE_PARTED, folded_scale, global_calls, parted
+from demask.traverse.parted import folded_scale, global_calls, parted, with_reductions
 from night import at_night
 from test_traverse_reductions import gap, in_parts
 
 aten, own = torch.ops.aten, torch.ops.demask
+SPLIT = with_reductions(TABLE)
 ROWS_AND_COLUMNS: Axes = (2, 3)
 EXACT = 1e-11  # float64: a few hundred terms in another order, of which some cancel
 
@@ -131,7 +132,7 @@ def program_of(network: str, dtype: torch.dtype = torch.float64) -> tuple[Progra
 
 def run(program: Program, x: Tensor, seed: int | None = None) -> tuple[Tensor, ...]:
     """What a program makes; seed: reductions are computed from parts drawn with it."""
-    relations = relations_of(program.graph, TABLE_PARTED)
+    relations = Analysis(program, SPLIT).relations
     inputs = dict.fromkeys(program.graph.find_nodes(op="placeholder"), ROWS_AND_COLUMNS)
     axes = axes_of(program.graph, relations, inputs)
     values: dict[fx.Node, Any] = {}
@@ -158,12 +159,12 @@ def run(program: Program, x: Tensor, seed: int | None = None) -> tuple[Tensor, .
 def test_the_program_in_parts_equals_the_program(network):
     program, x = program_of(network)
     before, expected = str(program.graph), run(program, x)
-    changed = parted(program)
+    changed = parted(program, SPLIT)
     assert str(program.graph) == before
     for seed in (None, 1, 2):
         found = run(changed, x, seed)
         assert max(gap(a, b) for a, b in zip(expected, found, strict=True)) <= EXACT
-    assert global_calls(changed) == ()
+    assert global_calls(changed, SPLIT) == ()
     calls = [n for n in changed.graph.nodes if n.op == "call_function"]
     assert all(isinstance(n.meta["val"], Tensor) for n in calls)
 
@@ -173,14 +174,14 @@ def test_single_precision_is_in_the_class_of_torch(network):
     single, x = program_of(network, torch.float32)
     double, _ = program_of(network)
     exact = run(double, x.double())
-    for e, plain, mine in zip(exact, run(single, x), run(parted(single), x), strict=True):
+    for e, plain, mine in zip(exact, run(single, x), run(parted(single, SPLIT), x), strict=True):
         assert gap(e, mine.double()) <= max(2 * gap(e, plain.double()), 3e-7)
 
 
 @pytest.mark.parametrize("network", ["group norm", "layer norm", "softmax", "rms norm"])
 def test_half_precision_is_rounded_once(network):
     program, x = program_of(network, torch.bfloat16)
-    for plain, mine in zip(run(program, x), run(parted(program), x), strict=True):
+    for plain, mine in zip(run(program, x), run(parted(program, SPLIT), x), strict=True):
         assert gap(plain, mine) <= 2 * torch.finfo(torch.bfloat16).eps
 
 
@@ -197,7 +198,7 @@ def spelling(program: Program) -> list[str]:
 def test_an_instance_norm_before_and_after():
     program, _ = program_of("instance norm")
     assert spelling(program)[1:] == ["instance_norm %0 1.weight 1.bias"]
-    assert spelling(parted(program))[1:] == [
+    assert spelling(parted(program, SPLIT))[1:] == [
         "moments %0",
         "select %1",
         "select %1",
@@ -219,18 +220,18 @@ def test_an_instance_norm_before_and_after():
 
 def test_only_the_calls_named_are_rewritten():
     program, x = program_of("batch norm of its batch")
-    names = global_calls(program)
+    names = global_calls(program, SPLIT)
     assert len(names) == 2
     for name in names:
-        changed = parted(program, [name])
+        changed = parted(program, SPLIT, [name])
         kept = {str(n.target) for n in changed.graph.nodes}
         assert {"aten.batch_norm.default", "aten.group_norm.default"} & kept
         assert gap(run(program, x)[0], run(changed, x)[0]) <= EXACT
-    assert parted(program, []).graph is not program.graph
+    assert parted(program, SPLIT, []).graph is not program.graph
     with pytest.raises(BadInput, match="nothing_like_it"):
-        parted(program, ["nothing_like_it"])
+        parted(program, SPLIT, ["nothing_like_it"])
     with pytest.raises(BadInput, match="conv2d"):
-        parted(program, ["conv2d"])
+        parted(program, SPLIT, ["conv2d"])
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -238,13 +239,13 @@ def test_a_norm_goes_into_the_weights_before_it(bias):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 8, 1, bias=bias), nn.GroupNorm(4, 8), nn.Conv2d(8, 2, 3))
     x = torch.randn(1, 3, 13, 10, dtype=torch.float64)
-    program = parted(folded(spelled(capture(net.double(), (x,), dynamic_shapes={}))))
+    program = parted(folded(spelled(capture(net.double(), (x,), dynamic_shapes={}))), SPLIT)
     changed = folded_scale(program)
     counts = [sum(line.startswith("conv2d") for line in spelling(p)) for p in (program, changed)]
     assert counts == [2, 3]
     assert gap(run(program, x)[0], run(changed, x, 1)[0]) <= EXACT
     wide, _ = program_of("group norm")  # a 3x3 convolution: nothing to fold
-    assert spelling(folded_scale(parted(wide))) == spelling(parted(wide))
+    assert spelling(folded_scale(parted(wide, SPLIT))) == spelling(parted(wide, SPLIT))
 
 
 shrink = partial(demask.demask, check=False)  # the law is the check
@@ -252,11 +253,11 @@ shrink = partial(demask.demask, check=False)  # the law is the check
 
 @pytest.mark.parametrize(
     ("name", "index", "case"),
-    [pytest.param(*c, id=f"{c[0]}-{c[1]}") for c in law_cases(TABLE_PARTED) if c[0] not in TABLE],
+    [pytest.param(*c, id=f"{c[0]}-{c[1]}") for c in law_cases(SPLIT) if c[0] not in TABLE],
 )
 @pytest.mark.parametrize("seed", [0, *at_night(1, 2, 3)])
 def test_entries_of_the_wider_table_keep_the_scatter_law(name, index, case, seed):
-    assert check_scatter_law(name, case, seed, TABLE_PARTED, shrink).ok
+    assert check_scatter_law(name, case, seed, SPLIT, shrink).ok
 
 
 def test_moments_are_an_op_with_a_fake():

@@ -19,11 +19,12 @@ from demask.ops import TABLE, Declined, bind
 from demask.ops.laws import call_node
 from demask.traverse import reductions
 from demask.traverse.axes import Axes, empty, part
-from demask.traverse.parted import TABLE_PARTED
+from demask.traverse.parted import with_reductions
 from demask.traverse.reductions import Reduction, attention, reduction
 from night import at_night, every
 
 aten, own = torch.ops.aten, torch.ops.demask
+SPLIT = with_reductions(TABLE)
 ROWS_AND_COLUMNS: Axes = (2, 3)
 EXACT = 1e-11  # float64: a few hundred terms in another order, of which some cancel
 
@@ -69,7 +70,7 @@ def made(case: tuple[Any, ...], x: Tensor, axes: Axes = ROWS_AND_COLUMNS) -> Red
     """The reduction of one call on an operand that is cut along `axes`."""
     target, args, kwargs = case
     node = call_node(target, x, *args, **kwargs)
-    relation = bind(node, TABLE_PARTED)
+    relation = bind(node, SPLIT)
     assert not isinstance(relation, Declined), relation
     found = reduction(node, relation, {node.args[0]: axes})  # type: ignore[dict-item]
     assert not isinstance(found, Declined), found
@@ -226,9 +227,9 @@ def test_what_has_no_rule_says_why():
     node = call_node(aten.softmax.int, x, 2)
     relation: Any = bind(node, TABLE)
     assert "softmax" in reduction(node, relation, {}).text  # type: ignore[union-attr]
-    assert isinstance(bind(call_node(aten.cumsum.default, x, 2), TABLE_PARTED), Declined)
+    assert isinstance(bind(call_node(aten.cumsum.default, x, 2), SPLIT), Declined)
     node = call_node(aten.adaptive_avg_pool2d.default, x, [2, 1])
-    relation = bind(node, TABLE_PARTED)
+    relation = bind(node, SPLIT)
     assert "several positions" in reduction(node, relation, {}).text  # type: ignore[union-attr]
 
 

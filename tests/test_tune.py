@@ -133,12 +133,12 @@ def _joined(form: str | None) -> Pass:
 
 def _rounded(multiple: int) -> Pass:
     return lambda program: widen.rounded(
-        program, lambda n: -(-n // multiple) * multiple, lambda *_: True
+        program, lambda n: -(-n // multiple) * multiple, lambda *_: True, TABLE
     )
 
 
 def _laid(wants: Callable[[], Callable[[fx.Node], bool]]) -> Pass:
-    return lambda program: layout.laid_out(program, wants())
+    return lambda program: layout.laid_out(program, wants(), TABLE)
 
 
 def _alternating() -> Callable[[fx.Node], bool]:
@@ -167,7 +167,7 @@ def then(*passes: Pass) -> Pass:
 
 
 def widened(program: Program) -> Program:
-    return widen.widened(program, lambda *_: True)
+    return widen.widened(program, lambda *_: True, TABLE)
 
 
 LAST, FIRST = _laid(lambda: lambda _: True), _laid(lambda: lambda _: False)
@@ -176,7 +176,8 @@ PASSES: dict[str, Pass] = {
     "absorbed": absorbed,
     "grow": _joined("grow"), "place": _joined("place"), "joins as they are": _joined(None),
     "widened": widened, "rounded to 8": _rounded(8), "rounded to 16": _rounded(16),
-    "ungathered": ungathered, "for a runtime": lambda program: for_runtime(program, 8),
+    "ungathered": lambda program: ungathered(program, TABLE),
+    "for a runtime": lambda program: for_runtime(program, TABLE, 8),
     "fused": fused, "last": LAST, "first": FIRST, "mixed": MIXED,
 }  # fmt: skip
 SEQUENCES: dict[str, Pass] = {
@@ -207,7 +208,7 @@ def test_constants_that_are_computed_leave_no_border_maps(case: Micro) -> None:
     program, provenance = reduced(whole, TABLE, borders=False)
     assert "border map" not in provenance.effects
     check(whole, lambda _: program, args)
-    check(program, lambda p: for_runtime(p, 8), args)
+    check(program, lambda p: for_runtime(p, TABLE, 8), args)
 
 
 @pytest.mark.nightly
@@ -405,7 +406,7 @@ class Squeezed(nn.Module):
 
 def test_convolutions_of_one_pixel_are_linear_layers() -> None:
     net, x = Squeezed().eval(), torch.randn(2, 6, 5, 7)
-    program = flattened(absorbed(given(net, (x,), None, None)))
+    program = flattened(absorbed(given(net, (x,), None, None)), TABLE)
     calls = [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
     assert [name for name in calls if "conv" in name or "linear" in name] == (
         ["aten.linear.default"] * 2

@@ -43,7 +43,7 @@ def optimized(last: bool = True) -> Optimized:
     torch.manual_seed(1)
     program, provenance = reduced(given(Border().eval(), (X,), None, None), TABLE)
     program = fused(absorbed(program), lambda *_: True)
-    return build(laid_out(program, lambda _: last), provenance, Optimized).eval()
+    return build(laid_out(program, lambda _: last, TABLE), provenance, Optimized).eval()
 
 
 def scaled_in_place(module: nn.Module, name: str, tensor: Tensor) -> None:

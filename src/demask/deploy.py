@@ -68,7 +68,7 @@ def optimize_onnx(
     minimal: bool = False,
     threads: int | None = None,
     tolerance: float | None = None,
-    table: Table | None = None,
+    table: Table = TABLE,
     progress: Tell = lambda words: None,
 ) -> Deployed:
     """Demask a network and write it to `path` as the ONNX file that ONNX Runtime runs fastest.
@@ -112,7 +112,7 @@ def deploy(
     minimal: bool = False,
     threads: int | None = None,
     tolerance: float | None = None,
-    table: Table | None = None,
+    table: Table = TABLE,
     progress: Tell = lambda words: None,
 ) -> Deployed:
     """As `optimize_onnx`, of a network that was read. file: the ONNX file that it came from."""
@@ -123,10 +123,10 @@ def deploy(
     inputs = [t for t in pytree.tree_leaves((args, named)) if isinstance(t, Tensor)]
     program = captured(model, args, named, dynamic_shapes)
     whole = remembering(program)
-    judge = judge_of(whole, (args, named), tolerance)
+    judge = judge_of(whole, (args, named), tolerance, table)
     source = serialized(proto_of(whole)) if file is None else os.fspath(file)
     race = _Race(source, inputs, threads, judge)
-    forms = _Forms(program, race, TABLE if table is None else table, progress)
+    forms = _Forms(program, race, table, progress)
     name = _winner(forms, race, minimal, progress)
     if name is None:
         slim = build(program, forms.told(unchanged(forms.smaller(True)[1]))).eval()
@@ -212,9 +212,9 @@ class _Forms:
             name += ", border maps" if borders else ", constants computed"
         self.progress(f"writing and checking: {name}")
         program, provenance = self.smaller(borders)
-        form = for_runtime(program, multiple)
+        form = for_runtime(program, self.table, multiple)
         try:
-            slim = build(form, remembered(form, provenance)).eval()
+            slim = build(form, remembered(form, provenance, self.table)).eval()
             model = proto_of(slim)
             data = serialized(model)
             if len(data) > size_of(self.race.given):

@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
+from demask.facts.analysis import Analysis
 from demask.failures import public
 from demask.graph.class_result import remember
 from demask.graph.copying import structural_copy, without_caches
@@ -34,7 +35,6 @@ from demask.shrink.measure import sizes_of
 from demask.shrink.partial import merged, sizes_of_parts, with_parts
 from demask.shrink.pipeline import given as captured
 from demask.shrink.pipeline import left, reduced
-from demask.shrink.reading import relations_of
 from demask.sparse.forms import Sparse
 from demask.sparse.segments import layers_of
 from demask.tune.asking import Asker
@@ -64,7 +64,7 @@ def optimize(
     backends: Sequence[str] = BACKENDS,
     cache: str | os.PathLike[str] | Literal[False] | None = None,
     progress: Tell = lambda words: None,
-    table: Table | None = None,
+    table: Table = TABLE,
 ) -> nn.Module:
     """The network that computes what `model` does in eval mode, as fast as it was measured to get.
 
@@ -112,10 +112,10 @@ def optimize(
         progress("capturing")
         program = captured(*here, dynamic_shapes)
         progress("removing what is masked")
-        smaller, provenance = reduced(program, TABLE if table is None else table)
+        smaller, provenance = reduced(program, table)
         args, named = own_inputs((args, named))
         race = Race(in_eval(model), program, args, named, device, count)
-        wanted = _Wanted("sparse" in backends, precision, cache)
+        wanted = _Wanted("sparse" in backends, precision, cache, table)
         return _fastest(race, program, smaller, provenance, wanted, progress)
 
 
@@ -134,11 +134,13 @@ def _check(precision: str | None, backends: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What the caller asks for: sparse forms, how weights are stored, where costs are kept."""
+    """What the caller asks for: sparse forms, how weights are stored, where costs are kept, the
+    table of ops."""
 
     sparse: bool
     precision: str | None
     cache: Any
+    table: Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +251,7 @@ def _fastest(race: Race, program: Program, smaller: Program, provenance: Provena
         notes.append(NAN)
     if wanted.precision is not None:
         notes.append(_lossy(race, best, wanted.precision))
-    made = remembered(form.program, provenance)
+    made = remembered(form.program, provenance, wanted.table)
     record = replace(made, notes=tuple(notes), decisions=decisions, speed=speed)
     kind = _kind(form)
     race.modules.clear()
@@ -290,10 +292,10 @@ def _lossy(race: Race, name: str, precision: str) -> str:
             "draws like it")  # fmt: skip
 
 
-def remembered(program: Program, provenance: Provenance) -> Provenance:
+def remembered(program: Program, provenance: Provenance, table: Table) -> Provenance:
     """What is left in a form: its sizes, its cuts, its ops that only keep shapes."""
     whole = plain(program)
-    sizes = sizes_of(whole, relations_of(whole.graph, TABLE))
+    sizes = sizes_of(whole, Analysis(whole, table).relations)
     sparse = layers_of(whole.graph)
     sizes = replace(sizes, macs=sizes.macs + sum(layer.products for layer in sparse))
     densities = {layer.name: layer.stored / layer.weights for layer in sparse if layer.weights}
@@ -330,7 +332,7 @@ def _all(race: Race, program: Program, smaller: Program, provenance: Provenance,
     costs = Costs.open(wanted.cache, threads=race.threads, measure=race.device == CPU)
     leaves = pytree.tree_leaves((race.args, race.kwargs))
     asker = Asker(costs, Example.of(smaller.graph, leaves))
-    sparse = Sparse(asker, wanted.precision)
+    sparse = Sparse(asker, wanted.table, wanted.precision)
     if wanted.sparse and race.device == CPU:
         yield from _entered(race, sparse.forms(smaller, program, progress), provenance, progress)
     dense = _dense(race, smaller, asker, sparse, progress)
@@ -366,7 +368,7 @@ def _dense(race: Race, smaller: Program, asker: Asker, sparse: Sparse,
     if race.modules and min(race.looked().values()) < AHEAD * sparse.least:
         return  # the layers of a dense form alone take longer
     yield Form(DEMASKED, smaller)
-    yield from forms(smaller, asker, progress)
+    yield from forms(smaller, asker, sparse.table, progress)
 
 
 def _enter(race: Race, form: Form, provenance: Provenance) -> str:

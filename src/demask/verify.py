@@ -39,7 +39,7 @@ from demask.numerics import (
     to_double,
     widen,
 )
-from demask.ops import Table
+from demask.ops import TABLE, Table
 from demask.shrink import demask
 from demask.shrink.partial import first_calls, repeated_blocks
 from demask.shrink.pipeline import given as captured
@@ -93,7 +93,7 @@ def verify(
     kwargs: Mapping[str, Any] | None = None,
     *,
     check: bool = True,
-    table: Table | None = None,
+    table: Table = TABLE,
 ) -> Verification:
     """Compare `slim` with `model` in eval mode, on the given inputs and three seeded draws like
     them, at batch 1 and 3 too where the batch is dynamic; in float64 and in the model's own dtype.
@@ -195,7 +195,7 @@ def _sample(names: Sequence[str]) -> list[str]:
 
 
 def _compare_layers(
-    found: _Found, model: Any, slim: nn.Module, names: list[str], inputs: Any, table: Any
+    found: _Found, model: Any, slim: nn.Module, names: list[str], inputs: Any, table: Table
 ) -> tuple[str, ...]:
     """Compare a sample of the layers in float64, each on the inputs of its first call in `model`;
     those compared, up to one that differs. One pair of copies exists at a time."""
@@ -357,7 +357,7 @@ def _eval(module: nn.Module, share: bool = True) -> nn.Module:
     return copied
 
 
-def _doubles(model, slim, args, kwargs, table) -> tuple[nn.Module, nn.Module, float]:
+def _doubles(model, slim, args, kwargs, table: Table) -> tuple[nn.Module, nn.Module, float]:
     """Both in float64, and the relative difference that is then allowed.
 
     The constants that demasking computed stand in `slim` rounded to its own dtype. Where demasking
@@ -385,7 +385,9 @@ def _doubles(model, slim, args, kwargs, table) -> tuple[nn.Module, nn.Module, fl
     return left, right, ULPS * torch.finfo(own).eps
 
 
-def _refined(left: nn.Module, right: nn.Module, own: torch.dtype, args, kwargs, table) -> bool:
+def _refined(
+    left: nn.Module, right: nn.Module, own: torch.dtype, args, kwargs, table: Table
+) -> bool:
     """Put float64 constants in place of rounded ones, if they are those rounded."""
     try:
         given = pytree.tree_map(to_double, (args, kwargs))

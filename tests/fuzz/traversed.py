@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from demask.ops import TABLE
 from demask.traverse.flow import Flow, flow_of, read
 from demask.traverse.layout import laid
 from demask.traverse.module import Tiled, tiled
@@ -22,12 +23,12 @@ def executed(model: nn.Module, x: Tensor, mode: str, rows: int, columns: int = 0
     """The network with every segment that can in this mode; the others layer-wise. seed: draws
     further cuts; 0 draws none."""
     program = read(model, (x,))
-    flow = flow_of(program)
+    flow = flow_of(program, TABLE)
     segments = told(flow, mode, rows, columns, seed=seed, spills=spills, again=again)
     segments = [replace(s, workers=workers, over={}) if s.mode == BANDS and workers > 1 else s
                 for s in segments]  # fmt: skip
     layout = laid(flow, segments)
-    return tiled(program, packed_plan(flow, layout, 2**40, 0), flow, layout)
+    return tiled(program, packed_plan(flow, layout, 2**40, 0), flow, layout, TABLE)
 
 
 def told(flow: Flow, mode: str, rows: int, columns: int = 0, *, seed: int = 0, spills: bool = False,

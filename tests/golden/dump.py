@@ -230,7 +230,7 @@ def sparse(example: Example) -> Iterator[tuple[str, str]]:
     from demask.sparse.segments import segmented, segments_of
 
     program = reduced(given(*example.call, None), TABLE)[0]
-    base = next(iter(_bases(program, None)))[1]
+    base = next(iter(_bases(program, None, TABLE)))[1]
     whole = segmented(base, lambda *_: True, lambda *_: True)
     yield "segments", program_text(whole)
     texts: set[str] = set()
@@ -256,7 +256,7 @@ def candidates(example: Example) -> Iterator[tuple[str, str]]:
     program = reduced(given(*example.call, None), TABLE)[0]
     leaves = pytree.tree_leaves((example.args, example.kwargs or {}))
     asker = Asker(FixedCosts(), Sizes.of(program.graph, leaves))  # type: ignore[arg-type]
-    for k, form in enumerate(forms(program, asker, lambda words: None)):
+    for k, form in enumerate(forms(program, asker, TABLE, lambda words: None)):
         rows = [form.name, *map(str, form.decisions), program_text(form.program)]
         yield f"candidate_{k}", "\n".join(rows)
 

@@ -12,7 +12,7 @@ import demask
 from demask.cli.models import Network
 from demask.cli.progress import Step
 from demask.graph.provenance import Provenance, Reason
-from demask.ops import TABLE, Declined, Entry, Spelled, Table, schema
+from demask.ops import Declined, Entry, Spelled, Table, schema
 from demask.ops.schema import same_size
 
 
@@ -32,7 +32,9 @@ class Gap:
     frees: int | None
 
 
-def gaps(given: Network, slim: nn.Module, calls: Mapping[str, int], step: Step) -> tuple[Gap, ...]:
+def gaps(
+    given: Network, slim: nn.Module, calls: Mapping[str, int], step: Step, table: Table
+) -> tuple[Gap, ...]:
     """The gaps in the table that `slim`, made of the network given, tells of; most freed first.
 
     Each takes one more demask, of a table where the op works position by position.
@@ -48,14 +50,14 @@ def gaps(given: Network, slim: nn.Module, calls: Mapping[str, int], step: Step) 
         places = tuple(dict.fromkeys(reason.module or reason.node for reason in reasons))
         kept = sum(reason.count for reason in reasons)
         many = calls.get(op, len({reason.node for reason in reasons}))
-        made.append(Gap(op, many, kept, places, _freed(given, record, op)))
+        made.append(Gap(op, many, kept, places, _freed(given, record, _guessing(op, table), op)))
     return tuple(sorted(made, key=lambda gap: (-(gap.frees or 0), -gap.kept, gap.op)))
 
 
-def _freed(given: Network, record: Provenance, op: str) -> int | None:
+def _freed(given: Network, record: Provenance, table: Table, op: str) -> int | None:
     """How many parameters more go where the op is taken to work position by position."""
     try:
-        slim: Any = demask.demask(given.model, given.args, table=_guessing(op), result="graph")
+        slim: Any = demask.demask(given.model, given.args, table=table, result="graph")
     except Exception:  # The op may refuse smaller operands in any way; this is but a guess.
         return None
     if any(reason.op == op and reason.count for reason in slim.demasked.reasons):
@@ -63,17 +65,17 @@ def _freed(given: Network, record: Provenance, op: str) -> int | None:
     return max(0, record.after.parameters - slim.demasked.after.parameters)
 
 
-def _guessing(op: str) -> Table:
+def _guessing(op: str, table: Table) -> Table:
     """The table with an entry for an op: its own, where that covers the call, else a guess."""
-    own = TABLE.get(op)
+    own = table.get(op)
     if own is None:
-        return TABLE.extended({op: Entry(_positionwise)})
+        return table.extended({op: Entry(_positionwise)})
 
     def line(node: fx.Node) -> str | Spelled | Declined:
         told = own.line if isinstance(own.line, str) else own.line(node)
         return _positionwise(node) if isinstance(told, Declined) else told
 
-    entries = {**TABLE, op: replace(own, line=line)}
+    entries = {**table, op: replace(own, line=line)}
     return Table(entries.items())
 
 

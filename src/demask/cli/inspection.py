@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from rich.box import SIMPLE_HEAD
 from rich.console import RenderableType
-from rich.table import Table
+from rich.table import Table as TextTable
 from rich.text import Text
 from torch import Tensor, fx, nn
 
@@ -21,7 +21,7 @@ from demask.compat.dispatch import OpOverload, schema_of
 from demask.graph.modules import in_calls
 from demask.graph.provenance import Provenance
 from demask.graph.spell import SPELLED
-from demask.ops import TABLE
+from demask.ops import TABLE, Table
 from demask.ops.entry import op_name
 from demask.report.report import Report
 from demask.report.text import ROWS, as_text, share
@@ -65,21 +65,22 @@ class Inspection:
         return f"{self.report}\n\n{as_text(_parts(self))}"
 
 
-def inspect_network(given: Network, step: Step) -> Inspection:
+def inspect_network(given: Network, step: Step, table: Table = TABLE) -> Inspection:
     """Demask the network given and tell what went; it stays as it is.
 
-    step: told what is being done now.
+    step: told what is being done now. table: the op table, as `demask.demask` takes it.
     """
-    slim = demask.demask(given.model, given.args, result="graph")
+    slim = demask.demask(given.model, given.args, table=table, result="graph")
     report = demask.report(slim)
     model = given.model
+    known = {*table, *SPELLED}
     ops = _ops(in_calls(model) if isinstance(model, fx.GraphModule) else model.graph)
     return Inspection(
         report,
         _modules(slim, report.removed),
-        {name: count for name, count in ops.items() if name in TABLE or name in SPELLED},
-        {name: count for name, count in ops.items() if name not in TABLE and name not in SPELLED},
-        gaps(given, slim, ops, step),
+        {name: count for name, count in ops.items() if name in known},
+        {name: count for name, count in ops.items() if name not in known},
+        gaps(given, slim, ops, step, table),
     )
 
 
@@ -124,7 +125,7 @@ def _read_names(slim: nn.Module) -> dict[str, Tensor]:
 
 
 def _parts(inspection: Inspection) -> Iterable[RenderableType]:
-    table = Table("module", box=SIMPLE_HEAD, show_edge=False)
+    table = TextTable("module", box=SIMPLE_HEAD, show_edge=False)
     for column in ("parameters", "masked", "share"):
         table.add_column(column, justify="right")
     for row in inspection.modules[:ROWS]:
@@ -140,8 +141,8 @@ def _parts(inspection: Inspection) -> Iterable[RenderableType]:
         yield _gaps_table(inspection.gaps)
 
 
-def _gaps_table(found: Sequence[Gap]) -> Table:
-    table = Table("no rule for", box=SIMPLE_HEAD, show_edge=False)
+def _gaps_table(found: Sequence[Gap]) -> TextTable:
+    table = TextTable("no rule for", box=SIMPLE_HEAD, show_edge=False)
     for column in ("calls", "slices kept", "an entry would free"):
         table.add_column(column, justify="right")
     for gap in found[:ROWS]:

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from demask.compat.dispatch import OpOverload
-from demask.ops import TABLE, Declined, Entry, Table, op_name, schema
+from demask.ops import Declined, Entry, Table, op_name, schema
 from demask.ops.schema import Operand
 
 _LARGEST_INTEGER = 2.0**53  # float64 holds all up to here
@@ -41,16 +41,17 @@ ANY = Range(-inf, inf)
 Ranges = dict[fx.Node, Range]
 
 
-def ranges(graph: fx.Graph, constants: Mapping[str, Tensor], table: Table = TABLE) -> Ranges:
+def ranges(graph: fx.Graph, constants: Mapping[str, Tensor], table: Table) -> Ranges:
     """The range of every value that the graph makes.
 
     constants: by get_attr target; looked at where a rule asks for them. Calls of several outputs
     have one range for all of their dtype; values that are no tensors have none.
 
     >>> from demask.graph.capture import capture
+    >>> from demask.ops import TABLE
     >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU6())
     >>> program = capture(net, (torch.ones(1, 2),))
-    >>> print(*ranges(program.graph, {}).values(), sep=", ")
+    >>> print(*ranges(program.graph, {}, TABLE).values(), sep=", ")
     -inf to inf, -inf to inf, -inf to inf, -inf to inf, 0 to 6
     """
     found: Ranges = {}

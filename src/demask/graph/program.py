@@ -67,6 +67,12 @@ class Program:
         )
 
 
+def module_of(node: fx.Node) -> str:
+    """The fully qualified name of the module whose code contains a call."""
+    stack = node.meta.get("nn_module_stack")
+    return list(stack.values())[-1][0] if stack else ""
+
+
 def copy_graph(program: Program) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     """A copy of the program's graph, and the copy of each node."""
     graph, mapping = fx.Graph(), {}

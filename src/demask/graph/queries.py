@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from demask.compat.fake_tensors import FakeTensor
-from demask.ops import TABLE, op_name, schema
+from demask.ops import Table, op_name, schema
 
 aten = torch.ops.aten
 POINTWISE = ("... -> ...", "..., ... -> ...", "..., ..., ... -> ...")
@@ -43,9 +43,9 @@ def only_reader(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def is_pointwise(node: fx.Node) -> bool:
+def is_pointwise(node: fx.Node, table: Table) -> bool:
     """Whether a call works on each position alone, as the table says; changes of strides do not."""
-    entry = TABLE.get(op_name(node.target)) if node.op == "call_function" else None
+    entry = table.get(op_name(node.target)) if node.op == "call_function" else None
     moves = node.target is aten.contiguous.default
     return entry is not None and entry.line in POINTWISE and not moves
 

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from demask.graph.copying import structural_copy
 from demask.graph.modules import spell
 from demask.numerics import NARROW, widen
-from demask.ops import TABLE, op_name
+from demask.ops import Table, op_name
 
 SEEDS = 4
 # Runtimes approximate these to so many digits of 1, not of the value: exp(x) - 1 among them.
@@ -30,8 +30,8 @@ _SMOOTH = frozenset(("silu", "gelu", "hardswish"))  # an operand times one of th
 class Rounding:
     """The outputs of a network in float64, exact and with every call rounded."""
 
-    def __init__(self, module: fx.GraphModule) -> None:
-        self.module = module
+    def __init__(self, module: fx.GraphModule, table: Table) -> None:
+        self.module, self.table = module, table
 
     @cached_property
     def double(self) -> fx.GraphModule:
@@ -48,7 +48,7 @@ class Rounding:
         inputs = [leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
                   for leaf in pytree.tree_leaves((args, kwargs))]  # fmt: skip
         for seed in range(SEEDS + 1):
-            run = _Rounded(self.double, dtype if seed else None, seed)
+            run = _Rounded(self.double, dtype if seed else None, seed, self.table)
             with torch.no_grad():
                 yield pytree.tree_leaves(run.run(*inputs, enable_io_processing=False))
 
@@ -66,9 +66,10 @@ def _narrowest(module: fx.GraphModule, args: Any, kwargs: Any) -> torch.dtype:
 class _Rounded(fx.Interpreter):
     """Runs a graph and rounds what each call returns, to the next number above or below."""
 
-    def __init__(self, module: fx.GraphModule, dtype: torch.dtype | None, seed: int):
+    def __init__(self, module: fx.GraphModule, dtype: torch.dtype | None, seed: int, table: Table):
         super().__init__(module)
         self.unit, self.draw = dtype and torch.finfo(dtype), torch.Generator().manual_seed(seed)
+        self.table = table
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
@@ -80,17 +81,17 @@ class _Rounded(fx.Interpreter):
     def _rounded(self, node: fx.Node, value: Any, unit: torch.finfo) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
             return value
-        if (scale := _scale(node, value)) is None:
+        if (scale := _scale(node, value, self.table)) is None:
             return value
         up = torch.randint(0, 2, value.shape, generator=self.draw, dtype=torch.int8)
         return value + (2 * up - 1).to(value) * (unit.eps * (scale + unit.tiny))
 
 
-def _scale(node: fx.Node, value: Tensor) -> Tensor | float | None:
+def _scale(node: fx.Node, value: Tensor, table: Table) -> Tensor | float | None:
     """The size of the numbers that a call rounds: each of its own, of a sum the largest; None where
     it moves numbers alone."""
     name = op_name(node.target)
-    entry, word = TABLE.get(name), name.split(".")[1] if "." in name else name
+    entry, word = table.get(name), name.split(".")[1] if "." in name else name
     if entry is not None and entry.fill == "same":
         return None
     if word in _NEAR_ONE:

@@ -85,6 +85,11 @@ class Relation:
         return not at or bool(self.moved) or entry.free or (linear and not looked_up)
 
     @property
+    def is_grouped(self) -> bool:
+        """Whether it is a contraction over composite axes, whose groups may keep unequal counts."""
+        return self.entry.fill == "sum" and any(len(a) > 1 for axes in self.ins for a in axes)
+
+    @property
     def selectors(self) -> tuple[int, ...]:
         """The operands of a sum that only choose among its weights at run time."""
         made = self.letters(tuple(axis for axes in self.outs for axis in axes))

@@ -118,6 +118,11 @@ def outputs(node: fx.Node) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
+def is_constant(value: object) -> bool:
+    """Whether an operand is the same in every call: a number, or a tensor of the network."""
+    return not isinstance(value, fx.Node) or value.op == "get_attr"
+
+
 def is_dynamic(value: Any) -> bool:
     """Does an argument hold a size known only at run time (a node that is not a tensor)?"""
     if isinstance(value, fx.Node):

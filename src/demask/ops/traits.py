@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from demask.ops import contract, move, window
+from demask.ops import TABLE, contract, move, window
 
 aten = torch.ops.aten
 
@@ -85,6 +85,11 @@ DROPOUTS = _ops("dropout.default feature_dropout.default")
 TRANSPOSED_VIEWS = TRANSPOSES | MATRIX_TRANSPOSES | ALIASES
 MEMORY_VIEWS = TRANSPOSED_VIEWS | _ops("""view.default unsqueeze.default squeeze.dim select.int
                                           slice.Tensor expand.default""")
+# Names: the result never shares memory with an operand, although the op may be composed of several,
+# some of them views (norms, softmax, windows); and of products, if there are two operands or more.
+OWN_MEMORY = frozenset(name for name, entry in TABLE.items()
+                       if entry.affine or entry.rest or entry.region)  # fmt: skip
+SUMS_OF_PRODUCTS = frozenset(name for name, entry in TABLE.items() if entry.fill in ("sum", "mix"))
 # By name: (operand that is indexed, argument of its axis, operand of positions along it).
 INDEXED = {
     "aten.embedding.default": (0, None, 1),

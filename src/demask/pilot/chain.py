@@ -18,10 +18,11 @@ from torch.utils import _pytree as pytree
 
 from demask.compat.fx_internals import signature_of
 from demask.errors import BadInput
+from demask.facts.analysis import Analysis
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.graph.result import Demasked
-from demask.ops import schema
+from demask.ops import TABLE, Table, schema
 from demask.pilot.chain_find import Found, behind, found, replaced, without_dropout
 from demask.pilot.chain_op import ROWS
 from demask.pilot.chain_plan import Layer, Plan, Seen
@@ -60,9 +61,10 @@ class Chained(Demasked):
 class Columns:
     """Skip the columns of the weights whose input is zero, without a pilot; exact.
 
+    >>> from demask.ops import TABLE
     >>> layers = [nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)]
     >>> x = torch.randn(1, 64).relu()
-    >>> fast = Columns().applied(nn.Sequential(*layers).eval(), (x,), None, None)
+    >>> fast = Columns().applied(nn.Sequential(*layers).eval(), (x,), None, None, TABLE)
     >>> fast.conditioned.exact, torch.allclose(fast(x), nn.Sequential(*layers)(x), atol=1e-5)
     (True, True)
     """
@@ -70,14 +72,14 @@ class Columns:
     name: ClassVar[str] = "columns"
 
     def applied(self, model: nn.Module, args: tuple[Any, ...],
-                kwargs: Mapping[str, Any] | None, pilot: Any) -> Chained:  # fmt: skip
+                kwargs: Mapping[str, Any] | None, pilot: Any, table: Table) -> Chained:  # fmt: skip
         """The module with its chains. pilot: None; BadInput for one, which would not be used."""
         if pilot is not None:
             raise BadInput(
                 "columns needs no pilot: zeros of the live input are seen as it runs; "
                 f"leave it out, or take the condition 'certified'; got {pilot!r:.80}"
             )
-        return chained(model, args, kwargs, self, ("dense", "columns"))
+        return chained(model, args, kwargs, self, ("dense", "columns"), table)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,19 +100,20 @@ class Certified:
                            f"levels={self.levels}; fewer bits alone prove too little")  # fmt: skip
 
     def applied(self, model: nn.Module, args: tuple[Any, ...],
-                kwargs: Mapping[str, Any] | None, pilot: Any) -> Chained:  # fmt: skip
+                kwargs: Mapping[str, Any] | None, pilot: Any, table: Table) -> Chained:  # fmt: skip
         """The module with its chains. pilot: None: the weights' own upper bits are the pilot."""
         if pilot is not None:
             raise BadInput("certified makes its pilot of the weights itself, with a bound; leave "
                            f"pilot out; got {pilot!r:.80}")  # fmt: skip
         proving = "certified" if self.levels == 1 else "two"
-        return chained(model, args, kwargs, self, ("dense", "columns", proving))
+        return chained(model, args, kwargs, self, ("dense", "columns", proving), table)
 
 
 def unconditioned(model: nn.Module, args: tuple[Any, ...],
-                  kwargs: Mapping[str, Any] | None = None) -> Chained:  # fmt: skip
+                  kwargs: Mapping[str, Any] | None = None, *,
+                  table: Table = TABLE) -> Chained:  # fmt: skip
     """The network with all chains dense: what conditioned ones equal bit for bit."""
-    return chained(model, args, kwargs, Columns(), ("dense",), always=True)
+    return chained(model, args, kwargs, Columns(), ("dense",), table, always=True)
 
 
 def chained(
@@ -119,6 +122,7 @@ def chained(
     kwargs: Mapping[str, Any] | None,
     condition: Condition,
     allowed: Sequence[str],
+    table: Table,
     *,
     always: bool = False,
 ) -> Chained:
@@ -132,7 +136,7 @@ def chained(
     for chain, x in zip(chains, inputs, strict=True):
         decisions += decided(editor, chain, x, allowed, always=always)
     after = editor.finish()
-    plain = finished(before, after, [f"{len(chains)} chains of linear layers"])
+    plain = finished(Analysis(before, table), after, [f"{len(chains)} chains of linear layers"])
     info: Any = signature_of(plain.graph)
     made = Chained.of(plain, plain.graph, info, plain.demasked).eval()
     by = "" if condition.name == "columns" else "bits:8"

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, fx
 
 from demask.errors import BadInput
+from demask.facts.analysis import Analysis
 from demask.facts.known import key_of
 from demask.graph.program import Program
 from demask.graph.result import Demasked
-from demask.ops import TABLE, Declined, Relation, schema
+from demask.ops import Declined, Relation, schema
 from demask.pilot.layers import layers_of
 from demask.shrink.cells import Cells
 from demask.shrink.pipeline import shrunk
-from demask.shrink.reading import relations_of
 
 Held = tuple[str, int]  # a constant and one of its axes
 CellAxes = tuple[tuple[int, ...], ...]
@@ -49,12 +49,12 @@ class Channels:
     def text(self) -> str:
         return f"channels:{self.fraction:g}"
 
-    def applied(self, program: Program) -> Demasked:
+    def applied(self, analysis: Analysis) -> Demasked:
         """The smaller network; its `demasked.cuts` says what was kept of each weight."""
-        groups = Groups.of(program)
+        program, groups = analysis.program, Groups.of(analysis)
         note = f"{self.text()}: {len(groups.members)} groups of channels cut"
         masked = replace(_masked(program, groups, self.fraction), notes=(*program.notes, note))
-        return shrunk(masked, TABLE)
+        return shrunk(masked, analysis.table)
 
     def weight_bytes(self, weight: Tensor, rows: int) -> float:
         """Bytes of one weight as it is."""
@@ -72,11 +72,11 @@ class Groups:
     held: Mapping[int, tuple[Held, ...]]
 
     @classmethod
-    def of(cls, program: Program) -> Groups:
-        relations = relations_of(program.graph, TABLE)
-        ties = _Ties(program, relations)
+    def of(cls, analysis: Analysis) -> Groups:
+        relations = analysis.relations
+        ties = _Ties(analysis.program, relations)
         members: dict[int, dict[Held, None]] = defaultdict(dict)
-        for layer in layers_of(program, relations):
+        for layer in layers_of(analysis):
             for axis in () if layer.relation.back else layer.rows:
                 cell = ties.group(ties.slots[layer.node, layer.operand][axis])
                 if cell is not None:

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 from demask.errors import BadInput
+from demask.facts.analysis import Analysis
 from demask.failures import public
 from demask.files.pt2 import read_model
 from demask.graph.capture import capture
@@ -18,6 +19,7 @@ from demask.graph.functional import functionalized
 from demask.graph.program import Program
 from demask.graph.provenance import Cut, Provenance
 from demask.machine.memory import parse_memory
+from demask.ops import TABLE, Table
 from demask.pilot.data import MEASURES, ExecutionData
 from demask.pilot.sites import Site, sites_of
 from demask.pilot.stored import Held, Source, outlined
@@ -39,6 +41,7 @@ def collect(
     measure: str = "mean",
     source: str | None = None,
     progress: Callable[[str], None] | None = None,
+    table: Table = TABLE,
 ) -> ExecutionData:
     """One magnitude per part of each layer: the mean |value| behind its norm and activation.
 
@@ -50,7 +53,8 @@ def collect(
     inputs through one before the next; weights come from the .demask file, or from `weights`, a
     .safetensors file with the names of the module, which may be on the meta device. Values between
     slices lie on disk where they are more. measure: "mean" or "max". source: what the inputs are,
-    in words. Raises BadInput, NotExportable. Feature rows 001-b, c, g.
+    in words. table: the op table, as `demask.demask` takes it. Raises BadInput, NotExportable.
+    Feature rows 001-b, c, g.
 
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     >>> data = collect(net, (torch.ones(3, 4),))
@@ -64,7 +68,7 @@ def collect(
     if not calls:
         raise BadInput("expected one input or more, got none")
     program, found, cuts = _read(model, calls[0], budget, weights)
-    sites = sites_of(program, per, cuts)
+    sites = sites_of(Analysis(program, table), per, cuts)
     gathered = _Gathered(sites, measure)
     leaves = [flat(program, args, {}) for args in calls]
     run = walk(program, found, leaves, gathered.see, budget=budget, progress=progress)

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from rich.table import Table as TextTable
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
+from demask.facts.analysis import Analysis
 from demask.failures import public
-from demask.graph.program import Program
 from demask.machine.memory import human
 from demask.machine.timing import Timing, alternate
-from demask.ops import TABLE
+from demask.ops import TABLE, Table
 from demask.pilot.layers import layers_of
 from demask.pilot.simplify import Simplifier, simplifier
 from demask.pilot.sites import Site, sites_of, zeroed
@@ -30,7 +30,6 @@ from demask.pilot.walk import each, flat, walk
 from demask.shrink.finished import finished
 from demask.shrink.measure import sizes_of
 from demask.shrink.pipeline import given
-from demask.shrink.reading import relations_of
 
 DEFAULT = ("bits:8", "bits:4", "exponents", "rank:0.5", "channels:0.5", "downsample:2")
 WIDTH = 112
@@ -84,7 +83,7 @@ class Comparison:
         return found
 
     def __str__(self) -> str:
-        table = Table("simplifier", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+        table = TextTable("simplifier", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
         heads = ("same class", "error", "correlation", "zeros: precision", "recall", "weights",
                  "MACs", "speed")  # fmt: skip
         table.columns[0].no_wrap = True
@@ -112,12 +111,14 @@ def compare(
     pairs: int = 15,
     seconds: float = 10.0,
     progress: Callable[[str], None] | None = None,
+    table: Table = TABLE,
 ) -> Comparison:
     """What each simplifier keeps of a network, measured on inputs.
 
     inputs: the arguments of one call, or an iterable of such tuples. by: simplifiers or their
     texts; one that the network refuses has a row that says why. pairs: calls timed in turns, of the
-    first input; 0: none. seconds: of timing, at most, per simplifier. Raises BadInput.
+    first input; 0: none. seconds: of timing, at most, per simplifier. table: the op table, as
+    `demask.demask` takes it. Raises BadInput.
 
     >>> net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
     >>> found = compare(net, (torch.randn(32, 8),), by=["bits:8", "bits:2"], pairs=0)
@@ -131,36 +132,36 @@ def compare(
         raise BadInput("expected one input or more, got none")
     tell("running the full network")
     program = given(model, calls[0] if isinstance(calls[0], tuple) else (calls[0],), {}, None)
-    full = _Seen.of(program, program, {}, calls)
-    runnable = finished(program, program, ())  # run as the pilots are, so that times compare
+    analysis = Analysis(program, table)
+    full = _Seen.of(analysis, {}, calls)
+    runnable = finished(analysis, program, ())  # run as the pilots are, so that times compare
     found = []
     for one in chosen:
         tell(one.text())
-        found.append(_row(one, program, full, calls, runnable, pairs, seconds))
+        found.append(_row(one, analysis, full, calls, runnable, (pairs, seconds)))
     rows = tuple(row for row, _, _ in found)
     first = next((timing for _, _, timing in found if timing is not None), None)
     here = given(runnable, calls[0], {}, None)  # of these inputs' sizes, as the pilots are
-    sizes = sizes_of(here, relations_of(here.graph, TABLE))
+    sizes = sizes_of(here, Analysis(here, table).relations)
     same = {row.by: agreed for row, agreed, _ in found}
     return Comparison(rows, full.count, sizes.bytes, sizes.macs, full.zero_share(), first, same)
 
 
 def _row(
-    one: Simplifier, program: Program, full: _Seen, calls: list[Any], runnable: nn.Module,
-    pairs: int, seconds: float,
+    one: Simplifier, analysis: Analysis, full: _Seen, calls: list[Any],
+    runnable: nn.Module, limits: tuple[int, float],
 ) -> tuple[Row, tuple[bool, ...], Timing | None]:  # fmt: skip
     try:
-        slim = one.applied(program)
+        slim = one.applied(analysis)
     except BadInput as error:
         return Row(one.text(), refused=str(error)), (), None
-    pilot = given(slim, calls[0], {}, None)
-    seen = _Seen.of(pilot, program, slim.demasked.cuts, calls)
+    pilot = Analysis(given(slim, calls[0], {}, None), analysis.table)
+    seen = _Seen.of(pilot, slim.demasked.cuts, calls)
     same = full.agreed(seen)
     precision, recall = full.zeros_found(seen)
     timings: dict[str, Timing] = {}
-    if pairs:
-        timings = _timed({"full": runnable, "pilot": slim}, calls[0], pairs, seconds)
-    relations = relations_of(pilot.graph, TABLE)
+    if limits[0]:
+        timings = _timed({"full": runnable, "pilot": slim}, calls[0], *limits)
     row = Row(
         one.text(),
         sum(same) / len(same) if same else None,
@@ -169,7 +170,7 @@ def _row(
         precision,
         recall,
         _weight_bytes(one, pilot),
-        sizes_of(pilot, relations).macs,
+        sizes_of(pilot.program, pilot.relations).macs,
         timings["full"].median / timings["pilot"].median if timings else None,
         timings.get("pilot"),
     )
@@ -184,12 +185,11 @@ def _timed(
     return alternate(contenders, pairs, seconds=seconds)
 
 
-def _weight_bytes(one: Simplifier, pilot: Program) -> int:
+def _weight_bytes(one: Simplifier, pilot: Analysis) -> int:
     """Bytes of all floating constants: weights as the simplifier stores them, the rest as it is."""
-    layers = {layer.weight: layer for layer in layers_of(pilot, relations_of(pilot.graph, TABLE))}
+    layers = {layer.weight: layer for layer in layers_of(pilot)}
     total = 0.0
-    for name, constant in pilot.constants.items():
-        tensor = constant.tensor
+    for name, tensor in pilot.constants.items():
         if not tensor.is_floating_point():
             continue
         if name in layers:
@@ -213,8 +213,9 @@ class _Seen:
         self.count = 0
 
     @classmethod
-    def of(cls, program: Program, full: Program, cuts: Any, calls: list[Any]) -> _Seen:
-        seen = cls(sites_of(program, "channel", cuts))
+    def of(cls, analysis: Analysis, cuts: Any, calls: list[Any]) -> _Seen:
+        program = analysis.program
+        seen = cls(sites_of(analysis, "channel", cuts))
         leaves = [flat(program, args, {}) for args in calls]
         run = walk(program, Held(program), leaves, seen.see, outputs=True)
         seen.outputs = run.outputs

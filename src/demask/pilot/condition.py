@@ -20,6 +20,7 @@ from demask.failures import public
 from demask.graph.copying import structural_copy
 from demask.machine.compare import ALLOWED, PAIRS, lower_bound
 from demask.machine.timing import sampled
+from demask.ops import TABLE, Table
 from demask.pilot.chain import Certified, Columns
 from demask.pilot.conditioned import Condition, Conditioned, Decision, parsed
 from demask.pilot.data import ExecutionData
@@ -52,6 +53,7 @@ def condition(
     level: float = LEVEL,
     knobs: Sequence[float] = KNOBS,
     clock: Callable[[], float] = perf_counter,
+    table: Table = TABLE,
 ) -> nn.Module:
     """A module of the same call that does only what the condition asks for.
 
@@ -67,6 +69,7 @@ def condition(
     that differ, is at most `loss` with probability `level` on new examples (`guarantee`); where
     there is none, the model. Positions are chosen for a batch together, so give batches of as many
     examples as will come, of one where they come one by one. clock: in seconds, for `check`.
+    table: the op table, as `demask.demask` takes it.
     Raises BadInput, NotExportable. The model is not changed. Feature rows 001-b to 001-e.
 
     >>> import torch
@@ -78,11 +81,11 @@ def condition(
     """
     example = tuple(args), dict(kwargs or {})
     if calibration is not None:
-        made, kind = _calibrated(model, example, pilot, condition, list(calibration), labels,
-                                 loss, level, knobs)  # fmt: skip
+        made, kind = _calibrated(model, example, (pilot, table), condition, list(calibration),
+                                 labels, (loss, level), knobs)  # fmt: skip
     else:
         kind = condition_of(condition)
-        made = kind.applied(model, *example, pilot)
+        made = kind.applied(model, *example, pilot, table)
     about: Any = made.conditioned
     if not check or isinstance(kind, Order) or about.decisions[:1] == _DENSE:
         return made
@@ -149,11 +152,12 @@ def _eval(model: nn.Module) -> nn.Module:
 
 
 def _calibrated(
-    model: nn.Module, example: tuple[tuple[Any, ...], dict[str, Any]], pilot: Any,
-    wanted: str | Condition, batches: list[Any], labels: Tensor | None, loss: float, level: float,
-    knobs: Sequence[float],
+    model: nn.Module, example: tuple[tuple[Any, ...], dict[str, Any]], by: tuple[Any, Table],
+    wanted: str | Condition, batches: list[Any], labels: Tensor | None,
+    bounds: tuple[float, float], knobs: Sequence[float],
 ) -> tuple[Any, Condition]:  # fmt: skip
-    """The conditioned module of the boldest knob that is guaranteed, or the model."""
+    """The conditioned module of the boldest knob that is guaranteed, or the model. by: the pilot
+    and the table; bounds: loss and level."""
     if not isinstance(wanted, str) or ":" in wanted:
         raise BadInput(f"calibration chooses the knob of a condition that is named without it, "
                        f"such as 'skip'; found {wanted!r}")  # fmt: skip
@@ -161,9 +165,9 @@ def _calibrated(
         raise BadInput(f"calibration chooses the knob of {', '.join(names)}; {wanted!r} has none "
                        "to choose: leave calibration out")  # fmt: skip
     kinds = {knob: condition_of(f"{wanted}:{knob}") for knob in knobs}
-    made = {knob: kind.applied(model, *example, pilot) for knob, kind in kinds.items()}
+    made = {knob: kind.applied(model, *example, *by) for knob, kind in kinds.items()}
     outcomes = observed(_eval(model), made.__getitem__, knobs, batches, labels)
-    found = guarantee(outcomes, loss, level)
+    found = guarantee(outcomes, *bounds)
     boldest = found.threshold
     chosen: Any = made[knobs[0] if boldest is None else boldest]
     if boldest is None:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, get_args, get_type_hints
 from torch import nn
 
 from demask.errors import BadInput
+from demask.ops import Table
 
 
 @runtime_checkable
@@ -30,9 +31,15 @@ class Condition(Protocol):
     name: ClassVar[str]
 
     def applied(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+        pilot: Any,
+        table: Table,
     ) -> nn.Module:
-        """The conditioned module. pilot: a simplifier, an nn.Module, an ExecutionData, or None."""
+        """The conditioned module. pilot: a simplifier, an nn.Module, an ExecutionData, or None.
+        table: of ops."""
         ...
 
 

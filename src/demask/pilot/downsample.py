@@ -20,11 +20,12 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from demask.errors import BadInput, DemaskError
+from demask.facts.analysis import Analysis
 from demask.facts.known import Key, key_of
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Constant, Program
 from demask.graph.result import Demasked
-from demask.ops import TABLE, Declined, Relation, op_name, schema
+from demask.ops import Declined, Relation, op_name, schema
 from demask.pilot.layers import check_finite
 from demask.pilot.resample import (
     Axis,
@@ -38,7 +39,6 @@ from demask.pilot.resample import (
     split,
 )
 from demask.shrink.finished import finished
-from demask.shrink.reading import relations_of
 
 aten = torch.ops.aten
 _SIZED = ("view", "_unsafe_view", "reshape", "unflatten", "expand")  # take sizes, which are rebuilt
@@ -77,11 +77,12 @@ class Downsample:
     def text(self) -> str:
         return f"downsample:{self.factor:g}:{self.mode}"
 
-    def applied(self, program: Program) -> Demasked:
+    def applied(self, analysis: Analysis) -> Demasked:
         """The network on smaller images, which takes and returns full ones."""
-        walk = _Smaller(program, self.factor, self.mode)
+        walk = _Smaller(analysis, self.factor, self.mode)
         made = walk.made()
-        return finished(program, made, [f"{self.text()}: {walk.resampled} constants resampled"])
+        note = f"{self.text()}: {walk.resampled} constants resampled"
+        return finished(analysis, made, [note])
 
     def weight_bytes(self, weight: Tensor, rows: int) -> float:
         """Bytes of one weight as it is."""
@@ -95,10 +96,10 @@ class _Refused(Exception):
 class _Smaller:
     """Writes a program again, node by node, for smaller images."""
 
-    def __init__(self, program: Program, factor: float, mode: str):
-        self.program, self.factor, self.mode = program, factor, mode
-        self.relations = relations_of(program.graph, TABLE)
-        self.editor = GraphEditor.empty(program)
+    def __init__(self, analysis: Analysis, factor: float, mode: str):
+        self.program, self.factor, self.mode = analysis.program, factor, mode
+        self.relations = analysis.relations
+        self.editor = GraphEditor.empty(self.program)
         self.graph, self.constants = self.editor.graph, self.editor.constants
         self.env: dict[fx.Node, fx.Node] = {}
         self.axes: dict[Key, tuple[Axis, ...]] = {}

@@ -19,17 +19,19 @@ from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from rich.table import Table as TextTable
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from demask.errors import BadInput, DemaskError
+from demask.facts.analysis import Analysis
 from demask.failures import public
 from demask.graph.editor import GraphEditor
 from demask.machine.cost import Costs
 from demask.machine.describe import machine as described
 from demask.machine.threads import checked_threads, set_threads
+from demask.ops import TABLE, Table
 from demask.pilot.chain import GAIN, Picked, choose, inputs_of_chains, layers_of, values_of
 from demask.pilot.chain_find import Found, found, without_dropout
 from demask.pilot.chain_op import ROWS
@@ -95,7 +97,7 @@ class Explanation:
         return asdict(self)
 
     def __str__(self) -> str:
-        table = Table("pilot", "condition", "ms", "gain", "loss", "verdict", box=SIMPLE_HEAD)
+        table = TextTable("pilot", "condition", "ms", "gain", "loss", "verdict", box=SIMPLE_HEAD)
         for line in self.lines:
             table.add_row(
                 line.pilot or "none", line.condition,
@@ -120,6 +122,7 @@ def explain(
     costs: Costs | None = None,
     machine: Machine | None = None,
     clock: Callable[[], float] = perf_counter,
+    table: Table = TABLE,
 ) -> Explanation:
     """Predicted gain and loss of each pair of pilot and condition, and whether to use it.
 
@@ -128,8 +131,9 @@ def explain(
     that are not exact; more is not to be used, whatever it gains. candidates: pairs of texts, as
     `simplify` and `condition` take them. costs: what this machine's bandwidths are asked of (None:
     those kept in the user's cache folder, measured at the first time; from then on they decide
-    conditions, too). machine: its numbers, instead. clock: returns seconds. BadInput without
-    inputs. The model is not changed. Feature row 001-e.
+    conditions, too). machine: its numbers, instead. clock: returns seconds. table: the op
+    table, as `demask.demask` takes it. BadInput without inputs. The model is not changed. Feature
+    row 001-e.
 
     >>> from demask.pilot.cost import NOMINAL
     >>> net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
@@ -147,7 +151,7 @@ def explain(
             asked = costs or Costs.open(threads=count)
             machine = measured(asked)
             asked.save()
-        network = _Network.of(model, several, clock)
+        network = _Network.of(model, several, clock, table)
         lines = [_line(network, pilot, condition, machine, loss) for pilot, condition in candidates]
     lines = _compared(lines)
     where = described() + ("; bandwidths are nominal" if machine is NOMINAL else "")
@@ -201,10 +205,13 @@ class _Network:
     rest: float
     flops: float
     clock: Callable[[], float]
+    table: Table
     why: str = ""  # layers are in no chain
 
     @classmethod
-    def of(cls, model: nn.Module, inputs: list[tuple[Any, ...]], clock: Any) -> _Network:
+    def of(
+        cls, model: nn.Module, inputs: list[tuple[Any, ...]], clock: Any, table: Table
+    ) -> _Network:
         editor = GraphEditor(given(model, inputs[0], None, None))
         without_dropout(editor)
         where, left = found(editor)
@@ -220,11 +227,12 @@ class _Network:
             why = f"{len(rows[0])} rows in a call: chains are for {ROWS} at most" if many else ""
             held = torch.cat(rows) if rows else torch.empty(0, layers[0].weight.shape[1])
             chains.append(_Chain(layers, held[:MOST].contiguous(), rows, why))
-        seconds, each, rest = _timed(model, _rest(editor, where, inputs[0]), inputs, chains, clock)
+        other = _rest(editor, where, inputs[0], table)
+        seconds, each, rest = _timed(model, other, inputs, chains, clock)
         chains = [replace(chain, seconds=one) for chain, one in zip(chains, each, strict=True)]
         why = "; ".join(dict.fromkeys(one.why for one in left))
-        return cls(model, inputs, tuple(chains), seconds, rest, _flops(model, inputs), clock,
-                   why)  # fmt: skip
+        flops = _flops(model, inputs)
+        return cls(model, inputs, tuple(chains), seconds, rest, flops, clock, table, why)
 
 
 def _plain(layers: Sequence[Layer], x: Tensor) -> Tensor:
@@ -234,7 +242,9 @@ def _plain(layers: Sequence[Layer], x: Tensor) -> Tensor:
     return x
 
 
-def _rest(editor: GraphEditor, where: Sequence[Found], args: tuple[Any, ...]) -> nn.Module | None:
+def _rest(
+    editor: GraphEditor, where: Sequence[Found], args: tuple[Any, ...], table: Table
+) -> nn.Module | None:
     """The network with a constant in place of each chain, None where nothing else is left of it.
     The editor is used up."""
     before = editor.program
@@ -242,7 +252,7 @@ def _rest(editor: GraphEditor, where: Sequence[Found], args: tuple[Any, ...]) ->
                             strict=True):  # fmt: skip
         if value is not None:
             editor.replace(chain.last, editor.add_constant("chain", value, chain.last))
-    made = finished(before, editor.finish(), ["chains as constants"])
+    made = finished(Analysis(before, table), editor.finish(), ["chains as constants"])
     calls = [node for node in made.graph.nodes if node.op not in ("placeholder", "get_attr")]
     return made if len(calls) > 1 else None
 
@@ -363,7 +373,7 @@ def _tried(network: _Network, pilot: str, condition: str, allowed: float) -> Lin
     """Timed and compared on the inputs, pilot included; `allowed`: share of answers that may
     differ."""
     kind = condition_of(condition)
-    made: Any = kind.applied(network.model, network.inputs[0], None, pilot or None)
+    made: Any = kind.applied(network.model, network.inputs[0], None, pilot or None, network.table)
     share = _flops(made, network.inputs) / max(network.flops, 1.0)
     ratio, changed = _beside(made, network)
     seconds, loss = network.seconds * ratio, changed / len(network.inputs)

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from demask.errors import BadInput
+from demask.facts.analysis import Analysis
 from demask.facts.known import Key
 from demask.graph.program import Program, owned
 from demask.graph.result import Demasked
+from demask.ops import Table
 from demask.pilot.conditioned import Conditioned
 from demask.pilot.data import ExecutionData
 from demask.shrink.finished import finished, shared
@@ -64,21 +66,23 @@ class Supported(nn.Module):
 
     pilot: makes magnitudes (and values); None where they come by `update`. network: takes the
     inputs, the indices, and the pilot's values. chosen: how indices follow. conditioned: what was
-    done. last: of the last call, the index of each layer.
+    done. table: of ops. last: of the last call, the index of each layer.
     """
 
     conditioned: Conditioned
 
     def __init__(
         self, program: Program, picks: Mapping[Key, Pick], observer: Program | None,
-        chosen: Chosen, conditioned: Conditioned,
+        chosen: Chosen, conditioned: Conditioned, table: Table,
     ):  # fmt: skip
         super().__init__()
-        program = owned(program)
-        self.network: Demasked = shared(program, indexed(program, picks), ())
+        analysis = Analysis(owned(program), table)
+        self.network: Demasked = shared(analysis, indexed(analysis, picks), ())
         # torch has no convolution of no channels: where an index is empty all is computed.
-        self.whole: Demasked = shared(program, masked(program, picks), ())
-        self.pilot = None if observer is None else finished(observer, observer, ())
+        self.whole: Demasked = shared(analysis, masked(analysis, picks), ())
+        self.pilot = None
+        if observer is not None:
+            self.pilot = finished(Analysis(observer, table), observer, ())
         self.chosen, self.conditioned = chosen, conditioned
         self.last: tuple[Tensor, ...] = ()
         for k in range(len(chosen.layers) if observer is None else 0):

@@ -7,16 +7,16 @@ summed over) is read off the table's line, so every contraction that has an entr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
 
 from demask.errors import BadInput
-from demask.graph.program import Constant, Program
-from demask.ops import Declined, Relation
-from demask.shrink.ties import is_constant
+from demask.facts.analysis import Analysis
+from demask.graph.program import Constant
+from demask.ops import Relation, schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,25 +44,21 @@ class Layer:
         return self.relation.operands[self.operand].value
 
 
-def layers_of(
-    program: Program, relations: Mapping[fx.Node, Relation | Declined]
-) -> tuple[Layer, ...]:
+def layers_of(analysis: Analysis) -> tuple[Layer, ...]:
     """The layers in the order in which they run."""
     counts: Counter[str] = Counter()
-    return tuple(_named(program, relations, counts))
+    return tuple(_named(analysis, counts))
 
 
-def _named(
-    program: Program, relations: Mapping[fx.Node, Relation | Declined], counts: Counter[str]
-) -> Iterator[Layer]:
-    for node, relation in relations.items():
+def _named(analysis: Analysis, counts: Counter[str]) -> Iterator[Layer]:
+    for node, relation in analysis.relations.items():
         if not isinstance(relation, Relation) or not (
             relation.entry.fill == "sum" or relation.back
         ):
             continue
         for operand in _weights(relation):
             key = str(relation.operands[operand].value.target)
-            name = module_of(program.constants[key])
+            name = module_of(analysis.program.constants[key])
             counts[name] += 1
             rows, columns = _axes(relation, operand)
             axis = None if relation.back else _output_axis(relation, operand, rows)
@@ -75,7 +71,7 @@ def _weights(relation: Relation) -> Iterator[int]:
     which = range(len(relation.operands)) if relation.back else relation.factors
     for k in which:
         value = relation.operands[k].value
-        read = isinstance(value, fx.Node) and is_constant(value)
+        read = isinstance(value, fx.Node) and schema.is_constant(value)
         if read and value.meta["val"].ndim >= 2 and value.meta["val"].is_floating_point():
             yield k
 

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, fx
 
 from demask.errors import BadInput
+from demask.facts.analysis import Analysis
 from demask.graph.editor import GraphEditor
-from demask.graph.program import Program
 from demask.graph.result import Demasked
-from demask.ops import TABLE, schema
+from demask.ops import schema
 from demask.ops.traits import CONV_OF_AXES, CONVOLUTIONS_ANY_PADDING
 from demask.pilot.layers import Layer, by_rows, check_finite, from_rows, layers_of
 from demask.shrink.finished import finished
-from demask.shrink.reading import relations_of
 
 aten = torch.ops.aten
 
@@ -47,12 +46,12 @@ class LowRank:
     def text(self) -> str:
         return f"rank:{self.fraction:g}"
 
-    def applied(self, program: Program) -> Demasked:
+    def applied(self, analysis: Analysis) -> Demasked:
         """The network with thin layers; what stays as it is is noted."""
-        editor = GraphEditor(program)
-        layers = layers_of(editor.finish(), relations_of(editor.graph, TABLE))
+        editor = GraphEditor(analysis.program)
+        layers = layers_of(analysis.again(editor.finish()))
         notes = [note for layer in layers for note in self._layer(editor, layer)]
-        return finished(program, editor.finish(), notes)
+        return finished(analysis, editor.finish(), notes)
 
     def weight_bytes(self, weight: Tensor, rows: int) -> float:
         """Bytes of one weight as it is."""

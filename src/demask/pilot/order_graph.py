@@ -12,11 +12,12 @@ from torch import fx, nn
 
 from demask.compat.fx_internals import signature_of
 from demask.errors import BadInput
+from demask.facts.analysis import Analysis
 from demask.graph.editor import GraphEditor
 from demask.graph.modules import spell
 from demask.graph.result import Demasked
 from demask.machine.memory import parse_memory
-from demask.ops import schema
+from demask.ops import Table, schema
 from demask.pilot.chain_find import Found, behind, found, without_dropout
 from demask.pilot.conditioned import Condition, Conditioned, Decision
 from demask.pilot.order import DEFAULT, Done, Limit, Ordered
@@ -64,9 +65,10 @@ class Order:
 
     The module has `last`: per chain what its last call did (`Done`).
 
+    >>> from demask.ops import TABLE
     >>> layers = torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 2)
     >>> net = torch.nn.Sequential(*layers).eval()
-    >>> made = Order(bytes=20_000).applied(net, (torch.zeros(1, 64),), None, "bits:4:64")
+    >>> made = Order(bytes=20_000).applied(net, (torch.zeros(1, 64),), None, "bits:4:64", TABLE)
     >>> _ = made(torch.randn(1, 64))
     >>> made.last["0"].units, made.last["0"].of, made.last["0"].bytes
     ((30,), (256,), 19968)
@@ -86,12 +88,13 @@ class Order:
             parse_memory(self.bytes)
 
     def applied(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any
-    ) -> nn.Module:
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
+        table: Table,
+    ) -> nn.Module:  # fmt: skip
         """The conditioned module. pilot: weights of few bits, "bits:4:64" (as None is)."""
         seconds = math.inf if self.deadline is None else float(self.deadline)
         most = math.inf if self.bytes is None else float(parse_memory(self.bytes))
-        return ordered(model, args, kwargs, self, Limit(seconds, most), pilot)
+        return ordered(model, args, kwargs, self, Limit(seconds, most), pilot, table)
 
 
 def ordered(
@@ -101,6 +104,7 @@ def ordered(
     condition: Condition,
     limit: Limit,
     pilot: Any,
+    table: Table,
 ) -> OrderedNetwork:
     """The network with each of its chains in order, within its share of the limit. Layers that are
     in no chain stay as they are, and `conditioned.decisions` says why."""
@@ -109,7 +113,7 @@ def ordered(
     editor = GraphEditor(before)
     without_dropout(editor)
     chains, decisions = _chains(editor, bits)
-    made = finished(before, editor.finish(), ["chains run in order of importance"])
+    made = finished(Analysis(before, table), editor.finish(), ["chains run in order of importance"])
     spell(made.graph, made)
     nodes = {node.name: node for node in made.graph.nodes}
     sizes = [sum(_bytes(editor, call) for call in chain.calls) for chain in chains]

@@ -19,13 +19,14 @@ from torch.utils import _pytree as pytree
 
 from demask.compat.fx_internals import signature_of
 from demask.errors import BadInput
+from demask.ops import Table
 from demask.pilot.activity import contrast, contrasts, differences, per_tile
 from demask.pilot.conditioned import Conditioned, Decision
 from demask.pilot.rectangles import Rectangle, rectangles
 from demask.pilot.simplify import Simplifier, simplifier, simplify
 from demask.pilot.windows import Windows, fitted, refusals
 from demask.traverse.flow import Flow
-from demask.traverse.halo import halo
+from demask.traverse.halo import Halo, halo
 from demask.traverse.module import Prepared, Tiled, called, constants, empty_result, image
 from demask.traverse.sweep import Counter
 from demask.traverse.tile import tile as tiled
@@ -71,10 +72,11 @@ class Regions:
     whole numbers are equal, float64 differs by 1e-12 of the largest value at most, float32 by some
     ulps.
 
+    >>> from demask.ops import TABLE
     >>> net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 1, 3, padding=1))
     >>> x = torch.zeros(1, 1, 256, 256)
     >>> x[..., 70:100, 140:180] = 1.0
-    >>> some = Regions(0.5, tile=32, grow=2, fill=0.0).applied(net.eval(), (x,), None, None)
+    >>> some = Regions(0.5, tile=32, grow=2, fill=0.0).applied(net.eval(), (x,), None, None, TABLE)
     >>> y = some(x)
     >>> print(some.last)
     image 0: 9.4 % of positions selected; rectangles: 1 with 9.4 %; 0.096 of the multiply-adds
@@ -98,19 +100,20 @@ class Regions:
                            f"arguments, found {self.fill!r}")  # fmt: skip
 
     def applied(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any
-    ) -> InRegions:
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
+        table: Table,
+    ) -> InRegions:  # fmt: skip
         """The model, run in regions: for images of the example's size, any number of them if the
         example has two or more, for inference on the CPU. It shares the model's weights. BadInput:
         the network reads all positions somewhere, or the pilot cannot be one."""
-        runs, text = _pilot(model, args, kwargs, pilot)
+        runs, text = _pilot(model, args, kwargs, pilot, table)
         if self.fill == PILOT and not isinstance(runs, nn.Module):
             raise BadInput("fill='pilot' needs a pilot that answers as the network does, as does "
                            f"'downsample:8:bilinear'; found {text}: fill in a number")  # fmt: skip
-        whole = tiled(model, args, kwargs, memory=2**62)
+        whole = tiled(model, args, kwargs, memory=2**62, table=table)
         found = refusals(whole.ready().flow)
         if found:
-            raise BadInput(_refused(model, args, kwargs, found))
+            raise BadInput(_refused(halo(model, args, kwargs, table=table), found))
         return InRegions(self, whole, runs, text)
 
     @staticmethod
@@ -131,7 +134,11 @@ class Regions:
 
 
 def _pilot(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    pilot: Any,
+    table: Table,
 ) -> tuple[nn.Module | Answers | None, str]:
     """What runs first, and its name."""
     if pilot is None:
@@ -139,18 +146,16 @@ def _pilot(
     if isinstance(pilot, nn.Module):
         return pilot, type(pilot).__name__
     if isinstance(pilot, str | Simplifier):
-        return simplify(model, args, kwargs, by=pilot), simplifier(pilot).text()
+        return simplify(model, args, kwargs, by=pilot, table=table), simplifier(pilot).text()
     if callable(pilot):
         return pilot, getattr(pilot, "__name__", type(pilot).__name__)
     raise BadInput("expected a simplifier, a module, a function that gives a map of activity, or "
                    f"None, found {type(pilot).__name__}")  # fmt: skip
 
 
-def _refused(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, found: Sequence[str]
-) -> str:
+def _refused(reach: Halo, found: Sequence[str]) -> str:
     """Why not, in the words of the network's own calls where these are known."""
-    calls = [str(one) for one in halo(model, args, kwargs).barriers]
+    calls = [str(one) for one in reach.barriers]
     return ("the network cannot be run in regions: parts of an image do not determine parts of "
             "its output\n  " + "\n  ".join(calls or found) + "\nRun it whole, or condition "
             "it otherwise, such as by 'route'")  # fmt: skip

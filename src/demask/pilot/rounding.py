@@ -10,17 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from demask.errors import BadInput
-from demask.graph.program import Program
+from demask.facts.analysis import Analysis
 from demask.graph.result import Demasked
-from demask.ops import TABLE
 from demask.pilot.layers import by_rows, check_finite, from_rows, layers_of
 from demask.shrink.finished import finished
-from demask.shrink.reading import relations_of
 
 SCALE_BYTES = 4  # of one float32 scale
 MOST_BITS = 16
@@ -48,9 +47,10 @@ class Bits:
     def text(self) -> str:
         return f"bits:{self.bits}" + (f":{self.group}" if self.group else "")
 
-    def applied(self, program: Program) -> Demasked:
+    def applied(self, analysis: Analysis) -> Demasked:
         """The network with rounded weights."""
-        return _rounded(program, lambda rows: quantized(rows, self.bits, self.group), self.text())
+        change = partial(quantized, bits=self.bits, group=self.group)
+        return _rounded(analysis, change, self.text())
 
     def weight_bytes(self, weight: Tensor, rows: int) -> float:
         """Bytes of one weight as it would be stored: its bits and its scales."""
@@ -71,9 +71,9 @@ class Exponents:
     def text(self) -> str:
         return "exponents"
 
-    def applied(self, program: Program) -> Demasked:
+    def applied(self, analysis: Analysis) -> Demasked:
         """The network with powers of two for weights."""
-        return _rounded(program, powers, self.text())
+        return _rounded(analysis, powers, self.text())
 
     def weight_bytes(self, weight: Tensor, rows: int) -> float:
         """A sign and an exponent of as many bits as the exponents that occur need."""
@@ -135,9 +135,9 @@ def powers(values: Tensor) -> Tensor:
     return torch.ldexp(mantissa.sign() * 0.5, exponent + up)
 
 
-def _rounded(program: Program, change: Callable[[Tensor], Tensor], text: str) -> Demasked:
+def _rounded(analysis: Analysis, change: Callable[[Tensor], Tensor], text: str) -> Demasked:
+    program, layers = analysis.program, layers_of(analysis)
     constants = dict(program.constants)
-    layers = layers_of(program, relations_of(program.graph, TABLE))
     for key, rows in {layer.weight: layer.rows for layer in layers}.items():
         weight = constants[key].tensor
         check_finite(weight, constants[key].name)
@@ -145,4 +145,4 @@ def _rounded(program: Program, change: Callable[[Tensor], Tensor], text: str) ->
         constants[key] = replace(constants[key], tensor=made)
     after = program.with_graph(program.graph, constants)
     changed = {layer.weight for layer in layers}
-    return finished(program, after, [f"{text}: {len(changed)} weights rounded"])
+    return finished(analysis, after, [f"{text}: {len(changed)} weights rounded"])

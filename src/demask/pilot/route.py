@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from demask.ops import TABLE, Table
 from demask.pilot.calibrate import Calibrated, calibrated
 from demask.pilot.router import Router, ThresholdRoute, call_copy, pilot_network
 
@@ -50,6 +51,7 @@ class Route(ThresholdRoute):
         batch: int = 64,
         seed: int = 0,
         parts: tuple[float, float, float] = (1, 4, 5),
+        table: Table = TABLE,
     ) -> Calibrated:
         """The route that runs the full network for as few rows as a guarantee allows: a
         `demask.pilot.calibrate.Calibrated`, with the guarantee and whether it pays.
@@ -58,10 +60,11 @@ class Route(ThresholdRoute):
         row; labels: classes, int64 [rows]. loss: of accuracy, as a share of examples, that `level`
         promises not to exceed; without labels, of answers that differ from the full network's.
         parts: how examples are split, to choose, bound and report. batch: rows per call.
+        table: the op table, as `demask.demask` takes it.
         """
         args = inputs if isinstance(inputs, tuple) else (inputs,)
         few = tuple(leaf[:batch] if isinstance(leaf, Tensor) else leaf for leaf in args)
-        networks = call_copy(model), pilot_network(pilot, model, few, {})[0]
+        networks = call_copy(model), pilot_network(pilot, model, few, {}, table)[0]
         wanted = Route(math.inf, confidence, answer)
         return calibrated(*networks, wanted, args, labels, (loss, level), batch,
                           (seed, parts))  # fmt: skip

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from demask.errors import BadInput
 from demask.graph.copying import structural_copy
 from demask.machine.timing import alternate
+from demask.ops import Table
 from demask.pilot.conditioned import Conditioned, Decision, text
 from demask.pilot.queue import Queue
 from demask.pilot.rows import CONFIDENCES, Routed, picked, scores
@@ -48,8 +49,9 @@ class ThresholdRoute:
         self,
         model: nn.Module,
         args: tuple[Any, ...],
-        kwargs: Mapping[str, Any] | None = None,
-        pilot: Any = None,
+        kwargs: Mapping[str, Any] | None,
+        pilot: Any,
+        table: Table,
     ) -> Router:
         """A network of the same call that runs `model` only where `pilot` is not sure.
 
@@ -62,7 +64,7 @@ class ThresholdRoute:
         """
         named = dict(kwargs or {})
         full = call_copy(model)
-        cheap, words = pilot_network(pilot, model, args, named)
+        cheap, words = pilot_network(pilot, model, args, named, table)
         router = Router(full, cheap, self, words)
         with torch.no_grad():
             reason = _unsound(router, args, named) or _slow(router, args, named)
@@ -161,14 +163,14 @@ def call_copy(model: nn.Module) -> nn.Module:
 
 
 def pilot_network(
-    pilot: Any, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    pilot: Any, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], table: Table
 ) -> tuple[nn.Module, str]:
     """The pilot as a network, and what it is called."""
     if isinstance(pilot, nn.Module):
         return call_copy(pilot), type(pilot).__name__
     if isinstance(pilot, str | Simplifier):
         by = simplifier(pilot)
-        return simplify(model, args, kwargs, by=by).eval(), by.text()
+        return simplify(model, args, kwargs, by=by, table=table).eval(), by.text()
     raise BadInput("route needs a pilot that answers: an nn.Module, or a simplifier such as "
                    f"'bits:8'; got {type(pilot).__name__}")  # fmt: skip
 

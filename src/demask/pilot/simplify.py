@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from demask.errors import BadInput
+from demask.facts.analysis import Analysis
 from demask.failures import public
-from demask.graph.program import Program
 from demask.graph.result import Demasked
+from demask.ops import TABLE, Table
 from demask.pilot.channels import Channels
 from demask.pilot.downsample import Downsample
 from demask.pilot.lowrank import LowRank
@@ -33,8 +34,8 @@ class Simplifier(Protocol):
         """What it is called: "bits:8"."""
         ...
 
-    def applied(self, program: Program) -> Demasked:
-        """The cheaper network; the program is not changed."""
+    def applied(self, analysis: Analysis) -> Demasked:
+        """The cheaper network; the program that was analyzed is not changed."""
         ...
 
     def weight_bytes(self, weight: Tensor, rows: int) -> float:
@@ -50,11 +51,12 @@ def simplify(
     *,
     by: str | Simplifier = "bits:8",
     dynamic_shapes: Any = None,
+    table: Table = TABLE,
 ) -> Demasked:
     """A cheaper network that takes the same call and returns outputs of the same shapes.
 
-    args, kwargs, dynamic_shapes: as of `demask.demask`. by: a simplifier or its text: "bits:8",
-    "bits:4:64" (groups of 64 columns), "exponents", "rank:0.25", "channels:0.5",
+    args, kwargs, dynamic_shapes, table: as of `demask.demask`. by: a simplifier or its text:
+    "bits:8", "bits:4:64" (groups of 64 columns), "exponents", "rank:0.25", "channels:0.5",
     "downsample:2:bilinear". Layers keep their names. The model is not changed. Raises BadInput
     where the text or the network does not fit, with the reason; NotExportable. Feature row 001-a.
 
@@ -67,10 +69,10 @@ def simplify(
     chosen = simplifier(by)
     if (device := device_of(model, args, kwargs)) != CPU:
         copy, examples, kept = on_cpu(model, args, kwargs)
-        made = simplify(copy, examples, kept, by=chosen, dynamic_shapes=dynamic_shapes)
+        made = simplify(copy, examples, kept, by=chosen, dynamic_shapes=dynamic_shapes, table=table)
         moved(made, device)
         return made
-    return chosen.applied(given(model, args, kwargs, dynamic_shapes))
+    return chosen.applied(Analysis(given(model, args, kwargs, dynamic_shapes), table))
 
 
 def simplifier(text: str | Simplifier) -> Simplifier:

@@ -15,13 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from demask.errors import BadInput
-from demask.graph.program import Program
+from demask.facts.analysis import Analysis
 from demask.graph.provenance import Cut
 from demask.graph.queries import only_reader
-from demask.ops import TABLE, Declined, Relation, schema
+from demask.ops import Declined, Relation, schema
 from demask.ops.traits import CLAMPS, RELUS
 from demask.pilot.layers import Layer, layers_of
-from demask.shrink.reading import relations_of
 
 aten = torch.ops.aten
 KINDS = ("channel", "unit", "head", "token", "tile:T")
@@ -72,7 +71,9 @@ def _tiles(wide: Tensor, side: int, measure: str) -> tuple[Tensor, tuple[int, in
 
 
 def sites_of(
-    program: Program, per: str = "channel", cuts: Mapping[str, Cut] | None = None
+    analysis: Analysis,
+    per: str = "channel",
+    cuts: Mapping[str, Cut] | None = None,
 ) -> tuple[Site, ...]:
     """The sites of a program, in the order in which they run. cuts: of a network that was cut.
 
@@ -82,11 +83,11 @@ def sites_of(
     known = kind in ("channel", "unit", "head", "token") and not number
     if not known and not (kind == "tile" and number.isdecimal() and int(number) > 0):
         raise BadInput(f"expected parts per {', '.join(KINDS)}, got {per!r}; such as 'tile:8'")
-    relations = relations_of(program.graph, TABLE)
+    relations = analysis.relations
     if kind == "head":
-        found = _heads(program, relations)
+        found = _heads(relations)
     else:
-        layers = layers_of(program, relations)
+        layers = layers_of(analysis)
         made = (_site(layer, kind, relations, cuts or {}, int(number or 0)) for layer in layers)
         found = [site for site in made if site is not None]
     if not found:
@@ -160,7 +161,7 @@ def batch_axis(node: fx.Node) -> int | None:
     return alone[0] if len(found) == len(alone) == 1 else None
 
 
-def _heads(program: Program, relations: Mapping[fx.Node, Relation | Declined]) -> list[Site]:
+def _heads(relations: Mapping[fx.Node, Relation | Declined]) -> list[Site]:
     """Values that attention mixes, (inputs, heads, positions, features); also where it is spelled
     out, as a product of a softmax with the values."""
     found: list[Site] = []

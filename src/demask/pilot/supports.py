@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from demask.errors import BadInput
+from demask.facts.analysis import Analysis
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
-from demask.ops import TABLE
+from demask.ops import Table
 from demask.pilot.conditioned import Conditioned, Decision
 from demask.pilot.data import ExecutionData
 from demask.pilot.indexed import Chosen, Supported
@@ -36,7 +37,6 @@ from demask.shrink.cells import Index
 from demask.shrink.indexed import Pick
 from demask.shrink.indices import with_inputs
 from demask.shrink.pipeline import given, simplified
-from demask.shrink.reading import relations_of
 
 aten = torch.ops.aten
 
@@ -49,8 +49,9 @@ class Skip:
     instead, those whose magnitude is above so much of their layer's mean. layers: of which layers,
     a pattern such as "layer3.*". At least one position of a layer is computed.
 
+    >>> from demask.ops import TABLE
     >>> net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4)).eval()
-    >>> half = Skip(0.5).applied(net, (torch.randn(2, 8),), None, "bits:4")
+    >>> half = Skip(0.5).applied(net, (torch.randn(2, 8),), None, "bits:4", TABLE)
     >>> half(torch.randn(2, 8)).shape, len(half.last[0])
     (torch.Size([2, 4]), 32)
     """
@@ -64,10 +65,11 @@ class Skip:
         _check(self.name, self.keep, self.threshold)
 
     def applied(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any
-    ) -> Supported:
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
+        table: Table,
+    ) -> Supported:  # fmt: skip
         """The network that skips. Feature rows 001-b, c, e."""
-        return _Draft(self, model, args, kwargs, pilot).with_constants([0.0])
+        return _Draft(self, model, args, kwargs, pilot, table).with_constants([0.0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +92,11 @@ class Constant:
             raise BadInput(f"expected a number or 'mean' for value, found {self.value!r}")
 
     def applied(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any
-    ) -> Supported:
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
+        table: Table,
+    ) -> Supported:  # fmt: skip
         """The network in which what is not computed is constant."""
-        draft = _Draft(self, model, args, kwargs, pilot)
+        draft = _Draft(self, model, args, kwargs, pilot, table)
         if isinstance(self.value, str):
             leaves = flat(draft.program, args, dict(kwargs or {}))
             return draft.with_constants(means(draft.program, draft.targets, leaves))
@@ -117,10 +120,11 @@ class Value:
         _check(self.name, self.keep, self.threshold)
 
     def applied(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any
-    ) -> Supported:
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
+        table: Table,
+    ) -> Supported:  # fmt: skip
         """The network in which what is not computed is the pilot's."""
-        return _Draft(self, model, args, kwargs, pilot).with_values()
+        return _Draft(self, model, args, kwargs, pilot, table).with_values()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +148,11 @@ class Precision:
             raise BadInput(f"expected 1 to 16 bits, found {self.bits}")
 
     def applied(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any
-    ) -> Supported:
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
+        table: Table,
+    ) -> Supported:  # fmt: skip
         """The network of which a part is computed with fewer bits."""
-        return _Draft(self, model, args, kwargs, pilot).with_bits(self.bits)
+        return _Draft(self, model, args, kwargs, pilot, table).with_bits(self.bits)
 
 
 Kind = Skip | Constant | Value | Precision
@@ -167,11 +172,13 @@ class _Draft:
     """A condition being applied: the network as a program, its targets, and the pilot's."""
 
     def __init__(
-        self, kind: Kind, model: nn.Module, args: tuple[Any, ...], kwargs: Any, pilot: Any
-    ):
+        self, kind: Kind, model: nn.Module, args: tuple[Any, ...], kwargs: Any, pilot: Any,
+        table: Table,
+    ):  # fmt: skip
         self.kind, self.args, self.kwargs = kind, args, dict(kwargs or {})
-        self.program = simplified(given(model, args, kwargs, None), TABLE)
-        found, left = targets_of(self.program)
+        self.program = simplified(given(model, args, kwargs, None), table)
+        self.analysis = Analysis(self.program, table)
+        found, left = targets_of(self.analysis)
         self.targets = [t for t in found if fnmatchcase(t.layer, kind.layers)]
         self.left = [*left, *(Decision(t.layer, "dense", f"not of {kind.layers!r}")
                               for t in found if t not in self.targets)]  # fmt: skip
@@ -181,11 +188,11 @@ class _Draft:
         self.pilot, self.text = self._piloted(model, pilot)
 
     def _piloted(self, model: nn.Module, pilot: Any) -> tuple[Any, str]:
-        """The pilot as a program, or execution data; and its text."""
+        """The analysis of the pilot, or execution data; and its text."""
         if isinstance(pilot, ExecutionData):
             return pilot, pilot.source
         if isinstance(pilot, str | Simplifier):
-            made = simplify(model, self.args, self.kwargs, by=pilot)
+            made = simplify(model, self.args, self.kwargs, by=pilot, table=self.analysis.table)
             text = pilot if isinstance(pilot, str) else pilot.text()
         elif isinstance(pilot, nn.Module):
             made, text = pilot, type(pilot).__name__
@@ -193,7 +200,8 @@ class _Draft:
             raise BadInput(f"{self.kind.name} needs a pilot, which says what is important: a "
                            "simplifier such as 'bits:4', a module, or ExecutionData (collect); "
                            f"found {type(pilot).__name__}")  # fmt: skip
-        return simplified(given(made, self.args, self.kwargs, None), TABLE), text
+        program = simplified(given(made, self.args, self.kwargs, None), self.analysis.table)
+        return Analysis(program, self.analysis.table), text
 
     def with_constants(self, fills: Sequence[float | Tensor]) -> Supported:
         """The module in which positions that are not computed are constants, one for all targets
@@ -215,7 +223,8 @@ class _Draft:
                 "value needs a pilot that runs on the live input, for its values: a simplifier "
                 "such as 'bits:4' or a module; found ExecutionData"
             )
-        theirs = named(targets_of(self.pilot)[0], [t.layer for t in self.targets], "the pilot")
+        targets, _ = targets_of(self.pilot)
+        theirs = named(targets, [t.layer for t in self.targets], "the pilot")
         for mine, other in zip(self.targets, theirs, strict=True):
             self._check_alike(mine, other)
         like = {f"value_{k}": t.node.meta["val"] for k, t in enumerate(self.targets)}
@@ -224,7 +233,9 @@ class _Draft:
         for k, target in enumerate(self.targets):
             index = Index(inputs[f"index_{k}"], target.size)
             picks[mapping[target.node], 0] = Pick(target.axis, index, inputs[f"value_{k}"])
-        return self._module(wide, picks, observing(self.pilot, theirs, values=True), values=True)
+        return self._module(
+            wide, picks, observing(self.pilot.program, theirs, values=True), values=True
+        )
 
     def _check_alike(self, mine: Target, other: Target) -> None:
         a, b = mine.node.meta["val"].shape, other.node.meta["val"].shape
@@ -237,7 +248,7 @@ class _Draft:
 
     def with_bits(self, bits: int) -> Supported:
         """The module in which they are computed with weights of fewer bits."""
-        changed, layers = _doubled(self.program, [t.layer for t in self.targets], bits)
+        changed, layers = _doubled(self.analysis, [t.layer for t in self.targets], bits)
         sizes = {f"index_{k}": t.size for k, t in enumerate(self.targets)}
         sizes |= {f"rest_{k}": t.size for k, t in enumerate(self.targets)}
         wide, inputs, mapping = with_inputs(changed, sizes)
@@ -257,7 +268,8 @@ class _Draft:
         if isinstance(self.pilot, ExecutionData):
             return None
         names = [target.layer for target in self.targets]
-        return observing(self.pilot, named(targets_of(self.pilot)[0], names, "the pilot"))
+        targets, _ = targets_of(self.pilot)
+        return observing(self.pilot.program, named(targets, names, "the pilot"))
 
     def _module(
         self, program: Program, picks: Any, observer: Program | None, *, values: bool = False,
@@ -273,20 +285,20 @@ class _Draft:
             tuple(t.layer for t in self.targets), tuple(t.size for t in self.targets),
             kind.keep, kind.threshold, rest, values,
         )  # fmt: skip
-        made = Supported(program, picks, observer, chosen, about)
+        made = Supported(program, picks, observer, chosen, about, self.analysis.table)
         if isinstance(self.pilot, ExecutionData):
             made.update(self.pilot)
         return made
 
 
 def _doubled(
-    program: Program, names: Sequence[str], bits: int
+    analysis: Analysis, names: Sequence[str], bits: int
 ) -> tuple[Program, list[tuple[fx.Node, fx.Node, int]]]:
     """The program in which each of these layers is added to its twin with weights of fewer bits;
     and per layer both calls, and the axis of their positions."""
-    editor, found = GraphEditor(program), []
+    editor, found = GraphEditor(analysis.program), []
     graph = editor.graph
-    layers = {x.name: x for x in layers_of(program, relations_of(program.graph, TABLE))}
+    layers = {x.name: x for x in layers_of(analysis)}
     for layer in (layers[name] for name in names):
         assert layer.axis is not None
         node, read = editor.copies[layer.node], editor.copies[layer.read]

@@ -16,16 +16,16 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
+from demask.facts.analysis import Analysis
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.graph.queries import only_reader
-from demask.ops import TABLE, Declined, Relation
+from demask.ops import Declined, Relation
 from demask.pilot.conditioned import Decision
 from demask.pilot.layers import Layer, layers_of
 from demask.pilot.sites import batch_axis
 from demask.pilot.stored import Held
 from demask.pilot.walk import walk
-from demask.shrink.reading import relations_of
 from demask.shrink.ties import is_join
 
 aten = torch.ops.aten
@@ -42,13 +42,12 @@ class Target:
     size: int
 
 
-def targets_of(program: Program) -> tuple[tuple[Target, ...], tuple[Decision, ...]]:
+def targets_of(analysis: Analysis) -> tuple[tuple[Target, ...], tuple[Decision, ...]]:
     """The targets in the order in which they run, and why other layers have none."""
-    relations = relations_of(program.graph, TABLE)
     found, left = [], []
-    for layer in layers_of(program, relations):
+    for layer in layers_of(analysis):
         why = _unfit(layer)
-        node = _end(layer.node, relations)
+        node = _end(layer.node, analysis.relations)
         if not why and any(reader.op == "output" for reader in node.users):
             why = "the network's output is wanted whole"
         if why:

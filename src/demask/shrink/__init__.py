@@ -2,6 +2,5 @@
 
 from demask.shrink.demask import demask
 from demask.shrink.pipeline import simplified
-from demask.shrink.reading import relations_of
 
-__all__ = ["demask", "relations_of", "simplified"]
+__all__ = ["demask", "simplified"]

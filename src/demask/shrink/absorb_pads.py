@@ -18,32 +18,32 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from demask.facts.analysis import Analysis
 from demask.facts.known import key_of
 from demask.facts.masks import uniform_over
-from demask.facts.ranges import ranges
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.ops import Relation, Table, bind, schema
 from demask.ops.padded import PADDED, PLAIN, grows
 from demask.ops.traits import CONVOLUTIONS, PADS
-from demask.shrink.reading import Reading
+from demask.shrink.layout_analysis import LayoutAnalysis
 
 aten = torch.ops.aten
 
 
-def pads_absorbed(reading: Reading) -> Program | None:
+def pads_absorbed(analysis: LayoutAnalysis) -> Program | None:
     """The program with pads absorbed by the windows that read them; None where no constant enters
     a pad that all of its readers can absorb."""
-    if not any(_constant_pad(node) for node in reading.program.graph.nodes):
+    if not any(_constant_pad(node) for node in analysis.program.graph.nodes):
         return None
-    editor = GraphEditor(reading.program)
+    editor = GraphEditor(analysis.program)
     for node in list(editor.graph.nodes):
         if _constant_pad(node):
-            _postponed(editor, node, reading.table)
-    program = editor.finish()
-    facts = reading.again(program).facts
+            _postponed(editor, node, analysis.table)
+    analysis = analysis.again(editor.finish())
+    facts = analysis.known
     pads = [n for n in editor.graph.nodes if _constant_pad(n) and _constant_enters(n, facts)]
-    values = {node: _absorbed_values(node, program) for node in pads}
+    values = {node: _absorbed_values(node, analysis) for node in pads}
     if not any(values.values()):
         return None
     for node, value in values.items():
@@ -124,13 +124,13 @@ def _constant_enters(node: fx.Node, facts: Any) -> bool:
     return bool((fact.known & (fact.fill != value)).any())
 
 
-def _absorbed_values(node: fx.Node, program: Program) -> dict[fx.Node, float] | None:
+def _absorbed_values(node: fx.Node, analysis: Analysis) -> dict[fx.Node, float] | None:
     """The windows that read a pad, and the value that each may take for the pad's; None where some
     reader cannot absorb it."""
     pads, value = _constant_pad(node) or ([], 0.0)
     least = -inf
     if value != -inf and any(_maximum(window) for window in node.users):
-        bounds = ranges(program.graph, {k: c.tensor for k, c in program.constants.items()})
+        bounds = analysis.ranges
         least = bounds[node.args[0]].low if node.args[0] in bounds else -inf  # type: ignore[index]
     result = {}
     for window in node.users:

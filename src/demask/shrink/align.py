@@ -19,18 +19,18 @@ from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.ops import schema
 from demask.shrink.fibers import Fiber
+from demask.shrink.layout_analysis import LayoutAnalysis
 from demask.shrink.pool import Pool
-from demask.shrink.reading import Reading
 
 aten = torch.ops.aten
 
 
-def aligned(reading: Reading) -> Program | None:
+def aligned(analysis: LayoutAnalysis) -> Program | None:
     """The program with such heads re-ordered; None where no head would become smaller."""
-    fibers = [fiber for fiber in reading.fibers.found if fiber.order is not None]
+    fibers = [fiber for fiber in analysis.fibers.found if fiber.order is not None]
     if not fibers:
         return None
-    editor = GraphEditor(reading.program)
+    editor = GraphEditor(analysis.program)
     pool = Pool(editor)
     for fiber in fibers:
         _reorder(fiber, editor, pool)

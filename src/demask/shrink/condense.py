@@ -28,18 +28,17 @@ from demask.graph.program import Constant, Program
 from demask.ops import Relation, schema
 from demask.ops.contract import PRODUCTS
 from demask.ops.traits import IDENTITIES
+from demask.shrink.layout_analysis import LayoutAnalysis
 from demask.shrink.pool import Pool
-from demask.shrink.reading import Reading
-from demask.shrink.ties import is_constant
 
 aten = torch.ops.aten
 _PASS = IDENTITIES | {aten.dropout.default}
 _BARE = {aten.addmm.default: aten.mm.default}  # the product alone, without what is added to it
 
 
-def condensed(reading: Reading) -> Program | None:
+def condensed(analysis: LayoutAnalysis) -> Program | None:
     """The program with such calls on what varies alone; None where there are none."""
-    program, relations, facts = reading.program, reading.relations, reading.facts
+    program, relations, facts = analysis.program, analysis.relations, analysis.known
     found = {
         node: axis
         for node, relation in relations.items()
@@ -285,7 +284,7 @@ class _Condenser:
                 return None
             if str(user.target) in PRODUCTS and letters[0] in relation.contracted:
                 weight = relation.operands[relation.factors[1]].value
-                if places[0] != relation.factors[0] or not is_constant(weight):
+                if places[0] != relation.factors[0] or not schema.is_constant(weight):
                     return None
                 if weight.meta["val"].ndim != 2:
                     return None

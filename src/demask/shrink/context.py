@@ -16,13 +16,14 @@ from demask.compat.symbolic_shapes import free_unbacked_symbols
 from demask.facts.known import Facts, Relations, key_of, value_of
 from demask.facts.needed import Needs
 from demask.graph.editor import GraphEditor
+from demask.graph.program import module_of
 from demask.graph.provenance import Reason
 from demask.ops import Relation, op_name, schema
 from demask.ops.schema import same_size
 from demask.shrink.adapt import Adapter, Made
 from demask.shrink.cells import Layout
 from demask.shrink.place import Placement
-from demask.shrink.pool import Pool, module_of
+from demask.shrink.pool import Pool
 
 
 class EmitContext:

@@ -20,7 +20,7 @@ from demask.shrink.cells import At, Layout, whole
 from demask.shrink.context import EmitContext
 from demask.shrink.pool import cut
 from demask.shrink.sample import sampled, spaced
-from demask.shrink.ties import is_constant, is_grouped, sampling
+from demask.shrink.ties import sampling
 
 aten = torch.ops.aten
 
@@ -31,12 +31,12 @@ def emit_contraction(walk: EmitContext, relation: Relation) -> None:
     layout = spaced(relation, walk.placement.value[node, 0])
     alone = _wanted(relation, constants_alone(relation, walk.facts, layout), layout)
     last = relation.operands[-1]
-    fixed = last.name != "bias" or is_constant(last.value)
+    fixed = last.name != "bias" or schema.is_constant(last.value)
     if alone.kernel is not None and fixed:
         none = tuple(() if k == _channel(relation) else p for k, p in enumerate(layout))
         _keep(walk, node, _emit_rows(walk, relation, layout, none, alone), layout)
         return
-    if is_grouped(relation):
+    if relation.is_grouped:
         made, layout, slot = emit_groups(walk, relation)
         left = _wanted(relation, absorbed(relation, walk.facts, slot), layout)
         made = plus_constants(walk, relation, layout, made, left)
@@ -126,10 +126,10 @@ def _bias_of(relation: Relation) -> str | None:
     """The argument that can take a bias vector over the output's channels."""
     found = schema.arguments(relation.node)
     name = "self" if relation.node.target is aten.addmm.default else "bias"
-    if name not in found or is_grouped(relation):
+    if name not in found or relation.is_grouped:
         return None
     old = found[name]
-    takes = old is None or (is_constant(old) and old.meta["val"].ndim == 1)
+    takes = old is None or (schema.is_constant(old) and old.meta["val"].ndim == 1)
     return name if takes else None
 
 
@@ -216,7 +216,7 @@ def _constant(walk: EmitContext, node: fx.Node) -> Tensor:
 
 def _weight(relation: Relation) -> fx.Node:
     return next(o.value for k, o in enumerate(relation.operands)
-                if k in relation.factors and is_constant(o.value))  # fmt: skip
+                if k in relation.factors and schema.is_constant(o.value))  # fmt: skip
 
 
 def _sibling(name: str, leaf: str) -> str:

@@ -47,7 +47,7 @@ def demask(
     *,
     dynamic_shapes: Any = None,
     modules: str | Sequence[str] | None = None,
-    table: Table | None = None,
+    table: Table = TABLE,
     check: bool = True,
     masks: Masks = "zeros",
     result: str = "auto",
@@ -91,7 +91,7 @@ def demask(
         slim = demask(copy, examples, kept, dynamic_shapes=dynamic_shapes, **rest)
         moved(slim, device)
         return slim
-    call = _Call(model, args, kwargs, dynamic_shapes, TABLE if table is None else table, masks)
+    call = _Call(model, args, kwargs, dynamic_shapes, table, masks)
     differs: CaptureDiffers | None = None
     for program, target, record, apart in _candidates(call.programs(model), call.table):
         own, reasons = call.own(program, target, record, apart, result, check)
@@ -113,7 +113,7 @@ def _demask_modules(
     kwargs: Mapping[str, Any] | None,
     dynamic_shapes: Any,
     names: str | Sequence[str],
-    table: Table | None,
+    table: Table,
     check: bool,
     masks: Masks,
     form: str,

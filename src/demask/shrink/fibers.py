@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from demask.facts.known import Key, key_of
-from demask.ops import Relation
+from demask.ops import Relation, schema
 from demask.shrink.place import Placer
-from demask.shrink.ties import is_constant
 
 Leaves = tuple[tuple[int, ...], ...]  # the cells of each axis of a tensor, as they are at the end
 
@@ -105,7 +104,7 @@ class Fibers:
         return any(
             set(axis) & relation.letters(relation.ins[k])
             for k in relation.factors
-            if is_constant(relation.operands[k].value)
+            if schema.is_constant(relation.operands[k].value)
         )
 
     def _edge(self, fiber: Fiber, axis: tuple[int, ...], where: Any, into: set[Any]) -> None:
@@ -131,9 +130,11 @@ class Fibers:
         self, fiber: Fiber, relation: Relation, k: int, d: int, mine: Any, theirs: Any
     ) -> None:
         node, value = relation.node, relation.operands[k].value
-        if relation.entry.fill == "sum" and is_constant(value):
+        if relation.entry.fill == "sum" and schema.is_constant(value):
             return  # Weights and biases stay; the other operand, or the output, is re-ordered.
-        if is_constant(value) or key_of(value) not in self.value:  # known everywhere: filled in
+        if (
+            schema.is_constant(value) or key_of(value) not in self.value
+        ):  # known everywhere: filled in
             self._edge(fiber, mine, (node, k, d), fiber.constants)
             return
         if fiber.inner not in theirs:
@@ -148,7 +149,7 @@ class Fibers:
         return (
             bool(letters)
             and relation.entry.fill == "sum"
-            and any(is_constant(o.value) for o in others)
+            and any(schema.is_constant(o.value) for o in others)
         )
 
     def _others(self, fibers: dict[int, Fiber]) -> None:

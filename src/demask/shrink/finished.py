@@ -4,35 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from demask.facts.analysis import Analysis
 from demask.graph.guards import values_of
 from demask.graph.program import Program, owned
 from demask.graph.provenance import Cut, Provenance
 from demask.graph.result import Demasked, build
-from demask.ops import TABLE
 from demask.shrink.measure import sizes_of
 from demask.shrink.pipeline import inputs_of
-from demask.shrink.reading import relations_of
 
 
-def finished(before: Program, after: Program, notes: Iterable[str]) -> Demasked:
+def finished(before: Analysis, after: Program, notes: Iterable[str]) -> Demasked:
     """The module of `after`, with tensors of its own, and what it was made from."""
     return shared(before, owned(after), notes)
 
 
-def shared(before: Program, after: Program, notes: Iterable[str]) -> Demasked:
+def shared(before: Analysis, after: Program, notes: Iterable[str]) -> Demasked:
     """The module of `after`, over the very tensors of the program."""
+    program = before.program
     whole = {name: Cut(c.name, tuple(c.tensor.shape), (None,) * c.tensor.ndim)
-             for name, c in after.constants.items() if name in before.constants}  # fmt: skip
+             for name, c in after.constants.items() if name in program.constants}  # fmt: skip
     record = Provenance(
         cuts=whole,
         reasons=(),
         effects={},
-        notes=(*before.notes, *notes),
-        inputs=inputs_of(before),
-        before=sizes_of(before, relations_of(before.graph, TABLE)),
-        after=sizes_of(after, relations_of(after.graph, TABLE)),
-        guards=before.guards,
-        values=values_of(before.graph),
-        interface=before.interface,
+        notes=(*program.notes, *notes),
+        inputs=inputs_of(program),
+        before=sizes_of(program, before.relations),
+        after=sizes_of(after, before.again(after).relations),
+        guards=program.guards,
+        values=values_of(program.graph),
+        interface=program.interface,
     )
     return build(after, record)

@@ -23,24 +23,24 @@ from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.ops import Relation, schema
 from demask.shrink.fibers import Fiber, Fibers
+from demask.shrink.layout_analysis import LayoutAnalysis
 from demask.shrink.pool import Pool
-from demask.shrink.reading import Reading
 
 aten = torch.ops.aten
 _MOST = 3  # groups: every one is a call more
 _SHARE = 1 / 16  # of the positions that are kept otherwise: less is not worth the calls
 
 
-def grouped(reading: Reading) -> Program | None:
+def grouped(analysis: LayoutAnalysis) -> Program | None:
     """The program with such heads in groups; None where one call for all is as small."""
-    program, held = reading.program, reading.fibers
+    program, held = analysis.program, analysis.fibers
     heads: dict[int, list[Fiber]] = {}
     for fiber in held.found:
         heads.setdefault(fiber.outer, []).append(fiber)
     plans = {cell: groups for cell, found in heads.items() if (groups := partition(found))}
     if not plans:
         return None
-    walk = _Grouper(program, reading.relations, held)
+    walk = _Grouper(program, analysis.relations, held)
     done = [walk.split(cell, groups) for cell, groups in plans.items()]
     if not any(done):
         return None

@@ -28,7 +28,7 @@ from demask.ops import Relation, schema
 from demask.ops.notation import Axes
 from demask.shrink.border import one_value
 from demask.shrink.cells import At, Index
-from demask.shrink.ties import forced, is_constant, is_grouped
+from demask.shrink.ties import forced
 
 WHOLE: At = ()
 
@@ -325,12 +325,12 @@ def _leaves(plan: Plan, relation: Relation, letters: dict[int, str], letter: str
         return True
     other = [k for k in relation.factors if k not in factors]
     if factors != [relation.factors[0]] or not all(
-        is_constant(relation.operands[k].value) for k in other
+        schema.is_constant(relation.operands[k].value) for k in other
     ):
         return False
     fact = _fact(fills[0])
     summed = is_absorbing(relation) and bool(one_value(relation, fact).known.all())
-    if is_grouped(relation) or not summed:
+    if relation.is_grouped or not summed:
         return False  # What differs from place to place leaves no border map.
     plan.shifts[relation.node] = (letter, fact)
     return True
@@ -346,7 +346,11 @@ def _add_at(plan: Plan, relation: Relation, wants: list[At]) -> None:
     dtype = relation.node.meta["val"].dtype
     for k in (1, 0):
         value, other = relation.operands[k].value, relation.operands[1 - k].value
-        if is_constant(value) or is_constant(other) or key_of(value) not in plan.fills:
+        if (
+            schema.is_constant(value)
+            or schema.is_constant(other)
+            or key_of(value) not in plan.fills
+        ):
             continue
         at, fill = plan.fills[key_of(value)]
         same = value.meta["val"].dtype == other.meta["val"].dtype == dtype

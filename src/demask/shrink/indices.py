@@ -1,6 +1,6 @@
 """A program whose run-time indices come as inputs: the same outputs from less work.
 
-    indexed(program, picks)(x, index) == masked(program, picks)(x, index)
+    indexed(analysis, picks)(x, index) == masked(analysis, picks)(x, index)
 
 where `masked` computes every value whole and then puts the fill wherever the index does not say:
 the network "with the other channels set to their fill, by hand". In `indexed` what the index leaves
@@ -22,11 +22,12 @@ from torch.utils import _pytree as pytree
 from demask.compat.dynamo import ConstantSource
 from demask.compat.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 from demask.errors import BadInput
-from demask.facts.known import Key, key_of, known
+from demask.facts.analysis import Analysis
+from demask.facts.known import Key, key_of
 from demask.facts.needed import Needs
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
-from demask.ops import TABLE, Declined, Relation, Table, schema
+from demask.ops import Declined, Relation, schema
 from demask.shrink.adapt import Made, marked
 from demask.shrink.border import absorbed
 from demask.shrink.cells import At, Index, Layout
@@ -34,8 +35,6 @@ from demask.shrink.context import EmitContext
 from demask.shrink.contract import plus_constants
 from demask.shrink.indexed import Pick, Plan, planned
 from demask.shrink.place import Placement
-from demask.shrink.reading import relations_of
-from demask.shrink.ties import is_grouped
 
 aten = torch.ops.aten
 
@@ -79,25 +78,24 @@ def _index_value(mode: Any, name: str, size: int) -> Tensor:
     return mode.from_tensor(example, symbolic_context=context, source=ConstantSource(name))
 
 
-def indexed(program: Program, picks: Mapping[Key, Pick], table: Table = TABLE) -> Program:
+def indexed(analysis: Analysis, picks: Mapping[Key, Pick]) -> Program:
     """The program that computes what `masked` does, and picked values at their indices alone.
 
     Indices hold at least one position: torch has no convolution of no channels.
     """
-    return _written(program, picks, table, push=True)
+    return _written(analysis, picks, push=True)
 
 
-def masked(program: Program, picks: Mapping[Key, Pick], table: Table = TABLE) -> Program:
+def masked(analysis: Analysis, picks: Mapping[Key, Pick]) -> Program:
     """The program that computes all, and puts fills where the indices do not say."""
-    return _written(program, picks, table, push=False)
+    return _written(analysis, picks, push=False)
 
 
-def _written(program: Program, picks: Mapping[Key, Pick], table: Table, *, push: bool) -> Program:
-    relations = relations_of(program.graph, table)
-    values = {name: constant.tensor for name, constant in program.constants.items()}
+def _written(analysis: Analysis, picks: Mapping[Key, Pick], *, push: bool) -> Program:
+    program, relations = analysis.program, analysis.relations
     # What is known of a picked value holds no longer: elsewhere it is its fill.
     opaque = {node: Declined("what is computed of it comes at run time") for node, _ in picks}
-    facts = known(program.graph, {**relations, **opaque}, values, trained=program.trained)
+    facts = replace(analysis, bound={**relations, **opaque}).known
     plan = planned(program.graph, relations, facts, picks, push=push)
     walk = _Walk(program, plan)
     for node in program.graph.nodes:
@@ -222,7 +220,7 @@ class _Walk(EmitContext):
     def _groups(self, relation: Relation) -> dict[str, Any]:
         """A grouped convolution of which some groups are made has as many groups."""
         node = relation.node
-        if not is_grouped(relation) or node not in self.plan.chosen:
+        if not relation.is_grouped or node not in self.plan.chosen:
             return {}
         letter, index = self.plan.chosen[node]
         places = [*(relation.ins[k] for k in relation.factors), relation.outs[0]]

@@ -13,9 +13,9 @@ from dataclasses import replace
 from torch import fx
 
 from demask.graph.fold import plain
-from demask.graph.program import Constant, Program, copy_graph
+from demask.graph.program import Constant, Program, copy_graph, module_of
 from demask.graph.provenance import Cut
-from demask.shrink.pool import is_nested, module_of
+from demask.shrink.pool import is_nested
 
 Cuts = Mapping[str, Cut]
 

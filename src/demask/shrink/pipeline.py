@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from demask.errors import DemaskError, NotExportable
-from demask.facts.known import Relations
+from demask.facts.analysis import Analysis
 from demask.failures import CallFailed, Log, described, is_strict
 from demask.graph.declared import Masks, declaring
 from demask.graph.export_guards import refused_sizes
@@ -35,10 +35,10 @@ from demask.shrink.absorb_pads import pads_absorbed, pads_restored
 from demask.shrink.align import aligned
 from demask.shrink.condense import condensed
 from demask.shrink.groups import grouped
+from demask.shrink.layout_analysis import LayoutAnalysis
 from demask.shrink.measure import removed, sizes_of, traffic
 from demask.shrink.names import named
 from demask.shrink.place import Placement, place
-from demask.shrink.reading import Reading, relations_of
 from demask.shrink.rewrite import Rewritten, rewrite
 from demask.shrink.side import sided
 from demask.shrink.stack import apart, stacked
@@ -128,8 +128,8 @@ def canonical(program: Program, table: Table) -> Program:
     """A program rewritten once, whether or not that makes it smaller: what two programs that
     compute the same are compared in."""
     log = Log()
-    reading = Reading.of(simplified(program, table), table)
-    made = next(_tried(reading, log), None)
+    analysis = LayoutAnalysis.of(simplified(program, table), table)
+    made = next(_tried(analysis, log), None)
     return program if made is None else folded(made.program)
 
 
@@ -183,7 +183,6 @@ class _Step:
     """A program, how it measures, and how its tensors were cut from those of the first."""
 
     program: Program
-    relations: Relations
     sizes: Sizes
     cuts: Mapping[str, Cut]
     reasons: tuple[Reason, ...] = ()
@@ -199,8 +198,8 @@ _Pass = tuple[_Step | None, tuple[Reason, ...]]
 
 def _measured(program: Program, table: Table) -> _Step:
     whole = Log().attempt("the split of recurrent calls", lambda: layered(program), program)
-    relations = relations_of(whole.graph, table)
-    return _Step(program, relations, sizes_of(program, relations), _uncut(program))
+    sizes = sizes_of(program, Analysis(whole, table).relations)
+    return _Step(program, sizes, _uncut(program))
 
 
 def _smallest(step: _Step, table: Table, options: tuple[bool, bool], log: Log) -> _Step:
@@ -220,8 +219,8 @@ def _smaller(step: _Step, table: Table, options: tuple[bool, bool], log: Log) ->
     else what was kept in the first attempt, and why."""
     refused: list[tuple[Reason, ...]] = []
     borders, sides = options
-    reading = Reading.of(simplified(step.program, table, log), table, borders=borders)
-    for attempt in _attempts(reading, log, sides=sides):
+    analysis = LayoutAnalysis.of(simplified(step.program, table, log), table, borders=borders)
+    for attempt in _attempts(analysis, log, sides=sides):
         folds = partial(folded, attempt.program)
         program = log.attempt("the folding of constants", folds, attempt.program)
         made = _measured(program, table)
@@ -243,7 +242,7 @@ def _smaller(step: _Step, table: Table, options: tuple[bool, bool], log: Log) ->
 
 
 def _attempts(
-    reading: Reading, log: Log, tried: frozenset[str] = frozenset(), *, sides: bool = True
+    analysis: LayoutAnalysis, log: Log, tried: frozenset[str] = frozenset(), *, sides: bool = True
 ) -> Iterator[Rewritten]:
     """Ways to rewrite a program, the one that removes most first.
 
@@ -253,56 +252,57 @@ def _attempts(
     so. tried: the forms applied already. None is applied twice: one that leaves calls it applies to
     would never end.
     """
-    log.add(reading.failed)
-    absorbed = None if _PADS in tried else log.attempt(_PADS, partial(_padded, reading), None)
+    log.add(analysis.failed)
+    absorbed = None if _PADS in tried else log.attempt(_PADS, partial(_padded, analysis), None)
     for attempt in _attempts(absorbed, log, tried | {_PADS}, sides=sides) if absorbed else ():
         restored = log.attempt(_PADS, partial(pads_restored, attempt.program), None)
         if restored is not None:
             yield replace(attempt, program=restored)
     for form, name in _FORMS:
-        other = None if name in tried else log.attempt(name, partial(_formed, form, reading), None)
+        other = None if name in tried else log.attempt(name, partial(_formed, form, analysis), None)
         if other:
             yield from _attempts(other, log, tried | {name}, sides=sides)
     side = (
-        sides and reading.borders and log.attempt("a side network", partial(sided, reading), None)
+        sides and analysis.borders and log.attempt("a side network", partial(sided, analysis), None)
     )
-    if side and (split := log.attempt("a side network", partial(reading.again, side), None)):
+    if side and (split := log.attempt("a side network", partial(analysis.again, side), None)):
         yield from (replace(made, apart=True) for made in _tried(split, log))
-    plain = list(_tried(reading, log, essential=True))
+    plain = list(_tried(analysis, log, essential=True))
     yield from plain
     if plain and _cut_apart(plain[0]):
-        yield from _tried(reading, log, tied=True)
-    if reading.has_matrices:
-        yield from _tried(reading.again(reading.program, frugal=True), log)
+        yield from _tried(analysis, log, tied=True)
+    if analysis.has_matrices:
+        yield from _tried(analysis.again(analysis.program, frugal=True), log)
 
 
 _PADS = "the absorption of pads"
-_FORMS: tuple[tuple[Callable[[Reading], Program | None], str], ...] = (
+_Form = Callable[[LayoutAnalysis], Program | None]
+_FORMS: tuple[tuple[_Form, str], ...] = (
     (condensed, "complete axes over what varies alone"),
     (grouped, "heads in groups"),
     (aligned, "heads in another order"),
 )
 
 
-def _padded(reading: Reading) -> Reading | None:
-    """The program with pads absorbed by windows, read; None where there are none."""
-    made = pads_absorbed(reading)
+def _padded(analysis: LayoutAnalysis) -> LayoutAnalysis | None:
+    """The analysis of the program with pads absorbed by windows; None where there are none."""
+    made = pads_absorbed(analysis)
     if made is None:
         return None
-    return replace(reading, table=with_padded(reading.table)).again(folded(made))
+    return replace(analysis, table=with_padded(analysis.table)).again(folded(made))
 
 
-def _formed(form: Callable[[Reading], Program | None], reading: Reading) -> Reading | None:
-    """Another form of the program, read; None where it has none."""
-    made = form(reading)
-    return None if made is None else reading.again(folded(made))
+def _formed(form: _Form, analysis: LayoutAnalysis) -> LayoutAnalysis | None:
+    """The analysis of another form of the program; None where it has none."""
+    made = form(analysis)
+    return None if made is None else analysis.again(folded(made))
 
 
 def _tried(
-    reading: Reading, log: Log, *, tied: bool = False, essential: bool = False
+    analysis: LayoutAnalysis, log: Log, *, tied: bool = False, essential: bool = False
 ) -> Iterator[Rewritten]:
     """The program rewritten, if that works out."""
-    attempt = partial(_rewritten, reading, log, tied)
+    attempt = partial(_rewritten, analysis, log, tied)
     made = log.attempt("a rewritten network", attempt, None, essential=essential)
     if made is not None:
         yield made
@@ -345,16 +345,16 @@ def _composed(later: Cut, earlier: Mapping[str, Cut]) -> Cut | None:
     return Cut(first.source, first.shape, kept)
 
 
-def _rewritten(reading: Reading, log: Log, tied: bool) -> Rewritten:
+def _rewritten(analysis: LayoutAnalysis, log: Log, tied: bool) -> Rewritten:
     """The program as its placement lays it out; calls whose rules fail stay as they are."""
     while True:
-        placement = _tied(reading) if tied else reading.placer.placement()
-        program, relations = reading.program, reading.relations
+        placement = _tied(analysis) if tied else analysis.placer.placement()
+        program, relations = analysis.program, analysis.relations
         try:
-            return rewrite(program, relations, reading.facts, reading.needs, placement)
+            return rewrite(program, relations, analysis.known, analysis.needs, placement)
         except CallFailed as failure:
-            reading = reading.without(failure)
-            log.add(reading.failed)
+            analysis = analysis.without(failure)
+            log.add(analysis.failed)
 
 
 def _cut_apart(made: Rewritten) -> bool:
@@ -363,9 +363,9 @@ def _cut_apart(made: Rewritten) -> bool:
     return len(ways) > len({source for source, _ in ways})
 
 
-def _tied(reading: Reading) -> Placement:
+def _tied(analysis: LayoutAnalysis) -> Placement:
     """A placement in which such a tensor stays one."""
-    return place(reading.program.graph, reading.relations, reading.facts, tied=True)
+    return place(analysis, tied=True)
 
 
 def _provenance(first: _Step, last: _Step, log: Log) -> Provenance:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from demask.facts.known import Facts, Key, Relations, key_of, operand_facts
+from demask.facts.analysis import Analysis
+from demask.facts.known import Key, key_of, operand_facts
 from demask.facts.masks import along, any_over
 from demask.facts.needed import Needs, needed
 from demask.facts.recurrent import kept_features, roles
@@ -24,7 +25,7 @@ from demask.ops import Relation, schema
 from demask.ops.notation import Axis
 from demask.shrink.cells import Cells, Layout, Positions, whole
 from demask.shrink.order import groups, ranked
-from demask.shrink.ties import forced, is_constant, is_grouped, is_join, kept_products, sampling
+from demask.shrink.ties import forced, is_join, kept_products, sampling
 
 CellAxes = tuple[tuple[int, ...], ...]  # the cells of each axis
 
@@ -40,26 +41,25 @@ class Placement:
     slot: Mapping[tuple[fx.Node, int], Layout]
 
 
-def place(graph: fx.Graph, relations: Relations, facts: Facts, *, tied: bool = False) -> Placement:
+def place(analysis: Analysis, *, tied: bool = False) -> Placement:
     """The smallest layouts that compute every live position. tied: a weight that several calls read
     is cut alike in all of them, and so stays one tensor."""
-    return settled(graph, relations, facts, tied=tied)[1].placement()
+    return settled(analysis, tied=tied)[1].placement()
 
 
-def settled(
-    graph: fx.Graph, relations: Relations, facts: Facts, *, tied: bool = False
-) -> tuple[Needs, Placer]:
+def settled(analysis: Analysis, *, tied: bool = False) -> tuple[Needs, Placer]:
     """What is needed, and the axes tied, so that calls which are not finite whatever they read
     (quotients, powers) read no fill: what they are computed at is needed of their operands."""
     computed: dict[fx.Node, list[Tensor]] = {}
+    needs, graph = analysis.needed, analysis.program.graph
     while True:
-        needs = needed(graph, relations, facts, computed)
-        placer = Placer(graph, relations, facts, needs, tied=tied)
+        placer = Placer(analysis, needs, tied=tied)
         placer.tie()
         boxes = placer.boxes()
         if all(node in computed and _equal(boxes[node], computed[node]) for node in boxes):
             return needs, placer
         computed |= boxes
+        needs = needed(graph, analysis.relations, analysis.known, computed)
 
 
 def _equal(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -69,17 +69,9 @@ def _equal(a: list[Tensor], b: list[Tensor]) -> bool:
 class Placer:
     """Ties the axes of a graph, and lays them out."""
 
-    def __init__(
-        self,
-        graph: fx.Graph,
-        relations: Relations,
-        facts: Facts,
-        needs: Needs,
-        *,
-        tied: bool = False,
-    ):
-        self.graph, self.relations, self.facts, self.needs = graph, relations, facts, needs
-        self.tied = tied
+    def __init__(self, analysis: Analysis, needs: Needs, *, tied: bool = False):
+        self.graph, self.relations = analysis.program.graph, analysis.relations
+        self.facts, self.needs, self.tied = analysis.known, needs, tied
         self.weights: dict[object, CellAxes] = {}
         self.cells = Cells()
         self.value: dict[Key, CellAxes] = {}
@@ -163,7 +155,7 @@ class Placer:
         for letter in relation.back:
             letters[letter] = letters[letter.removesuffix("^")]
         self.cells.force(letters[a] for a in forced(relation))
-        flat = is_grouped(relation)
+        flat = relation.is_grouped
         norm = relation.entry.affine is not None and bool(relation.complete)
         made = letters
         if norm:
@@ -269,7 +261,7 @@ class Placer:
                 axes, self.weights.setdefault(source.target, axes), strict=True
             ):
                 self.cells.unify(mine, theirs)
-        if is_constant(source) or key not in self.value:
+        if schema.is_constant(source) or key not in self.value:
             return
         if is_join(relation):
             self.links.append((axes, self.value[key]))
@@ -372,7 +364,7 @@ class Placer:
         """What one operand's axes say of the order of their cells."""
         node, held = relation.node, self.value[key_of(relation.operands[k].value)]
         factors = relation.factors if relation.entry.fill == "sum" else ()
-        weighed = any(is_constant(relation.operands[j].value) for j in factors)
+        weighed = any(schema.is_constant(relation.operands[j].value) for j in factors)
         summed = relation.contracted if weighed else frozenset()
         for d, (mine, theirs) in enumerate(zip(self.slot[node, k], held, strict=True)):
             letters = set(relation.ins[k][d])

@@ -186,12 +186,6 @@ def cut(tensor: Tensor, want: Layout) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def module_of(node: fx.Node) -> str:
-    """The fully qualified name of the module whose code made a node."""
-    stack = node.meta.get("nn_module_stack")
-    return list(stack.values())[-1][0] if stack else ""
-
-
 def _symbols(inputs: Sequence[fx.Node]) -> dict[Any, tuple[fx.Node, int]]:
     found: dict[Any, tuple[fx.Node, int]] = {}
     for node in inputs:

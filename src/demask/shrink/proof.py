@@ -13,10 +13,9 @@ from demask.errors import DemaskError
 from demask.failures import described, is_strict
 from demask.graph.equal import difference
 from demask.graph.holders import is_holder
-from demask.graph.program import Program
+from demask.graph.program import Program, module_of
 from demask.graph.provenance import Cut
 from demask.shrink.check import Inputs, call, in_eval
-from demask.shrink.pool import module_of
 
 Form = Callable[[Program], Program]
 

@@ -20,26 +20,25 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from demask.facts.fixed import Fixed, as_known, batch_sizes, finite_of, fixed, has
+from demask.facts.fixed import Fixed, as_known, batch_sizes, finite_of, has
 from demask.facts.known import Facts, Key, Relations, key_of
 from demask.facts.needed import Needs, needed
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.ops import Relation, schema
+from demask.shrink.layout_analysis import LayoutAnalysis
 from demask.shrink.pool import Pool
-from demask.shrink.reading import Reading
-from demask.shrink.ties import is_constant
 
 aten = torch.ops.aten
 
 
-def sided(reading: Reading) -> Program | None:
+def sided(analysis: LayoutAnalysis) -> Program | None:
     """The program with its side networks split off; None where it has none."""
-    program, relations, facts = reading.program, reading.relations, reading.facts
+    program, relations, facts = analysis.program, analysis.relations, analysis.known
     batch = batch_sizes(program.graph)
     if not batch:
         return None
-    found = fixed(program.graph, relations, facts, batch, program.trained)
+    found = analysis.input_independent
     varying = {key for key, mask in found.items() if bool((mask & ~facts[key].known).any())}
     if not varying:
         return None
@@ -161,7 +160,7 @@ class _Splitter:
         rest = [o for k, o in enumerate(relation.operands) if k != first]
         added = {o.name for k, o in enumerate(relation.operands) if k not in relation.factors}
         split = key_of(relation.operands[first].value) in self.parts
-        return split and all(is_constant(o.value) for o in rest) and added <= {"bias"}
+        return split and all(schema.is_constant(o.value) for o in rest) and added <= {"bias"}
 
     def _both(self, relation: Relation) -> fx.Node:
         """f(live) + f(side), f without its bias the second time."""
@@ -224,7 +223,7 @@ class _Splitter:
         made = self._for_one(found)
         values = [self._for_one(o.value) for o in relation.operands]
         for k, operand in enumerate(relation.operands):
-            if is_constant(operand.value) or bool(mask.all()) or number is None:
+            if schema.is_constant(operand.value) or bool(mask.all()) or number is None:
                 continue
             dtype = operand.value.meta["val"].dtype
             kept = self.pool.constant(mask.to(dtype), "mask")

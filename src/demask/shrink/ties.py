@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor, fx
+from torch import Tensor
 
 from demask.facts.known import Facts, contributions, operand_facts
 from demask.facts.masks import any_over, mixed, spread
@@ -14,11 +14,7 @@ def is_join(relation: Relation) -> bool:
     """A pointwise op over several values: its operands may come in any layout."""
     if relation.moved or relation.contracted or relation.complete or relation.window:
         return False
-    return len([o for o in relation.operands if not is_constant(o.value)]) > 1
-
-
-def is_constant(value: object) -> bool:
-    return not isinstance(value, fx.Node) or value.op == "get_attr"
+    return len([o for o in relation.operands if not schema.is_constant(o.value)]) > 1
 
 
 def sampling(relation: Relation) -> list[int]:
@@ -30,11 +26,6 @@ def sampling(relation: Relation) -> list[int]:
         return []
     return [k for k, letters in enumerate(relation.outs[0])
             if len(letters) == 1 and set(letters) & relation.window]  # fmt: skip
-
-
-def is_grouped(relation: Relation) -> bool:
-    """A contraction over composite axes: its groups may be left with unequal counts."""
-    return relation.entry.fill == "sum" and any(len(a) > 1 for axes in relation.ins for a in axes)
 
 
 def kept_products(relation: Relation, facts: Facts, needs: Needs) -> Tensor:

@@ -20,6 +20,7 @@ from demask.graph.program import Program as Whole
 from demask.graph.provenance import Decision
 from demask.graph.queries import input_dependent
 from demask.machine.cost import Question
+from demask.ops import Table
 from demask.sparse.calls import Call, matrix
 from demask.sparse.plan import Plan
 from demask.sparse.program import Conv, Linear, Program, Weight
@@ -47,6 +48,7 @@ class Sparse:
     """
 
     asker: Asker
+    table: Table
     precision: str | None = None
     least: float = 0.0
     seen: set[str] = field(default_factory=set)
@@ -57,7 +59,7 @@ class Sparse:
         if not any(map(_is_sparse, reduced.constants.values())):
             return
         cut = _elements(reduced) < _elements(given)
-        for name, base in _bases(reduced, given if cut else None):
+        for name, base in _bases(reduced, given if cut else None, self.table):
             tell("asking what sparse layers cost")
             chosen = _Chosen(self.asker)
             yield from self._new(self._made(ALL + name, base, chosen))
@@ -89,13 +91,13 @@ class Sparse:
     def _outside(self, name: str, program: Whole) -> Form:
         sizes = by_size(program, self.asker)
         last = {size for size, costs in sizes.items() if costs[True] < GAIN * costs[False]}
-        maker = Maker(self.asker, lambda node: self.asker.shape(node)[2:] in last)
+        maker = Maker(self.asker, lambda node: self.asker.shape(node)[2:] in last, self.table)
         return maker.made(name, program)
 
 
-def _bases(reduced: Whole, given: Whole | None) -> Iterator[tuple[str, Whole]]:
+def _bases(reduced: Whole, given: Whole | None, table: Table) -> Iterator[tuple[str, Whole]]:
     """Programs of layers without norms, whose joins are sums; what to call them."""
-    yield "", ungathered(for_runtime(reduced))
+    yield "", ungathered(for_runtime(reduced, table), table)
     if given is not None:
         yield ", uncut", absorbed(given)
 

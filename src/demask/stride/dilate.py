@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from demask.facts.analysis import Analysis
 from demask.graph.editor import GraphEditor, reshape_views
-from demask.ops import TABLE, op_name
+from demask.ops import Table, op_name
 from demask.stride.grid import Emission, Plan, Reader, Refused, Step
 from demask.stride.grid_rules import rule
 from demask.stride.grid_windows import is_strided
@@ -29,7 +30,7 @@ from demask.stride.targets import Target
 aten = torch.ops.aten
 
 
-def dilated(editor: GraphEditor, node: fx.Node, target: Target) -> str | None:
+def dilated(editor: GraphEditor, node: fx.Node, target: Target, table: Table) -> str | None:
     """Make a strided convolution one of stride 1, and let all behind it read every s-th position.
 
     None when done: the editor computes what it did, bit for bit in integers, and but for the order
@@ -41,27 +42,28 @@ def dilated(editor: GraphEditor, node: fx.Node, target: Target) -> str | None:
     if not is_strided(node):
         return "it has no stride"
     seeds = {node: None}
+    analysis = Analysis(editor.program.with_graph(editor.graph), table)
     while True:
-        plan = _planned(editor, seeds, target)
+        plan = _planned(editor, seeds, Plan(target, analysis))
         if isinstance(plan, Plan):
             _apply(editor, plan)
             return None
-        more = [found for short in plan.short for found in _strided_before(short, seeds)]
+        more = [found for short in plan.short for found in _strided_before(short, seeds, table)]
         if not more:
             return plan.text
         seeds |= dict.fromkeys(more)
 
 
-def _planned(editor: GraphEditor, seeds: Collection[fx.Node], target: Target) -> Plan | Refused:
-    """How every call behind the seeds is made; nothing is changed yet."""
-    plan, first = Plan(target), next(iter(seeds))
+def _planned(editor: GraphEditor, seeds: Collection[fx.Node], plan: Plan) -> Plan | Refused:
+    """The plan with how every call behind the seeds is made; nothing is changed yet."""
+    first = next(iter(seeds))
     for node in editor.graph.nodes:
         read = plan.read_by(node)
         if not read and node not in seeds:
             continue
         found = _step(editor, node, plan)
         short = found.beside if isinstance(found, Step) else found.short
-        if any(_strided_before(operand, seeds) for operand in short):
+        if any(_strided_before(operand, seeds, plan.analysis.table) for operand in short):
             return Refused("", short)
         if isinstance(found, Step):
             wild = found.wild or any(plan.steps[n].wild for n in read)
@@ -98,7 +100,7 @@ def _may_slice(plan: Plan, read: Collection[fx.Node]) -> bool:
     return "slice" in plan.target.ops and even and all(len(found) == 1 for found in grids)
 
 
-def _strided_before(node: fx.Node, seeds: Collection[fx.Node]) -> list[fx.Node]:
+def _strided_before(node: fx.Node, seeds: Collection[fx.Node], table: Table) -> list[fx.Node]:
     """The nearest strided calls, no seeds, that a value of images comes from."""
     found, seen, stack = [], set(), [node]
     while stack:
@@ -109,15 +111,15 @@ def _strided_before(node: fx.Node, seeds: Collection[fx.Node]) -> list[fx.Node]:
         seen.add(here)
         if is_strided(here) and here not in seeds:
             found.append(here)
-        elif value.ndim == node.meta["val"].ndim and not _sums_up(here):
+        elif value.ndim == node.meta["val"].ndim and not _sums_up(here, table):
             stack += here.all_input_nodes
     return found
 
 
-def _sums_up(node: fx.Node) -> bool:
+def _sums_up(node: fx.Node, table: Table) -> bool:
     """Is nothing left of images whose positions could stand apart?"""
     name = op_name(node.target)
-    entry = TABLE.get(name)
+    entry = table.get(name)
     return name.startswith("aten.adaptive_") or (entry is not None and bool(entry.rest))
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
+from demask.facts.analysis import Analysis
 from demask.graph.editor import GraphEditor
 from demask.ops import schema
 from demask.stride.pools import PAD, described
@@ -116,6 +117,7 @@ class Plan:
     """What is to be rewritten for a target: calls in order, and how the values of each stand."""
 
     target: Target
+    analysis: Analysis
     steps: dict[fx.Node, Step] = field(default_factory=dict)
 
     def grids(self, node: Any) -> tuple[Grid, ...]:

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from demask.graph.queries import is_pointwise
-from demask.ops import TABLE, Declined, Relation, bind, op_name, schema
+from demask.ops import Declined, Relation, op_name, schema
 from demask.ops.move import refined
 from demask.ops.traits import PADS, RESHAPES
 from demask.stride.grid import (
@@ -90,7 +90,7 @@ class _Letters:
 
 
 def _by_table(reader: Reader) -> Step | Refused:
-    relation = bind(reader.node, TABLE)
+    relation = reader.plan.analysis.relation(reader.node)
     if isinstance(relation, Declined):
         return Refused(relation.text)
     made = {letter for axes in relation.outs for letter in relation.letters(axes)}
@@ -249,7 +249,9 @@ def _alike(here: Emission, reader: Reader, value: fx.Node, k: int, found: _Lette
     if summed and not reader.plan.is_finite(value):
         made = here.masked(value, summed)
     more = {axis: part.size - grid[axis].size for axis, part in axes.items()}
-    if not is_pointwise(here.node):  # which reads one position beside all others
+    if not is_pointwise(
+        here.node, here.plan.analysis.table
+    ):  # which reads one position beside all others
         alone = found.of(found.relation.ins[k]).items()
         more |= {axis: part.size - 1 for axis, part in alone if axis not in grid}
     return here.longer(made, more)

@@ -23,6 +23,7 @@ from demask.graph.functional import functionalized
 from demask.graph.program import Program
 from demask.graph.spell import spelled
 from demask.machine.memory import human
+from demask.ops import TABLE, Table
 from demask.stride import stored
 from demask.stride.emit import emitted
 from demask.stride.emit_rules import RULES
@@ -44,13 +45,15 @@ def instructions(
     *,
     target: str | Path | Target = "matrix_unit",
     machine: Machine | None = None,
+    table: Table = TABLE,
 ) -> Instructions:
     """The instruction list of `model(*args, **kwargs)`, in eval mode, at the sizes of the example.
 
     Batch norms go into the weights before them, strided convolutions into the form that `target`
-    allows (`demask.stride.lower`). machine: sizes of the units and buffers. Raises BadInput, which
-    names the nodes: an op that the machine does not have, a stride that the target has no sound
-    form for, numbers other than float32, a buffer that is too small; and NotExportable.
+    allows (`demask.stride.lower`). machine: sizes of the units and buffers. table: the op table, as
+    `demask.demask` takes it. Raises BadInput, which names the nodes: an op that the machine does
+    not have, a stride that the target has no sound form for, numbers other than float32, a buffer
+    that is too small; and NotExportable.
 
     >>> import torch, demask.stride
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU())
@@ -61,7 +64,7 @@ def instructions(
     True
     """
     given = spelled(folded(functionalized(capture(model, args, kwargs, dynamic_shapes={}))))
-    program, choices = lowered(absorbed(given), target)
+    program, choices = lowered(absorbed(given), target, table)
     return listed(program, machine or Machine(), tuple(map(str, choices)))
 
 

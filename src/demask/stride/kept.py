@@ -15,6 +15,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from demask.facts.ranges import Range, ranges
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.graph.queries import is_pointwise
-from demask.ops import TABLE, Relation, bind, schema
+from demask.ops import Relation, Table, bind, schema
 from demask.ops.traits import AVERAGE_POOLS, DIVISIONS, MAX_POOLS, MULTIPLICATIONS, WHERES
 from demask.stride.spaced import (
     Every,
@@ -46,15 +47,15 @@ from demask.stride.unblocked import joined, unblocked
 aten = torch.ops.aten
 
 
-def sliced(program: Program) -> Program:
+def sliced(program: Program, table: Table) -> Program:
     """The program in which what keeps every s-th position is a slice; the same one, where nothing
     does."""
     editor = GraphEditor(program)
     changed = False
     rules = (
-        _pool,
-        _mean,
-        _unmasked,
+        partial(_pool, table),
+        partial(_mean, table),
+        partial(_unmasked, table),
         _split,
         _factors,
         shifted,
@@ -64,7 +65,7 @@ def sliced(program: Program) -> Program:
         unblocked,
         joined,
     )
-    while any(_rewritten(editor, rule) for rule in rules) or spaced(editor):
+    while any(_rewritten(editor, rule) for rule in rules) or spaced(editor, table):
         changed = True
     return editor.finish() if changed else program
 
@@ -93,9 +94,9 @@ class _Masked:
     scale: float = 1.0
 
 
-def _masked(editor: GraphEditor, node: Any, rank: int) -> _Masked | None:
+def _masked(table: Table, editor: GraphEditor, node: Any, rank: int) -> _Masked | None:
     """How a call masks positions of the last `rank` axes, alike in all images and channels."""
-    found = _select(editor, node) or _product(editor, node) or _behind(editor, node, rank)
+    found = _select(editor, node) or _product(editor, node) or _behind(table, editor, node, rank)
     if found is None:
         return None
     shape = found.value.meta["val"].shape[-rank:]
@@ -126,13 +127,13 @@ def _select(editor: GraphEditor, node: fx.Node) -> _Masked | None:
     return None
 
 
-def _behind(editor: GraphEditor, node: fx.Node, rank: int) -> _Masked | None:
+def _behind(table: Table, editor: GraphEditor, node: fx.Node, rank: int) -> _Masked | None:
     """A function of single values behind a mask: the mask behind the function."""
-    relation = bind(node, TABLE) if is_pointwise(node) else None
+    relation = bind(node, table) if is_pointwise(node, table) else None
     if not isinstance(relation, Relation) or len(relation.operands) != 1:
         return None
     source = relation.operands[0].value
-    masked = _masked(editor, source, rank) if isinstance(source, fx.Node) else None
+    masked = _masked(table, editor, source, rank) if isinstance(source, fx.Node) else None
     if masked is None:
         return None
     name, dtype = relation.operands[0].name, masked.value.meta["val"].dtype
@@ -194,7 +195,7 @@ def _number(editor: GraphEditor, value: Any) -> float | None:
 # --- pools ----------------------------------------------------------------------------------------
 
 
-def _pool(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
+def _pool(table: Table, editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     """A pool each of whose windows keeps one position."""
     average = node.target in AVERAGE_POOLS
     if not average and node.target not in MAX_POOLS:
@@ -204,7 +205,8 @@ def _pool(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     sizes = x.meta["val"].shape[-rank:]
     if not all(isinstance(n, int) for n in sizes):
         return None
-    masked = _masked(editor, x, rank) or _Masked(x, torch.ones(sizes, dtype=torch.bool), 0.0)
+    masked = _masked(table, editor, x, rank)
+    masked = masked or _Masked(x, torch.ones(sizes, dtype=torch.bool), 0.0)
     where = _picked(node, masked.keep)
     if where is None or [count for *_, count in where] == list(sizes):
         return None
@@ -214,7 +216,7 @@ def _pool(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
         if masked.fill or len(shares) != 1:
             return None
         factor *= 1 / round(1 / float(shares))
-    elif not (bool(masked.keep.all()) or _is_least(editor, masked)):
+    elif not (bool(masked.keep.all()) or _is_least(table, editor, masked)):
         return None
     return _scaled(editor, node, slices(editor, node, masked.value, where), factor)
 
@@ -253,22 +255,22 @@ def _evenly(places: Sequence[Tensor]) -> list[Every] | None:
     return found
 
 
-def _is_least(editor: GraphEditor, masked: _Masked) -> bool:
+def _is_least(table: Table, editor: GraphEditor, masked: _Masked) -> bool:
     """Is what stands in masked positions never larger than what is kept?"""
     dtype = masked.value.meta["val"].dtype
     lowest = -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
     if masked.fill == lowest:
         return True
-    low, high = _range(editor, masked.value)
+    low, high = _range(table, editor, masked.value)
     return min(low * masked.scale, high * masked.scale) >= masked.fill
 
 
-def _range(editor: GraphEditor, node: fx.Node) -> Range:
+def _range(table: Table, editor: GraphEditor, node: fx.Node) -> Range:
     constants = {name: constant.tensor for name, constant in editor.constants.items()}
-    return ranges(editor.graph, constants)[node]
+    return ranges(editor.graph, constants, table)[node]
 
 
-def _mean(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
+def _mean(table: Table, editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     """A mean over all positions of which a grid is kept: the grid's mean, less."""
     if node.target is not aten.mean.dim and node.target is not aten.adaptive_avg_pool2d.default:
         return None
@@ -280,7 +282,7 @@ def _mean(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
         return None
     if rank < 1 or (axes is not None and axes != list(range(2, rank + 2))):
         return None
-    masked = _masked(editor, x, rank)
+    masked = _masked(table, editor, x, rank)
     if masked is None or masked.fill or bool(masked.keep.all()):
         return None
     shape = tuple(int(masked.keep.any([b for b in range(rank) if b != a]).sum()) if rank > 1
@@ -299,7 +301,7 @@ def _mean(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
 # --- slices ---------------------------------------------------------------------------------------
 
 
-def _unmasked(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
+def _unmasked(table: Table, editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     """A slice of which a mask keeps all: of what was masked."""
     if node.target is not aten.slice.Tensor or any(
         u.target is aten.slice.Tensor for u in node.users
@@ -307,7 +309,7 @@ def _unmasked(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
         return None
     root, cuts = root_of(node), list(cuts_of(node))[::-1]
     rank = root.meta["val"].ndim - 2 if isinstance(root, fx.Node) else 0
-    masked = _masked(editor, root, rank) if rank > 0 and root.op == "call_function" else None
+    masked = _masked(table, editor, root, rank) if rank > 0 and root.op == "call_function" else None
     if masked is None:
         return None
     left, made = masked.keep[None, None], masked.value

@@ -8,7 +8,7 @@ fewest calls. Where no form of the convolution alone is sound, its stride is pus
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,14 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from demask.errors import BadInput
+from demask.facts.analysis import Analysis
 from demask.facts.ranges import ANY, Ranges, ranges
 from demask.failures import public
 from demask.graph.editor import GraphEditor, reshape_views
 from demask.graph.program import Program
 from demask.graph.result import Demasked
 from demask.graph.spell import spelled
-from demask.ops import op_name
+from demask.ops import TABLE, Table, op_name
 from demask.ops.traits import CONVOLUTIONS_ANY_PADDING
 from demask.shrink.device import CPU, device_of, moved, on_cpu
 from demask.shrink.finished import finished
@@ -81,12 +82,13 @@ def lower(
     *,
     target: str | Path | Target = "max_pool",
     dynamic_shapes: Any = None,
+    table: Table = TABLE,
 ) -> Demasked:
     """The model without strided convolutions, for a target that has none: same call, same outputs.
 
-    args, kwargs, dynamic_shapes: as of `demask.demask`; spatial sizes must be static. target: the
-    name of a built-in one (`demask.stride.TARGETS`), a TOML file, or a `Target`. What each
-    convolution became, why, and which forms were refused is told by `result.demasked.notes`.
+    args, kwargs, dynamic_shapes, table: as of `demask.demask`; spatial sizes must be static.
+    target: the name of a built-in one (`demask.stride.TARGETS`), a TOML file, or a `Target`. What
+    each convolution became, why, and which forms were refused is told by `result.demasked.notes`.
     Raises NoSoundForm, a BadInput, which names the convolution and every form's reason; BadInput
     for a target that cannot be read or an op that it forbids; NotExportable. Feature rows 002-a, b,
     c, e.
@@ -101,17 +103,18 @@ def lower(
     wanted = target_of(target)
     if (device := device_of(model, args, kwargs)) != CPU:
         copy, examples, kept = on_cpu(model, args, kwargs)
-        made = lower(copy, examples, kept, target=wanted, dynamic_shapes=dynamic_shapes)
+        made = lower(copy, examples, kept, target=wanted, dynamic_shapes=dynamic_shapes,
+                     table=table)  # fmt: skip
         moved(made, device)
         return made
     before = spelled(given(model, args, kwargs, dynamic_shapes))
-    program, choices = lowered(before, wanted)
-    return finished(before, program, map(str, choices))
+    program, choices = lowered(before, wanted, table)
+    return finished(Analysis(before, table), program, map(str, choices))
 
 
 @public
 def lowered(
-    program: Program, target: str | Path | Target = "max_pool"
+    program: Program, target: str | Path | Target = "max_pool", table: Table = TABLE
 ) -> tuple[Program, tuple[Choice, ...]]:
     """A program without strided convolutions, and what became of each; raises as `lower`."""
     wanted = target_of(target)
@@ -121,12 +124,12 @@ def lowered(
     _check_ops(program.graph, wanted)
     editor = GraphEditor(program)
     reshape_views(editor.graph)
-    known, kept, choices = _known(editor), {}, []
+    known, kept, choices = _known(editor, table), {}, []
     while (node := _next(editor, wanted)) is not None:
-        choice = _lowered(editor, node, wanted, known, kept)
+        choice = _lowered(editor, node, wanted, known, kept, table)
         choices.append(choice)
         if choice.form == DILATION:
-            known = _known(editor)
+            known = _known(editor, table)
     return editor.finish(), tuple(choices)
 
 
@@ -149,8 +152,8 @@ def _check_ops(graph: fx.Graph, target: Target) -> None:
                            f"({name})")  # fmt: skip
 
 
-def _known(editor: GraphEditor) -> Ranges:
-    return ranges(editor.graph, {name: c.tensor for name, c in editor.constants.items()})
+def _known(editor: GraphEditor, table: Table) -> Ranges:
+    return ranges(editor.graph, {name: c.tensor for name, c in editor.constants.items()}, table)
 
 
 def _next(editor: GraphEditor, target: Target) -> fx.Node | None:
@@ -159,13 +162,19 @@ def _next(editor: GraphEditor, target: Target) -> fx.Node | None:
 
 
 def _lowered(
-    editor: GraphEditor, node: fx.Node, target: Target, known: Ranges, kept: dict[Any, str]
+    editor: GraphEditor,
+    node: fx.Node,
+    target: Target,
+    known: Ranges,
+    kept: dict[Any, str],
+    table: Table,
 ) -> Choice:
     """Put a form in the place of one strided convolution."""
-    site = site_of(editor, node, known, target.largest)
+    chain = chain_of(node, table)
+    site = site_of(editor, chain, known, target.largest)
     if isinstance(site, str):
         raise NoSoundForm(f"{_named(editor, node)}: {site}", {})
-    call = call_of(editor, node)
+    call = call_of(editor, chain)
     if not site.drops:
         made = wide(_writing(editor, node, node, kept), site, call, 0)
         editor.replace(node, made)
@@ -180,14 +189,14 @@ def _lowered(
     module = _module(editor, node)
     for name in order:
         if name == DILATION:
-            text = _dilated(editor, node, target)
+            text = _dilated(editor, node, target, table)
             if text is None:
                 return Choice(node.name, module, DILATION, "all that reads it is dilated", None,
                               refused)  # fmt: skip
             refused[DILATION] = text
         elif name in sound:
             why = _why(site, sound[name], costs[name], len(sound))
-            _put(editor, node, FORMS[name], site, target, call, sound[name], kept)
+            _put(editor, chain, FORMS[name], site, target, call, sound[name], kept)
             return Choice(node.name, module, name, why, costs[name], refused)
     reasons = "".join(f"\n  {name}: {reason}" for name, reason in refused.items())
     raise NoSoundForm(
@@ -196,10 +205,10 @@ def _lowered(
     )
 
 
-def _dilated(editor: GraphEditor, node: fx.Node, target: Target) -> str | None:
+def _dilated(editor: GraphEditor, node: fx.Node, target: Target, table: Table) -> str | None:
     if DILATION not in target.ops:
         return "the target has no dilation"
-    return dilated(editor, node, target)
+    return dilated(editor, node, target, table)
 
 
 def cost_of(form: Form, site: Site, target: Target, node: fx.Node, call: Call, place: int) -> Cost:
@@ -225,12 +234,12 @@ def _why(site: Site, place: int, cost: Cost, sound: int) -> str:
 
 
 def _put(
-    editor: GraphEditor, node: fx.Node, form: Form, site: Site, target: Target, call: Call,
-    place: int, kept: dict[Any, str],
+    editor: GraphEditor, chain: Sequence[fx.Node], form: Form, site: Site, target: Target,
+    call: Call, place: int, kept: dict[Any, str],
 ) -> None:  # fmt: skip
     """Write the form before the last node that it stands for, and let it be read instead."""
-    chain = chain_of(node)[: place + 1]
-    write = _writing(editor, node, chain[-1], kept)
+    chain = chain[: place + 1]
+    write = _writing(editor, chain[0], chain[-1], kept)
     made = form.built(write, site, target, call, place)
     editor.replace(chain[-1], made)
     for gone in reversed(chain[:-1]):

@@ -14,17 +14,18 @@ from typing import Any
 from torch import nn
 from torch.export import ExportedProgram
 
+from demask.facts.analysis import Analysis
 from demask.failures import public
 from demask.graph.fold import folded
 from demask.graph.program import Program
 from demask.graph.result import Demasked
 from demask.graph.spell import spelled
-from demask.ops import TABLE, Relation, schema
+from demask.ops import TABLE, Relation, Table, schema
 from demask.shrink.device import CPU, device_of, moved, on_cpu
 from demask.shrink.finished import finished
+from demask.shrink.layout_analysis import LayoutAnalysis
 from demask.shrink.measure import macs_of, traffic
 from demask.shrink.pipeline import given
-from demask.shrink.reading import Reading, relations_of
 from demask.shrink.rewrite import rewrite
 from demask.shrink.ties import sampling
 from demask.stride.kept import sliced
@@ -40,6 +41,7 @@ def raise_strides(
     kwargs: Mapping[str, Any] | None = None,
     *,
     dynamic_shapes: Any = None,
+    table: Table = TABLE,
 ) -> Demasked:
     """The model with convolutions that make only what is kept of them (row 002; the inverse of
     `lower`): same call, same outputs.
@@ -47,7 +49,7 @@ def raise_strides(
     A slice, a pool of single positions, or a mask and a pool behind a convolution, also behind
     pointwise calls, norms, joins and sums, becomes the convolution's stride; a depthwise
     convolution that is a mean, whose weights are no parameters, an average pool. args, kwargs,
-    dynamic_shapes: as of `demask.demask`; axes whose size is dynamic are left as they are.
+    dynamic_shapes, table: as of `demask.demask`; axes whose size is dynamic are left as they are.
     NotExportable: torch.export does not take the model.
 
     >>> import torch
@@ -62,47 +64,47 @@ def raise_strides(
     """
     if (device := device_of(model, args, kwargs)) != CPU:
         copy, examples, kept = on_cpu(model, args, kwargs)
-        made = raise_strides(copy, examples, kept, dynamic_shapes=dynamic_shapes)
+        made = raise_strides(copy, examples, kept, dynamic_shapes=dynamic_shapes, table=table)
         moved(made, device)
         return made
     before = given(model, args, kwargs, dynamic_shapes)
-    return finished(before, *raised(before))
+    return finished(Analysis(before, table), *raised(before, table))
 
 
 @public
-def raised(program: Program) -> tuple[Program, tuple[str, ...]]:
+def raised(program: Program, table: Table = TABLE) -> tuple[Program, tuple[str, ...]]:
     """The program with strides given back, and in words which."""
     best = folded(spelled(program))
-    start, weight = sliced(best), _weight(best)
+    start, weight = sliced(best, table), _weight(best, table)
     for _ in range(PASSES):
-        pulled = _absorbed(folded(spelled(start)))
-        start = sliced(pulled)  # which may take more, until it is pulled back in turn
-        found = min(((_weight(made), k, made) for k, made in enumerate((pulled, start))))
+        pulled = _absorbed(folded(spelled(start)), table)
+        start = sliced(pulled, table)  # which may take more, until it is pulled back in turn
+        found = min(((_weight(made, table), k, made) for k, made in enumerate((pulled, start))))
         if found[0] >= weight:
             break
         weight, best = found[0], found[2]
     best = convs_to_pools(best, means=True)
-    return best, _told(best)
+    return best, _told(best, table)
 
 
-def _absorbed(program: Program) -> Program:
+def _absorbed(program: Program, table: Table) -> Program:
     """Slices pulled back to convolutions, and absorbed there."""
     hidden = program.with_graph(program.graph, {})
-    reading = Reading.of(hidden, TABLE)
-    placement = reading.placer.placement()
-    made = rewrite(program, reading.relations, reading.facts, reading.needs, placement)
+    analysis = LayoutAnalysis.of(hidden, table)
+    placement = analysis.placer.placement()
+    made = rewrite(program, analysis.relations, analysis.known, analysis.needs, placement)
     return folded(made.program)
 
 
-def _weight(program: Program) -> tuple[int, int]:
+def _weight(program: Program, table: Table) -> tuple[int, int]:
     """Multiply-adds, and elements written."""
-    relations = relations_of(program.graph, TABLE)
+    relations = Analysis(program, table).relations
     macs = sum(macs_of(r) for r in relations.values() if isinstance(r, Relation))
     return macs, traffic(program)
 
 
-def _told(program: Program) -> tuple[str, ...]:
-    relations = relations_of(program.graph, TABLE)
+def _told(program: Program, table: Table) -> tuple[str, ...]:
+    relations = Analysis(program, table).relations
     convolutions = [r.node for r in relations.values() if isinstance(r, Relation) and sampling(r)]
     strided = [n for n in convolutions if any(s > 1 for s in schema.arguments(n)["stride"])]
     return tuple(f"{n.name}: stride {list(schema.arguments(n)['stride'])}" for n in strided)

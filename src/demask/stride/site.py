@@ -8,7 +8,7 @@ last window may be cut off.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 from demask.facts.ranges import Range, Ranges
 from demask.graph.editor import GraphEditor
 from demask.graph.queries import is_pointwise, only_reader
-from demask.ops import schema
+from demask.ops import Table, schema
 from demask.ops.traits import CONVOLUTIONS_ANY_PADDING
 from demask.stride.writing import Write
 
@@ -147,20 +147,22 @@ def _each(node: fx.Node, name: str) -> list[int]:
     return values * rank if len(values) == 1 else values
 
 
-def chain_of(node: fx.Node) -> list[fx.Node]:
+def chain_of(node: fx.Node, table: Table) -> list[fx.Node]:
     """The convolution, and the functions behind it (see `Site`)."""
     chain, rank = [node], CONVOLUTIONS_ANY_PADDING[node.target]
-    while (reader := only_reader(chain[-1])) is not None and _follows(reader, chain[-1], rank):
+    while (reader := only_reader(chain[-1])) is not None:
+        if not _follows(reader, chain[-1], rank, table):
+            break
         chain.append(reader)
     return chain
 
 
-def _follows(reader: fx.Node, source: fx.Node, rank: int) -> bool:
+def _follows(reader: fx.Node, source: fx.Node, rank: int, table: Table) -> bool:
     """Is a reader a function of each position alone, alike at all positions of the last axes?"""
     norm = reader.target is aten.batch_norm.default
     if norm and schema.arguments(reader)["training"]:
         return False
-    if not norm and not is_pointwise(reader):
+    if not norm and not is_pointwise(reader, table):
         return False
     made, value = reader.meta["val"], source.meta["val"]
     others = [n for n in reader.all_input_nodes if n is not source]
@@ -175,8 +177,12 @@ def _rest(node: fx.Node) -> list[Any]:
     return [v for name, v in schema.arguments(node).items() if name not in names]
 
 
-def site_of(editor: GraphEditor, node: fx.Node, known: Ranges, largest: float) -> Site | str:
-    """The site of a strided convolution; why it has none. largest: bound of all values."""
+def site_of(
+    editor: GraphEditor, chain: Sequence[fx.Node], known: Ranges, largest: float
+) -> Site | str:
+    """The site of a strided convolution, the first of a chain (`chain_of`); why it has none.
+    largest: bound of all values."""
+    node = chain[0]
     found, rank = schema.arguments(node), CONVOLUTIONS_ANY_PADDING[node.target]
     x, weight = found["input"].meta["val"], found["weight"].meta["val"]
     sizes = [*x.shape[-rank:], *weight.shape]
@@ -190,16 +196,16 @@ def site_of(editor: GraphEditor, node: fx.Node, known: Ranges, largest: float) -
              each["padding"][k], each["padding"][k])
         for k in range(rank)
     )  # fmt: skip
-    bounds = (known[n] for n in chain_of(node))
+    bounds = (known[n] for n in chain)
     ranges = tuple(Range(max(r.low, -largest), min(r.high, largest)) for r in bounds)
     channels = (weight.shape[1] * found["groups"], weight.shape[0])
     constant = editor.tensor(found["weight"]) is not None
     return Site(axes, channels, found["groups"], node.meta["val"].dtype, ranges, constant)
 
 
-def call_of(editor: GraphEditor, node: fx.Node) -> Call:
-    """What a form of the convolution reads."""
-    found, chain = schema.arguments(node), chain_of(node)
+def call_of(editor: GraphEditor, chain: Sequence[fx.Node]) -> Call:
+    """What a form of the convolution reads, the first of a chain (`chain_of`)."""
+    found = schema.arguments(chain[0])
     steps = tuple(_step(chain[k], chain[k + 1]) for k in range(len(chain) - 1))
     numbers = editor.tensor(found["weight"])
     return Call(found["input"], found["weight"], found["bias"], numbers, steps)

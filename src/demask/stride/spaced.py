@@ -14,7 +14,7 @@ from torch import fx, ops
 
 from demask.graph.editor import GraphEditor
 from demask.graph.queries import only_reader
-from demask.ops import schema
+from demask.ops import Table, schema
 from demask.ops.traits import AVERAGE_POOLS, MAX_POOLS, PADS
 from demask.stride.steps import Gaps, each, gaps_of, skipping, windows
 
@@ -58,10 +58,10 @@ def cut_of(node: fx.Node) -> tuple[int, Any, Any, Any]:
     return axis, start, found["end"], found["step"]
 
 
-def spaced(editor: GraphEditor) -> bool:
+def spaced(editor: GraphEditor, table: Table) -> bool:
     """Where all windows and slices that read a value could do with every g-th position, let them
     read one slice of those, if what makes the value can do without the others; does any?"""
-    gaps, made = gaps_of(editor.graph), skipping(editor.graph)
+    gaps, made = gaps_of(editor.graph, table), skipping(editor.graph, table)
     found = False
     for x in [node for node in editor.graph.nodes if node in made]:
         readers = [_last(node) for node in x.users]

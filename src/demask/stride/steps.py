@@ -18,35 +18,38 @@ from typing import Any
 
 from torch import Tensor, fx, ops
 
-from demask.ops import TABLE, Relation, bind, schema
+from demask.ops import Relation, Table, bind, schema
 from demask.ops.traits import CONVOLUTIONS, MAX_POOLS, PADS
 
 aten = ops.aten
 Gaps = tuple[int, ...]  # per axis of a value
 
 
-def gaps_of(graph: fx.Graph) -> dict[fx.Node, Gaps]:
+def gaps_of(graph: fx.Graph, table: Table) -> dict[fx.Node, Gaps]:
     """Per value the distance of the positions that its readers could do with, along each axis.
 
     >>> import torch
     >>> from torch import nn
     >>> from demask.graph.capture import capture
+    >>> from demask.ops import TABLE
     >>> net = nn.Sequential(nn.ReLU(), nn.Conv2d(1, 1, 3, padding=2, dilation=2, stride=2)).eval()
     >>> graph = capture(net, (torch.ones(1, 1, 8, 8),)).graph
-    >>> [gaps for node, gaps in gaps_of(graph).items() if node.name == "relu"]
+    >>> [gaps for node, gaps in gaps_of(graph, TABLE).items() if node.name == "relu"]
     [(1, 1, 2, 2)]
     """
     found: dict[fx.Node, Gaps] = {}
     for node in reversed(graph.nodes):
-        for operand, gaps in _read(node, found):
+        for operand, gaps in _read(node, found, table):
             before = found.get(operand, (0,) * len(gaps))
             found[operand] = tuple(map(math.gcd, before, gaps))
     return found
 
 
-def _read(node: fx.Node, found: Mapping[fx.Node, Gaps]) -> Iterator[tuple[fx.Node, Gaps]]:
+def _read(
+    node: fx.Node, found: Mapping[fx.Node, Gaps], table: Table
+) -> Iterator[tuple[fx.Node, Gaps]]:
     """The operands of a node, and the gaps with which it reads them."""
-    known = dict(_windows(node) or _slice(node, found) or _carried(node, found))
+    known = dict(_windows(node) or _slice(node, found) or _carried(node, found, table))
     for operand in node.all_input_nodes:
         value = operand.meta.get("val")
         if isinstance(value, Tensor):
@@ -98,9 +101,11 @@ def _slice(node: fx.Node, found: Mapping[fx.Node, Gaps]) -> list[tuple[fx.Node, 
     return [(cut["self"], tuple(gaps))]
 
 
-def _carried(node: fx.Node, found: Mapping[fx.Node, Gaps]) -> list[tuple[fx.Node, Gaps]]:
+def _carried(
+    node: fx.Node, found: Mapping[fx.Node, Gaps], table: Table
+) -> list[tuple[fx.Node, Gaps]]:
     """Of what a call does at each position alone, the gaps of its value."""
-    relation = bind(node, TABLE) if node.op == "call_function" and node in found else None
+    relation = bind(node, table) if node.op == "call_function" and node in found else None
     if not isinstance(relation, Relation) or len(relation.outs) != 1:
         return []
     mixed = relation.window | relation.complete | relation.moved | relation.back
@@ -116,7 +121,7 @@ def _carried(node: fx.Node, found: Mapping[fx.Node, Gaps]) -> list[tuple[fx.Node
     return list(reads.items())
 
 
-def skipping(graph: fx.Graph) -> dict[fx.Node, tuple[bool, ...]]:
+def skipping(graph: fx.Graph, table: Table) -> dict[fx.Node, tuple[bool, ...]]:
     """The values that can be made at some positions alone, and along which axes: the windows of
     what a convolution or a pool makes, and what carries the positions of such a value."""
     found: dict[fx.Node, tuple[bool, ...]] = {}
@@ -125,16 +130,20 @@ def skipping(graph: fx.Graph) -> dict[fx.Node, tuple[bool, ...]]:
         if axes is not None:
             lead = value.ndim - len(axes)
             found[node] = (*[False] * lead, *[True] * len(axes))
-        elif any(n in found for n in node.all_input_nodes) and any(kept := _keeps(node, found)):
+        elif any(n in found for n in node.all_input_nodes) and any(
+            kept := _keeps(node, found, table)
+        ):
             found[node] = kept
     return found
 
 
-def _keeps(node: fx.Node, found: Mapping[fx.Node, tuple[bool, ...]]) -> tuple[bool, ...]:
+def _keeps(
+    node: fx.Node, found: Mapping[fx.Node, tuple[bool, ...]], table: Table
+) -> tuple[bool, ...]:
     """Along which axes a call carries positions, or moves them by as much, that can be left out."""
     if node.target in PADS | {aten.slice.Tensor}:
         return found.get(node.args[0], ())  # type: ignore[arg-type]
-    relation = bind(node, TABLE) if node.op == "call_function" else None
+    relation = bind(node, table) if node.op == "call_function" else None
     if not isinstance(relation, Relation) or len(relation.outs) != 1:
         return ()
     mixed = relation.window | relation.complete | relation.moved | relation.back

@@ -34,6 +34,7 @@ from demask.graph.program import Program
 from demask.graph.provenance import Provenance, Sizes
 from demask.graph.result import attach, build
 from demask.machine.memory import BUDGET, human, parse_memory
+from demask.ops import TABLE, Table
 from demask.shrink.pipeline import inputs_of
 from demask.traverse.lanes import Lane
 from demask.traverse.levels import is_view, planned, streamable
@@ -55,6 +56,7 @@ def batch(
     inputs: int = 16,
     weights: Weights = None,
     at_once: int | None = None,
+    table: Table = TABLE,
 ) -> Batched:
     """The network with its fully connected layers run for up to `inputs` inputs at a time.
 
@@ -65,7 +67,8 @@ def batch(
     memory that convolutions take for themselves. weights: None, those of the model, shared with
     it; a .safetensors file with the model's names; or a folder, into which the model's are
     written. Weights in a file are read block by block and never held. at_once: inputs at a time
-    between fully connected layers; None: as many as the budget holds.
+    between fully connected layers; None: as many as the budget holds. table: the op table, as
+    `demask.demask` takes it.
 
     Results are those of the model for a batch of `inputs`, or of `at_once` between fully connected
     layers. Weights in memory: the same calls. In a file: the same products, of a block's rows; a
@@ -82,8 +85,8 @@ def batch(
     (True, 320)
     """
     _check_counts(inputs=inputs, at_once=inputs if at_once is None else at_once)
-    program, stored, file = _source(model, args, kwargs, weights, inputs, keep=True)
-    plan = planned(program, stored, parse_memory(memory), inputs, at_once)
+    program, stored, file = _source(model, args, kwargs, weights, inputs, table, keep=True)
+    plan = planned(program, stored, parse_memory(memory), inputs, table, at_once)
     return Batched(program, plan, file)
 
 
@@ -98,6 +101,7 @@ def traffic(
     inputs: int = 16,
     weights: Weights = None,
     at_once: int | None = None,
+    table: Table = TABLE,
 ) -> Traffic:
     """What `module.traffic` would say after one call with `batch` inputs (None: `inputs`).
 
@@ -111,8 +115,9 @@ def traffic(
     """
     count = inputs if batch is None else batch
     _check_counts(inputs=inputs, at_once=inputs if at_once is None else at_once, batch=count)
-    program, stored, _ = _source(model, args, kwargs, weights, inputs, keep=False)
-    return planned(program, stored, parse_memory(memory), inputs, at_once).traffic(count)
+    program, stored, _ = _source(model, args, kwargs, weights, inputs, table, keep=False)
+    plan = planned(program, stored, parse_memory(memory), inputs, table, at_once)
+    return plan.traffic(count)
 
 
 class Batched(nn.Module):
@@ -300,7 +305,14 @@ def _front(program: Program) -> nn.Module:
 
 
 def _source(
-    model: nn.Module, args: Any, kwargs: Any, weights: Weights, inputs: int, *, keep: bool
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    weights: Weights,
+    inputs: int,
+    table: Table,
+    *,
+    keep: bool,
 ) -> tuple[Program, dict[str, Stored], WeightFile | None]:
     """The captured network, which of its constants stay in a file, and the file. keep: write those
     for which a folder is given."""
@@ -308,7 +320,7 @@ def _source(
         return _read(model, args, kwargs), {}, None
     if Path(weights).is_dir():
         program = _on_cpu(_read(model, args, kwargs))
-        stored = streamable(program, inputs)
+        stored = streamable(program, inputs, table)
         if not keep or not stored:
             return program, stored, None
         file = write(Path(weights) / FILE, {n: program.constants[n].tensor for n in stored})

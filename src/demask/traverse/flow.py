@@ -14,19 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from demask.facts.analysis import Analysis
 from demask.graph.capture import capture
 from demask.graph.fold import folded
 from demask.graph.functional import functionalized
 from demask.graph.program import Program
 from demask.graph.spell import spelled
+from demask.ops import Table
 from demask.ops.bind import Relation
 from demask.ops.entry import Declined
 from demask.ops.regions import Interval
 from demask.shrink.measure import macs_of
-from demask.shrink.reading import relations_of
 from demask.traverse.axes import Axes, axes_of, length, whole
 from demask.traverse.local import Local, local
-from demask.traverse.parted import TABLE_PARTED, parted
+from demask.traverse.parted import parted, with_reductions
 from demask.traverse.reductions import Reduction, reduction
 
 Rule = Callable[[int, int], Interval]  # positions of an output -> those of an operand
@@ -116,19 +117,20 @@ def read(
     return spelled(folded(functionalized(capture(model, args, kwargs, dynamic_shapes={}))))
 
 
-def flow_of(program: Program) -> Flow:
+def flow_of(program: Program, table: Table) -> Flow:
     """The flow of a program; its global calls become statistics and what applies them."""
-    program = _hoisted(parted(program))
-    found = _flow(program)
+    table = with_reductions(table)
+    program = _hoisted(parted(program, table))
+    found = _flow(program, table)
     reads = (read for here in found.local.values() for read in here.reads if read.whole)
     entered = {read.node for read in reads if read.node.op == "placeholder"}
-    return _flow(_copied(program, entered)) if entered else found
+    return _flow(_copied(program, entered), table) if entered else found
 
 
-def _flow(program: Program) -> Flow:
+def _flow(program: Program, table: Table) -> Flow:
     inputs = {n: axes for n in program.graph.find_nodes(op="placeholder")
               if (axes := _input_axes(n)) is not None}  # fmt: skip
-    relations = relations_of(program.graph, TABLE_PARTED)
+    relations = Analysis(program, table).relations
     axes = axes_of(program.graph, relations, inputs)
     while afresh := _afresh(relations, axes):
         inputs |= afresh

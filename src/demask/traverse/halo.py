@@ -22,7 +22,7 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as TextTable
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 from demask.compat.dispatch import has_schema
 from demask.errors import BadInput, NotExportable
 from demask.failures import public
+from demask.ops import TABLE, Table
 from demask.ops.entry import op_name
 from demask.traverse.halo_curve import Cut, Leaf, Point, curve_of
 from demask.traverse.halo_places import Place, Rules, TooSmall
@@ -131,6 +132,7 @@ def halo(
     curve: bool = False,
     levels: tuple[float, float] = (0.0, 1.0),
     progress: Tell | None = None,
+    table: Table = TABLE,
 ) -> Halo:
     """How many input positions beyond a tile's own must be given for the tile to be exact.
 
@@ -141,7 +143,8 @@ def halo(
 
     curve: also run the model on tiles with growing padding and compare with the whole image.
     levels: the values that are 0 and 255 in the curve's 8-bit values. progress: told, while the
-    curve is run, what is done and which share of all.
+    curve is run, what is done and which share of all. table: the op table, as `demask.demask`
+    takes it.
 
     >>> import torch
     >>> found = halo(torch.nn.Conv2d(3, 8, 5, padding=2), (torch.zeros(1, 3, 32, 32),))
@@ -150,7 +153,7 @@ def halo(
     """
     kwargs = dict(kwargs or {})
     _check(args, kwargs)
-    found, paths, notes = _read(model, args, kwargs)
+    found, paths, notes = _read(model, args, kwargs, table)
     names = _names(model, args, kwargs)
     inputs = tuple(
         InputHalo(k, names[k], _side(paths[0], node),
@@ -189,14 +192,14 @@ def _is_image(leaf: Any) -> bool:
 
 
 def _read(
-    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], table: Table
 ) -> tuple[Recording, tuple[Paths, Paths], tuple[str, ...]]:
     """The recording and its paths along rows and columns: at the size given or, along an axis so
     short that a call sees nothing but border, at a larger one."""
-    given = found = recorded(model, args, kwargs)
+    given = found = recorded(model, args, kwargs, table)
     factors: tuple[int, ...] = (1, 1)
     for attempt in range(TRIES + 1):
-        paths = _paths(found, last=attempt == TRIES)
+        paths = _paths(found, table, last=attempt == TRIES)
         if isinstance(paths[0], Paths) and isinstance(paths[1], Paths):
             pairs = zip(factors, NAMES, strict=True)
             sizes = " and ".join(f"{n} times the {name}" for n, name in pairs if n > 1)
@@ -205,10 +208,10 @@ def _read(
         factors = tuple(n if isinstance(axis, Paths) else n * GROWTH
                         for n, axis in zip(factors, paths, strict=True))  # fmt: skip
         try:
-            found = recorded(model, *_larger(args, kwargs, factors))
+            found = recorded(model, *_larger(args, kwargs, factors), table)
         except (NotExportable, BadInput):
             break
-    rows, columns = _paths(given, last=True)
+    rows, columns = _paths(given, table, last=True)
     note = "some calls see both borders of the image: this holds for the size given alone"
     return given, (rows, columns), (note,)  # type: ignore[return-value]
 
@@ -225,10 +228,10 @@ def _larger(args: Any, kwargs: Any, factors: tuple[int, ...]) -> tuple[Any, Any]
     return pytree.tree_map(grown, (args, kwargs))
 
 
-def _paths(found: Recording, *, last: bool) -> list[Paths | TooSmall]:
+def _paths(found: Recording, table: Table, *, last: bool) -> list[Paths | TooSmall]:
     """Along rows and along columns; TooSmall, unless it is the `last` try, where an image has too
     few of them."""
-    relations, rules = relations_of(found), Rules()
+    relations, rules = relations_of(found, table), Rules()
     values = [node for node in found.inputs if node is not None]
     both: list[Paths | TooSmall] = []
     for axis in (2, 3):
@@ -325,7 +328,7 @@ def _plain(value: Any) -> Any:
 
 
 def _text(found: Halo) -> str:
-    table = Table("input", "axis", "exact", "local", "align", box=SIMPLE_HEAD)
+    table = TextTable("input", "axis", "exact", "local", "align", box=SIMPLE_HEAD)
     for one in found.inputs:
         for name, side in (("rows", one.rows), ("columns", one.columns)):
             if side is not None:

@@ -31,7 +31,7 @@ from demask.graph.fold import folded
 from demask.graph.functional import functionalized
 from demask.graph.result import exportable
 from demask.graph.spell import spelled
-from demask.ops import TABLE
+from demask.ops import Table
 from demask.ops.entry import op_name
 
 
@@ -54,7 +54,10 @@ class _Lost(Exception):
 
 
 def recorded(
-    model: nn.Module | ExportedProgram, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    model: nn.Module | ExportedProgram,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    table: Table,
 ) -> Recording:
     """The calls of `model(*args, **kwargs)` in eval mode; the model is not changed.
 
@@ -66,13 +69,13 @@ def recorded(
         found = _run(exportable(structural_copy(model, share=True).eval()), args, kwargs)
     except Exception:  # whatever it was: export says it better, or takes the model
         return _exported(model, args, kwargs)
-    known = all(_is_known(node) for node in found.graph.nodes)
+    known = all(_is_known(node, table) for node in found.graph.nodes)
     return found if known else _exported(model, args, kwargs)
 
 
-def _is_known(node: fx.Node) -> bool:
+def _is_known(node: fx.Node, table: Table) -> bool:
     is_op = isinstance(node.target, OpOverload)
-    return not is_op or op_name(node.target) in TABLE
+    return not is_op or op_name(node.target) in table
 
 
 def _exported(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recording:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, fx
 
-from demask.ops import TABLE
+from demask.ops import Table
 from demask.ops.bind import Relation, bind
 from demask.ops.entry import Declined
 from demask.traverse.halo_places import SAME, Place, Rules, Step, followed
@@ -72,9 +72,9 @@ class Paths:
         return tuple(n for n in dict.fromkeys((*self.outputs, *self.lost)) if n in self.places)
 
 
-def relations_of(found: Recording) -> dict[fx.Node, Relation | Declined]:
+def relations_of(found: Recording, table: Table) -> dict[fx.Node, Relation | Declined]:
     """Of every call; calls that make several values are read through those."""
-    return {node: bind(node, TABLE) for node in found.graph.nodes if node.op == "call_function"
+    return {node: bind(node, table) for node in found.graph.nodes if node.op == "call_function"
             and node.target is not operator.getitem}  # fmt: skip
 
 

@@ -20,8 +20,9 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
+from demask.facts.analysis import Analysis
 from demask.graph.program import Program
-from demask.ops import TABLE, Declined, Relation, bind, schema
+from demask.ops import Declined, Relation, schema
 from demask.ops.notation import Axes
 
 _ADVICE = "inputs of a batch cannot be computed a few at a time; give a part of the model that can"
@@ -87,9 +88,10 @@ class Lanes:
         )
 
 
-def lanes_of(program: Program, inputs: int) -> Lanes:
+def lanes_of(analysis: Analysis, inputs: int) -> Lanes:
     """The lanes of a program captured with a dynamic batch. BadInput where the batch is no such
     thing, or its inputs do not stay apart. inputs: the most at a time, for the table of sizes."""
+    program = analysis.program
     symbol = _symbol(program)
     of: dict[fx.Node, Any] = {}
     sizes: dict[fx.Node, tuple[int, ...]] = {}
@@ -102,7 +104,7 @@ def lanes_of(program: Program, inputs: int) -> Lanes:
         elif node.target is operator.getitem:
             of |= _picked(node, of)
         elif node.op == "call_function":
-            of |= _made(node, of, symbol)
+            of |= _made(node, of, symbol, analysis)
     return Lanes(of, sizes, symbol)
 
 
@@ -145,12 +147,14 @@ def _picked(node: fx.Node, of: Mapping[fx.Node, Any]) -> dict[fx.Node, Lane]:
     return {} if found is None else {node: found}
 
 
-def _made(node: fx.Node, of: Mapping[fx.Node, Any], symbol: Any) -> dict[fx.Node, Any]:
+def _made(
+    node: fx.Node, of: Mapping[fx.Node, Any], symbol: Any, analysis: Analysis
+) -> dict[fx.Node, Any]:
     reads = [source for source in node.all_input_nodes if source in of]
     outs = schema.outputs(node)
     if not any(isinstance(s, torch.SymInt) for out in outs for s in getattr(out, "shape", ())):
-        return _without(node, reads)
-    relation = bind(node, TABLE)
+        return _without(node, reads, analysis)
+    relation = analysis.relation(node)
     if isinstance(relation, Declined):
         raise BadInput(f"{node.name}: {relation.text}, so {_ADVICE}")
     lanes = [_lane(relation, k, of, symbol) for k in range(len(outs))]
@@ -158,9 +162,9 @@ def _made(node: fx.Node, of: Mapping[fx.Node, Any], symbol: Any) -> dict[fx.Node
     return {node: tuple(lanes) if several else lanes[0]}
 
 
-def _without(node: fx.Node, reads: list[fx.Node]) -> dict[fx.Node, Any]:
+def _without(node: fx.Node, reads: list[fx.Node], analysis: Analysis) -> dict[fx.Node, Any]:
     """A value in which there is nothing of the batch."""
-    relation = bind(node, TABLE) if reads else None
+    relation = analysis.relation(node) if reads else None
     free = isinstance(relation, Relation) and relation.entry.free
     if reads and not free and node.target is not torch.ops.aten.sym_size.int:
         raise BadInput(f"{node.name} ({node.target}) has no axis for the batch of {reads[0].name}: "

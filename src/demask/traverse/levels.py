@@ -17,8 +17,9 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from demask.errors import BadInput
+from demask.facts.analysis import Analysis
 from demask.graph.program import Program
-from demask.ops import TABLE, Relation, bind, schema
+from demask.ops import Relation, Table, schema
 from demask.ops.contract import PRODUCTS
 from demask.ops.recurrent import GATES
 from demask.ops.traits import MATRIX_TRANSPOSES, MEMORY_VIEWS, TRANSPOSED_VIEWS
@@ -38,13 +39,14 @@ def planned(
     stored: Mapping[str, Stored],
     budget: int,
     inputs: int,
+    table: Table,
     at_once: int | None = None,
 ) -> Plan:
     """How `inputs` inputs of a program run within `budget` bytes. stored: constants in a file.
 
     BadInput, with the least budget that would do, where they do not.
     """
-    shape = _Shape(program, stored, inputs)
+    shape = _Shape(program, stored, inputs, table)
     levels = shape.levels()
     resident = shape.resident(levels)
     fixed = [resident + WORK + size for size in shape.held(levels)]
@@ -68,22 +70,23 @@ def planned(
     )  # fmt: skip
 
 
-def streamable(program: Program, inputs: int) -> dict[str, Stored]:
+def streamable(program: Program, inputs: int, table: Table) -> dict[str, Stored]:
     """The constants that fully connected layers alone read: they could stay in a file."""
     every = {
         name: Stored(name, 0, tuple(c.tensor.shape), c.tensor.dtype)
         for name, c in program.constants.items()
     }
-    shape = _Shape(program, every, inputs)
+    shape = _Shape(program, every, inputs, table)
     return {layer.stored.name: layer.stored for layer in shape.streams.values()}
 
 
 class _Shape:
     """Which call is in which level, and the bytes of everything."""
 
-    def __init__(self, program: Program, stored: Mapping[str, Stored], inputs: int):
+    def __init__(self, program: Program, stored: Mapping[str, Stored], inputs: int, table: Table):
         self.program, self.stored, self.inputs = program, stored, inputs
-        self.lanes: Lanes = lanes_of(program, inputs)
+        self.analysis = Analysis(program, table)
+        self.lanes: Lanes = lanes_of(self.analysis, inputs)
         self.nodes = list(program.graph.nodes)
         self.results: Any = self.nodes[-1].args[0]
         self.streams = {n: s for n in self.nodes if (s := self._streamed(n, stored))}
@@ -203,9 +206,8 @@ class _Shape:
 
     def _weight(self, node: fx.Node) -> Weight | None:
         """The largest matrix or kernel of constants that a call sums products with."""
-        relation = (
-            bind(node, TABLE) if node.op == "call_function" and node in self.lanes.of else None
-        )
+        batched = node.op == "call_function" and node in self.lanes.of
+        relation = self.analysis.relation(node) if batched else None
         if not isinstance(relation, Relation):
             return None
         if relation.entry.fill != "sum" and not relation.back:

@@ -20,6 +20,7 @@ from demask.graph.codegen import TRACED, Codegen
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Provenance, Sizes
 from demask.graph.result import Demasked, build
+from demask.ops import TABLE, Table
 from demask.registry import RESULT_KINDS
 from demask.shrink.pipeline import inputs_of
 from demask.traverse.ends import tensor_sink, tensor_source
@@ -65,28 +66,32 @@ class TiledCodegen(Codegen):
 class Tiled(Demasked):
     """A network that runs in tiles within a budget, for inference: calls record no gradients.
 
-    plan: how it runs. counted: what the last call did. prepared: the plan met with the graph, from
-    the first call on. Its weights are read at every call. It can be copied, pickled and saved.
+    plan: how it runs. table: the op table; set it again where a network of ops of your own was
+    unpickled. counted: what the last call did. prepared: the plan met with the graph, from the
+    first call on. Its weights are read at every call. It can be copied, pickled and saved.
     """
 
     codegen = TiledCodegen
     trains = False
     plan: Plan
+    table: Table = TABLE
     counted: Counter = Counter()
     prepared: Prepared | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         prepared, self.prepared = self.prepared, None
+        memo[id(self.table)] = self.table
         try:
             copied = super().__deepcopy__(memo)
         finally:
             self.prepared = prepared
-        copied.plan = self.plan
+        copied.plan, copied.table = self.plan, self.table
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
         make, args, state = super().__reduce__()
-        return make, args, {name: value for name, value in state.items() if name != "prepared"}
+        left_out = ("prepared", "table")
+        return make, args, {name: value for name, value in state.items() if name not in left_out}
 
     def _archived(self) -> dict[str, Any]:
         """The plan, computed off-line and stored with the network (row 003-b)."""
@@ -100,7 +105,7 @@ class Tiled(Demasked):
     def ready(self) -> Prepared:
         """The plan met with the graph."""
         if self.prepared is None:
-            flow = flow_of(program_of(self))
+            flow = flow_of(program_of(self), self.table)
             self.prepared = Prepared(flow, admitted(flow, self.plan.segments))
             self.prepared.layout.compiled()
         return self.prepared
@@ -109,7 +114,7 @@ class Tiled(Demasked):
 RESULT_KINDS.register("tiled", Tiled)
 
 
-def tiled(program: Program, plan: Plan, flow: Flow, layout: Layout) -> Tiled:
+def tiled(program: Program, plan: Plan, flow: Flow, layout: Layout, table: Table) -> Tiled:
     """The module of a program and its plan."""
     nothing = Sizes(0, 0, 0)
     notes = (*program.notes, "runs in tiles: " + str(plan).partition("\n")[0])
@@ -120,7 +125,7 @@ def tiled(program: Program, plan: Plan, flow: Flow, layout: Layout) -> Tiled:
     layout.compiled()
     if plan.budget - plan.peak < LOADED:
         rehearse(flow, layout, constants(made, flow))
-    made.plan, made.prepared = plan, Prepared(flow, layout)
+    made.plan, made.table, made.prepared = plan, table, Prepared(flow, layout)
     return made
 
 

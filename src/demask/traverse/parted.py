@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, fx
 
 from demask.errors import BadInput
+from demask.facts.analysis import Analysis
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
-from demask.ops import TABLE, Case, Entry, Relation, schema, traits
+from demask.ops import Case, Entry, Relation, Table, norm, schema, traits
 from demask.ops.entry import Shape as S
 from demask.ops.own import Own
 from demask.ops.schema import same_shape
 from demask.registry import CUSTOM_OPS
-from demask.shrink.reading import relations_of
 from demask.traverse.axes import Axes, axes_of
 from demask.traverse.reductions import moments_of
 
@@ -65,42 +65,41 @@ def _moments_line(node: fx.Node) -> str:
 
 def _reduction(*cases: tuple[Any, ...]) -> Entry:
     """Axes of `dim` must be complete and are gone, or one long, in the output."""
-    line = TABLE["aten.amax.default"].line
-    return Entry(line, sized=True, cases=tuple(Case(args, {}) for args in cases))
+    return Entry(_LINE, sized=True, cases=tuple(Case(args, {}) for args in cases))
 
 
+_LINE = dict(norm.ENTRIES)["aten.amax.default"].line
 _X, _BOOL = S((2, 3, 4)), S((2, 3, 4), of="bool")
-#: the table, and reductions that only traversal takes apart
-TABLE_PARTED = TABLE.extended(
-    {
-        "demask::moments": Entry(
-            _moments_line,
-            fill="none",  # each value is two: the table says one of a position
-            sized=True,
-            cases=(Case((_X, [1]), {}), Case((S((2, 3, 4, 5)), [2, 3]), {})),
-        ),
-        "aten::prod.dim_int": _reduction((_X, 1)),
-        **{f"aten::{op}.default": _reduction((_X,)) for op in ("prod", "max", "min", "var", "std")},
-        **{f"aten::{op}.dim": _reduction((_X, [1])) for op in ("var", "std")},
-        **{f"aten::{op}.default": _reduction((_BOOL,)) for op in ("any", "all")},
-        **{f"aten::{op}.dim": _reduction((_BOOL, 1)) for op in ("any", "all")},
-        **{f"aten::{op}.dims": _reduction((_BOOL, [1, 2], True)) for op in ("any", "all")},
-        "aten::logsumexp.default": _reduction((_X, [1], True)),
-        "aten::norm.Scalar": _reduction((_X,)),
-        "aten::norm.ScalarOpt_dim": _reduction((_X, 2, [1])),
-        **{f"aten::arg{op}.default": _reduction((_X,), (_X, 1)) for op in ("max", "min")},
-    }
-)
+_MOMENTS = (Case((_X, [1]), {}), Case((S((2, 3, 4, 5)), [2, 3]), {}))
+ENTRIES: Mapping[str, Entry] = {
+    # Each of its values is two: the table says one of a position.
+    "demask.moments.default": Entry(_moments_line, fill="none", sized=True, cases=_MOMENTS),
+    "aten.prod.dim_int": _reduction((_X, 1)),
+    **{f"aten.{op}.default": _reduction((_X,)) for op in ("prod", "max", "min", "var", "std")},
+    **{f"aten.{op}.dim": _reduction((_X, [1])) for op in ("var", "std")},
+    **{f"aten.{op}.default": _reduction((_BOOL,)) for op in ("any", "all")},
+    **{f"aten.{op}.dim": _reduction((_BOOL, 1)) for op in ("any", "all")},
+    **{f"aten.{op}.dims": _reduction((_BOOL, [1, 2], True)) for op in ("any", "all")},
+    "aten.logsumexp.default": _reduction((_X, [1], True)),
+    "aten.norm.Scalar": _reduction((_X,)),
+    "aten.norm.ScalarOpt_dim": _reduction((_X, 2, [1])),
+    **{f"aten.arg{op}.default": _reduction((_X,), (_X, 1)) for op in ("max", "min")},
+}
 
 
-def parted(program: Program, nodes: Collection[str] | None = None) -> Program:
+def with_reductions(table: Table) -> Table:
+    """The table with entries of reductions that only traversal splits, unless it has its own."""
+    return table.extended({op: entry for op, entry in ENTRIES.items() if op not in table})
+
+
+def parted(program: Program, table: Table, nodes: Collection[str] | None = None) -> Program:
     """The program with calls that need all rows as statistics and what applies them.
 
     nodes: names of the calls to rewrite; None: those that `global_calls` names. Outputs of calls
     with several are made by calls with one in either case. Names that the graph does not have, or
-    that no rule rewrites, raise BadInput. Its table: TABLE_PARTED.
+    that no rule rewrites, raise BadInput. table: one of `with_reductions`, as the result's.
     """
-    chosen = global_calls(program) if nodes is None else sorted(nodes)
+    chosen = global_calls(program, table) if nodes is None else sorted(nodes)
     editor = _picked(program)
     known = {node.name: node for node in program.graph.nodes}
     left = {node.name: node for node in editor.graph.nodes}
@@ -117,17 +116,20 @@ def parted(program: Program, nodes: Collection[str] | None = None) -> Program:
     return editor.finish()
 
 
-def global_calls(program: Program, inputs: Mapping[str, Axes] | None = None) -> tuple[str, ...]:
+def global_calls(
+    program: Program, table: Table, inputs: Mapping[str, Axes] | None = None
+) -> tuple[str, ...]:
     """Names of the calls that pass rows or columns on, but need them all.
 
-    inputs: the axes of placeholders by name; None: of images (n c h w) and sequences (n c l).
+    table: one of `with_reductions`. inputs: the axes of placeholders by name; None: of images
+    (n c h w) and sequences (n c l).
     """
     editor = _picked(program)
     trained = [node for node in editor.graph.nodes if _is_trained(node)]
     names = [node.name for node in trained]
     for node in trained:  # the table has no line for them, so that their axes would end there
         _replace(editor, node)
-    relations = relations_of(editor.graph, TABLE_PARTED)
+    relations = Analysis(program.with_graph(editor.graph), table).relations
     axes = axes_of(editor.graph, relations, _given(editor.graph, inputs))
     for node, relation in relations.items():
         if node.target in _RULES and isinstance(relation, Relation) and _needs(relation, axes):
@@ -484,4 +486,4 @@ _RULES: dict[Any, _Rule] = {
     aten.log_softmax.int: _log_softmax,
 }
 
-__all__ = ["TABLE_PARTED", "folded_scale", "global_calls", "moments", "parted"]
+__all__ = ["ENTRIES", "folded_scale", "global_calls", "moments", "parted", "with_reductions"]

@@ -20,6 +20,7 @@ from demask.errors import BadInput
 from demask.failures import public
 from demask.machine.arena import extent
 from demask.machine.memory import BUDGET, human, parse_memory
+from demask.ops import TABLE, Table
 from demask.traverse.axes import NONE, Axes, Window
 from demask.traverse.convert import name_of
 from demask.traverse.ends import (
@@ -79,6 +80,7 @@ def stream(
     client: Any = None,
     progress: Callable[..., object] | None = None,
     spill: str | os.PathLike[str] | None = None,
+    table: Table = TABLE,
 ) -> Streamed:
     """Run a network on the images in `source`, one after another, within a budget of memory.
 
@@ -90,6 +92,7 @@ def stream(
     as 0. Images of uint8 are given to networks that take floating numbers as x / 255. client: for
     clusters, which are not built yet. progress: called with words and, as `done`, steps done since.
     spill: a folder for intermediate maps; None: that of the destination's file, else the system's.
+    table: the op table, as `demask.demask` takes it.
 
     The result equals that of the model in eval mode on each image alone, as `tile` says. BadInput:
     what does not fit together, and budgets that no plan fits. Rows 003-a and 003-h.
@@ -101,8 +104,9 @@ def stream(
     (128, True)
     """
     job = prepare(
-        model, source, destination, memory=memory, output=output, client=client, spill=spill
-    )
+        model, source, destination, memory=memory, output=output, client=client, spill=spill,
+        table=table,
+    )  # fmt: skip
     return job.run(progress)
 
 
@@ -115,6 +119,7 @@ def prepare(
     output: str | None = None,
     client: Any = None,
     spill: str | os.PathLike[str] | None = None,
+    table: Table = TABLE,
 ) -> Streaming:
     """What `stream` would do, with its plan; nothing has run and nothing is written yet."""
     if client is not None:
@@ -122,7 +127,7 @@ def prepare(
     if output is not None and output not in OUTPUTS:
         raise BadInput(f"expected output=None or one of {OUTPUTS}, got {output!r}")
     budget, given = parse_memory(memory), _source(source)
-    flow, node = _flow(model, given)
+    flow, node = _flow(model, given, table)
     made = flow.outputs[0]
     axes = flow.axes.get(made, NONE)
     images = given.shape[0]
@@ -228,13 +233,13 @@ class _Rows:
 # ---------------------------------------------------------------------------------------- ends
 
 
-def _flow(model: Model, source: ArraySource | TensorSource) -> tuple[Flow, fx.Node]:
+def _flow(model: Model, source: ArraySource | TensorSource, table: Table) -> tuple[Flow, fx.Node]:
     """A network captured for one image of a source, and its input."""
     shape = source.shape
     if not 3 <= len(shape) <= 5 or 0 in shape:
         raise BadInput(f"expected images (N, C, H, W), volumes (N, C, D, H, W) or sequences "
                        f"(N, C, L) of at least one position, got {shape}")  # fmt: skip
-    flow = flow_of(captured(network_of(model), (1, *shape[1:]), source.dtype))
+    flow = flow_of(captured(network_of(model), (1, *shape[1:]), source.dtype), table)
     nodes = [n for n in flow.inputs if n in flow.axes]
     made = [n for n in flow.outputs if isinstance(n, fx.Node) and n.op == "call_function"]
     if len(flow.inputs) != 1 or len(nodes) != 1:

@@ -10,16 +10,17 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
+from demask.facts.analysis import Analysis
 from demask.failures import public
 from demask.graph.program import Program
 from demask.machine.memory import BUDGET, parse_memory
+from demask.ops import TABLE, Table
 from demask.ops.regions import axis_of, rule
-from demask.shrink.reading import relations_of
 from demask.traverse.axes import Axes, axes_of
 from demask.traverse.flow import Flow, flow_of, read
 from demask.traverse.layout import WORKERS, Layout
 from demask.traverse.module import Tiled, tiled
-from demask.traverse.parted import TABLE_PARTED
+from demask.traverse.parted import with_reductions
 from demask.traverse.plan import Plan
 from demask.traverse.planner import planned
 
@@ -32,6 +33,7 @@ def tile(
     *,
     memory: str | int = BUDGET,
     workers: int = 1,
+    table: Table = TABLE,
 ) -> Tiled:
     """The model as a module that computes the same within a budget of memory (rows 003-a to 003-h).
 
@@ -40,7 +42,7 @@ def tile(
     plan is for. An example of two images or more allows any number: they run one after another.
     workers: threads that walk strips of bands side by side, each with memory of its own and its
     share of torch's threads; 1 leaves the threads to torch's calls, which is as fast on an idle
-    machine.
+    machine. table: the op table, as `demask.demask` takes it.
 
     Weights that stay as they are given are shared with the model, not copied. The result equals the
     model in eval mode but for the order of sums in statistics over space (float64 there) and the
@@ -55,8 +57,10 @@ def tile(
     >>> torch.allclose(small(x), net(x), atol=1e-6)
     True
     """
-    program, flow, made, layout = _planned(model, args, kwargs, parse_memory(memory), workers)
-    return tiled(program, made, flow, layout)
+    program, flow, made, layout = _planned(
+        model, args, kwargs, parse_memory(memory), workers, table
+    )
+    return tiled(program, made, flow, layout, table)
 
 
 @public
@@ -67,6 +71,7 @@ def plan(
     *,
     memory: str | int = BUDGET,
     workers: int = 1,
+    table: Table = TABLE,
 ) -> Plan:
     """How `tile` would run the model: a value that prints. Nothing of the model runs.
 
@@ -76,7 +81,7 @@ def plan(
     >>> plan(net, (torch.empty(1, 3, 2048, 2048),), memory="32MiB").recompute
     1.0
     """
-    return _planned(model, args, kwargs, parse_memory(memory), workers)[2]
+    return _planned(model, args, kwargs, parse_memory(memory), workers, table)[2]
 
 
 def _planned(
@@ -85,6 +90,7 @@ def _planned(
     kwargs: Mapping[str, Any] | None,
     budget: int,
     workers: int,
+    table: Table,
 ) -> tuple[Program, Flow, Plan, Layout]:
     if not 1 <= workers <= WORKERS:
         raise BadInput(f"expected 1 to {WORKERS} workers, got {workers}")
@@ -92,9 +98,9 @@ def _planned(
     count = _count(given)
     several = count > 1
     if several:
-        _check_independent(given, count)
+        _check_independent(given, count, table)
         given = read(model, *_first(args, kwargs or {}, count))
-    flow = flow_of(given)
+    flow = flow_of(given, table)
     if not flow.axes:
         raise BadInput(
             "no input has rows to cut: expected images (N, C, H, W), volumes or sequences"
@@ -119,11 +125,11 @@ def _first(args: Any, kwargs: Any, count: int) -> tuple[Any, Any]:
     return pytree.tree_map(one, (args, dict(kwargs)))
 
 
-def _check_independent(program: Program, count: int) -> None:
+def _check_independent(program: Program, count: int, table: Table) -> None:
     """BadInput unless every result of an image depends on that image alone."""
     inputs = {n: (0, None) for n in program.graph.find_nodes(op="placeholder")
               if tuple(getattr(n.meta.get("val"), "shape", ()))[:1] == (count,)}  # fmt: skip
-    relations = relations_of(program.graph, TABLE_PARTED)
+    relations = Analysis(program, with_reductions(table)).relations
     found = axes_of(program.graph, relations, inputs)
     outputs: Any = next(iter(program.graph.find_nodes(op="output"))).args[0]
     for node in [*program.graph.nodes, *outputs]:

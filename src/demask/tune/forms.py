@@ -18,7 +18,7 @@ from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.graph.provenance import Decision
 from demask.graph.queries import Example, input_dependent
-from demask.ops import schema
+from demask.ops import Table, schema
 from demask.ops.traits import CONV_OF_AXES
 from demask.tune.activations import named
 from demask.tune.affine import absorbed, contraction
@@ -49,27 +49,26 @@ class Form:
     exact: Program | None = None
 
 
-def forms(program: Program, asker: Asker, tell: Callable[[str], object]) -> Iterator[Form]:
+def forms(
+    program: Program, asker: Asker, table: Table, tell: Callable[[str], object]
+) -> Iterator[Form]:
     """The program with norms in the weights, then with layers in their fastest forms: images as
     they come, channels last, or the one or other by their size."""
-    base = flattened(absorbed(named(program)))
+    base = flattened(absorbed(named(program)), table)
     yield Form("norms in the weights", base)
     tell("asking what layers cost")
     groups = by_size(base, asker)
-    yield from _both(asker, lambda _: False, "layers with their epilogues", base)
+    yield from _both(Maker(asker, lambda _: False, table), "layers with their epilogues", base)
     if not groups or not movable(base):
         return
-    yield from _both(asker, lambda _: True, "channels last", base)
+    yield from _both(Maker(asker, lambda _: True, table), "channels last", base)
     choice = {size: costs[True] < GAIN * costs[False] for size, costs in groups.items()}
     if len(set(choice.values())) > 1:
         last = partial(_chosen, asker, choice)
-        yield from _both(asker, last, "channels last for some sizes", base)
+        yield from _both(Maker(asker, last, table), "channels last for some sizes", base)
 
 
-def _both(
-    asker: Asker, last: Callable[[fx.Node], bool], name: str, base: Program
-) -> Iterator[Form]:
-    maker = Maker(asker, last)
+def _both(maker: Maker, name: str, base: Program) -> Iterator[Form]:
     form = maker.made(name, base)
     yield form
     yield from maker.in_arena(form)
@@ -101,26 +100,28 @@ class Maker:
 
     asker: Asker
     last: Callable[[fx.Node], bool]
+    table: Table
     decisions: list[Decision] = field(default_factory=list)
 
     def made(self, name: str, base: Program) -> Form:
         """The form of a program whose norms are in the weights."""
         program = summed(base, self.join)
-        program = widened(program, self.worth)
+        program = widened(program, self.worth, self.table)
         for multiple in MULTIPLES:
-            program = rounded(program, lambda n, m=multiple: -(-n // m) * m, self.worth)
+            width = lambda n, m=multiple: -(-n // m) * m  # noqa: E731
+            program = rounded(program, width, self.worth, self.table)
         program = fused(program, self.fuse)
         return Form(name, self.arranged(program), self.decisions)
 
     def arranged(self, program: Program) -> Program:
         """A fused program in its memory layout."""
-        return paired(laid_out(program, self.last), self.pair)
+        return paired(laid_out(program, self.last, self.table), self.pair)
 
     def in_arena(self, form: Form) -> Iterator[Form]:
         """The form once more with its convolutions in the arena, if any is large."""
         program = prefilled(form.program, self.asker.example)
         if program is not None:
-            again = laid_out(program, self.last)
+            again = laid_out(program, self.last, self.table)
             yield Form(f"{form.name}, in one arena", again, form.decisions)
 
     def join(self, editor: GraphEditor, found: Sum, branch: fx.Node, join: fx.Node) -> str | None:

@@ -16,7 +16,7 @@ from demask.compat.onednn import ops
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.graph.queries import COPY, input_dependent, is_pointwise
-from demask.ops import traits
+from demask.ops import Table, traits
 from demask.tune.memory import fresh
 
 aten = torch.ops.aten
@@ -46,13 +46,13 @@ def movable(program: Program) -> bool:
     return not any(n.target is aten.as_strided.default for n in program.graph.nodes)
 
 
-def laid_out(program: Program, wants: Wants) -> Program:
+def laid_out(program: Program, wants: Wants, table: Table) -> Program:
     """The program with channels last where `wants` says so; what it returns is laid out as before.
 
     Views that other strides would refuse have become reshapes (`affine.absorbed`).
     """
     editor = GraphEditor(program)
-    layout = _Layout(editor)
+    layout = _Layout(editor, table)
     for node in editor.calls():
         if node not in layout.live or not is_image(node):
             continue
@@ -67,15 +67,15 @@ def laid_out(program: Program, wants: Wants) -> Program:
 class _Layout:
     """Which values have their channels last, while a graph is walked."""
 
-    def __init__(self, editor: GraphEditor):
-        self.editor = editor
+    def __init__(self, editor: GraphEditor, table: Table):
+        self.editor, self.table = editor, table
         self.live = input_dependent(editor.graph)
         self.last: set[fx.Node] = set()
         self.made: dict[tuple[fx.Node, bool], fx.Node] = {}
 
     def continues(self, node: fx.Node) -> bool:
         """Does a call keep the layout of its operands, some of which have their channels last?"""
-        keeps = is_pointwise(node) or node.target in traits.FORMAT_PRESERVING
+        keeps = is_pointwise(node, self.table) or node.target in traits.FORMAT_PRESERVING
         return keeps and any(source in self.last for source in node.all_input_nodes)
 
     def settle(self, node: fx.Node, last: bool) -> None:

@@ -25,7 +25,7 @@ from demask.compat.dispatch import (
 from demask.compat.onednn import ops
 from demask.graph.queries import COPY, input_dependent
 from demask.graph.rows import Value
-from demask.ops import TABLE
+from demask.ops import traits
 from demask.ops.entry import op_name
 
 aten = torch.ops.aten
@@ -105,11 +105,11 @@ def fresh(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload) or "unsafe" in base_name(target):
         return False  # the unsafe views share memory without saying so
-    entry = TABLE.get(op_name(target))
-    if entry is not None and (entry.affine or entry.rest or entry.region):
-        return True  # norms, softmax, windows: made of several ops, some of them views
-    if entry is not None and entry.fill in ("sum", "mix") and len(node.all_input_nodes) > 1:
-        return True  # products
+    name = op_name(target)
+    if name in traits.OWN_MEMORY:
+        return True
+    if name in traits.SUMS_OF_PRODUCTS and len(node.all_input_nodes) > 1:
+        return True
     aliases = any(r.alias_info is not None for r in schema_of(target).returns)
     return not aliases and not has_composite_kernel(target)
 

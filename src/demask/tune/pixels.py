@@ -13,20 +13,20 @@ from torch import fx
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.graph.queries import POINTWISE, only_reader
-from demask.ops import TABLE, op_name, schema
+from demask.ops import Table, op_name, schema
 from demask.ops.traits import CONVOLUTIONS
 from demask.tune.affine import contraction
 
 aten = torch.ops.aten
 
 
-def flattened(program: Program) -> Program:
+def flattened(program: Program, table: Table) -> Program:
     """The program with such convolutions as linear layers."""
     editor = GraphEditor(program)
     rows: dict[fx.Node, fx.Node] = {}  # of images of one pixel: their channels alone
     for node in editor.calls(*CONVOLUTIONS):
         if _has_one_pixel(editor, node):
-            _flatten(editor, node, rows)
+            _flatten(editor, node, rows, table)
     return editor.finish() if rows else program
 
 
@@ -40,7 +40,9 @@ def _has_one_pixel(editor: GraphEditor, node: fx.Node) -> bool:
     return plain and found["groups"] == 1 and not any(found["padding"])
 
 
-def _flatten(editor: GraphEditor, node: fx.Node, rows: dict[fx.Node, fx.Node]) -> None:
+def _flatten(
+    editor: GraphEditor, node: fx.Node, rows: dict[fx.Node, fx.Node], table: Table
+) -> None:
     found = schema.arguments(node)
     x, axes = found["input"], node.meta["val"].ndim - 2
     weight = editor.tensor(found["weight"])
@@ -48,7 +50,7 @@ def _flatten(editor: GraphEditor, node: fx.Node, rows: dict[fx.Node, fx.Node]) -
     kernel = editor.replace_constant(found["weight"], weight.flatten(1), node)
     row = rows.get(x) or editor.insert(node, None, aten.flatten.using_ints, x, 1)
     row = editor.insert(node, None, aten.linear.default, row, kernel, found["bias"])
-    while (reader := only_reader(node)) is not None and _is_pointwise(reader):
+    while (reader := only_reader(node)) is not None and _is_pointwise(reader, table):
         row = editor.insert(reader, None, reader.target, row, *reader.args[1:], **reader.kwargs)
         editor.replace(node, row)
         node = reader
@@ -59,7 +61,7 @@ def _flatten(editor: GraphEditor, node: fx.Node, rows: dict[fx.Node, fx.Node]) -
     editor.replace(node, image)
 
 
-def _is_pointwise(node: fx.Node) -> bool:
+def _is_pointwise(node: fx.Node, table: Table) -> bool:
     """Whether a call changes its one tensor number by number."""
-    entry = TABLE.get(op_name(node.target)) if node.op == "call_function" else None
+    entry = table.get(op_name(node.target)) if node.op == "call_function" else None
     return entry is not None and entry.line in POINTWISE and len(node.all_input_nodes) == 1

@@ -8,18 +8,20 @@ between layers breaks both: a scatter at a join, a border map, a norm behind a s
 from __future__ import annotations
 
 from demask.graph.program import Program
+from demask.ops import Table
 from demask.tune.affine import absorbed
 from demask.tune.joins import summed
 from demask.tune.ungather import ungathered
 from demask.tune.widen import rounded, widened
 
 
-def for_runtime(program: Program, multiple: int = 1) -> Program:
+def for_runtime(program: Program, table: Table, multiple: int = 1) -> Program:
     """The program with norms in the weights, joins as sums of layers that write at their places,
     and widths rounded up to a multiple. Equal up to the rounding of weights in their dtype."""
     program = summed(absorbed(program), lambda *_: "grow")
-    program = widened(program, lambda *_: True)
+    program = widened(program, lambda *_: True, table)
     if multiple == 1:
         return program
-    program = ungathered(program)
-    return rounded(program, lambda count: -(-count // multiple) * multiple, lambda *_: True)
+    program = ungathered(program, table)
+    width = lambda count: -(-count // multiple) * multiple  # noqa: E731
+    return rounded(program, width, lambda *_: True, table)

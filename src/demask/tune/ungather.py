@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.graph.queries import channels_of, input_dependent, is_pointwise
-from demask.ops import schema
+from demask.ops import Table, schema
 from demask.ops.traits import OUTPUT_AXIS
 from demask.tune.affine import channel_axis, contraction
 from demask.tune.widen import is_depthwise, is_pooling, is_rounding
@@ -36,18 +36,18 @@ class _Region:
     readers: dict[fx.Node, None] = field(default_factory=dict)
 
 
-def ungathered(program: Program) -> Program:
+def ungathered(program: Program, table: Table) -> Program:
     """The program without gathers that cost more than what they save."""
     editor = GraphEditor(program)
     for node in editor.calls(aten.index_select.default, aten.slice.Tensor):
         live = input_dependent(editor.graph)
-        region = _region(editor, node) if node in live else None
+        region = _region(editor, node, table) if node in live else None
         if region is not None and _worth(editor, region):
             _apply(editor, node, region)
     return editor.finish()
 
 
-def _region(editor: GraphEditor, gather: fx.Node) -> _Region | None:
+def _region(editor: GraphEditor, gather: fx.Node, table: Table) -> _Region | None:
     found = schema.arguments(gather)
     source, axis = found["self"], found["dim"]
     value = gather.meta["val"]
@@ -64,7 +64,7 @@ def _region(editor: GraphEditor, gather: fx.Node) -> _Region | None:
         for user in node.users:
             if _absorbs(editor, user, node, axis):
                 region.readers[user] = None
-            elif _passes(editor, user, axis):
+            elif _passes(editor, user, axis, table):
                 region.through[user] = None
                 stack.append(user)
             else:
@@ -90,13 +90,13 @@ def _absorbs(editor: GraphEditor, user: fx.Node, node: fx.Node, axis: int) -> bo
     return plain and channel_axis(user) == axis
 
 
-def _passes(editor: GraphEditor, user: fx.Node, axis: int) -> bool:
+def _passes(editor: GraphEditor, user: fx.Node, axis: int, table: Table) -> bool:
     if contraction(editor, user) is not None:
         return axis == 1 and is_depthwise(editor, user)
     one = len(user.all_input_nodes) == 1
     if is_rounding(editor, user):
         return True
-    return one and (is_pointwise(user) or (axis == 1 and is_pooling(user)))
+    return one and (is_pointwise(user, table) or (axis == 1 and is_pooling(user)))
 
 
 def _worth(editor: GraphEditor, region: _Region) -> bool:

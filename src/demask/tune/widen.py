@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.graph.queries import channels_of, input_dependent, is_pointwise
-from demask.ops import schema
+from demask.ops import Table, schema
 from demask.ops.traits import OUTPUT_AXIS, POOLS
 from demask.tune.affine import channel_axis, contraction
 
@@ -49,7 +49,7 @@ class Widening:
 Worth = Callable[[GraphEditor, Widening, fx.Node | None], bool]
 
 
-def widened(program: Program, worth: Worth) -> Program:
+def widened(program: Program, worth: Worth, table: Table) -> Program:
     """The program without the pads that `worth` says cost more than wider values do."""
     editor = GraphEditor(program)
     for pad in reversed(editor.calls(aten.constant_pad_nd.default)):
@@ -58,14 +58,14 @@ def widened(program: Program, worth: Worth) -> Program:
         if found is None:
             continue
         source, axis, more = found
-        plan = closure(editor, source, axis, more, live)
+        plan = closure(editor, source, axis, more, live, table)
         if plan is not None and worth(editor, plan, pad):
             apply(editor, plan)
             editor.replace(pad, source)
     return editor.finish()
 
 
-def rounded(program: Program, wanted: Callable[[int], int], worth: Worth) -> Program:
+def rounded(program: Program, wanted: Callable[[int], int], worth: Worth, table: Table) -> Program:
     """The program with the widths of layers rounded up to what `wanted` says, where that is worth
     it."""
     editor = GraphEditor(program)
@@ -77,7 +77,7 @@ def rounded(program: Program, wanted: Callable[[int], int], worth: Worth) -> Pro
         count = channels_of(node, axis)
         more = 0 if count is None else wanted(count) - count
         if more > 0:
-            plan = closure(editor, node, axis, more, live)
+            plan = closure(editor, node, axis, more, live, table)
             # Who reads a slice would copy it: no kernel gains that back by its width.
             sliced = plan is not None and any(map(plan.others, plan.values))
             if plan is not None and not sliced and worth(editor, plan, None):
@@ -103,7 +103,7 @@ def _pad(node: fx.Node) -> tuple[fx.Node, int, int] | None:
 
 
 def closure(
-    editor: GraphEditor, start: fx.Node, axis: int, more: int, live: set[fx.Node]
+    editor: GraphEditor, start: fx.Node, axis: int, more: int, live: set[fx.Node], table: Table
 ) -> Widening | None:
     """All that must become wider for `start` to be; None where something cannot."""
     plan, stack = Widening(axis, more), [start]
@@ -114,21 +114,21 @@ def closure(
         if node not in live and node.op != "placeholder":
             plan.fixed[node] = None
             continue
-        sources = _makers(editor, node, axis)
+        sources = _makers(editor, node, axis, table)
         if sources is None:
             return None
         plan.values[node] = None
         if contraction(editor, node) is not None:
             plan.rows[node] = None
         stack += sources
-        stack += [user for user in node.users if _follows(editor, user, node)]
+        stack += [user for user in node.users if _follows(editor, user, node, table)]
         for user in node.users:
             if _reads(editor, user, node, axis):
                 plan.columns[user] = None
     return plan
 
 
-def _makers(editor: GraphEditor, node: fx.Node, axis: int) -> list[fx.Node] | None:
+def _makers(editor: GraphEditor, node: fx.Node, axis: int, table: Table) -> list[fx.Node] | None:
     """The operands that must be wider for a value to be; None if it cannot be made wider."""
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, Tensor):
@@ -141,7 +141,7 @@ def _makers(editor: GraphEditor, node: fx.Node, axis: int) -> list[fx.Node] | No
     if node.target is aten.constant_pad_nd.default:
         found = _pad(node)
         return [] if found is not None and found[1] == axis else None
-    if is_pointwise(node) and len(node.all_input_nodes) == 1:
+    if is_pointwise(node, table) and len(node.all_input_nodes) == 1:
         return node.all_input_nodes if _keeps_zero(node) else None
     if is_rounding(editor, node):
         return [node.all_input_nodes[0]]
@@ -198,12 +198,12 @@ def _keeps_zero(node: fx.Node) -> bool:
     return bool((node.target(*args, **kwargs) == 0).all())  # type: ignore[operator]
 
 
-def _follows(editor: GraphEditor, user: fx.Node, node: fx.Node) -> bool:
+def _follows(editor: GraphEditor, user: fx.Node, node: fx.Node, table: Table) -> bool:
     """Is a reader made wider with what it reads? Sums, depthwise layers, activations and pools are;
     the others take a slice."""
     if user.target is aten.add.Tensor:
         return node in user.args
-    if is_pointwise(user) and len(user.all_input_nodes) == 1:
+    if is_pointwise(user, table) and len(user.all_input_nodes) == 1:
         return _keeps_zero(user)
     if is_rounding(editor, user):
         return True

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from demask.errors import BadInput, Mismatch
 from demask.files.onnx.read import installed
 from demask.graph.rounding import Rounding
+from demask.ops import Table
 
 UNITS = 84  # in the last place of the largest value: 1e-5 in float32, for sums in another order
 ATTRIBUTES = float(np.finfo(np.float32).eps)  # relative; numbers beside operands are float32
@@ -80,18 +81,19 @@ def batched(draw: Draw, axes: Sequence[bool]) -> Draw:
 @dataclass(frozen=True, slots=True)
 class Judge:
     """Compares outputs. network: what the file was written from. filled: its arguments, from
-    tensors. tolerance: the largest difference that is allowed, relative to the largest value of an
-    output; None for the rule of this module. least: relative, allowed all the same (a step of
-    quantized values, which whole numbers may then be off by, too)."""
+    tensors. table: of its ops. tolerance: the largest difference that is allowed, relative to the
+    largest value of an output; None for the rule of this module. least: relative, allowed all the
+    same (a step of quantized values, which whole numbers may then be off by, too)."""
 
     network: fx.GraphModule
     filled: Filled
+    table: Table
     tolerance: float | None = None
     least: float = 0.0
     rounding: Rounding = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rounding", Rounding(self.network))
+        object.__setattr__(self, "rounding", Rounding(self.network, self.table))
 
     def difference(self, draw: Draw, expected: Arrays, outputs: Arrays) -> float:
         """The largest difference, relative to the largest value of its output. Mismatch, with the

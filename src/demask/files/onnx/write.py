@@ -40,7 +40,7 @@ from demask.graph.copying import structural_copy
 from demask.graph.program import Program
 from demask.graph.provenance import Interface, Port, Provenance, Sizes
 from demask.graph.result import Demasked, build
-from demask.ops import schema
+from demask.ops import TABLE, Table, schema
 from demask.ops.quantize import DTYPES
 from demask.shrink.pipeline import inputs_of
 
@@ -61,6 +61,7 @@ def to_onnx(
     opset: int | None = None,
     check: bool = True,
     tolerance: float | None = None,
+    table: Table = TABLE,
 ) -> None:
     """Write a network, in eval mode, as an ONNX file that any runtime takes.
 
@@ -75,6 +76,7 @@ def to_onnx(
     implementation of the onnx package (files of more than 2 GiB, and networks that draw random
     numbers, are not called). tolerance: the largest difference allowed, relative to the largest
     value of an output; None for 1e-5, or what rounding alone makes of that output where it is more.
+    table: the op table, by which rounding is judged.
     Raises NotExportable; BadInput where the file cannot be written, or the runtime does not take
     it; Mismatch where the file computes something else. Needs demask[onnx].
 
@@ -99,7 +101,7 @@ def to_onnx(
         return
     data = serialized(model)
     if check and not _draws_numbers(slim):
-        _check_values(slim, data, args, kwargs or {}, tolerance)
+        _check_values(slim, data, (args, kwargs or {}), tolerance, table)
     with write(path) as file:
         file.write(data)
 
@@ -148,11 +150,13 @@ def _model(slim: Demasked, opset: int | None) -> Any:
     return model
 
 
-def _check_values(slim: Demasked, data: bytes, args: Any, kwargs: Any, tolerance: Any) -> None:
+def _check_values(
+    slim: Demasked, data: bytes, call: Any, tolerance: float | None, table: Table
+) -> None:
     """Mismatch where a file computes something else than the network it was written from."""
-    given = (args, kwargs) if args or kwargs else example(slim)[:2]
-    inputs = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
-    judge = judge_of(slim, given, tolerance)
+    call = call if any(call) else example(slim)[:2]
+    inputs = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
+    judge = judge_of(slim, call, tolerance, table)
     several = draws(inputs)
     axes = [bool(spec.sizes) and str(spec.sizes[0]).isidentifier() for spec in slim.demasked.inputs]
     if any(axes):
@@ -171,7 +175,7 @@ def _check_values(slim: Demasked, data: bytes, args: Any, kwargs: Any, tolerance
         ) from error
 
 
-def judge_of(slim: Demasked, given: Any, tolerance: float | None) -> Judge:
+def judge_of(slim: Demasked, given: Any, tolerance: float | None, table: Table) -> Judge:
     """The judge of files written from a network. given: (args, kwargs) of one call."""
     leaves, spec = pytree.tree_flatten(given)
     places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -183,7 +187,7 @@ def judge_of(slim: Demasked, given: Any, tolerance: float | None) -> Judge:
         return pytree.tree_unflatten(filled, spec)
 
     network: Any = structural_copy(slim, share=True).eval()
-    return Judge(network, filled, tolerance, _step(slim))
+    return Judge(network, filled, table, tolerance, _step(slim))
 
 
 def _step(slim: fx.GraphModule) -> float:

@@ -1,0 +1,156 @@
+"""What the table says of the calls of a program, and what the sweeps derive from that."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Self
+
+from torch import Tensor, fx
+
+from demask.facts.fixed import Fixed, batch_sizes, fixed
+from demask.facts.known import Facts, Relations, known
+from demask.facts.needed import Needs, needed
+from demask.facts.ranges import Ranges, ranges
+from demask.failures import CallFailed, attributed
+from demask.graph.program import Program, module_of
+from demask.ops import Declined, Relation, Table, bind, op_name, schema
+
+
+class Failed(Declined):
+    """A call whose rule raised an exception."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, failure: CallFailed) -> Failed:
+        """The failure of a rule as a reason."""
+        return cls(f"its rule failed ({failure.reason}); please report it")
+
+
+@dataclass(frozen=True, eq=False)
+class Analysis:
+    """Relations of the calls of a program, and what follows from them: each computed at its first
+    use, once. The graph must not change meanwhile.
+
+    frugal: known values that would have to be stored as matrices are computed instead. borders:
+    False for those that would leave a border map. bound: relations that exist already, as those of
+    calls whose rules failed.
+    """
+
+    program: Program
+    table: Table
+    frugal: bool = False
+    borders: bool = True
+    bound: Mapping[fx.Node, Relation | Declined] = field(default_factory=dict, repr=False)
+
+    def again(self, program: Program, *, frugal: bool = False) -> Self:
+        """The same analysis of another form of the program."""
+        bound = self._bound if program.graph is self.program.graph else {}
+        return replace(self, program=program, frugal=frugal, bound=bound)
+
+    def without(self, failure: CallFailed) -> Self:
+        """The analysis in which nothing is known of a call whose rule failed. Raises `failure`
+        itself where that was so already."""
+        if not isinstance(self._bound.get(failure.node), Relation):
+            raise failure
+        return replace(self, bound={**self._bound, failure.node: Failed.of(failure)})
+
+    @cached_property
+    def _bound(self) -> dict[fx.Node, Relation | Declined]:
+        return dict(self.bound)
+
+    def relation(self, node: fx.Node) -> Relation | Declined:
+        """What the table says of a call: Failed where its entry fails on it."""
+        if node not in self._bound:
+            try:
+                with attributed(node):
+                    self._bound[node] = bind(node, self.table)
+            except CallFailed as failure:
+                self._bound[node] = Failed.of(failure)
+        return self._bound[node]
+
+    @cached_property
+    def relations(self) -> Relations:
+        """What it says of every call that makes tensors. Groups are cut one by one, which takes a
+        weight that can be cut."""
+        return {
+            node: _with_weights(self.relation(node))
+            for node in self.program.graph.nodes
+            if node.op == "call_function"
+            and node.target is not operator.getitem
+            and all(isinstance(value, Tensor) for value in schema.outputs(node))
+        }
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """The calls whose rules failed, in words, by what failed: later passes name calls anew."""
+        places: dict[tuple[str, str], list[str]] = {}
+        for node, relation in self.relations.items():
+            if isinstance(relation, Failed):
+                key = (op_name(node.target), relation.text)
+                places.setdefault(key, []).append(module_of(node) or node.name)
+        return {
+            f"{op}: {text}": f"{op} at {_listed(where)} is kept as it is: {text}"
+            for (op, text), where in places.items()
+        }
+
+    @cached_property
+    def constants(self) -> dict[str, Tensor]:
+        """The tensors of the program, by get_attr target."""
+        return {name: constant.tensor for name, constant in self.program.constants.items()}
+
+    @cached_property
+    def known(self) -> Facts:
+        """What is known of every value. Raises CallFailed where a rule fails, as `needed` does."""
+        zeros = () if self.borders else _framed(self.relations)
+        return known(self.program.graph, self.relations, self.constants, frugal=self.frugal,
+                     zeros=zeros, trained=self.program.trained)  # fmt: skip
+
+    @cached_property
+    def needed(self) -> Needs:
+        """What is read of every value."""
+        return needed(self.program.graph, self.relations, self.known)
+
+    @cached_property
+    def input_independent(self) -> Fixed:
+        """Where values are the same for all inputs of one size."""
+        graph, trained = self.program.graph, self.program.trained
+        return fixed(graph, self.relations, self.known, batch_sizes(graph), trained)
+
+    @cached_property
+    def ranges(self) -> Ranges:
+        """The bounds of every value."""
+        return ranges(self.program.graph, self.constants, self.table)
+
+
+def _framed(relations: Relations) -> set[fx.Node]:
+    """Values that a padded window reads, and those that are moved to such values."""
+    found: set[fx.Node] = set()
+    for node, relation in reversed(list(relations.items())):
+        if not isinstance(relation, Relation):
+            continue
+        read = relation.operands if node in found and relation.moved else ()
+        with attributed(node):
+            if relation.entry.fill == "sum" and relation.entry.reads_padding(node):
+                read = (relation.operands[relation.factors[0]],)
+        for operand in read:
+            if isinstance(operand.value, fx.Node) and operand.value.op == "call_function":
+                found.add(operand.value)
+    return found
+
+
+def _listed(places: list[str], most: int = 5) -> str:
+    """The first places, and how many more there are."""
+    more = len(places) - most
+    return ", ".join(places[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def _with_weights(relation: Relation | Declined) -> Relation | Declined:
+    """The relation of a call; Declined for a grouped convolution without a constant weight."""
+    if not isinstance(relation, Relation) or not relation.is_grouped:
+        return relation
+    constant = any(schema.is_constant(relation.operands[k].value) for k in relation.factors)
+    return relation if constant else Declined("a grouped convolution whose weight is computed")
