@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from demask.errors import BadInput
+from demask.files.weight_file import StoredTensor
 from demask.graph.program import Program
 from demask.ops import TABLE, Relation, bind, schema
 from demask.ops.contract import PRODUCTS
@@ -24,7 +25,6 @@ from demask.ops.recurrent import GATES
 from demask.ops.traits import MATRIX_TRANSPOSES, MEMORY_VIEWS, TRANSPOSED_VIEWS
 from demask.traverse.lanes import Lanes, lanes_of
 from demask.traverse.passes import Call, Level, Plan, Ref, Streamed, Weight, constants_read
-from demask.traverse.weights import Stored
 
 aten = torch.ops.aten
 WORK = 4 * 2**20  # bytes that BLAS and allocator take beside tensors: 0.5 to 2.6 MiB were measured
@@ -35,7 +35,7 @@ _VIEWS = MEMORY_VIEWS | {operator.getitem}
 
 def planned(
     program: Program,
-    stored: Mapping[str, Stored],
+    stored: Mapping[str, StoredTensor],
     budget: int,
     inputs: int,
     at_once: int | None = None,
@@ -68,10 +68,10 @@ def planned(
     )  # fmt: skip
 
 
-def streamable(program: Program, inputs: int) -> dict[str, Stored]:
+def streamable(program: Program, inputs: int) -> dict[str, StoredTensor]:
     """The constants that fully connected layers alone read: they could stay in a file."""
     every = {
-        name: Stored(name, 0, tuple(c.tensor.shape), c.tensor.dtype)
+        name: StoredTensor(name, c.tensor.dtype, tuple(c.tensor.shape), 0)
         for name, c in program.constants.items()
     }
     shape = _Shape(program, every, inputs)
@@ -81,7 +81,7 @@ def streamable(program: Program, inputs: int) -> dict[str, Stored]:
 class _Shape:
     """Which call is in which level, and the bytes of everything."""
 
-    def __init__(self, program: Program, stored: Mapping[str, Stored], inputs: int):
+    def __init__(self, program: Program, stored: Mapping[str, StoredTensor], inputs: int):
         self.program, self.stored, self.inputs = program, stored, inputs
         self.lanes: Lanes = lanes_of(program, inputs)
         self.nodes = list(program.graph.nodes)
@@ -107,7 +107,7 @@ class _Shape:
             return node.op == "get_attr"
         return node not in self.lanes.of and all(map(self._constant, node.all_input_nodes))
 
-    def _streamed(self, node: fx.Node, stored: Mapping[str, Stored]) -> Streamed | None:
+    def _streamed(self, node: fx.Node, stored: Mapping[str, StoredTensor]) -> Streamed | None:
         found = _operands(node) if self._connected(node) else None
         if found is None:
             return None

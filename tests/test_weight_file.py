@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from demask.errors import BadInput, RefusedFile
+from demask.files.weight_file import WeightFile
 from demask.traverse.batch import FILE, batch, traffic
 from demask.traverse.traffic import LayerTraffic, Traffic
-from demask.traverse.weights import WeightFile, write
 
 
 def test_files_are_read_as_safetensors_reads_them_and_written_as_it_writes(tmp_path):
@@ -20,14 +20,14 @@ def test_files_are_read_as_safetensors_reads_them_and_written_as_it_writes(tmp_p
         "none": torch.zeros(0, 4), "t": torch.randn(4, 6).T,
     }  # fmt: skip
     path = tmp_path / "w.safetensors"
-    for writes in (write, _saved):
+    for writes in (WeightFile.write, _saved):
         file = writes(path, tensors)
         assert set(file.tensors) == set(tensors)
         for name in ("a", "b.c", "none", "t"):
             buffer = torch.empty(100, dtype=torch.uint8)
             found = [block.clone() for _, block in file.blocks(file.tensors[name], 2, buffer)]
             assert torch.equal(torch.cat([tensors[name][:0], *found]), tensors[name])
-    write(path, tensors)
+    WeightFile.write(path, tensors)
     assert all(torch.equal(load_file(path)[n], t) for n, t in tensors.items())
 
 
