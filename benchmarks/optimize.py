@@ -28,7 +28,7 @@ import encoder
 import peers
 from demask.cli import contenders
 from demask.graph.provenance import Provenance
-from demask.machine.compare import ALLOWED
+from demask.machine.benchmark import ALLOWED
 from demask.machine.cost import Costs, Error
 from demask.machine.describe import count_words, thread_words
 from demask.machine.timing import Timing, sampled

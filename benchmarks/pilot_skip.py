@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import cifar
 from demask.graph.result import Demasked
 from demask.machine.allocator import fix_allocator
-from demask.machine.compare import ALLOWED, lower_bound
+from demask.machine.benchmark import ALLOWED, lower_bound
 from demask.machine.threads import set_threads
 from demask.machine.timing import sampled
 from demask.pilot.bounds import clopper_pearson
