@@ -39,10 +39,10 @@ from demask.pilot.condition import condition_of
 from demask.pilot.conditioned import text
 from demask.pilot.cost import NOMINAL, Machine, Reads, Uses, held, measured
 from demask.pilot.order_graph import Order
-from demask.pilot.tables import as_lines
 from demask.shrink.finished import finished
 from demask.shrink.pipeline import given
 from demask.sparse.tape import NoPlan
+from demask.text_table import as_lines
 from demask.tune.draft import Draft
 
 Pair = tuple[str, str]  # a pilot's text, "" for none; a condition's text
@@ -108,7 +108,7 @@ class Explanation:
             )  # fmt: skip
         head = (f"{self.summary}. As it is: {self.seconds * 1e3:.3f} ms, {self.inputs} inputs, "
                 f"{self.threads} threads, {self.machine}")  # fmt: skip
-        return "\n".join([head, *as_lines(table, 140)])
+        return "\n".join([head, *as_lines(table, width=140)])
 
 
 @public
