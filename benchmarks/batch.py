@@ -26,11 +26,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from demask.files.weight_file import WeightFile
 from demask.machine.describe import thread_words
 from demask.machine.threads import set_threads
 from demask.machine.timing import Timing, alternate
 from demask.traverse.batch import Batched, batch, traffic
-from demask.traverse.weights import write
 from tables import RESULTS, load, machine, markdown, spread
 
 WIDTH, MEMORY = 16384, "64MiB"
@@ -285,7 +285,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, set_threads(max(asked.threads)):
         path = Path(folder) / "layer.safetensors"
         values = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0))
-        write(path, {"weight": values / WIDTH**0.5})
+        WeightFile.write(path, {"weight": values / WIDTH**0.5})
         del values
         found["file"] = file_rows(path, asked.pairs)
     for threads in asked.threads:

@@ -29,7 +29,7 @@ import peers
 from demask.cli import contenders
 from demask.graph.provenance import Provenance
 from demask.graph.queries import Example
-from demask.machine.compare import ALLOWED
+from demask.machine.benchmark import ALLOWED
 from demask.machine.cost import Costs, Error
 from demask.machine.describe import count_words, thread_words
 from demask.machine.timing import Timing, sampled

@@ -26,7 +26,7 @@ import cifar
 from demask.facts.analysis import Analysis
 from demask.graph.result import Demasked
 from demask.machine.allocator import fix_allocator
-from demask.machine.compare import ALLOWED, lower_bound
+from demask.machine.benchmark import ALLOWED, lower_bound
 from demask.machine.threads import set_threads
 from demask.machine.timing import sampled
 from demask.ops import TABLE

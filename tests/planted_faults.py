@@ -99,7 +99,7 @@ FAULTS = (
     fault("arena-overlap", "machine/arena.py",
           "if blocks[j].start <= mine.end and mine.start <= blocks[j].end",
           "if blocks[j].start < mine.end and mine.start < blocks[j].end", "arena"),
-    fault("upper-bound-for-lower", "machine/compare.py",
+    fault("upper-bound-for-lower", "machine/benchmark.py",
           "return sorted(ratios)[int((1 - CONFIDENCE) * DRAWS)]",
           "return sorted(ratios)[int(CONFIDENCE * DRAWS)]", "timing"),
     # tune

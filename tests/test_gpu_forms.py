@@ -147,10 +147,10 @@ def test_forms_live_as_long_as_the_matrix():
     first, others = form_of(m), [form_of(one) for one in several]
     assert form_of(m) is first
     assert all(form_of(one) is form for one, form in zip(several, others, strict=True))
-    count = len(gpu_forms._FORMS)
+    count = len(gpu_forms.FORMS.entries)
     del m
     gc.collect()
-    assert len(gpu_forms._FORMS) < count
+    assert len(gpu_forms.FORMS.entries) < count
 
 
 @pytest.mark.parametrize("part", ["a column", "a start", "a name"])

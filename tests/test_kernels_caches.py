@@ -13,14 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
+from demask.kernels import plan_cache
 from demask.kernels.probe import Probe
 from demask.ops import TABLE
 from demask.pilot import Columns, Order
 from demask.pilot.chain import chained
 from demask.pilot.chain_op import chain
-from demask.sparse import SparseConv2d, SparseLinear, gpu_forms, multiply, op, spmm
+from demask.sparse import SparseConv2d, SparseLinear, gpu_forms, multiply, spmm
 
-CACHES = (op._KEPT, op._ENDS, multiply._DEALT, gpu_forms._FORMS)
+CACHES = (plan_cache.WEIGHTS, multiply.DEALS, gpu_forms.FORMS)
 
 
 def pruned(layer: Any) -> Any:
@@ -46,6 +47,10 @@ def perceptron() -> nn.Module:
 def conditioned() -> nn.Module:
     """One chain, whether it pays or not."""
     return chained(perceptron(), (row(),), None, Columns(), ("columns",), TABLE, always=True)
+
+
+def sizes() -> list[int]:
+    return [len(part) for cache in CACHES for part in (cache.entries, cache.finalizers)]
 
 
 def row() -> Tensor:
@@ -142,7 +147,7 @@ MADE: dict[str, Callable[[], object]] = {
 @pytest.mark.parametrize("name", MADE)
 def test_nothing_outlives_a_network(name: str, inference: bool) -> None:
     gc.collect()
-    before = [len(cache) for cache in CACHES]
+    before = sizes()
     networks = []
     with torch.inference_mode(inference and not name.startswith("trained")):
         networks = [MADE[name]() for _ in range(4)]
@@ -150,8 +155,18 @@ def test_nothing_outlives_a_network(name: str, inference: bool) -> None:
             for t in (*net.parameters(), *net.buffers())]  # fmt: skip
     del networks
     gc.collect()
-    assert [len(cache) for cache in CACHES] == before
+    assert sizes() == before
     assert not any(ref() is not None for ref in gone)
+
+
+def test_a_full_cache_is_cleared_with_its_finalizers() -> None:
+    cache: plan_cache.TensorCache[int] = plan_cache.TensorCache(2)
+    tensors = [torch.ones(3) for _ in range(5)]
+    for k, t in enumerate(tensors):
+        assert cache.put(plan_cache.identity([t]), [t], k) == k
+    assert list(cache.entries.values()) == [4] and len(cache.finalizers) == 1
+    del tensors, t
+    assert not cache.entries and not cache.finalizers
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8])

@@ -12,9 +12,9 @@ from torch import nn
 
 import demask
 from demask.errors import BadInput
+from demask.files.weight_file import WeightFile
 from demask.pilot import ExecutionData, collect, simplify
 from demask.pilot import walk as walking
-from demask.traverse.weights import WeightFile
 from pilot_networks import Residual, networks
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from demask.errors import BadInput
+from demask.machine import benchmark
 from demask.machine.timing import alternate
 from demask.ops import TABLE
-from demask.pilot import calibrate, router
 from demask.pilot.route import Route, Router
 from demask.pilot.rows import entropy, margin, softmax
 
@@ -36,8 +36,7 @@ class Slow(nn.Module):
 @pytest.fixture(autouse=True)
 def a_clock_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
     timed = partial(alternate, clock=lambda: NOW[0])
-    monkeypatch.setattr(router, "alternate", timed)
-    monkeypatch.setattr(calibrate, "alternate", timed)
+    monkeypatch.setattr(benchmark, "alternate", timed)
 
 
 def pair() -> tuple[nn.Linear, nn.Linear]:

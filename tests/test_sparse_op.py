@@ -12,8 +12,9 @@ import torch
 from torch.library import opcheck
 
 from demask.errors import BadInput
-from demask.sparse import dense, op
-from demask.sparse.op import PLANS, segment
+from demask.kernels.plan_cache import PLANS, WEIGHTS
+from demask.sparse import dense
+from demask.sparse.op import segment
 from demask.sparse.plan import NoPlan, Plan
 from demask.sparse.program import Add, Conv, Flat, Linear, Map, Mean, Program, Weight
 from guarded import guarded
@@ -209,13 +210,13 @@ def test_weights_read_in_another_way_are_others():
 def test_plans_go_with_their_weights(made):
     program, weights = small()
     gc.collect()
-    before = len(op._KEPT)
+    before = len(WEIGHTS.entries)
     segment([torch.ones(1, 6)], weights, program.text())
-    assert len(op._KEPT) == before + 1
+    assert len(WEIGHTS.entries) == before + 1
     plan = weakref.ref(made.pop())
     del weights
     gc.collect()
-    assert len(op._KEPT) == before
+    assert len(WEIGHTS.entries) == before
     assert plan() is None
 
 
@@ -223,7 +224,8 @@ def test_no_more_plans_than_allowed(made):
     program, weights = small()
     for n in (*range(1, 40), *range(1, 40)):
         segment([torch.ones(n, 6)], weights, program.text())
-    (kept,) = op._KEPT[next(w for w in op._KEPT if w and w[0][1] == weights[0].data_ptr())]
+    entries = WEIGHTS.entries
+    (kept,) = entries[next(w for w in entries if w and w[0][1] == weights[0].data_ptr())]
     assert len(kept.plans) == PLANS
     # after PLANS sizes new plans wait for calls, since they push out those before them
     assert len(made) < 20

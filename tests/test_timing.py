@@ -15,7 +15,7 @@ import pytest
 from demask.errors import BadInput
 from demask.machine import timing
 from demask.machine.allocator import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, THRESHOLDS, fix_allocator
-from demask.machine.compare import lower_bound
+from demask.machine.benchmark import lower_bound
 from demask.machine.timing import Timing, alternate
 
 

@@ -31,7 +31,7 @@ from demask.graph.examples import examples
 from demask.graph.program import Program
 from demask.graph.provenance import GIVEN, WHOLE, Decision, Provenance
 from demask.graph.result import Demasked, build
-from demask.machine.compare import ALLOWED, PAIRS
+from demask.machine.benchmark import ALLOWED, PAIRS
 from demask.machine.threads import checked_threads
 from demask.machine.timing import sampled
 from demask.ops import TABLE, Table

@@ -24,7 +24,7 @@ from demask.graph.program import Program, owned
 from demask.graph.provenance import GIVEN, WHOLE, Decision, Provenance, Speed
 from demask.graph.queries import Example
 from demask.graph.result import Demasked, build
-from demask.machine.compare import ALLOWED
+from demask.machine.benchmark import ALLOWED
 from demask.machine.cost import Costs
 from demask.machine.threads import checked_threads, set_threads
 from demask.ops import TABLE, Table

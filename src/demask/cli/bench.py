@@ -10,7 +10,6 @@ from math import isfinite
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
@@ -34,7 +33,7 @@ from demask.machine.describe import (
 )
 from demask.machine.threads import checked_threads, set_threads
 from demask.machine.timing import Timing, alternate
-from demask.report.text import as_text
+from demask.text_table import as_text, number_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +120,7 @@ class Bench:
         return {"model": self.model, "rows": rows, "machine": self.machine}
 
     def __str__(self) -> str:
-        return as_text([_table(self), Text(), *map(Text, _remarks(self))])
+        return as_text(_table(self), Text(), *map(Text, _remarks(self)))
 
 
 def bench(given: Network, name: str, plan: Plan, step: Step) -> Bench:
@@ -203,12 +202,10 @@ def _first(call: Callable[[], Any], name: str, batch: int) -> Any:
 
 
 def _table(found: Bench) -> Table:
-    table = Table("", box=SIMPLE_HEAD, show_edge=False, title=Text(found.model), title_style="")
-    table.columns[0].no_wrap = True
-    table.add_column("parameters", justify="right", no_wrap=True)
-    table.add_column("milliseconds", justify="right")
-    for column in ("speed", "difference", "made in"):
-        table.add_column(column, justify="right", no_wrap=True)
+    heads = ("parameters", "milliseconds", "speed", "difference", "made in")
+    table = number_table("", *heads, title=Text(found.model), title_style="")
+    for column in table.columns:
+        column.no_wrap = column.header != "milliseconds"
     for setting, rows in found.settings.items():
         table.add_section()
         table.add_row(setting)

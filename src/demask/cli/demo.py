@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
@@ -25,7 +24,8 @@ from demask.machine.describe import BUSY, count_words, is_wide, spread, thread_w
 from demask.machine.threads import set_threads
 from demask.machine.timing import Timing, alternate
 from demask.report.report import Report
-from demask.report.text import as_text, decline_line, scatters_reasons
+from demask.report.text import decline_line, scatters_reasons
+from demask.text_table import as_text, number_table
 
 EPOCHS, TUNING = 5, 4  # before and after pruning; enough for 98 % of the test images
 EXAMPLE = 8  # images that demask traces the networks with, and counts MACs for
@@ -82,7 +82,7 @@ class Demo:
         }
 
     def __str__(self) -> str:
-        return as_text([_table(self), Text(), *map(Text, _remarks(self))])
+        return as_text(_table(self), Text(), *map(Text, _remarks(self)))
 
 
 def run(digits: Digits, step: Step, runs: int, keep: Path | None = None) -> Demo:
@@ -183,15 +183,8 @@ def _timed(
 
 
 def _table(demo: Demo) -> Table:
-    table = Table(
-        "",
-        box=SIMPLE_HEAD,
-        show_edge=False,
-        title="A residual CNN that reads handwritten digits",
-        title_style="",
-    )
-    for name in demo.contenders:
-        table.add_column(name, justify="right")
+    title = "A residual CNN that reads handwritten digits"
+    table = number_table("", *demo.contenders, title=title, title_style="")
     for label, text in _rows(demo).items():
         table.add_row(label, *map(text, demo.contenders.values()))
     table.add_row("scatters left", "–", "–", _scatters(demo.report))

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
-from rich.box import SIMPLE_HEAD
 from rich.console import RenderableType
 from rich.table import Table as TextTable
 from rich.text import Text
@@ -24,7 +23,8 @@ from demask.graph.spell import SPELLED
 from demask.ops import TABLE, Table
 from demask.ops.entry import op_name
 from demask.report.report import Report
-from demask.report.text import ROWS, as_text, share
+from demask.report.text import ROWS, share
+from demask.text_table import as_text, number_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Inspection:
         return {"report": self.report.to_dict(), "modules": modules, "ops": ops}
 
     def __str__(self) -> str:
-        return f"{self.report}\n\n{as_text(_parts(self))}"
+        return f"{self.report}\n\n{as_text(*_parts(self))}"
 
 
 def inspect_network(given: Network, step: Step, table: Table = TABLE) -> Inspection:
@@ -125,9 +125,7 @@ def _read_names(slim: nn.Module) -> dict[str, Tensor]:
 
 
 def _parts(inspection: Inspection) -> Iterable[RenderableType]:
-    table = TextTable("module", box=SIMPLE_HEAD, show_edge=False)
-    for column in ("parameters", "masked", "share"):
-        table.add_column(column, justify="right")
+    table = number_table("module", "parameters", "masked", "share")
     for row in inspection.modules[:ROWS]:
         numbers = (f"{row.parameters:,}", f"{row.masked:,}", share(row.masked, row.parameters))
         table.add_row(Text(row.module or "(the model itself)"), *numbers)
@@ -142,9 +140,7 @@ def _parts(inspection: Inspection) -> Iterable[RenderableType]:
 
 
 def _gaps_table(found: Sequence[Gap]) -> TextTable:
-    table = TextTable("no rule for", box=SIMPLE_HEAD, show_edge=False)
-    for column in ("calls", "slices kept", "an entry would free"):
-        table.add_column(column, justify="right")
+    table = number_table("no rule for", "calls", "slices kept", "an entry would free")
     for gap in found[:ROWS]:
         words = "not known" if gap.frees is None else f"at most {gap.frees:,} parameters"
         table.add_row(_short(gap.op), f"{gap.calls:,}", f"{gap.kept:,}", words)

@@ -9,30 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from demask.cli.bench import Bench, Row
 from demask.cli.contenders import AS_GIVEN
-from demask.errors import BadInput
 from demask.files import atomic
 from demask.machine.describe import BUSY, count_words, is_wide, milliseconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SUFFIXES = (".svg", ".png", ".pdf")
 GIVEN, FASTER, SLOWER = "#8c8c8c", "#2a78b5", "#d1661f"  # told apart by the colour-blind, too
 WORDS = "#444444"
 WIDTH, BAR, REST = 8.5, 0.3, 0.75  # inches: the picture, each row, a panel's title and axis
 LABEL = 0.38  # of a panel's width, kept free for the words behind the longest bar
 REACH = 1.6  # times the largest median: a longer whisker is cut, or one outlier hides all bars
 DOTS = 200  # per inch, where the format has dots
-
-
-def check_installed() -> None:
-    """Raise BadInput where matplotlib, which is an extra, is not there."""
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise BadInput(
-            f'--plot needs matplotlib ({error}): pip install "demask[plot]", or leave it out'
-        ) from error
 
 
 def draw(found: Bench, path: Path) -> None:

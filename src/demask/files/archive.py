@@ -26,7 +26,7 @@ from demask.compat.onednn import available
 from demask.errors import BadInput, RefusedFile
 from demask.failures import public
 from demask.files.atomic import write
-from demask.files.bounded import open_zip, parse_json, read_json
+from demask.files.bounded import open_zip, read_json
 from demask.files.codec import (
     decode,
     decode_target,
@@ -38,6 +38,7 @@ from demask.files.codec import (
 from demask.files.into import resize
 from demask.files.names import check_fqn, check_name
 from demask.files.trees import check_call_spec, load_spec
+from demask.files.weight_file import StoredTensor, WeightFile
 from demask.graph.class_result import as_graph
 from demask.graph.holders import is_holder
 from demask.graph.modules import KINDS as MODULES
@@ -55,11 +56,6 @@ from demask.tune.fast import Optimized
 VERSION = 1
 GRAPH, TENSORS = "graph.json", "tensors.safetensors"
 
-_KINDS = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
 _OPS = ("placeholder", "get_attr", "call_function", "call_module", "output")
 
 
@@ -119,16 +115,16 @@ def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """An archive whose tensors stay in it.
+    """A network whose tensors stay in a file.
 
-    slim: the network, with tensors of the right shapes that hold zeros and take no memory. start:
-    the byte of the file where its safetensors part begins. stored: per name of a tensor, its name
-    in that part and the order of its axes there, outermost first.
+    slim: the network, with tensors of the right shapes that are zeros and take no memory. file: the
+    weights. places: per name of a tensor, where its values are and the order of its axes there,
+    outermost first.
     """
 
-    slim: Demasked
-    start: int
-    stored: Mapping[str, tuple[str, tuple[int, ...]]]
+    slim: Any
+    file: WeightFile
+    places: Mapping[str, tuple[StoredTensor, tuple[int, ...]]]
 
 
 def outline(path: str | os.PathLike[str]) -> Outline:
@@ -138,17 +134,14 @@ def outline(path: str | os.PathLike[str]) -> Outline:
         _check_head(document)
         if sorted(archive.namelist()) != [GRAPH, TENSORS]:
             raise RefusedFile(f"expected the entries {GRAPH} and {TENSORS} only")
-        with archive.open(TENSORS) as part:  # It reads the entry's own header first.
-            length = int.from_bytes(part.read(8), "little")
-            size = archive.getinfo(TENSORS).file_size
-            if not 2 <= length <= size - 8:
-                raise BadInput(f"{TENSORS} is damaged; copy the file again")
-            start = _begins(path, archive.getinfo(TENSORS))
-            header = parse_json(part.read(length), TENSORS)
-        hollow = {name: _hollow(entry) for name, entry in header.items() if name != "__metadata__"}
-        slim = _build(document, hollow)
-    places = {row["name"]: (row["stored"], tuple(row["order"])) for row in document["tensors"]}
-    return Outline(slim, start, places)
+        entry = archive.getinfo(TENSORS)
+        with archive.open(entry):  # which checks the entry's own header
+            start = _begins(path, entry)
+        file = WeightFile.read(path, (start, start + entry.file_size), TENSORS)
+        slim = _build(document, {name: stored.hollow() for name, stored in file.tensors.items()})
+    places = {row["name"]: (file.tensors[row["stored"]], tuple(row["order"]))
+              for row in document["tensors"]}  # fmt: skip
+    return Outline(slim, file, places)
 
 
 def _begins(path: str | os.PathLike[str], entry: zipfile.ZipInfo) -> int:
@@ -158,16 +151,6 @@ def _begins(path: str | os.PathLike[str], entry: zipfile.ZipInfo) -> int:
         file.seek(entry.header_offset + 26)
         name, more = (int.from_bytes(file.read(2), "little") for _ in range(2))
     return entry.header_offset + 30 + name + more
-
-
-def _hollow(entry: Any) -> Tensor:
-    """A tensor of a shape and type that takes the memory of one number."""
-    match entry:
-        case {"dtype": str(kind), "shape": list(shape)} if kind in _KINDS and all(
-            type(n) is int and 0 <= n < 2**48 for n in shape
-        ):
-            return torch.zeros((), dtype=_KINDS[kind]).expand(shape)
-    raise RefusedFile(f"{TENSORS}: a tensor is not understood: {entry!r:.80}")
 
 
 # ------------------------------------------------------------------------------------- writing

@@ -35,8 +35,8 @@ from llvmlite import ir
 
 from demask.kernels.csr import below, masked
 from demask.kernels.dots import Dots, Listed, joined, whole
-from demask.kernels.emit import BYTE, FLOAT, I32, I64, Emitter, Value
-from demask.kernels.gemv import Fields, ask, compressed, iota, set_lanes
+from demask.kernels.emit import BYTE, FLOAT, I32, I64, Emitter, Fields, Value
+from demask.kernels.gemv import ask, compressed, iota, set_lanes
 from demask.kernels.isa import Isa
 
 LEVELS = 65535  # of u
@@ -99,7 +99,7 @@ class Quantise:
 
     def emit(self, e: Emitter) -> None:
         """k(call, arena)"""
-        f, b = Fields(e, QUANTISE), e.b
+        f, b = Fields(e, QUANTISE.names), e.b
         lo, high, total = self._looked_at(e, f)
         step = b.fdiv(b.fsub(high, lo), FLOAT(float(LEVELS)))
         there = b.fcmp_ordered(">", step, FLOAT(0.0))
@@ -221,7 +221,7 @@ class Pilot:
 
     def emit(self, e: Emitter) -> None:
         """k(call, arena)"""
-        f, b = Fields(e, PILOT), e.b
+        f, b = Fields(e, PILOT.names), e.b
         listed, count = (
             Listed(e, f, self.how, self.bits, self.ahead, signed=False),
             f.count("count"),
@@ -267,7 +267,7 @@ class Second:
 
     def emit(self, e: Emitter) -> None:
         """k(call, arena)"""
-        f, b = Fields(e, SECOND), e.b
+        f, b = Fields(e, SECOND.names), e.b
         numbers, found = numbers_of(e, f), e.variable(I64, I64(0))
         with e.loop(I64(0), f["threads"]) as segment:
             count = e.load(I64, f.slot("counts", segment))

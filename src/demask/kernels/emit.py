@@ -6,7 +6,7 @@ a method `emit`: equal kernels are compiled once (`kernels.jit`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -219,3 +219,33 @@ class Emitter:
         """The sum of the lanes."""
         add = self.intrinsic(f"llvm.vector.reduce.fadd.v{self.lanes}f32", FLOAT, FLOAT, self.vector)
         return self.b.call(add, [FLOAT(0.0), x], fastmath=("reassoc",))
+
+
+class Fields:
+    """The call of a kernel, its first argument: 64-bit fields by their names. Some are slots of the
+    second argument, an array of addresses."""
+
+    def __init__(self, e: Emitter, names: Iterable[str] | None):
+        call, self.e = e.pointer(e.args[0]), e
+        self.table = e.pointer(e.args[1])
+        self.field = {name: e.load(I64, call, k) for k, name in enumerate(names or ())}
+
+    def __getitem__(self, key: str) -> Value:
+        return self.field[key]
+
+    def slot(self, key: str, more: Value | None = None) -> Value:
+        """The address in a slot, or in the one `more` places on."""
+        place = self.field[key] if more is None else self.e.b.add(self.field[key], more)
+        return self.e.pointer(self.e.load(I64, self.table, place))
+
+    def buffer(self, key: str) -> Value:
+        """The address of so many bytes after the one in the buffer's slot."""
+        return self.e.at(self.slot(f"{key}_slot"), self.field[key])
+
+    def pointer(self, key: str) -> Value:
+        """An address that never moves."""
+        return self.e.pointer(self.field[key])
+
+    def count(self, key: str) -> Value:
+        """The number in a slot."""
+        return self.e.load(I64, self.slot(key))

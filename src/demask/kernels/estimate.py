@@ -25,8 +25,8 @@ import numpy as np
 
 from demask.kernels.certify import numbers_of
 from demask.kernels.dots import Listed, joined, whole
-from demask.kernels.emit import I32, I64, Emitter, Value, Variable
-from demask.kernels.gemv import AHEAD, Fields
+from demask.kernels.emit import I32, I64, Emitter, Fields, Value, Variable
+from demask.kernels.gemv import AHEAD
 
 #: constants of a row, in this order, one vector each per vector of rows
 ROW = ("total", "bias")
@@ -71,7 +71,7 @@ class Estimate:
 
     def emit(self, e: Emitter) -> None:
         """k(call, arena)"""
-        f, b = Fields(e, ESTIMATE), e.b
+        f, b = Fields(e, ESTIMATE.names), e.b
         listed = Listed(e, f, self.how, self.bits, self.ahead, signed=True)
         x, count, line = numbers_of(e, f), f.count("count"), self.vectors * e.isa.line
         with e.loop(f["begin"], f["end"], f["step"]) as tile:

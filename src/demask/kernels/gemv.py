@@ -23,7 +23,7 @@ from llvmlite import ir
 
 from demask.kernels.activations import activated
 from demask.kernels.csr import below, masked
-from demask.kernels.emit import FLOAT, I32, I64, POINTER, Emitter, Value
+from demask.kernels.emit import FLOAT, I32, I64, POINTER, Emitter, Fields, Value
 from demask.kernels.isa import Isa
 
 AHEAD = 4  # columns that are asked for before they are read
@@ -43,31 +43,6 @@ COLUMNS = np.dtype([(key, "<i8") for key in (
 ROWS = np.dtype([(key, "<i8") for key in (
     "lists", "counts", "threads", "thread", "weights", "bias", "pitch", "cols", "values", "count",
     "out")])  # fmt: skip
-
-
-class Fields:
-    """The fields of a call, and the addresses in its slots."""
-
-    def __init__(self, e: Emitter, kind: np.dtype):
-        call = e.pointer(e.args[0])
-        self.e, self.table = e, e.pointer(e.args[1])
-        self.field = {key: e.load(I64, call, k) for k, key in enumerate(kind.names or ())}
-
-    def __getitem__(self, key: str) -> Value:
-        return self.field[key]
-
-    def slot(self, key: str, more: Value | None = None) -> Value:
-        """The address in a slot, or in the one `more` places on."""
-        place = self.field[key] if more is None else self.e.b.add(self.field[key], more)
-        return self.e.pointer(self.e.load(I64, self.table, place))
-
-    def pointer(self, key: str) -> Value:
-        """An address that never moves."""
-        return self.e.pointer(self.field[key])
-
-    def count(self, key: str) -> Value:
-        """The number in a slot."""
-        return self.e.load(I64, self.slot(key))
 
 
 def vectors_of(rows: int, isa: Isa, most: int) -> int:
@@ -119,7 +94,7 @@ class Compact:
 
     def emit(self, e: Emitter) -> None:
         """k(call, arena)"""
-        f, b = Fields(e, COMPACT), e.b
+        f, b = Fields(e, COMPACT.names), e.b
         x, cols, values = f.slot("x"), f.slot("cols"), f.slot("values")
         found = e.variable(I64, I64(0))
         with e.loop(I64(0), f["n"], e.lanes) as i:
@@ -145,7 +120,7 @@ class Columns:
 
     def emit(self, e: Emitter) -> None:
         """k(call, arena)"""
-        f, b = Fields(e, COLUMNS), e.b
+        f, b = Fields(e, COLUMNS.names), e.b
         cols, values, out = f.slot("cols"), f.slot("values"), f.slot("out")
         weights, bias, count = f.pointer("weights"), f.pointer("bias"), f.count("count")
         line = self.vectors * e.isa.line
@@ -180,7 +155,7 @@ class Rows:
 
     def emit(self, e: Emitter) -> None:
         """k(call, arena)"""
-        f, b = Fields(e, ROWS), e.b
+        f, b = Fields(e, ROWS.names), e.b
         with e.loop(I64(0), f["threads"]) as segment:
             rows, count = f.slot("lists", segment), e.load(I64, f.slot("counts", segment))
             share = [b.sdiv(b.mul(count, b.add(f["thread"], I64(k))), f["threads"]) for k in (0, 1)]

@@ -6,13 +6,15 @@ arena, bytes behind it). Channels are looped over inside; tables say what belong
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 from llvmlite import ir
 
 from demask.kernels.activations import activated
-from demask.kernels.emit import FLOAT, I32, I64, Emitter, Value
+from demask.kernels.emit import FLOAT, I32, I64, Emitter, Fields, Value
 from demask.ops.activations import Act
 
 #: fields of every call: three buffers, bytes from channel to channel in each, channels, tables
@@ -24,25 +26,26 @@ CALL = np.dtype([(key, "<i8") for key in (
 UNROLLED = 16  # lines: longer runs are loops
 
 
-class _Call:
-    """The fields of a call, as values; buffers as pointers."""
+class _Call(Fields):
+    """The fields of a call; loops over channels and lines."""
 
     def __init__(self, e: Emitter):
-        call, self.e = e.pointer(e.args[0]), e
-        self.arena = e.pointer(e.args[1])
-        self.field = {key: e.load(I64, call, k) for k, key in enumerate(CALL.names or ())}
-
-    def buffer(self, key: str) -> Value:
-        e = self.e
-        base = e.pointer(e.load(I64, self.arena, self.field[f"{key}_slot"]))
-        return e.at(base, self.field[key])
+        super().__init__(e, CALL.names)
 
     def channel(self, key: str, base: Value, channel: Value) -> Value:
         """Where a channel of a buffer begins."""
         return self.e.at(base, self.e.b.mul(channel, self.field[f"{key}_pitch"]))
 
-    def table(self, key: str = "table") -> Value:
-        return self.e.pointer(self.field[key])
+    @contextmanager
+    def channels(self, *keys: str) -> Iterator[list[Value]]:
+        """The code for each channel: where it begins in each of these buffers."""
+        bases = [(key, self.buffer(key)) for key in keys]
+        with self.e.loop(self["begin"], self["end"]) as c:
+            yield [self.channel(key, base, c) for key, base in bases]
+
+    def lines(self) -> AbstractContextManager[Value]:
+        """The code for each row of the table."""
+        return self.e.loop(I64(0), self["count"])
 
 
 def _index(e: Emitter, table: Value, row: Value) -> tuple[Value, Value]:
@@ -62,13 +65,10 @@ class Gather:
 
     def emit(self, e: Emitter) -> None:
         call = _Call(e)
-        x, out = call.buffer("x"), call.buffer("out")
-        with e.loop(call.field["begin"], call.field["end"]) as c:
-            x_c, out_c = call.channel("x", x, c), call.channel("out", out, c)
-            with e.loop(I64(0), call.field["count"]) as k:
-                index, mask = _index(e, call.table(), k)
-                found = e.gather(x_c, index, mask, e.splat(self.fill))
-                e.write(found, e.line(out_c, e.load_long(I32, call.table("lines"), k)))
+        with call.channels("x", "out") as (x_c, out_c), call.lines() as k:
+            index, mask = _index(e, call.pointer("table"), k)
+            found = e.gather(x_c, index, mask, e.splat(self.fill))
+            e.write(found, e.line(out_c, e.load_long(I32, call.pointer("lines"), k)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +79,10 @@ class Scatter:
 
     def emit(self, e: Emitter) -> None:
         call = _Call(e)
-        x, out = call.buffer("x"), call.buffer("out")
-        with e.loop(call.field["begin"], call.field["end"]) as c:
-            x_c, out_c = call.channel("x", x, c), call.channel("out", out, c)
-            with e.loop(I64(0), call.field["count"]) as k:
-                index, mask = _index(e, call.table(), k)
-                line = e.line(x_c, e.load_long(I32, call.table("lines"), k))
-                e.scatter(e.read(line), out_c, index, mask)
+        with call.channels("x", "out") as (x_c, out_c), call.lines() as k:
+            index, mask = _index(e, call.pointer("table"), k)
+            line = e.line(x_c, e.load_long(I32, call.pointer("lines"), k))
+            e.scatter(e.read(line), out_c, index, mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +98,13 @@ class Turned:
         call = _Call(e)
         x, out = call.buffer("x"), call.buffer("out")
         mine, theirs = ("x", out) if self.out else ("out", x)
-        with e.loop(call.field["begin"], call.field["end"], e.lanes) as c:
+        with e.loop(call["begin"], call["end"], e.lanes) as c:
             own = call.channel(mine, x if self.out else out, c)
             base = e.at(theirs, c, FLOAT)
-            with e.loop(I64(0), call.field["count"]) as k:
-                table = e.line(call.table(), k)
-                line = e.line(own, e.load_long(I32, call.table("lines"), k))
-                lines = [e.at(line, e.b.mul(call.field[f"{mine}_pitch"], I64(r)))
+            with call.lines() as k:
+                table = e.line(call.pointer("table"), k)
+                line = e.line(own, e.load_long(I32, call.pointer("lines"), k))
+                lines = [e.at(line, e.b.mul(call[f"{mine}_pitch"], I64(r)))
                          for r in range(e.lanes)]  # fmt: skip
                 if self.out:
                     self._give(e, lines, table, base)
@@ -149,9 +146,7 @@ class Border:
 
     def emit(self, e: Emitter) -> None:
         call = _Call(e)
-        out = call.buffer("out")
-        with e.loop(call.field["begin"], call.field["end"]) as c:
-            channel = call.channel("out", out, c)
+        with call.channels("out") as (channel,):
             for lanes, source, to, count in self.runs:
                 ends = e.line(channel, source), e.line(channel, to)
                 if count <= UNROLLED:
@@ -177,21 +172,18 @@ class Pool:
 
     def emit(self, e: Emitter) -> None:
         call = _Call(e)
-        x, out = call.buffer("x"), call.buffer("out")
-        with e.loop(call.field["begin"], call.field["end"]) as c:
-            x_c, out_c = call.channel("x", x, c), call.channel("out", out, c)
-            with e.loop(I64(0), call.field["count"]) as k:
-                pair = e.at(call.table(), e.b.mul(k, I64(8)))
-                source, to = (
-                    e.line(place, e.load_long(I32, pair, n)) for n, place in enumerate((x_c, out_c))
-                )
-                found = e.read(source, self.taps[0])
-                for tap in self.taps[1:]:
-                    other = e.read(source, tap)
-                    found = e.b.fadd(found, other) if self.mean else e.largest(found, other)
-                if self.mean:
-                    found = e.b.fmul(found, e.read(e.line(call.table("weights"), k)))
-                e.write(found, to)
+        with call.channels("x", "out") as (x_c, out_c), call.lines() as k:
+            pair = e.at(call.pointer("table"), e.b.mul(k, I64(8)))
+            source, to = (
+                e.line(place, e.load_long(I32, pair, n)) for n, place in enumerate((x_c, out_c))
+            )
+            found = e.read(source, self.taps[0])
+            for tap in self.taps[1:]:
+                other = e.read(source, tap)
+                found = e.b.fadd(found, other) if self.mean else e.largest(found, other)
+            if self.mean:
+                found = e.b.fmul(found, e.read(e.line(call.pointer("weights"), k)))
+            e.write(found, to)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,18 +197,15 @@ class Pointwise:
 
     def emit(self, e: Emitter) -> None:
         call = _Call(e)
-        x, z, out = call.buffer("x"), call.buffer("z"), call.buffer("out")
-        with e.loop(call.field["begin"], call.field["end"]) as c:
-            places = [call.channel(k, p, c) for k, p in (("x", x), ("z", z), ("out", out))]
-            with e.loop(I64(0), call.field["count"]) as k:
-                row = e.at(call.table(), e.b.mul(k, I64(12)))
-                source, other, to = (
-                    e.line(place, e.load_long(I32, row, n)) for n, place in enumerate(places)
-                )
-                found = e.read(source)
-                if self.add:
-                    found = e.b.fadd(found, e.read(other))
-                e.write(activated(e, found, self.act), to)
+        with call.channels("x", "z", "out") as places, call.lines() as k:
+            row = e.at(call.pointer("table"), e.b.mul(k, I64(12)))
+            source, other, to = (
+                e.line(place, e.load_long(I32, row, n)) for n, place in enumerate(places)
+            )
+            found = e.read(source)
+            if self.add:
+                found = e.b.fadd(found, e.read(other))
+            e.write(activated(e, found, self.act), to)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,18 +219,16 @@ class Mean:
 
     def emit(self, e: Emitter) -> None:
         call = _Call(e)
-        x, out = call.buffer("x"), call.buffer("out")
-        with e.loop(call.field["begin"], call.field["end"]) as c:
-            x_c, out_c = call.channel("x", x, c), call.channel("out", out, c)
+        with call.channels("x", "out") as (x_c, out_c):
             sums = e.variable(e.vector, e.splat(0.0))
-            with e.loop(I64(0), call.field["count"]) as k:
-                line = e.read(e.line(x_c, e.load_long(I32, call.table(), k)))
-                weight = e.read(e.line(call.table("weights"), k))
+            with call.lines() as k:
+                line = e.read(e.line(x_c, e.load_long(I32, call.pointer("table"), k)))
+                weight = e.read(e.line(call.pointer("weights"), k))
                 # beyond the image there may be anything, also what times 0 is no number
                 real = e.b.fcmp_ordered("!=", weight, e.splat(0.0))
                 sums.set(e.b.select(real, e.fma(line, weight, sums.get()), sums.get()))
             for b, lanes in enumerate(self.groups):
                 own = [k if k in lanes else -1 for k in range(e.lanes)]
                 total = e.total(e.permuted(sums.get(), own))
-                place = e.at(out_c, e.load_long(I32, call.table("lines"), b), FLOAT)
+                place = e.at(out_c, e.load_long(I32, call.pointer("lines"), b), FLOAT)
                 e.b.store(total, place)

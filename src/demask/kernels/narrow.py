@@ -17,7 +17,7 @@ import numpy as np
 from llvmlite import ir
 
 from demask.kernels.activations import activated
-from demask.kernels.emit import BYTE, I16, I32, I64, Emitter, Value
+from demask.kernels.emit import BYTE, I16, I32, I64, Emitter, Fields, Value
 from demask.ops.activations import Act
 
 #: what the kernel is called with. ends: per group; columns, values: a vector per k; rows: vectors
@@ -39,21 +39,15 @@ class Narrow:
 
     def emit(self, e: Emitter) -> None:
         """k(call, arena)"""
-        call, arena = e.pointer(e.args[0]), e.pointer(e.args[1])
-        field = {key: e.load(I64, call, k) for k, key in enumerate(CALL.names or ())}
-
-        def buffer(key: str) -> Value:
-            base = e.pointer(e.load(I64, arena, field[f"{key}_slot"]))
-            return e.at(base, field[key])
-
-        buffers = [buffer(key) for key in ("x", "out", "add")]
-        ends = e.pointer(field["ends"])
+        field = Fields(e, CALL.names)
+        buffers = [field.buffer(key) for key in ("x", "out", "add")]
+        ends = field.pointer("ends")
         with e.loop(field["begin"], field["end"]) as group:
             first = e.load_long(I32, ends, group)
             last = e.load_long(I32, ends, e.b.add(group, I64(1)))
             self._group(e, field, group, (first, last), buffers)
 
-    def _group(self, e: Emitter, field: dict[str, Value], group: Value, span: tuple[Value, Value],
+    def _group(self, e: Emitter, field: Fields, group: Value, span: tuple[Value, Value],
                at: list[Value]) -> None:  # fmt: skip
         x, out, add = at
 

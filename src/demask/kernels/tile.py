@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from demask.kernels.activations import activated
-from demask.kernels.emit import BYTE, FLOAT, I16, I32, I64, Emitter, Value, Variable
+from demask.kernels.emit import BYTE, FLOAT, I16, I32, I64, Emitter, Fields, Value, Variable
 from demask.ops.activations import Act
 
 #: a row of a block: where its nonzeros end, times 4, and whether this is the first and the last
@@ -55,16 +55,10 @@ class Tile:
 
     def emit(self, e: Emitter) -> None:
         """k(call, arena)"""
-        call, arena = e.pointer(e.args[0]), e.pointer(e.args[1])
-        places = {key: e.load(I64, call, k) for k, key in enumerate(CALL.names or ())}
-
-        def buffer(key: str) -> Value:
-            base = e.pointer(e.load(I64, arena, places[f"{key}_slot"]))
-            return e.at(base, places[key])
-
-        x, out = buffer("x"), buffer("out")
-        add = out if self.add is None else buffer("add")
-        blocks, records, tiles = (e.pointer(places[k]) for k in ("blocks", "records", "tiles"))
+        places = Fields(e, CALL.names)
+        x, out = places.buffer("x"), places.buffer("out")
+        add = out if self.add is None else places.buffer("add")
+        blocks, records, tiles = (places.pointer(k) for k in ("blocks", "records", "tiles"))
         n = e.variable(I64)
         with e.loop(places["tile_begin"], places["tile_end"]) as tile:
             at = e.at(tiles, e.b.mul(tile, I64(TILE.itemsize)))
@@ -80,7 +74,7 @@ class Tile:
                     self._rows(e, n, at, (x_b, out_t, add_t), places)
 
     def _rows(self, e: Emitter, n: Variable, record: Value, at: tuple[Value, Value, Value],
-              places: dict[str, Value]) -> None:  # fmt: skip
+              places: Fields) -> None:  # fmt: skip
         x, out, add = at
         each = [e.at(record, r * RECORD.itemsize) for r in range(self.side)]
         outs = [e.line(out, e.load_long(I32, one, 1)) for one in each]
@@ -139,8 +133,8 @@ class Tile:
             sum_.set(activated(e, value, self.act))
 
     def _products(self, e: Emitter, begin: Value, end: Value, x: Value,
-                  sums: list[list[Variable]], places: dict[str, Value]) -> None:  # fmt: skip
-        offsets, values = e.pointer(places["offsets"]), e.pointer(places["values"])
+                  sums: list[list[Variable]], places: Fields) -> None:  # fmt: skip
+        offsets, values = places.pointer("offsets"), places.pointer("values")
         with e.loop(begin, end, self.side) as i:
             for r, row in enumerate(sums):
                 place = e.b.add(i, I64(r)) if r else i

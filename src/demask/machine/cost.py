@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 import torch
 
+from demask.machine.roofline import Roofline
 from demask.machine.threads import checked_threads
 from demask.machine.timing import Timing
 
@@ -128,11 +129,11 @@ class Costs:
 
     def analytic(self, question: Question) -> float:
         """overhead + the longer of computing and moving, in this machine's numbers if known."""
-        overhead, matmul, copy = map(self._answer, (SMALLEST, MATMUL, COPY))
-        peak, bandwidth = MATMUL.flops / matmul, COPY.bytes / copy
-        if inf in (overhead, matmul, copy):  # about a server of the last ten years, in float32
-            overhead, peak, bandwidth = 3e-6, 5e10 * self.threads, 1e10
-        return overhead + max(question.flops / peak, question.bytes / bandwidth)
+        call, matmul, copy = map(self._answer, (SMALLEST, MATMUL, COPY))
+        machine = Roofline.typical(self.threads)
+        if inf not in (call, matmul, copy):
+            machine = Roofline(MATMUL.flops / 2 / matmul, COPY.bytes / copy, call)
+        return machine.seconds(question.flops / 2, question.bytes)
 
     def error(self) -> Error:
         """The error of analytic answers, over the questions asked so far that were measured."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from demask.errors import BadInput
-from demask.machine.timing import alternate
+from demask.machine.benchmark import medians
 from demask.pilot.guarantee import Guarantee, compared, guarantee, splits
 from demask.pilot.router import Router, ThresholdRoute
 from demask.pilot.rows import CONFIDENCES, picked, scores
@@ -134,17 +135,10 @@ def _times(
     device = args[0].device
     some = picked(args, torch.arange(count, device=device), rows)
     few = picked(args, torch.arange(max(1, math.ceil(share * count)), device=device), rows)
-    if device.type == "cuda":
-        wait = lambda: torch.cuda.synchronize(device)  # noqa: E731
-    else:
-        wait = lambda: None  # noqa: E731
-    calls = {
-        "pilot": lambda: (pilot(*some), wait()),
-        "full": lambda: (model(*some), wait()),
-        "rest": lambda: (model(*few), wait()),
-    }
-    found = alternate(calls, PAIRS, 1, seconds=SECONDS)
-    return found["pilot"].median, found["full"].median, found["rest"].median
+    calls = {"pilot": partial(pilot, *some), "full": partial(model, *some),
+             "rest": partial(model, *few)}  # fmt: skip
+    taken = medians(calls, device, PAIRS, SECONDS)
+    return taken["pilot"], taken["full"], taken["rest"]
 
 
 def _judged(

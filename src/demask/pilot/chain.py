@@ -20,7 +20,7 @@ from demask.compat.fx_internals import signature_of
 from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.graph.editor import GraphEditor
-from demask.graph.program import Program
+from demask.graph.recorded_run import RecordedRun
 from demask.graph.result import Demasked
 from demask.ops import TABLE, Table, schema
 from demask.pilot.chain_find import Found, behind, found, replaced, without_dropout
@@ -255,24 +255,6 @@ def layers_of(editor: GraphEditor, chain: Found) -> list[Layer]:
     return found
 
 
-class _Watched(fx.Interpreter):
-    """Runs a program and keeps the values of some nodes."""
-
-    def __init__(self, program: Program, wanted: set[fx.Node]):
-        super().__init__(nn.Module(), graph=program.graph)
-        self.constants, self.wanted = program.constants, wanted
-        self.kept: dict[fx.Node, Tensor] = {}
-
-    def fetch_attr(self, target: str) -> Any:
-        return self.constants[target].tensor
-
-    def run_node(self, n: fx.Node) -> Any:
-        made = super().run_node(n)
-        if n in self.wanted:
-            self.kept[n] = made.detach()
-        return made
-
-
 def inputs_of_chains(editor: GraphEditor, chains: Sequence[Found], args: tuple[Any, ...],
                      kwargs: Mapping[str, Any] | None) -> list[Tensor | None]:  # fmt: skip
     """What the chains' inputs are on the example inputs."""
@@ -285,10 +267,10 @@ def values_of(editor: GraphEditor, nodes: Sequence[fx.Node], args: tuple[Any, ..
     """The values of nodes on the example inputs, None of those that do not run."""
     program = replace(editor.program, graph=editor.graph, constants=editor.constants)
     flat = pytree.tree_leaves((args, dict(kwargs or {})))
-    watched = _Watched(program, set(nodes))
+    run = RecordedRun(program, set(nodes))
     holders = len(editor.graph.find_nodes(op="placeholder"))
     if holders != len(flat):
         raise BadInput(f"expected {holders} example inputs, got {len(flat)}")
     with torch.no_grad():
-        watched.run(*flat)
-    return [watched.kept.get(node) for node in nodes]
+        run.run(*flat)
+    return [value if value is None else value.detach() for value in map(run.values.get, nodes)]

@@ -29,10 +29,11 @@ from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.kernels import llvm
 from demask.kernels.llvm import NoPlan
+from demask.kernels.plan_cache import PlanCache, Planned, plans_of
 from demask.ops.own import Own
 from demask.pilot.chain_plan import MODES, Layer, Plan
 from demask.registry import CUSTOM_OPS
-from demask.sparse.op import PLAIN, Kept, kept
+from demask.sparse.op import PLAIN
 
 ROWS = 4  # of x, at most, for plans: more share what they need, and torch multiplies matrices
 
@@ -105,18 +106,15 @@ def chain(x: Tensor, weights: Sequence[Tensor], layers: str) -> Tensor:
     return torch.ops.demask.chain.default(x, weights, layers)
 
 
-class Chains(Kept):
-    """Plans of one chain over one set of weights, by versions of weights and threads."""
+class ChainPlans(PlanCache):
+    """Plans of a chain."""
 
-    @staticmethod
-    def _parsed(text: str) -> Any:
-        return steps(text)
+    parse = staticmethod(steps)
 
-    def one(self, x: Tensor, weights: list[Tensor]) -> Tensor:
+    def run(self, x: Tensor, weights: list[Tensor]) -> Tensor:
         """The output, by a plan or without."""
-        asked = self.versions_of(weights), torch.get_num_threads()
-        held = self.plans.get(asked)
-        plan = (held or self._made(asked, [x], weights))[0]
+        key = self.versions_of(weights), torch.get_num_threads()
+        plan, _ = self.plan(key, [x], weights)
         if plan is None:
             return plain(x, weights, self.text)
         columns = weights[0].shape[1]
@@ -128,7 +126,7 @@ class Chains(Kept):
             return plain(x, weights, self.text)
         return y if x.ndim == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
-    def _planned(self, inputs: list[Tensor], weights: list[Tensor]) -> tuple[Plan | None, tuple]:
+    def new_plan(self, inputs: list[Tensor], weights: list[Tensor]) -> Planned:
         fake(inputs[0], weights, self.text)
         if not llvm.installed():
             return None, ()
@@ -158,9 +156,7 @@ def on_cpu(x: Tensor, weights: list[Tensor], layers: str) -> Tensor:
         return plain(x, weights, layers)
     if any(w.dtype is not torch.float32 for w in weights):
         return plain(x, weights, layers)
-    found = kept(weights, layers, Chains)
-    assert isinstance(found, Chains)
-    return found.one(x, weights)
+    return plans_of(weights, layers, ChainPlans).run(x, weights)
 
 
 def fake(x: Tensor, weights: Sequence[Tensor], layers: str) -> Tensor:

@@ -22,7 +22,7 @@ from demask.machine.memory import parse_memory
 from demask.ops import TABLE, Table
 from demask.pilot.data import MEASURES, ExecutionData
 from demask.pilot.sites import Site, sites_of
-from demask.pilot.stored import Held, Source, outlined
+from demask.pilot.stored import Held, Source, outlined, stored_source
 from demask.pilot.walk import each, flat, walk
 from demask.shrink.pipeline import given
 
@@ -92,8 +92,8 @@ def _read(
         if not isinstance(model, nn.Module) and not is_file:
             raise BadInput("weights in a file are for modules; give the module they belong to")
         held = outlined(model, weights)
-        program = functionalized(capture(held.model, args))
-        return program, held.source(program), _cuts(held.model)
+        program = functionalized(capture(held.slim, args))
+        return program, stored_source(held, program), _cuts(held.slim)
     network: Any = read_model(model) if is_file else model  # type: ignore[arg-type]
     program = given(network, args, {}, None)
     return program, Held(program), _cuts(network)

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.box import SIMPLE_HEAD
-from rich.table import Table as TextTable
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
@@ -25,11 +23,11 @@ from demask.pilot.layers import layers_of
 from demask.pilot.simplify import Simplifier, simplifier
 from demask.pilot.sites import Site, sites_of, zeroed
 from demask.pilot.stored import Held
-from demask.pilot.tables import as_lines
 from demask.pilot.walk import each, flat, walk
 from demask.shrink.finished import finished
 from demask.shrink.measure import sizes_of
 from demask.shrink.pipeline import given
+from demask.text_table import as_lines, number_table
 
 DEFAULT = ("bits:8", "bits:4", "exponents", "rank:0.5", "channels:0.5", "downsample:2")
 WIDTH = 112
@@ -83,18 +81,16 @@ class Comparison:
         return found
 
     def __str__(self) -> str:
-        table = TextTable("simplifier", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
         heads = ("same class", "error", "correlation", "zeros: precision", "recall", "weights",
                  "MACs", "speed")  # fmt: skip
+        table = number_table("simplifier", *heads, pad_edge=False)
         table.columns[0].no_wrap = True
-        for head in heads:
-            table.add_column(head, justify="right")
         speed = "1 ×" if self.timing else "–"
         table.add_row("(full)", "", "", "", "", "", human(self.weight_bytes), f"{self.macs:.3g}",
                       speed)  # fmt: skip
         for row in self.rows:
             table.add_row(row.by, *([] if row.refused else _cells(row)))
-        lines = as_lines(table, WIDTH)
+        lines = as_lines(table, width=WIDTH)
         zeros = "" if self.zeros is None else f"; {_percent(self.zeros)} zeros behind ReLU"
         lines.append(f"{self.inputs} inputs{zeros}")
         return "\n".join(

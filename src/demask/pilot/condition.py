@@ -8,7 +8,7 @@ was done to each layer. It was timed beside the model, in turns, and is never th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import median
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from demask.errors import BadInput
 from demask.failures import public
 from demask.graph.copying import structural_copy
-from demask.machine.compare import ALLOWED, PAIRS, lower_bound
+from demask.machine.benchmark import ALLOWED, PAIRS
 from demask.machine.timing import sampled
 from demask.ops import TABLE, Table
 from demask.pilot.chain import Certified, Columns
@@ -30,6 +30,7 @@ from demask.pilot.regions import Regions
 from demask.pilot.route import Route
 from demask.pilot.simplify import Simplifier
 from demask.pilot.supports import Constant, Precision, Skip, Value
+from demask.tune.race import speed_of
 
 KINDS = (Columns, Certified, Skip, Constant, Value, Precision, Order, Route, Regions)
 CHOSEN = (Skip, Constant, Value, Precision, Route)  # whose knob a guarantee chooses
@@ -123,14 +124,12 @@ def slower(
     """Why a conditioned module may be slower than the model, in turns; "" where it is not."""
     args, kwargs = example
     given = _eval(model)
-    contenders = {"given": lambda: given(*args, **kwargs), "result": lambda: made(*args, **kwargs)}
+    calls = {"given": partial(given, *args, **kwargs), "result": partial(made, *args, **kwargs)}
     with torch.no_grad():
-        taken = sampled(contenders, PAIRS, WARMUP, clock=clock)
-    least = lower_bound(taken["given"], taken["result"])
-    if least >= ALLOWED:
+        speed = speed_of(**sampled(calls, PAIRS, WARMUP, clock=clock))
+    if speed.least >= ALLOWED:
         return ""
-    ratio = median(taken["given"]) / median(taken["result"])
-    return (f"conditioned it may be slower (ratio {ratio:.2f}, at least {least:.2f}); "
+    return (f"conditioned it may be slower (ratio {speed.ratio:.2f}, at least {speed.least:.2f}); "
             "check=False (--unchecked) gives it all the same")  # fmt: skip
 
 

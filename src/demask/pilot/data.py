@@ -16,8 +16,6 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -26,11 +24,10 @@ from demask.files.atomic import write
 from demask.files.bounded import parse_json
 from demask.machine.memory import human
 from demask.pilot.plot import draw
-from demask.pilot.tables import as_lines
+from demask.text_table import as_lines, number_table
 
 FORMAT = "demask execution data 1"
 MEASURES = ("mean", "max")
-WIDTH = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +103,11 @@ class ExecutionData:
         draw(self.magnitudes, self.grids, title, Path(path))
 
     def __str__(self) -> str:
-        table = Table("layer", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-        for column in ("inputs", f"{self.per}s", "mean", "least", "most", "zero"):
-            table.add_column(column, justify="right")
+        heads = ("inputs", f"{self.per}s", "mean", "least", "most", "zero")
+        table = number_table("layer", *heads, pad_edge=False)
         for name, found in self.magnitudes.items():
             table.add_row(name, *_cells(found))
-        lines = as_lines(table, WIDTH)
+        lines = as_lines(table)
         slices = f"; {self.slices} slices, weights held: {human(self.held)}"
         words = f"{self.measure} |value| per {self.per}, of {self.source}"
         return "\n".join([*lines, words + (slices if self.slices > 1 else "")])

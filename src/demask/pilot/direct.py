@@ -26,9 +26,9 @@ from demask.compat.dispatch import (
 from demask.compat.fx_internals import signature_of
 from demask.compat.modules import has_any_global_hook
 from demask.kernels.llvm import NoPlan
+from demask.kernels.plan_cache import plans_of
 from demask.kernels.probe import Probe
-from demask.pilot.chain_op import CHAIN, ROWS, Chains
-from demask.sparse.op import kept
+from demask.pilot.chain_op import CHAIN, ROWS, ChainPlans
 
 Call = Callable[..., Any]
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -98,10 +98,10 @@ class Direct:
         tensors = [weight.tensor for weight in weights]
         if not all(w.is_contiguous() and not w.is_inference() for w in tensors):
             return None
-        chains, threads = kept(tensors, str(program), Chains), torch.get_num_threads()
-        plan, _ = chains.plans.get((chains.versions_of(tensors), threads), (None, ()))
+        plans, threads = plans_of(tensors, str(program), ChainPlans), torch.get_num_threads()
+        plan, _ = plans.plans.get((plans.versions_of(tensors), threads), (None, ()))
         trained = any(w.requires_grad for w in tensors)
-        return plan and cls(plan, chains.probe, weights, x.shape, threads, trained)
+        return plan and cls(plan, plans.probe, weights, x.shape, threads, trained)
 
     def __call__(self, network: nn.Module, x: Any) -> Tensor | None:
         """The output; None if this call must go through the graph."""

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from functools import partial
+from itertools import cycle
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -31,6 +32,7 @@ from demask.graph.editor import GraphEditor
 from demask.machine.cost import Costs
 from demask.machine.describe import machine as described
 from demask.machine.threads import checked_threads, set_threads
+from demask.machine.timing import sampled
 from demask.ops import TABLE, Table
 from demask.pilot.chain import GAIN, Picked, choose, inputs_of_chains, layers_of, values_of
 from demask.pilot.chain_find import Found, found, without_dropout
@@ -40,10 +42,10 @@ from demask.pilot.condition import condition_of
 from demask.pilot.conditioned import text
 from demask.pilot.cost import NOMINAL, Machine, Reads, Uses, held, measured
 from demask.pilot.order_graph import Order
-from demask.pilot.tables import as_lines
 from demask.shrink.finished import finished
 from demask.shrink.pipeline import given
 from demask.sparse.tape import NoPlan
+from demask.text_table import as_lines
 
 Pair = tuple[str, str]  # a pilot's text, "" for none; a condition's text
 CANDIDATES: tuple[Pair, ...] = (
@@ -108,7 +110,7 @@ class Explanation:
             )  # fmt: skip
         head = (f"{self.summary}. As it is: {self.seconds * 1e3:.3f} ms, {self.inputs} inputs, "
                 f"{self.threads} threads, {self.machine}")  # fmt: skip
-        return "\n".join([head, *as_lines(table, 140)])
+        return "\n".join([head, *as_lines(table, width=140)])
 
 
 @public
@@ -262,26 +264,22 @@ def _timed(
     chains: Sequence[_Chain], clock: Callable[[], float],
 ) -> tuple[float, list[float], float]:  # fmt: skip
     """Median seconds of the network, of each chain in torch, and of what is in no chain."""
-    whole, each, other = [], [[] for _ in chains], []
-    for k in range(CALLS + WARMUP):
-        args = inputs[k % len(inputs)]
-        looks = [clock()]
-        model(*args)
-        looks.append(clock())
-        if rest is not None:
-            rest(*args)
-        looks.append(clock())
-        for chain in chains:
-            if chain.came:
-                _plain(chain.layers, chain.came[k % len(chain.came)])
-            looks.append(clock())
-        taken = [b - a for a, b in pairwise(looks)]
-        whole.append(taken[0])
-        other.append(taken[1] if rest is not None else 0.0)
-        for one, seconds in zip(each, taken[2:], strict=True):
-            one.append(seconds)
-    middle = [median(one[WARMUP:]) for one in (whole, other, *each)]
-    return middle[0], middle[2:], middle[1]
+    calls = {"whole": _cycled(model, inputs)}
+    if rest is not None:
+        calls["rest"] = _cycled(rest, inputs)
+    for k, chain in enumerate(chains):
+        if chain.came:
+            calls[f"{k}"] = _cycled(partial(_plain, chain.layers), [(x,) for x in chain.came])
+    samples = sampled(calls, CALLS, WARMUP, clock=clock)
+    taken = {name: median(one) for name, one in samples.items()}
+    each = [taken.get(f"{k}", 0.0) for k in range(len(chains))]
+    return taken["whole"], each, taken.get("rest", 0.0)
+
+
+def _cycled(call: Callable[..., Any], inputs: Sequence[tuple[Any, ...]]) -> Callable[[], Any]:
+    """A call on one input after the other."""
+    turns = cycle(inputs)
+    return lambda: call(*next(turns))
 
 
 def _flops(model: nn.Module, inputs: Sequence[tuple[Any, ...]]) -> float:

@@ -32,11 +32,11 @@ from torch import Tensor, nn
 from demask.errors import BadInput
 from demask.kernels import llvm
 from demask.kernels.llvm import NoPlan
+from demask.kernels.plan_cache import ChangeCounter
 from demask.kernels.probe import Probe
 from demask.pilot.chain_op import ROWS
 from demask.pilot.order_plan import Chosen, Estimated, packed, unfit
 from demask.pilot.rounding import Bits, quantized
-from demask.sparse.op import Copies
 
 DEFAULT = Bits(4, 64)
 BLOCK_BYTES = 2**20  # of weights between two looks at the clock
@@ -271,7 +271,7 @@ class Ordered(nn.Module):
         super().__init__()
         self.biased, self.bits, self.limit = biased, bits, limit
         self.last: Done | None = None
-        self._copies = Copies()
+        self._changes = ChangeCounter()
         self._kept: tuple[Any, list[Tensor], Callable[[], bool], Chain] | None = None
 
     def forward(self, x: Tensor, *tensors: Tensor) -> Tensor:
@@ -288,7 +288,7 @@ class Ordered(nn.Module):
         does not count, those of most of a weight are seen (`kernels.probe`)."""
         flat = [t for pair in pairs for t in pair if t is not None]
         if any(t.is_inference() for t in flat):
-            key: Any = self._copies.edition(flat)
+            key: Any = self._changes.edition(flat)
         else:
             key = tuple((id(t), t.data_ptr(), t._version) for t in flat)
         if self._kept is None or self._kept[0] != key or not self._kept[2]():
@@ -311,11 +311,11 @@ class Ordered(nn.Module):
         return fits and x.numel() > 0 and bool(x.isfinite().all())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_kept": None, "_copies": None}
+        return {**super().__getstate__(), "_kept": None, "_changes": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._copies = Copies()
+        self._changes = ChangeCounter()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ordered:
         return Ordered(self.biased, self.bits, self.limit).train(self.training)

@@ -2,7 +2,7 @@
 
 A file begins as a safetensors file does: eight bytes, little-endian, with the length of a JSON
 document, and the document. Its data begins at the next page. What comes first is small and always
-wanted (biases, statistics: `Section`s, read in one go); an optional plane of int8 weights; then the
+wanted (biases, statistics: sections, read in one go); an optional plane of int8 weights; then the
 packets, each at the start of a page, highest priority first. Packets may lie in several files
 (shards) in one folder: an address is a file and a page of it.
 
@@ -39,17 +39,11 @@ import torch
 
 from demask.errors import BadInput, RefusedFile
 from demask.files.bounded import parse_json
+from demask.files.weight_file import DTYPES, MAX_HEADER_BYTES, NAMES, StoredTensor
 
 FORMAT, VERSION, PAGE = "demask.packets", 1, 4096
-MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 HEADER = struct.Struct("<ffifIII")  # and the CRC
 HEADER_BYTES = HEADER.size + 4
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 COLUMNS = np.dtype(
     [("tensor", "i8"), ("first", "i8"), ("count", "i8"), ("file", "i8"), ("page", "i8"),
      ("priority", "f4"), ("crc", "u4")]
@@ -76,20 +70,6 @@ class Marker:
         return HEADER.pack(
             self.priority, self.norm, self.exponent, self.scale, self.tensor, self.first, self.count
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """A tensor that lies in one piece: its byte in the data of the first file."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +101,13 @@ class Blocked:
 @dataclass(frozen=True, slots=True)
 class Index:
     """What a packet file holds and where. packets: a structured array (`COLUMNS`), one entry per
-    packet in order of priority, pages counted from the start of the data of its file. shards: the
+    packet in order of priority, pages counted from the start of the data of its file. sections:
+    tensors in one piece, offsets counted from the start of the data of the first file. shards: the
     names of further files, number 1 and on, with their sizes in pages of data. rest: bytes and CRC
     of all sections together. aliases: further names of tensors (tied weights)."""
 
     tensors: tuple[Blocked, ...]
-    sections: tuple[Section, ...]
+    sections: tuple[StoredTensor, ...]
     rest: tuple[int, int]
     packets: Array
     shards: tuple[str, ...] = ()
@@ -280,10 +261,10 @@ def _shape(name: str, kind: Any, shape: Any) -> tuple[torch.dtype, tuple[int, ..
     return DTYPES[kind], tuple(shape)
 
 
-def _section(name: str, entry: Any) -> Section:
+def _section(name: str, entry: Any) -> StoredTensor:
     match entry:
         case {"dtype": kind, "shape": shape, "offset": offset} if len(entry) == 3:
-            return Section(name, *_shape(name, kind, shape), _natural(offset))
+            return StoredTensor(name, *_shape(name, kind, shape), _natural(offset))
         case _:
             raise _Wrong(f"tensor {name!r:.80} is not understood: {entry!r:.80}")
 

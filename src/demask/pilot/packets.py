@@ -24,17 +24,16 @@ from torch import Tensor, nn
 from demask.errors import BadInput
 from demask.failures import public
 from demask.files import atomic
+from demask.files.weight_file import DTYPES, StoredTensor
 from demask.machine.memory import parse_memory
 from demask.pilot.packet_index import (
     COLUMNS,
-    DTYPES,
     HEADER_BYTES,
     PAGE,
     Array,
     Blocked,
     Index,
     Marker,
-    Section,
     framed,
     is_plain,
 )
@@ -179,11 +178,11 @@ def _numbers(values: Tensor, name: str, rows: int) -> Array:
     return made
 
 
-def _sections(plain: Mapping[str, Tensor]) -> Iterator[Section]:
+def _sections(plain: Mapping[str, Tensor]) -> Iterator[StoredTensor]:
     end = 0
     for name, tensor in plain.items():
         end += -end % 8
-        section = Section(name, tensor.dtype, tuple(tensor.shape), end)
+        section = StoredTensor(name, tensor.dtype, tuple(tensor.shape), end)
         yield section
         end += section.nbytes
 
@@ -298,7 +297,7 @@ def _put(file: BinaryIO, offset: int, data: bytes) -> None:
 
 
 def _put_sections(
-    file: BinaryIO, start: int, sections: tuple[Section, ...], plain: Mapping[str, Tensor]
+    file: BinaryIO, start: int, sections: tuple[StoredTensor, ...], plain: Mapping[str, Tensor]
 ) -> int:
     """Write the tensors beside the packets; the CRC of them all."""
     data = bytearray()

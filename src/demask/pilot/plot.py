@@ -22,13 +22,13 @@ MOST = 60  # panels
 DOTS = 160  # per inch, where the format has dots
 
 
-def check_installed() -> None:
-    """Raise BadInput where matplotlib, which is an extra, is not there."""
+def check_installed(what: str = "a picture") -> None:
+    """Raise BadInput where matplotlib, which is an extra, is not installed. what: needs it."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise BadInput(
-            f'a picture needs matplotlib ({error}): pip install "demask[plot]", or leave it out'
+            f'{what} needs matplotlib ({error}): pip install "demask[plot]", or leave it out'
         ) from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
 from demask.graph.copying import structural_copy
-from demask.machine.timing import alternate
+from demask.machine.benchmark import medians
 from demask.ops import Table
 from demask.pilot.conditioned import Conditioned, Decision, text
 from demask.pilot.queue import Queue
@@ -210,15 +211,14 @@ def _slow(router: Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         return ""
     made = router.pilot(*args, **kwargs)
     rows, unsure = len(scores(made)), router.unsure(made)
-    calls = {"pilot": lambda: router.pilot(*args, **kwargs),
-             "full": lambda: router.full(*args, **kwargs)}  # fmt: skip
+    calls = {"pilot": partial(router.pilot, *args, **kwargs),
+             "full": partial(router.full, *args, **kwargs)}  # fmt: skip
     known = rows >= ENOUGH
     if known and len(unsure):
         some = picked((args, kwargs), unsure, rows)
-        calls["rest"] = lambda: router.full(*some[0], **some[1])
-    found = alternate(calls, PAIRS, 1, seconds=SECONDS)
-    pilot, full = found["pilot"].median, found["full"].median
-    rest = found["rest"].median if "rest" in found else 0.0
+        calls["rest"] = partial(router.full, *some[0], **some[1])
+    taken = medians(calls, scores(made).device, PAIRS, SECONDS)
+    pilot, full, rest = taken["pilot"], taken["full"], taken.get("rest", 0.0)
     if pilot + rest < full:
         return ""
     share = f" and {len(unsure)} of {rows} rows in full {1e3 * rest:.3g} ms" if rest else ""

@@ -22,7 +22,7 @@ from demask.pilot.channels import Channels
 from demask.pilot.downsample import Downsample
 from demask.pilot.lowrank import LowRank
 from demask.pilot.rounding import Bits, Exponents
-from demask.shrink.device import CPU, device_of, moved, on_cpu
+from demask.shrink.device import through_cpu
 from demask.shrink.pipeline import given
 
 
@@ -67,11 +67,9 @@ def simplify(
     True
     """
     chosen = simplifier(by)
-    if (device := device_of(model, args, kwargs)) != CPU:
-        copy, examples, kept = on_cpu(model, args, kwargs)
-        made = simplify(copy, examples, kept, by=chosen, dynamic_shapes=dynamic_shapes, table=table)
-        moved(made, device)
-        return made
+    rest = {"by": chosen, "dynamic_shapes": dynamic_shapes, "table": table}
+    if (elsewhere := through_cpu(simplify, model, args, kwargs, **rest)) is not None:
+        return elsewhere
     return chosen.applied(Analysis(given(model, args, kwargs, dynamic_shapes), table))
 
 

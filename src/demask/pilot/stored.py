@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from demask.errors import BadInput
-from demask.files.archive import outline
-from demask.graph.copying import structural_copy
+from demask.files.archive import Outline, outline
+from demask.files.weight_file import StoredTensor, WeightFile, with_weights
 from demask.graph.program import Program
-from demask.traverse.weights import Stored, WeightFile
 
 
 class Source(Protocol):
@@ -55,7 +53,7 @@ class Filed:
 
     program: Program
     file: WeightFile
-    places: Mapping[str, tuple[Stored, tuple[int, ...]]]
+    places: Mapping[str, tuple[StoredTensor, tuple[int, ...]]]
 
     def nbytes(self, name: str) -> int:
         held = self.places.get(name)
@@ -72,77 +70,29 @@ class Filed:
         return self.file.tensor(stored).permute(back)
 
 
-@dataclass(frozen=True, slots=True)
-class Outlined:
-    """A network with hollow tensors, and where those of each name lie."""
-
-    model: nn.Module
-    file: WeightFile
-    places: Mapping[str, tuple[Stored, tuple[int, ...]]]
-
-    def source(self, program: Program) -> Filed:
-        """Where the constants of the captured program come from."""
-        found = {}
-        for key, constant in program.constants.items():
-            names = (key, constant.name, *constant.aliases)
-            name = next((n for n in names if n in self.places), None)
-            if name is not None:
-                found[key] = self.places[name]
-        return Filed(program, self.file, found)
+def stored_source(network: Outline, program: Program) -> Filed:
+    """Where the constants of a program come from that was captured from an outlined network."""
+    found = {}
+    for key, constant in program.constants.items():
+        names = (key, constant.name, *constant.aliases)
+        name = next((n for n in names if n in network.places), None)
+        if name is not None:
+            found[key] = network.places[name]
+    return Filed(program, network.file, found)
 
 
-def outlined(model: nn.Module | str | os.PathLike[str], weights: Any) -> Outlined:
+def outlined(model: nn.Module | str | os.PathLike[str], weights: Any) -> Outline:
     """A network and its file: a .demask archive, or a module and a .safetensors file of its names.
 
     BadInput where the file does not fit; RefusedFile.
     """
     if isinstance(model, nn.Module):
-        return _with_file(model, WeightFile.read(weights))
+        file = WeightFile.read(weights)
+        copy, places = with_weights(model, file, StoredTensor.hollow)
+        orders = {name: (t, tuple(range(len(t.shape)))) for name, t in places.items()}
+        return Outline(copy, file, orders)
     path = Path(model)
     if path.suffix == ".pt2":
         raise BadInput(f"{path}: a .pt2 is read as a whole; to run it slice by slice, write it "
                        "as .demask once: demask.save(demask.demask(program), path)")  # fmt: skip
-    found = outline(path)
-    file = WeightFile.read(path, found.start)
-    places = {name: (file.tensors[key], order) for name, (key, order) in found.stored.items()}
-    return Outlined(found.slim, file, places)
-
-
-def _with_file(model: nn.Module, file: WeightFile) -> Outlined:
-    """A copy of the module whose tensors are hollow where the file has them."""
-    copy, places = structural_copy(model, share=True), {}
-    made: dict[int, Any] = {}
-    for path, module in copy.named_modules(remove_duplicate=False):
-        pools: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for slots in pools:
-            for leaf, tensor in list(slots.items()):
-                name = f"{path}.{leaf}".lstrip(".")
-                stored = file.tensors.get(name)
-                if tensor is None or stored is None:
-                    continue
-                _check(file, name, stored, tensor)
-                places[name] = (stored, tuple(range(len(stored.shape))))
-                slots[leaf] = made.setdefault(id(tensor), _hollow(tensor, stored))
-    _check_all(copy, file)
-    return Outlined(copy, file, places)
-
-
-def _hollow(tensor: Tensor, stored: Stored) -> Tensor:
-    made = torch.zeros((), dtype=stored.dtype).expand(stored.shape)
-    return nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
-
-
-def _check(file: WeightFile, name: str, stored: Stored, tensor: Tensor) -> None:
-    if stored.shape != tuple(tensor.shape) or stored.dtype != tensor.dtype:
-        raise BadInput(
-            f"{file.path}: expected {name!r} to be {tuple(tensor.shape)} of {tensor.dtype}, as in "
-            f"the model, got {stored.shape} of {stored.dtype}"
-        )
-
-
-def _check_all(copy: nn.Module, file: WeightFile) -> None:
-    """Raise BadInput for a tensor on the meta device that the file does not have."""
-    for name, tensor in (*copy.named_parameters(), *copy.named_buffers()):
-        if tensor.is_meta:
-            raise BadInput(f"{file.path}: expected a tensor {name!r}, which the model has on the "
-                           "meta device only; write it to the file too")  # fmt: skip
+    return outline(path)

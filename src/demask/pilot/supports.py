@@ -42,7 +42,27 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class Skip:
+class _Selective:
+    """The parameters of all: which positions are computed, of which layers."""
+
+    name: ClassVar[str]
+    keep: float | None = None
+    threshold: float | None = None
+    layers: str = "*"
+
+    def __post_init__(self) -> None:
+        name, keep, threshold = self.name, self.keep, self.threshold
+        if (keep is None) == (threshold is None):
+            raise BadInput(f"expected {name} with one of keep and threshold, such as '{name}:0.5' "
+                           f"or '{name}:threshold=0.1'")  # fmt: skip
+        if keep is not None and not 0 < keep <= 1:
+            raise BadInput(f"expected a share above 0, at most 1, for keep of {name}, found {keep}")
+        if threshold is not None and not threshold >= 0:
+            raise BadInput(f"expected a threshold of 0 or more of {name}, found {threshold}")
+
+
+@dataclass(frozen=True, slots=True)
+class Skip(_Selective):
     """Positions that the pilot finds unimportant are not computed: they are 0.
 
     keep: the share of each layer's positions that is computed, the most important ones. threshold:
@@ -57,12 +77,6 @@ class Skip:
     """
 
     name: ClassVar[str] = "skip"
-    keep: float | None = None
-    threshold: float | None = None
-    layers: str = "*"
-
-    def __post_init__(self) -> None:
-        _check(self.name, self.keep, self.threshold)
 
     def applied(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
@@ -73,7 +87,7 @@ class Skip:
 
 
 @dataclass(frozen=True, slots=True)
-class Constant:
+class Constant(_Selective):
     """Positions that the pilot finds unimportant are a constant.
 
     keep, threshold, layers: as of `Skip`. value: a number, or "mean": of each position over the
@@ -81,13 +95,10 @@ class Constant:
     """
 
     name: ClassVar[str] = "constant"
-    keep: float | None = None
-    threshold: float | None = None
-    layers: str = "*"
     value: float | str = "mean"
 
     def __post_init__(self) -> None:
-        _check(self.name, self.keep, self.threshold)
+        _Selective.__post_init__(self)
         if isinstance(self.value, str) and self.value != "mean":
             raise BadInput(f"expected a number or 'mean' for value, found {self.value!r}")
 
@@ -104,7 +115,7 @@ class Constant:
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class Value(_Selective):
     """Positions that the pilot finds unimportant keep the pilot's own value.
 
     keep, threshold, layers: as of `Skip`. The pilot runs on the live input, and makes values of the
@@ -112,12 +123,6 @@ class Value:
     """
 
     name: ClassVar[str] = "value"
-    keep: float | None = None
-    threshold: float | None = None
-    layers: str = "*"
-
-    def __post_init__(self) -> None:
-        _check(self.name, self.keep, self.threshold)
 
     def applied(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
@@ -128,7 +133,7 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Precision:
+class Precision(_Selective):
     """Positions that the pilot finds unimportant are computed with weights of fewer bits.
 
     keep, threshold, layers: as of `Skip`. bits: of the others' weights, as of `Bits`. The layer
@@ -137,13 +142,10 @@ class Precision:
     """
 
     name: ClassVar[str] = "precision"
-    keep: float | None = None
-    threshold: float | None = None
-    layers: str = "*"
     bits: int = 8
 
     def __post_init__(self) -> None:
-        _check(self.name, self.keep, self.threshold)
+        _Selective.__post_init__(self)
         if not 1 <= self.bits <= 16:
             raise BadInput(f"expected 1 to 16 bits, found {self.bits}")
 
@@ -156,16 +158,6 @@ class Precision:
 
 
 Kind = Skip | Constant | Value | Precision
-
-
-def _check(name: str, keep: float | None, threshold: float | None) -> None:
-    if (keep is None) == (threshold is None):
-        raise BadInput(f"expected {name} with one of keep and threshold, such as '{name}:0.5' or "
-                       f"'{name}:threshold=0.1'")  # fmt: skip
-    if keep is not None and not 0 < keep <= 1:
-        raise BadInput(f"expected a share above 0, at most 1, for keep of {name}, found {keep}")
-    if threshold is not None and not threshold >= 0:
-        raise BadInput(f"expected a threshold of 0 or more of {name}, found {threshold}")
 
 
 class _Draft:

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor, fx
 
+from demask.machine.roofline import TWO_CORES
 from demask.pilot.rectangles import Rectangle
 from demask.traverse.ends import tensor_sink, tensor_source
 from demask.traverse.flow import Flow
 from demask.traverse.layout import step_macs, tile_at, value_bytes
 from demask.traverse.memory import memory
-from demask.traverse.planner import CALL, MACS, NEAR
 from demask.traverse.run import fresh
 from demask.traverse.schedule import Step, at_once, banded, ends_of
 from demask.traverse.stage import Stage, staged
@@ -90,8 +90,8 @@ class Windows:
             held, share = step[unit.value], 1 / max(self._positions(unit.value), 1)
             moved += 2 * value_bytes(unit.value) * share * _positions(held.made, held.columns)
         bands = -(-(where.bottom - where.top) // self.band(where))
-        calls = bands * len(self.main.units)
-        return step_macs(self.main, step) / MACS + moved / NEAR + calls * CALL
+        calls, at = bands * len(self.main.units), TWO_CORES
+        return step_macs(self.main, step) / at.macs + moved / at.near + calls * at.call
 
     def band(self, where: Rectangle) -> int:
         """Rows of a rectangle to make at a time, so that what one call reads and writes stays in

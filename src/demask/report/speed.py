@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from rich.box import SIMPLE_HEAD
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from demask.graph.provenance import GIVEN, WHOLE, Decision, Speed
+from demask.text_table import number_table
 
 NAMED = 3  # places named per row
 
@@ -71,8 +71,7 @@ def choices(decisions: Sequence[Decision]) -> list[Choice]:
 
 
 def _whole(decision: Decision) -> Table:
-    table = Table("the network in each form", box=SIMPLE_HEAD, show_edge=False)
-    table.add_column("ms", justify="right")
+    table = number_table("the network in each form", "ms")
     for form, taken in sorted(decision.seconds.items(), key=lambda row: row[1]):
         word = f"{form} (returned)" if form == decision.chosen else form
         table.add_row(word, f"{1e3 * taken:.2f}")
@@ -80,9 +79,7 @@ def _whole(decision: Decision) -> Table:
 
 
 def _pieces(found: Sequence[Choice]) -> Table:
-    table = Table("pieces, asked one by one", box=SIMPLE_HEAD, show_edge=False)
-    for column in ("how many", "ms", "ms in the next best form"):
-        table.add_column(column, justify="right")
+    table = number_table("pieces, asked one by one", "how many", "ms", "ms in the next best form")
     table.add_column("where")
     for choice in found:
         more = choice.pieces - NAMED

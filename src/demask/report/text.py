@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from io import StringIO
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from demask.report.speed import returned, speed_parts
 from demask.report.values import Decline, ReportValues
+from demask.text_table import as_text, number_table
 
-WIDTH = 100
 ROWS = 20  # modules and reasons shown in the text; `to_dict` and `to_html` hold them all
 PLACES = 3  # places named per reason
 PARTS = 12  # parts named that are graphs
@@ -31,16 +29,7 @@ EFFECTS = {
 
 def render(report: ReportValues) -> str:
     """The report as text: sizes, then what went, the ops that keep shapes, and what stayed."""
-    return as_text(_parts(report))
-
-
-def as_text(parts: Iterable[RenderableType]) -> str:
-    """These rich renderables as one plain string, without colours or trailing blanks."""
-    console = Console(file=StringIO(), width=WIDTH, color_system=None, legacy_windows=False)
-    with console.capture() as capture:
-        for part in parts:
-            console.print(part)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines()).strip("\n")
+    return as_text(*_parts(report))
 
 
 def sizes_rows(report: ReportValues) -> list[tuple[str, str, str, str]]:
@@ -114,17 +103,14 @@ def _parts(report: ReportValues) -> Iterable[RenderableType]:
 
 
 def _sizes_table(report: ReportValues) -> Table:
-    table = Table("", box=SIMPLE_HEAD, show_edge=False)
-    for column in ("before", "after", "kept"):
-        table.add_column(column, justify="right")
+    table = number_table("", "before", "after", "kept")
     for row in sizes_rows(report):
         table.add_row(*row)
     return table
 
 
 def _removed_table(report: ReportValues) -> Table:
-    table = Table("module", box=SIMPLE_HEAD, show_edge=False)
-    table.add_column("parameters removed", justify="right")
+    table = number_table("module", "parameters removed")
     for module, count in list(report.removed.items())[:ROWS]:
         table.add_row(Text(module or "(the model itself)"), f"{count:,}")
     if len(report.removed) > ROWS:
@@ -139,8 +125,7 @@ def sparse_rows(report: ReportValues) -> list[tuple[str, str]]:
 
 
 def _sparse_table(report: ReportValues) -> Table:
-    table = Table("computed by their nonzeros alone", box=SIMPLE_HEAD, show_edge=False)
-    table.add_column("weights stored", justify="right")
+    table = number_table("computed by their nonzeros alone", "weights stored")
     rows = sparse_rows(report)
     for name, stored in rows[:ROWS]:
         table.add_row(Text(name), stored)

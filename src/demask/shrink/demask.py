@@ -21,7 +21,7 @@ from demask.graph.restore import originals_of
 from demask.graph.result import build
 from demask.ops import TABLE, Table
 from demask.shrink.check import checked, unlike
-from demask.shrink.device import CPU, device_of, moved, on_cpu, on_device
+from demask.shrink.device import CPU, on_device, through_cpu
 from demask.shrink.own_class import (
     Place,
     changed_numbers,
@@ -85,11 +85,9 @@ def demask(
         return _demask_modules(
             model, args, kwargs, dynamic_shapes, modules, table, check, masks, result
         )
-    if (device := device_of(model, args, kwargs)) != CPU:
-        copy, examples, kept = on_cpu(model, args, kwargs)
-        rest = {"table": table, "check": check, "masks": on_device(masks, CPU), "result": result}
-        slim = demask(copy, examples, kept, dynamic_shapes=dynamic_shapes, **rest)
-        moved(slim, device)
+    rest = {"dynamic_shapes": dynamic_shapes, "table": table, "check": check, "result": result}
+    slim = through_cpu(demask, model, args, kwargs, masks=on_device(masks, CPU), **rest)
+    if slim is not None:
         return slim
     call = _Call(model, args, kwargs, dynamic_shapes, table, masks)
     differs: CaptureDiffers | None = None

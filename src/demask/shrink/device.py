@@ -5,6 +5,7 @@ What is known of values is computed on the CPU, so a copy of the network goes th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,6 +53,16 @@ def on_cpu(
         lambda leaf: leaf.to(CPU) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
     )
     return copy, args, kwargs
+
+
+def through_cpu(
+    function: Callable[..., nn.Module], model: Any, args: Any, kwargs: Any, **options: Any
+) -> Any:
+    """The result of a function of networks for one on another device: computed for a copy on the
+    CPU, then moved there. None for a network on the CPU."""
+    if (device := device_of(model, args, kwargs)) == CPU:
+        return None
+    return moved(function(*on_cpu(model, args, kwargs), **options), device)
 
 
 def on_device(tree: Any, device: torch.device) -> Any:

@@ -6,7 +6,7 @@ proved elsewhere (`Proof`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from demask.graph.copying import structural_copy
-from demask.graph.program import Program
+from demask.graph.recorded_run import RecordedRun
 from demask.graph.resize import put_module
 from demask.shrink.check import call
 from demask.shrink.proof import Proof, Unlike
@@ -68,28 +68,10 @@ class _Probe(nn.Module):
         return self._function[0](args, kwargs)
 
 
-class _RecordedRun(fx.Interpreter):
-    """Runs a program and remembers some of its values."""
-
-    def __init__(self, program: Program, wanted: Collection[fx.Node]) -> None:
-        super().__init__(nn.Module(), graph=program.graph)
-        self._constants, self._wanted = program.constants, wanted
-        self.values: dict[fx.Node, Any] = {}
-
-    def fetch_attr(self, target: str) -> Tensor:
-        return self._constants[target].tensor
-
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        if n in self._wanted:
-            self.values[n] = value
-        return value
-
-
 def _values_at(regions: Sequence[Region], proof: Proof) -> dict[fx.Node, Any]:
     """What goes in and out of regions, for the example."""
     wanted = {node for region in regions for node in (*region.inputs, *region.outputs)}
-    run = _RecordedRun(proof.after, wanted)
+    run = RecordedRun(proof.after, wanted)
     call(run.run, (tuple(pytree.tree_leaves(proof.inputs)), {}))
     return run.values
 

@@ -6,7 +6,6 @@ values may change from call to call.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from demask.errors import BadInput
+from demask.kernels.plan_cache import TensorCache, identity, version
 from demask.sparse.dense import check_indices
 from demask.sparse.matrix import Rows, row_of
 
@@ -237,7 +237,7 @@ class Form:
         return self._made["col"]
 
 
-_FORMS: dict[Any, tuple[tuple[int, ...], Form]] = {}  # by indices: their versions then, the form
+FORMS: TensorCache[tuple[tuple[int, ...], Form]] = TensorCache()  # versions of indices, form
 
 
 def form_of(m: Rows) -> Form:
@@ -247,27 +247,14 @@ def form_of(m: Rows) -> Form:
     There may be any number: a recorded CUDA graph reads the forms of its matrices.
     """
     parts = [t for t in (m.crow, m.col, m.names) if t is not None]
-    who = [(id(t.untyped_storage()), t.data_ptr(), t.shape, t.stride(), t.dtype) for t in parts]
-    key = (m.size, *who)
-    versions = tuple([_version(t) for t in parts])
-    found = _FORMS.get(key)
-    if found is not None and found[0] == versions:
-        return found[1]
-    made = Form(m)
-    if found is None:
-        for t in parts:
-            weakref.finalize(t.untyped_storage(), _FORMS.pop, key, None).atexit = False
-    _FORMS[key] = versions, made
-    return made
+    key = (m.size, *identity(parts))
+    versions = tuple(map(version, parts))
+    known = FORMS.entries.get(key)
+    if known is not None and known[0] == versions:
+        return known[1]
+    return FORMS.put(key, parts, (versions, Form(m)))[1]
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
     """As torch.equal, of whole numbers on the CPU, faster."""
     return bool((a.numpy() == b.numpy()).all())
-
-
-def _version(t: Tensor) -> int:
-    try:
-        return t._version
-    except RuntimeError:  # made in inference mode
-        return 0

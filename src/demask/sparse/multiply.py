@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from demask.errors import BadInput
 from demask.kernels.csr import CALL, pieces, vector
 from demask.kernels.isa import host
 from demask.kernels.jit import CODE
+from demask.kernels.plan_cache import TensorCache, identity, version
 from demask.kernels.team import ENTRY, Job
 from demask.ops.activations import Act, activate
 from demask.sparse.matrix import Rows
@@ -143,7 +143,7 @@ def _fill(made: Tensor, bias: Tensor | None, act: Act | None) -> None:
     made.copy_(one.reshape(-1, 1).expand_as(made))
 
 
-_DEALT: dict[Any, Deal] = {}
+DEALS: TensorCache[Deal] = TensorCache(SIZES)
 
 
 def dealt(crow: Tensor, threads: int, unit: int) -> Deal:
@@ -152,19 +152,9 @@ def dealt(crow: Tensor, threads: int, unit: int) -> Deal:
     unit: rows that belong together, for they share a cache line of the output. If row starts were
     written to unseen, shares are uneven, and still every row is taken once.
     """
-    try:
-        version = crow._version
-    except RuntimeError:  # made in inference mode
-        version = 0
-    storage = crow.untyped_storage()
-    key = id(storage), crow.data_ptr(), crow.numel(), crow.dtype, version, threads, unit
-    found = _DEALT.get(key)
-    if found is None:
-        if len(_DEALT) >= SIZES:
-            _DEALT.clear()
-        found = _DEALT[key] = deal_rows(crow.numpy(), threads, unit)
-        weakref.finalize(storage, _DEALT.pop, key, None).atexit = False
-    return found
+    key = (*identity([crow]), version(crow), threads, unit)
+    deal = DEALS.entries.get(key)
+    return deal or DEALS.put(key, [crow], deal_rows(crow.numpy(), threads, unit))
 
 
 def deal_rows(crow: np.ndarray, threads: int, unit: int) -> Deal:

@@ -10,10 +10,8 @@ share no memory with anything.
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,18 +20,12 @@ from torch.library import Library
 from demask.compat.dispatch import BelowAutograd, count_dispatch_modes, has_functorch_transforms
 from demask.kernels import llvm
 from demask.kernels.llvm import NoPlan
+from demask.kernels.plan_cache import PlanCache, Planned, plans_of
 from demask.sparse import dense, gpu_segment
 from demask.sparse.program import Program
 from demask.sparse.recompute import parsed, recomputed
 
-if TYPE_CHECKING:
-    from demask.kernels.probe import Probe
-    from demask.sparse.plan import Plan
-
-PLANS = 8  # kept per program and weights: one for every size of the inputs
-ASKED = 64  # sizes whose calls are counted
 PLAIN = (Tensor, torch.nn.Parameter)
-WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # types by their bytes
 
 # Not torch.library.custom_op: a call of its ops costs 12 µs of Python, one of these 4 to 6.
 _LIBRARY = Library("demask", "FRAGMENT")
@@ -61,75 +53,16 @@ def segment(inputs: Sequence[Tensor], weights: Sequence[Tensor], program: str) -
     return torch.ops.demask.segment.default(inputs, weights, program)
 
 
-Made = tuple["Plan | None", tuple[int, ...]]  # a plan, if there is one; inputs it wants contiguous
+class SegmentPlans(PlanCache):
+    """Plans of a segment."""
 
-
-class Copies:
-    """Counts changes of tensors that torch counts no writes into: they are compared with copies."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.last: tuple[list[Tensor], int] = [], 0  # replaced as a whole: read without the lock
-
-    def edition(self, tensors: Sequence[Tensor]) -> int:
-        """A number that changes whenever they do."""
-        bits = [_bits(t) for t in tensors]
-        copies, edition = self.last
-        if len(copies) == len(bits) and all(map(torch.equal, copies, bits)):
-            return edition
-        with self.lock:
-            copies, edition = self.last
-            if len(copies) != len(bits) or not all(map(torch.equal, copies, bits)):
-                self.last = [b.clone() for b in bits], edition + 1
-            return self.last[1]
-
-
-def _bits(t: Tensor) -> Tensor:
-    """The same numbers as whole ones, of which each equals itself."""
-    return t.detach().view(WHOLE[t.element_size()])
-
-
-class Kept:
-    """Plans of one program over one set of weights, by versions of weights, sizes and threads.
-
-    Plans that the next call makes useless cost more than they bring: after each one thrown away,
-    a new one waits for one more call that asks for it. So weights that are trained get no plans.
-    """
-
-    def __init__(self, text: str):
-        self.text, self.program = text, self._parsed(text)
-        self.lock = threading.Lock()
-        self.plans: dict[Any, Any] = {}
-        self.calls: dict[Any, int] = {}
-        self.versions: tuple[int, ...] = ()
-        self.thrown = 0
-        self.copies = Copies()
-        self.edition = 0
-        self.probe: Probe | None = None  # of the weights that plans were made of
-
-    @staticmethod
-    def _parsed(text: str) -> Any:
-        return parsed(text)
-
-    def versions_of(self, weights: list[Tensor]) -> tuple[int, ...]:
-        """What changes whenever a weight does."""
-        try:
-            versions = tuple([w._version for w in weights])
-        except RuntimeError:  # tensors made in inference mode have none
-            return (self.copies.edition(weights),)
-        probe = self.probe
-        if probe is not None and not probe.same():
-            with self.lock:
-                if self.probe is probe:
-                    self.probe, self.edition = None, self.edition + 1
-        return (*versions, self.edition)
+    parse = staticmethod(parsed)
 
     def run(self, inputs: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
         """The outputs, by a plan or without."""
-        versions = self.versions_of(weights)
         sizes = tuple([(x.shape, x.stride(), x.dtype) for x in inputs])
-        asked = versions, sizes, torch.get_num_threads()
-        plan, copied = self.plans.get(asked) or self._made(asked, inputs, weights)
+        key = self.versions_of(weights), sizes, torch.get_num_threads()
+        plan, copied = self.plan(key, inputs, weights)
         if plan is None:
             return without_plan(self.program, inputs, weights)
         given = list(inputs)
@@ -140,34 +73,11 @@ class Kept:
         except NoPlan:  # no memory for it at this moment
             return without_plan(self.program, inputs, weights)
 
-    def _made(self, asked: Any, inputs: list[Tensor], weights: list[Tensor]) -> Any:
-        """A plan for what is asked, kept; none where there is none or it would not be kept."""
-        with self.lock:
-            if asked in self.plans:
-                return self.plans[asked]
-            if asked[0] != self.versions:
-                self.versions, self.thrown = asked[0], self.thrown + bool(self.plans)
-                self.plans, self.calls = {}, {}
-            if len(self.calls) == ASKED:
-                self.calls = {}
-            self.calls[asked] = self.calls.get(asked, 0) + 1
-            if self.calls[asked] <= self.thrown:
-                return None, ()
-            if len(self.plans) == PLANS:
-                self.plans.pop(next(iter(self.plans)))
-                self.thrown += 1
-            made = self.plans[asked] = self._planned(inputs, weights)
-            if made[0] is not None and self.probe is None:
-                from demask.kernels.probe import Probe  # which needs LLVM
-
-                self.probe = Probe(weights)
-            return made
-
-    def _planned(self, inputs: list[Tensor], weights: list[Tensor]) -> Any:
+    def new_plan(self, inputs: list[Tensor], weights: list[Tensor]) -> Planned:
         return planned(self.program, inputs, weights)
 
 
-def planned(program: Program, inputs: list[Tensor], weights: list[Tensor]) -> Made:
+def planned(program: Program, inputs: list[Tensor], weights: list[Tensor]) -> Planned:
     """A plan, if kernels can do it; BadInput for what does not fit."""
     dense.check(program, inputs, weights)
     if inputs[0].dtype != torch.float32 or any(x.numel() == 0 for x in inputs):
@@ -205,45 +115,14 @@ def without_plan(
     return found
 
 
-_KEPT: dict[Any, list[Kept]] = {}  # by weights: their memory and how it is read
-_ENDS: dict[Any, list[weakref.finalize]] = {}  # what forgets them
-_NEW = threading.Lock()
-
-
-def _forgotten(who: Any) -> None:
-    """Forget what is kept for weights of which one is gone."""
-    _KEPT.pop(who, None)
-    for end in _ENDS.pop(who, ()):
-        end.detach()
-
-
-def kept(weights: list[Tensor], text: str, kind: type[Kept] = Kept) -> Kept:
-    """What is kept for these weights; it goes when their memory does. kind: of plans."""
-    who = tuple(
-        [(id(w.untyped_storage()), w.data_ptr(), w.shape, w.stride(), w.dtype) for w in weights]
-    )
-    for one in _KEPT.get(who, ()):
-        if one.text == text and type(one) is kind:
-            return one
-    made = kind(text)
-    with _NEW:
-        if who not in _KEPT:
-            # A storage is one Python object as long as any tensor uses it.
-            _ENDS[who] = [weakref.finalize(w.untyped_storage(), _forgotten, who) for w in weights]
-            for end in _ENDS[who]:
-                end.atexit = False
-        _KEPT[who] = [made, *_KEPT.get(who, ())][:PLANS]
-    return made
-
-
 def on_cpu(inputs: list[Tensor], weights: list[Tensor], text: str) -> list[Tensor]:
     """The op's kernel on the CPU."""
     try:
-        found = kept(weights, text)
+        plans = plans_of(weights, text, SegmentPlans)
     except RuntimeError:  # sparse tensors have no memory that could be named
         dense.check(parsed(text), inputs, weights)
         raise
-    return found.run(inputs, weights)
+    return plans.run(inputs, weights)
 
 
 def elsewhere(inputs: list[Tensor], weights: list[Tensor], text: str) -> list[Tensor]:

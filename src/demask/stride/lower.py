@@ -26,7 +26,7 @@ from demask.graph.result import Demasked
 from demask.graph.spell import spelled
 from demask.ops import TABLE, Table, op_name
 from demask.ops.traits import CONVOLUTIONS_ANY_PADDING
-from demask.shrink.device import CPU, device_of, moved, on_cpu
+from demask.shrink.device import through_cpu
 from demask.shrink.finished import finished
 from demask.shrink.pipeline import given
 from demask.stride.dilate import dilated
@@ -101,12 +101,9 @@ def lower(
     True
     """
     wanted = target_of(target)
-    if (device := device_of(model, args, kwargs)) != CPU:
-        copy, examples, kept = on_cpu(model, args, kwargs)
-        made = lower(copy, examples, kept, target=wanted, dynamic_shapes=dynamic_shapes,
-                     table=table)  # fmt: skip
-        moved(made, device)
-        return made
+    rest = {"target": wanted, "dynamic_shapes": dynamic_shapes, "table": table}
+    if (elsewhere := through_cpu(lower, model, args, kwargs, **rest)) is not None:
+        return elsewhere
     before = spelled(given(model, args, kwargs, dynamic_shapes))
     program, choices = lowered(before, wanted, table)
     return finished(Analysis(before, table), program, map(str, choices))

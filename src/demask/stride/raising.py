@@ -21,7 +21,7 @@ from demask.graph.program import Program
 from demask.graph.result import Demasked
 from demask.graph.spell import spelled
 from demask.ops import TABLE, Relation, Table, schema
-from demask.shrink.device import CPU, device_of, moved, on_cpu
+from demask.shrink.device import through_cpu
 from demask.shrink.finished import finished
 from demask.shrink.layout_analysis import LayoutAnalysis
 from demask.shrink.measure import macs_of, traffic
@@ -62,11 +62,9 @@ def raise_strides(
     >>> torch.allclose(fast(x), net(x), atol=1e-6)
     True
     """
-    if (device := device_of(model, args, kwargs)) != CPU:
-        copy, examples, kept = on_cpu(model, args, kwargs)
-        made = raise_strides(copy, examples, kept, dynamic_shapes=dynamic_shapes, table=table)
-        moved(made, device)
-        return made
+    rest = {"dynamic_shapes": dynamic_shapes, "table": table}
+    if (elsewhere := through_cpu(raise_strides, model, args, kwargs, **rest)) is not None:
+        return elsewhere
     before = given(model, args, kwargs, dynamic_shapes)
     return finished(Analysis(before, table), *raised(before, table))
 

@@ -25,8 +25,8 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
 from demask.failures import public
+from demask.files.weight_file import StoredTensor, WeightFile, with_weights
 from demask.graph.capture import capture
-from demask.graph.copying import structural_copy
 from demask.graph.fold import folded
 from demask.graph.functional import functionalized
 from demask.graph.guards import values_of
@@ -40,7 +40,6 @@ from demask.traverse.lanes import Lane
 from demask.traverse.levels import is_view, planned, streamable
 from demask.traverse.passes import Call, Level, Plan, Ref, Streamed, constants_of, weights_of
 from demask.traverse.traffic import LayerTraffic, Traffic
-from demask.traverse.weights import Stored, WeightFile, write
 
 Weights = str | os.PathLike[str] | None
 FILE = "weights.safetensors"  # in a folder that is given for weights
@@ -313,7 +312,7 @@ def _source(
     table: Table,
     *,
     keep: bool,
-) -> tuple[Program, dict[str, Stored], WeightFile | None]:
+) -> tuple[Program, dict[str, StoredTensor], WeightFile | None]:
     """The captured network, which of its constants stay in a file, and the file. keep: write those
     for which a folder is given."""
     if weights is None:
@@ -323,7 +322,8 @@ def _source(
         stored = streamable(program, inputs, table)
         if not keep or not stored:
             return program, stored, None
-        file = write(Path(weights) / FILE, {n: program.constants[n].tensor for n in stored})
+        tensors = {name: program.constants[name].tensor for name in stored}
+        file = WeightFile.write(Path(weights) / FILE, tensors)
         return program, {name: file.tensors[name] for name in stored}, file
     file = WeightFile.read(weights)
     program = _on_cpu(_read(_filled(model, file), args, kwargs, fold=False))
@@ -367,40 +367,8 @@ def _filled(model: nn.Module, file: WeightFile) -> nn.Module:
     """A copy of the model with the file's tensors, mapped, in the place of its own."""
     if not isinstance(model, nn.Module):
         raise BadInput(f"expected an nn.Module, got {type(model).__name__}")
-    copy = structural_copy(model, share=True)
-    alike: dict[int, list[str]] = {}
-    tensors = _tensors(copy)
-    for name, tensor in tensors.items():
-        alike.setdefault(id(tensor), []).append(name)
     try:
         with safe_open(file.path, framework="pt") as opened:
-            for names in alike.values():
-                _fill(copy, names, tensors[names[0]], file, opened)
+            return with_weights(model, file, lambda stored: opened.get_tensor(stored.name))[0]
     except SafetensorError as error:
         raise BadInput(f"{file.path}: {error}; write it again") from error
-    return copy
-
-
-def _fill(copy: nn.Module, names: list[str], old: Tensor, file: WeightFile, opened: Any) -> None:
-    """Set one tensor, under all its names."""
-    found = next((name for name in names if name in file.tensors), None)
-    if found is None:
-        if old.is_meta:
-            raise BadInput(f"{file.path}: expected a tensor {names[0]!r}, which the model has on "
-                           "the meta device only; write it to the file too")  # fmt: skip
-        return
-    stored = file.tensors[found]
-    if stored.shape != tuple(old.shape) or stored.dtype != old.dtype:
-        raise BadInput(
-            f"{file.path}: expected {found!r} to be {tuple(old.shape)} of {old.dtype}, as in the "
-            f"model, got {stored.shape} of {stored.dtype}"
-        )
-    new = opened.get_tensor(found)
-    new = nn.Parameter(new, requires_grad=False) if isinstance(old, nn.Parameter) else new
-    for name in names:
-        path, _, leaf = name.rpartition(".")
-        module = copy.get_submodule(path)
-        slots: dict[str, Any] = (
-            module._parameters if leaf in module._parameters else module._buffers
-        )
-        slots[leaf] = new

@@ -21,7 +21,6 @@ from fractions import Fraction
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table as TextTable
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
@@ -32,6 +31,7 @@ from demask.errors import BadInput, NotExportable
 from demask.failures import public
 from demask.ops import TABLE, Table
 from demask.ops.entry import op_name
+from demask.text_table import WIDTH, as_lines
 from demask.traverse.halo_curve import Cut, Leaf, Point, curve_of
 from demask.traverse.halo_places import Place, Rules, TooSmall
 from demask.traverse.halo_record import Recording, recorded
@@ -48,7 +48,7 @@ from demask.traverse.halo_walk import (
 
 GROWTH, TRIES = 4, 3  # an image that is too small is taken this much larger, this often
 OWN = "in the curve, global calls see a tile's own statistics: its errors do not reach 0"
-SHOWN, WIDTH = 3, 100  # global calls of a kind that the text names, its columns
+SHOWN = 3  # global calls of a kind that the text names
 Tell = Callable[[str, float], object]  # what is being done, and the share that is done
 
 
@@ -335,11 +335,7 @@ def _text(found: Halo) -> str:
                 exact = _pair(side.before, side.after)
                 local = _pair(side.local_before, side.local_after)
                 table.add_row(one.name, name, exact, local, str(side.align))
-    console = Console(width=WIDTH, color_system=None, legacy_windows=False)
-    with console.capture() as capture:
-        console.print(table)
-    lines = [line.rstrip() for line in capture.get().strip("\n").splitlines()]
-    lines += _barrier_lines(found.barriers)
+    lines = [*as_lines(table), *_barrier_lines(found.barriers)]
     lines += [f"padding {point}" for point in found.curve]
     return "\n".join([*lines, *found.notes])
 

@@ -18,6 +18,7 @@ from torch.fx.node import map_arg
 
 from demask.errors import BadInput
 from demask.facts.analysis import Analysis
+from demask.files.weight_file import StoredTensor
 from demask.graph.program import Program
 from demask.ops import Relation, Table, schema
 from demask.ops.contract import PRODUCTS
@@ -25,7 +26,6 @@ from demask.ops.recurrent import GATES
 from demask.ops.traits import MATRIX_TRANSPOSES, MEMORY_VIEWS, TRANSPOSED_VIEWS
 from demask.traverse.lanes import Lanes, lanes_of
 from demask.traverse.passes import Call, Level, Plan, Ref, Streamed, Weight, constants_read
-from demask.traverse.weights import Stored
 
 aten = torch.ops.aten
 WORK = 4 * 2**20  # bytes that BLAS and allocator take beside tensors: 0.5 to 2.6 MiB were measured
@@ -36,7 +36,7 @@ _VIEWS = MEMORY_VIEWS | {operator.getitem}
 
 def planned(
     program: Program,
-    stored: Mapping[str, Stored],
+    stored: Mapping[str, StoredTensor],
     budget: int,
     inputs: int,
     table: Table,
@@ -70,10 +70,10 @@ def planned(
     )  # fmt: skip
 
 
-def streamable(program: Program, inputs: int, table: Table) -> dict[str, Stored]:
+def streamable(program: Program, inputs: int, table: Table) -> dict[str, StoredTensor]:
     """The constants that fully connected layers alone read: they could stay in a file."""
     every = {
-        name: Stored(name, 0, tuple(c.tensor.shape), c.tensor.dtype)
+        name: StoredTensor(name, c.tensor.dtype, tuple(c.tensor.shape), 0)
         for name, c in program.constants.items()
     }
     shape = _Shape(program, every, inputs, table)
@@ -83,7 +83,9 @@ def streamable(program: Program, inputs: int, table: Table) -> dict[str, Stored]
 class _Shape:
     """Which call is in which level, and the bytes of everything."""
 
-    def __init__(self, program: Program, stored: Mapping[str, Stored], inputs: int, table: Table):
+    def __init__(
+        self, program: Program, stored: Mapping[str, StoredTensor], inputs: int, table: Table
+    ):
         self.program, self.stored, self.inputs = program, stored, inputs
         self.analysis = Analysis(program, table)
         self.lanes: Lanes = lanes_of(self.analysis, inputs)
@@ -110,7 +112,7 @@ class _Shape:
             return node.op == "get_attr"
         return node not in self.lanes.of and all(map(self._constant, node.all_input_nodes))
 
-    def _streamed(self, node: fx.Node, stored: Mapping[str, Stored]) -> Streamed | None:
+    def _streamed(self, node: fx.Node, stored: Mapping[str, StoredTensor]) -> Streamed | None:
         found = _operands(node) if self._connected(node) else None
         if found is None:
             return None

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch.fx.node import map_aggregate
 
+from demask.files.weight_file import StoredTensor
 from demask.traverse.lanes import Lane
 from demask.traverse.traffic import LayerTraffic, Traffic
-from demask.traverse.weights import Stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Streamed:
     name: str
     x: str
     bias: str | None
-    stored: Stored
+    stored: StoredTensor
     out_first: bool
     rows: int = 0
 

@@ -18,6 +18,7 @@ from torch import fx
 
 from demask.errors import BudgetTooSmall
 from demask.machine.memory import human
+from demask.machine.roofline import TWO_CORES
 from demask.traverse.attend import streams_keys
 from demask.traverse.flow import Flow
 from demask.traverse.layout import (
@@ -39,12 +40,6 @@ BANDS_TRIED = tuple(2**k for k in range(12))
 TILES_TRIED = (1024, 512, 256, 128, 64, 32, 16)
 CUTS, MANY = 12, 400  # offered between forced ones; fewer in graphs of many calls
 RECOMPUTED = 0.003  # of the multiply-adds may run twice where that saves a map
-
-# What the estimate of time takes: a machine of two cores. It only has to rank plans.
-MACS = 90e9  # per second
-NEAR, FAR, FIRST, DISK = 80e9, 40e9, 3e9, 0.5e9  # bytes per second: caches, memory, new pages, disk
-CACHE = 20 * 2**20  # bytes of what one call reads and writes
-CALL = 120e-6  # seconds per call of a step: Python, and threads that wait for one another
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,13 +366,14 @@ def _all_macs(stage: Stage) -> int:
 
 def _seconds(stage: Stage, segment: Segment) -> float:
     """An estimate, to rank plans by."""
-    seconds = segment.macs / MACS + segment.bytes / FIRST + segment.traffic / FAR
+    at = TWO_CORES
+    seconds = segment.macs / at.macs + segment.bytes / at.new + segment.traffic / at.far
     again = max(segment.macs / max(_all_macs(stage), 1), 1)
     for unit in stage.units:
         moved = 2 * value_bytes(unit.value)
-        seconds += again * moved / (NEAR if moved / segment.steps < CACHE else FAR)
+        seconds += again * moved / (at.near if moved / segment.steps < at.cache else at.far)
     spilled = sum(value_bytes(v) for v in stage.targets if v.name in segment.spills)
-    return seconds + segment.steps * len(stage.units) * CALL + 2 * spilled / DISK
+    return seconds + segment.steps * len(stage.units) * at.call + 2 * spilled / at.disk
 
 
 def planned(

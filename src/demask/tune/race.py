@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from demask.graph.program import Program
 from demask.graph.provenance import GIVEN, Speed
 from demask.graph.result import build_plain
-from demask.machine.compare import ALLOWED, PAIRS, lower_bound
+from demask.machine.benchmark import ALLOWED, PAIRS, lower_bound, synchronized
 from demask.machine.describe import machine
 from demask.machine.threads import set_threads
 from demask.machine.timing import Timing, sampled
@@ -81,19 +81,10 @@ class Race:
 
     def rounds(self, names: Sequence[str], pairs: int, seconds: float) -> dict[str, list[float]]:
         everyone = {GIVEN: self.given, **self.modules}
-        contenders = {name: self.call(everyone[name]) for name in names}
+        calls = {name: partial(everyone[name], *self.args, **self.kwargs) for name in names}
+        contenders = {name: synchronized(call, self.device) for name, call in calls.items()}
         with torch.no_grad(), set_threads(self.threads):
             return sampled(contenders, pairs, WARMUP, seconds=seconds)
-
-    def call(self, module: nn.Module) -> Callable[[], object]:
-        if self.device.type != "cuda":
-            return lambda: module(*self.args, **self.kwargs)
-
-        def synchronised() -> None:
-            module(*self.args, **self.kwargs)
-            torch.cuda.synchronize(self.device)
-
-        return synchronised
 
     def outputs(self, module: nn.Module, inputs: Inputs | None = None) -> list[Any]:
         """What a network makes of the example, or of other inputs."""

@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from demask.errors import BadInput, RefusedFile
+from demask.files.weight_file import WeightFile, with_weights
 from demask.traverse.batch import FILE, batch, traffic
 from demask.traverse.traffic import LayerTraffic, Traffic
-from demask.traverse.weights import WeightFile, write
 
 
 def test_files_are_read_as_safetensors_reads_them_and_written_as_it_writes(tmp_path):
@@ -20,14 +20,14 @@ def test_files_are_read_as_safetensors_reads_them_and_written_as_it_writes(tmp_p
         "none": torch.zeros(0, 4), "t": torch.randn(4, 6).T,
     }  # fmt: skip
     path = tmp_path / "w.safetensors"
-    for writes in (write, _saved):
+    for writes in (WeightFile.write, _saved):
         file = writes(path, tensors)
         assert set(file.tensors) == set(tensors)
         for name in ("a", "b.c", "none", "t"):
             buffer = torch.empty(100, dtype=torch.uint8)
             found = [block.clone() for _, block in file.blocks(file.tensors[name], 2, buffer)]
             assert torch.equal(torch.cat([tensors[name][:0], *found]), tensors[name])
-    write(path, tensors)
+    WeightFile.write(path, tensors)
     assert all(torch.equal(load_file(path)[n], t) for n, t in tensors.items())
 
 
@@ -96,3 +96,23 @@ def test_traffic_for_a_folder_writes_nothing(tmp_path):
     found = traffic(nn.Linear(8, 4), (torch.randn(2, 8),), weights=tmp_path)
     assert list(tmp_path.iterdir()) == []
     assert found == Traffic(16, (LayerTraffic("linear", "weight", True, 128, 128),))
+
+
+@pytest.mark.parametrize("name", ["0.weight", "1.weight"])
+def test_a_tied_weight_is_read_by_any_of_its_names(name, tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).to("meta")
+    model[1].weight = model[0].weight
+    value = torch.randn(4, 4)
+    file = _saved(tmp_path / "w.safetensors", {name: value})
+    copy, places = with_weights(model, file, file.tensor)
+    assert copy[0].weight is copy[1].weight and torch.equal(copy[0].weight, value)
+    assert places == dict.fromkeys(["0.weight", "1.weight"], file.tensors[name])
+    assert model[0].weight.is_meta
+
+
+def test_a_part_of_a_file_ends_where_it_says(tmp_path):
+    path = tmp_path / "archive"
+    path.write_bytes(b"before" + _header({"a": GOOD}))
+    assert WeightFile.read(path, (6, path.stat().st_size)).tensors["a"].shape == (2, 3)
+    with pytest.raises(RefusedFile, match="t: tensor 'a' needs 24 bytes"):
+        WeightFile.read(path, (6, path.stat().st_size - 41), "t")

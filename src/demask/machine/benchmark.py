@@ -1,12 +1,15 @@
-"""Is one network slower than another? Answered from rounds in which both were called."""
+"""Networks called in turns: their seconds, and a lower confidence bound on the ratio of two."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
+import torch
+
 from demask.errors import BadInput
+from demask.machine.timing import alternate
 
 PAIRS = 30  # rounds that an answer takes at least
 ALLOWED = 0.97  # what counts as no slower: the lower bound of the ratio of medians
@@ -30,3 +33,22 @@ def lower_bound(given: Sequence[float], result: Sequence[float], seed: int = 0) 
         drawn = draw.choices(rounds, k=len(rounds))
         ratios.append(median(a for a, _ in drawn) / median(b for _, b in drawn))
     return sorted(ratios)[int((1 - CONFIDENCE) * DRAWS)]
+
+
+def synchronized(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """The call; on a GPU, with all that it started there."""
+
+    def waiting() -> None:
+        call()
+        torch.cuda.synchronize(device)
+
+    return waiting if device.type == "cuda" else call
+
+
+def medians(
+    calls: Mapping[str, Callable[[], object]], device: torch.device, pairs: int, seconds: float
+) -> dict[str, float]:
+    """Median seconds of each call, from at most `pairs` rounds that began within `seconds`."""
+    waiting = {name: synchronized(call, device) for name, call in calls.items()}
+    timings = alternate(waiting, pairs, 1, seconds=seconds)
+    return {name: timing.median for name, timing in timings.items()}

@@ -1,0 +1,231 @@
+"""Weights in a safetensors file: where each tensor is stored, whole tensors, blocks of rows.
+
+A safetensors file is eight bytes with the length of a JSON header, the header, the values.
+Blocks are read by `pread` into one buffer: the file's pages belong to the kernel's cache, never to
+the process, so its resident memory is the buffer. The next block is announced (POSIX_FADV_WILLNEED)
+before the last one is used, so that a disk works while the processor does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from demask.errors import BadInput, RefusedFile
+from demask.files import atomic
+from demask.files.bounded import parse_json
+from demask.graph.copying import structural_copy
+from demask.graph.resize import assign, tensors_of
+
+MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file. offset: the byte at which its values begin."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one position along the first axis."""
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+    def hollow(self) -> Tensor:
+        """A tensor of this shape and type: zeros, in the memory of one number."""
+        return torch.zeros((), dtype=self.dtype).expand(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFile:
+    """The tensors of a safetensors file. size, modified (nanoseconds): of the file when its header
+    was read, to notice that it changed."""
+
+    path: Path
+    size: int
+    modified: int
+    tensors: Mapping[str, StoredTensor]
+
+    @classmethod
+    def read(
+        cls, path: str | os.PathLike[str], part: tuple[int, int] | None = None, what: str = ""
+    ) -> WeightFile:
+        """The tensors that the header of a file names, those of types that torch can multiply.
+
+        part: the bytes of the file from which to which it is safetensors, None for all of it. what:
+        its name in errors, by default its path. BadInput: no such file, no safetensors, truncated;
+        RefusedFile: a header out of bounds.
+        """
+        what = what or str(path)
+        try:
+            with open(path, "rb") as file:
+                status = os.fstat(file.fileno())
+                start, end = part or (0, status.st_size)
+                file.seek(start)
+                length = int.from_bytes(file.read(8), "little")
+                if not 2 <= length <= min(end - start - 8, MAX_HEADER_BYTES):
+                    raise BadInput(
+                        f"{what}: expected a safetensors file, found a header of {length} bytes in "
+                        f"a file of {end - start}; write it again with safetensors"
+                    )
+                header = parse_json(file.read(length), f"{what}: header")
+        except OSError as error:
+            raise BadInput(f"{what}: cannot be read: {error.strerror or error}") from error
+        tensors = dict(_tensors(header, start + 8 + length, end, what))
+        return cls(Path(path).resolve(), status.st_size, status.st_mtime_ns, tensors)
+
+    @classmethod
+    def write(cls, path: Path, tensors: Mapping[str, Tensor]) -> WeightFile:
+        """A safetensors file of these tensors, whole or not at all."""
+        header, end = {}, 0
+        for name, tensor in tensors.items():
+            start, end = end, end + tensor.numel() * tensor.element_size()
+            header[name] = {
+                "dtype": NAMES[tensor.dtype], "shape": list(tensor.shape),
+                "data_offsets": [start, end],
+            }  # fmt: skip
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)  # values begin at a multiple of eight bytes
+        with atomic.write(path) as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for tensor in tensors.values():
+                plain = tensor.detach().cpu().contiguous().view(-1)
+                file.write(plain.view(torch.uint8).numpy().data)
+        return cls.read(path)
+
+    @contextmanager
+    def open(self) -> Iterator[int]:
+        """A file descriptor; BadInput where another file has the path now."""
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY)
+        except OSError as error:
+            raise BadInput(f"{self.path}: cannot be read: {error.strerror or error}") from error
+        try:
+            status = os.fstat(descriptor)
+            if (status.st_size, status.st_mtime_ns) != (self.size, self.modified):
+                raise BadInput(f"{self.path}: changed since the network was made; make it again")
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def tensor(self, stored: StoredTensor) -> Tensor:
+        """A whole tensor, in new memory."""
+        values = torch.empty(stored.shape, dtype=stored.dtype)
+        if stored.nbytes:
+            with self.open() as descriptor:
+                flat = values.view(-1).view(torch.uint8)
+                _fill(descriptor, flat, stored.offset, stored.nbytes, self.path)
+        return values
+
+    def blocks(
+        self, stored: StoredTensor, rows: int, buffer: Tensor
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Each block's first position along the first axis and its values, `rows` positions at a
+        time. They are in `buffer` (bytes), and valid until the next block is read."""
+        count = stored.shape[0]
+        with self.open() as descriptor:
+            for start in range(0, count, rows):
+                size = min(rows, count - start) * stored.row_bytes
+                offset = stored.offset + start * stored.row_bytes
+                _fill(descriptor, buffer, offset, size, self.path)
+                _announce(descriptor, offset + size, rows * stored.row_bytes)
+                yield start, buffer[:size].view(stored.dtype).view(-1, *stored.shape[1:])
+
+
+def with_weights(
+    model: nn.Module, file: WeightFile, read: Callable[[StoredTensor], Tensor]
+) -> tuple[nn.Module, dict[str, StoredTensor]]:
+    """A copy of the model with `read(stored)` as value of each tensor in the file, by its name or
+    that of a tensor tied to it; and the stored tensors by the model's names.
+
+    BadInput: the file has another shape or dtype, or lacks a tensor that is on the meta device.
+    """
+    copy = structural_copy(model, share=True)
+    tensors, tied = dict(tensors_of(copy)), {}
+    for name, tensor in tensors.items():
+        tied.setdefault(id(tensor), []).append(name)
+    places = {}
+    for names in tied.values():
+        name, old = next((n for n in names if n in file.tensors), names[0]), tensors[names[0]]
+        stored = file.tensors.get(name)
+        if stored is None:
+            if old.is_meta:
+                raise BadInput(f"{file.path}: expected a tensor {name!r}, which the model has on "
+                               "the meta device only; write it to the file too")  # fmt: skip
+            continue
+        if stored.shape != tuple(old.shape) or stored.dtype != old.dtype:
+            raise BadInput(
+                f"{file.path}: expected {name!r} to be {tuple(old.shape)} of {old.dtype}, as in "
+                f"the model, got {stored.shape} of {stored.dtype}"
+            )
+        new = read(stored)
+        new = nn.Parameter(new, requires_grad=False) if isinstance(old, nn.Parameter) else new
+        for alias in names:
+            assign(copy, alias, new)
+            places[alias] = stored
+    return copy, places
+
+
+def _tensors(header: Any, first: int, end: int, what: str) -> Iterator[tuple[str, StoredTensor]]:
+    """The entries of a header. first, end: bytes of the file where the values begin and end."""
+    if not isinstance(header, dict):
+        raise RefusedFile(f"{what}: expected an object as header")
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        match entry:
+            case {
+                "dtype": str(kind),
+                "shape": list(shape),
+                "data_offsets": [int(start), int(stop)],
+            } if all(type(n) is int and 0 <= n < 2**48 for n in shape) and 0 <= start <= stop:
+                pass
+            case _:
+                raise RefusedFile(f"{what}: tensor {name!r:.80} is not understood: {entry!r:.80}")
+        if kind not in DTYPES:
+            continue
+        stored = StoredTensor(name, DTYPES[kind], tuple(shape), first + start)
+        if stop - start != stored.nbytes or first + stop > end:
+            raise RefusedFile(
+                f"{what}: tensor {name!r:.80} needs {stored.nbytes} bytes, the header gives it "
+                f"[{start}, {stop}) of a file of {end}; the file is damaged or truncated"
+            )
+        yield name, stored
+
+
+def _fill(descriptor: int, buffer: Tensor, offset: int, size: int, path: Path) -> None:
+    """Read `size` bytes of the file from `offset` on into the beginning of the buffer."""
+    memory = buffer.numpy().data
+    done = 0
+    while done < size:
+        count = os.preadv(descriptor, [memory[done:size]], offset + done)
+        if count == 0:
+            raise BadInput(f"{path}: ends {size - done} bytes early; write it again")
+        done += count
+
+
+def _announce(descriptor: int, offset: int, size: int) -> None:
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
