@@ -31,8 +31,9 @@ from demask.compat.dispatch import has_schema
 from demask.errors import BadInput, NotExportable
 from demask.failures import public
 from demask.ops.entry import op_name
+from demask.ops.flow import Part
 from demask.traverse.halo_curve import Cut, Leaf, Point, curve_of
-from demask.traverse.halo_places import Place, Rules, TooSmall
+from demask.traverse.halo_places import Rules, TooSmall
 from demask.traverse.halo_record import Recording, recorded
 from demask.traverse.halo_walk import (
     NAMES,
@@ -232,7 +233,7 @@ def _paths(found: Recording, *, last: bool) -> list[Paths | TooSmall]:
     values = [node for node in found.inputs if node is not None]
     both: list[Paths | TooSmall] = []
     for axis in (2, 3):
-        inputs = {n: Place(axis, 1, n.meta["val"].shape[axis]) for n in values
+        inputs = {n: Part(axis, 1, n.meta["val"].shape[axis]) for n in values
                   if 2 < n.meta["val"].ndim > axis}  # fmt: skip
         try:
             both.append(paths_of(found, relations, inputs, rules, last))

@@ -13,7 +13,8 @@ from demask.errors import BadInput
 from demask.failures import public
 from demask.graph.program import Program
 from demask.machine.memory import BUDGET, parse_memory
-from demask.ops.regions import axis_of, rule
+from demask.ops.flow import axis_of
+from demask.ops.regions import rule
 from demask.shrink.reading import relations_of
 from demask.traverse.axes import Axes, axes_of
 from demask.traverse.flow import Flow, flow_of, read
