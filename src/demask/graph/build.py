@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from demask.compat.fake_shapes import shapes_only
 from demask.compat.fake_tensors import (
     FakeTensor,
     FakeTensorMode,
@@ -19,7 +20,6 @@ from demask.compat.fake_tensors import (
     enable_python_dispatcher,
     is_contiguous_or_false,
 )
-from demask.compat.recurrent_shapes import shapes_only
 from demask.compat.symbolic_shapes import GuardOnDataDependentSymNode
 from demask.errors import NotExportable
 from demask.ops.recurrent import GATES
