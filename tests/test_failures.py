@@ -14,7 +14,7 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 import demask
-from demask.compat.recurrent_shapes import shapes_only
+from demask.compat.fake_shapes import shapes_only
 from demask.errors import BadInput, DemaskError, InternalError, Mismatch, NotExportable, TableError
 from demask.failures import Log, public, strict
 from graphs import to_graph

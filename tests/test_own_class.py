@@ -19,6 +19,7 @@ import micro_recurrent  # noqa: F401  (their networks join MICROS)
 import micro_sequences  # noqa: F401
 from demask.graph.equal import difference
 from demask.graph.resize import renumber
+from demask.shrink import own_class
 from demask.shrink.pipeline import given, simplified
 from micro import MICROS, Micro
 from rounds import rounds
@@ -355,3 +356,33 @@ def test_parts_by_globs_and_by_themselves() -> None:
     assert auto[2].a.out_features == 8 and torch.allclose(auto(x), net(x))
     with pytest.raises(demask.BadInput, match="no submodule"):
         demask.demask(net, (x,), modules=["*.nothing"])
+
+
+class Chaotic(nn.Module):
+    """What rounding differs by becomes a million times as large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 256), nn.Linear(256, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(1e6 * self.b(F.relu(self.a(x))))
+
+
+def test_a_class_result_may_round_as_the_network_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    net, x = Chaotic().eval(), torch.randn(5, 64)
+    with torch.no_grad():
+        net.a.weight[::2] = 0
+        net.a.bias[::2] = 0
+    slim: Any = demask.demask(net, (x,))
+    assert type(slim) is Chaotic and slim.a.out_features == 128
+    assert (slim(x) - net(x)).abs().max() > 1e-4  # far beyond 64 ulps
+    wide, same = copy.deepcopy(net).double(), copy.deepcopy(slim).double()
+    torch.testing.assert_close(same(x.double()), wide(x.double()), rtol=1e-7, atol=1e-7)
+    # A wrong tensor is no rounding, however the network rounds.
+    assign = own_class.assign
+    monkeypatch.setattr(own_class, "assign", lambda copy_, name, tensor: assign(
+        copy_, name, nn.Parameter(tensor + 1e-3) if name == "b.bias" else tensor))  # fmt: skip
+    wrong: Any = demask.demask(net, (x,))
+    assert type(wrong) is not Chaotic

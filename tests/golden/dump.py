@@ -261,7 +261,23 @@ def candidates(example: Example) -> Iterator[tuple[str, str]]:
         yield f"candidate_{k}", "\n".join(rows)
 
 
-PARTS = (graphs, own, strides, tiles, sparse, candidates)
+def pilots(example: Example) -> Iterator[tuple[str, str]]:
+    """Networks that a cheap run first would be: simplified, or conditioned; and weights as packets
+    in the order of what was collected."""
+    from demask import pilot
+
+    for by in ("bits:4", "exponents", "rank:0.25", "channels:0.5", "downsample:2"):
+        yield f"simplified_{by.partition(':')[0]}", attempted(lambda by=by: _demasked_text(
+            pilot.simplify(*example.call, by=by)))  # fmt: skip
+    for how, by in (("columns", None), ("skip:0.5", "bits:4"), ("constant:0.5", "bits:4")):
+        yield f"conditioned_{how.partition(':')[0]}", attempted(lambda how=how, by=by: module_text(
+            pilot.condition(*example.call, pilot=by, condition=how, check=False)))  # fmt: skip
+    if example.args:
+        yield "collected", attempted(lambda: str(pilot.collect(example.model, example.args)))
+    yield "packets", file_text(lambda path: pilot.write_packets(path, example.model, block=256))
+
+
+PARTS = (graphs, own, strides, tiles, sparse, candidates, pilots)
 
 
 class FixedCosts:

@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 from torch.utils import _pytree as pytree
 
+from demask.compat.fake_shapes import shapes_only
 from demask.compat.fx_internals import PyTreeCodeGen, codegen_of
-from demask.compat.recurrent_shapes import shapes_only
 from demask.errors import BadInput, NotExportable
 from demask.files.codec import DTYPES
 from demask.graph.guards import fixed_by, hold

@@ -23,9 +23,9 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from demask.compat.fake_shapes import shapes_only
 from demask.compat.fake_tensors import FakeTensor, export_without_cache
 from demask.compat.fx_internals import signature_of
-from demask.compat.recurrent_shapes import shapes_only
 from demask.compat.tracing import without_stack_traces
 from demask.errors import BadInput, DemaskError, NotExportable
 from demask.graph.copying import buffers_as_numbers, structural_copy, without_caches

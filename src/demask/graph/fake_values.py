@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from demask.compat.fake_shapes import shapes_only
 from demask.compat.fake_tensors import (
     FakeTensor,
     FakeTensorMode,
@@ -18,7 +19,6 @@ from demask.compat.fake_tensors import (
     enable_python_dispatcher,
     is_contiguous_or_false,
 )
-from demask.compat.recurrent_shapes import shapes_only
 from demask.compat.symbolic_shapes import GuardOnDataDependentSymNode
 from demask.errors import NotExportable
 from demask.ops.recurrent import GATES

@@ -16,6 +16,7 @@ from torch import fx
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.ops import Relation, Table, bind, schema
+from demask.ops.flow import carry_back, is_split
 
 aten = torch.ops.aten
 _END = 2**63 - 1
@@ -61,13 +62,8 @@ def _move(editor: GraphEditor, node: fx.Node, table: Table) -> list[fx.Node] | N
     if not isinstance(relation, Relation) or relation.entry.free or len(relation.outs) != 1:
         return None
     dim, index = take
-    letters = relation.outs[0][dim]
-    bound = relation.complete | relation.window | relation.moved | relation.back
-    if len(letters) != 1 or set(letters) & bound:
-        return None
-    places = [axes.index(letters) if letters in axes else None for axes in relation.ins]
-    merged = [a for axes in relation.ins for a in axes if len(a) > 1 and set(a) & set(letters)]
-    if merged or all(place is None for place in places):
+    places = [next(iter(axes), None) for axes in carry_back(relation, {dim: True})]
+    if is_split(relation, dim) or all(place is None for place in places):
         return None
     return _again(editor, source, relation, places, dim, index)
 

@@ -96,7 +96,12 @@ class Relation:
         letters = [self.letters(axes) for axes in self.ins]
         return tuple(k for k, a in enumerate(letters) if a and a <= self.complete - made)
 
-    @property
+    @cached_property
+    def mixed(self) -> frozenset[str]:
+        """Letters along which a position of an output may depend on several of an operand."""
+        return self.window | self.complete | self.moved | self.back | self.looped
+
+    @cached_property
     def looped(self) -> frozenset[str]:
         """Letters along which a position depends, through what is read back, on every other."""
         found = [self.letters(axes) for axes in self.ins if self.letters(axes) & self.back]

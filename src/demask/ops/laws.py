@@ -26,6 +26,7 @@ from demask.ops import regions, schema
 from demask.ops.bind import Relation, bind
 from demask.ops.draws import Axes, drawn, drawn_fill, drawn_mask, drawn_scale, tied_masks
 from demask.ops.entry import Case, Declined, Shape, Table
+from demask.ops.flow import axis_of
 from demask.ops.minimal import missed
 
 Demask = Callable[..., fx.GraphModule]
@@ -213,7 +214,7 @@ def _runs(module: LawModule, batch: int, dynamic: Any) -> bool:
 def maskable(name: str, case: Case, table: Table, *, every: bool, first: bool) -> tuple[dict, dict]:
     """Axes of each activation (by leaf) and of each output to mask."""
     leaves, spec = pytree.tree_flatten((case.args, dict(case.kwargs)))
-    relation = bind(_drawn_call(name, leaves, spec, torch.Generator().manual_seed(0)), table)
+    relation = bind(drawn_call(name, leaves, spec, torch.Generator().manual_seed(0)), table)
     shaped = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Shape)]
     if isinstance(relation, Declined):
         return {}, {}
@@ -233,7 +234,7 @@ def _tied(name: str, case: Case, seed: int, table: Table) -> dict[int, Tensor]:
     the same units."""
     leaves, spec = pytree.tree_flatten((case.args, dict(case.kwargs)))
     generator = torch.Generator().manual_seed(seed)
-    relation = bind(_drawn_call(name, leaves, spec, generator), table)
+    relation = bind(drawn_call(name, leaves, spec, generator), table)
     if isinstance(relation, Declined) or not relation.back:
         return {}
     masks = {o.value: mask for o, mask in
@@ -244,7 +245,7 @@ def _tied(name: str, case: Case, seed: int, table: Table) -> dict[int, Tensor]:
             if leaves[k].constant and leaves[k].of == "normal"}  # fmt: skip
 
 
-def _drawn_call(name: str, leaves: list, spec: Any, generator: torch.Generator) -> fx.Node:
+def drawn_call(name: str, leaves: list, spec: Any, generator: torch.Generator) -> fx.Node:
     """The call of a case on drawn tensors, as a node."""
     values = [drawn(leaf, generator) if isinstance(leaf, Shape) else leaf for leaf in leaves]
     args, kwargs = pytree.tree_unflatten(values, spec)
@@ -312,13 +313,13 @@ def check_region_law(name: str, case: Case, seed: int, table: Table) -> RegionRe
     """The region law for one case: every axis of every output, several tiles, every operand."""
     generator = torch.Generator().manual_seed(seed)
     leaves, spec = pytree.tree_flatten((case.args, dict(case.kwargs)))
-    relation = bind(_drawn_call(name, leaves, spec, generator), table)
+    relation = bind(drawn_call(name, leaves, spec, generator), table)
     if isinstance(relation, Declined):
         return relation
     tiles, broken, loose = 0, [], []
     for out, axes in enumerate(relation.outs):
         for axis, operand in itertools.product(range(len(axes)), range(len(relation.operands))):
-            at = regions.axis_of(relation, operand, axis, out=out)
+            at = axis_of(relation, operand, axis, out=out)
             if at is None:
                 continue
             size = schema.outputs(relation.node)[out].shape[axis]
@@ -385,10 +386,10 @@ class _Tile:
             return True
         value = self._value.clone()
         value.index_copy_(
-            self.at, torch.tensor(spoiled), _garbage(value, self.at, spoiled, generator)
+            self.at, torch.tensor(spoiled), garbage(value, self.at, spoiled, generator)
         )
         expected = schema.outputs(self.relation.node)[self.out]
-        found = _again(self.relation, self.operand, value)[self.out]
+        found = call_with(self.relation, self.operand, value)[self.out]
         a, b = (v.narrow(self.axis, self.start, self.end - self.start) for v in (expected, found))
         return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
@@ -398,7 +399,7 @@ class _Tile:
                 f"output {self.out} from axis {self.at} of {name}")  # fmt: skip
 
 
-def _garbage(value: Tensor, axis: int, where: list[int], generator: torch.Generator) -> Tensor:
+def garbage(value: Tensor, axis: int, where: list[int], generator: torch.Generator) -> Tensor:
     """Other values for some positions: NaN and large numbers, other indices, flipped booleans."""
     old = value.index_select(axis, torch.tensor(where))
     if value.dtype == torch.bool:
@@ -411,7 +412,7 @@ def _garbage(value: Tensor, axis: int, where: list[int], generator: torch.Genera
     return large.masked_fill(spoiled, float("nan"))
 
 
-def _again(relation: Relation, operand: int, value: Tensor) -> list[Tensor]:
+def call_with(relation: Relation, operand: int, value: Tensor) -> list[Tensor]:
     """The call once more with another value of one operand."""
     values = [value if k == operand else o.value for k, o in enumerate(relation.operands)]
     found = schema.replaced(schema.arguments(relation.node), relation.operands, values)
@@ -450,9 +451,12 @@ __all__ = [
     "RegionResult",
     "ScatterResult",
     "call_node",
+    "call_with",
     "check",
     "check_region_law",
     "check_scatter_law",
+    "drawn_call",
+    "garbage",
     "law_cases",
     "missed",
 ]

@@ -25,23 +25,11 @@ import torch
 
 from demask.ops import schema
 from demask.ops.bind import Relation
+from demask.ops.flow import axis_of, base
 from demask.ops.positions import Move
 
 Interval = tuple[int, int]
 Rule = Callable[[int, int], Interval]  # start, end of an output -> interval of an operand
-
-
-def axis_of(relation: Relation, operand: int, axis: int, *, out: int = 0) -> int | None:
-    """The operand's axis that axis `axis` of output `out` runs along, None if it has none."""
-    axis %= len(relation.outs[out])
-    letters = relation.outs[out][axis]
-    if not letters:
-        return None
-    base = _base(letters[0])
-    for k, theirs in enumerate(relation.ins[operand]):
-        if base in map(_base, theirs):
-            return k
-    return None
 
 
 def input_start(relation: Relation, operand: int, axis: int, start: int, *, out: int = 0) -> int:
@@ -114,7 +102,7 @@ def _unclamped(relation: Relation, source: Interval, made: Interval) -> Rule | N
         windowed = _RULES.get(relation.entry.region)
         return None if windowed is None else partial(windowed, Geometry(relation, *source, *made))
     if letters[0] in relation.moved:
-        move = relation.moves[made[0]].get(_base(letters[0]))
+        move = relation.moves[made[0]].get(base(letters[0]))
         return None if move is None else _moved(move, source[0])
     common, step, tile = _steps(relation, theirs, letters)
     if not common or step is None or tile is None:
@@ -329,13 +317,8 @@ def _length(relation: Relation, axis: int, out: int) -> int:
     return schema.hint(schema.outputs(relation.node)[out].shape[axis])
 
 
-def _base(letter: str) -> str:
-    return letter.partition("<")[0].partition(">")[0]
-
-
 __all__ = [
     "Geometry",
-    "axis_of",
     "geometry",
     "input_end",
     "input_start",

@@ -31,6 +31,7 @@ from demask.shrink.own_class import (
     places_of,
     reasons_for,
     spared,
+    zeros_cost,
 )
 from demask.shrink.partial import sizes_of_parts, with_parts
 from demask.shrink.pipeline import FORMS, programs_of, reduced, smaller_sizes
@@ -163,7 +164,8 @@ class _Call:
         except Unlike as error:
             failure = error
         spare = frozenset(constants_at_effects(target))
-        if spare:
+        more = (GIVES_WAY - 1) * record.after.parameters
+        if spare and zeros_cost(program, spare, record.cuts) <= more:
             kept = spared(program, spare)
             whole, other = reduced(kept, self.table, sides=False)
             if other.after.parameters <= GIVES_WAY * record.after.parameters:

@@ -8,6 +8,7 @@ must be the demasked one, call by call and number by number.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -280,6 +281,24 @@ def constants_at_effects(program: Program) -> set[str]:
     """The tensors of the modules where a program keeps shapes by more than smaller layers."""
     paths = {_around(node) for node in program.graph.nodes if "effect" in node.meta} - {""}
     return {name for name in program.constants if name.rpartition(".")[0] in paths}
+
+
+def zeros_cost(program: Program, names: Collection[str], cuts: Mapping[str, Cut]) -> int:
+    """About how many numbers more a smaller program would hold if zeros of some of its tensors
+    removed nothing: each whole slice of zeros, as long as the slices that are left."""
+    cost = 0
+    for name in names:
+        how, constant = cuts.get(name), program.constants.get(name)
+        if how is None or constant is None:
+            continue
+        whole = constant.tensor != 0
+        pairs = zip(how.shape, how.kept, strict=True)
+        left = [size if kept is None else len(kept) for size, kept in pairs]
+        for axis, size in enumerate(left):
+            others = [k for k in range(whole.ndim) if k != axis]
+            zeros = whole.shape[axis] - int(whole.amax(others).sum() if others else whole.sum())
+            cost += zeros * math.prod(left) // max(size, 1)
+    return cost
 
 
 def spared(program: Program, names: Collection[str]) -> Program:

@@ -124,11 +124,16 @@ def simplified(program: Program, table: Table, log: Log | None = None) -> Progra
     return program
 
 
+def uniform(program: Program, table: Table) -> Program:
+    """A smaller program in the notation of one that has just been captured."""
+    return simplified(folded(apart(program)), table)
+
+
 def canonical(program: Program, table: Table) -> Program:
     """A program rewritten once, whether or not that makes it smaller: what two programs that
     compute the same are compared in."""
     log = Log()
-    analysis = LayoutAnalysis.of(simplified(program, table), table)
+    analysis = LayoutAnalysis.of(uniform(program, table), table)
     made = next(_tried(analysis, log), None)
     return program if made is None else folded(made.program)
 
@@ -139,7 +144,7 @@ def fixed_point(program: Program, table: Table) -> Program:
 
 
 # How programs are spelled to be compared, the cheapest first.
-FORMS = (simplified, canonical, fixed_point)
+FORMS = (uniform, canonical, fixed_point)
 
 
 def shrunk(program: Program, table: Table) -> Demasked:

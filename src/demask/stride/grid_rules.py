@@ -19,6 +19,7 @@ from torch.fx.node import map_arg
 
 from demask.graph.queries import is_pointwise
 from demask.ops import Declined, Relation, op_name, schema
+from demask.ops.flow import lettered, tagged
 from demask.ops.move import refined
 from demask.ops.traits import PADS, RESHAPES
 from demask.stride.grid import (
@@ -85,8 +86,7 @@ class _Letters:
 
     def of(self, axes: tuple[tuple[str, ...], ...]) -> dict[int, Spread]:
         """The spread axes of an operand or an output."""
-        return {k: self.spreads[axis[0]] for k, axis in enumerate(axes)
-                if len(axis) == 1 and axis[0] in self.spreads}  # fmt: skip
+        return lettered(axes, self.spreads)
 
 
 def _by_table(reader: Reader) -> Step | Refused:
@@ -141,12 +141,11 @@ def _merged(
     spreads: dict[str, Spread] = {}
     stand: dict[str, list[tuple[fx.Node, Spread]]] = {}
     beside: list[fx.Node] = []
-    for k, operand in enumerate(relation.operands):
-        for axis, part in reader.plan.grid(operand.value).items():
-            letters = relation.ins[k][axis]
-            if len(letters) != 1:
-                return Refused("it splits an axis, or reads one position many times")
-            stand.setdefault(letters[0], []).append((operand.value, part))
+    grids = [reader.plan.grid(operand.value) for operand in relation.operands]
+    for letter, k, part in tagged(relation, grids):
+        if letter is None:
+            return Refused("it splits an axis, or reads one position many times")
+        stand.setdefault(letter, []).append((relation.operands[k].value, part))
     for letter, found in stand.items():
         if (text := _marked(relation, letter)) is not None:
             return Refused(text)

@@ -13,12 +13,14 @@ A sweep from the outputs back over the letters of the op table. Gap 0: the first
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, fx, ops
 
 from demask.ops import Relation, Table, bind, schema
+from demask.ops.flow import carry, carry_back
 from demask.ops.traits import CONVOLUTIONS, MAX_POOLS, PADS
 
 aten = ops.aten
@@ -108,14 +110,11 @@ def _carried(
     relation = bind(node, table) if node.op == "call_function" and node in found else None
     if not isinstance(relation, Relation) or len(relation.outs) != 1:
         return []
-    mixed = relation.window | relation.complete | relation.moved | relation.back
-    gaps = {axis[0]: gap for axis, gap in zip(relation.outs[0], found[node], strict=True)
-            if len(axis) == 1 and axis[0] not in mixed}  # fmt: skip
     reads: dict[fx.Node, Gaps] = {}
-    for operand, axes in zip(relation.operands, relation.ins, strict=True):
+    carried = carry_back(relation, dict(enumerate(found[node])))
+    for operand, gaps, axes in zip(relation.operands, carried, relation.ins, strict=True):
         if isinstance(operand.value, fx.Node):
-            made = tuple(gaps.get(axis[0], 1) if len(axis) == 1 else int(bool(axis))
-                         for axis in axes)  # fmt: skip
+            made = tuple(gaps.get(k, int(bool(axis))) for k, axis in enumerate(axes))
             before = reads.get(operand.value, (0,) * len(made))
             reads[operand.value] = tuple(map(math.gcd, before, made))
     return list(reads.items())
@@ -146,15 +145,14 @@ def _keeps(
     relation = bind(node, table) if node.op == "call_function" else None
     if not isinstance(relation, Relation) or len(relation.outs) != 1:
         return ()
-    mixed = relation.window | relation.complete | relation.moved | relation.back
-    free = {
-        axis[0]
-        for operand, axes in zip(relation.operands, relation.ins, strict=True)
-        if isinstance(operand.value, fx.Node) and operand.value in found
-        for axis, free in zip(axes, found[operand.value], strict=True)
-        if free and len(axis) == 1
-    }
-    return tuple(len(axis) == 1 and axis[0] in free - mixed for axis in relation.outs[0])
+    flags = [{k: True for k, free in enumerate(_flags(operand.value, found)) if free}
+             for operand in relation.operands]  # fmt: skip
+    (made,) = carry(relation, flags, operator.or_)
+    return tuple(k in made for k in range(len(relation.outs[0])))
+
+
+def _flags(value: Any, found: Mapping[fx.Node, tuple[bool, ...]]) -> tuple[bool, ...]:
+    return found.get(value, ()) if isinstance(value, fx.Node) else ()
 
 
 __all__ = ["Gaps", "each", "gaps_of", "skipping", "windows"]

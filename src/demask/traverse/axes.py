@@ -2,7 +2,7 @@
 
 Tiles are cut along them. A value that has none, but depends on the input, is *whole*: a pooled
 vector, a count. The axes follow the table from operand to output: an axis carried, moved or seen
-through windows goes on; one that is summed over or normalised ends (`ops.regions.axis_of`).
+through windows goes on; one that is summed over ends (`ops.flow`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor, fx
 from demask.ops import schema
 from demask.ops.bind import Relation
 from demask.ops.entry import Declined
-from demask.ops.regions import Interval, axis_of
+from demask.ops.flow import Part, follow
+from demask.ops.regions import Interval
 
 ROWS, COLUMNS = 0, 1
 Axes = tuple[int | None, int | None]  # of a value: where its rows run, where its columns do
@@ -48,19 +49,17 @@ def axes_of(
 
 
 def _axis(relation: Relation, found: Mapping[fx.Node, Axes], dim: int) -> int | None:
-    """The output's axis along which the operands' axis `dim` runs; None where they do not agree."""
-    for axis in range(len(relation.outs[0])):
-        for k, operand in enumerate(relation.operands):
-            mine = found.get(operand.value, NONE)[dim]
-            if mine is not None and axis_of(relation, k, axis) == mine:
-                return None if _ends(relation.node, axis, operand.value, mine) else axis
-    return None
-
-
-def _ends(node: fx.Node, axis: int, source: fx.Node, theirs: int) -> bool:
-    """Is one position left of many? Such a value is whole."""
-    left, many = node.meta["val"].shape[axis], source.meta["val"].shape[theirs]
-    return schema.hint(left) == 1 and schema.hint(many) > 1
+    """The output's axis along which the operands' rows or columns run, as its major part."""
+    value = relation.node.meta["val"]
+    along = []
+    for k, operand in enumerate(relation.operands):
+        if (axis := found.get(operand.value, NONE)[dim]) is None:
+            continue
+        size = schema.hint(operand.value.meta["val"].shape[axis])
+        part = follow(relation, k, Part(axis, 1, size))
+        if part is not None and part.covers(schema.hint(value.shape[part.axis])):
+            along.append(part.axis)
+    return min(along, default=None)
 
 
 def length(node: fx.Node, axes: Axes, dim: int) -> int:

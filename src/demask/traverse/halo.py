@@ -31,9 +31,10 @@ from demask.errors import BadInput, NotExportable
 from demask.failures import public
 from demask.ops import TABLE, Table
 from demask.ops.entry import op_name
+from demask.ops.flow import Part
 from demask.text_table import WIDTH, as_lines
 from demask.traverse.halo_curve import Cut, Leaf, Point, curve_of
-from demask.traverse.halo_places import Place, Rules, TooSmall
+from demask.traverse.halo_places import Rules, TooSmall
 from demask.traverse.halo_record import Recording, recorded
 from demask.traverse.halo_walk import (
     NAMES,
@@ -235,7 +236,7 @@ def _paths(found: Recording, table: Table, *, last: bool) -> list[Paths | TooSma
     values = [node for node in found.inputs if node is not None]
     both: list[Paths | TooSmall] = []
     for axis in (2, 3):
-        inputs = {n: Place(axis, 1, n.meta["val"].shape[axis]) for n in values
+        inputs = {n: Part(axis, 1, n.meta["val"].shape[axis]) for n in values
                   if 2 < n.meta["val"].ndim > axis}  # fmt: skip
         try:
             both.append(paths_of(found, relations, inputs, rules, last))

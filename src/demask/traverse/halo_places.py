@@ -17,24 +17,11 @@ from typing import Any
 
 from demask.ops import schema
 from demask.ops.bind import Relation
-from demask.ops.regions import axis_of, needed
+from demask.ops.flow import Part, follow
+from demask.ops.regions import needed
 
 PERIODS = 64  # the longest period looked for
 WINDOW = 16  # positions asked for at once: more than a transposed convolution leaves out in a row
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where an image axis runs in a value: position p is wherever `index // inner % size == p`
-    along `axis`. Rows of an image flattened to (rows columns) have inner = columns."""
-
-    axis: int
-    inner: int
-    size: int
-
-    def covers(self, length: int) -> bool:
-        """Is it the whole axis, or the major part of it?"""
-        return self.inner * self.size == length
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,73 +67,6 @@ class TooSmall(Exception):
     """The image is so small that no position of a call is free of its border."""
 
 
-# --- where an axis goes -------------------------------------------------------------------------
-
-
-def followed(relation: Relation, operand: int, place: Place, out: int) -> Place | None:
-    """Where an axis of an operand runs in an output; None where it ends."""
-    letters = relation.ins[operand][place.axis]
-    shape = schema.outputs(relation.node)[out].shape
-    if not letters:
-        return None
-    if letters[0] in relation.window | relation.moved:
-        whole = place.covers(_size(relation, letters[0]))
-        axis = next((k for k in range(len(shape)) if whole and _runs_along(
-            relation, operand, k, place.axis, out)), None)  # fmt: skip
-        ends = axis is None or (shape[axis] == 1 and place.size > 1)
-        return None if axis is None or ends else Place(axis, 1, shape[axis])
-    return _carried(relation, letters, place, out)
-
-
-def _runs_along(relation: Relation, operand: int, axis: int, theirs: int, out: int) -> bool:
-    return axis_of(relation, operand, axis, out=out) == theirs
-
-
-def _carried(relation: Relation, letters: tuple[str, ...], place: Place, out: int) -> Place | None:
-    """By letters: those that the place is made of, or as many of them as stay together."""
-    inner = _minors(relation, letters)
-    first = next((k for k, minor in enumerate(inner) if minor < place.inner * place.size), None)
-    if first is None or inner[first] * _size(relation, letters[first]) < place.inner:
-        return None
-    for axis, made in enumerate(relation.outs[out]):
-        if letters[first] in made:
-            return _shared(relation, (letters, first), (axis, made), place)
-    return None
-
-
-def _shared(
-    relation: Relation,
-    before: tuple[tuple[str, ...], int],
-    after: tuple[int, tuple[str, ...]],
-    place: Place,
-) -> Place | None:
-    """before: letters of the operand's axis and the first of the place; after: the output's."""
-    (letters, first), (axis, made) = before, after
-    inner, at = _minors(relation, letters), made.index(letters[first])
-    minors = _minors(relation, made)
-    if inner[first] <= place.inner:  # within one letter
-        fits = place.inner * place.size <= inner[first] * _size(relation, letters[first])
-        return Place(axis, place.inner // inner[first] * minors[at], place.size) if fits else None
-    size, k = 1, 0
-    while first + k < len(letters) and at + k < len(made) and letters[first + k] == made[at + k]:
-        if inner[first + k] < place.inner:
-            break
-        size, k = size * _size(relation, letters[first + k]), k + 1
-    if size > place.size or place.size % size:
-        return None
-    return Place(axis, minors[at + k - 1], size)
-
-
-def _minors(relation: Relation, letters: tuple[str, ...]) -> list[int]:
-    """Positions of the axis per position of each letter: the product of the letters behind it."""
-    sizes = [_size(relation, letter) for letter in letters]
-    return [math.prod(sizes[k + 1 :]) for k in range(len(sizes))]
-
-
-def _size(relation: Relation, letter: str) -> int:
-    return relation.size[letter] or 1
-
-
 # --- what a call reads along it -----------------------------------------------------------------
 
 
@@ -157,7 +77,7 @@ class Rules:
         self._found: dict[Any, Step | str | None] = {}
 
     def step(
-        self, relation: Relation, operand: int, places: tuple[Place, Place], out: int, last: bool
+        self, relation: Relation, operand: int, places: tuple[Part, Part], out: int, last: bool
     ) -> Step | str | None:
         """The step from an output to an operand; in words, why every position reads all of it;
         None where the middle of the output reads nothing of it.
@@ -166,7 +86,7 @@ class Rules:
         TooSmall where it must be.
         """
         before, after = places
-        where = followed(relation, operand, before, out)
+        where = follow(relation, operand, before, out=out)
         if where is None or where.axis != after.axis:
             return f"reads all of {relation.operands[operand].name!r} at every position"
         letters = relation.outs[out][after.axis]
@@ -191,7 +111,7 @@ def _value(value: Any) -> Any:
 
 
 def _step_carried(
-    relation: Relation, operand: int, places: tuple[Place, Place, Place], out: int
+    relation: Relation, operand: int, places: tuple[Part, Part, Part], out: int
 ) -> Step | str:
     """A carried axis is read position by position, unless the call needs all of it at once.
 
@@ -216,8 +136,8 @@ class _Rule:
 
     relation: Relation
     operand: int
-    before: Place
-    after: Place
+    before: Part
+    after: Part
     out: int
 
     @property

@@ -20,7 +20,8 @@ from torch import Tensor, fx
 from demask.ops import Table
 from demask.ops.bind import Relation, bind
 from demask.ops.entry import Declined
-from demask.traverse.halo_places import SAME, Place, Rules, Step, followed
+from demask.ops.flow import Part, follow
+from demask.traverse.halo_places import SAME, Rules, Step
 from demask.traverse.halo_record import Recording
 
 NAMES = ("rows", "columns")
@@ -49,7 +50,7 @@ class Paths:
     """
 
     edges: Mapping[fx.Node, tuple[Edge, ...]]
-    places: Mapping[fx.Node, Place]
+    places: Mapping[fx.Node, Part]
     scales: Mapping[fx.Node, Fraction]
     outputs: tuple[fx.Node, ...]
 
@@ -81,7 +82,7 @@ def relations_of(found: Recording, table: Table) -> dict[fx.Node, Relation | Dec
 def paths_of(
     found: Recording,
     relations: Mapping[fx.Node, Relation | Declined],
-    inputs: Mapping[fx.Node, Place],
+    inputs: Mapping[fx.Node, Part],
     rules: Rules,
     last: bool,
 ) -> Paths:
@@ -140,15 +141,15 @@ def _sources(relation: Relation | Declined, node: fx.Node) -> list[tuple[int, fx
 
 
 def _place(
-    relation: Relation | Declined, node: fx.Node, out: int, places: Mapping[fx.Node, Place]
-) -> Place | None:
+    relation: Relation | Declined, node: fx.Node, out: int, places: Mapping[fx.Node, Part]
+) -> Part | None:
     """Where the axis runs in a value: as the first operand says that has it there, or the finest
     on the same axis. A call without a rule is taken to leave the axis where it is if the shape
     stays."""
-    found: list[Place | None] = []
+    found: list[Part | None] = []
     for k, source in _sources(relation, node):
         if source in places and isinstance(relation, Relation):
-            found.append(followed(relation, k, places[source], out))
+            found.append(follow(relation, k, places[source], out=out))
         elif source in places and source.meta["val"].shape == node.meta["val"].shape:
             found.append(places[source])
     known = [place for place in found if place is not None]
@@ -161,7 +162,7 @@ def _edge(
     operand: int,
     source: fx.Node,
     made: tuple[fx.Node, int],
-    places: Mapping[fx.Node, Place],
+    places: Mapping[fx.Node, Part],
     rules: Rules,
     last: bool,
 ) -> Edge:
@@ -177,7 +178,7 @@ def _edge(
     return Edge(source, None, True, step, like) if isinstance(step, str) else Edge(source, step)
 
 
-def _scale(edges, scales: Mapping[fx.Node, Fraction], places, place: Place) -> Fraction:
+def _scale(edges, scales: Mapping[fx.Node, Fraction], places, place: Part) -> Fraction:
     """By the first operand that is read step by step, or else by the sizes."""
     for edge in edges:
         if edge.step is not None:
@@ -227,7 +228,7 @@ def _both(a: Span | None, b: Span) -> Span:
     return b if a is None else (min(a[0], b[0]), max(a[1], b[1]))
 
 
-def alignments(paths: Paths, inputs: Mapping[fx.Node, Place]) -> Iterator[Fraction]:
+def alignments(paths: Paths, inputs: Mapping[fx.Node, Part]) -> Iterator[Fraction]:
     """Where tiles may begin, in positions of the first input, until everything repeats."""
     ends = [paths.scale(node) for node in (*paths.seeds, *inputs)]
     grid, period = least_multiple(ends), least_multiple([*ends, *_periods(paths)])

@@ -23,7 +23,7 @@ from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.graph.program import Program
 from demask.ops import Declined, Relation, schema
-from demask.ops.notation import Axes
+from demask.ops.flow import Part, follow, is_mixed
 
 _ADVICE = "inputs of a batch cannot be computed a few at a time; give a part of the model that can"
 
@@ -181,44 +181,20 @@ def _lane(relation: Relation, out: int, of: Mapping[fx.Node, Any], symbol: Any) 
         return None if not read else _mixes(relation)
     if not read:
         return _spread(relation, out, axis, symbol)
-    if any(found != read[0] for found in read) or read[0] is None:
+    part = read[0]
+    if part is None or part.axis != axis or any(other != part for other in read):
         return _mixes(relation)
-    lane = read[0]
-    whole = shape[axis].node.expr == lane.outer * lane.count * symbol
-    return lane if lane.axis == axis and whole else _mixes(relation)
+    outer = shape[axis].node.expr / (part.inner * symbol)
+    return Lane(axis, int(outer), part.inner) if outer.is_Integer else _mixes(relation)
 
 
-def _carried(relation: Relation, out: int, of: Mapping[fx.Node, Any]) -> Iterator[Lane | None]:
+def _carried(relation: Relation, out: int, of: Mapping[fx.Node, Any]) -> Iterator[Part | None]:
     """Where each operand's lane is in an output; None where it does not get there."""
-    marked = relation.window | relation.complete | relation.moved | relation.looped
-    for operand, axes in zip(relation.operands, relation.ins, strict=True):
+    for k, operand in enumerate(relation.operands):
         lane = of.get(operand.value)
-        if lane is None:
-            continue
-        letters = axes[lane.axis]
-        at = next((k for k, a in enumerate(letters) if relation.size.get(a) is None), None)
-        if at is None or letters[at] in marked:
-            yield None
-            continue
-        before, after = _around(relation, letters, at)
-        step = (lane.outer // before, lane.count // after)
-        exact = (step[0] * before, step[1] * after) == (lane.outer, lane.count)
-        yield _placed(relation, relation.outs[out], letters[at], step) if exact else None
-
-
-def _placed(relation: Relation, axes: Axes, letter: str, step: tuple[int, int]) -> Lane | None:
-    """The axis of a letter; step: positions (outer, count) within the letter itself."""
-    for axis, letters in enumerate(axes):
-        if letter in letters:
-            before, after = _around(relation, letters, letters.index(letter))
-            return Lane(axis, step[0] * before, step[1] * after)
-    return None
-
-
-def _around(relation: Relation, letters: tuple[str, ...], at: int) -> tuple[int, int]:
-    """Positions of the letters in front of one of an axis, and of those after it."""
-    sizes = [relation.size.get(letter) or 1 for letter in letters]
-    return math.prod(sizes[:at]), math.prod(sizes[at + 1 :])
+        if lane is not None:
+            mixed = is_mixed(relation, k, lane.axis)
+            yield None if mixed else follow(relation, k, Part(lane.axis, lane.count), out=out)
 
 
 def _spread(relation: Relation, out: int, axis: int, symbol: Any) -> Lane:

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from demask.ops import regions, schema
 from demask.ops.bind import Relation
 from demask.ops.entry import Declined, op_name
+from demask.ops.flow import axis_of
 from demask.ops.regions import Interval, Rule
 from demask.traverse import axes as parts
 from demask.traverse.axes import COLUMNS, NONE, ROWS, Axes, Window
@@ -174,7 +175,7 @@ def _read(
     shape = () if value is None else tuple(schema.hint(n) for n in value.shape)
     theirs = axes.get(operand.value, NONE) if value is not None else NONE
     for dim, axis in enumerate(pair):
-        along = None if axis is None else regions.axis_of(relation, k, axis)
+        along = None if axis is None else axis_of(relation, k, axis)
         here = along is not None and theirs[dim] == along
         if here and dim == ROWS and regions.is_whole(relation, k, axis or 0):
             return Declined(f"{op_name(relation.node.target)} needs all rows at once"), None

@@ -15,7 +15,8 @@ from demask.failures import public
 from demask.graph.program import Program
 from demask.machine.memory import BUDGET, parse_memory
 from demask.ops import TABLE, Table
-from demask.ops.regions import axis_of, rule
+from demask.ops.flow import axis_of
+from demask.ops.regions import rule
 from demask.traverse.axes import Axes, axes_of
 from demask.traverse.flow import Flow, flow_of, read
 from demask.traverse.layout import WORKERS, Layout

@@ -1,0 +1,172 @@
+"""Shapes of some calls on fake tensors without the calls that torch makes to find them.
+
+torch runs every step of a recurrent call, which takes long and fixes the number of steps:
+torch.export then takes the length of the example for the only one. Norms and activations of dynamic
+sizes it decomposes, a dozen calls each: more than half of the time of exporting a convolutional
+network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._decomp import decomposition_table
+from torch._prims_common import is_channels_last_contiguous_or_false, is_contiguous_or_false
+from torch._subclasses.fake_impls import get_fast_op_impls
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+aten = torch.ops.aten
+_RECURRENT: tuple[Any, ...] = (
+    aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input,
+)  # fmt: skip
+
+
+class _Patch:
+    """Our kernels of calls on fake tensors, in torch's tables while any thread asks for them.
+
+    torch registers kernels for the whole process, and has no narrower scope: real tensors do not
+    pass through them. The first thread to enter puts ours there, the last to leave restores
+    torch's; calls of other threads run torch's meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.threads, self.here = threading.Lock(), 0, threading.local()
+        self.before: dict[Any, dict[Any, Callable[..., Any]]] = {}
+
+    def is_on(self) -> bool:
+        """Did the current thread ask for our kernels?"""
+        return getattr(self.here, "depth", 0) > 0
+
+    def enter(self) -> None:
+        depth = getattr(self.here, "depth", 0)
+        with self.lock:
+            if not self.threads:
+                self._install()
+            self.threads += depth == 0
+        self.here.depth = depth + 1
+
+    def leave(self) -> None:
+        self.here.depth -= 1
+        with self.lock:
+            self.threads -= self.here.depth == 0
+            if not self.threads:
+                self._restore()
+
+    def _install(self) -> None:
+        self.before = {op: dict(op.py_kernels) for op in _RECURRENT}
+        for op, kernels in self.before.items():
+            shaped = _shaped(op)
+            _replace_kernels(op, {key: _either(shaped, kernel) for key, kernel in kernels.items()})
+        for op, fits in _FITS.items():
+            if op in decomposition_table:
+                get_fast_op_impls().setdefault(op, _Kernel(op, fits))
+
+    def _restore(self) -> None:
+        for op, kernels in self.before.items():
+            _replace_kernels(op, kernels)
+        for op in _FITS:
+            if isinstance(get_fast_op_impls().get(op), _Kernel):
+                del get_fast_op_impls()[op]
+
+
+_PATCH = _Patch()
+
+
+@contextlib.contextmanager
+def shapes_only() -> Iterator[None]:
+    """While it lasts, recurrent calls of this thread on fake tensors, and norms and activations of
+    dynamic sizes, make empty tensors of the right shape."""
+    _PATCH.enter()
+    try:
+        yield
+    finally:
+        _PATCH.leave()
+
+
+# --- recurrent calls ------------------------------------------------------------------------------
+
+
+def _either(shaped: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Our kernel in threads that asked for it, torch's in others."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return (shaped if _PATCH.is_on() else plain)(*args, **kwargs)
+
+    return kernel
+
+
+def _replace_kernels(op: Any, kernels: dict[Any, Callable[..., Any]]) -> None:
+    op.py_kernels.update(kernels)  # the same keys, so that no thread ever sees one missing
+    op._dispatch_cache.clear()
+
+
+def _shaped(op: Any) -> Callable[..., tuple[Tensor, ...]]:
+    """What a call makes, empty. Raises RuntimeError where the sizes do not fit each other."""
+
+    def made(x, hx, params, has_biases, layers, dropout, train, bidirectional, batch_first):
+        states = list(hx) if op is aten.lstm.input else [hx]
+        two = 2 if bidirectional else 1
+        batch = x.shape[0 if batch_first else 1]
+        for state in states:
+            if state.shape[0] != layers * two or state.shape[1] != batch:
+                raise RuntimeError(
+                    f"expected {layers * two} initial states for a batch of {batch}, "
+                    f"got {tuple(state.shape)}"
+                )
+        if x.shape[2] != params[0].shape[1]:
+            raise RuntimeError(f"expected {params[0].shape[1]} input features, got {x.shape[2]}")
+        out = x.new_empty([x.shape[0], x.shape[1], two * states[0].shape[2]])
+        return (out, *(state.new_empty(state.shape) for state in states))
+
+    return made
+
+
+# --- norms and activations ------------------------------------------------------------------------
+
+
+class _Kernel:
+    """Our kernel in threads that asked for it and where it fits, torch's otherwise."""
+
+    def __init__(self, op: Any, fits: Callable[..., bool]) -> None:
+        self.op, self.fits = op, fits
+
+    def __call__(self, mode: FakeTensorMode, *args: Any, **kwargs: Any) -> Any:
+        with mode:
+            x = args[0] if args else None
+            if kwargs or not _PATCH.is_on() or not self.fits(*args):
+                return decomposition_table[self.op](*args, **kwargs)
+            assert isinstance(x, Tensor)
+            made = x.new_empty_strided(x.shape, x.stride())
+            if self.op is _BATCH_NORM:
+                return made, x.new_empty((0,)), x.new_empty((0,))
+            return made
+
+
+def _is_plain(x: Any, *_: Any) -> bool:
+    """Is a value dense floating-point numbers, row-major or with channels last?"""
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.layout is not torch.strided:
+        return False
+    return is_contiguous_or_false(x) or is_channels_last_contiguous_or_false(x)
+
+
+def _is_plain_norm(x: Any, *args: Any) -> bool:
+    """The same of a batch norm on the CPU whose statistics and parameters fit its input."""
+    given = [value for value in args[:4] if value is not None]
+    return (_is_plain(x) and x.ndim > 1 and x.device.type == "cpu" and None not in args[2:4]
+            and all(value.dtype == x.dtype and value.ndim == 1 and value.device == x.device
+                    and isinstance(value.shape[0], int) and isinstance(x.shape[1], int)
+                    and value.shape[0] == x.shape[1] for value in given))  # fmt: skip
+
+
+_BATCH_NORM = aten._native_batch_norm_legit_no_training.default
+_FITS: dict[Any, Callable[..., bool]] = {
+    _BATCH_NORM: _is_plain_norm,
+    **dict.fromkeys((aten.relu.default, aten.silu.default, aten.gelu.default, aten.sigmoid.default,
+                     aten.hardtanh.default, aten.hardswish.default, aten.hardsigmoid.default),
+                    _is_plain),
+}  # fmt: skip
