@@ -178,7 +178,7 @@ def test_a_dropped_border_map_is_noticed(monkeypatch):
 
 def test_a_swapped_index_is_noticed(monkeypatch):
     def swapped(self, node, axis, take):
-        return self.build.call(
+        return self.editor.call(
             adapt.aten.index_select.default, node, axis, self.pool.index(take[::-1])
         )
 

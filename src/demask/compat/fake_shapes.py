@@ -21,9 +21,10 @@ from torch._subclasses.fake_impls import get_fast_op_impls
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 aten = torch.ops.aten
-_RECURRENT: tuple[Any, ...] = (
-    aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input,
-)  # fmt: skip
+_RECURRENT = tuple(getattr(aten, name).input for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"))
+_ACTIVATIONS = tuple(getattr(aten, name).default for name in (
+    "relu", "silu", "gelu", "sigmoid", "hardtanh", "hardswish", "hardsigmoid",
+))  # fmt: skip
 
 
 class _Patch:
@@ -166,7 +167,5 @@ def _is_plain_norm(x: Any, *args: Any) -> bool:
 _BATCH_NORM = aten._native_batch_norm_legit_no_training.default
 _FITS: dict[Any, Callable[..., bool]] = {
     _BATCH_NORM: _is_plain_norm,
-    **dict.fromkeys((aten.relu.default, aten.silu.default, aten.gelu.default, aten.sigmoid.default,
-                     aten.hardtanh.default, aten.hardswish.default, aten.hardsigmoid.default),
-                    _is_plain),
-}  # fmt: skip
+    **dict.fromkeys(_ACTIVATIONS, _is_plain),
+}
