@@ -13,9 +13,9 @@ from torch.utils import _pytree as pytree
 
 from demask.machine.arena import ALIGNMENT
 from demask.ops import TABLE, Declined, Relation, bind, regions
-from demask.ops.draws import drawn
 from demask.ops.entry import Shape as S
 from demask.ops.laws import call_node, target_of
+from demask.ops.laws.draws import drawn
 from demask.traverse import axes as parts
 from demask.traverse.axes import Axes, Window
 from demask.traverse.local import Local, local

@@ -9,8 +9,8 @@ import torch
 
 from demask.ops import TABLE, Declined, Relation, Table, bind, flow
 from demask.ops.flow import Part, carry, carry_back, follow, is_mixed, is_split
-from demask.ops.flow_law import check_flow_law
 from demask.ops.laws import call_node, law_cases
+from demask.ops.laws.flow import check_flow_law
 
 aten = torch.ops.aten
 CASES = list(law_cases(TABLE))

@@ -23,7 +23,7 @@ from demask.errors import BadInput, RefusedFile
 from demask.files.onnx.grids import gridded
 from demask.graph.provenance import Cut, Grid, Provenance
 from demask.ops import TABLE
-from demask.ops.quantize import dequantized, quantized
+from demask.ops.quantization import dequantized, quantized
 from demask.shrink.pipeline import given as captured
 from demask.tune.runtime import for_runtime
 from night import at_night

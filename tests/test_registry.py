@@ -14,7 +14,7 @@ from torch import nn
 
 import demask
 from demask.errors import BadInput, TableError
-from demask.ops.own import is_own
+from demask.ops.custom import is_own
 from demask.registry import CUSTOM_OPS, RESULT_KINDS, Registry
 from demask.tune.fast import Optimized
 

@@ -28,7 +28,7 @@ from architectures import (
     transformers,
 )
 from demask.graph.modules import in_calls
-from demask.ops.minimal import missed
+from demask.ops.laws.minimality import missed
 from demask.verify import RELATIVE, ULPS
 from graphs import form_of, to_graph
 from night import at_night

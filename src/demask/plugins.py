@@ -26,8 +26,8 @@ PUBLIC_MODULES = {
 }
 
 CUSTOM_OPS.declare("chain", "demask.pilot.chain_op")
-CUSTOM_OPS.declare("dequantize", "demask.ops.quantize")
+CUSTOM_OPS.declare("dequantize", "demask.ops.quantization")
 CUSTOM_OPS.declare("moments", "demask.traverse.parted")
-CUSTOM_OPS.declare("quantize", "demask.ops.quantize")
+CUSTOM_OPS.declare("quantize", "demask.ops.quantization")
 CUSTOM_OPS.declare("segment", "demask.sparse.spell")
 RESULT_KINDS.declare("tiled", "demask.traverse.module")

@@ -48,7 +48,7 @@ from demask.graph.recurrent_modules import refresh
 from demask.graph.restore import join_twins
 from demask.graph.result import Demasked, changed
 from demask.ops import schema
-from demask.ops.own import own_of
+from demask.ops.custom import own_of
 from demask.registry import RESULT_KINDS
 from demask.tune.epilogues import is_fused, is_pack, plain
 from demask.tune.fast import Optimized

@@ -18,7 +18,7 @@ import torch
 from demask.compat import onednn
 from demask.compat.dispatch import OpOverload, has_kernel, read_schema
 from demask.errors import RefusedFile
-from demask.ops.own import is_own
+from demask.ops.custom import is_own
 
 MAX_NAME = 1000
 _FQN_PART = re.compile(r"(?!__)[\w \-+:/@#]{1,200}")

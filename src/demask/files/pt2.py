@@ -24,7 +24,7 @@ from demask.files.tracing import example, traced
 from demask.graph.class_result import as_graph
 from demask.graph.copying import structural_copy
 from demask.graph.result import Demasked
-from demask.ops.own import own_of
+from demask.ops.custom import own_of
 
 
 @public

@@ -21,7 +21,7 @@ from demask.compat.fake_tensors import (
 )
 from demask.compat.symbolic_shapes import GuardOnDataDependentSymNode
 from demask.errors import NotExportable
-from demask.ops.recurrent import GATES
+from demask.ops.entries.recurrent import GATES
 
 ADVICE = (
     "sizes here depend on the values of a tensor; make them numbers, or demask only a part that "

@@ -17,7 +17,7 @@ from demask.failures import CallFailed, attributed
 from demask.graph.declared import drawn_weights
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Constant, Program
-from demask.ops.contract import GROUPED
+from demask.ops.entries.contraction import GROUPED
 
 _RAW = re.compile(
     r"parametrizations\.(?P<p>[^.]+)\.original\d*$|(?P<o>[^.]+)_orig$|(?P<w>[^.]+)_[gv]$"

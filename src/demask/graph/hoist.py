@@ -18,8 +18,8 @@ from torch import Tensor, fx
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.ops import Declined, schema
-from demask.ops.contract import PRODUCTS
-from demask.ops.move import refined
+from demask.ops.entries.contraction import PRODUCTS
+from demask.ops.entries.movement import refined
 from demask.ops.traits import SELECTS, SPLITS_OF_AXES, TAKES, TRANSPOSES
 
 aten = torch.ops.aten

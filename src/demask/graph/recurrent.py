@@ -19,7 +19,7 @@ from demask.graph.editor import GraphEditor, drop_unread
 from demask.graph.program import Program
 from demask.graph.recurrent_modules import is_zeros, parts_of
 from demask.ops import schema
-from demask.ops.recurrent import GATES, LSTM, weights_of
+from demask.ops.entries.recurrent import GATES, LSTM, weights_of
 from demask.ops.traits import SIZED_ZEROS
 
 aten = torch.ops.aten

@@ -22,7 +22,7 @@ from demask.graph.recurrent import joined
 from demask.graph.resize import tensors_of
 from demask.graph.restore import Originals, restore, set_module
 from demask.graph.rows import Row, Value, graph_of, rows_of
-from demask.ops.own import own_of
+from demask.ops.custom import own_of
 
 # Of a GraphModule, made from its graph.
 _GENERATED = {"_graph", "_code", "_lineno_map", "_prologue_start", "_in_spec", "_out_spec"}

@@ -11,7 +11,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from demask.compat.dispatch import OpOverload, overload_name, schema_of
-from demask.ops.own import is_own
+from demask.ops.custom import is_own
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from torch import fx
 from demask.graph.editor import GraphEditor, drop_unread
 from demask.graph.program import Program
 from demask.ops import Declined, Relation, Table, bind, schema
-from demask.ops.move import refined
+from demask.ops.entries.movement import refined
 from demask.ops.schema import same_shape
 from demask.ops.traits import RESHAPES, SQUEEZES
 

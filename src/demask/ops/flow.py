@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from demask.ops import schema
-from demask.ops.bind import Relation
+from demask.ops.relation import Relation
 
 T = TypeVar("T")
 DYNAMIC = -1

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from demask.ops import schema
-from demask.ops.bind import Relation
 from demask.ops.flow import axis_of, base
 from demask.ops.positions import Move
+from demask.ops.relation import Relation
 
 Interval = tuple[int, int]
 Rule = Callable[[int, int], Interval]  # start, end of an output -> interval of an operand

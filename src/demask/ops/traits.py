@@ -11,7 +11,10 @@ from typing import Any
 
 import torch
 
-from demask.ops import TABLE, contract, move, window
+from demask.ops import TABLE
+from demask.ops.entries import contraction as contract
+from demask.ops.entries import movement as move
+from demask.ops.entries import window
 
 aten = torch.ops.aten
 

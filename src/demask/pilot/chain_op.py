@@ -30,7 +30,7 @@ from demask.graph.program import Program
 from demask.kernels import llvm
 from demask.kernels.llvm import NoPlan
 from demask.kernels.plan_cache import PlanCache, Planned, plans_of
-from demask.ops.own import Own
+from demask.ops.custom import Own
 from demask.pilot.chain_plan import MODES, Layer, Plan
 from demask.registry import CUSTOM_OPS
 from demask.sparse.op import PLAIN

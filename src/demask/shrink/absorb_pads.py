@@ -24,7 +24,7 @@ from demask.facts.masks import uniform_over
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.ops import Relation, Table, bind, schema
-from demask.ops.padded import PADDED, PLAIN, grows
+from demask.ops.entries.padded import PADDED, PLAIN, grows
 from demask.ops.traits import CONVOLUTIONS, PADS
 from demask.shrink.layout_analysis import LayoutAnalysis
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from demask.ops.bind import MAX_AXIS
+from demask.ops.relation import MAX_AXIS
 
 Positions = tuple[int, ...] | None  # old positions in new order; None: the whole axis, in order
 Layout = tuple[Positions, ...]  # per axis of a tensor

@@ -26,7 +26,7 @@ from demask.facts.known import Facts, Relations, key_of
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Constant, Program
 from demask.ops import Relation, schema
-from demask.ops.contract import PRODUCTS
+from demask.ops.entries.contraction import PRODUCTS
 from demask.ops.traits import IDENTITIES
 from demask.shrink.layout_analysis import LayoutAnalysis
 from demask.shrink.pool import Pool

@@ -30,7 +30,7 @@ from demask.graph.spell import spelled
 from demask.graph.tokens import early
 from demask.graph.unmerge import unmerged
 from demask.ops import Table, schema
-from demask.ops.padded import with_padded
+from demask.ops.entries.padded import with_padded
 from demask.shrink.absorb_pads import pads_absorbed, pads_restored
 from demask.shrink.align import aligned
 from demask.shrink.condense import condensed

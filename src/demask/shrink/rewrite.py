@@ -19,7 +19,7 @@ from demask.failures import attributed
 from demask.graph.program import Program
 from demask.graph.provenance import Cut, Reason
 from demask.ops import Declined, Relation, schema
-from demask.ops.padded import PLAIN
+from demask.ops.entries.padded import PLAIN
 from demask.shrink.cells import Positions, whole
 from demask.shrink.context import EmitContext, sizes_depend_on_values
 from demask.shrink.contract import emit_contraction

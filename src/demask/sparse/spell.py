@@ -18,7 +18,7 @@ from demask.files.names import check_fqn
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program as Whole
 from demask.ops import schema
-from demask.ops.own import Own
+from demask.ops.custom import Own
 from demask.registry import CUSTOM_OPS
 from demask.sparse import dense
 from demask.sparse.program import (

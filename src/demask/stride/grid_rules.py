@@ -19,8 +19,8 @@ from torch.fx.node import map_arg
 
 from demask.graph.queries import is_pointwise
 from demask.ops import Declined, Relation, op_name, schema
+from demask.ops.entries.movement import refined
 from demask.ops.flow import lettered, tagged
-from demask.ops.move import refined
 from demask.ops.traits import PADS, RESHAPES
 from demask.stride.grid import (
     NEUTRAL,

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, fx
 
 from demask.ops import schema
-from demask.ops.bind import Relation
 from demask.ops.entry import Declined
 from demask.ops.flow import Part, follow
 from demask.ops.regions import Interval
+from demask.ops.relation import Relation
 
 ROWS, COLUMNS = 0, 1
 Axes = tuple[int | None, int | None]  # of a value: where its rows run, where its columns do

@@ -21,9 +21,9 @@ from demask.graph.functional import functionalized
 from demask.graph.program import Program
 from demask.graph.spell import spelled
 from demask.ops import Table
-from demask.ops.bind import Relation
 from demask.ops.entry import Declined
 from demask.ops.regions import Interval
+from demask.ops.relation import Relation
 from demask.shrink.measure import macs_of
 from demask.traverse.axes import Axes, axes_of, length, whole
 from demask.traverse.local import Local, local

@@ -16,9 +16,9 @@ from fractions import Fraction
 from typing import Any
 
 from demask.ops import schema
-from demask.ops.bind import Relation
 from demask.ops.flow import Part, follow
 from demask.ops.regions import needed
+from demask.ops.relation import Relation
 
 PERIODS = 64  # the longest period looked for
 WINDOW = 16  # positions asked for at once: more than a transposed convolution leaves out in a row

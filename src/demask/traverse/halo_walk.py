@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 from torch import Tensor, fx
 
 from demask.ops import Table
-from demask.ops.bind import Relation, bind
 from demask.ops.entry import Declined
 from demask.ops.flow import Part, follow
+from demask.ops.relation import Relation, bind
 from demask.traverse.halo_places import SAME, Rules, Step
 from demask.traverse.halo_record import Recording
 

@@ -21,8 +21,8 @@ from demask.facts.analysis import Analysis
 from demask.files.weight_file import StoredTensor
 from demask.graph.program import Program
 from demask.ops import Relation, Table, schema
-from demask.ops.contract import PRODUCTS
-from demask.ops.recurrent import GATES
+from demask.ops.entries.contraction import PRODUCTS
+from demask.ops.entries.recurrent import GATES
 from demask.ops.traits import MATRIX_TRANSPOSES, MEMORY_VIEWS, TRANSPOSED_VIEWS
 from demask.traverse.lanes import Lanes, lanes_of
 from demask.traverse.passes import Call, Level, Plan, Ref, Streamed, Weight, constants_read

@@ -16,10 +16,10 @@ from typing import Any
 from torch import Tensor, fx
 
 from demask.ops import regions, schema
-from demask.ops.bind import Relation
 from demask.ops.entry import Declined, op_name
 from demask.ops.flow import axis_of
 from demask.ops.regions import Interval, Rule
+from demask.ops.relation import Relation
 from demask.traverse import axes as parts
 from demask.traverse.axes import COLUMNS, NONE, ROWS, Axes, Window
 from demask.traverse.local_call import Call, Cut, Kind, Scratch, narrowed, nbytes

@@ -13,8 +13,8 @@ from torch import Tensor, fx
 from demask.compat.dispatch import schema_of
 from demask.machine.arena import aligned
 from demask.ops import regions, schema
-from demask.ops.bind import Relation
 from demask.ops.regions import Geometry, Interval, Rule
+from demask.ops.relation import Relation
 from demask.traverse.axes import COLUMNS, Axes, Window, cut_shape, strides
 from demask.tune.epilogues import Epilogue
 

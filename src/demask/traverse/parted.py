@@ -21,9 +21,10 @@ from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
-from demask.ops import Case, Entry, Relation, Table, norm, schema, traits
+from demask.ops import Case, Entry, Relation, Table, schema, traits
+from demask.ops.custom import Own
+from demask.ops.entries import norm
 from demask.ops.entry import Shape as S
-from demask.ops.own import Own
 from demask.ops.schema import same_shape
 from demask.registry import CUSTOM_OPS
 from demask.traverse.axes import Axes, axes_of

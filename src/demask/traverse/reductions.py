@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, fx
 
 from demask.ops import schema
-from demask.ops.bind import Relation
 from demask.ops.entry import Declined, op_name
+from demask.ops.relation import Relation
 from demask.traverse.axes import NONE, Axes, Window, cut_shape
 
 State = tuple[Tensor, ...]

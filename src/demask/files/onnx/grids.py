@@ -24,7 +24,7 @@ from demask.graph.modules import spell
 from demask.graph.provenance import Cut, Grid
 from demask.graph.result import Demasked, attach
 from demask.ops import schema
-from demask.ops.quantize import DTYPES, along, dequantized
+from demask.ops.quantization import DTYPES, along, dequantized
 from demask.ops.traits import CONVOLUTIONS
 
 aten = torch.ops.aten

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from demask.errors import NotExportable
 from demask.ops import schema
-from demask.ops.recurrent import GATES
+from demask.ops.entries.recurrent import GATES
 from demask.ops.traits import aten_op
 
 

@@ -41,7 +41,7 @@ from demask.graph.program import Program
 from demask.graph.provenance import Interface, Port, Provenance, Sizes
 from demask.graph.result import Demasked, build
 from demask.ops import TABLE, Table, schema
-from demask.ops.quantize import DTYPES
+from demask.ops.quantization import DTYPES
 from demask.shrink.pipeline import inputs_of
 
 ALIGNED = 4096  # where weights start in a file of their own, so that they can be mapped

@@ -16,8 +16,8 @@ from demask.files.onnx.ops.cast import cast
 from demask.files.onnx.ops.layers import convolution
 from demask.files.onnx.table import Ops
 from demask.files.onnx.tensors import DTYPES, NARROW
-from demask.ops import quantize
-from demask.ops.quantize import along
+from demask.ops import quantization as quantize
+from demask.ops.quantization import along
 
 OPS = Ops()
 UINT8 = 2

@@ -23,11 +23,11 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import Mismatch, TableError
 from demask.ops import regions, schema
-from demask.ops.bind import Relation, bind
-from demask.ops.draws import Axes, drawn, drawn_fill, drawn_mask, drawn_scale, tied_masks
 from demask.ops.entry import Case, Declined, Shape, Table
 from demask.ops.flow import axis_of
-from demask.ops.minimal import missed
+from demask.ops.laws.draws import Axes, drawn, drawn_fill, drawn_mask, drawn_scale, tied_masks
+from demask.ops.laws.minimality import missed
+from demask.ops.relation import Relation, bind
 
 Demask = Callable[..., fx.GraphModule]
 _TOLERANCE = 1e-10  # float64, relative: sums in another order, a few hundred terms long

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from demask.ops import schema
-from demask.ops.bind import Relation, bind
 from demask.ops.entry import Case, Declined, Table
 from demask.ops.flow import Part, carry, carry_back, follow, is_mixed
 from demask.ops.laws import call_with, drawn_call, garbage
+from demask.ops.relation import Relation, bind
 
 
 def check_flow_law(name: str, case: Case, seed: int, table: Table) -> list[str] | Declined:

@@ -13,9 +13,9 @@ from torch import Tensor, fx
 
 from demask.errors import BadInput
 from demask.ops import schema
+from demask.ops.custom import Own
 from demask.ops.entry import Case, Entry
 from demask.ops.entry import Shape as S
-from demask.ops.own import Own
 from demask.registry import CUSTOM_OPS
 
 #: what a value can be quantized to, by name. Ops take the name: torch looks up kernels by whatever

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from demask.ops.bind import Relation
 from demask.ops.entry import Shape
+from demask.ops.relation import Relation
 
 Axes = frozenset[int] | None
 
