@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import demask
 from cifar import IMAGE, Block, ResNet, masked
-from demask.graph.capture import capture
+from demask.graph.capture.capture import capture
 from networks import randomised
 from residual import calls_of
 from tables import RESULTS, load, machine, markdown

@@ -29,7 +29,7 @@ from torch import Tensor, fx, nn
 import demask
 import networks
 from cifar import IMAGE, ResNet, masked
-from demask.graph.capture import capture
+from demask.graph.capture.capture import capture
 from demask.machine.allocator import fix_allocator
 from tables import RESULTS, load, machine, markdown
 from traverse_memory import peaked

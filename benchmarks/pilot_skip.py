@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import cifar
 from demask.facts.analysis import Analysis
-from demask.graph.result import Demasked
+from demask.graph.result.demasked_module import Demasked
 from demask.machine.allocator import fix_allocator
 from demask.machine.benchmark import ALLOWED, lower_bound
 from demask.machine.threads import set_threads

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import cifar
 import demask
-from demask.graph.capture import capture
+from demask.graph.capture.capture import capture
 from demask.machine.timing import Timing, alternate
 from demask.verify import ULPS
 from networks import randomised

@@ -22,7 +22,7 @@ import deepsparse_server as server
 import demask
 import turns
 from demask.cli.contenders import reason, timed
-from demask.graph.result import Demasked
+from demask.graph.result.demasked_module import Demasked
 from peers_called import openvino_module
 
 OURS, RUNTIME, SPINNING = "demask", "ONNX Runtime", "ONNX Runtime, spinning"

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from demask.graph.spell import SPELLED
+from demask.graph.normalize.canonical_calls import SPELLED
 from demask.ops import TABLE, Declined, Entry, Relation, Spelled, bind
 from demask.ops.entry import Shape
 from demask.ops.laws import call_node, drawn, target_of
@@ -110,7 +110,7 @@ def page() -> str:
     lines += [cells for _, cells in made]
     body = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
     spelled = ", ".join(f"`{name.removeprefix('aten.')}`" for name in sorted(SPELLED))
-    tail = f"Spelled as others before the table is asked (`demask.graph.spell`): {spelled}."
+    tail = f"Spelled as others before the table is asked (`demask.graph.normalize.canonical_calls`): {spelled}."
     return f"{HEAD}{len(TABLE)} entries: {said}.\n\n{body}\n\n{tail}\n"
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from demask.graph.capture import capture
-from demask.graph.fold import folded
-from demask.graph.functional import functionalized
-from demask.graph.spell import spelled
+from demask.graph.capture.capture import capture
+from demask.graph.capture.fold_constants import folded
+from demask.graph.capture.functionalize import functionalized
+from demask.graph.normalize.canonical_calls import spelled
 from demask.stride.instructions import Instructions, listed
 from demask.stride.machine import Machine
 from demask.tune.affine import absorbed

@@ -9,7 +9,7 @@ import demask
 import test_cli
 from demask.cli.models import read_network
 from demask.errors import BadInput
-from demask.graph.examples import PIXELS, Span, examples, spans_of
+from demask.graph.example_inputs import PIXELS, Span, examples, spans_of
 
 run = test_cli.run  # a fixture
 onnx = pytest.importorskip("onnx")

@@ -17,7 +17,7 @@ import demask
 import test_cli
 from demask.errors import BadInput
 from demask.files.arrays import read_arrays
-from demask.graph.fold import folded
+from demask.graph.capture.fold_constants import folded
 from demask.ops import TABLE
 from demask.shrink.pipeline import reduced
 
@@ -245,6 +245,8 @@ def test_a_small_file_does_not_ask_for_a_large_constant():
         def forward(self, x):
             return x + torch.ones(2**34).sum() + torch.zeros(3).expand(2**33, 3)[0, :1]
 
-    program = demask.graph.capture.capture(torch.export.export(Large(), (torch.randn(2, 3),)))
+    program = demask.graph.capture.capture.capture(
+        torch.export.export(Large(), (torch.randn(2, 3),))
+    )
     assert any(node.target is torch.ops.aten.ones.default for node in folded(program).graph.nodes)
     reduced(program, TABLE)  # not demask(), which runs the network to check its result

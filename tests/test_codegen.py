@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from demask.graph.codegen import binding
+from demask.graph.result.codegen import binding
 from demask.ops import TABLE
 from demask.ops.entry import Shape
 from demask.ops.laws import drawn, law_cases, target_of

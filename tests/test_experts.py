@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import demask
-from demask.graph import experts as one_call
-from demask.graph.capture import capture
+from demask.graph.capture import experts as one_call
+from demask.graph.capture.capture import capture
 
 
 def grouped(x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:

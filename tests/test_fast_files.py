@@ -15,7 +15,7 @@ import demask
 from demask.compat.onednn import available
 from demask.errors import DemaskError
 from demask.files.archive import GRAPH, TENSORS
-from demask.graph.result import Demasked, build
+from demask.graph.result.demasked_module import Demasked, build
 from demask.ops import TABLE
 from demask.shrink.pipeline import given, reduced
 from demask.tune.affine import absorbed

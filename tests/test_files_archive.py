@@ -26,8 +26,8 @@ from demask.files import archive, pt2
 from demask.files.codec import decode, decode_target, encode, encode_target
 from demask.files.names import BUILTINS
 from demask.files.pt2 import read_model, to_pt2
-from demask.graph.codegen import Codegen
 from demask.graph.provenance import Cut, InputSpec, Provenance, Reason, Sizes
+from demask.graph.result.codegen import Codegen
 
 aten = torch.ops.aten
 BATCH_NORMS = {

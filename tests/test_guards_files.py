@@ -16,7 +16,7 @@ from demask.errors import RefusedFile
 from demask.files.onnx import read, write
 from demask.files.onnx.sizes import refuse_sizes
 from demask.files.pt2 import read_model
-from demask.graph import export_guards
+from demask.graph.capture import export_guards
 from demask.graph.guards import hold
 from demask.graph.provenance import InputSpec
 from pt2_files import quietly

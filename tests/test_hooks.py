@@ -14,7 +14,7 @@ from torch.nn.modules import module as modules
 
 import demask
 from demask import pilot, sparse, traverse
-from demask.graph.result import build
+from demask.graph.result.demasked_module import build
 from demask.machine.memory import BUDGET
 from demask.ops import TABLE
 from demask.pilot.regions import Regions

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 import micro_recurrent  # noqa: F401  (their networks join MICROS)
 import micro_sequences  # noqa: F401
-from demask.graph.result import build, build_plain
+from demask.graph.result.demasked_module import build, build_plain
 from demask.ops import TABLE
 from demask.shrink.pipeline import given, reduced
 from demask.tune import memory, plans

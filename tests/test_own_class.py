@@ -17,8 +17,8 @@ from torch.nn.utils import parametrize, prune
 import demask
 import micro_recurrent  # noqa: F401  (their networks join MICROS)
 import micro_sequences  # noqa: F401
-from demask.graph.equal import difference
-from demask.graph.resize import renumber
+from demask.graph.normalize.program_equality import difference
+from demask.graph.result.resize import renumber
 from demask.shrink import own_class
 from demask.shrink.pipeline import given, simplified
 from micro import MICROS, Micro

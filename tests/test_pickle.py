@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, fx, nn
 
 import demask
-from demask.graph.result import Demasked
-from demask.graph.rows import graph_of, rows_of
+from demask.graph.node_records import graph_of, rows_of
+from demask.graph.result.demasked_module import Demasked
 from graphs import to_graph
 from test_guards import Branches
 from test_tied import TOKENS, check_tied, masked, slimmed

@@ -19,7 +19,7 @@ from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.facts.known import key_of
 from demask.graph.program import Program
-from demask.graph.result import Demasked
+from demask.graph.result.demasked_module import Demasked
 from demask.ops import TABLE
 from demask.ops.laws import LawModule, law_cases, relative_error, target_of
 from demask.shrink import indexed as planning

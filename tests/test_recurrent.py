@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 import demask
-from demask.graph.modules import in_calls
+from demask.graph.result.module_calls import in_calls
 from demask.ops import TABLE, Declined, Relation, Table, bind
 from demask.ops.laws import call_node, missed
 from graphs import to_graph

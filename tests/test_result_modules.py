@@ -13,10 +13,10 @@ from torch.nn.utils import parametrize, prune
 import demask
 from demask.errors import BadInput
 from demask.files import archive
-from demask.graph.copying import structural_copy
-from demask.graph.holders import Uncalled
-from demask.graph.modules import KINDS, ROWS, in_calls, kind_of
-from demask.graph.result import Demasked, build
+from demask.graph.module_copy import structural_copy
+from demask.graph.result.demasked_module import Demasked, build
+from demask.graph.result.module_calls import KINDS, ROWS, in_calls, kind_of
+from demask.graph.result.uncalled_modules import Uncalled
 from demask.ops import TABLE
 from demask.shrink.pipeline import given, reduced
 from graphs import to_graph

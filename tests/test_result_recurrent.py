@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 import demask
 from demask.errors import BadInput
 from demask.files import archive
-from demask.graph.holders import Uncalled
-from demask.graph.modules import in_calls
+from demask.graph.result.module_calls import in_calls
+from demask.graph.result.uncalled_modules import Uncalled
 from graphs import to_graph
 from micro_recurrent import rest
 

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 import demask
-from demask.graph import sharing
-from demask.graph.capture import captures
+from demask.graph.capture import shared_captures as sharing
+from demask.graph.capture.capture import captures
 from demask.graph.program import Program
 from demask.shrink import partial
 

@@ -17,7 +17,7 @@ import demask
 import test_cli
 from demask.errors import RefusedFile
 from demask.graph.program import Program
-from demask.graph.result import Demasked, build
+from demask.graph.result.demasked_module import Demasked, build
 from demask.machine.cost import Costs
 from demask.ops import TABLE
 from demask.shrink.pipeline import given, reduced

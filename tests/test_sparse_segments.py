@@ -19,7 +19,7 @@ import micro_sequences  # noqa: F401
 from demask.errors import BadInput
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
-from demask.graph.result import build_plain
+from demask.graph.result.demasked_module import build_plain
 from demask.shrink.pipeline import given
 from demask.sparse import regions, segments, spell
 from demask.sparse.calls import Call

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from demask.graph.capture import capture
+from demask.graph.capture.capture import capture
+from demask.graph.capture.fold_constants import folded
+from demask.graph.capture.functionalize import functionalized
 from demask.graph.editor import GraphEditor
-from demask.graph.fold import folded
-from demask.graph.functional import functionalized
+from demask.graph.normalize.canonical_calls import spelled
 from demask.graph.program import Program
-from demask.graph.spell import spelled
 from demask.ops import TABLE
 from demask.stride import grid, grid_rules, grid_windows
 from demask.stride.dilate import dilated

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import demask.stride
 from architectures import transformers
 from demask.errors import BadInput
-from demask.graph.modules import in_calls
+from demask.graph.result.module_calls import in_calls
 from demask.ops.traits import CONVOLUTIONS_ANY_PADDING as CONVS
 from demask.stride import TARGETS, NoSoundForm, Target
 from demask.stride.lower import lower, lowered
@@ -212,7 +212,7 @@ def test_constants_are_shared_and_the_model_is_not_changed() -> None:
 
 
 def test_a_program_can_be_lowered() -> None:
-    from demask.graph.spell import spelled
+    from demask.graph.normalize.canonical_calls import spelled
     from demask.shrink.pipeline import given
 
     program = spelled(given(stem(nn.ReLU()), (torch.ones(2, 3, 8, 8),), None, None))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from demask.graph.capture import capture
+from demask.graph.capture.capture import capture
 from demask.stride import pools
 from demask.stride.pools import Pool, convs_to_pools, pools_to_convs
 from night import every

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from demask.graph.modules import in_calls
+from demask.graph.result.module_calls import in_calls
 from demask.stride import raise_strides
 from night import at_night, every
 

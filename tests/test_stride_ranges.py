@@ -15,10 +15,10 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from demask.facts.ranges import ANY, Range, of_dtype, of_tensor, ranges, rule_of
-from demask.graph.capture import capture
-from demask.graph.fold import folded
-from demask.graph.functional import functionalized
-from demask.graph.spell import spelled
+from demask.graph.capture.capture import capture
+from demask.graph.capture.fold_constants import folded
+from demask.graph.capture.functionalize import functionalized
+from demask.graph.normalize.canonical_calls import spelled
 from demask.ops import TABLE, Entry, Table, schema
 from demask.ops.entry import Shape
 from demask.ops.laws import target_of

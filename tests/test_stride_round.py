@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from demask.graph.modules import in_calls
+from demask.graph.result.module_calls import in_calls
 from demask.ops import schema
 from demask.stride import NoSoundForm, Target, lower, raise_strides
 from night import every

@@ -12,7 +12,7 @@ from torch.nn.utils import prune
 
 import demask
 from demask.files.pt2 import read_model
-from demask.graph.result import Demasked
+from demask.graph.result.demasked_module import Demasked
 from graphs import to_graph
 
 WORDS, WIDTH, MASKED = 7, 8, 3

@@ -27,7 +27,7 @@ from architectures import (
     token_ids,
     transformers,
 )
-from demask.graph.modules import in_calls
+from demask.graph.result.module_calls import in_calls
 from demask.ops.laws.minimality import missed
 from demask.verify import RELATIVE, ULPS
 from graphs import form_of, to_graph

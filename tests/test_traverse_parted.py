@@ -14,10 +14,10 @@ from torch import Tensor, fx, nn
 import demask
 from demask.errors import BadInput
 from demask.facts.analysis import Analysis
-from demask.graph.capture import capture
-from demask.graph.fold import folded
+from demask.graph.capture.capture import capture
+from demask.graph.capture.fold_constants import folded
+from demask.graph.normalize.canonical_calls import spelled
 from demask.graph.program import Program
-from demask.graph.spell import spelled
 from demask.ops import TABLE
 from demask.ops.laws import check_scatter_law, law_cases
 from demask.traverse.axes import Axes, axes_of

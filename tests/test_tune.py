@@ -18,7 +18,7 @@ import micro_sequences  # noqa: F401
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.graph.queries import Example
-from demask.graph.result import build_plain
+from demask.graph.result.demasked_module import build_plain
 from demask.ops import TABLE
 from demask.shrink.pipeline import given, reduced
 from demask.tune import epilogues, fuse, joins, layout, pair, widen

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from demask.graph.result import build_plain
+from demask.graph.result.demasked_module import build_plain
 from demask.ops import TABLE
 from demask.shrink.pipeline import given, reduced
 from demask.tune.activations import named

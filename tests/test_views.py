@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from demask.errors import NotExportable
-from demask.graph import functional
+from demask.graph.capture import functionalize as functional
 from graphs import to_graph
 from test_micro import difference
 

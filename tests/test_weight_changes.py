@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
-from demask.graph.result import build
+from demask.graph.result.demasked_module import build
 from demask.ops import TABLE
 from demask.shrink.pipeline import given, reduced
 from demask.tune.affine import absorbed

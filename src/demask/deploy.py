@@ -27,10 +27,10 @@ from demask.files.onnx.write import (
     serialized,
     size_of,
 )
-from demask.graph.examples import examples
+from demask.graph.example_inputs import examples
 from demask.graph.program import Program
 from demask.graph.provenance import GIVEN, WHOLE, Decision, Provenance
-from demask.graph.result import Demasked, build
+from demask.graph.result.demasked_module import Demasked, build
 from demask.machine.benchmark import ALLOWED, PAIRS
 from demask.machine.threads import checked_threads
 from demask.machine.timing import sampled

@@ -17,13 +17,13 @@ from torch.utils import _pytree as pytree
 from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.failures import public
-from demask.graph.class_result import remember
-from demask.graph.copying import structural_copy, without_caches
-from demask.graph.examples import examples, like
+from demask.graph.example_inputs import examples, like
+from demask.graph.module_copy import structural_copy, without_caches
 from demask.graph.program import Program, owned
 from demask.graph.provenance import GIVEN, WHOLE, Decision, Provenance, Speed
 from demask.graph.queries import Example
-from demask.graph.result import Demasked, build
+from demask.graph.result.class_result import remember
+from demask.graph.result.demasked_module import Demasked, build
 from demask.machine.benchmark import ALLOWED
 from demask.machine.cost import Costs
 from demask.machine.threads import checked_threads, set_threads

@@ -17,16 +17,16 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, DemaskError, Mismatch, NotExportable
 from demask.failures import described, public
-from demask.graph.capture import capture, interface_of
-from demask.graph.class_result import as_graph
-from demask.graph.copying import structural_copy, without_caches
-from demask.graph.examples import batch_axes, batched, examples, like
-from demask.graph.fold import folded
-from demask.graph.functional import functionalized
-from demask.graph.holders import is_holder
+from demask.graph.capture.capture import capture, interface_of
+from demask.graph.capture.fold_constants import folded
+from demask.graph.capture.functionalize import functionalized
+from demask.graph.capture.shared_captures import sharing
+from demask.graph.example_inputs import batch_axes, batched, examples, like
+from demask.graph.module_copy import structural_copy, without_caches
 from demask.graph.provenance import Cut, Provenance
-from demask.graph.result import Demasked, build_plain
-from demask.graph.sharing import sharing
+from demask.graph.result.class_result import as_graph
+from demask.graph.result.demasked_module import Demasked, build_plain
+from demask.graph.result.uncalled_modules import is_holder
 from demask.numerics import (
     RELATIVE,
     ULPS,

@@ -69,11 +69,11 @@ def test_a_planted_violation_is_counted(measure: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "value", "count"),
     [
-        ("graph/spell.py", "rule", 0),
-        ("graph/spell.py", "lambda x: x", 0),
-        ("graph/spell.py", "rule(2)", 0),
-        ("graph/spell.py", "1", 1),
-        ("graph/spell.py", "aten.add.Tensor", 1),
+        ("graph/normalize/canonical_calls.py", "rule", 0),
+        ("graph/normalize/canonical_calls.py", "lambda x: x", 0),
+        ("graph/normalize/canonical_calls.py", "rule(2)", 0),
+        ("graph/normalize/canonical_calls.py", "1", 1),
+        ("graph/normalize/canonical_calls.py", "aten.add.Tensor", 1),
         ("graph/other.py", "rule", 1),
     ],
 )

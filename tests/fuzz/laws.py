@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
-from demask.graph.modules import in_calls
+from demask.graph.result.module_calls import in_calls
 from demask.ops.laws import missed
 from fuzz.program import Program, smaller
 from graphs import to_graph

@@ -20,8 +20,8 @@ from demask.cli.models import Network, example
 from demask.cli.ports import Port
 from demask.compat.fx_internals import signature_of
 from demask.errors import BadInput
-from demask.graph.examples import spans_of
-from demask.graph.result import Demasked
+from demask.graph.example_inputs import spans_of
+from demask.graph.result.demasked_module import Demasked
 from demask.numerics import compare
 
 AS_GIVEN, DEMASKED, OPTIMIZED = "as given", "demasked", "optimized"

@@ -17,9 +17,9 @@ from demask.cli.coverage import Gap, gaps
 from demask.cli.models import Network
 from demask.cli.progress import Step
 from demask.compat.dispatch import OpOverload, schema_of
-from demask.graph.modules import in_calls
+from demask.graph.normalize.canonical_calls import SPELLED
 from demask.graph.provenance import Provenance
-from demask.graph.spell import SPELLED
+from demask.graph.result.module_calls import in_calls
 from demask.ops import TABLE, Table
 from demask.ops.entry import op_name
 from demask.report.report import Report

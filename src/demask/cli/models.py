@@ -23,9 +23,9 @@ from demask.files.onnx.write import remembering
 from demask.files.pt2 import read_model
 from demask.files.tracing import MAX_EXAMPLE
 from demask.graph import provenance
-from demask.graph.capture import capture
-from demask.graph.copying import structural_copy
-from demask.graph.examples import drawn, inputs_of_program, spans_of
+from demask.graph.capture.capture import capture
+from demask.graph.example_inputs import drawn, inputs_of_program, spans_of
+from demask.graph.module_copy import structural_copy
 from demask.graph.provenance import Interface, Provenance
 from demask.ops.schema import hint
 

@@ -261,7 +261,7 @@ def condition(
         import demask
         from demask.cli.inputs import read_inputs
         from demask.cli.models import read_network
-        from demask.graph.result import Demasked
+        from demask.graph.result.demasked_module import Demasked
         from demask.pilot import condition as conditioned
 
         import_modules(imports)

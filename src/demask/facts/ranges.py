@@ -47,7 +47,7 @@ def ranges(graph: fx.Graph, constants: Mapping[str, Tensor], table: Table) -> Ra
     constants: by get_attr target; looked at where a rule asks for them. Calls of several outputs
     have one range for all of their dtype; values that are no tensors have none.
 
-    >>> from demask.graph.capture import capture
+    >>> from demask.graph.capture.capture import capture
     >>> from demask.ops import TABLE
     >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU6())
     >>> program = capture(net, (torch.ones(1, 2),))

@@ -39,14 +39,14 @@ from demask.files.into import resize
 from demask.files.names import check_fqn, check_name
 from demask.files.trees import check_call_spec, load_spec
 from demask.files.weight_file import StoredTensor, WeightFile
-from demask.graph.class_result import as_graph
-from demask.graph.holders import is_holder
-from demask.graph.modules import KINDS as MODULES
-from demask.graph.modules import fields_of, hollow, kind_of
 from demask.graph.provenance import Provenance
-from demask.graph.recurrent_modules import refresh
-from demask.graph.restore import join_twins
-from demask.graph.result import Demasked, changed
+from demask.graph.result.class_result import as_graph
+from demask.graph.result.demasked_module import Demasked, changed
+from demask.graph.result.module_calls import KINDS as MODULES
+from demask.graph.result.module_calls import fields_of, hollow, kind_of
+from demask.graph.result.recurrent_modules import refresh
+from demask.graph.result.restore_modules import join_twins
+from demask.graph.result.uncalled_modules import is_holder
 from demask.ops import schema
 from demask.ops.custom import own_of
 from demask.registry import RESULT_KINDS

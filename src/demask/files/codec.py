@@ -14,7 +14,7 @@ from demask.compat import onednn
 from demask.compat.dispatch import OpOverload, base_name, is_mutable, overload_name
 from demask.errors import BadInput, RefusedFile
 from demask.files.names import BUILTINS, find_op
-from demask.graph.rows import Value
+from demask.graph.node_records import Value
 
 MAX_DEPTH = 20
 MAX_TEXT = 4_000_000  # characters: the program of a segment may have as many

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from demask.errors import BadInput
 from demask.failures import public
-from demask.graph.copying import structural_copy
+from demask.graph.module_copy import structural_copy
 from demask.graph.provenance import Cut
-from demask.graph.resize import (
+from demask.graph.result.resize import (
     assign,
     bake,
     has_numbers,

@@ -21,9 +21,9 @@ from demask.files.bounded import open_zip
 from demask.files.kinds import other_kind
 from demask.files.pt2_gate import open_pt2
 from demask.files.tracing import example, traced
-from demask.graph.class_result import as_graph
-from demask.graph.copying import structural_copy
-from demask.graph.result import Demasked
+from demask.graph.module_copy import structural_copy
+from demask.graph.result.class_result import as_graph
+from demask.graph.result.demasked_module import Demasked
 from demask.ops.custom import own_of
 
 

@@ -20,7 +20,7 @@ from demask.errors import BadInput, RefusedFile
 from demask.files.names import BUILTINS, check_fqn, check_name, find_op
 from demask.files.symbols import check_expression
 from demask.files.trees import check_call_spec, check_spec
-from demask.graph import export_guards
+from demask.graph.capture import export_guards
 
 Rule = Callable[[str], Any]
 

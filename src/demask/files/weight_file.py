@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from demask.errors import BadInput, RefusedFile
 from demask.files import atomic
 from demask.files.bounded import parse_json
-from demask.graph.copying import structural_copy
-from demask.graph.resize import assign, tensors_of
+from demask.graph.module_copy import structural_copy
+from demask.graph.result.resize import assign, tensors_of
 
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 DTYPES = {

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from demask.graph.copying import structural_copy
-from demask.graph.modules import spell
+from demask.graph.module_copy import structural_copy
+from demask.graph.result.module_calls import spell
 from demask.numerics import NARROW, widen
 from demask.ops import Table, op_name
 

@@ -21,7 +21,7 @@ from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.graph.editor import GraphEditor
 from demask.graph.recorded_run import RecordedRun
-from demask.graph.result import Demasked
+from demask.graph.result.demasked_module import Demasked
 from demask.ops import TABLE, Table, schema
 from demask.pilot.chain_find import Found, behind, found, replaced, without_dropout
 from demask.pilot.chain_op import ROWS

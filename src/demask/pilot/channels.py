@@ -20,7 +20,7 @@ from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.facts.known import key_of
 from demask.graph.program import Program
-from demask.graph.result import Demasked
+from demask.graph.result.demasked_module import Demasked
 from demask.ops import Declined, Relation, schema
 from demask.pilot.layers import layers_of
 from demask.shrink.cells import Cells

@@ -14,8 +14,8 @@ from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.failures import public
 from demask.files.pt2 import read_model
-from demask.graph.capture import capture
-from demask.graph.functional import functionalized
+from demask.graph.capture.capture import capture
+from demask.graph.capture.functionalize import functionalized
 from demask.graph.program import Program
 from demask.graph.provenance import Cut, Provenance
 from demask.machine.memory import parse_memory

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from demask.errors import BadInput
 from demask.failures import public
-from demask.graph.copying import structural_copy
+from demask.graph.module_copy import structural_copy
 from demask.machine.benchmark import ALLOWED, PAIRS
 from demask.machine.timing import sampled
 from demask.ops import TABLE, Table

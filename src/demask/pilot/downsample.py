@@ -24,7 +24,7 @@ from demask.facts.analysis import Analysis
 from demask.facts.known import Key, key_of
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Constant, Program
-from demask.graph.result import Demasked
+from demask.graph.result.demasked_module import Demasked
 from demask.ops import Declined, Relation, op_name, schema
 from demask.pilot.layers import check_finite
 from demask.pilot.resample import (

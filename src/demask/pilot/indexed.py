@@ -13,7 +13,7 @@ from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.facts.known import Key
 from demask.graph.program import Program, owned
-from demask.graph.result import Demasked
+from demask.graph.result.demasked_module import Demasked
 from demask.ops import Table
 from demask.pilot.conditioned import Conditioned
 from demask.pilot.data import ExecutionData

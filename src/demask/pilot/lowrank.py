@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.graph.editor import GraphEditor
-from demask.graph.result import Demasked
+from demask.graph.result.demasked_module import Demasked
 from demask.ops import schema
 from demask.ops.traits import CONV_OF_AXES, CONVOLUTIONS_ANY_PADDING
 from demask.pilot.layers import Layer, by_rows, check_finite, from_rows, layers_of

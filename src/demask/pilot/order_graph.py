@@ -14,8 +14,8 @@ from demask.compat.fx_internals import signature_of
 from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.graph.editor import GraphEditor
-from demask.graph.modules import spell
-from demask.graph.result import Demasked
+from demask.graph.result.demasked_module import Demasked
+from demask.graph.result.module_calls import spell
 from demask.machine.memory import parse_memory
 from demask.ops import Table, schema
 from demask.pilot.chain_find import Found, behind, found, without_dropout

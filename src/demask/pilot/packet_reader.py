@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from demask.errors import BadInput, RefusedFile
-from demask.graph.copying import structural_copy
+from demask.graph.module_copy import structural_copy
 from demask.machine.memory import parse_memory
 from demask.pilot.packet_index import (
     HEADER,

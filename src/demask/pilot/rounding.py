@@ -17,7 +17,7 @@ from torch import Tensor
 
 from demask.errors import BadInput
 from demask.facts.analysis import Analysis
-from demask.graph.result import Demasked
+from demask.graph.result.demasked_module import Demasked
 from demask.pilot.layers import by_rows, check_finite, from_rows, layers_of
 from demask.shrink.finished import finished
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
-from demask.graph.copying import structural_copy
+from demask.graph.module_copy import structural_copy
 from demask.machine.benchmark import medians
 from demask.ops import Table
 from demask.pilot.conditioned import Conditioned, Decision, text

@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.failures import public
-from demask.graph.result import Demasked
+from demask.graph.result.demasked_module import Demasked
 from demask.ops import TABLE, Table
 from demask.pilot.channels import Channels
 from demask.pilot.downsample import Downsample

@@ -22,11 +22,11 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, CaptureDiffers, Mismatch
 from demask.failures import described, is_strict
-from demask.graph.copying import structural_copy, without_caches
-from demask.graph.examples import batch_axes, batched, examples, like
+from demask.graph.example_inputs import batch_axes, batched, examples, like
+from demask.graph.module_copy import structural_copy, without_caches
 from demask.graph.program import Program, owned
 from demask.graph.provenance import Cut, Provenance
-from demask.graph.result import Demasked, build, build_plain
+from demask.graph.result.demasked_module import Demasked, build, build_plain
 from demask.numerics import (
     ULPS,
     WORSE,

@@ -13,12 +13,12 @@ from torch.export import ExportedProgram
 
 from demask.errors import BadInput, CaptureDiffers, DemaskError, NeedsGraph
 from demask.failures import Log, described, is_strict, public
-from demask.graph.class_result import remember
-from demask.graph.declared import Masks, masked, within
+from demask.graph.capture.declared_masks import Masks, masked, within
 from demask.graph.program import Program
 from demask.graph.provenance import Provenance
-from demask.graph.restore import originals_of
-from demask.graph.result import build
+from demask.graph.result.class_result import remember
+from demask.graph.result.demasked_module import build
+from demask.graph.result.restore_modules import originals_of
 from demask.ops import TABLE, Table
 from demask.shrink.check import checked, unlike
 from demask.shrink.device import CPU, on_device, through_cpu

@@ -15,7 +15,7 @@ from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
-from demask.graph.copying import structural_copy
+from demask.graph.module_copy import structural_copy
 
 CPU = torch.device("cpu")
 

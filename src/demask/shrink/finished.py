@@ -8,7 +8,7 @@ from demask.facts.analysis import Analysis
 from demask.graph.guards import values_of
 from demask.graph.program import Program, owned
 from demask.graph.provenance import Cut, Provenance
-from demask.graph.result import Demasked, build
+from demask.graph.result.demasked_module import Demasked, build
 from demask.shrink.measure import sizes_of
 from demask.shrink.pipeline import inputs_of
 

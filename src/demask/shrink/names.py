@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from demask.graph.fold import plain
+from demask.graph.capture.fold_constants import plain
 from demask.graph.program import Constant, Program, copy_graph, module_of
 from demask.graph.provenance import Cut
 from demask.shrink.pool import is_nested

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from demask.graph.program import Program
 from demask.graph.provenance import Cut
-from demask.graph.resize import has_numbers, numbers_of
+from demask.graph.result.resize import has_numbers, numbers_of
 from demask.shrink.pretrained import fitting_configs
 from demask.shrink.proof import Proof, Unlike, path_of
 

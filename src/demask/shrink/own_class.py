@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
-from demask.graph.capture import interface_of
-from demask.graph.copying import structural_copy, without_caches
-from demask.graph.fold import plain
+from demask.graph.capture.capture import interface_of
+from demask.graph.capture.fold_constants import plain
+from demask.graph.module_copy import structural_copy, without_caches
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Cut, Positions
-from demask.graph.resize import assign, bake, numbers_of, renumber, tensors_of
-from demask.graph.restore import Originals
-from demask.graph.result import Demasked
+from demask.graph.result.demasked_module import Demasked
+from demask.graph.result.resize import assign, bake, numbers_of, renumber, tensors_of
+from demask.graph.result.restore_modules import Originals
 from demask.shrink.numbers import calls_of, fit_numbers, is_below
 from demask.shrink.pool import cut
 from demask.shrink.proof import Proof, Unlike, path_of

@@ -14,11 +14,11 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, NotExportable
 from demask.failures import described
-from demask.graph.class_result import remember
-from demask.graph.copying import structural_copy, without_caches
+from demask.graph.capture.shared_captures import sharing
+from demask.graph.module_copy import structural_copy, without_caches
 from demask.graph.provenance import WHOLE, InputSpec, Provenance
-from demask.graph.resize import put_module
-from demask.graph.sharing import sharing
+from demask.graph.result.class_result import remember
+from demask.graph.result.resize import put_module
 from demask.shrink.measure import counted
 
 Part = Callable[[str, tuple[Any, ...], dict[str, Any]], nn.Module]

@@ -15,20 +15,20 @@ from torch.export import ExportedProgram
 from demask.errors import DemaskError, NotExportable
 from demask.facts.analysis import Analysis
 from demask.failures import CallFailed, Log, described, is_strict
-from demask.graph.declared import Masks, declaring
-from demask.graph.export_guards import refused_sizes
-from demask.graph.fold import folded
-from demask.graph.functional import functionalized
+from demask.graph.capture.declared_masks import Masks, declaring
+from demask.graph.capture.export_guards import refused_sizes
+from demask.graph.capture.fold_constants import folded
+from demask.graph.capture.functionalize import functionalized
+from demask.graph.capture.shared_captures import shared_captures
 from demask.graph.guards import values_of
-from demask.graph.hoist import hoisted
+from demask.graph.normalize.canonical_calls import spelled
+from demask.graph.normalize.select_before_view import hoisted
+from demask.graph.normalize.select_token_early import early
+from demask.graph.normalize.separate_heads import unmerged
+from demask.graph.normalize.split_recurrent import layered
 from demask.graph.program import Program, owned
 from demask.graph.provenance import Cut, InputSpec, Provenance, Reason, Sizes
-from demask.graph.recurrent import layered
-from demask.graph.result import Demasked, build
-from demask.graph.sharing import shared_captures
-from demask.graph.spell import spelled
-from demask.graph.tokens import early
-from demask.graph.unmerge import unmerged
+from demask.graph.result.demasked_module import Demasked, build
 from demask.ops import Table, schema
 from demask.ops.entries.padded import with_padded
 from demask.shrink.absorb_pads import pads_absorbed, pads_restored

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from demask.errors import BadInput
-from demask.graph.resize import numbers_of
+from demask.graph.result.resize import numbers_of
 
 # What configs call sizes, and counts of heads.
 _SIZES = (

@@ -11,10 +11,10 @@ from torch import Tensor, fx, nn
 
 from demask.errors import DemaskError
 from demask.failures import described, is_strict
-from demask.graph.equal import difference
-from demask.graph.holders import is_holder
+from demask.graph.normalize.program_equality import difference
 from demask.graph.program import Program, module_of
 from demask.graph.provenance import Cut
+from demask.graph.result.uncalled_modules import is_holder
 from demask.shrink.check import Inputs, call, in_eval
 
 Form = Callable[[Program], Program]

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from demask.graph.copying import structural_copy
+from demask.graph.module_copy import structural_copy
 from demask.graph.recorded_run import RecordedRun
-from demask.graph.resize import put_module
+from demask.graph.result.resize import put_module
 from demask.shrink.check import call
 from demask.shrink.proof import Proof, Unlike
 from demask.shrink.regions import Region

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from demask.graph.hooks import HOOKS
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Provenance
-from demask.graph.resize import put_module
-from demask.graph.restore import Originals
-from demask.graph.result import Demasked, build
+from demask.graph.result.demasked_module import Demasked, build
+from demask.graph.result.hooks import HOOKS
+from demask.graph.result.resize import put_module
+from demask.graph.result.restore_modules import Originals
 from demask.shrink.measure import counted
 from demask.shrink.pipeline import inputs_of
 from demask.shrink.proof import Proof, Unlike

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx, nn
 
-from demask.graph.modules import kind_of
 from demask.graph.program import Program
-from demask.graph.resize import has_numbers
+from demask.graph.result.module_calls import kind_of
+from demask.graph.result.resize import has_numbers
 from demask.shrink.numbers import is_below
 from demask.shrink.proof import Unlike, path_of
 

@@ -17,11 +17,11 @@ from torch.export import ExportedProgram
 
 from demask.errors import BadInput
 from demask.failures import public
-from demask.graph.capture import capture
-from demask.graph.fold import folded
-from demask.graph.functional import functionalized
+from demask.graph.capture.capture import capture
+from demask.graph.capture.fold_constants import folded
+from demask.graph.capture.functionalize import functionalized
+from demask.graph.normalize.canonical_calls import spelled
 from demask.graph.program import Program
-from demask.graph.spell import spelled
 from demask.machine.memory import human
 from demask.ops import TABLE, Table
 from demask.stride import stored

@@ -21,9 +21,9 @@ from demask.facts.analysis import Analysis
 from demask.facts.ranges import ANY, Ranges, ranges
 from demask.failures import public
 from demask.graph.editor import GraphEditor, reshape_views
+from demask.graph.normalize.canonical_calls import spelled
 from demask.graph.program import Program
-from demask.graph.result import Demasked
-from demask.graph.spell import spelled
+from demask.graph.result.demasked_module import Demasked
 from demask.ops import TABLE, Table, op_name
 from demask.ops.traits import CONVOLUTIONS_ANY_PADDING
 from demask.shrink.device import through_cpu

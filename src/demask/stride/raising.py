@@ -16,10 +16,10 @@ from torch.export import ExportedProgram
 
 from demask.facts.analysis import Analysis
 from demask.failures import public
-from demask.graph.fold import folded
+from demask.graph.capture.fold_constants import folded
+from demask.graph.normalize.canonical_calls import spelled
 from demask.graph.program import Program
-from demask.graph.result import Demasked
-from demask.graph.spell import spelled
+from demask.graph.result.demasked_module import Demasked
 from demask.ops import TABLE, Relation, Table, schema
 from demask.shrink.device import through_cpu
 from demask.shrink.finished import finished

@@ -32,7 +32,7 @@ def gaps_of(graph: fx.Graph, table: Table) -> dict[fx.Node, Gaps]:
 
     >>> import torch
     >>> from torch import nn
-    >>> from demask.graph.capture import capture
+    >>> from demask.graph.capture.capture import capture
     >>> from demask.ops import TABLE
     >>> net = nn.Sequential(nn.ReLU(), nn.Conv2d(1, 1, 3, padding=2, dilation=2, stride=2)).eval()
     >>> graph = capture(net, (torch.ones(1, 1, 8, 8),)).graph

@@ -26,13 +26,13 @@ from torch.utils import _pytree as pytree
 from demask.errors import BadInput
 from demask.failures import public
 from demask.files.weight_file import StoredTensor, WeightFile, with_weights
-from demask.graph.capture import capture
-from demask.graph.fold import folded
-from demask.graph.functional import functionalized
+from demask.graph.capture.capture import capture
+from demask.graph.capture.fold_constants import folded
+from demask.graph.capture.functionalize import functionalized
 from demask.graph.guards import values_of
 from demask.graph.program import Program
 from demask.graph.provenance import Provenance, Sizes
-from demask.graph.result import attach, build
+from demask.graph.result.demasked_module import attach, build
 from demask.machine.memory import BUDGET, human, parse_memory
 from demask.ops import TABLE, Table
 from demask.shrink.pipeline import inputs_of

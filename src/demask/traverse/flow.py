@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from demask.facts.analysis import Analysis
-from demask.graph.capture import capture
-from demask.graph.fold import folded
-from demask.graph.functional import functionalized
+from demask.graph.capture.capture import capture
+from demask.graph.capture.fold_constants import folded
+from demask.graph.capture.functionalize import functionalized
+from demask.graph.normalize.canonical_calls import spelled
 from demask.graph.program import Program
-from demask.graph.spell import spelled
 from demask.ops import Table
 from demask.ops.entry import Declined
 from demask.ops.regions import Interval

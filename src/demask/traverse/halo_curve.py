@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
-from demask.graph.copying import structural_copy
+from demask.graph.module_copy import structural_copy
 
 SHARES = tuple(Fraction(k, 8) for k in (*range(9), 10))  # of the halo
 TILE = 4  # the tile is this part of the image a side, in its middle

@@ -25,12 +25,12 @@ from demask.compat.dispatch import (
     is_mutable,
     overload_name,
 )
-from demask.graph.capture import capture
-from demask.graph.copying import structural_copy
-from demask.graph.fold import folded
-from demask.graph.functional import functionalized
-from demask.graph.result import exportable
-from demask.graph.spell import spelled
+from demask.graph.capture.capture import capture
+from demask.graph.capture.fold_constants import folded
+from demask.graph.capture.functionalize import functionalized
+from demask.graph.module_copy import structural_copy
+from demask.graph.normalize.canonical_calls import spelled
+from demask.graph.result.demasked_module import exportable
 from demask.ops import Table
 from demask.ops.entry import op_name
 

@@ -16,10 +16,10 @@ from torch.utils import _pytree as pytree
 
 from demask.compat.fake_tensors import FakeTensorMode
 from demask.compat.fx_internals import signature_of
-from demask.graph.codegen import TRACED, Codegen
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Provenance, Sizes
-from demask.graph.result import Demasked, build
+from demask.graph.result.codegen import TRACED, Codegen
+from demask.graph.result.demasked_module import Demasked, build
 from demask.ops import TABLE, Table
 from demask.registry import RESULT_KINDS
 from demask.shrink.pipeline import inputs_of

@@ -24,9 +24,9 @@ from demask.compat.symbolic_shapes import ShapeEnv
 from demask.errors import BadInput
 from demask.files.onnx.module import from_onnx
 from demask.files.pt2 import read_model
-from demask.graph.capture import interface_of
+from demask.graph.capture.capture import interface_of
 from demask.graph.program import Program
-from demask.graph.result import Demasked
+from demask.graph.result.demasked_module import Demasked
 from demask.traverse.convert import holds, name_of
 from demask.traverse.flow import read
 

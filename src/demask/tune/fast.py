@@ -18,11 +18,11 @@ from torch.fx.node import map_arg
 
 from demask.compat.dispatch import schema_of
 from demask.compat.fx_internals import codegen_of
-from demask.graph.codegen import TRACED, Codegen
 from demask.graph.editor import reshape_views
 from demask.graph.program import Program
 from demask.graph.queries import COPY, input_dependent
-from demask.graph.result import Demasked, attach, changed
+from demask.graph.result.codegen import TRACED, Codegen
+from demask.graph.result.demasked_module import Demasked, attach, changed
 from demask.machine.arena import Block, View, extent, planned
 from demask.ops import schema
 from demask.tune.epilogues import is_fused, is_pack, packed, plain, run_plain

@@ -23,8 +23,8 @@ from demask.compat.dispatch import (
     schema_of,
 )
 from demask.compat.onednn import ops
+from demask.graph.node_records import Value
 from demask.graph.queries import COPY, input_dependent
-from demask.graph.rows import Value
 from demask.ops import traits
 from demask.ops.entry import op_name
 

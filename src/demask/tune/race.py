@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from demask.graph.program import Program
 from demask.graph.provenance import GIVEN, Speed
-from demask.graph.result import build_plain
+from demask.graph.result.demasked_module import build_plain
 from demask.machine.benchmark import ALLOWED, PAIRS, lower_bound, synchronized
 from demask.machine.describe import machine
 from demask.machine.threads import set_threads

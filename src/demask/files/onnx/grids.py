@@ -18,11 +18,11 @@ from torch import Tensor, fx, nn
 
 from demask.errors import BadInput
 from demask.files.onnx.model import Node
-from demask.graph.copying import structural_copy
-from demask.graph.fold import plain
-from demask.graph.modules import spell
+from demask.graph.capture.fold_constants import plain
+from demask.graph.module_copy import structural_copy
 from demask.graph.provenance import Cut, Grid
-from demask.graph.result import Demasked, attach
+from demask.graph.result.demasked_module import Demasked, attach
+from demask.graph.result.module_calls import spell
 from demask.ops import schema
 from demask.ops.quantization import DTYPES, along, dequantized
 from demask.ops.traits import CONVOLUTIONS

@@ -23,7 +23,7 @@ from demask.files.onnx.recording import Recorder, Recording, Recordings, key_of
 from demask.files.onnx.table import Call
 from demask.files.onnx.values import Host, Value, tensor_of
 from demask.graph.provenance import Interface
-from demask.graph.result import attach
+from demask.graph.result.demasked_module import attach
 
 
 @public

@@ -36,10 +36,10 @@ from demask.compat.onnx_exporter import exporter_targets, use_known_values
 from demask.compat.tracing import decomposition_table, make_fx
 from demask.files.onnx.spell import spell, takes_sizes
 from demask.files.onnx.steps import kept_whole
-from demask.graph import modules
 from demask.graph.editor import GraphEditor, drop_unread
 from demask.graph.fake_values import mode_of
-from demask.graph.result import Demasked
+from demask.graph.result import module_calls as modules
+from demask.graph.result.demasked_module import Demasked
 from demask.ops.traits import DECOMPOSED_WITH_NUMBERS, DROPOUTS
 
 aten = torch.ops.aten

@@ -34,12 +34,12 @@ from demask.files.onnx.sizes import refuse_sizes
 from demask.files.onnx.spell import spell
 from demask.files.onnx.steps import kept_whole, translation
 from demask.files.tracing import example, takes, traced
-from demask.graph.capture import capture
-from demask.graph.class_result import as_graph
-from demask.graph.copying import structural_copy
+from demask.graph.capture.capture import capture
+from demask.graph.module_copy import structural_copy
 from demask.graph.program import Program
 from demask.graph.provenance import Interface, Port, Provenance, Sizes
-from demask.graph.result import Demasked, build
+from demask.graph.result.class_result import as_graph
+from demask.graph.result.demasked_module import Demasked, build
 from demask.ops import TABLE, Table, schema
 from demask.ops.quantization import DTYPES
 from demask.shrink.pipeline import inputs_of

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from demask.errors import BadInput
-from demask.graph.copying import structural_copy
+from demask.graph.module_copy import structural_copy
 from demask.graph.program import Constant, Program
 
 Masks = str | Mapping[str, Tensor]

@@ -22,10 +22,10 @@ from torch.export import ExportedProgram
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
-from demask.graph.capture import captures
-from demask.graph.copying import is_number, structural_copy
+from demask.graph.capture.capture import captures
+from demask.graph.module_copy import is_number, structural_copy
 from demask.graph.program import Program, copy_graph
-from demask.graph.resize import tensors_of
+from demask.graph.result.resize import tensors_of
 
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CONTAINERS = (dict, OrderedDict, list)

@@ -17,7 +17,7 @@ from torch import fx
 
 from demask.graph.editor import GraphEditor, drop_unread
 from demask.graph.program import Program
-from demask.graph.recurrent_modules import is_zeros, parts_of
+from demask.graph.result.recurrent_modules import is_zeros, parts_of
 from demask.ops import schema
 from demask.ops.entries.recurrent import GATES, LSTM, weights_of
 from demask.ops.traits import SIZED_ZEROS

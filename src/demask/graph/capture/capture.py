@@ -28,14 +28,14 @@ from demask.compat.fake_tensors import FakeTensor, export_without_cache
 from demask.compat.fx_internals import signature_of
 from demask.compat.tracing import without_stack_traces
 from demask.errors import BadInput, DemaskError, NotExportable
-from demask.graph.copying import buffers_as_numbers, structural_copy, without_caches
-from demask.graph.experts import in_one_call
-from demask.graph.export_guards import conditions, range_notes, refused_sizes
+from demask.graph.capture.experts import in_one_call
+from demask.graph.capture.export_guards import conditions, range_notes, refused_sizes
+from demask.graph.capture.inline_regions import inlined
 from demask.graph.fake_values import mode_of
-from demask.graph.inline import inlined
+from demask.graph.module_copy import buffers_as_numbers, structural_copy, without_caches
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Interface
-from demask.graph.result import exportable
+from demask.graph.result.demasked_module import exportable
 
 _Export = tuple[ExportedProgram, tuple[str, ...]]  # and what to say of it
 DATA_DEPENDENT = "this line decides by the values of a tensor"

@@ -13,8 +13,8 @@ from torch import fx
 
 from demask.failures import Log
 from demask.graph.editor import GraphEditor
+from demask.graph.normalize.split_recurrent import layered
 from demask.graph.program import Program
-from demask.graph.recurrent import layered
 from demask.ops.schema import same_shape, same_size
 from demask.ops.traits import COPIES, TRANSPOSES, VIEW_OR_RESHAPE
 

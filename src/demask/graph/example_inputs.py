@@ -13,10 +13,10 @@ from torch.utils import _pytree as pytree
 
 from demask.compat.fx_internals import signature_of
 from demask.errors import BadInput
-from demask.graph.class_result import as_graph
-from demask.graph.modules import in_calls
 from demask.graph.provenance import Provenance
-from demask.graph.result import Demasked
+from demask.graph.result.class_result import as_graph
+from demask.graph.result.demasked_module import Demasked
+from demask.graph.result.module_calls import in_calls
 from demask.ops.entry import op_name
 from demask.ops.schema import hint
 from demask.ops.traits import INDEXED

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import prune
 
-from demask.graph.resize import module_at
+from demask.graph.result.resize import module_at
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _COMPUTED = ("WeightNorm", "SpectralNorm")

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
-from demask.graph.holders import is_holder
-from demask.graph.hooks import computes_weight
-from demask.graph.modules import (
+from demask.graph.program import Program
+from demask.graph.result.hooks import computes_weight
+from demask.graph.result.module_calls import (
     READS,
     ROWS,
     STATE,
@@ -24,10 +24,10 @@ from demask.graph.modules import (
     parameters_of,
     row_for,
 )
-from demask.graph.program import Program
-from demask.graph.recurrent_modules import begins_with_zeros, is_state, rename
-from demask.graph.resize import module_at, renumber
-from demask.graph.returned import is_returned, nested
+from demask.graph.result.recurrent_modules import begins_with_zeros, is_state, rename
+from demask.graph.result.resize import module_at, renumber
+from demask.graph.result.returned_values import is_returned, nested
+from demask.graph.result.uncalled_modules import is_holder
 from demask.ops import schema
 from demask.ops.traits import DROPOUTS
 

@@ -1,6 +1,6 @@
 """The modules of torch.nn and the ATen calls that they make: one table, read in both directions.
 
-A call in a graph that is what a module would make becomes a call of that module (graph/restore.py);
+A call in a graph that is what a module would make becomes a call of that module (graph/result/restore_modules.py);
 a module called in a graph becomes the call that it makes (`spell`).
 """
 
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from demask.graph.hooks import HOOKS
-from demask.graph.recurrent_modules import names_of, zero_state
-from demask.graph.returned import flat, is_read_apart
+from demask.graph.result.hooks import HOOKS
+from demask.graph.result.recurrent_modules import names_of, zero_state
+from demask.graph.result.returned_values import flat, is_read_apart
 from demask.ops import schema
 from demask.ops.traits import BATCH_STATISTICS
 

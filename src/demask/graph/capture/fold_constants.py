@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from demask.failures import CallFailed, attributed
-from demask.graph.declared import drawn_weights
+from demask.graph.capture.declared_masks import drawn_weights
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Constant, Program
 from demask.ops.entries.contraction import GROUPED

@@ -12,16 +12,16 @@ from torch import Tensor, fx, nn
 from torch.fx.graph import CodeGen
 
 from demask.compat.fx_internals import PyTreeInfo, codegen_of, signature_of
-from demask.graph.codegen import Codegen
 from demask.graph.editor import drop_unread
-from demask.graph.holders import is_holder, refuse_hooks
-from demask.graph.hooks import lost_hooks
+from demask.graph.node_records import Row, Value, graph_of, rows_of
+from demask.graph.normalize.split_recurrent import joined
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Provenance, Sizes
-from demask.graph.recurrent import joined
-from demask.graph.resize import tensors_of
-from demask.graph.restore import Originals, restore, set_module
-from demask.graph.rows import Row, Value, graph_of, rows_of
+from demask.graph.result.codegen import Codegen
+from demask.graph.result.hooks import lost_hooks
+from demask.graph.result.resize import tensors_of
+from demask.graph.result.restore_modules import Originals, restore, set_module
+from demask.graph.result.uncalled_modules import is_holder, refuse_hooks
 from demask.ops.custom import own_of
 
 # Of a GraphModule, made from its graph.

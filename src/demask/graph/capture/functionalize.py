@@ -21,8 +21,8 @@ from demask.compat.dispatch import OpOverload, base_name, is_mutable, overload_n
 from demask.compat.fake_tensors import FakeTensorMode
 from demask.errors import NotExportable
 from demask.graph.editor import GraphEditor
+from demask.graph.normalize.squeeze_dynamic_axes import squeezed
 from demask.graph.program import Program
-from demask.graph.squeeze import squeezed
 from demask.ops.schema import arguments, same_shape
 
 aten = torch.ops.aten

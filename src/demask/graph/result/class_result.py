@@ -12,12 +12,12 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from demask.errors import NotExportable
-from demask.graph.capture import capture
-from demask.graph.fold import folded
-from demask.graph.functional import functionalized
+from demask.graph.capture.capture import capture
+from demask.graph.capture.fold_constants import folded
+from demask.graph.capture.functionalize import functionalized
 from demask.graph.provenance import InputSpec, Provenance
-from demask.graph.resize import tensors_of
-from demask.graph.result import attach, build
+from demask.graph.result.demasked_module import attach, build
+from demask.graph.result.resize import tensors_of
 
 _CALL = "_demasked_call"  # of a module: how it was called when it was demasked
 
