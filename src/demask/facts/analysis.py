@@ -10,7 +10,7 @@ from typing import Self
 
 from torch import Tensor, fx
 
-from demask.facts.fixed import Fixed, batch_sizes, fixed
+from demask.facts.input_independent import Fixed, batch_sizes, fixed
 from demask.facts.known import Facts, Relations, known
 from demask.facts.needed import Needs, needed
 from demask.facts.ranges import Ranges, ranges

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from demask.facts.fixed import Fixed, as_known, batch_sizes, finite_of, has
+from demask.facts.input_independent import Fixed, as_known, batch_sizes, finite_of, has
 from demask.facts.known import Facts, Key, Relations, key_of
 from demask.facts.needed import Needs, needed
 from demask.graph.editor import GraphEditor
