@@ -21,7 +21,7 @@ import torch
 from rich.progress import Progress
 from torch import Tensor, nn
 
-from demask.machine.memory import human
+from demask.machine.byte_sizes import human
 from demask.machine.threads import set_threads
 from demask.pilot.packets import PacketReader, write
 from pilot_networks import images, network

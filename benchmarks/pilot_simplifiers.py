@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import cifar
 from demask.machine.allocator import fix_allocator
-from demask.machine.memory import human
+from demask.machine.byte_sizes import human
 from demask.pilot import Comparison, compare
 from demask.pilot.compare import Row
 from pilot_networks import DATA, images

@@ -15,7 +15,7 @@ from torch.nn.modules import module as modules
 import demask
 from demask import pilot, sparse, traverse
 from demask.graph.result.demasked_module import build
-from demask.machine.memory import BUDGET
+from demask.machine.byte_sizes import BUDGET
 from demask.ops import TABLE
 from demask.pilot.regions import Regions
 from demask.pilot.route import Route, Router

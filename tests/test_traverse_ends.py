@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from demask.errors import BadInput
-from demask.machine.memory import human, parse_memory
+from demask.machine.byte_sizes import human, parse_memory
 from demask.traverse import ends
 from demask.traverse.axes import empty, part
 from demask.traverse.ends import array_sink, array_source, spill, tensor_sink, tensor_source

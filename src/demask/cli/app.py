@@ -29,7 +29,7 @@ from demask.cli.common import (
 from demask.cli.failures import CHECK_FAILED, status_of, words_of
 from demask.cli.progress import progress
 from demask.errors import BadInput
-from demask.machine.memory import BUDGET
+from demask.machine.byte_sizes import BUDGET
 
 app = typer.Typer(
     name="demask",

@@ -18,7 +18,7 @@ from demask.graph.capture.capture import capture
 from demask.graph.capture.functionalize import functionalized
 from demask.graph.program import Program
 from demask.graph.provenance import Cut, Provenance
-from demask.machine.memory import parse_memory
+from demask.machine.byte_sizes import parse_memory
 from demask.ops import TABLE, Table
 from demask.pilot.data import MEASURES, ExecutionData
 from demask.pilot.sites import Site, sites_of

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.failures import public
-from demask.machine.memory import human
+from demask.machine.byte_sizes import human
 from demask.machine.timing import Timing, alternate
 from demask.ops import TABLE, Table
 from demask.pilot.layers import layers_of

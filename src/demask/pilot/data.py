@@ -22,7 +22,7 @@ from torch import Tensor
 from demask.errors import BadInput
 from demask.files.atomic import write
 from demask.files.bounded import parse_json
-from demask.machine.memory import human
+from demask.machine.byte_sizes import human
 from demask.pilot.plot import draw
 from demask.text_table import as_lines, number_table
 

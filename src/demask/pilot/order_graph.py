@@ -16,7 +16,7 @@ from demask.facts.analysis import Analysis
 from demask.graph.editor import GraphEditor
 from demask.graph.result.demasked_module import Demasked
 from demask.graph.result.module_calls import spell
-from demask.machine.memory import parse_memory
+from demask.machine.byte_sizes import parse_memory
 from demask.ops import Table, schema
 from demask.pilot.chain_find import Found, behind, found, without_dropout
 from demask.pilot.conditioned import Condition, Conditioned, Decision

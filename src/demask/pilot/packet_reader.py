@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from demask.errors import BadInput, RefusedFile
 from demask.graph.module_copy import structural_copy
-from demask.machine.memory import parse_memory
+from demask.machine.byte_sizes import parse_memory
 from demask.pilot.packet_index import (
     HEADER,
     HEADER_BYTES,

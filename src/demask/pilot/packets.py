@@ -25,7 +25,7 @@ from demask.errors import BadInput
 from demask.failures import public
 from demask.files import atomic
 from demask.files.weight_file import DTYPES, StoredTensor
-from demask.machine.memory import parse_memory
+from demask.machine.byte_sizes import parse_memory
 from demask.pilot.packet_index import (
     COLUMNS,
     HEADER_BYTES,

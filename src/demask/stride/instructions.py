@@ -22,7 +22,7 @@ from demask.graph.capture.fold_constants import folded
 from demask.graph.capture.functionalize import functionalized
 from demask.graph.normalize.canonical_calls import spelled
 from demask.graph.program import Program
-from demask.machine.memory import human
+from demask.machine.byte_sizes import human
 from demask.ops import TABLE, Table
 from demask.stride import stored
 from demask.stride.emit import emitted

@@ -33,7 +33,7 @@ from demask.graph.guards import values_of
 from demask.graph.program import Program
 from demask.graph.provenance import Provenance, Sizes
 from demask.graph.result.demasked_module import attach, build
-from demask.machine.memory import BUDGET, human, parse_memory
+from demask.machine.byte_sizes import BUDGET, human, parse_memory
 from demask.ops import TABLE, Table
 from demask.shrink.pipeline import inputs_of
 from demask.traverse.lanes import Lane

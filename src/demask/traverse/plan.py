@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from demask.errors import BadInput
-from demask.machine.memory import human
+from demask.machine.byte_sizes import human
 
 LAYERWISE, BANDS, FRUSTUMS, BARRIER = "layer-wise", "bands", "frustums", "barrier"
 MODES = (LAYERWISE, BANDS, FRUSTUMS, BARRIER)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from demask.errors import BudgetTooSmall
-from demask.machine.memory import human
+from demask.machine.byte_sizes import human
 from demask.machine.roofline import TWO_CORES
 from demask.traverse.attend import streams_keys
 from demask.traverse.flow import Flow

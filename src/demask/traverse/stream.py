@@ -19,7 +19,7 @@ from torch.export import ExportedProgram
 from demask.errors import BadInput
 from demask.failures import public
 from demask.machine.arena import extent
-from demask.machine.memory import BUDGET, human, parse_memory
+from demask.machine.byte_sizes import BUDGET, human, parse_memory
 from demask.ops import TABLE, Table
 from demask.traverse.axes import NONE, Axes, Window
 from demask.traverse.convert import name_of

@@ -13,7 +13,7 @@ from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.failures import public
 from demask.graph.program import Program
-from demask.machine.memory import BUDGET, parse_memory
+from demask.machine.byte_sizes import BUDGET, parse_memory
 from demask.ops import TABLE, Table
 from demask.ops.flow import axis_of
 from demask.ops.regions import rule
