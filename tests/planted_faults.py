@@ -118,7 +118,7 @@ FAULTS = (
           "if name not in known and not name.startswith(_DROPPED):", "if False:", "files_gate",
           "files_doors"),
     # kernels and sparse
-    fault("certificate-without-rounding", "kernels/certify.py",
+    fault("certificate-without-rounding", "kernels/cpu/zero_proof.py",
           "b.fmul(e_max, FLOAT(1 + 4 * UNIT))", "b.fmul(e_max, FLOAT(0.5))", "pilot_certified"),
     fault("mean-of-too-many", "sparse/moves.py", "pixels(at)[3] / (height * width)",
           "pixels(at)[3] / (height * width + 1)", "sparse_plan", "sparse_segments", "sparse_op"),

@@ -9,7 +9,10 @@ import pytest
 pytest.importorskip("triton")
 
 from compiled_kernels import compiled
-from demask.kernels.gpu import bitmap, epilogue, pairs, sddmm_rows, spmm_rows
+from demask.kernels.gpu import bitmap, epilogue
+from demask.kernels.gpu import sddmm as sddmm_rows
+from demask.kernels.gpu import spgemm as pairs
+from demask.kernels.gpu import spmm as spmm_rows
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton has its assembler on Linux")
 REST = {"first": "fp32", "second": "fp32", "n": "i32"}

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from demask.kernels import gpu
-from demask.kernels.activations import LOWERINGS, activated
-from demask.kernels.csr import narrowed
-from demask.kernels.emit import I64, Emitter
-from demask.kernels.isa import host
-from demask.kernels.jit import CODE
+from demask.kernels.cpu.csr import narrowed
+from demask.kernels.llvm.activations import LOWERINGS, activated
+from demask.kernels.llvm.emitter import I64, Emitter
+from demask.kernels.llvm.isa import host
+from demask.kernels.llvm.jit import CODE
 from demask.ops.activations import (
     ACTIVATIONS,
     Act,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from demask.kernels import plan_cache
-from demask.kernels.probe import Probe
+from demask.kernels.memory_probe import Probe
 from demask.ops import TABLE
 from demask.pilot import Columns, Order
 from demask.pilot.chain import chained

@@ -12,15 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from demask.kernels import isa, llvm, team
-from demask.kernels.llvm import NoPlan
+from demask.kernels.cpu import thread_team as team
+from demask.kernels.llvm import availability as llvm
+from demask.kernels.llvm import isa
+from demask.kernels.llvm.availability import NoPlan
+from demask.kernels.tape import Arena
 from demask.pilot.chain_op import chain
 from demask.pilot.order import Layer
 from demask.pilot.rounding import Bits
 from demask.sparse import dense
 from demask.sparse.op import segment
 from demask.sparse.plan import Plan
-from demask.sparse.tape import Arena
 from sparse_cases import layer, matrix
 
 LIMIT = 20  # seconds

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from demask.kernels.isa import AVX2, AVX512, NEON, Isa, host
-from demask.kernels.jit import assembly
-from demask.kernels.window import Runner, Sizes, Task, Window
+from demask.kernels.cpu.window import Runner, Sizes, Task, Window
+from demask.kernels.llvm.isa import AVX2, AVX512, NEON, Isa, host
+from demask.kernels.llvm.jit import assembly
 from guarded import guarded
 
 DRAWS = settings(

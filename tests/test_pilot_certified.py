@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from demask.kernels import certify
-from demask.kernels.isa import AVX2, Isa, host
+from demask.kernels.cpu import zero_proof as certify
+from demask.kernels.llvm.isa import AVX2, Isa, host
+from demask.kernels.tape import NoPlan
 from demask.pilot import packing
 from demask.pilot.chain_plan import Layer, Plan, Seen
-from demask.sparse.tape import NoPlan
 from test_pilot_gemv import ISAS, bits, drawn
 
 MODES = ("certified", "two")

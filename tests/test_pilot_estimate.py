@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from demask.errors import BadInput
-from demask.kernels import certify
-from demask.kernels.isa import AVX2, Isa, host
+from demask.kernels.cpu import zero_proof as certify
+from demask.kernels.llvm.isa import AVX2, Isa, host
 from demask.ops import TABLE
 from demask.pilot import chain_plan, order_plan, packing
 from demask.pilot.order import Falling, Layer

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from demask.kernels import gemv
-from demask.kernels.isa import AVX2, AVX512, Isa, host
+from demask.kernels.cpu import gemv
+from demask.kernels.llvm.isa import AVX2, AVX512, Isa, host
+from demask.kernels.tape import NoPlan
 from demask.pilot import packing
 from demask.pilot.chain_plan import Layer, Plan, Seen
-from demask.sparse.tape import NoPlan
 
 HOSTS = (host(), AVX512, AVX2)  # the last two as this machine has them, if it does
 ISAS = [pytest.param(isa, id=isa.name, marks=[pytest.mark.nightly] if k else [])
@@ -126,7 +126,7 @@ def test_a_planted_fault_is_seen(monkeypatch: pytest.MonkeyPatch):
         emit(self, e)  # type: ignore[arg-type]
 
     real = gemv.below
-    from demask.kernels.jit import CODE
+    from demask.kernels.llvm.jit import CODE
 
     monkeypatch.setattr(gemv.Compact, "emit", broken)
     monkeypatch.setattr(CODE, "known", {})

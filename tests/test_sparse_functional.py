@@ -13,9 +13,9 @@ import torch
 from torch.library import opcheck
 
 from demask.errors import BadInput
-from demask.kernels.csr import pieces, vector
-from demask.kernels.isa import AVX2, AVX512, NEON, host
-from demask.kernels.jit import assembly
+from demask.kernels.cpu.csr import pieces, vector
+from demask.kernels.llvm.isa import AVX2, AVX512, NEON, host
+from demask.kernels.llvm.jit import assembly
 from demask.ops.activations import module_of, presets
 from demask.sparse import DCSR, spmm
 from demask.sparse.multiply import Options, Rows, Task, deal_rows, dealt, multiplied

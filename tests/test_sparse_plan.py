@@ -15,15 +15,16 @@ import pytest
 import torch
 
 from demask.errors import BadInput
-from demask.kernels import team
-from demask.kernels.isa import AVX2, AVX512, NEON, Isa, host
-from demask.kernels.jit import assembly
-from demask.kernels.move import Border, Gather, Mean, Pointwise, Pool, Scatter, Turned
-from demask.kernels.narrow import Narrow
-from demask.kernels.team import Work
-from demask.kernels.tile import Tile
+from demask.kernels import tape
+from demask.kernels.cpu import thread_team as team
+from demask.kernels.cpu.relayout import Border, Gather, Mean, Pointwise, Pool, Scatter, Turned
+from demask.kernels.cpu.sparse_tile import Tile
+from demask.kernels.cpu.sparse_vector import Narrow
+from demask.kernels.cpu.thread_team import Work
+from demask.kernels.llvm.isa import AVX2, AVX512, NEON, Isa, host
+from demask.kernels.llvm.jit import assembly
 from demask.ops.activations import ACTIVATIONS
-from demask.sparse import dense, plan, tape
+from demask.sparse import dense, plan
 from demask.sparse.pack import dealt
 from demask.sparse.plan import NoPlan, Plan
 from demask.sparse.program import (

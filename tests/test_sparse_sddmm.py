@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from demask.errors import BadInput
-from demask.kernels.isa import AVX2, AVX512, NEON
-from demask.kernels.jit import assembly
-from demask.kernels.sddmm import Sampled
+from demask.kernels.cpu.sddmm import Sampled
+from demask.kernels.llvm.isa import AVX2, AVX512, NEON
+from demask.kernels.llvm.jit import assembly
 from demask.sparse import DCSR, sddmm, spmm
 from demask.sparse.matrix import Rows
 from demask.sparse.sample import sampled

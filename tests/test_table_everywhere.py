@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from demask import demask, optimize, optimize_onnx, report, stride, to_onnx, verify
 from demask.errors import BadInput
-from demask.kernels.activations import LOWERINGS, register
-from demask.kernels.isa import host
+from demask.kernels.llvm.activations import LOWERINGS, register
+from demask.kernels.llvm.isa import host
 from demask.ops import TABLE, Entry, Table
 from demask.ops.activations import ACTIVATIONS, Activation, Equivalent, act_of
 from demask.pilot import collect, compare, condition, explain, simplify

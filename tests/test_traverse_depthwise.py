@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from demask.kernels.window import Runner
+from demask.kernels.cpu.window import Runner
 from demask.ops import Declined
 from demask.ops.entry import Shape as S
 from demask.traverse import axes as parts

@@ -221,8 +221,8 @@ def tiles(example: Example) -> Iterator[tuple[str, str]]:
 
 def sparse(example: Example) -> Iterator[tuple[str, str]]:
     """All layers as segments: programs, tapes, and the LLVM text of their kernels."""
-    from demask.kernels.isa import AVX2
-    from demask.kernels.jit import source
+    from demask.kernels.llvm.isa import AVX2
+    from demask.kernels.llvm.jit import source
     from demask.ops import TABLE
     from demask.shrink.pipeline import given, reduced
     from demask.sparse.forms import _bases
@@ -291,7 +291,7 @@ class FixedCosts:
 @contextlib.contextmanager
 def _recorded() -> Iterator[tuple[list[str], dict[Any, None]]]:
     """Collects the calls of tapes in words, and their kernels, while it lasts."""
-    from demask.sparse.tape import Tape
+    from demask.kernels.tape import Tape
 
     calls, kernels, original = list[str](), dict[Any, None](), Tape.done
 

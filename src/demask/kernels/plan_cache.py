@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from demask.kernels.probe import Probe
+    from demask.kernels.memory_probe import Probe
 
 PLANS = 8  # cached per program and weights, one for every size of the inputs; programs per weights
 MAX_COUNTED = 64  # sizes whose calls are counted
@@ -150,7 +150,7 @@ class PlanCache:
                 self.discarded += 1
             plan = self.plans[key] = self.new_plan(inputs, weights)
             if plan[0] is not None and self.probe is None:
-                from demask.kernels.probe import Probe  # which needs LLVM
+                from demask.kernels.memory_probe import Probe  # which needs LLVM
 
                 self.probe = Probe(weights)
             return plan

@@ -22,6 +22,7 @@ from demask.facts.analysis import Analysis
 from demask.graph.editor import GraphEditor
 from demask.graph.recorded_run import RecordedRun
 from demask.graph.result.demasked_module import Demasked
+from demask.kernels.tape import NoPlan
 from demask.ops import TABLE, Table, schema
 from demask.pilot.chain_find import Found, behind, found, replaced, without_dropout
 from demask.pilot.chain_op import ROWS
@@ -31,7 +32,6 @@ from demask.pilot.cost import Machine, Reads, here, reads
 from demask.pilot.direct import called, only_chain
 from demask.shrink.finished import finished
 from demask.shrink.pipeline import given
-from demask.sparse.tape import NoPlan
 
 SAMPLES = 16  # rows of the example inputs that modes are chosen by
 GAIN = 1.05  # times that a chain must be predicted to be faster

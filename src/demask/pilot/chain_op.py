@@ -27,8 +27,8 @@ from demask.compat.symbolic_shapes import require
 from demask.errors import BadInput
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
-from demask.kernels import llvm
-from demask.kernels.llvm import NoPlan
+from demask.kernels.llvm import availability as llvm
+from demask.kernels.llvm.availability import NoPlan
 from demask.kernels.plan_cache import PlanCache, Planned, plans_of
 from demask.ops.custom import Own
 from demask.pilot.chain_plan import MODES, Layer, Plan

@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from demask.kernels import certify, gemv
-from demask.kernels.isa import Isa, host
-from demask.kernels.team import Job
+from demask.kernels.cpu import gemv
+from demask.kernels.cpu import zero_proof as certify
+from demask.kernels.cpu.thread_team import Job
+from demask.kernels.llvm.isa import Isa, host
+from demask.kernels.tape import HEADER, Arena, Call, NoPlan, Tape
 from demask.pilot import packing
-from demask.sparse.tape import HEADER, Arena, Call, NoPlan, Tape
 
 MODES = ("dense", "columns", "certified", "two")
 SPARE = 4  # sets of memory that are kept: calls that run at the same time

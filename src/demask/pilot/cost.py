@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from demask.kernels.certify import CONSTANTS
+from demask.kernels.cpu.zero_proof import CONSTANTS
 from demask.machine.cost import Costs, Question
 from demask.pilot.chain_plan import Layer, Plan, Seen
 

@@ -25,9 +25,9 @@ from demask.compat.dispatch import (
 )
 from demask.compat.fx_internals import signature_of
 from demask.compat.modules import has_any_global_hook
-from demask.kernels.llvm import NoPlan
+from demask.kernels.llvm.availability import NoPlan
+from demask.kernels.memory_probe import Probe
 from demask.kernels.plan_cache import plans_of
-from demask.kernels.probe import Probe
 from demask.pilot.chain_op import CHAIN, ROWS, ChainPlans
 
 Call = Callable[..., Any]

@@ -29,6 +29,7 @@ from demask.errors import BadInput, DemaskError
 from demask.facts.analysis import Analysis
 from demask.failures import public
 from demask.graph.editor import GraphEditor
+from demask.kernels.tape import NoPlan
 from demask.machine.cost import Costs
 from demask.machine.describe import machine as described
 from demask.machine.threads import checked_threads, set_threads
@@ -44,7 +45,6 @@ from demask.pilot.cost import NOMINAL, Machine, Reads, Uses, held, measured
 from demask.pilot.order_graph import Order
 from demask.shrink.finished import finished
 from demask.shrink.pipeline import given
-from demask.sparse.tape import NoPlan
 from demask.text_table import as_lines
 
 Pair = tuple[str, str]  # a pilot's text, "" for none; a condition's text

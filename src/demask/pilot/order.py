@@ -30,10 +30,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from demask.errors import BadInput
-from demask.kernels import llvm
-from demask.kernels.llvm import NoPlan
+from demask.kernels.llvm import availability as llvm
+from demask.kernels.llvm.availability import NoPlan
+from demask.kernels.memory_probe import Probe
 from demask.kernels.plan_cache import ChangeCounter
-from demask.kernels.probe import Probe
 from demask.pilot.chain_op import ROWS
 from demask.pilot.order_plan import Chosen, Estimated, packed, unfit
 from demask.pilot.rounding import Bits, quantized

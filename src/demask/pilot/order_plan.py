@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from demask.kernels import certify, gemv
-from demask.kernels.estimate import ESTIMATE, Estimate
-from demask.kernels.isa import Isa, host
+from demask.kernels.cpu import gemv
+from demask.kernels.cpu import zero_proof as certify
+from demask.kernels.cpu.low_bit_linear import ESTIMATE, Estimate
+from demask.kernels.llvm.isa import Isa, host
 from demask.pilot import packing
 from demask.pilot.chain_plan import INPUT, OUTPUT, Builder, Runs
 from demask.pilot.rounding import Bits

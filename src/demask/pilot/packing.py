@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from demask.kernels.certify import CONSTANTS, UNIT
-from demask.kernels.estimate import ROW
-from demask.kernels.isa import Isa
+from demask.kernels.cpu.low_bit_linear import ROW
+from demask.kernels.cpu.zero_proof import CONSTANTS, UNIT
+from demask.kernels.llvm.isa import Isa
 from demask.pilot.rounding import levels
 
 PAGE = 2**21

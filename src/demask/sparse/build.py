@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from torch import Tensor
 
-from demask.kernels import move
-from demask.kernels.isa import Isa
+from demask.kernels.cpu import relayout as move
+from demask.kernels.llvm.isa import Isa
+from demask.kernels.tape import Buffer, NoPlan, Tape
 from demask.ops.activations import ACTIVATIONS
 from demask.sparse.layers import (
     Piece,
@@ -49,7 +50,6 @@ from demask.sparse.program import (
     canonical,
     reads,
 )
-from demask.sparse.tape import Buffer, NoPlan, Tape
 from demask.sparse.tiling import Cut, Shape, best
 
 # Cycles, to choose grids by: of a product of vectors; of a line of a border, made by another thread

@@ -14,7 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from demask.kernels.gpu import activations, bitmap, epilogue, pairs, sddmm_rows, spmm_rows
+from demask.kernels.gpu import activations, bitmap, epilogue
+from demask.kernels.gpu import sddmm as sddmm_rows
+from demask.kernels.gpu import spgemm as pairs
+from demask.kernels.gpu import spmm as spmm_rows
 from demask.ops.activations import Act, activate
 from demask.sparse.gpu_choice import Choice, choose
 from demask.sparse.gpu_forms import Form, form_of

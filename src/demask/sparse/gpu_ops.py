@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from demask.kernels import llvm
+from demask.kernels.llvm import availability as llvm
 from demask.sparse.dense import check_indices
 from demask.sparse.gpu_forms import form_of
 from demask.sparse.matrix import Rows, like, row_of

@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
-from demask.kernels import move
-from demask.kernels.isa import Isa
-from demask.kernels.narrow import CALL as NARROW
-from demask.kernels.narrow import Narrow
-from demask.kernels.tile import CALL, TILE, Tile
+from demask.kernels.cpu import relayout as move
+from demask.kernels.cpu.sparse_tile import CALL, TILE, Tile
+from demask.kernels.cpu.sparse_vector import CALL as NARROW
+from demask.kernels.cpu.sparse_vector import Narrow
+from demask.kernels.llvm.isa import Isa
+from demask.kernels.tape import Buffer, Call, NoPlan, Tape
 from demask.sparse.layout import NO_BORDER, Area, At, Border, Grid, Layout
 from demask.sparse.pack import Csr, Places, Stream, dealt, packed, read, sliced
 from demask.sparse.program import Conv, Linear
-from demask.sparse.tape import Buffer, Call, NoPlan, Tape
 from demask.sparse.tiling import Cut, Shape, best, rects, strips
 
 BARRIER = 3000.0  # cycles until all threads have come

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.library import Library
 
 from demask.compat.dispatch import BelowAutograd, count_dispatch_modes, has_functorch_transforms
-from demask.kernels import llvm
-from demask.kernels.llvm import NoPlan
+from demask.kernels.llvm import availability as llvm
+from demask.kernels.llvm.availability import NoPlan
 from demask.kernels.plan_cache import PlanCache, Planned, plans_of
 from demask.sparse import dense, gpu_segment
 from demask.sparse.program import Program

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from demask.errors import BadInput
-from demask.kernels import tile
-from demask.kernels.tile import BLOCK, FIRST, LAST, RECORD
+from demask.kernels.cpu import sparse_tile as tile
+from demask.kernels.cpu.sparse_tile import BLOCK, FIRST, LAST, RECORD
+from demask.kernels.tape import NoPlan
 from demask.sparse.program import Conv, Linear, Span
-from demask.sparse.tape import NoPlan
 
 WIDE = 2**16  # offsets from here on have 32 bits
 

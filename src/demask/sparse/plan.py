@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from demask.errors import BadInput
-from demask.kernels.isa import Isa, host
-from demask.kernels.team import Job
+from demask.kernels.cpu.thread_team import Job
+from demask.kernels.llvm.isa import Isa, host
+from demask.kernels.tape import MAX_SLOTS, Arena, NoPlan, Ready
 from demask.sparse.build import Builder
 from demask.sparse.program import Program
-from demask.sparse.tape import MAX_SLOTS, Arena, NoPlan, Ready
 from demask.sparse.tiling import Cut
 
 __all__ = ["NoPlan", "Plan"]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.library import Library
 
 from demask.errors import BadInput
-from demask.kernels import llvm
+from demask.kernels.llvm import availability as llvm
 from demask.ops.activations import ACTIVATIONS, Act, activate
 from demask.sparse.dense import check_indices
 from demask.sparse.gpu_ops import kernels, parts, sampled, turned

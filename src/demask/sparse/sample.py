@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from demask.errors import BadInput
-from demask.kernels.isa import host
-from demask.kernels.jit import CODE
-from demask.kernels.sddmm import CALL, Sampled
-from demask.kernels.team import ENTRY, Job
+from demask.kernels.cpu.sddmm import CALL, Sampled
+from demask.kernels.cpu.thread_team import ENTRY, Job
+from demask.kernels.llvm.isa import host
+from demask.kernels.llvm.jit import CODE
 from demask.sparse.matrix import Rows
 from demask.sparse.multiply import LINE, WORK, dealt
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from demask.kernels.isa import Isa
+from demask.kernels.llvm.isa import Isa
 from demask.sparse.layout import Area
 
 PRODUCT, NONZERO, ROW, LINE = 0.68, 2.0, 4.5, 5.4  # cycles

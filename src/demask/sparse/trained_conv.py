@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from demask.errors import BadInput
-from demask.kernels import csr, sddmm
-from demask.kernels.isa import host
-from demask.kernels.jit import CODE
-from demask.kernels.team import ENTRY, Job
+from demask.kernels.cpu import csr, sddmm
+from demask.kernels.cpu.thread_team import ENTRY, Job
+from demask.kernels.llvm.isa import host
+from demask.kernels.llvm.jit import CODE
 from demask.sparse.matrix import Rows
 from demask.sparse.multiply import LINE, WORK
 from demask.sparse.planes import Geometry, Offsets, offsets_of

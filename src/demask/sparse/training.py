@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from demask.kernels import llvm
+from demask.kernels.llvm import availability as llvm
 from demask.ops.activations import Act, activate
 from demask.sparse import dense
 from demask.sparse.conv_op import convolved

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from demask.kernels import llvm
-from demask.kernels.isa import host
-from demask.kernels.window import LARGEST, Runner, Sizes, Window
+from demask.kernels.cpu.window import LARGEST, Runner, Sizes, Window
+from demask.kernels.llvm import availability as llvm
+from demask.kernels.llvm.isa import host
 from demask.ops.activations import Act, by_onednn
 from demask.ops.entry import Declined
 from demask.ops.regions import Interval

@@ -7,7 +7,7 @@ import math
 import triton
 import triton.language as tl
 
-from demask.kernels import activations as formulas
+from demask.kernels.llvm import activations as formulas
 
 INVERSE_LN2 = tl.constexpr(1 / math.log(2))
 LN2_HIGH = tl.constexpr(formulas.LN2_HIGH)

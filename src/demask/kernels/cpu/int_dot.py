@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from llvmlite import ir
 
-from demask.kernels.emit import BYTE, I16, I32, I64, Emitter, Fields, Value, Variable
-from demask.kernels.gemv import ask
+from demask.kernels.cpu.gemv import ask
+from demask.kernels.llvm.emitter import BYTE, I16, I32, I64, Emitter, Fields, Value, Variable
 
 NIBBLES = 0x0F0F0F0F  # the lower halves of four bytes
 

@@ -14,9 +14,19 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from demask.kernels.activations import activated
-from demask.kernels.emit import BIT, FLOAT, I32, I64, POINTER, VOID, Emitter, Value, Variable
-from demask.kernels.isa import Isa
+from demask.kernels.llvm.activations import activated
+from demask.kernels.llvm.emitter import (
+    BIT,
+    FLOAT,
+    I32,
+    I64,
+    POINTER,
+    VOID,
+    Emitter,
+    Value,
+    Variable,
+)
+from demask.kernels.llvm.isa import Isa
 from demask.ops.activations import Act
 
 #: what kernels are called with. names: rows of out, for rows that have names; order: rows of the

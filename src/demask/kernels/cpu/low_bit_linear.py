@@ -23,10 +23,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from demask.kernels.certify import numbers_of
-from demask.kernels.dots import Listed, joined, whole
-from demask.kernels.emit import I32, I64, Emitter, Fields, Value, Variable
-from demask.kernels.gemv import AHEAD
+from demask.kernels.cpu.gemv import AHEAD
+from demask.kernels.cpu.int_dot import Listed, joined, whole
+from demask.kernels.cpu.zero_proof import numbers_of
+from demask.kernels.llvm.emitter import I32, I64, Emitter, Fields, Value, Variable
 
 #: constants of a row, in this order, one vector each per vector of rows
 ROW = ("total", "bias")

@@ -16,7 +16,7 @@ from demask.errors import BadInput
 from demask.ops.activations import ACTIVATIONS, Act, Activation
 
 if TYPE_CHECKING:
-    from demask.kernels.emit import Emitter, Value
+    from demask.kernels.llvm.emitter import Emitter, Value
 
 LN2_HIGH = 0.693145751953125  # ln 2 in 17 bits: n * LN2_HIGH is exact
 #: e**(x * x / 2) * normal_cdf(-x) is t * (c0 + c1 t + ...) within 3.5e-9 of itself, where

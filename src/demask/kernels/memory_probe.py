@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from demask.kernels.emit import I32, I64, Emitter
-from demask.kernels.jit import CODE
+from demask.kernels.llvm.emitter import I32, I64, Emitter
+from demask.kernels.llvm.jit import CODE
 
 WORDS = 16  # of each tensor
 LOOKED = 16  # times as many elements are looked at for ones that are not 0, which products change

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from llvmlite import ir
 
-from demask.kernels.isa import Isa
+from demask.kernels.llvm.isa import Isa
 
 BYTE, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 BIT, FLOAT, POINTER, VOID = ir.IntType(1), ir.FloatType(), ir.PointerType(), ir.VoidType()

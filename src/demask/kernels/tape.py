@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from demask.kernels.isa import Isa
-from demask.kernels.jit import CODE
-from demask.kernels.llvm import NoPlan
-from demask.kernels.team import ENTRY
+from demask.kernels.cpu.thread_team import ENTRY
+from demask.kernels.llvm.availability import NoPlan
+from demask.kernels.llvm.isa import Isa
+from demask.kernels.llvm.jit import CODE
 from demask.machine.arena import Block, planned
 from demask.sparse.layout import Layout
 

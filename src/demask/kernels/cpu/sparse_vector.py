@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from llvmlite import ir
 
-from demask.kernels.activations import activated
-from demask.kernels.emit import BYTE, I16, I32, I64, Emitter, Fields, Value
+from demask.kernels.llvm.activations import activated
+from demask.kernels.llvm.emitter import BYTE, I16, I32, I64, Emitter, Fields, Value
 from demask.ops.activations import Act
 
 #: what the kernel is called with. ends: per group; columns, values: a vector per k; rows: vectors

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from demask.kernels.emit import I32, I64, VOID, Emitter, Value
-from demask.kernels.jit import CODE
+from demask.kernels.llvm.emitter import I32, I64, VOID, Emitter, Value
+from demask.kernels.llvm.jit import CODE
 
 #: a call of a tape: machine code, its argument
 ENTRY = np.dtype([("code", "<i8"), ("call", "<i8")])

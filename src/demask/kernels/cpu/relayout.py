@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from llvmlite import ir
 
-from demask.kernels.activations import activated
-from demask.kernels.emit import FLOAT, I32, I64, Emitter, Fields, Value
+from demask.kernels.llvm.activations import activated
+from demask.kernels.llvm.emitter import FLOAT, I32, I64, Emitter, Fields, Value
 from demask.ops.activations import Act
 
 #: fields of every call: three buffers, bytes from channel to channel in each, channels, tables

@@ -33,11 +33,11 @@ from dataclasses import dataclass
 import numpy as np
 from llvmlite import ir
 
-from demask.kernels.csr import below, masked
-from demask.kernels.dots import Dots, Listed, joined, whole
-from demask.kernels.emit import BYTE, FLOAT, I32, I64, Emitter, Fields, Value
-from demask.kernels.gemv import ask, compressed, iota, set_lanes
-from demask.kernels.isa import Isa
+from demask.kernels.cpu.csr import below, masked
+from demask.kernels.cpu.gemv import ask, compressed, iota, set_lanes
+from demask.kernels.cpu.int_dot import Dots, Listed, joined, whole
+from demask.kernels.llvm.emitter import BYTE, FLOAT, I32, I64, Emitter, Fields, Value
+from demask.kernels.llvm.isa import Isa
 
 LEVELS = 65535  # of u
 UNIT = 2.0**-24  # of float32

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from demask.kernels.activations import activated
-from demask.kernels.emit import BYTE, FLOAT, I16, I32, I64, Emitter, Fields, Value, Variable
+from demask.kernels.llvm.activations import activated
+from demask.kernels.llvm.emitter import BYTE, FLOAT, I16, I32, I64, Emitter, Fields, Value, Variable
 from demask.ops.activations import Act
 
 #: a row of a block: where its nonzeros end, times 4, and whether this is the first and the last

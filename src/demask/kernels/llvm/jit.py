@@ -9,8 +9,8 @@ from typing import Any
 import llvmlite.binding as llvm
 from llvmlite import ir
 
-from demask.kernels.emit import Emitter, Kernel
-from demask.kernels.isa import Isa, host
+from demask.kernels.llvm.emitter import Emitter, Kernel
+from demask.kernels.llvm.isa import Isa, host
 
 
 def source(kernels: Iterable[Kernel], isa: Isa) -> str:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from llvmlite import ir
 
-from demask.kernels.csr import Matrix, below, masked
-from demask.kernels.emit import FLOAT, I32, I64, POINTER, VOID, Emitter, Value, Variable
+from demask.kernels.cpu.csr import Matrix, below, masked
+from demask.kernels.llvm.emitter import FLOAT, I32, I64, POINTER, VOID, Emitter, Value, Variable
 
 #: what kernels are called with, as `csr.CALL`, but: a, a_pitch: the operand read by rows; x: the
 #: one read by columns of the matrix; names: rows of a, for rows that have names, of which there are

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 import numpy as np
 from llvmlite import ir
 
-from demask.kernels.activations import activated
-from demask.kernels.csr import below, masked
-from demask.kernels.emit import FLOAT, I32, I64, POINTER, Emitter, Fields, Value
-from demask.kernels.isa import Isa
+from demask.kernels.cpu.csr import below, masked
+from demask.kernels.llvm.activations import activated
+from demask.kernels.llvm.emitter import FLOAT, I32, I64, POINTER, Emitter, Fields, Value
+from demask.kernels.llvm.isa import Isa
 
 AHEAD = 4  # columns that are asked for before they are read
 SIDE = 8  # rows whose chains run side by side: 4 cycles of waiting, 2 products a cycle
@@ -48,7 +48,7 @@ ROWS = np.dtype([(key, "<i8") for key in (
 def vectors_of(rows: int, isa: Isa, most: int) -> int:
     """Vectors of a tile's rows: the most that waste little and give two threads as much each.
 
-    >>> from demask.kernels.isa import AVX512
+    >>> from demask.kernels.llvm.isa import AVX512
     >>> [vectors_of(rows, AVX512, 16) for rows in (10, 768, 3072, 4096)]
     [1, 12, 16, 16]
     """

@@ -24,11 +24,11 @@ from typing import NamedTuple
 import numpy as np
 from llvmlite import ir
 
-from demask.kernels.activations import activated
-from demask.kernels.emit import BIT, FLOAT, I32, I64, POINTER, VOID, Emitter, Value
-from demask.kernels.isa import Isa, host
-from demask.kernels.jit import CODE
-from demask.kernels.team import ENTRY, Job
+from demask.kernels.cpu.thread_team import ENTRY, Job
+from demask.kernels.llvm.activations import activated
+from demask.kernels.llvm.emitter import BIT, FLOAT, I32, I64, POINTER, VOID, Emitter, Value
+from demask.kernels.llvm.isa import Isa, host
+from demask.kernels.llvm.jit import CODE
 from demask.ops.activations import Act
 
 #: what kernels are called with. table: memory for weights as vectors meet them; pitches: floats
