@@ -34,7 +34,7 @@ from demask.pilot.bounds import clopper_pearson
 from demask.pilot.indexed import Supported
 from demask.pilot.supports import Skip
 from demask.pilot.targets import observing, targets_of
-from demask.shrink.finished import finished
+from demask.shrink.build_uncut import finished
 from demask.shrink.pipeline import given, simplified
 from tables import RESULTS, load, machine, markdown
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import demask
-from demask.shrink.device import device_of, moved, on_cpu
+from demask.shrink.on_device import device_of, moved, on_cpu
 
 
 class Positions(nn.Module):

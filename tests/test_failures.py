@@ -65,8 +65,8 @@ CALLS = [
     ("demask.facts.analysis", "bind"),
     ("demask.facts.known", "forward"),
     ("demask.facts.needed", "_edge"),
-    ("demask.shrink.place.Placer", "_tie"),
-    ("demask.shrink.rewrite", "emit_plain"),
+    ("demask.shrink.layout.placement.Placer", "_tie"),
+    ("demask.shrink.emit.rewrite", "emit_plain"),
 ]
 
 
@@ -124,7 +124,7 @@ def test_where_all_fails_the_network_is_as_it_was(monkeypatch, name):
 
 
 def test_macs_that_cannot_be_counted_are_none(monkeypatch):
-    measure = importlib.import_module("demask.shrink.measure")
+    measure = importlib.import_module("demask.shrink.program_size")
     monkeypatch.setattr(measure, "macs_of", raising(measure.macs_of, KeyError("planted"), "linear"))
     with strict(False):
         record = smaller()
@@ -150,7 +150,7 @@ def drop_a_live_unit(monkeypatch):
                 live[..., -1] = False
         return needs
 
-    for module in ("demask.facts.analysis", "demask.shrink.place"):
+    for module in ("demask.facts.analysis", "demask.shrink.layout.placement"):
         monkeypatch.setattr(f"{module}.needed", planted)
 
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from demask.shrink import adapt, border, contract
+from demask.shrink.emit import adapt
+from demask.shrink.emit import border_map as border
+from demask.shrink.emit import contraction as contract
 from fuzz import laws
 from fuzz.generate import generate, is_sound
 from fuzz.laws import Outcome, check, explained, shrink

@@ -30,7 +30,7 @@ def test_a_dump_is_the_same_twice_and_another_for_other_code(
              "simplified_bits", "conditioned_skip", "packets"}  # fmt: skip
     assert parts <= names and not [name for name in names if name.endswith("_raised")]
 
-    adapt = __import__("demask.shrink.adapt", fromlist=["marked"])
+    adapt = __import__("demask.shrink.emit.adapt", fromlist=["marked"])
     marked = adapt.marked
 
     def planted(node: Any, effect: str) -> Any:

@@ -19,7 +19,7 @@ import micro_recurrent  # noqa: F401  (their networks join MICROS)
 import micro_sequences  # noqa: F401
 from demask.graph.normalize.program_equality import difference
 from demask.graph.result.resize import renumber
-from demask.shrink import own_class
+from demask.shrink.own_class import build as own_class
 from demask.shrink.pipeline import given, simplified
 from micro import MICROS, Micro
 from rounds import rounds

@@ -22,12 +22,12 @@ from demask.graph.program import Program
 from demask.graph.result.demasked_module import Demasked
 from demask.ops import TABLE
 from demask.ops.laws import LawModule, law_cases, relative_error, target_of
-from demask.shrink import indexed as planning
-from demask.shrink.cells import Index
-from demask.shrink.finished import finished
-from demask.shrink.indexed import Pick
-from demask.shrink.indices import indexed, masked, with_inputs
+from demask.shrink.build_uncut import finished
+from demask.shrink.layout.cells import Index
 from demask.shrink.pipeline import given, simplified
+from demask.shrink.runtime_index import analysis as planning
+from demask.shrink.runtime_index.analysis import Pick
+from demask.shrink.runtime_index.rewrite import indexed, masked, with_inputs
 
 CASES = list(law_cases(TABLE))
 SAMPLE = random.Random(0).sample(CASES, 5)

@@ -18,7 +18,7 @@ import demask
 from demask.graph.capture import shared_captures as sharing
 from demask.graph.capture.capture import captures
 from demask.graph.program import Program
-from demask.shrink import partial
+from demask.shrink import submodules as partial
 
 
 class Block(nn.Module):

@@ -30,11 +30,11 @@ from demask.machine.threads import checked_threads, set_threads
 from demask.ops import TABLE, Table
 from demask.shrink.check import in_eval
 from demask.shrink.demask import demask
-from demask.shrink.device import CPU, device_of, moved, on_cpu
-from demask.shrink.measure import sizes_of
-from demask.shrink.partial import merged, sizes_of_parts, with_parts
+from demask.shrink.on_device import CPU, device_of, moved, on_cpu
 from demask.shrink.pipeline import given as captured
 from demask.shrink.pipeline import left, reduced
+from demask.shrink.program_size import sizes_of
+from demask.shrink.submodules import merged, sizes_of_parts, with_parts
 from demask.sparse.forms import Sparse
 from demask.sparse.segments import layers_of
 from demask.tune.asking import Asker

@@ -41,9 +41,9 @@ from demask.numerics import (
 )
 from demask.ops import TABLE, Table
 from demask.shrink import demask
-from demask.shrink.partial import first_calls, repeated_blocks
+from demask.shrink.emit.constant_store import cut
 from demask.shrink.pipeline import given as captured
-from demask.shrink.pool import cut
+from demask.shrink.submodules import first_calls, repeated_blocks
 
 TOKENS = 4  # that language models generate, to be compared
 SHARE = 4  # of the memory of this machine, one such part may be taken by copies in float64

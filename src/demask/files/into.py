@@ -20,7 +20,7 @@ from demask.graph.result.resize import (
     renumber,
     tensors_of,
 )
-from demask.shrink.pretrained import fitting_configs
+from demask.shrink.own_class.pretrained import fitting_configs
 
 Numbers = Mapping[str, Mapping[str, Any]]
 

@@ -30,7 +30,7 @@ from demask.pilot.chain_plan import Layer, Plan, Seen
 from demask.pilot.conditioned import Condition, Conditioned, Decision
 from demask.pilot.cost import Machine, Reads, here, reads
 from demask.pilot.direct import called, only_chain
-from demask.shrink.finished import finished
+from demask.shrink.build_uncut import finished
 from demask.shrink.pipeline import given
 
 SAMPLES = 16  # rows of the example inputs that modes are chosen by

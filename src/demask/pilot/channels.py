@@ -23,7 +23,7 @@ from demask.graph.program import Program
 from demask.graph.result.demasked_module import Demasked
 from demask.ops import Declined, Relation, schema
 from demask.pilot.layers import layers_of
-from demask.shrink.cells import Cells
+from demask.shrink.layout.cells import Cells
 from demask.shrink.pipeline import shrunk
 
 Held = tuple[str, int]  # a constant and one of its axes

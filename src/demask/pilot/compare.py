@@ -24,9 +24,9 @@ from demask.pilot.simplify import Simplifier, simplifier
 from demask.pilot.sites import Site, sites_of, zeroed
 from demask.pilot.stored import Held
 from demask.pilot.walk import each, flat, walk
-from demask.shrink.finished import finished
-from demask.shrink.measure import sizes_of
+from demask.shrink.build_uncut import finished
 from demask.shrink.pipeline import given
+from demask.shrink.program_size import sizes_of
 from demask.text_table import as_lines, number_table
 
 DEFAULT = ("bits:8", "bits:4", "exponents", "rank:0.5", "channels:0.5", "downsample:2")

@@ -38,7 +38,7 @@ from demask.pilot.resample import (
     size,
     split,
 )
-from demask.shrink.finished import finished
+from demask.shrink.build_uncut import finished
 
 aten = torch.ops.aten
 _SIZED = ("view", "_unsafe_view", "reshape", "unflatten", "expand")  # take sizes, which are rebuilt

@@ -43,7 +43,7 @@ from demask.pilot.condition import condition_of
 from demask.pilot.conditioned import text
 from demask.pilot.cost import NOMINAL, Machine, Reads, Uses, held, measured
 from demask.pilot.order_graph import Order
-from demask.shrink.finished import finished
+from demask.shrink.build_uncut import finished
 from demask.shrink.pipeline import given
 from demask.text_table import as_lines
 

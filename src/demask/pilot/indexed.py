@@ -17,9 +17,9 @@ from demask.graph.result.demasked_module import Demasked
 from demask.ops import Table
 from demask.pilot.conditioned import Conditioned
 from demask.pilot.data import ExecutionData
-from demask.shrink.finished import finished, shared
-from demask.shrink.indexed import Pick
-from demask.shrink.indices import indexed, masked
+from demask.shrink.build_uncut import finished, shared
+from demask.shrink.runtime_index.analysis import Pick
+from demask.shrink.runtime_index.rewrite import indexed, masked
 
 
 @dataclass(frozen=True, slots=True)

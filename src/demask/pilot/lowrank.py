@@ -22,7 +22,7 @@ from demask.graph.result.demasked_module import Demasked
 from demask.ops import schema
 from demask.ops.traits import CONV_OF_AXES, CONVOLUTIONS_ANY_PADDING
 from demask.pilot.layers import Layer, by_rows, check_finite, from_rows, layers_of
-from demask.shrink.finished import finished
+from demask.shrink.build_uncut import finished
 
 aten = torch.ops.aten
 

@@ -24,7 +24,7 @@ from demask.pilot.order import DEFAULT, Done, Limit, Ordered
 from demask.pilot.order_plan import unfit
 from demask.pilot.rounding import Bits
 from demask.pilot.simplify import simplifier
-from demask.shrink.finished import finished
+from demask.shrink.build_uncut import finished
 from demask.shrink.pipeline import given
 
 

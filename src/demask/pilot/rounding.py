@@ -19,7 +19,7 @@ from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.graph.result.demasked_module import Demasked
 from demask.pilot.layers import by_rows, check_finite, from_rows, layers_of
-from demask.shrink.finished import finished
+from demask.shrink.build_uncut import finished
 
 SCALE_BYTES = 4  # of one float32 scale
 MOST_BITS = 16

@@ -22,7 +22,7 @@ from demask.pilot.channels import Channels
 from demask.pilot.downsample import Downsample
 from demask.pilot.lowrank import LowRank
 from demask.pilot.rounding import Bits, Exponents
-from demask.shrink.device import through_cpu
+from demask.shrink.on_device import through_cpu
 from demask.shrink.pipeline import given
 
 

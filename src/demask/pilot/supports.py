@@ -1,7 +1,7 @@
 """Conditions on channels: those that a pilot finds important are computed, the others are not.
 
 The pilot says, per layer and call, which positions: a run-time index. The network behind it is
-`demask.shrink.indices`: convolutions and products on gathered weights, through the table, so any
+`demask.shrink.runtime_index.rewrite`: convolutions and products on gathered weights, through the table, so any
 network that the table knows can be conditioned. What is not computed is 0 (`Skip`), a constant
 (`Constant`), the pilot's own value (`Value`), or computed with fewer bits (`Precision`).
 
@@ -33,10 +33,10 @@ from demask.pilot.rounding import quantized
 from demask.pilot.simplify import Simplifier, simplify
 from demask.pilot.targets import Target, means, named, observing, targets_of
 from demask.pilot.walk import flat
-from demask.shrink.cells import Index
-from demask.shrink.indexed import Pick
-from demask.shrink.indices import with_inputs
+from demask.shrink.layout.cells import Index
 from demask.shrink.pipeline import given, simplified
+from demask.shrink.runtime_index.analysis import Pick
+from demask.shrink.runtime_index.rewrite import with_inputs
 
 aten = torch.ops.aten
 

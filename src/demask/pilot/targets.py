@@ -26,7 +26,7 @@ from demask.pilot.layers import Layer, layers_of
 from demask.pilot.sites import batch_axis
 from demask.pilot.stored import Held
 from demask.pilot.walk import walk
-from demask.shrink.ties import is_join
+from demask.shrink.layout.ties import is_join
 
 aten = torch.ops.aten
 

@@ -21,8 +21,8 @@ from demask.graph.result.demasked_module import build
 from demask.graph.result.restore_modules import originals_of
 from demask.ops import TABLE, Table
 from demask.shrink.check import checked, unlike
-from demask.shrink.device import CPU, on_device, through_cpu
-from demask.shrink.own_class import (
+from demask.shrink.on_device import CPU, on_device, through_cpu
+from demask.shrink.own_class.build import (
     Place,
     changed_numbers,
     constants_at_effects,
@@ -33,9 +33,9 @@ from demask.shrink.own_class import (
     spared,
     zeros_cost,
 )
-from demask.shrink.partial import sizes_of_parts, with_parts
+from demask.shrink.own_class.proof import Proof, Unlike
 from demask.shrink.pipeline import FORMS, programs_of, reduced, smaller_sizes
-from demask.shrink.proof import Proof, Unlike
+from demask.shrink.submodules import sizes_of_parts, with_parts
 
 GIVES_WAY = 1.01  # times the parameters of a graph, that a network of its own class may have
 

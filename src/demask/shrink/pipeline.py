@@ -31,17 +31,17 @@ from demask.graph.provenance import Cut, InputSpec, Provenance, Reason, Sizes
 from demask.graph.result.demasked_module import Demasked, build
 from demask.ops import Table, schema
 from demask.ops.entries.padded import with_padded
-from demask.shrink.absorb_pads import pads_absorbed, pads_restored
-from demask.shrink.align import aligned
-from demask.shrink.condense import condensed
-from demask.shrink.groups import grouped
-from demask.shrink.layout_analysis import LayoutAnalysis
-from demask.shrink.measure import removed, sizes_of, traffic
-from demask.shrink.names import named
-from demask.shrink.place import Placement, place
-from demask.shrink.rewrite import Rewritten, rewrite
-from demask.shrink.side import sided
-from demask.shrink.stack import apart, stacked
+from demask.shrink.emit.rewrite import Rewritten, rewrite
+from demask.shrink.layout.layout_analysis import LayoutAnalysis
+from demask.shrink.layout.placement import Placement, place
+from demask.shrink.program_size import removed, sizes_of, traffic
+from demask.shrink.rewrites.absorb_pads import pads_absorbed, pads_restored
+from demask.shrink.rewrites.group_heads import grouped
+from demask.shrink.rewrites.partial_norms import condensed
+from demask.shrink.rewrites.reorder_heads import aligned
+from demask.shrink.rewrites.side_network import sided
+from demask.shrink.stack_border_maps import apart, stacked
+from demask.shrink.tied_names import named
 
 
 def smaller_sizes(program: Program, reason: str) -> Program:

@@ -26,8 +26,8 @@ from demask.graph.program import Program
 from demask.graph.result.demasked_module import Demasked
 from demask.ops import TABLE, Table, op_name
 from demask.ops.traits import CONVOLUTIONS_ANY_PADDING
-from demask.shrink.device import through_cpu
-from demask.shrink.finished import finished
+from demask.shrink.build_uncut import finished
+from demask.shrink.on_device import through_cpu
 from demask.shrink.pipeline import given
 from demask.stride.dilate import dilated
 from demask.stride.forms import FORMS, LACKING, Form, wide

@@ -21,13 +21,13 @@ from demask.graph.normalize.canonical_calls import spelled
 from demask.graph.program import Program
 from demask.graph.result.demasked_module import Demasked
 from demask.ops import TABLE, Relation, Table, schema
-from demask.shrink.device import through_cpu
-from demask.shrink.finished import finished
-from demask.shrink.layout_analysis import LayoutAnalysis
-from demask.shrink.measure import macs_of, traffic
+from demask.shrink.build_uncut import finished
+from demask.shrink.emit.rewrite import rewrite
+from demask.shrink.layout.layout_analysis import LayoutAnalysis
+from demask.shrink.layout.ties import sampling
+from demask.shrink.on_device import through_cpu
 from demask.shrink.pipeline import given
-from demask.shrink.rewrite import rewrite
-from demask.shrink.ties import sampling
+from demask.shrink.program_size import macs_of, traffic
 from demask.stride.kept import sliced
 from demask.stride.pools import convs_to_pools
 

@@ -24,7 +24,7 @@ from demask.ops import Table
 from demask.ops.entry import Declined
 from demask.ops.regions import Interval
 from demask.ops.relation import Relation
-from demask.shrink.measure import macs_of
+from demask.shrink.program_size import macs_of
 from demask.traverse.axes import Axes, axes_of, length, whole
 from demask.traverse.local import Local, local
 from demask.traverse.parted import parted, with_reductions

@@ -1,0 +1,216 @@
+"""What the new graph reads besides its inputs: cut tensors, fills, indices, run-time sizes."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial, reduce
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from demask.errors import DemaskError
+from demask.graph.editor import GraphEditor
+from demask.graph.program import Constant
+from demask.graph.provenance import Cut
+from demask.shrink.layout.cells import Layout
+
+
+class Pool:
+    """Constants and sizes of a graph in the making. Each is made once and read by name."""
+
+    def __init__(self, editor: GraphEditor):
+        self.editor, self.source = editor, editor.program.constants
+        self.constants = editor.constants
+        self.cuts: dict[str, Cut] = {}
+        self._modules: set[str] = set()  # paths that names of constants begin with
+        self._reads: dict[str, fx.Node] = {}
+        self._cut: dict[Any, str] = {}
+        self._index: dict[tuple[int, ...], fx.Node] = {}
+        self._ones: dict[Any, fx.Node] = {}
+        self._sizes: dict[Any, Any] = {}
+        self._numbers: dict[Any, fx.Node] = {}
+        self._symbols = _symbols(editor.graph.find_nodes(op="placeholder"))
+        # Of sizes that values decide (how many are not zero): what makes each, by its symbol.
+        self.made_by: dict[Any, Callable[[], fx.Node]] = {}
+
+    def read(self, name: str) -> fx.Node:
+        """The get_attr node of a constant."""
+        if name not in self._reads:
+            self._reads[name] = self.editor.read_constant(name)
+        return self._reads[name]
+
+    def cut(self, source: fx.Node, want: Layout) -> fx.Node:
+        """A constant of the old graph, cut to a layout; equal cuts of tied tensors stay tied."""
+        old = self.source[str(source.target)]
+        key = (old.name, want)
+        if key not in self._cut:
+            tied = (old.tensor.data_ptr(), old.tensor.shape, old.tensor.stride(), want)
+            twin = self._cut.get(tied)
+            made = old.moved(lambda tensor: cut(tensor, want))
+            name = self.add(replace(made, tensor=self.constants[twin].tensor) if twin else made)
+            self.cuts[name] = Cut(old.name, tuple(old.tensor.shape), want)
+            self._cut[key] = name
+            self._cut.setdefault(tied, name)
+        return self.read(self._cut[key])
+
+    def add(self, constant: Constant) -> str:
+        """Store a constant under its name, or the next free one like it; returns the name. One made
+        twice alike, for two calls of one module, is stored once."""
+        name, k = constant.name, 1
+        while name in self.constants or name in self._modules or self._is_inside(name):
+            if name in self.constants and _alike(self.constants[name], constant):
+                return name
+            name, k = f"{constant.name}_{k}", k + 1
+        self.constants[name] = replace(constant, name=name)
+        self._modules.update(_above(name))
+        return name
+
+    def _is_inside(self, name: str) -> bool:
+        """Would a name be an attribute inside another's tensor?"""
+        return any(path in self.constants for path in _above(name))
+
+    def constant(self, tensor: Tensor, name: str) -> fx.Node:
+        """A buffer of the new graph."""
+        return self.read(self.add(Constant(tensor.contiguous().clone(), name, parameter=False)))
+
+    def here(self, tensor: Tensor, name: str) -> fx.Node:
+        """A buffer read right where the graph grows (other reads stand where the first one is)."""
+        return self.editor.read_constant(self.add(Constant(tensor.contiguous(), name, False)))
+
+    def index(self, positions: Sequence[int]) -> fx.Node:
+        """An int64 index buffer."""
+        key = tuple(positions)
+        if key not in self._index:
+            tensor = torch.tensor(key, dtype=torch.long)
+            self._index[key] = self.read(self.add(Constant(tensor, "index", parameter=False)))
+        return self._index[key]
+
+    def value(self, tensor: Tensor, name: str) -> fx.Node:
+        """A known tensor: a number where it is one value (no weight is stored), else a buffer."""
+        flat = tensor.reshape(-1)
+        if not self._inputs() or not len(flat) or not bool((flat == flat[0]).all()):
+            return self.constant(tensor, name)
+        key = (flat[0].item(), tensor.dtype)
+        if key not in self._numbers:
+            # Without axes, so that it never decides the dtype of what it is computed with.
+            self._numbers[key] = self.full([], flat[0])
+        return self._numbers[key]
+
+    def _inputs(self) -> list[fx.Node]:
+        placeholders = self.editor.graph.find_nodes(op="placeholder")
+        return [n for n in placeholders if isinstance(n.meta.get("val"), Tensor)]
+
+    def full(self, sizes: Sequence[Any], number: Tensor) -> fx.Node:
+        """One number all over, on the device of the inputs if there are any."""
+        value, aten = number.item(), torch.ops.aten
+        if inputs := self._inputs():
+            args: Any = (inputs[0], list(sizes), value)
+            return self.editor.call(aten.new_full.default, *args, dtype=number.dtype)
+        return self.editor.call(aten.full.default, list(sizes), value, dtype=number.dtype)
+
+    def ones(self, sizes: Sequence[Any], like: fx.Node) -> fx.Node:
+        """A tensor of ones, made at each call; of the dtype and on the device that `like`, a
+        constant, is moved to."""
+        key = (tuple(sizes), like.meta["val"].dtype)
+        if key not in self._ones:
+            self._ones[key] = self.editor.call(torch.ops.aten.new_ones.default, like, list(sizes))
+        return self._ones[key]
+
+    def size(self, size: Any) -> Any:
+        """A size as a call argument: a number, or a node that computes it from input sizes."""
+        if isinstance(size, int):
+            return size
+        return self.expression(size.node.expr)
+
+    def expression(self, expr: sympy.Expr) -> Any:
+        """A number, or a node that computes an expression over the inputs' dynamic dimensions."""
+        if expr.is_Integer:
+            return int(expr)
+        if expr.is_number and not expr.args:
+            return float(expr)
+        if expr not in self._sizes:
+            self._sizes[expr] = self._node(expr)
+        return self._sizes[expr]
+
+    def _node(self, expr: sympy.Expr) -> fx.Node:
+        if expr in self._symbols:
+            node, axis = self._symbols[expr]
+            return self.editor.call(torch.ops.aten.sym_size.int, node, axis)
+        if expr in self.made_by:
+            return self.made_by[expr]()
+        kind = type(expr).__name__
+        if expr.is_Mul and isinstance(expr.args[0], sympy.Rational) and not expr.args[0].is_Integer:
+            share, rest = expr.args[0], expr / expr.args[0]  # of a whole number, exactly
+            made = self.editor.call(operator.mul, self.expression(rest), int(share.p))
+            return self.editor.call(operator.floordiv, made, int(share.q))
+        args = [self.expression(a) for a in expr.args]  # type: ignore[arg-type]
+        if kind in _REPEATED:
+            return reduce(partial(self.editor.call, _REPEATED[kind]), args)
+        if kind == "ModularIndexing":  # (a // b) % c
+            return self.editor.call(
+                operator.mod, self.editor.call(operator.floordiv, *args[:2]), args[2]
+            )
+        if kind in _FUNCTIONS and not (kind == "Pow" and args[1] not in range(1, 64)):
+            return self.editor.call(_FUNCTIONS[kind], *args)
+        raise DemaskError(
+            f"a size of the network, {expr}, has no form in a graph yet; pass dynamic_shapes={{}} "
+            "for a network of the example's sizes alone"
+        )
+
+
+# What functions of sizes (sympy's, and torch's own) are in a graph: of two or more
+# arguments in turn, and of one or two.
+_REPEATED: dict[str, Any] = {
+    "Add": operator.add, "Mul": operator.mul, "Max": torch.sym_max, "Min": torch.sym_min,
+}  # fmt: skip
+_FUNCTIONS: dict[str, Any] = {
+    "FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv, "Mod": operator.mod,
+    "PythonMod": operator.mod, "Pow": operator.pow, "PowByNatural": operator.pow,
+    "FloatPow": operator.pow, "IntTrueDiv": operator.truediv, "FloatTrueDiv": operator.truediv,
+    "ToFloat": torch.sym_float, "TruncToInt": math.trunc, "FloorToInt": math.floor,
+    "CeilToInt": math.ceil, "floor": math.floor, "ceiling": math.ceil,
+}  # fmt: skip
+
+
+def cut(tensor: Tensor, want: Layout) -> Tensor:
+    """The wanted positions of each axis, as a tensor of its own memory."""
+    for axis, positions in enumerate(want):
+        if positions is not None:
+            index = torch.tensor(positions, dtype=torch.long, device=tensor.device)
+            tensor = tensor.index_select(axis, index)
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _symbols(inputs: Sequence[fx.Node]) -> dict[Any, tuple[fx.Node, int]]:
+    found: dict[Any, tuple[fx.Node, int]] = {}
+    for node in inputs:
+        value = node.meta.get("val")
+        for axis, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
+            if not isinstance(size, int) and size.node.expr.is_Symbol:
+                found.setdefault(size.node.expr, (node, axis))
+    return found
+
+
+def _alike(a: Constant, b: Constant) -> bool:
+    """Are two constants the same tensor, to be trained the same way?"""
+    if (a.parameter, a.requires_grad) != (
+        b.parameter,
+        b.requires_grad,
+    ) or a.tensor.dtype != b.tensor.dtype:
+        return False
+    return a.tensor.shape == b.tensor.shape and torch.equal(a.tensor, b.tensor)
+
+
+def _above(name: str) -> list[str]:
+    """The modules that a name is inside of: "a" and "a.b" of "a.b.weight"."""
+    return [name[:k] for k, letter in enumerate(name) if letter == "."]
+
+
+def is_nested(a: str, b: str) -> bool:
+    """Would one name be an attribute inside the other's tensor?"""
+    return a.startswith(f"{b}.") or b.startswith(f"{a}.")

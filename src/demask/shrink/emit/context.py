@@ -1,0 +1,222 @@
+"""The graph that is built: what emitters of single calls read and append to."""
+
+from __future__ import annotations
+
+import operator
+import types
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+
+from demask.compat.symbolic_shapes import free_unbacked_symbols
+from demask.facts.known import Facts, Relations, key_of, value_of
+from demask.facts.needed import Needs
+from demask.graph.editor import GraphEditor
+from demask.graph.program import module_of
+from demask.graph.provenance import Reason
+from demask.ops import Relation, op_name, schema
+from demask.ops.schema import same_size
+from demask.shrink.emit.adapt import Adapter, Made
+from demask.shrink.emit.constant_store import Pool
+from demask.shrink.layout.cells import Layout
+from demask.shrink.layout.placement import Placement
+
+
+class EmitContext:
+    """Walks the old graph and appends to the new one, by a rule per call (`_call`)."""
+
+    def __init__(
+        self, program, relations: Relations, facts: Facts, needs: Needs, placement: Placement
+    ):
+        self.relations, self.facts, self.needs, self.placement = relations, facts, needs, placement
+        self.editor = GraphEditor.empty(program)
+        self.old_inputs = [n for n in program.graph.nodes if n.op == "placeholder"]
+        self.inputs: dict[fx.Node, fx.Node] = {}
+        for node in self.old_inputs:
+            self.inputs[node] = self.editor.graph.node_copy(node)
+        self.pool = Pool(self.editor)
+        self.adapter = Adapter(self.editor, self.pool, facts)
+        self.numbers: dict[fx.Node, Any] = {}
+        for node in program.graph.nodes:
+            if (symbol := _decided(node)) is not None:
+                self.pool.made_by.setdefault(symbol, partial(self._number, node))
+        self.reasons: list[Reason] = []
+
+    def visit(self, node: fx.Node) -> None:
+        self.editor.origin = node
+        if node.op == "placeholder":
+            self.keep(node, 0, self.inputs[node], None)
+        elif node.op == "output":
+            self._output(node)
+        elif node.op == "call_function" and node.target is not operator.getitem:
+            self._call(node)
+
+    def _call(self, node: fx.Node) -> None:
+        """Append the calls that replace a live call."""
+        raise NotImplementedError
+
+    def keep(self, node: fx.Node, k: int, made: fx.Node, layout: Layout | None) -> None:
+        value = schema.outputs(node)[k]
+        if isinstance(value, Tensor):
+            full = tuple(None for _ in value.shape)
+            self.adapter.made[node, k] = Made(made, full if layout is None else layout)
+
+    def reason(
+        self, node: fx.Node, axis: int, count: Any, text: str, *, barrier: bool = False
+    ) -> None:
+        """Note why slices are kept; barrier: because nothing is known of the call itself."""
+        count = count if isinstance(count, int) else 0
+        op = op_name(node.target) if barrier else ""
+        self.reasons.append(Reason(node.name, module_of(node), axis, count, text, op))
+
+    def finish(
+        self, node, target, args, kwargs, layouts: list[Layout | None] | None, *, same: Any = False
+    ) -> None:
+        """Append the call that replaces `node`, outputs in the given layouts (None: whole). same:
+        its value is that of `node`, which would get other symbols from a run."""
+        like = self._like(node, args, layouts[0] if layouts else None)
+        if same:
+            made = self._copied(node, args, kwargs)
+        elif like is None:
+            made = self.editor.call(target, *args, **kwargs)
+        else:
+            shape = like.meta["val"].shape
+            made = self.editor.call_shaped(shape, like, target, args, kwargs)
+        made.meta = {**node.meta, **made.meta}
+        outputs = schema.outputs(node)
+        if not isinstance(node.meta.get("val"), (list, tuple)):
+            if isinstance(outputs[0], Tensor):
+                self.keep(node, 0, made, layouts[0] if layouts else None)
+            else:
+                self.numbers[node] = made
+            return
+        for k in range(len(outputs)):
+            if (node, k) in self.placement.value:
+                part = self.editor.call(operator.getitem, made, k)
+                self.keep(node, k, part, layouts[k] if layouts else None)
+
+    def _like(self, node: fx.Node, args: Any, layout: Layout | None) -> fx.Node | None:
+        """The operand of the new call that has its output's shape and dtype, if one surely has."""
+        relation = self.relations.get(node)
+        if not isinstance(relation, Relation) or relation.moved or len(relation.outs) != 1:
+            return None
+        if relation.entry.fill != "run" or relation.entry.args is not None:
+            return None
+        old, sizes = node.meta["val"], self.shape(node, layout)
+        for arg in args:
+            value = arg.meta.get("val") if isinstance(arg, fx.Node) else None
+            if (
+                not isinstance(value, Tensor)
+                or value.dtype != old.dtype
+                or value.ndim != len(sizes)
+            ):
+                continue
+            if all(same_size(a, b) for a, b in zip(value.shape, sizes, strict=True)):
+                return arg
+        return None
+
+    def shape(self, node: fx.Node, layout: Layout | None) -> list[Any]:
+        """The sizes of what a call makes, in a layout (None: whole)."""
+        old = node.meta["val"]
+        held = layout or (None,) * old.ndim
+        return [n if p is None else len(p) for n, p in zip(old.shape, held, strict=True)]
+
+    def argument(self, value: Any) -> Any:
+        """An argument for the new graph: tensors whole, sizes recomputed."""
+        return map_arg(value, self._argument)
+
+    def _argument(self, node: fx.Node) -> Any:
+        value = value_of(node)
+        if isinstance(value, Tensor):
+            return self.adapter.adapt(node, tuple(None for _ in value.shape))
+        if node in self.numbers:
+            return self.numbers[node]
+        if isinstance(value, torch.SymInt):
+            return self.pool.expression(value.node.expr)
+        if isinstance(value, int):
+            return value
+        return self._number(node)
+
+    def _number(self, node: fx.Node) -> Any:
+        """A number that no size is, made by the call that made it."""
+        if node not in self.numbers:
+            args, kwargs = self.argument(node.args), self.argument(node.kwargs)
+            decided = _decided(node) is not None
+            made = self._copied(node, args, kwargs) if decided else None
+            self.numbers[node] = made or self.editor.call(node.target, *args, **kwargs)
+        return self.numbers[node]
+
+    def _copied(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+        """The call of a node again, which makes the same value."""
+        made = self.editor.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        made.meta = dict(node.meta)
+        return made
+
+    def operand(self, relation: Relation, k: int, *, broadcast: bool = False) -> Any:
+        """Operand k of a call in the layout its slot asks for."""
+        source = relation.operands[k].value
+        if not isinstance(source, fx.Node):
+            return source
+        slot = self.placement.slot[relation.node, k]
+        # An op that moves positions and is kept as it is moves along whole axes.
+        axes = zip(relation.ins[k], slot, strict=True)
+        want = tuple(None if set(axis) & relation.moved else p for axis, p in axes)
+        return self.adapter.adapt(source, want, broadcast=broadcast)
+
+    def sizes(self, node: fx.Node, k: int, layout: Layout) -> list[Any]:
+        """The sizes of output k of an old node in a layout, as call arguments."""
+        value = schema.outputs(node)[k]
+        return [
+            self.pool.size(size) if layout[axis] is None else len(layout[axis] or ())
+            for axis, size in enumerate(value.shape)
+        ]
+
+    def arguments(
+        self,
+        relation: Relation,
+        values: list[Any],
+        layouts: list[Layout],
+        more: Mapping[str, Any] = types.MappingProxyType({}),
+    ) -> tuple[Any, Any]:
+        """All arguments of a call again: cut operands, rebuilt sizes, recomputed dynamic ones;
+        `more`, by name, above all."""
+        node = relation.node
+        found = schema.arguments(node)
+        names = {operand.name for operand in relation.operands}
+        plain = {name: v if name in names else self.argument(v) for name, v in found.items()}
+        plain = schema.replaced(plain, relation.operands, values)
+        if relation.entry.args is not None:
+            made: Any = [self.sizes(node, k, layout) for k, layout in enumerate(layouts)]
+            plain |= relation.entry.args(node, made)
+        return schema.call(node.target, plain | dict(more))
+
+    def _output(self, node: fx.Node) -> None:
+        """The model's outputs keep their shape."""
+        values = []
+        for value in node.args[0]:  # type: ignore[union-attr]
+            values.append(self.argument(value) if isinstance(value, fx.Node) else value)
+            held = self.adapter.have(key_of(value)) or () if isinstance(value, fx.Node) else ()
+            if any(p is not None for p in held):
+                axis = next((k for k, p in enumerate(held) if p is not None), 0)
+                self.reason(
+                    value, axis, value_of(value).shape[axis], "the model's output keeps its shape"
+                )
+        self.editor.graph.output(tuple(values))
+
+
+def _decided(node: fx.Node) -> Any:
+    """The symbol of a number that values decide, if a call makes it (`item`, a size of `nonzero`);
+    else None."""
+    value = node.meta.get("val")
+    if node.op != "call_function" or not isinstance(value, torch.SymInt):
+        return None
+    return value.node.expr if value.node.expr.is_Symbol and free_unbacked_symbols(value) else None
+
+
+def sizes_depend_on_values(node: fx.Node) -> bool:
+    """Whether the sizes of what a call returns are decided by values."""
+    return bool(free_unbacked_symbols(schema.outputs(node)))

@@ -1,0 +1,203 @@
+"""The new graph: every live call again, on smaller operands.
+
+One small function per kind of call; which kind a call is follows from its relation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from demask.facts.known import Facts, Relations, created, key_of, value_of
+from demask.facts.masks import along
+from demask.facts.needed import Needs
+from demask.failures import attributed
+from demask.graph.program import Program
+from demask.graph.provenance import Cut, Reason
+from demask.ops import Declined, Relation, schema
+from demask.ops.entries.padded import PLAIN
+from demask.shrink.emit.context import EmitContext, sizes_depend_on_values
+from demask.shrink.emit.contraction import emit_contraction
+from demask.shrink.emit.join import emit_join, unchanged
+from demask.shrink.emit.norm import emit_cut_norm
+from demask.shrink.emit.plain import emit_move, is_untouched
+from demask.shrink.emit.recurrent import emit_recurrent
+from demask.shrink.layout.cells import Positions, whole
+from demask.shrink.layout.placement import Placement
+from demask.shrink.layout.ties import is_join
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """A smaller program, how its tensors were cut, and why what was kept was kept."""
+
+    program: Program
+    cuts: Mapping[str, Cut]
+    reasons: tuple[Reason, ...]
+    apart: bool = False  # from the part that no input decides
+
+
+def rewrite(
+    program: Program, relations: Relations, facts: Facts, needs: Needs, placement: Placement
+) -> Rewritten:
+    """The program that computes the same outputs from only what `placement` keeps. Raises
+    CallFailed where the rule of a call fails."""
+    walk = Rewriter(program, relations, facts, needs, placement)
+    for node in program.graph.nodes:
+        with attributed(node):
+            walk.visit(node)
+    smaller = walk.editor.finish()
+    cuts = {name: cut for name, cut in walk.pool.cuts.items() if name in smaller.constants}
+    return Rewritten(smaller, cuts, tuple(walk.reasons))
+
+
+class Rewriter(EmitContext):
+    """Appends every live call again, by the rule of its relation."""
+
+    def _call(self, node: fx.Node) -> None:
+        live = [k for k in range(len(schema.outputs(node))) if (node, k) in self.placement.value]
+        if not live:
+            return
+        relation = self.relations[node]
+        if isinstance(relation, Declined):
+            self._barrier(node, relation, live)
+        elif relation.entry.free:
+            emit_created(self, relation)
+        elif relation.moved:
+            emit = emit_plain if is_untouched(self, relation, live) else emit_move
+            emit(self, relation, live)
+        elif relation.entry.fill == "sum":
+            explain(self, relation, 0)
+            emit_contraction(self, relation)
+        elif relation.back:
+            explain(self, relation, 0)
+            emit_recurrent(self, relation)
+        elif is_join(relation):
+            emit_join(self, relation)
+        else:
+            emit_plain(self, relation, live)
+        if isinstance(relation, Relation):
+            for k in live:
+                self._supersets(relation, k)
+
+    def _supersets(self, relation: Relation, k: int) -> None:
+        """Say where positions are computed that nothing needs, because others need their cell."""
+        whole_axes = relation.window | relation.complete | relation.moved
+        layout = self.placement.value[relation.node, k]
+        for axis, letters in enumerate(relation.outs[k]):
+            read = along(self.needs.live[relation.node, k], axis)
+            size = schema.outputs(relation.node)[k].shape[axis]
+            if set(letters) & whole_axes or len(read) == 1 or not isinstance(size, int):
+                continue
+            held = size if layout[axis] is None else len(layout[axis] or ())
+            if held > int(read.sum()):
+                text = "cut together with axes or tensors that need more"
+                self.reason(relation.node, axis, held - int(read.sum()), text)
+
+    def _barrier(self, node: fx.Node, why: Declined, live: list[int]) -> None:
+        """An op with no rule gets its operands whole, and what it makes is whole."""
+        count = 0
+        for source in node.all_input_nodes:
+            held = self.adapter.have(key_of(source))
+            if held is not None and any(p is not None for p in held):
+                axis = next(k for k, p in enumerate(held) if p is not None)
+                self.reason(node, axis, value_of(source).shape[axis], why.text, barrier=True)
+                count += 1
+        axis, unread = (0, 0) if count else self._unread(node, live)
+        if not count:
+            self.reason(node, axis, unread, why.text, barrier=True)
+        args, kwargs = self.argument(node.args), self.argument(node.kwargs)
+        self.finish(node, node.target, args, kwargs, None, same=sizes_depend_on_values(node))
+
+    def _unread(self, node: fx.Node, live: list[int]) -> tuple[int, int]:
+        """Along which axis a call makes most positions that nothing reads, and how many."""
+        found = [(0, 0)]
+        for k in live:
+            for axis in range(self.needs.live[node, k].ndim):
+                read = along(self.needs.live[node, k], axis)
+                found.append((axis, int((~read).sum()) if len(read) > 1 else 0))
+        return max(found, key=lambda row: row[1])
+
+
+def emit_plain(walk: EmitContext, relation: Relation, live: list[int]) -> None:
+    """A call whose operands and outputs share their cells: the same op, on less."""
+    node = relation.node
+    layouts = [walk.placement.value.get((node, k)) for k in range(len(relation.outs))]
+    known = [tuple(None for _ in axes) for axes in relation.outs]
+    filled = [layout if layout is not None else known[k] for k, layout in enumerate(layouts)]
+    if layouts[0] is not None and (same := unchanged(walk, relation, layouts[0])) is not None:
+        walk.keep(node, 0, same, layouts[0])
+        return
+    for k in range(len(relation.operands)):
+        explain(walk, relation, k)
+    if relation.entry.affine and relation.complete and layouts[0] is not None:
+        held = walk.placement.slot[node, 0]
+        if held != layouts[0] and schema.arguments(node).get("weight") is not None:
+            sizes = node.meta["val"].shape
+            both = zip(layouts[0], held, sizes, strict=True)
+            # A position that others keep and the norm does not see is known: readers put it in.
+            layout = tuple(_within(want, have, size) for want, have, size in both)
+            made = emit_cut_norm(walk, relation, layout)
+            made.meta = {**node.meta, **made.meta}
+            walk.keep(node, 0, made, layout)
+            return
+        layouts[0] = filled[0] = held
+    values = [walk.operand(relation, k) for k in range(len(relation.operands))]
+    args, kwargs = walk.arguments(relation, values, filled)
+    walk.finish(node, node.target, args, kwargs, layouts)
+
+
+def emit_created(walk: EmitContext, relation: Relation) -> None:
+    """What a call makes of no value, and is not known, since it is not finite: a number all over,
+    made without the operand whose shape it had."""
+    node, layout = relation.node, walk.placement.value[relation.node, 0]
+    fact = created(relation)
+    if fact is None:
+        args, kwargs = walk.argument(node.args), walk.argument(node.kwargs)
+        walk.finish(node, node.target, args, kwargs, None)
+        return
+    made = walk.pool.full(walk.sizes(node, 0, layout), fact.fill)
+    made.meta = {**node.meta, **made.meta}
+    walk.keep(node, 0, made, layout)
+
+
+def _within(want: Positions, have: Positions, size: Any) -> Positions:
+    """The wanted positions of an axis that are held."""
+    if have is None:
+        return want
+    held = set(have)
+    return whole([p for p in (range(size) if want is None else want) if p in held], size)
+
+
+def explain(walk: EmitContext, relation: Relation, k: int) -> None:
+    """Say why positions are put back before a call: what is known of them does not suffice it."""
+    source = relation.operands[k].value
+    if not isinstance(source, fx.Node) or source.op == "get_attr":
+        return
+    held, want = walk.adapter.have(key_of(source)), walk.placement.slot[relation.node, k]
+    for axis, letters in enumerate(relation.ins[k]):
+        if held is None or held[axis] is None or held[axis] == want[axis]:
+            continue
+        have = set(held[axis] or ())
+        wanted = range(value_of(source).shape[axis]) if want[axis] is None else want[axis] or ()
+        count = len([p for p in wanted if p not in have])
+        if set(letters) & relation.complete:
+            why = "needs the whole axis"
+        elif relation.entry.fill == "sum" and relation.entry.reads_padding(relation.node):
+            why = "pads with zeros, so a constant entering it differs at the border and is computed"
+        else:
+            continue
+        if count:
+            walk.reason(relation.node, axis, count, f"{schema_name(relation)} {why}")
+
+
+def schema_name(relation: Relation) -> str:
+    """The op's plain name, for readers of the report."""
+    target = PLAIN.get(relation.node.target, relation.node.target)
+    return str(target).removeprefix("aten.").partition(".")[0]

@@ -1,0 +1,145 @@
+"""How modules are called: which argument, and which part of a result, is which value of a region.
+
+Read off a run of both on the example; that the whole is then right is
+proved elsewhere (`Proof`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from demask.graph.module_copy import structural_copy
+from demask.graph.recorded_run import RecordedRun
+from demask.graph.result.resize import put_module
+from demask.shrink.check import call
+from demask.shrink.own_class.proof import Proof, Unlike
+from demask.shrink.own_class.regions import Region
+
+NEAR = 1e-3  # relative: as near are two values that are the same but for rounding
+
+
+@dataclass(slots=True)
+class ModuleCall:
+    """How a module is called, and what it returns, in terms of a region's values."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] | None = None
+    inputs: Mapping[int, fx.Node] | None = None  # of the leaves of the call
+    outputs: Sequence[Any] = ()  # leaves of the result: nodes, or what is no tensor
+    out_spec: Any = None
+
+
+def match_calls(
+    network: nn.Module, model: nn.Module, proof: Proof, regions: Sequence[Region]
+) -> dict[str, ModuleCall]:
+    """The calls of the regions' modules, by path. network: a copy of the model that has the smaller
+    tensors. Raises Unlike with the place where a call cannot be matched."""
+    values = _values_at(regions, proof)
+    returned = _returned(model, [region.path for region in regions], proof)
+    calls = {region.path: ModuleCall() for region in regions}
+    probed = structural_copy(network, share=True)
+    for region in regions:
+        if region.path not in returned:
+            raise Unlike(f"{region.path} is not called", region.path)
+        matched = partial(_matched, region, returned[region.path], values, calls[region.path])
+        put_module(probed, region.path, _Probe(matched))
+    proof.run(probed)
+    return calls
+
+
+class _Probe(nn.Module):
+    """Stands where a region's graph will, for one run."""
+
+    def __init__(self, call: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self._function = (call,)  # a tuple of what copies share
+
+    def __deepcopy__(self, memo: Any) -> _Probe:
+        return _Probe(*self._function)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function[0](args, kwargs)
+
+
+def _values_at(regions: Sequence[Region], proof: Proof) -> dict[fx.Node, Any]:
+    """What goes in and out of regions, for the example."""
+    wanted = {node for region in regions for node in (*region.inputs, *region.outputs)}
+    run = RecordedRun(proof.after, wanted)
+    call(run.run, (tuple(pytree.tree_leaves(proof.inputs)), {}))
+    return run.values
+
+
+def _returned(model: nn.Module, paths: Sequence[str], proof: Proof) -> dict[str, Any]:
+    """What modules return for the example."""
+    found: dict[str, Any] = {}
+    work = structural_copy(model, share=True)
+
+    def keep(path: str) -> Callable[..., None]:
+        return lambda module, inputs, output: found.update({path: output})
+
+    for path in paths:
+        work.get_submodule(path).register_forward_hook(keep(path))
+    proof.run(work)
+    return found
+
+
+def _matched(
+    region: Region, returned: Any, values: Mapping[fx.Node, Any], found: ModuleCall,
+    args: tuple[Any, ...], kwargs: dict[str, Any],
+) -> Any:  # fmt: skip
+    """Fill in how a module is called, now that it is; what it returns."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    inputs: dict[int, fx.Node] = {}
+    for node in region.inputs:
+        value = values[node]
+        if not isinstance(value, Tensor):
+            continue
+        near = {k: _gap(leaf, value) for k, leaf in enumerate(leaves)
+                if isinstance(leaf, Tensor) and k not in inputs and leaf.shape == value.shape
+                and leaf.dtype == value.dtype}  # fmt: skip
+        best = min(near, key=near.__getitem__, default=None)
+        if best is not None and near[best] <= NEAR:
+            inputs[best] = node
+    wanted, spec = pytree.tree_flatten(returned)
+    outputs: list[Any] = list(wanted)
+    free = list(region.outputs)
+    for k, leaf in enumerate(wanted):
+        if not isinstance(leaf, Tensor):
+            continue
+        fits = {node: _share(values[node], leaf) for node in free
+                if _can_be_cut(values[node], leaf)}  # fmt: skip
+        if not fits:
+            raise Unlike(f"not all that {region.path} returns is used", region.path)
+        outputs[k] = max(fits, key=fits.__getitem__)
+        free.remove(outputs[k])
+    if free:
+        raise Unlike(f"values inside {region.path} are read elsewhere", region.path)
+    found.args, found.kwargs, found.inputs = args, kwargs, inputs
+    found.outputs, found.out_spec = outputs, spec
+    made = [values[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in outputs]
+    return pytree.tree_unflatten(made, spec)
+
+
+def _gap(a: Tensor, b: Tensor) -> float:
+    """The largest difference, relative to the largest value."""
+    if not a.numel() or torch.equal(a, b):
+        return 0.0
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).abs().nan_to_num().max() / b.abs().nan_to_num().max().clamp(min=1e-30))
+
+
+def _can_be_cut(value: Any, of: Tensor) -> bool:
+    same = isinstance(value, Tensor) and value.dtype == of.dtype and value.ndim == of.ndim
+    return same and all(a <= b for a, b in zip(value.shape, of.shape, strict=True))
+
+
+def _share(value: Tensor, of: Tensor) -> float:
+    """How large a part of a tensor's values another has."""
+    return float(torch.isin(value.detach(), of.detach()).double().mean()) if value.numel() else 1.0

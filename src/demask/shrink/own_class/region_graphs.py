@@ -1,0 +1,184 @@
+"""Graphs of regions, in the places of their modules: they take what the module takes, and return
+what it returns."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from demask.graph.program import Constant, Program
+from demask.graph.provenance import Provenance
+from demask.graph.result.demasked_module import Demasked, build
+from demask.graph.result.hooks import HOOKS
+from demask.graph.result.resize import put_module
+from demask.graph.result.restore_modules import Originals
+from demask.shrink.own_class.proof import Proof, Unlike
+from demask.shrink.own_class.region_calls import ModuleCall, match_calls
+from demask.shrink.own_class.regions import Region
+from demask.shrink.pipeline import inputs_of
+from demask.shrink.program_size import counted
+
+
+def graphs_in(
+    network: nn.Module,
+    model: nn.Module,
+    proof: Proof,
+    regions: Sequence[Region],
+    originals: Originals | None,
+) -> None:
+    """Put graphs of regions in the places of their modules, in a copy of the model that has the
+    smaller tensors. Raises Unlike with the place that no graph can take."""
+    calls = match_calls(network, model, proof, regions)
+    for region in regions:
+        module = network.get_submodule(region.path)
+        graph = _graph(region, calls[region.path], proof, module, originals)
+        hooks = {k: v for k, v in vars(module).items() if k.startswith(("_forward_", "_backward_"))}
+        vars(graph).update(hooks)
+        put_module(network, region.path, graph)
+
+
+def _graph(
+    region: Region, call: ModuleCall, proof: Proof, module: nn.Module,
+    originals: Originals | None,
+) -> Demasked:  # fmt: skip
+    """The network of a region, called as its module is."""
+    program = _program(region, call, proof.after, module)
+    prefix = f"{region.path}."
+    cuts = {name.removeprefix(prefix): replace(cut, source=cut.source.removeprefix(prefix))
+            for name, cut in proof.cuts.items() if name.startswith(prefix)}  # fmt: skip
+    used = {node.name for node in program.graph.find_nodes(op="placeholder") if node.users}
+    record = Provenance(
+        cuts={name: cut for name, cut in cuts.items() if name in program.constants},
+        reasons=(),
+        effects={},
+        notes=(),
+        inputs=tuple(spec for spec in inputs_of(program) if spec.name in used),
+        before=counted(module),
+        after=counted(module),
+        guards=(),
+    )
+    return build(program, record, originals=_inside(originals, region.path))
+
+
+def _inside(originals: Originals | None, path: str) -> Originals | None:
+    """The originals of a module, which by itself has no hooks: its graph keeps them."""
+    if originals is None:
+        return None
+    prefix = f"{path}."
+    module = copy.copy(originals.model.get_submodule(path))
+    for name in HOOKS:
+        vars(module)[name] = {}
+    kept = {name.removeprefix(prefix): layer for name, layer in originals.kept.items()
+            if name.startswith(prefix)}  # fmt: skip
+    return Originals(module, kept)
+
+
+def _program(region: Region, call: ModuleCall, whole: Program, module: nn.Module) -> Program:
+    """The program of a region, its inputs and outputs those of its module."""
+    assert call.inputs is not None
+    graph, mapping = fx.Graph(), dict[fx.Node, fx.Node]()
+    leaves, in_spec = pytree.tree_flatten((call.args, dict(call.kwargs or {})))
+    for k, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            # The code around may give a tensor in other calls: masks are often left out.
+            raise Unlike(f"{region.path} takes {leaf!r:.40}, which is no tensor", region.path)
+        input_, node = graph.placeholder(f"input_{k}"), call.inputs.get(k)
+        input_.meta["val"] = node.meta["val"] if node is not None else leaf
+        if node is not None:
+            mapping[node] = input_
+    constants = _Constants(region.path, whole)
+    for node in region.inputs:
+        _compute(node, graph, mapping, constants, region.path)
+    for node in region.nodes:
+        _copy(node, graph, mapping, constants, region.path)
+    values = [mapping[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in call.outputs]
+    graph.output(tuple(values))
+    names = _names(module, call)
+    return Program(graph, constants.own, in_spec, call.out_spec, names, training=whole.training)
+
+
+class _Constants:
+    """The constants that a region reads, by their names in its module."""
+
+    def __init__(self, path: str, program: Program) -> None:
+        self.path, self.all = path, program.constants
+        self.own: dict[str, Constant] = {}
+
+    def take(self, target: str) -> str:
+        """The name in the module of a constant of the program. Raises Unlike for a parameter that
+        is others', too."""
+        constant, prefix = self.all[target], f"{self.path}."
+        names = constant.aliases or (constant.name,)
+        inside = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+        if constant.parameter and len(inside) < len(names):
+            raise Unlike(f"{self.path} shares {target} with other modules", self.path)
+        name = target.removeprefix(prefix)
+        if not target.startswith(prefix):
+            name = "constant_" + target.replace(".", "_")
+        aliases = tuple(inside) if constant.aliases else ()
+        self.own[name] = replace(constant, name=name, aliases=aliases)
+        return name
+
+
+def _compute(
+    node: fx.Node, graph: fx.Graph, mapping: dict[fx.Node, fx.Node], constants: _Constants,
+    path: str,
+) -> None:  # fmt: skip
+    """Compute in a region a value from elsewhere that is none of its module's arguments: a size,
+    or what follows from sizes and constants. Raises Unlike."""
+    if node in mapping:
+        return
+    if node.op == "get_attr":
+        _copy(node, graph, mapping, constants, path)
+        return
+    value = node.meta.get("val")
+    if isinstance(value, torch.SymInt):
+        for source, input_ in list(mapping.items()):
+            tensor = source.meta.get("val")
+            if input_.op != "placeholder" or not isinstance(tensor, Tensor):
+                continue
+            for axis, size in enumerate(tensor.shape):
+                if isinstance(size, torch.SymInt) and size.node.expr == value.node.expr:
+                    size_of = torch.ops.aten.sym_size.int
+                    mapping[node] = graph.call_function(size_of, (input_, axis))
+                    mapping[node].meta["val"] = value
+                    return
+    if node.op != "call_function":
+        raise Unlike(f"{path} reads a value that is none of its arguments ({node})", path)
+    for source in node.all_input_nodes:
+        _compute(source, graph, mapping, constants, path)
+    _copy(node, graph, mapping, constants, path)
+
+
+def _copy(
+    node: fx.Node, graph: fx.Graph, mapping: dict[fx.Node, fx.Node], constants: _Constants,
+    path: str,
+) -> None:  # fmt: skip
+    """Copy a call into the graph of a region; its module's names begin there."""
+    for source in node.all_input_nodes:
+        if source not in mapping:  # a constant
+            _copy(source, graph, mapping, constants, path)
+    if node.op == "get_attr":
+        new = graph.create_node("get_attr", constants.take(str(node.target)))
+    else:
+        new = graph.node_copy(node, lambda n: mapping[n])
+    new.meta = dict(node.meta)
+    stack = {key: (name.removeprefix(f"{path}."), kind)
+             for key, (name, kind) in (node.meta.get("nn_module_stack") or {}).items()
+             if name.startswith(f"{path}.")}  # fmt: skip
+    new.meta["nn_module_stack"] = stack
+    mapping[node] = new
+
+
+def _names(module: nn.Module, call: ModuleCall) -> tuple[str, ...]:
+    """The names of forward's arguments, in the order of the call."""
+    named = inspect.signature(module.forward).parameters.values()
+    plain = [p.name for p in named if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    more = [f"args_{k}" for k in range(len(call.args) - len(plain))]
+    return (*plain[: len(call.args)], *more, *(call.kwargs or {}))

@@ -1,0 +1,192 @@
+"""Part of a model: some submodules demasked, in a copy of the whole."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from demask.errors import BadInput, NotExportable
+from demask.failures import described
+from demask.graph.capture.shared_captures import sharing
+from demask.graph.module_copy import structural_copy, without_caches
+from demask.graph.provenance import WHOLE, InputSpec, Provenance
+from demask.graph.result.class_result import remember
+from demask.graph.result.resize import put_module
+from demask.shrink.program_size import counted
+
+Part = Callable[[str, tuple[Any, ...], dict[str, Any]], nn.Module]
+
+
+def sizes_of_parts(dynamic_shapes: Any) -> Any:
+    """How the rest of a model will call its parts is not known: any size may come."""
+    return "all" if dynamic_shapes is None else dynamic_shapes
+
+
+def with_parts(
+    model: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    names: str | Sequence[str],
+    part: Part,
+) -> nn.Module:
+    """A copy of `model` in which `part(name, args, kwargs)`, a demasked network, stands in the
+    place of each submodule of `names`, for the inputs of its first call.
+
+    names: names and globs of submodules, or "auto". The rest of the model need not export. Raises
+    BadInput for a name that is no submodule, lies inside another one named, or is never called;
+    NotExportable for one that does not export.
+    """
+    if not isinstance(model, nn.Module):
+        raise BadInput(f"modules= takes an nn.Module, got {type(model).__name__}: demask it whole")
+    if names != "auto" and (
+        isinstance(names, str) or not all(isinstance(name, str) for name in names)
+    ):
+        raise BadInput(
+            'modules must be a list of names or globs of submodules ("*.mlp"), or "auto", got '
+            f"{names!r}"
+        )
+    if not isinstance(args, tuple) or not isinstance(kwargs or {}, Mapping):
+        raise BadInput("args must be a tuple of inputs and kwargs a mapping, got "
+                       f"{type(args).__name__} and {type(kwargs).__name__}")  # fmt: skip
+    wanted = blocks_of(model) if names == "auto" else _named(model, names)
+    calls = first_calls(model, args, dict(kwargs or {}), None if names == "auto" else wanted)
+    missing = [name for name in wanted if name not in calls and names != "auto"]
+    if missing:
+        raise BadInput(
+            f"{missing[0]!r} is never called on the example inputs: give inputs that reach it"
+        )
+    result = structural_copy(model, share=False)
+    records: dict[str, Provenance] = {}
+    queue = [name for name in wanted if name in calls]
+    with sharing():
+        for name in queue:
+            try:
+                made = part(name, *calls[name])
+            except NotExportable:
+                if names != "auto":
+                    raise
+                inside = model.get_submodule(name).named_children()
+                queue += [f"{name}.{leaf}" for leaf, _ in inside if f"{name}.{leaf}" in calls]
+                continue
+            records[name] = made.demasked  # type: ignore[assignment]
+            put_module(result, name, made)
+    if names == "auto" and not records:
+        raise NotExportable("no module can be captured", "unknown", "demask it whole to see why")
+    remember(result, merged(model, result, records, args, kwargs), args, kwargs)
+    return result
+
+
+def merged(
+    model: nn.Module, result: nn.Module, records: Mapping[str, Provenance], args: Any, kwargs: Any
+) -> Provenance:
+    """What was done to a network, of what was done to its parts. MACs are those of the parts."""
+    leaves = [x for x in pytree.tree_leaves((args, dict(kwargs or {}))) if isinstance(x, Tensor)]
+    inputs = tuple(
+        InputSpec(f"input_{k}", tuple(x.shape), str(x.dtype).removeprefix("torch."), tuple(x.shape))
+        for k, x in enumerate(leaves)
+    )
+    both = zip(("before", "after"), (model, result), strict=True)
+    sizes = {
+        when: replace(counted(network), macs=sum(getattr(r, when).macs for r in records.values()))
+        for when, network in both
+    }
+    effects: Counter[str] = Counter()
+    for record in records.values():
+        effects.update(record.effects)
+    return Provenance(
+        cuts={f"{name}.{key}": replace(cut, source=f"{name}.{cut.source}")
+              for name, r in records.items() for key, cut in r.cuts.items()},
+        reasons=tuple(replace(reason, module=f"{name}.{reason.module}".rstrip("."))
+                      for name, r in records.items() for reason in r.reasons),
+        effects=dict(effects),
+        notes=tuple(dict.fromkeys(note for r in records.values() for note in r.notes)),
+        inputs=inputs,
+        before=sizes["before"],
+        after=sizes["after"],
+        removed={f"{name}.{key}".rstrip("."): count
+                 for name, r in records.items() for key, count in r.removed.items()},
+        decisions=tuple(replace(decision, place=name if decision.place == WHOLE
+                                else f"{name}.{decision.place}")
+                        for name, r in records.items() for decision in r.decisions),
+        densities={f"{name}.{key}": density
+                   for name, r in records.items() for key, density in r.densities.items()},
+        form="class",
+        graph_reasons=tuple(f"{name}: {why}" for name, r in records.items()
+                            for why in r.graph_reasons),
+    )  # fmt: skip
+
+
+def _named(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """The submodules of names and globs, in the model's order; raises BadInput."""
+    known = dict(model.named_modules())
+    found: dict[str, str] = {}
+    for name in names:
+        globbed = any(letter in name for letter in "*?[")
+        here = fnmatch.filter([k for k in known if k], name) if globbed else [name]
+        if (name not in known and not (globbed and here)) or not name:
+            near = sorted(k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2] and k)
+            hint = (
+                f"; did you mean {near[0]!r}?"
+                if near
+                else f"; it has {sorted(k for k in known if k)[:8]}"
+            )
+            raise BadInput(f"the model has no submodule {name!r}{hint}")
+        found |= dict.fromkeys(here, name)
+    for name, by in list(found.items()):
+        outer = [other for other in found if name.startswith(f"{other}.")]
+        if outer and by != name:
+            del found[name]  # a glob matches what lies inside its matches, too
+        elif outer:
+            raise BadInput(f"{name!r} lies inside {outer[0]!r}: name only the outer one")
+    return [name for name in known if name in found]
+
+
+def blocks_of(model: nn.Module) -> list[str]:
+    """The parts of a model to demask one by one: blocks that repeat; else its children."""
+    return repeated_blocks(model) or [name for name, _ in model.named_children()]
+
+
+def repeated_blocks(model: nn.Module) -> list[str]:
+    """The outermost submodules of which there are several of one class in a list."""
+    found: list[str] = []
+    for path, holder in model.named_modules():
+        if any(path == name or path.startswith(f"{name}.") for name in found):
+            continue
+        if isinstance(holder, (nn.ModuleList, nn.Sequential)):
+            kinds = Counter(type(block) for block in holder if any(True for _ in block.children()))
+            found += [f"{path}.{k}".lstrip(".") for k, block in enumerate(holder)
+                      if kinds[type(block)] > 1]  # fmt: skip
+    return found
+
+
+def first_calls(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] | None
+) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The inputs of the first call of each submodule named, or of all that are called, from one run
+    in eval mode on a copy."""
+    found: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+    work = without_caches(structural_copy(model, share=True)).eval()
+
+    def watch(name: str):
+        def hook(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+            found.setdefault(name, (given, dict(named)))
+
+        return hook
+
+    for name in [path for path, _ in work.named_modules()] if names is None else names:
+        work.get_submodule(name).register_forward_pre_hook(watch(name), with_kwargs=True)
+    try:
+        with torch.no_grad():
+            work(*args, **kwargs)
+    except Exception as error:
+        raise BadInput(
+            f"the model itself fails on the example inputs: {described(error)}"
+        ) from error
+    return found
