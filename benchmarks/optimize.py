@@ -35,8 +35,8 @@ from demask.machine.describe import count_words, thread_words
 from demask.machine.timing import Timing, sampled
 from demask.ops import TABLE
 from demask.shrink.pipeline import given, reduced
-from demask.tune.asking import PLAIN, Asker
-from demask.tune.forms import forms
+from demask.tune.candidates import forms
+from demask.tune.layer_costs import PLAIN, Asker
 from tables import RESULTS, command, markdown, spread
 
 MASKED, DENSE, DEMASKED, OPTIMIZED = "masked", "dense, optimized", "demasked", "optimized"

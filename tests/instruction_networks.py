@@ -15,7 +15,7 @@ from demask.graph.capture.functionalize import functionalized
 from demask.graph.normalize.canonical_calls import spelled
 from demask.stride.instructions import Instructions, listed
 from demask.stride.machine import Machine
-from demask.tune.affine import absorbed
+from demask.tune.passes.fold_affine import absorbed
 
 
 def drawn(model: nn.Module, seed: int = 0) -> nn.Module:

@@ -103,11 +103,11 @@ FAULTS = (
           "return sorted(ratios)[int((1 - CONFIDENCE) * DRAWS)]",
           "return sorted(ratios)[int(CONFIDENCE * DRAWS)]", "timing"),
     # tune
-    fault("norm-without-eps", "tune/affine.py", 'torch.rsqrt(var + found["eps"])',
+    fault("norm-without-eps", "tune/passes/fold_affine.py", 'torch.rsqrt(var + found["eps"])',
           "torch.rsqrt(var)", "tune", "optimize"),
-    fault("norm-shift-sign", "tune/affine.py", "(0 if bias is None else bias) - mean * scale",
+    fault("norm-shift-sign", "tune/passes/fold_affine.py", "(0 if bias is None else bias) - mean * scale",
           "(0 if bias is None else bias) + mean * scale", "tune", "optimize"),
-    fault("transposed-fold-axis", "tune/affine.py",
+    fault("transposed-fold-axis", "tune/passes/fold_affine.py",
           "shape[axis] = -1\n        weight = weight * step.scale",
           "shape[0] = -1\n        weight = weight * step.scale", "tune"),
     # files

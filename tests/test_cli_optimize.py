@@ -8,7 +8,7 @@ import torch
 import demask
 import test_cli
 from demask.cli.models import read_network
-from demask.tune.fast import Optimized
+from demask.tune.module.optimized_module import Optimized
 
 run, saved = test_cli.run, test_cli.saved  # fixtures
 QUICK = ("--threads", 1, "--cache", "costs.json")

@@ -18,11 +18,11 @@ from demask.files.archive import GRAPH, TENSORS
 from demask.graph.result.demasked_module import Demasked, build
 from demask.ops import TABLE
 from demask.shrink.pipeline import given, reduced
-from demask.tune.affine import absorbed
-from demask.tune.fast import Optimized
-from demask.tune.fuse import fused
-from demask.tune.joins import summed
-from demask.tune.layout import laid_out
+from demask.tune.module.optimized_module import Optimized
+from demask.tune.passes.channels_last import laid_out
+from demask.tune.passes.fold_affine import absorbed
+from demask.tune.passes.fuse_epilogues import fused
+from demask.tune.passes.join_as_sum import summed
 
 pytestmark = pytest.mark.skipif(
     not available(torch.float32, torch.device("cpu")), reason="this torch has no oneDNN"

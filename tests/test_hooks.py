@@ -21,7 +21,7 @@ from demask.pilot.regions import Regions
 from demask.pilot.route import Route, Router
 from demask.shrink.pipeline import given, reduced
 from demask.traverse.module import Tiled
-from demask.tune.fast import Optimized
+from demask.tune.module.optimized_module import Optimized
 
 IMAGE, ROWS = torch.randn(1, 3, 32, 32), torch.randn(2, 16)
 

@@ -18,12 +18,13 @@ import micro_sequences  # noqa: F401
 from demask.graph.result.demasked_module import build, build_plain
 from demask.ops import TABLE
 from demask.shrink.pipeline import given, reduced
-from demask.tune import memory, plans
-from demask.tune.affine import absorbed
-from demask.tune.fast import Optimized
-from demask.tune.fuse import fused
-from demask.tune.layout import laid_out
-from demask.tune.memory import InArena, InPlace, decided
+from demask.tune.module import buffer_assignment as memory
+from demask.tune.module import shape_cache as plans
+from demask.tune.module.buffer_assignment import InArena, InPlace, decided
+from demask.tune.module.optimized_module import Optimized
+from demask.tune.passes.channels_last import laid_out
+from demask.tune.passes.fold_affine import absorbed
+from demask.tune.passes.fuse_epilogues import fused
 from fuzz.laws import difference
 from micro import MICROS, Micro
 from night import every

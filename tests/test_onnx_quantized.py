@@ -25,7 +25,7 @@ from demask.graph.provenance import Cut, Grid, Provenance
 from demask.ops import TABLE
 from demask.ops.quantization import dequantized, quantized
 from demask.shrink.pipeline import given as captured
-from demask.tune.runtime import for_runtime
+from demask.tune.onnxruntime_candidate import for_runtime
 from night import at_night
 
 ort = pytest.importorskip("onnxruntime")

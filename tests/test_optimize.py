@@ -20,7 +20,7 @@ import micro_recurrent  # noqa: F401  (their networks join MICROS)
 import micro_sequences  # noqa: F401
 from demask.errors import BadInput
 from demask.machine.cost import Costs
-from demask.tune.fast import Optimized
+from demask.tune.module.optimized_module import Optimized
 from fuzz.laws import difference
 from micro import MICROS
 from night import at_night, every

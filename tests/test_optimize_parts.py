@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import demask
 from demask.machine.cost import Costs
-from demask.tune.fast import Optimized
+from demask.tune.module.optimized_module import Optimized
 from test_language_models import OPTIONS, llama
 
 module = importlib.import_module("demask.optimize")

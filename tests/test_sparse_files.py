@@ -24,8 +24,8 @@ from demask.shrink.pipeline import given, reduced
 from demask.sparse import forms as sparse_forms
 from demask.sparse.forms import ALL, DENSE, EACH, SPARSE
 from demask.sparse.segments import SEGMENT, segmented, segments_of
-from demask.tune.affine import absorbed
-from demask.tune.fast import Optimized
+from demask.tune.module.optimized_module import Optimized
+from demask.tune.passes.fold_affine import absorbed
 from test_fast_files import edited
 from test_sparse_segments import always, pruned, resnet
 

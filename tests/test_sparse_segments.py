@@ -25,7 +25,7 @@ from demask.sparse import regions, segments, spell
 from demask.sparse.calls import Call
 from demask.sparse.program import Conv, Linear
 from demask.sparse.segments import SEGMENT, layers_of, segmented, segments_of
-from demask.tune.affine import absorbed
+from demask.tune.passes.fold_affine import absorbed
 from fuzz.generate import generate
 from micro import MICROS, Micro, Net
 from night import every

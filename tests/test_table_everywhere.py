@@ -28,8 +28,8 @@ from demask.sparse import SparseLinear, spmm
 from demask.sparse.program import Program
 from demask.sparse.segments import segmented, segments_of
 from demask.traverse import batch, halo, plan, stream, tile, traffic
-from demask.tune.epilogues import epilogue
-from demask.tune.fuse import fused
+from demask.tune.epilogue import epilogue
+from demask.tune.passes.fuse_epilogues import fused
 from interpreted import DEVICES, rows_of, run_on
 from test_kernels_activations import check, computed, points
 from test_optimize import prefer, quick  # noqa: F401  (a fixture: costs are not measured)

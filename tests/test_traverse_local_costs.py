@@ -14,7 +14,7 @@ from demask.ops import Declined, Relation
 from demask.ops.entry import Shape as S
 from demask.traverse import axes as parts
 from demask.traverse.local import Local, local
-from demask.tune.epilogues import Epilogue
+from demask.tune.epilogue import Epilogue
 from local_runs import (
     CONV,
     IMAGE,

@@ -21,11 +21,16 @@ from demask.graph.queries import Example
 from demask.graph.result.demasked_module import build_plain
 from demask.ops import TABLE
 from demask.shrink.pipeline import given, reduced
-from demask.tune import epilogues, fuse, joins, layout, pair, widen
-from demask.tune.affine import absorbed
-from demask.tune.pixels import flattened
-from demask.tune.runtime import for_runtime
-from demask.tune.ungather import ungathered
+from demask.tune import epilogue as epilogues
+from demask.tune.onnxruntime_candidate import for_runtime
+from demask.tune.passes import channels_last as layout
+from demask.tune.passes import fuse_epilogues as fuse
+from demask.tune.passes import join_as_sum as joins
+from demask.tune.passes import pack_pixels as pair
+from demask.tune.passes import pad_channels as widen
+from demask.tune.passes.absorb_gathers import ungathered
+from demask.tune.passes.fold_affine import absorbed
+from demask.tune.passes.one_pixel_as_linear import flattened
 from fuzz.generate import generate
 from fuzz.laws import difference
 from micro import MICROS, Micro, Net, dead

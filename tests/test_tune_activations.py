@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from demask.graph.result.demasked_module import build_plain
 from demask.ops import TABLE
 from demask.shrink.pipeline import given, reduced
-from demask.tune.activations import named
+from demask.tune.passes.merge_activations import named
 from fuzz.laws import difference
 
 X = torch.linspace(-9, 9, 181).view(1, 1, -1)

@@ -14,11 +14,11 @@ from torch.nn.utils import parametrize, prune
 from demask.graph.result.demasked_module import build
 from demask.ops import TABLE
 from demask.shrink.pipeline import given, reduced
-from demask.tune.affine import absorbed
-from demask.tune.fast import Optimized
-from demask.tune.fuse import fused
-from demask.tune.layout import laid_out
-from demask.tune.sources import CountedParameter, Sources
+from demask.tune.module.optimized_module import Optimized
+from demask.tune.passes.channels_last import laid_out
+from demask.tune.passes.fold_affine import absorbed
+from demask.tune.passes.fuse_epilogues import fused
+from demask.tune.stale_sources import CountedParameter, Sources
 from fuzz.laws import difference
 
 X = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(3))

@@ -38,8 +38,8 @@ from demask.ops import TABLE, Table
 from demask.optimize import remembered, unchanged
 from demask.shrink.pipeline import given as captured
 from demask.shrink.pipeline import reduced
+from demask.tune.onnxruntime_candidate import for_runtime
 from demask.tune.race import speed_of
-from demask.tune.runtime import for_runtime
 
 WIDTH = 8  # widths are rounded up to it where nothing can be measured
 MULTIPLES = (1, 4, 16)  # tried beside it where ONNX Runtime is there to measure

@@ -37,10 +37,10 @@ from demask.shrink.program_size import sizes_of
 from demask.shrink.submodules import merged, sizes_of_parts, with_parts
 from demask.sparse.forms import Sparse
 from demask.sparse.segments import layers_of
-from demask.tune.asking import Asker
-from demask.tune.epilogues import is_fused, plain
-from demask.tune.fast import Optimized
-from demask.tune.forms import Form, forms
+from demask.tune.candidates import Form, forms
+from demask.tune.epilogue import is_fused, plain
+from demask.tune.layer_costs import Asker
+from demask.tune.module.optimized_module import Optimized
 from demask.tune.race import Race, own_inputs
 
 BACKENDS, PRECISIONS = ("torch", "sparse"), ("bf16", "int8")

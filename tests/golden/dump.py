@@ -250,8 +250,8 @@ def candidates(example: Example) -> Iterator[tuple[str, str]]:
     from demask.graph.queries import Example as Sizes
     from demask.ops import TABLE
     from demask.shrink.pipeline import given, reduced
-    from demask.tune.asking import Asker
-    from demask.tune.forms import forms
+    from demask.tune.candidates import forms
+    from demask.tune.layer_costs import Asker
 
     program = reduced(given(*example.call, None), TABLE)[0]
     leaves = pytree.tree_leaves((example.args, example.kwargs or {}))

@@ -50,8 +50,8 @@ from demask.graph.result.uncalled_modules import is_holder
 from demask.ops import schema
 from demask.ops.custom import own_of
 from demask.registry import RESULT_KINDS
-from demask.tune.epilogues import is_fused, is_pack, plain
-from demask.tune.fast import Optimized
+from demask.tune.epilogue import is_fused, is_pack, plain
+from demask.tune.module.optimized_module import Optimized
 
 VERSION = 1
 GRAPH, TENSORS = "graph.json", "tensors.safetensors"

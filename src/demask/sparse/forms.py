@@ -25,12 +25,12 @@ from demask.sparse.calls import Call, matrix
 from demask.sparse.plan import Plan
 from demask.sparse.program import Conv, Linear, Program, Weight
 from demask.sparse.segments import csr, name_of, segmented, segments_of
-from demask.tune.affine import absorbed
-from demask.tune.asking import CACHE, Asker
-from demask.tune.forms import GAIN, Form, Maker, by_size
-from demask.tune.fuse import chain
-from demask.tune.runtime import for_runtime
-from demask.tune.ungather import ungathered
+from demask.tune.candidates import GAIN, Form, Maker, by_size
+from demask.tune.layer_costs import CACHE, Asker
+from demask.tune.onnxruntime_candidate import for_runtime
+from demask.tune.passes.absorb_gathers import ungathered
+from demask.tune.passes.fold_affine import absorbed
+from demask.tune.passes.fuse_epilogues import chain
 
 DENSEST = 0.6  # share of nonzeros above which a layer is not asked about: no kernel gains there
 EACH, ALL = "sparse layers, where each is faster", "all sparse layers"

@@ -34,7 +34,7 @@ from demask.stride.place import placed
 from demask.stride.stored import Ports
 from demask.stride.targets import Target
 from demask.stride.units import unit_of, work_of
-from demask.tune.affine import absorbed
+from demask.tune.passes.fold_affine import absorbed
 
 
 @public

@@ -28,7 +28,7 @@ from demask.traverse.local_depthwise import quicker
 from demask.traverse.local_moves import Moved
 from demask.traverse.local_resize import Resize
 from demask.traverse.local_windows import windowed
-from demask.tune.epilogues import Epilogue, plain_call
+from demask.tune.epilogue import Epilogue, plain_call
 
 RESIZES = ("nearest", "exact", "linear", "cubic")
 

@@ -16,7 +16,7 @@ from demask.ops import regions, schema
 from demask.ops.regions import Geometry, Interval, Rule
 from demask.ops.relation import Relation
 from demask.traverse.axes import COLUMNS, Axes, Window, cut_shape, strides
-from demask.tune.epilogues import Epilogue
+from demask.tune.epilogue import Epilogue
 
 Scratch = Callable[[Sequence[int], Axes, torch.dtype], Tensor]  # shape, axes, dtype -> memory
 Sizes = tuple[int, ...]

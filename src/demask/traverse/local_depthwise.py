@@ -25,7 +25,7 @@ from demask.traverse.axes import Window as Part
 from demask.traverse.local_call import Call, Kind, Scratch, Sliding
 from demask.traverse.local_pools import AvgPool, MaxPool
 from demask.traverse.local_windows import Conv
-from demask.tune.epilogues import Epilogue, plain_call
+from demask.tune.epilogue import Epilogue, plain_call
 
 LLVM = 40 * 2**20  # bytes of the compiler, measured
 

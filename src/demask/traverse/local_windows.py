@@ -31,7 +31,7 @@ from demask.traverse.local_call import (
 )
 from demask.traverse.local_carried import spelled
 from demask.traverse.local_pools import Adaptive, AvgPool, MaxPool
-from demask.tune.epilogues import Epilogue, plain_call
+from demask.tune.epilogue import Epilogue, plain_call
 
 aten = torch.ops.aten
 

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from demask.compat.onednn import available
 from demask.ops.traits import ADDS, CONVOLUTIONS
 from demask.traverse.flow import Edge, Flow
-from demask.tune.epilogues import Epilogue, epilogue
+from demask.tune.epilogue import Epilogue, epilogue
 
 
 @dataclass(frozen=True, slots=True)

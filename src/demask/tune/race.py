@@ -22,7 +22,7 @@ from demask.machine.timing import Timing, sampled
 from demask.numerics import ULPS, compare, is_as_exact, readable, to_double, widen
 from demask.shrink.check import Inputs, draws_like, in_eval
 from demask.shrink.on_device import CPU
-from demask.tune.forms import Form
+from demask.tune.candidates import Form
 
 LOOKS, ROUNDS, SECONDS = 5, 15, 20.0  # in which forms are compared; the last one for longer
 WARMUP = 1  # calls before each of these: all have been called before

@@ -15,7 +15,7 @@ from demask.graph.program import Program
 from demask.graph.queries import POINTWISE, only_reader
 from demask.ops import Table, op_name, schema
 from demask.ops.traits import CONVOLUTIONS
-from demask.tune.affine import contraction
+from demask.tune.passes.fold_affine import contraction
 
 aten = torch.ops.aten
 

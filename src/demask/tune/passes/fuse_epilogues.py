@@ -23,8 +23,8 @@ from demask.graph.queries import COPY, input_dependent, only_reader
 from demask.ops import schema
 from demask.ops.schema import same_size
 from demask.ops.traits import CONVOLUTIONS
-from demask.tune.affine import contraction
-from demask.tune.epilogues import Epilogue, convolution, epilogue
+from demask.tune.epilogue import Epilogue, convolution, epilogue
+from demask.tune.passes.fold_affine import contraction
 
 aten = torch.ops.aten
 # May layers be linear layers of oneDNN's? Called with the layer, its epilogue, what is added.

@@ -25,7 +25,7 @@ from demask.graph.queries import channels_of, input_dependent, only_reader, per_
 from demask.ops import schema
 from demask.ops.schema import same_shape
 from demask.ops.traits import JOIN_TREES, JOINS, OUTPUT_AXIS
-from demask.tune.affine import channel_axis, contraction, rewritten
+from demask.tune.passes.fold_affine import channel_axis, contraction, rewritten
 
 aten = torch.ops.aten
 FORMS = ("grow", "place")  # a branch's rows at their places; or a 1 x 1 convolution puts them there

@@ -19,7 +19,7 @@ from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.graph.queries import COPY, Example, input_dependent
 from demask.ops import schema
-from demask.tune.epilogues import Epilogue, convolution
+from demask.tune.epilogue import Epilogue, convolution
 
 aten = torch.ops.aten
 SMALL = 2**17  # bytes: what glibc never maps on its own (its M_MMAP_THRESHOLD)

@@ -22,7 +22,7 @@ from demask.graph.program import Program
 from demask.graph.queries import channels_of, input_dependent, is_pointwise
 from demask.ops import Table, schema
 from demask.ops.traits import OUTPUT_AXIS, POOLS
-from demask.tune.affine import channel_axis, contraction
+from demask.tune.passes.fold_affine import channel_axis, contraction
 
 aten = torch.ops.aten
 QUANTIZE, DEQUANTIZE = torch.ops.demask.quantize.default, torch.ops.demask.dequantize.default

@@ -19,8 +19,8 @@ from demask.graph.program import Program
 from demask.graph.queries import channels_of, input_dependent, is_pointwise
 from demask.ops import Table, schema
 from demask.ops.traits import OUTPUT_AXIS
-from demask.tune.affine import channel_axis, contraction
-from demask.tune.widen import is_depthwise, is_pooling, is_rounding
+from demask.tune.passes.fold_affine import channel_axis, contraction
+from demask.tune.passes.pad_channels import is_depthwise, is_pooling, is_rounding
 
 aten = torch.ops.aten
 COPY = 96  # multiply-adds that take as long as to copy one value there and back into its layout

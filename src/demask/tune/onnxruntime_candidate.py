@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from demask.graph.program import Program
 from demask.ops import Table
-from demask.tune.affine import absorbed
-from demask.tune.joins import summed
-from demask.tune.ungather import ungathered
-from demask.tune.widen import rounded, widened
+from demask.tune.passes.absorb_gathers import ungathered
+from demask.tune.passes.fold_affine import absorbed
+from demask.tune.passes.join_as_sum import summed
+from demask.tune.passes.pad_channels import rounded, widened
 
 
 def for_runtime(program: Program, table: Table, multiple: int = 1) -> Program:

@@ -18,9 +18,9 @@ from demask.compat.onednn import available, ops
 from demask.graph.queries import Example
 from demask.machine.cost import Costs, Question
 from demask.ops import schema
-from demask.tune.epilogues import Epilogue, convolution, plain_call
-from demask.tune.layout import FORMATS
-from demask.tune.pair import GROUPS
+from demask.tune.epilogue import Epilogue, convolution, plain_call
+from demask.tune.passes.channels_last import FORMATS
+from demask.tune.passes.pack_pixels import GROUPS
 
 aten = torch.ops.aten
 CACHE, SETS = 2**20, 5  # bytes; sets of operands

@@ -25,10 +25,10 @@ from demask.graph.result.codegen import TRACED, Codegen
 from demask.graph.result.demasked_module import Demasked, attach, changed
 from demask.machine.arena import Block, View, extent, planned
 from demask.ops import schema
-from demask.tune.epilogues import is_fused, is_pack, packed, plain, run_plain
-from demask.tune.memory import InArena, InPlace, decided, kept_bodies
-from demask.tune.plans import Plan, Plans
-from demask.tune.sources import count_writes, sources_of
+from demask.tune.epilogue import is_fused, is_pack, packed, plain, run_plain
+from demask.tune.module.buffer_assignment import InArena, InPlace, decided, kept_bodies
+from demask.tune.module.shape_cache import Plan, Plans
+from demask.tune.stale_sources import count_writes, sources_of
 
 WHOLE = "_demask_whole"  # in the code: the function of the whole graph
 

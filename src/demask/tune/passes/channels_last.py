@@ -17,7 +17,7 @@ from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.graph.queries import COPY, input_dependent, is_pointwise
 from demask.ops import Table, traits
-from demask.tune.memory import fresh
+from demask.tune.module.buffer_assignment import fresh
 
 aten = torch.ops.aten
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}

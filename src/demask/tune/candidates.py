@@ -20,18 +20,18 @@ from demask.graph.provenance import Decision
 from demask.graph.queries import Example, input_dependent
 from demask.ops import Table, schema
 from demask.ops.traits import CONV_OF_AXES
-from demask.tune.activations import named
-from demask.tune.affine import absorbed, contraction
-from demask.tune.asking import FUSED, PLAIN, Asker, Layer
-from demask.tune.epilogues import Epilogue
-from demask.tune.fuse import chain, fused
-from demask.tune.joins import Sum, summed
-from demask.tune.layout import CONVOLUTIONS as IMAGES
-from demask.tune.layout import convolves, laid_out, movable
-from demask.tune.pair import paired
-from demask.tune.pixels import flattened
-from demask.tune.prefill import prefilled
-from demask.tune.widen import Widening, rounded, widened
+from demask.tune.epilogue import Epilogue
+from demask.tune.layer_costs import FUSED, PLAIN, Asker, Layer
+from demask.tune.passes.channels_last import CONVOLUTIONS as IMAGES
+from demask.tune.passes.channels_last import convolves, laid_out, movable
+from demask.tune.passes.conv_into_arena import prefilled
+from demask.tune.passes.fold_affine import absorbed, contraction
+from demask.tune.passes.fuse_epilogues import chain, fused
+from demask.tune.passes.join_as_sum import Sum, summed
+from demask.tune.passes.merge_activations import named
+from demask.tune.passes.one_pixel_as_linear import flattened
+from demask.tune.passes.pack_pixels import paired
+from demask.tune.passes.pad_channels import Widening, rounded, widened
 
 aten = torch.ops.aten
 GAIN = 0.97  # a piece in another form must take less than this share of what it took
