@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from demask.files import atomic
+from demask.files import atomic_write as atomic
 from tables import RESULTS, load, machine, markdown
 from traverse_memory import SMALL, Failed, Setting, engine_of, fresh, mebibytes, peaked, ready
 from traverse_networks import NETWORKS, named, write_latent

@@ -13,7 +13,7 @@ import onnx
 
 from demask.files.onnx import ops
 from demask.files.onnx.ops import ENTRIES
-from demask.files.onnx.table import Ops
+from demask.files.onnx.op_functions import Ops
 
 ROOT = Path(__file__).parent.parent
 PATH = ROOT / "docs" / "onnx.md"

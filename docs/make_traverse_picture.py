@@ -18,7 +18,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from demask.files import atomic
+from demask.files import atomic_write as atomic
 from demask.traverse import tile
 
 DOCS = Path(__file__).parent

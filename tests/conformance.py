@@ -22,7 +22,7 @@ import torch
 from onnx.backend.test.loader import load_model_tests
 
 from demask.files.onnx.module import OnnxModule
-from demask.files.onnx.read import parsed
+from demask.files.onnx.read.reader import parsed
 
 _STEPS = (
     "NumPy rounds to 16 bits after every operation, and less than one step of the type is allowed; "

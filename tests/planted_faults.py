@@ -73,7 +73,7 @@ FAULTS = (
           'return "False"', "guards", "micro"),
     fault("exports-without-conditions", "graph/result/codegen.py",
           "for check in self.checks if args else ():", "for check in ():", "guards_files"),
-    fault("onnx-takes-any-size", "files/onnx/sizes.py", "if not trees or not sized",
+    fault("onnx-takes-any-size", "files/onnx/write/size_conditions.py", "if not trees or not sized",
           "if trees or not sized", "guards_files"),
     fault("example-not-taken", "graph/capture/export_guards.py", "if not hold([guard], sizes)", "if False",
           "guards"),
@@ -111,10 +111,10 @@ FAULTS = (
           "shape[axis] = -1\n        weight = weight * step.scale",
           "shape[0] = -1\n        weight = weight * step.scale", "tune"),
     # files
-    fault("any-function-in-expressions", "files/symbols.py",
+    fault("any-function-in-expressions", "files/pt2/expressions.py",
           "if name not in _FUNCTIONS or call.keywords:", "if call.keywords:", "files_doors",
           "files_gate"),
-    fault("unknown-entries-pass", "files/pt2_gate.py",
+    fault("unknown-entries-pass", "files/pt2/gate.py",
           "if name not in known and not name.startswith(_DROPPED):", "if False:", "files_gate",
           "files_doors"),
     # kernels and sparse

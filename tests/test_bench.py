@@ -325,7 +325,7 @@ def test_axes_start_at_zero(tmp_path, monkeypatch):
     [("bench.jpg", "ends in .svg or .png or .pdf"), ("missing/bench.svg", "does not exist")],
 )
 def test_a_plot_that_cannot_be_written_is_refused_first(run, monkeypatch, file, complaint):
-    monkeypatch.setattr("demask.files.pt2.read_model", lambda path: pytest.fail("read first"))
+    monkeypatch.setattr("demask.files.pt2.io.read_model", lambda path: pytest.fail("read first"))
     outcome = run("bench", "model.pt2", "--plot", file)
     assert (outcome.code, outcome.out) == (2, "")
     assert complaint in outcome.err

@@ -162,7 +162,7 @@ def test_slim_refuses_bad_input_and_leaves_nothing(run, saved, tmp_path, model, 
 
 
 def test_the_output_is_checked_before_the_model_is_read(run, monkeypatch):
-    monkeypatch.setattr("demask.files.pt2.read_model", lambda path: pytest.fail("read first"))
+    monkeypatch.setattr("demask.files.pt2.io.read_model", lambda path: pytest.fail("read first"))
     assert run("slim", "model.pt2", "-o", "missing/slim.pt2").code == 2
 
 

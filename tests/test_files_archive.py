@@ -22,10 +22,11 @@ from torch.fx.graph import _PyTreeInfo
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, DemaskError, NotExportable, RefusedFile
-from demask.files import archive, pt2
-from demask.files.codec import decode, decode_target, encode, encode_target
-from demask.files.names import BUILTINS
-from demask.files.pt2 import read_model, to_pt2
+from demask.files.allowed_names import BUILTINS
+from demask.files.archive import archive
+from demask.files.archive.node_codec import decode, decode_target, encode, encode_target
+from demask.files.pt2 import io as pt2
+from demask.files.pt2.io import read_model, to_pt2
 from demask.graph.provenance import Cut, InputSpec, Provenance, Reason, Sizes
 from demask.graph.result.codegen import Codegen
 

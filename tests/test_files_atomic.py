@@ -10,7 +10,7 @@ import pytest
 
 import demask
 from demask.errors import BadInput
-from demask.files.atomic import check_writable, write
+from demask.files.atomic_write import check_writable, write
 
 
 def test_files_appear_whole_or_not_at_all(tmp_path):
@@ -93,7 +93,7 @@ KILLED = """
 import os, signal, sys, types
 sys.modules["demask"] = types.ModuleType("demask")  # without torch
 sys.modules["demask"].__path__ = [sys.argv[2]]
-from demask.files.atomic import write
+from demask.files.atomic_write import write
 with write(sys.argv[1]) as file:
     file.write(b"half")
     file.flush()

@@ -248,7 +248,7 @@ for net in (demask.load(sys.argv[1]), torch.load(sys.argv[2], weights_only=False
     assert "demask.segment" in str(net.graph) and "demask.segment" not in str(net.plain().graph)
     print(net(torch.ones(2, 9)).tolist())
 assert not {"demask.pilot", "demask.traverse"} & {*sys.modules}
-from demask.files import archive
+from demask.files.archive import archive
 assert archive._kind({"kind": "tiled"}).__name__ == "Tiled"
 from demask.graph.node_records import Overload, Row, graph_of
 assert "demask.pilot.chain_op" not in sys.modules

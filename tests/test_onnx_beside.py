@@ -7,8 +7,8 @@ import torch
 
 import onnx_files
 from demask.errors import BadInput, RefusedFile
-from demask.files.onnx import beside
 from demask.files.onnx.module import from_onnx
+from demask.files.onnx.read import external_data as beside
 from onnx_files import WEIGHTS, edited, planted, weight
 
 OUTSIDE = onnx_files.outside

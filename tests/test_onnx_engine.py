@@ -25,8 +25,8 @@ from torch import Tensor, nn
 import demask
 from demask.errors import DemaskError
 from demask.files.onnx.module import OnnxModule
-from demask.files.onnx.read import parsed
-from demask.files.onnx.write import proto_of, serialized
+from demask.files.onnx.read.reader import parsed
+from demask.files.onnx.write.writer import proto_of, serialized
 
 onnx = pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")

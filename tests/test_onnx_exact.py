@@ -12,10 +12,10 @@ from torch import nn
 import demask
 from demask.errors import BadInput, Mismatch
 from demask.files.onnx import check as checking
-from demask.files.onnx import write as writing
 from demask.files.onnx.check import Draw, file_run
-from demask.files.onnx.exact import is_exact
-from demask.files.onnx.write import judge_of, proto_of, serialized, to_onnx
+from demask.files.onnx.write import writer as writing
+from demask.files.onnx.write.clean import is_exact
+from demask.files.onnx.write.writer import judge_of, proto_of, serialized, to_onnx
 from demask.ops import TABLE
 from graphs import to_graph
 

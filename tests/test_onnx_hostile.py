@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 import onnx_files
 from demask.errors import RefusedFile
 from demask.files.onnx.module import OnnxModule, from_onnx
-from demask.files.onnx.read import parsed, tensor
+from demask.files.onnx.read.reader import parsed, tensor
 from onnx_files import BOOL, constant, edited, node, planted, refused, varint, weight
 
 LAYERS, BRANCHES, FUNCTIONS = onnx_files.layers, onnx_files.branches, onnx_files.functions

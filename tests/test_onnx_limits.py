@@ -14,9 +14,11 @@ from onnx import helper
 
 import onnx_files
 from demask.errors import BadInput, RefusedFile
-from demask.files.onnx import beside, module, plan, wire
+from demask.files.onnx import module, plan
 from demask.files.onnx.module import OnnxModule, from_onnx
-from demask.files.onnx.read import parsed
+from demask.files.onnx.read import external_data as beside
+from demask.files.onnx.read import wire
+from demask.files.onnx.read.reader import parsed
 from fuzz import onnx_bytes
 from onnx_files import BOOL, INT64, constant, node, planted, value, varint
 
@@ -162,7 +164,7 @@ def test_absurd_sizes_are_errors_where_they_run(tmp_path, name):
 
 
 def test_loops_end(monkeypatch):
-    from demask.files.onnx.ops import control
+    from demask.files.onnx.ops.data import control
 
     monkeypatch.setattr(control, "MAX_TURNS", 1000)
     with pytest.raises(BadInput, match="1000 turns"):

@@ -40,7 +40,7 @@ def test_nearly_all_with_float32_are_to_pass(kind):
 def test_a_wrong_output_is_found(monkeypatch):
     """A Relu that is the identity."""
     from demask.files.onnx import plan
-    from demask.files.onnx.table import Entry
+    from demask.files.onnx.op_functions import Entry
 
     planted = {**plan.ENTRIES, ("", "Relu"): Entry("Relu", "", lambda x: x)}
     monkeypatch.setattr(plan, "ENTRIES", planted)

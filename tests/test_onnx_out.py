@@ -9,9 +9,9 @@ from torch import nn
 
 import demask
 from demask.errors import BadInput, NotExportable
-from demask.files.onnx import write as writing
 from demask.files.onnx.module import from_onnx
-from demask.files.onnx.write import proto_of, save, serialized, to_onnx
+from demask.files.onnx.write import writer as writing
+from demask.files.onnx.write.writer import proto_of, save, serialized, to_onnx
 
 ort = pytest.importorskip("onnxruntime")
 

@@ -20,7 +20,7 @@ import demask
 from demask import deploy as deploying
 from demask.deploy import deploy
 from demask.errors import BadInput, RefusedFile
-from demask.files.onnx.grids import gridded
+from demask.files.onnx.quantized_weights import gridded
 from demask.graph.provenance import Cut, Grid, Provenance
 from demask.ops import TABLE
 from demask.ops.quantization import dequantized, quantized

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize, prune
 
 import demask
 from demask.errors import BadInput
-from demask.files import archive
+from demask.files.archive import archive
 from demask.graph.module_copy import structural_copy
 from demask.graph.result.demasked_module import Demasked, build
 from demask.graph.result.module_calls import KINDS, ROWS, in_calls, kind_of

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 import demask
 from demask.errors import BadInput
-from demask.files import archive
+from demask.files.archive import archive
 from demask.graph.result.module_calls import in_calls
 from demask.graph.result.uncalled_modules import Uncalled
 from graphs import to_graph

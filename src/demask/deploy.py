@@ -14,10 +14,10 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, DemaskError, Mismatch
 from demask.failures import public
-from demask.files.atomic import check_writable
+from demask.files.atomic_write import check_writable
 from demask.files.onnx import from_onnx
 from demask.files.onnx.check import Arrays, Draw, Judge, draws, first_line, onnxruntime, session
-from demask.files.onnx.write import (
+from demask.files.onnx.write.writer import (
     check_tolerance,
     copy_file,
     judge_of,

@@ -9,14 +9,14 @@ PUBLIC_NAMES = {
     "Verification": "demask.verify",
     "demask": "demask.shrink",
     "from_onnx": "demask.files.onnx",
-    "load": "demask.files.archive",
+    "load": "demask.files.archive.archive",
     "optimize": "demask.optimize",
     "optimize_onnx": "demask.deploy",
     "report": "demask.report",
-    "resize": "demask.files.into",
-    "save": "demask.files.archive",
+    "resize": "demask.files.into_class",
+    "save": "demask.files.archive.archive",
     "to_onnx": "demask.files.onnx",
-    "to_pt2": "demask.files.pt2",
+    "to_pt2": "demask.files.pt2.io",
     "verify": "demask.verify",
 }
 PUBLIC_MODULES = {

@@ -54,7 +54,7 @@ def spliced(data: bytes, draw: random.Random, other: bytes) -> bytes:
 
 def lengths(data: bytes, table: Any, start: int = 0, end: int | None = None) -> Iterator[int]:
     """Where the lengths of fields stand, at all depths."""
-    from demask.files.onnx import wire
+    from demask.files.onnx.read import wire
 
     pos, end = start, len(data) if end is None else end
     while pos < end:
@@ -71,7 +71,7 @@ def lengths(data: bytes, table: Any, start: int = 0, end: int | None = None) -> 
 
 def relength(data: bytes, draw: random.Random, other: bytes) -> bytes:
     """The length of a field changed, by a little or to an absurd one."""
-    from demask.files.onnx import wire
+    from demask.files.onnx.read import wire
 
     table = wire._fields(onnx.ModelProto.DESCRIPTOR, {})
     made = data

@@ -95,7 +95,7 @@ def import_modules(modules: list[str] | None) -> None:
 
 def check_output(path: Path, suffixes: tuple[str, ...]) -> None:
     """Raise BadInput now if `path` could not be written after the work."""
-    from demask.files.atomic import check_writable
+    from demask.files.atomic_write import check_writable
 
     if path.suffix not in suffixes:
         known = " or ".join(suffixes)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import demask
 from demask.cli.digits import BATCH, DigitNet, Digits, accuracy, prune_channels, train
 from demask.cli.progress import Step
-from demask.files import atomic
+from demask.files import atomic_write as atomic
 from demask.graph.provenance import Sizes
 from demask.machine.allocator import fix_allocator
 from demask.machine.describe import BUSY, count_words, is_wide, spread, thread_words

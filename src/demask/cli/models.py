@@ -19,9 +19,9 @@ from demask.cli.ports import NAMELESS, Port, fitted, matched
 from demask.errors import BadInput
 from demask.files.arrays import read_arrays
 from demask.files.onnx.module import OnnxModule, from_onnx
-from demask.files.onnx.write import remembering
-from demask.files.pt2 import read_model
-from demask.files.tracing import MAX_EXAMPLE
+from demask.files.onnx.write.writer import remembering
+from demask.files.pt2.io import read_model
+from demask.files.retrace import MAX_EXAMPLE
 from demask.graph import provenance
 from demask.graph.capture.capture import capture
 from demask.graph.example_inputs import drawn, inputs_of_program, spans_of

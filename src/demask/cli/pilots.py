@@ -145,7 +145,7 @@ def collect(
     with progress("loading") as step:
         from demask.cli.inputs import read_inputs
         from demask.cli.models import Network, read_network
-        from demask.files.archive import outline
+        from demask.files.archive.archive import outline
         from demask.pilot.collect import collect as collected
 
         import_modules(imports)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from demask.cli.bench import Bench, Row
 from demask.cli.contenders import AS_GIVEN
-from demask.files import atomic
+from demask.files import atomic_write as atomic
 from demask.machine.describe import BUSY, count_words, is_wide, milliseconds
 
 if TYPE_CHECKING:

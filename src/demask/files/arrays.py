@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from demask.errors import BadInput
-from demask.files.bounded import open_plain, open_zip
+from demask.files.bounded_read import open_plain, open_zip
 
 PIECE = 2**24  # bytes read at a time
 ARRAYS = (".npy", ".npz", ".safetensors")

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from demask.errors import BadInput, RefusedFile
-from demask.files import atomic
-from demask.files.bounded import parse_json
+from demask.files import atomic_write as atomic
+from demask.files.bounded_read import parse_json
 from demask.graph.module_copy import structural_copy
 from demask.graph.result.resize import assign, tensors_of
 

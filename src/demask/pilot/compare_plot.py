@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from demask.errors import BadInput
-from demask.files import atomic
+from demask.files import atomic_write as atomic
 from demask.pilot.compare import Comparison, Row
 from demask.pilot.plot import BARS, DOTS, SUFFIXES, check_installed
 

@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from demask.errors import BadInput
-from demask.files.atomic import write
-from demask.files.bounded import parse_json
+from demask.files.atomic_write import write
+from demask.files.bounded_read import parse_json
 from demask.machine.byte_sizes import human
 from demask.pilot.plot import draw
 from demask.text_table import as_lines, number_table

@@ -38,7 +38,7 @@ import numpy as np
 import torch
 
 from demask.errors import BadInput, RefusedFile
-from demask.files.bounded import parse_json
+from demask.files.bounded_read import parse_json
 from demask.files.weight_file import DTYPES, MAX_HEADER_BYTES, NAMES, StoredTensor
 
 FORMAT, VERSION, PAGE = "demask.packets", 1, 4096

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from demask.errors import BadInput
 from demask.failures import public
-from demask.files import atomic
+from demask.files import atomic_write as atomic
 from demask.files.weight_file import DTYPES, StoredTensor
 from demask.machine.byte_sizes import parse_memory
 from demask.pilot.packet_index import (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from demask.errors import BadInput
-from demask.files import atomic
+from demask.files import atomic_write as atomic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-from demask.files import atomic
+from demask.files import atomic_write as atomic
 from demask.report.text import form_lines, scatters_line, scatters_reasons, sizes_rows, sparse_rows
 from demask.report.values import ReportValues
 

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from demask.compat.fake_tensors import FakeTensorMode
 from demask.compat.tracing import make_fx
 from demask.errors import BadInput
-from demask.files.names import check_fqn
+from demask.files.allowed_names import check_fqn
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program as Whole
 from demask.ops import schema

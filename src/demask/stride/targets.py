@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from demask.errors import BadInput
-from demask.files.bounded import read_toml
+from demask.files.bounded_read import read_toml
 
 # What a form may use, in words.
 OPS: Mapping[str, str] = {

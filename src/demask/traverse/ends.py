@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from demask.errors import BadInput
-from demask.files import atomic
+from demask.files import atomic_write as atomic
 from demask.files.arrays import npy_header
-from demask.files.bounded import open_plain
+from demask.files.bounded_read import open_plain
 from demask.ops.regions import Interval
 from demask.traverse.axes import Axes, Window, order, strides
 from demask.traverse.convert import (

@@ -1,6 +1,6 @@
 """ONNX files in and out."""
 
 from demask.files.onnx.module import from_onnx
-from demask.files.onnx.write import to_onnx
+from demask.files.onnx.write.writer import to_onnx
 
 __all__ = ["from_onnx", "to_onnx"]

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, Mismatch
-from demask.files.onnx.read import installed
+from demask.files.onnx.read.reader import installed
 from demask.graph.rounding import Rounding
 from demask.ops import Table
 

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from demask.errors import BadInput, DemaskError
 from demask.failures import public
-from demask.files.onnx.fix import fix_inputs
+from demask.files.onnx.fix_inputs import fix_inputs
 from demask.files.onnx.model import File
+from demask.files.onnx.op_functions import Call
 from demask.files.onnx.plan import Plan, Planner, Step
-from demask.files.onnx.read import read
+from demask.files.onnx.read.reader import read
 from demask.files.onnx.recording import Recorder, Recording, Recordings, key_of
-from demask.files.onnx.table import Call
 from demask.files.onnx.values import Host, Value, tensor_of
 from demask.graph.provenance import Interface
 from demask.graph.result.demasked_module import attach

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from demask.errors import BadInput
-from demask.files.onnx.grids import grids_of
 from demask.files.onnx.model import File, Graph, Node, Reference
+from demask.files.onnx.op_functions import Entry
 from demask.files.onnx.ops import ENTRIES
-from demask.files.onnx.table import Entry
+from demask.files.onnx.quantized_weights import grids_of
 from demask.files.onnx.values import MAX_HOST, NUMPY, Host
 from demask.graph.provenance import Grid, Port
 

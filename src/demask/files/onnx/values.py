@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from demask.errors import BadInput
-from demask.files.onnx.ratio import Ratio, plain
+from demask.files.onnx.size_fractions import Ratio, plain
 
 MAX_HOST = 65_536  # elements; larger constants are tensors alone
 MAX_READ = 2**20  # elements of a tensor that become Python's numbers

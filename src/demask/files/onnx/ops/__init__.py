@@ -1,31 +1,20 @@
 """ONNX op -> PyTorch function: one table, a file per family."""
 
-from demask.files.onnx.ops import (
-    activation,
+from demask.files.onnx.op_functions import joined
+from demask.files.onnx.ops.data import control, index, ml, move, sequence, text, training, trees
+from demask.files.onnx.ops.math import activation, cast, math, random, reduce
+from demask.files.onnx.ops.math import select as choose
+from demask.files.onnx.ops.nn import (
     attention,
-    cast,
-    choose,
-    control,
     image,
-    index,
-    layers,
-    math,
-    ml,
-    move,
     norms,
     pool,
     quantized,
-    random,
     recurrent,
-    reduce,
     resize,
-    sequence,
     signal,
-    text,
-    training,
-    trees,
 )
-from demask.files.onnx.table import joined
+from demask.files.onnx.ops.nn import linear as layers
 
 #: every entry by (domain, op); "" is ONNX's own domain
 ENTRIES = joined(

@@ -1,0 +1,474 @@
+"""A demasked network in one file: `graph.json` and `tensors.safetensors` in a stored zip.
+
+Nothing in it is executed: ops are looked up in lists, tensors are raw bytes, and the graph's names
+are identifiers, because torch.fx writes Python source from them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, fx, nn
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+from demask.compat.fx_internals import PyTreeCodeGen, PyTreeInfo, codegen_of
+from demask.compat.onednn import available
+from demask.errors import BadInput, RefusedFile
+from demask.failures import public
+from demask.files.allowed_names import check_fqn, check_name
+from demask.files.archive.node_codec import (
+    decode,
+    decode_target,
+    decode_value,
+    encode,
+    encode_target,
+    encode_value,
+)  # fmt: skip
+from demask.files.atomic_write import write
+from demask.files.bounded_read import open_zip, read_json
+from demask.files.into_class import resize
+from demask.files.pytree_specs import check_call_spec, load_spec
+from demask.files.weight_file import StoredTensor, WeightFile
+from demask.graph.provenance import Provenance
+from demask.graph.result.class_result import as_graph
+from demask.graph.result.demasked_module import Demasked, changed
+from demask.graph.result.module_calls import KINDS as MODULES
+from demask.graph.result.module_calls import fields_of, hollow, kind_of
+from demask.graph.result.recurrent_modules import refresh
+from demask.graph.result.restore_modules import join_twins
+from demask.graph.result.uncalled_modules import is_holder
+from demask.ops import schema
+from demask.ops.custom import own_of
+from demask.registry import RESULT_KINDS
+from demask.tune.epilogue import is_fused, is_pack, plain
+from demask.tune.module.optimized_module import Optimized
+
+VERSION = 1
+GRAPH, TENSORS = "graph.json", "tensors.safetensors"
+
+_OPS = ("placeholder", "get_attr", "call_function", "call_module", "output")
+
+
+@public
+def save(slim: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Write a demasked network to `path`, whole or not at all; `load` gives an equal one back.
+
+    BadInput: the network holds a module, an op or a value that the format has no place for.
+    """
+    graph: fx.GraphModule = as_graph(slim)
+    table, stored = _tensor_table(graph)
+    document = {
+        "format": "demask",
+        "version": VERSION,
+        "optimized": isinstance(graph, Optimized),
+        **_signature(graph),
+        "nodes": [_encode_node(node) for node in graph.graph.nodes],
+        "modules": dict(_module_specs(graph)),
+        "tensors": table,
+        "training": [name for name, module in graph.named_modules() if module.training],
+        "demasked": _provenance(graph).to_dict(),
+        **_extra(graph),
+    }
+    text = json.dumps(document, allow_nan=False)
+    with write(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        # A fixed date: the same network gives the same bytes.
+        archive.writestr(zipfile.ZipInfo(GRAPH), text)
+        archive.writestr(zipfile.ZipInfo(TENSORS), safetensors.torch.save(stored))
+
+
+@public
+def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> Any:
+    """The network that `save` wrote to `path`, on the CPU, with `.demasked`.
+
+    into: an instance of the class that the network had before it was demasked, and as large: a copy
+    of it with the small tensors comes back. Else a graph does.
+    BadInput: not such a file, or damaged. RefusedFile: something that no demasked network holds.
+    """
+    with open_zip(path) as archive:
+        document = read_json(archive, GRAPH)
+        _check_head(document)
+        if sorted(archive.namelist()) != [GRAPH, TENSORS]:
+            raise RefusedFile(f"expected the entries {GRAPH} and {TENSORS} only")
+        try:
+            stored = safetensors.torch.load(archive.read(TENSORS))
+        except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
+            raise BadInput(f"{TENSORS} is damaged ({error}); copy the file again") from error
+        slim = _build(document, stored)
+    if into is None:
+        return slim
+    state = {row["name"]: _make_tensor(stored[row["stored"]], False, False, row["order"])
+             for row in document["tensors"] if row["persistent"]}  # fmt: skip
+    result = resize(into, state, slim.demasked.numbers)
+    vars(result)["demasked"] = slim.demasked
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A network whose tensors stay in a file.
+
+    slim: the network, with tensors of the right shapes that are zeros and take no memory. file: the
+    weights. places: per name of a tensor, where its values are and the order of its axes there,
+    outermost first.
+    """
+
+    slim: Any
+    file: WeightFile
+    places: Mapping[str, tuple[StoredTensor, tuple[int, ...]]]
+
+
+def outline(path: str | os.PathLike[str]) -> Outline:
+    """The network that `save` wrote to `path`, without its tensors; errors as `load`."""
+    with open_zip(path) as archive:
+        document = read_json(archive, GRAPH)
+        _check_head(document)
+        if sorted(archive.namelist()) != [GRAPH, TENSORS]:
+            raise RefusedFile(f"expected the entries {GRAPH} and {TENSORS} only")
+        entry = archive.getinfo(TENSORS)
+        with archive.open(entry):  # which checks the entry's own header
+            start = _begins(path, entry)
+        file = WeightFile.read(path, (start, start + entry.file_size), TENSORS)
+        slim = _build(document, {name: stored.hollow() for name, stored in file.tensors.items()})
+    places = {row["name"]: (file.tensors[row["stored"]], tuple(row["order"]))
+              for row in document["tensors"]}  # fmt: skip
+    return Outline(slim, file, places)
+
+
+def _begins(path: str | os.PathLike[str], entry: zipfile.ZipInfo) -> int:
+    """Where the bytes of a stored entry begin: behind its own header, of 30 bytes, its name and
+    what else it says."""
+    with open(path, "rb") as file:
+        file.seek(entry.header_offset + 26)
+        name, more = (int.from_bytes(file.read(2), "little") for _ in range(2))
+    return entry.header_offset + 30 + name + more
+
+
+# ------------------------------------------------------------------------------------- writing
+
+
+def _signature(slim: fx.GraphModule) -> dict[str, Any]:
+    codegen = codegen_of(slim.graph)
+    info = codegen.pytree_info if isinstance(codegen, PyTreeCodeGen) else None
+    if info is None or info.out_spec is None:
+        raise BadInput("expected a demasked network, got a graph without a call signature")
+    try:
+        specs = [pytree.treespec_dumps(spec) for spec in (info.in_spec, info.out_spec)]
+    except (NotImplementedError, TypeError) as error:
+        raise BadInput(
+            f"the model takes or returns a type that cannot be written: {error}; register it with "
+            "torch.export.register_dataclass(cls, serialized_type_name=...)"
+        ) from error
+    return {"orig_args": list(info.orig_args), "in_spec": specs[0], "out_spec": specs[1]}
+
+
+def _extra(slim: nn.Module) -> dict[str, Any]:
+    if not isinstance(slim, Demasked):
+        return {}
+    kind = RESULT_KINDS.name_of(type(slim).graph_module())
+    return {} if kind is None else {"kind": kind, "extra": slim._archived()}
+
+
+def _provenance(slim: fx.GraphModule) -> Provenance:
+    demasked = getattr(slim, "demasked", None)
+    if not isinstance(demasked, Provenance):
+        raise BadInput("expected a demasked network (slim.demasked is missing); demask() makes one")
+    return demasked
+
+
+def _encode_node(node: fx.Node) -> dict[str, Any]:
+    target = encode_target(node.target) if node.op == "call_function" else str(node.target)
+    args = [encode(argument) for argument in node.args]
+    kwargs = {name: encode(argument) for name, argument in node.kwargs.items()}
+    row = {"op": node.op, "name": node.name, "target": target, "args": args, "kwargs": kwargs}
+    value = node.meta.get("value")
+    return row if value is None else row | {"value": encode_value(value)}
+
+
+def _module_specs(slim: fx.GraphModule) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, module in slim.named_modules(remove_duplicate=False):
+        if is_holder(module) or module is slim:
+            continue
+        kind = kind_of(module)
+        if kind is None:
+            raise BadInput(f"module {name} is a {type(module).__name__}, which the format has no "
+                           f"place for; it holds {', '.join(sorted(MODULES))}")  # fmt: skip
+        fields = dict(fields_of(module, kind))
+        if _shapes(hollow(kind, fields)) != _shapes(module):
+            raise BadInput(
+                f"module {name} holds other tensors than a {kind.__name__} of its numbers; make "
+                "pruning and parametrizations permanent first (torch.nn.utils.prune.remove, "
+                "torch.nn.utils.parametrize.remove_parametrizations)"
+            )
+        yield name, {"type": kind.__name__, **{n: encode(value) for n, value in fields.items()}}
+
+
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in module.state_dict().items()}
+
+
+def _tensor_table(slim: fx.GraphModule) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    """Per tensor its name, kind and where its values are stored; and the values, each once."""
+    table, stored, keys = [], {}, {}
+    for name, tensor, persistent in _named_tensors(slim):
+        order = _dimension_order(tensor)
+        if id(tensor) not in keys:
+            keys[id(tensor)] = f"t{len(keys)}"
+            # A copy: safetensors refuses tensors that share memory.
+            stored[keys[id(tensor)]] = tensor.detach().cpu().permute(order).contiguous().clone()
+        table.append(
+            {
+                "name": name,
+                "stored": keys[id(tensor)],
+                "order": order,
+                "parameter": isinstance(tensor, nn.Parameter),
+                "persistent": persistent,
+                "requires_grad": tensor.requires_grad,
+            }
+        )
+    return table, stored
+
+
+def _named_tensors(slim: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+    """Name, tensor and whether it is in the state dict; plain tensor attributes are not."""
+    for prefix, module in slim.named_modules(remove_duplicate=False):
+        plain = {n: v for n, v in vars(module).items() if isinstance(v, Tensor)}
+        fleeting = module._non_persistent_buffers_set | plain.keys()
+        for name, tensor in (*module._parameters.items(), *module._buffers.items(), *plain.items()):
+            if tensor is not None:
+                yield f"{prefix}.{name}".lstrip("."), tensor, name not in fleeting
+
+
+def _dimension_order(tensor: Tensor) -> list[int]:
+    """The dimensions from outermost to innermost in memory: channels_last stays channels_last."""
+    axes = range(tensor.ndim)
+    return sorted(axes, key=lambda d: -tensor.stride(d)) if 0 not in tensor.stride() else [*axes]
+
+
+# ------------------------------------------------------------------------------------- reading
+
+
+def _check_head(document: Any) -> None:
+    if not isinstance(document, dict) or document.get("format") != "demask":
+        raise BadInput("expected a file written by demask, found another zip archive")
+    version = document.get("version")
+    if version != VERSION:
+        raise BadInput(f"format version {version!r}, expected {VERSION}; install a newer demask")
+
+
+def _build(document: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Demasked:
+    slim = nn.Module()
+    _attach_modules(slim, _typed(document, "modules", dict))
+    _attach_tensors(slim, _typed(document, "tensors", list), stored)
+    graph = fx.Graph()
+    _add_nodes(graph, _typed(document, "nodes", list), slim)
+    join_twins(graph, slim)
+    specs = _specs(document, sum(n.op == "placeholder" for n in graph.nodes))
+    training = set(_typed(document, "training", list, of=str))
+    kind = _kind(document)
+    fused = any(is_fused(node) or is_pack(node) for node in graph.nodes)
+    if fused and kind is Demasked:
+        raise RefusedFile("found calls that only optimize() writes in a network it did not make")
+    _check_own(graph, slim)
+    try:
+        graph.lint()
+        history = Provenance.from_dict(_typed(document, "demasked", dict))
+        result = kind.of(slim, graph, specs, history)
+        if fused and not available(torch.float32, torch.device("cpu")):
+            result = changed(result, plain)  # this torch was built without oneDNN
+    except Exception as error:  # whatever torch.fx or the history raise of odd contents
+        raise BadInput(f"the graph or its history is damaged: {error}") from error
+    for name, module in result.named_modules():
+        module.training = name in training
+    if document.get("kind") is not None:
+        result._unarchived(document.get("extra"))
+    return result
+
+
+def _kind(document: Mapping[str, Any]) -> type[Demasked]:
+    name = document.get("kind")
+    if name is None:
+        return Optimized if document.get("optimized") is True else Demasked
+    if not isinstance(name, str) or name not in RESULT_KINDS:
+        raise BadInput(f"a network of kind {name!r:.40}, expected one of {RESULT_KINDS.names()}; "
+                       "install a newer demask")  # fmt: skip
+    return RESULT_KINDS.get(name)
+
+
+def _check_own(graph: fx.Graph, slim: nn.Module) -> None:
+    """Refuse calls of demask's ops with arguments that no network gives them."""
+
+    def value(node: fx.Node) -> Tensor | None:
+        return attrgetter(str(node.target))(slim) if node.op == "get_attr" else None
+
+    for node in graph.nodes:
+        own = own_of(node.target)
+        if own is None or own.check is None:
+            continue
+        try:
+            own.check(map_arg(schema.arguments(node), value))
+        except (BadInput, KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise RefusedFile(f"node {node.name!r}: {error}") from error
+
+
+def _typed(data: Mapping[str, Any], key: str, kind: type, of: type | None = None) -> Any:
+    value: Any = data.get(key)
+    if type(value) is not kind or (of and not all(type(item) is of for item in value)):
+        raise BadInput(f"{GRAPH}: expected {key!r} to be a {kind.__name__}")
+    return value
+
+
+def _attach_modules(slim: nn.Module, specs: Mapping[str, Any]) -> None:
+    for name, spec in specs.items():
+        parent, leaf = _parent(slim, name)
+        if leaf in parent._modules:
+            raise RefusedFile(f"module {name!r} is given twice")
+        _register(parent.add_module, leaf, _make_module(name, spec))
+
+
+def _make_module(name: str, spec: Any) -> nn.Module:
+    """The module of a spec, on the meta device, so that it allocates nothing."""
+    match spec:
+        case {"type": str(kind), **fields} if kind in MODULES:
+            try:
+                return hollow(MODULES[kind], {n: decode(v, {}) for n, v in fields.items()})
+            except (ArithmeticError, RuntimeError, TypeError, ValueError, BadInput) as error:
+                raise RefusedFile(f"module {name!r} is no {kind}: {error}") from error
+    raise RefusedFile(f"module {name!r}: expected one of {', '.join(sorted(MODULES))}")
+
+
+def _attach_tensors(slim: nn.Module, table: list[Any], stored: Mapping[str, Tensor]) -> None:
+    made: dict[str, tuple[Any, Tensor]] = {}
+    names: set[str] = set()
+    for row in table:
+        match row:
+            case {
+                "name": str(name),
+                "stored": str(key),
+                "order": list(order),
+                "parameter": bool(parameter),
+                "persistent": bool(persistent),
+                "requires_grad": bool(requires_grad),
+            } if key in stored and _is_permutation(order, stored[key].ndim):
+                kind = (parameter, requires_grad, order)
+            case _:
+                raise RefusedFile(f"{GRAPH}: a tensor's row is not understood: {row!r:.80}")
+        if key not in made:
+            made[key] = kind, _make_tensor(stored[key], *kind)
+        if made[key][0] != kind or name in names:
+            raise RefusedFile(f"tensor {name!r}: given twice, or shared by two kinds")
+        names.add(name)
+        _attach(slim, name, made[key][1], persistent)
+    for name, tensor in (*slim.named_parameters(), *slim.named_buffers()):
+        if tensor.is_meta:
+            raise BadInput(f"tensor {name!r} is missing; the file is damaged: save it again")
+    for module in slim.modules():
+        refresh(module)
+
+
+def _is_permutation(order: list[Any], ndim: int) -> bool:
+    return all(type(axis) is int for axis in order) and sorted(order) == list(range(ndim))
+
+
+def _make_tensor(values: Tensor, parameter: bool, requires_grad: bool, order: list[int]) -> Tensor:
+    if requires_grad and not (values.is_floating_point() or values.is_complex()):
+        raise RefusedFile(f"a tensor of {values.dtype} that requires a gradient")
+    tensor = values.permute([order.index(axis) for axis in range(len(order))])
+    return (
+        nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_(requires_grad)
+    )
+
+
+def _attach(slim: nn.Module, name: str, tensor: Tensor, persistent: bool) -> None:
+    module, leaf = _parent(slim, name)
+    is_parameter = isinstance(tensor, nn.Parameter)
+    slots: dict[str, Any] = module._parameters if is_parameter else module._buffers
+    if not is_holder(module) and module is not slim:  # a layer has its own slots
+        old = slots.get(leaf)
+        if old is None or not old.is_meta or old.shape != tensor.shape:
+            raise RefusedFile(f"tensor {name!r} does not fit the module that holds it")
+        slots[leaf] = tensor
+    elif is_parameter:
+        _register(module.register_parameter, leaf, tensor)
+    else:
+        _register(module.register_buffer, leaf, tensor, persistent)
+
+
+def _register(register: Any, leaf: str, *values: Any) -> None:
+    try:
+        register(leaf, *values)
+    except (KeyError, TypeError) as error:
+        raise RefusedFile(f"the name {leaf!r} is taken: {error}") from error
+
+
+def _parent(slim: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds `name`, made where it is missing, and the last part of `name`."""
+    *path, leaf = check_fqn(name).split(".")
+    module = slim
+    for part in path:
+        if part not in module._modules:
+            _register(module.add_module, part, nn.Module())
+        child = module._modules[part]
+        if child is None or len(path) > 100:
+            raise RefusedFile(f"the path {name!r} does not lead to a module")
+        module = child
+    return module, leaf
+
+
+def _add_nodes(graph: fx.Graph, rows: list[Any], slim: nn.Module) -> None:
+    nodes: dict[str, fx.Node] = {}
+    ended = False
+    tensors = {n for n, _, _ in _named_tensors(slim)}
+    modules = {n for n, m in slim.named_modules(remove_duplicate=False) if not is_holder(m)}
+    for row in rows:
+        match row:
+            case {
+                "op": str(op),
+                "name": str(name),
+                "target": str(target),
+                "args": list(args),
+                "kwargs": dict(kwargs),
+            } if op in _OPS and name not in nodes and not ended:
+                known = {"get_attr": tensors, "call_module": modules - {""}}.get(op, {target})
+            case _:
+                raise RefusedFile(f"{GRAPH}: a node is not understood: {row!r:.80}")
+        ended = op == "output"
+        if target not in known or (op in ("placeholder", "get_attr") and (args or kwargs)):
+            raise RefusedFile(f"node {name!r}: its target {target!r:.80} is not in the file")
+        node = graph.create_node(
+            op,
+            _target(op, target),
+            tuple(decode(argument, nodes) for argument in args),
+            {check_name(key): decode(argument, nodes) for key, argument in kwargs.items()},
+            name=check_name(name),
+        )
+        node.name = name
+        nodes[name] = node
+        if "value" in row:
+            node.meta["value"] = decode_value(row["value"])
+    if not ended:
+        raise BadInput(f"{GRAPH}: the graph has no output; the file is damaged")
+
+
+def _target(op: str, target: str) -> Any:
+    if op == "call_function":
+        return decode_target(target)
+    return check_name(target) if op in ("placeholder", "output") else check_fqn(target)
+
+
+def _specs(document: Mapping[str, Any], inputs: int) -> PyTreeInfo:
+    names = [check_name(name) for name in _typed(document, "orig_args", list)]
+    in_spec = load_spec(check_call_spec(document.get("in_spec")))
+    out_spec = load_spec(document.get("out_spec"))
+    if len(set(names)) != len(names) or in_spec.num_leaves != inputs:
+        raise RefusedFile(f"{GRAPH}: the call signature does not fit the {inputs} inputs")
+    return PyTreeInfo(names, in_spec, out_spec)

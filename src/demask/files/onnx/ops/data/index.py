@@ -1,0 +1,230 @@
+"""ONNX ops that read or write at indices: gathers, scatters, one-hot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from demask.errors import BadInput
+from demask.files.onnx.op_functions import Int, Ops, Value
+from demask.files.onnx.ops.data.move import by_bits, known
+from demask.files.onnx.values import MAX_HOST, SYMBOLIC, Host, product
+
+OPS = Ops()
+
+_REDUCTIONS = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
+#: torch cannot reduce these while it scatters
+_WIDER = {torch.bool: torch.uint8, torch.uint16: torch.int32, torch.uint32: torch.int64}
+
+
+def _wrapped(indices: Tensor, size: Any) -> Tensor:
+    """Indices, those that count from the end made plain."""
+    return torch.where(indices < 0, indices + size, indices)
+
+
+def _long(indices: Tensor) -> Tensor:
+    return indices if indices.dtype == torch.int64 else indices.long()
+
+
+def _host_gathered(x: np.ndarray, indices: np.ndarray, *, axis: int = 0) -> Any:
+    rest = product(n for k, n in enumerate(x.shape) if k != axis % x.ndim)
+    if not known(indices) or indices.size * rest > MAX_HOST:
+        return NotImplemented
+    return np.take(x, indices.astype(np.int64), axis)
+
+
+@OPS("Gather", host=_host_gathered)
+def gather(
+    x: Tensor, indices: Value, *, axis: int = 0, as_tensor: Callable[[Any], Tensor]
+) -> Tensor:
+    """Slices of x along an axis, at indices of any shape; negative ones count from the end."""
+    axis %= x.ndim
+    if isinstance(indices, Host):
+        short = _view_at(x, indices.array, axis)
+        if short is not None:
+            return short
+        indices = _plain(indices, x.shape[axis])
+    places = as_tensor(indices)
+    if not isinstance(indices, Host) or not known(indices.array) or (indices.array < 0).any():
+        places = _wrapped(places, x.shape[axis])
+    if axis == 0 and x.ndim == 2 and x.is_floating_point():
+        return F.embedding(places, x)
+    if places.ndim == 1:
+        return x.index_select(axis, places)
+    taken = x.index_select(axis, places.reshape(-1))
+    return taken.reshape(*x.shape[:axis], *places.shape, *x.shape[axis + 1 :])
+
+
+def _view_at(x: Tensor, indices: np.ndarray, axis: int) -> Tensor | None:
+    """x at indices that a select or a slice reaches; None for others."""
+    if indices.ndim == 0:
+        return x.select(axis, indices.item())
+    if indices.ndim > 1 or not len(indices):
+        return None
+    if len(indices) == 1:
+        return x.select(axis, indices.item()).unsqueeze(axis)
+    size = x.shape[axis]
+    if not known(indices) or isinstance(size, SYMBOLIC):
+        return None
+    first, last, step = int(indices[0]), int(indices[-1]), int(indices[1]) - int(indices[0])
+    if step < 1 or (np.diff(indices) != step).any() or not -size <= first <= last < size:
+        return None
+    if first < 0 <= last:
+        return None
+    end = last + 1
+    return torch.ops.aten.slice.Tensor(x, axis, first, end or size, step)
+
+
+def _plain(indices: Host, size: Any) -> Host:
+    """Known indices, those that count from the end made plain where the size is known."""
+    array = indices.array
+    if isinstance(size, SYMBOLIC) or not known(array):
+        return indices
+    if array.size and not -size <= array.min() <= array.max() < size:
+        raise BadInput(f"expected indices of {size} positions, got {array.min()} to {array.max()}")
+    return Host.of(np.where(array < 0, array + size, array)) if (array < 0).any() else indices
+
+
+@OPS("GatherElements")
+@by_bits
+def gather_elements(x: Tensor, indices: Tensor, *, axis: int = 0) -> Tensor:
+    """x[i][indices[i][j]] (for axis 1) at each i, j."""
+    return x.gather(axis, _wrapped(_long(indices), x.shape[axis]))
+
+
+@OPS("GatherND")
+def gather_nd(x: Tensor, indices: Tensor, *, batch_dims: int = 0) -> Tensor:
+    """x at the positions in the last axis of `indices`, behind axes that both share."""
+    rank = indices.ndim - 1
+    batch = [
+        torch.arange(x.shape[k], device=x.device).reshape([-1] + [1] * (rank - 1 - k))
+        for k in range(batch_dims)
+    ]
+    return x[(*batch, *_long(indices).unbind(-1))]
+
+
+def _host_set(x: np.ndarray, updates: np.ndarray, places: Any) -> np.ndarray:
+    made = x.astype(object if updates.dtype == object else x.dtype)
+    made[places] = updates
+    return made
+
+
+def _host_scattered(
+    x: np.ndarray, indices: np.ndarray, updates: np.ndarray, *, axis: int = 0,
+    reduction: str = "none",
+) -> Any:  # fmt: skip
+    if reduction != "none" or not known(indices):
+        return NotImplemented
+    places: list[Any] = list(np.indices(indices.shape))
+    places[axis] = indices.astype(np.int64)
+    return _host_set(x, updates, tuple(places))
+
+
+@OPS("Scatter", "ScatterElements", host=_host_scattered)
+def scatter_elements(
+    x: Tensor, indices: Tensor, updates: Tensor, *, axis: int = 0, reduction: str = "none"
+) -> Tensor:
+    """x with each update put (added, ...) where its index along the axis says."""
+    indices = _wrapped(_long(indices), x.shape[axis])
+    if reduction == "none":
+        return _put(x, axis, indices, updates)
+    return _reduced(x, axis, indices, updates, reduction)
+
+
+@by_bits
+def _put(x: Tensor, axis: int, indices: Tensor, updates: Tensor) -> Tensor:
+    return x.scatter(axis, indices, updates)
+
+
+@by_bits
+def _put_at(x: Tensor, updates: Tensor, places: tuple[Tensor, ...]) -> Tensor:
+    return x.index_put(places, updates)
+
+
+def _reduced(x: Tensor, axis: int, indices: Tensor, updates: Tensor, reduction: str) -> Tensor:
+    if reduction not in _REDUCTIONS:
+        raise BadInput(f"expected reduction none, add, mul, max or min, got {reduction!r}")
+    wide = _WIDER.get(x.dtype, x.dtype)
+    if reduction == "add" and wide == x.dtype:
+        return x.scatter_add(axis, indices, updates)
+    made = x.to(wide).scatter_reduce(axis, indices, updates.to(wide), _REDUCTIONS[reduction])
+    return made.to(x.dtype)
+
+
+def _host_scattered_nd(
+    x: np.ndarray, indices: np.ndarray, updates: np.ndarray, *, reduction: str = "none"
+) -> Any:
+    if reduction != "none" or not known(indices):
+        return NotImplemented
+    return _host_set(x, updates, tuple(np.moveaxis(indices.astype(np.int64), -1, 0)))
+
+
+@OPS("ScatterND", host=_host_scattered_nd)
+def scatter_nd(x: Tensor, indices: Tensor, updates: Tensor, *, reduction: str = "none") -> Tensor:
+    """x with each update put (added, ...) at the position in the last axis of `indices`."""
+    places = _long(indices).unbind(-1)
+    if reduction == "none":
+        return _put_at(x, updates, places)
+    sizes = x.shape[: len(places)]
+    rows, rest = torch.zeros_like(places[0]), product(x.shape[len(places) :])
+    for place, size in zip(places, sizes, strict=True):
+        rows = rows * size + _wrapped(place, size)
+    rows = rows.reshape(-1, 1).expand(-1, rest)
+    flat = x.reshape(product(sizes), rest)
+    return _reduced(flat, 0, rows, updates.reshape(-1, rest), reduction).reshape(x.shape)
+
+
+@OPS("TensorScatter")
+@by_bits
+def tensor_scatter(
+    cache: Tensor, update: Tensor, write_indices: Tensor | None = None, *, mode: str = "linear",
+    axis: int = -2,
+) -> Tensor:  # fmt: skip
+    """The cache with the update written along an axis, from each sample's index on."""
+    if mode not in ("linear", "circular"):
+        raise BadInput(f"expected mode linear or circular, got {mode!r}")
+    axis, length = axis % cache.ndim, update.shape[axis]
+    if write_indices is None:
+        return cache.slice_scatter(update, axis, 0, length)
+    places = _long(write_indices).unsqueeze(1) + torch.arange(length, device=cache.device)
+    places = places % cache.shape[axis] if mode == "circular" else places
+    shape = [1] * cache.ndim
+    shape[0], shape[axis] = -1, length
+    return cache.scatter(axis, places.reshape(shape).expand_as(update), update)
+
+
+@OPS("OneHot")
+def one_hot(indices: Tensor, depth: Int, values: Tensor, *, axis: int = -1) -> Tensor:
+    """values[1] where the new axis is at the index, values[0] elsewhere."""
+    depth = torch.sym_int(depth) if isinstance(depth, float | torch.SymFloat) else depth
+    axis = axis + indices.ndim + 1 if axis < 0 else axis
+    places = torch.arange(depth, device=indices.device)
+    places = places.reshape([-1] + [1] * (indices.ndim - axis))
+    hot = _wrapped(_long(indices), depth).unsqueeze(axis) == places
+    return torch.where(hot, values[1], values[0])
+
+
+@OPS("Compress")
+def compress(x: Tensor, condition: Tensor, *, axis: int | None = None) -> Tensor:
+    """Slices of x along an axis (of all of x in a row) where the condition holds."""
+    x = x.flatten() if axis is None else x
+    return x.index_select(axis or 0, condition.nonzero().squeeze(1))
+
+
+@OPS("ReverseSequence")
+@by_bits
+def reverse_sequence(
+    x: Tensor, lengths: Tensor, *, batch_axis: int = 1, time_axis: int = 0
+) -> Tensor:
+    """x with the first steps of each sample, as many as its length, in reverse."""
+    if {batch_axis, time_axis} != {0, 1}:
+        raise BadInput(f"expected axes 0 and 1, got {batch_axis} and {time_axis}")
+    steps = torch.arange(x.shape[time_axis], device=x.device).unsqueeze(batch_axis)
+    lengths = _long(lengths).unsqueeze(time_axis)
+    places = torch.where(steps < lengths, lengths - 1 - steps, steps)
+    return x.gather(time_axis, places.reshape(*places.shape, *[1] * (x.ndim - 2)).expand_as(x))

@@ -1,0 +1,168 @@
+"""ONNX ops with weights: convolutions and products of matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from demask.errors import BadInput
+from demask.files.onnx.op_functions import Ops
+
+OPS = Ops()
+_CONVOLUTIONS = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
+_TRANSPOSED = {
+    1: functional.conv_transpose1d,
+    2: functional.conv_transpose2d,
+    3: functional.conv_transpose3d,
+}
+_larger: Callable[[int, int], int] = torch.sym_max  # type: ignore[assignment]
+AUTO = ("NOTSET", "VALID", "SAME_UPPER", "SAME_LOWER")
+
+
+def padding_of(
+    sizes: Sequence[int], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int],
+    pads: Sequence[int] | None, auto_pad: str,
+) -> tuple[list[int], list[int]]:  # fmt: skip
+    """Padding before and after each axis of a window op."""
+    axes = len(kernel)
+    if auto_pad in ("NOTSET", "", "VALID"):
+        pads = [0] * 2 * axes if not pads or auto_pad == "VALID" else pads
+        return list(pads[:axes]), list(pads[axes:])
+    whole = [
+        (k - 1) * d if s == 1 else _larger(0, (-(-n // s) - 1) * s + (k - 1) * d + 1 - n)
+        for n, k, s, d in zip(sizes, kernel, stride, dilation, strict=True)
+    ]
+    return halves(whole, auto_pad)
+
+
+def halves(whole: Sequence[int], auto_pad: str) -> tuple[list[int], list[int]]:
+    """Padding split on both sides: an odd one more after (SAME_UPPER) or before (SAME_LOWER)."""
+    if auto_pad not in AUTO:
+        raise BadInput(f"expected auto_pad to be one of {AUTO}, got {auto_pad!r}")
+    small = [n // 2 for n in whole]
+    large = [n - n // 2 for n in whole]
+    return (small, large) if auto_pad == "SAME_UPPER" else (large, small)
+
+
+def is_even(before: Sequence[int], after: Sequence[int]) -> bool:
+    """Is the padding known, and the same on both sides of each axis?"""
+    known = all(isinstance(n, int) for n in (*before, *after))
+    return known and list(before) == list(after)
+
+
+def padded(x: Tensor, before: Sequence[int], after: Sequence[int], fill: float = 0.0) -> Tensor:
+    """x with its last axes padded; what is below zero is cut off."""
+    pairs = [n for pair in zip(reversed(before), reversed(after), strict=True) for n in pair]
+    return functional.pad(x, pairs, value=fill)
+
+
+def windows(rank: int, kernel: Sequence[int], given: Sequence[int] | None) -> int:
+    """The number of axes that a window slides over; BadInput if it is not 1, 2 or 3."""
+    if rank - 2 not in _CONVOLUTIONS or len(kernel) != rank - 2:
+        raise BadInput(f"expected 1 to 3 axes beside two, and a kernel of as many, got {rank} axes "
+                       f"and a kernel of {len(kernel)}")  # fmt: skip
+    if given and list(given) != list(kernel):
+        raise BadInput(f"expected kernel_shape {list(kernel)} as in the weight, got {list(given)}")
+    return rank - 2
+
+
+@OPS("Conv")
+def convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, auto_pad: str = "NOTSET",
+    dilations: Sequence[int] | None = None, group: int = 1,
+    kernel_shape: Sequence[int] | None = None, pads: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+) -> Tensor:  # fmt: skip
+    """A convolution over 1, 2 or 3 axes."""
+    axes = windows(x.ndim, weight.shape[2:], kernel_shape)
+    stride, dilation = strides or (1,) * axes, dilations or (1,) * axes
+    before, after = padding_of(x.shape[2:], weight.shape[2:], stride, dilation, pads, auto_pad)
+    if not is_even(before, after):
+        x, before = padded(x, before, after), [0] * axes
+    return _CONVOLUTIONS[axes](x, weight, bias, stride, before, dilation, group)
+
+
+@OPS("ConvTranspose")
+def transposed_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, auto_pad: str = "NOTSET",
+    dilations: Sequence[int] | None = None, group: int = 1,
+    kernel_shape: Sequence[int] | None = None, output_padding: Sequence[int] | None = None,
+    output_shape: Sequence[int] | None = None, pads: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+) -> Tensor:  # fmt: skip
+    """The transpose of a convolution over 1, 2 or 3 axes."""
+    axes = windows(x.ndim, weight.shape[2:], kernel_shape)
+    stride, dilation = strides or (1,) * axes, dilations or (1,) * axes
+    extra = list(output_padding or (0,) * axes)
+    # What a kernel reaches over its stride: the padding at which sizes grow by the stride alone.
+    reach = [
+        (k - 1) * d + 1 - s for k, d, s in zip(weight.shape[2:], dilation, stride, strict=True)
+    ]
+    before, after = list((pads or (0,) * 2 * axes)[:axes]), list((pads or (0,) * 2 * axes)[axes:])
+    if output_shape:
+        sizes = list(output_shape)[-axes:]
+        grown = [s * n for s, n in zip(stride, x.shape[2:], strict=True)]
+        whole = [g + r + e - n for g, r, e, n in zip(grown, reach, extra, sizes, strict=True)]
+        before, after = halves([max(0, n) for n in whole], auto_pad)
+        extra = [e + max(0, -n) for e, n in zip(extra, whole, strict=True)]
+    elif auto_pad.startswith("SAME"):
+        before, after = halves([max(0, r + e) for r, e in zip(reach, extra, strict=True)], auto_pad)
+    elif auto_pad == "VALID":
+        before, after = [0] * axes, [0] * axes
+    ends = [a - e for a, e in zip(after, extra, strict=True)]
+    return _transposed(x, weight, bias, stride, dilation, group, before, ends)
+
+
+def _transposed(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], dilation: Sequence[int],
+    group: int, before: list[int], after: list[int],
+) -> Tensor:  # fmt: skip
+    """The transposed convolution less `before` and `after` of each axis; more, where negative.
+    torch takes as much off both ends, and puts less than a stride or dilation on at the end."""
+    call = _TRANSPOSED[len(before)]
+    room = [max(s, d) for s, d in zip(stride, dilation, strict=True)]
+    short = [b - a for b, a in zip(before, after, strict=True)]
+    if all(0 <= n < r for n, r in zip(short, room, strict=True)):
+        return call(x, weight, bias, stride, before, short, group, dilation)
+    if all(n <= 0 for n in short):
+        made = call(x, weight, bias, stride, before, 0, group, dilation)
+        return padded(made, [0] * len(short), short)
+    made = call(x, weight, None, stride, 0, 0, group, dilation)
+    made = padded(made, [-n for n in before], [-n for n in after])
+    return made if bias is None else made + bias.reshape(-1, *[1] * len(before))
+
+
+@OPS("Gemm")
+def gemm(
+    a: Tensor, b: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0,
+    transA: int = 0, transB: int = 0,  # noqa: N803
+) -> Tensor:  # fmt: skip
+    """alpha a b + beta c."""
+    if not a.is_floating_point():
+        wide = [None if t is None else t.to(torch.int64) for t in (a, b, c)]
+        return _gemm(*wide, alpha, beta, transA, transB).to(a.dtype)  # type: ignore[arg-type]
+    return _gemm(a, b, c, alpha, beta, transA, transB)
+
+
+def _gemm(
+    a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, turn_a: int, turn_b: int
+) -> Tensor:
+    a, weight = a.t() if turn_a else a, b if turn_b else b.t()
+    if alpha == 1 and (c is None or (beta == 1 and c.ndim == 1 and c.shape == weight.shape[:1])):
+        return functional.linear(a, weight, c)
+    made = functional.linear(a, weight)
+    made = made if alpha == 1 else made * alpha
+    return made if c is None else made + (c if beta == 1 else c * beta)
+
+
+@OPS("MatMul")
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """The product of matrices, or of stacks of them."""
+    if a.dtype in (torch.uint32, torch.uint64):
+        return (a.to(torch.int64) @ b.to(torch.int64)).to(a.dtype)
+    if b.ndim == 2 and a.ndim > 1:
+        return functional.linear(a, b.t())  # the form of a layer, where b is a weight
+    return a @ b

@@ -1,0 +1,394 @@
+"""ONNX's Resize and Upsample: `F.interpolate` where that is the same, else axis by axis.
+
+Along an axis each output is a weighted sum of a few inputs ("taps"). Where they are and what they
+weigh follows from sizes and attributes, so it is worked out in numpy, or in torch where a size is
+symbolic; `xp` is the one of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from demask.compat.symbolic_shapes import guard_or_true, require, statically_known_true
+from demask.errors import BadInput
+from demask.files.onnx.op_functions import Floats, Ints, Ops
+from demask.files.onnx.values import SYMBOLIC
+
+OPS = Ops()
+MAX_SIZE = 2**24  # positions on an axis: each is worked out here, before torch could refuse
+MAX_MATRIX = 2**27
+
+_HALF = ("half_pixel", "half_pixel_symmetric", "pytorch_half_pixel")
+_COORDINATES = (*_HALF, "align_corners", "asymmetric", "tf_half_pixel_for_nn", "tf_crop_and_resize")
+_LINEAR = {3: "linear", 4: "bilinear", 5: "trilinear"}
+_ROUND: dict[str, Callable[[Any, Any], Any]] = {
+    "round_prefer_floor": lambda xp, x: xp.ceil(x - 0.5),
+    "round_prefer_ceil": lambda xp, x: xp.floor(x + 0.5),
+    "floor": lambda xp, x: xp.floor(x),
+    "ceil": lambda xp, x: xp.ceil(x),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """How one axis is resized: sizes before and after, their ratio as the file gives it, and the
+    limits of what is taken (0 to 1, unless it is cropped)."""
+
+    index: int
+    size: Any
+    new: Any
+    scale: Any
+    limits: tuple[Any, Any] = (0.0, 1.0)
+
+    @property
+    def symbolic(self) -> bool:
+        """Is a size kept open by `torch.export`?"""
+        return any(isinstance(n, SYMBOLIC) for n in (self.size, self.new, self.scale))
+
+    @property
+    def even(self) -> bool:
+        """Is the scale just the ratio of the sizes?"""
+        return self.symbolic or self.size * self.scale == self.new
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A resize's attributes."""
+
+    mode: str
+    coordinates: str
+    nearest: str
+    a: float = -0.75
+    outside: bool = False
+    antialias: bool = False
+    extrapolation: float = 0.0
+
+
+@OPS("Resize")
+def resize(
+    x: Tensor, roi: Floats | None = None, scales: Floats | None = None, sizes: Ints | None = None,
+    *, mode: str = "nearest", coordinate_transformation_mode: str = "half_pixel",
+    nearest_mode: str = "round_prefer_floor", cubic_coeff_a: float = -0.75,
+    exclude_outside: int = 0, extrapolation_value: float = 0.0, antialias: int = 0,
+    axes: Sequence[int] | None = None, keep_aspect_ratio_policy: str = "stretch", version: int,
+) -> Tensor:  # fmt: skip
+    """x at other sizes."""
+    if version < 11:
+        return upsample(x, roi or [], mode=mode)
+    kind = Kind(mode, coordinate_transformation_mode, nearest_mode, cubic_coeff_a,
+                bool(exclude_outside), bool(antialias), extrapolation_value)  # fmt: skip
+    places = [n % x.ndim for n in (range(x.ndim) if axes is None else axes)]
+    given = len(scales or sizes or [])
+    if bool(scales) == bool(sizes) or given != len(places):
+        raise BadInput(f"expected {len(places)} scales or as many sizes, got {given}")
+    whole = kind.coordinates != "tf_crop_and_resize"
+    limits = _limits([0.0] * given + [1.0] * given if whole else roi or [], given)
+    if scales:
+        ratios = [_ratio(s) for s in scales]
+        new = [_scaled(x.shape[k], ratio) for k, ratio in zip(places, ratios, strict=True)]
+    else:
+        new, ratios = _policy([x.shape[k] for k in places], sizes or [], keep_aspect_ratio_policy)
+    found = [
+        Axis(k, x.shape[k], *rest) for k, *rest in zip(places, new, ratios, limits, strict=True)
+    ]
+    return _resized(x, found, kind)
+
+
+def _limits(roi: list[Any], axes: int) -> list[tuple[Any, Any]]:
+    """Where on each axis the part that is taken starts and ends."""
+    if len(roi) != 2 * axes:
+        raise BadInput(f"expected a roi of {2 * axes} numbers, got {len(roi)}")
+    return list(zip(roi[:axes], roi[axes:], strict=True))
+
+
+@OPS("Upsample")
+def upsample(x: Tensor, scales: Floats, *, mode: str = "nearest") -> Tensor:
+    """x at sizes times scales; it was Resize before opset 11."""
+    if len(scales) != x.ndim:
+        raise BadInput(f"expected {x.ndim} scales, got {len(scales)}")
+    mode = {"bilinear": "linear"}.get(mode, mode)
+    if mode not in ("nearest", "linear"):
+        raise BadInput(f"expected mode nearest or linear, got {mode!r}")
+    found = [Axis(k, x.shape[k], _scaled(x.shape[k], _ratio(s)), _ratio(s))
+             for k, s in enumerate(scales)]  # fmt: skip
+    smaller = [a for a in found if not isinstance(a.scale, SYMBOLIC) and a.scale < 1]
+    larger = [a for a in found if a not in smaller]
+    # ceil: so does onnxruntime, and the tests of opset 10 ask for it
+    x = _resized(x, smaller, Kind(mode, "asymmetric", "ceil"))
+    return _resized(x, larger, Kind(mode, "asymmetric", "floor"))
+
+
+def _ratio(scale: Any) -> Any:
+    """A scale as the fraction that it was before it became a float32: 3/5 for 0.60000002."""
+    if isinstance(scale, SYMBOLIC):
+        return scale
+    if scale <= 0:
+        raise BadInput(f"expected scales above 0, got {scale}")
+    near = Fraction(scale).limit_denominator(1000)
+    return near if np.float32(float(near)) == np.float32(scale) else Fraction(scale)
+
+
+def _scaled(size: Any, scale: Any) -> Any:
+    # of a crop too: so do onnxruntime and ONNX's own shape inference, whatever its text says
+    if isinstance(scale, SYMBOLIC):
+        return math.floor(size * scale)
+    return size * scale.numerator // scale.denominator
+
+
+def _policy(sizes: list[Any], wanted: list[Any], policy: str) -> tuple[list[Any], list[Any]]:
+    """New sizes and scales, for the sizes that the file asks for."""
+    if policy == "stretch":
+        return wanted, [_over(new, old) for new, old in zip(wanted, sizes, strict=True)]
+    if policy not in ("not_larger", "not_smaller"):
+        raise BadInput(f"expected policy stretch, not_larger or not_smaller, got {policy!r}")
+    ratios = [_over(new, old) for new, old in zip(wanted, sizes, strict=True)]
+    scale = min(ratios) if policy == "not_larger" else max(ratios)
+    return [math.floor(scale * n + Fraction(1, 2)) for n in sizes], [scale] * len(sizes)
+
+
+def _over(new: Any, old: Any) -> Any:
+    return Fraction(new, old) if isinstance(new, int) and isinstance(old, int) else new / old
+
+
+def _resized(x: Tensor, axes: list[Axis], kind: Kind) -> Tensor:
+    _check(kind)
+    axes = [a for a in axes if not _same(a)]
+    if not axes:
+        return x
+    for axis in axes:
+        if isinstance(axis.new, int) and axis.new > MAX_SIZE:
+            raise BadInput(f"expected at most {MAX_SIZE} positions on axis {axis.index}, "
+                           f"got {axis.new}")  # fmt: skip
+    whole = _at_once(x, axes, kind)
+    if whole is not None:
+        return whole
+    if kind.mode == "nearest":
+        for axis in axes:
+            x = _picked(x, axis, kind)
+        return x
+    made = x if x.is_floating_point() else x.to(torch.float64)
+    for axis in axes:
+        made = _mixed(made, axis, kind)
+    if x.is_floating_point():
+        return made
+    limits = torch.iinfo(x.dtype)
+    return made.round().clamp(limits.min, limits.max).to(x.dtype)
+
+
+def _check(kind: Kind) -> None:
+    for name, value, allowed in (
+        ("mode", kind.mode, ("nearest", "linear", "cubic")),
+        ("coordinate_transformation_mode", kind.coordinates, _COORDINATES),
+        ("nearest_mode", kind.nearest, tuple(_ROUND)),
+    ):
+        if value not in allowed:
+            raise BadInput(f"expected {name} {' or '.join(allowed)}, got {value!r}")
+    if kind.antialias and kind.mode == "nearest":
+        raise BadInput("expected no antialias in mode nearest")
+
+
+def _same(axis: Axis) -> bool:
+    """Does the axis stay as it is?"""
+    if axis.limits != (0.0, 1.0):
+        return False
+    if not isinstance(axis.scale, SYMBOLIC):
+        return axis.scale == 1
+    if axis.index > 1:
+        return statically_known_true(axis.size == axis.new)
+    # nobody resizes samples or channels by a size: two sizes that are equal now always are
+    if not guard_or_true(axis.size == axis.new):
+        return False
+    require(axis.size == axis.new)
+    return True
+
+
+def _at_once(x: Tensor, axes: list[Axis], kind: Kind) -> Tensor | None:
+    """What one call of F.interpolate makes, if it is the same."""
+    if not 3 <= x.ndim <= 5 or not x.is_floating_point() or x.dtype.itemsize < 2:
+        return None
+    if any(a.index < 2 or not (a.even or _scaled(a.size, a.scale) == a.new) for a in axes):
+        return None
+    if kind.mode == "nearest":
+        found = [_nearest_mode(a, kind) for a in axes]
+        modes = set.intersection(*found)
+        return _interpolated(x, axes, min(modes, key=len), None) if modes else None
+    cubic = kind.mode == "cubic"
+    if kind.antialias or (cubic and (x.ndim != 4 or kind.a != -0.75 or kind.outside)):
+        return None
+    corners = kind.coordinates == "align_corners"
+    if not corners and kind.coordinates not in _HALF:
+        return None
+    uneven = kind.coordinates == "half_pixel_symmetric" or corners
+    one = kind.coordinates == "pytorch_half_pixel"
+    if any((uneven and not a.even) or (one and _number_one(a.new)) for a in axes):
+        return None
+    return _interpolated(x, axes, "bicubic" if cubic else _LINEAR[x.ndim], corners)
+
+
+def _number_one(size: Any) -> bool:
+    return isinstance(size, int) and size == 1
+
+
+def _interpolated(x: Tensor, axes: list[Axis], mode: str, corners: bool | None) -> Tensor:
+    by_scale = all(isinstance(a.scale, Fraction) for a in axes) and any(
+        a.symbolic or not a.even for a in axes
+    )
+    spatial = {a.index: a for a in axes}
+    if by_scale:
+        scales = [_factor(spatial[k].scale) if k in spatial else 1.0 for k in range(2, x.ndim)]
+        return F.interpolate(x, scale_factor=scales, mode=mode, align_corners=corners)
+    sizes = [spatial[k].new if k in spatial else x.shape[k] for k in range(2, x.ndim)]
+    return F.interpolate(x, size=sizes, mode=mode, align_corners=corners)
+
+
+def _factor(scale: Fraction) -> float:
+    """A scale as torch takes it. A hair larger where no float is exact: 100 * 0.29 < 29, and the
+    size would be rounded down to 28."""
+    near = float(scale)
+    return near if Fraction(near) == scale else near * (1 + 2.0**-40)
+
+
+def _nearest_mode(axis: Axis, kind: Kind) -> set[str]:
+    """The modes of F.interpolate that take the same positions."""
+    if not axis.symbolic:
+        # as torch works it out, in float32
+        wanted, last = _positions(axis, kind), axis.size - 1
+        step = np.float32(axis.size / axis.new if axis.even else 1 / axis.scale)
+        places = np.arange(axis.new, dtype=np.float32)
+        made = {"nearest": places * step, "nearest-exact": (places + np.float32(0.5)) * step}
+        return {name for name, found in made.items()
+                if np.array_equal(np.minimum(np.floor(found), last), wanted)}  # fmt: skip
+    if kind.coordinates == "asymmetric" and kind.nearest == "floor":
+        return {"nearest"}
+    times = isinstance(axis.scale, Fraction) and axis.scale.denominator == 1
+    if times and kind.coordinates in _HALF and kind.nearest.startswith("round"):
+        return {"nearest", "nearest-exact"}
+    twice = times and axis.scale == 2 and kind.coordinates == "asymmetric"
+    if twice and kind.nearest == "round_prefer_floor":
+        return {"nearest"}
+    exact = kind.coordinates in _HALF and kind.nearest == "round_prefer_ceil"
+    return {"nearest-exact"} if exact else set()
+
+
+def _xp(axis: Axis) -> Any:
+    return torch if axis.symbolic else np
+
+
+def _origin(axis: Axis, kind: Kind) -> Any:
+    """Where on the old axis each position of the new one lies."""
+    xp, size, new = _xp(axis), axis.size, axis.new
+    scale = axis.scale if isinstance(axis.scale, SYMBOLIC) else float(axis.scale)
+    places = xp.arange(new, dtype=xp.float64)
+    width = new if axis.even else size * scale
+    if kind.coordinates == "asymmetric":
+        return places / scale
+    if kind.coordinates == "tf_half_pixel_for_nn":
+        return (places + 0.5) / scale
+    if kind.coordinates == "align_corners":
+        return places * 0 if _number_one(width) else places * (size - 1) / (width - 1)
+    if kind.coordinates == "tf_crop_and_resize":
+        start, end = axis.limits
+        if _number_one(new):
+            return places * 0 + 0.5 * (start + end) * (size - 1)
+        return places * ((end - start) * (size - 1) / (width - 1)) + start * (size - 1)
+    if kind.coordinates == "pytorch_half_pixel" and _number_one(new):
+        return places * 0
+    offset = 0.0
+    if kind.coordinates == "half_pixel_symmetric" and not axis.even:
+        offset = size / 2 * (1 - new / width)
+    return offset + (places + 0.5) / scale - 0.5
+
+
+def _positions(axis: Axis, kind: Kind) -> Any:
+    """The nearest position on the old axis, for each on the new one."""
+    xp = _xp(axis)
+    return xp.clip(_ROUND[kind.nearest](xp, _origin(axis, kind)), 0, axis.size - 1)
+
+
+def _tensor(found: Any, like: Tensor, dtype: torch.dtype) -> Tensor:
+    if isinstance(found, Tensor):
+        return found.to(like.device, dtype)
+    return torch.tensor(found.tolist(), dtype=dtype, device=like.device)
+
+
+def _picked(x: Tensor, axis: Axis, kind: Kind) -> Tensor:
+    places = _tensor(_positions(axis, kind), x, torch.int64)
+    return _outside(x.index_select(axis.index, places), axis, kind)
+
+
+def _outside(x: Tensor, axis: Axis, kind: Kind) -> Tensor:
+    """x with the extrapolation value where a crop reaches beyond the axis."""
+    if kind.coordinates != "tf_crop_and_resize":
+        return x
+    origin = _origin(axis, kind)
+    beyond = (origin < 0) | (origin > axis.size - 1)
+    if not axis.symbolic and not beyond.any():
+        return x
+    mask = _tensor(beyond, x, torch.bool).reshape([-1] + [1] * (x.ndim - 1 - axis.index))
+    return x.masked_fill(mask, kind.extrapolation)
+
+
+def _taps(axis: Axis, kind: Kind) -> tuple[Any, Any]:
+    """Positions on the old axis and their weights, each [new size, taps]."""
+    xp, reach = _xp(axis), {"linear": 1, "cubic": 2}[kind.mode]
+    shrink = min(axis.scale, 1) if kind.antialias else 1
+    first = math.floor(-reach / shrink) + 1
+    origin = _origin(axis, kind)
+    left = xp.ceil(origin) - 1
+    offsets = xp.arange(first, 2 - first, dtype=xp.float64)
+    weights = _weights(xp, (offsets - (origin - left)[:, None]) * float(shrink), kind)
+    if kind.antialias:
+        weights = weights / weights.sum(-1)[:, None]
+    places = left[:, None] + offsets
+    if kind.outside:
+        weights = xp.where((places < 0) | (places > axis.size - 1), 0.0, weights)
+        whole = weights.sum(-1)[:, None]
+        weights = weights / xp.where(whole == 0, 1.0, whole)
+    return xp.clip(places, 0, axis.size - 1), weights
+
+
+def _weights(xp: Any, distance: Any, kind: Kind) -> Any:
+    """The kernel at some distances."""
+    x = xp.abs(distance)
+    if kind.mode == "linear":
+        return xp.clip(1 - x, 0, 1)
+    a = kind.a
+    near = ((a + 2) * x - (a + 3)) * x * x + 1
+    far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+    return xp.where(x <= 1, near, xp.where(x < 2, far, 0.0))
+
+
+def _mixed(x: Tensor, axis: Axis, kind: Kind) -> Tensor:
+    """x with one axis resized, each position a weighted sum of its taps."""
+    places, weights = _taps(axis, kind)
+    count = weights.shape[1]
+    if count > 4 and not axis.symbolic:
+        return _outside(_multiplied(x, axis, places, weights), axis, kind)
+    shape = [-1] + [1] * (x.ndim - 1 - axis.index)
+    parts = [
+        x.index_select(axis.index, _tensor(places[:, k], x, torch.int64))
+        * _tensor(weights[:, k], x, x.dtype).reshape(shape)
+        for k in range(count)
+    ]
+    return _outside(sum(parts[1:], parts[0]), axis, kind)
+
+
+def _multiplied(x: Tensor, axis: Axis, places: np.ndarray, weights: np.ndarray) -> Tensor:
+    """x times a matrix of the weights: cheaper than many taps."""
+    if axis.new * axis.size > MAX_MATRIX:
+        raise BadInput(f"a resize from {axis.size} to {axis.new} positions is too large for demask")
+    matrix = np.zeros((axis.new, axis.size))
+    np.add.at(matrix, (np.arange(axis.new)[:, None], places.astype(np.int64)), weights)
+    weight = _tensor(matrix, x, x.dtype)
+    if axis.index == x.ndim - 2:
+        return weight @ x
+    return F.linear(x.movedim(axis.index, -1), weight).movedim(-1, axis.index)

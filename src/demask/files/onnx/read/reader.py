@@ -1,0 +1,317 @@
+"""ONNX bytes -> `File`: the one door for ONNX files from outside.
+
+What comes out is whole: each name is made once and before it is read, each tensor has the bytes
+that its sizes ask for, text is text. What a file can ask of the machine is bounded by its size, by
+what lies beside it, and by the limits of `wire`, `beside`, `tensors` and `order`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from demask.errors import BadInput
+from demask.files.onnx.model import File, Function, Graph, Node, Reference
+from demask.files.onnx.read import wire
+from demask.files.onnx.read.external_data import MAX_NAME, Beside, file_bytes, text
+from demask.files.onnx.read.sub_byte_types import narrow_types, said
+from demask.files.onnx.read.tensors import (
+    DTYPES,
+    MAX_ELEMENTS,
+    NARROW,
+    STRING,
+    decoded,
+    dense,
+    tensor,
+)
+from demask.files.onnx.read.topological_order import in_order
+from demask.graph.provenance import Port
+
+__all__ = ["DTYPES", "NARROW", "STRING", "installed", "parsed", "read", "tensor"]
+
+FIRST_WITH_OPSETS = 3  # the IR version since which files name their op sets
+MAX_DOMAINS = 100
+LISTED = 40  # bytes of an item of a list in memory
+MAX_TEXT = 2**26  # characters of a description
+
+
+def installed() -> Any:
+    """The `onnx` package; BadInput where it is missing."""
+    try:
+        import onnx
+    except ImportError as error:
+        raise BadInput("ONNX files need the onnx package: pip install 'demask[onnx]'") from error
+    return onnx
+
+
+def read(path: str | os.PathLike[str]) -> File:
+    """The network in an ONNX file; BadInput or RefusedFile for anything else."""
+    onnx, given = installed(), Path(path)
+    message = onnx.ModelProto.DESCRIPTOR
+    try:
+        data = file_bytes(path, lambda size, head: _check_head(size, head, message))
+        wire.check(data, message)
+        proto = _message(onnx, data)
+        del data
+        return parsed(proto, given.parent, given.resolve().parent)
+    except BadInput as error:
+        raise type(error)(f"{path}: {error}") from error
+    except MemoryError as error:
+        raise BadInput(f"{path}: does not fit into memory") from error
+
+
+def _check_head(size: int, head: bytes, message: Any) -> None:
+    if size > wire.MAX_BYTES:
+        raise BadInput(
+            f"{size} bytes; an ONNX file has at most {wire.MAX_BYTES}, since protobuf reads no "
+            "more: keep the weights in a file beside it (save_as_external_data)"
+        )
+    if not wire.starts(head, message):
+        raise BadInput("expected an ONNX file, found something else or an empty file")
+
+
+def _message(onnx: Any, data: bytes) -> Any:
+    from google.protobuf.message import DecodeError
+
+    try:
+        return onnx.ModelProto.FromString(data)
+    except DecodeError as error:
+        raise BadInput(f"expected an ONNX file, found a damaged one: {error}") from error
+
+
+def parsed(proto: Any, folder: Path, real: Path | None = None) -> File:
+    """The network in a ModelProto; external tensors lie under `folder` (or, where that has links
+    to them, under `real`)."""
+    newest = installed().IR_VERSION
+    if not 1 <= proto.ir_version <= newest:
+        raise BadInput(
+            f"ir_version {proto.ir_version}; expected 1 to {newest}, which this onnx package "
+            "knows: update it, or export for an older one"
+        )
+    if not proto.HasField("graph"):
+        raise BadInput("the file has no graph; expected a network")
+    opsets = _opsets(proto)
+    if not opsets and proto.ir_version < FIRST_WITH_OPSETS:
+        opsets = {"": 1}
+    reader = Reader(Beside(folder, real), frozenset(opsets), frozenset())
+    functions = {}
+    for function in proto.functions:
+        key = _op(function, function.name)
+        if key in functions:
+            raise BadInput(f"two functions named {'.'.join(key)!r}; expected distinct names")
+        functions[key] = reader.function(function)
+    metadata = {_long(p.key): _long(p.value) for p in proto.metadata_props}
+    called = frozenset(domain for domain, _ in functions)
+    reader = Reader(reader.beside, frozenset(opsets) | called, frozenset())
+    graph = reader.graph(proto.graph, whole=True)
+    if not graph.outputs:
+        raise BadInput("the graph has no outputs; expected some")
+    return in_order(
+        File(
+            graph,
+            opsets,
+            metadata,
+            functions,
+            proto.ir_version,
+            _long(proto.doc_string or proto.graph.doc_string),
+        )
+    )
+
+
+def _opsets(proto: Any) -> dict[str, int]:
+    if len(proto.opset_import) > MAX_DOMAINS:
+        raise BadInput(f"expected at most {MAX_DOMAINS} op sets, got {len(proto.opset_import)}")
+    newest, found = installed().defs.onnx_opset_version(), {}
+    for entry in proto.opset_import:
+        domain, version = _domain(entry.domain), entry.version
+        if found.setdefault(domain, version) != version:
+            raise BadInput(f"op set {domain or 'ai.onnx'!r} in two versions; expected one")
+        if version < 1 or (not domain and version > newest):
+            raise BadInput(
+                f"op set {domain or 'ai.onnx'!r} of version {version}; expected 1"
+                + (" or later" if domain else f" to {newest}, the newest that this onnx knows")
+            )
+    return found
+
+
+def _domain(name: Any) -> str:
+    name = _word(name, "a domain")
+    return "" if name == "ai.onnx" else name
+
+
+def _op(proto: Any, name: str) -> tuple[str, str]:
+    """Domain and name of an op or a function; of functions of one name, `overload` tells which."""
+    if not name:
+        raise BadInput("a node or a function without the name of its op")
+    overload = _word(getattr(proto, "overload", ""), "an overload")
+    name = _word(name, "the name of an op")
+    return _domain(proto.domain), f"{name}:{overload}" if overload else name
+
+
+def _word(value: Any, what: str) -> str:
+    """Text that can stand in an error as it is."""
+    if not text(value, what).isprintable():
+        raise BadInput(f"{what}: expected plain text, got {value[:40]!r}")
+    return value
+
+
+def _long(value: Any) -> str:
+    return text(value, "a description", MAX_TEXT)
+
+
+def _names(values: Iterable[Any], what: str) -> tuple[str, ...]:
+    names = tuple(values)
+    for name in names:
+        if type(name) is not str or len(name) > MAX_NAME:
+            text(name, what)
+    return names
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Makes values of the messages inside a model. domains: those that nodes may use. attributes:
+    those of the function around, which its nodes may take."""
+
+    beside: Beside
+    domains: Collection[str]
+    attributes: Collection[str]
+
+    def graph(self, proto: Any, whole: bool = False) -> Graph:
+        """A graph, its nodes in the file's order. whole: inputs with a value are none, as they
+        only can be changed, and need not."""
+        name, constants = text(proto.name, "a graph's name"), {}
+        tensors = [(t.name, tensor(t, self.beside)) for t in proto.initializer]
+        tensors += [(t.values.name, dense(t, self.beside)) for t in proto.sparse_initializer]
+        for key, value in tensors:
+            if key in constants or not key:
+                raise BadInput(f"two constants named {key!r}" if key else "a constant has no name")
+            constants[key] = value
+        inputs = tuple(map(_port, proto.input))
+        if whole:
+            inputs = tuple(port for port in inputs if port.name not in constants)
+        nodes = said(tuple(map(self.node, proto.node)), narrow_types(proto))
+        return Graph(name, nodes, constants, inputs, tuple(map(_port, proto.output)))
+
+    def node(self, proto: Any) -> Node:
+        """A call of an op."""
+        domain, op = _op(proto, proto.op_type)
+        inputs = _names(proto.input, "a node's input")
+        outputs = _names(proto.output, "a node's output")
+        node = Node(op, domain, text(proto.name, "a node's name"), inputs, outputs, {})
+        if not outputs:
+            raise BadInput(f"{node} has no output; expected some")
+        if domain not in self.domains:
+            known = sorted(d or "ai.onnx" for d in self.domains)
+            raise BadInput(f"{node}: the file names no version of the op set "
+                           f"{domain or 'ai.onnx'!r}; it has {known}")  # fmt: skip
+        if not proto.attribute:
+            return node
+        try:
+            attributes = self.values(proto.attribute)
+        except BadInput as error:
+            raise type(error)(f"{node}: {error}") from None
+        return Node(op, domain, node.name, inputs, outputs, attributes)
+
+    def values(self, protos: Iterable[Any]) -> dict[str, Any]:
+        """Attributes by name."""
+        found: dict[str, Any] = {}
+        for proto in protos:
+            name = text(proto.name, "an attribute's name")
+            if name in found or not name:
+                raise BadInput(f"expected attributes of distinct names, got {name!r} twice or none")
+            found[name] = self.value(proto, name)
+        return found
+
+    def value(self, proto: Any, name: str) -> Any:
+        """The value of an attribute."""
+        if proto.ref_attr_name:
+            taken = text(proto.ref_attr_name, "an attribute's reference")
+            if taken not in self.attributes:
+                raise BadInput(f"attribute {name!r} takes {taken!r}, which nothing gives")
+            return Reference(taken)
+        kinds = installed().AttributeProto
+        if proto.type not in _VALUES:
+            kind = kinds.AttributeType.Name(proto.type)
+            raise BadInput(f"attribute {name!r} has type {kind}, which demask does not read")
+        field = _VALUES[proto.type]
+        value = getattr(proto, field)
+        if not proto.HasField(field) if field in _SINGLE else not value:
+            _check_left_out(proto, name, field)
+        match field:
+            case "s":
+                return decoded(value, f"attribute {name!r}")
+            case "strings":
+                return tuple(decoded(s, f"attribute {name!r}") for s in value)
+            case "t":
+                return tensor(value, self.beside)
+            case "g":
+                return self.graph(value)
+            case "sparse_tensor":
+                return dense(value, self.beside)
+            case "tp":
+                return value.WhichOneof("value") or ""
+        if field in _SINGLE:
+            return value
+        self.beside.expand(LISTED * len(value), f"attribute {name!r}")
+        return tuple(value)
+
+    def function(self, proto: Any) -> Function:
+        """An op that the file itself defines."""
+        names = _names(proto.attribute, "a function's attribute")
+        defaults = self.values(proto.attribute_proto)
+        if len({*names, *defaults}) != len(names) + len(defaults):
+            raise BadInput(f"function {proto.name!r} has an attribute twice")
+        attributes = {**dict.fromkeys(names, ...), **defaults}
+        opsets = _opsets(proto)
+        inside = Reader(self.beside, {*self.domains, *opsets}, frozenset(attributes))
+        inputs = _names(proto.input, "a function's input")
+        outputs = _names(proto.output, "a function's output")
+        nodes = said(tuple(map(inside.node, proto.node)), narrow_types(proto))
+        return Function(inputs, outputs, attributes, nodes, opsets)
+
+
+#: by the number of an attribute's type, the field that has its value
+_VALUES = {1: "f", 2: "i", 3: "s", 4: "t", 5: "g", 6: "floats", 7: "ints", 8: "strings",
+           11: "sparse_tensor", 13: "tp"}  # fmt: skip
+_SINGLE = {"f", "i", "s", "t", "g", "sparse_tensor", "tp"}
+_EMPTY = {"t", "g", "sparse_tensor", "tp"}  # nothing stands for an empty one of these
+_ABOUT = {"name", "type", "doc_string", "ref_attr_name"}
+
+
+def _check_left_out(proto: Any, name: str, field: str) -> None:
+    """Raise where the value is not there: numbers that are 0 and lists without items may be."""
+    others = [f.name for f, _ in proto.ListFields() if f.name not in _ABOUT and f.name != field]
+    if others or field in _EMPTY:
+        raise BadInput(f"attribute {name!r}: expected a value in {field!r}, found {others or None}")
+
+
+def _port(proto: Any) -> Port:
+    name = _word(proto.name, "the name of an input or output")
+    if not name:
+        raise BadInput("an input or output has no name")
+    if not proto.type.HasField("tensor_type"):
+        return Port(name, proto.type.WhichOneof("value") or "", None)
+    found = proto.type.tensor_type
+    known: Mapping[int, Any] = {0: "", STRING: "", **DTYPES, **NARROW}
+    if found.elem_type not in known:
+        raise BadInput(f"{name!r}: element type {found.elem_type} is none that demask reads")
+    dtype = str(known[found.elem_type]).removeprefix("torch.")
+    if not found.HasField("shape"):
+        return Port(name, dtype, None)
+    sizes = tuple(_size(d, name) for d in found.shape.dim)
+    if math.prod(max(n, 1) for n in sizes if isinstance(n, int)) > MAX_ELEMENTS:
+        raise BadInput(f"{name!r}: the sizes {list(sizes)} are more than any tensor has")
+    return Port(name, dtype, sizes)
+
+
+def _size(proto: Any, name: str) -> int | str:
+    """A size, the name of one, or "" (some exporters say so by -1)."""
+    if not proto.HasField("dim_value"):
+        return _word(proto.dim_param, "the name of a size")
+    if proto.dim_value < -1:
+        raise BadInput(f"{name!r}: a dimension of size {proto.dim_value}; expected 0 or more")
+    return "" if proto.dim_value == -1 else proto.dim_value

@@ -1,0 +1,285 @@
+"""A .pt2 program's JSON, held to torch's own schema: types by the schema, every text by a rule.
+
+A text field without a rule is refused, so a later torch that adds one does not open a door.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from demask.compat.export_schema import Union, schema
+from demask.errors import BadInput, RefusedFile
+from demask.files.allowed_names import BUILTINS, check_fqn, check_name, find_op
+from demask.files.pt2.expressions import check_expression
+from demask.files.pytree_specs import check_call_spec, check_spec
+from demask.graph.capture import export_guards
+
+Rule = Callable[[str], Any]
+
+MAX_TEXT = 10_000
+MAX_EXPRESSIONS = 2**21  # characters of all distinct ones
+_DEVICE = re.compile(r"cpu|cuda|mps|xpu|meta")
+_RANGE = re.compile(r"(s|u|zf|zuf)\d{1,6}", re.ASCII)  # torch counts up to the number
+_PAYLOAD = re.compile(r"(weight|tensor)_\d{1,9}", re.ASCII)
+_LABEL = re.compile(r"[\w.<>+=-]{1,500}", re.ASCII)
+_ARGUMENT = re.compile(r"([A-Za-z_]\w{0,200})?", re.ASCII)  # "from" and "self" are among them
+_DIALECT = re.compile(r"TRAINING|ATEN|")
+_WRAPPERS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
+# What demask has no use for and torch would look up or unpickle.
+_REFUSED = {
+    "Argument.as_operator": "an operator passed as a value",
+    "Argument.as_string_to_argument": "a dictionary passed to an operator",
+    "CustomObjArgument": "a custom object",
+    "InputToCustomObjSpec": "a custom object",
+    "TokenArgument": "an effect token",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The schema with its rules: `namespaces` are the op namespaces a node may call,
+    `expressions` the distinct symbolic expressions met so far (sympy takes time for each)."""
+
+    namespaces: frozenset[str]
+    expressions: set[str] = field(default_factory=set)
+
+    def clean(self, kind: Any, value: Any, where: str) -> Any:
+        """`value`, JSON that fits the schema type `kind`, without what is not needed.
+
+        BadInput or RefusedFile naming the field (`where`), what was found and what was expected.
+        """
+        origin, inner = typing.get_origin(kind), typing.get_args(kind)
+        if origin in (typing.Union, types.UnionType):
+            return None if value is None else self.clean(inner[0], value, where)
+        if origin is list:
+            _expect(isinstance(value, list), "a list", value, where)
+            return [self.clean(inner[0], item, where) for item in value]
+        if origin is dict:
+            return self._clean_mapping(inner[1], value, where)
+        if not isinstance(kind, type):
+            raise RefusedFile(f"{where}: this torch has a field that demask does not understand")
+        if kind.__name__ in _REFUSED:
+            raise RefusedFile(f"{where}: found {_REFUSED[kind.__name__]}; expected tensors only")
+        if issubclass(kind, Union):
+            return self._clean_union(kind, value, where)
+        if dataclasses.is_dataclass(kind):
+            return self._clean_record(kind, value)
+        return self._clean_scalar(kind, value, where)
+
+    def _clean_union(self, kind: type, value: Any, where: str) -> dict[str, Any]:
+        fields = _fields(kind)
+        single = isinstance(value, dict) and len(value) == 1
+        _expect(single and next(iter(value)) in fields, f"a {kind.__name__}", value, where)
+        tag, inner = next(iter(value.items()))
+        place = f"{kind.__name__}.{tag}"
+        if place in _REFUSED:
+            raise RefusedFile(f"{where}: found {_REFUSED[place]}; expected tensors and numbers")
+        return {tag: self.clean(fields[tag], inner, place)}
+
+    def _clean_record(self, kind: type, value: Any) -> dict[str, Any]:
+        fields, name = _fields(kind), kind.__name__
+        _expect(isinstance(value, dict), f"a {name}", value, name)
+        unknown = sorted(set(value) - set(fields))
+        if unknown:
+            raise BadInput(
+                f"{name}: found the field {unknown[0]!r}; this file was written by a newer torch, "
+                "update torch to read it"
+            )
+        cleaned = {}
+        for key, inner in value.items():
+            place = f"{name}.{key}"
+            if place in _REWRITTEN:
+                cleaned[key] = _REWRITTEN[place](inner)
+            else:
+                cleaned[key] = self.clean(fields[key], inner, place)
+        missing = sorted(_required(kind) - set(cleaned))
+        _expect(not missing, f"the field {missing[:1]}", value, name)
+        return cleaned
+
+    def _clean_mapping(self, kind: Any, value: Any, where: str) -> dict[str, Any]:
+        _expect(isinstance(value, dict), "a JSON object", value, where)
+        for key in value:
+            self._check_text(key, f"{where} keys")
+        return {key: self.clean(kind, inner, where) for key, inner in value.items()}
+
+    def _clean_scalar(self, kind: type, value: Any, where: str) -> Any:
+        if kind is str:
+            _expect(isinstance(value, str), "a string", value, where)
+            self._check_text(value, where)
+            return value
+        if kind is float:
+            known = type(value) in (int, float) or value in ("Infinity", "-Infinity", "NaN")
+        elif kind is bool:
+            known = type(value) is bool
+        elif issubclass(kind, enum.IntEnum):
+            known = type(value) is int and value in set(kind)
+        else:
+            known = kind is int and type(value) is int and abs(value) <= 2**63
+        _expect(known, f"a {kind.__name__}", value, where)
+        return value
+
+    def _check_text(self, text: str, where: str) -> None:
+        own = {"Node.target": self._check_target, "SymExpr.expr_str": self._check_expression}
+        rule = own.get(where) or _TEXT_RULES.get(where)
+        if rule is None:
+            raise RefusedFile(f"{where}: this torch has a text field that demask does not know")
+        try:
+            rule(text)
+        except BadInput as error:
+            raise type(error)(f"{where}: {error}") from None
+
+    def _check_expression(self, text: str) -> None:
+        if text not in self.expressions:
+            self.expressions.add(check_expression(text))
+
+    def _check_target(self, target: str) -> None:
+        kind, _, name = target.partition(".")
+        plain = f"operator.{name}" if kind == "_operator" else target
+        if plain in BUILTINS and plain != "operator.getitem":
+            return
+        if target in {f"torch.ops.higher_order.{wrapper}" for wrapper in _WRAPPERS}:
+            return
+        if not target.startswith("torch.ops."):
+            raise RefusedFile(f"found the target {target[:80]!r}; expected an op of torch.ops.aten")
+        find_op(target.removeprefix("torch.ops."), self.namespaces)
+
+
+def clean_program(value: Any, namespaces: Collection[str]) -> dict[str, Any]:
+    """The JSON of an exported program, checked: names, targets, expressions, specs.
+
+    Of node metadata only the module stack stays.
+    """
+    program = Program(frozenset(namespaces))
+    cleaned = program.clean(schema.ExportedProgram, value, "program")
+    if sum(map(len, program.expressions)) > MAX_EXPRESSIONS:
+        raise RefusedFile(f"more than {MAX_EXPRESSIONS} characters of symbolic expressions")
+    return cleaned
+
+
+def clean_payloads(value: Any) -> dict[str, Any]:
+    """The JSON of a table of tensors (weights or constants), checked like the program."""
+    return Program(frozenset()).clean(schema.PayloadConfig, value, "tensors")
+
+
+@cache
+def _fields(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind, globalns=dict(vars(schema)))
+
+
+@cache
+def _required(kind: type) -> frozenset[str]:
+    return frozenset(
+        each.name
+        for each in dataclasses.fields(kind)
+        if each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
+    )
+
+
+def _expect(known: bool, expected: str, value: Any, where: str) -> None:
+    if not known:
+        shown = repr(value) if not isinstance(value, dict | list) else f"a {type(value).__name__}"
+        raise BadInput(f"{where}: expected {expected}, found {shown[:80]}")
+
+
+def _matches(pattern: re.Pattern[str], expected: str) -> Rule:
+    def rule(text: str) -> None:
+        if not pattern.fullmatch(text):
+            raise RefusedFile(f"found {text[:80]!r}; expected {expected}")
+
+    return rule
+
+
+def _any_text(text: str) -> None:
+    if len(text) > MAX_TEXT:
+        raise RefusedFile(f"found a text of {len(text)} characters; expected at most {MAX_TEXT}")
+
+
+def _module_stack(metadata: Any) -> dict[str, str]:
+    """Of a node's metadata only which module it came from: printable, never looked up by torch."""
+    stack = metadata.get("nn_module_stack") if isinstance(metadata, Mapping) else None
+    if not isinstance(stack, str) or len(stack) > MAX_TEXT or not stack.isprintable():
+        return {}
+    plain = all(entry.count(",") == 2 for entry in stack.split(";"))
+    return {"nn_module_stack": stack} if plain else {}
+
+
+def _conditions(texts: Any) -> list[str]:
+    """Conditions on sizes, which torch runs as Python."""
+    known = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
+    _expect(known, "a list of strings", texts, "ExportedProgram.guards_code")
+    return [export_guards.check(text) for text in texts]
+
+
+_REWRITTEN: dict[str, Callable[[Any], Any]] = {
+    "Node.metadata": _module_stack,
+    "GraphModule.metadata": lambda _: {},
+    "ExportedProgram.guards_code": _conditions,
+}
+
+
+def _path_or_empty(text: str) -> None:
+    if text:
+        check_fqn(text)
+
+
+_RULES: tuple[tuple[Rule, tuple[str, ...]], ...] = (
+    (
+        check_name,
+        (
+            "TensorArgument.name",
+            "GraphArgument.name",
+            "SymIntArgument.as_name",
+            "SymFloatArgument.as_name",
+            "SymBoolArgument.as_name",
+            "InputToConstantInputSpec.name",
+            "Graph.tensor_values keys",
+            "Graph.sym_int_values keys",
+            "Graph.sym_float_values keys",
+            "Graph.sym_bool_values keys",
+            "Graph.custom_obj_values keys",
+            "Node.name",
+            "GradientToUserInputSpec.user_input_name",
+            "UserInputMutationSpec.user_input_name",
+            "ModuleCallSignature.forward_arg_names",
+            "NamedTupleDef.field_names",
+        ),
+    ),
+    (
+        check_fqn,
+        (
+            "InputToParameterSpec.parameter_name",
+            "InputToBufferSpec.buffer_name",
+            "InputToTensorConstantSpec.tensor_constant_name",
+            "BufferMutationSpec.buffer_name",
+            "ParameterMutationSpec.parameter_name",
+            "GradientToParameterSpec.parameter_name",
+            "PayloadConfig.config keys",
+        ),
+    ),
+    (_path_or_empty, ("ModuleCallEntry.fqn",)),
+    (_matches(_ARGUMENT, "an argument name"), ("NamedArgument.name",)),
+    (check_call_spec, ("ModuleCallSignature.in_spec",)),
+    (check_spec, ("ModuleCallSignature.out_spec",)),
+    (_matches(_DEVICE, "cpu, cuda, mps, xpu or meta"), ("Device.type",)),
+    (_matches(_RANGE, "a symbol like s0"), ("ExportedProgram.range_constraints keys",)),
+    (_matches(_PAYLOAD, "weight_<n> or tensor_<n>"), ("PayloadMeta.path_name",)),
+    (
+        _matches(_LABEL, "a plain label"),
+        (
+            "ExportedProgram.opset_version keys",
+            "ExportedProgram.torch_version",
+            "GraphModule.treespec_namedtuple_fields keys",
+        ),
+    ),
+    (_matches(_DIALECT, "TRAINING or ATEN"), ("ExportedProgram.verifiers",)),
+    (_any_text, ("Argument.as_string", "Argument.as_strings", "ConstantValue.as_string")),
+)
+_TEXT_RULES: dict[str, Rule] = {place: rule for rule, places in _RULES for place in places}
