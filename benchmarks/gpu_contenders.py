@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from demask.sparse import gpu, gpu_forms
-from demask.sparse.gpu_forms import form_of
-from demask.sparse.matrix import Rows, like
+from demask.sparse.csr_matrix import Rows, like
+from demask.sparse.products import gpu_formats as gpu_forms
+from demask.sparse.products import gpu_products as gpu
+from demask.sparse.products.gpu_formats import form_of
 from gpu_problems import Problem
 
 CACHES, MOST = 3, 12  # copies are larger than so many caches together, or there are so many

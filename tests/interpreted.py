@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from demask.sparse.matrix import Rows
+from demask.sparse.csr_matrix import Rows
 from sparse_cases import csr
 
 INTERPRET = "TRITON_INTERPRET"

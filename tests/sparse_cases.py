@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from demask.sparse.program import Conv, Linear, Program, Weight
+from demask.sparse.segment_program import Conv, Linear, Program, Weight
 
 
 def csr(dense: Tensor) -> list[Tensor]:

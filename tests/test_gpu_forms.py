@@ -12,10 +12,19 @@ import torch
 
 from demask.errors import BadInput
 from demask.machine.cost import Costs
-from demask.sparse import gpu_choice, gpu_forms, matrix
-from demask.sparse.gpu_choice import Choice, candidates, fastest, kind_of
-from demask.sparse.gpu_forms import bitmap_of, deal_tasks, form_of, full, snake, turned_of
-from demask.sparse.matrix import Rows
+from demask.sparse import csr_matrix as matrix
+from demask.sparse.csr_matrix import Rows
+from demask.sparse.products import gpu_autotune as gpu_choice
+from demask.sparse.products import gpu_formats as gpu_forms
+from demask.sparse.products.gpu_autotune import Choice, candidates, fastest, kind_of
+from demask.sparse.products.gpu_formats import (
+    bitmap_of,
+    deal_tasks,
+    form_of,
+    full,
+    snake,
+    turned_of,
+)
 from sparse_cases import csr
 from sparse_cases import matrix as random
 

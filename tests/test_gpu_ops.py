@@ -9,10 +9,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
-from demask.sparse import DCSR, SparseConv2d, SparseLinear, dense, gpu_ops, gpu_segment, spmm
+from demask.sparse import DCSR, SparseConv2d, SparseLinear, spmm
+from demask.sparse import reference as dense
+from demask.sparse.csr_matrix import Rows
 from demask.sparse.functional import sparse_product
-from demask.sparse.matrix import Rows
-from demask.sparse.program import Conv, Linear, Mean, Program, Weight
+from demask.sparse.products import gpu_segment
+from demask.sparse.products import gradient_ops as gpu_ops
+from demask.sparse.segment_program import Conv, Linear, Mean, Program, Weight
 from interpreted import DEVICES, error, rows_of, run_on
 from sparse_cases import csr, matrix, weight
 
@@ -118,7 +121,8 @@ def test_gradients_of_programs_are_what_they_are_elsewhere():
 
 def check_dispatch(device):
     """The op's kernel for devices other than the CPU, on tensors that say they are on a GPU."""
-    from demask.sparse import gpu, product
+    from demask.sparse.products import gpu_products as gpu
+    from demask.sparse.products import spmm_op as product
 
     w, x = matrix(13, 20, 0.4, dtype=torch.float32), torch.randn(20, 4)
     m, before = rows_of(w, device), product.kernels

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from demask.sparse.gpu_choice import Choice
+from demask.sparse.products.gpu_autotune import Choice
 from interpreted import CLOSE, DEVICES, error, nowhere, poisoned, rows_of, run_on
 from sparse_cases import matrix
 from test_gpu_spmm import MATRICES
@@ -24,7 +24,7 @@ CHOICES = [
 
 def check(device, name, dtype, k, choice, plain=False, shift=0):
     """a @ b.T where the matrix has nonzeros; plain: b comes as [k, columns], and is turned."""
-    from demask.sparse import gpu
+    from demask.sparse.products import gpu_products as gpu
 
     torch.manual_seed(0)
     w = MATRICES[name]()
@@ -68,8 +68,8 @@ def test_every_type(device, name, choice, dtype):
 
 def check_planted(device):
     """One entry too few is found."""
-    from demask.sparse import gpu
-    from demask.sparse.gpu_forms import form_of
+    from demask.sparse.products import gpu_products as gpu
+    from demask.sparse.products.gpu_formats import form_of
 
     w = matrix(13, 75, 0.3)
     m, a = rows_of(w.float(), device), torch.ones(13, 4, device=device)
@@ -87,7 +87,7 @@ def test_a_planted_fault_is_found(device):
 
 def check_pair(device, left, right, dtype):
     """Sparse times sparse: positions and values."""
-    from demask.sparse import gpu
+    from demask.sparse.products import gpu_products as gpu
 
     a, b = left().to(dtype), right().to(dtype)
     size = (a.shape[0], b.shape[1])

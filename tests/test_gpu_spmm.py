@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from demask.ops.activations import ACTIVATIONS, activate
-from demask.sparse.gpu_choice import Choice, candidates
-from demask.sparse.gpu_forms import form_of
-from demask.sparse.matrix import Rows
+from demask.sparse.csr_matrix import Rows
+from demask.sparse.products.gpu_autotune import Choice, candidates
+from demask.sparse.products.gpu_formats import form_of
 from interpreted import CLOSE, DEVICES, error, nowhere, poisoned, rows_of, run_on
 from sparse_cases import matrix
 
@@ -48,7 +48,7 @@ MATRICES = {
 def check(device, name, dtype, n, choice, act, lies="columns", shift=0):
     """One product against the reference; x [k, n] lies as told, memory begins `shift` elements
     behind an aligned address."""
-    from demask.sparse import gpu
+    from demask.sparse.products import gpu_products as gpu
 
     torch.manual_seed(0)
     w = MATRICES[name]().to(dtype)
@@ -102,7 +102,7 @@ def test_activations(device, name, choice):
 
 def check_unread(device, choice):
     """Infinite values of other rows, and rows of x that meet no nonzero, are not read."""
-    from demask.sparse import gpu
+    from demask.sparse.products import gpu_products as gpu
 
     w = matrix(10, 21, 0.4, dtype=torch.float32)
     w[:, 7], w[3] = 0, torch.inf
@@ -122,7 +122,7 @@ def test_nothing_else_is_read(device):
 
 def check_turned(device, name, dtype, choice):
     """The transposed product."""
-    from demask.sparse import gpu
+    from demask.sparse.products import gpu_products as gpu
 
     torch.manual_seed(0)
     w = MATRICES[name]().to(dtype)
@@ -147,7 +147,7 @@ def test_the_transposed_product_in_float16(device, choice):
 
 def check_named(device, choice):
     """Rows with names: rows that are not there hold the bias."""
-    from demask.sparse import gpu
+    from demask.sparse.products import gpu_products as gpu
 
     w = half_empty().float()
     m = rows_of(w, device)
@@ -172,7 +172,7 @@ def test_rows_with_names(device, choice):
 
 def check_loose(device):
     """Columns in any order, some of them twice, in 64 bits: no bitmap, and all the same."""
-    from demask.sparse import gpu
+    from demask.sparse.products import gpu_products as gpu
 
     crow, col = torch.tensor([0, 3, 3, 5]), torch.tensor([4, 0, 4, 2, 1])
     m = Rows(crow.to(device), col.to(device), torch.arange(1.0, 6, device=device), None, (3, 6))
@@ -191,7 +191,7 @@ def test_columns_in_any_order(device):
 
 
 def check_every_candidate(device, dtype, n):
-    from demask.sparse import gpu
+    from demask.sparse.products import gpu_products as gpu
 
     torch.manual_seed(1)
     w = matrix(70, 130, 0.1).to(dtype)
@@ -227,7 +227,7 @@ def test_every_matrix_in_every_type(device, name, choice, dtype):
 
 def check_planted(device):
     """A task that is forgotten, and a bit that is missing, are found."""
-    from demask.sparse import gpu
+    from demask.sparse.products import gpu_products as gpu
 
     w = matrix(13, 75, 0.3, dtype=torch.float32)
     m, x = rows_of(w, device), torch.ones(75, 3, device=device)

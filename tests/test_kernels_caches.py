@@ -19,7 +19,9 @@ from demask.ops import TABLE
 from demask.pilot import Columns, Order
 from demask.pilot.chain import chained
 from demask.pilot.chain_op import chain
-from demask.sparse import SparseConv2d, SparseLinear, gpu_forms, multiply, spmm
+from demask.sparse import SparseConv2d, SparseLinear, spmm
+from demask.sparse.products import gpu_formats as gpu_forms
+from demask.sparse.products import spmm_cpu as multiply
 
 CACHES = (plan_cache.WEIGHTS, multiply.DEALS, gpu_forms.FORMS)
 

@@ -20,9 +20,9 @@ from demask.kernels.tape import Arena
 from demask.pilot.chain_op import chain
 from demask.pilot.order import Layer
 from demask.pilot.rounding import Bits
-from demask.sparse import dense
-from demask.sparse.op import segment
-from demask.sparse.plan import Plan
+from demask.sparse import reference as dense
+from demask.sparse.plan.segment_plan import Plan
+from demask.sparse.segment.segment_op import segment
 from sparse_cases import layer, matrix
 
 LIMIT = 20  # seconds

@@ -21,9 +21,9 @@ from demask.graph.result.demasked_module import Demasked, build
 from demask.machine.cost import Costs
 from demask.ops import TABLE
 from demask.shrink.pipeline import given, reduced
-from demask.sparse import forms as sparse_forms
-from demask.sparse.forms import ALL, DENSE, EACH, SPARSE
-from demask.sparse.segments import SEGMENT, segmented, segments_of
+from demask.sparse.segment import candidates as sparse_forms
+from demask.sparse.segment.build_segments import SEGMENT, segmented, segments_of
+from demask.sparse.segment.candidates import ALL, DENSE, EACH, SPARSE
 from demask.tune.module.optimized_module import Optimized
 from demask.tune.passes.fold_affine import absorbed
 from test_fast_files import edited

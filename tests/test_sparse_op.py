@@ -13,10 +13,10 @@ from torch.library import opcheck
 
 from demask.errors import BadInput
 from demask.kernels.plan_cache import PLANS, WEIGHTS
-from demask.sparse import dense
-from demask.sparse.op import segment
-from demask.sparse.plan import NoPlan, Plan
-from demask.sparse.program import Add, Conv, Flat, Linear, Map, Mean, Program, Weight
+from demask.sparse import reference as dense
+from demask.sparse.plan.segment_plan import NoPlan, Plan
+from demask.sparse.segment.segment_op import segment
+from demask.sparse.segment_program import Add, Conv, Flat, Linear, Map, Mean, Program, Weight
 from guarded import guarded
 from sparse_cases import csr, layer, matrix, weight
 

@@ -24,10 +24,11 @@ from demask.kernels.cpu.thread_team import Work
 from demask.kernels.llvm.isa import AVX2, AVX512, NEON, Isa, host
 from demask.kernels.llvm.jit import assembly
 from demask.ops.activations import ACTIVATIONS
-from demask.sparse import dense, plan
-from demask.sparse.pack import dealt
-from demask.sparse.plan import NoPlan, Plan
-from demask.sparse.program import (
+from demask.sparse import reference as dense
+from demask.sparse.plan import segment_plan as plan
+from demask.sparse.plan.pack_weights import dealt
+from demask.sparse.plan.segment_plan import NoPlan, Plan
+from demask.sparse.segment_program import (
     Add,
     Cat,
     Conv,
@@ -37,10 +38,10 @@ from demask.sparse.program import (
     Program,
     Weight,
 )
-from demask.sparse.program import (
+from demask.sparse.segment_program import (
     Mean as MeanStep,
 )
-from demask.sparse.program import (
+from demask.sparse.segment_program import (
     Pool as PoolStep,
 )
 from guarded import guarded

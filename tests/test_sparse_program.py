@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from demask.errors import BadInput
 from demask.ops.activations import ACTIVATIONS
-from demask.sparse import dense
-from demask.sparse.program import (
+from demask.sparse import reference as dense
+from demask.sparse.segment_program import (
     Add,
     Cat,
     Conv,

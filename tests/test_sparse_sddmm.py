@@ -11,8 +11,8 @@ from demask.kernels.cpu.sddmm import Sampled
 from demask.kernels.llvm.isa import AVX2, AVX512, NEON
 from demask.kernels.llvm.jit import assembly
 from demask.sparse import DCSR, sddmm, spmm
-from demask.sparse.matrix import Rows
-from demask.sparse.sample import sampled
+from demask.sparse.csr_matrix import Rows
+from demask.sparse.products.sddmm_cpu import sampled
 from sparse_cases import csr, matrix
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
@@ -222,7 +222,7 @@ def test_gradients_of_products_in_float32(kind):
 
 
 def test_the_transposed_order_is_made_once(monkeypatch):
-    from demask.sparse import gpu_forms
+    from demask.sparse.products import gpu_formats as gpu_forms
 
     made = []
     inner = gpu_forms.turned_of

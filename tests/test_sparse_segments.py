@@ -21,10 +21,12 @@ from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.graph.result.demasked_module import build_plain
 from demask.shrink.pipeline import given
-from demask.sparse import regions, segments, spell
-from demask.sparse.calls import Call
-from demask.sparse.program import Conv, Linear
-from demask.sparse.segments import SEGMENT, layers_of, segmented, segments_of
+from demask.sparse.segment import build_segments as segments
+from demask.sparse.segment import convex_groups as regions
+from demask.sparse.segment import inline as spell
+from demask.sparse.segment.build_segments import SEGMENT, layers_of, segmented, segments_of
+from demask.sparse.segment.match_calls import Call
+from demask.sparse.segment_program import Conv, Linear
 from demask.tune.passes.fold_affine import absorbed
 from fuzz.generate import generate
 from micro import MICROS, Micro, Net

@@ -20,12 +20,12 @@ from demask.sparse import (
     SparseConvTranspose1d,
     SparseConvTranspose2d,
     SparseLinear,
-    op,
-    planes,
-    training,
 )
-from demask.sparse.program import Program
-from demask.sparse.training import takes
+from demask.sparse.segment import segment_op as op
+from demask.sparse.segment_program import Program
+from demask.sparse.training import conv_offsets as planes
+from demask.sparse.training import trained_layers as training
+from demask.sparse.training.trained_layers import takes
 
 CLOSE = 2e-6  # float32, of the largest: sums of some hundred products
 

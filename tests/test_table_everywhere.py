@@ -25,8 +25,8 @@ from demask.ops.activations import ACTIVATIONS, Activation, Equivalent, act_of
 from demask.pilot import collect, compare, condition, explain, simplify
 from demask.shrink.pipeline import given
 from demask.sparse import SparseLinear, spmm
-from demask.sparse.program import Program
-from demask.sparse.segments import segmented, segments_of
+from demask.sparse.segment.build_segments import segmented, segments_of
+from demask.sparse.segment_program import Program
 from demask.traverse import batch, halo, plan, stream, tile, traffic
 from demask.tune.epilogue import epilogue
 from demask.tune.passes.fuse_epilogues import fused
@@ -293,7 +293,7 @@ def test_tiles_run_it() -> None:
 
 
 def check_on_gpu(device: str) -> None:
-    from demask.sparse import gpu
+    from demask.sparse.products import gpu_products as gpu
 
     w, x = pruned(7, 9), torch.randn(9, 5)
     with nullcontext() if "softshrink" in ACTIVATIONS else registered():  # in another process

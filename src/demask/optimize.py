@@ -35,8 +35,8 @@ from demask.shrink.pipeline import given as captured
 from demask.shrink.pipeline import left, reduced
 from demask.shrink.program_size import sizes_of
 from demask.shrink.submodules import merged, sizes_of_parts, with_parts
-from demask.sparse.forms import Sparse
-from demask.sparse.segments import layers_of
+from demask.sparse.segment.build_segments import layers_of
+from demask.sparse.segment.candidates import Sparse
 from demask.tune.candidates import Form, forms
 from demask.tune.epilogue import is_fused, plain
 from demask.tune.layer_costs import Asker

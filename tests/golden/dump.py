@@ -225,9 +225,9 @@ def sparse(example: Example) -> Iterator[tuple[str, str]]:
     from demask.kernels.llvm.jit import source
     from demask.ops import TABLE
     from demask.shrink.pipeline import given, reduced
-    from demask.sparse.forms import _bases
-    from demask.sparse.plan import Plan
-    from demask.sparse.segments import segmented, segments_of
+    from demask.sparse.plan.segment_plan import Plan
+    from demask.sparse.segment.build_segments import segmented, segments_of
+    from demask.sparse.segment.candidates import _bases
 
     program = reduced(given(*example.call, None), TABLE)[0]
     base = next(iter(_bases(program, None, TABLE)))[1]

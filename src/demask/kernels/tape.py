@@ -16,7 +16,7 @@ from demask.kernels.llvm.availability import NoPlan
 from demask.kernels.llvm.isa import Isa
 from demask.kernels.llvm.jit import CODE
 from demask.machine.arena import Block, planned
-from demask.sparse.layout import Layout
+from demask.sparse.plan.tile_layout import Layout
 
 HEADER = 4096  # bytes in front of an arena's buffers: its slots
 # Address space for the buffers of one thread. What one thread wrote lies in its own cache: no other

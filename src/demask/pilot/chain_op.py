@@ -33,7 +33,7 @@ from demask.kernels.plan_cache import PlanCache, Planned, plans_of
 from demask.ops.custom import Own
 from demask.pilot.chain_plan import MODES, Layer, Plan
 from demask.registry import CUSTOM_OPS
-from demask.sparse.op import PLAIN
+from demask.sparse.segment.segment_op import PLAIN
 
 ROWS = 4  # of x, at most, for plans: more share what they need, and torch multiplies matrices
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from demask.errors import BadInput
 from demask.ops.activations import ActivationLike, act_of
-from demask.sparse.dense import check_indices, traced
-from demask.sparse.gpu_ops import kernels
-from demask.sparse.matrix import Rows
-from demask.sparse.product import NARROW, product
-from demask.sparse.program import MAX_SIZE
+from demask.sparse.csr_matrix import Rows
+from demask.sparse.products.gradient_ops import kernels
+from demask.sparse.products.spmm_op import NARROW, product
+from demask.sparse.reference import check_indices, traced
+from demask.sparse.segment_program import MAX_SIZE
 
 INDICES = (torch.int32, torch.int64)
 

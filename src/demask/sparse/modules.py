@@ -18,9 +18,9 @@ from torch.nn import functional as F
 
 from demask.errors import BadInput
 from demask.ops.activations import ActivationLike, act_of, module_of
-from demask.sparse import dense
-from demask.sparse.op import segment
-from demask.sparse.program import MAX_SIZE, Conv, Linear, Pair, Program, Span, Weight
+from demask.sparse import reference as dense
+from demask.sparse.segment.segment_op import segment
+from demask.sparse.segment_program import MAX_SIZE, Conv, Linear, Pair, Program, Span, Weight
 
 Sizes = int | Sequence[int]
 

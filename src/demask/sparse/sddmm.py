@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from demask.errors import BadInput
+from demask.sparse.csr_matrix import Rows
 from demask.sparse.functional import DCSR, csr_parts
-from demask.sparse.gpu_ops import sampled
-from demask.sparse.matrix import Rows
+from demask.sparse.products.gradient_ops import sampled
 
 
 @overload

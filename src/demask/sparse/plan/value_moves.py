@@ -12,9 +12,9 @@ import numpy as np
 from demask.kernels.cpu import relayout as move
 from demask.kernels.llvm.isa import Isa
 from demask.kernels.tape import Buffer, Call, NoPlan, Place, Tape, by_thread
-from demask.sparse.layers import first_read, windows
-from demask.sparse.layout import NO_BORDER, At, Layout, permutations
-from demask.sparse.program import Conv, Pool
+from demask.sparse.plan.layer_plan import first_read, windows
+from demask.sparse.plan.tile_layout import NO_BORDER, At, Layout, permutations
+from demask.sparse.segment_program import Conv, Pool
 
 Row = tuple[int, int, np.ndarray]  # a part, a line, the elements that belong to its lanes
 

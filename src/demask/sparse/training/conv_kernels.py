@@ -17,10 +17,10 @@ from demask.kernels.cpu import csr, sddmm
 from demask.kernels.cpu.thread_team import ENTRY, Job
 from demask.kernels.llvm.isa import host
 from demask.kernels.llvm.jit import CODE
-from demask.sparse.matrix import Rows
-from demask.sparse.multiply import LINE, WORK
-from demask.sparse.planes import Geometry, Offsets, offsets_of
-from demask.sparse.program import Conv
+from demask.sparse.csr_matrix import Rows
+from demask.sparse.products.spmm_cpu import LINE, WORK
+from demask.sparse.segment_program import Conv
+from demask.sparse.training.conv_offsets import Geometry, Offsets, offsets_of
 
 
 def convolved(step: Conv, m: Rows, x: Tensor, bias: Tensor | None) -> Tensor:

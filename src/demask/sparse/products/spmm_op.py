@@ -17,9 +17,9 @@ from torch.library import Library
 from demask.errors import BadInput
 from demask.kernels.llvm import availability as llvm
 from demask.ops.activations import ACTIVATIONS, Act, activate
-from demask.sparse.dense import check_indices
-from demask.sparse.gpu_ops import kernels, parts, sampled, turned
-from demask.sparse.matrix import Rows, like, row_of
+from demask.sparse.csr_matrix import Rows, like, row_of
+from demask.sparse.products.gradient_ops import kernels, parts, sampled, turned
+from demask.sparse.reference import check_indices
 
 NARROW = (torch.float16, torch.bfloat16)
 
@@ -84,7 +84,7 @@ def on_cpu(*given: Any) -> Tensor:
     m, x, bias, act = _given(*given)
     if x.dtype not in (torch.float32, *NARROW) or not llvm.installed():
         return _by_aten(m, x, bias, act)
-    from demask.sparse.multiply import multiplied
+    from demask.sparse.products.spmm_cpu import multiplied
 
     if x.dtype in NARROW:
         wide = None if bias is None else bias.float()

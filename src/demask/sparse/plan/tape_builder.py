@@ -13,7 +13,7 @@ from demask.kernels.cpu import relayout as move
 from demask.kernels.llvm.isa import Isa
 from demask.kernels.tape import Buffer, NoPlan, Tape
 from demask.ops.activations import ACTIVATIONS
-from demask.sparse.layers import (
+from demask.sparse.plan.layer_plan import (
     Piece,
     as_conv,
     chain_pays,
@@ -26,7 +26,7 @@ from demask.sparse.layers import (
     touched,
     windows,
 )
-from demask.sparse.layout import (
+from demask.sparse.plan.tile_layout import (
     NO_BORDER,
     At,
     Border,
@@ -36,8 +36,9 @@ from demask.sparse.layout import (
     grid_for,
     widened,
 )
-from demask.sparse.moves import Moves, as_windows, elements
-from demask.sparse.program import (
+from demask.sparse.plan.tiling import Cut, Shape, best
+from demask.sparse.plan.value_moves import Moves, as_windows, elements
+from demask.sparse.segment_program import (
     Add,
     Cat,
     Conv,
@@ -50,7 +51,6 @@ from demask.sparse.program import (
     canonical,
     reads,
 )
-from demask.sparse.tiling import Cut, Shape, best
 
 # Cycles, to choose grids by: of a product of vectors; of a line of a border, made by another thread
 # or by this one; of a line that is copied into another grid.

@@ -21,9 +21,10 @@ from demask.compat.dispatch import BelowAutograd, count_dispatch_modes, has_func
 from demask.kernels.llvm import availability as llvm
 from demask.kernels.llvm.availability import NoPlan
 from demask.kernels.plan_cache import PlanCache, Planned, plans_of
-from demask.sparse import dense, gpu_segment
-from demask.sparse.program import Program
-from demask.sparse.recompute import parsed, recomputed
+from demask.sparse import reference as dense
+from demask.sparse.products import gpu_segment
+from demask.sparse.segment_program import Program
+from demask.sparse.training.recompute import parsed, recomputed
 
 PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -42,7 +43,7 @@ def segment(inputs: Sequence[Tensor], weights: Sequence[Tensor], program: str) -
     BadInput where program, inputs and weights do not fit. Writes into a weight are seen; of those
     through `.data` or NumPy, which torch does not count, ones that change most of it.
 
-    >>> from demask.sparse.program import Linear, Program, Weight
+    >>> from demask.sparse.segment_program import Linear, Program, Weight
     >>> step = Linear(0, Weight((0, 0, 1), (1, 0, 3), (1, 3, 4)), None, out=2)
     >>> weights = [torch.tensor([5.0]), torch.tensor([0, 0, 1, 2], dtype=torch.int32)]
     >>> segment([torch.eye(3)], weights, Program(("tokens",), (step,), (1,)).text())
@@ -84,7 +85,7 @@ def planned(program: Program, inputs: list[Tensor], weights: list[Tensor]) -> Pl
         return None, ()
     if not llvm.installed():
         return None, ()
-    from demask.sparse.plan import Plan
+    from demask.sparse.plan.segment_plan import Plan
 
     copied = tuple(place for place, x in enumerate(inputs) if _apart(program, place, x))
     given = [x.contiguous() if place in copied else x for place, x in enumerate(inputs)]
@@ -145,7 +146,7 @@ def with_gradients(inputs: list[Tensor], weights: list[Tensor], text: str) -> li
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         if inputs and inputs[0].is_cuda:
             return without_plan(parsed(text), inputs, weights)
-        from demask.sparse.training import trained
+        from demask.sparse.training.trained_layers import trained
 
         found = trained(parsed(text), inputs, weights)
         if found is not None:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from demask.ops.activations import activate
-from demask.sparse import dense
-from demask.sparse.gpu_ops import kernels
-from demask.sparse.matrix import Rows
-from demask.sparse.program import Conv, Linear, Program, reads
+from demask.sparse import reference as dense
+from demask.sparse.csr_matrix import Rows
+from demask.sparse.products.gradient_ops import kernels
+from demask.sparse.segment_program import Conv, Linear, Program, reads
 
 
 def run(program: Program, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from demask.machine.cost import Costs, Question
-from demask.sparse.gpu_forms import TILE, Form, processors_of
-from demask.sparse.matrix import Rows
+from demask.sparse.csr_matrix import Rows
+from demask.sparse.products.gpu_formats import TILE, Form, processors_of
 
 CALLS = 12  # per measurement
 COPIES = 8  # of a matrix at most, so that it is read from memory and not from the cache

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from demask.errors import BadInput
 from demask.kernels.plan_cache import TensorCache, identity, version
-from demask.sparse.dense import check_indices
-from demask.sparse.matrix import Rows, row_of
+from demask.sparse.csr_matrix import Rows, row_of
+from demask.sparse.reference import check_indices
 
 TILE, LONG = 64, 128  # of a bitmap, as `kernels.gpu.bitmap` has them
 VECTOR = 4  # nonzeros per load

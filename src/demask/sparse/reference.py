@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from demask.compat.dispatch import count_dispatch_modes, has_functorch_transforms
 from demask.errors import BadInput
 from demask.ops.activations import activate
-from demask.sparse.program import (
+from demask.sparse.segment_program import (
     MAX_SIZE,
     Add,
     Cat,

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from demask.sparse import dense
-from demask.sparse.program import Program
+from demask.sparse import reference as dense
+from demask.sparse.segment_program import Program
 
 
 @functools.lru_cache(maxsize=64)

@@ -21,10 +21,10 @@ from demask.graph.provenance import Decision
 from demask.graph.queries import input_dependent
 from demask.machine.cost import Question
 from demask.ops import Table
-from demask.sparse.calls import Call, matrix
-from demask.sparse.plan import Plan
-from demask.sparse.program import Conv, Linear, Program, Weight
-from demask.sparse.segments import csr, name_of, segmented, segments_of
+from demask.sparse.plan.segment_plan import Plan
+from demask.sparse.segment.build_segments import csr, name_of, segmented, segments_of
+from demask.sparse.segment.match_calls import Call, matrix
+from demask.sparse.segment_program import Conv, Linear, Program, Weight
 from demask.tune.candidates import GAIN, Form, Maker, by_size
 from demask.tune.layer_costs import CACHE, Asker
 from demask.tune.onnxruntime_candidate import for_runtime

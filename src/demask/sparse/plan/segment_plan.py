@@ -13,9 +13,9 @@ from demask.errors import BadInput
 from demask.kernels.cpu.thread_team import Job
 from demask.kernels.llvm.isa import Isa, host
 from demask.kernels.tape import MAX_SLOTS, Arena, NoPlan, Ready
-from demask.sparse.build import Builder
-from demask.sparse.program import Program
-from demask.sparse.tiling import Cut
+from demask.sparse.plan.tape_builder import Builder
+from demask.sparse.plan.tiling import Cut
+from demask.sparse.segment_program import Program
 
 __all__ = ["NoPlan", "Plan"]
 CACHE = 2**18  # bytes of the largest value, where several images are computed at once

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from demask.kernels.llvm import availability as llvm
 from demask.ops.activations import Act, activate
-from demask.sparse import dense
-from demask.sparse.conv_op import convolved
-from demask.sparse.planes import Geometry
-from demask.sparse.product import product
-from demask.sparse.program import Conv, Linear, Program, Span, Weight
+from demask.sparse import reference as dense
+from demask.sparse.products.spmm_op import product
+from demask.sparse.segment_program import Conv, Linear, Program, Span, Weight
+from demask.sparse.training.conv_offsets import Geometry
+from demask.sparse.training.conv_op import convolved
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from demask.sparse.gpu_forms import form_of
-from demask.sparse.matrix import Rows, row_of
-from demask.sparse.program import MAX_SIZE, Conv, Pair
+from demask.sparse.csr_matrix import Rows, row_of
+from demask.sparse.products.gpu_formats import form_of
+from demask.sparse.segment_program import MAX_SIZE, Conv, Pair
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from demask.kernels.llvm.isa import Isa
-from demask.sparse.layout import Area
+from demask.sparse.plan.tile_layout import Area
 
 PRODUCT, NONZERO, ROW, LINE = 0.68, 2.0, 4.5, 5.4  # cycles
 MISS = 1.0  # cycles more per product whose input comes from the second cache

@@ -16,7 +16,7 @@ from demask.kernels.llvm.isa import host
 from demask.kernels.llvm.jit import CODE
 from demask.kernels.plan_cache import TensorCache, identity, version
 from demask.ops.activations import Act, activate
-from demask.sparse.matrix import Rows
+from demask.sparse.csr_matrix import Rows
 
 LINE = 64  # bytes of a cache line
 WORK = 1 << 15  # products that are worth waking a thread for

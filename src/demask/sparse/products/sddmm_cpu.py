@@ -11,8 +11,8 @@ from demask.kernels.cpu.sddmm import CALL, Sampled
 from demask.kernels.cpu.thread_team import ENTRY, Job
 from demask.kernels.llvm.isa import host
 from demask.kernels.llvm.jit import CODE
-from demask.sparse.matrix import Rows
-from demask.sparse.multiply import LINE, WORK, dealt
+from demask.sparse.csr_matrix import Rows
+from demask.sparse.products.spmm_cpu import LINE, WORK, dealt
 
 
 def sampled(m: Rows, a: Tensor, b: Tensor) -> Tensor:

@@ -19,9 +19,9 @@ from demask.kernels.gpu import sddmm as sddmm_rows
 from demask.kernels.gpu import spgemm as pairs
 from demask.kernels.gpu import spmm as spmm_rows
 from demask.ops.activations import Act, activate
-from demask.sparse.gpu_choice import Choice, choose
-from demask.sparse.gpu_forms import Form, form_of
-from demask.sparse.matrix import Rows, like, row_of
+from demask.sparse.csr_matrix import Rows, like, row_of
+from demask.sparse.products.gpu_autotune import Choice, choose
+from demask.sparse.products.gpu_formats import Form, form_of
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 FINISH, AREA = 256, 1024  # columns and elements of a program that sums parts

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.library import Library
 
 from demask.errors import BadInput
-from demask.sparse import dense
-from demask.sparse.matrix import Rows
-from demask.sparse.program import Conv
-from demask.sparse.recompute import parsed, recomputed
+from demask.sparse import reference as dense
+from demask.sparse.csr_matrix import Rows
+from demask.sparse.segment_program import Conv
+from demask.sparse.training.recompute import parsed, recomputed
 
 _LIBRARY = Library("demask", "FRAGMENT")
 for _line in (
@@ -61,7 +61,7 @@ def _step(text: str, x: Tensor, values: Tensor, crow: Tensor, col: Tensor) -> tu
 def _convolved(
     x: Tensor, values: Tensor, crow: Tensor, col: Tensor, bias: Tensor | None, text: str
 ) -> Tensor:
-    from demask.sparse.trained_conv import convolved  # which needs LLVM
+    from demask.sparse.training.conv_kernels import convolved  # which needs LLVM
 
     step, m = _step(text, x, values, crow, col)
     if bias is not None and (bias.shape != (step.out,) or bias.dtype != x.dtype):
@@ -73,7 +73,7 @@ def _slopes(
     slope: Tensor, x: Tensor, values: Tensor, crow: Tensor, col: Tensor, text: str,
     of_x: bool, of_values: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    from demask.sparse.trained_conv import slope_of_values, slope_of_x  # which need LLVM
+    from demask.sparse.training.conv_kernels import slope_of_values, slope_of_x  # which need LLVM
 
     step, m = _step(text, x, values, crow, col)
     made = x.new_empty(0), values.new_empty(0)

@@ -20,10 +20,10 @@ from demask.kernels.cpu.sparse_vector import CALL as NARROW
 from demask.kernels.cpu.sparse_vector import Narrow
 from demask.kernels.llvm.isa import Isa
 from demask.kernels.tape import Buffer, Call, NoPlan, Tape
-from demask.sparse.layout import NO_BORDER, Area, At, Border, Grid, Layout
-from demask.sparse.pack import Csr, Places, Stream, dealt, packed, read, sliced
-from demask.sparse.program import Conv, Linear
-from demask.sparse.tiling import Cut, Shape, best, rects, strips
+from demask.sparse.plan.pack_weights import Csr, Places, Stream, dealt, packed, read, sliced
+from demask.sparse.plan.tile_layout import NO_BORDER, Area, At, Border, Grid, Layout
+from demask.sparse.plan.tiling import Cut, Shape, best, rects, strips
+from demask.sparse.segment_program import Conv, Linear
 
 BARRIER = 3000.0  # cycles until all threads have come
 CACHE = 128 * 1024  # bytes of what a chain makes from one strip of positions

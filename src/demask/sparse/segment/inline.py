@@ -20,8 +20,9 @@ from demask.graph.program import Program as Whole
 from demask.ops import schema
 from demask.ops.custom import Own
 from demask.registry import CUSTOM_OPS
-from demask.sparse import dense
-from demask.sparse.program import (
+from demask.sparse import reference as dense
+from demask.sparse.segment.build_segments import segments_of
+from demask.sparse.segment_program import (
     MAX_SIZE,
     Add,
     Cat,
@@ -33,7 +34,6 @@ from demask.sparse.program import (
     Weight,
     reads,
 )
-from demask.sparse.segments import segments_of
 
 
 def spelled(program: Whole) -> Whole:

@@ -15,7 +15,18 @@ from demask.ops import schema
 from demask.ops.activations import Act, by_op
 from demask.ops.schema import same_size
 from demask.ops.traits import IDENTITIES, SQUEEZES
-from demask.sparse.program import Add, Cat, Conv, Flat, Linear, Map, Mean, Pool, Step, Weight
+from demask.sparse.segment_program import (
+    Add,
+    Cat,
+    Conv,
+    Flat,
+    Linear,
+    Map,
+    Mean,
+    Pool,
+    Step,
+    Weight,
+)
 
 aten = torch.ops.aten
 NONE = Weight((0, 0, 0), (0, 0, 0), (0, 0, 0))  # until a segment has a place for it

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from demask.graph.editor import GraphEditor
-from demask.sparse.calls import Call, calls_of
+from demask.sparse.segment.match_calls import Call, calls_of
 
 Wanted = Callable[[GraphEditor, Call], bool]
 

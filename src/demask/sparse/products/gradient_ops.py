@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.library import Library
 
 from demask.kernels.llvm import availability as llvm
-from demask.sparse.dense import check_indices
-from demask.sparse.gpu_forms import form_of
-from demask.sparse.matrix import Rows, like, row_of
+from demask.sparse.csr_matrix import Rows, like, row_of
+from demask.sparse.products.gpu_formats import form_of
+from demask.sparse.reference import check_indices
 
 AT_ONCE = 1 << 22  # elements that are gathered at once where nothing multiplies in place
 
@@ -45,7 +45,7 @@ def kernels(x: Tensor) -> ModuleType | None:
 def _loaded() -> ModuleType | None:
     if find_spec("triton") is None:
         return None
-    from demask.sparse import gpu
+    from demask.sparse.products import gpu_products as gpu
 
     return gpu
 
@@ -89,7 +89,7 @@ def _sampled(
     if a.dtype in (torch.float16, torch.bfloat16):
         return _sampled(crow, col, rows, size, a.float(), b.float()).to(a.dtype)
     if a.device.type == "cpu" and a.dtype == torch.float32 and llvm.installed():
-        from demask.sparse import sample
+        from demask.sparse.products import sddmm_cpu as sample
 
         return sample.sampled(m, a, b)
     check_indices(m.crow, m.col, m.size[1])

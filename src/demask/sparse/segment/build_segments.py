@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-import demask.sparse.op  # noqa: F401  (registers the op that graphs call)
+import demask.sparse.segment.segment_op  # noqa: F401  (registers the op that graphs call)
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program as Whole
 from demask.ops import schema
 from demask.ops.activations import Act
-from demask.sparse.calls import Call, matrix
-from demask.sparse.program import (
+from demask.sparse.segment.convex_groups import Region, Wanted, regions
+from demask.sparse.segment.match_calls import Call, matrix
+from demask.sparse.segment_program import (
     Add,
     Cat,
     Conv,
@@ -36,7 +37,6 @@ from demask.sparse.program import (
     Weight,
     canonical,
 )
-from demask.sparse.regions import Region, Wanted, regions
 
 SEGMENT = torch.ops.demask.segment.default
 VALUES, INDEX, NARROW = 0, 1, 2  # the weight tensors of a segment
