@@ -30,7 +30,7 @@ from demask.files.weight_file import WeightFile
 from demask.machine.describe import thread_words
 from demask.machine.threads import set_threads
 from demask.machine.timing import Timing, alternate
-from demask.traverse.batch import Batched, batch, traffic
+from demask.traverse.batching.batch import Batched, batch, traffic
 from tables import RESULTS, load, machine, markdown, spread
 
 WIDTH, MEMORY = 16384, "64MiB"

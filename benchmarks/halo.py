@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 import traverse_networks as shared
 from demask.cli.plot import FASTER, GIVEN, SLOWER, WORDS
-from demask.traverse.halo import Halo, halo
-from demask.traverse.halo_curve import Point
+from demask.traverse.halos.error_curve import Point
+from demask.traverse.halos.halo import Halo, halo
 from tables import RESULTS, load, machine, markdown
 
 PICTURE = Path(__file__).parent.parent / "docs" / "halo.svg"

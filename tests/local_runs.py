@@ -18,7 +18,7 @@ from demask.ops.laws import call_node, target_of
 from demask.ops.laws.draws import drawn
 from demask.traverse import axes as parts
 from demask.traverse.axes import Axes, Window
-from demask.traverse.local import Local, local
+from demask.traverse.local.dispatch import Local, local
 
 IMAGE: Axes = (2, 3)
 GARBAGE = 77

@@ -130,13 +130,13 @@ FAULTS = (
           "yield from ((a, max(b - a - 1, 1)) for a, b in pairwise(cuts))", "sparse_plan",
           "sparse_op"),
     # traverse
-    fault("row-too-few-kept", "traverse/schedule.py",
+    fault("row-too-few-kept", "traverse/planning/schedule.py",
           "return max(self.end - self.keep, 0)", "return max(self.end - self.keep - 1, 0)",
           "traverse_tile", "traverse_plans"),
-    fault("border-row-missing", "traverse/schedule.py",
+    fault("border-row-missing", "traverse/planning/schedule.py",
           "seen[edge.source] = max(seen[edge.source], high)",
           "seen[edge.source] = max(seen[edge.source], high - 1)", "threads"),
-    fault("padding-inside", "traverse/local_windows.py", "padding.append(before if own else 0)",
+    fault("padding-inside", "traverse/local/windows.py", "padding.append(before if own else 0)",
           "padding.append(before)", "traverse_local"),
     # stride
     fault("max-pool-of-negatives", "stride/forms.py", "if site.drops and known.low < 0:",

@@ -20,7 +20,7 @@ from demask.ops import TABLE
 from demask.pilot.regions import Regions
 from demask.pilot.route import Route, Router
 from demask.shrink.pipeline import given, reduced
-from demask.traverse.module import Tiled
+from demask.traverse.execution.tiled_module import Tiled
 from demask.tune.module.optimized_module import Optimized
 
 IMAGE, ROWS = torch.randn(1, 3, 32, 32), torch.randn(2, 16)

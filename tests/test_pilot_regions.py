@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from demask import BadInput
 from demask.ops import TABLE
-from demask.pilot import windows
 from demask.pilot.activity import contrast, per_tile
 from demask.pilot.conditioned import parsed, text
-from demask.pilot.rectangles import MANY, Rectangle, rectangles, runs
 from demask.pilot.regions import InRegions, Regions
-from demask.pilot.windows import Windows, fitted, refusals
-from demask.traverse.ends import tensor_source
-from demask.traverse.flow import flow_of, read
+from demask.traverse.analysis.flow import flow_of, read
+from demask.traverse.execution import region_runner as windows
+from demask.traverse.execution.rectangles import MANY, Rectangle, rectangles, runs
+from demask.traverse.execution.region_runner import Windows, fitted, refusals
+from demask.traverse.storage.sources_and_sinks import tensor_source
 from fuzz.images import Images
 from fuzz.traversed import flat
 

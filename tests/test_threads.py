@@ -12,7 +12,7 @@ from torch import nn
 import demask
 from demask.machine.cost import _quiet
 from demask.machine.threads import set_threads
-from demask.traverse import workers
+from demask.traverse.execution import workers
 
 
 def counts() -> tuple[int, int]:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from demask.errors import BudgetTooSmall
 from demask.traverse import plan, tile
-from demask.traverse.plan import BANDS, FRUSTUMS, LAYERWISE
+from demask.traverse.planning.plan import BANDS, FRUSTUMS, LAYERWISE
 from fuzz.traversed import difference, executed
 
 

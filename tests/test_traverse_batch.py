@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from demask.errors import BadInput
-from demask.traverse.batch import batch, traffic
-from demask.traverse.levels import WORK
+from demask.traverse.batching.batch import batch, traffic
+from demask.traverse.batching.levels import WORK
 from night import at_night, every
 
 

@@ -17,7 +17,7 @@ from demask.ops import Declined
 from demask.ops.entry import Shape as S
 from demask.traverse import axes as parts
 from demask.traverse.axes import Axes
-from demask.traverse.local_depthwise import Depthwise, Pool, fused, quicker
+from demask.traverse.local.depthwise import Depthwise, Pool, fused, quicker
 from demask.tune.epilogue import Epilogue
 from local_runs import IMAGE, Placed, Scratch, image_call, run, values_of, windows
 

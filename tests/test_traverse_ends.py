@@ -25,9 +25,15 @@ from torch.utils._pytree import tree_leaves
 
 from demask.errors import BadInput
 from demask.machine.byte_sizes import human, parse_memory
-from demask.traverse import ends
 from demask.traverse.axes import empty, part
-from demask.traverse.ends import array_sink, array_source, spill, tensor_sink, tensor_source
+from demask.traverse.storage import sources_and_sinks as ends
+from demask.traverse.storage.sources_and_sinks import (
+    array_sink,
+    array_source,
+    spill,
+    tensor_sink,
+    tensor_source,
+)
 
 SRC = Path(ends.__file__).parents[2]
 AXES = [  # of a value of sizes 1 3 4 5 or fewer: rows and columns
@@ -389,7 +395,7 @@ def child(code, tmp_path, **options):
         import os, resource, sys, time
         import numpy as np, torch
         from demask.traverse.axes import empty, part
-        from demask.traverse.ends import array_sink, array_source, spill, tensor_source
+        from demask.traverse.storage.sources_and_sinks import array_sink, array_source, spill, tensor_source
         torch.set_num_threads(1)
     """
     text = textwrap.dedent(start) + textwrap.dedent(code)

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from demask.traverse import layout, schedule, sweep
+from demask.traverse.execution import segment_executor as sweep
+from demask.traverse.planning import plan_memory as layout
+from demask.traverse.planning import schedule
 from fuzz.images import Images
 from fuzz.traversed import BANDS, FRUSTUMS, LAYERWISE, difference, executed
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import traverse_networks as shared
 from demask.errors import BadInput
-from demask.traverse.halo import halo
+from demask.traverse.halos.halo import halo
 from night import every
 
 SIZE = 96  # rows of the images that are perturbed, row by row

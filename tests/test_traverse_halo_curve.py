@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from demask.errors import BadInput
-from demask.traverse.halo import halo
+from demask.traverse.halos.halo import halo
 from test_traverse_halo import Apply, Level, conv, positive
 
 

@@ -16,7 +16,7 @@ from demask.ops import TABLE, Declined, regions
 from demask.ops.entry import Case
 from demask.ops.entry import Shape as S
 from demask.ops.laws import check_region_law, law_cases
-from demask.traverse.local_call import Sliding
+from demask.traverse.local.call import Sliding
 from local_runs import CONV, check, holds, related
 
 CASES = [pytest.param(*found, id=f"{found[0]}-{found[1]}") for found in law_cases(TABLE)]
@@ -268,7 +268,7 @@ def test_padding_inside_the_image_breaks_the_law(monkeypatch):
 
 
 def test_weights_of_other_positions_break_the_law(monkeypatch):
-    from demask.traverse import local_resize
+    from demask.traverse.local import resize as local_resize
 
     call = ("aten.upsample_bilinear2d.vec", S((1, 3, 7, 6)), [15, 9], False, None)
     plain = local_resize.resample

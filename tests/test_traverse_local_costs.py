@@ -13,7 +13,7 @@ from demask.machine.arena import ALIGNMENT
 from demask.ops import Declined, Relation
 from demask.ops.entry import Shape as S
 from demask.traverse import axes as parts
-from demask.traverse.local import Local, local
+from demask.traverse.local.dispatch import Local, local
 from demask.tune.epilogue import Epilogue
 from local_runs import (
     CONV,

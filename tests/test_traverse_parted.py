@@ -20,8 +20,13 @@ from demask.graph.normalize.canonical_calls import spelled
 from demask.graph.program import Program
 from demask.ops import TABLE
 from demask.ops.laws import check_scatter_law, law_cases
+from demask.traverse.analysis.split_global_ops import (
+    folded_scale,
+    global_calls,
+    parted,
+    with_reductions,
+)
 from demask.traverse.axes import Axes, axes_of
-from demask.traverse.parted import folded_scale, global_calls, parted, with_reductions
 from night import at_night
 from test_traverse_reductions import gap, in_parts
 

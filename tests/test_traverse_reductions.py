@@ -17,10 +17,10 @@ from torch import Tensor
 
 from demask.ops import TABLE, Declined, bind
 from demask.ops.laws import call_node
-from demask.traverse import reductions
+from demask.traverse.analysis import partial_reductions as reductions
+from demask.traverse.analysis.partial_reductions import Reduction, attention, reduction
+from demask.traverse.analysis.split_global_ops import with_reductions
 from demask.traverse.axes import Axes, empty, part
-from demask.traverse.parted import with_reductions
-from demask.traverse.reductions import Reduction, attention, reduction
 from night import at_night, every
 
 aten, own = torch.ops.aten, torch.ops.demask

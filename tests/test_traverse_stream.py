@@ -17,7 +17,7 @@ from torch import nn
 
 import demask
 from demask.errors import BadInput
-from demask.traverse import ends
+from demask.traverse.storage import sources_and_sinks as ends
 from demask.traverse.stream import Counted, _Rows, prepare, stream
 
 SRC = Path(ends.__file__).parents[2]

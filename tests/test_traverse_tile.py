@@ -20,8 +20,9 @@ from torch import Tensor, nn
 import demask
 import traverse_networks as networks
 from demask.errors import BadInput, BudgetTooSmall
-from demask.traverse import plan, run, tile
-from demask.traverse.sweep import Sweep
+from demask.traverse import plan, tile
+from demask.traverse.execution import run
+from demask.traverse.execution.segment_executor import Sweep
 from night import at_night
 from tiled_networks import EPS, MIB, NETWORKS, least, made, same
 

@@ -27,7 +27,7 @@ PUBLIC_MODULES = {
 
 CUSTOM_OPS.declare("chain", "demask.pilot.chain_op")
 CUSTOM_OPS.declare("dequantize", "demask.ops.quantization")
-CUSTOM_OPS.declare("moments", "demask.traverse.parted")
+CUSTOM_OPS.declare("moments", "demask.traverse.analysis.split_global_ops")
 CUSTOM_OPS.declare("quantize", "demask.ops.quantization")
 CUSTOM_OPS.declare("segment", "demask.sparse.segment.inline")
-RESULT_KINDS.declare("tiled", "demask.traverse.module")
+RESULT_KINDS.declare("tiled", "demask.traverse.execution.tiled_module")

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from demask.ops import TABLE
-from demask.traverse.flow import Flow, flow_of, read
-from demask.traverse.layout import laid
-from demask.traverse.module import Tiled, tiled
-from demask.traverse.plan import BANDS, BARRIER, FRUSTUMS, LAYERWISE, Segment
-from demask.traverse.planner import Planner, packed_plan
+from demask.traverse.analysis.flow import Flow, flow_of, read
+from demask.traverse.execution.tiled_module import Tiled, tiled
+from demask.traverse.planning.plan import BANDS, BARRIER, FRUSTUMS, LAYERWISE, Segment
+from demask.traverse.planning.plan_memory import laid
+from demask.traverse.planning.planner import Planner, packed_plan
 
 
 def executed(model: nn.Module, x: Tensor, mode: str, rows: int, columns: int = 0, *, seed: int = 0,

@@ -22,13 +22,20 @@ from demask.errors import BadInput
 from demask.ops import Table
 from demask.pilot.activity import contrast, contrasts, differences, per_tile
 from demask.pilot.conditioned import Conditioned, Decision
-from demask.pilot.rectangles import Rectangle, rectangles
 from demask.pilot.simplify import Simplifier, simplifier, simplify
-from demask.pilot.windows import Windows, fitted, refusals
-from demask.traverse.flow import Flow
-from demask.traverse.halo import Halo, halo
-from demask.traverse.module import Prepared, Tiled, called, constants, empty_result, image
-from demask.traverse.sweep import Counter
+from demask.traverse.analysis.flow import Flow
+from demask.traverse.execution.rectangles import Rectangle, rectangles
+from demask.traverse.execution.region_runner import Windows, fitted, refusals
+from demask.traverse.execution.segment_executor import Counter
+from demask.traverse.execution.tiled_module import (
+    Prepared,
+    Tiled,
+    called,
+    constants,
+    empty_result,
+    image,
+)
+from demask.traverse.halos.halo import Halo, halo
 from demask.traverse.tile import tile as tiled
 
 Answers = Callable[..., Any]  # of the network's arguments: what it returns, or a map of activity

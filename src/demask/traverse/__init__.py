@@ -1,8 +1,8 @@
 """Depth-first execution: a network within a budget of memory, exactly (rows 003-a to 003-h)."""
 
-from demask.traverse.batch import batch, traffic
-from demask.traverse.halo import Halo, halo
-from demask.traverse.plan import Plan, Segment
+from demask.traverse.batching.batch import batch, traffic
+from demask.traverse.halos.halo import Halo, halo
+from demask.traverse.planning.plan import Plan, Segment
 from demask.traverse.stream import Streamed, stream
 from demask.traverse.tile import plan, tile
 

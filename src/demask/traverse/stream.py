@@ -21,9 +21,15 @@ from demask.failures import public
 from demask.machine.arena import extent
 from demask.machine.byte_sizes import BUDGET, human, parse_memory
 from demask.ops import TABLE, Table
+from demask.traverse.analysis.captured_size import captured, network_of
+from demask.traverse.analysis.flow import Flow, flow_of
 from demask.traverse.axes import NONE, Axes, Window
-from demask.traverse.convert import name_of
-from demask.traverse.ends import (
+from demask.traverse.execution.run import Call, execute
+from demask.traverse.planning.plan import Plan
+from demask.traverse.planning.plan_memory import Layout
+from demask.traverse.planning.planner import planned
+from demask.traverse.storage.dtype_conversion import name_of
+from demask.traverse.storage.sources_and_sinks import (
     ArraySink,
     ArraySource,
     Sink,
@@ -34,12 +40,6 @@ from demask.traverse.ends import (
     tensor_sink,
     tensor_source,
 )
-from demask.traverse.flow import Flow, flow_of
-from demask.traverse.layout import Layout
-from demask.traverse.plan import Plan
-from demask.traverse.planner import planned
-from demask.traverse.run import Call, execute
-from demask.traverse.sized import captured, network_of
 
 End = str | os.PathLike[str] | np.ndarray | Tensor
 Model = nn.Module | ExportedProgram | str | os.PathLike[str]

@@ -17,13 +17,13 @@ from demask.machine.byte_sizes import BUDGET, parse_memory
 from demask.ops import TABLE, Table
 from demask.ops.flow import axis_of
 from demask.ops.regions import rule
+from demask.traverse.analysis.flow import Flow, flow_of, read
+from demask.traverse.analysis.split_global_ops import with_reductions
 from demask.traverse.axes import Axes, axes_of
-from demask.traverse.flow import Flow, flow_of, read
-from demask.traverse.layout import WORKERS, Layout
-from demask.traverse.module import Tiled, tiled
-from demask.traverse.parted import with_reductions
-from demask.traverse.plan import Plan
-from demask.traverse.planner import planned
+from demask.traverse.execution.tiled_module import Tiled, tiled
+from demask.traverse.planning.plan import Plan
+from demask.traverse.planning.plan_memory import WORKERS, Layout
+from demask.traverse.planning.planner import planned
 
 
 @public

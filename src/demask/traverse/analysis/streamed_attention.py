@@ -1,0 +1,82 @@
+"""Attention whose keys and values lie on disk: read block by block for each band of queries.
+
+    attention(q, k, v) == online softmax over blocks of rows of k and v        (`reductions`)
+
+In memory they are read whole, and torch's own kernel runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, fx
+
+from demask.ops import schema
+from demask.ops.regions import Interval
+from demask.traverse.analysis.partial_reductions import attention
+from demask.traverse.axes import Axes, cut_shape, empty, length
+from demask.traverse.storage.sources_and_sinks import Source
+
+SCORES = 2**22  # bytes of the scores of one block
+aten = torch.ops.aten
+
+
+def streams_keys(node: fx.Node) -> bool:
+    """Can a call take its keys and values in blocks?"""
+    if node.target is not aten.scaled_dot_product_attention.default:
+        return False
+    found = schema.arguments(node)
+    plain = found["attn_mask"] is None and not found["is_causal"] and not found["dropout_p"]
+    return plain and not found["enable_gqa"]
+
+
+def keys_of(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """The keys and the values of a call."""
+    found = schema.arguments(node)
+    return found["key"], found["value"]
+
+
+def attend(
+    node: fx.Node,
+    q: Tensor,
+    sources: Mapping[fx.Node, Source],
+    axes: Mapping[fx.Node, Axes],
+    columns: Interval,
+) -> Tensor:
+    """The call for some queries. columns: of the values, and of the result."""
+    rows, (keys, values) = _block_rows(node, tuple(q.shape)), keys_of(node)
+    everything = 0, length(keys, axes[keys], 1)
+    return attention(
+        q,
+        _blocks(keys, sources[keys], axes[keys], rows, everything),
+        _blocks(values, sources[values], axes[values], rows, columns),
+        scale=schema.arguments(node)["scale"],
+    )
+
+
+def temporary(node: fx.Node, queries: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes that `attend` allocates: two blocks and their copies, scores, weights, and sums."""
+    rows, wide = _block_rows(node, queries), max(dtype.itemsize, 4)
+    blocks = sum(math.prod(n.meta["val"].shape[:-2]) * rows * n.meta["val"].shape[-1]
+                 for n in keys_of(node))  # fmt: skip
+    scores = math.prod(queries[:-1]) * rows
+    width = max(n.meta["val"].shape[-1] for n in keys_of(node))
+    return wide * (2 * blocks + 2 * scores + 4 * math.prod(queries[:-1]) * (width + 2))
+
+
+def _block_rows(node: fx.Node, queries: tuple[int, ...]) -> int:
+    """Keys of one block."""
+    return max(64, SCORES // (4 * max(math.prod(queries[:-1]), 1)))
+
+
+def _blocks(
+    node: fx.Node, source: Source, axes: Axes, rows: int, columns: Interval
+) -> Iterator[Tensor]:
+    value, count = node.meta["val"], length(node, axes, 0)
+    for start in range(0, count, rows):
+        window = (start, min(start + rows, count)), columns
+        block = empty(cut_shape(value.shape, axes, window), axes, value.dtype)
+        source.read(window, block)
+        yield block

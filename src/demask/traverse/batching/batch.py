@@ -1,0 +1,382 @@
+"""Fully connected layers run for a batch: their weights are read once for N inputs.
+
+    linear(cat(x_1, ..., x_N), W)[:, rows] == cat(linear(x_k, W[rows]) for each k)
+
+so a block of a weight's rows is read, multiplied with the activations of all N inputs, and
+forgotten; then comes the next. The calls between such layers run for a few inputs at a time. The
+weights may lie in a file far larger than memory. Source: US 10,417,555 B2 (batched fully connected
+layers); the arithmetic is in `demask.traverse.traffic`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
+from torch.nn.functional import linear
+from torch.utils import _pytree as pytree
+
+from demask.errors import BadInput
+from demask.failures import public
+from demask.files.weight_file import StoredTensor, WeightFile, with_weights
+from demask.graph.capture.capture import capture
+from demask.graph.capture.fold_constants import folded
+from demask.graph.capture.functionalize import functionalized
+from demask.graph.guards import values_of
+from demask.graph.program import Program
+from demask.graph.provenance import Provenance, Sizes
+from demask.graph.result.demasked_module import attach, build
+from demask.machine.byte_sizes import BUDGET, human, parse_memory
+from demask.ops import TABLE, Table
+from demask.shrink.pipeline import inputs_of
+from demask.traverse.batching.batch_axis import Lane
+from demask.traverse.batching.batch_plan import (
+    Call,
+    Level,
+    Plan,
+    Ref,
+    Streamed,
+    constants_of,
+    weights_of,
+)
+from demask.traverse.batching.levels import is_view, planned, streamable
+from demask.traverse.batching.weight_traffic import LayerTraffic, Traffic
+
+Weights = str | os.PathLike[str] | None
+FILE = "weights.safetensors"  # in a folder that is given for weights
+
+
+@public
+def batch(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    memory: str | int = BUDGET,
+    inputs: int = 16,
+    weights: Weights = None,
+    at_once: int | None = None,
+    table: Table = TABLE,
+) -> Batched:
+    """The network with its fully connected layers run for up to `inputs` inputs at a time.
+
+    It is called as the model is, with any number of inputs: they go through in passes of `inputs`.
+    For inference: no gradients. model: captured in eval mode; with a file of weights it may be on
+    the meta device. memory: bytes for what a pass makes (activations, blocks of weights), and for
+    constants where weights are in a file; the caller's own inputs and results come on top, so does
+    memory that convolutions take for themselves. weights: None, those of the model, shared with
+    it; a .safetensors file with the model's names; or a folder, into which the model's are
+    written. Weights in a file are read block by block and never held. at_once: inputs at a time
+    between fully connected layers; None: as many as the budget holds. table: the op table, as
+    `demask.demask` takes it.
+
+    Results are those of the model for a batch of `inputs`, or of `at_once` between fully connected
+    layers. Weights in memory: the same calls. In a file: the same products, of a block's rows; a
+    BLAS may sum those in another order for another number of rows, so float32 is often equal,
+    not always. Weights stored [in, out] are read by inputs, and partial sums added up.
+
+    Raises BadInput with the least budget that would do, or where inputs of a batch are mixed.
+
+    >>> import torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    >>> x = torch.randn(5, 8)
+    >>> small = batch(model, (x[:2],), inputs=4)
+    >>> torch.allclose(small(x), model(x)), small.traffic.weight_bytes_read
+    (True, 320)
+    """
+    _check_counts(inputs=inputs, at_once=inputs if at_once is None else at_once)
+    program, stored, file = _source(model, args, kwargs, weights, inputs, table, keep=True)
+    plan = planned(program, stored, parse_memory(memory), inputs, table, at_once)
+    return Batched(program, plan, file)
+
+
+@public
+def traffic(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    batch: int | None = None,
+    memory: str | int = BUDGET,
+    inputs: int = 16,
+    weights: Weights = None,
+    at_once: int | None = None,
+    table: Table = TABLE,
+) -> Traffic:
+    """What `module.traffic` would say after one call with `batch` inputs (None: `inputs`).
+
+    Found from the graph; nothing runs and nothing is written. at_once=1 is the order in which the
+    layers in front of the fully connected ones run image by image.
+
+    >>> import torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    >>> traffic(model, (torch.randn(2, 8),), inputs=16).saved == 15 / 16
+    True
+    """
+    count = inputs if batch is None else batch
+    _check_counts(inputs=inputs, at_once=inputs if at_once is None else at_once, batch=count)
+    program, stored, _ = _source(model, args, kwargs, weights, inputs, table, keep=False)
+    plan = planned(program, stored, parse_memory(memory), inputs, table, at_once)
+    return plan.traffic(count)
+
+
+class Batched(nn.Module):
+    """A network whose fully connected layers run for many inputs at a time; `batch()` makes it.
+
+    plan: the levels of a pass, with their blocks and the memory predicted. traffic: what was read
+    of the weights since it was made or copied. Its parameters are those constants that stay in
+    memory, under `held`, by the model's names.
+    """
+
+    def __init__(self, program: Program, plan: Plan, file: WeightFile | None):
+        super().__init__()
+        self.plan, self.file = plan, file
+        self.front = _front(program)
+        self.held = nn.Module()
+        for name in sorted(constants_of(plan)):
+            attach(self.held, name, _own(program.constants[name].tensor, file))
+        self._read = dict.fromkeys((name for name, _ in weights_of(plan.levels)), 0)
+        self._inputs = 0
+        self.eval()
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes of weights that were read, by layer, and how many inputs they were read for."""
+        found = [
+            LayerTraffic(name, weight.constant, weight.connected, weight.nbytes, self._read[name])
+            for name, weight in weights_of(self.plan.levels)
+        ]
+        return Traffic(self._inputs, tuple(found))
+
+    def extra_repr(self) -> str:
+        plan = self.plan
+        return f"inputs={plan.inputs}, at_once={plan.at_once}, peak={human(plan.peak)}"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(self.plan.given, self.front(*args, **kwargs), strict=True))
+        with torch.no_grad():
+            return pytree.tree_unflatten(self._run(given), self.plan.out_spec)
+
+    def _run(self, given: dict[str, Any]) -> list[Any]:
+        """All inputs, in passes of N."""
+        lanes = self.plan.lanes
+        size = next(v.shape[lanes[name].axis] for name, v in given.items() if name in lanes)
+        if size == 0:
+            raise BadInput("expected a batch of one input or more, got none")
+        constants = {f"={n}": t for n, t in _tensors(self.held).items()}
+        made: dict[str, Any] = {}
+        for start in range(0, size, self.plan.inputs):
+            n = min(self.plan.inputs, size - start)
+            values = constants | _parts(given, given, lanes, size, start, n)
+            for level in self.plan.levels:
+                self._level(level, values, n)
+            names = [r.name for r in self.plan.made if isinstance(r, Ref) and r.name not in given]
+            _collect(made, names, values, lanes, size, start, n)
+            self._inputs += n
+        known = constants | given | made
+        return [known[r.name] if isinstance(r, Ref) else r for r in self.plan.made]
+
+    def _level(self, level: Level, values: dict[str, Any], n: int) -> None:
+        """Put what a level writes among the values held for n inputs; drop what it read last."""
+        at_once = n if level.connected else min(self.plan.at_once, n)
+        if level.streamed is not None:
+            values[level.streamed.name] = self._streamed(level.streamed, values)
+        else:
+            made: dict[str, Any] = {}
+            for start in range(0, n, at_once):
+                count = min(at_once, n - start)
+                here = values | _parts(values, level.reads, self.plan.lanes, n, start, count)
+                self._calls(level.calls, here, count)
+                _collect(made, level.writes, here, self.plan.lanes, n, start, count)
+            values |= made
+        for name in level.drops:
+            del values[name]
+
+    def _calls(self, calls: tuple[Call, ...], values: dict[str, Any], n: int) -> None:
+        def found(leaf: Any) -> Any:
+            if not isinstance(leaf, Ref):
+                return leaf
+            sizes = self.plan.sizes.get(leaf.name)
+            return values[leaf.name] if sizes is None else sizes[n - 1]
+
+        for call in calls:
+            args, kwargs = map_aggregate((call.args, call.kwargs), found)  # type: ignore[misc]
+            values[call.name] = call.target(*args, **kwargs)
+            del args, kwargs  # else they would hold what is freed next
+            if call.weight is not None:
+                self._read[call.name] += call.weight.nbytes
+            for name in call.frees:
+                del values[name]
+
+    def _streamed(self, layer: Streamed, values: Mapping[str, Any]) -> Tensor:
+        """A layer's output for all inputs, block by block of a weight in a file."""
+        x = values[layer.x]
+        bias = None if layer.bias is None else values[f"={layer.bias}"]
+        if not layer.out_first:
+            return self._summed(layer, x, bias)
+        made = x.new_empty(*x.shape[:-1], layer.outputs)
+        for start, w_oi in self._blocks(layer):
+            rows = slice(start, start + len(w_oi))
+            made[..., rows] = linear(x, w_oi, None if bias is None else bias[rows])
+        return made
+
+    def _summed(self, layer: Streamed, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The same of a weight [in, out]: the sum of the blocks' partial products."""
+        flat = x.reshape(-1, x.shape[-1])
+        kind = torch.float32 if layer.sums_wide else x.dtype
+        total = torch.zeros(len(flat), layer.outputs, dtype=kind)
+        if bias is not None:
+            total += bias
+        for start, w_io in self._blocks(layer):
+            total.addmm_(flat[:, start : start + len(w_io)].to(kind), w_io.to(kind))
+        return total.to(x.dtype).view(*x.shape[:-1], layer.outputs)
+
+    def _blocks(self, layer: Streamed) -> Any:
+        assert self.file is not None
+        stored = layer.stored
+        buffer = torch.empty(layer.rows * stored.row_bytes, dtype=torch.uint8)
+        for start, block in self.file.blocks(stored, layer.rows, buffer):
+            self._read[layer.name] += block.nbytes
+            yield start, block
+
+
+def _parts(
+    values: Mapping[str, Any], names: Any, lanes: Mapping[str, Lane], n: int, start: int, count: int
+) -> dict[str, Any]:
+    """Of n inputs those from `start` on, in each of the named values that holds any."""
+    return {
+        name: lanes[name].part(values[name], n, start, start + count)
+        if name in lanes else values[name]
+        for name in names
+    }  # fmt: skip
+
+
+def _collect(
+    into: dict[str, Any], names: Any, values: Mapping[str, Any], lanes: Mapping[str, Lane],
+    n: int, start: int, count: int,
+) -> None:  # fmt: skip
+    """Put the named values, of `count` inputs from `start` on, in their place among n."""
+    for name in names:
+        lane, value = lanes.get(name), values[name]
+        if lane is None or count == n:
+            into[name] = value
+            continue
+        if name not in into:
+            into[name] = lane.full(value, n)
+        lane.put(into[name], n, start, value)
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return dict(module.named_parameters(remove_duplicate=False)) | dict(
+        module.named_buffers(remove_duplicate=False)
+    )
+
+
+def _own(tensor: Tensor, file: WeightFile | None) -> Tensor:
+    """A constant as the module keeps it: the model's memory, but no view of a mapped file."""
+    tensor = tensor.detach() if file is None else tensor.detach().clone()
+    if tensor.is_floating_point() or tensor.is_complex():
+        return nn.Parameter(tensor, requires_grad=False)
+    return tensor
+
+
+def _check_counts(**counts: Any) -> None:
+    for name, count in counts.items():
+        if type(count) is not int or count < 1:
+            raise BadInput(f"expected {name} to be one or more, got {count!r}")
+
+
+def _front(program: Program) -> nn.Module:
+    """A module that is called as the network is, checks what it is given, and returns the inputs
+    flattened."""
+    graph = fx.Graph()
+    given = [graph.node_copy(node) for node in program.graph.find_nodes(op="placeholder")]
+    graph.output(tuple(given))
+    nothing = Sizes(0, 0, 0)
+    provenance = Provenance(
+        {}, (), {}, program.notes, inputs_of(program), nothing, nothing,
+        guards=program.guards, values=values_of(program.graph),
+    )  # fmt: skip
+    flat = pytree.tree_structure(tuple(range(len(given))))
+    return build(replace(program, graph=graph, constants={}, out_spec=flat), provenance)
+
+
+# ------------------------------------------------------------------------- where weights come from
+
+
+def _source(
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    weights: Weights,
+    inputs: int,
+    table: Table,
+    *,
+    keep: bool,
+) -> tuple[Program, dict[str, StoredTensor], WeightFile | None]:
+    """The captured network, which of its constants stay in a file, and the file. keep: write those
+    for which a folder is given."""
+    if weights is None:
+        return _read(model, args, kwargs), {}, None
+    if Path(weights).is_dir():
+        program = _on_cpu(_read(model, args, kwargs))
+        stored = streamable(program, inputs, table)
+        if not keep or not stored:
+            return program, stored, None
+        tensors = {name: program.constants[name].tensor for name in stored}
+        file = WeightFile.write(Path(weights) / FILE, tensors)
+        return program, {name: file.tensors[name] for name in stored}, file
+    file = WeightFile.read(weights)
+    program = _on_cpu(_read(_filled(model, file), args, kwargs, fold=False))
+    stored = {}
+    for name, constant in program.constants.items():
+        found = next((n for n in (name, *constant.aliases) if n in file.tensors), None)
+        if found is not None:
+            stored[name] = replace(file.tensors[found], name=name)
+    return program, stored, file
+
+
+def _read(model: nn.Module, args: Any, kwargs: Any, *, fold: bool = True) -> Program:
+    """A captured network without in-place calls; what is computed from constants alone is computed
+    once, unless it would be from values in a file."""
+    program = functionalized(capture(model, args, kwargs))
+    constant = {n for n in program.graph.nodes if n.op == "get_attr"}
+    for node in program.graph.nodes:
+        sources = node.all_input_nodes
+        if node.op == "call_function" and sources and all(n in constant for n in sources):
+            constant.add(node)
+    if fold and any(n.op == "call_function" and not is_view(n) for n in constant):
+        return folded(program)
+    for node in program.graph.find_nodes(op="get_attr"):
+        tensor = program.constants[str(node.target)].tensor
+        if not tensor.is_floating_point():
+            node.meta["positions"] = tensor.cpu()
+    return program
+
+
+def _on_cpu(program: Program) -> Program:
+    """The program, as long as it can multiply with what is read from a file."""
+    leaves = [leaf for n in program.graph.nodes for leaf in pytree.tree_leaves(n.meta.get("val"))]
+    found = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)}
+    if found - {"cpu"}:
+        raise BadInput(f"weights in a file are for networks on the CPU, got one on {found}; move "
+                       "it there, or give weights=None")  # fmt: skip
+    return program
+
+
+def _filled(model: nn.Module, file: WeightFile) -> nn.Module:
+    """A copy of the model with the file's tensors, mapped, in the place of its own."""
+    if not isinstance(model, nn.Module):
+        raise BadInput(f"expected an nn.Module, got {type(model).__name__}")
+    try:
+        with safe_open(file.path, framework="pt") as opened:
+            return with_weights(model, file, lambda stored: opened.get_tensor(stored.name))[0]
+    except SafetensorError as error:
+        raise BadInput(f"{file.path}: {error}; write it again") from error

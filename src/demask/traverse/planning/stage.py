@@ -1,0 +1,171 @@
+"""The calls that one segment runs, as units: a call with what is fused into its store.
+
+    relu(conv(x) + y)  is one unit, which reads x through the windows of the convolution and y as is
+
+A unit makes one value. What a segment *enters* with was made before it (an input, a map kept);
+*targets* are what it must make in full: maps that later segments read, outputs, and statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, fx
+
+from demask.compat.onednn import available
+from demask.ops.traits import ADDS, CONVOLUTIONS
+from demask.traverse.analysis.flow import Edge, Flow
+from demask.tune.epilogue import Epilogue, epilogue
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A call and what is computed as it stores.
+
+    nodes: the call, then those fused into it. addend: what is added before the activation `after`.
+    edges: the operands with rows; the addend is the last.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    edges: tuple[Edge, ...]
+    addend: fx.Node | None = None
+    after: Epilogue | None = None
+
+    @property
+    def node(self) -> fx.Node:
+        """The call itself."""
+        return self.nodes[0]
+
+    @property
+    def value(self) -> fx.Node:
+        """What the unit makes."""
+        return self.nodes[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The units of a segment in the order in which they run.
+
+    enters: values with rows that are read but not made here. targets: values made in full. sinks:
+    calls that gather. readers: of each value, its units.
+    """
+
+    flow: Flow
+    units: tuple[Unit, ...]
+    enters: tuple[fx.Node, ...]
+    targets: tuple[fx.Node, ...]
+    readers: dict[fx.Node, list[tuple[int, Edge]]] = field(default_factory=dict)
+
+    @property
+    def sinks(self) -> tuple[Unit, ...]:
+        return tuple(u for u in self.units if u.node in self.flow.gathers)
+
+    @property
+    def wholes(self) -> tuple[Unit, ...]:
+        """Units that can only run on whole values."""
+        cut = self.flow.local.keys() | self.flow.gathers.keys()
+        return tuple(u for u in self.units if u.node not in cut)
+
+    def streamed(self, unit: Unit, maps: Container[fx.Node]) -> list[Edge]:
+        """The operands that a unit reads whole, block by block, from where they lie."""
+        return [e for e in unit.edges
+                if e.whole and e.source in self.enters and e.source not in maps]  # fmt: skip
+
+    @property
+    def streams(self) -> bool:
+        """Can the stage run in parts? Nothing in it waits until all rows of something are made."""
+        made = {u.value for u in self.units} | {u.node for u in self.units}
+        waits = any(e.whole and e.source in made for u in self.units for e in u.edges)
+        gathered = {u.node for u in self.sinks}
+        reads = any(n in gathered for u in self.units for n in u.node.all_input_nodes)
+        return not self.wholes and not waits and not reads
+
+
+def staged(flow: Flow, nodes: Sequence[fx.Node], keeps: Collection[fx.Node]) -> Stage:
+    """The stage of some calls. keeps: values of them that are read elsewhere."""
+    inside, units, fused = set(nodes), [], set[fx.Node]()
+    for node in nodes:
+        if node in fused:
+            continue
+        unit = _unit(flow, node, inside, set(keeps))
+        fused |= set(unit.nodes)
+        units.append(unit)
+    units = _ordered(units)
+    made = {u.value for u in units}
+    readers: dict[fx.Node, list[tuple[int, Edge]]] = {}
+    for k, unit in enumerate(units):
+        for edge in unit.edges:
+            readers.setdefault(edge.source, []).append((k, edge))
+    enters = tuple(n for n in readers if n not in made)
+    targets = tuple(u.value for u in units if u.value in keeps and u.value in flow.axes)
+    return Stage(flow, tuple(units), enters, targets, readers)
+
+
+def _unit(flow: Flow, node: fx.Node, inside: set[fx.Node], keeps: set[fx.Node]) -> Unit:
+    """The call with the sum and the activation that follow it, where oneDNN computes them."""
+    plain = Unit((node,), flow.edges(node))
+    if node not in flow.local or not _fuses(node):
+        return plain
+    nodes, edges, addend, after = [node], plain.edges, None, None
+    follower = _only(node, inside, keeps)
+    if follower is not None and _adds(follower, node, flow):
+        addend = next(n for n in follower.args if n is not node)
+        edges += tuple(edge for edge in flow.edges(follower) if edge.source is addend)
+        nodes.append(follower)
+        follower = _only(follower, inside, keeps)
+    if follower is not None and follower in flow.local:
+        after = epilogue(follower)
+        nodes += [follower] if after is not None else []
+    return Unit(tuple(nodes), edges, addend, after)  # type: ignore[arg-type]
+
+
+def _fuses(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    return node.target in CONVOLUTIONS and available(value.dtype, value.device)
+
+
+def _only(node: fx.Node, inside: set[fx.Node], keeps: set[fx.Node]) -> fx.Node | None:
+    """The only reader of a value, if it is of the same stage."""
+    readers = list(node.users)
+    return readers[0] if len(readers) == 1 and readers[0] in inside and node not in keeps else None
+
+
+def _adds(node: fx.Node, value: fx.Node, flow: Flow) -> bool:
+    """Is a call the sum of a value and another with rows, of the same shape and type?"""
+    if node.target not in ADDS or node.kwargs or len(node.args) != 2:
+        return False
+    other = next((n for n in node.args if n is not value), None)
+    if not isinstance(other, fx.Node) or other not in flow.axes or node not in flow.local:
+        return False
+    theirs, mine = other.meta["val"], node.meta["val"]
+    return isinstance(theirs, Tensor) and theirs.shape == mine.shape and theirs.dtype == mine.dtype
+
+
+def _ordered(units: list[Unit]) -> list[Unit]:
+    """The units so that each stands behind what it reads: a fused unit may read an addend that is
+    made after its convolution."""
+    makers = {u.value: u for u in units}
+    done, found = set[fx.Node](), []
+
+    def put(unit: Unit) -> None:
+        stack = [unit]
+        while stack:
+            top = stack[-1]
+            missing = [makers[n] for n in _operands(top) if n in makers and n not in done]
+            if missing:
+                stack.append(missing[0])
+                continue
+            stack.pop()
+            if top.value not in done:
+                done.add(top.value)
+                found.append(top)
+
+    for unit in units:
+        put(unit)
+    return found
+
+
+def _operands(unit: Unit) -> list[fx.Node]:
+    extra = [] if unit.addend is None else [unit.addend]
+    return [*unit.node.all_input_nodes, *extra]
