@@ -13,8 +13,8 @@ from demask.graph.capture.capture import capture
 from demask.graph.capture.fold_constants import folded
 from demask.graph.capture.functionalize import functionalized
 from demask.graph.normalize.canonical_calls import spelled
-from demask.stride.instructions import Instructions, listed
-from demask.stride.machine import Machine
+from demask.stride.accelerator.instructions import Instructions, listed
+from demask.stride.accelerator.machine import Machine
 from demask.tune.passes.fold_affine import absorbed
 
 

@@ -139,14 +139,14 @@ FAULTS = (
     fault("padding-inside", "traverse/local/windows.py", "padding.append(before if own else 0)",
           "padding.append(before)", "traverse_local"),
     # stride
-    fault("max-pool-of-negatives", "stride/forms.py", "if site.drops and known.low < 0:",
+    fault("max-pool-of-negatives", "stride/lowering/forms.py", "if site.drops and known.low < 0:",
           "if False:", "stride_forms"),
-    fault("inexact-pair-of-masks", "stride/forms.py", "if math.frexp(a)[0] != 0.5:", "if False:",
+    fault("inexact-pair-of-masks", "stride/lowering/forms.py", "if math.frexp(a)[0] != 0.5:", "if False:",
           "stride_forms"),
-    fault("windows-beyond-the-end", "stride/pools.py",
+    fault("windows-beyond-the-end", "stride/average_pools.py",
           "return count - 1 if ceil and (count - 1) * stride >= size + pad else count",
           "return count", "stride_pools"),
-    fault("count-without-padding", "stride/pools.py",
+    fault("count-without-padding", "stride/average_pools.py",
           "return [min(start + kernel, size) - max(start, 0) for start in starts]",
           "return [min(start + kernel, size) - start for start in starts]", "stride_pools"),
     # pilot

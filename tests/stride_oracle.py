@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from demask.facts.ranges import ANY, Range, of_dtype
-from demask.stride.forms import FORMS, Form
-from demask.stride.site import Axis, Call, Site
+from demask.stride.lowering.forms import FORMS, Form
+from demask.stride.lowering.strided_conv import Axis, Call, Site
 from demask.stride.targets import Target
 
 aten = torch.ops.aten

@@ -17,10 +17,12 @@ from demask.graph.editor import GraphEditor
 from demask.graph.normalize.canonical_calls import spelled
 from demask.graph.program import Program
 from demask.ops import TABLE
-from demask.stride import grid, grid_rules, grid_windows
-from demask.stride.dilate import dilated
-from demask.stride.grid import Spread
-from demask.stride.grid_windows import is_strided
+from demask.stride.dilation import spaced_axes as grid
+from demask.stride.dilation import spaced_calls as grid_rules
+from demask.stride.dilation import spaced_windows as grid_windows
+from demask.stride.dilation.dilate import dilated
+from demask.stride.dilation.spaced_axes import Spread
+from demask.stride.dilation.spaced_windows import is_strided
 from demask.stride.targets import Target
 from stride_networks import Drawn
 from stride_programs import calls, ran, text

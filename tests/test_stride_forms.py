@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from demask.facts.ranges import Range
-from demask.stride import forms as module
-from demask.stride.blocks import zero_taps
-from demask.stride.forms import FORMS, Form, kept
-from demask.stride.site import Axis, Site
+from demask.stride.lowering import forms as module
+from demask.stride.lowering.block_forms import zero_taps
+from demask.stride.lowering.forms import FORMS, Form, kept
+from demask.stride.lowering.strided_conv import Axis, Site
 from demask.stride.targets import Target
 from stride_oracle import FLOAT, KERNELS, SIZES, STRIDES, WHOLE, Cell, grid, misses, sample
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from architectures import transformers
 from demask.errors import BadInput
-from demask.stride.instructions import Instructions, instructions
+from demask.stride.accelerator.instructions import Instructions, instructions
 from fuzz.images import Images
 from instruction_networks import (
     drawn,

@@ -11,9 +11,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from demask.errors import BadInput
-from demask.stride.instructions import instructions
-from demask.stride.machine import ACTIVATIONS, HOST, WEIGHTS, Instruction, Machine, Operand
-from demask.stride.units import unit_of
+from demask.stride.accelerator.instructions import instructions
+from demask.stride.accelerator.machine import (
+    ACTIVATIONS,
+    HOST,
+    WEIGHTS,
+    Instruction,
+    Machine,
+    Operand,
+)
+from demask.stride.accelerator.units import unit_of
 from instruction_networks import (
     Block,
     Function,

@@ -11,9 +11,9 @@ import torch
 from torch.nn import functional as F
 
 from demask.errors import BadInput
-from demask.stride.instructions import Instructions
-from demask.stride.machine import ACTIVATIONS, Instruction, Operand
-from demask.stride.units import ABILITIES, checked
+from demask.stride.accelerator.instructions import Instructions
+from demask.stride.accelerator.machine import ACTIVATIONS, Instruction, Operand
+from demask.stride.accelerator.units import ABILITIES, checked
 from instruction_networks import (
     Function,
     drawn,

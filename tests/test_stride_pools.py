@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from demask.graph.capture.capture import capture
-from demask.stride import pools
-from demask.stride.pools import Pool, convs_to_pools, pools_to_convs
+from demask.stride import average_pools as pools
+from demask.stride.average_pools import Pool, convs_to_pools, pools_to_convs
 from night import every
 from stride_programs import Net, calls, ran
 

@@ -1,9 +1,9 @@
 """Strides for targets that have none, and strides given back."""
 
-from demask.stride.instructions import Instructions, instructions
-from demask.stride.lower import Choice, NoSoundForm, lower, lowered
-from demask.stride.machine import Machine
-from demask.stride.raising import raise_strides, raised
+from demask.stride.accelerator.instructions import Instructions, instructions
+from demask.stride.accelerator.machine import Machine
+from demask.stride.lowering.lower import Choice, NoSoundForm, lower, lowered
+from demask.stride.raising.raise_strides import raise_strides, raised
 from demask.stride.targets import TARGETS, Target
 
 __all__ = [

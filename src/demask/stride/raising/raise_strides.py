@@ -28,8 +28,8 @@ from demask.shrink.layout.ties import sampling
 from demask.shrink.on_device import through_cpu
 from demask.shrink.pipeline import given
 from demask.shrink.program_size import macs_of, traffic
-from demask.stride.kept import sliced
-from demask.stride.pools import convs_to_pools
+from demask.stride.average_pools import convs_to_pools
+from demask.stride.raising.subsampling_as_slices import sliced
 
 PASSES = 1000  # at most; each makes some call do less, those behind it first
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, fx
 
 from demask.ops import traits
-from demask.stride.emit import Emitter, Made, Ref, Refused, Rule, shape_of
-from demask.stride.emit_shapes import every, moved_back, rows_of
+from demask.stride.accelerator.emit_layout import every, moved_back, rows_of
+from demask.stride.accelerator.emitter import Emitter, Made, Ref, Refused, Rule, shape_of
 
 aten = torch.ops.aten
 _AXES = traits.POOLS | traits.ADAPTIVE_MAX_POOLS

@@ -29,13 +29,13 @@ from demask.ops.traits import CONVOLUTIONS_ANY_PADDING
 from demask.shrink.build_uncut import finished
 from demask.shrink.on_device import through_cpu
 from demask.shrink.pipeline import given
-from demask.stride.dilate import dilated
-from demask.stride.forms import FORMS, LACKING, Form, wide
-from demask.stride.pools import pools_to_convs
-from demask.stride.site import Call, Site, call_of, chain_of, site_of, strided
+from demask.stride.average_pools import pools_to_convs
+from demask.stride.dilation.dilate import dilated
+from demask.stride.lowering.form_writers import Cost, Counting, GraphWriter
+from demask.stride.lowering.forms import FORMS, LACKING, Form, wide
+from demask.stride.lowering.strided_conv import Call, Site, call_of, chain_of, site_of, strided
 from demask.stride.targets import KINDS, Target
 from demask.stride.targets import target as target_of
-from demask.stride.writing import Cost, Counting, GraphWriter
 
 STRIDE_1 = "stride 1"  # what a convolution becomes whose stride leaves nothing out
 DILATION = "dilation"  # the form that rewrites what reads the convolution, not it alone

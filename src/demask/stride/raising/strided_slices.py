@@ -16,7 +16,7 @@ from demask.graph.editor import GraphEditor
 from demask.graph.queries import only_reader
 from demask.ops import Table, schema
 from demask.ops.traits import AVERAGE_POOLS, MAX_POOLS, PADS
-from demask.stride.steps import Gaps, each, gaps_of, skipping, windows
+from demask.stride.raising.read_steps import Gaps, each, gaps_of, skipping, windows
 
 aten = ops.aten
 Every = tuple[int, int, int]  # first position, step, how many

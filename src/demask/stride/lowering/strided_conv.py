@@ -21,7 +21,7 @@ from demask.graph.editor import GraphEditor
 from demask.graph.queries import is_pointwise, only_reader
 from demask.ops import Table, schema
 from demask.ops.traits import CONVOLUTIONS_ANY_PADDING
-from demask.stride.writing import Write
+from demask.stride.lowering.form_writers import Write
 
 aten = torch.ops.aten
 

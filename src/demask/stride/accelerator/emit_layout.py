@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from demask.ops.traits import IDENTITIES, RESHAPES
-from demask.stride.emit import Emitter, Made, Ref, Refused, Rule, shape_of
+from demask.stride.accelerator.emitter import Emitter, Made, Ref, Refused, Rule, shape_of
 
 aten = torch.ops.aten
 Arguments = dict[str, Any]

@@ -22,9 +22,9 @@ from torch import Tensor, fx
 from demask.facts.analysis import Analysis
 from demask.graph.editor import GraphEditor, reshape_views
 from demask.ops import Table, op_name
-from demask.stride.grid import Emission, Plan, Reader, Refused, Step
-from demask.stride.grid_rules import rule
-from demask.stride.grid_windows import is_strided
+from demask.stride.dilation.spaced_axes import Emission, Plan, Reader, Refused, Step
+from demask.stride.dilation.spaced_calls import rule
+from demask.stride.dilation.spaced_windows import is_strided
 from demask.stride.targets import Target
 
 aten = torch.ops.aten

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from demask.errors import BadInput
 from demask.machine.arena import Block, aligned, planned
 from demask.machine.byte_sizes import human
-from demask.stride.emit import Listing, Ref, Step
-from demask.stride.machine import ACTIVATIONS, WEIGHTS, Instruction, Machine, Operand
-from demask.stride.units import ABILITIES
+from demask.stride.accelerator.emitter import Listing, Ref, Step
+from demask.stride.accelerator.machine import ACTIVATIONS, WEIGHTS, Instruction, Machine, Operand
+from demask.stride.accelerator.units import ABILITIES
 
 
 @dataclass(frozen=True, slots=True)

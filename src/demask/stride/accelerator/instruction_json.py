@@ -14,7 +14,7 @@ from torch import Tensor
 
 from demask.errors import BadInput
 from demask.machine.arena import aligned
-from demask.stride.machine import (
+from demask.stride.accelerator.machine import (
     ACTIVATIONS,
     BUFFERS,
     HOST,
@@ -26,7 +26,7 @@ from demask.stride.machine import (
     Setting,
     machine_of,
 )
-from demask.stride.units import checked
+from demask.stride.accelerator.units import checked
 
 FORMAT = "demask instructions 1"
 MAX_INSTRUCTIONS, MAX_RANK, MAX_TEXT = 1_000_000, 16, 1000

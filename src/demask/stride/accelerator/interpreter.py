@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from demask.errors import BadInput
-from demask.stride.machine import HOST, WORD, Instruction, Operand
-from demask.stride.units import checked
+from demask.stride.accelerator.machine import HOST, WORD, Instruction, Operand
+from demask.stride.accelerator.units import checked
 
 NOTHING = 0  # what a word holds that nothing was written to
 

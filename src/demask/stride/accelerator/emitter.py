@@ -22,7 +22,7 @@ from demask.errors import BadInput
 from demask.graph.program import Program
 from demask.graph.queries import input_dependent
 from demask.ops import schema
-from demask.stride.machine import ACTIVATIONS, HOST, WEIGHTS, WORD, Setting
+from demask.stride.accelerator.machine import ACTIVATIONS, HOST, WEIGHTS, WORD, Setting
 
 MOST = 5  # refused calls that an error names
 

@@ -19,7 +19,18 @@ import torch
 from torch import fx
 
 from demask.ops import schema, traits
-from demask.stride.grid import (
+from demask.stride.average_pools import (
+    PAD,
+    Pads,
+    Pool,
+    divisors,
+    padded,
+    spread,
+    static_sizes,
+    summed,
+)
+from demask.stride.average_pools import scaled as times
+from demask.stride.dilation.spaced_axes import (
     Emission,
     Grid,
     Reader,
@@ -30,17 +41,6 @@ from demask.stride.grid import (
     reduced,
     share_of,
 )
-from demask.stride.pools import (
-    PAD,
-    Pads,
-    Pool,
-    divisors,
-    padded,
-    spread,
-    static_sizes,
-    summed,
-)
-from demask.stride.pools import scaled as times
 
 aten = torch.ops.aten
 WINDOWS = frozenset({*traits.CONVOLUTIONS_ANY_PADDING, *traits.POOLS})

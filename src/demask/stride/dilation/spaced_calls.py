@@ -22,7 +22,8 @@ from demask.ops import Declined, Relation, op_name, schema
 from demask.ops.entries.movement import refined
 from demask.ops.flow import lettered, tagged
 from demask.ops.traits import PADS, RESHAPES
-from demask.stride.grid import (
+from demask.stride.average_pools import Pool
+from demask.stride.dilation.spaced_axes import (
     NEUTRAL,
     Emission,
     Reader,
@@ -35,8 +36,7 @@ from demask.stride.grid import (
     reduced,
     share_of,
 )
-from demask.stride.grid_windows import WINDOWS, average, windowed
-from demask.stride.pools import Pool
+from demask.stride.dilation.spaced_windows import WINDOWS, average, windowed
 
 aten = torch.ops.aten
 Spreads = Mapping[str, Spread]  # by letter of a line of the table

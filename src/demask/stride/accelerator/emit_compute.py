@@ -14,9 +14,9 @@ from torch import Tensor, fx
 
 from demask.ops.activations import ACTIVATIONS
 from demask.ops.traits import CONVOLUTIONS_ANY_PADDING
-from demask.stride.emit import Emitter, Made, Ref, Refused, Rule, shape_of
-from demask.stride.emit_shapes import SHAPES
-from demask.stride.emit_windows import WINDOWS, each, per_channel, softmax_of
+from demask.stride.accelerator.emit_layout import SHAPES
+from demask.stride.accelerator.emit_windows import WINDOWS, each, per_channel, softmax_of
+from demask.stride.accelerator.emitter import Emitter, Made, Ref, Refused, Rule, shape_of
 
 aten = torch.ops.aten
 Arguments = dict[str, Any]

@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from demask.facts.ranges import Range
-from demask.stride.blocks import phase_split, space_to_depth, zero_taps
-from demask.stride.site import Call, Site
+from demask.stride.lowering.block_forms import phase_split, space_to_depth, zero_taps
+from demask.stride.lowering.form_writers import Write
+from demask.stride.lowering.strided_conv import Call, Site
 from demask.stride.targets import Target
-from demask.stride.writing import Write
 
 aten = torch.ops.aten
 CONVOLVE = {1: aten.conv1d.default, 2: aten.conv2d.default, 3: aten.conv3d.default}

@@ -24,16 +24,16 @@ from demask.graph.normalize.canonical_calls import spelled
 from demask.graph.program import Program
 from demask.machine.byte_sizes import human
 from demask.ops import TABLE, Table
-from demask.stride import stored
-from demask.stride.emit import emitted
-from demask.stride.emit_rules import RULES
-from demask.stride.interpret import executed
-from demask.stride.lower import lowered
-from demask.stride.machine import Counts, Instruction, Machine, Setting, Work, counted
-from demask.stride.place import placed
-from demask.stride.stored import Ports
+from demask.stride.accelerator import instruction_json as stored
+from demask.stride.accelerator.addresses import placed
+from demask.stride.accelerator.emit_compute import RULES
+from demask.stride.accelerator.emitter import emitted
+from demask.stride.accelerator.instruction_json import Ports
+from demask.stride.accelerator.interpreter import executed
+from demask.stride.accelerator.machine import Counts, Instruction, Machine, Setting, Work, counted
+from demask.stride.accelerator.units import unit_of, work_of
+from demask.stride.lowering.lower import lowered
 from demask.stride.targets import Target
-from demask.stride.units import unit_of, work_of
 from demask.tune.passes.fold_affine import absorbed
 
 

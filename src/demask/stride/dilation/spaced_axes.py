@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 from demask.facts.analysis import Analysis
 from demask.graph.editor import GraphEditor
 from demask.ops import schema
-from demask.stride.pools import PAD, described
+from demask.stride.average_pools import PAD, described
 from demask.stride.targets import Target
 
 aten = torch.ops.aten

@@ -17,7 +17,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from demask.errors import BadInput
-from demask.stride.machine import ACTIVATIONS, HOST, WORD, Instruction, Machine, Setting, Work
+from demask.stride.accelerator.machine import (
+    ACTIVATIONS,
+    HOST,
+    WORD,
+    Instruction,
+    Machine,
+    Setting,
+    Work,
+)
 
 Shape = tuple[int, ...]
 Settings = Mapping[str, Setting]

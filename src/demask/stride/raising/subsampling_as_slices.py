@@ -30,7 +30,7 @@ from demask.graph.program import Program
 from demask.graph.queries import is_pointwise
 from demask.ops import Relation, Table, bind, schema
 from demask.ops.traits import AVERAGE_POOLS, DIVISIONS, MAX_POOLS, MULTIPLICATIONS, WHERES
-from demask.stride.spaced import (
+from demask.stride.raising.strided_slices import (
     Every,
     cut_of,
     cuts_of,
@@ -42,7 +42,7 @@ from demask.stride.spaced import (
     slices,
     spaced,
 )
-from demask.stride.unblocked import joined, unblocked
+from demask.stride.raising.undo_blocks import joined, unblocked
 
 aten = torch.ops.aten
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from demask.stride.site import Axis, Call, Site
+from demask.stride.lowering.form_writers import Write
+from demask.stride.lowering.strided_conv import Axis, Call, Site
 from demask.stride.targets import Target
-from demask.stride.writing import Write
 
 aten = torch.ops.aten
 _CONVOLVE = {1: aten.conv1d.default, 2: aten.conv2d.default, 3: aten.conv3d.default}
