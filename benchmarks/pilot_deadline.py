@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from demask.machine.threads import set_threads
 from demask.ops import TABLE
-from demask.pilot.order import Chain, Layer
-from demask.pilot.order_graph import Order
-from demask.pilot.rounding import Bits
+from demask.pilot.chains.ordered_chain import Chain, Layer
+from demask.pilot.chains.ordered_graph import Order
+from demask.pilot.simplifiers.rounding import Bits
 from pilot_networks import images, network
 from tables import RESULTS, load, machine, markdown
 

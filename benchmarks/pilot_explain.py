@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from cifar import trained as residual
 from demask.machine.allocator import fix_allocator
 from demask.ops import TABLE
-from demask.pilot.chain import GAIN
+from demask.pilot.chains.exact_conditions import GAIN
 from demask.pilot.condition import condition_of
 from demask.pilot.explain import BETTER, EXACT, Explanation, explain
 from pilot_mlp import setting

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 import cifar
 from demask.machine.threads import set_threads
-from demask.pilot.collect import collect
+from demask.pilot.data.collect import collect
 from demask.pilot.gate import Gate
-from demask.pilot.simplify import simplify
+from demask.pilot.simplifiers.simplify import simplify
 from tables import RESULTS, machine, markdown
 
 FRACTION, EVERY, BATCH, RATE = 0.25, 20, 128, 0.002

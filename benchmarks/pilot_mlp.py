@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from demask.machine.allocator import fix_allocator
 from demask.ops import TABLE
-from demask.pilot.chain import Certified, Columns, chained, unconditioned
+from demask.pilot.chains.exact_conditions import Certified, Columns, chained, unconditioned
 from pilot_networks import DATA, SPECS, TRANSFORMER, Bytes, documents, images, network
 from tables import RESULTS, load, machine, markdown
 from turns import settle

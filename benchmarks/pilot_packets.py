@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from demask.machine.byte_sizes import human
 from demask.machine.threads import set_threads
-from demask.pilot.packets import PacketReader, write
+from demask.pilot.packets.writer import PacketReader, write
 from pilot_networks import images, network
 from tables import RESULTS, machine, markdown
 

@@ -32,7 +32,7 @@ import networks
 import turns
 from demask.machine.allocator import fix_allocator
 from demask.ops import TABLE
-from demask.pilot.regions import InRegions, Missed, Regions
+from demask.pilot.conditions.regions import InRegions, Missed, Regions
 from demask.traverse import tile
 from pilot_pages import page
 from tables import RESULTS, load, machine, markdown

@@ -29,11 +29,11 @@ from demask.machine.allocator import fix_allocator
 from demask.machine.threads import set_threads
 from demask.machine.timing import Timing, alternate, sampled
 from demask.pilot import Route, Router, by_mean, guarantee, splits
-from demask.pilot.bounds import upper_bound
-from demask.pilot.calibrate import SHARES
 from demask.pilot.guarantee import LEVEL, Outcomes, compared
-from demask.pilot.rows import margin
-from demask.pilot.simplify import simplify
+from demask.pilot.rate_bounds import upper_bound
+from demask.pilot.routing.calibrate import SHARES
+from demask.pilot.routing.confidence import margin
+from demask.pilot.simplifiers.simplify import simplify
 from tables import RESULTS, load, machine, markdown, spread
 
 BATCH, PARTS = 64, (1, 4, 5)  # images per call; of ten: to choose, to bound, to report

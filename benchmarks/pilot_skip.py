@@ -30,10 +30,10 @@ from demask.machine.benchmark import ALLOWED, lower_bound
 from demask.machine.threads import set_threads
 from demask.machine.timing import sampled
 from demask.ops import TABLE
-from demask.pilot.bounds import clopper_pearson
-from demask.pilot.indexed import Supported
-from demask.pilot.supports import Skip
-from demask.pilot.targets import observing, targets_of
+from demask.pilot.conditions.channel_conditions import Skip
+from demask.pilot.conditions.conditioned_values import observing, targets_of
+from demask.pilot.conditions.indexed_module import Supported
+from demask.pilot.rate_bounds import clopper_pearson
 from demask.shrink.build_uncut import finished
 from demask.shrink.pipeline import given, simplified
 from tables import RESULTS, load, machine, markdown

@@ -115,8 +115,10 @@ def frozen():
 @pytest.fixture(autouse=True)
 def nominal(monkeypatch):
     """Conditions are decided by the same numbers on every machine, whatever it measured before."""
-    chain = sys.modules.get("demask.pilot.chain")
+    chain = sys.modules.get("demask.pilot.chains.exact_conditions")
     if chain is not None:
         monkeypatch.setattr(
-            chain, "here", lambda threads=None: sys.modules["demask.pilot.cost"].NOMINAL
+            chain,
+            "here",
+            lambda threads=None: sys.modules["demask.pilot.chains.chain_cost"].NOMINAL,
         )

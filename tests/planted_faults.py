@@ -150,14 +150,14 @@ FAULTS = (
           "return [min(start + kernel, size) - max(start, 0) for start in starts]",
           "return [min(start + kernel, size) - start for start in starts]", "stride_pools"),
     # pilot
-    fault("one-sided-for-two", "pilot/bounds.py",
+    fault("one-sided-for-two", "pilot/rate_bounds.py",
           "tail = (1 - _checked(k, n, level)) / 2", "tail = 1 - _checked(k, n, level)",
           "pilot_guarantee", "docs"),
-    fault("nuisance-not-paid", "pilot/bounds.py",
+    fault("nuisance-not-paid", "pilot/rate_bounds.py",
           "return min(1.0, _difference_at_most(lost - won, n, changes, loss) + spent)",
           "return min(1.0, _difference_at_most(lost - won, n, changes, loss))",
           "pilot_guarantee"),
-    fault("packets-out-of-order", "pilot/packets.py", 'np.argsort(-priorities[n], kind="stable")',
+    fault("packets-out-of-order", "pilot/packets/writer.py", 'np.argsort(-priorities[n], kind="stable")',
           'np.argsort(priorities[n], kind="stable")', "pilot_packets"),
     # verify
     fault("lenient-verification", "verify.py", "if difference.relative > self.allowed:",

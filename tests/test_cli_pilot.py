@@ -116,7 +116,8 @@ def test_bad_input_exits_with_2_and_leaves_nothing(run, model, tmp_path, words, 
 
 
 def test_explain(run, model, monkeypatch):
-    from demask.pilot import cost, explain
+    from demask.pilot import explain
+    from demask.pilot.chains import chain_cost as cost
 
     monkeypatch.setattr(explain if hasattr(explain, "measured") else sys.modules[
         "demask.pilot.explain"], "measured", lambda costs: cost.NOMINAL)  # fmt: skip

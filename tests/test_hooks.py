@@ -17,8 +17,8 @@ from demask import pilot, sparse, traverse
 from demask.graph.result.demasked_module import build
 from demask.machine.byte_sizes import BUDGET
 from demask.ops import TABLE
-from demask.pilot.regions import Regions
-from demask.pilot.route import Route, Router
+from demask.pilot.conditions.regions import Regions
+from demask.pilot.routing.route import Route, Router
 from demask.shrink.pipeline import given, reduced
 from demask.traverse.execution.tiled_module import Tiled
 from demask.tune.module.optimized_module import Optimized

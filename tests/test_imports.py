@@ -251,7 +251,7 @@ assert not {"demask.pilot", "demask.traverse"} & {*sys.modules}
 from demask.files.archive import archive
 assert archive._kind({"kind": "tiled"}).__name__ == "Tiled"
 from demask.graph.node_records import Overload, Row, graph_of
-assert "demask.pilot.chain_op" not in sys.modules
+assert "demask.pilot.chains.chain_op" not in sys.modules
 graph_of([Row("call_function", "chain", Overload("demask::chain", "default"), (), {})])
 """
 

@@ -17,8 +17,8 @@ from demask.kernels import plan_cache
 from demask.kernels.memory_probe import Probe
 from demask.ops import TABLE
 from demask.pilot import Columns, Order
-from demask.pilot.chain import chained
-from demask.pilot.chain_op import chain
+from demask.pilot.chains.chain_op import chain
+from demask.pilot.chains.exact_conditions import chained
 from demask.sparse import SparseConv2d, SparseLinear, spmm
 from demask.sparse.products import gpu_formats as gpu_forms
 from demask.sparse.products import spmm_cpu as multiply

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from demask.pilot.chain_op import chain
+from demask.pilot.chains.chain_op import chain
 from demask.sparse import SparseConv1d, SparseConv2d, SparseLinear, sddmm, spmm
 
 COLUMNS, ROWS = 20, 24

@@ -17,9 +17,9 @@ from demask.kernels.llvm import availability as llvm
 from demask.kernels.llvm import isa
 from demask.kernels.llvm.availability import NoPlan
 from demask.kernels.tape import Arena
-from demask.pilot.chain_op import chain
-from demask.pilot.order import Layer
-from demask.pilot.rounding import Bits
+from demask.pilot.chains.chain_op import chain
+from demask.pilot.chains.ordered_chain import Layer
+from demask.pilot.simplifiers.rounding import Bits
 from demask.sparse import reference as dense
 from demask.sparse.plan.segment_plan import Plan
 from demask.sparse.segment.segment_op import segment

@@ -13,7 +13,7 @@ import demask
 from demask.errors import BadInput
 from demask.ops import TABLE
 from demask.pilot import Certified, Columns, unconditioned
-from demask.pilot.chain_op import CHAIN, chain, plain, steps
+from demask.pilot.chains.chain_op import CHAIN, chain, plain, steps
 
 CONDITIONS = (Columns(), Certified(), Certified(levels=2))
 

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.ops import TABLE
-from demask.pilot.collect import collect
 from demask.pilot.condition import KINDS, condition, condition_of, slower
-from demask.pilot.conditioned import Condition, Decision, text
-from demask.pilot.data import ExecutionData
-from demask.pilot.rounding import Bits
-from demask.pilot.simplify import simplify
-from demask.pilot.supports import Constant, Precision, Skip, Value
-from demask.pilot.targets import targets_of
+from demask.pilot.conditions.base import Condition, Decision, text
+from demask.pilot.conditions.channel_conditions import Constant, Precision, Skip, Value
+from demask.pilot.conditions.conditioned_values import targets_of
+from demask.pilot.data.collect import collect
+from demask.pilot.data.execution_data import ExecutionData
+from demask.pilot.simplifiers.rounding import Bits
+from demask.pilot.simplifiers.simplify import simplify
 from demask.shrink.pipeline import given, simplified
 
 

@@ -14,7 +14,7 @@ import demask
 from demask.errors import BadInput
 from demask.files.weight_file import WeightFile
 from demask.pilot import ExecutionData, collect, simplify
-from demask.pilot import walk as walking
+from demask.pilot.data import sliced_run as walking
 from pilot_networks import Residual, networks
 
 
@@ -202,7 +202,7 @@ def test_weights_read_are_gone_when_the_next_ones_come(residual, stored, monkeyp
 def test_values_between_slices_go_to_disk(residual, monkeypatch):
     model, args = residual
     runs, plain = [], walking.walk
-    module = sys.modules["demask.pilot.collect"]
+    module = sys.modules["demask.pilot.data.collect"]
     monkeypatch.setattr(module, "walk", lambda *a, **k: runs.append(plain(*a, **k)) or runs[-1])
     found = collect(model, calls(args), memory=BUDGET)
     assert runs[0].spilled == 2 and runs[0].kept <= BUDGET

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from demask.machine.threads import set_threads
 from demask.ops import TABLE
-from demask.pilot import chain_op
-from demask.pilot.chain import Chained, Columns, chained
+from demask.pilot.chains import chain_op
+from demask.pilot.chains.exact_conditions import Chained, Columns, chained
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 

@@ -14,11 +14,12 @@ from demask.errors import BadInput
 from demask.kernels.cpu import zero_proof as certify
 from demask.kernels.llvm.isa import AVX2, Isa, host
 from demask.ops import TABLE
-from demask.pilot import chain_plan, order_plan, packing
-from demask.pilot.order import Falling, Layer
-from demask.pilot.order_graph import Order
-from demask.pilot.order_plan import Chosen, Estimated, packed, unfit
-from demask.pilot.rounding import Bits, quantized
+from demask.pilot.chains import chain_plan, packing
+from demask.pilot.chains import ordered_plan as order_plan
+from demask.pilot.chains.ordered_chain import Falling, Layer
+from demask.pilot.chains.ordered_graph import Order
+from demask.pilot.chains.ordered_plan import Chosen, Estimated, packed, unfit
+from demask.pilot.simplifiers.rounding import Bits, quantized
 from test_pilot_gemv import ISAS, bits
 
 KINDS = (Bits(8), Bits(4), Bits(4, 64), Bits(8, 12), Bits(4, 8))

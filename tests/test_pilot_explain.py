@@ -15,10 +15,11 @@ from torch import nn
 from demask.errors import BadInput
 from demask.machine.cost import Costs
 from demask.ops import TABLE
-from demask.pilot import chain, cost
-from demask.pilot.chain import Columns
-from demask.pilot.chain_plan import Seen
-from demask.pilot.cost import NOMINAL, Uses, held, measured, reads
+from demask.pilot.chains import chain_cost as cost
+from demask.pilot.chains import exact_conditions as chain
+from demask.pilot.chains.chain_cost import NOMINAL, Uses, held, measured, reads
+from demask.pilot.chains.chain_plan import Seen
+from demask.pilot.chains.exact_conditions import Columns
 from demask.pilot.explain import explain
 from test_pilot_chain import perceptron
 

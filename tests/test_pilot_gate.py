@@ -215,7 +215,7 @@ def test_magnitude_and_chance_choose_by_themselves(net):
 
 
 def test_execution_data_is_taken_as_priorities(net):
-    data = pytest.importorskip("demask.pilot.data")
+    data = pytest.importorskip("demask.pilot.data.execution_data")
     layers = Gate(net, fraction=1, by="random").layers
     found = {layer.name: torch.arange(2.0 * layer.units).view(2, -1) for layer in layers}
     gate = Gate(net, data.ExecutionData("channel", found, "two inputs"), fraction=0.2)

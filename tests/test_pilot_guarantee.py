@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from demask.errors import BadInput
-from demask.pilot import bounds
-from demask.pilot.bounds import clopper_pearson, paired_bound, paired_p_value, upper_bound
+from demask.pilot import rate_bounds as bounds
 from demask.pilot.guarantee import (
     Guarantee,
     Measured,
@@ -23,6 +22,7 @@ from demask.pilot.guarantee import (
     observed,
     splits,
 )
+from demask.pilot.rate_bounds import clopper_pearson, paired_bound, paired_p_value, upper_bound
 
 # (events, draws, low, high) at 95 %, from published tables of Clopper and Pearson's interval.
 TABLE = [

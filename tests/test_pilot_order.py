@@ -11,9 +11,9 @@ from torch import nn
 
 from demask.errors import BadInput
 from demask.ops import TABLE
-from demask.pilot.order import Chain, Layer, Limit
-from demask.pilot.order_graph import Order
-from demask.pilot.rounding import Bits, quantized
+from demask.pilot.chains.ordered_chain import Chain, Layer, Limit
+from demask.pilot.chains.ordered_graph import Order
+from demask.pilot.simplifiers.rounding import Bits, quantized
 
 BITS = Bits(3, 16)
 

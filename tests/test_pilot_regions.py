@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from demask import BadInput
 from demask.ops import TABLE
-from demask.pilot.activity import contrast, per_tile
-from demask.pilot.conditioned import parsed, text
-from demask.pilot.regions import InRegions, Regions
+from demask.pilot.conditions.base import parsed, text
+from demask.pilot.conditions.regions import InRegions, Regions
+from demask.pilot.data.tile_contrast import contrast, per_tile
 from demask.traverse.analysis.flow import flow_of, read
 from demask.traverse.execution import region_runner as windows
 from demask.traverse.execution.rectangles import MANY, Rectangle, rectangles, runs

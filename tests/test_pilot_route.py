@@ -13,8 +13,8 @@ from demask.errors import BadInput
 from demask.machine import benchmark
 from demask.machine.timing import alternate
 from demask.ops import TABLE
-from demask.pilot.route import Route, Router
-from demask.pilot.rows import entropy, margin, softmax
+from demask.pilot.routing.confidence import entropy, margin, softmax
+from demask.pilot.routing.route import Route, Router
 
 NOW = [0.0]  # seconds; only networks of the next kind take time
 

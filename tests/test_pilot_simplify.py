@@ -9,19 +9,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
-from demask.pilot import (
-    Bits,
-    Channels,
-    Downsample,
-    Exponents,
-    LowRank,
-    layers,
-    lowrank,
-    resample,
-    rounding,
-    simplifier,
-    simplify,
-)
+from demask.pilot import Bits, Channels, Downsample, Exponents, LowRank, simplifier, simplify
+from demask.pilot import weight_layers as layers
+from demask.pilot.simplifiers import low_rank as lowrank
+from demask.pilot.simplifiers import resample, rounding
 from pilot_networks import networks
 
 NETWORKS = networks()

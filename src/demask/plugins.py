@@ -25,7 +25,7 @@ PUBLIC_MODULES = {
     "traverse": "demask.traverse",
 }
 
-CUSTOM_OPS.declare("chain", "demask.pilot.chain_op")
+CUSTOM_OPS.declare("chain", "demask.pilot.chains.chain_op")
 CUSTOM_OPS.declare("dequantize", "demask.ops.quantization")
 CUSTOM_OPS.declare("moments", "demask.traverse.analysis.split_global_ops")
 CUSTOM_OPS.declare("quantize", "demask.ops.quantization")

@@ -456,7 +456,7 @@ def _print_deployed(made: Any, output: Path, as_json: bool) -> None:
 
 def _check_plot(path: Path) -> None:
     """Raise BadInput now if no picture could be drawn to `path` after the work."""
-    from demask.pilot.plot import SUFFIXES, check_installed
+    from demask.pilot.data.draw import SUFFIXES, check_installed
 
     check_output(path, SUFFIXES)
     check_installed("--plot")

@@ -97,7 +97,7 @@ def compare(
         found = compared(given.model, calls, by=by or DEFAULT, pairs=pairs, progress=step)
     show(found, found.to_dict(), as_json)
     if plot is not None:
-        from demask.pilot.compare_plot import draw
+        from demask.pilot.draw_comparison import draw
 
         draw(found, plot)
 
@@ -146,7 +146,7 @@ def collect(
         from demask.cli.inputs import read_inputs
         from demask.cli.models import Network, read_network
         from demask.files.archive.archive import outline
-        from demask.pilot.collect import collect as collected
+        from demask.pilot.data.collect import collect as collected
 
         import_modules(imports)
         sliced = memory is not None
@@ -287,7 +287,7 @@ def condition(
 
 def _check_plot(path: Path) -> None:
     """Raise BadInput now if no picture could be drawn to `path` after the work."""
-    from demask.pilot.plot import SUFFIXES, check_installed
+    from demask.pilot.data.draw import SUFFIXES, check_installed
 
     check_output(path, SUFFIXES)
     check_installed()

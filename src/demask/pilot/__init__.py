@@ -1,27 +1,27 @@
 """A cheap run first: what it saw conditions the run that follows."""
 
-from demask.pilot.bounds import clopper_pearson, paired_bound
-from demask.pilot.calibrate import Calibrated
-from demask.pilot.chain import Certified, Columns, unconditioned
-from demask.pilot.channels import Channels
-from demask.pilot.collect import collect
+from demask.pilot.chains.exact_conditions import Certified, Columns, unconditioned
+from demask.pilot.chains.ordered_graph import Order
 from demask.pilot.compare import Comparison, compare
 from demask.pilot.condition import condition
-from demask.pilot.conditioned import Condition, Conditioned, Decision
-from demask.pilot.data import ExecutionData
-from demask.pilot.downsample import Downsample
+from demask.pilot.conditions.base import Condition, Conditioned, Decision
+from demask.pilot.conditions.channel_conditions import Constant, Precision, Skip, Value
+from demask.pilot.conditions.regions import Missed, Regions
+from demask.pilot.data.collect import collect
+from demask.pilot.data.execution_data import ExecutionData
 from demask.pilot.explain import Explanation, explain
 from demask.pilot.gate import Gate
 from demask.pilot.guarantee import Guarantee, by_mean, guarantee, splits
-from demask.pilot.lowrank import LowRank
-from demask.pilot.order_graph import Order
-from demask.pilot.packets import PacketReader
-from demask.pilot.packets import write as write_packets
-from demask.pilot.regions import Missed, Regions
-from demask.pilot.rounding import Bits, Exponents
-from demask.pilot.route import Route, Router
-from demask.pilot.simplify import Simplifier, simplifier, simplify
-from demask.pilot.supports import Constant, Precision, Skip, Value
+from demask.pilot.packets.writer import PacketReader
+from demask.pilot.packets.writer import write as write_packets
+from demask.pilot.rate_bounds import clopper_pearson, paired_bound
+from demask.pilot.routing.calibrate import Calibrated
+from demask.pilot.routing.route import Route, Router
+from demask.pilot.simplifiers.channels import Channels
+from demask.pilot.simplifiers.downsample import Downsample
+from demask.pilot.simplifiers.low_rank import LowRank
+from demask.pilot.simplifiers.rounding import Bits, Exponents
+from demask.pilot.simplifiers.simplify import Simplifier, simplifier, simplify
 
 __all__ = [
     "Bits",

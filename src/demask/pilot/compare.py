@@ -19,11 +19,11 @@ from demask.failures import public
 from demask.machine.byte_sizes import human
 from demask.machine.timing import Timing, alternate
 from demask.ops import TABLE, Table
-from demask.pilot.layers import layers_of
-from demask.pilot.simplify import Simplifier, simplifier
-from demask.pilot.sites import Site, sites_of, zeroed
-from demask.pilot.stored import Held
-from demask.pilot.walk import each, flat, walk
+from demask.pilot.data.lazy_weights import Held
+from demask.pilot.data.measured_values import Site, sites_of, zeroed
+from demask.pilot.data.sliced_run import each, flat, walk
+from demask.pilot.simplifiers.simplify import Simplifier, simplifier
+from demask.pilot.weight_layers import layers_of
 from demask.shrink.build_uncut import finished
 from demask.shrink.pipeline import given
 from demask.shrink.program_size import sizes_of

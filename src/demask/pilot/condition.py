@@ -21,15 +21,15 @@ from demask.graph.module_copy import structural_copy
 from demask.machine.benchmark import ALLOWED, PAIRS
 from demask.machine.timing import sampled
 from demask.ops import TABLE, Table
-from demask.pilot.chain import Certified, Columns
-from demask.pilot.conditioned import Condition, Conditioned, Decision, parsed
-from demask.pilot.data import ExecutionData
+from demask.pilot.chains.exact_conditions import Certified, Columns
+from demask.pilot.chains.ordered_graph import Order
+from demask.pilot.conditions.base import Condition, Conditioned, Decision, parsed
+from demask.pilot.conditions.channel_conditions import Constant, Precision, Skip, Value
+from demask.pilot.conditions.regions import Regions
+from demask.pilot.data.execution_data import ExecutionData
 from demask.pilot.guarantee import LEVEL, LOSS, Guarantee, guarantee, observed
-from demask.pilot.order_graph import Order
-from demask.pilot.regions import Regions
-from demask.pilot.route import Route
-from demask.pilot.simplify import Simplifier
-from demask.pilot.supports import Constant, Precision, Skip, Value
+from demask.pilot.routing.route import Route
+from demask.pilot.simplifiers.simplify import Simplifier
 from demask.tune.race import speed_of
 
 KINDS = (Columns, Certified, Skip, Constant, Value, Precision, Order, Route, Regions)

@@ -35,14 +35,21 @@ from demask.machine.describe import machine as described
 from demask.machine.threads import checked_threads, set_threads
 from demask.machine.timing import sampled
 from demask.ops import TABLE, Table
-from demask.pilot.chain import GAIN, Picked, choose, inputs_of_chains, layers_of, values_of
-from demask.pilot.chain_find import Found, found, without_dropout
-from demask.pilot.chain_op import ROWS
-from demask.pilot.chain_plan import Layer
+from demask.pilot.chains.chain_cost import NOMINAL, Machine, Reads, Uses, held, measured
+from demask.pilot.chains.chain_op import ROWS
+from demask.pilot.chains.chain_plan import Layer
+from demask.pilot.chains.exact_conditions import (
+    GAIN,
+    Picked,
+    choose,
+    inputs_of_chains,
+    layers_of,
+    values_of,
+)
+from demask.pilot.chains.find import Found, found, without_dropout
+from demask.pilot.chains.ordered_graph import Order
 from demask.pilot.condition import condition_of
-from demask.pilot.conditioned import text
-from demask.pilot.cost import NOMINAL, Machine, Reads, Uses, held, measured
-from demask.pilot.order_graph import Order
+from demask.pilot.conditions.base import text
 from demask.shrink.build_uncut import finished
 from demask.shrink.pipeline import given
 from demask.text_table import as_lines
@@ -137,7 +144,7 @@ def explain(
     table, as `demask.demask` takes it. BadInput without inputs. The model is not changed. Feature
     row 001-e.
 
-    >>> from demask.pilot.cost import NOMINAL
+    >>> from demask.pilot.chains.chain_cost import NOMINAL
     >>> net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
     >>> found = explain(net, [torch.randn(1, 8)], candidates=[("", "columns")], machine=NOMINAL)
     >>> found.lines[0].use

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
 from demask.failures import public
-from demask.pilot.bounds import paired_bound, paired_p_value, rate_p_value, upper_bound
+from demask.pilot.rate_bounds import paired_bound, paired_p_value, rate_p_value, upper_bound
 
 LOSS, LEVEL = 0.002, 0.95
 MOST = 2**24  # examples of one split, beyond which no number is named

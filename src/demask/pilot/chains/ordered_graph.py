@@ -1,0 +1,184 @@
+"""Chains linear, ReLU, linear, … of a graph, each replaced by one call that runs in order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx, nn
+
+from demask.compat.fx_internals import signature_of
+from demask.errors import BadInput
+from demask.facts.analysis import Analysis
+from demask.graph.editor import GraphEditor
+from demask.graph.result.demasked_module import Demasked
+from demask.graph.result.module_calls import spell
+from demask.machine.byte_sizes import parse_memory
+from demask.ops import Table, schema
+from demask.pilot.chains.find import Found, behind, found, without_dropout
+from demask.pilot.chains.ordered_chain import DEFAULT, Done, Limit, Ordered
+from demask.pilot.chains.ordered_plan import unfit
+from demask.pilot.conditions.base import Condition, Conditioned, Decision
+from demask.pilot.simplifiers.rounding import Bits
+from demask.pilot.simplifiers.simplify import simplifier
+from demask.shrink.build_uncut import finished
+from demask.shrink.pipeline import given
+
+
+class OrderedNetwork(Demasked):
+    """A network whose chains run in order of importance, for inference: calls record no gradients.
+
+    chains: by the name of a chain's first layer, the submodule that runs it.
+    """
+
+    trains = False
+    conditioned: Conditioned
+    chains: Mapping[str, str]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return super().__call__(*args, **kwargs)
+
+    @property
+    def last(self) -> dict[str, Done | None]:
+        """What the last call did, by the name of each chain's first layer."""
+        made: Any = {name: self.get_submodule(path) for name, path in self.chains.items()}
+        return {name: module.last for name, module in made.items()}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = super().__deepcopy__(memo)
+        copied.conditioned, copied.chains = self.conditioned, self.chains
+        return copied
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Chains linear, ReLU, linear, … run in order of importance until a deadline.
+
+    deadline: seconds for all chains of a call, from the start of each on, divided by their bytes of
+    weights. bytes: of weights that a call may read, the pilot's included; "20MiB" or a number. At
+    least one of both. The pilot always runs, whatever the limit; after the deadline at most one
+    block of units (1 MiB of weights) is finished.
+
+    The module has `last`: per chain what its last call did (`Done`).
+
+    >>> from demask.ops import TABLE
+    >>> layers = torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 2)
+    >>> net = torch.nn.Sequential(*layers).eval()
+    >>> made = Order(bytes=20_000).applied(net, (torch.zeros(1, 64),), None, "bits:4:64", TABLE)
+    >>> _ = made(torch.randn(1, 64))
+    >>> made.last["0"].units, made.last["0"].of, made.last["0"].bytes
+    ((30,), (256,), 19968)
+    """
+
+    name: ClassVar[str] = "order"
+    deadline: float | None = None
+    bytes: int | str | None = None
+
+    def __post_init__(self) -> None:
+        if self.deadline is None and self.bytes is None:
+            raise BadInput("an order needs a deadline in seconds or bytes: 'order:0.001' or "
+                           "'order:bytes=20MiB'")  # fmt: skip
+        if self.deadline is not None and not (self.deadline >= 0):
+            raise BadInput(f"expected a deadline of 0 seconds or more, got {self.deadline!r}")
+        if self.bytes is not None:
+            parse_memory(self.bytes)
+
+    def applied(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
+        table: Table,
+    ) -> nn.Module:  # fmt: skip
+        """The conditioned module. pilot: weights of few bits, "bits:4:64" (as None is)."""
+        seconds = math.inf if self.deadline is None else float(self.deadline)
+        most = math.inf if self.bytes is None else float(parse_memory(self.bytes))
+        return ordered(model, args, kwargs, self, Limit(seconds, most), pilot, table)
+
+
+def ordered(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    condition: Condition,
+    limit: Limit,
+    pilot: Any,
+    table: Table,
+) -> OrderedNetwork:
+    """The network with each of its chains in order, within its share of the limit. Layers that are
+    in no chain stay as they are, and `conditioned.decisions` says why."""
+    bits = _bits(pilot)
+    before = given(model, args, kwargs, None)
+    editor = GraphEditor(before)
+    without_dropout(editor)
+    chains, decisions = _chains(editor, bits)
+    made = finished(Analysis(before, table), editor.finish(), ["chains run in order of importance"])
+    spell(made.graph, made)
+    nodes = {node.name: node for node in made.graph.nodes}
+    sizes = [sum(_bytes(editor, call) for call in chain.calls) for chain in chains]
+    paths = {}
+    for k, (chain, size) in enumerate(zip(chains, sizes, strict=True)):
+        share, path = size / sum(sizes), f"ordered_{k}"
+        calls = [nodes[call.name] for call in chain.calls]
+        mine = Limit(limit.seconds * share, limit.bytes * share)
+        _replace(made, calls, path, bits, mine)
+        paths[chain.names[0]] = path
+    info: Any = signature_of(made.graph)
+    result = OrderedNetwork.of(made, made.graph, info, made.demasked).eval()
+    result.chains = paths
+    result.conditioned = Conditioned(condition, bits.text(), not chains, tuple(decisions))
+    return result
+
+
+def _chains(editor: GraphEditor, bits: Bits) -> tuple[list[Found], list[Decision]]:
+    """The chains of two layers or more, and a line for each linear layer."""
+    every, decisions = found(editor)
+    chains = [chain for chain in every if len(chain.calls) > 1]
+    for chain in every:
+        words = f"chain {' → '.join(chain.names)}"
+        if len(chain.calls) == 1:
+            words = f"behind it comes {behind(chain)}, expected a ReLU and a linear layer alone"
+            decisions.append(Decision(chain.names[0], "as it was", words))
+            continue
+        for name, call in zip(chain.names, chain.calls, strict=True):
+            weight = editor.tensor(schema.arguments(call)["weight"])
+            slow = "" if weight is None else unfit(bits, weight.shape[1])
+            decisions.append(Decision(name, "in order", words + f"; {slow}" * bool(slow)))
+    return chains, decisions
+
+
+def _bytes(editor: GraphEditor, call: fx.Node) -> int:
+    weight = editor.tensor(schema.arguments(call)["weight"])
+    return 0 if weight is None else weight.numel() * weight.element_size()
+
+
+def _replace(
+    module: Demasked, calls: Sequence[fx.Node], path: str, bits: Bits, limit: Limit
+) -> None:
+    """One call of a submodule in place of a chain; weights stay where they are and are handed in,
+    so that they keep their names."""
+    tensors, biased = [], []
+    for call in calls:
+        own = call.all_input_nodes[1:]
+        tensors += own
+        biased.append(len(own) == 2)
+    module.add_module(path, Ordered(tuple(biased), bits, limit))
+    last = calls[-1]
+    with module.graph.inserting_before(last):
+        made = module.graph.call_module(path, (calls[0].args[0], *tensors))
+    made.meta.update(last.meta)
+    last.replace_all_uses_with(made)
+    for call in reversed(calls):
+        between: Any = call.args[0]
+        module.graph.erase_node(call)
+        if call is not calls[0]:
+            module.graph.erase_node(between)
+
+
+def _bits(pilot: Any) -> Bits:
+    chosen = DEFAULT if pilot is None else simplifier(pilot) if isinstance(pilot, str) else pilot
+    if not isinstance(chosen, Bits):
+        raise BadInput(f"order needs a pilot that runs on the live input with weights of few bits, "
+                       f"such as 'bits:4:64'; got {pilot!r:.80}")  # fmt: skip
+    return chosen

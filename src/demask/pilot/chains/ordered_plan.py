@@ -1,0 +1,136 @@
+"""One linear layer for an order: all rows from few bits, or chosen rows in full, one call each.
+
+`Estimated` is the pilot of 8 or 4 bits (`kernels.estimate`); `Chosen` computes rows of the weight
+where it lies (`gemv.Rows`), with the bits of the dense kernel of `chain_plan`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from demask.kernels.cpu import gemv
+from demask.kernels.cpu import zero_proof as certify
+from demask.kernels.cpu.low_bit_linear import ESTIMATE, Estimate
+from demask.kernels.llvm.isa import Isa, host
+from demask.pilot.chains import packing
+from demask.pilot.chains.chain_plan import INPUT, OUTPUT, Builder, Runs
+from demask.pilot.simplifiers.rounding import Bits
+
+WIDTHS = {8: 4, 4: 8}  # columns in a group of the list, by bits
+
+
+def unfit(bits: Bits, columns: int) -> str:
+    """Why no kernel reads such weights; "" where one does.
+
+    >>> unfit(Bits(4, 64), 784), unfit(Bits(3), 784)
+    ('', 'weights of 3 bits are held unpacked: kernels read 8 or 4')
+    """
+    if bits.bits not in WIDTHS:
+        return f"weights of {bits.bits} bits are held unpacked: kernels read 8 or 4"
+    width = WIDTHS[bits.bits]
+    if bits.group is not None and bits.group < columns and bits.group % width:
+        return (f"weights in groups of {bits.group} columns are held unpacked: with {bits.bits} "
+                f"bits, kernels read groups of a multiple of {width}")  # fmt: skip
+    if columns > certify.MOST_COLUMNS:
+        return f"{columns} columns are held unpacked: kernels sum {certify.MOST_COLUMNS} at most"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A layer's weights of few bits, packed for one instruction set."""
+
+    few: packing.Few
+    bits: int
+    each: int  # groups of the list that share a scale
+    rows: int
+    columns: int
+    vectors: int
+    largest: float
+    isa: Isa
+
+
+def packed(weight: Tensor, bias: Tensor | None, bits: Bits, isa: Isa | None = None) -> Packed:
+    """weight float32 [rows, columns], bias [rows] or None, in bits that are not `unfit`."""
+    isa, (rows, columns) = isa or host(), weight.shape
+    vectors = gemv.vectors_of(rows, isa, certify.tile_vectors(isa))
+    held = None if bias is None else bias.numpy()
+    few = packing.few(weight.numpy(), held, bits.bits, bits.group, vectors, isa)
+    group = columns if bits.group is None else min(bits.group, columns)
+    largest = float(weight.abs().max())
+    each = -(-group // WIDTHS[bits.bits])
+    return Packed(few, bits.bits, each, rows, columns, vectors, largest, isa)
+
+
+class Estimated(Runs):
+    """plan(x float32 [n, columns], contiguous) -> float32 [n, rows]: the layer with few bits, its
+    inputs as whole numbers of 16 bits; errors in `kernels.estimate`."""
+
+    def __init__(self, layer: Packed, threads: int):
+        builder, width, few = Builder(threads, layer.isa), WIDTHS[layer.bits], layer.few
+        builder.tape.phase()
+        tiles, parts, size = few.scales.shape
+        kernel = Estimate(layer.bits, layer.vectors, certify.dots(layer.isa))
+        for t in range(threads):
+            u0, u1, groups, listed, numbers, _ = builder.quantised(
+                t, INPUT, layer.columns, width, layer.largest
+            )
+            builder.call(t, kernel, ESTIMATE, weights=builder.held(few.weights),
+                         scales=builder.held(few.scales), constants=builder.held(few.constants),
+                         begin=t, end=tiles, step=threads, pitch=few.weights[0].nbytes,
+                         scale_pitch=few.scales[0].nbytes, parts=parts, each=layer.each, u0=u0,
+                         u1=u1, groups=groups, count=listed, numbers=numbers,
+                         out=OUTPUT)  # fmt: skip
+        super().__init__(builder)
+        self.rows, self.width = layer.rows, tiles * size
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out, memory = torch.empty((len(x), self.width)), self.taken()
+        places, address, to = memory.arena.slots, x.data_ptr(), out.data_ptr()
+        for row in range(len(x)):
+            places[INPUT] = address + 4 * row * x.shape[1]
+            places[OUTPUT] = to + 4 * row * self.width
+            memory.job.run(self.threads)
+        self.given_back(memory)
+        return out if self.width == self.rows else out[:, : self.rows].contiguous()
+
+
+class Chosen(Runs):
+    """plan(x float32 [n, columns], units int32, out float32 [n, rows]), all contiguous: writes the
+    rows `units` (0 or more, less than rows) of the layer into `out`, and nothing else.
+
+    The weight [rows, columns] is read in place and has to be contiguous.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, threads: int, isa: Isa | None = None):
+        (rows, columns), builder = weight.shape, Builder(threads, isa or host())
+        builder.tape.held += [weight, bias]
+        held = packing.biases(None if bias is None else bias.numpy(), rows)
+        slots = builder.slots
+        self.units, self.count = slots.several(threads, 4 * (rows + gemv.SLACK)), slots.last + 1
+        slots.several(threads, 8)
+        builder.tape.phase()
+        for t in range(threads):
+            cols, values, listed = builder.listed(t, "columns", INPUT, columns)
+            builder.call(t, gemv.Rows(relu=False), gemv.ROWS, lists=self.units, counts=self.count,
+                         threads=threads, thread=t, weights=weight.data_ptr(),
+                         bias=builder.held(held), pitch=4 * columns, cols=cols, values=values,
+                         count=listed, out=OUTPUT)  # fmt: skip
+        super().__init__(builder)
+
+    def __call__(self, x: Tensor, units: Tensor, out: Tensor) -> None:
+        memory = self.taken()
+        arena, offsets = memory.arena, self.slots.offsets
+        # the first thread's list has all, the others' are empty: each thread takes its share of it
+        ctypes.memmove(arena.address + offsets[self.units], units.data_ptr(), 4 * len(units))
+        struct.pack_into("<q", arena.memory, offsets[self.count], len(units))
+        for row in range(len(x)):
+            arena.slots[INPUT] = x.data_ptr() + 4 * row * x.shape[1]
+            arena.slots[OUTPUT] = out.data_ptr() + 4 * row * out.shape[1]
+            memory.job.run(self.threads)
+        self.given_back(memory)

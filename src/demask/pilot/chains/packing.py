@@ -1,0 +1,213 @@
+"""Weights as the kernels of chains read them: tiles of columns, whole numbers with their bounds.
+
+Arrays lie in memory of their own in pages of 2 MB where the system has them: a chain reads tens of
+megabytes in an order that pages of 4 KB would slow down.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from demask.kernels.cpu.low_bit_linear import ROW
+from demask.kernels.cpu.zero_proof import CONSTANTS, UNIT
+from demask.kernels.llvm.isa import Isa
+from demask.pilot.simplifiers.rounding import levels
+
+PAGE = 2**21
+TINY = 1e-33  # more than what products that underflow may add up to
+ULPS = 40 * UNIT  # of itself, that the bias enters the bound with
+SMALLEST = 1e-35  # scale
+HALF, MIDDLE = 16, 7.5  # of a byte's two halves: weight of the upper one, mean of the lower one
+
+
+def huge(shape: tuple[int, ...], dtype: type) -> np.ndarray:
+    """Zeros that begin at a page of 2 MB.
+
+    >>> huge((3, 5), np.float32).ctypes.data % 2**21
+    0
+    """
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    memory = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    start = -np.frombuffer(memory, np.uint8).ctypes.data % PAGE
+    return np.frombuffer(memory, dtype, int(np.prod(shape)), start).reshape(shape)
+
+
+def tiles(rows: int, vectors: int, isa: Isa) -> int:
+    """How many tiles of so many vectors hold the rows."""
+    return -(-rows // (vectors * isa.lanes))
+
+
+def tiled(weight: np.ndarray, vectors: int, isa: Isa) -> np.ndarray:
+    """float32 [rows, columns] as [tiles, columns, rows of a tile]; rows beyond the last are 0."""
+    (rows, columns), size = weight.shape, vectors * isa.lanes
+    found = huge((tiles(rows, vectors, isa), columns, size), np.float32)
+    for tile, part in enumerate(found):
+        held = weight[tile * size : (tile + 1) * size]
+        part[:, : len(held)] = held.T
+    return found
+
+
+def biases(bias: np.ndarray | None, rows: int) -> np.ndarray:
+    """float32 [rows], 0 beyond the last and +0 for -0, in an aligned array."""
+    found = huge((rows,), np.float32)
+    if bias is not None:
+        found[: len(bias)] = bias + np.float32(0)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Weights as whole numbers q and the constants of the bound: weight ~ scale q + center.
+
+    weights: as the kernel reads them; constants: [vectors of rows, CONSTANTS, lanes], or of a
+    second level [rows, CONSTANTS]. More in `kernels.certify`.
+    """
+
+    weights: np.ndarray
+    constants: np.ndarray
+
+    @property
+    def bytes(self) -> int:
+        return self.weights.nbytes + self.constants.nbytes
+
+
+def quantised(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(q int8 in -127 … 127 [rows, columns], scale float32 [rows]): one scale per row."""
+    q, scale = whole_levels(weight, 8, None)
+    return q[:, 0], scale[:, 0]
+
+
+def whole_levels(weight: np.ndarray, bits: int, group: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """(q int8 [rows, groups, columns of a group], scale float32 [rows, groups]) of a matrix [rows,
+    columns], as `rounding.levels` has them. Scales below 1e-35 become 0, and their q: too small
+    for a scale; bounds hold them in their other terms."""
+    parts, per = levels(torch.from_numpy(weight), bits, group)
+    q, scale = parts.numpy(), per[..., 0].numpy()
+    q[scale < SMALLEST] = 0
+    scale[scale < SMALLEST] = 0
+    return q.astype(np.int8), scale
+
+
+def up(x: np.ndarray) -> np.ndarray:
+    """float64, not negative, as float32 that are not smaller; infinite beyond their range."""
+    return np.nextafter((x * (1 + 1e-9)).astype(np.float32), np.float32(np.inf)) * (x > 0)
+
+
+def bounds(weight: np.ndarray, bias: np.ndarray | None, q: np.ndarray, scale: np.ndarray,
+           center: np.ndarray, padded: int) -> np.ndarray:  # fmt: skip
+    """The constants of every row [padded, CONSTANTS], float32."""
+    rows = len(weight)
+    found = np.zeros((padded, len(CONSTANTS)), np.float32)
+    found[rows:, CONSTANTS.index("bias")] = -1  # rows that are none are proved zero
+    for first in range(0, rows, 512):  # float64 copies of a part at a time
+        part = slice(first, min(first + 512, rows))
+        w, n = weight[part].astype(np.float64), q[part].astype(np.float64)
+        s, c = scale[part].astype(np.float64), center[part].astype(np.float64)
+        b = np.zeros(len(w)) if bias is None else bias[part].astype(np.float64)
+        b = b + ULPS * np.abs(b) + TINY * (np.abs(w).max(1, initial=0) > 0)
+        with np.errstate(over="ignore"):  # infinite: such a row is computed
+            found[part] = _constants(w, n, (s, c), b)
+    return found
+
+
+def _constants(
+    w: np.ndarray, n: np.ndarray, scale: tuple[np.ndarray, np.ndarray], b: np.ndarray
+) -> np.ndarray:
+    """[rows, CONSTANTS] float32, of weights, their whole numbers, (scale, center) and bias."""
+    s, c = scale
+    off = w - s[:, None] * n - c[:, None]
+    named = {
+        "scale": s, "total": s * n.sum(1), "size": up(s * np.abs(n).sum(1)),
+        "least": up(np.abs(off).max(1, initial=0)), "norm": up(np.sqrt((off**2).sum(1))),
+        "largest": up(np.abs(w).max(1, initial=0) + np.abs(c)), "center": c,
+        "bias": np.nextafter(b.astype(np.float32), np.float32(np.inf), where=b != 0,
+                             out=np.zeros(len(b), np.float32)),
+    }  # fmt: skip
+    return np.stack([named[key].astype(np.float32) for key in CONSTANTS], 1)
+
+
+def by_vectors(constants: np.ndarray, isa: Isa) -> np.ndarray:
+    """[rows, constants] as [vectors of rows, constants, lanes]."""
+    return held(constants.reshape(-1, isa.lanes, constants.shape[1]).transpose(0, 2, 1))
+
+
+def held(array: np.ndarray) -> np.ndarray:
+    """A copy in pages of 2 MB."""
+    kept = huge(array.shape, array.dtype.type)
+    kept[:] = array
+    return kept
+
+
+def grouped(q: np.ndarray, width: int, vectors: int, isa: Isa) -> np.ndarray:
+    """Bytes [rows, columns] as [tiles, groups, rows of a tile, width]."""
+    (rows, columns), size = q.shape, vectors * isa.lanes
+    groups, count = -(-columns // width), tiles(rows, vectors, isa)
+    whole = np.zeros((count * size, groups * width), np.uint8)
+    whole[:rows, :columns] = q.view(np.uint8)
+    return whole.reshape(count, size, groups, width).transpose(0, 2, 1, 3)
+
+
+def eight(weight: np.ndarray, bias: np.ndarray | None, vectors: int, isa: Isa) -> Whole:
+    """8 bits, in groups of 4 columns."""
+    q, scale = quantised(weight)
+    parts = grouped(q, 4, vectors, isa)
+    padded = parts.shape[0] * parts.shape[2]
+    constants = bounds(weight, bias, q, scale, np.zeros_like(scale), padded)
+    return Whole(held(parts), by_vectors(constants, isa))
+
+
+def four_and_four(weight: np.ndarray, bias: np.ndarray | None, vectors: int,
+                  isa: Isa) -> tuple[Whole, Whole]:  # fmt: skip
+    """8 bits as two planes: the upper halves in groups of 8 columns, the lower ones row by row."""
+    q, scale = quantised(weight)
+    upper, lower = ((q >> 4) + 8).astype(np.uint8), (q & 15).astype(np.uint8)
+    parts = grouped(upper, 8, vectors, isa)
+    both = held(parts[..., :4] | parts[..., 4:] << 4)
+    padded = parts.shape[0] * parts.shape[2]
+    center = scale * np.float32(MIDDLE - 8 * HALF)
+    first = bounds(weight, bias, upper, scale * np.float32(HALF), center, padded)
+    columns = -(-q.shape[1] // 128) * 128
+    wide = np.zeros((len(q), columns // 128, 2, 64), np.uint8)
+    wide.reshape(len(q), columns)[:, : q.shape[1]] = lower
+    rows = held((wide[:, :, 0] | wide[:, :, 1] << 4).reshape(len(q), -1))
+    second = held(bounds(weight, bias, q, scale, np.zeros_like(scale), padded))
+    return Whole(both, by_vectors(first, isa)), Whole(rows, second)
+
+
+@dataclass(frozen=True, slots=True)
+class Few:
+    """Weights of few bits as `kernels.estimate` reads them.
+
+    weights: [tiles, groups of columns, rows of a tile, 4]; scales float32 [tiles, groups that have
+    one, rows of a tile]; constants float32 [vectors of rows, ROW, lanes].
+    """
+
+    weights: np.ndarray
+    scales: np.ndarray
+    constants: np.ndarray
+
+
+def few(weight: np.ndarray, bias: np.ndarray | None, bits: int, group: int | None, vectors: int,
+        isa: Isa) -> Few:  # fmt: skip
+    """float32 [rows, columns] in 8 or 4 bits, with a scale per row or per `group` columns."""
+    (rows, columns), size = weight.shape, vectors * isa.lanes
+    q, scale = whole_levels(weight, bits, group)
+    total = (q.sum(2, dtype=np.int64) * scale.astype(np.float64)).sum(1)
+    if bits == 4:  # as 16 q, in the upper halves of bytes
+        scale = scale / np.float32(16)
+    count = tiles(rows, vectors, isa)
+    per = np.zeros((count * size, scale.shape[1]), np.float32)
+    per[:rows] = scale
+    row = np.zeros((count * size, len(ROW)), np.float32)
+    row[:rows, 0], row[:rows, 1] = total, 0 if bias is None else bias
+    parts = grouped(q.reshape(rows, -1)[:, :columns], 32 // bits, vectors, isa)
+    if bits == 4:
+        parts = parts[..., :4] & 15 | parts[..., 4:] << 4
+    by_tiles = held(per.reshape(count, size, -1).transpose(0, 2, 1))
+    return Few(held(parts), by_tiles, by_vectors(row, isa))

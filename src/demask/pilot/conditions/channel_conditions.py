@@ -1,0 +1,315 @@
+"""Conditions on channels: those that a pilot finds important are computed, the others are not.
+
+The pilot says, per layer and call, which positions: a run-time index. The network behind it is
+`demask.shrink.runtime_index.rewrite`: convolutions and products on gathered weights, through the table, so any
+network that the table knows can be conditioned. What is not computed is 0 (`Skip`), a constant
+(`Constant`), the pilot's own value (`Value`), or computed with fewer bits (`Precision`).
+
+The pilot is a simplified network, which runs on the live input first; or execution data of an
+earlier frame or a calibration set, which `module.update(data)` replaces. There is one index for all
+inputs of a batch: a position is important where it is so for one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx, nn
+
+from demask.errors import BadInput
+from demask.facts.analysis import Analysis
+from demask.graph.editor import GraphEditor
+from demask.graph.program import Program
+from demask.ops import Table
+from demask.pilot.conditions.base import Conditioned, Decision
+from demask.pilot.conditions.conditioned_values import Target, means, named, observing, targets_of
+from demask.pilot.conditions.indexed_module import Chosen, Supported
+from demask.pilot.data.execution_data import ExecutionData
+from demask.pilot.data.sliced_run import flat
+from demask.pilot.simplifiers.rounding import quantized
+from demask.pilot.simplifiers.simplify import Simplifier, simplify
+from demask.pilot.weight_layers import by_rows, from_rows, layers_of
+from demask.shrink.layout.cells import Index
+from demask.shrink.pipeline import given, simplified
+from demask.shrink.runtime_index.analysis import Pick
+from demask.shrink.runtime_index.rewrite import with_inputs
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class _Selective:
+    """The parameters of all: which positions are computed, of which layers."""
+
+    name: ClassVar[str]
+    keep: float | None = None
+    threshold: float | None = None
+    layers: str = "*"
+
+    def __post_init__(self) -> None:
+        name, keep, threshold = self.name, self.keep, self.threshold
+        if (keep is None) == (threshold is None):
+            raise BadInput(f"expected {name} with one of keep and threshold, such as '{name}:0.5' "
+                           f"or '{name}:threshold=0.1'")  # fmt: skip
+        if keep is not None and not 0 < keep <= 1:
+            raise BadInput(f"expected a share above 0, at most 1, for keep of {name}, found {keep}")
+        if threshold is not None and not threshold >= 0:
+            raise BadInput(f"expected a threshold of 0 or more of {name}, found {threshold}")
+
+
+@dataclass(frozen=True, slots=True)
+class Skip(_Selective):
+    """Positions that the pilot finds unimportant are not computed: they are 0.
+
+    keep: the share of each layer's positions that is computed, the most important ones. threshold:
+    instead, those whose magnitude is above so much of their layer's mean. layers: of which layers,
+    a pattern such as "layer3.*". At least one position of a layer is computed.
+
+    >>> from demask.ops import TABLE
+    >>> net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4)).eval()
+    >>> half = Skip(0.5).applied(net, (torch.randn(2, 8),), None, "bits:4", TABLE)
+    >>> half(torch.randn(2, 8)).shape, len(half.last[0])
+    (torch.Size([2, 4]), 32)
+    """
+
+    name: ClassVar[str] = "skip"
+
+    def applied(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
+        table: Table,
+    ) -> Supported:  # fmt: skip
+        """The network that skips. Feature rows 001-b, c, e."""
+        return _Draft(self, model, args, kwargs, pilot, table).with_constants([0.0])
+
+
+@dataclass(frozen=True, slots=True)
+class Constant(_Selective):
+    """Positions that the pilot finds unimportant are a constant.
+
+    keep, threshold, layers: as of `Skip`. value: a number, or "mean": of each position over the
+    example inputs, which then are the calibration set.
+    """
+
+    name: ClassVar[str] = "constant"
+    value: float | str = "mean"
+
+    def __post_init__(self) -> None:
+        _Selective.__post_init__(self)
+        if isinstance(self.value, str) and self.value != "mean":
+            raise BadInput(f"expected a number or 'mean' for value, found {self.value!r}")
+
+    def applied(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
+        table: Table,
+    ) -> Supported:  # fmt: skip
+        """The network in which what is not computed is constant."""
+        draft = _Draft(self, model, args, kwargs, pilot, table)
+        if isinstance(self.value, str):
+            leaves = flat(draft.program, args, dict(kwargs or {}))
+            return draft.with_constants(means(draft.program, draft.targets, leaves))
+        return draft.with_constants([self.value])
+
+
+@dataclass(frozen=True, slots=True)
+class Value(_Selective):
+    """Positions that the pilot finds unimportant keep the pilot's own value.
+
+    keep, threshold, layers: as of `Skip`. The pilot runs on the live input, and makes values of the
+    network's own shapes (no down-sampled one does).
+    """
+
+    name: ClassVar[str] = "value"
+
+    def applied(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
+        table: Table,
+    ) -> Supported:  # fmt: skip
+        """The network in which what is not computed is the pilot's."""
+        return _Draft(self, model, args, kwargs, pilot, table).with_values()
+
+
+@dataclass(frozen=True, slots=True)
+class Precision(_Selective):
+    """Positions that the pilot finds unimportant are computed with weights of fewer bits.
+
+    keep, threshold, layers: as of `Skip`. bits: of the others' weights, as of `Bits`. The layer
+    runs twice, on either part; rounded weights are held in their own dtype, so this counts what
+    lower precision does to the outputs, and saves no time here.
+    """
+
+    name: ClassVar[str] = "precision"
+    bits: int = 8
+
+    def __post_init__(self) -> None:
+        _Selective.__post_init__(self)
+        if not 1 <= self.bits <= 16:
+            raise BadInput(f"expected 1 to 16 bits, found {self.bits}")
+
+    def applied(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
+        table: Table,
+    ) -> Supported:  # fmt: skip
+        """The network of which a part is computed with fewer bits."""
+        return _Draft(self, model, args, kwargs, pilot, table).with_bits(self.bits)
+
+
+Kind = Skip | Constant | Value | Precision
+
+
+class _Draft:
+    """A condition being applied: the network as a program, its targets, and the pilot's."""
+
+    def __init__(
+        self, kind: Kind, model: nn.Module, args: tuple[Any, ...], kwargs: Any, pilot: Any,
+        table: Table,
+    ):  # fmt: skip
+        self.kind, self.args, self.kwargs = kind, args, dict(kwargs or {})
+        self.program = simplified(given(model, args, kwargs, None), table)
+        self.analysis = Analysis(self.program, table)
+        found, left = targets_of(self.analysis)
+        self.targets = [t for t in found if fnmatchcase(t.layer, kind.layers)]
+        self.left = [*left, *(Decision(t.layer, "dense", f"not of {kind.layers!r}")
+                              for t in found if t not in self.targets)]  # fmt: skip
+        if not self.targets:
+            why = "; ".join(map(str, self.left[:3])) or "it has no layers"
+            raise BadInput(f"nothing of this network can be conditioned by {kind.name}: {why}")
+        self.pilot, self.text = self._piloted(model, pilot)
+
+    def _piloted(self, model: nn.Module, pilot: Any) -> tuple[Any, str]:
+        """The analysis of the pilot, or execution data; and its text."""
+        if isinstance(pilot, ExecutionData):
+            return pilot, pilot.source
+        if isinstance(pilot, str | Simplifier):
+            made = simplify(model, self.args, self.kwargs, by=pilot, table=self.analysis.table)
+            text = pilot if isinstance(pilot, str) else pilot.text()
+        elif isinstance(pilot, nn.Module):
+            made, text = pilot, type(pilot).__name__
+        else:
+            raise BadInput(f"{self.kind.name} needs a pilot, which says what is important: a "
+                           "simplifier such as 'bits:4', a module, or ExecutionData (collect); "
+                           f"found {type(pilot).__name__}")  # fmt: skip
+        program = simplified(given(made, self.args, self.kwargs, None), self.analysis.table)
+        return Analysis(program, self.analysis.table), text
+
+    def with_constants(self, fills: Sequence[float | Tensor]) -> Supported:
+        """The module in which positions that are not computed are constants, one for all targets
+        or one each."""
+        wide, indices, mapping = with_inputs(self.program, self._indices())
+        picks = {}
+        for k, target in enumerate(self.targets):
+            fill = fills[k] if len(fills) > 1 else fills[0]
+            value = target.node.meta["val"]
+            given = fill if isinstance(fill, Tensor) else torch.full([1] * value.ndim, float(fill))
+            index = Index(indices[f"index_{k}"], target.size)
+            picks[mapping[target.node], 0] = Pick(target.axis, index, given.to(value.dtype))
+        return self._module(wide, picks, self._observer())
+
+    def with_values(self) -> Supported:
+        """The module in which they are the pilot's values."""
+        if isinstance(self.pilot, ExecutionData):
+            raise BadInput(
+                "value needs a pilot that runs on the live input, for its values: a simplifier "
+                "such as 'bits:4' or a module; found ExecutionData"
+            )
+        targets, _ = targets_of(self.pilot)
+        theirs = named(targets, [t.layer for t in self.targets], "the pilot")
+        for mine, other in zip(self.targets, theirs, strict=True):
+            self._check_alike(mine, other)
+        like = {f"value_{k}": t.node.meta["val"] for k, t in enumerate(self.targets)}
+        wide, inputs, mapping = with_inputs(self.program, {**self._indices(), **like})
+        picks = {}
+        for k, target in enumerate(self.targets):
+            index = Index(inputs[f"index_{k}"], target.size)
+            picks[mapping[target.node], 0] = Pick(target.axis, index, inputs[f"value_{k}"])
+        return self._module(
+            wide, picks, observing(self.pilot.program, theirs, values=True), values=True
+        )
+
+    def _check_alike(self, mine: Target, other: Target) -> None:
+        a, b = mine.node.meta["val"].shape, other.node.meta["val"].shape
+        fixed = zip(a, b, strict=False)
+        if len(a) != len(b) or any(m != n for m, n in fixed if isinstance(m, int)):
+            raise BadInput(
+                f"expected the pilot to make values like the network's at {mine.layer!r}, "
+                f"{list(a)}, found {list(b)}; give a pilot of the same sizes"
+            )
+
+    def with_bits(self, bits: int) -> Supported:
+        """The module in which they are computed with weights of fewer bits."""
+        changed, layers = _doubled(self.analysis, [t.layer for t in self.targets], bits)
+        sizes = {f"index_{k}": t.size for k, t in enumerate(self.targets)}
+        sizes |= {f"rest_{k}": t.size for k, t in enumerate(self.targets)}
+        wide, inputs, mapping = with_inputs(changed, sizes)
+        picks = {}
+        for k, (node, twin, axis) in enumerate(layers):
+            size = self.targets[k].size
+            zero = torch.zeros([1] * node.meta["val"].ndim, dtype=node.meta["val"].dtype)
+            for name, made in ((f"index_{k}", node), (f"rest_{k}", twin)):
+                picks[mapping[made], 0] = Pick(axis, Index(inputs[name], size), zero)
+        return self._module(wide, picks, self._observer(), rest=True)
+
+    def _indices(self) -> dict[str, Any]:
+        return {f"index_{k}": target.size for k, target in enumerate(self.targets)}
+
+    def _observer(self) -> Program | None:
+        """The pilot that returns magnitudes; None for execution data."""
+        if isinstance(self.pilot, ExecutionData):
+            return None
+        names = [target.layer for target in self.targets]
+        targets, _ = targets_of(self.pilot)
+        return observing(self.pilot.program, named(targets, names, "the pilot"))
+
+    def _module(
+        self, program: Program, picks: Any, observer: Program | None, *, values: bool = False,
+        rest: bool = False,
+    ) -> Supported:  # fmt: skip
+        kind = self.kind
+        what = f"{kind.keep:g} of" if kind.keep is not None else f"above {kind.threshold:g} mean:"
+        more = "; the others run too: this saves no time" if rest else ""
+        lines = [Decision(t.layer, kind.name, f"{what} {t.size} positions{more}")
+                 for t in self.targets]  # fmt: skip
+        about = Conditioned(kind, self.text, exact=False, decisions=(*lines, *self.left))
+        chosen = Chosen(
+            tuple(t.layer for t in self.targets), tuple(t.size for t in self.targets),
+            kind.keep, kind.threshold, rest, values,
+        )  # fmt: skip
+        made = Supported(program, picks, observer, chosen, about, self.analysis.table)
+        if isinstance(self.pilot, ExecutionData):
+            made.update(self.pilot)
+        return made
+
+
+def _doubled(
+    analysis: Analysis, names: Sequence[str], bits: int
+) -> tuple[Program, list[tuple[fx.Node, fx.Node, int]]]:
+    """The program in which each of these layers is added to its twin with weights of fewer bits;
+    and per layer both calls, and the axis of their positions."""
+    editor, found = GraphEditor(analysis.program), []
+    graph = editor.graph
+    layers = {x.name: x for x in layers_of(analysis)}
+    for layer in (layers[name] for name in names):
+        assert layer.axis is not None
+        node, read = editor.copies[layer.node], editor.copies[layer.read]
+        old = editor.constants[layer.weight]
+        name = f"{layer.weight}_bits{bits}"
+        rounded = from_rows(
+            quantized(by_rows(old.tensor, layer.rows), bits), old.tensor, layer.rows
+        )
+        constant = replace(old, tensor=rounded, name=f"{old.name}_bits{bits}", aliases=())
+        editor.constants[name] = constant
+        readers = list(node.users)
+        with graph.inserting_after(node):
+            twin = graph.node_copy(node)
+        with graph.inserting_before(twin):
+            weight = editor.read_constant(name)
+        twin.replace_input_with(read, weight)
+        with graph.inserting_after(twin):
+            both = editor.call(aten.add.Tensor, node, twin)
+        for reader in readers:
+            reader.replace_input_with(node, both)
+        found.append((node, twin, layer.axis))
+    return editor.finish(), found

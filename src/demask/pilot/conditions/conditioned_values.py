@@ -1,0 +1,143 @@
+"""What a layer is conditioned at: the value behind it, before it meets another one.
+
+A layer's target is the last call behind it that works on each position alone and reads nothing else
+but constants: its norm, its activation. What is left out of a target is left out of the layer, and
+of all between; behind a sum it would be left out of what the layer is added to. A second output of
+a program, the observer's, is one magnitude per position of each target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from demask.errors import BadInput
+from demask.facts.analysis import Analysis
+from demask.graph.editor import GraphEditor
+from demask.graph.program import Program
+from demask.graph.queries import only_reader
+from demask.ops import Declined, Relation
+from demask.pilot.conditions.base import Decision
+from demask.pilot.data.lazy_weights import Held
+from demask.pilot.data.measured_values import batch_axis
+from demask.pilot.data.sliced_run import walk
+from demask.pilot.weight_layers import Layer, layers_of
+from demask.shrink.layout.ties import is_join
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A value that is conditioned. layer: its layer, by name. node: what makes the value. axis:
+    along which its positions lie. size: how many."""
+
+    layer: str
+    node: fx.Node
+    axis: int
+    size: int
+
+
+def targets_of(analysis: Analysis) -> tuple[tuple[Target, ...], tuple[Decision, ...]]:
+    """The targets in the order in which they run, and why other layers have none."""
+    found, left = [], []
+    for layer in layers_of(analysis):
+        why = _unfit(layer)
+        node = _end(layer.node, analysis.relations)
+        if not why and any(reader.op == "output" for reader in node.users):
+            why = "the network's output is wanted whole"
+        if why:
+            left.append(Decision(layer.name, "dense", why))
+            continue
+        assert layer.axis is not None
+        found.append(Target(layer.name, node, layer.axis, node.meta["val"].shape[layer.axis]))
+    return tuple(found), tuple(left)
+
+
+def _unfit(layer: Layer) -> str:
+    """Why a layer is not conditioned; "" where it can be."""
+    if layer.axis is None:
+        return "a recurrent call reads back all that it makes"
+    if not layer.relation.contracted:
+        return "it works on each channel alone, and follows what it reads"
+    size = layer.node.meta["val"].shape[layer.axis]
+    if not isinstance(size, int) or size < 2:
+        return "it has one position, or as many as the input says"
+    return ""
+
+
+def _end(node: fx.Node, relations: Mapping[fx.Node, Relation | Declined]) -> fx.Node:
+    while (reader := only_reader(node)) is not None:
+        relation = relations.get(reader)
+        if not isinstance(relation, Relation) or not _follows(relation, node):
+            break
+        node = reader
+    return node
+
+
+def _follows(relation: Relation, node: fx.Node) -> bool:
+    """Does a call work on each position of a value alone, with constants?"""
+    if relation.entry.fill != "run" or relation.entry.free or len(relation.outs) != 1:
+        return False
+    marked = relation.window | relation.complete | relation.moved | relation.back
+    if marked or is_join(relation):
+        return False
+    mine = [relation.ins[k] for k, o in enumerate(relation.operands) if o.value is node]
+    same = relation.node.meta["val"].ndim == node.meta["val"].ndim
+    return same and all(axes == relation.outs[0] for axes in mine)
+
+
+def named(targets: Iterable[Target], layers: Sequence[str], what: str) -> list[Target]:
+    """The targets of these layers; BadInput where one has none."""
+    known = {target.layer: target for target in targets}
+    missing = [name for name in layers if name not in known]
+    if missing:
+        raise BadInput(f"expected {what} to have layer {missing[0]!r}, as the network has; its "
+                       f"layers are {', '.join(list(known)[:5])}, …")  # fmt: skip
+    return [known[name] for name in layers]
+
+
+def observing(program: Program, targets: Sequence[Target], *, values: bool = False) -> Program:
+    """The program that returns, per target, one magnitude per position (mean |value|, of the inputs
+    of a batch the largest); values: and then the values themselves."""
+    editor = GraphEditor(program)
+    output = editor.graph.output_node()
+    with editor.graph.inserting_before(output):
+        nodes = [editor.copies[target.node] for target in targets]
+        made = [_magnitude(editor, n, t.axis) for n, t in zip(nodes, targets, strict=True)]
+        made += nodes if values else []
+    output.args = (tuple(made),)
+    spec = pytree.tree_structure((0,) * len(made))
+    return replace(editor.finish(), out_spec=spec)
+
+
+def _magnitude(editor: GraphEditor, node: fx.Node, axis: int) -> fx.Node:
+    batch, rank = batch_axis(node), node.meta["val"].ndim
+    rest = [k for k in range(rank) if k not in (axis, batch)]
+    found = editor.call(aten.abs.default, node)
+    if rest:
+        found = editor.call(aten.mean.dim, found, rest)
+    if batch is not None and batch != axis:
+        over = 0 if batch < axis else 1
+        more = [0, 1, 0, 0] if over else [0, 0, 0, 1]  # one of zeros: a batch may be empty
+        found = editor.call(aten.constant_pad_nd.default, found, more)
+        found = editor.call(aten.amax.default, found, [over])
+    return found
+
+
+def means(program: Program, targets: Sequence[Target], leaves: list[object]) -> list[Tensor]:
+    """The mean of each target per position, over one call; each with the rank of its value."""
+    found: dict[fx.Node, Tensor] = {}
+    nodes = {target.node: target.axis for target in targets}
+
+    def see(_: int, node: fx.Node, value: Tensor) -> None:
+        if node in nodes:
+            rest = [k for k in range(value.ndim) if k != nodes[node]]
+            found[node] = value.mean(rest, keepdim=True) if rest else value
+
+    walk(program, Held(program), [leaves], see)
+    return [found[target.node] for target in targets]

@@ -1,0 +1,127 @@
+"""The module of a network whose positions are chosen at every call: a pilot, then what it chose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from demask.errors import BadInput
+from demask.facts.analysis import Analysis
+from demask.facts.known import Key
+from demask.graph.program import Program, owned
+from demask.graph.result.demasked_module import Demasked
+from demask.ops import Table
+from demask.pilot.conditions.base import Conditioned
+from demask.pilot.data.execution_data import ExecutionData
+from demask.shrink.build_uncut import finished, shared
+from demask.shrink.runtime_index.analysis import Pick
+from demask.shrink.runtime_index.rewrite import indexed, masked
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """How positions are chosen from magnitudes.
+
+    layers, sizes: the layers, and how many positions each has. keep: the share that is computed.
+    threshold: or those above so much of their layer's mean. rest: are the others wanted as indices
+    too? values: are the pilot's values?
+    """
+
+    layers: tuple[str, ...]
+    sizes: tuple[int, ...]
+    keep: float | None
+    threshold: float | None
+    rest: bool = False
+    values: bool = False
+
+    def indices(self, magnitudes: Sequence[Tensor]) -> list[Tensor]:
+        """int64 [k] per layer, rising; with `rest`, then the others.
+
+        >>> Chosen(("a",), (4,), 0.5, None).indices([torch.tensor([1.0, 3.0, 0.0, 2.0])])
+        [tensor([1, 3])]
+        """
+        found = [self._index(m) for m in magnitudes]
+        return found + [_others(i, n) for i, n in zip(found, self.sizes, strict=True)] * self.rest
+
+    def _index(self, magnitudes: Tensor) -> Tensor:
+        if self.keep is not None:
+            count = max(1, round(self.keep * len(magnitudes)))
+            return magnitudes.topk(count).indices.sort().values
+        assert self.threshold is not None
+        above = (magnitudes > self.threshold * magnitudes.mean()).nonzero().squeeze(1)
+        return above if len(above) else magnitudes.argmax().reshape(1)
+
+
+def _others(index: Tensor, size: int) -> Tensor:
+    mask = torch.ones(size, dtype=torch.bool, device=index.device)
+    return mask.index_fill(0, index, False).nonzero().squeeze(1)
+
+
+class Supported(nn.Module):
+    """A network of which a pilot chooses what is computed, call by call.
+
+    pilot: makes magnitudes (and values); None where they come by `update`. network: takes the
+    inputs, the indices, and the pilot's values. chosen: how indices follow. conditioned: what was
+    done. table: of ops. last: of the last call, the index of each layer.
+    """
+
+    conditioned: Conditioned
+
+    def __init__(
+        self, program: Program, picks: Mapping[Key, Pick], observer: Program | None,
+        chosen: Chosen, conditioned: Conditioned, table: Table,
+    ):  # fmt: skip
+        super().__init__()
+        analysis = Analysis(owned(program), table)
+        self.network: Demasked = shared(analysis, indexed(analysis, picks), ())
+        # torch has no convolution of no channels: where an index is empty all is computed.
+        self.whole: Demasked = shared(analysis, masked(analysis, picks), ())
+        self.pilot = None
+        if observer is not None:
+            self.pilot = finished(Analysis(observer, table), observer, ())
+        self.chosen, self.conditioned = chosen, conditioned
+        self.last: tuple[Tensor, ...] = ()
+        for k in range(len(chosen.layers) if observer is None else 0):
+            self.register_buffer(f"magnitude_{k}", None)
+        self.eval()
+
+    def update(self, data: ExecutionData) -> None:
+        """Take the next call's indices from other execution data: of the frame before, say.
+
+        Raises BadInput where a pilot runs on the live input, or a layer or position is missing.
+        """
+        if self.pilot is not None:
+            raise BadInput("expected a module conditioned by ExecutionData; this one's pilot runs "
+                           "on the live input, and needs no update")  # fmt: skip
+        for k, (name, size) in enumerate(zip(self.chosen.layers, self.chosen.sizes, strict=True)):
+            found = data.priorities(name)
+            if len(found) != size:
+                raise BadInput(f"expected magnitudes of {size} positions of {name!r}, one per "
+                               f"channel or unit, found {len(found)} {data.per}s")  # fmt: skip
+            setattr(self, f"magnitude_{k}", found.clone())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        magnitudes, values = self._piloted(args, kwargs)
+        return self.run(self.chosen.indices(magnitudes), args, kwargs, values)
+
+    def run(
+        self, indices: Sequence[Tensor], args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None = None, values: Sequence[Tensor] = (),
+    ) -> Any:  # fmt: skip
+        """The network with indices of your own, int64 [k] of distinct positions per layer."""
+        self.last = tuple(indices)
+        network = self.network if all(len(index) for index in indices) else self.whole
+        return network(*args, *indices, *values, **dict(kwargs or {}))
+
+    def _piloted(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        count = len(self.chosen.layers)
+        if self.pilot is None:
+            return [getattr(self, f"magnitude_{k}") for k in range(count)], ()
+        made = self.pilot(*args, **kwargs)
+        return made[:count], made[count:]

@@ -1,0 +1,360 @@
+"""The condition *regions*: the network runs where something happens in an image.
+
+A pilot says how much happens in each tile: the network at a lower resolution, or the contrast of
+the input. Tiles above a threshold become a few rectangles, and there the network is run exactly,
+with the halo that its layers read (`windows`). Elsewhere stands the pilot's answer, a constant, or
+what a function makes of the input. Where rectangles would cost more than the image, it is run
+whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from demask.compat.fx_internals import signature_of
+from demask.errors import BadInput
+from demask.ops import Table
+from demask.pilot.conditions.base import Conditioned, Decision
+from demask.pilot.data.tile_contrast import contrast, contrasts, differences, per_tile
+from demask.pilot.simplifiers.simplify import Simplifier, simplifier, simplify
+from demask.traverse.analysis.flow import Flow
+from demask.traverse.execution.rectangles import Rectangle, rectangles
+from demask.traverse.execution.region_runner import Windows, fitted, refusals
+from demask.traverse.execution.segment_executor import Counter
+from demask.traverse.execution.tiled_module import (
+    Prepared,
+    Tiled,
+    called,
+    constants,
+    empty_result,
+    image,
+)
+from demask.traverse.halos.halo import Halo, halo
+from demask.traverse.tile import tile as tiled
+
+Answers = Callable[..., Any]  # of the network's arguments: what it returns, or a map of activity
+PILOT = "pilot"
+
+
+@dataclass(frozen=True)
+class Missed:
+    """What a selection left out, as shares of all positions of all images.
+
+    matters: where the full run and the fill differ by more than the tolerance; missed: that part of
+    it that was not run. worst: the largest difference outside of what was run.
+    """
+
+    matters: float
+    missed: float
+    worst: float
+
+    @property
+    def recall(self) -> float:
+        """The share of what matters that was run."""
+        return 1 - self.missed / self.matters if self.matters else 1.0
+
+
+@dataclass(frozen=True)
+class Regions:
+    """Run the network where the pilot's magnitude exceeds `threshold` (rows 001-c to 001-e).
+
+    tile: positions a side, of the output. grow: positions around a tile whose activity counts as
+    its own. fill: what stands elsewhere: "pilot" for the pilot's answer, a number, or a function of
+    the network's arguments whose results broadcast to the outputs'.
+
+    The pilot: a simplifier such as "downsample:8:bilinear", or an nn.Module with the network's
+    call and output shapes, whose magnitude is the contrast of its answer or, with another fill, its
+    distance from that; a function of the arguments that returns a map of activity [images, rows,
+    columns] of any size; or None, for the contrast of the first input (`activity.contrast`).
+
+    Networks that read all positions somewhere (a norm over the image, a global pool, attention)
+    are refused: a part of the image does not determine any part of their output. In rectangles the
+    values are those of the full run, but for the kernels that torch chooses by size: sums of
+    whole numbers are equal, float64 differs by 1e-12 of the largest value at most, float32 by some
+    ulps.
+
+    >>> from demask.ops import TABLE
+    >>> net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 1, 3, padding=1))
+    >>> x = torch.zeros(1, 1, 256, 256)
+    >>> x[..., 70:100, 140:180] = 1.0
+    >>> some = Regions(0.5, tile=32, grow=2, fill=0.0).applied(net.eval(), (x,), None, None, TABLE)
+    >>> y = some(x)
+    >>> print(some.last)
+    image 0: 9.4 % of positions selected; rectangles: 1 with 9.4 %; 0.096 of the multiply-adds
+    >>> torch.allclose(y[..., 70:100, 140:180], net(x)[..., 70:100, 140:180], atol=1e-6)
+    True
+    """
+
+    threshold: float = 0.1
+    tile: int = 64
+    grow: int = 0
+    fill: float | str | Answers = PILOT
+
+    name: ClassVar[str] = "regions"
+
+    def __post_init__(self) -> None:
+        if self.tile < 1 or self.grow < 0:
+            raise BadInput("expected tiles of at least one position and a growth of none or more, "
+                           f"found tile={self.tile}, grow={self.grow}")  # fmt: skip
+        if isinstance(self.fill, str) and self.fill != PILOT:
+            raise BadInput(f"expected fill={PILOT!r}, a number or a function of the network's "
+                           f"arguments, found {self.fill!r}")  # fmt: skip
+
+    def applied(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
+        table: Table,
+    ) -> InRegions:  # fmt: skip
+        """The model, run in regions: for images of the example's size, any number of them if the
+        example has two or more, for inference on the CPU. It shares the model's weights. BadInput:
+        the network reads all positions somewhere, or the pilot cannot be one."""
+        runs, text = _pilot(model, args, kwargs, pilot, table)
+        if self.fill == PILOT and not isinstance(runs, nn.Module):
+            raise BadInput("fill='pilot' needs a pilot that answers as the network does, as does "
+                           f"'downsample:8:bilinear'; found {text}: fill in a number")  # fmt: skip
+        whole = tiled(model, args, kwargs, memory=2**62, table=table)
+        found = refusals(whole.ready().flow)
+        if found:
+            raise BadInput(_refused(halo(model, args, kwargs, table=table), found))
+        return InRegions(self, whole, runs, text)
+
+    @staticmethod
+    def missed(full: Tensor, fill: Tensor, where: Tensor, tolerance: float) -> Missed:
+        """What was left out of one output. full: of the whole run, fill: what stands where nothing
+        is run, [n, c, rows, columns] both; where: what was run, bool [n, rows, columns].
+
+        >>> full = torch.tensor([[[[0.0, 1.0], [1.0, 0.0]]]])
+        >>> where = torch.tensor([[[True, True], [False, False]]])
+        >>> Regions.missed(full, torch.zeros(()), where, 0.5)
+        Missed(matters=0.5, missed=0.25, worst=1.0)
+        """
+        gap = (full - fill).abs().amax(1)
+        matters = gap > tolerance
+        outside = gap.masked_fill(where, 0.0)
+        share = (matters & ~where).double().mean()
+        return Missed(float(matters.double().mean()), float(share), float(outside.max()))
+
+
+def _pilot(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    pilot: Any,
+    table: Table,
+) -> tuple[nn.Module | Answers | None, str]:
+    """What runs first, and its name."""
+    if pilot is None:
+        return None, "contrast"
+    if isinstance(pilot, nn.Module):
+        return pilot, type(pilot).__name__
+    if isinstance(pilot, str | Simplifier):
+        return simplify(model, args, kwargs, by=pilot, table=table), simplifier(pilot).text()
+    if callable(pilot):
+        return pilot, getattr(pilot, "__name__", type(pilot).__name__)
+    raise BadInput("expected a simplifier, a module, a function that gives a map of activity, or "
+                   f"None, found {type(pilot).__name__}")  # fmt: skip
+
+
+def _refused(reach: Halo, found: Sequence[str]) -> str:
+    """Why not, in the words of the network's own calls where these are known."""
+    calls = [str(one) for one in reach.barriers]
+    return ("the network cannot be run in regions: parts of an image do not determine parts of "
+            "its output\n  " + "\n  ".join(calls or found) + "\nRun it whole, or condition "
+            "it otherwise, such as by 'route'")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How one image was run. selected: the share of its positions in selected tiles; places: the
+    rectangles that were run, size: of the image. macs: multiply-adds with halos; macs_whole: of all
+    of it. whole: rectangles would have cost more."""
+
+    selected: float
+    places: tuple[Rectangle, ...]
+    size: tuple[int, int]
+    macs: int
+    macs_whole: int
+    whole: bool
+
+    @property
+    def where(self) -> Tensor:
+        """What was run: bool [rows, columns]."""
+        found = torch.zeros(self.size, dtype=torch.bool)
+        for top, bottom, left, right in self.places:
+            found[top:bottom, left:right] = True
+        return found
+
+    @property
+    def covered(self) -> float:
+        """The share of positions that were run."""
+        return float(self.where.double().mean())
+
+    @property
+    def work(self) -> float:
+        """Multiply-adds over those of the whole image."""
+        return self.macs / self.macs_whole if self.macs_whole else 1.0
+
+    def __str__(self) -> str:
+        how = f"rectangles: {len(self.places)} with {self.covered:.1%}".replace("%", " %")
+        part = f"{self.selected:.1%}".replace("%", " %")
+        return (f"{part} of positions selected; {'whole' if self.whole else how}; "
+                f"{self.work:.3f} of the multiply-adds")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Last:
+    """How the last call ran: image by image."""
+
+    images: tuple[Ran, ...] = ()
+
+    @property
+    def where(self) -> Tensor:
+        """What was run: bool [images, rows, columns] of the largest output."""
+        return torch.stack([one.where for one in self.images])
+
+    def __str__(self) -> str:
+        return "\n".join(f"image {k}: {one}" for k, one in enumerate(self.images))
+
+
+class InRegions(nn.Module):
+    """A network that runs where something happens. conditioned: what it says about itself; last:
+    how the last call ran."""
+
+    def __init__(self, condition: Regions, whole: Tiled, pilot: Any, text: str):
+        super().__init__()
+        self.condition, self.whole, self.pilot = condition, whole, pilot
+        self.windows = Windows.of(whole.ready().flow)
+        self.last = Last()
+        rows, columns = self.windows.size
+        side = condition.tile
+        self._cost = fitted(self.windows, side)
+        self._all = Rectangle(0, rows, 0, columns)
+        self._seconds = self.windows.seconds(self._all)
+        self._macs = self.windows.macs(self._all)
+        why = f"all of its calls can run on parts of {rows} x {columns} positions"
+        self.conditioned = Conditioned(
+            condition, text, False,
+            (Decision("the network", f"run in tiles of {side} x {side}", why),),
+        )  # fmt: skip
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        ran: list[Ran] = []
+        with torch.no_grad():
+            state: list[Any] = []
+
+            def run(
+                module: Tiled, here: Prepared, flat: list[Any], results: list[Any], k: int, n: int
+            ) -> tuple[dict[fx.Node, Any], Counter]:
+                if not state:
+                    state.append(self._begun(here.flow, args, kwargs, flat, results, n))
+                ran.append(self._ran(state[0][k]))
+                if ran[-1].whole:
+                    return image(module, here, flat, results, k, n)
+                given = constants(module, here.flow) | dict(
+                    zip(here.flow.inputs, flat, strict=True)
+                )
+                made = dict(zip(here.flow.outputs, results, strict=True))
+                return {}, self.windows.run(ran[-1].places, given, made, k)
+
+            try:
+                made = called(self.whole, args, kwargs, run)
+            except ValueError as error:
+                raise _unlike(error) from error
+        self.last = Last(tuple(ran))
+        return made
+
+    def filled(self, *args: Any, **kwargs: Any) -> Any:
+        """What stands where nothing is run, as the network would return it."""
+        flow = self.whole.ready().flow
+        with torch.no_grad():
+            fills = self._fills(flow, self._answers(args, kwargs), args, kwargs)
+            count = next(x.shape[0] for x in _tensors((args, kwargs)))
+            shapes = [(count, *node.meta["val"].shape[1:]) for node in flow.outputs]
+            found = [fill.expand(shape) for fill, shape in zip(fills, shapes, strict=True)]
+        return pytree.tree_unflatten(found, signature_of(self.whole.graph).out_spec)
+
+    def _begun(
+        self, flow: Flow, args: Any, kwargs: Any, flat: Sequence[Any], results: list[Any], n: int
+    ) -> Tensor:
+        """Fill in all results; which tiles of each image are selected."""
+        answers = self._answers(args, kwargs)
+        fills = self._fills(flow, answers, args, kwargs)
+        for k, (node, fill) in enumerate(zip(flow.outputs, fills, strict=True)):
+            first = flow.outputs.index(node)
+            results[k] = results[first] if first < k else empty_result(node, flat, n).copy_(fill)
+        if answers is None:
+            activity = self._activity(args, kwargs)
+        elif self.condition.fill == PILOT:
+            activity = contrasts(answers)
+        else:
+            activity = differences(answers, fills)
+        if activity.shape[0] != n:
+            raise BadInput(f"expected activity of {n} images, found {list(activity.shape)}")
+        side, grow = self.condition.tile, self.condition.grow
+        return per_tile(activity, self.windows.size, side, grow) > self.condition.threshold
+
+    def _answers(self, args: Any, kwargs: Any) -> list[Tensor] | None:
+        """What the pilot answers, where it is a network."""
+        return _tensors(self.pilot(*args, **kwargs)) if isinstance(self.pilot, nn.Module) else None
+
+    def _activity(self, args: Any, kwargs: Any) -> Tensor:
+        if self.pilot is not None:
+            return self.pilot(*args, **kwargs)
+        images = [x for x in _tensors((args, kwargs)) if x.ndim == 4]
+        return contrast(images[0])
+
+    def _fills(
+        self, flow: Flow, answers: list[Tensor] | None, args: Any, kwargs: Any
+    ) -> list[Tensor]:
+        """What stands where nothing is run, of each output."""
+        fill = self.condition.fill
+        if fill == PILOT and answers is not None:
+            found = answers
+        elif isinstance(fill, int | float):
+            found = [torch.tensor(float(fill))] * len(flow.outputs)
+        else:
+            assert callable(fill)
+            found = _tensors(fill(*args, **kwargs))
+        if len(found) != len(flow.outputs):
+            raise BadInput(f"the network returns {len(flow.outputs)} images, and what is to stand "
+                           f"in for them are {len(found)}")  # fmt: skip
+        return found
+
+    def _ran(self, selected: Tensor) -> Ran:
+        """How to run an image with these tiles selected."""
+        side, size = self.condition.tile, self.windows.size
+        places = rectangles(selected, side, size, self._cost)
+        found = float(_spread(selected, side, size).double().mean())
+        if sum(map(self.windows.seconds, places)) >= self._seconds:
+            return Ran(found, (self._all,), size, self._macs, self._macs, True)
+        macs = sum(map(self.windows.macs, places))
+        return Ran(found, places, size, macs, self._macs, False)
+
+
+def _unlike(error: ValueError) -> ValueError:
+    """Why these inputs are not for a network in regions, and what to do."""
+    if isinstance(error, BadInput):
+        return error
+    what = str(error).partition("; call ")[0].partition("; give ")[0]
+    return BadInput(
+        f"{what}. Regions are for images of the example's size, for several at once if the example "
+        "has two or more: condition the network with such an example"
+    )
+
+
+def _spread(selected: Tensor, side: int, size: tuple[int, int]) -> Tensor:
+    """The positions of selected tiles."""
+    large = selected.repeat_interleave(side, 0).repeat_interleave(side, 1)
+    return large[: size[0], : size[1]]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+__all__ = ["InRegions", "Last", "Missed", "Ran", "Regions"]

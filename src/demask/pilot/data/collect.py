@@ -1,0 +1,135 @@
+"""collect(): execution data of a network, of one input or many, whole or slice by slice."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+
+from demask.errors import BadInput
+from demask.facts.analysis import Analysis
+from demask.failures import public
+from demask.files.pt2.io import read_model
+from demask.graph.capture.capture import capture
+from demask.graph.capture.functionalize import functionalized
+from demask.graph.program import Program
+from demask.graph.provenance import Cut, Provenance
+from demask.machine.byte_sizes import parse_memory
+from demask.ops import TABLE, Table
+from demask.pilot.data.execution_data import MEASURES, ExecutionData
+from demask.pilot.data.lazy_weights import Held, Source, outlined, stored_source
+from demask.pilot.data.measured_values import Site, sites_of
+from demask.pilot.data.sliced_run import each, flat, walk
+from demask.shrink.pipeline import given
+
+Model = nn.Module | ExportedProgram | str | os.PathLike[str]
+Inputs = tuple[Any, ...] | Iterable[tuple[Any, ...]]
+
+
+@public
+def collect(
+    model: Model,
+    inputs: Inputs,
+    *,
+    per: str = "channel",
+    memory: int | str | None = None,
+    weights: str | os.PathLike[str] | None = None,
+    measure: str = "mean",
+    source: str | None = None,
+    progress: Callable[[str], None] | None = None,
+    table: Table = TABLE,
+) -> ExecutionData:
+    """One magnitude per part of each layer: the mean |value| behind its norm and activation.
+
+    model: a module, an ExportedProgram, or the path of a .demask or .pt2 file. inputs: the tuple of
+    arguments of one call, or an iterable of such tuples (a calibration set, earlier frames). per:
+    "channel" (outputs of convolutions and linear layers), "unit" (of linear layers), "head"
+    (attention, per head), "token" (positions of a sequence), "tile:T" (T x T positions of a map).
+    memory: of weights at most so many bytes at a time ("64MiB"): the network runs in slices, all
+    inputs through one before the next; weights come from the .demask file, or from `weights`, a
+    .safetensors file with the names of the module, which may be on the meta device. Values between
+    slices lie on disk where they are more. measure: "mean" or "max". source: what the inputs are,
+    in words. table: the op table, as `demask.demask` takes it. Raises BadInput, NotExportable.
+    Feature rows 001-b, c, g.
+
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> data = collect(net, (torch.ones(3, 4),))
+    >>> {name: tuple(found.shape) for name, found in data.magnitudes.items()}
+    {'0': (3, 8), '2': (3, 2)}
+    """
+    if measure not in MEASURES:
+        raise BadInput(f"expected a measure of {', '.join(MEASURES)}, got {measure!r}")
+    budget = None if memory is None else parse_memory(memory)
+    calls = list(each(inputs))
+    if not calls:
+        raise BadInput("expected one input or more, got none")
+    program, found, cuts = _read(model, calls[0], budget, weights)
+    sites = sites_of(Analysis(program, table), per, cuts)
+    gathered = _Gathered(sites, measure)
+    leaves = [flat(program, args, {}) for args in calls]
+    run = walk(program, found, leaves, gathered.see, budget=budget, progress=progress)
+    single = isinstance(inputs, tuple)
+    what = source or ("live input" if single else "calibration set")
+    count = _count(leaves)
+    words = f"{what}, {count} input{'s' if count != 1 else ''}"
+    return ExecutionData(per, gathered.magnitudes(), words, measure, gathered.grids, run.slices,
+                         run.held)  # fmt: skip
+
+
+def _read(
+    model: Model, args: Any, budget: int | None, weights: Any
+) -> tuple[Program, Source, Mapping[str, Cut]]:
+    """The captured network, where its weights come from, and how it was cut."""
+    if not isinstance(args, tuple):
+        raise BadInput(f"expected a tuple of arguments for each call, got {type(args).__name__}: "
+                       "write (x,) for one tensor")  # fmt: skip
+    is_file = isinstance(model, str | os.PathLike)
+    if weights is not None or (is_file and budget is not None):
+        if not isinstance(model, nn.Module) and not is_file:
+            raise BadInput("weights in a file are for modules; give the module they belong to")
+        held = outlined(model, weights)
+        program = functionalized(capture(held.slim, args))
+        return program, stored_source(held, program), _cuts(held.slim)
+    network: Any = read_model(model) if is_file else model  # type: ignore[arg-type]
+    program = given(network, args, {}, None)
+    return program, Held(program), _cuts(network)
+
+
+def _cuts(model: Any) -> Mapping[str, Cut]:
+    record = getattr(model, "demasked", None)
+    return record.cuts if isinstance(record, Provenance) else {}
+
+
+def _count(leaves: list[list[Any]]) -> int:
+    """Inputs in all calls: sizes of their first axes."""
+    firsts = [next((t.shape[0] for t in call if isinstance(t, Tensor) and t.ndim), 1)
+              for call in leaves]  # fmt: skip
+    return sum(firsts)
+
+
+class _Gathered:
+    """Magnitudes as they come in, call by call."""
+
+    def __init__(self, sites: Iterable[Site], measure: str):
+        self.sites: dict[fx.Node, list[Site]] = {}
+        self.names = [site.name for site in sites]
+        for site in sites:
+            self.sites.setdefault(site.node, []).append(site)
+        self.measure, self.grids = measure, {}
+        self.rows: dict[str, dict[int, Tensor]] = {name: {} for name in self.names}
+        self.apart = {site.name: site.batch is not None for site in sites}
+
+    def see(self, k: int, node: fx.Node, value: Any) -> None:
+        for site in self.sites.get(node, ()):
+            self.rows[site.name][k], grid = site.measured(value, self.measure)
+            if grid is not None:
+                self.grids[site.name] = grid
+
+    def magnitudes(self) -> dict[str, Tensor]:
+        """float32 [inputs, positions]."""
+        return {name: torch.cat([rows[k] for k in sorted(rows)])
+                for name, rows in self.rows.items()}  # fmt: skip

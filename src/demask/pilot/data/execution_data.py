@@ -1,0 +1,145 @@
+"""Execution data: what one run, or several, said about each part of a network.
+
+One magnitude per channel, unit, head, token or tile of each layer: the mean of |value| (or the
+largest) behind the layer's norm and activation. It is stored as safetensors, and can be read,
+printed and drawn. Feature row 001-c.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from demask.errors import BadInput
+from demask.files.atomic_write import write
+from demask.files.bounded_read import parse_json
+from demask.machine.byte_sizes import human
+from demask.pilot.data.draw import draw
+from demask.text_table import as_lines, number_table
+
+FORMAT = "demask execution data 1"
+MEASURES = ("mean", "max")
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionData:
+    """Magnitudes of the parts of each layer.
+
+    per: what a part is: "channel", "unit", "head", "token" or "tile:T" (T x T positions).
+    magnitudes: by layer, float32 [inputs, positions], or [positions] where inputs are not told
+    apart. source: what ran. measure: "mean" or "max" of |value| over a part. grids: of tiles, rows
+    and columns (positions are row by row). slices: in how many the network ran. held: the most
+    bytes of weights held at a time.
+    """
+
+    per: str
+    magnitudes: Mapping[str, Tensor]
+    source: str
+    measure: str = "mean"
+    grids: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    slices: int = 1
+    held: int = 0
+
+    def __post_init__(self) -> None:
+        for name, found in self.magnitudes.items():
+            if found.dtype != torch.float32 or found.ndim not in (1, 2):
+                raise BadInput(
+                    f"magnitudes of {name}: expected float32 [positions] or [inputs, positions], "
+                    f"got {found.dtype} {list(found.shape)}"
+                )
+
+    def mean(self) -> ExecutionData:
+        """One magnitude per position, the mean over all inputs."""
+        found = {n: m.mean(0) if m.ndim == 2 else m for n, m in self.magnitudes.items()}
+        return replace(self, magnitudes=found)
+
+    def priorities(self, name: str) -> Tensor:
+        """The priority of each position of a layer, float32 [positions]: its mean magnitude."""
+        if name not in self.magnitudes:
+            known = ", ".join(list(self.magnitudes)[:5])
+            raise BadInput(f"there are no magnitudes of {name!r}; there are of {known}")
+        return self.mean().magnitudes[name]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as safetensors, whole or not at all."""
+        about = {
+            "format": FORMAT, "per": self.per, "source": self.source, "measure": self.measure,
+            "grids": {name: list(grid) for name, grid in self.grids.items()},
+            "slices": self.slices, "held": self.held, "layers": list(self.magnitudes),
+        }  # fmt: skip
+        tensors = {name: m.contiguous() for name, m in self.magnitudes.items()}
+        data = safetensors.torch.save(tensors, {"demask": json.dumps(about)})
+        with write(path) as file:
+            file.write(data)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> ExecutionData:
+        """What `save` wrote; BadInput for any other file."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                text = (file.metadata() or {}).get("demask", "")
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError, ValueError) as error:
+            raise BadInput(f"{path}: expected execution data in safetensors ({error})") from error
+        about = _about(text, tensors, Path(path))
+        grids = {name: (rows, columns) for name, (rows, columns) in about["grids"].items()}
+        order = {name: tensors[name] for name in about["layers"]}
+        return cls(about["per"], order, about["source"], about["measure"], grids,
+                   about["slices"], about["held"])  # fmt: skip
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw it: a heat map per layer, bars where there is one input. matplotlib is the extra
+        "plot"."""
+        title = f"{self.measure} |value| per {self.per}, {self.source}"
+        draw(self.magnitudes, self.grids, title, Path(path))
+
+    def __str__(self) -> str:
+        heads = ("inputs", f"{self.per}s", "mean", "least", "most", "zero")
+        table = number_table("layer", *heads, pad_edge=False)
+        for name, found in self.magnitudes.items():
+            table.add_row(name, *_cells(found))
+        lines = as_lines(table)
+        slices = f"; {self.slices} slices, weights held: {human(self.held)}"
+        words = f"{self.measure} |value| per {self.per}, of {self.source}"
+        return "\n".join([*lines, words + (slices if self.slices > 1 else "")])
+
+
+def _cells(found: Tensor) -> list[str]:
+    inputs = len(found) if found.ndim == 2 else 1
+    each = found.reshape(inputs, -1).mean(0)
+    if not each.numel():
+        return [str(inputs), "0", "–", "–", "–", "–"]
+    zero = float((found == 0).float().mean())
+    numbers = [f"{float(v):.3g}" for v in (each.mean(), each.min(), each.max())]
+    return [str(inputs), str(each.numel()), *numbers, f"{100 * zero:.0f} %"]
+
+
+def _about(text: str, tensors: Mapping[str, Tensor], path: Path) -> dict[str, Any]:
+    """What a file says of itself, checked."""
+    found = parse_json(text or "{}", f"{path}: metadata")
+    match found:
+        case {
+            "format": "demask execution data 1",
+            "per": str(),
+            "source": str(),
+            "measure": "mean" | "max",
+            "grids": dict(grids),
+            "slices": int(),
+            "held": int(),
+            "layers": list(layers),
+        } if sorted(map(str, layers)) == sorted(tensors) and all(map(_is_grid, grids.values())):
+            return found
+    raise BadInput(f"{path}: expected execution data that demask wrote; collect it again")
+
+
+def _is_grid(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(type(n) is int for n in value)

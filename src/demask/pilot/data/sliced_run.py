@@ -1,0 +1,236 @@
+"""A program run call by call, in slices: consecutive calls whose weights fit a budget.
+
+All inputs go through a slice before the next one's weights are read, and the weights are gone then.
+What later slices read is kept for each input, in memory or, beyond the budget, on disk. Values are
+freed behind their last reader. Feature row 001-g.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+from demask.errors import BadInput
+from demask.graph.program import Program
+from demask.pilot.data.lazy_weights import Source
+
+Watch = Callable[[int, fx.Node, Any], None]  # the input's number, the call, what it made
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Consecutive calls, the constants that they read, and the bytes of those."""
+
+    calls: tuple[fx.Node, ...]
+    reads: tuple[str, ...]
+    nbytes: int
+
+
+def slices_of(program: Program, source: Source, budget: int | None) -> tuple[Slice, ...]:
+    """As few slices as consecutive calls allow. budget: bytes of weights at a time; None: one
+    slice. BadInput where one call alone reads more, with the least budget that would do."""
+    found: list[Slice] = []
+    calls: list[fx.Node] = []
+    reads: dict[str, None] = {}
+    for node in program.graph.nodes:
+        if node.op != "call_function":
+            continue
+        mine = {str(n.target): None for n in node.all_input_nodes if n.op == "get_attr"}
+        if budget is not None and calls and _bytes(source, reads | mine) > budget:
+            found.append(Slice(tuple(calls), tuple(reads), _bytes(source, reads)))
+            calls, reads = [], {}
+        calls.append(node)
+        reads |= mine
+    found.append(Slice(tuple(calls), tuple(reads), _bytes(source, reads)))
+    least = max(part.nbytes for part in found)
+    if budget is not None and least > budget:
+        raise BadInput(f"expected a budget of {least:,} bytes or more, the weights of the largest "
+                       f"layer, got {budget:,}; give memory={least}")  # fmt: skip
+    return tuple(found)
+
+
+def _bytes(source: Source, names: Mapping[str, None]) -> int:
+    return sum(source.nbytes(name) for name in names)
+
+
+def flat(program: Program, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The leaves of a call; BadInput where it is not the program's call."""
+    if not isinstance(args, tuple):
+        raise BadInput(f"expected each input to be a tuple of arguments, got "
+                       f"{type(args).__name__}: write (x,) for one tensor")  # fmt: skip
+    leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+    nodes = program.graph.find_nodes(op="placeholder")
+    if len(leaves) != len(nodes) or spec != program.in_spec:
+        raise BadInput(f"expected a call like the first one, with {len(nodes)} inputs, got "
+                       f"{len(leaves)}")  # fmt: skip
+    for node, leaf in zip(nodes, leaves, strict=True):
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            _check_input(node.name, value, leaf)
+    return leaves
+
+
+def _check_input(name: str, value: Tensor, leaf: Any) -> None:
+    sizes = [n if isinstance(n, int) else "any" for n in value.shape]
+    fits = isinstance(leaf, Tensor) and leaf.ndim == value.ndim and leaf.dtype == value.dtype
+    if not fits or any(n != "any" and n != m for n, m in zip(sizes, leaf.shape, strict=True)):
+        got = f"{leaf.dtype} {list(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)[:40]
+        raise BadInput(f"input {name!r}: expected {value.dtype} {sizes}, got {got}")
+
+
+@dataclass(slots=True)
+class Run:
+    """What a walk did: the most bytes of weights held, of boundary values in memory and on disk."""
+
+    slices: int
+    held: int = 0
+    kept: int = 0
+    spilled: int = 0
+    outputs: list[Any] = field(default_factory=list)
+
+
+@torch.no_grad()
+def walk(
+    program: Program,
+    source: Source,
+    inputs: Sequence[list[Any]],
+    watch: Watch,
+    *,
+    budget: int | None = None,
+    outputs: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> Run:
+    """Run every input through the program, slice by slice; `watch` sees what each call makes.
+
+    inputs: the leaves of each call (`flat`). outputs: keep what the network returns.
+    """
+    parts = slices_of(program, source, budget)
+    run, last = Run(len(parts)), _last_reads(program)
+    names = [node for node in program.graph.nodes if node.op == "placeholder"]
+    final: Any = program.graph.output_node().args[0]
+    with ExitStack() as stack:
+        kept = _Kept(len(inputs), budget, stack, run)
+        for number, part in enumerate(parts):
+            weights = source.read(part.reads)
+            run.held = max(run.held, sum(t.nbytes for t in weights.values()))
+            for k, leaves in enumerate(inputs):
+                values = kept.take(k) if number else dict(zip(names, leaves, strict=True))
+                _calls(part, weights, values, last, lambda n, v, k=k: watch(k, n, v))
+                if number + 1 < len(parts):
+                    kept.put(k, values)
+                elif outputs:
+                    run.outputs.append(_returned(program, source, final, values))
+                if progress is not None:
+                    progress(f"slice {number + 1} of {len(parts)}, input {k + 1}")
+            del weights
+    return run
+
+
+def _calls(
+    part: Slice,
+    weights: Mapping[str, Tensor],
+    values: dict[fx.Node, Any],
+    last: Mapping[fx.Node, list[fx.Node]],
+    watch: Callable[[fx.Node, Any], None],
+) -> None:
+    """Run the calls of a slice; values that nobody reads any more go."""
+
+    def value(node: fx.Node) -> Any:
+        return weights[str(node.target)] if node.op == "get_attr" else values[node]
+
+    for node in part.calls:
+        target: Any = node.target
+        made = target(*map_arg(node.args, value), **map_arg(node.kwargs, value))
+        watch(node, made)
+        values[node] = made
+        for gone in last.get(node, ()):
+            values.pop(gone, None)
+
+
+def _last_reads(program: Program) -> dict[fx.Node, list[fx.Node]]:
+    """Per call, the values that nobody reads behind it."""
+    seen: dict[fx.Node, fx.Node] = {}
+    for node in reversed(program.graph.nodes):
+        for source in node.all_input_nodes:
+            seen.setdefault(source, node)
+        if node.op == "call_function" and node not in seen:
+            seen[node] = node
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for source, reader in seen.items():
+        found.setdefault(reader, []).append(source)
+    return found
+
+
+def _returned(program: Program, source: Source, final: Any, values: Mapping[fx.Node, Any]) -> Any:
+    """What the network returns for one input."""
+
+    def value(node: fx.Node) -> Any:
+        if node.op == "get_attr":
+            return source.read([str(node.target)])[str(node.target)]
+        return values[node]
+
+    leaves = [value(v) if isinstance(v, fx.Node) else v for v in final]
+    return pytree.tree_unflatten(leaves, program.out_spec)
+
+
+class _Kept:
+    """Values between two slices, for each input: in memory, or on disk beyond the budget."""
+
+    def __init__(self, count: int, budget: int | None, stack: ExitStack, run: Run):
+        self.values: list[dict[fx.Node, Any]] = [{} for _ in range(count)]
+        self.files: list[tuple[Path, list[fx.Node]] | None] = [None] * count
+        self.sizes, self.budget, self.stack, self.run = [0] * count, budget, stack, run
+        self.folder: Path | None = None
+
+    def take(self, k: int) -> dict[fx.Node, Any]:
+        found, self.values[k], self.sizes[k] = self.values[k], {}, 0
+        spilled = self.files[k]
+        if spilled is not None:
+            path, nodes = spilled
+            tensors = load_file(path)
+            found |= {node: tensors[str(i)] for i, node in enumerate(nodes)}
+            path.unlink()
+            self.files[k] = None
+        return found
+
+    def put(self, k: int, values: dict[fx.Node, Any]) -> None:
+        plain = [n for n, v in values.items() if isinstance(v, Tensor)]
+        size = sum(values[n].nbytes for n in plain)
+        if self.budget is not None and sum(self.sizes) + size > self.budget and plain:
+            path = self._folder() / f"{k}.safetensors"
+            tensors = {str(i): values[n].contiguous().clone() for i, n in enumerate(plain)}
+            try:
+                save_file(tensors, path)
+            except (SafetensorError, OSError) as error:
+                raise BadInput(f"cannot write {size:,} bytes of values between slices to "
+                               f"{path.parent}: {error}; free some room there, or name another "
+                               "folder in TMPDIR") from error  # fmt: skip
+            self.files[k] = (path, plain)
+            self.run.spilled = max(self.run.spilled, sum(p is not None for p in self.files))
+            values = {n: v for n, v in values.items() if not isinstance(v, Tensor)}
+            size = 0
+        self.values[k], self.sizes[k] = values, size
+        self.run.kept = max(self.run.kept, sum(self.sizes))
+
+    def _folder(self) -> Path:
+        if self.folder is None:
+            self.folder = Path(
+                self.stack.enter_context(tempfile.TemporaryDirectory(prefix="demask-"))
+            )
+        return self.folder
+
+
+def each(items: Any) -> Iterator[tuple[Any, ...]]:
+    """Inputs as tuples of arguments: of one call, or of several."""
+    yield from ([items] if isinstance(items, tuple) else items)

@@ -1,0 +1,376 @@
+"""Where the packets of a file lie: the index in front of them, written, parsed and checked.
+
+A file begins as a safetensors file does: eight bytes, little-endian, with the length of a JSON
+document, and the document. Its data begins at the next page. What comes first is small and always
+wanted (biases, statistics: sections, read in one go); an optional plane of int8 weights; then the
+packets, each at the start of a page, highest priority first. Packets may lie in several files
+(shards) in one folder: an address is a file and a page of it.
+
+A packet is a header of 32 bytes directly before the weights it speaks of:
+
+| bytes | | |
+|---|---|---|
+| 0 | float32 | priority: the highest of its rows |
+| 4 | float32 | L2 norm of its weights |
+| 8 | int32 | exponent e: every weight is at most 2^e in magnitude; 0 where all are zero |
+| 12 | float32 | scale: the largest magnitude / 127, the step of 8-bit weights |
+| 16 | 3 uint32 | the number of the tensor in the index, first position, how many positions |
+| 28 | uint32 | CRC-32 of the 28 bytes before and of the weights behind |
+
+Positions are rows of a matrix (filters of a convolution: first axis) in the tensor's `order`, most
+important first, so that the rows of one packet are about equally important.
+
+Feature rows 001-d: priority and weights are fetched together, from one address.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from demask.errors import BadInput, RefusedFile
+from demask.files.bounded_read import parse_json
+from demask.files.weight_file import DTYPES, MAX_HEADER_BYTES, NAMES, StoredTensor
+
+FORMAT, VERSION, PAGE = "demask.packets", 1, 4096
+HEADER = struct.Struct("<ffifIII")  # and the CRC
+HEADER_BYTES = HEADER.size + 4
+COLUMNS = np.dtype(
+    [("tensor", "i8"), ("first", "i8"), ("count", "i8"), ("file", "i8"), ("page", "i8"),
+     ("priority", "f4"), ("crc", "u4")]
+)  # fmt: skip
+_SHARD = re.compile(r"\w[\w.+-]{0,254}")
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """What stands before the weights of a packet."""
+
+    priority: float
+    norm: float
+    exponent: int
+    scale: float
+    tensor: int
+    first: int
+    count: int
+
+    def packed(self) -> bytes:
+        """The 28 bytes of it."""
+        return HEADER.pack(
+            self.priority, self.norm, self.exponent, self.scale, self.tensor, self.first, self.count
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """A tensor in packets. order: its rows (positions along the first axis), most important first;
+    plane: the byte of its 8-bit form in the data of the first file, with its CRC; None for none.
+    The 8-bit form is a float32 scale per row, then an int8 per weight, rows in the model's order.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    order: Array
+    plane: tuple[int, int] | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0]
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+    @property
+    def plane_bytes(self) -> int:
+        return self.rows * (4 + math.prod(self.shape[1:]))
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """What a packet file holds and where. packets: a structured array (`COLUMNS`), one entry per
+    packet in order of priority, pages counted from the start of the data of its file. sections:
+    tensors in one piece, offsets counted from the start of the data of the first file. shards: the
+    names of further files, number 1 and on, with their sizes in pages of data. rest: bytes and CRC
+    of all sections together. aliases: further names of tensors (tied weights)."""
+
+    tensors: tuple[Blocked, ...]
+    sections: tuple[StoredTensor, ...]
+    rest: tuple[int, int]
+    packets: Array
+    shards: tuple[str, ...] = ()
+    aliases: tuple[tuple[str, str], ...] = ()
+
+    def sizes(self) -> Array:
+        """Bytes of each packet, header and weights."""
+        row_bytes = np.array([t.row_bytes for t in self.tensors], dtype=np.int64)
+        return HEADER_BYTES + self.packets["count"] * row_bytes[self.packets["tensor"]]
+
+    def pages(self) -> Array:
+        """Pages of each packet."""
+        return -(-self.sizes() // PAGE)
+
+    @property
+    def plane_bytes(self) -> int:
+        """Of the 8-bit weights of all tensors; 0 for a file without them."""
+        return sum(t.plane_bytes for t in self.tensors if t.plane is not None)
+
+    def __str__(self) -> str:
+        weights = sum(t.rows * t.row_bytes for t in self.tensors)
+        pages = int(self.pages().sum()) * PAGE
+        return (
+            f"{len(self.packets)} packets of {len(self.tensors)} tensors in "
+            f"{1 + len(self.shards)} files: {weights} bytes of weights in {pages} of pages, "
+            f"{self.rest[0]} beside, {self.plane_bytes} of 8-bit weights"
+        )
+
+    def encoded(self) -> bytes:
+        """The beginning of the first file, up to its data. As long whatever the CRCs are."""
+        tensors = {}
+        for t in self.tensors:
+            entry = {"dtype": NAMES[t.dtype], "shape": list(t.shape), "order": t.order.tolist()}
+            if t.plane is not None:
+                entry["plane"] = [t.plane[0], f"{t.plane[1]:08x}"]
+            tensors[t.name] = entry
+        sections = {
+            s.name: {"dtype": NAMES[s.dtype], "shape": list(s.shape), "offset": s.offset}
+            for s in self.sections
+        }
+        columns: dict[str, Any] = {
+            name: self.packets[name].tolist() for name in COLUMNS.names or () if name != "crc"
+        }
+        columns["crc"] = self.packets["crc"].astype(">u4").tobytes().hex()
+        return framed(
+            {"format": FORMAT, "version": VERSION, "shards": list(self.shards), "tensors": tensors,
+             "sections": sections, "rest": [self.rest[0], f"{self.rest[1]:08x}"],
+             "aliases": dict(self.aliases), "packets": columns}
+        )  # fmt: skip
+
+
+def framed(document: Any) -> bytes:
+    """Length, JSON, and spaces up to the next page."""
+    text = json.dumps(document, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % PAGE)
+    if len(text) > MAX_HEADER_BYTES:
+        raise BadInput(f"the index would have {len(text)} bytes, more than {MAX_HEADER_BYTES}: "
+                       "write with larger blocks")  # fmt: skip
+    return len(text).to_bytes(8, "little") + text
+
+
+def header_length(first: bytes, size: int, where: str) -> int:
+    """Where the data of a file begins, of its first eight bytes; `size`: of the file."""
+    length = int.from_bytes(first, "little")
+    if len(first) < 8 or not 2 <= length <= min(size - 8, MAX_HEADER_BYTES) or (8 + length) % PAGE:
+        raise BadInput(
+            f"{where}: expected a packet file, found a header of {length} bytes in a file of "
+            f"{size}; write it again with demask.pilot.packets.writer.write"
+        )
+    return 8 + length
+
+
+def parse(text: bytes, where: str) -> Index:
+    """The index that a header holds, its structure checked; its addresses are not yet.
+
+    RefusedFile: anything that does not fit together; BadInput: no JSON.
+    """
+    document = parse_json(text, f"{where}: index")
+    try:
+        return _index(document)
+    except _Wrong as error:
+        raise RefusedFile(f"{where}: {error}; the index is damaged or was made by hand") from None
+
+
+def check_addresses(index: Index, sizes: Mapping[int, int], where: str) -> None:
+    """Raise RefusedFile unless every address lies in its file and nothing overlaps."""
+    try:
+        _check(index, sizes)
+    except _Wrong as error:
+        raise RefusedFile(f"{where}: {error}; the file is damaged or truncated") from None
+
+
+def is_plain(name: str) -> bool:
+    """Whether a shard may have this name: a plain one, in the folder of the file that names it."""
+    return _SHARD.fullmatch(name) is not None
+
+
+class _Wrong(Exception):
+    """What is wrong with an index."""
+
+
+def _index(document: Any) -> Index:
+    match document:
+        case {
+            "format": str(kind), "version": int(version), "shards": list(shards),
+            "tensors": dict(tensors), "sections": dict(sections), "rest": [int(rest), str(crc)],
+            "aliases": dict(aliases), "packets": dict(columns),
+        } if kind == FORMAT and len(document) == 8:  # fmt: skip
+            pass
+        case {"format": str(kind)} if kind != FORMAT:
+            raise _Wrong(f"its format is {kind!r:.60}, expected {FORMAT!r}")
+        case _:
+            raise _Wrong("it lacks an entry, has one too many, or one of another type")
+    if version != VERSION:
+        raise _Wrong(f"its version is {version}, this demask reads {VERSION}")
+    if len(shards) > 1024 or len(set(map(str, shards))) != len(shards):
+        raise _Wrong("its shards are too many or not distinct")
+    for shard in shards:
+        if not isinstance(shard, str) or not is_plain(shard):
+            raise _Wrong(f"shard {shard!r:.80} is no plain file name")
+    blocked = tuple(_blocked(name, entry) for name, entry in tensors.items())
+    plain = tuple(_section(name, entry) for name, entry in sections.items())
+    names = {t.name for t in blocked} | {s.name for s in plain}
+    if len(names) != len(blocked) + len(plain):
+        raise _Wrong("a tensor stands both in packets and beside them")
+    for name, other in aliases.items():
+        if name in names or other not in names:
+            raise _Wrong(f"{name!r:.80} cannot be another name of {other!r:.80}")
+    packets = _packets(columns, blocked)
+    pairs = tuple((str(name), str(other)) for name, other in aliases.items())
+    return Index(blocked, plain, (_natural(rest), _crc(crc)), packets, tuple(shards), pairs)
+
+
+def _natural(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**62:
+        raise _Wrong(f"found {value!r:.40} where a size was expected")
+    return value
+
+
+def _crc(text: Any) -> int:
+    if not isinstance(text, str) or not re.fullmatch(r"[0-9a-f]{8}", text):
+        raise _Wrong(f"found {text!r:.40} where a CRC was expected")
+    return int(text, 16)
+
+
+def _shape(name: str, kind: Any, shape: Any) -> tuple[torch.dtype, tuple[int, ...]]:
+    if not isinstance(kind, str) or kind not in DTYPES or not isinstance(shape, list):
+        raise _Wrong(f"tensor {name!r:.80} has dtype {kind!r:.40} and shape {shape!r:.40}")
+    if len(shape) > 16 or math.prod(_natural(n) for n in shape) >= 2**58:
+        raise _Wrong(f"tensor {name!r:.80} has shape {shape!r:.80}")
+    return DTYPES[kind], tuple(shape)
+
+
+def _section(name: str, entry: Any) -> StoredTensor:
+    match entry:
+        case {"dtype": kind, "shape": shape, "offset": offset} if len(entry) == 3:
+            return StoredTensor(name, *_shape(name, kind, shape), _natural(offset))
+        case _:
+            raise _Wrong(f"tensor {name!r:.80} is not understood: {entry!r:.80}")
+
+
+def _blocked(name: str, entry: Any) -> Blocked:
+    match entry:
+        case {"dtype": kind, "shape": shape, "order": list(order), **more} if not (
+            more.keys() - {"plane"}
+        ):
+            dtype, size = _shape(name, kind, shape)
+        case _:
+            raise _Wrong(f"tensor {name!r:.80} is not understood: {entry!r:.80}")
+    rows = _integers(order, f"the order of {name!r:.80}")
+    if len(size) < 2 or 0 in size or not dtype.is_floating_point:
+        raise _Wrong(f"tensor {name!r:.80} of shape {size} and {dtype} cannot be in packets")
+    if len(rows) != size[0] or not np.array_equal(np.sort(rows), np.arange(size[0])):
+        raise _Wrong(f"the order of {name!r:.80} is no order of its {size[0]} rows")
+    plane = None
+    if more:
+        match more["plane"]:
+            case [offset, crc]:
+                plane = _natural(offset), _crc(crc)
+            case found:
+                raise _Wrong(f"the 8-bit form of {name!r:.80} is not understood: {found!r:.80}")
+    return Blocked(name, dtype, size, rows, plane)
+
+
+def _integers(values: Any, what: str) -> Array:
+    if not isinstance(values, list) or not all(type(v) is int and 0 <= v < 2**50 for v in values):
+        raise _Wrong(f"{what} is no list of sizes")
+    return np.array(values, dtype=np.int64)
+
+
+def _packets(columns: Any, tensors: tuple[Blocked, ...]) -> Array:
+    if set(columns) != set(COLUMNS.names or ()):
+        raise _Wrong(f"packets have {sorted(columns)!r:.200}, expected {COLUMNS.names}")
+    crc, priority = columns["crc"], columns["priority"]
+    if not isinstance(crc, str) or not re.fullmatch(r"([0-9a-f]{8})*", crc):
+        raise _Wrong("the CRCs of packets are no text of hexadecimal digits")
+    if not isinstance(priority, list) or not all(type(v) in (int, float) for v in priority):
+        raise _Wrong("the priorities of packets are no list of numbers")
+    found = {
+        name: _integers(columns[name], f"{name} of packets")
+        for name in ("tensor", "first", "count", "file", "page")
+    }
+    found["crc"] = np.frombuffer(bytes.fromhex(crc), dtype=">u4")
+    with np.errstate(over="ignore"):
+        found["priority"] = np.array(priority, dtype=np.float64).astype(np.float32)
+    count = len(found["tensor"])
+    if any(len(column) != count for column in found.values()):
+        raise _Wrong("the columns of packets differ in length")
+    made = np.empty(count, dtype=COLUMNS)
+    for name, column in found.items():
+        made[name] = column
+    ordered = np.isfinite(made["priority"]).all() and (np.diff(made["priority"]) <= 0).all()
+    if not ordered:
+        raise _Wrong("packets are not in order of falling, finite priority")
+    if count and made["tensor"].max() >= len(tensors):
+        raise _Wrong("a packet belongs to no tensor")
+    _check_cover(made, tensors)
+    return made
+
+
+def _check_cover(packets: Array, tensors: tuple[Blocked, ...]) -> None:
+    """Every row of every tensor lies in exactly one packet."""
+    for number, tensor in enumerate(tensors):
+        mine = packets[packets["tensor"] == number]
+        mine = mine[np.argsort(mine["first"], kind="stable")]
+        ends = mine["first"] + mine["count"]
+        if (
+            not len(mine) or (mine["count"] < 1).any() or mine["first"][0] != 0
+            or ends[-1] != tensor.rows or (ends[:-1] != mine["first"][1:]).any()
+        ):  # fmt: skip
+            raise _Wrong(f"the packets of {tensor.name!r:.80} do not hold each row once")
+
+
+def _check(index: Index, sizes: Mapping[int, int]) -> None:
+    """Every address lies in its file, aligned, and no two overlap: what the index promises is never
+    more than what the files hold."""
+    if len(sizes) != 1 + len(index.shards):
+        raise _Wrong(f"expected {1 + len(index.shards)} files, found {len(sizes)}")
+    if len(index.packets) and index.packets["file"].max() > len(index.shards):
+        raise _Wrong("a packet lies in a file that is not named")
+    starts, ends = index.packets["page"] * PAGE, index.packets["page"] * PAGE + index.sizes()
+    for number, size in sizes.items():
+        mine = index.packets["file"] == number
+        pieces = [*zip(starts[mine].tolist(), ends[mine].tolist(), strict=True)]
+        if number == 0:
+            pieces += _front(index)
+        pieces.sort()
+        if any(end > size for _, end in pieces):
+            raise _Wrong(f"file {number} has {size} bytes of data, a packet ends behind it")
+        if any(a[1] > b[0] for a, b in pairwise(pieces)):
+            raise _Wrong(f"two packets overlap in file {number}")
+
+
+def _front(index: Index) -> Iterator[tuple[int, int]]:
+    """The pieces before the packets: the sections, which lie one after the other, and the plane."""
+    end = 0
+    for section in index.sections:
+        if section.offset % 8 or not 0 <= section.offset - end < 8:
+            raise _Wrong(f"tensor {section.name!r:.80} lies at byte {section.offset}, not {end}")
+        end = section.offset + section.nbytes
+    if end != index.rest[0]:
+        raise _Wrong(f"the tensors beside the packets have {end} bytes, not {index.rest[0]}")
+    yield 0, end
+    for tensor in index.tensors:
+        if tensor.plane is not None:
+            yield tensor.plane[0], tensor.plane[0] + tensor.plane_bytes

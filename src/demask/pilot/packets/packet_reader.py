@@ -1,0 +1,399 @@
+"""A network read packet by packet: as far as a budget or a priority goes, or the rows asked for."""
+
+from __future__ import annotations
+
+import os
+import stat
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from demask.errors import BadInput, RefusedFile
+from demask.graph.module_copy import structural_copy
+from demask.machine.byte_sizes import parse_memory
+from demask.pilot.packets.packet_index import (
+    HEADER,
+    HEADER_BYTES,
+    PAGE,
+    Array,
+    Index,
+    Marker,
+    check_addresses,
+    header_length,
+    parse,
+)
+
+RUN_BYTES = 4 * 2**20  # read at once at most, where packets lie side by side
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """What was read of a network so far.
+
+    values: tensors by name, as they are in the reader's memory: later reads go on there, `filled`
+    gives copies as of now. read: for tensors in packets, which rows
+    were. pilot: for tensors in packets, their 8-bit form as float32 scales (rows,) and int8 values
+    of the tensor's shape; empty where it was not read. aliases: further names of tensors.
+    """
+
+    values: Mapping[str, Tensor]
+    read: Mapping[str, Tensor]
+    pilot: Mapping[str, tuple[Tensor, Tensor]]
+    aliases: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every row was read."""
+        return all(bool(rows.all()) for rows in self.read.values())
+
+    def filled(self, fill: Literal["zeros", "pilot"] = "zeros") -> dict[str, Tensor]:
+        """Tensors by name; rows that were not read are 0, or the pilot's (scale · int8)."""
+        if fill not in ("zeros", "pilot"):
+            raise BadInput(f"expected fill='zeros' or 'pilot', got {fill!r}")
+        if fill == "pilot" and not self.complete and not self.pilot:
+            raise BadInput("the pilot's 8-bit weights were not read: write the file with "
+                           "plane=True and read with pilot=True, or use fill='zeros'")  # fmt: skip
+        made = {}
+        for name, value in self.values.items():
+            made[name] = value.clone()
+            if name not in self.read or self.read[name].all():
+                continue
+            absent = ~self.read[name]
+            made[name][absent] = 0
+            if fill == "pilot":
+                scale, steps = self.pilot[name]
+                wide = steps[absent].float() * scale[absent].view(-1, *[1] * (steps.ndim - 1))
+                made[name][absent] = wide.to(value.dtype)
+        return made
+
+    def load(self, model: nn.Module, fill: Literal["zeros", "pilot"] = "zeros") -> nn.Module:
+        """A copy of `model` (which may be on the meta device) with these weights.
+
+        BadInput: a model with other names or shapes.
+        """
+        values = self.filled(fill)
+        copied = structural_copy(model, share=True)
+        wanted = copied.state_dict(keep_vars=True)
+        names = {**{n: n for n in values}, **dict(self.aliases)}
+        if wanted.keys() != names.keys():
+            odd = sorted(wanted.keys() ^ names.keys())
+            raise BadInput(f"the file and the model have different tensors: {odd[:5]}")
+        for name, other in names.items():
+            here, there = wanted[name], values[other]
+            if here.shape != there.shape:
+                raise BadInput(f"{name}: the file has {tuple(there.shape)}, the model "
+                               f"{tuple(here.shape)}")  # fmt: skip
+            if isinstance(here, nn.Parameter) and not isinstance(there, nn.Parameter):
+                values[other] = nn.Parameter(there, here.requires_grad)
+        copied.load_state_dict({n: values[o] for n, o in names.items()}, assign=True)
+        return copied
+
+
+@dataclass(slots=True)
+class _File:
+    """An open file: its descriptor, where its data begins, how much there is."""
+
+    path: Path
+    descriptor: int
+    start: int = 0
+    size: int = 0
+
+
+@dataclass(slots=True)
+class _State:
+    """What a reader holds."""
+
+    values: dict[str, Tensor] = field(default_factory=dict)
+    read: dict[str, Tensor] = field(default_factory=dict)
+    pilot: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+def _is_replaced(path: Path, descriptor: int) -> bool:
+    """Whether another file has the path of an open one by now: its shards are gone, too."""
+    try:
+        return not os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except OSError:
+        return False
+
+
+class PacketReader:
+    """An open packet file: `read`, `read_above` and `read_rows` fetch markers with their weights.
+
+    index: what lies where. bytes_read, reads: what was fetched so far, the index included, and by
+    how many reads. Reads remember what they fetched: each packet is read once, and what they return
+    holds all of it. The CRC of everything that is read is compared.
+
+    BadInput: no such file, no packet file, truncated. RefusedFile: an index that promises what the
+    files do not hold, or weights that are not those that were written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.bytes_read = self.reads = 0
+        self._files: list[_File] = []
+        self._state = _State()
+        self._lookup: dict[str, Array] = {}
+        try:
+            self.index = self._opened(Path(path))
+        except BaseException:
+            self.close()
+            raise
+        self._pending = np.ones(len(self.index.packets), dtype=bool)
+        self._sizes = self.index.sizes()
+
+    def _opened(self, path: Path) -> Index:
+        while True:
+            main = self._open(path, follow=True)
+            index = parse(self._pread(main, 8, main.start - 8), str(path))
+            folder = Path(os.path.realpath(path)).parent
+            try:
+                for name in index.shards:
+                    self._open(folder / name, follow=False)
+                break
+            except BadInput:
+                if not _is_replaced(path, main.descriptor):
+                    raise
+                self.close()
+        check_addresses(index, {k: f.size for k, f in enumerate(self._files)}, str(path))
+        return index
+
+    def _open(self, path: Path, *, follow: bool) -> _File:
+        # Not blocking: a pipe would wait for a writer. A shard is a file of this folder, no link.
+        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+        flags |= 0 if follow else getattr(os, "O_NOFOLLOW", 0)
+        try:
+            file = _File(path, os.open(path, flags))
+            self._files.append(file)
+            status = os.fstat(file.descriptor)
+        except OSError as error:
+            raise BadInput(f"{path}: cannot be read: {error.strerror or error}") from error
+        if not stat.S_ISREG(status.st_mode):
+            raise RefusedFile(f"{path}: expected a plain file")
+        if status.st_size < 8:
+            raise BadInput(f"{path}: expected a packet file, found {status.st_size} bytes")
+        first = self._pread(file, 0, 8)
+        file.start = header_length(bytes(first), status.st_size, str(path))
+        file.size = status.st_size - file.start
+        return file
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files. What was read stays."""
+        for file in self._files:
+            os.close(file.descriptor)
+        self._files = []
+
+    # ------------------------------------------------------------------------------------- reading
+
+    def read(self, budget: str | int | None = None, *, pilot: bool = False) -> Partial:
+        """All that was read so far and the packets that come next, highest priority first, as many
+        as `budget` ("8MiB", or bytes) allows; None: all. pilot: also the 8-bit form, first.
+
+        The first call reads what lies beside the packets too. No call reads more than its budget;
+        BadInput where it does not reach for what comes first.
+        """
+        left = None if budget is None else parse_memory(budget)
+        left = self._front(left, pilot)
+        chosen, ends = [], {}
+        for k in np.flatnonzero(self._pending).tolist():
+            cost = self._cost(k, ends)
+            if left is not None:
+                if cost > left:
+                    break
+                left -= cost
+            chosen.append(k)
+        self._fetch(chosen)
+        return self._partial()
+
+    def read_above(self, priority: float, *, pilot: bool = False) -> Partial:
+        """All that was read so far and every packet of at least this priority."""
+        self._front(None, pilot)
+        high = self._pending & (self.index.packets["priority"] >= np.float32(priority))
+        self._fetch(np.flatnonzero(high).tolist())
+        return self._partial()
+
+    def read_rows(self, name: str, rows: Sequence[int] | Tensor) -> Tensor:
+        """These rows of a tensor, (rows, ...) in the order asked for, exactly as written.
+
+        Reads the packets that hold them, and remembers them as the other reads do.
+        BadInput: a tensor that is not in packets, a row that it does not have.
+        """
+        number = self._number(name)
+        wanted = torch.as_tensor(rows, dtype=torch.int64)
+        count = self.index.tensors[number].rows
+        if wanted.ndim != 1 or bool(((wanted < 0) | (wanted >= count)).any()):
+            raise BadInput(f"{name} has rows 0 to {count - 1}; asked for {rows!r:.60}")
+        holders = np.unique(self.holders(name)[wanted.numpy()])
+        self._fetch(holders[self._pending[holders]].tolist())
+        if not len(wanted):
+            self._place(number)
+        return self._state.values[name][wanted]
+
+    def _number(self, name: str) -> int:
+        number = next((k for k, t in enumerate(self.index.tensors) if t.name == name), None)
+        if number is None:
+            known = [t.name for t in self.index.tensors]
+            raise BadInput(f"{name!r} is not in packets; these are: {known[:10]}")
+        return number
+
+    def holders(self, name: str) -> Array:
+        """For each row of a tensor in packets the number of its packet in the index, (rows,)."""
+        number = self._number(name)
+        tensor = self.index.tensors[number]
+        if tensor.name not in self._lookup:
+            found = np.empty(tensor.rows, dtype=np.int64)
+            for k in np.flatnonzero(self.index.packets["tensor"] == number):
+                first, count = self.index.packets[["first", "count"]][k]
+                found[tensor.order[first : first + count]] = k
+            self._lookup[tensor.name] = found
+        return self._lookup[tensor.name]
+
+    def _partial(self) -> Partial:
+        for number in range(len(self.index.tensors)):
+            self._place(number)
+        state = self._state
+        read = {name: rows.clone() for name, rows in state.read.items()}
+        return Partial(dict(state.values), read, dict(state.pilot), self.index.aliases)
+
+    def _cost(self, k: int, ends: dict[int, int]) -> int:
+        """Bytes that packet `k` adds to a run that ended, per file, at `ends`."""
+        number, start = (
+            int(self.index.packets["file"][k]),
+            int(self.index.packets["page"][k]) * PAGE,
+        )
+        before = ends.get(number)
+        ends[number] = start + int(self._sizes[k])
+        gap = start - before if before is not None and 0 <= start - before < PAGE else 0
+        return gap + int(self._sizes[k])
+
+    def _front(self, left: int | None, pilot: bool) -> int | None:
+        """Read what lies before the packets, where it was not read; what is left of a budget."""
+        sections, plane = self.index.sections, []
+        if pilot:
+            plane = [t for t in self.index.tensors if t.name not in self._state.pilot]
+            if any(t.plane is None for t in plane):
+                raise BadInput("the file has no 8-bit form of its weights: write with plane=True")
+        missing = bool(sections) and sections[0].name not in self._state.values
+        need = (self.index.rest[0] if missing else 0) + sum(t.plane_bytes for t in plane)
+        if left is not None and need > left:
+            raise BadInput(f"what comes first has {need} bytes, the budget is {left}")
+        if missing:
+            self._read_sections()
+        for tensor in plane:
+            offset, crc = tensor.plane or (0, 0)
+            data = self._data(0, offset, tensor.plane_bytes)
+            self._checked(zlib.crc32(data) == crc, self._files[0], f"8-bit {tensor.name}")
+            scale = torch.frombuffer(data, dtype=torch.float32, count=tensor.rows)
+            steps = torch.frombuffer(data, dtype=torch.int8, offset=4 * tensor.rows)
+            self._state.pilot[tensor.name] = scale, steps.view(tensor.shape)
+        return None if left is None else left - need
+
+    def _read_sections(self) -> None:
+        size, crc = self.index.rest
+        data = self._data(0, 0, size) if size else bytearray()
+        self._checked(zlib.crc32(data) == crc, self._files[0], "tensors beside the packets")
+        for section in self.index.sections:
+            value = torch.empty(section.shape, dtype=section.dtype)
+            if value.numel():
+                piece = data[section.offset : section.offset + section.nbytes]
+                plain = torch.frombuffer(piece, dtype=torch.uint8)
+                if section.dtype == torch.bool:
+                    plain = plain.ne(0)  # a byte of 2 is no bool
+                value = plain.view(section.dtype).view(section.shape)
+            self._state.values[section.name] = value
+
+    def _fetch(self, chosen: list[int]) -> None:
+        """Read these packets: one read for each run of neighbours."""
+        for run in self._runs(chosen):
+            first, last = run[0], run[-1]
+            number = int(self.index.packets["file"][first])
+            begin = int(self.index.packets["page"][first]) * PAGE
+            end = int(self.index.packets["page"][last]) * PAGE + int(self._sizes[last])
+            data = memoryview(self._data(number, begin, end - begin))
+            for k in run:
+                at = int(self.index.packets["page"][k]) * PAGE - begin
+                self._take(k, data[at : at + int(self._sizes[k])], self._files[number])
+
+    def _runs(self, chosen: list[int]) -> Iterator[list[int]]:
+        """Packets that lie side by side, at most `RUN_BYTES` together or a single one."""
+        packets, pages = self.index.packets, self.index.pages()
+        by_place = sorted(chosen, key=lambda k: (packets["file"][k], packets["page"][k]))
+        run: list[int] = []
+        for k in by_place:
+            if run:
+                last = packets[run[-1]]
+                near = packets["file"][k] == last["file"]
+                near = near and packets["page"][k] == last["page"] + pages[run[-1]]
+                span = (packets["page"][k] + pages[k] - packets["page"][run[0]]) * PAGE
+                if not near or span > RUN_BYTES:
+                    yield run
+                    run = []
+            run.append(k)
+        if run:
+            yield run
+
+    def _take(self, k: int, data: memoryview, file: _File) -> None:
+        """Check a packet and put its rows where they belong."""
+        packet, tensor = self.index.packets[k], self.index.tensors[self.index.packets["tensor"][k]]
+        marker = Marker(*HEADER.unpack_from(data))
+        crc = int.from_bytes(data[HEADER.size : HEADER_BYTES], "little")
+        same = (marker.tensor, marker.first, marker.count) == (
+            packet["tensor"], packet["first"], packet["count"]
+        ) and marker.priority == packet["priority"] and crc == packet["crc"]  # fmt: skip
+        self._checked(bool(same), file, f"the marker of packet {k} ({tensor.name})")
+        found = zlib.crc32(data[HEADER_BYTES:], zlib.crc32(data[: HEADER.size]))
+        self._checked(found == crc, file, f"packet {k} ({tensor.name})")
+        values = torch.frombuffer(data, dtype=tensor.dtype, offset=HEADER_BYTES)
+        rows = torch.from_numpy(tensor.order[marker.first : marker.first + marker.count])
+        self._place(int(packet["tensor"]))
+        self._state.values[tensor.name][rows] = values.view(-1, *tensor.shape[1:])
+        self._state.read[tensor.name][rows] = True
+        self._pending[k] = False
+
+    def _place(self, number: int) -> None:
+        """Memory for a tensor, at its first packet."""
+        tensor = self.index.tensors[number]
+        if tensor.name not in self._state.values:
+            self._state.values[tensor.name] = torch.zeros(tensor.shape, dtype=tensor.dtype)
+            self._state.read[tensor.name] = torch.zeros(tensor.rows, dtype=torch.bool)
+
+    def marker(self, k: int) -> Marker:
+        """The marker of packet `k` of the index, read by itself (as a scheduler would)."""
+        packet = self.index.packets[k]
+        data = self._data(int(packet["file"]), int(packet["page"]) * PAGE, HEADER_BYTES)
+        return Marker(*HEADER.unpack_from(data))
+
+    def _checked(self, fine: bool, file: _File, what: str) -> None:
+        if not fine:
+            raise RefusedFile(f"{file.path}: {what} is not what was written (its CRC or marker "
+                              "differs from the index); copy the file again")  # fmt: skip
+
+    def _data(self, number: int, offset: int, size: int) -> bytearray:
+        """Bytes of the data of a file."""
+        if not self._files:
+            raise BadInput("the reader is closed; open the file again")
+        file = self._files[number]
+        return self._pread(file, file.start + offset, size)
+
+    def _pread(self, file: _File, offset: int, size: int) -> Any:
+        """Bytes of a file, counted."""
+        data = bytearray(size)
+        done, view = 0, memoryview(data)
+        while done < size:
+            got = os.preadv(file.descriptor, [view[done:]], offset + done)
+            self.reads += 1
+            if got == 0:
+                raise BadInput(f"{file.path}: ends {size - done} bytes early; copy it again")
+            done += got
+            self.bytes_read += got
+        return data

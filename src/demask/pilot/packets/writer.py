@@ -1,0 +1,351 @@
+"""Weights in a file in the order of their importance, each block behind its marker.
+
+One read at one address fetches both the priority and the weights (feature row 001-d), so a network
+can be read as far as a budget of bytes or a priority goes, or just the rows that a certificate
+demands. `write` makes the file, `PacketReader` reads it; `demask.pilot.packets.packet_index` is the layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from demask.errors import BadInput
+from demask.failures import public
+from demask.files import atomic_write as atomic
+from demask.files.weight_file import DTYPES, StoredTensor
+from demask.machine.byte_sizes import parse_memory
+from demask.pilot.packets.packet_index import (
+    COLUMNS,
+    HEADER_BYTES,
+    PAGE,
+    Array,
+    Blocked,
+    Index,
+    Marker,
+    framed,
+    is_plain,
+)
+from demask.pilot.packets.packet_reader import PacketReader, Partial
+
+SHARD = "demask.packets.shard"
+
+
+@public
+def write(
+    path: str | os.PathLike[str],
+    weights: nn.Module | Mapping[str, Tensor],
+    data: Any = None,
+    *,
+    block: str | int = "4KiB",
+    shards: int = 1,
+    plane: bool = False,
+) -> Index:
+    """A packet file of these weights at `path`, written beside and renamed; its index.
+
+    weights: a model (its state_dict) or tensors by name. Floating-point tensors of two or more
+    dimensions and at least `block` bytes go into packets of whole rows (first axis), as few rows as
+    hold `block` bytes; the rest lies beside them.
+    data: priorities. An ExecutionData (magnitudes by layer, "fc1" for "fc1.weight"), or a mapping
+    from names of layers or weights to one number per row; rows that it says nothing of come first.
+    None: the L2 norm of each row.
+    shards: in how many files the packets lie, neighbours in priority in different ones: "model.bin"
+    has "model.bin-0c27ed5f-1" and so on in its folder, named after what they hold. The file that
+    names them is replaced last, and shards that no file names any more are removed: whenever the
+    process ends, the old or the new network can be read. plane: also keep an 8-bit form of all
+    weights in packets.
+
+    BadInput: priorities that fit no tensor or are not finite, a path that cannot be written.
+
+    >>> import tempfile, os
+    >>> layer = torch.nn.Linear(1024, 4)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = os.path.join(folder, "layer.packets")
+    ...     index = write(path, layer, {"weight": torch.tensor([0.0, 3.0, 1.0, 2.0])})
+    ...     with PacketReader(path) as reader:
+    ...         partial = reader.read_above(1.5)
+    >>> partial.read["weight"].tolist(), reader.reads, reader.bytes_read
+    ([False, True, False, True], 4, 16432)
+    """
+    if type(shards) is not int or not 1 <= shards <= 256:
+        raise BadInput(f"expected shards from 1 to 256, got {shards!r}")
+    tensors, aliases = _distinct(weights)
+    least = parse_memory(block)
+    blocked = {
+        n: t for n, t in tensors.items()
+        if t.ndim > 1 and t.is_floating_point() and t.numel() * t.element_size() >= least
+    }  # fmt: skip
+    plain = {n: t for n, t in tensors.items() if n not in blocked}
+    priorities = _priorities(blocked, data)
+    kinds = tuple(
+        Blocked(n, t.dtype, tuple(t.shape), np.argsort(-priorities[n], kind="stable"))
+        for n, t in blocked.items()
+    )
+    final = atomic.check_writable(path)
+    sections = tuple(_sections(plain))
+    rest = sections[-1].offset + sections[-1].nbytes if sections else 0
+    packets, planes = _placed(kinds, priorities, least, shards, rest, plane)
+    kinds = tuple(Blocked(t.name, t.dtype, t.shape, t.order, planes.get(t.name)) for t in kinds)
+    index = Index(kinds, sections, (rest, 0), packets, (), aliases)
+    if shards > 1:
+        index = replace(index, shards=_shard_names(final.name, shards, index, blocked))
+    return _written(final, index, [*blocked.values()], plain)
+
+
+def _shard_names(
+    name: str, shards: int, index: Index, blocked: Mapping[str, Tensor]
+) -> tuple[str, ...]:
+    """Names of the files beside the first, made of what they hold: other weights, other names."""
+    digest = hashlib.sha256(index.encoded())
+    for tensor in blocked.values():
+        digest.update(_bytes(tensor))
+    names = tuple(f"{name}-{digest.hexdigest()[:8]}-{k}" for k in range(1, shards))
+    if not is_plain(names[-1]):
+        raise BadInput(f"{name!r}: a file in shards needs a name of letters, digits, . + - _")
+    return names
+
+
+def _distinct(
+    weights: nn.Module | Mapping[str, Tensor],
+) -> tuple[dict[str, Tensor], tuple[tuple[str, str], ...]]:
+    """Tensors by name, each once, and the further names of tied ones."""
+    given = weights.state_dict() if isinstance(weights, nn.Module) else weights
+    tensors: dict[str, Tensor] = {}
+    aliases, seen = [], {}
+    for name, tensor in given.items():
+        if not isinstance(tensor, Tensor) or tensor.dtype not in DTYPES.values():
+            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise BadInput(f"{name}: expected a tensor of {', '.join(DTYPES)}, found {kind}")
+        if tensor.is_meta:
+            raise BadInput(f"{name} has no values (it is on the meta device); load them first")
+        key = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+        if tensor.numel() and key in seen:
+            aliases.append((name, seen[key]))
+            continue
+        seen[key] = name
+        tensors[name] = tensor.detach()
+    return tensors, tuple(aliases)
+
+
+def _priorities(blocked: Mapping[str, Tensor], data: Any) -> dict[str, Array]:
+    """A float32 per row of each tensor."""
+    if data is None:
+        return {n: _norms(t) for n, t in blocked.items()}
+    told, unused = {}, set()
+    named = data.magnitudes if hasattr(data, "magnitudes") else data
+    if not isinstance(named, Mapping):
+        raise BadInput(f"expected an ExecutionData or a mapping from names to priorities, got "
+                       f"{type(data).__name__}")  # fmt: skip
+    for name in named:
+        weight = next((w for w in (name, f"{name}.weight") if w in blocked), None)
+        if weight is None:
+            unused.add(name)
+            continue
+        found = data.priorities(name) if hasattr(data, "priorities") else named[name]
+        told[weight] = _numbers(torch.as_tensor(found), name, len(blocked[weight]))
+    if unused and (named is data or not told):
+        raise BadInput(f"priorities are given for {sorted(unused)[:5]}, which have no weights in "
+                       f"packets; those that have: {sorted(blocked)[:10]}")  # fmt: skip
+    top = max((float(v.max()) for v in told.values()), default=0.0)
+    return {n: told.get(n, np.full(len(t), top, dtype=np.float32)) for n, t in blocked.items()}
+
+
+def _norms(weight: Tensor) -> Array:
+    """Of each row; one that is not finite is the largest."""
+    norms = torch.linalg.vector_norm(weight.flatten(1).double(), dim=1).cpu()
+    most = torch.finfo(torch.float32).max
+    return norms.nan_to_num(most, most).clamp(max=most).to(torch.float32).numpy()
+
+
+def _numbers(values: Tensor, name: str, rows: int) -> Array:
+    made = values.detach().cpu().to(torch.float32).numpy()
+    if made.shape != (rows,) or not np.isfinite(made).all():
+        raise BadInput(
+            f"priorities of {name}: expected {rows} finite numbers, one per row, found "
+            + (f"shape {made.shape}" if made.shape != (rows,) else "values that are not finite")
+        )
+    return made
+
+
+def _sections(plain: Mapping[str, Tensor]) -> Iterator[StoredTensor]:
+    end = 0
+    for name, tensor in plain.items():
+        end += -end % 8
+        section = StoredTensor(name, tensor.dtype, tuple(tensor.shape), end)
+        yield section
+        end += section.nbytes
+
+
+def _placed(
+    kinds: tuple[Blocked, ...],
+    priorities: Mapping[str, Array],
+    least: int,
+    shards: int,
+    rest: int,
+    plane: bool,
+) -> tuple[Array, dict[str, tuple[int, int]]]:
+    """Packets at their addresses, their CRCs open, and where the 8-bit forms lie."""
+    made = []
+    for number, tensor in enumerate(kinds):
+        each = min(-(-least // tensor.row_bytes), tensor.rows)
+        for first in range(0, tensor.rows, each):
+            top = float(priorities[tensor.name][tensor.order[first]])
+            made.append((number, first, min(each, tensor.rows - first), 0, 0, top, 0))
+    packets = np.array(made, dtype=COLUMNS)
+    packets = packets[np.argsort(-packets["priority"], kind="stable")]
+    packets["file"] = np.arange(len(packets)) % shards
+    row_bytes = np.array([t.row_bytes for t in kinds], dtype=np.int64)
+    sizes = HEADER_BYTES + packets["count"] * row_bytes[packets["tensor"]]
+    end, planes = rest + -rest % PAGE, {}
+    for tensor in kinds if plane else ():
+        planes[tensor.name] = end, 0
+        end += tensor.plane_bytes + -tensor.plane_bytes % PAGE
+    for number in range(shards):
+        mine = packets["file"] == number
+        pages = -(-sizes[mine] // PAGE)
+        before = 0 if number else end // PAGE
+        packets["page"][mine] = before + np.cumsum(pages) - pages
+    return packets, planes
+
+
+# ------------------------------------------------------------------------------------- to the disk
+
+
+def _written(
+    final: Path, index: Index, blocked: list[Tensor], plain: Mapping[str, Tensor]
+) -> Index:
+    """The files of an index; the first one last, so that what it names is there. The index with
+    its CRCs."""
+    shards = [final.with_name(name) for name in index.shards]
+    added = [path for path in shards if not path.exists()]
+    try:
+        with ExitStack() as stack:
+            # Left in reverse: shards are renamed before the file that names them.
+            files = [stack.enter_context(atomic.write(path)) for path in (final, *shards)]
+            begun = os.fstat(files[0].fileno()).st_mtime_ns
+            whole = _filled(files, final.name, index, blocked, plain)
+    except BaseException:
+        for path in added:
+            path.unlink(missing_ok=True)
+        raise
+    _remove_old_shards(final, index.shards, begun)
+    return whole
+
+
+def _filled(
+    files: list[BinaryIO],
+    name: str,
+    index: Index,
+    blocked: list[Tensor],
+    plain: Mapping[str, Tensor],
+) -> Index:
+    """Write what an index says into its files; the index with its CRCs."""
+    packets, tensors = index.packets.copy(), list(index.tensors)
+    first, starts = files[0], [len(index.encoded())]
+    for k, file in enumerate(files[1:], 1):
+        file.write(_shard_head(name, k))
+        starts.append(file.tell())
+    crc = _put_sections(first, starts[0], index.sections, plain)
+    for k, tensor in enumerate(tensors):
+        if tensor.plane is not None:
+            data = quantized(blocked[k])
+            _put(first, starts[0] + tensor.plane[0], data)
+            tensors[k] = replace(tensor, plane=(tensor.plane[0], zlib.crc32(data)))
+    for k, packet in enumerate(packets):
+        data, packets["crc"][k] = _packet(packet, index, blocked[packet["tensor"]])
+        _put(files[packet["file"]], starts[packet["file"]] + int(packet["page"]) * PAGE, data)
+    whole = replace(index, tensors=tuple(tensors), rest=(index.rest[0], crc), packets=packets)
+    _put(first, 0, whole.encoded())
+    return whole
+
+
+def _shard_head(name: str, number: int) -> bytes:
+    """The beginning of a shard: which file it belongs to."""
+    return framed({"format": SHARD, "of": name, "number": number})
+
+
+def _remove_old_shards(final: Path, current: tuple[str, ...], begun: int) -> None:
+    """Remove the shards of earlier files of this name, and what a killed process left. begun: a
+    later shard, in nanoseconds, is that of another process which is about to name it."""
+    with suppress(OSError), os.scandir(final.parent) as entries:
+        shards = [e for e in entries if e.name.startswith(f"{final.name}-")]
+        for entry in shards:
+            number = entry.name.rpartition("-")[2]
+            if entry.name in current or not number.isdecimal() or len(number) > 3:
+                continue
+            if entry.is_file(follow_symlinks=False) and entry.stat().st_mtime_ns <= begun:
+                head = _shard_head(final.name, int(number))
+                with suppress(OSError), open(entry.path, "rb") as file:
+                    if file.read(len(head)) == head:
+                        os.unlink(entry.path)
+
+
+def _put(file: BinaryIO, offset: int, data: bytes) -> None:
+    file.seek(offset)
+    file.write(data)
+
+
+def _put_sections(
+    file: BinaryIO, start: int, sections: tuple[StoredTensor, ...], plain: Mapping[str, Tensor]
+) -> int:
+    """Write the tensors beside the packets; the CRC of them all."""
+    data = bytearray()
+    for section in sections:
+        data += bytes(section.offset - len(data)) + _bytes(plain[section.name])
+    _put(file, start, bytes(data))
+    return zlib.crc32(data)
+
+
+def _packet(packet: Any, index: Index, weight: Tensor) -> tuple[bytes, int]:
+    """Header and weights of a packet, and its CRC."""
+    order = index.tensors[packet["tensor"]].order
+    first, count = int(packet["first"]), int(packet["count"])
+    rows = weight[torch.from_numpy(order[first : first + count]).to(weight.device)]
+    wide = rows.double()
+    largest = float(wide.abs().max())
+    exponent = math.frexp(largest)[1] if math.isfinite(largest) else 0
+    marker = Marker(
+        float(packet["priority"]), _float32(torch.linalg.vector_norm(wide)), exponent,
+        _float32(wide.abs().max() / 127), int(packet["tensor"]), first, count,
+    )  # fmt: skip
+    head, body = marker.packed(), _bytes(rows)
+    crc = zlib.crc32(body, zlib.crc32(head))
+    return head + crc.to_bytes(4, "little") + body, crc
+
+
+def _float32(value: Tensor) -> float:
+    return float(value.float())  # struct refuses a float64 beyond float32's range
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    plain = tensor.detach().cpu().contiguous().reshape(-1)
+    return plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+
+
+def quantized(weight: Tensor) -> bytes:
+    """The 8-bit form of a weight: a float32 scale per row, then int8, w about scale · q.
+
+    Symmetric, rounded to nearest: |w - scale · q| is at most half a scale. BadInput: weights that
+    are not finite, for which there is no such form.
+    """
+    wide = weight.detach().cpu().float().flatten(1)
+    if not bool(wide.isfinite().all()):
+        raise BadInput("weights with Inf or NaN have no 8-bit form; write with plane=False")
+    scale = wide.abs().amax(1) / 127
+    steps = torch.where(scale > 0, scale, torch.ones_like(scale))
+    values = (wide / steps[:, None]).round().clamp(-127, 127).to(torch.int8)
+    return _bytes(steps) + _bytes(values)
+
+
+__all__ = ["PacketReader", "Partial", "quantized", "write"]

@@ -1,0 +1,171 @@
+"""The threshold of a route, from examples: as bold as a guarantee allows, and only if it pays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from demask.errors import BadInput
+from demask.machine.benchmark import medians
+from demask.pilot.guarantee import Guarantee, compared, guarantee, splits
+from demask.pilot.routing.confidence import CONFIDENCES, picked, scores
+from demask.pilot.routing.router import Router, ThresholdRoute
+
+SHARES = tuple(k / 100 for k in range(95, -1, -1))  # of rows for the full network, tried
+PAIRS, SECONDS = 15, 10.0  # calls of each network that are timed, and how long at most
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Calibrated:
+    """A route, what is guaranteed of it, and what it costs on this machine.
+
+    route: with a threshold of inf where nothing can be guaranteed or routing never pays. router:
+    the networks behind it; the full network alone where single calls do not pay. share: of the
+    rows, those for the full network. pilot, full, rest: seconds of the pilot and of the full
+    network for a batch, and of the full network for `share` of one. reason: why routing is
+    refused, "" where it is not.
+    """
+
+    route: ThresholdRoute
+    router: Router
+    guarantee: Guarantee
+    share: float
+    pilot: float
+    full: float
+    rest: float
+    reason: str
+
+    @property
+    def pays(self) -> bool:
+        """Whether single calls are expected to be faster than those of the full network."""
+        return not self.reason
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast a single call is expected to be."""
+        return self.full / (self.pilot + self.rest)
+
+    @property
+    def stream_gain(self) -> float:
+        """The same of a stream, whose rows for the full network fill whole batches."""
+        return self.full / (self.pilot + self.share * self.full)
+
+    def __str__(self) -> str:
+        times = f"{1e3 * self.pilot:.3g} ms, {1e3 * self.full:.3g} ms"
+        lines = [
+            ("pilot, full network, per batch", times),
+            ("rows for the full network", f"{self.share:.1%}"),
+            ("expected gain: a call, a stream", f"{self.gain:.2f}x, {self.stream_gain:.2f}x"),
+            ("use", self.reason or "route"),
+        ]
+        width = max(len(name) for name, _ in lines)
+        return "\n".join([str(self.guarantee), *(f"{a:{width}}  {b}" for a, b in lines)])
+
+
+@torch.no_grad()
+def calibrated(
+    model: nn.Module,
+    pilot: nn.Module,
+    wanted: ThresholdRoute,
+    args: tuple[Any, ...],
+    labels: Tensor | None,
+    promise: tuple[float, float],
+    batch: int,
+    dealt: tuple[int, Sequence[float]],
+) -> Calibrated:
+    """As `Route.calibrated` says, for networks in eval mode. wanted: the route but for its
+    threshold. promise: loss and level. dealt: seed and parts of the splits."""
+    rows = _rows(args, labels, batch)
+    sure, mine, better, full = _answers(Router(model, pilot, wanted), args, rows, batch)
+    split = splits(rows, *dealt)
+    shares = torch.tensor(SHARES, dtype=sure.dtype)
+    # Values that occur: rounded to float32, where they are compared, they stay the same.
+    known = sure[split.choose].nan_to_num(nan=-1.0)
+    knobs = known.quantile(shares, interpolation="lower").unique().flip(0)
+    made = torch.where(sure > knobs[:, None], mine, better)
+    found = guarantee(compared(knobs.tolist(), full, made, labels), *promise, split=split)
+    threshold = math.inf if found.threshold is None else found.threshold
+    seen = sure[torch.cat([split.bound, split.report])]
+    share = float((~(seen > threshold)).float().mean())
+    times = _times(model, pilot, args, rows, batch, share)
+    return _judged(replace(wanted, threshold=threshold), model, pilot, found, share, times)
+
+
+def _rows(args: tuple[Any, ...], labels: Tensor | None, batch: int) -> int:
+    sizes = {len(t) if isinstance(t, Tensor) and t.ndim else 0 for t in args}
+    if len(sizes) != 1 or 0 in sizes:
+        raise BadInput("expected inputs as tensors with one row per example, as many in each, got "
+                       f"{[list(getattr(t, 'shape', [])) for t in args]}")  # fmt: skip
+    rows = sizes.pop()
+    if labels is not None and (tuple(labels.shape) != (rows,) or labels.is_floating_point()):
+        raise BadInput(f"expected labels as {rows} classes, integers, got {labels.dtype} "
+                       f"{list(labels.shape)}")  # fmt: skip
+    if batch < 1:
+        raise BadInput(f"expected batch >= 1, got {batch}")
+    return rows
+
+
+def _answers(
+    router: Router, args: tuple[Any, ...], rows: int, batch: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of all rows: how sure the pilot is, its classes, those of the rows for the full network, and
+    those of the full network by itself."""
+    found = []
+    for part in torch.arange(rows, device=args[0].device).split(batch):
+        some = picked(args, part, rows)
+        cheap, full = router.pilot(*some), router.full(*some)
+        better = router.merged(cheap, full, torch.arange(len(part), device=part.device))
+        sure = CONFIDENCES[router.route.confidence](scores(cheap))
+        found.append((sure.double(), *(scores(made).argmax(1) for made in (cheap, better, full))))
+    sure, mine, better, full = (torch.cat(one).cpu() for one in zip(*found, strict=True))
+    return sure, mine, better, full
+
+
+def _times(
+    model: nn.Module, pilot: nn.Module, args: tuple[Any, ...], rows: int, batch: int, share: float
+) -> tuple[float, float, float]:
+    """Seconds: the pilot, the full network, the full network for so many rows of a batch."""
+    count = min(batch, rows)
+    device = args[0].device
+    some = picked(args, torch.arange(count, device=device), rows)
+    few = picked(args, torch.arange(max(1, math.ceil(share * count)), device=device), rows)
+    calls = {"pilot": partial(pilot, *some), "full": partial(model, *some),
+             "rest": partial(model, *few)}  # fmt: skip
+    taken = medians(calls, device, PAIRS, SECONDS)
+    return taken["pilot"], taken["full"], taken["rest"]
+
+
+def _judged(
+    route: ThresholdRoute,
+    model: nn.Module,
+    pilot: nn.Module,
+    found: Guarantee,
+    share: float,
+    times: tuple[float, float, float],
+) -> Calibrated:
+    """Never slower: routed only where pilot and rest take less than the full network."""
+    cheap, full, rest = times
+    rest = rest if share else 0.0
+    words = (f"the pilot takes {1e3 * cheap:.3g} ms of the full network's {1e3 * full:.3g}, and "
+             f"{share:.1%} of the rows need both")  # fmt: skip
+    reason = ""
+    if found.threshold is None:
+        kind = "a loss" if found.reported.labelled else "a disagreement"
+        reason = f"do not route: {kind} of {found.loss:.2%} cannot be guaranteed for any threshold"
+    elif cheap + share * full >= full:
+        reason = f"do not route: it does not pay, for {words}"
+        route = replace(route, threshold=math.inf)
+    elif cheap + rest >= full:
+        reason = f"route streams only: a single call does not pay, for {words}"
+    router = Router(model, pilot, route)
+    router = router.alone(reason) if reason else router
+    return Calibrated(route, router, found, share, *times[:2], rest, reason)
+
+
+__all__ = ["Calibrated", "calibrated"]

@@ -1,0 +1,229 @@
+"""A network that runs only for the rows of which its pilot is not sure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from demask.errors import BadInput
+from demask.graph.module_copy import structural_copy
+from demask.machine.benchmark import medians
+from demask.ops import Table
+from demask.pilot.conditions.base import Conditioned, Decision, text
+from demask.pilot.routing.confidence import CONFIDENCES, Routed, picked, scores
+from demask.pilot.routing.waiting_rows import Queue
+from demask.pilot.simplifiers.simplify import Simplifier, simplifier, simplify
+
+ANSWERS = ("full", "both")
+PAIRS, SECONDS = 7, 5.0  # calls of pilot and full network that are compared, and how long at most
+NEAR = 1e-3  # of the largest output: a row alone and among others, which kernels sum differently
+ENOUGH = 16  # rows of an example that tell how many are sure
+
+
+@dataclass(frozen=True, slots=True)
+class ThresholdRoute:
+    """Rows of which the pilot is not surer than `threshold` go to the full network;
+    `demask.pilot.routing.route.Route` documents the fields."""
+
+    name: ClassVar[str] = "route"
+    threshold: float
+    confidence: str = "margin"
+    answer: str = "full"
+
+    def __post_init__(self) -> None:
+        if math.isnan(self.threshold):
+            raise BadInput("expected a threshold, such as 0.5, got nan")
+        if self.confidence not in CONFIDENCES:
+            raise BadInput(f"expected a confidence of {tuple(CONFIDENCES)}, "
+                           f"got {self.confidence!r}")  # fmt: skip
+        if self.answer not in ANSWERS:
+            raise BadInput(f"expected an answer of {ANSWERS}, got {self.answer!r}")
+
+    def applied(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+        pilot: Any,
+        table: Table,
+    ) -> Router:
+        """A network of the same call that runs `model` only where `pilot` is not sure.
+
+        pilot: an nn.Module of the same call, or a simplifier or its text. Where routing is not
+        sound (rows depend on each other, or on how many there are) or does not pay on this
+        machine (pilot and full network are timed with the example; with 16 rows or more, those of
+        them that need the full network count), the full network alone is run, and
+        `conditioned.decisions` says why. Raises BadInput where the two networks' outputs do
+        not match or are no class scores [rows, classes].
+        """
+        named = dict(kwargs or {})
+        full = call_copy(model)
+        cheap, words = pilot_network(pilot, model, args, named, table)
+        router = Router(full, cheap, self, words)
+        with torch.no_grad():
+            reason = _unsound(router, args, named) or _slow(router, args, named)
+        return router.alone(reason) if reason else router
+
+
+class Router(nn.Module):
+    """A full network behind a pilot; `last` says what the last call did.
+
+    Made by `Route.applied`, which checks that routing is sound and pays; made directly, it is the
+    caller's business. Outputs: those of the networks, a tensor [rows, classes] or a structure of
+    tensors whose first holds class scores and all of which have rows first.
+    """
+
+    def __init__(self, full: nn.Module, pilot: nn.Module, route: ThresholdRoute, words: str = ""):
+        super().__init__()
+        self.full, self.pilot, self.route = full, pilot, route
+        self.last = Routed(0, 0, 0)
+        self.whole = route.threshold == math.inf
+        what = f"rows not above {route.threshold:g} ({route.confidence}) are run in full"
+        why = "a threshold of inf" if self.whole else "the pilot answers the others"
+        decision = Decision("network", "the full network alone" if self.whole else what, why)
+        name = words or type(pilot).__name__
+        self.conditioned = Conditioned(route, name, self.whole, (decision,))
+
+    def alone(self, reason: str) -> Router:
+        """The same, but for running the full network alone; reason: why."""
+        refused = Router(self.full, self.pilot, self.route)
+        refused.whole = True
+        decision = Decision("network", "the full network alone", reason)
+        refused.conditioned = Conditioned(self.route, self.conditioned.pilot, True, (decision,))
+        return refused
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.whole:
+            made = self.full(*args, **kwargs)
+            rows = len(scores(made))
+            self.last = Routed(rows, rows, 1)
+            return made
+        made = self.pilot(*args, **kwargs)
+        unsure, rows = self.unsure(made), len(scores(made))
+        self.last = Routed(rows, len(unsure), int(len(unsure) > 0))
+        if not len(unsure):
+            return made
+        some = picked((args, kwargs), unsure, rows)
+        return self.merged(made, self.full(*some[0], **some[1]), unsure)
+
+    def unsure(self, made: Any) -> Tensor:
+        """The rows of a pilot's outputs that need the full network, int64 [rows of them]. Scores
+        that are not numbers are not sure."""
+        sure = CONFIDENCES[self.route.confidence](scores(made)) > self.route.threshold
+        return (~sure).nonzero().flatten()
+
+    def merged(self, made: Any, better: Any, rows: Tensor) -> Any:
+        """A pilot's outputs with those of the full network in some rows."""
+        if self.route.answer == "both":
+            better = _averaged(pytree.tree_map(lambda leaf: leaf[rows], made), better)
+        return pytree.tree_map(lambda old, new: old.to(new.dtype).index_copy(0, rows, new),
+                               made, better)  # fmt: skip
+
+    def stream(
+        self,
+        inputs: Iterable[Any],
+        *,
+        batch: int = 64,
+        wait: int | None = None,
+        fixed: bool = False,
+        tagged: bool = False,
+    ) -> Iterator[Any]:
+        """The answers to a stream of batches; rows for the full network wait until `batch` of them
+        fill a call of it.
+
+        Many networks take nearly as long for five rows as for twenty. inputs: a tensor or an args
+        tuple of tensors per batch, of any number of rows. Answers come in order; tagged: as (number
+        of the batch, answer), each as soon as it is complete. wait: how many batches may be taken
+        in after one before it is answered. fixed: every call of the full network has exactly
+        `batch` rows, the last of them repeated where fewer are left, for networks that take no
+        other number. Afterwards `last` has the latency.
+        """
+        if batch < 1 or (wait is not None and wait < 0):
+            raise BadInput(f"expected batch >= 1 and wait >= 0, got {batch} and {wait}")
+        return Queue(self, batch, wait, fixed).answers(inputs, tagged)
+
+
+def _averaged(made: Any, better: Any) -> Any:
+    """The full network's outputs, its class scores averaged with the pilot's."""
+    leaves, spec = pytree.tree_flatten(better)
+    mine, other = scores(better).log_softmax(1), scores(made).log_softmax(1)
+    leaves[0] = torch.logaddexp(mine, other.to(mine.dtype)) - math.log(2)
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def call_copy(model: nn.Module) -> nn.Module:
+    """What the user has, in eval mode, sharing its weights."""
+    return structural_copy(model, share=True).eval()
+
+
+def pilot_network(
+    pilot: Any, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], table: Table
+) -> tuple[nn.Module, str]:
+    """The pilot as a network, and what it is called."""
+    if isinstance(pilot, nn.Module):
+        return call_copy(pilot), type(pilot).__name__
+    if isinstance(pilot, str | Simplifier):
+        by = simplifier(pilot)
+        return simplify(model, args, kwargs, by=by, table=table).eval(), by.text()
+    raise BadInput("route needs a pilot that answers: an nn.Module, or a simplifier such as "
+                   f"'bits:8'; got {type(pilot).__name__}")  # fmt: skip
+
+
+def _unsound(router: Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Why rows cannot be run apart, in words; "" where they can."""
+    whole, cheap = router.full(*args, **kwargs), router.pilot(*args, **kwargs)
+    rows = len(scores(whole))
+    if not rows:
+        raise BadInput("route needs an example of one row or more, to see that rows are apart")
+    shapes = [[(tuple(leaf.shape), leaf.dtype) for leaf in pytree.tree_leaves(made)]
+              for made in (whole, cheap)]  # fmt: skip
+    if shapes[0] != shapes[1]:
+        raise BadInput("pilot and full network must have the same outputs: the full network's are "
+                       f"{shapes[0]}, the pilot's {shapes[1]}")  # fmt: skip
+    if any(shape[:1] != (rows,) for shape, _ in shapes[0]):
+        raise BadInput(f"every output must have {rows} rows, one per example: {shapes[0]}")
+    places = torch.tensor([rows - 1, 0, rows - 1], device=scores(whole).device)
+    some = picked((args, kwargs), places, rows)
+    try:
+        apart = router.full(*some[0], **some[1])
+    except (RuntimeError, ValueError, TypeError) as error:
+        return f"it does not take another number of rows: {str(error).splitlines()[0]:.100}"
+    for one, other in zip(pytree.tree_leaves(whole), pytree.tree_leaves(apart), strict=True):
+        expected = one[places]
+        if other.shape != expected.shape:
+            return "an output has other rows than inputs have: inputs are not rows alone"
+        size = float(expected.abs().nan_to_num(0.0, posinf=0.0).max()) if expected.numel() else 0.0
+        if not torch.allclose(other, expected, rtol=NEAR, atol=NEAR * size, equal_nan=True):
+            return "its rows depend on each other: some of them alone have other answers"
+    return ""
+
+
+def _slow(router: Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Why routing does not pay, in words; "" where it does."""
+    if router.whole:
+        return ""
+    made = router.pilot(*args, **kwargs)
+    rows, unsure = len(scores(made)), router.unsure(made)
+    calls = {"pilot": partial(router.pilot, *args, **kwargs),
+             "full": partial(router.full, *args, **kwargs)}  # fmt: skip
+    known = rows >= ENOUGH
+    if known and len(unsure):
+        some = picked((args, kwargs), unsure, rows)
+        calls["rest"] = partial(router.full, *some[0], **some[1])
+    taken = medians(calls, scores(made).device, PAIRS, SECONDS)
+    pilot, full, rest = taken["pilot"], taken["full"], taken.get("rest", 0.0)
+    if pilot + rest < full:
+        return ""
+    share = f" and {len(unsure)} of {rows} rows in full {1e3 * rest:.3g} ms" if rest else ""
+    return (f"it does not pay: the pilot takes {1e3 * pilot:.3g} ms{share}, the full network "
+            f"{1e3 * full:.3g} ms ({text(router.route)})")  # fmt: skip
+
+
+__all__ = ["Router", "ThresholdRoute", "call_copy", "pilot_network"]

@@ -1,0 +1,165 @@
+"""Rows that need the full network, kept until they fill a call of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from demask.errors import BadInput
+from demask.machine.timing import Timing
+from demask.pilot.conditions.base import text
+from demask.pilot.routing.confidence import Routed, picked, scores
+
+
+class StreamRouter(Protocol):
+    """What a stream needs of a `demask.pilot.routing.router.Router`."""
+
+    full: nn.Module
+    pilot: nn.Module
+    route: Any
+    whole: bool
+    last: Routed
+
+    def unsure(self, outputs: Any, /) -> Tensor: ...
+    def merged(self, outputs: Any, better: Any, rows: Tensor, /) -> Any: ...
+
+
+@dataclass(slots=True)
+class Waiting:
+    """One batch: its number, when it came, the pilot's answers, and how many rows are missing."""
+
+    number: int
+    since: float
+    made: Any
+    missing: int
+
+
+@dataclass(slots=True)
+class Rows:
+    """Rows of one batch that wait: their inputs, and where their answers belong."""
+
+    owner: Waiting
+    inputs: Any
+    places: Tensor
+
+    def taken(self, count: int) -> Rows:
+        """The first of them, which are taken out."""
+        first = Rows(self.owner, _map(self.inputs, lambda leaf: leaf[:count]), self.places[:count])
+        self.inputs = _map(self.inputs, lambda leaf: leaf[count:])
+        self.places = self.places[count:]
+        return first
+
+
+@dataclass(slots=True)
+class Queue:
+    """A router's stream. Answers of a batch are complete once its last row has come back."""
+
+    router: StreamRouter
+    batch: int
+    wait: int | None
+    fixed: bool
+    rows: list[Rows] = field(default_factory=list)
+    open: list[Waiting] = field(default_factory=list)
+    late: list[float] = field(default_factory=list)
+    seen: int = 0
+    escalated: int = 0
+    calls: int = 0
+
+    def answers(self, inputs: Iterable[Any], tagged: bool) -> Iterator[Any]:
+        """The answers to each batch; tagged: with its number, as soon as they are there."""
+        number = -1
+        for number, given in enumerate(inputs):
+            self._enter(number, given if isinstance(given, tuple) else (given,))
+            while self._held() >= self.batch:
+                self._run(self.batch)
+            while self.wait is not None and self._oldest() < number - self.wait:
+                self._run(min(self.batch, self._held()))
+            yield from self._complete(tagged)
+        while self.rows:
+            self._run(min(self.batch, self._held()))
+        yield from self._complete(tagged)
+        self._told()
+
+    def _enter(self, number: int, args: tuple[Any, ...]) -> None:
+        since, router = perf_counter(), self.router
+        if router.whole:
+            made = router.full(*args)
+            rows = len(scores(made))
+            self.escalated, self.calls = self.escalated + rows, self.calls + 1
+            self.open.append(Waiting(number, since, made, 0))
+        else:
+            made = router.pilot(*args)
+            rows, places = len(scores(made)), router.unsure(made)
+            if any(not isinstance(t, Tensor) or t.shape[:1] != (rows,) for t in args):
+                raise BadInput(f"expected tensors of {rows} rows in batch {number} of a stream "
+                               f"({text(router.route)})")  # fmt: skip
+            one = Waiting(number, since, made, len(places))
+            self.open.append(one)
+            self.escalated += len(places)
+            if len(places):
+                self.rows.append(Rows(one, picked(args, places, rows), places))
+        self.seen += rows
+        self._close(self.open[-1])
+
+    def _held(self) -> int:
+        return sum(len(rows.places) for rows in self.rows)
+
+    def _oldest(self) -> float:
+        return self.rows[0].owner.number if self.rows else float("inf")
+
+    def _run(self, count: int) -> None:
+        """The full network, for the rows that have waited longest."""
+        group: list[Rows] = []
+        while count:
+            first = self.rows[0]
+            group.append(first.taken(min(count, len(first.places))))
+            count -= len(group[-1].places)
+            if not len(first.places):
+                self.rows.pop(0)
+        inputs = pytree.tree_map(lambda *parts: torch.cat(parts), *[one.inputs for one in group])
+        sizes = [len(one.places) for one in group]
+        if self.fixed:
+            inputs = _map(inputs, lambda leaf: _filled(leaf, self.batch))
+        better, start = self.router.full(*inputs), 0
+        self.calls += 1
+        for one, size in zip(group, sizes, strict=True):
+            part = _map(better, lambda leaf, low=start, high=start + size: leaf[low:high])
+            owner, start = one.owner, start + size
+            owner.made = self.router.merged(owner.made, part, one.places)
+            owner.missing -= size
+            self._close(owner)
+
+    def _close(self, one: Waiting) -> None:
+        if not one.missing:
+            self.late.append(perf_counter() - one.since)
+
+    def _complete(self, tagged: bool) -> Iterator[Any]:
+        """Batches with all their answers, of which those in order leave first."""
+        for one in list(self.open):
+            if one.missing and not tagged:
+                return
+            if not one.missing:
+                self.open.remove(one)
+                yield (one.number, one.made) if tagged else one.made
+
+    def _told(self) -> None:
+        latency = Timing.of(self.late) if self.late else None
+        self.router.last = Routed(self.seen, self.escalated, self.calls, latency)
+
+
+def _filled(leaf: Tensor, rows: int) -> Tensor:
+    """With its last row repeated until there are `rows`."""
+    return torch.cat([leaf, leaf[-1:].expand(rows - len(leaf), *leaf.shape[1:])])
+
+
+def _map(tree: Any, change: Any) -> Any:
+    return pytree.tree_map(change, tree)
+
+
+__all__ = ["Queue"]

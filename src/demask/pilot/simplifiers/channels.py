@@ -1,0 +1,181 @@
+"""A subset of channels: the ones with the largest weights, cut out by demask().
+
+Axes that must agree are found through the table, as placement does, joins included: a residual
+stream is one group, and so is a hidden layer. Of each group the positions with the largest L2 norm
+of weights are kept; the others are masked with zeros, in weights, biases, and scales and shifts of
+norms, in a copy; then demask() removes them. So the graph is consistent whatever was chosen. Source
+of the criterion: Li et al. 2017, "Pruning filters for efficient ConvNets" (there L1). Row 001-a.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, fx
+
+from demask.errors import BadInput
+from demask.facts.analysis import Analysis
+from demask.facts.known import key_of
+from demask.graph.program import Program
+from demask.graph.result.demasked_module import Demasked
+from demask.ops import Declined, Relation, schema
+from demask.pilot.weight_layers import layers_of
+from demask.shrink.layout.cells import Cells
+from demask.shrink.pipeline import shrunk
+
+Held = tuple[str, int]  # a constant and one of its axes
+CellAxes = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """The `fraction` of every group of channels, units or features with the largest weights, at
+    least 1. Heads keep their size and number; inputs and outputs keep theirs.
+
+    >>> Channels(0.5).text()
+    'channels:0.5'
+    """
+
+    fraction: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fraction <= 1:
+            raise BadInput(f"expected a fraction of the channels above 0 and up to 1, got "
+                           f"{self.fraction!r}; such as 'channels:0.5'")  # fmt: skip
+
+    def text(self) -> str:
+        return f"channels:{self.fraction:g}"
+
+    def applied(self, analysis: Analysis) -> Demasked:
+        """The smaller network; its `demasked.cuts` says what was kept of each weight."""
+        program, groups = analysis.program, Groups.of(analysis)
+        note = f"{self.text()}: {len(groups.members)} groups of channels cut"
+        masked = replace(_masked(program, groups, self.fraction), notes=(*program.notes, note))
+        return shrunk(masked, analysis.table)
+
+    def weight_bytes(self, weight: Tensor, rows: int) -> float:
+        """Bytes of one weight as it is."""
+        return weight.numel() * weight.element_size()
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Axes of constants that run along one group of channels.
+
+    members: by group, the axes of weights that make its positions; held: all that have them.
+    """
+
+    members: Mapping[int, tuple[Held, ...]]
+    held: Mapping[int, tuple[Held, ...]]
+
+    @classmethod
+    def of(cls, analysis: Analysis) -> Groups:
+        relations = analysis.relations
+        ties = _Ties(analysis.program, relations)
+        members: dict[int, dict[Held, None]] = defaultdict(dict)
+        for layer in layers_of(analysis):
+            for axis in () if layer.relation.back else layer.rows:
+                cell = ties.group(ties.slots[layer.node, layer.operand][axis])
+                if cell is not None:
+                    members[cell][layer.weight, axis] = None
+        held: dict[int, dict[Held, None]] = defaultdict(dict)
+        for (node, k), axes in ties.slots.items():
+            for axis, cells in enumerate(axes):
+                cell = ties.group(cells)
+                name = _masked_by(relations[node], k)
+                if cell in members and name is not None:
+                    held[cell][name, axis] = None
+        return cls({c: tuple(m) for c, m in members.items()},
+                   {c: tuple(held[c]) for c in members})  # fmt: skip
+
+
+class _Ties:
+    """Cells of all values and operands of a graph, tied wherever one is read as the other."""
+
+    def __init__(self, program: Program, relations: Mapping[fx.Node, Relation | Declined]):
+        self.cells, self.relations = Cells(), relations
+        self.values: dict[object, CellAxes] = {}
+        self.slots: dict[tuple[fx.Node, int], CellAxes] = {}
+        for node in program.graph.nodes:
+            relation = relations.get(node)
+            if isinstance(relation, Relation):
+                self._call(relation)
+            elif node.op == "output":
+                self._fixed(node.all_input_nodes)
+            elif node.op in ("placeholder", "get_attr", "call_function"):
+                self._opaque(node)
+
+    def group(self, cells: Sequence[int]) -> int | None:
+        """The one cell that an axis is, if it may be cut."""
+        found = [c for c in self.cells.leaves(cells) if self.cells.size(c) != 1]
+        return found[0] if len(found) == 1 and not self.cells.forced(found[0]) else None
+
+    def _call(self, relation: Relation) -> None:
+        letters = {letter: self.cells.new(size) for letter, size in relation.size.items()}
+        for letter in relation.back:
+            letters[letter] = letters[letter.removesuffix("^")]
+        for k, axes in enumerate(relation.outs):
+            self.values[relation.node, k] = _cells(axes, letters)
+        for k, operand in enumerate(relation.operands):
+            if isinstance(operand.value, fx.Node):
+                self.slots[relation.node, k] = mine = _cells(relation.ins[k], letters)
+                self._tie(mine, self.values.get(key_of(operand.value), ()))
+
+    def _tie(self, mine: CellAxes, theirs: CellAxes) -> None:
+        for a, b in zip(mine, theirs, strict=False):
+            if a and b and not self.cells.unify(a, b):
+                self.cells.force([*a, *b])
+
+    def _opaque(self, node: fx.Node) -> None:
+        """What has no line keeps its shape, and so does all that it reads; constants have free
+        axes."""
+        self._fixed(node.all_input_nodes)
+        for k, made in enumerate(schema.outputs(node)):
+            if isinstance(made, Tensor):
+                axes = tuple((self.cells.new(size),) for size in schema.sizes(made))
+                self.values[node, k] = axes
+                if node.op != "get_attr":
+                    self.cells.force(cell for axis in axes for cell in axis)
+
+    def _fixed(self, nodes: Sequence[fx.Node]) -> None:
+        for node in nodes:
+            for axes in self.values.get(key_of(node), ()):
+                self.cells.force(axes)
+
+
+def _cells(axes: Sequence[Sequence[str]], letters: Mapping[str, int]) -> CellAxes:
+    return tuple(tuple(letters[letter] for letter in axis) for axis in axes)
+
+
+def _masked_by(relation: Relation | Declined | None, operand: int) -> str | None:
+    """The constant that is masked where a call reads it: weights, biases, what is added; of norms
+    the scale and the shift alone."""
+    assert isinstance(relation, Relation)
+    value = relation.operands[operand].value
+    affine = relation.entry.affine
+    if value.op != "get_attr" or (affine is not None and operand not in affine):
+        return None
+    return str(value.target) if value.meta["val"].is_floating_point() else None
+
+
+def _masked(program: Program, groups: Groups, fraction: float) -> Program:
+    constants = {name: replace(c, tensor=c.tensor.clone()) for name, c in program.constants.items()}
+    for cell, members in groups.members.items():
+        scores = sum(_scores(program, members))
+        assert isinstance(scores, Tensor)
+        kept = max(1, round(fraction * len(scores)))
+        gone = scores.argsort(descending=True, stable=True)[kept:]
+        for name, axis in groups.held[cell]:
+            constants[name].tensor.index_fill_(axis, gone, 0)
+    return program.with_graph(program.graph, constants)
+
+
+def _scores(program: Program, members: Sequence[Held]) -> Iterator[Tensor]:
+    """The squared norm of every position's weights, relative to the layer's mean."""
+    for name, axis in members:
+        weight = program.constants[name].tensor
+        rows = weight.detach().double().movedim(axis, 0).flatten(1).square().sum(1)
+        yield rows / rows.mean().clamp_min(torch.finfo(torch.float64).tiny)

@@ -1,0 +1,450 @@
+"""A network run on smaller images: every spatial axis shrinks, through the whole graph.
+
+Spatial axes of the inputs are interpolated down, and the graph is written again for the sizes that
+follow; the table's lines say which axis of which value a spatial axis has become (a row of tokens,
+a part of a flattened vector). Constants along such an axis are resampled, those summed over it so
+that their sums stay; outputs come back in full size. So ranks and the number of layers are kept. A
+network in which a size cannot shrink is refused, with the call and the reason. Feature row 001-a.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+
+from demask.errors import BadInput, DemaskError
+from demask.facts.analysis import Analysis
+from demask.facts.known import Key, key_of
+from demask.graph.editor import GraphEditor
+from demask.graph.program import Constant, Program
+from demask.graph.result.demasked_module import Demasked
+from demask.ops import Declined, Relation, op_name, schema
+from demask.pilot.simplifiers.resample import (
+    Axis,
+    axis_of,
+    check_mode,
+    full_matrix,
+    merged,
+    resampled,
+    scaled,
+    size,
+    split,
+)
+from demask.pilot.weight_layers import check_finite
+from demask.shrink.build_uncut import finished
+
+aten = torch.ops.aten
+_SIZED = ("view", "_unsafe_view", "reshape", "unflatten", "expand")  # take sizes, which are rebuilt
+_PADS = ("pad", "constant_pad_nd", "reflection_pad", "replication_pad")
+_RESIZES: dict[tuple[int, str], tuple[Any, bool]] = {
+    (3, "nearest"): (aten.upsample_nearest1d.vec, False),
+    (4, "nearest"): (aten.upsample_nearest2d.vec, False),
+    (5, "nearest"): (aten.upsample_nearest3d.vec, False),
+    (3, "bilinear"): (aten.upsample_linear1d.vec, True),
+    (4, "bilinear"): (aten.upsample_bilinear2d.vec, True),
+    (5, "bilinear"): (aten.upsample_trilinear3d.vec, True),
+    (4, "bicubic"): (aten.upsample_bicubic2d.vec, True),
+}
+_AREA = {3: aten.adaptive_avg_pool1d.default, 4: aten.adaptive_avg_pool2d.default,
+         5: aten.adaptive_avg_pool3d.default}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Downsample:
+    """Spatial axes of the inputs shorter by `factor`, by interpolation: "nearest", "bilinear"
+    (linear along one axis and three), "bicubic" or "area" (the mean). Spatial are axes 2 and on of
+    floating inputs with four or five axes, and of those with three that windows read.
+
+    >>> Downsample(2, "bicubic").text()
+    'downsample:2:bicubic'
+    """
+
+    factor: float
+    mode: str = "bilinear"
+
+    def __post_init__(self) -> None:
+        check_mode(self.mode)
+        if not self.factor > 1:
+            raise BadInput(f"expected a factor above 1, got {self.factor!r}; such as 2")
+
+    def text(self) -> str:
+        return f"downsample:{self.factor:g}:{self.mode}"
+
+    def applied(self, analysis: Analysis) -> Demasked:
+        """The network on smaller images, which takes and returns full ones."""
+        walk = _Smaller(analysis, self.factor, self.mode)
+        made = walk.made()
+        note = f"{self.text()}: {walk.resampled} constants resampled"
+        return finished(analysis, made, [note])
+
+    def weight_bytes(self, weight: Tensor, rows: int) -> float:
+        """Bytes of one weight as it is."""
+        return weight.numel() * weight.element_size()
+
+
+class _Refused(Exception):
+    """A call cannot run on shorter axes; the text says why."""
+
+
+class _Smaller:
+    """Writes a program again, node by node, for smaller images."""
+
+    def __init__(self, analysis: Analysis, factor: float, mode: str):
+        self.program, self.factor, self.mode = analysis.program, factor, mode
+        self.relations = analysis.relations
+        self.editor = GraphEditor.empty(self.program)
+        self.graph, self.constants = self.editor.graph, self.editor.constants
+        self.env: dict[fx.Node, fx.Node] = {}
+        self.axes: dict[Key, tuple[Axis, ...]] = {}
+        self.reads: dict[tuple[str, tuple[Axis, ...]], fx.Node] = {}
+        self.resampled = 0
+
+    def made(self) -> Program:
+        inputs = self.program.graph.find_nodes(op="placeholder")
+        if not any(_spatial(node, self.relations) for node in inputs):
+            raise BadInput(
+                f"downsample:{self.factor:g}: no input has spatial axes: expected images "
+                "(N, C, H, W), volumes, or sequences that windows read"
+            )
+        for node in self.program.graph.nodes:
+            try:
+                self._node(node)
+            except _Refused as refused:
+                where = f"{node.name} ({op_name(node.target)})" if node.op != "output" else "output"
+                raise BadInput(f"downsample:{self.factor:g}: {where}: {refused}; choose another "
+                               "simplifier, or another factor") from refused  # fmt: skip
+        return self.editor.finish()
+
+    def _node(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            self._input(node)
+        elif node.op == "get_attr":
+            self.constants[str(node.target)] = self.program.constants[str(node.target)]
+            self.env[node] = self.graph.node_copy(node)
+            self._plain(node)
+        elif node.op == "output":
+            self.graph.output(self._returned(node.args))
+        elif node.target is operator.getitem:
+            source: Any = node.args[0]
+            self.env[node] = self.editor.call(operator.getitem, self._mapped(source),
+                                             node.args[1])  # fmt: skip
+        else:
+            self._call(node)
+
+    # ------------------------------------------------------------------------- inputs, outputs
+
+    def _input(self, node: fx.Node) -> None:
+        self.env[node] = self.graph.node_copy(node)
+        self._plain(node)
+        value = node.meta.get("val")
+        spatial = _spatial(node, self.relations)
+        if not spatial or not isinstance(value, Tensor):
+            return
+        full = [value.shape[axis] for axis in spatial]
+        if not all(isinstance(n, int) for n in full):
+            raise _Refused("its spatial sizes are dynamic; give an example of a fixed size")
+        small = [max(1, round(n / self.factor)) for n in full]
+        self.env[node] = self._resized(self.env[node], small)
+        axes = list(self.axes[node, 0])
+        for axis, n, m in zip(spatial, full, small, strict=True):
+            axes[axis] = axis_of(n, m)
+        self.axes[node, 0] = tuple(axes)
+
+    def _resized(self, x: fx.Node, sizes: list[int]) -> fx.Node:
+        rank = len(sizes) + 2
+        if self.mode == "area" and x.meta["val"].shape[-1] >= sizes[-1]:
+            return self.editor.call(_AREA[rank], x, sizes)
+        mode = "nearest" if self.mode == "area" else self.mode
+        if (rank, mode) not in _RESIZES:
+            raise _Refused(f"{mode} interpolation is for images, this value has {rank} axes")
+        target, corners = _RESIZES[rank, mode]
+        return self.editor.call(target, x, sizes, *([False] if corners else []), None)
+
+    def _returned(self, args: Any) -> tuple[Any, ...]:
+        """What the graph returns, in full size."""
+        return tuple(self._output(v) if isinstance(v, fx.Node) else v for v in args[0])
+
+    def _output(self, node: fx.Node) -> fx.Node:
+        made, axes = self._mapped(node), self.axes.get(key_of(node), ())
+        changed = [k for k, axis in enumerate(axes) if scaled(axis)]
+        plain = all(len(axes[k]) == len(axes[k][0]) == 1 for k in changed)
+        if not changed:
+            return made
+        if plain and changed == list(range(2, len(axes))) and 3 <= len(axes) <= 5:
+            return self._resized(made, [size(axes[k], full=True) or 0 for k in changed])
+        for k in changed:
+            matrix = full_matrix(axes[k], self.mode).to(made.meta["val"].dtype)
+            read = self._constant(f"resampling_{len(self.constants)}", matrix, parameter=False)
+            last = len(axes) - 1
+            turned = self.editor.call(aten.transpose.int, made, k, last) if k < last else made
+            full = self.editor.call(aten.linear.default, turned, read)
+            made = self.editor.call(aten.transpose.int, full, k, last) if k < last else full
+        return made
+
+    # --------------------------------------------------------------------------------- calls
+
+    def _call(self, node: fx.Node) -> None:
+        relation = self.relations.get(node)
+        short = [n for n in node.all_input_nodes if any(map(scaled, self.axes.get(key_of(n), ())))]
+        if not isinstance(relation, Relation) or not short:
+            if short and not _reads_sizes(node):
+                reason = relation.text if isinstance(relation, Declined) else "it has no rule"
+                raise _Refused(reason)
+            found = map_arg((node.args, node.kwargs), self._mapped)
+            self._made(node, found[0], found[1])
+            for k in range(len(schema.outputs(node))):
+                self._plain(node, k)
+            return
+        letters = self._letters(relation)
+        self._check_moves(relation)
+        found = self._arguments(relation, letters)
+        self._made(node, *schema.call(node.target, found))
+        self._out(relation, letters)
+
+    def _made(self, node: fx.Node, args: Any, kwargs: Any) -> None:
+        try:
+            made = self.editor.call(node.target, *args, **kwargs)
+        except (RuntimeError, ValueError, TypeError, IndexError, DemaskError) as error:
+            first = str(error).strip().splitlines()[0]
+            raise _Refused(f"it does not take the smaller sizes ({first})") from error
+        made.meta |= {k: v for k, v in node.meta.items() if k != "val"}
+        self.env[node] = made
+
+    def _letters(self, relation: Relation) -> dict[str, Axis]:
+        """The axis that each letter of the operands has become."""
+        letters: dict[str, Axis] = {}
+        for k, operand in enumerate(relation.operands):
+            if not isinstance(operand.value, fx.Node) or operand.value.op == "get_attr":
+                continue
+            held = self.axes.get(key_of(operand.value))
+            for axis, mine in zip(relation.ins[k], held or (), strict=False):
+                if not axis:
+                    continue
+                parts = split(mine, [relation.size[letter] for letter in axis])
+                if parts is None:
+                    raise _Refused("an axis that shrinks is split into parts that do not divide it")
+                for letter, part in zip(axis, parts, strict=True):
+                    before = letters.setdefault(letter, part)
+                    if size(before) != size(part):
+                        raise _Refused(f"it joins axes of {size(before)} and {size(part)}")
+        return letters
+
+    def _check_moves(self, relation: Relation) -> None:
+        """Positions along an axis that shrinks may be moved in ways that mean the same on it."""
+        name = op_name(relation.node.target).split(".")[1]
+        found = schema.arguments(relation.node)
+        for k, operand in enumerate(relation.operands):
+            held = self.axes.get(key_of(operand.value), ())
+            for dim, (axis, mine) in enumerate(zip(relation.ins[k], held, strict=False)):
+                if not (set(axis) & relation.moved and scaled(mine)):
+                    continue
+                if name in ("cat", "flip") or name.startswith(_PADS):
+                    continue
+                if name == "select" and found["index"] in (0, -1):
+                    continue
+                if name == "slice" and _whole_end(found, operand.value, dim):
+                    start = found["start"] or 0
+                    if start == 0 or (found["step"] == 1 and _leads(mine, start)):
+                        continue
+                raise _Refused("it picks positions along an axis that shrinks")
+
+    def _arguments(self, relation: Relation, letters: Mapping[str, Axis]) -> dict[str, Any]:
+        node = relation.node
+        found = map_arg(schema.arguments(node), self._mapped)
+        values = [self._operand(relation, k, letters) for k in range(len(relation.operands))]
+        found = schema.replaced(found, relation.operands, values)
+        name = op_name(node.target).split(".")[1]
+        if name in _SIZED and relation.entry.args is not None:
+            made = self._sizes(relation, letters, name)
+            every: Any = [made]
+            found |= relation.entry.args(node, every)
+        if "normalized_shape" in found:
+            count = len(found["normalized_shape"])
+            held = self.axes[key_of(relation.operands[0].value)][-count:]
+            found["normalized_shape"] = [size(axis) for axis in held]
+        if found.get("output_size") is not None and name.startswith(("upsample", "_upsample")):
+            found["output_size"] = self._enlarged(relation, found["output_size"])
+        if "kernel_size" in found and relation.window:
+            found |= self._global_pool(relation, found)
+        return found
+
+    def _sizes(self, relation: Relation, letters: Mapping[str, Axis], name: str) -> list[Any]:
+        """Sizes of the output as arguments; dynamic ones as they were given, or inferred."""
+        given: Any = schema.arguments(relation.node)
+        given = given.get("size", given.get("shape"))
+        sizes: list[Any] = []
+        value = relation.node.meta["val"]
+        for k, axis in enumerate(relation.outs[0]):
+            full = value.shape[k]
+            found = self._axis(relation, axis, letters, full if isinstance(full, int) else None)
+            sizes.append(size(found))
+        dynamic = [k for k, n in enumerate(sizes) if n is None]
+        for k in dynamic:
+            alone = len(dynamic) == 1 and name != "expand"
+            sizes[k] = -1 if alone or given is None else self._mapped_any(given[k])
+        return sizes
+
+    def _axis(
+        self, relation: Relation, axis: Any, letters: Mapping[str, Axis], full: int | None
+    ) -> Axis:
+        """What an axis of letters has become; letters of no operand keep their size."""
+        if not axis:
+            return axis_of(full, full)
+        parts = [letters.get(a) or axis_of(relation.size[a], relation.size[a]) for a in axis]
+        return merged(parts)
+
+    def _enlarged(self, relation: Relation, sizes: list[Any]) -> list[int]:
+        """Sizes of an upsampling call, smaller by as much as its input is."""
+        held = self.axes[key_of(relation.operands[0].value)][-len(sizes) :]
+        ratios = [(size(axis) or 1) / (size(axis, full=True) or 1) for axis in held]
+        return [max(1, round(n * ratio)) for n, ratio in zip(sizes, ratios, strict=True)]
+
+    def _global_pool(self, relation: Relation, found: Mapping[str, Any]) -> dict[str, Any]:
+        """A pool of the whole image stays one."""
+        kernel = list(found["kernel_size"])
+        held = self.axes[key_of(relation.operands[0].value)][-len(kernel) :]
+        if any(found.get("padding") or [0]) or kernel != [size(a, full=True) for a in held]:
+            return {}
+        return {"kernel_size": [size(axis) for axis in held], "stride": []}
+
+    def _operand(self, relation: Relation, k: int, letters: Mapping[str, Axis]) -> Any:
+        """An operand of the new call: constants along axes that shrank are resampled."""
+        value = relation.operands[k].value
+        if not isinstance(value, fx.Node) or value.op != "get_attr":
+            return self._mapped(value) if isinstance(value, fx.Node) else value
+        axes = []
+        for dim, axis in enumerate(relation.ins[k]):
+            full = value.meta["val"].shape[dim]
+            axes.append(axis_of(full, full) if set(axis) & relation.window
+                        else self._axis(relation, axis, letters, full))  # fmt: skip
+        changed = [dim for dim, axis in enumerate(axes) if scaled(axis)]
+        if not changed:
+            return self._mapped(value)
+        key = (str(value.target), tuple(axes))
+        if key not in self.reads:
+            summed = {d for d in changed if set(relation.ins[k][d]) <= relation.contracted}
+            self.reads[key] = self._shorter(value, axes, changed, summed)
+        return self.reads[key]
+
+    def _shorter(
+        self, read: fx.Node, axes: list[Axis], changed: list[int], summed: set[int]
+    ) -> fx.Node:
+        constant = self.program.constants[str(read.target)]
+        tensor = constant.tensor
+        if not tensor.is_floating_point():
+            raise _Refused(f"{constant.name} holds {tensor.dtype}, which cannot be interpolated")
+        check_finite(tensor, constant.name)
+        for dim in changed:
+            tensor = resampled(tensor, dim, axes[dim], self.mode, summed=dim in summed)
+        self.resampled += 1
+        return self._constant(constant.name, tensor, parameter=constant.parameter)
+
+    def _constant(self, name: str, tensor: Tensor, *, parameter: bool) -> fx.Node:
+        """A constant of ours, under the name unless the full one is read elsewhere."""
+        taken = self.constants.get(name)
+        full = any(n.op == "get_attr" and n.target == name and n.users for n in self.graph.nodes)
+        key = f"{name}_small" if taken is not None and full else name
+        self.constants[key] = Constant(tensor, key, parameter)
+        return self.editor.read_constant(key)
+
+    def _out(self, relation: Relation, letters: Mapping[str, Axis]) -> None:
+        """What the axes of the call's outputs have become."""
+        node = relation.node
+        made = schema.outputs(self.env[node])
+        for k, (old, new) in enumerate(zip(schema.outputs(node), made, strict=True)):
+            axes = []
+            for dim, axis in enumerate(relation.outs[k]):
+                full, small = (v.shape[dim] if isinstance(v.shape[dim], int) else None
+                               for v in (old, new))  # fmt: skip
+                known = not set(axis) & (relation.window | relation.moved)
+                if known:
+                    found = self._axis(relation, axis, letters, full)
+                else:
+                    found = self._moved_axis(relation, dim, full, small)
+                if size(found) != small:
+                    raise _Refused(f"axis {dim} of its result has {small} positions, not "
+                                   f"{size(found)}")  # fmt: skip
+                axes.append(found)
+            self.axes[node, k] = tuple(axes)
+
+    def _moved_axis(self, relation: Relation, dim: int, full: Any, small: Any) -> Axis:
+        """The axis of a value that windows made, or whose positions were moved along it."""
+        name = op_name(relation.node.target).split(".")[1]
+        if name == "cat":
+            parts = [self._held(operand.value)[dim] for operand in relation.operands]
+            return tuple(segment for part in parts for segment in part)
+        if name == "slice":
+            before = self._held(relation.operands[0].value)[dim]
+            start = schema.arguments(relation.node)["start"] or 0
+            if len(before) > 1 and start:
+                return _behind(before, start)
+        return axis_of(full, small)
+
+    # ------------------------------------------------------------------------------ helpers
+
+    def _held(self, node: fx.Node) -> tuple[Axis, ...]:
+        return self.axes[key_of(node)]
+
+    def _plain(self, node: fx.Node, k: int = 0) -> None:
+        """Axes of a value that shrinks nowhere."""
+        value = schema.outputs(node)[k]
+        if isinstance(value, Tensor):
+            self.axes[node, k] = tuple(axis_of(n, n) for n in schema.sizes(value))
+
+    def _mapped(self, node: fx.Node) -> fx.Node:
+        return self.env[node]
+
+    def _mapped_any(self, value: Any) -> Any:
+        return map_arg(value, self._mapped)
+
+
+def _spatial(node: fx.Node, relations: Mapping[fx.Node, Relation | Declined]) -> list[int]:
+    """The spatial axes of an input."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return []
+    found = [relations.get(user) for user in node.users]
+    windows = any(isinstance(r, Relation) and r.window for r in found)
+    if value.ndim in (4, 5) or (value.ndim == 3 and windows):
+        return list(range(2, value.ndim))
+    return []
+
+
+def _reads_sizes(node: fx.Node) -> bool:
+    return "sym_size" in str(node.target) or not isinstance(node.meta.get("val"), Tensor)
+
+
+def _whole_end(found: Mapping[str, Any], source: fx.Node, dim: int) -> bool:
+    """Does a slice go to the end?"""
+    full = source.meta["val"].shape[dim]
+    return found["end"] is None or (isinstance(found["end"], int) and found["end"] >= full)
+
+
+def _leads(axis: Axis, start: int) -> bool:
+    """Does a position begin a segment, behind segments that did not shrink?"""
+    return _rest(axis, start) is not None
+
+
+def _rest(axis: Axis, start: int) -> Axis | None:
+    for k, segment in enumerate(axis):
+        if start == 0:
+            return axis[k:]
+        if any(factor.scaled for factor in segment):
+            return None
+        start -= prod(factor.full or 0 for factor in segment)
+        if start < 0:
+            return None
+    return None
+
+
+def _behind(axis: Axis, start: int) -> Axis:
+    found = _rest(axis, start)
+    assert found is not None
+    return found

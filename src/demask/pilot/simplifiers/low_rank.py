@@ -1,0 +1,122 @@
+"""Weights of low rank: a layer becomes two thin ones.
+
+    W ~ B A,   linear(x, W) ~ linear(linear(x, A), B),   A: (r, i), B: (o, r)
+
+A convolution is a matrix (o, i·k·k): A is a convolution of the same windows to r channels, B one of
+1 x 1. The factors are those of the singular value decomposition, the best of their rank in the
+Frobenius norm (Eckart and Young 1936). Feature row 001-a.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from demask.errors import BadInput
+from demask.facts.analysis import Analysis
+from demask.graph.editor import GraphEditor
+from demask.graph.result.demasked_module import Demasked
+from demask.ops import schema
+from demask.ops.traits import CONV_OF_AXES, CONVOLUTIONS_ANY_PADDING
+from demask.pilot.weight_layers import Layer, by_rows, check_finite, from_rows, layers_of
+from demask.shrink.build_uncut import finished
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """Weights of a rank that is `fraction` of the full one, at least 1; as two layers where that is
+    fewer multiplications, else as one product. Grouped and recurrent layers stay as they are.
+
+    >>> LowRank(0.25).text()
+    'rank:0.25'
+    """
+
+    fraction: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fraction <= 1:
+            raise BadInput(f"expected a fraction of the rank above 0 and up to 1, got "
+                           f"{self.fraction!r}; such as 'rank:0.25'")  # fmt: skip
+
+    def text(self) -> str:
+        return f"rank:{self.fraction:g}"
+
+    def applied(self, analysis: Analysis) -> Demasked:
+        """The network with thin layers; what stays as it is is noted."""
+        editor = GraphEditor(analysis.program)
+        layers = layers_of(analysis.again(editor.finish()))
+        notes = [note for layer in layers for note in self._layer(editor, layer)]
+        return finished(analysis, editor.finish(), notes)
+
+    def weight_bytes(self, weight: Tensor, rows: int) -> float:
+        """Bytes of one weight as it is."""
+        return weight.numel() * weight.element_size()
+
+    def _layer(self, editor: GraphEditor, layer: Layer) -> Iterator[str]:
+        weight = editor.constants[layer.weight].tensor
+        if layer.relation.back or _groups(layer.node) != 1:
+            kind = "recurrent" if layer.relation.back else "grouped"
+            yield f"{layer.name}: a {kind} layer keeps its rank"
+            return
+        check_finite(weight, editor.constants[layer.weight].name)
+        matrix = by_rows(weight, layer.rows)
+        count, columns = matrix.shape
+        rank = max(1, round(self.fraction * min(count, columns)))
+        basis, mixed = factors(matrix, rank)
+        thin = rank * (count + columns) < count * columns
+        if not (thin and _split(editor, layer, basis, mixed)):
+            made = from_rows(mixed @ basis, weight, layer.rows)
+            read = editor.replace_constant(layer.read, made, layer.node)
+            layer.node.replace_input_with(layer.read, read)
+        words = "two layers" if thin else "one product"
+        yield f"{layer.name}: rank {rank} of {min(count, columns)}, {words}"
+
+
+def factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """(A, B) of shapes (rank, columns) and (rows, rank) with B @ A the nearest matrix of that rank;
+    each holds the square roots of the singular values. Float64 inside."""
+    left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
+    root = values[:rank].sqrt()
+    return root[:, None] * right[:rank], left[:, :rank] * root
+
+
+def _groups(node: fx.Node) -> int:
+    return int(schema.arguments(node).get("groups", 1))
+
+
+def _split(editor: GraphEditor, layer: Layer, basis: Tensor, mixed: Tensor) -> bool:
+    """Put two calls in the place of one; False for ops that have no such form here."""
+    node, weight = layer.node, editor.constants[layer.weight].tensor
+    rank = len(basis)
+    found = schema.arguments(node)
+
+    def thin(tensor: Tensor) -> fx.Node:
+        name = f"{layer.name}.basis.weight"
+        return editor.add_constant(name, tensor.to(weight.dtype), node, parameter=True)
+
+    def wide(tensor: Tensor) -> fx.Node:
+        return editor.replace_constant(layer.read, tensor.to(weight.dtype).contiguous(), node)
+
+    if layer.operand == 1 and node.target is aten.linear.default:
+        first = editor.insert(node, None, node.target, found["input"], thin(basis))
+        parts = [first, wide(mixed), *([found["bias"]] if found["bias"] else [])]
+        made = editor.insert(node, node, node.target, *parts)
+    elif layer.operand == 1 and node.target in CONVOLUTIONS_ANY_PADDING:
+        kernel = basis.reshape(rank, *weight.shape[1:])
+        args, kwargs = schema.call(node.target, found | {"weight": thin(kernel), "bias": None})
+        first = editor.insert(node, None, node.target, *args, **kwargs)
+        point = mixed.reshape(len(mixed), rank, *[1] * (weight.ndim - 2))
+        plain = CONV_OF_AXES[weight.ndim - 2]
+        made = editor.insert(node, node, plain, first, wide(point), found["bias"])
+    elif node.target is aten.addmm.default and layer.operand == 2:
+        first = editor.insert(node, None, aten.mm.default, found["mat1"], thin(basis.T))
+        made = editor.repeat_call(node, mat1=first, mat2=wide(mixed.T))
+    else:
+        return False
+    editor.replace(node, made)
+    return True

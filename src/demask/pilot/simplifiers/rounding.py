@@ -1,0 +1,148 @@
+"""Weights rounded in place: to k bits per row or group, or to powers of two.
+
+    Q(W)[r, c] == s_r * round(W[r, c] / s_r),   s_r = max|W[r, :]| / (2^(k-1) - 1)
+
+The graph stays as it is; rounded weights are held in their own dtype. Feature row 001-a.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from demask.errors import BadInput
+from demask.facts.analysis import Analysis
+from demask.graph.result.demasked_module import Demasked
+from demask.pilot.weight_layers import by_rows, check_finite, from_rows, layers_of
+from demask.shrink.build_uncut import finished
+
+SCALE_BYTES = 4  # of one float32 scale
+MOST_BITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Bits:
+    """Weights of k bits, symmetric, with a scale per output row, or per `group` columns of a row.
+
+    One bit is the sign times the row's mean magnitude. bits: 1 to 16.
+
+    >>> Bits(8).text(), Bits(4, group=64).text()
+    ('bits:8', 'bits:4:64')
+    """
+
+    bits: int
+    group: int | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.bits) is not int or not 1 <= self.bits <= MOST_BITS:
+            raise BadInput(f"expected 1 to {MOST_BITS} bits, got {self.bits!r}; such as 'bits:8'")
+        if self.group is not None and (type(self.group) is not int or self.group < 1):
+            raise BadInput(f"expected groups of one column or more, got {self.group!r}")
+
+    def text(self) -> str:
+        return f"bits:{self.bits}" + (f":{self.group}" if self.group else "")
+
+    def applied(self, analysis: Analysis) -> Demasked:
+        """The network with rounded weights."""
+        change = partial(quantized, bits=self.bits, group=self.group)
+        return _rounded(analysis, change, self.text())
+
+    def weight_bytes(self, weight: Tensor, rows: int) -> float:
+        """Bytes of one weight as it would be stored: its bits and its scales."""
+        columns = weight.numel() // max(rows, 1)
+        groups = 1 if self.group is None else math.ceil(columns / self.group)
+        return weight.numel() * self.bits / 8 + rows * groups * SCALE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Exponents:
+    """Weights of their exponents alone: each becomes the nearest ±2^e, nearest by difference; zeros
+    stay. A weight halfway goes up.
+
+    >>> Exponents().text()
+    'exponents'
+    """
+
+    def text(self) -> str:
+        return "exponents"
+
+    def applied(self, analysis: Analysis) -> Demasked:
+        """The network with powers of two for weights."""
+        return _rounded(analysis, powers, self.text())
+
+    def weight_bytes(self, weight: Tensor, rows: int) -> float:
+        """A sign and an exponent of as many bits as the exponents that occur need."""
+        found = torch.frexp(weight[weight != 0].float()).exponent
+        span = int(found.max() - found.min()) + 1 if found.numel() else 1
+        return weight.numel() * (1 + math.ceil(math.log2(span + 1))) / 8
+
+
+def quantized(rows: Tensor, bits: int, group: int | None = None) -> Tensor:
+    """A matrix (rows, columns) with values on `2^bits - 1` levels per row, or per group of columns.
+
+    Computed in float32, or float64 for float64; rows of zeros stay zero.
+
+    >>> quantized(torch.tensor([[1.0, 0.4, 0.1]]), 2).tolist()
+    [[1.0, 0.0, 0.0]]
+    """
+    wide = rows if rows.dtype == torch.float64 else rows.float()
+    columns = wide.shape[1]
+    if bits == 1:
+        parts, filled = _parts(wide, group), _parts(torch.ones_like(wide), group)
+        made = parts.sign() * parts.abs().sum(-1, keepdim=True) / filled.sum(-1, keepdim=True)
+    else:
+        q, scale = levels(wide, bits, group)
+        made = torch.where(scale == 0, _parts(wide, group), q * scale)
+    return made.flatten(1)[:, :columns]
+
+
+def levels(rows: Tensor, bits: int, group: int | None = None) -> tuple[Tensor, Tensor]:
+    """(q [rows, groups, columns of a group], scale [rows, groups, 1]) of a matrix [rows, columns],
+    floating point: whole numbers in its dtype, so that q times scale are the rounded weights. q is
+    0 where the scale is, and in the columns that fill the last group. bits: 2 or more.
+
+    >>> q, scale = levels(torch.tensor([[0.5, -2.0, 1.0]]), 3)
+    >>> q.tolist(), scale.flatten().tolist()
+    ([[[1.0, -3.0, 2.0]]], [0.6666666865348816])
+    """
+    parts = _parts(rows, group)
+    scale = parts.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
+    return (parts / torch.where(scale == 0, torch.inf, scale)).round(), scale
+
+
+def _parts(rows: Tensor, group: int | None) -> Tensor:
+    """[rows, columns] as [rows, groups, columns of a group], zeros behind the last."""
+    count, columns = rows.shape
+    width = max(columns if group is None else min(group, columns), 1)
+    padded = torch.nn.functional.pad(rows, (0, -columns % width))
+    return padded.reshape(count, -(-columns // width), width)
+
+
+def powers(values: Tensor) -> Tensor:
+    """The nearest ±2^e of every value, by difference; 0 for 0.
+
+    >>> powers(torch.tensor([0.3, -3.1, 1.5, 0.0])).tolist()
+    [0.25, -4.0, 2.0, 0.0]
+    """
+    wide = values if values.dtype == torch.float64 else values.float()
+    mantissa, exponent = torch.frexp(wide)  # |mantissa| in [0.5, 1)
+    up = (mantissa.abs() >= 0.75).to(exponent.dtype)
+    return torch.ldexp(mantissa.sign() * 0.5, exponent + up)
+
+
+def _rounded(analysis: Analysis, change: Callable[[Tensor], Tensor], text: str) -> Demasked:
+    program, layers = analysis.program, layers_of(analysis)
+    constants = dict(program.constants)
+    for key, rows in {layer.weight: layer.rows for layer in layers}.items():
+        weight = constants[key].tensor
+        check_finite(weight, constants[key].name)
+        made = from_rows(change(by_rows(weight, rows)), weight, rows)
+        constants[key] = replace(constants[key], tensor=made)
+    after = program.with_graph(program.graph, constants)
+    changed = {layer.weight for layer in layers}
+    return finished(analysis, after, [f"{text}: {len(changed)} weights rounded"])

@@ -1,0 +1,113 @@
+"""simplify(): a cheaper network of the same call, from the graph of the full one.
+
+A simplifier is a frozen dataclass that turns a program into a module: fewer bits, exponents, low
+rank, a channel subset, a smaller image. Each stands in a file of its own and has a text, by which
+the command line and tables call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from demask.errors import BadInput
+from demask.facts.analysis import Analysis
+from demask.failures import public
+from demask.graph.result.demasked_module import Demasked
+from demask.ops import TABLE, Table
+from demask.pilot.simplifiers.channels import Channels
+from demask.pilot.simplifiers.downsample import Downsample
+from demask.pilot.simplifiers.low_rank import LowRank
+from demask.pilot.simplifiers.rounding import Bits, Exponents
+from demask.shrink.on_device import through_cpu
+from demask.shrink.pipeline import given
+
+
+@runtime_checkable
+class Simplifier(Protocol):
+    """Turns a program into a cheaper module of the same call."""
+
+    def text(self) -> str:
+        """What it is called: "bits:8"."""
+        ...
+
+    def applied(self, analysis: Analysis) -> Demasked:
+        """The cheaper network; the program that was analyzed is not changed."""
+        ...
+
+    def weight_bytes(self, weight: Tensor, rows: int) -> float:
+        """Bytes of one of the cheaper network's weights, as it would be stored. rows: of it."""
+        ...
+
+
+@public
+def simplify(
+    model: nn.Module | ExportedProgram,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    by: str | Simplifier = "bits:8",
+    dynamic_shapes: Any = None,
+    table: Table = TABLE,
+) -> Demasked:
+    """A cheaper network that takes the same call and returns outputs of the same shapes.
+
+    args, kwargs, dynamic_shapes, table: as of `demask.demask`. by: a simplifier or its text:
+    "bits:8", "bits:4:64" (groups of 64 columns), "exponents", "rank:0.25", "channels:0.5",
+    "downsample:2:bilinear". Layers keep their names. The model is not changed. Raises BadInput
+    where the text or the network does not fit, with the reason; NotExportable. Feature row 001-a.
+
+    >>> import torch
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> x = torch.randn(3, 4)
+    >>> bool((simplify(net, (x,), by="bits:12")(x) - net(x)).abs().max() < 0.01)
+    True
+    """
+    chosen = simplifier(by)
+    rest = {"by": chosen, "dynamic_shapes": dynamic_shapes, "table": table}
+    if (elsewhere := through_cpu(simplify, model, args, kwargs, **rest)) is not None:
+        return elsewhere
+    return chosen.applied(Analysis(given(model, args, kwargs, dynamic_shapes), table))
+
+
+def simplifier(text: str | Simplifier) -> Simplifier:
+    """The simplifier of a text; BadInput, which names those there are, for any other.
+
+    >>> simplifier("rank:0.5"), simplifier("downsample:2")
+    (LowRank(fraction=0.5), Downsample(factor=2, mode='bilinear'))
+    """
+    if not isinstance(text, str):
+        if isinstance(text, Simplifier):
+            return text
+        raise BadInput(f"expected a simplifier or its text, got {type(text).__name__}")
+    name, *values = text.split(":")
+    if name not in _MAKERS:
+        raise BadInput(f"expected a simplifier such as {', '.join(map(repr, EXAMPLES))}; "
+                       f"got {text!r}")  # fmt: skip
+    try:
+        return _MAKERS[name](*values)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, BadInput):
+            raise
+        form = next(e for e in EXAMPLES if e.startswith(name))
+        raise BadInput(f"{text!r} is not understood: expected a form such as {form!r}") from error
+
+
+EXAMPLES = ("bits:8", "bits:4:64", "exponents", "rank:0.25", "channels:0.5",
+            "downsample:2:bilinear")  # fmt: skip
+_MAKERS: dict[str, Callable[..., Simplifier]] = {
+    "bits": lambda bits, group=None: Bits(int(bits), None if group is None else int(group)),
+    "exponents": Exponents,
+    "rank": lambda fraction: LowRank(float(fraction)),
+    "channels": lambda fraction: Channels(float(fraction)),
+    "downsample": lambda factor, mode="bilinear": Downsample(_number(factor), mode),
+}
+
+
+def _number(text: str) -> int | float:
+    """A whole number where it is one."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
