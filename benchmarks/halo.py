@@ -24,7 +24,7 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 import traverse_networks as shared
-from demask.cli.plot import FASTER, GIVEN, SLOWER, WORDS
+from demask.cli.bench.plot import FASTER, GIVEN, SLOWER, WORDS
 from demask.traverse.halos.error_curve import Point
 from demask.traverse.halos.halo import Halo, halo
 from tables import RESULTS, load, machine, markdown

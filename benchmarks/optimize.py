@@ -26,7 +26,7 @@ import cifar
 import demask
 import encoder
 import peers
-from demask.cli import contenders
+from demask.cli.bench import contenders
 from demask.graph.provenance import Provenance
 from demask.graph.queries import Example
 from demask.machine.benchmark import ALLOWED

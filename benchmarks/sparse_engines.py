@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import deepsparse_server as server
 import demask
 import turns
-from demask.cli.contenders import reason, timed
+from demask.cli.bench.contenders import reason, timed
 from demask.graph.result.demasked_module import Demasked
 from peers_called import openvino_module
 

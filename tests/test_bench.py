@@ -14,8 +14,8 @@ from torch import nn
 
 import demask
 import test_cli
-from demask.cli import bench, contenders, plot
-from demask.cli.models import read_network
+from demask.cli.bench import bench, contenders, plot
+from demask.cli.read_network import read_network
 from demask.machine.describe import milliseconds
 from demask.machine.timing import Timing
 

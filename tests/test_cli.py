@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn.utils import prune
 
 import demask
-from demask.cli import app, demo, digits, main
+from demask.cli import app, main
+from demask.cli.demo import demo, digits
 from demask.cli.progress import progress
 from night import at_night
 

@@ -7,7 +7,7 @@ from torch import nn
 
 import demask
 import test_cli
-from demask.cli.models import read_network
+from demask.cli.read_network import read_network
 from demask.errors import BadInput
 from demask.graph.example_inputs import PIXELS, Span, examples, spans_of
 
@@ -82,7 +82,7 @@ def test_sizes_of_torch_files(run, tmp_path):
     test_cli.write(test_cli.network(masked=True), tmp_path / "net.pt2")
     found = read_network(tmp_path / "net.pt2")
     assert found.args == () and [tuple(x.shape) for x in found.example] == [(2, 3, 6, 7)]
-    (port,) = (p for p in demask.cli.models.ports_of(found))
+    (port,) = (p for p in demask.cli.read_network.ports_of(found))
     assert shapes(read_network(tmp_path / "net.pt2", [f"{port.sizes[0]}=5"])) == [(5, 3, 6, 7)]
 
 

@@ -7,7 +7,7 @@ import torch
 
 import demask
 import test_cli
-from demask.cli.models import read_network
+from demask.cli.read_network import read_network
 from demask.tune.module.optimized_module import Optimized
 
 run, saved = test_cli.run, test_cli.saved  # fixtures

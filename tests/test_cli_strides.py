@@ -8,7 +8,7 @@ from torch import fx, nn
 
 import demask
 import test_cli
-from demask.cli.models import read_network
+from demask.cli.read_network import read_network
 from demask.graph.result.module_calls import in_calls
 
 run = test_cli.run  # a fixture

@@ -7,7 +7,7 @@ import torch
 
 import demask
 import test_cli
-from demask.cli.models import read_network
+from demask.cli.read_network import read_network
 from demask.errors import BadInput, NotExportable
 from onnx_files import BOOL, FLOAT, INT64, constant, helper, node, value, weights
 

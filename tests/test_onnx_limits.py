@@ -213,7 +213,7 @@ def environment():
 
 
 def test_the_command_refuses_and_leaves_nothing(tmp_path, monkeypatch, capsys):
-    from demask.cli.app import main
+    from demask.cli.main import main
 
     for name, made in (("cut", LAYERS().SerializeToString()[:200]),
                        ("out", onnx_files.outside("../secret").SerializeToString())):  # fmt: skip

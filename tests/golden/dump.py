@@ -375,7 +375,7 @@ def helps(folder: Path) -> None:
     from typer.main import get_command
     from typer.testing import CliRunner
 
-    from demask.cli.app import app
+    from demask.cli.main import app
 
     place = folder / "help"
     place.mkdir(parents=True, exist_ok=True)

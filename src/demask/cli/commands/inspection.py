@@ -13,9 +13,9 @@ from rich.text import Text
 from torch import Tensor, fx, nn
 
 import demask
-from demask.cli.coverage import Gap, gaps
-from demask.cli.models import Network
+from demask.cli.commands.coverage import Gap, gaps
 from demask.cli.progress import Step
+from demask.cli.read_network import Network
 from demask.compat.dispatch import OpOverload, schema_of
 from demask.graph.normalize.canonical_calls import SPELLED
 from demask.graph.provenance import Provenance

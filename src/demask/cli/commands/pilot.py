@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from demask.cli.common import (
+from demask.cli.options import (
     Fix,
     Imports,
     Inputs,
@@ -86,8 +86,8 @@ def compare(
     if plot is not None:
         _check_plot(plot)
     with progress("loading") as step:
-        from demask.cli.inputs import read_inputs
-        from demask.cli.models import read_network
+        from demask.cli.read_inputs import read_inputs
+        from demask.cli.read_network import read_network
         from demask.pilot.compare import DEFAULT
         from demask.pilot.compare import compare as compared
 
@@ -143,8 +143,8 @@ def collect(
     if plot is not None:
         _check_plot(plot)
     with progress("loading") as step:
-        from demask.cli.inputs import read_inputs
-        from demask.cli.models import Network, read_network
+        from demask.cli.read_inputs import read_inputs
+        from demask.cli.read_network import Network, read_network
         from demask.files.archive.archive import outline
         from demask.pilot.data.collect import collect as collected
 
@@ -200,8 +200,8 @@ def explain(
       demask pilot explain model.pt2 images.npy --threads 1
     """
     with progress("loading") as step:
-        from demask.cli.inputs import read_inputs
-        from demask.cli.models import read_network
+        from demask.cli.read_inputs import read_inputs
+        from demask.cli.read_network import read_network
         from demask.pilot.explain import explain as explained
 
         import_modules(imports)
@@ -259,8 +259,8 @@ def condition(
         check_output(output, suffixes=(".demask",))
     with progress("loading") as step:
         import demask
-        from demask.cli.inputs import read_inputs
-        from demask.cli.models import read_network
+        from demask.cli.read_inputs import read_inputs
+        from demask.cli.read_network import read_network
         from demask.graph.result.demasked_module import Demasked
         from demask.pilot import condition as conditioned
 

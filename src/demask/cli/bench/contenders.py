@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from demask.cli.models import Network, example
 from demask.cli.ports import Port
+from demask.cli.read_network import Network, example
 from demask.compat.fx_internals import signature_of
 from demask.errors import BadInput
 from demask.graph.example_inputs import spans_of

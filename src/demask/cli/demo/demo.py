@@ -15,7 +15,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 import demask
-from demask.cli.digits import BATCH, DigitNet, Digits, accuracy, prune_channels, train
+from demask.cli.demo.digits import BATCH, DigitNet, Digits, accuracy, prune_channels, train
 from demask.cli.progress import Step
 from demask.files import atomic_write as atomic
 from demask.graph.provenance import Sizes

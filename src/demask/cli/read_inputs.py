@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from demask.cli.models import Network, ports_of
 from demask.cli.ports import Port, fitted, matched
+from demask.cli.read_network import Network, ports_of
 from demask.errors import BadInput
 from demask.files.arrays import ARRAYS, read_arrays
 

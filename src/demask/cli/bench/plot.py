@@ -7,8 +7,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from demask.cli.bench import Bench, Row
-from demask.cli.contenders import AS_GIVEN
+from demask.cli.bench.bench import Bench, Row
+from demask.cli.bench.contenders import AS_GIVEN
 from demask.files import atomic_write as atomic
 from demask.machine.describe import BUSY, count_words, is_wide, milliseconds
 

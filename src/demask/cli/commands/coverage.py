@@ -9,8 +9,8 @@ from typing import Any, cast
 from torch import Tensor, fx, nn
 
 import demask
-from demask.cli.models import Network
 from demask.cli.progress import Step
+from demask.cli.read_network import Network
 from demask.graph.provenance import Provenance, Reason
 from demask.ops import Declined, Entry, Spelled, Table, schema
 from demask.ops.schema import same_size

@@ -10,8 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
-from demask.cli import pilots, strides
-from demask.cli.common import (
+from demask.cli.commands import pilot as pilots
+from demask.cli.commands import strides
+from demask.cli.failures import CHECK_FAILED, status_of, words_of
+from demask.cli.options import (
     Fix,
     Imports,
     Inputs,
@@ -26,7 +28,6 @@ from demask.cli.common import (
     show,
     written,
 )
-from demask.cli.failures import CHECK_FAILED, status_of, words_of
 from demask.cli.progress import progress
 from demask.errors import BadInput
 from demask.machine.byte_sizes import BUDGET
@@ -117,8 +118,8 @@ def demo(
     if keep is not None:
         check_output(keep, suffixes=(".pt2",))
     with progress("loading"):
-        from demask.cli import demo as demonstration
-        from demask.cli.digits import load_digits
+        from demask.cli.demo import demo as demonstration
+        from demask.cli.demo.digits import load_digits
 
         digits = load_digits()
     with progress("training", demonstration.steps(digits)) as step:
@@ -166,7 +167,7 @@ def slim(
         raise BadInput("--minimal, --threads and --tolerance are for .onnx results: leave them out")
     with progress("loading") as step:
         import demask
-        from demask.cli.models import read_network
+        from demask.cli.read_network import read_network
 
         import_modules(imports)
         given = read_network(model, sizes, inputs, static, fix)
@@ -233,7 +234,7 @@ def optimize(
     check_output(output, suffixes=(".demask", ".pt2"))
     with progress("loading") as step:
         import demask
-        from demask.cli.models import read_network
+        from demask.cli.read_network import read_network
         from demask.machine.allocator import fix_allocator
 
         import_modules(imports)
@@ -267,8 +268,8 @@ def inspect(
       demask inspect model.pt2
     """
     with progress("loading") as step:
-        from demask.cli.inspection import inspect_network
-        from demask.cli.models import read_network
+        from demask.cli.commands.inspection import inspect_network
+        from demask.cli.read_network import read_network
 
         import_modules(imports)
         given = read_network(model, sizes, inputs, static, fix)
@@ -297,8 +298,8 @@ def verify(
     """
     with progress("loading") as step:
         import demask
-        from demask.cli.inputs import check_same_inputs
-        from demask.cli.models import fixes_of, read_network
+        from demask.cli.read_inputs import check_same_inputs
+        from demask.cli.read_network import fixes_of, read_network
 
         import_modules(imports)
         # Another ONNX file has sizes of its own to choose; others are called with those of A.
@@ -346,8 +347,8 @@ def bench(
     if plot is not None:
         _check_plot(plot)
     with progress("loading"):
-        from demask.cli import bench as benching
-        from demask.cli.models import read_network
+        from demask.cli.bench import bench as benching
+        from demask.cli.read_network import read_network
 
         import_modules(imports)
         given = read_network(model, sizes, inputs, static, fix)
@@ -357,7 +358,7 @@ def bench(
         found = benching.bench(given, model.name, plan, step)
     show(found, found.to_dict(), as_json)
     if plot is not None:
-        from demask.cli.plot import draw
+        from demask.cli.bench.plot import draw
 
         draw(found, plot)
 
@@ -415,7 +416,7 @@ def stream(
     """
     check_output(destination, suffixes=(".npy",))
     with progress("loading") as step:
-        from demask.cli.models import fixed_network
+        from demask.cli.read_network import fixed_network
         from demask.traverse.stream import prepare
 
         import_modules(imports)

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import demask
-from demask.cli import contenders
-from demask.cli.contenders import AS_GIVEN, Contender, Inputs
-from demask.cli.models import Network
+from demask.cli.bench import contenders
+from demask.cli.bench.contenders import AS_GIVEN, Contender, Inputs
 from demask.cli.progress import Step
+from demask.cli.read_network import Network
 from demask.errors import BadInput
 from demask.machine.allocator import fix_allocator
 from demask.machine.describe import (

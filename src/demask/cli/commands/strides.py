@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from demask.cli.common import (
+from demask.cli.options import (
     Fix,
     Imports,
     Inputs,
@@ -60,7 +60,7 @@ def lower(
     """
     check_output(output, suffixes=SUFFIXES)
     with progress("loading") as step:
-        from demask.cli.models import read_network
+        from demask.cli.read_network import read_network
         from demask.stride import lower
 
         import_modules(imports)
@@ -92,7 +92,7 @@ def raise_strides(
     """
     check_output(output, suffixes=SUFFIXES)
     with progress("loading") as step:
-        from demask.cli.models import read_network
+        from demask.cli.read_network import read_network
         from demask.stride import raise_strides
 
         import_modules(imports)
