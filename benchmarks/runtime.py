@@ -21,8 +21,8 @@ import demask
 import encoder
 import networks
 import residual
-from demask.deploy import deploy
 from demask.machine.timing import Timing, alternate
+from demask.optimize_onnx import deploy
 from tables import RESULTS, command, markdown, spread
 
 FACES = Path(__file__).parents[2] / "shared" / "data" / "ultraface_rfb_320.onnx"

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import demask
-from demask import deploy as deploying
-from demask.deploy import deploy
+from demask import optimize_onnx as deploying
 from demask.errors import BadInput, Mismatch
 from demask.machine.timing import sampled
+from demask.optimize_onnx import deploy
 from test_cli import run  # noqa: F401  (a fixture)
 from test_onnx_out import agree
 from test_onnx_out import run as runtime

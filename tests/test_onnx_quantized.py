@@ -17,13 +17,13 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 import demask
-from demask import deploy as deploying
-from demask.deploy import deploy
+from demask import optimize_onnx as deploying
 from demask.errors import BadInput, RefusedFile
 from demask.files.onnx.quantized_weights import gridded
 from demask.graph.provenance import Cut, Grid, Provenance
 from demask.ops import TABLE
 from demask.ops.quantization import dequantized, quantized
+from demask.optimize_onnx import deploy
 from demask.shrink.pipeline import given as captured
 from demask.tune.onnxruntime_candidate import for_runtime
 from night import at_night

@@ -11,12 +11,12 @@ from demask.plugins import PUBLIC_MODULES, PUBLIC_NAMES
 
 if TYPE_CHECKING:
     from demask import pilot, stride, traverse
-    from demask.deploy import optimize_onnx
     from demask.files.archive.archive import load, save
     from demask.files.into_class import resize
     from demask.files.onnx import from_onnx, to_onnx
     from demask.files.pt2.io import to_pt2
     from demask.optimize import optimize
+    from demask.optimize_onnx import optimize_onnx
     from demask.report import Report, report
     from demask.shrink import demask
     from demask.verify import Verification, verify

@@ -11,7 +11,7 @@ PUBLIC_NAMES = {
     "from_onnx": "demask.files.onnx",
     "load": "demask.files.archive.archive",
     "optimize": "demask.optimize",
-    "optimize_onnx": "demask.deploy",
+    "optimize_onnx": "demask.optimize_onnx",
     "report": "demask.report",
     "resize": "demask.files.into_class",
     "save": "demask.files.archive.archive",

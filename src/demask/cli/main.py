@@ -172,7 +172,7 @@ def slim(
         import_modules(imports)
         given = read_network(model, sizes, inputs, static, fix)
         if output.suffix == ".onnx":
-            from demask.deploy import deploy
+            from demask.optimize_onnx import deploy
 
             made = deploy(
                 given.model, given.args, output, file=given.file, minimal=minimal,
