@@ -117,8 +117,5 @@ def nominal(monkeypatch):
     """Conditions are decided by the same numbers on every machine, whatever it measured before."""
     chain = sys.modules.get("demask.pilot.chains.exact_conditions")
     if chain is not None:
-        monkeypatch.setattr(
-            chain,
-            "here",
-            lambda threads=None: sys.modules["demask.pilot.chains.chain_cost"].NOMINAL,
-        )
+        cost = sys.modules["demask.pilot.chains.chain_cost"]
+        monkeypatch.setattr(chain, "here", lambda threads=None: cost.NOMINAL)

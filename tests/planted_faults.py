@@ -75,8 +75,8 @@ FAULTS = (
           "for check in self.checks if args else ():", "for check in ():", "guards_files"),
     fault("onnx-takes-any-size", "files/onnx/write/size_conditions.py", "if not trees or not sized",
           "if trees or not sized", "guards_files"),
-    fault("example-not-taken", "graph/capture/export_guards.py", "if not hold([guard], sizes)", "if False",
-          "guards"),
+    fault("example-not-taken", "graph/capture/export_guards.py", "if not hold([guard], sizes)",
+          "if False", "guards"),
     # shrink
     fault("join-sign", "shrink/emit/join.py", "torch.zeros((), dtype=fill.dtype)) * signs[k]",
           "torch.zeros((), dtype=fill.dtype))", "joins"),
@@ -105,7 +105,8 @@ FAULTS = (
     # tune
     fault("norm-without-eps", "tune/passes/fold_affine.py", 'torch.rsqrt(var + found["eps"])',
           "torch.rsqrt(var)", "tune", "optimize"),
-    fault("norm-shift-sign", "tune/passes/fold_affine.py", "(0 if bias is None else bias) - mean * scale",
+    fault("norm-shift-sign", "tune/passes/fold_affine.py",
+          "(0 if bias is None else bias) - mean * scale",
           "(0 if bias is None else bias) + mean * scale", "tune", "optimize"),
     fault("transposed-fold-axis", "tune/passes/fold_affine.py",
           "shape[axis] = -1\n        weight = weight * step.scale",
@@ -141,8 +142,8 @@ FAULTS = (
     # stride
     fault("max-pool-of-negatives", "stride/lowering/forms.py", "if site.drops and known.low < 0:",
           "if False:", "stride_forms"),
-    fault("inexact-pair-of-masks", "stride/lowering/forms.py", "if math.frexp(a)[0] != 0.5:", "if False:",
-          "stride_forms"),
+    fault("inexact-pair-of-masks", "stride/lowering/forms.py", "if math.frexp(a)[0] != 0.5:",
+          "if False:", "stride_forms"),
     fault("windows-beyond-the-end", "stride/average_pools.py",
           "return count - 1 if ceil and (count - 1) * stride >= size + pad else count",
           "return count", "stride_pools"),
@@ -157,8 +158,9 @@ FAULTS = (
           "return min(1.0, _difference_at_most(lost - won, n, changes, loss) + spent)",
           "return min(1.0, _difference_at_most(lost - won, n, changes, loss))",
           "pilot_guarantee"),
-    fault("packets-out-of-order", "pilot/packets/writer.py", 'np.argsort(-priorities[n], kind="stable")',
-          'np.argsort(priorities[n], kind="stable")', "pilot_packets"),
+    fault("packets-out-of-order", "pilot/packets/writer.py",
+          'np.argsort(-priorities[n], kind="stable")', 'np.argsort(priorities[n], kind="stable")',
+          "pilot_packets"),
     # verify
     fault("lenient-verification", "verify.py", "if difference.relative > self.allowed:",
           "if difference.relative > 1e3 * self.allowed:", "verify", "micro"),

@@ -100,7 +100,7 @@ def test_the_examples_of_docstrings_run(name):
 
 def test_the_public_names_with_examples_are_among_them():
     held = set(modules_with_examples())
-    public = {"shrink.demask", "shrink.cells", "verify", "ops.entry", "ops.notation"}
+    public = {"shrink.demask", "shrink.layout.cells", "verify", "ops.entry", "ops.notation"}
     assert {f"demask.{name}" for name in public} <= held
 
 

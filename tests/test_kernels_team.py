@@ -16,12 +16,12 @@ from demask.kernels.cpu import thread_team as team
 from demask.kernels.llvm import availability as llvm
 from demask.kernels.llvm import isa
 from demask.kernels.llvm.availability import NoPlan
-from demask.kernels.tape import Arena
 from demask.pilot.chains.chain_op import chain
 from demask.pilot.chains.ordered_chain import Layer
 from demask.pilot.simplifiers.rounding import Bits
 from demask.sparse import reference as dense
 from demask.sparse.plan.segment_plan import Plan
+from demask.sparse.plan.tape import Arena
 from demask.sparse.segment.segment_op import segment
 from sparse_cases import layer, matrix
 

@@ -1,6 +1,7 @@
 """Quantized ONNX files stay quantized: the pairs of ops, the weights, what the runtime fuses."""
 
 import functools
+import importlib
 import itertools
 import json
 import tempfile
@@ -17,7 +18,6 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 import demask
-from demask import optimize_onnx as deploying
 from demask.errors import BadInput, RefusedFile
 from demask.files.onnx.quantized_weights import gridded
 from demask.graph.provenance import Cut, Grid, Provenance
@@ -27,6 +27,8 @@ from demask.optimize_onnx import deploy
 from demask.shrink.pipeline import given as captured
 from demask.tune.onnxruntime_candidate import for_runtime
 from night import at_night
+
+deploying = importlib.import_module("demask.optimize_onnx")
 
 ort = pytest.importorskip("onnxruntime")
 quantization = pytest.importorskip("onnxruntime.quantization")

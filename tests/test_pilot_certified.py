@@ -11,9 +11,9 @@ from torch import Tensor
 
 from demask.kernels.cpu import zero_proof as certify
 from demask.kernels.llvm.isa import AVX2, Isa, host
-from demask.kernels.tape import NoPlan
 from demask.pilot.chains import packing
 from demask.pilot.chains.chain_plan import Layer, Plan, Seen
+from demask.sparse.plan.tape import NoPlan
 from test_pilot_gemv import ISAS, bits, drawn
 
 MODES = ("certified", "two")

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from demask.kernels.cpu import gemv
 from demask.kernels.llvm.isa import AVX2, AVX512, Isa, host
-from demask.kernels.tape import NoPlan
 from demask.pilot.chains import packing
 from demask.pilot.chains.chain_plan import Layer, Plan, Seen
+from demask.sparse.plan.tape import NoPlan
 
 HOSTS = (host(), AVX512, AVX2)  # the last two as this machine has them, if it does
 ISAS = [pytest.param(isa, id=isa.name, marks=[pytest.mark.nightly] if k else [])

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from demask.errors import BadInput
-from demask.kernels import tape
 from demask.kernels.cpu import thread_team as team
 from demask.kernels.cpu.relayout import Border, Gather, Mean, Pointwise, Pool, Scatter, Turned
 from demask.kernels.cpu.sparse_tile import Tile
@@ -26,6 +25,7 @@ from demask.kernels.llvm.jit import assembly
 from demask.ops.activations import ACTIVATIONS
 from demask.sparse import reference as dense
 from demask.sparse.plan import segment_plan as plan
+from demask.sparse.plan import tape
 from demask.sparse.plan.pack_weights import dealt
 from demask.sparse.plan.segment_plan import NoPlan, Plan
 from demask.sparse.segment_program import (
@@ -258,7 +258,8 @@ def test_what_kernels_do_not_take():
 
 
 @pytest.mark.parametrize(
-    "where, most, words", [("kernels.tile", 20, "20 nonzeros"), ("sparse.tape", 63, "252 at most")]
+    "where, most, words",
+    [("kernels.cpu.sparse_tile", 20, "20 nonzeros"), ("sparse.plan.tape", 63, "252 at most")],
 )
 def test_numbers_beyond_32_bits(monkeypatch, where, most, words):
     """No plan, instead of tables whose numbers wrap: nonzeros of a stream, elements of a value."""

@@ -35,7 +35,7 @@ from demask.traverse.storage.sources_and_sinks import (
     tensor_source,
 )
 
-SRC = Path(ends.__file__).parents[2]
+SRC = Path(ends.__file__).parents[3]
 AXES = [  # of a value of sizes 1 3 4 5 or fewer: rows and columns
     ((2, 3, 4, 5), (2, 3)),
     ((2, 3, 4, 5), (3, 2)),
@@ -395,7 +395,8 @@ def child(code, tmp_path, **options):
         import os, resource, sys, time
         import numpy as np, torch
         from demask.traverse.axes import empty, part
-        from demask.traverse.storage.sources_and_sinks import array_sink, array_source, spill, tensor_source
+        from demask.traverse.storage.sources_and_sinks import array_sink, array_source
+        from demask.traverse.storage.sources_and_sinks import spill, tensor_source
         torch.set_num_threads(1)
     """
     text = textwrap.dedent(start) + textwrap.dedent(code)

@@ -20,7 +20,7 @@ from demask.errors import BadInput
 from demask.traverse.storage import sources_and_sinks as ends
 from demask.traverse.stream import Counted, _Rows, prepare, stream
 
-SRC = Path(ends.__file__).parents[2]
+SRC = Path(ends.__file__).parents[3]
 AUTO = torch.export.Dim.AUTO
 BUDGET = "16MiB"
 

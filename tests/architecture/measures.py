@@ -25,7 +25,7 @@ LAYERS = (
     ("sparse", "traverse", "stride", "prune"),
     ("pilot",),
     ("verify", "optimize"),
-    ("deploy",),
+    ("optimize_onnx",),
     ("report",),
     ("cli", "plugins", "__init__", "__main__"),
 )
@@ -48,8 +48,11 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 # Files with tables op -> function that rewrites, lowers or runs its calls: the keys say what there
 # is a function for, so they stand with the functions and are stated nowhere else.
 RULE_TABLES = {
-    "files.onnx.functions", "graph.spell", "graph.unmerge", "sparse.calls", "stride.emit_rules",
-    "stride.emit_shapes", "stride.emit_windows", "traverse.local_carried", "traverse.parted",
+    "files.onnx.write.functions", "graph.normalize.canonical_calls",
+    "graph.normalize.separate_heads", "sparse.segment.match_calls",
+    "stride.accelerator.emit_compute", "stride.accelerator.emit_layout",
+    "stride.accelerator.emit_windows", "traverse.local.carried",
+    "traverse.analysis.split_global_ops",
 }  # fmt: skip
 
 

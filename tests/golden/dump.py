@@ -291,7 +291,7 @@ class FixedCosts:
 @contextlib.contextmanager
 def _recorded() -> Iterator[tuple[list[str], dict[Any, None]]]:
     """Collects the calls of tapes in words, and their kernels, while it lasts."""
-    from demask.kernels.tape import Tape
+    from demask.sparse.plan.tape import Tape
 
     calls, kernels, original = list[str](), dict[Any, None](), Tape.done
 

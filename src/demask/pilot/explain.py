@@ -29,7 +29,6 @@ from demask.errors import BadInput, DemaskError
 from demask.facts.analysis import Analysis
 from demask.failures import public
 from demask.graph.editor import GraphEditor
-from demask.kernels.tape import NoPlan
 from demask.machine.cost import Costs
 from demask.machine.describe import machine as described
 from demask.machine.threads import checked_threads, set_threads
@@ -52,6 +51,7 @@ from demask.pilot.condition import condition_of
 from demask.pilot.conditions.base import text
 from demask.shrink.build_uncut import finished
 from demask.shrink.pipeline import given
+from demask.sparse.plan.tape import NoPlan
 from demask.text_table import as_lines
 
 Pair = tuple[str, str]  # a pilot's text, "" for none; a condition's text

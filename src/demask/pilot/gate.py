@@ -88,7 +88,7 @@ class Gate(TorchFunctionMode):
             raise BadInput(f"expected every to be a number of steps or None, got {every!r}")
         if (by == "pilot") != (priorities is not None):
             raise BadInput("priorities are for by='pilot', which needs them: an ExecutionData from "
-                           "demask.pilot.data.collect, a mapping, or a function of none")  # fmt: skip
+                           "demask.pilot.collect, a mapping, or a function of none")  # fmt: skip
         self.fraction, self.by, self.every, self.rest = fraction, by, every, rest
         self.layers = tuple(_layers(model))
         if not self.layers:

@@ -1,7 +1,7 @@
 """The modules of torch.nn and the ATen calls that they make: one table, read in both directions.
 
-A call in a graph that is what a module would make becomes a call of that module (graph/result/restore_modules.py);
-a module called in a graph becomes the call that it makes (`spell`).
+A call in a graph that is what a module would make becomes a call of that module
+(`restore_modules`); a module called in a graph becomes the call that it makes (`spell`).
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 t: time, n: batch, i: input feature, h: hidden unit, k: gate. A projected LSTM makes p of its cells
 c, and reads those back. Calls of several layers or directions are split before the table is asked
-(`demask.graph.normalize.split_recurrent`). Gates in order: LSTM i, f, g, o; GRU r, z, n. Source: torch.nn.LSTM,
-torch.nn.GRU, torch.nn.RNN.
+(`demask.graph.normalize.split_recurrent`). Gates in order: LSTM i, f, g, o; GRU r, z, n. Source:
+torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from demask.kernels.cpu import gemv
 from demask.kernels.cpu import zero_proof as certify
 from demask.kernels.cpu.thread_team import Job
 from demask.kernels.llvm.isa import Isa, host
-from demask.kernels.tape import HEADER, Arena, Call, NoPlan, Tape
 from demask.pilot.chains import packing
+from demask.sparse.plan.tape import HEADER, Arena, Call, NoPlan, Tape
 
 MODES = ("dense", "columns", "certified", "two")
 SPARE = 4  # sets of memory that are kept: calls that run at the same time

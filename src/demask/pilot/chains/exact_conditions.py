@@ -22,7 +22,6 @@ from demask.facts.analysis import Analysis
 from demask.graph.editor import GraphEditor
 from demask.graph.recorded_run import RecordedRun
 from demask.graph.result.demasked_module import Demasked
-from demask.kernels.tape import NoPlan
 from demask.ops import TABLE, Table, schema
 from demask.pilot.chains.chain_cost import Machine, Reads, here, reads
 from demask.pilot.chains.chain_op import ROWS
@@ -32,6 +31,7 @@ from demask.pilot.chains.find import Found, behind, found, replaced, without_dro
 from demask.pilot.conditions.base import Condition, Conditioned, Decision
 from demask.shrink.build_uncut import finished
 from demask.shrink.pipeline import given
+from demask.sparse.plan.tape import NoPlan
 
 SAMPLES = 16  # rows of the example inputs that modes are chosen by
 GAIN = 1.05  # times that a chain must be predicted to be faster

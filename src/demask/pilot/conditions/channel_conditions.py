@@ -1,9 +1,9 @@
 """Conditions on channels: those that a pilot finds important are computed, the others are not.
 
 The pilot says, per layer and call, which positions: a run-time index. The network behind it is
-`demask.shrink.runtime_index.rewrite`: convolutions and products on gathered weights, through the table, so any
-network that the table knows can be conditioned. What is not computed is 0 (`Skip`), a constant
-(`Constant`), the pilot's own value (`Value`), or computed with fewer bits (`Precision`).
+`demask.shrink.runtime_index.rewrite`: convolutions and products on gathered weights, through the
+table, so any network that the table knows can be conditioned. What is not computed is 0 (`Skip`),
+a constant (`Constant`), the pilot's own value (`Value`), or computed with fewer bits (`Precision`).
 
 The pilot is a simplified network, which runs on the live input first; or execution data of an
 earlier frame or a calibration set, which `module.update(data)` replaces. There is one index for all

@@ -2,7 +2,8 @@
 
 One read at one address fetches both the priority and the weights (feature row 001-d), so a network
 can be read as far as a budget of bytes or a priority goes, or just the rows that a certificate
-demands. `write` makes the file, `PacketReader` reads it; `demask.pilot.packets.packet_index` is the layout.
+demands. `write` makes the file, `PacketReader` reads it; `demask.pilot.packets.packet_index` is the
+layout.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from demask.kernels.cpu.sparse_tile import CALL, TILE, Tile
 from demask.kernels.cpu.sparse_vector import CALL as NARROW
 from demask.kernels.cpu.sparse_vector import Narrow
 from demask.kernels.llvm.isa import Isa
-from demask.kernels.tape import Buffer, Call, NoPlan, Tape
 from demask.sparse.plan.pack_weights import Csr, Places, Stream, dealt, packed, read, sliced
+from demask.sparse.plan.tape import Buffer, Call, NoPlan, Tape
 from demask.sparse.plan.tile_layout import NO_BORDER, Area, At, Border, Grid, Layout
 from demask.sparse.plan.tiling import Cut, Shape, best, rects, strips
 from demask.sparse.segment_program import Conv, Linear

@@ -16,7 +16,7 @@ from torch import Tensor
 from demask.errors import BadInput
 from demask.kernels.cpu import sparse_tile as tile
 from demask.kernels.cpu.sparse_tile import BLOCK, FIRST, LAST, RECORD
-from demask.kernels.tape import NoPlan
+from demask.sparse.plan.tape import NoPlan
 from demask.sparse.segment_program import Conv, Linear, Span
 
 WIDE = 2**16  # offsets from here on have 32 bits

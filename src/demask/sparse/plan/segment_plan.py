@@ -12,7 +12,7 @@ from torch import Tensor
 from demask.errors import BadInput
 from demask.kernels.cpu.thread_team import Job
 from demask.kernels.llvm.isa import Isa, host
-from demask.kernels.tape import MAX_SLOTS, Arena, NoPlan, Ready
+from demask.sparse.plan.tape import MAX_SLOTS, Arena, NoPlan, Ready
 from demask.sparse.plan.tape_builder import Builder
 from demask.sparse.plan.tiling import Cut
 from demask.sparse.segment_program import Program

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from demask.kernels.cpu import relayout as move
 from demask.kernels.llvm.isa import Isa
-from demask.kernels.tape import Buffer, NoPlan, Tape
 from demask.ops.activations import ACTIVATIONS
 from demask.sparse.plan.layer_plan import (
     Piece,
@@ -26,6 +25,7 @@ from demask.sparse.plan.layer_plan import (
     touched,
     windows,
 )
+from demask.sparse.plan.tape import Buffer, NoPlan, Tape
 from demask.sparse.plan.tile_layout import (
     NO_BORDER,
     At,

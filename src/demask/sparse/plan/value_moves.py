@@ -11,8 +11,8 @@ import numpy as np
 
 from demask.kernels.cpu import relayout as move
 from demask.kernels.llvm.isa import Isa
-from demask.kernels.tape import Buffer, Call, NoPlan, Place, Tape, by_thread
 from demask.sparse.plan.layer_plan import first_read, windows
+from demask.sparse.plan.tape import Buffer, Call, NoPlan, Place, Tape, by_thread
 from demask.sparse.plan.tile_layout import NO_BORDER, At, Layout, permutations
 from demask.sparse.segment_program import Conv, Pool
 
