@@ -1,7 +1,7 @@
 """Writes docs/networks.md from benchmarks/results/networks.json, which the nightly tests measure.
 
     python -m pytest -m "nightly or not nightly" --results benchmarks/results/networks.json \\
-        tests/test_transformers.py tests/test_zoo.py tests/test_recurrent.py
+        tests/whole/test_transformers.py tests/whole/test_zoo.py tests/graph/test_recurrent.py
     python docs/make_networks.py
 """
 

@@ -81,7 +81,7 @@ def _tests(suite: ElementTree.Element) -> Iterator[Test]:
             if part.tag in ("failure", "error", "skipped"):
                 outcome = "skipped" if part.tag == "skipped" else "failed"
                 reason = (part.get("message") or "").strip().partition("\n")[0]
-        file = case.attrib["classname"].removeprefix("tests.")
+        file = case.attrib["classname"].rpartition(".")[2]
         seconds = float(case.attrib["time"])
         yield Test(file, case.attrib["name"], outcome, seconds, reason)
 

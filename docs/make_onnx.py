@@ -12,12 +12,12 @@ from pathlib import Path
 import onnx
 
 from demask.files.onnx import ops
-from demask.files.onnx.ops import ENTRIES
 from demask.files.onnx.op_functions import Ops
+from demask.files.onnx.ops import ENTRIES
 
 ROOT = Path(__file__).parent.parent
 PATH = ROOT / "docs" / "onnx.md"
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(path) for path in (ROOT / "tests").rglob("*") if path.is_dir()]
 
 import conformance  # noqa: E402
 
@@ -151,10 +151,10 @@ not say which numbers it stands for.
 """
 TESTS = """
 These are the tests that the ONNX package brings for each op. All are run by
-[test_onnx_nodes.py](../tests/test_onnx_nodes.py); those with float32 alone go on through
-`demask()`, back into a file and through ONNX Runtime in
-[test_onnx_engine.py](../tests/test_onnx_engine.py). Those that fail are known; on other processors
-some of them pass:
+[test_onnx_nodes.py](../tests/files/onnx/read/test_onnx_nodes.py); those with float32 alone go on
+through `demask()`, back into a file and through ONNX Runtime in
+[test_onnx_engine.py](../tests/files/onnx/write/test_onnx_engine.py). Those that fail are known; on
+other processors some of them pass:
 """
 OPS = """
 {count} ops, one PyTorch function each, in a file below `demask/files/onnx/ops`. *node tests*: how

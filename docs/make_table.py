@@ -110,7 +110,8 @@ def page() -> str:
     lines += [cells for _, cells in made]
     body = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
     spelled = ", ".join(f"`{name.removeprefix('aten.')}`" for name in sorted(SPELLED))
-    tail = f"Spelled as others before the table is asked (`demask.graph.normalize.canonical_calls`): {spelled}."
+    module = "demask.graph.normalize.canonical_calls"
+    tail = f"Spelled as others before the table is asked (`{module}`): {spelled}."
     return f"{HEAD}{len(TABLE)} entries: {said}.\n\n{body}\n\n{tail}\n"
 
 

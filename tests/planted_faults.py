@@ -34,7 +34,8 @@ class Fault:
 
 
 def fault(name: str, file: str, line: str, wrong: str, *tests: str) -> Fault:
-    return Fault(name, file, line, wrong, tuple(f"tests/test_{test}.py" for test in tests))
+    files = [path for test in tests for path in (ROOT / "tests").rglob(f"test_{test}.py")]
+    return Fault(name, file, line, wrong, tuple(str(path.relative_to(ROOT)) for path in files))
 
 
 FAULTS = (

@@ -8,6 +8,8 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from test_onnx_out import agree
+from test_onnx_out import run as runtime
 from torch import nn
 
 import demask
@@ -15,12 +17,10 @@ from demask.errors import BadInput, Mismatch
 from demask.machine.timing import sampled
 from demask.optimize_onnx import deploy
 from test_cli import run  # noqa: F401  (a fixture)
-from test_onnx_out import agree
-from test_onnx_out import run as runtime
 
 deploying = importlib.import_module("demask.optimize_onnx")
 
-SHARED = Path(__file__).parent.parent.parent / "shared" / "data"
+SHARED = Path(__file__).parents[3] / "shared" / "data"
 FACES = SHARED / "ultraface_rfb_320.onnx"
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from test_result_modules import X, residual
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 from torch.nn.utils import spectral_norm as old_spectral_norm
 
 import demask
 from graphs import to_graph
-from test_result_modules import X, residual
 
 
 def test_hooks_that_watch_layers_fire_after() -> None:

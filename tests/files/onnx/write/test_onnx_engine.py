@@ -3,8 +3,8 @@
 Cases: those whose inputs and outputs are float32 tensors alone. At each stage one is *exact*;
 *refused* (by a DemaskError), as it is and with its numbers as constants; *lacking* (ONNX Runtime
 has no kernel); *wrong*; or *crashed* by any other error. `KNOWN` lists all that are not exact.
-`python tests/test_onnx_engine.py LSTM GRU` prints and counts what becomes of some ops' cases,
-without names of all.
+`python tests/files/onnx/write/test_onnx_engine.py LSTM GRU` prints and counts what becomes of some
+ops' cases, without names of all.
 """
 
 import sys

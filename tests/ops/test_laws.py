@@ -46,8 +46,8 @@ DRAWS = settings(
 )
 
 WITHOUT_CASES = {
-    "aten._grouped_mm.default": "no float64; tests/test_experts.py",
-    "transformers.grouped_mm_fallback.default": "of another library; tests/test_experts.py",
+    "aten._grouped_mm.default": "no float64; tests/graph/test_experts.py",
+    "transformers.grouped_mm_fallback.default": "of another library; tests/graph/test_experts.py",
 }
 # Slices that no output shows for a reason of values, which the table does not state: ops, or cases.
 INSENSITIVE = {

@@ -384,7 +384,7 @@ def test_the_example_in_the_help_runs(run, saved, few_digits, tmp_path, command)
 
 def blocks(language):
     """The README's code blocks in one language."""
-    text = (Path(__file__).parent.parent / "README.md").read_text()
+    text = (Path(__file__).parents[2] / "README.md").read_text()
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 

@@ -7,6 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from test_pilot_gemv import ISAS, bits, drawn
 from torch import Tensor
 
 from demask.kernels.cpu import zero_proof as certify
@@ -14,7 +15,6 @@ from demask.kernels.llvm.isa import AVX2, Isa, host
 from demask.pilot.chains import packing
 from demask.pilot.chains.chain_plan import Layer, Plan, Seen
 from demask.sparse.plan.tape import NoPlan
-from test_pilot_gemv import ISAS, bits, drawn
 
 MODES = ("certified", "two")
 

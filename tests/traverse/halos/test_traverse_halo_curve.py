@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from test_traverse_halo import Apply, Level, conv, positive
 from torch import nn
 
 from demask.errors import BadInput
 from demask.traverse.halos.halo import halo
-from test_traverse_halo import Apply, Level, conv, positive
 
 
 def test_the_curve_of_a_local_network_ends_at_nothing():

@@ -10,6 +10,7 @@ from itertools import count
 
 import pytest
 import torch
+from test_pilot_chain import perceptron
 from torch import nn
 
 from demask.errors import BadInput
@@ -21,7 +22,6 @@ from demask.pilot.chains.chain_cost import NOMINAL, Uses, held, measured, reads
 from demask.pilot.chains.chain_plan import Seen
 from demask.pilot.chains.exact_conditions import Columns
 from demask.pilot.explain import explain
-from test_pilot_chain import perceptron
 
 FIRST = (("", "columns"), ("bits:8", "certified"))
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_onnx_out import run
 from torch import Tensor, nn
 
 import demask
 from night import at_night
-from test_onnx_out import run
 
 F = nn.functional
 STEPS = torch.arange(7) - 3

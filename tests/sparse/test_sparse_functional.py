@@ -313,7 +313,7 @@ print("in bounds", flush=True)
 ctypes.string_at(x.data_ptr() {"" if end else "- 4"}, 44)
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
-                           cwd=Path(__file__).parent)  # fmt: skip
+                           cwd=Path(__file__).parents[1] / "helpers")  # fmt: skip
     assert found.stdout == "in bounds\n"
     assert found.returncode == -signal.SIGSEGV
 

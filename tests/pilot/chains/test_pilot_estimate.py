@@ -8,6 +8,7 @@ from itertools import product
 
 import pytest
 import torch
+from test_pilot_gemv import ISAS, bits
 from torch import Tensor, nn
 
 from demask.errors import BadInput
@@ -20,7 +21,6 @@ from demask.pilot.chains.ordered_chain import Falling, Layer
 from demask.pilot.chains.ordered_graph import Order
 from demask.pilot.chains.ordered_plan import Chosen, Estimated, packed, unfit
 from demask.pilot.simplifiers.rounding import Bits, quantized
-from test_pilot_gemv import ISAS, bits
 
 KINDS = (Bits(8), Bits(4), Bits(4, 64), Bits(8, 12), Bits(4, 8))
 SIZES = ((1, 1), (37, 67), (300, 130), (17, 784))

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_gpu_spmm import MATRICES
 
 from demask.sparse.products.gpu_autotune import Choice
 from interpreted import CLOSE, DEVICES, error, nowhere, poisoned, rows_of, run_on
 from sparse_cases import matrix
-from test_gpu_spmm import MATRICES
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 nightly = pytest.mark.nightly

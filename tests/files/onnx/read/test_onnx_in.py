@@ -14,6 +14,7 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from test_onnx_out import agree, run
 from torch import nn
 
 import demask
@@ -21,7 +22,6 @@ from architectures import transformers
 from demask.errors import BadInput, NotExportable
 from demask.files.onnx.module import OnnxModule
 from night import at_night
-from test_onnx_out import agree, run
 
 ort = pytest.importorskip("onnxruntime")
 FLOAT = TensorProto.FLOAT

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from demask.errors import BadInput
 from demask.files.onnx.module import from_onnx
 
-REAL = Path(__file__).parents[2] / "shared/data/ultraface_rfb_320.onnx"
+REAL = Path(__file__).parents[3] / "shared/data/ultraface_rfb_320.onnx"
 WEIGHTS = "weights.bin"  # beside the file that names it
 FLOAT, INT64, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
 
