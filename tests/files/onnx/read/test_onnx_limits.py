@@ -208,7 +208,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 
 def environment():
     root = Path(__file__).parents[4]
-    return {**os.environ, "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root / 'tests'}",
+    return {**os.environ, "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root / 'tests' / 'helpers'}",
             "OMP_NUM_THREADS": "1"}  # fmt: skip
 
 
