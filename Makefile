@@ -5,6 +5,7 @@
 #
 # Each needs Python 3.11 or newer and nothing else: the first run makes .venv.
 
+TORCH ?= torch>=2.11,<2.14
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
@@ -46,7 +47,7 @@ clean:
 $(VENV)/torch.stamp:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "demask needs Python 3.11 or newer, got " + sys.version)'
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) "torch>=2.11,<2.14"
+	$(PIP) "$(TORCH)"
 	touch $@
 
 $(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml

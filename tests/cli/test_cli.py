@@ -388,11 +388,12 @@ def blocks(language):
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
-def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
+def test_the_python_of_the_readme_prints_what_it_says(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (code,) = blocks("python")
+    (code,), (output,) = blocks("python"), blocks("text")
     exec(compile(code, "README.md", "exec"), {})
-    assert {path.name for path in tmp_path.iterdir()} == {"slim.demask", "slim.pt2"}
+    assert capsys.readouterr().out == output
+    assert {path.name for path in tmp_path.iterdir()} == {"slim.demask"}
 
 
 @pytest.mark.nightly
