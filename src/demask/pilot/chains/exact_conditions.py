@@ -71,8 +71,10 @@ class Columns:
 
     name: ClassVar[str] = "columns"
 
-    def applied(self, model: nn.Module, args: tuple[Any, ...],
-                kwargs: Mapping[str, Any] | None, pilot: Any, table: Table) -> Chained:  # fmt: skip
+    def applied(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
+        table: Table = TABLE,
+    ) -> Chained:  # fmt: skip
         """The module with its chains. pilot: None; BadInput for one, which would not be used."""
         if pilot is not None:
             raise BadInput(
@@ -99,8 +101,10 @@ class Certified:
             raise BadInput(f"expected bits=8 and levels=1 or 2, got bits={self.bits}, "
                            f"levels={self.levels}; fewer bits alone prove too little")  # fmt: skip
 
-    def applied(self, model: nn.Module, args: tuple[Any, ...],
-                kwargs: Mapping[str, Any] | None, pilot: Any, table: Table) -> Chained:  # fmt: skip
+    def applied(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
+        table: Table = TABLE,
+    ) -> Chained:  # fmt: skip
         """The module with its chains. pilot: None: the weights' own upper bits are the pilot."""
         if pilot is not None:
             raise BadInput("certified makes its pilot of the weights itself, with a bound; leave "

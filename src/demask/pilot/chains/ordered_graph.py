@@ -17,7 +17,7 @@ from demask.graph.editor import GraphEditor
 from demask.graph.result.demasked_module import Demasked
 from demask.graph.result.module_calls import spell
 from demask.machine.byte_sizes import parse_memory
-from demask.ops import Table, schema
+from demask.ops import TABLE, Table, schema
 from demask.pilot.chains.find import Found, behind, found, without_dropout
 from demask.pilot.chains.ordered_chain import DEFAULT, Done, Limit, Ordered
 from demask.pilot.chains.ordered_plan import unfit
@@ -89,7 +89,7 @@ class Order:
 
     def applied(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
-        table: Table,
+        table: Table = TABLE,
     ) -> nn.Module:  # fmt: skip
         """The conditioned module. pilot: weights of few bits, "bits:4:64" (as None is)."""
         seconds = math.inf if self.deadline is None else float(self.deadline)

@@ -24,7 +24,7 @@ from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
-from demask.ops import Table
+from demask.ops import TABLE, Table
 from demask.pilot.conditions.base import Conditioned, Decision
 from demask.pilot.conditions.conditioned_values import Target, means, named, observing, targets_of
 from demask.pilot.conditions.indexed_module import Chosen, Supported
@@ -80,7 +80,7 @@ class Skip(_Selective):
 
     def applied(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
-        table: Table,
+        table: Table = TABLE,
     ) -> Supported:  # fmt: skip
         """The network that skips. Feature rows 001-b, c, e."""
         return _Draft(self, model, args, kwargs, pilot, table).with_constants([0.0])
@@ -104,7 +104,7 @@ class Constant(_Selective):
 
     def applied(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
-        table: Table,
+        table: Table = TABLE,
     ) -> Supported:  # fmt: skip
         """The network in which what is not computed is constant."""
         draft = _Draft(self, model, args, kwargs, pilot, table)
@@ -126,7 +126,7 @@ class Value(_Selective):
 
     def applied(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
-        table: Table,
+        table: Table = TABLE,
     ) -> Supported:  # fmt: skip
         """The network in which what is not computed is the pilot's."""
         return _Draft(self, model, args, kwargs, pilot, table).with_values()
@@ -151,7 +151,7 @@ class Precision(_Selective):
 
     def applied(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
-        table: Table,
+        table: Table = TABLE,
     ) -> Supported:  # fmt: skip
         """The network of which a part is computed with fewer bits."""
         return _Draft(self, model, args, kwargs, pilot, table).with_bits(self.bits)

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from demask.compat.fx_internals import signature_of
 from demask.errors import BadInput
-from demask.ops import Table
+from demask.ops import TABLE, Table
 from demask.pilot.conditions.base import Conditioned, Decision
 from demask.pilot.data.tile_contrast import contrast, contrasts, differences, per_tile
 from demask.pilot.simplifiers.simplify import Simplifier, simplifier, simplify
@@ -108,7 +108,7 @@ class Regions:
 
     def applied(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
-        table: Table,
+        table: Table = TABLE,
     ) -> InRegions:  # fmt: skip
         """The model, run in regions: for images of the example's size, any number of them if the
         example has two or more, for inference on the CPU. It shares the model's weights. BadInput:

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from demask.errors import BadInput
 from demask.graph.module_copy import structural_copy
 from demask.machine.benchmark import medians
-from demask.ops import Table
+from demask.ops import TABLE, Table
 from demask.pilot.conditions.base import Conditioned, Decision, text
 from demask.pilot.routing.confidence import CONFIDENCES, Routed, picked, scores
 from demask.pilot.routing.waiting_rows import Queue
@@ -52,7 +52,7 @@ class ThresholdRoute:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any] | None,
         pilot: Any,
-        table: Table,
+        table: Table = TABLE,
     ) -> Router:
         """A network of the same call that runs `model` only where `pilot` is not sure.
 
