@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from demask.sparse.csr_matrix import Rows, like
+from demask.sparse.csr_matrix import CsrMatrix, like
 from demask.sparse.products import gpu_formats as gpu_forms
 from demask.sparse.products import gpu_products as gpu
 from demask.sparse.products.gpu_formats import form_of
@@ -66,18 +66,18 @@ def copies(case: Case, bytes_: int) -> int:
     return max(1, min(MOST, -(-CACHES * case.cache // max(bytes_, 1))))
 
 
-def rows_of(w: Tensor) -> Rows:
+def rows_of(w: Tensor) -> CsrMatrix:
     """By its nonzeros, int32."""
     there = w != 0
     crow = F.pad(there.sum(1).cumsum(0), (1, 0)).to(torch.int32)
-    return Rows(crow, there.nonzero()[:, 1].to(torch.int32), w[there], None, tuple(w.shape))
+    return CsrMatrix(crow, there.nonzero()[:, 1].to(torch.int32), w[there], None, tuple(w.shape))
 
 
-def copied(m: Rows) -> Rows:
-    return Rows(m.crow.clone(), m.col.clone(), m.values.clone(), None, m.size)
+def copied(m: CsrMatrix) -> CsrMatrix:
+    return CsrMatrix(m.crow.clone(), m.col.clone(), m.values.clone(), None, m.size)
 
 
-def bytes_of(m: Rows) -> int:
+def bytes_of(m: CsrMatrix) -> int:
     """Of a matrix with its bitmap, as it is read."""
     return m.values.nbytes + m.size[0] * m.size[1] * 3 // 16
 

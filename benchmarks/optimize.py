@@ -28,7 +28,7 @@ import encoder
 import peers
 from demask.cli.bench import contenders
 from demask.graph.provenance import Provenance
-from demask.graph.queries import Example
+from demask.graph.queries import ExampleSizes
 from demask.machine.benchmark import ALLOWED
 from demask.machine.cost import Costs, Error
 from demask.machine.describe import count_words, thread_words
@@ -180,7 +180,7 @@ def analytic(model: nn.Module, x: Tensor, threads: int, path: Path) -> Error:
     costs = Costs.open(path, threads=threads, measure=False)
     program = reduced(given(model, (x,), {}, None), TABLE)[0]
     for _ in forms(
-        program, Asker(costs, Example.of(program.graph, [x])), TABLE, lambda words: None
+        program, Asker(costs, ExampleSizes.of(program.graph, [x])), TABLE, lambda words: None
     ):
         pass
     return costs.error()

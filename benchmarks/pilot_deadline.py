@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from demask.machine.threads import set_threads
 from demask.ops import TABLE
-from demask.pilot.chains.ordered_chain import Chain, Layer
+from demask.pilot.chains.ordered_chain import OrderedChain, OrderedLayer
 from demask.pilot.chains.ordered_graph import Order
 from demask.pilot.simplifiers.rounding import Bits
 from pilot_networks import images, network
@@ -64,9 +64,9 @@ class Row:
         return 100 * float(self.same.float().mean())
 
 
-def layers_of(model: nn.Sequential, bits: Bits) -> list[Layer]:
+def layers_of(model: nn.Sequential, bits: Bits) -> list[OrderedLayer]:
     """The linear layers with pilots of so many bits."""
-    return [Layer(m.weight, m.bias, bits) for m in model if isinstance(m, nn.Linear)]
+    return [OrderedLayer(m.weight, m.bias, bits) for m in model if isinstance(m, nn.Linear)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Static:
     fills: Sequence[Tensor] | None = None
 
 
-def statics(layers: Sequence[Layer], seen: Tensor) -> Iterator[Static]:
+def statics(layers: Sequence[OrderedLayer], seen: Tensor) -> Iterator[Static]:
     """Orders that need no pilot; `seen`: inputs to calibrate with."""
     hidden, widths = layers[:-1], [len(layer.weight) for layer in layers[:-1]]
     for seed in range(SEEDS):
@@ -103,7 +103,7 @@ def _falling(values: Tensor) -> Tensor:
     return values.argsort(descending=True, stable=True)
 
 
-def room(chain: Chain, share: float, pilot: bool) -> float | None:
+def room(chain: OrderedChain, share: float, pilot: bool) -> float | None:
     """The share of each hidden layer that a share of all bytes pays for; None for less than the
     pilot alone."""
     whole = sum(layer.nbytes for layer in chain.layers)
@@ -113,7 +113,7 @@ def room(chain: Chain, share: float, pilot: bool) -> float | None:
     return None if left < 0 else min(left, 1.0)
 
 
-def with_static(layers: Sequence[Layer], x: Tensor, order: Static, part: float) -> Tensor:
+def with_static(layers: Sequence[OrderedLayer], x: Tensor, order: Static, part: float) -> Tensor:
     """Answers with the first units of each layer computed."""
     for k, layer in enumerate(layers[:-1]):
         units = order.orders[k][: int(part * len(layer.weight) + 1e-6)]
@@ -125,7 +125,7 @@ def with_static(layers: Sequence[Layer], x: Tensor, order: Static, part: float) 
 
 
 def with_scores(
-    layers: Sequence[Layer], x: Tensor, scores: Sequence[Tensor], fills: Sequence[Tensor] | None,
+    layers: Sequence[OrderedLayer], x: Tensor, scores: Sequence[Tensor], fills: Sequence[Tensor] | None,
     part: float,
 ) -> Tensor:  # fmt: skip
     """Answers with, image by image, the units of the highest scores (images, units) computed."""
@@ -142,7 +142,7 @@ def answers(
     model: nn.Sequential, x: Tensor, seen: Tensor, bar: Progress
 ) -> tuple[dict[tuple[str, float, float], Tensor], Tensor]:
     """Answers (images,) by contender, share of bytes and share of units; and the network's."""
-    chains = {bits: Chain(layers_of(model, bits)) for bits in PILOTS}
+    chains = {bits: OrderedChain(layers_of(model, bits)) for bits in PILOTS}
     layers = chains[PILOTS[0]].layers
     orders = list(statics(layers, seen))
     parts: dict[tuple[str, float, float], list[Tensor]] = {}
@@ -155,7 +155,7 @@ def answers(
 
 
 def _of_batch(
-    chains: Mapping[Bits, Chain], orders: Sequence[Static], x: Tensor
+    chains: Mapping[Bits, OrderedChain], orders: Sequence[Static], x: Tensor
 ) -> Iterator[tuple[tuple[str, float, float], Tensor]]:
     layers = next(iter(chains.values())).layers
     truth, h = [], x

@@ -24,7 +24,7 @@ import cifar
 from demask.machine.allocator import fix_allocator
 from demask.machine.byte_sizes import human
 from demask.pilot import Comparison, compare
-from demask.pilot.compare import Row
+from demask.pilot.compare import ComparisonRow
 from pilot_networks import DATA, images
 from tables import RESULTS, load, machine, markdown
 
@@ -135,7 +135,7 @@ def spread(values: Sequence[float | None], scale: float = 1.0, digits: int = 3) 
     return words if low == high else f"{words} ({low:.{digits}g}–{high:.{digits}g})"
 
 
-def cells(rows: Sequence[Row], found: Sequence[Found]) -> list[str]:
+def cells(rows: Sequence[ComparisonRow], found: Sequence[Found]) -> list[str]:
     """One simplifier of one network, over its seeds."""
     by = rows[0].by
     if rows[0].refused:

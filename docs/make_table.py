@@ -11,7 +11,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from demask.graph.normalize.canonical_calls import SPELLED
-from demask.ops import TABLE, Declined, Entry, Relation, Spelled, bind
+from demask.ops import TABLE, Declined, Entry, Relation, SizedLine, bind
 from demask.ops.entry import Shape
 from demask.ops.laws import call_node, drawn, target_of
 
@@ -72,7 +72,7 @@ def line(entry: Entry, node: fx.Node) -> str:
     found = entry.line(node)
     if isinstance(found, Declined):
         raise ValueError(f"the first case of {node.target} has no line: {found.text}")
-    text = found.line if isinstance(found, Spelled) else found
+    text = found.line if isinstance(found, SizedLine) else found
     return f"`{' '.join(text.split())}` *f*"
 
 
@@ -111,7 +111,7 @@ def page() -> str:
     body = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
     spelled = ", ".join(f"`{name.removeprefix('aten.')}`" for name in sorted(SPELLED))
     module = "demask.graph.normalize.canonical_calls"
-    tail = f"Spelled as others before the table is asked (`{module}`): {spelled}."
+    tail = f"SizedLine as others before the table is asked (`{module}`): {spelled}."
     return f"{HEAD}{len(TABLE)} entries: {said}.\n\n{body}\n\n{tail}\n"
 
 

@@ -20,8 +20,8 @@ from demask.failures import public
 from demask.graph.example_inputs import examples, like
 from demask.graph.module_copy import structural_copy, without_caches
 from demask.graph.program import Program, owned
-from demask.graph.provenance import GIVEN, WHOLE, Decision, Provenance, Speed
-from demask.graph.queries import Example
+from demask.graph.provenance import GIVEN, WHOLE, Provenance, Speed, TuneDecision
+from demask.graph.queries import ExampleSizes
 from demask.graph.result.class_result import remember
 from demask.graph.result.demasked_module import Demasked, build
 from demask.machine.benchmark import ALLOWED
@@ -37,11 +37,11 @@ from demask.shrink.program_size import sizes_of
 from demask.shrink.submodules import merged, sizes_of_parts, with_parts
 from demask.sparse.segment.build_segments import layers_of
 from demask.sparse.segment.candidates import Sparse
-from demask.tune.candidates import Form, forms
+from demask.tune.candidates import Candidate, forms
 from demask.tune.epilogue import is_fused, plain
 from demask.tune.layer_costs import Asker
 from demask.tune.module.optimized_module import Optimized
-from demask.tune.race import Race, own_inputs
+from demask.tune.race import CandidateRace, own_inputs
 
 BACKENDS, PRECISIONS = ("torch", "sparse"), ("bf16", "int8")
 AHEAD = 0.7  # of what the layers of dense forms take: a sparse form that takes less has won
@@ -114,7 +114,7 @@ def optimize(
         progress("removing what is masked")
         smaller, provenance = reduced(program, table)
         args, named = own_inputs((args, named))
-        race = Race(in_eval(model), program, args, named, device, count)
+        race = CandidateRace(in_eval(model), program, args, named, device, count)
         wanted = _Wanted("sparse" in backends, precision, cache, table)
         return _fastest(race, program, smaller, provenance, wanted, progress)
 
@@ -165,7 +165,7 @@ class _Parts:
         fast = with_parts(self.model, self.args, self.kwargs, self.names, part)
         args, kwargs = own_inputs((self.args, self.kwargs))
         device = device_of(self.model, args, kwargs)
-        race = Race(in_eval(self.model), None, args, kwargs, device, threads)
+        race = CandidateRace(in_eval(self.model), None, args, kwargs, device, threads)
         notes = list(_entered_whole(race, PARTS, fast))
         progress("measuring beside the network as given")
         best, speed = _winner(race, PARTS, notes) if race.modules else (GIVEN, None)
@@ -200,13 +200,13 @@ class _Parts:
         """The network that is returned, with what was measured."""
         record: Provenance = chosen.demasked
         seconds = {GIVEN: speed.given[0], best: speed.result[0]} if speed else {}
-        decisions = (Decision(WHOLE, best, seconds), *record.decisions)
+        decisions = (TuneDecision(WHOLE, best, seconds), *record.decisions)
         record = replace(record, notes=(*record.notes, *notes), decisions=decisions, speed=speed)
         remember(chosen, record, self.args, self.kwargs)
         return chosen
 
 
-def _entered_whole(race: Race, name: str, network: nn.Module) -> Iterator[str]:
+def _entered_whole(race: CandidateRace, name: str, network: nn.Module) -> Iterator[str]:
     """Let a network with other parts take part; in words why it cannot, if so."""
     copy = in_eval(network)
     try:
@@ -219,7 +219,7 @@ def _entered_whole(race: Race, name: str, network: nn.Module) -> Iterator[str]:
         race.modules[name] = copy
 
 
-def _without_cache(race: Race, network: nn.Module) -> Iterator[str]:
+def _without_cache(race: CandidateRace, network: nn.Module) -> Iterator[str]:
     """Turn the cache of a language model off whose parts, as graphs, do not take one."""
     try:
         race.outputs(network)
@@ -229,12 +229,12 @@ def _without_cache(race: Race, network: nn.Module) -> Iterator[str]:
                "optimize parts that take none: modules=['*.mlp']")  # fmt: skip
 
 
-def _fastest(race: Race, program: Program, smaller: Program, provenance: Provenance,
+def _fastest(race: CandidateRace, program: Program, smaller: Program, provenance: Provenance,
              wanted: _Wanted, progress: Tell) -> Demasked:  # fmt: skip
     """The result: the form that won, or the network as given."""
     notes = [*provenance.notes, *_all(race, program, smaller, provenance, wanted, progress)]
     if not race.modules:
-        chosen = (Decision(WHOLE, GIVEN, {}),)
+        chosen = (TuneDecision(WHOLE, GIVEN, {}),)
         return _as_it_was(race, program, provenance, (*notes, "no form is as exact"), chosen, None)
     progress("measuring the forms")
     whole = race.forms()
@@ -243,10 +243,10 @@ def _fastest(race: Race, program: Program, smaller: Program, provenance: Provena
     best, speed = _winner(race, best, notes)
     whole = {GIVEN: speed.given[0], **whole}
     if best == GIVEN:
-        decisions = (Decision(WHOLE, GIVEN, whole),)
+        decisions = (TuneDecision(WHOLE, GIVEN, whole),)
         return _as_it_was(race, program, provenance, tuple(notes), decisions, speed)
     form = race.made_by[best]
-    decisions = (Decision(WHOLE, best, whole), *form.decisions)
+    decisions = (TuneDecision(WHOLE, best, whole), *form.decisions)
     if any(is_fused(node) for node in form.program.graph.nodes):
         notes.append(NAN)
     if wanted.precision is not None:
@@ -258,7 +258,7 @@ def _fastest(race: Race, program: Program, smaller: Program, provenance: Provena
     return _built(race, owned(form.program, program.constants.values()), record, kind)
 
 
-def _winner(race: Race, best: str, notes: list[str]) -> tuple[str, Speed]:
+def _winner(race: CandidateRace, best: str, notes: list[str]) -> tuple[str, Speed]:
     """The form to return, and how fast it was beside the network as given: the one that seems best,
     the demasked network where that one may be slower, the network as given where that is slower."""
     speed, slower = race.speed(best)
@@ -272,7 +272,7 @@ def _winner(race: Race, best: str, notes: list[str]) -> tuple[str, Speed]:
     return best, speed
 
 
-def _lossy(race: Race, name: str, precision: str) -> str:
+def _lossy(race: CandidateRace, name: str, precision: str) -> str:
     """How far the outputs of a form are from exact ones, in words."""
     if name not in race.exact:
         return f"precision={precision!r} changes nothing: no layer is sparse in the fastest form"
@@ -314,8 +314,8 @@ def unchanged(provenance: Provenance) -> Provenance:
     return replace(provenance, after=provenance.before, removed={}, cuts={}, effects={}, reasons=())
 
 
-def _as_it_was(race: Race, program: Program, provenance: Provenance, notes: tuple[str, ...],
-               decisions: tuple[Decision, ...], speed: Speed | None) -> Demasked:  # fmt: skip
+def _as_it_was(race: CandidateRace, program: Program, provenance: Provenance, notes: tuple[str, ...],
+               decisions: tuple[TuneDecision, ...], speed: Speed | None) -> Demasked:  # fmt: skip
     """The network as given: a copy, if it is an optimized one; else its graph."""
     if isinstance(race.given, Optimized):
         copy = structural_copy(race.given, share=False)
@@ -326,12 +326,12 @@ def _as_it_was(race: Race, program: Program, provenance: Provenance, notes: tupl
     return moved(first, race.device) if race.device != CPU else first  # type: ignore[return-value]
 
 
-def _all(race: Race, program: Program, smaller: Program, provenance: Provenance,
+def _all(race: CandidateRace, program: Program, smaller: Program, provenance: Provenance,
          wanted: _Wanted, progress: Tell) -> Iterator[str]:  # fmt: skip
     """Let the sparse forms take part, then the dense ones; in words which do not, and why."""
     costs = Costs.open(wanted.cache, threads=race.threads, measure=race.device == CPU)
     leaves = pytree.tree_leaves((race.args, race.kwargs))
-    asker = Asker(costs, Example.of(smaller.graph, leaves))
+    asker = Asker(costs, ExampleSizes.of(smaller.graph, leaves))
     sparse = Sparse(asker, wanted.table, wanted.precision)
     if wanted.sparse and race.device == CPU:
         yield from _entered(race, sparse.forms(smaller, program, progress), provenance, progress)
@@ -340,7 +340,7 @@ def _all(race: Race, program: Program, smaller: Program, provenance: Provenance,
     costs.save()
 
 
-def _entered(race: Race, found: Iterator[Form], provenance: Provenance,
+def _entered(race: CandidateRace, found: Iterator[Candidate], provenance: Provenance,
              progress: Tell) -> Iterator[str]:  # fmt: skip
     """Let every form take part; in words which do not, and why."""
     while True:
@@ -362,16 +362,16 @@ def _words(error: Exception) -> str:
     return f"{type(error).__name__} {first:.120}".strip()
 
 
-def _dense(race: Race, smaller: Program, asker: Asker, sparse: Sparse,
-           progress: Tell) -> Iterator[Form]:  # fmt: skip
+def _dense(race: CandidateRace, smaller: Program, asker: Asker, sparse: Sparse,
+           progress: Tell) -> Iterator[Candidate]:  # fmt: skip
     """The dense forms, unless a sparse one is far ahead."""
     if race.modules and min(race.looked().values()) < AHEAD * sparse.least:
         return  # the layers of a dense form alone take longer
-    yield Form(DEMASKED, smaller)
+    yield Candidate(DEMASKED, smaller)
     yield from forms(smaller, asker, sparse.table, progress)
 
 
-def _enter(race: Race, form: Form, provenance: Provenance) -> str:
+def _enter(race: CandidateRace, form: Candidate, provenance: Provenance) -> str:
     """Let a form take part; in words why it cannot, if so."""
     kind = _kind(form)
     try:
@@ -390,11 +390,13 @@ def _enter(race: Race, form: Form, provenance: Provenance) -> str:
     return ""
 
 
-def _kind(form: Form) -> type[Demasked]:
+def _kind(form: Candidate) -> type[Demasked]:
     return Demasked if form.name == DEMASKED else Optimized
 
 
-def _built(race: Race, program: Program, provenance: Provenance, kind: type[Demasked]) -> Demasked:
+def _built(
+    race: CandidateRace, program: Program, provenance: Provenance, kind: type[Demasked]
+) -> Demasked:
     module = build(program, provenance, kind).eval()
     if race.device != CPU:
         moved(module, race.device)

@@ -29,7 +29,7 @@ from demask.files.onnx.write.writer import (
 )
 from demask.graph.example_inputs import examples
 from demask.graph.program import Program
-from demask.graph.provenance import GIVEN, WHOLE, Decision, Provenance
+from demask.graph.provenance import GIVEN, WHOLE, Provenance, TuneDecision
 from demask.graph.result.demasked_module import Demasked, build
 from demask.machine.benchmark import ALLOWED, PAIRS
 from demask.machine.threads import checked_threads
@@ -125,7 +125,7 @@ def deploy(
     whole = remembering(program)
     judge = judge_of(whole, (args, named), tolerance, table)
     source = serialized(proto_of(whole)) if file is None else os.fspath(file)
-    race = _Race(source, inputs, threads, judge)
+    race = _SessionRace(source, inputs, threads, judge)
     forms = _Forms(program, race, table, progress)
     name = _winner(forms, race, minimal, progress)
     if name is None:
@@ -140,7 +140,7 @@ def deploy(
     return Deployed(slim, error)
 
 
-def _winner(forms: _Forms, race: _Race, minimal: bool, progress: Tell) -> str | None:
+def _winner(forms: _Forms, race: _SessionRace, minimal: bool, progress: Tell) -> str | None:
     """The form to write; None for the network as it was."""
     if minimal or race.runtime is None:
         form = (True, 1) if minimal else (False, WIDTH)
@@ -167,7 +167,7 @@ def _winner(forms: _Forms, race: _Race, minimal: bool, progress: Tell) -> str | 
     speed = replace(speed_of(taken[GIVEN], taken[best]), threads=race.threads)
     chosen = best if speed.least >= ALLOWED else GIVEN
     whole = {GIVEN: speed.given[0], **whole}
-    forms.measured = {"decisions": (Decision(WHOLE, chosen, whole),), "speed": speed}
+    forms.measured = {"decisions": (TuneDecision(WHOLE, chosen, whole),), "speed": speed}
     if chosen == best:
         return best
     forms.notes.append(
@@ -183,7 +183,7 @@ class _Forms:
     """The candidates. made: by name the network, its `onnx_ir.Model`, its error."""
 
     program: Program
-    race: _Race
+    race: _SessionRace
     table: Table
     progress: Tell
     made: dict[str, tuple[Demasked, Any, float | None]] = field(default_factory=dict)
@@ -237,7 +237,7 @@ class _Forms:
         return replace(provenance, notes=(*provenance.notes, *self.notes), **self.measured)
 
 
-class _Race:
+class _SessionRace:
     """Networks in ONNX Runtime, called in turns with the same inputs. given: a path, or bytes."""
 
     def __init__(

@@ -117,12 +117,12 @@ def verify(
         model, slim = _without_cache(model), _without_cache(slim)
     layers = _layers(model, slim) if _copies(model, slim) > memory() / SHARE else []
     if layers:
-        found, narrow = _Found(RELATIVE, tracked=False), narrowed(slim)
+        found, narrow = _Differences(RELATIVE, tracked=False), narrowed(slim)
         pairs = {False: _own(model, slim)}
     else:
         graph = _graph(slim)
         left, right, allowed = _doubles(model, graph, args, kwargs, table)
-        found, narrow = _Found(allowed, tracked=True), narrowed(graph)
+        found, narrow = _Differences(allowed, tracked=True), narrowed(graph)
         pairs = {True: (left, right), False: _own(model, slim)}
     for seed, batch, inputs in _draws(model, slim, args, kwargs):
         for wide, (a, b) in pairs.items():
@@ -195,7 +195,7 @@ def _sample(names: Sequence[str]) -> list[str]:
 
 
 def _compare_layers(
-    found: _Found, model: Any, slim: nn.Module, names: list[str], inputs: Any, table: Table
+    found: _Differences, model: Any, slim: nn.Module, names: list[str], inputs: Any, table: Table
 ) -> tuple[str, ...]:
     """Compare a sample of the layers in float64, each on the inputs of its first call in `model`;
     those compared, up to one that differs. One pair of copies exists at a time."""
@@ -206,7 +206,7 @@ def _compare_layers(
             left = _wide(model.get_submodule(name), given)
             right = _wide(slim.get_submodule(name), given)
             call = left, right, pytree.tree_map(to_double, given), True, [], f"layer {name}"
-            trial = _Found(RELATIVE, tracked=False)
+            trial = _Differences(RELATIVE, tracked=False)
             trial.compare(*call)
             with sharing():  # a capture of these copies would keep them
                 exact = not trial.failure or _refined(left, right, own, *given, table)
@@ -240,7 +240,7 @@ def _coverage(compared: Sequence[str], layers: Sequence[str], size: int, dtype: 
     )
 
 
-class _Found:
+class _Differences:
     """Collects differences over runs. tracked: of runs in float64 (True), or in the networks' own
     dtype, it is seen which outputs do not depend on the inputs."""
 

@@ -53,7 +53,9 @@ def export(model, path, *args, **kwargs):
 
 def row(contender, median, ratio, **more):
     timing = Timing(median, 0.9 * median, 1.2 * median, 30)
-    return bench.Row(1, 8, contender, 1234, timing=timing, ratio=ratio, difference=1e-7, **more)
+    return bench.BenchRow(
+        1, 8, contender, 1234, timing=timing, ratio=ratio, difference=1e-7, **more
+    )
 
 
 MADE_UP = bench.Bench(
@@ -63,7 +65,7 @@ MADE_UP = bench.Bench(
         row("demasked", 0.01, 2.0, made=1.5),
         row("optimized", 0.0005, 40.0, made=3.0),
         row("as given, compiled", 0.025, 0.8, made=9.0),
-        bench.Row(1, 8, "demasked, compiled", 1234, failure="No compiler [here]"),
+        bench.BenchRow(1, 8, "demasked, compiled", 1234, failure="No compiler [here]"),
     ),
     "made up",
 )
@@ -163,7 +165,7 @@ def test_the_bar_moves_to_the_end(saved, optimized, compiler):
     moved = []
     given = read_network(saved / "masked.pt2")
     for compiled in (True, False):
-        plan = bench.Plan((1, 2), (3,), pairs=1, compiled=compiled)
+        plan = bench.BenchSettings((1, 2), (3,), pairs=1, compiled=compiled)
         moved.clear()
         bench.bench(given, "masked", plan, lambda title, done=1: moved.append(done))
         assert sum(moved) == plan.steps

@@ -50,7 +50,7 @@ def test_the_same_shapes_strides_and_types(dtype: torch.dtype) -> None:
 def test_other_threads_have_torchs_own() -> None:
     """A thread that did not ask runs torch's form meanwhile, and leaving restores it."""
     ran: list[bool] = []
-    kernel = fake_shapes._Kernel
+    kernel = fake_shapes._ShapeKernel
     fits = fake_shapes._FITS[aten.relu.default]
 
     def watched(*args: Any) -> bool:

@@ -225,7 +225,7 @@ def sparse(example: Example) -> Iterator[tuple[str, str]]:
     from demask.kernels.llvm.jit import source
     from demask.ops import TABLE
     from demask.shrink.pipeline import given, reduced
-    from demask.sparse.plan.segment_plan import Plan
+    from demask.sparse.plan.segment_plan import SegmentPlan
     from demask.sparse.segment.build_segments import segmented, segments_of
     from demask.sparse.segment.candidates import _bases
 
@@ -239,7 +239,7 @@ def sparse(example: Example) -> Iterator[tuple[str, str]]:
         weights = [whole.constants[str(n.target)].tensor for n in node.args[1]]
         with _recorded() as (calls, kernels):
             text = attempted(lambda s=segment, w=weights, i=inputs: str(
-                Plan.of(s, w, i, 2, AVX2).shapes))  # fmt: skip
+                SegmentPlan.of(s, w, i, 2, AVX2).shapes))  # fmt: skip
         yield f"tape_{k}", "\n".join([text, *calls])
         texts |= {source([kernel], AVX2) for kernel in kernels}
     yield "llvm", "\n".join(sorted(map(_hashed, texts)))
@@ -247,7 +247,7 @@ def sparse(example: Example) -> Iterator[tuple[str, str]]:
 
 def candidates(example: Example) -> Iterator[tuple[str, str]]:
     """The programs that `optimize` would try, with costs that are not measured."""
-    from demask.graph.queries import Example as Sizes
+    from demask.graph.queries import ExampleSizes as Sizes
     from demask.ops import TABLE
     from demask.shrink.pipeline import given, reduced
     from demask.tune.candidates import forms

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from demask.sparse.csr_matrix import Rows
+from demask.sparse.csr_matrix import CsrMatrix
 from sparse_cases import csr
 
 INTERPRET = "TRITON_INTERPRET"
@@ -77,10 +77,10 @@ def nowhere(t: Tensor, device: str, shift: int = 0) -> Tensor:
     return memory[shift : shift + t.numel()].view(t.shape)
 
 
-def rows_of(w: Tensor, device: str, shift: int = 0) -> Rows:
+def rows_of(w: Tensor, device: str, shift: int = 0) -> CsrMatrix:
     """A dense matrix by its nonzeros."""
     values, crow, col = (nowhere(t, device, shift) for t in csr(w))
-    return Rows(crow, col, values, None, (w.shape[0], w.shape[1]))
+    return CsrMatrix(crow, col, values, None, (w.shape[0], w.shape[1]))
 
 
 def error(found: Tensor, wanted: np.ndarray) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from demask.kernels import plan_cache
-from demask.kernels.memory_probe import Probe
+from demask.kernels.memory_probe import MemoryProbe
 from demask.ops import TABLE
 from demask.pilot import Columns, Order
 from demask.pilot.chains.chain_op import chain
@@ -179,7 +179,7 @@ def test_probes(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         t = torch.randint(-9, 9, shape).to(dtype)
         t = strided(t) if t.ndim else t
         other = torch.ones(3)
-        probe = Probe([t, other])
+        probe = MemoryProbe([t, other])
         assert probe.same()
         t += 1
         size, whole = t.element_size(), t.is_contiguous()

@@ -17,11 +17,11 @@ from demask.kernels.llvm import availability as llvm
 from demask.kernels.llvm import isa
 from demask.kernels.llvm.availability import NoPlan
 from demask.pilot.chains.chain_op import chain
-from demask.pilot.chains.ordered_chain import Layer
+from demask.pilot.chains.ordered_chain import OrderedLayer
 from demask.pilot.simplifiers.rounding import Bits
 from demask.sparse import reference as dense
-from demask.sparse.plan.segment_plan import Plan
-from demask.sparse.plan.tape import Arena
+from demask.sparse.plan.segment_plan import SegmentPlan
+from demask.sparse.plan.tape import TapeArena
 from demask.sparse.segment.segment_op import segment
 from sparse_cases import layer, matrix
 
@@ -33,7 +33,7 @@ def case(threads: int):
     program, weights = layer("tokens", matrix(64, 48, 0.5, dtype=torch.float32))
     x = torch.randn(64, 48)
     wanted = dense.run(program, [x], weights)[0]
-    return Plan.of(program, weights, [x], threads), x, wanted
+    return SegmentPlan.of(program, weights, [x], threads), x, wanted
 
 
 @pytest.mark.parametrize("refused", [1, 2, 3])
@@ -91,7 +91,7 @@ def test_no_memory_at_a_call(monkeypatch):
     """Plans that get no memory are left for torch's ops, and tried again at the next call."""
     program, weights = layer("tokens", matrix(64, 48, 0.5, dtype=torch.float32))
     text, x, w = program.text(), torch.randn(3, 48), torch.randn(64, 48)
-    ordered, units = Layer(w, None, Bits(8)), torch.tensor([5, 3])
+    ordered, units = OrderedLayer(w, None, Bits(8)), torch.tensor([5, 3])
 
     def answers():
         return [*segment([x], weights, text), chain(x, [w], "columns"), ordered.pilot(x),
@@ -101,7 +101,7 @@ def test_no_memory_at_a_call(monkeypatch):
         raise NoPlan("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Arena, "__init__", none)
+        patch.setattr(TapeArena, "__init__", none)
         found = answers()
     for one, wanted in zip(found, answers(), strict=True):
         torch.testing.assert_close(one, wanted, rtol=1e-3, atol=1e-3)  # the pilot's few bits
@@ -120,7 +120,7 @@ def test_windows_runs_on_torch(monkeypatch):
                            dense.run(program, [x], weights)[0])  # fmt: skip
         linear = torch.nn.functional.linear(x, w)
         assert torch.equal(chain(x, [w], "columns"), linear)
-        assert torch.equal(Layer(w, None, Bits(8)).rows(x, torch.arange(4)), linear)
+        assert torch.equal(OrderedLayer(w, None, Bits(8)).rows(x, torch.arange(4)), linear)
     finally:
         llvm.installed.cache_clear()
 

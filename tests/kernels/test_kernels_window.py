@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from demask.kernels.cpu.window import Runner, Sizes, Task, Window
+from demask.kernels.cpu.window import Runner, WindowKernel, WindowSizes, WindowTask
 from demask.kernels.llvm.isa import AVX2, AVX512, NEON, Isa, host
 from demask.kernels.llvm.jit import assembly
 from guarded import guarded
@@ -37,7 +37,9 @@ def narrower(lanes: int) -> Isa:
 ISAS = [host()] + [narrower(lanes) for lanes in (8, 4) if lanes < host().lanes]
 
 
-def inputs(window: Window, image: tuple[int, int], seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(
+    window: WindowKernel, image: tuple[int, int], seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
     """x [rows, columns, channels], the weight [channels, 1, *size], the bias [channels]."""
     g = torch.Generator().manual_seed(seed)
     c = window.channels
@@ -45,7 +47,7 @@ def inputs(window: Window, image: tuple[int, int], seed: int = 0) -> tuple[Tenso
     return x, weight, torch.randn(c, generator=g)
 
 
-def expected(window: Window, pad: tuple[int, int], x: Tensor, weight: Tensor, bias: Tensor | None,
+def expected(window: WindowKernel, pad: tuple[int, int], x: Tensor, weight: Tensor, bias: Tensor | None,
              onto: Tensor | None = None) -> Tensor:  # fmt: skip
     """What torch makes of it in float64 [rows, columns, channels]."""
     image = x.double().permute(2, 0, 1)[None]
@@ -77,8 +79,8 @@ def places(x: Tensor, out: Tensor, weight: Tensor, bias: Tensor | None) -> tuple
     return (x.data_ptr(), out.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr())
 
 
-def sizes(x: Tensor, out: Tensor, pad: tuple[int, int]) -> Sizes:
-    return Sizes(*x.shape[:2], *out.shape[:2], x.stride(0), out.stride(0), *pad)
+def sizes(x: Tensor, out: Tensor, pad: tuple[int, int]) -> WindowSizes:
+    return WindowSizes(*x.shape[:2], *out.shape[:2], x.stride(0), out.stride(0), *pad)
 
 
 def pair(low: int, high: int):
@@ -86,7 +88,7 @@ def pair(low: int, high: int):
 
 
 @st.composite
-def drawn(draw) -> tuple[Window, tuple[int, int], tuple[int, int]]:
+def drawn(draw) -> tuple[WindowKernel, tuple[int, int], tuple[int, int]]:
     """A window, the sizes of an image and its padding."""
     channels = draw(st.sampled_from([1, 2, 3, 4, 7, 8, 10, 16, 17, 32, 33, 64, 67, 70]))
     mode = draw(st.sampled_from(["conv", "conv", "mean", "max"]))
@@ -96,7 +98,7 @@ def drawn(draw) -> tuple[Window, tuple[int, int], tuple[int, int]]:
     image, pad = draw(st.tuples(st.integers(1, 20), st.integers(1, 50))), draw(pair(0, 5))
     reach = [d * (k - 1) for k, d in zip(size, dilation, strict=True)]
     assume(all(n + 2 * p > r for n, p, r in zip(image, pad, reach, strict=True)))
-    return Window(size, step, dilation, channels, mode, 5, act, add), image, pad
+    return WindowKernel(size, step, dilation, channels, mode, 5, act, add), image, pad
 
 
 @pytest.mark.parametrize("isa", ISAS, ids=lambda isa: isa.name)
@@ -116,7 +118,7 @@ def test_drawn_geometry(isa, geometry, biased, threads):
     wide = torch.full((image[0], image[1] + 2, channels), torch.nan)
     wide[:, 1:-1] = x
     x = wide[:, 1:-1]
-    task = Task(window, sizes(x, out, pad), threads, isa)
+    task = WindowTask(window, sizes(x, out, pad), threads, isa)
     task.run(places(x, out, weight, bias))
     close(out, expected(window, pad, x, weight, bias, onto if window.add else None))
     out.fill_(GARBAGE)
@@ -124,12 +126,12 @@ def test_drawn_geometry(isa, geometry, biased, threads):
 
 
 GUARDED = [
-    Window((3, 3), (1, 1), (1, 1), 3),
-    Window((3, 3), (1, 1), (1, 1), 32, act=RELU),
-    Window((5, 3), (1, 1), (1, 2), 67, add=True),
-    Window((3, 3), (2, 2), (1, 1), 10),
-    Window((2, 2), (2, 2), (1, 1), 16, "max"),
-    Window((3, 5), (1, 1), (1, 1), 1, "mean", 15),
+    WindowKernel((3, 3), (1, 1), (1, 1), 3),
+    WindowKernel((3, 3), (1, 1), (1, 1), 32, act=RELU),
+    WindowKernel((5, 3), (1, 1), (1, 2), 67, add=True),
+    WindowKernel((3, 3), (2, 2), (1, 1), 10),
+    WindowKernel((2, 2), (2, 2), (1, 1), 16, "max"),
+    WindowKernel((3, 5), (1, 1), (1, 1), 1, "mean", 15),
 ]
 
 
@@ -142,7 +144,7 @@ def test_kernels_stay_in_their_buffers(window, end, isa):
         true = expected(window, pad, *parts)
         x, weight, bias = (guarded(t, end) for t in parts)
         out = guarded(torch.zeros(true.shape), end)
-        Task(window, sizes(x, out, pad), 2, isa).run(places(x, out, weight, bias))
+        WindowTask(window, sizes(x, out, pad), 2, isa).run(places(x, out, weight, bias))
         close(out, true)
 
 
@@ -153,10 +155,10 @@ def test_a_value_does_not_depend_on_its_part(window):
     x, weight, bias = inputs(window, image)
     shape = expected(window, pad, x, weight, bias).shape
     whole = torch.zeros(shape)
-    Task(window, sizes(x, whole, pad), 1, host()).run(places(x, whole, weight, bias))
+    WindowTask(window, sizes(x, whole, pad), 1, host()).run(places(x, whole, weight, bias))
     for threads in (2, 3, 7):
         made = torch.zeros(shape)
-        Task(window, sizes(x, made, pad), threads, host()).run(places(x, made, weight, bias))
+        WindowTask(window, sizes(x, made, pad), threads, host()).run(places(x, made, weight, bias))
         assert torch.equal(made, whole)
     for begin, end in ((0, 1), (0, 5), (3, 9), (shape[0] - 2, shape[0])):
         low = begin * window.step[0] - pad[0]
@@ -164,7 +166,7 @@ def test_a_value_does_not_depend_on_its_part(window):
         part = x[max(low, 0) : min(high, image[0])]
         made = torch.zeros(end - begin, *shape[1:])
         given_ = sizes(part, made, (max(-low, 0), pad[1]))
-        Task(window, given_, 1, host()).run(places(part, made, weight, bias))
+        WindowTask(window, given_, 1, host()).run(places(part, made, weight, bias))
         assert torch.equal(made, whole[begin:end])
 
 
@@ -177,7 +179,7 @@ def test_a_planted_fault_is_seen(planted):
     wrong = sizes(x, out, pad)
     change = -1 if planted == "rows_in" else 1
     wrong = wrong._replace(**{planted: getattr(wrong, planted) + change})
-    Task(window, wrong, 1, host()).run(places(x, out, weight, bias))
+    WindowTask(window, wrong, 1, host()).run(places(x, out, weight, bias))
     with pytest.raises(AssertionError):
         close(out, true)
 
@@ -185,12 +187,12 @@ def test_a_planted_fault_is_seen(planted):
 @pytest.mark.parametrize("mode", ["conv", "mean", "max"])
 @pytest.mark.parametrize("act", [None, RELU, CLAMP])
 def test_what_is_no_number_stays(mode, act):
-    window = Window((3, 3), (1, 1), (1, 1), 3, mode, 9, act)
+    window = WindowKernel((3, 3), (1, 1), (1, 1), 3, mode, 9, act)
     x, weight, bias = inputs(window, (8, 30))
     clean = expected(window, (1, 1), x, weight, bias)
     x[4, 9, 1] = torch.nan
     out = torch.zeros(8, 30, 3)
-    Task(window, sizes(x, out, (1, 1)), 1, host()).run(places(x, out, weight, bias))
+    WindowTask(window, sizes(x, out, (1, 1)), 1, host()).run(places(x, out, weight, bias))
     reached = torch.zeros(8, 30, 3, dtype=torch.bool)
     reached[3:6, 8:11, 1] = True
     assert torch.equal(out.isnan(), reached)
@@ -198,7 +200,7 @@ def test_what_is_no_number_stays(mode, act):
 
 
 def test_a_runner_serves_threads_and_sizes_at_once():
-    window = Window((3, 3), (1, 1), (1, 1), 10)
+    window = WindowKernel((3, 3), (1, 1), (1, 1), 10)
     runner, wrong = Runner(window), []
 
     def work(seed: int) -> None:
@@ -223,7 +225,7 @@ def test_a_runner_serves_threads_and_sizes_at_once():
 def test_kernels_compile_for_other_machines(isa):
     words = {"AVX-512": ("vfmadd", "zmm"), "AVX2": ("vfmadd", "ymm"), "NEON": ("fmla", "v0.4s")}
     for channels, step in ((32, 1), (3, 1), (10, 2)):
-        text = assembly([Window((3, 3), (step, step), (1, 1), channels)], isa)
+        text = assembly([WindowKernel((3, 3), (step, step), (1, 1), channels)], isa)
         assert all(word in text for word in words[isa.name])
 
 
@@ -236,5 +238,5 @@ def test_code_for_avx2_runs_here():
         x, weight, bias = inputs(window, (9, 40))
         true = expected(window, (1, 1), x, weight, bias)
         out = torch.zeros(true.shape)
-        Task(window, sizes(x, out, (1, 1)), 1, AVX2).run(places(x, out, weight, bias))
+        WindowTask(window, sizes(x, out, (1, 1)), 1, AVX2).run(places(x, out, weight, bias))
         close(out, true)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from demask.machine import arena
-from demask.machine.arena import ALIGNMENT, Block, Plan, View, allocate, extent, peak, planned
+from demask.machine.arena import ALIGNMENT, ArenaPlan, Block, View, allocate, extent, peak, planned
 
 
 @st.composite
@@ -17,7 +17,7 @@ def block(draw) -> Block:
     return Block(draw(st.integers(0, 5000)), start, start + draw(st.integers(0, 12)))
 
 
-def broken(blocks: list[Block], plan: Plan) -> list[str]:
+def broken(blocks: list[Block], plan: ArenaPlan) -> list[str]:
     """What is wrong with a plan."""
     found = []
     for k, (mine, at) in enumerate(zip(blocks, plan.offsets, strict=True)):
@@ -56,8 +56,8 @@ def test_the_peak_is_the_most_bytes_at_any_step(blocks):
 
 def test_blocks_one_after_another_share_a_place():
     blocks = [Block(640, k, k) for k in range(9)]
-    assert planned(blocks) == Plan((0,) * 9, 640)
-    assert planned([]) == Plan((), 0)
+    assert planned(blocks) == ArenaPlan((0,) * 9, 640)
+    assert planned([]) == ArenaPlan((), 0)
 
 
 @settings(max_examples=100, deadline=None)
@@ -102,8 +102,8 @@ def test_two_arenas_share_nothing():
 def test_an_overlap_is_noticed(monkeypatch):
     """Planted: lifetimes that touch at a step are taken for apart."""
     blocks = [Block(64, 0, 1), Block(64, 1, 2)]
-    assert broken(blocks, Plan((0, 0), 64)) == ["1 overlaps 0"]
-    assert broken(blocks, Plan((0, 63), 128)) != []
+    assert broken(blocks, ArenaPlan((0, 0), 64)) == ["1 overlaps 0"]
+    assert broken(blocks, ArenaPlan((0, 63), 128)) != []
     monkeypatch.setattr(arena, "_aligned", lambda size: size)
     assert broken([Block(3, 0, 1), Block(3, 0, 1)], planned([Block(3, 0, 1)] * 2)) != []
 

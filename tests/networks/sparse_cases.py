@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from demask.sparse.segment_program import Conv, Linear, Program, Weight
+from demask.sparse.segment_program import ConvStep, LinearStep, SegmentProgram, SparseWeight
 
 
 def csr(dense: Tensor) -> list[Tensor]:
@@ -23,9 +23,9 @@ def matrix(rows: int, columns: int, density: float, seed: int = 0, dtype=torch.f
     return (values * (torch.rand(rows, columns, generator=g) < density)).to(dtype)
 
 
-def weight(rows: int, count: int) -> Weight:
+def weight(rows: int, count: int) -> SparseWeight:
     """The spans of `csr` at the front of a list of weights."""
-    return Weight((0, 0, count), (1, 0, rows + 1), (2, 0, count))
+    return SparseWeight((0, 0, count), (1, 0, rows + 1), (2, 0, count))
 
 
 def layer(kind: str, dense: Tensor, bias: Tensor | None = None, **fields):
@@ -36,11 +36,13 @@ def layer(kind: str, dense: Tensor, bias: Tensor | None = None, **fields):
         weights.append(bias)
     given = None if bias is None else (3, 0, rows)
     if kind == "tokens":
-        return Program((kind,), (Linear(0, spans, given, rows, **fields),), (1,)), weights
-    return Program((kind,), (Conv(0, spans, given, rows, **fields),), (1,)), weights
+        return SegmentProgram(
+            (kind,), (LinearStep(0, spans, given, rows, **fields),), (1,)
+        ), weights
+    return SegmentProgram((kind,), (ConvStep(0, spans, given, rows, **fields),), (1,)), weights
 
 
-def convolved(x: Tensor, dense: Tensor, step: Conv) -> Tensor:
+def convolved(x: Tensor, dense: Tensor, step: ConvStep) -> Tensor:
     """A convolution of images by its definition: sums over places of the kernel, in float64."""
     images, w = x.double().numpy(), dense.double().numpy()
     batch, channels, *sizes = images.shape
@@ -51,7 +53,7 @@ def convolved(x: Tensor, dense: Tensor, step: Conv) -> Tensor:
     return torch.from_numpy(made.reshape(batch, step.out, *made.shape[-2:]))
 
 
-def plain(x: np.ndarray, w: np.ndarray, step: Conv) -> np.ndarray:
+def plain(x: np.ndarray, w: np.ndarray, step: ConvStep) -> np.ndarray:
     (top, bottom), (left, right) = step.padding
     x = np.pad(x, ((0, 0), (0, 0), (0, 0), (top, bottom), (left, right)))
     height, width = (
@@ -67,7 +69,7 @@ def plain(x: np.ndarray, w: np.ndarray, step: Conv) -> np.ndarray:
     return total
 
 
-def transposed(x: np.ndarray, w: np.ndarray, step: Conv) -> np.ndarray:
+def transposed(x: np.ndarray, w: np.ndarray, step: ConvStep) -> np.ndarray:
     full = [
         (n - 1) * s + d * (k - 1) + 1
         for n, d, k, s in zip(x.shape[3:], step.dilation, step.kernel, step.stride, strict=True)

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from demask.facts.ranges import ANY, Range, of_dtype
-from demask.stride.lowering.forms import FORMS, Form
-from demask.stride.lowering.strided_conv import Axis, Call, Site
+from demask.stride.lowering.forms import FORMS, StrideForm
+from demask.stride.lowering.strided_conv import ConvAxis, FormInputs, StridedConv
 from demask.stride.targets import Target
 
 aten = torch.ops.aten
@@ -186,22 +186,22 @@ def layer(
 class Cell:
     """One convolution. axes: pads before and behind may differ, which a form pads explicitly."""
 
-    axes: tuple[Axis, ...]
+    axes: tuple[ConvAxis, ...]
     dtype: torch.dtype = FLOAT
     function: str = "linear"
     channels: int = 1
     groups: int = 1
 
-    def site(self) -> Site:
+    def site(self) -> StridedConv:
         chosen = FUNCTIONS[self.dtype][self.function]
         known = (of_dtype(self.dtype), *chosen.ranges)
-        return Site(self.axes, (self.channels, 8), self.groups, self.dtype, known)
+        return StridedConv(self.axes, (self.channels, 8), self.groups, self.dtype, known)
 
-    def call(self) -> Call:
+    def call(self) -> FormInputs:
         kernel = tuple(axis.kernel for axis in self.axes)
         weight, bias = layer(kernel, self.channels, self.groups, self.dtype)
         x = inputs(tuple(axis.size for axis in self.axes), self.channels, self.dtype)
-        return Call(x, weight, bias, weight, FUNCTIONS[self.dtype][self.function].steps)
+        return FormInputs(x, weight, bias, weight, FUNCTIONS[self.dtype][self.function].steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +216,7 @@ class Truth:
     strided: tuple[Tensor, ...]
 
 
-def truth(cell: Cell, site: Site, call: Call, write: Eager) -> Truth:
+def truth(cell: Cell, site: StridedConv, call: FormInputs, write: Eager) -> Truth:
     pads = [n for axis in reversed(cell.axes) for n in (axis.before, axis.behind)]
     padded = aten.constant_pad_nd.default(call.x, pads, 0) if any(pads) else call.x
     rank, dilation = site.rank, [axis.dilation for axis in cell.axes]
@@ -244,7 +244,7 @@ def truth(cell: Cell, site: Site, call: Call, write: Eager) -> Truth:
     return Truth(kept, finite[flat], large[flat], tuple(strided))
 
 
-def holds(form: Form, cell: Cell, site: Site, call: Call, target: Target, place: int,
+def holds(form: StrideForm, cell: Cell, site: StridedConv, call: FormInputs, target: Target, place: int,
           expected: Truth, write: Eager) -> bool:  # fmt: skip
     """Is the form, written at a place whatever it refuses, what the stride keeps?"""
     try:
@@ -268,7 +268,10 @@ def holds(form: Form, cell: Cell, site: Site, call: Call, target: Target, place:
 
 
 def misses(
-    axes: tuple[Axis, ...], forms: Mapping[str, Form] = FORMS, channels: int = 1, groups: int = 1
+    axes: tuple[ConvAxis, ...],
+    forms: Mapping[str, StrideForm] = FORMS,
+    channels: int = 1,
+    groups: int = 1,
 ) -> Iterator[str]:
     """Where forms and oracle disagree on a convolution, in each dtype and before each function."""
     if any(axis.wide < 1 for axis in axes):
@@ -292,24 +295,24 @@ class Tried:
     target, which is the same before all of them."""
 
     cell: Cell
-    site: Site
-    call: Call
+    site: StridedConv
+    call: FormInputs
     expected: Truth
     write: Eager
     before: dict[Any, bool]
 
-    def sound(self, form: Form, target: Target, place: int) -> bool:
+    def sound(self, form: StrideForm, target: Target, place: int) -> bool:
         if place:
             return self._holds(form, target, place)
         if (form.name, target) not in self.before:
             self.before[form.name, target] = self._holds(form, target, 0)
         return self.before[form.name, target]
 
-    def _holds(self, form: Form, target: Target, place: int) -> bool:
+    def _holds(self, form: StrideForm, target: Target, place: int) -> bool:
         return holds(form, self.cell, self.site, self.call, target, place, self.expected,
                      self.write)  # fmt: skip
 
-    def missed(self, form: Form, target: Target) -> Iterator[str]:
+    def missed(self, form: StrideForm, target: Target) -> Iterator[str]:
         place = form.place(self.site, target)
         bounded = FUNCTIONS[self.cell.dtype][self.cell.function].bounded
         hidden = bounded and not target.finite and "select" not in target.ops
@@ -342,13 +345,13 @@ KERNELS, STRIDES, DILATIONS, PADS, SIZES = (
 )  # fmt: skip
 
 
-def grid(kernel: int, stride: int) -> Iterator[Axis]:
+def grid(kernel: int, stride: int) -> Iterator[ConvAxis]:
     """All axes of a kernel and a stride."""
     for dilation, before, behind, size in itertools.product(DILATIONS, PADS, PADS, SIZES):
-        yield Axis(size, kernel, stride, dilation, before, behind)
+        yield ConvAxis(size, kernel, stride, dilation, before, behind)
 
 
-def sample(count: int, seed: int) -> Iterator[Axis]:
+def sample(count: int, seed: int) -> Iterator[ConvAxis]:
     """`count` axes for each kernel and stride, among them the smallest and the largest."""
     draw = random.Random(seed)
     for kernel, stride in itertools.product(KERNELS, STRIDES):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from demask.errors import TableError
-from demask.ops import TABLE, Entry, Relation, Spelled, Table, bind, parse
+from demask.ops import TABLE, Entry, Relation, SizedLine, Table, bind, parse
 from demask.ops.laws import call_node
 
 aten = torch.ops.aten
@@ -90,12 +90,14 @@ def test_lines_that_contradict_their_call_are_refused(line, args, complaint):
 
 
 def test_sizes_given_with_a_line_must_multiply_to_the_axis():
-    table = Table([("aten.relu.default", Entry(lambda node: Spelled("(g i) -> (g i)", {"g": 4})))])
+    table = Table(
+        [("aten.relu.default", Entry(lambda node: SizedLine("(g i) -> (g i)", {"g": 4})))]
+    )
     relation = bind(call_node(aten.relu.default, torch.ones(12)), table)
     assert isinstance(relation, Relation)
     assert relation.size == {"g": 4, "i": 3}
     sizes = {"g": 4, "i": 5}
-    table = Table([("aten.relu.default", Entry(lambda node: Spelled("(g i) -> (g i)", sizes)))])
+    table = Table([("aten.relu.default", Entry(lambda node: SizedLine("(g i) -> (g i)", sizes)))])
     with pytest.raises(TableError, match=re.escape("is 12 long, its letters make 20")):
         bind(call_node(aten.relu.default, torch.ones(12)), table)
 

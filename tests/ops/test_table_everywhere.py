@@ -26,7 +26,7 @@ from demask.pilot import collect, compare, condition, explain, simplify
 from demask.shrink.pipeline import given
 from demask.sparse import SparseLinear, spmm
 from demask.sparse.segment.build_segments import segmented, segments_of
-from demask.sparse.segment_program import Program
+from demask.sparse.segment_program import SegmentProgram
 from demask.traverse import batch, halo, plan, stream, tile, traffic
 from demask.tune.epilogue import epilogue
 from demask.tune.passes.fuse_epilogues import fused
@@ -157,7 +157,7 @@ def test_a_segment_takes_it() -> None:
     program = segmented(given(model, (x,), None, None), always, always)
     ((_, segment),) = segments_of(program.graph)
     assert [getattr(step, "act", None) for step in segment.steps] == [("softshrink", (0.25,)), None]
-    assert Program.parse(segment.text()) == segment
+    assert SegmentProgram.parse(segment.text()) == segment
     close(ran(program, (x,))[0], model(x).detach())
     assert LOWERED[-1] == 0.25
 

@@ -13,7 +13,7 @@ from demask.facts.analysis import Analysis
 from demask.ops import TABLE
 from demask.pilot.condition import KINDS, condition, condition_of, slower
 from demask.pilot.conditions.base import Condition, Decision, text
-from demask.pilot.conditions.channel_conditions import Constant, Precision, Skip, Value
+from demask.pilot.conditions.channel_conditions import ConstantChannels, Precision, Skip, Value
 from demask.pilot.conditions.conditioned_values import targets_of
 from demask.pilot.data.collect import collect
 from demask.pilot.data.execution_data import ExecutionData
@@ -118,9 +118,9 @@ def test_a_threshold_is_of_the_mean(net: Net, x: Tensor):
 
 @pytest.mark.nightly
 def test_constant_takes_numbers_and_means(net: Net, x: Tensor):
-    made = Constant(0.5, value=0.25).applied(net, (x,), None, "bits:8", TABLE)
+    made = ConstantChannels(0.5, value=0.25).applied(net, (x,), None, "bits:8", TABLE)
     torch.testing.assert_close(made(x), by_hand(net, x, *_last(made, x), (0.25, 0.25)))
-    mean = Constant(0.5).applied(net, (x,), None, "bits:8", TABLE)
+    mean = ConstantChannels(0.5).applied(net, (x,), None, "bits:8", TABLE)
     y = torch.relu(net.norm(net.a(x)))
     fills = tuple(v.mean((0, 2, 3))[:, None, None] for v in (y, net.b(y)))
     torch.testing.assert_close(mean(x), by_hand(net, x, *_last(mean, x), fills))
@@ -209,7 +209,7 @@ def test_texts():
     assert all(issubclass(kind, object) and kind.name for kind in KINDS)
     assert condition_of("skip:0.5") == Skip(0.5)
     for made in (Skip(0.5), Skip(threshold=0.5), Value(0.25), Precision(0.5, bits=4),
-                 Constant(0.5, value=0.5), Constant(0.5), Skip(0.5, layers="a.*")):  # fmt: skip
+                 ConstantChannels(0.5, value=0.5), ConstantChannels(0.5), Skip(0.5, layers="a.*")):  # fmt: skip
         assert isinstance(made, Condition)
         assert condition_of(text(made)) == made
     for wrong, words in (

@@ -19,7 +19,7 @@ from demask.ops import TABLE
 from demask.pilot.chains import chain_cost as cost
 from demask.pilot.chains import exact_conditions as chain
 from demask.pilot.chains.chain_cost import NOMINAL, Uses, held, measured, reads
-from demask.pilot.chains.chain_plan import Seen
+from demask.pilot.chains.chain_plan import LayerCounts
 from demask.pilot.chains.exact_conditions import Columns
 from demask.pilot.explain import explain
 
@@ -41,7 +41,7 @@ def ticks(step: float):
 
 
 def test_bytes_of_each_mode():
-    seen = Seen(columns=100, first=200, rows=50)
+    seen = LayerCounts(columns=100, first=200, rows=50)
     assert reads(400, 1000, "dense", seen).total == 4 * 400 * 1000
     assert reads(400, 1000, "columns", seen).total == 4 * 400 * 100
     one, two = (reads(400, 1000, mode, seen) for mode in ("certified", "two"))
@@ -50,7 +50,7 @@ def test_bytes_of_each_mode():
 
 
 def test_seconds_are_bytes_over_bandwidth():
-    moved = reads(4096, 784, "dense", Seen(784, 4096, 4096))
+    moved = reads(4096, 784, "dense", LayerCounts(784, 4096, 4096))
     near = NOMINAL.seconds([moved], [1.0])
     assert near == pytest.approx(NOMINAL.call + NOMINAL.layer + moved.total * NOMINAL.near["dense"])
     flushed = NOMINAL.seconds([moved], [0.0])

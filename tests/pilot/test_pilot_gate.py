@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 from demask.errors import BadInput
-from demask.pilot.gate import Gate, _Conv, _Linear
+from demask.pilot.gate import Gate, _GatedConv, _GatedLinear
 
 
 class Net(nn.Module):
@@ -83,7 +83,7 @@ def test_gradients_of_chosen_rows_are_those_of_the_network(net):
 
 def test_only_chosen_rows_are_multiplied(net, monkeypatch):
     seen = []
-    for kind in (_Linear, _Conv):
+    for kind in (_GatedLinear, _GatedConv):
         monkeypatch.setattr(
             kind, "apply", lambda *given, real=kind.apply: seen.append(given[3]) or real(*given)
         )

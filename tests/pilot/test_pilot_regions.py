@@ -19,7 +19,7 @@ from demask.pilot.data.tile_contrast import contrast, per_tile
 from demask.traverse.analysis.flow import flow_of, read
 from demask.traverse.execution import region_runner as windows
 from demask.traverse.execution.rectangles import MANY, Rectangle, rectangles, runs
-from demask.traverse.execution.region_runner import Windows, fitted, refusals
+from demask.traverse.execution.region_runner import RegionNetwork, fitted, refusals
 from demask.traverse.storage.sources_and_sinks import tensor_source
 from fuzz.images import Images
 from fuzz.traversed import flat
@@ -28,7 +28,7 @@ TOLERANCE = 1e-12  # of the largest value, in float64: kernels of other sizes
 UNTOUCHED = 77.0
 
 
-class Banded(Windows):
+class Banded(RegionNetwork):
     """Windows whose rectangles are walked in low bands."""
 
     def band(self, where: Rectangle) -> int:
@@ -55,7 +55,7 @@ def wrong(model: nn.Module, x: Tensor, seed: int, exact: bool, count: int = 3) -
     if refusals(flow):
         return None
     draw = random.Random(seed)
-    engine = (Banded if seed % 2 else Windows).of(flow)
+    engine = (Banded if seed % 2 else RegionNetwork).of(flow)
     for _ in range(count):
         where = Rectangle(*interval(draw, engine.size[0]), *interval(draw, engine.size[1]))
         results = {node: torch.full_like(value, UNTOUCHED)
@@ -157,7 +157,7 @@ CORNERS = [(0, 9, 0, 11), (0, 9, 35, 46), (28, 37, 0, 11), (28, 37, 35, 46), (0,
 def test_corners_edges_and_the_middle(corner):
     model, x = mixed()
     flow, where = flow_of(read(model, (x,)), TABLE), Rectangle(*corner)
-    engine, made = Windows.of(flow), torch.full((1, 2, 37, 46), UNTOUCHED).double()
+    engine, made = RegionNetwork.of(flow), torch.full((1, 2, 37, 46), UNTOUCHED).double()
     engine.run([where], flow.constants | {flow.inputs[0]: x}, {flow.outputs[0]: made}, 0)
     here = part(made, where, engine.size)
     assert torch.equal(made[here], model(x)[here])
@@ -231,7 +231,7 @@ def test_many_tiles_apart_are_coarsened_first():
 
 def test_costs_say_what_frustums_take():
     model, x = mixed()
-    engine = Windows.of(flow_of(read(model, (x,)), TABLE))
+    engine = RegionNetwork.of(flow_of(read(model, (x,)), TABLE))
     cost = fitted(engine, 8)
     for h, w in [(8, 8), (16, 24), (24, 8)]:
         where = Rectangle(7, 7 + h, 9, 9 + w)

@@ -23,7 +23,7 @@ from demask.graph.result.demasked_module import Demasked
 from demask.ops import TABLE
 from demask.ops.laws import LawModule, law_cases, relative_error, target_of
 from demask.shrink.build_uncut import finished
-from demask.shrink.layout.cells import Index
+from demask.shrink.layout.cells import RunTimeIndex
 from demask.shrink.pipeline import given, simplified
 from demask.shrink.runtime_index import analysis as planning
 from demask.shrink.runtime_index.analysis import Pick
@@ -130,7 +130,9 @@ def built(program: Program, places: list[tuple[fx.Node, int]], kinds: list[str])
     picks = {}
     for k, (node, axis) in enumerate(places):
         fill = fill_of(kinds[k], node.meta["val"], axis, k)
-        picks[key_of(mapping[node])] = Pick(axis, Index(inputs[f"index_{k}"], sizes[k]), fill)
+        picks[key_of(mapping[node])] = Pick(
+            axis, RunTimeIndex(inputs[f"index_{k}"], sizes[k]), fill
+        )
     analysis = Analysis(wide, TABLE)
     small, whole = indexed(analysis, picks), masked(analysis, picks)
     marks = [n.meta["effect"] for n in small.graph.nodes if "effect" in n.meta]
@@ -278,7 +280,7 @@ def test_an_input_is_not_picked():
     program, _ = NETWORKS[2].program(0, whole=False)
     wide, inputs, mapping = with_inputs(program, {"index": 12})
     first = next(n for n in program.graph.nodes if n.op == "placeholder")
-    pick = Pick(2, Index(inputs["index"], 12), torch.zeros(1, 1, 1))
+    pick = Pick(2, RunTimeIndex(inputs["index"], 12), torch.zeros(1, 1, 1))
     with pytest.raises(BadInput, match="that a call makes"):
         indexed(Analysis(wide, TABLE), {(mapping[first], 0): pick})
     with pytest.raises(BadInput, match="at least 2 positions"):

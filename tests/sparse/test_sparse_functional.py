@@ -18,7 +18,14 @@ from demask.kernels.llvm.isa import AVX2, AVX512, NEON, host
 from demask.kernels.llvm.jit import assembly
 from demask.ops.activations import module_of, presets
 from demask.sparse import DCSR, spmm
-from demask.sparse.products.spmm_cpu import Options, Rows, Task, deal_rows, dealt, multiplied
+from demask.sparse.products.spmm_cpu import (
+    CsrMatrix,
+    Options,
+    SpmmTask,
+    deal_rows,
+    dealt,
+    multiplied,
+)
 from guarded import guarded
 from night import at_night
 from sparse_cases import csr, matrix
@@ -109,7 +116,7 @@ def test_inputs_of_any_strides(change, n):
     values, crow, col = csr(w)
     close(spmm(as_csr(w), x), exact(w, x))
     odd = [torch.cat([t[:1], t])[1:] for t in (crow, col, values)]
-    close(multiplied(Rows(*odd, None, (20, 33)), x, None, None), exact(w, x))
+    close(multiplied(CsrMatrix(*odd, None, (20, 33)), x, None, None), exact(w, x))
 
 
 def test_values_at_odd_addresses():
@@ -118,7 +125,7 @@ def test_values_at_odd_addresses():
     memory = bytearray(4 * len(values) + 1)
     odd = torch.frombuffer(memory, dtype=torch.float32, offset=1).copy_(values)
     assert odd.data_ptr() % 4
-    close(multiplied(Rows(crow, col, odd, None, (5, 40)), x, None, None), exact(w, x))
+    close(multiplied(CsrMatrix(crow, col, odd, None, (5, 40)), x, None, None), exact(w, x))
 
 
 def test_rows_longer_than_any_vector():
@@ -288,16 +295,19 @@ def test_kernels_stay_in_their_buffers(end, index, named):
         values, crow, col = (guarded(t, end) for t in csr(w))
         crow, col = (guarded(t.to(index), end) for t in (crow, col))
         names = guarded(torch.arange(rows, dtype=index), end) if named else None
-        m, bias = Rows(crow, col, values, names, (rows, columns)), guarded(torch.randn(rows), end)
+        m, bias = (
+            CsrMatrix(crow, col, values, names, (rows, columns)),
+            guarded(torch.randn(rows), end),
+        )
         for n in (*COLUMNS, 31, 33):
             x, made = guarded(torch.randn(columns, n), end), guarded(torch.empty(rows, n), end)
             deal = deal_rows(crow.numpy(), 2, max(1, 16 // n))
             options = Options(index == torch.int64, named, True, ("relu", ()))
-            assert Task(deal, n, options).run(m, x, made, bias)
+            assert SpmmTask(deal, n, options).run(m, x, made, bias)
             close(made, exact(w, x, bias).relu())
             lanes = vector(n, host())
             whole = guarded(torch.nn.functional.pad(x, (0, -n % lanes)), end)
-            assert Task(deal, n, options._replace(padded=True)).run(m, whole, made, bias)
+            assert SpmmTask(deal, n, options._replace(padded=True)).run(m, whole, made, bias)
             close(made, exact(w, x, bias).relu())
 
 

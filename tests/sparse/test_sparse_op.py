@@ -14,9 +14,18 @@ from torch.library import opcheck
 from demask.errors import BadInput
 from demask.kernels.plan_cache import PLANS, WEIGHTS
 from demask.sparse import reference as dense
-from demask.sparse.plan.segment_plan import NoPlan, Plan
+from demask.sparse.plan.segment_plan import NoPlan, SegmentPlan
 from demask.sparse.segment.segment_op import segment
-from demask.sparse.segment_program import Add, Conv, Flat, Linear, Map, Mean, Program, Weight
+from demask.sparse.segment_program import (
+    Add,
+    ConvStep,
+    Flat,
+    LinearStep,
+    Map,
+    MeanStep,
+    SegmentProgram,
+    SparseWeight,
+)
 from guarded import guarded
 from sparse_cases import csr, layer, matrix, weight
 
@@ -28,14 +37,14 @@ CLOSE = {"rtol": 2e-6, "atol": 2e-6}  # float32: sums of at most 100 products
 @pytest.fixture
 def made(monkeypatch):
     """The plans that are made while a test runs."""
-    found, of = [], Plan.of
+    found, of = [], SegmentPlan.of
 
     def noted(*args):
         found.append(None)
         found[-1] = of(*args)
         return found[-1]
 
-    monkeypatch.setattr(Plan, "of", noted)
+    monkeypatch.setattr(SegmentPlan, "of", noted)
     return found
 
 
@@ -53,12 +62,12 @@ def network():
     n, m = len(weights[0]), len(weights[4])
     same = ((1, 1), (1, 1))
     steps = (
-        Conv(0, weight(4, n), (3, 0, 4), 4, (3, 3), padding=same, act=("relu", ()), add=0),
-        Mean(1, True),
+        ConvStep(0, weight(4, n), (3, 0, 4), 4, (3, 3), padding=same, act=("relu", ()), add=0),
+        MeanStep(1, True),
         Flat(2),
-        Linear(3, Weight((4, 0, m), (5, 0, 4), (6, 0, m)), None, 3),
+        LinearStep(3, SparseWeight((4, 0, m), (5, 0, 4), (6, 0, m)), None, 3),
     )
-    return Program(("image",), steps, (4, 1)), weights
+    return SegmentProgram(("image",), steps, (4, 1)), weights
 
 
 def test_a_plan_computes_what_aten_ops_compute(made):
@@ -89,7 +98,7 @@ def test_what_kernels_cannot_do_is_run_without_plans(monkeypatch):
         asked.append(args)
         raise NoPlan("not today")
 
-    monkeypatch.setattr(Plan, "of", refused)
+    monkeypatch.setattr(SegmentPlan, "of", refused)
     x = torch.randn(3, 6)
     for _ in range(3):
         (found,) = segment([x], weights, program.text())
@@ -129,7 +138,7 @@ def test_images_of_any_strides(change):
 
 def test_outputs_are_in_memory_of_their_own():
     x = torch.randn(2, 3, 1, 1)
-    program = Program(("image",), (Flat(0), Map(0, ("relu", ()))), (0, 1, 2, 2, 0))
+    program = SegmentProgram(("image",), (Flat(0), Map(0, ("relu", ()))), (0, 1, 2, 2, 0))
     for given in (x, x.double()):
         found = segment([given], [], program.text())
         assert torch.equal(found[1], given.flatten(1))
@@ -192,7 +201,7 @@ def test_two_programs_over_the_same_weights():
     (step,) = program.steps
     x = torch.randn(3, 6)
     for act in ("relu", "silu", "tanh", "gelu"):  # texts of equal length among them
-        other = Program(("tokens",), (step, Map(1, (act, ()))), (2,))
+        other = SegmentProgram(("tokens",), (step, Map(1, (act, ()))), (2,))
         wanted = dense.run(other, [x], weights)[0]
         torch.testing.assert_close(segment([x], weights, other.text())[0], wanted, **CLOSE)
 
@@ -320,7 +329,7 @@ def test_gradients():
 
 def test_gradients_of_gradients():
     program, weights = small(dtype=torch.float64)
-    program = Program(("tokens",), (*program.steps, Map(1, ("silu", ()))), (2,))
+    program = SegmentProgram(("tokens",), (*program.steps, Map(1, ("silu", ()))), (2,))
     x = torch.randn(2, 6, dtype=torch.float64, requires_grad=True)
     values, crow, col, bias = weights
     values.requires_grad_()
@@ -332,7 +341,7 @@ def test_gradients_of_gradients():
 
 
 def test_gradients_of_a_tensor_given_twice():
-    program = Program(("tokens", "tokens"), (Map(0, ("tanh", ())), Add(2, 1)), (3,))
+    program = SegmentProgram(("tokens", "tokens"), (Map(0, ("tanh", ())), Add(2, 1)), (3,))
     x = torch.randn(2, 6, requires_grad=True)
     segment([x, x], [], program.text())[0].sum().backward()
     torch.testing.assert_close(x.grad, 2 - torch.tanh(x.detach()) ** 2)

@@ -16,10 +16,18 @@ import torch
 
 from demask.errors import BadInput
 from demask.kernels.cpu import thread_team as team
-from demask.kernels.cpu.relayout import Border, Gather, Mean, Pointwise, Pool, Scatter, Turned
-from demask.kernels.cpu.sparse_tile import Tile
-from demask.kernels.cpu.sparse_vector import Narrow
-from demask.kernels.cpu.thread_team import Work
+from demask.kernels.cpu.relayout import (
+    BorderKernel,
+    Gather,
+    MeanKernel,
+    Pointwise,
+    PoolKernel,
+    Scatter,
+    TransposedKernel,
+)
+from demask.kernels.cpu.sparse_tile import SparseTileKernel
+from demask.kernels.cpu.sparse_vector import SparseVectorKernel
+from demask.kernels.cpu.thread_team import TeamWork
 from demask.kernels.llvm.isa import AVX2, AVX512, NEON, Isa, host
 from demask.kernels.llvm.jit import assembly
 from demask.ops.activations import ACTIVATIONS
@@ -27,22 +35,22 @@ from demask.sparse import reference as dense
 from demask.sparse.plan import segment_plan as plan
 from demask.sparse.plan import tape
 from demask.sparse.plan.pack_weights import dealt
-from demask.sparse.plan.segment_plan import NoPlan, Plan
+from demask.sparse.plan.segment_plan import NoPlan, SegmentPlan
 from demask.sparse.segment_program import (
     Add,
     Cat,
-    Conv,
+    ConvStep,
     Flat,
-    Linear,
+    LinearStep,
     Map,
-    Program,
-    Weight,
+    SegmentProgram,
+    SparseWeight,
 )
 from demask.sparse.segment_program import (
-    Mean as MeanStep,
+    MeanStep as MeanStep,
 )
 from demask.sparse.segment_program import (
-    Pool as PoolStep,
+    PoolStep as PoolStep,
 )
 from guarded import guarded
 from sparse_cases import csr, layer, matrix
@@ -60,9 +68,11 @@ WIDTHS = [isa for isa in (narrower(4, 16), narrower(8, 16), host()) if isa.lanes
 MOST = [pytest.param(isa, marks=pytest.mark.nightly) if isa.lanes == 4 else isa for isa in WIDTHS]
 
 
-def check(program: Program, weights, inputs, threads: int = 2, isa: Isa | None = None) -> Plan:
+def check(
+    program: SegmentProgram, weights, inputs, threads: int = 2, isa: Isa | None = None
+) -> SegmentPlan:
     """Compare a plan with the program in float64; twice, since memory is used again."""
-    made = Plan.of(program, weights, inputs, threads, isa)
+    made = SegmentPlan.of(program, weights, inputs, threads, isa)
     wide = [w.double() if w.is_floating_point() else w for w in weights]
     expected = dense.run(program, [x.double() for x in inputs], wide)
     first, again = made(inputs), made(inputs)
@@ -123,17 +133,17 @@ def test_activations_with_a_sum(name):
     weight = matrix(20, 24, 0.3, dtype=torch.float32) * 3
     program, weights = layer("tokens", weight, draw(20))
     step = replace(program.steps[0], act=act, add=1)
-    both = Program(("tokens", "tokens"), (step, Map(2, act), Add(2, 1, act)), (2, 3, 4))
+    both = SegmentProgram(("tokens", "tokens"), (step, Map(2, act), Add(2, 1, act)), (2, 3, 4))
     check(both, weights, [draw(2, 9, 24), draw(2, 9, 20, seed=2)])
 
 
 @pytest.mark.parametrize("mean", [False, True])
 def test_pools_keep_what_is_not_finite(mean):
     """NaN or an infinity in any position of a window, as in torch."""
-    program = Program(("image",), (PoolStep(0, mean, (3, 3), (2, 2), (1, 1)),), (1,))
+    program = SegmentProgram(("image",), (PoolStep(0, mean, (3, 3), (2, 2), (1, 1)),), (1,))
     for value in (torch.nan, torch.inf, -torch.inf):
         x = torch.zeros(25, 25).fill_diagonal_(value).reshape(25, 1, 5, 5)
-        (found,) = Plan.of(program, [], [x], 1)([x])
+        (found,) = SegmentPlan.of(program, [], [x], 1)([x])
         assert torch.equal(found.nan_to_num(7.0), dense.run(program, [x], [])[0].nan_to_num(7.0))
 
 
@@ -144,28 +154,28 @@ def network(batch: int, size: int):
     for k, (rows, columns) in enumerate(dims):
         parts = csr(matrix(rows, columns, 0.2, k, torch.float32))
         first = len(weights)
-        spans.append(Weight((first, 0, len(parts[0])), (first + 1, 0, rows + 1),
+        spans.append(SparseWeight((first, 0, len(parts[0])), (first + 1, 0, rows + 1),
                             (first + 2, 0, len(parts[2]))))  # fmt: skip
         weights += parts
     relu = ("relu", ())
     steps = (
-        Conv(0, spans[0], None, 8, (7, 7), (2, 2), ((3, 3), (3, 3)), act=relu),
+        ConvStep(0, spans[0], None, 8, (7, 7), (2, 2), ((3, 3), (3, 3)), act=relu),
         PoolStep(1, False, (3, 3), (2, 2), (1, 1)),
-        Conv(2, spans[1], None, 16, (1, 1)),
+        ConvStep(2, spans[1], None, 16, (1, 1)),
         PoolStep(3, False, (3, 3), (2, 2), (1, 1), ceil=True),  # of negative values too
         PoolStep(3, True, (3, 3), (2, 2), (1, 1), ceil=True, counted=False),
-        Conv(3, spans[2], None, 16, (3, 3), (2, 2), ((1, 1), (1, 1)), act=relu),
-        Conv(3, spans[3], None, 24, (1, 1), (2, 2)),
-        Conv(6, spans[4], None, 24, (1, 1), act=relu, add=7),  # over what it adds
-        Conv(8, spans[5], None, 24, (1, 1), add=8, act=("silu", ())),
+        ConvStep(3, spans[2], None, 16, (3, 3), (2, 2), ((1, 1), (1, 1)), act=relu),
+        ConvStep(3, spans[3], None, 24, (1, 1), (2, 2)),
+        ConvStep(6, spans[4], None, 24, (1, 1), act=relu, add=7),  # over what it adds
+        ConvStep(8, spans[5], None, 24, (1, 1), add=8, act=("silu", ())),
         MeanStep(9, False),
-        Linear(10, spans[6], None, 10),
+        LinearStep(10, spans[6], None, 10),
         MeanStep(9, True),
         Flat(12),
         Cat((3, 3)),
         PoolStep(2, True, (2, 2), (2, 2)),
     )
-    program = Program(("image",), steps, (4, 5, 11, 13, 14, 15))
+    program = SegmentProgram(("image",), steps, (4, 5, 11, 13, 14, 15))
     return program, weights, [draw(batch, 3, size, size)]
 
 
@@ -173,7 +183,7 @@ def network(batch: int, size: int):
 @pytest.mark.parametrize("batch, size, threads", [(1, 57, 2), (1, 64, 3), (3, 30, 2), (4, 9, 1)])
 def test_networks(batch, size, threads, isa):
     program, weights, inputs = network(batch, size)
-    assert Program.parse(program.text()) == program
+    assert SegmentProgram.parse(program.text()) == program
     check(program, weights, inputs, threads, isa)
 
 
@@ -203,14 +213,16 @@ def test_memory_in_any_order():
 def test_stored_in_less(dtype, count):
     """bfloat16 values, and int8 with a scale per row, count as what they stand for."""
     values, crow, col = csr(matrix(32, 48, 0.3, dtype=torch.float32))
-    spans = Weight((0, 0, len(values)), (1, 0, 33), (2, 0, len(col)))
+    spans = SparseWeight((0, 0, len(values)), (1, 0, 33), (2, 0, len(col)))
     weights = [values.to(dtype) if dtype.is_floating_point else (values * 30).to(dtype), crow, col]
     if dtype is torch.int8:
         weights.append(draw(32).abs() + 0.1)
         spans = replace(spans, scale=(3, 0, 32))
     weights.append(draw(32, seed=3))
     bias = (len(weights) - 1, 0, 32)
-    program = Program(("tokens", "tokens"), (Linear(0, spans, bias, 32, ("relu", ()), 1),), (2,))
+    program = SegmentProgram(
+        ("tokens", "tokens"), (LinearStep(0, spans, bias, 32, ("relu", ()), 1),), (2,)
+    )
     check(program, weights, [draw(count, 48), draw(count, 32)])
 
 
@@ -223,7 +235,7 @@ def test_threads_of_python(monkeypatch):
 
 def test_fewer_threads_than_the_plan_has():
     program, weights, inputs = network(1, 33)
-    made = Plan.of(program, weights, inputs, 4)
+    made = SegmentPlan.of(program, weights, inputs, 4)
     (batch,) = made.batches
     whole = made(inputs)
     outputs = [torch.empty(shape) for shape in made.shapes]
@@ -244,17 +256,17 @@ def test_weights_that_do_not_fit(spoil, words):
     program, weights = layer("tokens", matrix(6, 8, 0.5, dtype=torch.float32))
     spoil(weights)
     with pytest.raises(BadInput, match=words):
-        Plan.of(program, weights, [draw(3, 8)], 1)
+        SegmentPlan.of(program, weights, [draw(3, 8)], 1)
 
 
 def test_what_kernels_do_not_take():
     """Another dtype, more tensors than an arena has slots for: the op computes these otherwise."""
     program, weights = layer("tokens", matrix(6, 8, 0.5, dtype=torch.float32))
     with pytest.raises(NoPlan, match="float64"):
-        Plan.of(program, [weights[0].double(), *weights[1:]], [draw(3, 8)], 1)
+        SegmentPlan.of(program, [weights[0].double(), *weights[1:]], [draw(3, 8)], 1)
     many = replace(program, outputs=program.outputs * 600)
     with pytest.raises(NoPlan, match="600 outputs"):
-        Plan.of(many, weights, [draw(64, 8)], 2)
+        SegmentPlan.of(many, weights, [draw(64, 8)], 2)
 
 
 @pytest.mark.parametrize(
@@ -267,12 +279,12 @@ def test_numbers_beyond_32_bits(monkeypatch, where, most, words):
     check(program, weights, [draw(3, 8)], 1)
     monkeypatch.setattr(f"demask.{where}.MOST", most)
     with pytest.raises(NoPlan, match=words):
-        Plan.of(program, weights, [draw(3, 8)], 1)
+        SegmentPlan.of(program, weights, [draw(3, 8)], 1)
 
 
 def test_a_forked_process_has_memory_of_its_own():
     program, weights, inputs = network(1, 33)
-    made = Plan.of(program, weights, inputs, 1)
+    made = SegmentPlan.of(program, weights, inputs, 1)
     made(inputs)
     (memory,) = made.batches[0].spare
     arena = memory.arenas[0]
@@ -285,7 +297,7 @@ def test_a_forked_process_has_memory_of_its_own():
     assert arena.slots[5] == 7
 
 
-class Guarded(tape.Arena):
+class Guarded(tape.TapeArena):
     """An arena that ends where memory ends."""
 
     def __init__(self, size: int):
@@ -317,7 +329,7 @@ def test_nothing_beside_its_memory_is_touched(monkeypatch, end):
 
     fields = tape.Tape._fields
     monkeypatch.setattr(tape.Tape, "_fields", held)
-    monkeypatch.setattr(plan, "Arena", Guarded)
+    monkeypatch.setattr(plan, "TapeArena", Guarded)
     cases = [network(1, 23), network(3, 12)]
     for place in (3, 6, 7):
         kernel, stride, padding, dilation, groups, transposed = GEOMETRY[place]
@@ -330,7 +342,7 @@ def test_nothing_beside_its_memory_is_touched(monkeypatch, end):
         cases.append((*layer("tokens", weight, draw(37)), [draw(count, 21)]))
     for program, weights, inputs in cases:
         inputs = [guarded(x, end) for x in inputs]
-        made = Plan.of(program, weights, inputs, 2)
+        made = SegmentPlan.of(program, weights, inputs, 2)
         poisoned = [torch.full((torch.Size(s).numel() + 64,), 7.0) for s in made.shapes]
         views = [p[32:-32].view(s) for p, s in zip(poisoned, made.shapes, strict=True)]
         for batch in made.batches:
@@ -341,20 +353,20 @@ def test_nothing_beside_its_memory_is_touched(monkeypatch, end):
 
 
 KERNELS = [
-    Tile((0, 1, 2), (0, 1, 2), (0, 3, 6), 2, ("gelu", ())),
-    Tile((0,), (0,), None, 4, ("silu", ()), "bfloat16", True),
-    Tile((0, 9), (0, 1), None, 1, ("gelu_tanh", ()), "int8"),
-    Narrow(True, ("hardswish", ()), "int8"),
-    Narrow(False, None, "bfloat16"),
-    Gather(), Scatter(), Turned(True), Turned(False), Pool((0, 1, 5), True), Pool((0, 7), False),
-    Pointwise(("tanh", ()), True), Mean(((0, 1), (2, 3))), Work(True), Work(False),
+    SparseTileKernel((0, 1, 2), (0, 1, 2), (0, 3, 6), 2, ("gelu", ())),
+    SparseTileKernel((0,), (0,), None, 4, ("silu", ()), "bfloat16", True),
+    SparseTileKernel((0, 9), (0, 1), None, 1, ("gelu_tanh", ()), "int8"),
+    SparseVectorKernel(True, ("hardswish", ()), "int8"),
+    SparseVectorKernel(False, None, "bfloat16"),
+    Gather(), Scatter(), TransposedKernel(True), TransposedKernel(False), PoolKernel((0, 1, 5), True), PoolKernel((0, 7), False),
+    Pointwise(("tanh", ()), True), MeanKernel(((0, 1), (2, 3))), TeamWork(True), TeamWork(False),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("isa", [AVX512, AVX2, NEON], ids=lambda isa: isa.name)
 def test_code_for_other_processors(isa):
     """What cannot be run here is compiled at least, to the vector instructions it should have."""
-    ends = Border(((*range(1, isa.lanes), -1),), ((0, 0, 9, 1), (0, 3, 40, 30)))
+    ends = BorderKernel(((*range(1, isa.lanes), -1),), ((0, 0, 9, 1), (0, 3, 40, 30)))
     text = assembly([*KERNELS, ends], isa)
     wanted = {"AVX-512": ("vfmadd", "zmm"), "AVX2": ("vfmadd", "ymm"), "NEON": ("fmla", "v0.4s")}
     assert all(word in text for word in wanted[isa.name])
@@ -374,7 +386,7 @@ def test_a_planted_fault_is_seen():
     spoiled = [weights[0].clone(), *weights[1:]]
     spoiled[0][3] *= 1.001
     x = draw(8, 16)
-    made = Plan.of(program, spoiled, [x], 1)([x])[0]
+    made = SegmentPlan.of(program, spoiled, [x], 1)([x])[0]
     want = dense.run(program, [x.double()], [weights[0].double(), *weights[1:]])[0]
     unit = torch.finfo(torch.float32).eps * float(want.abs().max())
     assert float((made.double() - want).abs().max()) > ULPS * unit

@@ -17,36 +17,40 @@ from demask.sparse import reference as dense
 from demask.sparse.segment_program import (
     Add,
     Cat,
-    Conv,
+    ConvStep,
     Flat,
-    Linear,
+    LinearStep,
     Map,
-    Mean,
-    Pool,
-    Program,
-    Weight,
+    MeanStep,
+    PoolStep,
+    SegmentProgram,
+    SparseWeight,
     reads,
 )
 from sparse_cases import convolved, csr, layer, matrix, weight
 
-EVERY = Program(
+EVERY = SegmentProgram(
     ("image",),
     (
-        Conv(0, weight(4, 9), (3, 0, 4), 4, (3, 3), (2, 2), ((1, 1), (0, 2)), (1, 2), 2, name="c"),
+        ConvStep(
+            0, weight(4, 9), (3, 0, 4), 4, (3, 3), (2, 2), ((1, 1), (0, 2)), (1, 2), 2, name="c"
+        ),
         Map(1, ("leaky_relu", (0.1,))),
-        Pool(2, True, (2, 2), (2, 2), (1, 0), ceil=True, counted=False),
+        PoolStep(2, True, (2, 2), (2, 2), (1, 0), ceil=True, counted=False),
         Add(3, 3, ("clamp", (0.0, 6.0))),
         Cat((4, 3)),
-        Mean(5, True),
+        MeanStep(5, True),
         Flat(6),
-        Linear(7, Weight((0, 0, 4), (1, 0, 6), (2, 0, 4), (4, 0, 5)), None, 5, ("gelu", ())),
+        LinearStep(
+            7, SparseWeight((0, 0, 4), (1, 0, 6), (2, 0, 4), (4, 0, 5)), None, 5, ("gelu", ())
+        ),
     ),
     (8, 5),
 )
 
 
 def test_a_program_comes_back_from_its_text():
-    assert Program.parse(EVERY.text()) == EVERY
+    assert SegmentProgram.parse(EVERY.text()) == EVERY
     assert EVERY.kinds == ("image",) * 7 + ("tokens",) * 2
 
 
@@ -113,9 +117,9 @@ WRONG_FIELDS = [
 
 @pytest.mark.parametrize("fields", WRONG_FIELDS, ids=lambda f: json.dumps(f)[:40])
 def test_a_step_that_makes_no_sense_is_refused(fields):
-    Program.parse(json.dumps(changed()))
+    SegmentProgram.parse(json.dumps(changed()))
     with pytest.raises(BadInput):
-        Program.parse(json.dumps(changed(**fields)))
+        SegmentProgram.parse(json.dumps(changed(**fields)))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +140,7 @@ def test_a_step_that_makes_no_sense_is_refused(fields):
 )  # fmt: skip
 def test_text_that_is_no_program_is_refused(text):
     with pytest.raises(BadInput):
-        Program.parse(text)
+        SegmentProgram.parse(text)
 
 
 def test_random_damage_gives_a_program_or_bad_input():
@@ -160,11 +164,11 @@ def test_random_damage_gives_a_program_or_bad_input():
         step[draw.choice([*step, "add", "z", "xs", "x"])] = json.loads(draw.choice(parts))
         damaged = json.dumps(found) if draw.random() < 0.8 else flipped(text, draw)
         try:
-            program = Program.parse(damaged)
+            program = SegmentProgram.parse(damaged)
             program.shapes([(2, 4, 9, 12)] * len(program.inputs))
         except BadInput:
             continue
-        assert Program.parse(program.text()) == program
+        assert SegmentProgram.parse(program.text()) == program
 
 
 def flipped(text: str, draw: random.Random) -> str:
@@ -176,27 +180,27 @@ def flipped(text: str, draw: random.Random) -> str:
 @pytest.mark.parametrize(
     ("step", "shapes"),
     [
-        (Conv(0, weight(2, 1), None, 2, (3, 3)), [(1, 2, 2, 9)]),
-        (Conv(0, weight(2, 1), None, 2, (1, 1), groups=2), [(1, 3, 4, 4)]),
-        (Conv(0, weight(2, 1), None, 2, (1, 1)), [(1, 2, 4)]),
-        (Conv(0, weight(2, 1), None, 2, (2, 2), padding=((3, 3), (0, 0)), transposed=True),
+        (ConvStep(0, weight(2, 1), None, 2, (3, 3)), [(1, 2, 2, 9)]),
+        (ConvStep(0, weight(2, 1), None, 2, (1, 1), groups=2), [(1, 3, 4, 4)]),
+        (ConvStep(0, weight(2, 1), None, 2, (1, 1)), [(1, 2, 4)]),
+        (ConvStep(0, weight(2, 1), None, 2, (2, 2), padding=((3, 3), (0, 0)), transposed=True),
          [(1, 2, 3, 3)]),
-        (Pool(0, False, (3, 3), (1, 1)), [(1, 1, 2, 2)]),
+        (PoolStep(0, False, (3, 3), (1, 1)), [(1, 1, 2, 2)]),
         (Flat(0), [(1, 2, 1, 2)]),
         (Add(0, 1), [(1, 2, 3, 3), (1, 2, 3, 4)]),
         (Cat((0, 1)), [(1, 2, 3, 3), (1, 2, 3, 4)]),
-        (Conv(0, weight(2, 1), None, 2, (1, 1), add=1), [(1, 3, 3, 3), (1, 3, 3, 3)]),
+        (ConvStep(0, weight(2, 1), None, 2, (1, 1), add=1), [(1, 3, 3, 3), (1, 3, 3, 3)]),
     ],
 )  # fmt: skip
 def test_sizes_that_do_not_fit_are_refused(step, shapes):
-    program = Program(("image",) * len(shapes), (step,), (len(shapes),))
+    program = SegmentProgram(("image",) * len(shapes), (step,), (len(shapes),))
     with pytest.raises(BadInput):
         program.shapes(shapes)
 
 
 def test_a_kernel_of_height_two_is_none_for_signals():
     with pytest.raises(BadInput, match="height 1"):
-        Program(("signal",), (Conv(0, weight(2, 1), None, 2, (2, 3)),), (1,))
+        SegmentProgram(("signal",), (ConvStep(0, weight(2, 1), None, 2, (2, 3)),), (1,))
 
 
 CONVS = [
@@ -250,25 +254,25 @@ def test_activations_are_those_of_torch(name):
     x, z = torch.randn(3, 5), torch.randn(3, 4)
     program, weights = layer("tokens", matrix(4, 5, 0.5, dtype=torch.float32), act=(name, numbers))
     (step,) = program.steps
-    added = Program(("tokens", "tokens"), (replace(step, add=1),), (2,))
+    added = SegmentProgram(("tokens", "tokens"), (replace(step, add=1),), (2,))
     y = F.linear(x, dense.weight(step, weights, x.shape)) + z
     assert torch.equal(dense.run(added, [x, z], weights)[0], function(y))
-    mapped = Program(("tokens",), (Map(0, (name, numbers)),), (1,))
+    mapped = SegmentProgram(("tokens",), (Map(0, (name, numbers)),), (1,))
     assert torch.equal(dense.run(mapped, [y], [])[0], function(y))
 
 
 def test_pools_means_and_joins():
     x, z = torch.randn(2, 3, 7, 6), torch.randn(2, 3, 7, 6)
-    pools = [(Pool(0, False, (3, 2), (2, 2), (1, 1), (2, 1), ceil=True),
+    pools = [(PoolStep(0, False, (3, 2), (2, 2), (1, 1), (2, 1), ceil=True),
               F.max_pool2d(x, (3, 2), 2, 1, (2, 1), True)),
-             (Pool(0, True, (3, 3), (2, 1), (1, 0), ceil=True, counted=False),
+             (PoolStep(0, True, (3, 3), (2, 1), (1, 0), ceil=True, counted=False),
               F.avg_pool2d(x, 3, (2, 1), (1, 0), True, False)),
-             (Mean(0, True), x.mean((2, 3), keepdim=True)),
-             (Mean(0, False), x.mean((2, 3))),
+             (MeanStep(0, True), x.mean((2, 3), keepdim=True)),
+             (MeanStep(0, False), x.mean((2, 3))),
              (Cat((0, 1, 0)), torch.cat([x, z, x], 1)),
              (Add(0, 1, ("relu", ())), (x + z).relu())]  # fmt: skip
     for step, wanted in pools:
-        program = Program(("image", "image"), (step,), (2,))
+        program = SegmentProgram(("image", "image"), (step,), (2,))
         (found,) = dense.run(program, [x, z], [])
         assert torch.equal(found, wanted)
         assert tuple(found.shape) == program.shapes([x.shape, z.shape])[2]
@@ -277,7 +281,7 @@ def test_pools_means_and_joins():
 @pytest.mark.parametrize("shape", [(5,), (4, 5), (2, 3, 5), (2, 3, 1, 5)])
 def test_tokens_have_any_rank(shape):
     x = torch.randn(shape)
-    program = Program(("tokens",), (Cat((0, 0)), Add(1, 1)), (2,))
+    program = SegmentProgram(("tokens",), (Cat((0, 0)), Add(1, 1)), (2,))
     assert torch.equal(dense.run(program, [x], [])[0], 2 * torch.cat([x, x], -1))
     program, weights = layer("tokens", matrix(3, 5, 0.5, dtype=torch.float32))
     wanted = x @ dense.weight(program.steps[0], weights, shape).T
@@ -289,11 +293,11 @@ def test_stored_types():
     values, crow, col = csr(w)
     scale = torch.tensor([1.0, 0.5, 0.25, 2.0])
     spans = weight(4, len(values))
-    step = Linear(0, replace(spans, scale=(3, 0, 4)), None, 4)
+    step = LinearStep(0, replace(spans, scale=(3, 0, 4)), None, 4)
     whole = torch.arange(len(values)).to(torch.int8) - 4
     expected = torch.zeros(4, 6).masked_scatter(w != 0, whole.float()) * scale[:, None]
     assert torch.equal(dense.weight(step, [whole, crow, col, scale], (6,)), expected)
-    step = Linear(0, spans, None, 4)
+    step = LinearStep(0, spans, None, 4)
     short = [values.bfloat16(), crow, col]
     assert torch.equal(dense.weight(step, short, (6,), torch.float64), w.bfloat16().double())
 
@@ -303,7 +307,7 @@ def test_entries_that_are_there_twice_are_summed():
         torch.tensor([1.0, 2.0]),
         *(torch.tensor(n, dtype=torch.int32) for n in ([0, 2], [1, 1])),
     ]
-    found = dense.weight(Linear(0, weight(1, 2), None, 1), weights, (3,))
+    found = dense.weight(LinearStep(0, weight(1, 2), None, 1), weights, (3,))
     assert found.tolist() == [[0.0, 3.0, 0.0]]
 
 
@@ -390,4 +394,4 @@ def test_whole_programs_are_traced():
 def test_what_a_step_reads():
     assert reads(Cat((3, 4))) == (3, 4)
     assert reads(Add(1, 2)) == (1, 2)
-    assert reads(Conv(1, weight(1, 0), None, 1, (1, 1), add=0)) == (1, 0)
+    assert reads(ConvStep(1, weight(1, 0), None, 1, (1, 1), add=0)) == (1, 0)

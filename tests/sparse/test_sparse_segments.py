@@ -25,8 +25,8 @@ from demask.sparse.segment import build_segments as segments
 from demask.sparse.segment import convex_groups as regions
 from demask.sparse.segment import inline as spell
 from demask.sparse.segment.build_segments import SEGMENT, layers_of, segmented, segments_of
-from demask.sparse.segment.match_calls import Call
-from demask.sparse.segment_program import Conv, Linear
+from demask.sparse.segment.match_calls import MatchedCall
+from demask.sparse.segment_program import NAMES, ConvStep, LinearStep
 from demask.tune.passes.fold_affine import absorbed
 from fuzz.generate import generate
 from micro import MICROS, Micro, Net
@@ -38,10 +38,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated.*:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning"),
 ]
-Wanted = Callable[[GraphEditor, Call], bool]
+Wanted = Callable[[GraphEditor, MatchedCall], bool]
 
 
-def always(editor: GraphEditor, call: Call) -> bool:
+def always(editor: GraphEditor, call: MatchedCall) -> bool:
     return True
 
 
@@ -80,7 +80,7 @@ def steps(program: Program) -> list[str]:
     for _, inner in segments_of(program.graph):
         words = []
         for step in inner.steps:
-            word = type(step).__name__.lower()
+            word = NAMES[type(step)]
             word += "+" if getattr(step, "add", None) is not None else ""
             act = getattr(step, "act", None)
             words.append(f"{word} {act[0]}" if act else word)
@@ -257,7 +257,7 @@ def test_every_micro_network(case: Micro) -> None:
 def drawn(seed: int) -> Wanted:
     """Says of each layer yes or no, at random, and always the same of one."""
 
-    def wanted(editor: GraphEditor, call: Call) -> bool:
+    def wanted(editor: GraphEditor, call: MatchedCall) -> bool:
         return random.Random(f"{seed} {call.node.name}").random() < 0.5
 
     return wanted
@@ -290,7 +290,7 @@ def only(*names: str) -> Wanted:
     return lambda editor, call: segments.name_of(editor, call) in names
 
 
-def never(editor: GraphEditor, call: Call) -> bool:
+def never(editor: GraphEditor, call: MatchedCall) -> bool:
     return False
 
 
@@ -405,9 +405,9 @@ def fails(change: Callable[[Program], Program], make: Callable[[], nn.Module], x
 @pytest.mark.parametrize(
     ("name", "spoil"),
     [
-        ("resnet", lambda s: replace(s, act=None) if isinstance(s, (Conv, Linear)) else s),
-        ("resnet", lambda s: replace(s, add=None) if isinstance(s, Conv) else s),
-        ("resnet", lambda s: replace(s, bias=None) if isinstance(s, (Conv, Linear)) else s),
+        ("resnet", lambda s: replace(s, act=None) if isinstance(s, (ConvStep, LinearStep)) else s),
+        ("resnet", lambda s: replace(s, add=None) if isinstance(s, ConvStep) else s),
+        ("resnet", lambda s: replace(s, bias=None) if isinstance(s, (ConvStep, LinearStep)) else s),
         ("ups", lambda s: replace(s, transposed=False)),
         ("same", lambda s: replace(s, padding=tuple((b, a) for a, b in s.padding))),
     ],

@@ -22,7 +22,7 @@ from demask.sparse import (
     SparseLinear,
 )
 from demask.sparse.segment import segment_op as op
-from demask.sparse.segment_program import Program
+from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.training import conv_offsets as planes
 from demask.sparse.training import trained_layers as training
 from demask.sparse.training.trained_layers import takes
@@ -238,7 +238,7 @@ def test_gradients_of_gradients():
 
 def test_what_kernels_are_not_for():
     layer, x = SparseLinear.from_dense(nn.Linear(4, 3)), torch.randn(2, 4)
-    program, weights = Program.parse(layer.program), layer._weights()
+    program, weights = SegmentProgram.parse(layer.program), layer._weights()
     assert takes(program, [x], weights)
     assert not takes(program, [x.double()], weights)
     assert not takes(program, [x[:0]], weights)

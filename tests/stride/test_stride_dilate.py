@@ -109,14 +109,14 @@ def fault(plant: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.Monke
 
 @fault
 def a_pad_not_widened(monkeypatch):
-    on = grid_windows.Window.on
+    on = grid_windows.SpacedWindow.on
 
     def wrong(self, source):  # fmt: skip
         pads, made = on(self, source)
         front = self.front
         return (front, pads[1] + pads[0] - front), made
 
-    monkeypatch.setattr(grid_windows.Window, "on", wrong)  # fmt: skip
+    monkeypatch.setattr(grid_windows.SpacedWindow, "on", wrong)  # fmt: skip
 
 
 @fault
@@ -132,7 +132,7 @@ def a_constant_as_it_was(monkeypatch):
 
 @fault
 def a_mask_that_multiplies_nan(monkeypatch):
-    monkeypatch.setattr(grid.Plan, "multiplies", lambda self, x: True)
+    monkeypatch.setattr(grid.SpacedPlan, "multiplies", lambda self, x: True)
 
 
 @fault
@@ -148,14 +148,14 @@ def two_grids_joined(monkeypatch):
 
 @fault
 def a_last_window_that_is_lost(monkeypatch):
-    on = grid_windows.Window.on
+    on = grid_windows.SpacedWindow.on
 
     def wrong(self, source):
         (front, behind), made = on(self, source)
         less = max(0, behind - self.behind * (source.gap or 1))
         return (front, behind - less), Spread(made.places, made.size - less)
 
-    monkeypatch.setattr(grid_windows.Window, "on", wrong)
+    monkeypatch.setattr(grid_windows.SpacedWindow, "on", wrong)
 
 
 @fault

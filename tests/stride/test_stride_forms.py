@@ -13,15 +13,15 @@ import torch
 from demask.facts.ranges import Range
 from demask.stride.lowering import forms as module
 from demask.stride.lowering.block_forms import zero_taps
-from demask.stride.lowering.forms import FORMS, Form, kept
-from demask.stride.lowering.strided_conv import Axis, Site
+from demask.stride.lowering.forms import FORMS, StrideForm, kept
+from demask.stride.lowering.strided_conv import ConvAxis, StridedConv
 from demask.stride.targets import Target
 from stride_oracle import FLOAT, KERNELS, SIZES, STRIDES, WHOLE, Cell, grid, misses, sample
 
 torch.set_num_threads(1)
 
 
-def found(axes: Any, forms: dict[str, Form] | None = None, **more: Any) -> list[str]:
+def found(axes: Any, forms: dict[str, StrideForm] | None = None, **more: Any) -> list[str]:
     """The first misses."""
     return list(itertools.islice(misses(axes, forms or FORMS, **more), 5))
 
@@ -43,12 +43,12 @@ def test_the_whole_grid_has_no_misses(kernel: int, stride: int) -> None:
     assert count > 500
 
 
-def images(count: int, seed: int, largest: int, rank: int) -> list[tuple[Axis, ...]]:
+def images(count: int, seed: int, largest: int, rank: int) -> list[tuple[ConvAxis, ...]]:
     """Axes of images or volumes, each its own kernel, stride, dilation and pads."""
     draw, made = random.Random(seed), []
     while len(made) < count:
         axes = tuple(
-            Axis(draw.randint(1, largest), draw.randint(1, 7 - 2 * rank + 2), draw.randint(1, 4),
+            ConvAxis(draw.randint(1, largest), draw.randint(1, 7 - 2 * rank + 2), draw.randint(1, 4),
                  draw.randint(1, 2), draw.randint(0, 3), draw.randint(0, 3))
             for _ in range(rank)
         )  # fmt: skip
@@ -64,7 +64,11 @@ def test_images_have_no_misses(seed: int, channels: int, groups: int) -> None:
 
 
 def test_volumes_have_no_misses() -> None:
-    small = (Axis(3, 1, 2), Axis(3, 2, 3), Axis(1, 1, 4, 1, 0, 1))  # than the windows of its pools
+    small = (
+        ConvAxis(3, 1, 2),
+        ConvAxis(3, 2, 3),
+        ConvAxis(1, 1, 4, 1, 0, 1),
+    )  # than the windows of its pools
     for axes in [*images(5, 0, 3, 3), small]:
         assert found(axes) == []
 
@@ -78,10 +82,10 @@ def test_many_images_have_no_misses(seed: int) -> None:
 
 # --- the oracle notices ---
 
-AXES = (Axis(7, 3, 2, 1, 1, 1),)
+AXES = (ConvAxis(7, 3, 2, 1, 1, 1),)
 
 
-def changed(name: str, **changes: Any) -> dict[str, Form]:
+def changed(name: str, **changes: Any) -> dict[str, StrideForm]:
     return {name: replace(FORMS[name], **changes)}
 
 
@@ -103,7 +107,7 @@ def test_a_sound_form_that_is_refused_is_a_miss(name: str) -> None:
 @pytest.mark.parametrize("name", ["mask_max_pool", "select_max_pool", "mask_sum_pool", "split"])
 def test_a_pool_that_ends_inside_is_a_miss(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_left", lambda site: [0] * site.rank)
-    assert any("accepted" in miss for miss in found((Axis(8, 2, 2),), {name: FORMS[name]}))
+    assert any("accepted" in miss for miss in found((ConvAxis(8, 2, 2),), {name: FORMS[name]}))
 
 
 def test_a_mask_one_off_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +120,7 @@ def test_a_mask_one_off_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_mask_is_one_where_the_stride_computes_and_zero_elsewhere() -> None:
     """Row 002-b, and 002-c: windows from each kept position on hold it first, and no other."""
-    site = Cell((Axis(8, 3, 2, 1, 1, 1), Axis(9, 3, 3, 1, 1, 1))).site()
+    site = Cell((ConvAxis(8, 3, 2, 1, 1, 1), ConvAxis(9, 3, 3, 1, 1, 1))).site()
     mask = kept(site)
     assert mask.shape == (8, 9)
     assert mask.int().tolist() == [[int(i % 2 == 0 and j % 3 == 0) for j in range(9)]
@@ -125,11 +129,11 @@ def test_a_mask_is_one_where_the_stride_computes_and_zero_elsewhere() -> None:
     assert bool((pooled == 1).all())
 
 
-def site(low: float, high: float, dtype: torch.dtype = FLOAT, **more: Any) -> Site:
-    return Site((Axis(8, 3, 2, 1, 1, 1),), (1, 1), 1, dtype, (Range(low, high),), **more)
+def site(low: float, high: float, dtype: torch.dtype = FLOAT, **more: Any) -> StridedConv:
+    return StridedConv((ConvAxis(8, 3, 2, 1, 1, 1),), (1, 1), 1, dtype, (Range(low, high),), **more)
 
 
-def reason(name: str, where: Site, ops: str, **more: Any) -> str:
+def reason(name: str, where: StridedConv, ops: str, **more: Any) -> str:
     return FORMS[name].refusal(where, Target("mine", frozenset(ops.split()), **more)) or ""
 
 
@@ -143,7 +147,7 @@ def test_a_refusal_says_why() -> None:
     assert "no 1 / 2" in reason("two_masks", site(0, 1, WHOLE), ops)
     assert "stride's size" in reason("pool_1x1", site(0, 1), "max_pool", pool_windows="stride")
     assert "up to 1" in reason("select_max_pool", site(0, 1), "max_pool select", pool_size=1)
-    assert "cannot pad" in reason("mask_sum_pool", replace(site(0, 1), axes=(Axis(9, 3, 2),)),
+    assert "cannot pad" in reason("mask_sum_pool", replace(site(0, 1), axes=(ConvAxis(9, 3, 2),)),
                                   "sum_pool select", pool_ceil=False)  # fmt: skip
     assert "negative" in reason("split", site(-(2.0**31), 1, WHOLE), f"{ops} relu add")
     assert "weights of zero" in reason("space_to_depth", site(0, 1), "space_to_depth pad")
@@ -157,10 +161,10 @@ def test_a_target_whose_numbers_are_bounded_takes_two_masks() -> None:
 
 @pytest.mark.parametrize(
     ("axis", "expected"),
-    [(Axis(8, 2, 2), False), (Axis(8, 4, 4), False), (Axis(8, 3, 2), True), (Axis(8, 1, 2), True),
-     (Axis(1, 1, 2), False), (Axis(8, 2, 2, 2), True), (Axis(9, 3, 3), False)],
+    [(ConvAxis(8, 2, 2), False), (ConvAxis(8, 4, 4), False), (ConvAxis(8, 3, 2), True), (ConvAxis(8, 1, 2), True),
+     (ConvAxis(1, 1, 2), False), (ConvAxis(8, 2, 2, 2), True), (ConvAxis(9, 3, 3), False)],
 )  # fmt: skip
-def test_zero_taps_are_found_where_they_meet_the_input(axis: Axis, expected: bool) -> None:
+def test_zero_taps_are_found_where_they_meet_the_input(axis: ConvAxis, expected: bool) -> None:
     assert zero_taps(Cell((axis,)).site()) is expected
 
 

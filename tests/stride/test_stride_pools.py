@@ -11,7 +11,7 @@ from torch import nn
 
 from demask.graph.capture.capture import capture
 from demask.stride import average_pools as pools
-from demask.stride.average_pools import Pool, convs_to_pools, pools_to_convs
+from demask.stride.average_pools import AveragePool, convs_to_pools, pools_to_convs
 from night import every
 from stride_programs import Net, calls, ran
 
@@ -21,13 +21,13 @@ _CONV = {1: aten.conv1d.default, 2: aten.conv2d.default, 3: aten.conv3d.default}
 LIMIT = 1e-12  # float64: sums of at most 7 ** 3 terms
 
 
-def drawn(seed: int) -> tuple[Pool, tuple[int, ...], int]:
+def drawn(seed: int) -> tuple[AveragePool, tuple[int, ...], int]:
     """A pool, the sizes of an image that it takes, and a number of channels."""
     rng = random.Random(seed)
     rank = rng.choice([1, 1, 2, 2, 2, 3])
     while True:
         kernel = tuple(rng.randint(1, 7 if rank < 3 else 4) for _ in range(rank))
-        pool = Pool(kernel, tuple(rng.randint(1, 4) for _ in range(rank)),
+        pool = AveragePool(kernel, tuple(rng.randint(1, 4) for _ in range(rank)),
                     tuple(rng.randint(0, k // 2) for k in kernel), rng.random() < 0.5,
                     rng.random() < 0.5,
                     rng.randint(1, 60) if rank > 1 and rng.random() < 0.3 else None)  # fmt: skip
@@ -73,7 +73,7 @@ def check(seed: int) -> None:
 
 def _is_spelled_alike(a, b) -> bool:
     (one,), (*_, other) = calls(a), calls(b)
-    return Pool.of(one) == Pool.of(other)
+    return AveragePool.of(one) == AveragePool.of(other)
 
 
 @pytest.mark.parametrize("first", every(6, range(0, 600, 100)))
@@ -106,7 +106,7 @@ def test_a_planted_fault_is_found(monkeypatch, name):
         monkeypatch.setattr(pools, "_counts", lambda n, k, s, p, count, include: [k] * count)
     else:
         even = lambda self, sizes: tuple((p, p) for p in self.padding)  # noqa: E731
-        monkeypatch.setattr(Pool, "pads", even)
+        monkeypatch.setattr(AveragePool, "pads", even)
     found = 0
     for seed in range(100):
         try:
@@ -269,7 +269,7 @@ def test_sizes_known_at_run_time():
 
 
 def test_a_pool_keeps_what_it_is():
-    pool = Pool((3,), (2,), (1,), ceil=True)
+    pool = AveragePool((3,), (2,), (1,), ceil=True)
     assert not pool.is_even
     assert replace(pool, divisor=4).is_even
     assert pool.counts((4,)).tolist() == [3, 3, 2]

@@ -17,7 +17,7 @@ import micro_recurrent  # noqa: F401  (their networks join MICROS)
 import micro_sequences  # noqa: F401
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
-from demask.graph.queries import Example
+from demask.graph.queries import ExampleSizes
 from demask.graph.result.demasked_module import build_plain
 from demask.ops import TABLE
 from demask.shrink.pipeline import given, reduced
@@ -64,7 +64,7 @@ def made(case: Micro) -> tuple[Program, tuple[Tensor, ...]]:
 def ran(program: Program, inputs: tuple[Any, ...], *, metas: bool = True) -> list[Any]:
     """What a program of ATen calls returns; each value is checked against what its meta says."""
     given_inputs = iter(pytree.tree_leaves(inputs))
-    example = Example.of(program.graph, pytree.tree_leaves(inputs))
+    example = ExampleSizes.of(program.graph, pytree.tree_leaves(inputs))
     values: dict[fx.Node, Any] = {}
     for node in program.graph.nodes:
         if node.op == "placeholder":

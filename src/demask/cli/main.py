@@ -353,7 +353,7 @@ def bench(
         import_modules(imports)
         given = read_network(model, sizes, inputs, static, fix)
         counts, batches = (tuple(dict.fromkeys(asked or ())) for asked in (threads, batch))
-        plan = benching.Plan(counts, batches, pairs, seconds, with_compile)
+        plan = benching.BenchSettings(counts, batches, pairs, seconds, with_compile)
     with progress("demasking", plan.steps) as step:
         found = benching.bench(given, model.name, plan, step)
     show(found, found.to_dict(), as_json)

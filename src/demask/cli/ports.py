@@ -14,7 +14,7 @@ from demask.graph.provenance import NAMELESS
 
 
 @dataclass(frozen=True, slots=True)
-class Port:
+class NetworkInput:
     """An input of a network: its name, its sizes (dynamic ones by name) and its type."""
 
     name: str
@@ -22,7 +22,7 @@ class Port:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, name: str, sizes: Sequence[int | str], dtype: torch.dtype) -> Port:
+    def of(cls, name: str, sizes: Sequence[int | str], dtype: torch.dtype) -> NetworkInput:
         """With INPUT.AXIS as the names of dynamic sizes that have none."""
         named = (f"{name}.{k}" if n in NAMELESS else n for k, n in enumerate(sizes))
         return cls(name, tuple(named), dtype)
@@ -39,7 +39,9 @@ class Port:
         return all(isinstance(a, str) or isinstance(b, str) or a == b for a, b in pairs)
 
 
-def matched(arrays: Mapping[str, Tensor], ports: Sequence[Port], path: Path) -> dict[str, Tensor]:
+def matched(
+    arrays: Mapping[str, Tensor], ports: Sequence[NetworkInput], path: Path
+) -> dict[str, Tensor]:
     """One array for each input: by name, else in order."""
     names = [port.name for port in ports]
     if set(names) <= set(arrays):
@@ -49,7 +51,7 @@ def matched(arrays: Mapping[str, Tensor], ports: Sequence[Port], path: Path) -> 
     return dict(zip(names, arrays.values(), strict=True))
 
 
-def fitted(array: Tensor, port: Port, path: Path, start: int = 0) -> Tensor:
+def fitted(array: Tensor, port: NetworkInput, path: Path, start: int = 0) -> Tensor:
     """An array in the type of an input; BadInput where its sizes, from axis `start` on, or its type
     do not fit. Numbers of uint8 become x / 255 for an input of floating ones."""
     kind = str(array.dtype).removeprefix("torch.")

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 PATIENCE = 2.0  # seconds of work that pass without a bar
 
 
-class Step(Protocol):
+class ProgressStep(Protocol):
     """Tells the bar what is being done now and how much was done since the last call."""
 
     def __call__(self, title: str, done: int = 1) -> None: ...
@@ -26,7 +26,7 @@ def progress(
     *,
     patience: float = PATIENCE,
     terminal: Console | None = None,
-) -> Iterator[Step]:
+) -> Iterator[ProgressStep]:
     """A bar shown while the block runs; yields a function that moves it.
 
     total: the steps expected, or None where they cannot be counted (the bar then only pulses).

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from demask.cli.ports import Port, fitted, matched
-from demask.cli.read_network import Network, ports_of
+from demask.cli.ports import NetworkInput, fitted, matched
+from demask.cli.read_network import NetworkFile, ports_of
 from demask.errors import BadInput
 from demask.files.arrays import ARRAYS, read_arrays
 
@@ -18,7 +18,7 @@ BATCH = 32
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
 
 
-def check_same_inputs(a: Network, b: Network) -> None:
+def check_same_inputs(a: NetworkFile, b: NetworkFile) -> None:
     """Raise BadInput where no call of one network can be a call of the other."""
     first, second = ports_of(a), ports_of(b)
     alike = len(first) == len(second) and all(
@@ -29,11 +29,11 @@ def check_same_inputs(a: Network, b: Network) -> None:
                        f"against {_words(second)}")  # fmt: skip
 
 
-def _words(ports: tuple[Port, ...]) -> str:
+def _words(ports: tuple[NetworkInput, ...]) -> str:
     return ", ".join(str(port) for port in ports) or "no tensors"
 
 
-def read_inputs(path: Path, network: Network, batch: int = BATCH) -> list[tuple[Tensor, ...]]:
+def read_inputs(path: Path, network: NetworkFile, batch: int = BATCH) -> list[tuple[Tensor, ...]]:
     """The calls that the data in `path` makes of a network: inputs in batches of its own size, or
     of `batch` where that is dynamic.
 
@@ -66,7 +66,7 @@ def _batches(tensors: list[Tensor], count: int, step: int) -> Iterator[tuple[Ten
         yield tuple(tensor[start : start + step] for tensor in tensors)
 
 
-def _arrays(path: Path, first: Port) -> Mapping[str, Tensor]:
+def _arrays(path: Path, first: NetworkInput) -> Mapping[str, Tensor]:
     """The arrays in a file or folder, by name."""
     if path.is_dir():
         return {first.name: _images(path, first)}
@@ -75,7 +75,7 @@ def _arrays(path: Path, first: Port) -> Mapping[str, Tensor]:
     return {name or first.name: array for name, array in read_arrays(path).items()}
 
 
-def _images(folder: Path, port: Port) -> Tensor:
+def _images(folder: Path, port: NetworkInput) -> Tensor:
     """All images of a folder, in the order of their names, uint8 (N, channels, H, W)."""
     try:
         from PIL import Image

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from demask.cli.ports import NAMELESS, Port, fitted, matched
+from demask.cli.ports import NAMELESS, NetworkInput, fitted, matched
 from demask.errors import BadInput
 from demask.files.arrays import read_arrays
 from demask.files.onnx.module import OnnxModule, from_onnx
@@ -35,7 +35,7 @@ TRIED = (((224, 224), 16), ((320, 320), 512), ((640, 640), 4096), ((48, 320), 16
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
+class NetworkFile:
     """A network read from a file, and example arguments: empty where the program tells them. file:
     the ONNX file that computes this, if it was read from one."""
 
@@ -57,7 +57,7 @@ class Network:
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
+class ExampleOptions:
     """What the caller says of the example inputs. sizes: "name=number". inputs: "file" or
     "name=file". static: fix all sizes to the example's; "inner": all but those of axis 0. fix:
     "name=value" of inputs that are constants."""
@@ -78,38 +78,38 @@ def read_network(
     inputs: Sequence[str] | None = None,
     static: bool | str = False,
     fix: Sequence[str] | None = None,
-) -> Network:
+) -> NetworkFile:
     """The network in a .pt2 file, an archive of demask or an ONNX file, with example inputs as
-    `Example` says; raises BadInput for anything else."""
-    asked = Example(sizes or (), inputs or (), static, fix or ())
+    `ExampleOptions` says; raises BadInput for anything else."""
+    asked = ExampleOptions(sizes or (), inputs or (), static, fix or ())
     if path.suffix == ".onnx" or fix:
         return _read_onnx(path, asked)
     model = read_model(path)
     if static == "inner":
-        inner = [n for port in ports_of(Network(model, ())) for n in port.sizes[1:]]
+        inner = [n for port in ports_of(NetworkFile(model, ())) for n in port.sizes[1:]]
         asked = replace(asked, static=static if any(isinstance(n, str) for n in inner) else False)
     if asked.is_plain:
         args = () if isinstance(model, ExportedProgram) else _drawn(model, _shapes_of(model))
-        return Network(model, args)
-    ports = ports_of(Network(model, ()))
+        return NetworkFile(model, args)
+    ports = ports_of(NetworkFile(model, ()))
     given = _given(asked.inputs, ports)
     shapes = _sized(ports, _chosen(asked.sizes, ports, path), given, _shapes_of(model))
     drawings = _drawn(model, shapes)
     args = tuple(given.get(p.name, x) for p, x in zip(ports, drawings, strict=True))
     fixed = _fixed(model, args, asked.static) if asked.static else model
-    return Network(fixed, args)
+    return NetworkFile(fixed, args)
 
 
-def ports_of(network: Network) -> tuple[Port, ...]:
+def ports_of(network: NetworkFile) -> tuple[NetworkInput, ...]:
     """The inputs of a network that was read from a file."""
     if isinstance(network.model, ExportedProgram):
         found = inputs_of_program(network.model).items()
         return tuple(
-            Port.of(n, [s if isinstance(s, int) else str(s) for s in v.shape], v.dtype)
+            NetworkInput.of(n, [s if isinstance(s, int) else str(s) for s in v.shape], v.dtype)
             for n, v in found if isinstance(v, Tensor)
         )  # fmt: skip
     record = cast(Provenance, network.model.demasked)
-    return tuple(Port.of(s.name, s.sizes, getattr(torch, s.dtype)) for s in record.inputs)
+    return tuple(NetworkInput.of(s.name, s.sizes, getattr(torch, s.dtype)) for s in record.inputs)
 
 
 def _shapes_of(model: ExportedProgram | fx.GraphModule) -> list[tuple[int, ...]]:
@@ -124,7 +124,7 @@ def _drawn(
     model: ExportedProgram | fx.GraphModule, shapes: Sequence[Sequence[int]]
 ) -> tuple[Tensor, ...]:
     """Numbers that the network's first ops can work with."""
-    ports, spans = ports_of(Network(model, ())), spans_of(cast(Any, model))
+    ports, spans = ports_of(NetworkFile(model, ())), spans_of(cast(Any, model))
     if isinstance(model, ExportedProgram):
         args, kwargs = pytree.tree_unflatten(list(range(len(ports))), _in_spec(model, len(ports)))
         if kwargs or list(args) != list(range(len(ports))):
@@ -141,7 +141,7 @@ def _in_spec(model: ExportedProgram, count: int) -> Any:
     return spec
 
 
-def example(port: Port, shape: Sequence[int], span: Any = None) -> Tensor:
+def example(port: NetworkInput, shape: Sequence[int], span: Any = None) -> Tensor:
     """A tensor for an input; BadInput where it would be too large."""
     if math.prod(shape) > MAX_EXAMPLE:
         raise BadInput(f"input {port.name!r}: sizes {list(shape)} are too large: more than "
@@ -178,7 +178,7 @@ def fixes_of(path: Path, fix: Sequence[str] | None) -> list[str]:
     return [text for text in fix if text.partition("=")[0] in names]
 
 
-def _read_onnx(path: Path, asked: Example) -> Network:
+def _read_onnx(path: Path, asked: ExampleOptions) -> NetworkFile:
     module = fixed_network(path, asked.fix)
     ports = tuple(map(_port, cast(Interface, module.interface).inputs))
     given, chosen = _given(asked.inputs, ports), _chosen(asked.sizes, ports, path)
@@ -192,22 +192,22 @@ def _read_onnx(path: Path, asked: Example) -> Network:
         given.get(port.name, drawn(x.shape, x.dtype, spans.get(name)))
         for port, name, x in zip(ports, names, args, strict=True)
     )
-    return Network(model, args, None if asked.fix else path)
+    return NetworkFile(model, args, None if asked.fix else path)
 
 
-def _port(port: provenance.Port) -> Port:
+def _port(port: provenance.OnnxPort) -> NetworkInput:
     dtype = getattr(torch, port.dtype or "-", None)
     if port.sizes is None or not isinstance(dtype, torch.dtype):
         raise BadInput(
             f"input {port.name!r}: expected a tensor of a known rank and type, got {port.dtype!r}; "
             "use demask.from_onnx(path) and give example inputs in Python"
         )
-    return Port.of(port.name, port.sizes, dtype)
+    return NetworkInput.of(port.name, port.sizes, dtype)
 
 
 def _running(
     module: OnnxModule,
-    ports: Sequence[Port],
+    ports: Sequence[NetworkInput],
     chosen: Mapping[str, int],
     given: Mapping[str, Tensor],
 ) -> tuple[Tensor, ...]:
@@ -232,7 +232,7 @@ def _running(
                    f"--input FILE, or --size NAME=N for {names}")  # fmt: skip
 
 
-def _guessed(port: Port, image: tuple[int, int], length: int) -> tuple[int, ...]:
+def _guessed(port: NetworkInput, image: tuple[int, int], length: int) -> tuple[int, ...]:
     """Sizes to try: one at first, then images where there are four axes."""
     return tuple(
         size if isinstance(size, int) else 1 if axis == 0
@@ -244,11 +244,11 @@ def _guessed(port: Port, image: tuple[int, int], length: int) -> tuple[int, ...]
 # ------------------------------------------------------------------------- what the caller says
 
 
-def _dynamic(ports: Sequence[Port]) -> Iterator[str]:
+def _dynamic(ports: Sequence[NetworkInput]) -> Iterator[str]:
     return (size for port in ports for size in port.sizes if isinstance(size, str))
 
 
-def _chosen(sizes: Sequence[str], ports: Sequence[Port], path: Path) -> dict[str, int]:
+def _chosen(sizes: Sequence[str], ports: Sequence[NetworkInput], path: Path) -> dict[str, int]:
     known, chosen = set(_dynamic(ports)), {}
     for text in sizes:
         name, _, number = text.rpartition("=")
@@ -261,7 +261,7 @@ def _chosen(sizes: Sequence[str], ports: Sequence[Port], path: Path) -> dict[str
     return chosen
 
 
-def _given(inputs: Sequence[str], ports: Sequence[Port]) -> dict[str, Tensor]:
+def _given(inputs: Sequence[str], ports: Sequence[NetworkInput]) -> dict[str, Tensor]:
     """The example inputs in files, by the name of the input."""
     found: dict[str, Tensor] = {}
     for text in inputs:
@@ -283,7 +283,7 @@ def _given(inputs: Sequence[str], ports: Sequence[Port]) -> dict[str, Tensor]:
 
 
 def _sized(
-    ports: Sequence[Port],
+    ports: Sequence[NetworkInput],
     chosen: Mapping[str, int],
     given: Mapping[str, Tensor],
     guesses: Sequence[Sequence[int]],
@@ -334,10 +334,10 @@ def _fixed(
     record = cast(Provenance, whole.demasked)
     interface = record.interface
     if interface is None:
-        inputs = tuple(provenance.Port(s.name, s.dtype, s.sizes) for s in record.inputs)
+        inputs = tuple(provenance.OnnxPort(s.name, s.dtype, s.sizes) for s in record.inputs)
         leaves = pytree.tree_leaves(whole.graph.output_node().args[0])
         names = ["output"] if len(leaves) == 1 else [f"output_{k}" for k in range(len(leaves))]
-        outputs = tuple(provenance.Port(name, "", None) for name in names)
+        outputs = tuple(provenance.OnnxPort(name, "", None) for name in names)
         interface = Interface(inputs, outputs)
     whole.demasked = replace(record, interface=_static(interface, args, static))
     return remembering(capture(whole, args))

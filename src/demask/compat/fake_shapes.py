@@ -65,13 +65,13 @@ class _Patch:
             _replace_kernels(op, {key: _either(shaped, kernel) for key, kernel in kernels.items()})
         for op, fits in _FITS.items():
             if op in decomposition_table:
-                get_fast_op_impls().setdefault(op, _Kernel(op, fits))
+                get_fast_op_impls().setdefault(op, _ShapeKernel(op, fits))
 
     def _restore(self) -> None:
         for op, kernels in self.before.items():
             _replace_kernels(op, kernels)
         for op in _FITS:
-            if isinstance(get_fast_op_impls().get(op), _Kernel):
+            if isinstance(get_fast_op_impls().get(op), _ShapeKernel):
                 del get_fast_op_impls()[op]
 
 
@@ -130,7 +130,7 @@ def _shaped(op: Any) -> Callable[..., tuple[Tensor, ...]]:
 # --- norms and activations ------------------------------------------------------------------------
 
 
-class _Kernel:
+class _ShapeKernel:
     """Our kernel in threads that asked for it and where it fits, torch's otherwise."""
 
     def __init__(self, op: Any, fits: Callable[..., bool]) -> None:

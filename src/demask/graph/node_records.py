@@ -15,14 +15,14 @@ from demask.ops.custom import is_own
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class NodeReference:
     """A node by its name, in the arguments of another."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class TensorType:
     """The type of a tensor that a node makes: dynamic sizes are expressions, equal ones alike.
     It stands in meta["value"] and outlives pickling and files, as fake tensors do not."""
 
@@ -31,7 +31,7 @@ class Value:
     device: str = "cpu"
 
     @classmethod
-    def of(cls, value: Any) -> Value | None:
+    def of(cls, value: Any) -> TensorType | None:
         """The type of a fake tensor, None for anything else."""
         if not isinstance(value, torch.Tensor):
             return None
@@ -48,7 +48,7 @@ class Overload:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class NodeRecord:
     """One node of a graph, as `Graph.create_node` takes it; value: what it makes, where known."""
 
     op: str
@@ -56,32 +56,32 @@ class Row:
     target: Any
     args: Any
     kwargs: Any
-    value: Value | None = None
+    value: TensorType | None = None
 
 
-def rows_of(graph: fx.Graph) -> tuple[Row, ...]:
+def rows_of(graph: fx.Graph) -> tuple[NodeRecord, ...]:
     """The nodes of a graph in their order, without their `meta`; `graph_of` is the inverse."""
 
     def plain(leaf: Any) -> Any:
-        return Reference(leaf.name) if isinstance(leaf, fx.Node) else leaf
+        return NodeReference(leaf.name) if isinstance(leaf, fx.Node) else leaf
 
-    def row(node: fx.Node) -> Row:
+    def row(node: fx.Node) -> NodeRecord:
         target: Any = node.target
         if isinstance(target, OpOverload):
             target = Overload(schema_of(target).name, overload_name(target))
         args, kwargs = (map_aggregate(given, plain) for given in (node.args, node.kwargs))
-        return Row(node.op, node.name, target, args, kwargs, node.meta.get("value"))
+        return NodeRecord(node.op, node.name, target, args, kwargs, node.meta.get("value"))
 
     return tuple(row(node) for node in graph.nodes)
 
 
-def graph_of(rows: Sequence[Row]) -> fx.Graph:
+def graph_of(rows: Sequence[NodeRecord]) -> fx.Graph:
     """A graph with the nodes of `rows`. AttributeError where an op of another library is not
     registered: import that library first."""
     graph, nodes = fx.Graph(), {}
 
     def whole(leaf: Any) -> Any:
-        return nodes[leaf.name] if isinstance(leaf, Reference) else leaf
+        return nodes[leaf.name] if isinstance(leaf, NodeReference) else leaf
 
     for row in rows:
         target = _op(row.target) if isinstance(row.target, Overload) else row.target

@@ -68,7 +68,7 @@ NAMELESS = ("", "?", "-1", "None")  # what exporters write for a dynamic size wi
 
 
 @dataclass(frozen=True, slots=True)
-class Port:
+class OnnxPort:
     """One input or output of an ONNX file: its name, its dtype ("float32"; else what kind of value
     it is), its sizes (names of dynamic ones, "" for one with no name), None if it has none."""
 
@@ -78,7 +78,7 @@ class Port:
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class QuantizationGrid:
     """The whole numbers that a constant of an ONNX file is stored as: their dtype ("int8"), and one
     scale and zero point for all of it, or one of each for every place on an axis."""
 
@@ -93,12 +93,12 @@ class Interface:
     """How an ONNX file is called, and what it says of itself. metadata: its `metadata_props`.
     grids: of quantized constants, by the name that they get in the module."""
 
-    inputs: tuple[Port, ...]
-    outputs: tuple[Port, ...]
+    inputs: tuple[OnnxPort, ...]
+    outputs: tuple[OnnxPort, ...]
     name: str = ""
     doc: str = ""
     metadata: Mapping[str, str] = field(default_factory=dict)
-    grids: Mapping[str, Grid] = field(default_factory=dict)
+    grids: Mapping[str, QuantizationGrid] = field(default_factory=dict)
 
 
 WHOLE = "the network, whole"
@@ -106,7 +106,7 @@ GIVEN = "given"  # the form in which nothing was changed
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class TuneDecision:
     """What optimize() chose for one piece of a network: the seconds of each form it could take
     (infinite where it cannot), and which is returned (or GIVEN). place: where, or WHOLE."""
 
@@ -162,7 +162,7 @@ class Provenance:
     removed: Mapping[str, int] = field(default_factory=dict)  # module -> parameters gone
     guards: tuple[str, ...] = ()  # conditions on dynamic sizes (see `guards`)
     values: Mapping[str, str] = field(default_factory=dict)
-    decisions: tuple[Decision, ...] = ()
+    decisions: tuple[TuneDecision, ...] = ()
     speed: Speed | None = None
     interface: Interface | None = None
     densities: Mapping[str, float] = field(default_factory=dict)
@@ -227,10 +227,10 @@ def _numbers(data: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _decision(data: Mapping[str, Any]) -> Decision:
+def _decision(data: Mapping[str, Any]) -> TuneDecision:
     seconds = {str(form): inf if taken is None else float(taken)
                for form, taken in data["seconds"].items()}  # fmt: skip
-    return Decision(str(data["place"]), str(data["chosen"]), seconds)
+    return TuneDecision(str(data["place"]), str(data["chosen"]), seconds)
 
 
 def _speed(data: Mapping[str, Any]) -> Speed:
@@ -245,16 +245,16 @@ def _interface(data: Mapping[str, Any]) -> Interface:
     return Interface(inputs, outputs, str(data["name"]), str(data["doc"]), metadata, grids)
 
 
-def _grid(data: Mapping[str, Any]) -> Grid:
+def _grid(data: Mapping[str, Any]) -> QuantizationGrid:
     scales, points = tuple(map(float, data["scales"])), tuple(map(int, data["zero_points"]))
     if not all(0 < scale < inf for scale in scales) or any(abs(p) >= 2**31 for p in points):
         raise ValueError("expected finite scales above 0, and zero points of 32 bits")
-    return Grid(str(data["dtype"]), int(data["axis"]), scales, points)
+    return QuantizationGrid(str(data["dtype"]), int(data["axis"]), scales, points)
 
 
-def _port(data: Mapping[str, Any]) -> Port:
+def _port(data: Mapping[str, Any]) -> OnnxPort:
     sizes = data["sizes"]
-    return Port(str(data["name"]), str(data["dtype"]), None if sizes is None else tuple(sizes))
+    return OnnxPort(str(data["name"]), str(data["dtype"]), None if sizes is None else tuple(sizes))
 
 
 def _cut(data: Mapping[str, Any]) -> Cut:

@@ -68,14 +68,14 @@ def per_channel(tensor: Tensor, rank: int, axis: int, count: int) -> Tensor | No
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
+class ExampleSizes:
     """The dynamic sizes of the example inputs, by their symbols: export may have captured other
     ones (it takes a batch of one for two)."""
 
     sizes: Mapping[Any, int]
 
     @classmethod
-    def of(cls, graph: fx.Graph, inputs: Sequence[Any]) -> Example:
+    def of(cls, graph: fx.Graph, inputs: Sequence[Any]) -> ExampleSizes:
         """inputs: the values of the graph's placeholders."""
         nodes = [node for node in graph.nodes if node.op == "placeholder"]
         sizes = {}

@@ -48,7 +48,7 @@ def _compare() -> Any:
     return kind(CODE.addresses([kernel])[kernel])
 
 
-class Probe:
+class MemoryProbe:
     """same(): whether tensors on the CPU hold what they held when it was made. They must live."""
 
     def __init__(self, tensors: Iterable[Tensor]):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from demask.kernels.memory_probe import Probe
+    from demask.kernels.memory_probe import MemoryProbe
 
 PLANS = 8  # cached per program and weights, one for every size of the inputs; programs per weights
 MAX_COUNTED = 64  # sizes whose calls are counted
@@ -114,7 +114,7 @@ class PlanCache:
         self.discarded = 0
         self.changes = ChangeCounter()
         self.edition = 0
-        self.probe: Probe | None = None  # of the weights of these plans
+        self.probe: MemoryProbe | None = None  # of the weights of these plans
 
     def versions_of(self, weights: list[Tensor]) -> tuple[int, ...]:
         """What changes whenever a weight does."""
@@ -150,9 +150,9 @@ class PlanCache:
                 self.discarded += 1
             plan = self.plans[key] = self.new_plan(inputs, weights)
             if plan[0] is not None and self.probe is None:
-                from demask.kernels.memory_probe import Probe  # which needs LLVM
+                from demask.kernels.memory_probe import MemoryProbe  # which needs LLVM
 
-                self.probe = Probe(weights)
+                self.probe = MemoryProbe(weights)
             return plan
 
 

@@ -28,7 +28,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ArenaPlan:
     """Where each block lies, in bytes from the beginning, and how long the arena is."""
 
     offsets: tuple[int, ...]
@@ -54,7 +54,7 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def planned(blocks: Sequence[Block]) -> Plan:
+def planned(blocks: Sequence[Block]) -> ArenaPlan:
     """Offsets at which no two blocks that live at the same time overlap.
 
     >>> planned([Block(64, 0, 1), Block(64, 1, 2), Block(64, 2, 3)])
@@ -73,7 +73,7 @@ def planned(blocks: Sequence[Block]) -> Plan:
         offsets[k] = offset
         placed.append(k)
     ends = (offset + block.size for offset, block in zip(offsets, blocks, strict=True))
-    return Plan(tuple(offsets), _aligned(max(ends, default=0)))
+    return ArenaPlan(tuple(offsets), _aligned(max(ends, default=0)))
 
 
 def peak(blocks: Sequence[Block]) -> int:

@@ -1,10 +1,12 @@
 """The one table: how each op's output axes depend on its input axes."""
 
+import warnings
+
 from demask.ops import quantization as quantize
 from demask.ops.entries import contraction as contract
 from demask.ops.entries import movement as move
 from demask.ops.entries import norm, pointwise, recurrent, window
-from demask.ops.entry import Case, Declined, Entry, Spelled, Table, op_name
+from demask.ops.entry import Case, Declined, Entry, SizedLine, Table, op_name
 from demask.ops.notation import Line, parse
 from demask.ops.relation import Relation, bind
 
@@ -27,9 +29,17 @@ __all__ = [
     "Entry",
     "Line",
     "Relation",
-    "Spelled",
+    "SizedLine",
     "Table",
     "bind",
     "op_name",
     "parse",
 ]
+
+
+def __getattr__(name: str) -> type:
+    """`Spelled`, the former name of `SizedLine`, for one version."""
+    if name == "Spelled":
+        warnings.warn("demask.ops.Spelled is now SizedLine", DeprecationWarning, stacklevel=2)
+        return SizedLine
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

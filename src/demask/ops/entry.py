@@ -21,7 +21,7 @@ class Declined:
 
 
 @dataclass(frozen=True, slots=True)
-class Spelled:
+class SizedLine:
     """A line with the sizes of the letters that no operand shows alone (groups, refinements).
 
     mixes: the call's first operand holds weights that sum to one; the second is averaged by them.
@@ -32,7 +32,7 @@ class Spelled:
     mixes: bool = False
 
 
-LineOf = Callable[[fx.Node], "str | Spelled | Declined"]
+LineOf = Callable[[fx.Node], "str | SizedLine | Declined"]
 Sizes = list["int | fx.Node"]
 
 
@@ -62,7 +62,7 @@ class Shape:
 class Entry:
     """What the table says of one op.
 
-    line: the notation (see `notation`), or a function of the node that gives it, `Spelled` with
+    line: the notation (see `notation`), or a function of the node that gives it, `SizedLine` with
         sizes, or `Declined` where the node is of a form that has no rule.
     zero: operands whose zero makes the output zero: "" none, "any" of them, "first" alone.
     fill: how the value of a known output is found: "run" the op on the operands' values, "same"

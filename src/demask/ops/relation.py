@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from demask.errors import TableError
 from demask.ops import schema
-from demask.ops.entry import Declined, Entry, Spelled, Table, op_name
+from demask.ops.entry import Declined, Entry, SizedLine, Table, op_name
 from demask.ops.notation import ELLIPSIS, Axes, Line, parse
 from demask.ops.positions import Move, moves
 from demask.ops.schema import Operand
@@ -118,7 +118,7 @@ def bind(node: fx.Node, table: Table) -> Relation | Declined:
     if isinstance(spelled, Declined):
         return spelled
     text, known = (spelled, {}) if isinstance(spelled, str) else (spelled.line, spelled.sizes)
-    if isinstance(spelled, Spelled) and spelled.mixes:
+    if isinstance(spelled, SizedLine) and spelled.mixes:
         entry = replace(entry, fill="mix", main=1)
     which = schema.operands(node, entry.indices)
     numbers = [*(operand.value for operand in which), schema.arguments(node).get("fill_value")]

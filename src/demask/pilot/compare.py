@@ -19,8 +19,8 @@ from demask.failures import public
 from demask.machine.byte_sizes import human
 from demask.machine.timing import Timing, alternate
 from demask.ops import TABLE, Table
-from demask.pilot.data.lazy_weights import Held
-from demask.pilot.data.measured_values import Site, sites_of, zeroed
+from demask.pilot.data.lazy_weights import LoadedConstants
+from demask.pilot.data.measured_values import MeasuredValue, sites_of, zeroed
 from demask.pilot.data.sliced_run import each, flat, walk
 from demask.pilot.simplifiers.simplify import Simplifier, simplifier
 from demask.pilot.weight_layers import layers_of
@@ -34,7 +34,7 @@ WIDTH = 112
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ComparisonRow:
     """One simplifier on all inputs.
 
     agreement: share of outputs (rows of the first one) whose largest entry is at the same place.
@@ -66,7 +66,7 @@ class Comparison:
     without a ReLU. same: of each simplifier, per output, whether it agrees (for intervals).
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[ComparisonRow, ...]
     inputs: int
     weight_bytes: int
     macs: int
@@ -129,7 +129,7 @@ def compare(
     tell("running the full network")
     program = given(model, calls[0] if isinstance(calls[0], tuple) else (calls[0],), {}, None)
     analysis = Analysis(program, table)
-    full = _Seen.of(analysis, {}, calls)
+    full = _Observed.of(analysis, {}, calls)
     runnable = finished(analysis, program, ())  # run as the pilots are, so that times compare
     found = []
     for one in chosen:
@@ -144,21 +144,21 @@ def compare(
 
 
 def _row(
-    one: Simplifier, analysis: Analysis, full: _Seen, calls: list[Any],
+    one: Simplifier, analysis: Analysis, full: _Observed, calls: list[Any],
     runnable: nn.Module, limits: tuple[int, float],
-) -> tuple[Row, tuple[bool, ...], Timing | None]:  # fmt: skip
+) -> tuple[ComparisonRow, tuple[bool, ...], Timing | None]:  # fmt: skip
     try:
         slim = one.applied(analysis)
     except BadInput as error:
-        return Row(one.text(), refused=str(error)), (), None
+        return ComparisonRow(one.text(), refused=str(error)), (), None
     pilot = Analysis(given(slim, calls[0], {}, None), analysis.table)
-    seen = _Seen.of(pilot, slim.demasked.cuts, calls)
+    seen = _Observed.of(pilot, slim.demasked.cuts, calls)
     same = full.agreed(seen)
     precision, recall = full.zeros_found(seen)
     timings: dict[str, Timing] = {}
     if limits[0]:
         timings = _timed({"full": runnable, "pilot": slim}, calls[0], *limits)
-    row = Row(
+    row = ComparisonRow(
         one.text(),
         sum(same) / len(same) if same else None,
         full.error(seen),
@@ -196,11 +196,11 @@ def _weight_bytes(one: Simplifier, pilot: Analysis) -> int:
     return round(total)
 
 
-class _Seen:
+class _Observed:
     """What a network made on all inputs: outputs, magnitudes per channel, zeros behind ReLU."""
 
-    def __init__(self, sites: Sequence[Site]):
-        self.sites: dict[fx.Node, list[Site]] = {}
+    def __init__(self, sites: Sequence[MeasuredValue]):
+        self.sites: dict[fx.Node, list[MeasuredValue]] = {}
         for site in sites:
             self.sites.setdefault(site.node, []).append(site)
         self.magnitudes: dict[str, list[Tensor]] = {site.name: [] for site in sites}
@@ -209,11 +209,11 @@ class _Seen:
         self.count = 0
 
     @classmethod
-    def of(cls, analysis: Analysis, cuts: Any, calls: list[Any]) -> _Seen:
+    def of(cls, analysis: Analysis, cuts: Any, calls: list[Any]) -> _Observed:
         program = analysis.program
         seen = cls(sites_of(analysis, "channel", cuts))
         leaves = [flat(program, args, {}) for args in calls]
-        run = walk(program, Held(program), leaves, seen.see, outputs=True)
+        run = walk(program, LoadedConstants(program), leaves, seen.see, outputs=True)
         seen.outputs = run.outputs
         firsts = (next((t.shape[0] for t in call if isinstance(t, Tensor) and t.ndim), 1)
                   for call in leaves)  # fmt: skip
@@ -226,7 +226,7 @@ class _Seen:
             if zeroed(node):
                 self.zeros.setdefault(site.name, []).append(_whole(value == 0, site))
 
-    def agreed(self, other: _Seen) -> tuple[bool, ...]:
+    def agreed(self, other: _Observed) -> tuple[bool, ...]:
         """Per row of the first output, whether the largest entry is at the same place; nothing
         where there are no classes."""
         found: list[bool] = []
@@ -237,7 +237,7 @@ class _Seen:
             found += (a.argmax(-1) == b.argmax(-1)).flatten().tolist()
         return tuple(found)
 
-    def error(self, other: _Seen) -> float | None:
+    def error(self, other: _Observed) -> float | None:
         """The relative error of all outputs, in the Euclidean norm, in float64."""
         gap = norm = 0.0
         for mine, theirs in zip(self.outputs, other.outputs, strict=True):
@@ -246,7 +246,7 @@ class _Seen:
                 norm += float(a.double().square().sum())
         return math.sqrt(gap / norm) if norm else None
 
-    def correlation(self, other: _Seen) -> float | None:
+    def correlation(self, other: _Observed) -> float | None:
         """Pearson's, of magnitudes over inputs and channels, the mean over layers that vary."""
         found = []
         for name, mine in self.magnitudes.items():
@@ -260,7 +260,7 @@ class _Seen:
                 )
         return sum(found) / len(found) if found else None
 
-    def zeros_found(self, other: _Seen) -> tuple[float | None, float | None]:
+    def zeros_found(self, other: _Observed) -> tuple[float | None, float | None]:
         """Precision and recall of the other's zeros."""
         hit = said = true = 0
         for name, mine in self.zeros.items():
@@ -278,7 +278,7 @@ class _Seen:
         return sum(int(m.sum()) for m in every) / count if count else None
 
 
-def _whole(zeros: Tensor, site: Site) -> Tensor:
+def _whole(zeros: Tensor, site: MeasuredValue) -> Tensor:
     """Zeros of all channels of the full network: those that were cut are zero."""
     if site.kept is None or site.axis is None:
         return zeros
@@ -301,7 +301,7 @@ def _tensors(out: Any) -> list[Tensor]:
             if isinstance(leaf, Tensor) and leaf.is_floating_point()]  # fmt: skip
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: ComparisonRow) -> list[str]:
     speed = "–" if row.speed is None else f"{row.speed:.2f} ×"
     return [
         _percent(row.agreement), "–" if row.error is None else f"{row.error:.2g}",

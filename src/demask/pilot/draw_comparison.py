@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from demask.errors import BadInput
 from demask.files import atomic_write as atomic
-from demask.pilot.compare import Comparison, Row
+from demask.pilot.compare import Comparison, ComparisonRow
 from demask.pilot.data.draw import BARS, DOTS, SUFFIXES, check_installed
 
 if TYPE_CHECKING:
@@ -47,7 +47,9 @@ def _percent(share: float | None) -> float | None:
     return None if share is None else 100 * share
 
 
-def _panel(axes: Axes, title: str, values: Sequence[float | None], rows: tuple[Row, ...]) -> None:
+def _panel(
+    axes: Axes, title: str, values: Sequence[float | None], rows: tuple[ComparisonRow, ...]
+) -> None:
     axes.set_title(title, loc="left", fontsize=9)
     axes.tick_params(labelsize=7)
     axes.spines[["top", "right"]].set_visible(False)

@@ -34,9 +34,9 @@ from demask.machine.describe import machine as described
 from demask.machine.threads import checked_threads, set_threads
 from demask.machine.timing import sampled
 from demask.ops import TABLE, Table
-from demask.pilot.chains.chain_cost import NOMINAL, Machine, Reads, Uses, held, measured
+from demask.pilot.chains.chain_cost import NOMINAL, ChainRates, Reads, Uses, held, measured
 from demask.pilot.chains.chain_op import ROWS
-from demask.pilot.chains.chain_plan import Layer
+from demask.pilot.chains.chain_plan import ChainLayer
 from demask.pilot.chains.exact_conditions import (
     GAIN,
     Picked,
@@ -45,7 +45,7 @@ from demask.pilot.chains.exact_conditions import (
     layers_of,
     values_of,
 )
-from demask.pilot.chains.find import Found, found, without_dropout
+from demask.pilot.chains.find import LinearChain, found, without_dropout
 from demask.pilot.chains.ordered_graph import Order
 from demask.pilot.condition import condition_of
 from demask.pilot.conditions.base import text
@@ -68,7 +68,7 @@ CALLS, WARMUP = 24, 4
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ExplainedPair:
     """One pair of pilot and condition.
 
     seconds: predicted, of a call. gain: the network's seconds over these. loss: share of inputs
@@ -94,7 +94,7 @@ class Explanation:
     looked at. summary: what to do, in a line.
     """
 
-    lines: tuple[Line, ...]
+    lines: tuple[ExplainedPair, ...]
     seconds: float
     inputs: int
     threads: int
@@ -129,7 +129,7 @@ def explain(
     loss: float = LOSS,
     candidates: Sequence[Pair] = CANDIDATES,
     costs: Costs | None = None,
-    machine: Machine | None = None,
+    machine: ChainRates | None = None,
     clock: Callable[[], float] = perf_counter,
     table: Table = TABLE,
 ) -> Explanation:
@@ -160,14 +160,14 @@ def explain(
             asked = costs or Costs.open(threads=count)
             machine = measured(asked)
             asked.save()
-        network = _Network.of(model, several, clock, table)
+        network = _ExplainedNetwork.of(model, several, clock, table)
         lines = [_line(network, pilot, condition, machine, loss) for pilot, condition in candidates]
     lines = _compared(lines)
     where = described() + ("; bandwidths are nominal" if machine is NOMINAL else "")
     return Explanation(tuple(lines), network.seconds, len(several), count, where, _summary(lines))
 
 
-def _summary(lines: Sequence[Line]) -> str:
+def _summary(lines: Sequence[ExplainedPair]) -> str:
     used = [line for line in lines if line.use]
     if not used:
         return "use none: nothing pays here"
@@ -177,7 +177,7 @@ def _summary(lines: Sequence[Line]) -> str:
     return f"use {best.condition} by {best.pilot}"
 
 
-def _compared(lines: Sequence[Line]) -> list[Line]:
+def _compared(lines: Sequence[ExplainedPair]) -> list[ExplainedPair]:
     """Pilots of exact conditions must be faster than columns alone, which need none."""
     columns = next((line for line in lines if line.condition == "columns"), None)
     found = []
@@ -192,11 +192,11 @@ def _compared(lines: Sequence[Line]) -> list[Line]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Chain:
+class _ExplainedChain:
     """A chain of the network, the rows that come in, those of each input, why it cannot be
     conditioned ("": it can), and torch's seconds of one call."""
 
-    layers: tuple[Layer, ...]
+    layers: tuple[ChainLayer, ...]
     rows: Tensor
     came: list[Tensor]
     why: str = ""
@@ -204,12 +204,12 @@ class _Chain:
 
 
 @dataclass(frozen=True, slots=True)
-class _Network:
+class _ExplainedNetwork:
     """The network, its inputs, its chains, its seconds, those outside of chains, its operations."""
 
     model: nn.Module
     inputs: list[tuple[Any, ...]]
-    chains: tuple[_Chain, ...]
+    chains: tuple[_ExplainedChain, ...]
     seconds: float
     rest: float
     flops: float
@@ -220,7 +220,7 @@ class _Network:
     @classmethod
     def of(
         cls, model: nn.Module, inputs: list[tuple[Any, ...]], clock: Any, table: Table
-    ) -> _Network:
+    ) -> _ExplainedNetwork:
         editor = GraphEditor(given(model, inputs[0], None, None))
         without_dropout(editor)
         where, left = found(editor)
@@ -235,7 +235,7 @@ class _Network:
             many = bool(rows) and len(rows[0]) > ROWS
             why = f"{len(rows[0])} rows in a call: chains are for {ROWS} at most" if many else ""
             held = torch.cat(rows) if rows else torch.empty(0, layers[0].weight.shape[1])
-            chains.append(_Chain(layers, held[:MOST].contiguous(), rows, why))
+            chains.append(_ExplainedChain(layers, held[:MOST].contiguous(), rows, why))
         other = _rest(editor, where, inputs[0], table)
         seconds, each, rest = _timed(model, other, inputs, chains, clock)
         chains = [replace(chain, seconds=one) for chain, one in zip(chains, each, strict=True)]
@@ -244,7 +244,7 @@ class _Network:
         return cls(model, inputs, tuple(chains), seconds, rest, flops, clock, table, why)
 
 
-def _plain(layers: Sequence[Layer], x: Tensor) -> Tensor:
+def _plain(layers: Sequence[ChainLayer], x: Tensor) -> Tensor:
     for layer in layers:
         x = torch.nn.functional.linear(x, layer.weight, layer.bias)
         x = torch.relu(x) if layer.relu else x
@@ -252,7 +252,7 @@ def _plain(layers: Sequence[Layer], x: Tensor) -> Tensor:
 
 
 def _rest(
-    editor: GraphEditor, where: Sequence[Found], args: tuple[Any, ...], table: Table
+    editor: GraphEditor, where: Sequence[LinearChain], args: tuple[Any, ...], table: Table
 ) -> nn.Module | None:
     """The network with a constant in place of each chain, None where nothing else is left of it.
     The editor is used up."""
@@ -268,7 +268,7 @@ def _rest(
 
 def _timed(
     model: nn.Module, rest: nn.Module | None, inputs: Sequence[tuple[Any, ...]],
-    chains: Sequence[_Chain], clock: Callable[[], float],
+    chains: Sequence[_ExplainedChain], clock: Callable[[], float],
 ) -> tuple[float, list[float], float]:  # fmt: skip
     """Median seconds of the network, of each chain in torch, and of what is in no chain."""
     calls = {"whole": _cycled(model, inputs)}
@@ -299,8 +299,8 @@ def _flops(model: nn.Module, inputs: Sequence[tuple[Any, ...]]) -> float:
 
 
 def _line(
-    network: _Network, pilot: str, condition: str, machine: Machine, loss: float
-) -> Line:  # fmt: skip
+    network: _ExplainedNetwork, pilot: str, condition: str, machine: ChainRates, loss: float
+) -> ExplainedPair:  # fmt: skip
     try:
         kind = condition_of(condition)
         if text(kind) in EXACT:
@@ -311,10 +311,14 @@ def _line(
                            "be predicted of those")  # fmt: skip
         return _tried(network, pilot, condition, loss)
     except (DemaskError, NotImplementedError) as error:
-        return Line(pilot, condition, None, None, None, False, False, f"refused: {error}"[:200])
+        return ExplainedPair(
+            pilot, condition, None, None, None, False, False, f"refused: {error}"[:200]
+        )
 
 
-def _exact(network: _Network, pilot: str, condition: str, machine: Machine) -> Line:
+def _exact(
+    network: _ExplainedNetwork, pilot: str, condition: str, machine: ChainRates
+) -> ExplainedPair:
     """By bytes. Chains that gain nothing stay with torch."""
     seconds, said, kept = network.rest, [], 0
     for chain in network.chains:
@@ -341,11 +345,11 @@ def _exact(network: _Network, pilot: str, condition: str, machine: Machine) -> L
     gain = network.seconds / seconds
     use = gain >= GAIN
     why = "; ".join(dict.fromkeys(said))
-    return Line(pilot, condition, seconds, gain, 0.0, True, use, why)
+    return ExplainedPair(pilot, condition, seconds, gain, 0.0, True, use, why)
 
 
 def picked_here(
-    layers: Sequence[Layer], rows: Tensor, allowed: Sequence[str], machine: Machine
+    layers: Sequence[ChainLayer], rows: Tensor, allowed: Sequence[str], machine: ChainRates
 ) -> Picked:
     """Modes by these rows, with the seconds that their footprint makes of them."""
     picked = choose(layers, rows, allowed, machine)
@@ -359,7 +363,7 @@ def picked_here(
     return replace(picked, seconds=seconds + extra)
 
 
-def _uses(layer: Layer, mode: str, moved: Reads, x: Tensor, y: Tensor) -> list[Uses]:
+def _uses(layer: ChainLayer, mode: str, moved: Reads, x: Tensor, y: Tensor) -> list[Uses]:
     """What calls on the rows of x, which gave y, read of a layer: columns, or all of its whole
     numbers and rows, those the most often that are the most often above zero."""
     count, columns = layer.weight.shape
@@ -374,7 +378,7 @@ def _uses(layer: Layer, mode: str, moved: Reads, x: Tensor, y: Tensor) -> list[U
     return [Uses(torch.tensor([moved.whole]), torch.ones(1)), rows]
 
 
-def _tried(network: _Network, pilot: str, condition: str, allowed: float) -> Line:
+def _tried(network: _ExplainedNetwork, pilot: str, condition: str, allowed: float) -> ExplainedPair:
     """Timed and compared on the inputs, pilot included; `allowed`: share of answers that may
     differ."""
     kind = condition_of(condition)
@@ -389,10 +393,10 @@ def _tried(network: _Network, pilot: str, condition: str, allowed: float) -> Lin
     elif loss > allowed:
         why += f"; {loss:.1%} of the answers differ, {allowed:.1%} may"
     use = gain >= GAIN and loss <= allowed
-    return Line(pilot, condition, seconds, gain, loss, False, use, why)
+    return ExplainedPair(pilot, condition, seconds, gain, loss, False, use, why)
 
 
-def _beside(made: nn.Module, network: _Network) -> tuple[float, int]:
+def _beside(made: nn.Module, network: _ExplainedNetwork) -> tuple[float, int]:
     """The median seconds of a call over the network's, in turns on the inputs (twice, if they are
     few), and how many answers differ."""
     mine, whole, changed, clock = [], [], 0, network.clock

@@ -177,14 +177,14 @@ class Gate(TorchFunctionMode):
         self, optimizer: optim.Optimizer, rows: Mapping[nn.Parameter, Tensor]
     ) -> Iterator[None]:
         """The optimizer sees the chosen rows of parameters, gradients and state."""
-        narrow: list[_Narrow] = []
+        narrow: list[_NarrowParameter] = []
         hidden: list[tuple[Tensor, Tensor]] = []
         try:
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 if parameter.grad is None:
                     continue
                 if parameter in rows:
-                    narrow.append(_Narrow(parameter, rows[parameter], optimizer.state))
+                    narrow.append(_NarrowParameter(parameter, rows[parameter], optimizer.state))
                     self.updated += len(rows[parameter]) * parameter[0].numel()
                 elif self.rest:
                     self.updated += parameter.numel()
@@ -199,7 +199,7 @@ class Gate(TorchFunctionMode):
                 parameter.grad = grad
 
 
-class _Narrow:
+class _NarrowParameter:
     """A parameter cut to some rows, with its gradient and what the optimizer keeps of it."""
 
     def __init__(self, parameter: nn.Parameter, rows: Tensor, state: Any):
@@ -250,7 +250,7 @@ def _layers(model: nn.Module) -> Iterator[Gated]:
 # ------------------------------------------------------------- gradients of some rows, as functions
 
 
-class _Linear(torch.autograd.Function):
+class _GatedLinear(torch.autograd.Function):
     """linear(x, w, b) whose weight and bias have gradients in some rows, zeros elsewhere."""
 
     @staticmethod
@@ -272,7 +272,7 @@ class _Linear(torch.autograd.Function):
         return for_x, for_weight, for_bias, None
 
 
-class _Conv(torch.autograd.Function):
+class _GatedConv(torch.autograd.Function):
     """A convolution without groups whose weight and bias have gradients in some rows."""
 
     @staticmethod
@@ -304,7 +304,7 @@ class _Conv(torch.autograd.Function):
 
 
 def _linear(bound: Mapping[str, Any], rows: Tensor) -> Tensor:
-    return _Linear.apply(bound["input"], bound["weight"], bound["bias"], rows)  # type: ignore[return-value]
+    return _GatedLinear.apply(bound["input"], bound["weight"], bound["bias"], rows)  # type: ignore[return-value]
 
 
 def _conv(bound: Mapping[str, Any], rows: Tensor) -> Tensor | None:
@@ -314,7 +314,7 @@ def _conv(bound: Mapping[str, Any], rows: Tensor) -> Tensor | None:
     if bound["input"].ndim != axes + 2:
         return None  # one image without a batch
     knobs = tuple(_each(bound[name], axes) for name in ("stride", "padding", "dilation"))
-    return _Conv.apply(bound["input"], bound["weight"], bound["bias"], rows, knobs)  # type: ignore[return-value]
+    return _GatedConv.apply(bound["input"], bound["weight"], bound["bias"], rows, knobs)  # type: ignore[return-value]
 
 
 def _each(value: Any, axes: int) -> list[int]:

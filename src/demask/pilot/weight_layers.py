@@ -20,7 +20,7 @@ from demask.ops import Relation, schema
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class WeightLayer:
     """A call that sums products with a constant weight.
 
     name: the fully qualified name of the module that holds the weight; a second call that reads it
@@ -44,13 +44,13 @@ class Layer:
         return self.relation.operands[self.operand].value
 
 
-def layers_of(analysis: Analysis) -> tuple[Layer, ...]:
+def layers_of(analysis: Analysis) -> tuple[WeightLayer, ...]:
     """The layers in the order in which they run."""
     counts: Counter[str] = Counter()
     return tuple(_named(analysis, counts))
 
 
-def _named(analysis: Analysis, counts: Counter[str]) -> Iterator[Layer]:
+def _named(analysis: Analysis, counts: Counter[str]) -> Iterator[WeightLayer]:
     for node, relation in analysis.relations.items():
         if not isinstance(relation, Relation) or not (
             relation.entry.fill == "sum" or relation.back
@@ -63,7 +63,7 @@ def _named(analysis: Analysis, counts: Counter[str]) -> Iterator[Layer]:
             rows, columns = _axes(relation, operand)
             axis = None if relation.back else _output_axis(relation, operand, rows)
             shown = name if counts[name] == 1 else f"{name}#{counts[name]}"
-            yield Layer(shown, node, relation, operand, key, rows, columns, axis)
+            yield WeightLayer(shown, node, relation, operand, key, rows, columns, axis)
 
 
 def _weights(relation: Relation) -> Iterator[int]:

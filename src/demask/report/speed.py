@@ -10,14 +10,14 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from demask.graph.provenance import GIVEN, WHOLE, Decision, Speed
+from demask.graph.provenance import GIVEN, WHOLE, Speed, TuneDecision
 from demask.text_table import number_table
 
 NAMED = 3  # places named per row
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SpeedChoice:
     """Pieces for which one form was chosen among the same others: how many, the seconds of all of
     them in that form, and in the form that is the next best for all; the first places."""
 
@@ -29,7 +29,7 @@ class Choice:
     places: tuple[str, ...]
 
 
-def returned(decisions: Sequence[Decision]) -> str:
+def returned(decisions: Sequence[TuneDecision]) -> str:
     """Which network optimize() returned, in one line; empty of another function's result."""
     whole = next((decision for decision in decisions if decision.place == WHOLE), None)
     if whole is None:
@@ -39,7 +39,7 @@ def returned(decisions: Sequence[Decision]) -> str:
     return f"returned: {whole.chosen}"
 
 
-def speed_parts(speed: Speed, decisions: Sequence[Decision]) -> Iterable[RenderableType]:
+def speed_parts(speed: Speed, decisions: Sequence[TuneDecision]) -> Iterable[RenderableType]:
     """Lines and tables that say what was measured."""
     given, result = (_milliseconds(row) for row in (speed.given, speed.result))
     threads = f"{speed.threads} thread{'s' if speed.threads > 1 else ''}"
@@ -54,9 +54,9 @@ def speed_parts(speed: Speed, decisions: Sequence[Decision]) -> Iterable[Rendera
         yield _pieces(found)
 
 
-def choices(decisions: Sequence[Decision]) -> list[Choice]:
+def choices(decisions: Sequence[TuneDecision]) -> list[SpeedChoice]:
     """Decisions by what was chosen, and by what could have been; most seconds first."""
-    groups: dict[tuple[str, tuple[str, ...]], list[Decision]] = {}
+    groups: dict[tuple[str, tuple[str, ...]], list[TuneDecision]] = {}
     for decision in decisions:
         groups.setdefault((decision.chosen, tuple(decision.seconds)), []).append(decision)
     found = []
@@ -65,12 +65,12 @@ def choices(decisions: Sequence[Decision]) -> list[Choice]:
         others = {name: taken for name, taken in totals.items() if name != form and taken < inf}
         instead = min(others, key=others.__getitem__, default="")
         places = tuple(decision.place for decision in group)
-        found.append(Choice(form, len(group), totals[form], instead, others.get(instead, inf),
+        found.append(SpeedChoice(form, len(group), totals[form], instead, others.get(instead, inf),
                             places))  # fmt: skip
     return sorted(found, key=lambda choice: -choice.seconds)
 
 
-def _whole(decision: Decision) -> Table:
+def _whole(decision: TuneDecision) -> Table:
     table = number_table("the network in each form", "ms")
     for form, taken in sorted(decision.seconds.items(), key=lambda row: row[1]):
         word = f"{form} (returned)" if form == decision.chosen else form
@@ -78,7 +78,7 @@ def _whole(decision: Decision) -> Table:
     return table
 
 
-def _pieces(found: Sequence[Choice]) -> Table:
+def _pieces(found: Sequence[SpeedChoice]) -> Table:
     table = number_table("pieces, asked one by one", "how many", "ms", "ms in the next best form")
     table.add_column("where")
     for choice in found:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from demask.graph.provenance import Decision, Sizes, Speed
+from demask.graph.provenance import Sizes, Speed, TuneDecision
 
 NOTHING = "nothing left to remove"
 
@@ -31,7 +31,7 @@ class ReportValues:
     declined: tuple[Decline, ...]
     notes: tuple[str, ...]
     speed: Speed | None = None
-    decisions: tuple[Decision, ...] = ()
+    decisions: tuple[TuneDecision, ...] = ()
     densities: Mapping[str, float] = field(default_factory=dict)
     form: str = "graph"
     graph_reasons: tuple[str, ...] = ()

@@ -23,7 +23,7 @@ from demask.ops import TABLE, Table
 from demask.shrink.check import checked, unlike
 from demask.shrink.on_device import CPU, on_device, through_cpu
 from demask.shrink.own_class.build import (
-    Place,
+    PreservedShape,
     changed_numbers,
     constants_at_effects,
     own_class,
@@ -90,7 +90,7 @@ def demask(
     slim = through_cpu(demask, model, args, kwargs, masks=on_device(masks, CPU), **rest)
     if slim is not None:
         return slim
-    call = _Call(model, args, kwargs, dynamic_shapes, table, masks)
+    call = _DemaskCall(model, args, kwargs, dynamic_shapes, table, masks)
     differs: CaptureDiffers | None = None
     for program, target, record, apart in _candidates(call.programs(model), call.table):
         own, reasons = call.own(program, target, record, apart, result, check)
@@ -129,7 +129,7 @@ def _demask_modules(
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _DemaskCall:
     """A call of demask()."""
 
     model: nn.Module | ExportedProgram
@@ -182,7 +182,7 @@ class _Call:
 
     def _own(
         self, program: Program, target: Program, record: Provenance, check: bool,
-        *, spare: frozenset[str] = frozenset(), why: tuple[Unlike, list[Place]] | None = None,
+        *, spare: frozenset[str] = frozenset(), why: tuple[Unlike, list[PreservedShape]] | None = None,
     ) -> nn.Module:  # fmt: skip
         """The class result that computes `target`, which `program` became; raises Unlike.
 

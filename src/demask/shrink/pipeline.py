@@ -184,7 +184,7 @@ def reduced(
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _MeasuredProgram:
     """A program, how it measures, and how its tensors were cut from those of the first."""
 
     program: Program
@@ -198,16 +198,18 @@ class _Step:
         return (self.sizes.parameters, self.sizes.macs, traffic(self.program))
 
 
-_Pass = tuple[_Step | None, tuple[Reason, ...]]
+_Pass = tuple[_MeasuredProgram | None, tuple[Reason, ...]]
 
 
-def _measured(program: Program, table: Table) -> _Step:
+def _measured(program: Program, table: Table) -> _MeasuredProgram:
     whole = Log().attempt("the split of recurrent calls", lambda: layered(program), program)
     sizes = sizes_of(program, Analysis(whole, table).relations)
-    return _Step(program, sizes, _uncut(program))
+    return _MeasuredProgram(program, sizes, _uncut(program))
 
 
-def _smallest(step: _Step, table: Table, options: tuple[bool, bool], log: Log) -> _Step:
+def _smallest(
+    step: _MeasuredProgram, table: Table, options: tuple[bool, bool], log: Log
+) -> _MeasuredProgram:
     """What passes leave of a program, made until one makes nothing smaller. Where the first does
     not, its reasons are those of the program."""
     first, failed = step, (None, ())
@@ -219,7 +221,7 @@ def _smallest(step: _Step, table: Table, options: tuple[bool, bool], log: Log) -
         step = smaller
 
 
-def _smaller(step: _Step, table: Table, options: tuple[bool, bool], log: Log) -> _Pass:
+def _smaller(step: _MeasuredProgram, table: Table, options: tuple[bool, bool], log: Log) -> _Pass:
     """One more pass, if it makes the program smaller in something and no larger in parameters;
     else what was kept in the first attempt, and why."""
     refused: list[tuple[Reason, ...]] = []
@@ -373,7 +375,7 @@ def _tied(analysis: LayoutAnalysis) -> Placement:
     return place(analysis, tied=True)
 
 
-def _provenance(first: _Step, last: _Step, log: Log) -> Provenance:
+def _provenance(first: _MeasuredProgram, last: _MeasuredProgram, log: Log) -> Provenance:
     marks = [node.meta["effect"] for node in last.program.graph.nodes if "effect" in node.meta]
     return Provenance(
         cuts=last.cuts,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Rows(NamedTuple):
+class CsrMatrix(NamedTuple):
     """A matrix in CSR; rows that are there have names if most of them are empty."""
 
     crow: Tensor
@@ -31,7 +31,7 @@ def like(x: Tensor, rows: int, columns: int) -> Tensor:
     return x.new_empty(rows, columns)
 
 
-def row_of(m: Rows) -> Tensor:
+def row_of(m: CsrMatrix) -> Tensor:
     """The row of each nonzero, int64."""
     count = m.crow.shape[0] - 1
     rows = torch.arange(count, device=m.crow.device) if m.names is None else m.names.long()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from demask.errors import BadInput
 from demask.ops.activations import ActivationLike, act_of
-from demask.sparse.csr_matrix import Rows
+from demask.sparse.csr_matrix import CsrMatrix
 from demask.sparse.products.gradient_ops import kernels
 from demask.sparse.products.spmm_op import NARROW, product
 from demask.sparse.reference import check_indices, traced
@@ -162,8 +162,8 @@ def sparse_product(a: Tensor, b: Tensor) -> Tensor:
     (crow, col, values), (other_crow, other_col, other_values) = csr_parts(a), csr_parts(b)
     gpu, size = kernels(values), (a.shape[0], b.shape[1])
     if gpu is not None and not _followed(values, other_values):
-        left = Rows(crow, col, values, None, (a.shape[0], a.shape[1]))
-        right = Rows(other_crow, other_col, other_values, None, (b.shape[0], b.shape[1]))
+        left = CsrMatrix(crow, col, values, None, (a.shape[0], a.shape[1]))
+        right = CsrMatrix(other_crow, other_col, other_values, None, (b.shape[0], b.shape[1]))
         if gpu.takes(left, other_values):
             starts, columns, sums = gpu.sparse_product(left, right)
             return torch.sparse_csr_tensor(starts, columns, sums, size, check_invariants=False)

@@ -20,7 +20,15 @@ from demask.errors import BadInput
 from demask.ops.activations import ActivationLike, act_of, module_of
 from demask.sparse import reference as dense
 from demask.sparse.segment.segment_op import segment
-from demask.sparse.segment_program import MAX_SIZE, Conv, Linear, Pair, Program, Span, Weight
+from demask.sparse.segment_program import (
+    MAX_SIZE,
+    ConvStep,
+    LinearStep,
+    Pair,
+    SegmentProgram,
+    Span,
+    SparseWeight,
+)
 
 Sizes = int | Sequence[int]
 
@@ -45,7 +53,7 @@ class SparseLayer(nn.Module):
             raise BadInput(f"expected a bias of shape ({self.rows},), got {tuple(bias.shape)}")
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
 
-    def _step(self) -> Linear | Conv:
+    def _step(self) -> LinearStep | ConvStep:
         """The layer as a step of a program."""
         raise NotImplementedError
 
@@ -53,11 +61,11 @@ class SparseLayer(nn.Module):
         """A shape of an input."""
         raise NotImplementedError
 
-    def _spans(self) -> tuple[Weight, Span | None]:
+    def _spans(self) -> tuple[SparseWeight, Span | None]:
         """Weight and bias among `_weights`."""
         n = self.values.numel()
         bias = None if self.bias is None else (3, 0, self.rows)
-        return Weight((0, 0, n), (1, 0, self.rows + 1), (2, 0, n)), bias
+        return SparseWeight((0, 0, n), (1, 0, self.rows + 1), (2, 0, n)), bias
 
     def _weights(self) -> list[Tensor]:
         found = [self.values, self.crow, self.col]
@@ -65,7 +73,7 @@ class SparseLayer(nn.Module):
 
     def _describe(self) -> None:
         """Note the program that computes this layer."""
-        self.program = Program((self.kind,), (self._step(),), (1,)).text()
+        self.program = SegmentProgram((self.kind,), (self._step(),), (1,)).text()
 
     def _run(self, x: Tensor, program: str) -> Tensor:
         if x.dtype != self.values.dtype:
@@ -167,9 +175,9 @@ class SparseLinear(SparseLayer):
             raise BadInput(f"expected x [..., {self.columns}], got {tuple(x.shape)}")
         return self._run(x, self.program)
 
-    def _step(self) -> Linear:
+    def _step(self) -> LinearStep:
         weight, bias = self._spans()
-        return Linear(0, weight, bias, self.rows, self.act)
+        return LinearStep(0, weight, bias, self.rows, self.act)
 
     def _shape(self) -> tuple[int, ...]:
         return (self.columns,)
@@ -287,10 +295,10 @@ density=1.000, activation=silu)
         y = self._run(x, program)
         return y.squeeze(0) if single else y
 
-    def _step(self) -> Conv:
+    def _step(self) -> ConvStep:
         return self._conv(self.output_padding)
 
-    def _conv(self, more: Sequence[int]) -> Conv:
+    def _conv(self, more: Sequence[int]) -> ConvStep:
         """The step with so much output_padding."""
         weight, bias = self._spans()
         pads = self._pads if self.padding_mode == "zeros" else ((0, 0),) * self.axes
@@ -303,7 +311,7 @@ density=1.000, activation=silu)
             "padding": pads if whole else ((0, 0), *pads),
         }
         fields |= {"groups": self.groups, "transposed": self.transposed, "act": self.act}
-        return Conv(0, weight, bias, self.rows, **fields)
+        return ConvStep(0, weight, bias, self.rows, **fields)
 
     def _shape(self) -> tuple[int, ...]:
         return (1, self.in_channels, *[1] * self.axes)
@@ -354,7 +362,7 @@ class SparseConvTranspose(SparseConv):
         if output_size is None:
             return self._convolved(x, self.program)
         step = self._conv(self._missing(x, output_size))
-        return self._convolved(x, Program((self.kind,), (step,), (1,)).text())
+        return self._convolved(x, SegmentProgram((self.kind,), (step,), (1,)).text())
 
     def _missing(self, x: Tensor, output_size: Sequence[int]) -> list[int]:
         """The output_padding that gives an output of this size."""

@@ -18,24 +18,27 @@ from demask.errors import BadInput
 from demask.ops.activations import activate
 from demask.sparse.segment_program import (
     MAX_SIZE,
+    NAMES,
     Add,
     Cat,
-    Conv,
+    ConvStep,
     Flat,
-    Linear,
-    Mean,
-    Pool,
-    Program,
+    LinearStep,
+    MeanStep,
+    PoolStep,
+    SegmentProgram,
     Span,
+    SparseWeight,
     Step,
-    Weight,
     reads,
 )
 
 STORED = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8)
 
 
-def run(program: Program, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+def run(
+    program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[Tensor]
+) -> list[Tensor]:
     """The outputs of the program: tensors like the inputs, in their dtype.
 
     They may be inputs, or views of one another. BadInput for shapes, dtypes and indices that do not
@@ -51,7 +54,7 @@ def run(program: Program, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -
 
 
 def check(
-    program: Program, inputs: Sequence[Tensor], weights: Sequence[Tensor]
+    program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> list[tuple[Any, ...]]:
     """The shape of every value; BadInput for tensors that are none of a program's.
 
@@ -72,7 +75,7 @@ def check(
 
 
 def weight(
-    step: Conv | Linear, weights: Sequence[Tensor], shape: Sequence[int],
+    step: ConvStep | LinearStep, weights: Sequence[Tensor], shape: Sequence[int],
     dtype: torch.dtype | None = None, make: Callable[..., Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """The weight of a step as torch's layer has it: that of linear, conv1d, conv2d,
@@ -83,7 +86,7 @@ def weight(
     BadInput for columns outside of the matrix and row starts that do not rise.
     """
     make = make or scattered
-    if isinstance(step, Linear):
+    if isinstance(step, LinearStep):
         return make(step, weights, int(shape[-1]), dtype)
     inner, kernel = int(shape[1]) // step.groups, step.kernel[4 - len(shape) :]
     found = make(step, weights, inner * step.kernel[0] * step.kernel[1], dtype)
@@ -94,7 +97,7 @@ def weight(
     return found.reshape(step.groups * inner, outer, *kernel)
 
 
-def bias(step: Conv | Linear, weights: Sequence[Tensor]) -> Tensor | None:
+def bias(step: ConvStep | LinearStep, weights: Sequence[Tensor]) -> Tensor | None:
     """The bias of a step [out], or None."""
     return None if step.bias is None else part(step.bias, weights)
 
@@ -112,7 +115,7 @@ def part(span: Span, weights: Sequence[Tensor]) -> Tensor:
 
 
 def matrix(
-    weight: Weight, weights: Sequence[Tensor], columns: int
+    weight: SparseWeight, weights: Sequence[Tensor], columns: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Values, row starts and columns of a matrix; BadInput for indices that lead outside of it."""
     values, crow, col = (part(span, weights) for span in (weight.values, weight.crow, weight.col))
@@ -147,15 +150,15 @@ def call(
     the dtype of the values.
     """
     x = operands[0]
-    if isinstance(step, (Conv, Linear)):
+    if isinstance(step, (ConvStep, LinearStep)):
         if weight is None:
-            raise BadInput(f"expected the weight of a {type(step).__name__}")
-        conv = isinstance(step, Conv)
+            raise BadInput(f"expected the weight of a {NAMES[type(step)]}")
+        conv = isinstance(step, ConvStep)
         y = _conv(step, x, weight, bias) if conv else F.linear(x, weight, bias)
         return activate(y if step.add is None else y + operands[1], step.act)
-    if isinstance(step, Pool):
+    if isinstance(step, PoolStep):
         return _pool(step, x)
-    if isinstance(step, Mean):
+    if isinstance(step, MeanStep):
         return x.mean((2, 3), keepdim=step.keep)
     if isinstance(step, Flat):
         return x.flatten(1)
@@ -166,7 +169,7 @@ def call(
 
 def _layer(step: Step, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
     """Weight and bias of a step in the dtype of x; None where it has none."""
-    if not isinstance(step, (Conv, Linear)):
+    if not isinstance(step, (ConvStep, LinearStep)):
         return None, None
     found = bias(step, weights)
     return weight(step, weights, x.shape, x.dtype), None if found is None else found.to(x.dtype)
@@ -182,7 +185,7 @@ def traced(tensors: Sequence[Tensor]) -> bool:
 
 
 def scattered(
-    step: Conv | Linear, weights: Sequence[Tensor], columns: int, dtype: torch.dtype | None
+    step: ConvStep | LinearStep, weights: Sequence[Tensor], columns: int, dtype: torch.dtype | None
 ) -> Tensor:
     """The matrix of a step [out, columns]; entries that are there twice are summed."""
     if step.out * columns > MAX_SIZE:
@@ -199,7 +202,7 @@ def scattered(
     return zeros.index_add(0, row * columns + col, values).reshape(step.out, columns)
 
 
-def _conv(step: Conv, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _conv(step: ConvStep, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     axes = x.dim() - 2
     stride, dilation = step.stride[-axes:], step.dilation[-axes:]
     before, behind = zip(*step.padding[-axes:], strict=True)
@@ -211,7 +214,7 @@ def _conv(step: Conv, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return function(x, weight, bias, stride, before, dilation, step.groups)
 
 
-def _transposed(step: Conv, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _transposed(step: ConvStep, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     axes = x.dim() - 2
     stride, dilation = step.stride[-axes:], step.dilation[-axes:]
     before, behind = zip(*step.padding[-axes:], strict=True)
@@ -230,7 +233,7 @@ def _ends(before: Sequence[int], behind: Sequence[int]) -> list[int]:
     return [n for pair in pairs for n in pair]
 
 
-def _pool(step: Pool, x: Tensor) -> Tensor:
+def _pool(step: PoolStep, x: Tensor) -> Tensor:
     if step.mean:
         return F.avg_pool2d(x, step.kernel, step.stride, step.padding, step.ceil, step.counted)
     return F.max_pool2d(x, step.kernel, step.stride, step.padding, step.dilation, step.ceil)

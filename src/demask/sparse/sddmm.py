@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from demask.errors import BadInput
-from demask.sparse.csr_matrix import Rows
+from demask.sparse.csr_matrix import CsrMatrix
 from demask.sparse.functional import DCSR, csr_parts
 from demask.sparse.products.gradient_ops import sampled
 
@@ -48,7 +48,7 @@ def sddmm(a: Tensor, b: Tensor, mask: Tensor | DCSR, *, transposed: bool = False
         (crow, col, values), names = csr_parts(mask), None
     if col.device != a.device:
         raise BadInput(f"expected one device, got a on {a.device} and a mask on {col.device}")
-    found = sampled(Rows(crow, col, values, names, (size[0], size[1])), a, other)
+    found = sampled(CsrMatrix(crow, col, values, names, (size[0], size[1])), a, other)
     if short:
         return DCSR(mask.rows, crow, col, found, mask.size)
     return torch.sparse_csr_tensor(crow, col, found, size, check_invariants=False)

@@ -32,7 +32,7 @@ Pair = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
+class SparseWeight:
     """A sparse matrix [rows, columns] in CSR: float values, int32 row starts and columns. That of
     a convolution is [out, in / groups · kernel height · kernel width], as `weight.flatten(1)`.
     values: float32, bfloat16, or int8 with a float32 scale per row."""
@@ -44,7 +44,7 @@ class Weight:
 
 
 @dataclass(frozen=True, slots=True)
-class Conv:
+class ConvStep:
     """act(conv(x) + bias + value `add`) of an image or a signal (height 1).
 
     padding: before and behind, per axis. transposed: as conv_transpose, whose full output (input
@@ -55,7 +55,7 @@ class Conv:
     """
 
     x: int
-    weight: Weight
+    weight: SparseWeight
     bias: Span | None
     out: int
     kernel: Pair
@@ -70,11 +70,11 @@ class Conv:
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class LinearStep:
     """act(x @ W.T + bias + value `add`) of tokens."""
 
     x: int
-    weight: Weight
+    weight: SparseWeight
     bias: Span | None
     out: int
     act: Act | None = None
@@ -83,7 +83,7 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class PoolStep:
     """The largest or the mean value of each window. ceil: windows may begin inside and end outside
     the padded image. counted: the padding counts in means, whose windows have no dilation."""
 
@@ -98,7 +98,7 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
-class Mean:
+class MeanStep:
     """The mean of each channel of an image: an image of one pixel (keep) or tokens."""
 
     x: int
@@ -136,13 +136,17 @@ class Cat:
     xs: tuple[int, ...]
 
 
-Step = Conv | Linear | Pool | Mean | Flat | Map | Add | Cat
-STEPS: dict[str, type] = {kind.__name__.lower(): kind for kind in (
-    Conv, Linear, Pool, Mean, Flat, Map, Add, Cat)}  # fmt: skip
+Step = ConvStep | LinearStep | PoolStep | MeanStep | Flat | Map | Add | Cat
+# The name of each kind of step in the text of a program, which files store.
+STEPS: dict[str, type] = {
+    "conv": ConvStep, "linear": LinearStep, "pool": PoolStep, "mean": MeanStep, "flat": Flat,
+    "map": Map, "add": Add, "cat": Cat,
+}  # fmt: skip
+NAMES = {kind: name for name, kind in STEPS.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class SegmentProgram:
     """Steps from inputs (their kinds) to outputs (values)."""
 
     inputs: tuple[str, ...]
@@ -155,12 +159,12 @@ class Program:
 
     def text(self) -> str:
         """As one line of JSON: `Program.parse` reads it."""
-        steps = [{"op": type(s).__name__.lower(), **_plain(s)} for s in self.steps]
+        steps = [{"op": NAMES[type(s)], **_plain(s)} for s in self.steps]
         whole = {"inputs": self.inputs, "steps": steps, "outputs": self.outputs}
         return json.dumps(whole, separators=(",", ":"))
 
     @classmethod
-    def parse(cls, text: str) -> Program:
+    def parse(cls, text: str) -> SegmentProgram:
         """The program of a text; BadInput for what is none."""
         if len(text) > MAX_TEXT:
             raise BadInput(f"expected a program of at most {MAX_TEXT} characters, got {len(text)}")
@@ -190,7 +194,7 @@ class Program:
             try:
                 made.append(_positive(_shape(step, made, kind), kind))
             except BadInput as error:
-                raise BadInput(f"step {place} ({type(step).__name__}): {error}") from None
+                raise BadInput(f"step {place} ({NAMES[type(step)]}): {error}") from None
         return made
 
 
@@ -222,11 +226,11 @@ def _plain(step: Step) -> dict[str, Any]:
     for f in fields(step):
         value = getattr(step, f.name)
         if value != f.default:
-            found[f.name] = _spans(value) if isinstance(value, Weight) else value
+            found[f.name] = _spans(value) if isinstance(value, SparseWeight) else value
     return found
 
 
-def _spans(weight: Weight) -> list[Span]:
+def _spans(weight: SparseWeight) -> list[Span]:
     spans = [weight.values, weight.crow, weight.col]
     return spans if weight.scale is None else [*spans, weight.scale]
 
@@ -238,7 +242,7 @@ def _step(entry: dict[str, Any]) -> Step:
         raise BadInput(f"expected the fields {sorted(known)}, got {sorted(entry)}")
     values = {key: _tupled(value) for key, value in entry.items()}
     if "weight" in values:
-        values["weight"] = Weight(*values["weight"])
+        values["weight"] = SparseWeight(*values["weight"])
     return kind(**values)
 
 
@@ -246,7 +250,7 @@ def _tupled(value: Any) -> Any:
     return tuple(map(_tupled, value)) if isinstance(value, list) else value
 
 
-def _kinds(program: Program) -> tuple[str, ...]:
+def _kinds(program: SegmentProgram) -> tuple[str, ...]:
     """The kind of each value; BadInput for steps whose fields make no sense."""
     made: list[str] = []
     for kind in program.inputs:
@@ -258,7 +262,7 @@ def _kinds(program: Program) -> tuple[str, ...]:
             _check(step, len(made))
             made.append(_kind(step, [made[v] for v in reads(step)]))
         except BadInput as error:
-            raise BadInput(f"step {place} ({type(step).__name__}): {error}") from None
+            raise BadInput(f"step {place} ({NAMES[type(step)]}): {error}") from None
     if not program.outputs or not all(_is_count(v) and v < len(made) for v in program.outputs):
         raise BadInput(f"expected outputs among {len(made)} values, got {program.outputs!r:.80}")
     return tuple(made)
@@ -266,15 +270,15 @@ def _kinds(program: Program) -> tuple[str, ...]:
 
 def _kind(step: Step, found: Sequence[str]) -> str:
     """The kind of what a step makes."""
-    wanted = {Conv: ("image", "signal"), Pool: ("image",), Mean: ("image",), Flat: ("image",),
-              Linear: ("tokens",)}.get(type(step), KINDS)  # fmt: skip
+    wanted = {ConvStep: ("image", "signal"), PoolStep: ("image",), MeanStep: ("image",), Flat: ("image",),
+              LinearStep: ("tokens",)}.get(type(step), KINDS)  # fmt: skip
     if found[0] not in wanted or len(set(found)) != 1:
         raise BadInput(f"expected values of one kind of {wanted}, got {found}")
-    if isinstance(step, Conv) and found[0] == "signal":
+    if isinstance(step, ConvStep) and found[0] == "signal":
         first = step.kernel[0], step.stride[0], step.dilation[0], step.padding[0]
         if first != (1, 1, 1, (0, 0)):
             raise BadInput(f"expected a kernel of height 1 for a signal, got {step.kernel}")
-    if isinstance(step, Flat) or (isinstance(step, Mean) and not step.keep):
+    if isinstance(step, Flat) or (isinstance(step, MeanStep) and not step.keep):
         return "tokens"
     return found[0]
 
@@ -287,18 +291,18 @@ def _check(step: Step, known: int) -> None:
     """Raise BadInput for fields that make no sense, whatever the sizes."""
     if not all(_is_count(v) and v < known for v in reads(step)) or not reads(step):
         raise BadInput(f"expected values before it, got {reads(step)!r:.80}")
-    if isinstance(step, Mean) and type(step.keep) is not bool:
+    if isinstance(step, MeanStep) and type(step.keep) is not bool:
         raise BadInput(f"expected a flag, got keep={step.keep!r:.40}")
-    if isinstance(step, (Conv, Linear)):
+    if isinstance(step, (ConvStep, LinearStep)):
         _check_layer(step)
-    if isinstance(step, (Conv, Pool)):
+    if isinstance(step, (ConvStep, PoolStep)):
         _check_window(step)
     act = getattr(step, "act", None)
     if act is not None or isinstance(step, Map):
         _check_act(act)
 
 
-def _check_layer(step: Conv | Linear) -> None:
+def _check_layer(step: ConvStep | LinearStep) -> None:
     weight = step.weight
     spans = _spans(weight) + ([] if step.bias is None else [step.bias])
     for span in spans:
@@ -315,14 +319,14 @@ def _check_layer(step: Conv | Linear) -> None:
             raise BadInput(f"expected a {what} per output channel, got {span}")
 
 
-def _check_window(step: Conv | Pool) -> None:
+def _check_window(step: ConvStep | PoolStep) -> None:
     for key in ("kernel", "stride", "dilation"):
         found = getattr(step, key)
         if len(found) != 2 or not all(_is_count(n, 1) for n in found):
             raise BadInput(f"expected two positive {key} sizes, got {found!r:.80}")
     if len(step.padding) != 2:
         raise BadInput(f"expected padding of two axes, got {step.padding!r:.80}")
-    if isinstance(step, Conv):
+    if isinstance(step, ConvStep):
         _check_conv(step)
         return
     if not all(map(_is_count, step.padding)) or any(
@@ -335,7 +339,7 @@ def _check_window(step: Conv | Pool) -> None:
         raise BadInput(f"expected a mean of windows without dilation, got {step.dilation}")
 
 
-def _check_conv(step: Conv) -> None:
+def _check_conv(step: ConvStep) -> None:
     if not _is_count(step.groups, 1) or step.out % step.groups:
         raise BadInput(f"expected groups that divide {step.out}, got {step.groups!r}")
     if type(step.transposed) is not bool:
@@ -359,17 +363,17 @@ def _check_act(act: Any) -> None:
 def _shape(step: Step, made: Sequence[tuple[Any, ...]], kind: str) -> tuple[Any, ...]:
     """The shape of what a step makes."""
     x = made[reads(step)[0]]
-    if isinstance(step, Linear):
+    if isinstance(step, LinearStep):
         return _same(step, made, (*x[:-1], step.out))
-    if isinstance(step, Conv):
+    if isinstance(step, ConvStep):
         if x[1] % step.groups:
             raise BadInput(f"expected channels in {step.groups} groups, got {x[1]}")
         height = (1,) if len(x) == 3 else ()
         sizes = _convolved(step, (*height, *x[2:]))
         return _same(step, made, (x[0], step.out, *sizes[len(height) :]))
-    if isinstance(step, Pool):
+    if isinstance(step, PoolStep):
         return (x[0], x[1], *_pooled(step, x[2:]))
-    if isinstance(step, Mean):
+    if isinstance(step, MeanStep):
         return (x[0], x[1], 1, 1) if step.keep else (x[0], x[1])
     if isinstance(step, Flat):
         if x[2] != 1 or x[3] != 1:
@@ -408,7 +412,7 @@ def _same(step: Step, made: Sequence[tuple[Any, ...]], shape: tuple[Any, ...]) -
     return shape
 
 
-def _convolved(step: Conv, sizes: Sequence[Any]) -> list[Any]:
+def _convolved(step: ConvStep, sizes: Sequence[Any]) -> list[Any]:
     found = []
     for axis, size in enumerate(sizes):
         reach = step.dilation[axis] * (step.kernel[axis] - 1)
@@ -420,7 +424,7 @@ def _convolved(step: Conv, sizes: Sequence[Any]) -> list[Any]:
     return found
 
 
-def _pooled(step: Pool, sizes: Sequence[Any]) -> list[Any]:
+def _pooled(step: PoolStep, sizes: Sequence[Any]) -> list[Any]:
     found = []
     for axis, size in enumerate(sizes):
         reach, pad = step.dilation[axis] * (step.kernel[axis] - 1), step.padding[axis]

@@ -34,7 +34,7 @@ Pads = tuple[tuple[int, int], ...]  # per axis: positions in front, positions be
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class AveragePool:
     """An average pool, axis by axis. ceil: do windows that reach beyond the padding count?
     include: do positions of the padding? divisor: what sums are divided by, None for counts."""
 
@@ -46,7 +46,7 @@ class Pool:
     divisor: int | None = None
 
     @classmethod
-    def of(cls, node: fx.Node) -> Pool | None:
+    def of(cls, node: fx.Node) -> AveragePool | None:
         """The pool that a call is; None for other calls and for sizes known at run time alone, and
         for adaptive ones whose windows overlap."""
         if node.target in traits.ADAPTIVE_AVERAGE_POOLS:
@@ -107,7 +107,7 @@ class Pool:
         return list(zip(sizes, self.kernel, self.stride, self.padding, strict=True))
 
 
-def _adaptive(node: fx.Node) -> Pool | None:
+def _adaptive(node: fx.Node) -> AveragePool | None:
     rank = traits.ADAPTIVE_AVERAGE_POOLS[node.target]
     sizes = static_sizes(schema.arguments(node)["self"], rank)
     counts = static_sizes(node, rank)
@@ -116,7 +116,7 @@ def _adaptive(node: fx.Node) -> Pool | None:
     if any(n % count for n, count in zip(sizes, counts, strict=True)):
         return None
     kernel = tuple(n // count for n, count in zip(sizes, counts, strict=True))
-    return Pool(kernel, kernel, (0,) * rank)
+    return AveragePool(kernel, kernel, (0,) * rank)
 
 
 def spread(value: Any, rank: int) -> tuple[int, ...] | None:
@@ -166,7 +166,7 @@ def _is_mean(node: fx.Node) -> bool:
 
 
 def _as_conv(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
-    pool, x = Pool.of(node), schema.arguments(node)["self"]
+    pool, x = AveragePool.of(node), schema.arguments(node)["self"]
     value = x.meta["val"]
     if pool is None or not value.is_floating_point():
         return None
@@ -355,7 +355,7 @@ def _as_pool(editor: GraphEditor, sums: _Sums, *, scales: bool) -> fx.Node | Non
     if not scales:
         return None
     whole = None if rank == 1 else 1
-    plain = [Pool(sums.kernel, sums.stride, tuple(front for front, _ in sums.pads), ceil, True,
+    plain = [AveragePool(sums.kernel, sums.stride, tuple(front for front, _ in sums.pads), ceil, True,
                   whole) for ceil in (False, True)]  # fmt: skip
     pool = next((pool for pool in plain if _has_windows(sums, pool, sizes)), None)
     if pool is None:
@@ -366,31 +366,31 @@ def _as_pool(editor: GraphEditor, sums: _Sums, *, scales: bool) -> fx.Node | Non
     return scaled(editor, sums.last, _call(editor, sums, pool), factor)
 
 
-def _candidates(sums: _Sums) -> list[Pool]:
+def _candidates(sums: _Sums) -> list[AveragePool]:
     """Pools that may divide by what the convolution multiplies by: of counts, or of one number."""
     weight = float(sums.weights[0])
     whole = round(1 / weight) if 2.0**-31 < weight <= 1 else 0
     divisors = [None, whole] if len(sums.kernel) > 1 and whole else [None]
     padding = tuple(front for front, _ in sums.pads)
-    return [Pool(sums.kernel, sums.stride, padding, *flags)
+    return [AveragePool(sums.kernel, sums.stride, padding, *flags)
             for flags in product((False, True), (True, False), divisors)]  # fmt: skip
 
 
-def _has_windows(sums: _Sums, pool: Pool, sizes: tuple[int, ...] | None) -> bool:
+def _has_windows(sums: _Sums, pool: AveragePool, sizes: tuple[int, ...] | None) -> bool:
     """Has the pool as many windows as the convolution; for any size, if it is not known?"""
     if sizes is None:
         return pool.is_even and not pool.ceil
     return pool.lengths(sizes) == tuple(sums.last.meta["val"].shape[-len(sums.kernel) :])
 
 
-def _divides(sums: _Sums, pool: Pool, sizes: tuple[int, ...] | None) -> bool:
+def _divides(sums: _Sums, pool: AveragePool, sizes: tuple[int, ...] | None) -> bool:
     """Are the pool's divisors, rounded as the convolution's weights are, those weights?"""
     given = sums.weights[0] if sums.scale is None else sums.weights[0] * sums.scale
     said = divisors(pool, sizes).double().reciprocal().to(sums.weights.dtype)
     return bool((sums.weights == sums.weights[0]).all()) and bool((said == given).all())
 
 
-def divisors(pool: Pool, sizes: tuple[int, ...] | None) -> Tensor:
+def divisors(pool: AveragePool, sizes: tuple[int, ...] | None) -> Tensor:
     """What each window is divided by; one number where that is the same for all."""
     if pool.is_even or sizes is None:
         return torch.tensor(pool.divisor or pool.size)
@@ -398,7 +398,7 @@ def divisors(pool: Pool, sizes: tuple[int, ...] | None) -> Tensor:
     return counts.flatten()[0] if bool((counts == counts.flatten()[0]).all()) else counts
 
 
-def _call(editor: GraphEditor, sums: _Sums, pool: Pool) -> fx.Node:
+def _call(editor: GraphEditor, sums: _Sums, pool: AveragePool) -> fx.Node:
     override = [] if len(pool.kernel) == 1 else [pool.divisor]
     lists = list(pool.kernel), list(pool.stride), list(pool.padding)
     args = (sums.x, *lists, pool.ceil, pool.include, *override)

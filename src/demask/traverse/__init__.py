@@ -2,7 +2,8 @@
 
 from demask.traverse.batching.batch import batch, traffic
 from demask.traverse.halos.halo import Halo, halo
-from demask.traverse.planning.plan import Plan, Segment
+from demask.traverse.planning.plan import Segment
+from demask.traverse.planning.plan import TilePlan as Plan
 from demask.traverse.stream import Streamed, stream
 from demask.traverse.tile import plan, tile
 

@@ -24,9 +24,9 @@ from demask.ops import TABLE, Table
 from demask.traverse.analysis.captured_size import captured, network_of
 from demask.traverse.analysis.flow import Flow, flow_of
 from demask.traverse.axes import NONE, Axes, Window
-from demask.traverse.execution.run import Call, execute
-from demask.traverse.planning.plan import Plan
-from demask.traverse.planning.plan_memory import Layout
+from demask.traverse.execution.run import ImageRun, execute
+from demask.traverse.planning.plan import TilePlan
+from demask.traverse.planning.plan_memory import MemoryLayout
 from demask.traverse.planning.planner import planned
 from demask.traverse.storage.dtype_conversion import name_of
 from demask.traverse.storage.sources_and_sinks import (
@@ -142,7 +142,7 @@ def prepare(
     return Streaming(flow, plan, layout, *ends, images, folder)
 
 
-def _planned(flow: Flow, budget: int, source: Any, sink: Any) -> tuple[Plan, Layout]:
+def _planned(flow: Flow, budget: int, source: Any, sink: Any) -> tuple[TilePlan, MemoryLayout]:
     """The plan of one image. Buffers of the ends are largest for windows that are all of a value;
     they are read and written one after the other."""
     beside = max(end.workspace(_all(end)) for end in (source, sink))
@@ -156,8 +156,8 @@ class Streaming:
     """A network, its plan and its ends, ready to run. source, sink: of the first image."""
 
     flow: Flow
-    plan: Plan
-    layout: Layout
+    plan: TilePlan
+    layout: MemoryLayout
     source: ArraySource | TensorSource
     sink: ArraySink | TensorSink
     images: int
@@ -176,7 +176,7 @@ class Streaming:
     def run(self, progress: Callable[..., object] | None = None) -> Streamed:
         """Execute the plan, image after image."""
         begun, macs = time.perf_counter(), 0
-        tell = _Rows(self.rows, progress)
+        tell = _RowProgress(self.rows, progress)
         with _opened(self.sink) as sink, torch.no_grad():
             for k in range(self.images):
                 counted = Counted(sink.image(k), _all(self.sink), tell)
@@ -187,12 +187,12 @@ class Streaming:
         return Streamed(tuple(whole.shape), name_of(whole.dtype), self.images, self.rows, seconds,
                         self.plan.peak, macs)  # fmt: skip
 
-    def _execute(self, source: Any, sink: Counted, tell: _Rows) -> int:
+    def _execute(self, source: Any, sink: Counted, tell: _RowProgress) -> int:
         """One image; the multiply-adds that it took."""
         flow = self.flow
         node, made = flow.inputs[0], flow.outputs[0]
         cut = made in flow.axes
-        call = Call({node: source}, {made: sink} if cut else {}, flow.constants)
+        call = ImageRun({node: source}, {made: sink} if cut else {}, flow.constants)
         values, counter = execute(flow, self.layout, call, folder=self.folder, told=tell.step)
         if not cut:
             sink.write(_all(self.sink), values[made])
@@ -202,7 +202,7 @@ class Streaming:
 class Counted:
     """A sink that counts the positions it is given, so that none is missing at the end."""
 
-    def __init__(self, sink: Sink, window: Window, tell: _Rows):
+    def __init__(self, sink: Sink, window: Window, tell: _RowProgress):
         self.sink, self.tell, self.done = sink, tell, 0
         self.height, self.width = _extents(window)
 
@@ -219,7 +219,7 @@ class Counted:
                                f"{self.height} x {self.width}; please report this")  # fmt: skip
 
 
-class _Rows:
+class _RowProgress:
     """Tells how many rows were written so far."""
 
     def __init__(self, total: int, progress: Callable[..., object] | None):

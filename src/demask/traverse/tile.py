@@ -21,8 +21,8 @@ from demask.traverse.analysis.flow import Flow, flow_of, read
 from demask.traverse.analysis.split_global_ops import with_reductions
 from demask.traverse.axes import Axes, axes_of
 from demask.traverse.execution.tiled_module import Tiled, tiled
-from demask.traverse.planning.plan import Plan
-from demask.traverse.planning.plan_memory import WORKERS, Layout
+from demask.traverse.planning.plan import TilePlan
+from demask.traverse.planning.plan_memory import WORKERS, MemoryLayout
 from demask.traverse.planning.planner import planned
 
 
@@ -73,7 +73,7 @@ def plan(
     memory: str | int = BUDGET,
     workers: int = 1,
     table: Table = TABLE,
-) -> Plan:
+) -> TilePlan:
     """How `tile` would run the model: a value that prints. Nothing of the model runs.
 
     >>> import torch
@@ -92,7 +92,7 @@ def _planned(
     budget: int,
     workers: int,
     table: Table,
-) -> tuple[Program, Flow, Plan, Layout]:
+) -> tuple[Program, Flow, TilePlan, MemoryLayout]:
     if not 1 <= workers <= WORKERS:
         raise BadInput(f"expected 1 to {WORKERS} workers, got {workers}")
     given = read(model, args, kwargs)

@@ -16,8 +16,8 @@ from torch import fx
 
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
-from demask.graph.provenance import Decision
-from demask.graph.queries import Example, input_dependent
+from demask.graph.provenance import TuneDecision
+from demask.graph.queries import ExampleSizes, input_dependent
 from demask.ops import Table, schema
 from demask.ops.traits import CONV_OF_AXES
 from demask.tune.epilogue import Epilogue
@@ -39,23 +39,23 @@ MULTIPLES = (8, 16)  # channels: halves and wholes of a vector register
 
 
 @dataclass(slots=True)
-class Form:
+class Candidate:
     """A program in one form: its name, what was decided for its pieces. exact: the program that it
     comes near to, where its weights are stored with fewer bits."""
 
     name: str
     program: Program
-    decisions: list[Decision] = field(default_factory=list)
+    decisions: list[TuneDecision] = field(default_factory=list)
     exact: Program | None = None
 
 
 def forms(
     program: Program, asker: Asker, table: Table, tell: Callable[[str], object]
-) -> Iterator[Form]:
+) -> Iterator[Candidate]:
     """The program with norms in the weights, then with layers in their fastest forms: images as
     they come, channels last, or the one or other by their size."""
     base = flattened(absorbed(named(program)), table)
-    yield Form("norms in the weights", base)
+    yield Candidate("norms in the weights", base)
     tell("asking what layers cost")
     groups = by_size(base, asker)
     yield from _both(Maker(asker, lambda _: False, table), "layers with their epilogues", base)
@@ -68,7 +68,7 @@ def forms(
         yield from _both(Maker(asker, last, table), "channels last for some sizes", base)
 
 
-def _both(maker: Maker, name: str, base: Program) -> Iterator[Form]:
+def _both(maker: Maker, name: str, base: Program) -> Iterator[Candidate]:
     form = maker.made(name, base)
     yield form
     yield from maker.in_arena(form)
@@ -101,9 +101,9 @@ class Maker:
     asker: Asker
     last: Callable[[fx.Node], bool]
     table: Table
-    decisions: list[Decision] = field(default_factory=list)
+    decisions: list[TuneDecision] = field(default_factory=list)
 
-    def made(self, name: str, base: Program) -> Form:
+    def made(self, name: str, base: Program) -> Candidate:
         """The form of a program whose norms are in the weights."""
         program = summed(base, self.join)
         program = widened(program, self.worth, self.table)
@@ -111,18 +111,18 @@ class Maker:
             width = lambda n, m=multiple: -(-n // m) * m  # noqa: E731
             program = rounded(program, width, self.worth, self.table)
         program = fused(program, self.fuse)
-        return Form(name, self.arranged(program), self.decisions)
+        return Candidate(name, self.arranged(program), self.decisions)
 
     def arranged(self, program: Program) -> Program:
         """A fused program in its memory layout."""
         return paired(laid_out(program, self.last, self.table), self.pair)
 
-    def in_arena(self, form: Form) -> Iterator[Form]:
+    def in_arena(self, form: Candidate) -> Iterator[Candidate]:
         """The form once more with its convolutions in the arena, if any is large."""
         program = prefilled(form.program, self.asker.example)
         if program is not None:
             again = laid_out(program, self.last, self.table)
-            yield Form(f"{form.name}, in one arena", again, form.decisions)
+            yield Candidate(f"{form.name}, in one arena", again, form.decisions)
 
     def join(self, editor: GraphEditor, found: Sum, branch: fx.Node, join: fx.Node) -> str | None:
         """How a layer should write at its places of a join: its rows there, or a 1 x 1 convolution
@@ -141,7 +141,7 @@ class Maker:
         if found.axis == 1 and layer.convolves and "transpose" not in layer.target:
             seconds["place"] = alone + self._place(branch, layer, shape, last, after)
         best = min(seconds, key=seconds.__getitem__)
-        self.decisions.append(Decision(f"the join behind {_named(branch)}", best, seconds))
+        self.decisions.append(TuneDecision(f"the join behind {_named(branch)}", best, seconds))
         return None if best == "scatter-add" else best
 
     def _place(self, branch: fx.Node, layer: Layer, shape: tuple[int, ...], last: bool,
@@ -175,7 +175,9 @@ class Maker:
         if better:
             first = next(iter(plan.rows), None)
             place = name if first is None else f"{name} {_named(first)}"
-            self.decisions.append(Decision(place, "wider", {"as it is": before, "wider": after}))
+            self.decisions.append(
+                TuneDecision(place, "wider", {"as it is": before, "wider": after})
+            )
         return better
 
     def fuse(self, node: fx.Node, after: Epilogue, other: bool) -> bool:
@@ -184,7 +186,7 @@ class Maker:
         forms = self.asker.forms(layer, last)
         seconds = {f: self.asker.seconds(layer, f, last, after, other) for f in forms}
         best = min(seconds, key=seconds.__getitem__)
-        self.decisions.append(Decision(_named(node), best, seconds))
+        self.decisions.append(TuneDecision(_named(node), best, seconds))
         return best != PLAIN
 
     def pair(self, editor: GraphEditor, node: fx.Node) -> int:
@@ -196,7 +198,7 @@ class Maker:
         return 1 if best == FUSED or not self.last(node) else int(best.split()[0])
 
 
-def fused_layer(node: fx.Node, example: Example) -> tuple[Layer, Epilogue, bool]:
+def fused_layer(node: fx.Node, example: ExampleSizes) -> tuple[Layer, Epilogue, bool]:
     """The layer that a fused convolution is, its epilogue, whether something is added."""
     found = schema.arguments(node)
     axes = len(found["padding"])

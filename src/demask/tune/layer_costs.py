@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from demask.compat.onednn import available, ops
-from demask.graph.queries import Example
+from demask.graph.queries import ExampleSizes
 from demask.machine.cost import Costs, Question
 from demask.ops import schema
 from demask.tune.epilogue import Epilogue, convolution, plain_call
@@ -41,7 +41,7 @@ class Layer:
     device: torch.device
 
     @classmethod
-    def of(cls, node: fx.Node, example: Example) -> Layer:
+    def of(cls, node: fx.Node, example: ExampleSizes) -> Layer:
         """The layer that a call of an ATen op is, on the sizes of the example."""
         found = schema.arguments(node)
         keys = [key for key in ("stride", "padding", "dilation", "groups") if key in found]
@@ -76,7 +76,7 @@ class Asker:
     """Seconds of layers and joins in their forms, on the example's sizes, by a cost model."""
 
     costs: Costs
-    example: Example
+    example: ExampleSizes
 
     def of(self, node: fx.Node) -> Layer:
         """The layer that a call of an ATen op is."""

@@ -22,7 +22,7 @@ from demask.machine.timing import Timing, sampled
 from demask.numerics import ULPS, compare, is_as_exact, readable, to_double, widen
 from demask.shrink.check import Inputs, draws_like, in_eval
 from demask.shrink.on_device import CPU
-from demask.tune.candidates import Form
+from demask.tune.candidates import Candidate
 
 LOOKS, ROUNDS, SECONDS = 5, 15, 20.0  # in which forms are compared; the last one for longer
 WARMUP = 1  # calls before each of these: all have been called before
@@ -35,7 +35,7 @@ def own_inputs(inputs: Any) -> Any:
 
 
 @dataclass(slots=True)
-class Race:
+class CandidateRace:
     """Networks that are called with one example, in turns, the network as given among them.
 
     With copies of the caller's inputs: a network may write to what it is given. program: of the
@@ -51,7 +51,7 @@ class Race:
     device: torch.device
     threads: int
     modules: dict[str, nn.Module] = field(default_factory=dict)
-    made_by: dict[str, Form] = field(default_factory=dict)
+    made_by: dict[str, Candidate] = field(default_factory=dict)
     exact: dict[str, nn.Module] = field(default_factory=dict)
     seen: dict[str, float] = field(default_factory=dict)
     expected: list[tuple[str, Inputs, list[Any]]] = field(default_factory=list)

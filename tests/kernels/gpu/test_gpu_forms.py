@@ -13,10 +13,10 @@ import torch
 from demask.errors import BadInput
 from demask.machine.cost import Costs
 from demask.sparse import csr_matrix as matrix
-from demask.sparse.csr_matrix import Rows
+from demask.sparse.csr_matrix import CsrMatrix
 from demask.sparse.products import gpu_autotune as gpu_choice
 from demask.sparse.products import gpu_formats as gpu_forms
-from demask.sparse.products.gpu_autotune import Choice, candidates, fastest, kind_of
+from demask.sparse.products.gpu_autotune import KernelChoice, candidates, fastest, kind_of
 from demask.sparse.products.gpu_formats import (
     bitmap_of,
     deal_tasks,
@@ -29,9 +29,9 @@ from sparse_cases import csr
 from sparse_cases import matrix as random
 
 
-def rows_of(w: torch.Tensor) -> Rows:
+def rows_of(w: torch.Tensor) -> CsrMatrix:
     values, crow, col = csr(w)
-    return Rows(crow, col, values, None, (w.shape[0], w.shape[1]))
+    return CsrMatrix(crow, col, values, None, (w.shape[0], w.shape[1]))
 
 
 @pytest.mark.parametrize("module", [gpu_forms, gpu_choice, matrix], ids=lambda m: m.__name__)
@@ -98,7 +98,7 @@ def test_snake_is_a_permutation():
         assert sorted(snake(groups, 132).tolist()) == list(range(groups))
 
 
-def spread(m: Rows) -> torch.Tensor:
+def spread(m: CsrMatrix) -> torch.Tensor:
     """The matrix that a bitmap and values stand for."""
     bits = bitmap_of(m)
     assert bits is not None
@@ -179,7 +179,11 @@ def test_hostile_indices_are_refused(part):
 def test_the_fastest_is_taken_and_remembered(tmp_path):
     """By a clock on which each call takes what it says; one cannot run here."""
     now, made = [0.0], []
-    takes = {Choice("rows", 4, 64): 3.0, Choice("bitmap", 64, 16): 2.0, Choice("dense"): 5.0}
+    takes = {
+        KernelChoice("rows", 4, 64): 3.0,
+        KernelChoice("bitmap", 64, 16): 2.0,
+        KernelChoice("dense"): 5.0,
+    }
 
     def make(choice):
         made.append(choice)
@@ -187,11 +191,11 @@ def test_the_fastest_is_taken_and_remembered(tmp_path):
             raise RuntimeError("no room")
         return lambda: now.__setitem__(0, now[0] + takes[choice])
 
-    options = [Choice("bitmap", 128, 16), *takes]
+    options = [KernelChoice("bitmap", 128, 16), *takes]
     for _ in range(2):
         known = Costs.open(tmp_path / "costs.json", threads=1, clock=lambda: now[0])
         found = fastest("a GPU, a product", options, make, known)
-        assert found == Choice("bitmap", 64, 16)
+        assert found == KernelChoice("bitmap", 64, 16)
     assert made == [*options, options[0]]  # measured once; what failed is tried again
     assert fastest("another GPU", options[2:], make, known) == options[2]
 
@@ -222,7 +226,7 @@ def test_the_dense_product_is_always_a_candidate(task, n, dtype):
     m = rows_of(random(500, 300, 0.1))
     m = m._replace(values=m.values.to(dtype))
     found = candidates(task, m, n, True, 132)
-    assert found.count(Choice("dense")) == 1
+    assert found.count(KernelChoice("dense")) == 1
     assert len(set(found)) == len(found)
     assert {c.kind for c in found} == {"rows", "bitmap", "dense"}
     for c in found:

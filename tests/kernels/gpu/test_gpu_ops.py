@@ -11,11 +11,17 @@ from torch.library import opcheck
 
 from demask.sparse import DCSR, SparseConv2d, SparseLinear, spmm
 from demask.sparse import reference as dense
-from demask.sparse.csr_matrix import Rows
+from demask.sparse.csr_matrix import CsrMatrix
 from demask.sparse.functional import sparse_product
 from demask.sparse.products import gpu_segment
 from demask.sparse.products import gradient_ops as gpu_ops
-from demask.sparse.segment_program import Conv, Linear, Mean, Program, Weight
+from demask.sparse.segment_program import (
+    ConvStep,
+    LinearStep,
+    MeanStep,
+    SegmentProgram,
+    SparseWeight,
+)
 from interpreted import DEVICES, error, rows_of, run_on
 from sparse_cases import csr, matrix, weight
 
@@ -38,10 +44,10 @@ def test_gradients(named):
         a = torch.randn(12, 3, dtype=torch.float64, requires_grad=True)
 
     def turned(values, a):
-        return gpu_ops.turned(Rows(crow, col, values, names, size), a)
+        return gpu_ops.turned(CsrMatrix(crow, col, values, names, size), a)
 
     def sampled(a, b):
-        return gpu_ops.sampled(Rows(crow, col, values, names, size), a, b)
+        return gpu_ops.sampled(CsrMatrix(crow, col, values, names, size), a, b)
 
     for function, given in ((turned, (values, a)), (sampled, (a, b))):
         assert torch.autograd.gradcheck(function, given)
@@ -51,7 +57,7 @@ def test_gradients(named):
 def test_ops_are_what_they_say():
     crow, col, (values, a, b) = parts()
     w = torch.sparse_csr_tensor(crow, col, values, (6, 5), check_invariants=True).to_dense()
-    m = Rows(crow, col, values, None, (6, 5))
+    m = CsrMatrix(crow, col, values, None, (6, 5))
     torch.testing.assert_close(gpu_ops.turned(m, a), w.t() @ a)
     torch.testing.assert_close(gpu_ops.sampled(m, a, b), (a @ b.t())[w != 0])
 
@@ -82,17 +88,17 @@ def network():
     spans = []
     for k, (values, crow, _) in enumerate(found):
         n = len(values)
-        spans.append(Weight((3 * k, 0, n), (3 * k + 1, 0, len(crow)), (3 * k + 2, 0, n)))
+        spans.append(SparseWeight((3 * k, 0, n), (3 * k + 1, 0, len(crow)), (3 * k + 2, 0, n)))
     weights.append(torch.randn(8))
     relu = ("relu", ())
     steps = (
-        Conv(0, spans[0], (12, 0, 8), 8, (1, 1), act=relu),
-        Conv(1, spans[1], (12, 0, 8), 8, (3, 3), padding=((1, 1), (1, 1)), act=relu, add=1),
-        Conv(2, spans[2], None, 4, (1, 1), stride=(2, 2)),
-        Mean(3, True),
-        Conv(4, spans[3], None, 3, (1, 1), act=("silu", ())),
+        ConvStep(0, spans[0], (12, 0, 8), 8, (1, 1), act=relu),
+        ConvStep(1, spans[1], (12, 0, 8), 8, (3, 3), padding=((1, 1), (1, 1)), act=relu, add=1),
+        ConvStep(2, spans[2], None, 4, (1, 1), stride=(2, 2)),
+        MeanStep(3, True),
+        ConvStep(4, spans[3], None, 3, (1, 1), act=("silu", ())),
     )
-    return Program(("image",), steps, (5, 3)), weights
+    return SegmentProgram(("image",), steps, (5, 3)), weights
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -107,8 +113,8 @@ def test_programs_are_what_they_are_elsewhere(batch):
 
 def test_gradients_of_programs_are_what_they_are_elsewhere():
     values, crow, col = csr(matrix(6, 5, 0.5, dtype=torch.float64))
-    step = Linear(0, weight(6, len(values)), (3, 0, 6), 6, ("silu", ()))
-    program, bias = Program(("tokens",), (step,), (1,)), torch.randn(6, dtype=torch.float64)
+    step = LinearStep(0, weight(6, len(values)), (3, 0, 6), 6, ("silu", ()))
+    program, bias = SegmentProgram(("tokens",), (step,), (1,)), torch.randn(6, dtype=torch.float64)
     x = torch.randn(2, 3, 5, dtype=torch.float64)
     made = []
     for run in (gpu_segment.run, dense.run):

@@ -7,18 +7,18 @@ import pytest
 import torch
 from test_gpu_spmm import MATRICES
 
-from demask.sparse.products.gpu_autotune import Choice
+from demask.sparse.products.gpu_autotune import KernelChoice
 from interpreted import CLOSE, DEVICES, error, nowhere, poisoned, rows_of, run_on
 from sparse_cases import matrix
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 nightly = pytest.mark.nightly
 CHOICES = [
-    Choice("rows", 16, 32, 1),
-    Choice("rows", 8, 128, 1),
-    Choice("bitmap", 128, 32, 4),
-    Choice("bitmap", 64, 64, 4),
-    Choice("dense"),
+    KernelChoice("rows", 16, 32, 1),
+    KernelChoice("rows", 8, 128, 1),
+    KernelChoice("bitmap", 128, 32, 4),
+    KernelChoice("bitmap", 64, 64, 4),
+    KernelChoice("dense"),
 ]
 
 

@@ -10,16 +10,20 @@ import pytest
 import torch
 
 from demask.ops.activations import ACTIVATIONS, activate
-from demask.sparse.csr_matrix import Rows
-from demask.sparse.products.gpu_autotune import Choice, candidates
+from demask.sparse.csr_matrix import CsrMatrix
+from demask.sparse.products.gpu_autotune import KernelChoice, candidates
 from demask.sparse.products.gpu_formats import form_of
 from interpreted import CLOSE, DEVICES, error, nowhere, poisoned, rows_of, run_on
 from sparse_cases import matrix
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 nightly = pytest.mark.nightly
-ROWS = [Choice("rows", 8, 32, 1), Choice("rows", 1, 128, 1), Choice("rows", 32, 8, 2)]
-TILES = [Choice("bitmap", 128, 32, 4), Choice("bitmap", 64, 16, 4, 3)]
+ROWS = [
+    KernelChoice("rows", 8, 32, 1),
+    KernelChoice("rows", 1, 128, 1),
+    KernelChoice("rows", 32, 8, 2),
+]
+TILES = [KernelChoice("bitmap", 128, 32, 4), KernelChoice("bitmap", 64, 16, 4, 3)]
 
 
 def half_empty() -> torch.Tensor:
@@ -81,7 +85,7 @@ def test_columns_of_x(device, n, choice):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("choice", [ROWS[0], TILES[0], Choice("dense")], ids=str)
+@pytest.mark.parametrize("choice", [ROWS[0], TILES[0], KernelChoice("dense")], ids=str)
 def test_narrow_types(device, dtype, choice):
     run_on(device, check, "odd", dtype, 5, choice, ("gelu", ()))
 
@@ -135,7 +139,7 @@ def check_turned(device, name, dtype, choice):
 
 
 @pytest.mark.parametrize("name", ["odd", "no nonzeros", "one element", "no columns"])
-@pytest.mark.parametrize("choice", [ROWS[0], TILES[0], TILES[1], Choice("dense")], ids=str)
+@pytest.mark.parametrize("choice", [ROWS[0], TILES[0], TILES[1], KernelChoice("dense")], ids=str)
 def test_the_transposed_product(device, name, choice):
     run_on(device, check_turned, name, torch.float32, choice)
 
@@ -175,13 +179,15 @@ def check_loose(device):
     from demask.sparse.products import gpu_products as gpu
 
     crow, col = torch.tensor([0, 3, 3, 5]), torch.tensor([4, 0, 4, 2, 1])
-    m = Rows(crow.to(device), col.to(device), torch.arange(1.0, 6, device=device), None, (3, 6))
+    m = CsrMatrix(
+        crow.to(device), col.to(device), torch.arange(1.0, 6, device=device), None, (3, 6)
+    )
     w = torch.tensor([[2.0, 0, 0, 0, 4, 0], [0] * 6, [0, 5, 4, 0, 0, 0]])
     x = torch.randn(6, 4)
     assert form_of(m).bitmap(m) is None
     assert torch.equal(gpu.densified(m).cpu(), w)
     assert {c.kind for c in candidates("spmm", m, 4, False, 4)} == {"rows", "dense"}
-    for choice in (ROWS[0], Choice("dense")):
+    for choice in (ROWS[0], KernelChoice("dense")):
         found = gpu.spmm(m, x.to(device), choice=choice)
         assert error(found, (w @ x).double().numpy()) <= CLOSE[torch.float32]
 

@@ -13,17 +13,17 @@ from torch import Tensor
 from demask.kernels.cpu import zero_proof as certify
 from demask.kernels.llvm.isa import AVX2, Isa, host
 from demask.pilot.chains import packing
-from demask.pilot.chains.chain_plan import Layer, Plan, Seen
+from demask.pilot.chains.chain_plan import ChainLayer, ChainPlan, LayerCounts
 from demask.sparse.plan.tape import NoPlan
 
 MODES = ("certified", "two")
 
 
-def seen_of(layer: Layer, x: Tensor, mode: str, isa: Isa | None = None) -> list[Seen]:
+def seen_of(layer: ChainLayer, x: Tensor, mode: str, isa: Isa | None = None) -> list[LayerCounts]:
     """What a mode saw of each input; its bits are those of the dense product."""
-    seen: list[list[Seen]] = []
-    found = Plan([layer], [mode], 2, isa)(x, seen)
-    assert torch.equal(bits(found), bits(Plan([layer], ["dense"], 1, isa)(x)))
+    seen: list[list[LayerCounts]] = []
+    found = ChainPlan([layer], [mode], 2, isa)(x, seen)
+    assert torch.equal(bits(found), bits(ChainPlan([layer], ["dense"], 1, isa)(x)))
     return [one[0] for one in seen]
 
 
@@ -34,12 +34,12 @@ def test_bits_are_those_of_the_dense_product(isa: Isa, mode: str):
         layer, x = drawn(*size, zeros=zeros)
         seen_of(layer, x, mode, isa)
         seen_of(layer, x.relu(), mode, isa)
-        seen_of(Layer(layer.weight, None, True), x - 3, mode, isa)
+        seen_of(ChainLayer(layer.weight, None, True), x - 3, mode, isa)
 
 
 def just_above(weight: Tensor, x: Tensor, ulps: int) -> Tensor:
     """Biases with which the dense product is `ulps` units of float32 above zero."""
-    sums = Plan([Layer(weight, None, False)], ["dense"], 1)(x)[0]
+    sums = ChainPlan([ChainLayer(weight, None, False)], ["dense"], 1)(x)[0]
     bias = -sums
     for _ in range(ulps):
         bias = torch.nextafter(bias, torch.tensor(torch.inf))
@@ -61,8 +61,10 @@ def test_rows_just_above_zero_are_never_proved_zero(mode: str):
         x = x.relu() if kind == 3 else x
         for ulps in (0, 1, 2):
             bias = just_above(weight, x, ulps)
-            seen_of(Layer(weight, bias, True), x, mode)
-            assert ulps == 0 or bool((Plan([Layer(weight, bias, True)], ["dense"], 1)(x) > 0).all())
+            seen_of(ChainLayer(weight, bias, True), x, mode)
+            assert ulps == 0 or bool(
+                (ChainPlan([ChainLayer(weight, bias, True)], ["dense"], 1)(x) > 0).all()
+            )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -75,7 +77,7 @@ def test_errors_of_rounded_inputs_that_all_add_up_are_paid_for(mode: str):
     u = torch.randint(1, 9, (1, 130), generator=draw)  # of 65535 levels: few, so little else rounds
     x = (u + 0.49 * weight.sign()) / certify.LEVELS
     x[0, 0], x[0, 1] = 0, 1
-    layer = Layer(weight, just_above(weight, x, 1), True)
+    layer = ChainLayer(weight, just_above(weight, x, 1), True)
     assert seen_of(layer, x, mode)[0].rows == 1
 
 
@@ -84,7 +86,7 @@ def test_the_bound_holds_in_exact_arithmetic(mode: str):
     """A row is proved zero only if its sum in float64 is below zero by more than nothing."""
     for seed in range(4):
         layer, x = drawn(784, 256, zeros=0.5 * (seed % 2), seed=seed)
-        plan = Plan([layer], [mode], 1)
+        plan = ChainPlan([layer], [mode], 1)
         assert layer.bias is not None
         exact = x.double() @ layer.weight.double().T + layer.bias.double()
         assert not bool(((plan(x) == 0) & (exact > 1e-4)).any())
@@ -93,9 +95,9 @@ def test_the_bound_holds_in_exact_arithmetic(mode: str):
 def test_most_zeros_are_proved():
     """8 bits prove more than 4 alone; two levels prove what 8 bits do."""
     layer, x = drawn(784, 1024, zeros=0.0)
-    layer = Layer(layer.weight, layer.bias - 20, True)  # type: ignore[operator]
+    layer = ChainLayer(layer.weight, layer.bias - 20, True)  # type: ignore[operator]
     one, two = seen_of(layer, x, "certified"), seen_of(layer, x, "two")
-    live = [(y > 0).sum().item() for y in Plan([layer], ["dense"], 1)(x)]
+    live = [(y > 0).sum().item() for y in ChainPlan([layer], ["dense"], 1)(x)]
     for first, second, count in zip(one, two, live, strict=True):
         zeros = 1024 - count
         assert (1024 - first.rows) / zeros > 0.8
@@ -114,13 +116,13 @@ def test_what_is_not_finite_is_computed():
 def test_dead_rows_are_proved():
     weight, x = torch.zeros(40, 64), torch.rand(1, 64)
     for mode in MODES:
-        assert seen_of(Layer(weight, None, True), x, mode)[0].rows == 0
+        assert seen_of(ChainLayer(weight, None, True), x, mode)[0].rows == 0
 
 
 def test_certificates_need_a_relu():
     layer, _ = drawn(8, 8, zeros=0.0)
     with pytest.raises(NoPlan, match="ReLU"):
-        Plan([Layer(layer.weight, None, False)], ["certified"], 1)
+        ChainPlan([ChainLayer(layer.weight, None, False)], ["certified"], 1)
 
 
 @pytest.mark.parametrize("how", ["madd", "mul"])
@@ -166,7 +168,7 @@ def test_a_planted_fault_is_seen(mode: str, monkeypatch: pytest.MonkeyPatch):
     bias = just_above(layer.weight, x[:1], 2)
     monkeypatch.setattr(packing, "bounds", broken)
     with pytest.raises(AssertionError):
-        seen_of(Layer(layer.weight, bias, True), x[:1], mode)
+        seen_of(ChainLayer(layer.weight, bias, True), x[:1], mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -175,5 +177,5 @@ def test_sums_beyond_float32_prove_nothing_and_warn_of_nothing(mode: str):
     """Rows whose constants overflow are computed."""
     weight = torch.full((20, 64), 3e38) * torch.where(torch.arange(64) % 2 == 0, 1.0, -1.0)
     for bias in (None, torch.full((20,), 3.4e38), torch.full((20,), -3.4e38)):
-        (seen,) = seen_of(Layer(weight, bias, True), torch.rand(1, 64), mode)
+        (seen,) = seen_of(ChainLayer(weight, bias, True), torch.rand(1, 64), mode)
         assert seen.rows == 20

@@ -17,9 +17,9 @@ from demask.kernels.llvm.isa import AVX2, Isa, host
 from demask.ops import TABLE
 from demask.pilot.chains import chain_plan, packing
 from demask.pilot.chains import ordered_plan as order_plan
-from demask.pilot.chains.ordered_chain import Falling, Layer
+from demask.pilot.chains.ordered_chain import Falling, OrderedLayer
 from demask.pilot.chains.ordered_graph import Order
-from demask.pilot.chains.ordered_plan import Chosen, Estimated, packed, unfit
+from demask.pilot.chains.ordered_plan import ChosenUnits, Estimated, packed, unfit
 from demask.pilot.simplifiers.rounding import Bits, quantized
 
 KINDS = (Bits(8), Bits(4), Bits(4, 64), Bits(8, 12), Bits(4, 8))
@@ -107,8 +107,10 @@ def test_all_ways_to_multiply_bytes_give_the_same_bits(how: str, monkeypatch: py
 def test_chosen_rows_have_the_bits_of_the_dense_kernel(isa: Isa):
     for size, threads in product(SIZES, (1, 2)):
         weight, bias, x = drawn(*size)
-        dense = chain_plan.Plan([chain_plan.Layer(weight, bias, False)], ["dense"], 1, isa)(x)
-        plan, order = Chosen(weight, bias, threads, isa), torch.randperm(len(weight)).int()
+        dense = chain_plan.ChainPlan(
+            [chain_plan.ChainLayer(weight, bias, False)], ["dense"], 1, isa
+        )(x)
+        plan, order = ChosenUnits(weight, bias, threads, isa), torch.randperm(len(weight)).int()
         for count in {0, 1, len(weight) // 3, len(weight)}:
             values = torch.full_like(dense, 7.0)
             plan(x, order[:count].contiguous(), values)
@@ -145,7 +147,7 @@ def test_a_planted_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch):
 
 def test_up_to_four_inputs_are_run_by_kernels():
     weight, bias, x = drawn(300, 130)
-    layer = Layer(weight, bias, Bits(4, 64))
+    layer = OrderedLayer(weight, bias, Bits(4, 64))
     few = layer.pilot(x)
     assert "low" not in vars(layer)  # nothing was unpacked
     many = layer.pilot(torch.cat([x, x]))
@@ -160,13 +162,13 @@ def test_up_to_four_inputs_are_run_by_kernels():
 def test_what_is_not_finite_is_left_to_torch():
     weight, bias, x = drawn(37, 67)
     weight[2, 3] = torch.inf
-    layer = Layer(weight, bias, Bits(8))
+    layer = OrderedLayer(weight, bias, Bits(8))
     assert torch.equal(layer.pilot(x).isfinite(), layer.pilot(torch.cat([x, x]))[:4].isfinite())
     assert layer.rows(x, torch.tensor([2])).shape == (4, 1)
 
 
 def test_units_that_are_none_are_refused():
-    layer = Layer(*drawn(37, 67)[:2], Bits(8))
+    layer = OrderedLayer(*drawn(37, 67)[:2], Bits(8))
     for units in ([37], [-1], [0] * 38):
         with pytest.raises(BadInput, match="0 to 36"):
             layer.rows(torch.zeros(1, 67), torch.tensor(units))
@@ -174,7 +176,7 @@ def test_units_that_are_none_are_refused():
 
 def test_calls_at_the_same_time_do_not_meet():
     weight, bias, x = drawn(300, 130)
-    layer = Layer(weight, bias, Bits(8))
+    layer = OrderedLayer(weight, bias, Bits(8))
     alone = [layer.pilot(row[None]) for row in x]
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda k: layer.pilot(x[k % 4][None]), range(200)))
@@ -183,7 +185,7 @@ def test_calls_at_the_same_time_do_not_meet():
 
 def test_threads_that_change_are_seen():
     weight, bias, x = drawn(300, 130)
-    layer, before = Layer(weight, bias, Bits(8)), torch.get_num_threads()
+    layer, before = OrderedLayer(weight, bias, Bits(8)), torch.get_num_threads()
     try:
         found = []
         for threads in (1, 2, 3):

@@ -12,7 +12,7 @@ from torch import Tensor
 from demask.kernels.cpu import gemv
 from demask.kernels.llvm.isa import AVX2, AVX512, Isa, host
 from demask.pilot.chains import packing
-from demask.pilot.chains.chain_plan import Layer, Plan, Seen
+from demask.pilot.chains.chain_plan import ChainLayer, ChainPlan, LayerCounts
 from demask.sparse.plan.tape import NoPlan
 
 HOSTS = (host(), AVX512, AVX2)  # the last two as this machine has them, if it does
@@ -22,17 +22,17 @@ ISAS = [pytest.param(isa, id=isa.name, marks=[pytest.mark.nightly] if k else [])
 SIZES = ((37, 67), (1, 1), (130, 300), (16, 16), (257, 33))
 
 
-def drawn(columns: int, rows: int, *, zeros: float, seed: int = 0) -> tuple[Layer, Tensor]:
+def drawn(columns: int, rows: int, *, zeros: float, seed: int = 0) -> tuple[ChainLayer, Tensor]:
     """A layer and three inputs, of which a share is zero."""
     draw = torch.Generator().manual_seed(seed)
     weight = torch.randn((rows, columns), generator=draw)
     bias = torch.randn(rows, generator=draw)
     x = torch.randn((3, columns), generator=draw)
     x = x * (torch.rand((3, columns), generator=draw) >= zeros)
-    return Layer(weight, bias, True), x
+    return ChainLayer(weight, bias, True), x
 
 
-def chained(layer: Layer, x: Tensor) -> Tensor:
+def chained(layer: ChainLayer, x: Tensor) -> Tensor:
     """The product as the kernel promises it: a chain of fused multiply-adds (in float64, which
     holds a product of two float32 exactly, rounded to float32 once per step but for double
     rounding, which `close` allows for)."""
@@ -52,8 +52,8 @@ def bits(x: Tensor) -> Tensor:
 def test_columns_have_the_bits_of_the_dense_product(isa: Isa, size: tuple[int, int]):
     for zeros, threads in product((0.0, 0.7, 1.0), (1, 2)):
         layer, x = drawn(*size, zeros=zeros)
-        dense = Plan([layer], ["dense"], threads, isa)(x)
-        assert torch.equal(bits(Plan([layer], ["columns"], threads, isa)(x)), bits(dense))
+        dense = ChainPlan([layer], ["dense"], threads, isa)(x)
+        assert torch.equal(bits(ChainPlan([layer], ["columns"], threads, isa)(x)), bits(dense))
         assert torch.allclose(dense, chained(layer, x), rtol=1e-5, atol=1e-5)
         exact = torch.relu(x.double() @ layer.weight.double().T + layer.bias.double())  # type: ignore[union-attr]
         assert torch.allclose(dense.double(), exact, rtol=1e-5, atol=1e-4)
@@ -64,7 +64,7 @@ def test_whole_numbers_are_exact():
     weight = torch.randint(-9, 9, (67, 130), generator=draw).float()
     x = torch.randint(-9, 9, (4, 130), generator=draw).float()
     for relu, mode in product((False, True), ("dense", "columns")):
-        found = Plan([Layer(weight, None, relu)], [mode], 2)(x)
+        found = ChainPlan([ChainLayer(weight, None, relu)], [mode], 2)(x)
         assert torch.equal(found, torch.relu(x @ weight.T) if relu else x @ weight.T)
 
 
@@ -75,16 +75,16 @@ def test_signed_zeros_underflow_and_infinities_change_no_bit():
     x = torch.tensor([[1e-30, 0.0, 0.0], [1e-30, -0.0, -0.0], [-0.0, -0.0, -0.0],
                       [float("nan"), 0.0, 1.0], [float("inf"), 0.0, 0.0]])  # fmt: skip
     for held, relu in product((bias, None), (False, True)):
-        layer = Layer(weight, held, relu)
-        dense = Plan([layer], ["dense"], 1)(x)
+        layer = ChainLayer(weight, held, relu)
+        dense = ChainPlan([layer], ["dense"], 1)(x)
         assert torch.isnan(dense[3, 0])  # NaN is not taken for a zero
-        assert torch.equal(bits(Plan([layer], ["columns"], 1)(x)), bits(dense))
+        assert torch.equal(bits(ChainPlan([layer], ["columns"], 1)(x)), bits(dense))
 
 
 def test_what_was_seen_is_what_was_there():
     layer, x = drawn(130, 300, zeros=0.8)
-    seen: list[list[Seen]] = []
-    Plan([layer], ["columns"], 2)(x, seen)
+    seen: list[list[LayerCounts]] = []
+    ChainPlan([layer], ["columns"], 2)(x, seen)
     assert [one[0].columns for one in seen] == (x != 0).sum(1).tolist()
     assert seen[0][0].rows == 300
 
@@ -93,14 +93,16 @@ def test_infinite_weights_have_no_plan():
     layer, _ = drawn(8, 8, zeros=0.0)
     layer.weight[3, 4] = float("inf")
     with pytest.raises(NoPlan, match="NaN or infinities"):
-        Plan([layer], ["columns"], 1)
+        ChainPlan([layer], ["columns"], 1)
 
 
 def test_several_calls_at_once_have_memory_of_their_own():
     from concurrent.futures import ThreadPoolExecutor
 
     layer, x = drawn(130, 300, zeros=0.5)
-    plan = Plan([layer, Layer(torch.randn(5, 300), None, False)], ["certified", "columns"], 1)
+    plan = ChainPlan(
+        [layer, ChainLayer(torch.randn(5, 300), None, False)], ["certified", "columns"], 1
+    )
     expected = plan(x)
     with ThreadPoolExecutor(4) as pool:
         assert all(torch.equal(y, expected) for y in pool.map(plan, [x] * 40))
@@ -118,7 +120,7 @@ def test_tiles_hold_the_weights():
 def test_a_planted_fault_is_seen(monkeypatch: pytest.MonkeyPatch):
     """A list that leaves out a live column gives other bits."""
     layer, x = drawn(130, 67, zeros=0.5)
-    dense = Plan([layer], ["dense"], 1)(x)
+    dense = ChainPlan([layer], ["dense"], 1)(x)
     emit = gemv.Compact.emit
 
     def broken(self: gemv.Compact, e: object) -> None:
@@ -130,4 +132,4 @@ def test_a_planted_fault_is_seen(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(gemv.Compact, "emit", broken)
     monkeypatch.setattr(CODE, "known", {})
-    assert not torch.equal(Plan([layer], ["columns"], 1)(x), dense)
+    assert not torch.equal(ChainPlan([layer], ["columns"], 1)(x), dense)

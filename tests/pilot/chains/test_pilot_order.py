@@ -11,7 +11,7 @@ from torch import nn
 
 from demask.errors import BadInput
 from demask.ops import TABLE
-from demask.pilot.chains.ordered_chain import Chain, Layer, Limit
+from demask.pilot.chains.ordered_chain import Limit, OrderedChain, OrderedLayer
 from demask.pilot.chains.ordered_graph import Order
 from demask.pilot.simplifiers.rounding import Bits, quantized
 
@@ -52,8 +52,8 @@ def _double(tensor):
 
 
 def chain(net, clock=None, block=4000):
-    layers = [Layer(w, b, BITS) for w, b in tensors(net)]
-    return Chain(layers, block, *([clock] if clock else []))
+    layers = [OrderedLayer(w, b, BITS) for w, b in tensors(net)]
+    return OrderedChain(layers, block, *([clock] if clock else []))
 
 
 @pytest.mark.parametrize("rows", [1, 5])
@@ -82,7 +82,7 @@ def test_the_ends_are_the_pilot_and_the_network(net):
     assert not torch.allclose(pilot(x), net(x), atol=1e-3)
 
 
-class Slow(Layer):
+class Slow(OrderedLayer):
     """A layer whose work takes time on a clock of its own: 1 for a pilot, 2 in full, 3 a block."""
 
     now = 0.0
@@ -107,7 +107,9 @@ class Slow(Layer):
 @pytest.mark.parametrize("seconds", [0, 2, 3, 4, 5, 9, 14, 40, 60, 103, 104, 200])
 def test_after_the_deadline_at_most_one_block_is_finished(net, seconds):
     layers = [Slow(w, b, BITS) for w, b in tensors(net)]
-    made = Chain(layers, 4000, lambda: Slow.now)  # blocks of 41 and 6 units: 4 and 29 of them
+    made = OrderedChain(
+        layers, 4000, lambda: Slow.now
+    )  # blocks of 41 and 6 units: 4 and 29 of them
     x = torch.randn(1, 24)
     made(x, Limit(seconds=0))  # how long the last layer takes
     y, done = made(x, Limit(seconds=seconds))
@@ -121,7 +123,7 @@ def test_after_the_deadline_at_most_one_block_is_finished(net, seconds):
 
 def test_a_late_pilot_is_the_answer(net):
     layers = [Slow(w, b, BITS) for w, b in tensors(net)]
-    made, x = Chain(layers, 4000, lambda: Slow.now), torch.randn(1, 24)
+    made, x = OrderedChain(layers, 4000, lambda: Slow.now), torch.randn(1, 24)
     assert torch.equal(made(x, Limit(seconds=1))[0], made(x, Limit(bytes=0))[0])
 
 

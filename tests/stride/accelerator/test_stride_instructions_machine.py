@@ -16,9 +16,9 @@ from demask.stride.accelerator.machine import (
     ACTIVATIONS,
     HOST,
     WEIGHTS,
+    BufferOperand,
     Instruction,
     Machine,
-    Operand,
 )
 from demask.stride.accelerator.units import unit_of
 from instruction_networks import (
@@ -135,7 +135,7 @@ def test_a_word_that_is_overwritten_in_part_is_noticed():
     k = next(k for k, row in enumerate(listing.instructions) if row.op == "sum_pool")
     row = listing.instructions[k]
     inner = next(row for row in listing.instructions if row.op == "load").writes
-    planted = Instruction("fill", (), Operand("stray", ACTIVATIONS, inner.address + 40, (1,)),
+    planted = Instruction("fill", (), BufferOperand("stray", ACTIVATIONS, inner.address + 40, (1,)),
                           {"value": 0.0})  # fmt: skip
     rows = (*listing.instructions[:k], planted, *listing.instructions[k:])
     with pytest.raises(BadInput, match="byte 40 of them holds stray"):
@@ -144,8 +144,8 @@ def test_a_word_that_is_overwritten_in_part_is_noticed():
 
 
 def test_a_result_over_an_operand_of_another_form_is_noticed():
-    x = Operand("x", ACTIVATIONS, 0, (1, 4))
-    row = Instruction("product", (x, Operand("w", WEIGHTS, 0, (4, 4))),
+    x = BufferOperand("x", ACTIVATIONS, 0, (1, 4))
+    row = Instruction("product", (x, BufferOperand("w", WEIGHTS, 0, (4, 4))),
                       replace(x, value="y", address=8), {"transposed": 0})  # fmt: skip
     listing = plain(Function(lambda x: x + 1).eval(), (images(1, 4),))
     with pytest.raises(BadInput, match="apart from the operands"):

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from demask.errors import BadInput
 from demask.stride.accelerator.instructions import Instructions
-from demask.stride.accelerator.machine import ACTIVATIONS, Instruction, Operand
+from demask.stride.accelerator.machine import ACTIVATIONS, BufferOperand, Instruction
 from demask.stride.accelerator.units import ABILITIES, checked
 from instruction_networks import (
     Function,
@@ -136,7 +136,7 @@ def test_every_value_of_a_list_may_be_damaged(stored):
 @pytest.mark.parametrize("op", sorted(ABILITIES))
 def test_every_op_checks_its_operands(op):
     """No op takes as many operands as none does, or a setting that nobody knows."""
-    x = Operand("x", ACTIVATIONS, 0, (1,))
+    x = BufferOperand("x", ACTIVATIONS, 0, (1,))
     with pytest.raises(BadInput, match="operands"):
         checked(Instruction(op, (x,) * 5, x, {}))
     count = ABILITIES[op].reads[0]

@@ -17,7 +17,7 @@ from demask.ops import Declined
 from demask.ops.entry import Shape as S
 from demask.traverse import axes as parts
 from demask.traverse.axes import Axes
-from demask.traverse.local.depthwise import Depthwise, Pool, fused, quicker
+from demask.traverse.local.depthwise import Depthwise, LocalPool, fused, quicker
 from demask.tune.epilogue import Epilogue
 from local_runs import IMAGE, Placed, Scratch, image_call, run, values_of, windows
 
@@ -98,8 +98,8 @@ def test_sequences(channels, size, kernel, stride, pad):
     weight = S((channels, 1, kernel), True)
     how = ([stride], [pad], [1], channels)
     holds(Depthwise, "aten.conv1d.default", x, weight, None, *how, pair=line)
-    holds(Pool, "aten.avg_pool1d.default", x, [kernel], [stride], [pad], pair=line)
-    holds(Pool, "aten.max_pool1d.default", x, [kernel], [stride], [pad], pair=line)
+    holds(LocalPool, "aten.avg_pool1d.default", x, [kernel], [stride], [pad], pair=line)
+    holds(LocalPool, "aten.max_pool1d.default", x, [kernel], [stride], [pad], pair=line)
 
 
 @pytest.mark.nightly
@@ -109,8 +109,8 @@ def test_sequences(channels, size, kernel, stride, pad):
 def test_pools(channels, size, kernel, stride, pad, ceil, include, divisor):
     assume(all(2 * p <= k for p, k in zip(pad, kernel, strict=True)))
     x, how = S((1, channels, *size)), (list(kernel), list(stride), list(pad))
-    holds(Pool, "aten.avg_pool2d.default", x, *how, ceil, include, divisor)
-    holds(Pool, "aten.max_pool2d.default", x, *how, [1, 1], ceil)
+    holds(LocalPool, "aten.avg_pool2d.default", x, *how, ceil, include, divisor)
+    holds(LocalPool, "aten.max_pool2d.default", x, *how, [1, 1], ceil)
 
 
 def test_an_image_without_a_batch():
@@ -231,4 +231,4 @@ KEPT = [
 @pytest.mark.parametrize("call", KEPT, ids=str)
 def test_other_calls_stay_as_they_are(call):
     args, how = call
-    assert not isinstance(placed(*args, **how).kind, (Depthwise, Pool))
+    assert not isinstance(placed(*args, **how).kind, (Depthwise, LocalPool))

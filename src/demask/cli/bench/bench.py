@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 import demask
 from demask.cli.bench import contenders
 from demask.cli.bench.contenders import AS_GIVEN, Contender, Inputs
-from demask.cli.progress import Step
-from demask.cli.read_network import Network
+from demask.cli.progress import ProgressStep
+from demask.cli.read_network import NetworkFile
 from demask.errors import BadInput
 from demask.machine.allocator import fix_allocator
 from demask.machine.describe import (
@@ -37,7 +37,7 @@ from demask.text_table import as_text, number_table
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BenchSettings:
     """What to measure: every batch size (none: the example's) at every number of threads (none:
     torch's own).
 
@@ -59,7 +59,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BenchRow:
     """One contender in one setting.
 
     parameters: floating elements it stores, buffers included, tied ones once. made: seconds that
@@ -100,11 +100,11 @@ class Bench:
     """What was measured of one model: its rows by setting, and the machine in words."""
 
     model: str
-    rows: tuple[Row, ...]
+    rows: tuple[BenchRow, ...]
     machine: str
 
     @property
-    def settings(self) -> Mapping[str, tuple[Row, ...]]:
+    def settings(self) -> Mapping[str, tuple[BenchRow, ...]]:
         """The rows of each setting, by its words."""
         names = dict.fromkeys(row.setting for row in self.rows)
         return {name: tuple(r for r in self.rows if r.setting == name) for name in names}
@@ -123,7 +123,7 @@ class Bench:
         return as_text(_table(self), Text(), *map(Text, _remarks(self)))
 
 
-def bench(given: Network, name: str, plan: Plan, step: Step) -> Bench:
+def bench(given: NetworkFile, name: str, plan: BenchSettings, step: ProgressStep) -> Bench:
     """Measure the network given, in eval mode, in every setting of the plan.
 
     name: what to call it. step: moves a progress bar of `plan.steps` steps. The allocator is fixed
@@ -142,7 +142,7 @@ def bench(given: Network, name: str, plan: Plan, step: Step) -> Bench:
     if plan.compiled:
         step("setting torch.compile up")
         contenders.set_up_compiler()
-    rows: list[Row] = []
+    rows: list[BenchRow] = []
     for threads, batch in product(counts, batches):
         inputs, where = contenders.inputs_of(slim, batch, given.args), _setting(threads, batch)
         with set_threads(threads):
@@ -162,7 +162,7 @@ def _setting(threads: int, batch: int) -> str:
 
 
 def _compiled(
-    plain: Sequence[Contender], inputs: Inputs, where: str, step: Step
+    plain: Sequence[Contender], inputs: Inputs, where: str, step: ProgressStep
 ) -> Iterator[Contender]:
     torch.compiler.reset()  # what was compiled for other threads and sizes
     for contender in plain:
@@ -172,13 +172,13 @@ def _compiled(
 
 @torch.no_grad()
 def _measured(
-    ready: Sequence[Contender], inputs: Inputs, plan: Plan, threads: int, batch: int
-) -> list[Row]:
+    ready: Sequence[Contender], inputs: Inputs, plan: BenchSettings, threads: int, batch: int
+) -> list[BenchRow]:
     """A row per contender, with timings and differences where it runs."""
     calls = {c.name: partial(c.module, *inputs[0], **inputs[1]) for c in ready if not c.failure}
     outputs = {name: _first(call, name, batch) for name, call in calls.items()}
     timings = alternate(calls, plan.pairs, seconds=plan.seconds)
-    rows = {c.name: Row(threads, batch, c.name, c.parameters, c.made, failure=c.failure)
+    rows = {c.name: BenchRow(threads, batch, c.name, c.parameters, c.made, failure=c.failure)
             for c in ready}  # fmt: skip
     for name, timing in timings.items():
         rows[name] = replace(
@@ -214,7 +214,7 @@ def _table(found: Bench) -> Table:
     return table
 
 
-def _cells(row: Row) -> tuple[str | Text, ...]:
+def _cells(row: BenchRow) -> tuple[str | Text, ...]:
     """What stands in the row behind its name and size."""
     made = "–" if row.made is None else f"{row.made:.1f} s"
     if row.timing is None or row.ratio is None:

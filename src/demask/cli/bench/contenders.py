@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from demask.cli.ports import Port
-from demask.cli.read_network import Network, example
+from demask.cli.ports import NetworkInput
+from demask.cli.read_network import NetworkFile, example
 from demask.compat.fx_internals import signature_of
 from demask.errors import BadInput
 from demask.graph.example_inputs import spans_of
@@ -60,7 +60,7 @@ def timed(make: Callable[[], Any]) -> tuple[Any, float]:
     return make(), perf_counter() - start
 
 
-def optimized(given: Network, inputs: Inputs, threads: int) -> Contender:
+def optimized(given: NetworkFile, inputs: Inputs, threads: int) -> Contender:
     """What optimize() makes for these inputs and threads."""
     from demask.optimize import optimize
 
@@ -138,7 +138,7 @@ def inputs_of(slim: Demasked, batch: int, args: Sequence[Tensor] = ()) -> Inputs
     for k, spec in enumerate(specs):
         sizes = zip(spec.sizes, spec.example, strict=True)
         sized = tuple(batch if size in names else given for size, given in sizes)
-        port = Port.of(spec.name, spec.sizes, getattr(torch, spec.dtype))
+        port = NetworkInput.of(spec.name, spec.sizes, getattr(torch, spec.dtype))
         fits = len(args) == len(specs) and tuple(args[k].shape) == sized
         leaves.append(args[k] if fits else example(port, sized, spans.get(spec.name)))
     tree = signature_of(slim.graph).in_spec

@@ -7,7 +7,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from demask.cli.bench.bench import Bench, Row
+from demask.cli.bench.bench import Bench, BenchRow
 from demask.cli.bench.contenders import AS_GIVEN
 from demask.files import atomic_write as atomic
 from demask.machine.describe import BUSY, count_words, is_wide, milliseconds
@@ -43,7 +43,7 @@ def draw(found: Bench, path: Path) -> None:
         figure.savefig(file, format=path.suffix[1:], dpi=DOTS)
 
 
-def _panel(axes: Axes, setting: str, rows: Sequence[Row]) -> None:
+def _panel(axes: Axes, setting: str, rows: Sequence[BenchRow]) -> None:
     """One setting: its bars from the top down, and a line where the model as given ends."""
     axes.set_title(setting, loc="left", fontsize=10)
     timings = [row.timing for row in rows if row.timing]
@@ -58,7 +58,7 @@ def _panel(axes: Axes, setting: str, rows: Sequence[Row]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _bar(axes: Axes, place: int, row: Row, reach: float) -> None:
+def _bar(axes: Axes, place: int, row: BenchRow, reach: float) -> None:
     """One contender: bar, whiskers and words; where it failed, the reason alone.
 
     reach: milliseconds at which a whisker ends in an arrow, and the words tell where it would end.

@@ -9,10 +9,10 @@ from typing import Any, cast
 from torch import Tensor, fx, nn
 
 import demask
-from demask.cli.progress import Step
-from demask.cli.read_network import Network
+from demask.cli.progress import ProgressStep
+from demask.cli.read_network import NetworkFile
 from demask.graph.provenance import Provenance, Reason
-from demask.ops import Declined, Entry, Spelled, Table, schema
+from demask.ops import Declined, Entry, SizedLine, Table, schema
 from demask.ops.schema import same_size
 
 
@@ -33,7 +33,7 @@ class Gap:
 
 
 def gaps(
-    given: Network, slim: nn.Module, calls: Mapping[str, int], step: Step, table: Table
+    given: NetworkFile, slim: nn.Module, calls: Mapping[str, int], step: ProgressStep, table: Table
 ) -> tuple[Gap, ...]:
     """The gaps in the table that `slim`, made of the network given, tells of; most freed first.
 
@@ -54,7 +54,7 @@ def gaps(
     return tuple(sorted(made, key=lambda gap: (-(gap.frees or 0), -gap.kept, gap.op)))
 
 
-def _freed(given: Network, record: Provenance, table: Table, op: str) -> int | None:
+def _freed(given: NetworkFile, record: Provenance, table: Table, op: str) -> int | None:
     """How many parameters more go where the op is taken to work position by position."""
     try:
         slim: Any = demask.demask(given.model, given.args, table=table, result="graph")
@@ -71,7 +71,7 @@ def _guessing(op: str, table: Table) -> Table:
     if own is None:
         return table.extended({op: Entry(_positionwise)})
 
-    def line(node: fx.Node) -> str | Spelled | Declined:
+    def line(node: fx.Node) -> str | SizedLine | Declined:
         told = own.line if isinstance(own.line, str) else own.line(node)
         return _positionwise(node) if isinstance(told, Declined) else told
 

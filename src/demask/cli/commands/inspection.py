@@ -14,8 +14,8 @@ from torch import Tensor, fx, nn
 
 import demask
 from demask.cli.commands.coverage import Gap, gaps
-from demask.cli.progress import Step
-from demask.cli.read_network import Network
+from demask.cli.progress import ProgressStep
+from demask.cli.read_network import NetworkFile
 from demask.compat.dispatch import OpOverload, schema_of
 from demask.graph.normalize.canonical_calls import SPELLED
 from demask.graph.provenance import Provenance
@@ -65,7 +65,7 @@ class Inspection:
         return f"{self.report}\n\n{as_text(*_parts(self))}"
 
 
-def inspect_network(given: Network, step: Step, table: Table = TABLE) -> Inspection:
+def inspect_network(given: NetworkFile, step: ProgressStep, table: Table = TABLE) -> Inspection:
     """Demask the network given and tell what went; it stays as it is.
 
     step: told what is being done now. table: the op table, as `demask.demask` takes it.

@@ -144,7 +144,7 @@ def collect(
         _check_plot(plot)
     with progress("loading") as step:
         from demask.cli.read_inputs import read_inputs
-        from demask.cli.read_network import Network, read_network
+        from demask.cli.read_network import NetworkFile, read_network
         from demask.files.archive.archive import outline
         from demask.pilot.data.collect import collect as collected
 
@@ -154,7 +154,7 @@ def collect(
             raise BadInput(f"--memory reads weights from a .demask file, got {model}; write one "
                            f"with: demask slim {model} -o model.demask")  # fmt: skip
         given = (
-            Network(outline(model).slim, ())
+            NetworkFile(outline(model).slim, ())
             if sliced
             else read_network(model, sizes, inputs, static, fix)
         )

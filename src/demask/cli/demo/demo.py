@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import demask
 from demask.cli.demo.digits import BATCH, DigitNet, Digits, accuracy, prune_channels, train
-from demask.cli.progress import Step
+from demask.cli.progress import ProgressStep
 from demask.files import atomic_write as atomic
 from demask.graph.provenance import Sizes
 from demask.machine.allocator import fix_allocator
@@ -35,7 +35,7 @@ SEED = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Contender:
+class DemoNetwork:
     """One network of the comparison: its sizes, how well it reads, and how long it takes.
 
     sizes: MACs are those of one image. difference: largest absolute difference of any test logit
@@ -48,7 +48,7 @@ class Contender:
     difference: float
     timings: Mapping[int, Timing] = field(default_factory=dict)
 
-    def timed(self, threads: int, timing: Timing) -> Contender:
+    def timed(self, threads: int, timing: Timing) -> DemoNetwork:
         """The same network with one more timing."""
         return replace(self, timings={**self.timings, threads: timing})
 
@@ -57,7 +57,7 @@ class Contender:
 class Demo:
     """What the demo found: its three contenders by name, the report, and the machine in words."""
 
-    contenders: Mapping[str, Contender]
+    contenders: Mapping[str, DemoNetwork]
     report: Report
     machine: str
 
@@ -85,7 +85,7 @@ class Demo:
         return as_text(_table(self), Text(), *map(Text, _remarks(self)))
 
 
-def run(digits: Digits, step: Step, runs: int, keep: Path | None = None) -> Demo:
+def run(digits: Digits, step: ProgressStep, runs: int, keep: Path | None = None) -> Demo:
     """Train, prune, demask, check and measure; every seed is fixed.
 
     step: moves a progress bar of `steps(digits)` steps. runs: timed forward passes per network and
@@ -107,7 +107,7 @@ def run(digits: Digits, step: Step, runs: int, keep: Path | None = None) -> Demo
     return Demo(contenders, report, machine)
 
 
-def trained(digits: Digits, step: Step) -> tuple[nn.Module, nn.Module]:
+def trained(digits: Digits, step: ProgressStep) -> tuple[nn.Module, nn.Module]:
     """The network as trained, and the same pruned and fine-tuned with its masks active."""
     torch.manual_seed(SEED)
     masked = DigitNet()
@@ -119,8 +119,8 @@ def trained(digits: Digits, step: Step) -> tuple[nn.Module, nn.Module]:
 
 
 def compare(
-    dense: nn.Module, masked: nn.Module, digits: Digits, step: Step
-) -> tuple[dict[str, nn.Module], Report, dict[str, Contender]]:
+    dense: nn.Module, masked: nn.Module, digits: Digits, step: ProgressStep
+) -> tuple[dict[str, nn.Module], Report, dict[str, DemoNetwork]]:
     """`dense`, `masked` and what demask makes of it; its report; and all three, not yet timed."""
     step("demasking")
     example = (digits.test_images[:EXAMPLE],)
@@ -132,7 +132,7 @@ def compare(
     networks = {"dense": dense, "masked": masked, "demasked": slim.eval()}
     logits = {name: _logits(network, digits.test_images) for name, network in networks.items()}
     contenders = {
-        name: Contender(
+        name: DemoNetwork(
             replace(sizes[name], macs=sizes[name].macs // EXAMPLE),
             accuracy(network, digits),
             (logits[name] - logits["masked"]).abs().max().item(),
@@ -169,7 +169,7 @@ def _logits(network: nn.Module, images: Tensor) -> Tensor:
 
 
 def _timed(
-    networks: Mapping[str, nn.Module], digits: Digits, threads: int, runs: int, step: Step
+    networks: Mapping[str, nn.Module], digits: Digits, threads: int, runs: int, step: ProgressStep
 ) -> dict[str, Timing]:
     step(f"measuring, threads: {threads}")
     images = digits.test_images[:IMAGES]
@@ -191,10 +191,10 @@ def _table(demo: Demo) -> Table:
     return table
 
 
-def _rows(demo: Demo) -> dict[str, Callable[[Contender], str]]:
+def _rows(demo: Demo) -> dict[str, Callable[[DemoNetwork], str]]:
     """The table's rows: a label, and the text for one contender."""
 
-    def milliseconds(threads: int) -> Callable[[Contender], str]:
+    def milliseconds(threads: int) -> Callable[[DemoNetwork], str]:
         return lambda one: spread(one.timings[threads])
 
     timed = {f"ms, {thread_words(threads)}": milliseconds(threads) for threads in demo.threads}

@@ -47,7 +47,7 @@ def load_digits(test_share: float = 0.3, seed: int = 0) -> Digits:
     return Digits(images[train], labels[train], images[test], labels[test])
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """Two 3 x 3 convolutions added onto what came in (projected where the shape changes)."""
 
     def __init__(self, channels: int, out: int, stride: int = 1):
@@ -78,7 +78,9 @@ class DigitNet(nn.Module):
         self.stem = nn.Conv2d(1, width, 3, stride=2, padding=1, bias=False)
         self.bn = nn.BatchNorm2d(width)
         self.blocks = nn.Sequential(
-            Block(width, width), Block(width, 2 * width, stride=2), Block(2 * width, 2 * width)
+            ResidualBlock(width, width),
+            ResidualBlock(width, 2 * width, stride=2),
+            ResidualBlock(2 * width, 2 * width),
         )
         self.classify = nn.Linear(2 * width, 10)
 

@@ -14,7 +14,7 @@ from demask.compat import onednn
 from demask.compat.dispatch import OpOverload, base_name, is_mutable, overload_name
 from demask.errors import BadInput, RefusedFile
 from demask.files.allowed_names import BUILTINS, find_op
-from demask.graph.node_records import Value
+from demask.graph.node_records import TensorType
 
 MAX_DEPTH = 20
 MAX_TEXT = 4_000_000  # characters: the program of a segment may have as many
@@ -116,12 +116,12 @@ def decode_target(name: Any) -> Any:
     return op
 
 
-def encode_value(value: Value) -> list[Any]:
+def encode_value(value: TensorType) -> list[Any]:
     """JSON for the type of a tensor that a node makes."""
     return [str(value.dtype).removeprefix("torch."), list(value.sizes), value.device]
 
 
-def decode_value(data: Any) -> Value:
+def decode_value(data: Any) -> TensorType:
     """The type that `encode_value` wrote. RefusedFile otherwise."""
     match data:
         case [str(dtype), list(sizes), str(device)] if (
@@ -129,7 +129,7 @@ def decode_value(data: Any) -> Value:
             and all(type(n) in (int, str) and len(str(n)) <= MAX_SIZE for n in sizes)
             and _DEVICE.fullmatch(device)
         ):
-            return Value(DTYPES[dtype], tuple(sizes), device)
+            return TensorType(DTYPES[dtype], tuple(sizes), device)
     raise RefusedFile(f"found the type {_short(data)}; expected a dtype, sizes and a device")
 
 

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from demask.errors import BadInput
-from demask.files.onnx.model import File, Node
+from demask.files.onnx.model import OnnxFile, OnnxNode
 from demask.files.onnx.values import NUMPY
-from demask.graph.provenance import NAMELESS, Port
+from demask.graph.provenance import NAMELESS, OnnxPort
 
 #: by the kind of number that an input takes, the kinds (of numpy) that its value may have
 _KINDS = {"bool": "b", "int": "iu", "float": "iuf", "complex": "iufc"}
 
 
-def fix_inputs(file: File, values: Mapping[str, Any]) -> File:
+def fix_inputs(file: OnnxFile, values: Mapping[str, Any]) -> OnnxFile:
     """The file with constants in place of some inputs; sizes that it names after theirs are numbers
     from then on.
 
@@ -32,7 +32,7 @@ def fix_inputs(file: File, values: Mapping[str, Any]) -> File:
             raise BadInput(f"no input {name!r} to fix; expected one of {list(ports)}")
     tensors = {name: _fitted(ports[name], value) for name, value in values.items()}
     sizes = _named_sizes(ports, tensors)
-    nodes = [Node("Constant", "", "", (), (name,), {"value": t}) for name, t in tensors.items()]
+    nodes = [OnnxNode("Constant", "", "", (), (name,), {"value": t}) for name, t in tensors.items()]
     graph = replace(
         file.graph,
         nodes=(*nodes, *file.graph.nodes),
@@ -42,7 +42,7 @@ def fix_inputs(file: File, values: Mapping[str, Any]) -> File:
     return replace(file, graph=graph)
 
 
-def _fitted(port: Port, value: Any) -> Tensor:
+def _fitted(port: OnnxPort, value: Any) -> Tensor:
     """A value as the tensor that an input takes."""
     what, dtype = f"input {port.name!r}", getattr(torch, port.dtype or "-", None)
     if not isinstance(dtype, torch.dtype):
@@ -90,7 +90,7 @@ def _holds(made: Tensor, array: np.ndarray) -> bool:
     return bool((made.float().isfinite() | ~torch.from_numpy(array).isfinite()).all())
 
 
-def _named_sizes(ports: Mapping[str, Port], tensors: Mapping[str, Tensor]) -> dict[str, int]:
+def _named_sizes(ports: Mapping[str, OnnxPort], tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """What the sizes that the file names are in the constants."""
     found: dict[str, int] = {}
     for name, tensor in tensors.items():
@@ -102,7 +102,7 @@ def _named_sizes(ports: Mapping[str, Port], tensors: Mapping[str, Tensor]) -> di
     return found
 
 
-def _sized(port: Port, sizes: Mapping[str, int]) -> Port:
+def _sized(port: OnnxPort, sizes: Mapping[str, int]) -> OnnxPort:
     if port.sizes is None:
         return port
     return replace(

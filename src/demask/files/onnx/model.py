@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from demask.graph.provenance import Port
+from demask.graph.provenance import OnnxPort
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class OnnxNode:
     """A call of one op. inputs, outputs: names of values, "" where an optional one is left out.
     attributes: ints, floats, text, tuples of them, tensors, or graphs."""
 
@@ -33,10 +33,10 @@ class Graph:
     """Nodes in an order in which they can run. constants: initializers by name."""
 
     name: str
-    nodes: tuple[Node, ...]
+    nodes: tuple[OnnxNode, ...]
     constants: Mapping[str, Tensor]
-    inputs: tuple[Port, ...]
-    outputs: tuple[Port, ...]
+    inputs: tuple[OnnxPort, ...]
+    outputs: tuple[OnnxPort, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +46,19 @@ class Function:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     attributes: Mapping[str, Any]  # name -> default, or ... where it must be given
-    nodes: tuple[Node, ...]
+    nodes: tuple[OnnxNode, ...]
     opsets: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class AttributeReference:
     """An attribute that takes the value of one of the enclosing function's."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class File:
+class OnnxFile:
     """All of an ONNX file that demask reads. opsets: version by domain ("" is ONNX's own)."""
 
     graph: Graph

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from demask.errors import BadInput, DemaskError
 from demask.failures import public
 from demask.files.onnx.fix_inputs import fix_inputs
-from demask.files.onnx.model import File
-from demask.files.onnx.op_functions import Call
-from demask.files.onnx.plan import Plan, Planner, Step
+from demask.files.onnx.model import OnnxFile
+from demask.files.onnx.op_functions import OnnxCall
+from demask.files.onnx.plan import OnnxPlan, OnnxPlanner, OnnxStep
 from demask.files.onnx.read.reader import read
-from demask.files.onnx.recording import Recorder, Recording, Recordings, key_of
+from demask.files.onnx.recording import OnnxRecorder, OnnxRecording, Recordings, key_of
 from demask.files.onnx.values import Host, Value, tensor_of
 from demask.graph.provenance import Interface
 from demask.graph.result.demasked_module import attach
@@ -56,9 +56,9 @@ class OnnxModule(nn.Module):
     """The graph of an ONNX file, run node by node. For inference it is as fast as its PyTorch ops;
     it is there to be demasked, pruned, trained or exported."""
 
-    def __init__(self, file: File):
+    def __init__(self, file: OnnxFile):
         super().__init__()
-        planner = Planner(file)
+        planner = OnnxPlanner(file)
         try:
             self.plan = planner.plan()
         except RecursionError as error:
@@ -94,7 +94,7 @@ class OnnxModule(nn.Module):
         is one and its sizes are those of this call."""
         key = key_of(inputs, self)
         recording = self.recordings.get(key) if key else None
-        if isinstance(recording, Recording):
+        if isinstance(recording, OnnxRecording):
             named = dict(zip(self.plan.inputs, inputs, strict=True))
             # What fails is run again node by node, for an error that names the node.
             with suppress(Exception):
@@ -103,17 +103,17 @@ class OnnxModule(nn.Module):
         values = [_given(v) for v in inputs]
         if recording is not ...:
             return self._run(self.plan, values, {})
-        recorder = Recorder(self.plan, self._held)
+        recorder = OnnxRecorder(self.plan, self._held)
         made = self._run(self.plan, values, {}, recorder)
         self.recordings.put(key, recorder.recording(made))
         return made
 
     def _run(
         self,
-        plan: Plan,
+        plan: OnnxPlan,
         inputs: Sequence[Value],
         outer: Mapping[str, Value],
-        recorder: Recorder | None = None,
+        recorder: OnnxRecorder | None = None,
     ) -> list[Value]:
         values: dict[str, Value] = {**outer, "": None}
         for name, known in plan.constants.items():
@@ -127,7 +127,11 @@ class OnnxModule(nn.Module):
         return [values[name] for name in plan.outputs]
 
     def _do(
-        self, step: Step, plan: Plan, values: dict[str, Value], recorder: Recorder | None
+        self,
+        step: OnnxStep,
+        plan: OnnxPlan,
+        values: dict[str, Value],
+        recorder: OnnxRecorder | None,
     ) -> None:
         node = step.node
         context: dict[str, Any] = {
@@ -142,7 +146,7 @@ class OnnxModule(nn.Module):
             context["device"] = device = self._device(inputs)
             context["as_tensor"] = lambda value: tensor_of(value, self._held, device)
             record = recorder and recorder.called
-            made = step.entry(node, inputs, Call(self._held, device, context, record))
+            made = step.entry(node, inputs, OnnxCall(self._held, device, context, record))
             if recorder:
                 recorder.node(step, plan, inputs, made)
         except DemaskError as error:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from demask.errors import BadInput, TableError
-from demask.files.onnx.model import Node
+from demask.files.onnx.model import OnnxNode
 from demask.files.onnx.values import Host, Value, number_of, numbers_of, tensor_of
 
 Ints = list[Any]
@@ -43,7 +43,7 @@ CONTEXT = ("version", "outputs", "run", "device", "as_tensor")
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OnnxCall:
     """What a node is called with, beside its inputs and attributes."""
 
     held: Callable[[str], Tensor]  # a tensor of the module, by name
@@ -64,7 +64,7 @@ class Call:
         return value
 
 
-def entered(domain: str, name: str) -> Entry:
+def entered(domain: str, name: str) -> OnnxEntry:
     """The entry of an op."""
     from demask.files.onnx.ops import ENTRIES  # which is made of what this file defines
 
@@ -72,7 +72,7 @@ def entered(domain: str, name: str) -> Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class OnnxEntry:
     """What demask does for one ONNX op.
 
     function: on tensors. host: on numpy arrays, for arithmetic on sizes; None where that is not
@@ -89,7 +89,9 @@ class Entry:
         """Pickled by name: its functions may be lambdas."""
         return entered, (self.domain, self.name)
 
-    def __call__(self, node: Node, inputs: Sequence[Value], call: Call) -> tuple[Value, ...]:
+    def __call__(
+        self, node: OnnxNode, inputs: Sequence[Value], call: OnnxCall
+    ) -> tuple[Value, ...]:
         """The outputs of a node."""
         if self.host is not None and _small(inputs) and all(v is None or _folds(v) for v in inputs):
             made = self._on_host(node, inputs, call)
@@ -101,7 +103,7 @@ class Entry:
         made = self.function(*args, **named)
         return made if isinstance(made, tuple) else (made,)
 
-    def _on_host(self, node: Node, inputs: Sequence[Value], call: Call) -> Any:
+    def _on_host(self, node: OnnxNode, inputs: Sequence[Value], call: OnnxCall) -> Any:
         arrays = [v.array if isinstance(v, Host) else v for v in inputs]
         args, named = _bound(self.host, node, arrays, call)
         made = self.host(*args, **named)  # type: ignore[misc]
@@ -150,7 +152,9 @@ def _signature(function: Any) -> Signature:
     return Signature(parameters, tuple(p for p in places if p is not rest), rest, kinds, context)
 
 
-def _bound(function: Any, node: Node, inputs: Sequence[Any], call: Call) -> tuple[list, dict]:
+def _bound(
+    function: Any, node: OnnxNode, inputs: Sequence[Any], call: OnnxCall
+) -> tuple[list, dict]:
     """Arguments of a function, from a node's inputs and attributes."""
     signature = _signature(function)
     plain, rest = signature.plain, signature.rest
@@ -191,7 +195,7 @@ class Ops:
     """Entries of one family, gathered by decorators: `@OPS("Relu")`."""
 
     domain: str = ""
-    entries: dict[tuple[str, str], Entry] = field(default_factory=dict)
+    entries: dict[tuple[str, str], OnnxEntry] = field(default_factory=dict)
 
     def __call__(self, *names: str, host: Callable[..., Any] | None = None,
                  stored: tuple[int, ...] = (), domain: str | None = None) -> Any:  # fmt: skip
@@ -199,24 +203,24 @@ class Ops:
 
         def enter(function: Callable[..., Any]) -> Callable[..., Any]:
             for name in names:
-                self.put(Entry(name, self.domain if domain is None else domain, function, host,
+                self.put(OnnxEntry(name, self.domain if domain is None else domain, function, host,
                                stored))  # fmt: skip
             return function
 
         return enter
 
-    def put(self, entry: Entry) -> None:
+    def put(self, entry: OnnxEntry) -> None:
         """One more entry; TableError if the op has one."""
         key = (entry.domain, entry.name)
         if key in self.entries:
             raise TableError(f"two entries for ONNX op {entry.name}; expected one")
         self.entries[key] = entry
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[OnnxEntry]:
         return iter(self.entries.values())
 
 
-def joined(*families: Ops) -> Mapping[tuple[str, str], Entry]:
+def joined(*families: Ops) -> Mapping[tuple[str, str], OnnxEntry]:
     """One table of several families; TableError where two have an entry for one op."""
     whole = Ops()
     for family in families:

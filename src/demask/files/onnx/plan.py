@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from demask.errors import BadInput
-from demask.files.onnx.model import File, Graph, Node, Reference
-from demask.files.onnx.op_functions import Entry
+from demask.files.onnx.model import AttributeReference, Graph, OnnxFile, OnnxNode
+from demask.files.onnx.op_functions import OnnxEntry
 from demask.files.onnx.ops import ENTRIES
 from demask.files.onnx.quantized_weights import grids_of
 from demask.files.onnx.values import MAX_HOST, NUMPY, Host
-from demask.graph.provenance import Grid, Port
+from demask.graph.provenance import OnnxPort, QuantizationGrid
 
 FEW = 16  # numbers of a constant that nothing trains: factors of sizes, such as Resize's scales
 MAX_NODES = 1_000_000  # after the ops that a file defines itself are written out
@@ -28,44 +28,44 @@ _TAKEN = frozenset(dir(nn.Module())) | {"plan", "interface", "recordings"}  # it
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class OnnxStep:
     """One node: its entry, the version of its op set, the names that nobody reads behind it.
     Attributes that are graphs are plans."""
 
-    node: Node
-    entry: Entry
+    node: OnnxNode
+    entry: OnnxEntry
     version: int
     drops: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class OnnxPlan:
     """A graph that can run. constants: what each constant is while it runs."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[OnnxStep, ...]
     constants: Mapping[str, Host | str]  # a name of the module's where only the tensor is known
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    ports: tuple[Port, ...] = ()  # what the file says of the outputs
+    ports: tuple[OnnxPort, ...] = ()  # what the file says of the outputs
 
 
-class Planner:
+class OnnxPlanner:
     """Makes the plan of a file, and gathers the tensors that the module has to hold.
 
     tensors: by the name that they get there; stored: those among them that nothing trains; grids:
     of those that are quantized.
     """
 
-    def __init__(self, file: File):
+    def __init__(self, file: OnnxFile):
         self.file = file
         self.tensors: dict[str, Tensor] = {}
         self.stored: set[str] = set()
-        self.grids: dict[str, Grid] = {}
+        self.grids: dict[str, QuantizationGrid] = {}
         self.modules: set[str] = set()
         self.fresh = itertools.count()
         self.nodes = 0
 
-    def plan(self, graph: Graph | None = None, opsets: Mapping[str, int] | None = None) -> Plan:
+    def plan(self, graph: Graph | None = None, opsets: Mapping[str, int] | None = None) -> OnnxPlan:
         """The plan of the file's graph (of a graph inside it, which may be a function's)."""
         graph = self.file.graph if graph is None else graph
         opsets = self.file.opsets if opsets is None else opsets
@@ -84,7 +84,7 @@ class Planner:
         outputs = tuple(port.name for port in graph.outputs)
         inputs = tuple(port.name for port in graph.inputs)
         _check_distinct([*inputs, *constants, *(o for n, _ in nodes for o in n.outputs if o)])
-        return Plan(tuple(_letting_go(steps, outputs)), known, inputs, outputs, graph.outputs)
+        return OnnxPlan(tuple(_letting_go(steps, outputs)), known, inputs, outputs, graph.outputs)
 
     def _held(self, name: str, tensor: Tensor | Host, stored: bool) -> Host | str:
         """What a constant is while the graph runs; its tensor goes to the module."""
@@ -105,15 +105,15 @@ class Planner:
         weights = tensor.is_floating_point() and tensor.ndim > 0 and not few
         return Host(tensor.numpy().copy(), tensor.dtype, free, folds=not weights)
 
-    def _step(self, node: Node, opsets: Mapping[str, int]) -> Step:
+    def _step(self, node: OnnxNode, opsets: Mapping[str, int]) -> OnnxStep:
         attributes = {k: self.plan(v, opsets) if isinstance(v, Graph) else _known(v)
                       for k, v in node.attributes.items()}  # fmt: skip
         version = opsets.get(node.domain, self.file.opsets.get(node.domain, 1))
-        return Step(replace(node, attributes=attributes), _entry(node), version, ())
+        return OnnxStep(replace(node, attributes=attributes), _entry(node), version, ())
 
     def _written_out(
-        self, node: Node, opsets: Mapping[str, int]
-    ) -> Iterator[tuple[Node, Mapping[str, int]]]:
+        self, node: OnnxNode, opsets: Mapping[str, int]
+    ) -> Iterator[tuple[OnnxNode, Mapping[str, int]]]:
         """The node, or the nodes of the function that the file defines for it."""
         self.nodes += 1
         if self.nodes > MAX_NODES:
@@ -141,7 +141,9 @@ def _known(value: Any) -> Any:
     return Host.of(value.numpy().copy())
 
 
-def _renamed(node: Node, names: ChainMap[str, str], prefix: str, given: Mapping[str, Any]) -> Node:
+def _renamed(
+    node: OnnxNode, names: ChainMap[str, str], prefix: str, given: Mapping[str, Any]
+) -> OnnxNode:
     """A node of a function's body where it is called: its values and attributes are the call's."""
 
     def name(old: str) -> str:
@@ -149,14 +151,14 @@ def _renamed(node: Node, names: ChainMap[str, str], prefix: str, given: Mapping[
 
     attributes = {}
     for key, value in node.attributes.items():
-        if isinstance(value, Reference):
+        if isinstance(value, AttributeReference):
             if value.name in given:
                 attributes[key] = given[value.name]
         elif isinstance(value, Graph):
             attributes[key] = _renamed_graph(value, names.new_child(), prefix, given)
         else:
             attributes[key] = value
-    return Node(node.op, node.domain, prefix + node.name, tuple(map(name, node.inputs)),
+    return OnnxNode(node.op, node.domain, prefix + node.name, tuple(map(name, node.inputs)),
                 tuple(map(name, node.outputs)), attributes)  # fmt: skip
 
 
@@ -172,11 +174,11 @@ def _renamed_graph(
     return Graph(graph.name, nodes, constants, inputs, outputs)
 
 
-def _entry(node: Node) -> Entry:
+def _entry(node: OnnxNode) -> OnnxEntry:
     return ENTRIES[node.domain, node.op]
 
 
-def _check_known(nodes: list[Node]) -> None:
+def _check_known(nodes: list[OnnxNode]) -> None:
     """Raise BadInput for ops that demask has no function for."""
     missing = Counter(n.op if not n.domain else f"{n.domain}.{n.op}" for n in nodes
                       if (n.domain, n.op) not in ENTRIES)  # fmt: skip
@@ -197,7 +199,7 @@ def _check_distinct(names: list[str]) -> None:
 _KINDS = {"value_float": float, "value_int": int, "value_string": str}
 
 
-def _constant(node: Node) -> Tensor | Host:
+def _constant(node: OnnxNode) -> Tensor | Host:
     """The value of a Constant node."""
     if not node.attributes:
         raise BadInput(f"{node}: expected one attribute, got none")
@@ -213,7 +215,7 @@ def _constant(node: Node) -> Tensor | Host:
     return torch.tensor(value, dtype=torch.float32 if kind is float else torch.int64)
 
 
-def _letting_go(steps: list[Step], outputs: tuple[str, ...]) -> list[Step]:
+def _letting_go(steps: list[OnnxStep], outputs: tuple[str, ...]) -> list[OnnxStep]:
     """The steps, each with the names read last there."""
     later, found = set(outputs), []
     for step in reversed(steps):
@@ -223,10 +225,10 @@ def _letting_go(steps: list[Step], outputs: tuple[str, ...]) -> list[Step]:
     return found[::-1]
 
 
-def _reads(step: Step) -> Iterator[str]:
+def _reads(step: OnnxStep) -> Iterator[str]:
     yield from step.node.inputs
     for plan in step.node.attributes.values():
-        if isinstance(plan, Plan):
+        if isinstance(plan, OnnxPlan):
             yield from plan.outputs
             for inner in plan.steps:
                 yield from _reads(inner)

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from demask.errors import BadInput
-from demask.files.onnx.model import Node
+from demask.files.onnx.model import OnnxNode
 from demask.graph.capture.fold_constants import plain
 from demask.graph.module_copy import structural_copy
-from demask.graph.provenance import Cut, Grid
+from demask.graph.provenance import Cut, QuantizationGrid
 from demask.graph.result.demasked_module import Demasked, attach
 from demask.graph.result.module_calls import spell
 from demask.ops import schema
@@ -38,11 +38,13 @@ _LAYERS = (*CONVOLUTIONS, aten.linear.default)
 _COPIES = re.compile(r"(_folded\d*|_\d+)+$")  # what passes put behind the name of a constant
 
 
-def grids_of(nodes: Iterable[Node], constants: Mapping[str, Any]) -> dict[str, Grid]:
+def grids_of(
+    nodes: Iterable[OnnxNode], constants: Mapping[str, Any]
+) -> dict[str, QuantizationGrid]:
     """The grids of constants that nodes dequantize (or quantize first), by the constants' names."""
     nodes = list(nodes)
     makers = {n.outputs[0]: n for n in nodes if (n.domain, n.op) == ("", "QuantizeLinear")}
-    found: dict[str, Grid] = {}
+    found: dict[str, QuantizationGrid] = {}
     for node in nodes:
         if (node.domain, node.op) != ("", "DequantizeLinear") or not node.inputs[0]:
             continue
@@ -58,7 +60,7 @@ def grids_of(nodes: Iterable[Node], constants: Mapping[str, Any]) -> dict[str, G
     return found
 
 
-def _grid(node: Node, dtype: Any, constants: Mapping[str, Any]) -> Grid | None:
+def _grid(node: OnnxNode, dtype: Any, constants: Mapping[str, Any]) -> QuantizationGrid | None:
     _, scale, point = (*(constants.get(name) for name in node.inputs), None, None)[:3]
     kind, axis = str(dtype).removeprefix("torch."), node.attributes.get("axis", 1)
     if kind not in KINDS or not isinstance(scale, Tensor) or scale.ndim > 1:
@@ -69,7 +71,9 @@ def _grid(node: Node, dtype: Any, constants: Mapping[str, Any]) -> Grid | None:
     good = scale.is_floating_point() and bool((scale.isfinite() & (scale > 0)).all())
     if not good or points.numel() != scale.numel() or not isinstance(axis, int):
         return None
-    return Grid(kind, axis, tuple(scale.reshape(-1).tolist()), tuple(points.reshape(-1).tolist()))
+    return QuantizationGrid(
+        kind, axis, tuple(scale.reshape(-1).tolist()), tuple(points.reshape(-1).tolist())
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +142,7 @@ def _free(module: nn.Module, name: str) -> str:
     )
 
 
-def gridded(tensor: Tensor, grid: Grid, cut: Cut | None = None) -> Stored | None:
+def gridded(tensor: Tensor, grid: QuantizationGrid, cut: Cut | None = None) -> Stored | None:
     """A float constant as the whole numbers that it came from; None where some number on it does
     not give the very float."""
     dtype, count = KINDS.get(grid.dtype), len(grid.scales)

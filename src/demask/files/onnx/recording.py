@@ -24,8 +24,8 @@ from demask.compat.dispatch import (
     peek_interpreter_stack,
     tracing_state,
 )
-from demask.files.onnx.model import Node
-from demask.files.onnx.plan import Plan, Step
+from demask.files.onnx.model import OnnxNode
+from demask.files.onnx.plan import OnnxPlan, OnnxStep
 from demask.files.onnx.values import Host, Value
 
 MOST = 16  # recordings of a module; the one used longest ago goes first
@@ -55,7 +55,7 @@ class ShapeCheck:
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class OnnxRecording:
     """A run of a graph. held: tensors of the module that it reads, by the names they have here;
     outputs: values known from sizes, or names; literals: where tensors made from numbers lie, which
     no caller may get to write into."""
@@ -94,20 +94,22 @@ class Recording:
         return output.clone() if output.untyped_storage().data_ptr() in self.literals else output
 
 
-class Recorder:
+class OnnxRecorder:
     """Records a run of a graph, unless it turns out to be of a kind that cannot be replayed.
     tensor: those of the module by path."""
 
-    def __init__(self, plan: Plan, tensor: Callable[[str], Tensor]) -> None:
+    def __init__(self, plan: OnnxPlan, tensor: Callable[[str], Tensor]) -> None:
         self.plan, self.tensor = plan, tensor
         self.held = {name: path for name, path in plan.constants.items() if isinstance(path, str)}
         self.steps: list[TensorCall | ShapeCheck] = []
         self.literals: set[int] = set()
         self.works = True
-        self.chosen: dict[tuple[str, ...], Plan] = {}  # by what their nodes make
+        self.chosen: dict[tuple[str, ...], OnnxPlan] = {}  # by what their nodes make
         self.call: tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]] | None = None
 
-    def branch(self, plan: Plan, node: Node, values: Mapping[str, Value]) -> Recorder | None:
+    def branch(
+        self, plan: OnnxPlan, node: OnnxNode, values: Mapping[str, Value]
+    ) -> OnnxRecorder | None:
         """What records a subgraph: this, for the branch that sizes choose; None for any other."""
         if node.op != "If" or isinstance(values[node.inputs[0]], Tensor):
             self.works = False
@@ -120,7 +122,9 @@ class Recorder:
         """Note the call on tensors that the present node makes."""
         self.call = function, args, named
 
-    def node(self, step: Step, plan: Plan, inputs: Sequence[Value], made: Sequence[Value]) -> None:
+    def node(
+        self, step: OnnxStep, plan: OnnxPlan, inputs: Sequence[Value], made: Sequence[Value]
+    ) -> None:
         """Note what a node of a graph read and made."""
         call, self.call = self.call, None
         drops = step.drops if plan is self.plan else ()  # what others drop may be read outside
@@ -129,7 +133,7 @@ class Recorder:
         else:
             self.works = self.works and self._note(step.node, inputs, made, drops, call)
 
-    def _choose(self, node: Node, branch: Plan, made: Sequence[Value]) -> None:
+    def _choose(self, node: OnnxNode, branch: OnnxPlan, made: Sequence[Value]) -> None:
         """Note that a node makes what a branch has made."""
         for name, inner, value in zip(node.outputs, branch.outputs, made, strict=False):
             if isinstance(value, Tensor):
@@ -137,7 +141,7 @@ class Recorder:
             elif not isinstance(value, Host):
                 self.works = False
 
-    def _note(self, node: Node, inputs: Any, made: Any, drops: Any, call: Any) -> bool:
+    def _note(self, node: OnnxNode, inputs: Any, made: Any, drops: Any, call: Any) -> bool:
         read = [(n, v) for n, v in zip(node.inputs, inputs, strict=True) if isinstance(v, Tensor)]
         if all(v is None or isinstance(v, Host) for v in made):
             if read and (node.domain or node.op not in _OF_SHAPE):
@@ -185,13 +189,13 @@ class Recorder:
                 return None
         return ""
 
-    def recording(self, made: Sequence[Value]) -> Recording | None:
+    def recording(self, made: Sequence[Value]) -> OnnxRecording | None:
         """What was recorded; None if it cannot be replayed. made: the values of the outputs."""
         outputs = self.plan.outputs
         if not self.works or not all(isinstance(v, Tensor | Host) for v in made):
             return None
         kept = tuple(v if isinstance(v, Host) else n for n, v in zip(outputs, made, strict=True))
-        return Recording(tuple(self.steps), self.held, kept, frozenset(self.literals))
+        return OnnxRecording(tuple(self.steps), self.held, kept, frozenset(self.literals))
 
 
 def _same(value: Tensor) -> Tensor:
@@ -204,7 +208,7 @@ class Recordings:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.found: OrderedDict[Any, Recording | None] = OrderedDict()
+        self.found: OrderedDict[Any, OnnxRecording | None] = OrderedDict()
 
     def get(self, key: Any) -> Any:
         """The recording, None where there can be none, or ... where none was tried."""
@@ -213,7 +217,7 @@ class Recordings:
                 self.found.move_to_end(key)
             return self.found.get(key, ...)
 
-    def put(self, key: Any, recording: Recording | None) -> None:
+    def put(self, key: Any, recording: OnnxRecording | None) -> None:
         """Keep a recording, or that there can be none."""
         with self.lock:
             self.found[key] = recording

@@ -44,7 +44,7 @@ _REFUSED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class ProgramSchema:
     """The schema with its rules: `namespaces` are the op namespaces a node may call,
     `expressions` the distinct symbolic expressions met so far (sympy takes time for each)."""
 
@@ -157,7 +157,7 @@ def clean_program(value: Any, namespaces: Collection[str]) -> dict[str, Any]:
 
     Of node metadata only the module stack stays.
     """
-    program = Program(frozenset(namespaces))
+    program = ProgramSchema(frozenset(namespaces))
     cleaned = program.clean(schema.ExportedProgram, value, "program")
     if sum(map(len, program.expressions)) > MAX_EXPRESSIONS:
         raise RefusedFile(f"more than {MAX_EXPRESSIONS} characters of symbolic expressions")
@@ -166,7 +166,7 @@ def clean_program(value: Any, namespaces: Collection[str]) -> dict[str, Any]:
 
 def clean_payloads(value: Any) -> dict[str, Any]:
     """The JSON of a table of tensors (weights or constants), checked like the program."""
-    return Program(frozenset()).clean(schema.PayloadConfig, value, "tensors")
+    return ProgramSchema(frozenset()).clean(schema.PayloadConfig, value, "tensors")
 
 
 @cache

@@ -41,7 +41,7 @@ def functionalized(program: Program) -> Program:
         return _laid_out(program)
     graph = _pieces(program)
     guards = _one_layout(graph)
-    walk = _Walk(program)
+    walk = _Functionalizer(program)
     for node in graph.nodes:
         walk.visit(node)
     written = [node.target for node in walk.version if node.op == "placeholder"]
@@ -205,7 +205,7 @@ def _one_layout(graph: fx.Graph) -> tuple[str, ...]:
     return tuple(guards)
 
 
-class _Walk:
+class _Functionalizer:
     """Rebuilds the graph node by node. now: the current value of each old node. parent: the node a
     view looks into. version: how often each root was written; seen: the version a value is of."""
 

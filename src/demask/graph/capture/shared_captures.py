@@ -68,7 +68,9 @@ def shared_captures(
             more = captures(model, args, kwargs, dynamic_shapes)
             yield from itertools.islice(more, len(programs), None)
             return
-    entry = _Entry(anatomy, frozenset().union(*(e.watched | e.differing(anatomy) for e in alike)))
+    entry = _SharedCapture(
+        anatomy, frozenset().union(*(e.watched | e.differing(anatomy) for e in alike))
+    )
     entries.append(entry)
     own = dict(tensors_of(model))
     shared = True
@@ -91,7 +93,7 @@ def _with_tensors(program: Program, model: nn.Module) -> Program:
 
 
 @dataclass(slots=True, eq=False)
-class _Entry:
+class _SharedCapture:
     """A module that was captured. watched: the whole numbers whose reads were recorded in `read`.
     programs: those captured so far."""
 
@@ -138,7 +140,9 @@ class _Entry:
         return type(kind.__name__, (kind,), names | {p[1]: recorded(p) for p in places})
 
 
-_ENTRIES: ContextVar[list[_Entry] | None] = ContextVar("demask_shared_captures", default=None)
+_ENTRIES: ContextVar[list[_SharedCapture] | None] = ContextVar(
+    "demask_shared_captures", default=None
+)
 
 
 @dataclass(frozen=True, slots=True)

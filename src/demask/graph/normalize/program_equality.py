@@ -40,7 +40,7 @@ def difference(a: Program, b: Program) -> fx.Node | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Moved:
+class _MovedElements:
     """Elements of a value of another node, moved: the places they come from, at each assignment."""
 
     root: fx.Node
@@ -48,7 +48,7 @@ class _Moved:
 
 
 @dataclass(slots=True)
-class _Walk:
+class _ProgramWalk:
     """One program on its way through `Values`."""
 
     program: Program
@@ -72,12 +72,12 @@ class Values:
         symbols = list(_symbols(program.graph))
         names = {symbol: f"n{k}" for k, (symbol, _) in enumerate(symbols)}
         sizes = tuple({symbol: hint + more for symbol, hint in symbols} for more in (0, 1))
-        walk = _Walk(program, names, sizes)
+        walk = _ProgramWalk(program, names, sizes)
         for node in program.graph.nodes:
             walk.found[node] = self._number(node, walk)
         return walk.found
 
-    def _number(self, node: fx.Node, walk: _Walk) -> int:
+    def _number(self, node: fx.Node, walk: _ProgramWalk) -> int:
         key: Hashable
         if node.op == "placeholder":
             key, walk.inputs = ("input", walk.inputs), walk.inputs + 1
@@ -92,7 +92,7 @@ class Values:
             return walk.found[source]
         elif (moved := _moved(node, walk)) is not None:
             walk.moved[node] = moved
-            if not isinstance(moved, _Moved):  # several, named by getitem
+            if not isinstance(moved, _MovedElements):  # several, named by getitem
                 key = ("parts", len(self.numbers))
             elif _is_whole(moved, node, walk):
                 return walk.found[moved.root]
@@ -115,7 +115,7 @@ class Values:
         alike.append(tensor)
         return (*kind, len(alike) - 1)
 
-    def _plain(self, value: Any, walk: _Walk) -> Hashable:
+    def _plain(self, value: Any, walk: _ProgramWalk) -> Hashable:
         """An argument as a key: nodes by the numbers of their values."""
         if isinstance(value, fx.Node):
             return ("value", walk.found[value])
@@ -163,7 +163,7 @@ def _symbols(graph: fx.Graph) -> Iterator[tuple[Any, int]]:
                     yield symbol, int(hints.get(symbol, 2))
 
 
-def _expression(size: Any, walk: _Walk) -> str:
+def _expression(size: Any, walk: _ProgramWalk) -> str:
     """A size in the names of the inputs' sizes."""
     if isinstance(size, int):
         return str(size)
@@ -181,7 +181,7 @@ def _value(size: Any, sizes: dict[Any, int]) -> int:
     return size if isinstance(size, int) else int(size.node.expr.subs(sizes))
 
 
-def _shape(node: fx.Node, walk: _Walk) -> tuple[str, ...]:
+def _shape(node: fx.Node, walk: _ProgramWalk) -> tuple[str, ...]:
     return tuple(_expression(size, walk) for size in node.meta["val"].shape)
 
 
@@ -189,7 +189,7 @@ def _digest(places: Tensor) -> bytes:
     return hashlib.blake2b(places.contiguous().numpy().tobytes(), digest_size=16).digest()
 
 
-def _is_whole(moved: _Moved, node: fx.Node, walk: _Walk) -> bool:
+def _is_whole(moved: _MovedElements, node: fx.Node, walk: _ProgramWalk) -> bool:
     """Is a moved value its root, element by element, in the same shape?"""
     root = moved.root.meta["val"]
     if not isinstance(root, Tensor) or root.ndim != node.meta["val"].ndim:
@@ -201,7 +201,7 @@ def _is_whole(moved: _Moved, node: fx.Node, walk: _Walk) -> bool:
     )
 
 
-def _moved(node: fx.Node, walk: _Walk) -> Any:
+def _moved(node: fx.Node, walk: _ProgramWalk) -> Any:
     """Where the elements of what a call makes come from, if all it does is move those of one
     value: _Moved, or a list of them; else None."""
     if node.target is operator.getitem:
@@ -215,7 +215,9 @@ def _moved(node: fx.Node, walk: _Walk) -> Any:
     if any(n.op != "get_attr" for n in others) or node.args[0] is not source:
         return None
     before = walk.moved.get(source)
-    root, held = (before.root, before.places) if isinstance(before, _Moved) else (source, None)
+    root, held = (
+        (before.root, before.places) if isinstance(before, _MovedElements) else (source, None)
+    )
     results = []
     try:
         for k, sizes in enumerate(walk.sizes):
@@ -240,5 +242,5 @@ def _moved(node: fx.Node, walk: _Walk) -> Any:
     except (TypeError, RuntimeError, ValueError):
         return None  # a size that values decide, or one that these assignments do not take
     if isinstance(results[0], Tensor):
-        return _Moved(root, tuple(results))
-    return [_Moved(root, parts) for parts in zip(*results, strict=True)]
+        return _MovedElements(root, tuple(results))
+    return [_MovedElements(root, parts) for parts in zip(*results, strict=True)]

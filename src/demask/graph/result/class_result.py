@@ -23,7 +23,7 @@ _CALL = "_demasked_call"  # of a module: how it was called when it was demasked
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CallSpec:
     """The arguments of a call, with an InputSpec in place of each tensor."""
 
     args: tuple[Any, ...]
@@ -37,7 +37,7 @@ def remember(
     leaves, spec = pytree.tree_flatten((args, dict(kwargs or {})))
     known = iter(provenance.inputs)
     kept = [next(known, _spec(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    vars(module)[_CALL] = Call(*pytree.tree_unflatten(kept, spec))
+    vars(module)[_CALL] = CallSpec(*pytree.tree_unflatten(kept, spec))
     vars(module)["demasked"] = provenance
 
 
@@ -56,7 +56,7 @@ def as_graph(module: Any) -> Any:
     else as it is. What files are written from. Raises NotExportable."""
     if not is_class_result(module):
         return module
-    call: Call = vars(module)[_CALL]
+    call: CallSpec = vars(module)[_CALL]
     marks: dict[int, InputSpec] = {}
 
     def drawn(leaf: Any) -> Any:

@@ -13,7 +13,7 @@ from torch.fx.graph import CodeGen
 
 from demask.compat.fx_internals import PyTreeInfo, codegen_of, signature_of
 from demask.graph.editor import drop_unread
-from demask.graph.node_records import Row, Value, graph_of, rows_of
+from demask.graph.node_records import NodeRecord, TensorType, graph_of, rows_of
 from demask.graph.normalize.split_recurrent import joined
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Provenance, Sizes
@@ -99,7 +99,7 @@ def changed(module: Demasked, change: Callable[[Program], Program]) -> Demasked:
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     for node in graph.nodes:
-        value = Value.of(node.meta.get("val"))
+        value = TensorType.of(node.meta.get("val"))
         if value is not None:  # of what it was in its first dtype
             del node.meta["val"]
             node.meta.setdefault("value", value)
@@ -120,7 +120,7 @@ def changed(module: Demasked, change: Callable[[Program], Program]) -> Demasked:
     return Demasked.of(root, made.graph, info, module.demasked)
 
 
-def _unpickled(kind: type[Demasked], rows: Sequence[Row], codegen: CodeGen) -> Demasked:
+def _unpickled(kind: type[Demasked], rows: Sequence[NodeRecord], codegen: CodeGen) -> Demasked:
     """The module of a pickled graph; pickle then puts in what its tensors and modules are."""
     module = kind(nn.Module(), fx.Graph(), class_name=kind.__name__)
     graph = graph_of(rows)
@@ -202,7 +202,7 @@ def build(
         provenance = replace(provenance, notes=(*provenance.notes, *lost))
     drop_unread(graph)
     for node in graph.nodes:
-        value = Value.of(node.meta.get("val"))
+        value = TensorType.of(node.meta.get("val"))
         if value is not None and (not kind.trains or any(map(_is_spelled, node.users))):
             node.meta["value"] = value
     specs = PyTreeInfo(list(program.names), program.in_spec, program.out_spec)

@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class EvalCall:
     """The call that the modules of a kind make in eval mode.
 
     tensors, numbers: per argument of the op, the attribute of the module that it is. lists: per
@@ -96,18 +96,18 @@ def _names(text: str) -> dict[str, str]:
     return {name: name for name in text.split()}
 
 
-def _row(op: Any, numbers: str = "", tensors: str = "", **others: Any) -> Row:
-    return Row(op, _names(tensors), _names(numbers), **others)
+def _row(op: Any, numbers: str = "", tensors: str = "", **others: Any) -> EvalCall:
+    return EvalCall(op, _names(tensors), _names(numbers), **others)
 
 
-def _padding(mode: str, numbers: str = "") -> Row:
-    return Row(aten.pad.default, numbers=_names(numbers) | {"pad": "padding"},
+def _padding(mode: str, numbers: str = "") -> EvalCall:
+    return EvalCall(aten.pad.default, numbers=_names(numbers) | {"pad": "padding"},
                always={"mode": mode})  # fmt: skip
 
 
 _AFFINE = "weight bias"
 _PLAIN: Any = {"set": {"inplace": False}}
-_ROWS: list[tuple[type[nn.Module], Row]] = [
+_ROWS: list[tuple[type[nn.Module], EvalCall]] = [
     (nn.Linear, _row(aten.linear.default, "", _AFFINE, default=True)),
     (nn.Bilinear, _row(aten.bilinear.default, "", _AFFINE, default=True)),
     (nn.LayerNorm, _row(aten.layer_norm.default, "normalized_shape eps", _AFFINE,
@@ -148,7 +148,7 @@ _ROWS: list[tuple[type[nn.Module], Row]] = [
     (nn.LogSoftmax, _row(aten.log_softmax.int, "dim")),
     (nn.CosineSimilarity, _row(aten.cosine_similarity.default, "dim eps")),
     (nn.Flatten, _row(aten.flatten.using_ints, "start_dim end_dim")),
-    (nn.Unflatten, Row(aten.unflatten.int, numbers={"dim": "dim", "sizes": "unflattened_size"})),
+    (nn.Unflatten, EvalCall(aten.unflatten.int, numbers={"dim": "dim", "sizes": "unflattened_size"})),
     (nn.PixelShuffle, _row(aten.pixel_shuffle.default, "upscale_factor")),
     (nn.PixelUnshuffle, _row(aten.pixel_unshuffle.default, "downscale_factor")),
     (nn.ChannelShuffle, _row(aten.channel_shuffle.default, "groups")),
@@ -196,7 +196,7 @@ for _kind, _name, _set, _returns in (
     (nn.RNN, "rnn_tanh", {"nonlinearity": "tanh", "mode": "RNN_TANH"}, (0, 1)),
     (nn.RNN, "rnn_relu", {"nonlinearity": "relu", "mode": "RNN_RELU"}, (0, 1)),
 ):
-    _ROWS.append((_kind, Row(getattr(aten, _name).input, numbers=_LAYERS, set=_set,
+    _ROWS.append((_kind, EvalCall(getattr(aten, _name).input, numbers=_LAYERS, set=_set,
                              lists={"params": "_flat_weights_names"}, always={"train": False},
                              returns=_returns, default=True)))  # fmt: skip
 for _kind, _name, _set in (
@@ -205,9 +205,9 @@ for _kind, _name, _set in (
     (nn.RNNCell, "rnn_tanh_cell", {"nonlinearity": "tanh"}),
     (nn.RNNCell, "rnn_relu_cell", {"nonlinearity": "relu"}),
 ):
-    _ROWS.append((_kind, Row(getattr(aten, _name).default, _CELL, set=_set, default=True)))
+    _ROWS.append((_kind, EvalCall(getattr(aten, _name).default, _CELL, set=_set, default=True)))
 
-ROWS: Mapping[type[nn.Module], tuple[Row, ...]] = {
+ROWS: Mapping[type[nn.Module], tuple[EvalCall, ...]] = {
     kind: tuple(row for other, row in _ROWS if other is kind) for kind, _ in _ROWS
 }
 KINDS = {kind.__name__: kind for kind in ROWS}
@@ -233,7 +233,7 @@ def kind_of(module: nn.Module) -> type[nn.Module] | None:
     return None
 
 
-def row_of(module: nn.Module) -> Row | None:
+def row_of(module: nn.Module) -> EvalCall | None:
     """The row of the call that a module makes, if all that it does is such a call."""
     kind = kind_of(module)
     for row in ROWS[kind] if kind is not None else ():
@@ -242,7 +242,7 @@ def row_of(module: nn.Module) -> Row | None:
     return None
 
 
-def row_for(kind: type[nn.Module], op: Any) -> Row | None:
+def row_for(kind: type[nn.Module], op: Any) -> EvalCall | None:
     """The row of a kind of modules that make a call of an op."""
     return next((row for row in ROWS[kind] if row.op is op), None)
 
@@ -266,13 +266,13 @@ def spell(graph: fx.Graph, root: nn.Module) -> list[fx.Node]:
     return left
 
 
-def _is_called_on(node: fx.Node, row: Row) -> bool:
+def _is_called_on(node: fx.Node, row: EvalCall) -> bool:
     """Is a module called on what the op reads? A state may be left out."""
     missing = len(row.inputs) - len(node.args)
     return missing == 0 or (missing == 1 and row.inputs[-1] == STATE)
 
 
-def _spell(node: fx.Node, module: nn.Module, row: Row) -> None:
+def _spell(node: fx.Node, module: nn.Module, row: EvalCall) -> None:
     path, values = node.target, node.meta.get(READS, {})
     found = dict(zip(row.inputs, node.args, strict=False))
 

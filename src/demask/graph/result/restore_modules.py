@@ -17,7 +17,7 @@ from demask.graph.result.module_calls import (
     READS,
     ROWS,
     STATE,
-    Row,
+    EvalCall,
     fields_of,
     hollow,
     kind_of,
@@ -210,7 +210,7 @@ def _restore(
         _call(node, path, row)
 
 
-def _is_whole(call: fx.Node, row: Row) -> bool:
+def _is_whole(call: fx.Node, row: EvalCall) -> bool:
     """Is a call made on tensors, with arguments that are plain, and no more read than a module
     returns?"""
     found = schema.arguments(call)
@@ -223,7 +223,7 @@ def _is_whole(call: fx.Node, row: Row) -> bool:
     )
 
 
-def _call(node: fx.Node, path: str, row: Row) -> None:
+def _call(node: fx.Node, path: str, row: EvalCall) -> None:
     """Call the module of a path instead of an op, on the same."""
     found = schema.arguments(node)
     reads = {n: r.meta.get("val") for n, r in row.leaves(found).items() if r is not None}
@@ -236,7 +236,7 @@ def _call(node: fx.Node, path: str, row: Row) -> None:
     nested(node, row.returns)
 
 
-def _held(node: fx.Node, path: str, row: Row, root: nn.Module) -> dict[str, Any] | None:
+def _held(node: fx.Node, path: str, row: EvalCall, root: nn.Module) -> dict[str, Any] | None:
     """The tensors of a module as a call reads them; None where it reads others."""
     found: dict[str, Any] = {}
     for leaf, read in row.leaves(schema.arguments(node)).items():
@@ -262,7 +262,7 @@ def _holds_only(old: nn.Module, tensors: Mapping[str, Any]) -> bool:
 
 
 def _made(
-    kind: type[nn.Module], row: Row, call: fx.Node, tensors: Mapping[str, Any],
+    kind: type[nn.Module], row: EvalCall, call: fx.Node, tensors: Mapping[str, Any],
     own: nn.Module | None,
 ) -> nn.Module | None:  # fmt: skip
     """A module of a kind that makes a call: the model's own, else a new one."""
@@ -285,7 +285,7 @@ def _made(
     return module if row.given(module) == asked and _is_plain(module, kind, row) else None
 
 
-def _is_plain(module: nn.Module, kind: type[nn.Module], row: Row) -> bool:
+def _is_plain(module: nn.Module, kind: type[nn.Module], row: EvalCall) -> bool:
     """Does the constructor of a kind make such a module, of its numbers?"""
     try:
         plain = hollow(kind, dict(fields_of(module, kind)))

@@ -271,7 +271,7 @@ class Dot:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ColumnPiece:
     """Some columns of the product: the kernel for them, where they begin, tiles of them, lanes in
     use of the last vector."""
 
@@ -281,26 +281,26 @@ class Piece:
     left: int
 
 
-def pieces(columns: int, isa: Isa, options: dict[str, Any]) -> list[Piece]:
+def pieces(columns: int, isa: Isa, options: dict[str, Any]) -> list[ColumnPiece]:
     """The kernels that compute so many columns together. options: fields of the kernels."""
     if columns == 1:
         unpadded = {key: value for key, value in options.items() if key != "padded"}
-        return [Piece(Dot(**unpadded), 0, 1, 1)]
+        return [ColumnPiece(Dot(**unpadded), 0, 1, 1)]
     lanes = vector(columns, isa)
     if columns < isa.lanes:
         kernel = Wide(1, lanes, columns < lanes, SIDE[0], **options)
-        return [Piece(kernel, 0, 1, columns)]
+        return [ColumnPiece(kernel, 0, 1, columns)]
     vectors = -(-columns // isa.lanes)
     tile = -(-vectors // -(-vectors // (isa.registers // 4)))  # of equal tiles that fit
     left = columns % isa.lanes or isa.lanes
     whole = (vectors - (left < isa.lanes)) // tile
     found = []
     if whole:
-        found.append(Piece(Wide(tile, isa.lanes, False, side(tile), **options), 0, whole, 0))
+        found.append(ColumnPiece(Wide(tile, isa.lanes, False, side(tile), **options), 0, whole, 0))
     rest = vectors - whole * tile
     if rest:
         kernel = Wide(rest, isa.lanes, left < isa.lanes, side(rest), **options)
-        found.append(Piece(kernel, whole * tile * isa.lanes, 1, left))
+        found.append(ColumnPiece(kernel, whole * tile * isa.lanes, 1, left))
     return found
 
 

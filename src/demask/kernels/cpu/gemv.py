@@ -7,7 +7,7 @@ and each output is one chain of fused multiply-adds in the order of the list, be
 added last. The dense product is the list of all columns; the list of nonzero ones gives the same
 bits, whatever the finite weights: fma(w, 0, s) == s unless s is -0 (which a product that underflows
 makes), and s + bias is the same for both zeros as long as no bias is -0 (`pilot.packing` writes
-+0). NaN counts as nonzero. `Rows` computes single rows of a row-major matrix by the same chains, so
++0). NaN counts as nonzero. `RowKernel` computes single rows of a row-major matrix by the same chains, so
 its bits are the same too.
 
 What machine code is called with is a structure of 64-bit numbers: addresses of what never moves,
@@ -109,7 +109,7 @@ class Compact:
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class ColumnKernel:
     """The product over the listed columns, for every `step`-th tile of `vectors` vectors."""
 
     vectors: int
@@ -145,7 +145,7 @@ class Columns:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowKernel:
     """The product over the listed columns, for listed rows of a row-major matrix."""
 
     relu: bool

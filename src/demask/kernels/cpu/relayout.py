@@ -26,7 +26,7 @@ CALL = np.dtype([(key, "<i8") for key in (
 UNROLLED = 16  # lines: longer runs are loops
 
 
-class _Call(Fields):
+class _CallFields(Fields):
     """The fields of a call; loops over channels and lines."""
 
     def __init__(self, e: Emitter):
@@ -64,7 +64,7 @@ class Gather:
     arguments = 2
 
     def emit(self, e: Emitter) -> None:
-        call = _Call(e)
+        call = _CallFields(e)
         with call.channels("x", "out") as (x_c, out_c), call.lines() as k:
             index, mask = _index(e, call.pointer("table"), k)
             found = e.gather(x_c, index, mask, e.splat(self.fill))
@@ -78,7 +78,7 @@ class Scatter:
     arguments = 2
 
     def emit(self, e: Emitter) -> None:
-        call = _Call(e)
+        call = _CallFields(e)
         with call.channels("x", "out") as (x_c, out_c), call.lines() as k:
             index, mask = _index(e, call.pointer("table"), k)
             line = e.line(x_c, e.load_long(I32, call.pointer("lines"), k))
@@ -86,7 +86,7 @@ class Scatter:
 
 
 @dataclass(frozen=True, slots=True)
-class Turned:
+class TransposedKernel:
     """`Gather` or `Scatter` (out: which) of tensors whose channels are neighbours, for whole
     vectors of channels: lanes and channels change places in registers."""
 
@@ -95,7 +95,7 @@ class Turned:
     arguments = 2
 
     def emit(self, e: Emitter) -> None:
-        call = _Call(e)
+        call = _CallFields(e)
         x, out = call.buffer("x"), call.buffer("out")
         mine, theirs = ("x", out) if self.out else ("out", x)
         with e.loop(call["begin"], call["end"], e.lanes) as c:
@@ -134,7 +134,7 @@ class Turned:
 
 
 @dataclass(frozen=True, slots=True)
-class Border:
+class BorderKernel:
     """out[line] = lanes of another line of the same channels: runs of (permutation of lanes, first
     line, where it goes, how many)."""
 
@@ -145,7 +145,7 @@ class Border:
     arguments = 2
 
     def emit(self, e: Emitter) -> None:
-        call = _Call(e)
+        call = _CallFields(e)
         with call.channels("out") as (channel,):
             for lanes, source, to, count in self.runs:
                 ends = e.line(channel, source), e.line(channel, to)
@@ -161,7 +161,7 @@ class Border:
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class PoolKernel:
     """out[line] = the largest, or the weighted sum, of x at `taps` lines from another: `table` has
     pairs (x, out) of lines, `weights` a vector per pair."""
 
@@ -171,7 +171,7 @@ class Pool:
     arguments = 2
 
     def emit(self, e: Emitter) -> None:
-        call = _Call(e)
+        call = _CallFields(e)
         with call.channels("x", "out") as (x_c, out_c), call.lines() as k:
             pair = e.at(call.pointer("table"), e.b.mul(k, I64(8)))
             source, to = (
@@ -196,7 +196,7 @@ class Pointwise:
     arguments = 2
 
     def emit(self, e: Emitter) -> None:
-        call = _Call(e)
+        call = _CallFields(e)
         with call.channels("x", "z", "out") as places, call.lines() as k:
             row = e.at(call.pointer("table"), e.b.mul(k, I64(12)))
             source, other, to = (
@@ -209,7 +209,7 @@ class Pointwise:
 
 
 @dataclass(frozen=True, slots=True)
-class Mean:
+class MeanKernel:
     """The mean of each channel over the positions of an image: `table` has its lines, `weights` a
     vector per line. groups: the lanes of each image; `lines` the element of out for each."""
 
@@ -218,7 +218,7 @@ class Mean:
     arguments = 2
 
     def emit(self, e: Emitter) -> None:
-        call = _Call(e)
+        call = _CallFields(e)
         with call.channels("x", "out") as (x_c, out_c):
             sums = e.variable(e.vector, e.splat(0.0))
             with call.lines() as k:

@@ -39,7 +39,7 @@ KINDS = {"float32": FLOAT, "bfloat16": I16, "int8": BYTE}
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class SparseTileKernel:
     """The kernel for tiles of one shape: lines of its positions in x, out and what is added,
     relative to the first. values: how weights are stored; wide: offsets of 32 bits."""
 

@@ -28,7 +28,7 @@ CALL = np.dtype([(key, "<i8") for key in (
 
 
 @dataclass(frozen=True, slots=True)
-class Narrow:
+class SparseVectorKernel:
     """The kernel for groups of as many rows as there are lanes."""
 
     add: bool

@@ -40,7 +40,7 @@ PROCESS = os.getpid()  # that imported this file: in one forked later, OpenMP ha
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class TeamWork:
     """work(job, number, count): what thread `number` of `count` does; work(job) asks OpenMP which
     one it is. A job's `present` counts the threads that have come to barriers so far.
 
@@ -173,8 +173,8 @@ def _waiting() -> tuple[int, int]:
 
 @functools.cache
 def _entered() -> tuple[int, Any]:
-    """`Work` for OpenMP, as an address; and for threads that say who they are, as a function."""
-    asking, told = Work(True), Work(False)
+    """`TeamWork` for OpenMP, as an address; and for threads that say who they are, as a function."""
+    asking, told = TeamWork(True), TeamWork(False)
     codes = CODE.addresses([asking, told])
     kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
     return codes[asking], kind(codes[told])

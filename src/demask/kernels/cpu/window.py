@@ -47,7 +47,7 @@ LINE = 64  # bytes of a cache line
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class WindowKernel:
     """The kernel of one geometry; pairs are (rows, columns).
 
     mode: "conv", "mean" or "max". divisor: of a mean. add: onto what the output holds. side: rows
@@ -75,20 +75,20 @@ class Window:
     def taps(self) -> int:
         return self.size[0] * self.size[1]
 
-    def table(self, lanes: int) -> Table:
+    def table(self, lanes: int) -> WeightTable:
         if not self.flat:
-            return Table(-(-self.channels // lanes) * lanes, lanes, self.channels)
+            return WeightTable(-(-self.channels // lanes) * lanes, lanes, self.channels)
         period = math.lcm(self.channels, lanes)
         if 4 * period * (self.taps + 1) <= TABLE:
-            return Table(period, lanes, period)
-        return Table(self.channels + lanes, lanes % self.channels, self.channels)
+            return WeightTable(period, lanes, period)
+        return WeightTable(self.channels + lanes, lanes % self.channels, self.channels)
 
     def emit(self, e: Emitter) -> None:
         """k(call, arena)"""
         _Body(e, self).emit()
 
 
-class Table(NamedTuple):
+class WeightTable(NamedTuple):
     """Where weights lie: a line of `pitch` floats per tap, then the bias. A vector reads its line
     from a float on, its phase, which the next vector has `advance` later, modulo `modulus`."""
 
@@ -100,7 +100,7 @@ class Table(NamedTuple):
 class _Body:
     """Writes one kernel."""
 
-    def __init__(self, e: Emitter, window: Window):
+    def __init__(self, e: Emitter, window: WindowKernel):
         call = e.pointer(e.args[0])
         self.e, self.w, self.t = e, window, window.table(e.lanes)
         self.field = {key: e.load(I64, call, k) for k, key in enumerate(CALL.names or ())}
@@ -290,7 +290,7 @@ class _Body:
         return found if mask is None else b.and_(found, mask)
 
 
-class Sizes(NamedTuple):
+class WindowSizes(NamedTuple):
     """Of x and out: rows, columns, floats from row to row; rows and columns of zeros before x."""
 
     rows_in: int
@@ -303,10 +303,10 @@ class Sizes(NamedTuple):
     left: int
 
 
-class Task:
+class WindowTask:
     """Calls of a kernel for parts of one size: not to be run twice at once."""
 
-    def __init__(self, window: Window, sizes: Sizes, threads: int, isa: Isa):
+    def __init__(self, window: WindowKernel, sizes: WindowSizes, threads: int, isa: Isa):
         table = -(-4 * window.table(isa.lanes).pitch * (window.taps + 1) // LINE) * LINE
         self.tables = np.zeros(threads * table + LINE, np.uint8)
         self.calls, self.threads = np.zeros(threads, CALL), threads
@@ -336,7 +336,7 @@ class Task:
 Range = tuple[int, int, int, int]  # begin, inner begin, inner end, end
 
 
-def _ranges(window: Window, sizes: Sizes, lanes: int) -> tuple[Range, Range]:
+def _ranges(window: WindowKernel, sizes: WindowSizes, lanes: int) -> tuple[Range, Range]:
     """The rows and the units of the output, those within the image among them."""
     (height, width), (down, along) = window.size, window.dilation
     rows = _range(sizes.rows_in, sizes.rows_out, sizes.top, window.step[0], (height - 1) * down)
@@ -368,15 +368,15 @@ def _share(whole: Range, k: int, count: int) -> Range:
 class Runner:
     """Runs a kernel on parts of any size; may be used by several threads at once."""
 
-    def __init__(self, window: Window, isa: Isa | None = None):
+    def __init__(self, window: WindowKernel, isa: Isa | None = None):
         self.window, self.isa = window, isa or host()
-        self.spare: dict[tuple[Sizes, int], list[Task]] = {}
+        self.spare: dict[tuple[WindowSizes, int], list[WindowTask]] = {}
 
     def compile(self) -> None:
         """Make the machine code now, and not at the first run."""
         CODE.addresses([self.window], self.isa)
 
-    def run(self, sizes: Sizes, threads: int, places: tuple[int, int, int, int]) -> None:
+    def run(self, sizes: WindowSizes, threads: int, places: tuple[int, int, int, int]) -> None:
         """Fill the output. places: addresses of x, out, the weight [channels, *size] (dense), the
         bias (0: none)."""
         work = sizes.rows_out * sizes.columns_out * self.window.channels * self.window.taps
@@ -389,6 +389,6 @@ class Runner:
         try:
             task = spare.pop()
         except IndexError:
-            task = Task(self.window, sizes, threads, self.isa)
+            task = WindowTask(self.window, sizes, threads, self.isa)
         task.run(places)
         spare.append(task)

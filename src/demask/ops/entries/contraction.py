@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from demask.ops import schema
-from demask.ops.entry import Case, Declined, Entry, Spelled
+from demask.ops.entry import Case, Declined, Entry, SizedLine
 from demask.ops.entry import Shape as S
 
 # Products with a matrix, [out, in] or [in, out].
@@ -33,7 +33,7 @@ def _parts(node: fx.Node) -> tuple[int, Any, str, str, str]:
     return found["groups"], weight, "n " if x.ndim == weight.ndim else "", space, kernel
 
 
-def _conv(node: fx.Node) -> str | Spelled | Declined:
+def _conv(node: fx.Node) -> str | SizedLine | Declined:
     """n i ~s.., o i ~k.. -> n o ~s..; with groups n (g i), (g o) i; depthwise n g, (g o) 1."""
     groups, weight, batch, space, kernel = _parts(node)
     if schema.is_dynamic(groups):
@@ -43,10 +43,10 @@ def _conv(node: fx.Node) -> str | Spelled | Declined:
     if weight.shape[0] == groups and weight.shape[1] == 1:
         return f"{batch}g {space}, g 1 {kernel}, g -> {batch}g {space}"
     line = f"{batch}(g i) {space}, (g o) i {kernel}, (g o) -> {batch}(g o) {space}"
-    return Spelled(line, {"g": groups, "i": weight.shape[1], "o": weight.shape[0] // groups})
+    return SizedLine(line, {"g": groups, "i": weight.shape[1], "o": weight.shape[0] // groups})
 
 
-def _conv_transpose(node: fx.Node) -> str | Spelled | Declined:
+def _conv_transpose(node: fx.Node) -> str | SizedLine | Declined:
     """As a convolution, with the weight's input axis first."""
     groups, weight, batch, space, kernel = _parts(node)
     if schema.is_dynamic(groups):
@@ -54,7 +54,7 @@ def _conv_transpose(node: fx.Node) -> str | Spelled | Declined:
     if groups == 1:
         return f"{batch}i {space}, i o {kernel}, o -> {batch}o {space}"
     line = f"{batch}(g i) {space}, (g i) o {kernel}, (g o) -> {batch}(g o) {space}"
-    return Spelled(line, {"g": groups, "i": weight.shape[0] // groups, "o": weight.shape[1]})
+    return SizedLine(line, {"g": groups, "i": weight.shape[0] // groups, "o": weight.shape[1]})
 
 
 def _padded(node: fx.Node) -> bool:
@@ -75,10 +75,10 @@ def _groups(node: fx.Node, made: Any) -> dict[str, Any]:
     return {"groups": made[0][1 - (len(made[0]) < weight.ndim)]} if depthwise else {}
 
 
-def _matmul(node: fx.Node) -> str | Spelled:
+def _matmul(node: fx.Node) -> str | SizedLine:
     a, b = _rank(node, "self"), _rank(node, "other")
     if _is_softmax(node.args[0]) and b > 1:
-        return Spelled(
+        return SizedLine(
             "... t !i, ... !i o -> ... t o" if a > 1 else "!i, ... !i o -> ... o", {}, mixes=True
         )
     left = "... t i" if a > 1 else "i"
@@ -88,9 +88,9 @@ def _matmul(node: fx.Node) -> str | Spelled:
     )
 
 
-def _bmm(node: fx.Node) -> str | Spelled:
+def _bmm(node: fx.Node) -> str | SizedLine:
     if _is_softmax(node.args[0]):
-        return Spelled("b t !i, b !i o -> b t o", {}, mixes=True)
+        return SizedLine("b t !i, b !i o -> b t o", {}, mixes=True)
     return "b t i, b i o -> b t o"
 
 
@@ -156,7 +156,7 @@ def _convs() -> list[tuple[str, Entry]]:
     return result
 
 
-def _attention(node: fx.Node) -> str | Spelled | Declined:
+def _attention(node: fx.Node) -> str | SizedLine | Declined:
     """softmax(q · k + mask) · v: keys are normalised over; causal queries must stay in place."""
     found = schema.arguments(node)
     if found["dropout_p"]:
@@ -171,7 +171,7 @@ def _attention(node: fx.Node) -> str | Spelled | Declined:
         "" if len(shape) == 2 else "... 1 " if len(shape) > 2 and shape[-3] == 1 else "... (h r) "
     )
     line = f"... (h r) {t} d, ... h !s d, ... h !s e, {axis}{t} !s -> ... (h r) {t} e"
-    return Spelled(line, {"h": shared, "r": heads // shared})
+    return SizedLine(line, {"h": shared, "r": heads // shared})
 
 
 def _scale(node: fx.Node, made: Any) -> dict[str, Any]:

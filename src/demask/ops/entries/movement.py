@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from demask.ops import schema
-from demask.ops.entry import Case, Declined, Entry, Spelled
+from demask.ops.entry import Case, Declined, Entry, SizedLine
 from demask.ops.entry import Shape as S
 
 
@@ -23,14 +23,14 @@ def _letters(rank: int) -> list[str]:
     return [f"a{k}" for k in range(rank)]
 
 
-def view(node: fx.Node) -> Spelled | Declined:
+def view(node: fx.Node) -> SizedLine | Declined:
     """The common refinement of the two shapes: `n 12 -> n 3 4` is `n (a b) -> n a b`."""
     old, new = _shape(node), list(schema.outputs(node)[0].shape)
     found = refined(old, new)
     if isinstance(found, Declined):
         return found
     before, after, sizes = found
-    return Spelled(f"{_spell(before)} -> {_spell(after)}", sizes)
+    return SizedLine(f"{_spell(before)} -> {_spell(after)}", sizes)
 
 
 def _spell(axes: list[list[str]]) -> str:
@@ -232,23 +232,23 @@ def _gone(node: fx.Node) -> str | Declined:
     return _moved(node, gone=True)
 
 
-def _pixel_shuffle(node: fx.Node) -> Spelled:
+def _pixel_shuffle(node: fx.Node) -> SizedLine:
     r = schema.arguments(node)["upscale_factor"]
     height, width = _shape(node)[-2:]
     sizes = {"r": r, "s": r, "h": _static(height), "w": _static(width)}
-    return Spelled("... (c !r !s) h w -> ... c (h !r) (w !s)", sizes)
+    return SizedLine("... (c !r !s) h w -> ... c (h !r) (w !s)", sizes)
 
 
-def _pixel_unshuffle(node: fx.Node) -> Spelled:
+def _pixel_unshuffle(node: fx.Node) -> SizedLine:
     r = schema.arguments(node)["downscale_factor"]
     height, width = schema.outputs(node)[0].shape[-2:]
     sizes = {"r": r, "s": r, "h": _static(height), "w": _static(width)}
-    return Spelled("... c (h !r) (w !s) -> ... (c !r !s) h w", sizes)
+    return SizedLine("... c (h !r) (w !s) -> ... (c !r !s) h w", sizes)
 
 
-def _channel_shuffle(node: fx.Node) -> Spelled:
+def _channel_shuffle(node: fx.Node) -> SizedLine:
     groups = schema.arguments(node)["groups"]
-    return Spelled("n (!g c) ... -> n (c !g) ...", {"g": groups})
+    return SizedLine("n (!g c) ... -> n (c !g) ...", {"g": groups})
 
 
 def _static(size: Any) -> int | None:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 
 from demask.ops import schema
-from demask.ops.entry import Case, Declined, Entry, Spelled
+from demask.ops.entry import Case, Declined, Entry, SizedLine
 from demask.ops.entry import Shape as S
 
 
@@ -21,10 +21,10 @@ def _layer_norm(node: fx.Node) -> str:
     return f"... {over}, {plain}, {plain} -> ... {over}"
 
 
-def _group_norm(node: fx.Node) -> Spelled:
+def _group_norm(node: fx.Node) -> SizedLine:
     space = " ".join(f"!s{k}" for k in range(_rank(node) - 2))
     line = f"n (g !c) {space}, (g c), (g c) -> n (g !c) {space}"
-    return Spelled(line, {"g": schema.arguments(node)["num_groups"]})
+    return SizedLine(line, {"g": schema.arguments(node)["num_groups"]})
 
 
 def _groups(node: fx.Node, made: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from torch import fx
 
 from demask.ops import schema
-from demask.ops.entry import Case, Declined, Entry, Spelled
+from demask.ops.entry import Case, Declined, Entry, SizedLine
 from demask.ops.entry import Shape as S
 
 LSTM = "aten.lstm.input"
@@ -30,8 +30,8 @@ def weights_of(node: fx.Node) -> int:
     return len(found["params"]) // parts
 
 
-def _line(gates: int) -> Callable[[fx.Node], Spelled | Declined]:
-    def line(node: fx.Node) -> Spelled | Declined:
+def _line(gates: int) -> Callable[[fx.Node], SizedLine | Declined]:
+    def line(node: fx.Node) -> SizedLine | Declined:
         found = schema.arguments(node)
         if found["num_layers"] != 1 or found["bidirectional"]:
             return Declined("several recurrent layers in one call, with dropout between them")
@@ -44,7 +44,7 @@ def _line(gates: int) -> Callable[[fx.Node], Spelled | Declined]:
         states = [f"1 n {p}", f"1 n {c}"][: len(schema.outputs(node)) - 1]
         params = [f"(!k {c}) i", f"(!k {c}) ^{p}"] + [f"(!k {c})"] * biases + ["p c"] * projected
         text = f"{', '.join([f'{t} i', *states, *params])} -> {', '.join([f'{t} {p}', *states])}"
-        return Spelled(text, {"k": gates})
+        return SizedLine(text, {"k": gates})
 
     return line
 

@@ -324,7 +324,7 @@ def check_region_law(name: str, case: Case, seed: int, table: Table) -> RegionRe
                 continue
             size = schema.outputs(relation.node)[out].shape[axis]
             for start, end in _tiles(size, generator):
-                tile = _Tile(relation, operand, at, out, axis, start, end)
+                tile = _LawTile(relation, operand, at, out, axis, start, end)
                 tiles += 1
                 broken += tile.broken(generator)
                 loose += tile.loose(generator)
@@ -342,7 +342,7 @@ def _tiles(size: int, generator: torch.Generator) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tile:
+class _LawTile:
     """Positions [start, end) of one axis of one output, asked of axis `at` of one operand."""
 
     relation: Relation

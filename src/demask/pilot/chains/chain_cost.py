@@ -20,7 +20,7 @@ from torch import Tensor
 
 from demask.kernels.cpu.zero_proof import CONSTANTS
 from demask.machine.cost import Costs, Question
-from demask.pilot.chains.chain_plan import Layer, Plan, Seen
+from demask.pilot.chains.chain_plan import ChainLayer, ChainPlan, LayerCounts
 
 KINDS = ("dense", "columns", "whole", "rows")
 SHARE = 16  # one of so many columns is read, where some are
@@ -48,7 +48,7 @@ class Reads:
         return Reads(*(getattr(self, k) + getattr(other, k) for k in KINDS))
 
 
-def reads(rows: int, columns: int, mode: str, seen: Seen) -> Reads:
+def reads(rows: int, columns: int, mode: str, seen: LayerCounts) -> Reads:
     """What a layer reads, from what was seen of it: live columns, rows that were not proved zero.
 
     Listed rows are read over live columns, in lines of 64 bytes: all lines with a live column.
@@ -74,7 +74,7 @@ def reads(rows: int, columns: int, mode: str, seen: Seen) -> Reads:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class ChainRates:
     """Seconds per byte by kind, from the last cache and from memory; seconds of a call and of a
     layer; bytes that the last cache holds."""
 
@@ -148,7 +148,7 @@ def last_cache(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> flo
     return float(max(found[1:], default=found[0]))
 
 
-def here(threads: int | None = None) -> Machine:
+def here(threads: int | None = None) -> ChainRates:
     """What conditions are decided by: this machine's numbers where they were measured and kept (as
     `explain` does), else `NOMINAL`; for so many threads (None: as many as torch has now)."""
     costs = Costs.open(threads=threads, measure=False)
@@ -156,7 +156,7 @@ def here(threads: int | None = None) -> Machine:
     return found if plausible(found) else NOMINAL
 
 
-def measured(costs: Costs) -> Machine:
+def measured(costs: Costs) -> ChainRates:
     """This machine's numbers, asked of `costs`: measured, kept, or estimated from its bandwidth.
 
     Numbers that no machine has (`plausible`) come of a busy one: they are measured once more, and
@@ -170,7 +170,7 @@ def measured(costs: Costs) -> Machine:
     return NOMINAL
 
 
-def plausible(machine: Machine) -> bool:
+def plausible(machine: ChainRates) -> bool:
     """Whether its numbers are within `WITHIN` times of `NOMINAL`, either way; calls may be faster.
 
     Two threads that wait for each other on one core take a thousand times as long.
@@ -189,7 +189,7 @@ def _names(costs: Costs) -> list[str]:
     return [q.name for q in (_small(costs, 1), _small(costs, 8), *large)]
 
 
-def _asked(costs: Costs) -> Machine:
+def _asked(costs: Costs) -> ChainRates:
     one, eight = (costs.seconds(_small(costs, layers)) for layers in (1, 8))
     layer = max((eight - one) / 7, 0.0)
     call = max(one - layer, 0.0)
@@ -210,15 +210,15 @@ def _asked(costs: Costs) -> Machine:
     ours = max(NEAR, min(1.0, (far["dense"] - middle) / span) * MIDDLE) if span > 0 else MIDDLE
     whole = 0.8 * last_cache()
     cache = min(whole, ours) if ours < 0.95 * MIDDLE else whole
-    return Machine(near, far, call, layer, cache, costs.threads)
+    return ChainRates(near, far, call, layer, cache, costs.threads)
 
 
 def _small(costs: Costs, layers: int) -> Question:
     """A call with next to nothing to read."""
 
     def make() -> Callable[[], object]:
-        one = Layer(torch.zeros(16, 16), None, True)
-        plan = Plan([one] * layers, ["columns"] * layers, torch.get_num_threads())
+        one = ChainLayer(torch.zeros(16, 16), None, True)
+        plan = ChainPlan([one] * layers, ["columns"] * layers, torch.get_num_threads())
         x = torch.zeros(1, 16)
         return lambda: plan(x)
 
@@ -243,7 +243,7 @@ def _large(costs: Costs, kind: str, room: int) -> Question:
         if kind == "rows":
             bias[::2] = 1e3
         mode = kind if kind in ("dense", "columns") else "certified"
-        plan = Plan([Layer(weight, bias, True)], [mode], torch.get_num_threads())
+        plan = ChainPlan([ChainLayer(weight, bias, True)], [mode], torch.get_num_threads())
         turns = cycle(inputs)
         return lambda: plan(next(turns))
 
@@ -253,7 +253,7 @@ def _large(costs: Costs, kind: str, room: int) -> Question:
 
 
 #: what choices are made by where nothing was measured: a server's two threads, in round numbers
-NOMINAL = Machine(
+NOMINAL = ChainRates(
     near={"dense": 1.2e-11, "columns": 1.4e-11, "whole": 1.6e-11, "rows": 2.2e-11},
     far={"dense": 2.0e-11, "columns": 2.6e-11, "whole": 2.2e-11, "rows": 2.8e-11},
     call=1.2e-5, layer=2e-6, cache=0.8 * 32 * 2**20, threads=2,

@@ -31,7 +31,7 @@ from demask.kernels.llvm import availability as llvm
 from demask.kernels.llvm.availability import NoPlan
 from demask.kernels.plan_cache import PlanCache, Planned, plans_of
 from demask.ops.custom import Own
-from demask.pilot.chains.chain_plan import MODES, Layer, Plan
+from demask.pilot.chains.chain_plan import MODES, ChainLayer, ChainPlan
 from demask.registry import CUSTOM_OPS
 from demask.sparse.segment.segment_op import PLAIN
 
@@ -44,7 +44,7 @@ _LIBRARY.define(
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ChainStep:
     """One layer of a chain: its mode (`chain_plan.MODES`), whether it has a bias, whether ReLU
     follows."""
 
@@ -57,7 +57,7 @@ class Step:
 
 
 @functools.lru_cache(maxsize=256)
-def steps(text: str) -> tuple[Step, ...]:
+def steps(text: str) -> tuple[ChainStep, ...]:
     """The layers of a text, BadInput for what is none.
 
     >>> steps("certified+bias+relu,dense")
@@ -68,7 +68,7 @@ def steps(text: str) -> tuple[Step, ...]:
         mode, *more = part.split("+")
         if mode not in MODES or more not in ([], ["bias"], ["relu"], ["bias", "relu"]):
             raise BadInput(f"expected layers such as 'columns+bias+relu', got {part!r:.80}")
-        found.append(Step(mode, "bias" in more, "relu" in more))
+        found.append(ChainStep(mode, "bias" in more, "relu" in more))
     return tuple(found)
 
 
@@ -134,9 +134,9 @@ class ChainPlans(PlanCache):
         layers = []
         for (weight, bias), step in zip(pairs(weights, self.text), self.program, strict=True):
             held = None if bias is None else borrowed(bias)
-            layers.append(Layer(borrowed(weight), held, step.relu))
+            layers.append(ChainLayer(borrowed(weight), held, step.relu))
         try:
-            return Plan(layers, modes, torch.get_num_threads()), ()
+            return ChainPlan(layers, modes, torch.get_num_threads()), ()
         except NoPlan:
             return None, ()
 

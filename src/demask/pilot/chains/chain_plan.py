@@ -21,7 +21,7 @@ from demask.kernels.cpu import zero_proof as certify
 from demask.kernels.cpu.thread_team import Job
 from demask.kernels.llvm.isa import Isa, host
 from demask.pilot.chains import packing
-from demask.sparse.plan.tape import HEADER, Arena, Call, NoPlan, Tape
+from demask.sparse.plan.tape import HEADER, KernelCall, NoPlan, Tape, TapeArena
 
 MODES = ("dense", "columns", "certified", "two")
 SPARE = 4  # sets of memory that are kept: calls that run at the same time
@@ -30,7 +30,7 @@ COLUMNS_MOST = 16  # vectors of a tile of float32
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class ChainLayer:
     """weight float32 [rows, columns], contiguous; bias [rows] or None; whether ReLU follows."""
 
     weight: Tensor
@@ -39,7 +39,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class LayerCounts:
     """What one layer's last call did: columns whose input was not zero, rows that were not proved
     zero by the first and by the last level; all rows where nothing was to be proved."""
 
@@ -79,15 +79,15 @@ class Slots:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class ChainMemory:
     """What a call needs for itself."""
 
     job: Job
-    arena: Arena
+    arena: TapeArena
 
 
 @dataclass(slots=True)
-class Builder:
+class ChainPlanBuilder:
     """Writes the phases of a plan."""
 
     threads: int
@@ -105,9 +105,9 @@ class Builder:
         return array.ctypes.data
 
     def call(self, thread: int, kernel: Any, kind: np.dtype, /, **fields: int) -> None:
-        self.tape.add(thread, Call(kernel, kind, {}, fields))
+        self.tape.add(thread, KernelCall(kernel, kind, {}, fields))
 
-    def layer(self, layer: Layer, mode: str, x: int, out: int) -> None:
+    def layer(self, layer: ChainLayer, mode: str, x: int, out: int) -> None:
         """One layer, from slot to slot."""
         columns = layer.weight.shape[1]
         self.tape.phase()
@@ -132,7 +132,7 @@ class Builder:
                   count=count)  # fmt: skip
         return cols, values, count
 
-    def _columns(self, layer: Layer, lists: Sequence[tuple[int, int, int]], out: int,
+    def _columns(self, layer: ChainLayer, lists: Sequence[tuple[int, int, int]], out: int,
                  ahead: int) -> None:  # fmt: skip
         """ahead: columns that are asked for early; processors see by themselves that all come."""
         rows, columns = layer.weight.shape
@@ -142,12 +142,12 @@ class Builder:
         bias = None if layer.bias is None else layer.bias.numpy()
         held = packing.biases(bias, len(weights) * size)
         for t, (cols, values, count) in enumerate(lists):
-            self.call(t, gemv.Columns(vectors, layer.relu, ahead), gemv.COLUMNS,
+            self.call(t, gemv.ColumnKernel(vectors, layer.relu, ahead), gemv.COLUMNS,
                       weights=self.held(weights), bias=self.held(held), begin=t,
                       end=len(weights), step=self.threads, pitch=4 * size * columns,
                       cols=cols, values=values, count=count, out=out)  # fmt: skip
 
-    def _certified(self, layer: Layer, mode: str, x: int, lists: Sequence[tuple[int, int, int]],
+    def _certified(self, layer: ChainLayer, mode: str, x: int, lists: Sequence[tuple[int, int, int]],
                    out: int) -> None:  # fmt: skip
         rows, columns = layer.weight.shape
         bits, slots, isa = 4 if mode == "two" else 8, self.slots, self.isa
@@ -190,7 +190,7 @@ class Builder:
         self.tape.held.append(layer.weight)
         held = self.held(packing.biases(bias, rows))
         for t, (cols, values, listed) in enumerate(lists):
-            self.call(t, gemv.Rows(layer.relu), gemv.ROWS, lists=open_, counts=left,
+            self.call(t, gemv.RowKernel(layer.relu), gemv.ROWS, lists=open_, counts=left,
                       threads=self.threads, thread=t, weights=layer.weight.data_ptr(), bias=held,
                       pitch=4 * columns, cols=cols, values=values, count=listed,
                       out=out)  # fmt: skip
@@ -209,7 +209,7 @@ class Builder:
         return u0, u1, groups, count, numbers, sums
 
 
-def padded(layer: Layer, mode: str, isa: Isa) -> int:
+def padded(layer: ChainLayer, mode: str, isa: Isa) -> int:
     """Numbers that a layer writes: its rows and what fills its last tile."""
     rows = layer.weight.shape[0]
     most = (min(COLUMNS_MOST, isa.registers // 2) if mode in ("dense", "columns")
@@ -221,41 +221,41 @@ def padded(layer: Layer, mode: str, isa: Isa) -> int:
 class Runs:
     """What a builder wrote, ready to run; several threads may run it at once."""
 
-    def __init__(self, builder: Builder):
+    def __init__(self, builder: ChainPlanBuilder):
         self.threads, self.slots, self.seen = builder.threads, builder.slots, builder.seen
         self.ready = builder.tape.done(builder.isa)
-        self.spare: list[Memory] = []
+        self.spare: list[ChainMemory] = []
 
-    def taken(self) -> Memory:
+    def taken(self) -> ChainMemory:
         """Memory for one call, which `given_back` takes."""
         try:
             return self.spare.pop()
         except IndexError:
-            arena = Arena(self.slots.size)
+            arena = TapeArena(self.slots.size)
             for slot, offset in self.slots.offsets.items():
                 arena.slots[slot] = arena.address + offset
             for slot, address in self.slots.fixed.items():
                 arena.slots[slot] = address
             ready, places = self.ready, np.array([arena.address], np.int64)
-            return Memory(Job(ready.entries, ready.ends, ready.threads, places), arena)
+            return ChainMemory(Job(ready.entries, ready.ends, ready.threads, places), arena)
 
-    def given_back(self, memory: Memory) -> None:
+    def given_back(self, memory: ChainMemory) -> None:
         """Keep it for another call."""
         if len(self.spare) < SPARE:
             self.spare.append(memory)
 
 
-class Plan(Runs):
+class ChainPlan(Runs):
     """plan(x float32 [n, columns], contiguous) -> float32 [n, rows]: the chain, row by row of x.
     Several threads may call it at once.
 
     NoPlan where the kernels cannot do it: infinite or NaN weights, certified rows without ReLU.
     """
 
-    def __init__(self, layers: Sequence[Layer], modes: Sequence[str], threads: int,
+    def __init__(self, layers: Sequence[ChainLayer], modes: Sequence[str], threads: int,
                  isa: Isa | None = None):  # fmt: skip
         isa = isa or host()
-        builder = Builder(threads, isa)
+        builder = ChainPlanBuilder(threads, isa)
         self.modes, self.layers = tuple(modes), tuple(layers)
         x = INPUT
         for k, (layer, mode) in enumerate(zip(layers, modes, strict=True)):
@@ -273,7 +273,7 @@ class Plan(Runs):
         super().__init__(builder)
         self.rows = layers[-1].weight.shape[0]
 
-    def __call__(self, x: Tensor, seen: list[list[Seen]] | None = None) -> Tensor:
+    def __call__(self, x: Tensor, seen: list[list[LayerCounts]] | None = None) -> Tensor:
         """The outputs. seen: gets what each row's call did, layer by layer."""
         count = x.shape[0]
         out = torch.empty((count, self.width))
@@ -291,7 +291,7 @@ class Plan(Runs):
             return out
         return out[:, : self.rows] if count == 1 else out[:, : self.rows].contiguous()
 
-    def _looked(self, memory: Memory) -> list[Seen]:
+    def _looked(self, memory: ChainMemory) -> list[LayerCounts]:
         """What the last call of this memory did."""
         base = memory.arena.memory
 
@@ -305,7 +305,7 @@ class Plan(Runs):
         for layer, (columns, first, last) in zip(self.layers, self.seen, strict=True):
             rows, all_ = layer.weight.shape
             live = number(columns[0])
-            found.append(Seen(all_ if live < 0 else live,
+            found.append(LayerCounts(all_ if live < 0 else live,
                               sum(map(number, first)) if first else rows,
                               sum(map(number, last)) if last else rows))  # fmt: skip
         return found

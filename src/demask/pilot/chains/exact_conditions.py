@@ -23,11 +23,11 @@ from demask.graph.editor import GraphEditor
 from demask.graph.recorded_run import RecordedRun
 from demask.graph.result.demasked_module import Demasked
 from demask.ops import TABLE, Table, schema
-from demask.pilot.chains.chain_cost import Machine, Reads, here, reads
+from demask.pilot.chains.chain_cost import ChainRates, Reads, here, reads
 from demask.pilot.chains.chain_op import ROWS
-from demask.pilot.chains.chain_plan import Layer, Plan, Seen
+from demask.pilot.chains.chain_plan import ChainLayer, ChainPlan, LayerCounts
 from demask.pilot.chains.fast_call import called, only_chain
-from demask.pilot.chains.find import Found, behind, found, replaced, without_dropout
+from demask.pilot.chains.find import LinearChain, behind, found, replaced, without_dropout
 from demask.pilot.conditions.base import Condition, Conditioned, Decision
 from demask.shrink.build_uncut import finished
 from demask.shrink.pipeline import given
@@ -148,7 +148,7 @@ def chained(
     return made
 
 
-def decided(editor: GraphEditor, chain: Found, x: Tensor | None, allowed: Sequence[str], *,
+def decided(editor: GraphEditor, chain: LinearChain, x: Tensor | None, allowed: Sequence[str], *,
             always: bool) -> list[Decision]:  # fmt: skip
     """Choose the modes of a chain, put it in, and say why, a line for each layer."""
     if x is None or x.dtype is not torch.float32 or not x.numel():
@@ -177,7 +177,7 @@ def decided(editor: GraphEditor, chain: Found, x: Tensor | None, allowed: Sequen
     ]
 
 
-def _smooth(chain: Found, name: str) -> str:
+def _smooth(chain: LinearChain, name: str) -> str:
     """What is to be said of a last layer in front of an activation that makes no zeros."""
     if name != chain.names[-1] or chain.relus[-1]:
         return ""
@@ -198,8 +198,8 @@ class Picked:
     dense: float
 
 
-def choose(layers: Sequence[Layer], rows: Tensor, allowed: Sequence[str],
-           machine: Machine | None = None) -> Picked:  # fmt: skip
+def choose(layers: Sequence[ChainLayer], rows: Tensor, allowed: Sequence[str],
+           machine: ChainRates | None = None) -> Picked:  # fmt: skip
     """The fastest allowed mode of each layer, by what was seen on these rows [n, columns]. machine:
     None for this one (`cost.here`)."""
     machine = machine or here()
@@ -229,17 +229,17 @@ def choose(layers: Sequence[Layer], rows: Tensor, allowed: Sequence[str],
                   dense)  # fmt: skip
 
 
-def observed(layers: Sequence[Layer], rows: Tensor, mode: str) -> list[Seen]:
+def observed(layers: Sequence[ChainLayer], rows: Tensor, mode: str) -> list[LayerCounts]:
     """The mean of what a mode sees of each layer, over rows."""
     modes = [mode if layer.relu or mode in ("dense", "columns") else "columns" for layer in layers]
-    looks: list[list[Seen]] = []
-    Plan(layers, modes, 1)(rows, looks)
-    return [Seen(*(round(sum(values) / len(looks)) for values in zip(
+    looks: list[list[LayerCounts]] = []
+    ChainPlan(layers, modes, 1)(rows, looks)
+    return [LayerCounts(*(round(sum(values) / len(looks)) for values in zip(
                 *((one[k].columns, one[k].first, one[k].rows) for one in looks), strict=True)))
             for k in range(len(layers))]  # fmt: skip
 
 
-def _words(layer: Layer, mode: str, seen: Seen) -> str:
+def _words(layer: ChainLayer, mode: str, seen: LayerCounts) -> str:
     rows, columns = layer.weight.shape
     live = f"{seen.columns / max(columns, 1):.1%} of its inputs are not zero"
     if mode not in ("certified", "two"):
@@ -247,7 +247,7 @@ def _words(layer: Layer, mode: str, seen: Seen) -> str:
     return f"{seen.rows / max(rows, 1):.1%} of its rows are not proved zero, {live}"
 
 
-def layers_of(editor: GraphEditor, chain: Found) -> list[Layer]:
+def layers_of(editor: GraphEditor, chain: LinearChain) -> list[ChainLayer]:
     """A chain's layers as plans take them."""
     found = []
     for call, relu in zip(chain.calls, chain.relus, strict=True):
@@ -255,11 +255,11 @@ def layers_of(editor: GraphEditor, chain: Found) -> list[Layer]:
         weight, bias = (editor.tensor(given_[key]) for key in ("weight", "bias"))
         assert weight is not None
         kept = None if bias is None else bias.detach().contiguous()
-        found.append(Layer(weight.detach().contiguous(), kept, relu))
+        found.append(ChainLayer(weight.detach().contiguous(), kept, relu))
     return found
 
 
-def inputs_of_chains(editor: GraphEditor, chains: Sequence[Found], args: tuple[Any, ...],
+def inputs_of_chains(editor: GraphEditor, chains: Sequence[LinearChain], args: tuple[Any, ...],
                      kwargs: Mapping[str, Any] | None) -> list[Tensor | None]:  # fmt: skip
     """What the chains' inputs are on the example inputs."""
     firsts = [schema.arguments(chain.calls[0])["input"] for chain in chains]

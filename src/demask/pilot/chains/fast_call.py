@@ -26,7 +26,7 @@ from demask.compat.dispatch import (
 from demask.compat.fx_internals import signature_of
 from demask.compat.modules import has_any_global_hook
 from demask.kernels.llvm.availability import NoPlan
-from demask.kernels.memory_probe import Probe
+from demask.kernels.memory_probe import MemoryProbe
 from demask.kernels.plan_cache import plans_of
 from demask.pilot.chains.chain_op import CHAIN, ROWS, ChainPlans
 
@@ -35,7 +35,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
+class BoundTensor:
     """A tensor of a network: in which modules it is, under which name, and what it was. memory: of
     then, kept alive, so that no other tensor has its address."""
 
@@ -47,7 +47,7 @@ class Weight:
     address: int
 
     @classmethod
-    def of(cls, network: nn.Module, target: str) -> Weight:
+    def of(cls, network: nn.Module, target: str) -> BoundTensor:
         """The tensor that a graph names so."""
         *path, name = target.split(".")
         owner = network.get_submodule(".".join(path))
@@ -79,8 +79,8 @@ class Direct:
     """What a call with an input of this shape came to, and for as long as that holds."""
 
     plan: Callable[[Tensor], Tensor]
-    probe: Probe | None
-    weights: tuple[Weight, ...]
+    probe: MemoryProbe | None
+    weights: tuple[BoundTensor, ...]
     shape: torch.Size
     threads: int
     trained: bool  # a weight wants gradients
@@ -94,7 +94,7 @@ class Direct:
         if call is None:
             return None
         _, reads, program = call.args
-        weights = tuple(Weight.of(network, str(read.target)) for read in reads)  # type: ignore[union-attr]
+        weights = tuple(BoundTensor.of(network, str(read.target)) for read in reads)  # type: ignore[union-attr]
         tensors = [weight.tensor for weight in weights]
         if not all(w.is_contiguous() and not w.is_inference() for w in tensors):
             return None

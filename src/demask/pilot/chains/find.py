@@ -10,7 +10,7 @@ from torch import fx
 
 from demask.graph.editor import GraphEditor
 from demask.ops import op_name, schema
-from demask.pilot.chains.chain_op import CHAIN, Step
+from demask.pilot.chains.chain_op import CHAIN, ChainStep
 from demask.pilot.conditions.base import Decision
 
 aten = torch.ops.aten
@@ -18,7 +18,7 @@ LINEAR = aten.linear.default
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class LinearChain:
     """A chain: its linear calls, whether ReLU follows each, what reads of it, and the names of the
     layers."""
 
@@ -36,7 +36,7 @@ def without_dropout(editor: GraphEditor) -> None:
             editor.replace(node, found["input"])
 
 
-def found(editor: GraphEditor) -> tuple[list[Found], list[Decision]]:
+def found(editor: GraphEditor) -> tuple[list[LinearChain], list[Decision]]:
     """The longest chains, in order, and why layers are in none, or end one."""
     chains, decisions, taken = [], [], set()
     for node in editor.calls(LINEAR):
@@ -60,11 +60,11 @@ def found(editor: GraphEditor) -> tuple[list[Found], list[Decision]]:
             last = follower
         taken.update(calls)
         names = tuple(layer_name(editor, call) for call in calls)
-        chains.append(Found(tuple(calls), tuple(relus), last, names))
+        chains.append(LinearChain(tuple(calls), tuple(relus), last, names))
     return chains, decisions
 
 
-def behind(chain: Found) -> str:
+def behind(chain: LinearChain) -> str:
     """What a chain's last layer is read by, in words, where that is no ReLU."""
     readers = [op_name(user) for user in chain.last.users if user.op == "call_function"]
     return " and ".join(dict.fromkeys(readers)) or "the output"
@@ -78,13 +78,13 @@ def layer_name(editor: GraphEditor, call: fx.Node) -> str:
     return editor.constants[str(weight.target)].name.rpartition(".")[0]
 
 
-def replaced(editor: GraphEditor, chain: Found, modes: Sequence[str]) -> None:
+def replaced(editor: GraphEditor, chain: LinearChain, modes: Sequence[str]) -> None:
     """Put one call in the place of a chain."""
     steps, weights = [], []
     for call, relu, mode in zip(chain.calls, chain.relus, modes, strict=True):
         given = schema.arguments(call)
         weights += [w for w in (given["weight"], given["bias"]) if w is not None]
-        steps.append(Step(mode, given["bias"] is not None, relu))
+        steps.append(ChainStep(mode, given["bias"] is not None, relu))
     text, first = ",".join(map(str, steps)), schema.arguments(chain.calls[0])["input"]
     made = editor.insert(chain.last.next, chain.last, CHAIN, first, weights, text)
     chain.last.replace_all_uses_with(made, lambda user: user is not made)

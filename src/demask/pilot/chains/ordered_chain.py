@@ -32,10 +32,10 @@ from torch import Tensor, nn
 from demask.errors import BadInput
 from demask.kernels.llvm import availability as llvm
 from demask.kernels.llvm.availability import NoPlan
-from demask.kernels.memory_probe import Probe
+from demask.kernels.memory_probe import MemoryProbe
 from demask.kernels.plan_cache import ChangeCounter
 from demask.pilot.chains.chain_op import ROWS
-from demask.pilot.chains.ordered_plan import Chosen, Estimated, packed, unfit
+from demask.pilot.chains.ordered_plan import ChosenUnits, Estimated, packed, unfit
 from demask.pilot.simplifiers.rounding import Bits, quantized
 
 DEFAULT = Bits(4, 64)
@@ -63,7 +63,7 @@ class Limit:
     bytes: float = math.inf
 
 
-class Layer:
+class OrderedLayer:
     """A linear layer with its pilot: weight (o, i) and bias (o,), float32 on the CPU.
 
     Up to 4 inputs are run one by one by kernels (`order_plan`), which read the pilot's 8 or 4 bits
@@ -82,7 +82,7 @@ class Layer:
         self.columns_norm = torch.linalg.vector_norm(self.weight, dim=0)
         fits = self._compiled and not unfit(bits, self.weight.shape[1])
         self._packed = packed(self.weight, self.bias, bits) if fits else None
-        self._plans: dict[int, tuple[Estimated | None, Chosen]] = {}
+        self._plans: dict[int, tuple[Estimated | None, ChosenUnits]] = {}
         if self._compiled:
             self._plan()
 
@@ -142,12 +142,12 @@ class Layer:
         """Whether kernels run so many inputs."""
         return self._compiled and 0 < len(x) <= ROWS
 
-    def _plan(self) -> tuple[Estimated | None, Chosen]:
+    def _plan(self) -> tuple[Estimated | None, ChosenUnits]:
         """The kernels for as many threads as torch has now."""
         threads = torch.get_num_threads()
         if threads not in self._plans:
             first = None if self._packed is None else Estimated(self._packed, threads)
-            self._plans[threads] = first, Chosen(self.weight, self.bias, threads)
+            self._plans[threads] = first, ChosenUnits(self.weight, self.bias, threads)
         return self._plans[threads]
 
 
@@ -179,14 +179,14 @@ class Falling:
         return torch.from_numpy(self.order[first:last])
 
 
-class Chain:
+class OrderedChain:
     """Layers with a ReLU between each two, run in order of importance.
 
     clock: seconds that never go back; for tests.
     """
 
     def __init__(
-        self, layers: Sequence[Layer], block_bytes: int = BLOCK_BYTES,
+        self, layers: Sequence[OrderedLayer], block_bytes: int = BLOCK_BYTES,
         clock: Callable[[], float] = monotonic,
     ):  # fmt: skip
         self.layers, self.block_bytes, self.clock = tuple(layers), block_bytes, clock
@@ -272,7 +272,7 @@ class Ordered(nn.Module):
         self.biased, self.bits, self.limit = biased, bits, limit
         self.last: Done | None = None
         self._changes = ChangeCounter()
-        self._kept: tuple[Any, list[Tensor], Callable[[], bool], Chain] | None = None
+        self._kept: tuple[Any, list[Tensor], Callable[[], bool], OrderedChain] | None = None
 
     def forward(self, x: Tensor, *tensors: Tensor) -> Tensor:
         self.last = None
@@ -283,7 +283,7 @@ class Ordered(nn.Module):
         y, self.last = chain(x.reshape(-1, x.shape[-1]), self.limit)
         return y.reshape(*x.shape[:-1], y.shape[-1])
 
-    def prepared(self, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> Chain:
+    def prepared(self, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> OrderedChain:
         """The chain of these weights, kept as long as they do not change; of changes that torch
         does not count, those of most of a weight are seen (`kernels.probe`)."""
         flat = [t for pair in pairs for t in pair if t is not None]
@@ -294,8 +294,8 @@ class Ordered(nn.Module):
         if self._kept is None or self._kept[0] != key or not self._kept[2]():
             # the tensors and their memory live as long as the key, so that no other has their names
             alive = [*flat, *(t.detach() for t in flat)]
-            chain = Chain([Layer(w, b, self.bits) for w, b in pairs])
-            same = Probe(flat).same if llvm.installed() else lambda: True
+            chain = OrderedChain([OrderedLayer(w, b, self.bits) for w, b in pairs])
+            same = MemoryProbe(flat).same if llvm.installed() else lambda: True
             self._kept = key, alive, same, chain
         return self._kept[3]
 

@@ -18,7 +18,7 @@ from demask.graph.result.demasked_module import Demasked
 from demask.graph.result.module_calls import spell
 from demask.machine.byte_sizes import parse_memory
 from demask.ops import TABLE, Table, schema
-from demask.pilot.chains.find import Found, behind, found, without_dropout
+from demask.pilot.chains.find import LinearChain, behind, found, without_dropout
 from demask.pilot.chains.ordered_chain import DEFAULT, Done, Limit, Ordered
 from demask.pilot.chains.ordered_plan import unfit
 from demask.pilot.conditions.base import Condition, Conditioned, Decision
@@ -131,7 +131,7 @@ def ordered(
     return result
 
 
-def _chains(editor: GraphEditor, bits: Bits) -> tuple[list[Found], list[Decision]]:
+def _chains(editor: GraphEditor, bits: Bits) -> tuple[list[LinearChain], list[Decision]]:
     """The chains of two layers or more, and a line for each linear layer."""
     every, decisions = found(editor)
     chains = [chain for chain in every if len(chain.calls) > 1]

@@ -1,6 +1,6 @@
 """One linear layer for an order: all rows from few bits, or chosen rows in full, one call each.
 
-`Estimated` is the pilot of 8 or 4 bits (`kernels.estimate`); `Chosen` computes rows of the weight
+`Estimated` is the pilot of 8 or 4 bits (`kernels.estimate`); `ChosenUnits` computes rows of the weight
 where it lies (`gemv.Rows`), with the bits of the dense kernel of `chain_plan`.
 """
 
@@ -18,7 +18,7 @@ from demask.kernels.cpu import zero_proof as certify
 from demask.kernels.cpu.low_bit_linear import ESTIMATE, Estimate
 from demask.kernels.llvm.isa import Isa, host
 from demask.pilot.chains import packing
-from demask.pilot.chains.chain_plan import INPUT, OUTPUT, Builder, Runs
+from demask.pilot.chains.chain_plan import INPUT, OUTPUT, ChainPlanBuilder, Runs
 from demask.pilot.simplifiers.rounding import Bits
 
 WIDTHS = {8: 4, 4: 8}  # columns in a group of the list, by bits
@@ -72,7 +72,7 @@ class Estimated(Runs):
     inputs as whole numbers of 16 bits; errors in `kernels.estimate`."""
 
     def __init__(self, layer: Packed, threads: int):
-        builder, width, few = Builder(threads, layer.isa), WIDTHS[layer.bits], layer.few
+        builder, width, few = ChainPlanBuilder(threads, layer.isa), WIDTHS[layer.bits], layer.few
         builder.tape.phase()
         tiles, parts, size = few.scales.shape
         kernel = Estimate(layer.bits, layer.vectors, certify.dots(layer.isa))
@@ -100,7 +100,7 @@ class Estimated(Runs):
         return out if self.width == self.rows else out[:, : self.rows].contiguous()
 
 
-class Chosen(Runs):
+class ChosenUnits(Runs):
     """plan(x float32 [n, columns], units int32, out float32 [n, rows]), all contiguous: writes the
     rows `units` (0 or more, less than rows) of the layer into `out`, and nothing else.
 
@@ -108,7 +108,7 @@ class Chosen(Runs):
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, threads: int, isa: Isa | None = None):
-        (rows, columns), builder = weight.shape, Builder(threads, isa or host())
+        (rows, columns), builder = weight.shape, ChainPlanBuilder(threads, isa or host())
         builder.tape.held += [weight, bias]
         held = packing.biases(None if bias is None else bias.numpy(), rows)
         slots = builder.slots
@@ -117,7 +117,7 @@ class Chosen(Runs):
         builder.tape.phase()
         for t in range(threads):
             cols, values, listed = builder.listed(t, "columns", INPUT, columns)
-            builder.call(t, gemv.Rows(relu=False), gemv.ROWS, lists=self.units, counts=self.count,
+            builder.call(t, gemv.RowKernel(relu=False), gemv.ROWS, lists=self.units, counts=self.count,
                          threads=threads, thread=t, weights=weight.data_ptr(),
                          bias=builder.held(held), pitch=4 * columns, cols=cols, values=values,
                          count=listed, out=OUTPUT)  # fmt: skip

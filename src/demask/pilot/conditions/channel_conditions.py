@@ -3,7 +3,7 @@
 The pilot says, per layer and call, which positions: a run-time index. The network behind it is
 `demask.shrink.runtime_index.rewrite`: convolutions and products on gathered weights, through the
 table, so any network that the table knows can be conditioned. What is not computed is 0 (`Skip`),
-a constant (`Constant`), the pilot's own value (`Value`), or computed with fewer bits (`Precision`).
+a constant (`ConstantChannels`), the pilot's own value (`Value`), or computed with fewer bits (`Precision`).
 
 The pilot is a simplified network, which runs on the live input first; or execution data of an
 earlier frame or a calibration set, which `module.update(data)` replaces. There is one index for all
@@ -26,14 +26,20 @@ from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.ops import TABLE, Table
 from demask.pilot.conditions.base import Conditioned, Decision
-from demask.pilot.conditions.conditioned_values import Target, means, named, observing, targets_of
-from demask.pilot.conditions.indexed_module import Chosen, Supported
+from demask.pilot.conditions.conditioned_values import (
+    ConditionedValue,
+    means,
+    named,
+    observing,
+    targets_of,
+)
+from demask.pilot.conditions.indexed_module import ChosenPositions, Supported
 from demask.pilot.data.execution_data import ExecutionData
 from demask.pilot.data.sliced_run import flat
 from demask.pilot.simplifiers.rounding import quantized
 from demask.pilot.simplifiers.simplify import Simplifier, simplify
 from demask.pilot.weight_layers import by_rows, from_rows, layers_of
-from demask.shrink.layout.cells import Index
+from demask.shrink.layout.cells import RunTimeIndex
 from demask.shrink.pipeline import given, simplified
 from demask.shrink.runtime_index.analysis import Pick
 from demask.shrink.runtime_index.rewrite import with_inputs
@@ -87,7 +93,7 @@ class Skip(_Selective):
 
 
 @dataclass(frozen=True, slots=True)
-class Constant(_Selective):
+class ConstantChannels(_Selective):
     """Positions that the pilot finds unimportant are a constant.
 
     keep, threshold, layers: as of `Skip`. value: a number, or "mean": of each position over the
@@ -157,7 +163,7 @@ class Precision(_Selective):
         return _Draft(self, model, args, kwargs, pilot, table).with_bits(self.bits)
 
 
-Kind = Skip | Constant | Value | Precision
+Kind = Skip | ConstantChannels | Value | Precision
 
 
 class _Draft:
@@ -204,7 +210,7 @@ class _Draft:
             fill = fills[k] if len(fills) > 1 else fills[0]
             value = target.node.meta["val"]
             given = fill if isinstance(fill, Tensor) else torch.full([1] * value.ndim, float(fill))
-            index = Index(indices[f"index_{k}"], target.size)
+            index = RunTimeIndex(indices[f"index_{k}"], target.size)
             picks[mapping[target.node], 0] = Pick(target.axis, index, given.to(value.dtype))
         return self._module(wide, picks, self._observer())
 
@@ -223,13 +229,13 @@ class _Draft:
         wide, inputs, mapping = with_inputs(self.program, {**self._indices(), **like})
         picks = {}
         for k, target in enumerate(self.targets):
-            index = Index(inputs[f"index_{k}"], target.size)
+            index = RunTimeIndex(inputs[f"index_{k}"], target.size)
             picks[mapping[target.node], 0] = Pick(target.axis, index, inputs[f"value_{k}"])
         return self._module(
             wide, picks, observing(self.pilot.program, theirs, values=True), values=True
         )
 
-    def _check_alike(self, mine: Target, other: Target) -> None:
+    def _check_alike(self, mine: ConditionedValue, other: ConditionedValue) -> None:
         a, b = mine.node.meta["val"].shape, other.node.meta["val"].shape
         fixed = zip(a, b, strict=False)
         if len(a) != len(b) or any(m != n for m, n in fixed if isinstance(m, int)):
@@ -249,7 +255,7 @@ class _Draft:
             size = self.targets[k].size
             zero = torch.zeros([1] * node.meta["val"].ndim, dtype=node.meta["val"].dtype)
             for name, made in ((f"index_{k}", node), (f"rest_{k}", twin)):
-                picks[mapping[made], 0] = Pick(axis, Index(inputs[name], size), zero)
+                picks[mapping[made], 0] = Pick(axis, RunTimeIndex(inputs[name], size), zero)
         return self._module(wide, picks, self._observer(), rest=True)
 
     def _indices(self) -> dict[str, Any]:
@@ -273,7 +279,7 @@ class _Draft:
         lines = [Decision(t.layer, kind.name, f"{what} {t.size} positions{more}")
                  for t in self.targets]  # fmt: skip
         about = Conditioned(kind, self.text, exact=False, decisions=(*lines, *self.left))
-        chosen = Chosen(
+        chosen = ChosenPositions(
             tuple(t.layer for t in self.targets), tuple(t.size for t in self.targets),
             kind.keep, kind.threshold, rest, values,
         )  # fmt: skip

@@ -22,17 +22,17 @@ from demask.graph.program import Program
 from demask.graph.queries import only_reader
 from demask.ops import Declined, Relation
 from demask.pilot.conditions.base import Decision
-from demask.pilot.data.lazy_weights import Held
+from demask.pilot.data.lazy_weights import LoadedConstants
 from demask.pilot.data.measured_values import batch_axis
 from demask.pilot.data.sliced_run import walk
-from demask.pilot.weight_layers import Layer, layers_of
+from demask.pilot.weight_layers import WeightLayer, layers_of
 from demask.shrink.layout.ties import is_join
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ConditionedValue:
     """A value that is conditioned. layer: its layer, by name. node: what makes the value. axis:
     along which its positions lie. size: how many."""
 
@@ -42,7 +42,7 @@ class Target:
     size: int
 
 
-def targets_of(analysis: Analysis) -> tuple[tuple[Target, ...], tuple[Decision, ...]]:
+def targets_of(analysis: Analysis) -> tuple[tuple[ConditionedValue, ...], tuple[Decision, ...]]:
     """The targets in the order in which they run, and why other layers have none."""
     found, left = [], []
     for layer in layers_of(analysis):
@@ -54,11 +54,13 @@ def targets_of(analysis: Analysis) -> tuple[tuple[Target, ...], tuple[Decision, 
             left.append(Decision(layer.name, "dense", why))
             continue
         assert layer.axis is not None
-        found.append(Target(layer.name, node, layer.axis, node.meta["val"].shape[layer.axis]))
+        found.append(
+            ConditionedValue(layer.name, node, layer.axis, node.meta["val"].shape[layer.axis])
+        )
     return tuple(found), tuple(left)
 
 
-def _unfit(layer: Layer) -> str:
+def _unfit(layer: WeightLayer) -> str:
     """Why a layer is not conditioned; "" where it can be."""
     if layer.axis is None:
         return "a recurrent call reads back all that it makes"
@@ -91,7 +93,9 @@ def _follows(relation: Relation, node: fx.Node) -> bool:
     return same and all(axes == relation.outs[0] for axes in mine)
 
 
-def named(targets: Iterable[Target], layers: Sequence[str], what: str) -> list[Target]:
+def named(
+    targets: Iterable[ConditionedValue], layers: Sequence[str], what: str
+) -> list[ConditionedValue]:
     """The targets of these layers; BadInput where one has none."""
     known = {target.layer: target for target in targets}
     missing = [name for name in layers if name not in known]
@@ -101,7 +105,9 @@ def named(targets: Iterable[Target], layers: Sequence[str], what: str) -> list[T
     return [known[name] for name in layers]
 
 
-def observing(program: Program, targets: Sequence[Target], *, values: bool = False) -> Program:
+def observing(
+    program: Program, targets: Sequence[ConditionedValue], *, values: bool = False
+) -> Program:
     """The program that returns, per target, one magnitude per position (mean |value|, of the inputs
     of a batch the largest); values: and then the values themselves."""
     editor = GraphEditor(program)
@@ -129,7 +135,9 @@ def _magnitude(editor: GraphEditor, node: fx.Node, axis: int) -> fx.Node:
     return found
 
 
-def means(program: Program, targets: Sequence[Target], leaves: list[object]) -> list[Tensor]:
+def means(
+    program: Program, targets: Sequence[ConditionedValue], leaves: list[object]
+) -> list[Tensor]:
     """The mean of each target per position, over one call; each with the rank of its value."""
     found: dict[fx.Node, Tensor] = {}
     nodes = {target.node: target.axis for target in targets}
@@ -139,5 +147,5 @@ def means(program: Program, targets: Sequence[Target], leaves: list[object]) -> 
             rest = [k for k in range(value.ndim) if k != nodes[node]]
             found[node] = value.mean(rest, keepdim=True) if rest else value
 
-    walk(program, Held(program), [leaves], see)
+    walk(program, LoadedConstants(program), [leaves], see)
     return [found[target.node] for target in targets]

@@ -23,7 +23,7 @@ from demask.shrink.runtime_index.rewrite import indexed, masked
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ChosenPositions:
     """How positions are chosen from magnitudes.
 
     layers, sizes: the layers, and how many positions each has. keep: the share that is computed.
@@ -73,7 +73,7 @@ class Supported(nn.Module):
 
     def __init__(
         self, program: Program, picks: Mapping[Key, Pick], observer: Program | None,
-        chosen: Chosen, conditioned: Conditioned, table: Table,
+        chosen: ChosenPositions, conditioned: Conditioned, table: Table,
     ):  # fmt: skip
         super().__init__()
         analysis = Analysis(owned(program), table)

@@ -25,7 +25,7 @@ from demask.pilot.data.tile_contrast import contrast, contrasts, differences, pe
 from demask.pilot.simplifiers.simplify import Simplifier, simplifier, simplify
 from demask.traverse.analysis.flow import Flow
 from demask.traverse.execution.rectangles import Rectangle, rectangles
-from demask.traverse.execution.region_runner import Windows, fitted, refusals
+from demask.traverse.execution.region_runner import RegionNetwork, fitted, refusals
 from demask.traverse.execution.segment_executor import Counter
 from demask.traverse.execution.tiled_module import (
     Prepared,
@@ -228,7 +228,7 @@ class InRegions(nn.Module):
     def __init__(self, condition: Regions, whole: Tiled, pilot: Any, text: str):
         super().__init__()
         self.condition, self.whole, self.pilot = condition, whole, pilot
-        self.windows = Windows.of(whole.ready().flow)
+        self.windows = RegionNetwork.of(whole.ready().flow)
         self.last = Last()
         rows, columns = self.windows.size
         side = condition.tile

@@ -21,8 +21,8 @@ from demask.graph.provenance import Cut, Provenance
 from demask.machine.byte_sizes import parse_memory
 from demask.ops import TABLE, Table
 from demask.pilot.data.execution_data import MEASURES, ExecutionData
-from demask.pilot.data.lazy_weights import Held, Source, outlined, stored_source
-from demask.pilot.data.measured_values import Site, sites_of
+from demask.pilot.data.lazy_weights import ConstantSource, LoadedConstants, outlined, stored_source
+from demask.pilot.data.measured_values import MeasuredValue, sites_of
 from demask.pilot.data.sliced_run import each, flat, walk
 from demask.shrink.pipeline import given
 
@@ -82,7 +82,7 @@ def collect(
 
 def _read(
     model: Model, args: Any, budget: int | None, weights: Any
-) -> tuple[Program, Source, Mapping[str, Cut]]:
+) -> tuple[Program, ConstantSource, Mapping[str, Cut]]:
     """The captured network, where its weights come from, and how it was cut."""
     if not isinstance(args, tuple):
         raise BadInput(f"expected a tuple of arguments for each call, got {type(args).__name__}: "
@@ -96,7 +96,7 @@ def _read(
         return program, stored_source(held, program), _cuts(held.slim)
     network: Any = read_model(model) if is_file else model  # type: ignore[arg-type]
     program = given(network, args, {}, None)
-    return program, Held(program), _cuts(network)
+    return program, LoadedConstants(program), _cuts(network)
 
 
 def _cuts(model: Any) -> Mapping[str, Cut]:
@@ -114,8 +114,8 @@ def _count(leaves: list[list[Any]]) -> int:
 class _Gathered:
     """Magnitudes as they come in, call by call."""
 
-    def __init__(self, sites: Iterable[Site], measure: str):
-        self.sites: dict[fx.Node, list[Site]] = {}
+    def __init__(self, sites: Iterable[MeasuredValue], measure: str):
+        self.sites: dict[fx.Node, list[MeasuredValue]] = {}
         self.names = [site.name for site in sites]
         for site in sites:
             self.sites.setdefault(site.node, []).append(site)

@@ -19,7 +19,7 @@ from demask.files.weight_file import StoredTensor, WeightFile, with_weights
 from demask.graph.program import Program
 
 
-class Source(Protocol):
+class ConstantSource(Protocol):
     """Where the constants of a program come from."""
 
     def nbytes(self, name: str) -> int:
@@ -32,7 +32,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LoadedConstants:
     """Constants that are in memory anyway."""
 
     program: Program

@@ -20,14 +20,14 @@ from demask.graph.provenance import Cut
 from demask.graph.queries import only_reader
 from demask.ops import Declined, Relation, schema
 from demask.ops.traits import CLAMPS, RELUS
-from demask.pilot.weight_layers import Layer, layers_of
+from demask.pilot.weight_layers import WeightLayer, layers_of
 
 aten = torch.ops.aten
 KINDS = ("channel", "unit", "head", "token", "tile:T")
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class MeasuredValue:
     """A value that is measured.
 
     name: of the layer. node: what makes the value. axis: along which its parts lie; None for tiles,
@@ -74,7 +74,7 @@ def sites_of(
     analysis: Analysis,
     per: str = "channel",
     cuts: Mapping[str, Cut] | None = None,
-) -> tuple[Site, ...]:
+) -> tuple[MeasuredValue, ...]:
     """The sites of a program, in the order in which they run. cuts: of a network that was cut.
 
     BadInput for a kind of part there is none of, or that the network has none of.
@@ -97,9 +97,9 @@ def sites_of(
 
 
 def _site(
-    layer: Layer, kind: str, relations: Mapping[fx.Node, Relation | Declined],
+    layer: WeightLayer, kind: str, relations: Mapping[fx.Node, Relation | Declined],
     cuts: Mapping[str, Cut], tile: int,
-) -> Site | None:  # fmt: skip
+) -> MeasuredValue | None:  # fmt: skip
     if layer.axis is None:
         return None
     rank = layer.node.meta["val"].ndim
@@ -107,24 +107,28 @@ def _site(
     node = behind(layer.node, relations)
     batch = batch_axis(node)
     if kind == "tile":
-        return Site(layer.name, node, None, batch, tile=tile) if windows and rank >= 4 else None
+        return (
+            MeasuredValue(layer.name, node, None, batch, tile=tile)
+            if windows and rank >= 4
+            else None
+        )
     if kind == "token":
         axis = _tokens(layer, batch)
-        return None if axis is None or windows else Site(layer.name, node, axis, batch)
+        return None if axis is None or windows else MeasuredValue(layer.name, node, axis, batch)
     if kind == "unit" and windows:
         return None
     kept, size = _kept(layer, cuts)
-    return Site(layer.name, node, layer.axis, batch, kept, size)
+    return MeasuredValue(layer.name, node, layer.axis, batch, kept, size)
 
 
-def _tokens(layer: Layer, batch: int | None) -> int | None:
+def _tokens(layer: WeightLayer, batch: int | None) -> int | None:
     """The one other axis of a sequence of vectors."""
     rank = layer.node.meta["val"].ndim
     rest = [k for k in range(rank) if k not in (layer.axis, batch)]
     return rest[0] if rank >= 2 and len(rest) == 1 and batch is not None else None
 
 
-def _kept(layer: Layer, cuts: Mapping[str, Cut]) -> tuple[tuple[int, ...] | None, int | None]:
+def _kept(layer: WeightLayer, cuts: Mapping[str, Cut]) -> tuple[tuple[int, ...] | None, int | None]:
     """Which rows of the original weight are left."""
     cut = cuts.get(layer.weight)
     if cut is None or len(layer.rows) != 1:
@@ -161,19 +165,19 @@ def batch_axis(node: fx.Node) -> int | None:
     return alone[0] if len(found) == len(alone) == 1 else None
 
 
-def _heads(relations: Mapping[fx.Node, Relation | Declined]) -> list[Site]:
+def _heads(relations: Mapping[fx.Node, Relation | Declined]) -> list[MeasuredValue]:
     """Values that attention mixes, (inputs, heads, positions, features); also where it is spelled
     out, as a product of a softmax with the values."""
-    found: list[Site] = []
+    found: list[MeasuredValue] = []
     for node, relation in relations.items():
         mixes = isinstance(relation, Relation) and relation.entry.fill == "mix"
         if mixes and node.meta["val"].ndim >= 4:
-            found.append(Site(_module(node, found), node, node.meta["val"].ndim - 3,
+            found.append(MeasuredValue(_module(node, found), node, node.meta["val"].ndim - 3,
                               batch_axis(node)))  # fmt: skip
     return found
 
 
-def _module(node: fx.Node, before: list[Site]) -> str:
+def _module(node: fx.Node, before: list[MeasuredValue]) -> str:
     """The module in which a call stands; the call's name where that is not known."""
     stack: Any = node.meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values() if path]

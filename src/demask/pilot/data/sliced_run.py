@@ -23,13 +23,13 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
 from demask.graph.program import Program
-from demask.pilot.data.lazy_weights import Source
+from demask.pilot.data.lazy_weights import ConstantSource
 
 Watch = Callable[[int, fx.Node, Any], None]  # the input's number, the call, what it made
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class CallSlice:
     """Consecutive calls, the constants that they read, and the bytes of those."""
 
     calls: tuple[fx.Node, ...]
@@ -37,10 +37,12 @@ class Slice:
     nbytes: int
 
 
-def slices_of(program: Program, source: Source, budget: int | None) -> tuple[Slice, ...]:
+def slices_of(
+    program: Program, source: ConstantSource, budget: int | None
+) -> tuple[CallSlice, ...]:
     """As few slices as consecutive calls allow. budget: bytes of weights at a time; None: one
     slice. BadInput where one call alone reads more, with the least budget that would do."""
-    found: list[Slice] = []
+    found: list[CallSlice] = []
     calls: list[fx.Node] = []
     reads: dict[str, None] = {}
     for node in program.graph.nodes:
@@ -48,11 +50,11 @@ def slices_of(program: Program, source: Source, budget: int | None) -> tuple[Sli
             continue
         mine = {str(n.target): None for n in node.all_input_nodes if n.op == "get_attr"}
         if budget is not None and calls and _bytes(source, reads | mine) > budget:
-            found.append(Slice(tuple(calls), tuple(reads), _bytes(source, reads)))
+            found.append(CallSlice(tuple(calls), tuple(reads), _bytes(source, reads)))
             calls, reads = [], {}
         calls.append(node)
         reads |= mine
-    found.append(Slice(tuple(calls), tuple(reads), _bytes(source, reads)))
+    found.append(CallSlice(tuple(calls), tuple(reads), _bytes(source, reads)))
     least = max(part.nbytes for part in found)
     if budget is not None and least > budget:
         raise BadInput(f"expected a budget of {least:,} bytes or more, the weights of the largest "
@@ -60,7 +62,7 @@ def slices_of(program: Program, source: Source, budget: int | None) -> tuple[Sli
     return tuple(found)
 
 
-def _bytes(source: Source, names: Mapping[str, None]) -> int:
+def _bytes(source: ConstantSource, names: Mapping[str, None]) -> int:
     return sum(source.nbytes(name) for name in names)
 
 
@@ -90,7 +92,7 @@ def _check_input(name: str, value: Tensor, leaf: Any) -> None:
 
 
 @dataclass(slots=True)
-class Run:
+class SlicedRun:
     """What a walk did: the most bytes of weights held, of boundary values in memory and on disk."""
 
     slices: int
@@ -103,20 +105,20 @@ class Run:
 @torch.no_grad()
 def walk(
     program: Program,
-    source: Source,
+    source: ConstantSource,
     inputs: Sequence[list[Any]],
     watch: Watch,
     *,
     budget: int | None = None,
     outputs: bool = False,
     progress: Callable[[str], None] | None = None,
-) -> Run:
+) -> SlicedRun:
     """Run every input through the program, slice by slice; `watch` sees what each call makes.
 
     inputs: the leaves of each call (`flat`). outputs: keep what the network returns.
     """
     parts = slices_of(program, source, budget)
-    run, last = Run(len(parts)), _last_reads(program)
+    run, last = SlicedRun(len(parts)), _last_reads(program)
     names = [node for node in program.graph.nodes if node.op == "placeholder"]
     final: Any = program.graph.output_node().args[0]
     with ExitStack() as stack:
@@ -138,7 +140,7 @@ def walk(
 
 
 def _calls(
-    part: Slice,
+    part: CallSlice,
     weights: Mapping[str, Tensor],
     values: dict[fx.Node, Any],
     last: Mapping[fx.Node, list[fx.Node]],
@@ -172,7 +174,9 @@ def _last_reads(program: Program) -> dict[fx.Node, list[fx.Node]]:
     return found
 
 
-def _returned(program: Program, source: Source, final: Any, values: Mapping[fx.Node, Any]) -> Any:
+def _returned(
+    program: Program, source: ConstantSource, final: Any, values: Mapping[fx.Node, Any]
+) -> Any:
     """What the network returns for one input."""
 
     def value(node: fx.Node) -> Any:
@@ -187,7 +191,7 @@ def _returned(program: Program, source: Source, final: Any, values: Mapping[fx.N
 class _Kept:
     """Values between two slices, for each input: in memory, or on disk beyond the budget."""
 
-    def __init__(self, count: int, budget: int | None, stack: ExitStack, run: Run):
+    def __init__(self, count: int, budget: int | None, stack: ExitStack, run: SlicedRun):
         self.values: list[dict[fx.Node, Any]] = [{} for _ in range(count)]
         self.files: list[tuple[Path, list[fx.Node]] | None] = [None] * count
         self.sizes, self.budget, self.stack, self.run = [0] * count, budget, stack, run

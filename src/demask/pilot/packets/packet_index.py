@@ -99,7 +99,7 @@ class Blocked:
 
 
 @dataclass(frozen=True, slots=True)
-class Index:
+class PacketIndex:
     """What a packet file holds and where. packets: a structured array (`COLUMNS`), one entry per
     packet in order of priority, pages counted from the start of the data of its file. sections:
     tensors in one piece, offsets counted from the start of the data of the first file. shards: the
@@ -180,7 +180,7 @@ def header_length(first: bytes, size: int, where: str) -> int:
     return 8 + length
 
 
-def parse(text: bytes, where: str) -> Index:
+def parse(text: bytes, where: str) -> PacketIndex:
     """The index that a header holds, its structure checked; its addresses are not yet.
 
     RefusedFile: anything that does not fit together; BadInput: no JSON.
@@ -192,7 +192,7 @@ def parse(text: bytes, where: str) -> Index:
         raise RefusedFile(f"{where}: {error}; the index is damaged or was made by hand") from None
 
 
-def check_addresses(index: Index, sizes: Mapping[int, int], where: str) -> None:
+def check_addresses(index: PacketIndex, sizes: Mapping[int, int], where: str) -> None:
     """Raise RefusedFile unless every address lies in its file and nothing overlaps."""
     try:
         _check(index, sizes)
@@ -209,7 +209,7 @@ class _Wrong(Exception):
     """What is wrong with an index."""
 
 
-def _index(document: Any) -> Index:
+def _index(document: Any) -> PacketIndex:
     match document:
         case {
             "format": str(kind), "version": int(version), "shards": list(shards),
@@ -238,7 +238,7 @@ def _index(document: Any) -> Index:
             raise _Wrong(f"{name!r:.80} cannot be another name of {other!r:.80}")
     packets = _packets(columns, blocked)
     pairs = tuple((str(name), str(other)) for name, other in aliases.items())
-    return Index(blocked, plain, (_natural(rest), _crc(crc)), packets, tuple(shards), pairs)
+    return PacketIndex(blocked, plain, (_natural(rest), _crc(crc)), packets, tuple(shards), pairs)
 
 
 def _natural(value: Any) -> int:
@@ -341,7 +341,7 @@ def _check_cover(packets: Array, tensors: tuple[Blocked, ...]) -> None:
             raise _Wrong(f"the packets of {tensor.name!r:.80} do not hold each row once")
 
 
-def _check(index: Index, sizes: Mapping[int, int]) -> None:
+def _check(index: PacketIndex, sizes: Mapping[int, int]) -> None:
     """Every address lies in its file, aligned, and no two overlap: what the index promises is never
     more than what the files hold."""
     if len(sizes) != 1 + len(index.shards):
@@ -361,7 +361,7 @@ def _check(index: Index, sizes: Mapping[int, int]) -> None:
             raise _Wrong(f"two packets overlap in file {number}")
 
 
-def _front(index: Index) -> Iterator[tuple[int, int]]:
+def _front(index: PacketIndex) -> Iterator[tuple[int, int]]:
     """The pieces before the packets: the sections, which lie one after the other, and the plane."""
     end = 0
     for section in index.sections:

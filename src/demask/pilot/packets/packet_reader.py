@@ -22,8 +22,8 @@ from demask.pilot.packets.packet_index import (
     HEADER_BYTES,
     PAGE,
     Array,
-    Index,
     Marker,
+    PacketIndex,
     check_addresses,
     header_length,
     parse,
@@ -96,7 +96,7 @@ class Partial:
 
 
 @dataclass(slots=True)
-class _File:
+class _PacketFile:
     """An open file: its descriptor, where its data begins, how much there is."""
 
     path: Path
@@ -106,7 +106,7 @@ class _File:
 
 
 @dataclass(slots=True)
-class _State:
+class _ReaderState:
     """What a reader holds."""
 
     values: dict[str, Tensor] = field(default_factory=dict)
@@ -135,8 +135,8 @@ class PacketReader:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.bytes_read = self.reads = 0
-        self._files: list[_File] = []
-        self._state = _State()
+        self._files: list[_PacketFile] = []
+        self._state = _ReaderState()
         self._lookup: dict[str, Array] = {}
         try:
             self.index = self._opened(Path(path))
@@ -146,7 +146,7 @@ class PacketReader:
         self._pending = np.ones(len(self.index.packets), dtype=bool)
         self._sizes = self.index.sizes()
 
-    def _opened(self, path: Path) -> Index:
+    def _opened(self, path: Path) -> PacketIndex:
         while True:
             main = self._open(path, follow=True)
             index = parse(self._pread(main, 8, main.start - 8), str(path))
@@ -162,12 +162,12 @@ class PacketReader:
         check_addresses(index, {k: f.size for k, f in enumerate(self._files)}, str(path))
         return index
 
-    def _open(self, path: Path, *, follow: bool) -> _File:
+    def _open(self, path: Path, *, follow: bool) -> _PacketFile:
         # Not blocking: a pipe would wait for a writer. A shard is a file of this folder, no link.
         flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
         flags |= 0 if follow else getattr(os, "O_NOFOLLOW", 0)
         try:
-            file = _File(path, os.open(path, flags))
+            file = _PacketFile(path, os.open(path, flags))
             self._files.append(file)
             status = os.fstat(file.descriptor)
         except OSError as error:
@@ -342,7 +342,7 @@ class PacketReader:
         if run:
             yield run
 
-    def _take(self, k: int, data: memoryview, file: _File) -> None:
+    def _take(self, k: int, data: memoryview, file: _PacketFile) -> None:
         """Check a packet and put its rows where they belong."""
         packet, tensor = self.index.packets[k], self.index.tensors[self.index.packets["tensor"][k]]
         marker = Marker(*HEADER.unpack_from(data))
@@ -373,7 +373,7 @@ class PacketReader:
         data = self._data(int(packet["file"]), int(packet["page"]) * PAGE, HEADER_BYTES)
         return Marker(*HEADER.unpack_from(data))
 
-    def _checked(self, fine: bool, file: _File, what: str) -> None:
+    def _checked(self, fine: bool, file: _PacketFile, what: str) -> None:
         if not fine:
             raise RefusedFile(f"{file.path}: {what} is not what was written (its CRC or marker "
                               "differs from the index); copy the file again")  # fmt: skip
@@ -385,7 +385,7 @@ class PacketReader:
         file = self._files[number]
         return self._pread(file, file.start + offset, size)
 
-    def _pread(self, file: _File, offset: int, size: int) -> Any:
+    def _pread(self, file: _PacketFile, offset: int, size: int) -> Any:
         """Bytes of a file, counted."""
         data = bytearray(size)
         done, view = 0, memoryview(data)

@@ -33,8 +33,8 @@ from demask.pilot.packets.packet_index import (
     PAGE,
     Array,
     Blocked,
-    Index,
     Marker,
+    PacketIndex,
     framed,
     is_plain,
 )
@@ -52,7 +52,7 @@ def write(
     block: str | int = "4KiB",
     shards: int = 1,
     plane: bool = False,
-) -> Index:
+) -> PacketIndex:
     """A packet file of these weights at `path`, written beside and renamed; its index.
 
     weights: a model (its state_dict) or tensors by name. Floating-point tensors of two or more
@@ -98,14 +98,14 @@ def write(
     rest = sections[-1].offset + sections[-1].nbytes if sections else 0
     packets, planes = _placed(kinds, priorities, least, shards, rest, plane)
     kinds = tuple(Blocked(t.name, t.dtype, t.shape, t.order, planes.get(t.name)) for t in kinds)
-    index = Index(kinds, sections, (rest, 0), packets, (), aliases)
+    index = PacketIndex(kinds, sections, (rest, 0), packets, (), aliases)
     if shards > 1:
         index = replace(index, shards=_shard_names(final.name, shards, index, blocked))
     return _written(final, index, [*blocked.values()], plain)
 
 
 def _shard_names(
-    name: str, shards: int, index: Index, blocked: Mapping[str, Tensor]
+    name: str, shards: int, index: PacketIndex, blocked: Mapping[str, Tensor]
 ) -> tuple[str, ...]:
     """Names of the files beside the first, made of what they hold: other weights, other names."""
     digest = hashlib.sha256(index.encoded())
@@ -224,8 +224,8 @@ def _placed(
 
 
 def _written(
-    final: Path, index: Index, blocked: list[Tensor], plain: Mapping[str, Tensor]
-) -> Index:
+    final: Path, index: PacketIndex, blocked: list[Tensor], plain: Mapping[str, Tensor]
+) -> PacketIndex:
     """The files of an index; the first one last, so that what it names is there. The index with
     its CRCs."""
     shards = [final.with_name(name) for name in index.shards]
@@ -247,10 +247,10 @@ def _written(
 def _filled(
     files: list[BinaryIO],
     name: str,
-    index: Index,
+    index: PacketIndex,
     blocked: list[Tensor],
     plain: Mapping[str, Tensor],
-) -> Index:
+) -> PacketIndex:
     """Write what an index says into its files; the index with its CRCs."""
     packets, tensors = index.packets.copy(), list(index.tensors)
     first, starts = files[0], [len(index.encoded())]
@@ -308,7 +308,7 @@ def _put_sections(
     return zlib.crc32(data)
 
 
-def _packet(packet: Any, index: Index, weight: Tensor) -> tuple[bytes, int]:
+def _packet(packet: Any, index: PacketIndex, weight: Tensor) -> tuple[bytes, int]:
     """Header and weights of a packet, and its CRC."""
     order = index.tensors[packet["tensor"]].order
     first, count = int(packet["first"]), int(packet["count"])

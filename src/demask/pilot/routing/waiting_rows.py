@@ -41,16 +41,18 @@ class Waiting:
 
 
 @dataclass(slots=True)
-class Rows:
+class WaitingRows:
     """Rows of one batch that wait: their inputs, and where their answers belong."""
 
     owner: Waiting
     inputs: Any
     places: Tensor
 
-    def taken(self, count: int) -> Rows:
+    def taken(self, count: int) -> WaitingRows:
         """The first of them, which are taken out."""
-        first = Rows(self.owner, _map(self.inputs, lambda leaf: leaf[:count]), self.places[:count])
+        first = WaitingRows(
+            self.owner, _map(self.inputs, lambda leaf: leaf[:count]), self.places[:count]
+        )
         self.inputs = _map(self.inputs, lambda leaf: leaf[count:])
         self.places = self.places[count:]
         return first
@@ -64,7 +66,7 @@ class Queue:
     batch: int
     wait: int | None
     fixed: bool
-    rows: list[Rows] = field(default_factory=list)
+    rows: list[WaitingRows] = field(default_factory=list)
     open: list[Waiting] = field(default_factory=list)
     late: list[float] = field(default_factory=list)
     seen: int = 0
@@ -103,7 +105,7 @@ class Queue:
             self.open.append(one)
             self.escalated += len(places)
             if len(places):
-                self.rows.append(Rows(one, picked(args, places, rows), places))
+                self.rows.append(WaitingRows(one, picked(args, places, rows), places))
         self.seen += rows
         self._close(self.open[-1])
 
@@ -115,7 +117,7 @@ class Queue:
 
     def _run(self, count: int) -> None:
         """The full network, for the rows that have waited longest."""
-        group: list[Rows] = []
+        group: list[WaitingRows] = []
         while count:
             first = self.rows[0]
             group.append(first.taken(min(count, len(first.places))))

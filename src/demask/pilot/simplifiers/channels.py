@@ -51,7 +51,7 @@ class Channels:
 
     def applied(self, analysis: Analysis) -> Demasked:
         """The smaller network; its `demasked.cuts` says what was kept of each weight."""
-        program, groups = analysis.program, Groups.of(analysis)
+        program, groups = analysis.program, ChannelGroups.of(analysis)
         note = f"{self.text()}: {len(groups.members)} groups of channels cut"
         masked = replace(_masked(program, groups, self.fraction), notes=(*program.notes, note))
         return shrunk(masked, analysis.table)
@@ -62,7 +62,7 @@ class Channels:
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class ChannelGroups:
     """Axes of constants that run along one group of channels.
 
     members: by group, the axes of weights that make its positions; held: all that have them.
@@ -72,7 +72,7 @@ class Groups:
     held: Mapping[int, tuple[Held, ...]]
 
     @classmethod
-    def of(cls, analysis: Analysis) -> Groups:
+    def of(cls, analysis: Analysis) -> ChannelGroups:
         relations = analysis.relations
         ties = _Ties(analysis.program, relations)
         members: dict[int, dict[Held, None]] = defaultdict(dict)
@@ -161,7 +161,7 @@ def _masked_by(relation: Relation | Declined | None, operand: int) -> str | None
     return str(value.target) if value.meta["val"].is_floating_point() else None
 
 
-def _masked(program: Program, groups: Groups, fraction: float) -> Program:
+def _masked(program: Program, groups: ChannelGroups, fraction: float) -> Program:
     constants = {name: replace(c, tensor=c.tensor.clone()) for name, c in program.constants.items()}
     for cell, members in groups.members.items():
         scores = sum(_scores(program, members))

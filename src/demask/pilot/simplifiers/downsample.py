@@ -89,7 +89,7 @@ class Downsample:
         return weight.numel() * weight.element_size()
 
 
-class _Refused(Exception):
+class _CannotShorten(Exception):
     """A call cannot run on shorter axes; the text says why."""
 
 
@@ -116,7 +116,7 @@ class _Smaller:
         for node in self.program.graph.nodes:
             try:
                 self._node(node)
-            except _Refused as refused:
+            except _CannotShorten as refused:
                 where = f"{node.name} ({op_name(node.target)})" if node.op != "output" else "output"
                 raise BadInput(f"downsample:{self.factor:g}: {where}: {refused}; choose another "
                                "simplifier, or another factor") from refused  # fmt: skip
@@ -149,7 +149,7 @@ class _Smaller:
             return
         full = [value.shape[axis] for axis in spatial]
         if not all(isinstance(n, int) for n in full):
-            raise _Refused("its spatial sizes are dynamic; give an example of a fixed size")
+            raise _CannotShorten("its spatial sizes are dynamic; give an example of a fixed size")
         small = [max(1, round(n / self.factor)) for n in full]
         self.env[node] = self._resized(self.env[node], small)
         axes = list(self.axes[node, 0])
@@ -163,7 +163,7 @@ class _Smaller:
             return self.editor.call(_AREA[rank], x, sizes)
         mode = "nearest" if self.mode == "area" else self.mode
         if (rank, mode) not in _RESIZES:
-            raise _Refused(f"{mode} interpolation is for images, this value has {rank} axes")
+            raise _CannotShorten(f"{mode} interpolation is for images, this value has {rank} axes")
         target, corners = _RESIZES[rank, mode]
         return self.editor.call(target, x, sizes, *([False] if corners else []), None)
 
@@ -196,7 +196,7 @@ class _Smaller:
         if not isinstance(relation, Relation) or not short:
             if short and not _reads_sizes(node):
                 reason = relation.text if isinstance(relation, Declined) else "it has no rule"
-                raise _Refused(reason)
+                raise _CannotShorten(reason)
             found = map_arg((node.args, node.kwargs), self._mapped)
             self._made(node, found[0], found[1])
             for k in range(len(schema.outputs(node))):
@@ -213,7 +213,7 @@ class _Smaller:
             made = self.editor.call(node.target, *args, **kwargs)
         except (RuntimeError, ValueError, TypeError, IndexError, DemaskError) as error:
             first = str(error).strip().splitlines()[0]
-            raise _Refused(f"it does not take the smaller sizes ({first})") from error
+            raise _CannotShorten(f"it does not take the smaller sizes ({first})") from error
         made.meta |= {k: v for k, v in node.meta.items() if k != "val"}
         self.env[node] = made
 
@@ -229,11 +229,13 @@ class _Smaller:
                     continue
                 parts = split(mine, [relation.size[letter] for letter in axis])
                 if parts is None:
-                    raise _Refused("an axis that shrinks is split into parts that do not divide it")
+                    raise _CannotShorten(
+                        "an axis that shrinks is split into parts that do not divide it"
+                    )
                 for letter, part in zip(axis, parts, strict=True):
                     before = letters.setdefault(letter, part)
                     if size(before) != size(part):
-                        raise _Refused(f"it joins axes of {size(before)} and {size(part)}")
+                        raise _CannotShorten(f"it joins axes of {size(before)} and {size(part)}")
         return letters
 
     def _check_moves(self, relation: Relation) -> None:
@@ -253,7 +255,7 @@ class _Smaller:
                     start = found["start"] or 0
                     if start == 0 or (found["step"] == 1 and _leads(mine, start)):
                         continue
-                raise _Refused("it picks positions along an axis that shrinks")
+                raise _CannotShorten("it picks positions along an axis that shrinks")
 
     def _arguments(self, relation: Relation, letters: Mapping[str, Axis]) -> dict[str, Any]:
         node = relation.node
@@ -339,7 +341,9 @@ class _Smaller:
         constant = self.program.constants[str(read.target)]
         tensor = constant.tensor
         if not tensor.is_floating_point():
-            raise _Refused(f"{constant.name} holds {tensor.dtype}, which cannot be interpolated")
+            raise _CannotShorten(
+                f"{constant.name} holds {tensor.dtype}, which cannot be interpolated"
+            )
         check_finite(tensor, constant.name)
         for dim in changed:
             tensor = resampled(tensor, dim, axes[dim], self.mode, summed=dim in summed)
@@ -369,7 +373,7 @@ class _Smaller:
                 else:
                     found = self._moved_axis(relation, dim, full, small)
                 if size(found) != small:
-                    raise _Refused(f"axis {dim} of its result has {small} positions, not "
+                    raise _CannotShorten(f"axis {dim} of its result has {small} positions, not "
                                    f"{size(found)}")  # fmt: skip
                 axes.append(found)
             self.axes[node, k] = tuple(axes)

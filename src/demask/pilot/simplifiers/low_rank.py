@@ -21,7 +21,7 @@ from demask.graph.editor import GraphEditor
 from demask.graph.result.demasked_module import Demasked
 from demask.ops import schema
 from demask.ops.traits import CONV_OF_AXES, CONVOLUTIONS_ANY_PADDING
-from demask.pilot.weight_layers import Layer, by_rows, check_finite, from_rows, layers_of
+from demask.pilot.weight_layers import WeightLayer, by_rows, check_finite, from_rows, layers_of
 from demask.shrink.build_uncut import finished
 
 aten = torch.ops.aten
@@ -57,7 +57,7 @@ class LowRank:
         """Bytes of one weight as it is."""
         return weight.numel() * weight.element_size()
 
-    def _layer(self, editor: GraphEditor, layer: Layer) -> Iterator[str]:
+    def _layer(self, editor: GraphEditor, layer: WeightLayer) -> Iterator[str]:
         weight = editor.constants[layer.weight].tensor
         if layer.relation.back or _groups(layer.node) != 1:
             kind = "recurrent" if layer.relation.back else "grouped"
@@ -89,7 +89,7 @@ def _groups(node: fx.Node) -> int:
     return int(schema.arguments(node).get("groups", 1))
 
 
-def _split(editor: GraphEditor, layer: Layer, basis: Tensor, mixed: Tensor) -> bool:
+def _split(editor: GraphEditor, layer: WeightLayer, basis: Tensor, mixed: Tensor) -> bool:
     """Put two calls in the place of one; False for ops that have no such form here."""
     node, weight = layer.node, editor.constants[layer.weight].tensor
     rank = len(basis)

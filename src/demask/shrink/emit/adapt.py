@@ -16,8 +16,8 @@ from torch import Tensor, fx
 
 from demask.facts.known import Facts, Key, key_of, value_of
 from demask.graph.editor import GraphEditor
-from demask.shrink.emit.constant_store import Pool
-from demask.shrink.layout.cells import At, Index, Layout, Positions
+from demask.shrink.emit.constant_store import ConstantStore
+from demask.shrink.layout.cells import At, Layout, Positions, RunTimeIndex
 
 aten = torch.ops.aten
 
@@ -38,13 +38,13 @@ class Adapter:
     """Adapts values while a graph is rewritten; marks what it makes with its effect."""
 
     editor: GraphEditor
-    pool: Pool
+    pool: ConstantStore
     facts: Facts
     made: dict[Key, Made] = field(default_factory=dict)
     done: dict[tuple[Key, Layout], fx.Node] = field(default_factory=dict)
     indexed: dict[tuple[fx.Node, At], fx.Node] = field(default_factory=dict)
     spread: dict[tuple[fx.Node, At], fx.Node] = field(default_factory=dict)
-    places: dict[Index, fx.Node] = field(default_factory=dict)
+    places: dict[RunTimeIndex, fx.Node] = field(default_factory=dict)
 
     def have(self, key: Key) -> Layout | None:
         """The layout a value is in, None if it was not computed."""
@@ -97,7 +97,7 @@ class Adapter:
             node = self.indexed[node, at[: k + 1]]
         return node
 
-    def positions(self, index: Index) -> fx.Node:
+    def positions(self, index: RunTimeIndex) -> fx.Node:
         """The positions along an axis that a run-time index tells, int64."""
         if index not in self.places:
             node = self.made[index.source, 0].node
@@ -117,7 +117,7 @@ class Adapter:
         both = self.editor.call(aten.add.Tensor, column, b)
         return self.editor.call(aten.reshape.default, both, [-1])
 
-    def put(self, node: fx.Node, axis: int, index: Index, fill: Tensor | fx.Node) -> fx.Node:
+    def put(self, node: fx.Node, axis: int, index: RunTimeIndex, fill: Tensor | fx.Node) -> fx.Node:
         """A value held at a run-time index of an axis, whole: `fill` elsewhere, a constant that
         broadcasts, or a whole value of the new graph."""
         if isinstance(fill, fx.Node):

@@ -20,7 +20,7 @@ from demask.graph.provenance import Cut
 from demask.shrink.layout.cells import Layout
 
 
-class Pool:
+class ConstantStore:
     """Constants and sizes of a graph in the making. Each is made once and read by name."""
 
     def __init__(self, editor: GraphEditor):

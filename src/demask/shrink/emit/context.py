@@ -21,7 +21,7 @@ from demask.graph.provenance import Reason
 from demask.ops import Relation, op_name, schema
 from demask.ops.schema import same_size
 from demask.shrink.emit.adapt import Adapter, Made
-from demask.shrink.emit.constant_store import Pool
+from demask.shrink.emit.constant_store import ConstantStore
 from demask.shrink.layout.cells import Layout
 from demask.shrink.layout.placement import Placement
 
@@ -38,7 +38,7 @@ class EmitContext:
         self.inputs: dict[fx.Node, fx.Node] = {}
         for node in self.old_inputs:
             self.inputs[node] = self.editor.graph.node_copy(node)
-        self.pool = Pool(self.editor)
+        self.pool = ConstantStore(self.editor)
         self.adapter = Adapter(self.editor, self.pool, facts)
         self.numbers: dict[fx.Node, Any] = {}
         for node in program.graph.nodes:

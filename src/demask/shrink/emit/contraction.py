@@ -313,7 +313,7 @@ def _border_map(walk: EmitContext, relation: Relation, layout: Layout, kernel: T
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _GroupRun:
     """Consecutive groups with as many inputs and as many outputs each."""
 
     groups: tuple[int, ...]
@@ -375,7 +375,7 @@ def _per_group(positions: Any, groups: int, each: int) -> list[list[int]]:
     return found
 
 
-def _runs(ins: list[list[int]], outs: list[list[int]]) -> list[_Run]:
+def _runs(ins: list[list[int]], outs: list[list[int]]) -> list[_GroupRun]:
     runs: list[tuple[tuple[int, int], list[int]]] = []
     for g, (i, o) in enumerate(zip(ins, outs, strict=True)):
         if not o:
@@ -385,12 +385,18 @@ def _runs(ins: list[list[int]], outs: list[list[int]]) -> list[_Run]:
             runs[-1][1].append(g)
         else:
             runs.append((shape, [g]))
-    return [_Run(tuple(gs), tuple(tuple(ins[g]) for g in gs), tuple(tuple(outs[g]) for g in gs))
+    return [_GroupRun(tuple(gs), tuple(tuple(ins[g]) for g in gs), tuple(tuple(outs[g]) for g in gs))
             for _, gs in runs]  # fmt: skip
 
 
 def _emit_run(
-    walk: EmitContext, relation: Relation, run: _Run, x: fx.Node, layout: Layout, *, alone: bool
+    walk: EmitContext,
+    relation: Relation,
+    run: _GroupRun,
+    x: fx.Node,
+    layout: Layout,
+    *,
+    alone: bool,
 ) -> fx.Node:
     node, found = relation.node, schema.arguments(relation.node)
     old = walk.pool.source[str(_weight(relation).target)]
@@ -417,7 +423,7 @@ def _emit_run(
     return _call(walk, relation, layout, args, kwargs)
 
 
-def _group_weight(relation: Relation, weight: Tensor, run: _Run, transposed: bool) -> Tensor:
+def _group_weight(relation: Relation, weight: Tensor, run: _GroupRun, transposed: bool) -> Tensor:
     """The weight of a run: per group its own rows and columns."""
     _, fan_in, fan_out = _counts(relation)
     parts = []
@@ -428,7 +434,7 @@ def _group_weight(relation: Relation, weight: Tensor, run: _Run, transposed: boo
     return torch.cat(parts).contiguous()
 
 
-def _group_cut(relation: Relation, old: Constant, run: _Run, transposed: bool) -> Cut:
+def _group_cut(relation: Relation, old: Constant, run: _GroupRun, transposed: bool) -> Cut:
     """Where a run's weight came from; columns are those of its first group."""
     _, fan_in, fan_out = _counts(relation)
     rows = run.inputs if transposed else run.outputs

@@ -5,7 +5,7 @@ cell; a `view` splits one. A cell's support is the union of what its tensors nee
 of several cells the support is their product. Any superset of what is needed is correct: a position
 kept although it is known is simply computed.
 
-A support that only run time tells is an `Index` beside these: a graph value, another one at every
+A support that only run time tells is an `RunTimeIndex` beside these: a graph value, another one at every
 call (see `indexed`).
 """
 
@@ -24,7 +24,7 @@ Layout = tuple[Positions, ...]  # per axis of a tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Index:
+class RunTimeIndex:
     """A run-time support of an axis: the positions (a, p, b) for every p that a graph value holds.
 
     source: an input of the graph, int64 [k], distinct positions below `size`, in any order. outer,
@@ -42,7 +42,9 @@ class Index:
         return self.outer * self.size * self.inner
 
 
-At = tuple[tuple[int, Index], ...]  # run-time supports of a tensor, by axis; others are whole
+At = tuple[
+    tuple[int, RunTimeIndex], ...
+]  # run-time supports of a tensor, by axis; others are whole
 
 
 def whole(positions: Sequence[int], size: int) -> Positions:

@@ -233,7 +233,7 @@ def _beside(name: str, tensor: Tensor, cuts: Mapping[str, Cut], order: Order) ->
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PreservedShape:
     """Where a program keeps a shape by more than smaller layers: the module, how ("scatter"), and
     the layers that would have to be masked alike so that it need not."""
 
@@ -245,18 +245,20 @@ class Place:
         return f"{self.effect} at {self.path or 'the network'}{_advice([self])}"
 
 
-def places_of(program: Program) -> list[Place]:
+def places_of(program: Program) -> list[PreservedShape]:
     """Where a program keeps shapes by more than smaller layers."""
-    found: dict[Place, None] = {}
+    found: dict[PreservedShape, None] = {}
     for node in program.graph.nodes:
         if (effect := node.meta.get("effect")) is not None:
             sources = (source for user in node.users for source in user.all_input_nodes)
             layers = tuple(sorted({*map(_layer, sources)} - {""}))
-            found.setdefault(Place(_around(node), effect, layers))
+            found.setdefault(PreservedShape(_around(node), effect, layers))
     return list(found)
 
 
-def reasons_for(parts: Sequence[str], places: Sequence[Place], failure: Unlike) -> list[str]:
+def reasons_for(
+    parts: Sequence[str], places: Sequence[PreservedShape], failure: Unlike
+) -> list[str]:
     """Why parts are graphs, one line for each. failure: why there is no network without."""
     lines = []
     for part in parts:
@@ -267,7 +269,7 @@ def reasons_for(parts: Sequence[str], places: Sequence[Place], failure: Unlike) 
     return lines
 
 
-def _advice(places: Sequence[Place]) -> str:
+def _advice(places: Sequence[PreservedShape]) -> str:
     several = dict.fromkeys(_and(place.layers) for place in places if len(place.layers) > 1)
     return f": mask the same channels of {', or of '.join(several)}" if several else ""
 

@@ -58,7 +58,7 @@ def calls_of(program: Program) -> dict[str, list[fx.Node]]:
 
 
 @dataclass(slots=True)
-class _Choice:
+class _NumberChoice:
     """The numbers that modules of one kind, cut alike, could have: attributes, and their values in
     the order of trying; `at` is the one in use."""
 
@@ -74,7 +74,7 @@ class _Choice:
                 setattr(module, name, value)
 
 
-def _next(choices: Sequence[_Choice], place: str) -> _Choice | None:
+def _next(choices: Sequence[_NumberChoice], place: str) -> _NumberChoice | None:
     """The choice to change: of the module where something differs, or of the nearest around it."""
     while True:
         for choice in choices:
@@ -85,10 +85,10 @@ def _next(choices: Sequence[_Choice], place: str) -> _Choice | None:
         place = place.rpartition(".")[0]
 
 
-def _choices(network: nn.Module, proof: Proof, parts: Collection[str]) -> list[_Choice]:
+def _choices(network: nn.Module, proof: Proof, parts: Collection[str]) -> list[_NumberChoice]:
     """The numbers of modules that could follow from sizes that became smaller."""
     old, new = calls_of(proof.forms[0](proof.before)), calls_of(proof.target(0))
-    found: dict[Any, _Choice] = {}
+    found: dict[Any, _NumberChoice] = {}
     for path, module in network.named_modules():
         numbers = numbers_of(module)
         if has_numbers(module) or not numbers or is_below(path, parts):
@@ -100,7 +100,7 @@ def _choices(network: nn.Module, proof: Proof, parts: Collection[str]) -> list[_
             continue
         key = (type(module), repr(numbers), repr(options))
         if key not in found:
-            found[key] = _Choice([], tuple(numbers), _rows(tuple(numbers.values()), options))
+            found[key] = _NumberChoice([], tuple(numbers), _rows(tuple(numbers.values()), options))
         found[key].modules.append(module)
         found[key].paths.append(path)
     return list(found.values())

@@ -20,7 +20,7 @@ from demask.graph.recorded_run import RecordedRun
 from demask.graph.result.resize import put_module
 from demask.shrink.check import call
 from demask.shrink.own_class.proof import Proof, Unlike
-from demask.shrink.own_class.regions import Region
+from demask.shrink.own_class.regions import ModuleRegion
 
 NEAR = 1e-3  # relative: as near are two values that are the same but for rounding
 
@@ -37,7 +37,7 @@ class ModuleCall:
 
 
 def match_calls(
-    network: nn.Module, model: nn.Module, proof: Proof, regions: Sequence[Region]
+    network: nn.Module, model: nn.Module, proof: Proof, regions: Sequence[ModuleRegion]
 ) -> dict[str, ModuleCall]:
     """The calls of the regions' modules, by path. network: a copy of the model that has the smaller
     tensors. Raises Unlike with the place where a call cannot be matched."""
@@ -49,26 +49,26 @@ def match_calls(
         if region.path not in returned:
             raise Unlike(f"{region.path} is not called", region.path)
         matched = partial(_matched, region, returned[region.path], values, calls[region.path])
-        put_module(probed, region.path, _Probe(matched))
+        put_module(probed, region.path, _RegionProbe(matched))
     proof.run(probed)
     return calls
 
 
-class _Probe(nn.Module):
+class _RegionProbe(nn.Module):
     """Stands where a region's graph will, for one run."""
 
     def __init__(self, call: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()
         self._function = (call,)  # a tuple of what copies share
 
-    def __deepcopy__(self, memo: Any) -> _Probe:
-        return _Probe(*self._function)
+    def __deepcopy__(self, memo: Any) -> _RegionProbe:
+        return _RegionProbe(*self._function)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._function[0](args, kwargs)
 
 
-def _values_at(regions: Sequence[Region], proof: Proof) -> dict[fx.Node, Any]:
+def _values_at(regions: Sequence[ModuleRegion], proof: Proof) -> dict[fx.Node, Any]:
     """What goes in and out of regions, for the example."""
     wanted = {node for region in regions for node in (*region.inputs, *region.outputs)}
     run = RecordedRun(proof.after, wanted)
@@ -91,7 +91,7 @@ def _returned(model: nn.Module, paths: Sequence[str], proof: Proof) -> dict[str,
 
 
 def _matched(
-    region: Region, returned: Any, values: Mapping[fx.Node, Any], found: ModuleCall,
+    region: ModuleRegion, returned: Any, values: Mapping[fx.Node, Any], found: ModuleCall,
     args: tuple[Any, ...], kwargs: dict[str, Any],
 ) -> Any:  # fmt: skip
     """Fill in how a module is called, now that it is; what it returns."""

@@ -20,7 +20,7 @@ from demask.graph.result.resize import put_module
 from demask.graph.result.restore_modules import Originals
 from demask.shrink.own_class.proof import Proof, Unlike
 from demask.shrink.own_class.region_calls import ModuleCall, match_calls
-from demask.shrink.own_class.regions import Region
+from demask.shrink.own_class.regions import ModuleRegion
 from demask.shrink.pipeline import inputs_of
 from demask.shrink.program_size import counted
 
@@ -29,7 +29,7 @@ def graphs_in(
     network: nn.Module,
     model: nn.Module,
     proof: Proof,
-    regions: Sequence[Region],
+    regions: Sequence[ModuleRegion],
     originals: Originals | None,
 ) -> None:
     """Put graphs of regions in the places of their modules, in a copy of the model that has the
@@ -44,7 +44,7 @@ def graphs_in(
 
 
 def _graph(
-    region: Region, call: ModuleCall, proof: Proof, module: nn.Module,
+    region: ModuleRegion, call: ModuleCall, proof: Proof, module: nn.Module,
     originals: Originals | None,
 ) -> Demasked:  # fmt: skip
     """The network of a region, called as its module is."""
@@ -79,7 +79,7 @@ def _inside(originals: Originals | None, path: str) -> Originals | None:
     return Originals(module, kept)
 
 
-def _program(region: Region, call: ModuleCall, whole: Program, module: nn.Module) -> Program:
+def _program(region: ModuleRegion, call: ModuleCall, whole: Program, module: nn.Module) -> Program:
     """The program of a region, its inputs and outputs those of its module."""
     assert call.inputs is not None
     graph, mapping = fx.Graph(), dict[fx.Node, fx.Node]()

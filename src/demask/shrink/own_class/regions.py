@@ -15,7 +15,7 @@ from demask.shrink.own_class.proof import Unlike, path_of
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class ModuleRegion:
     """The calls of one module in a program. inputs: the values from elsewhere that they read;
     outputs: their values that are read elsewhere."""
 
@@ -25,7 +25,7 @@ class Region:
     outputs: tuple[fx.Node, ...]
 
 
-def regions_of(program: Program, model: nn.Module, places: Iterable[str]) -> list[Region]:
+def regions_of(program: Program, model: nn.Module, places: Iterable[str]) -> list[ModuleRegion]:
     """The smallest modules that hold what keeps shapes by more than smaller layers, and `places`.
     Raises Unlike where that is the whole model."""
     modules = _Modules(program, model)
@@ -123,9 +123,9 @@ def _closed(own: set[fx.Node], order: dict[fx.Node, int]) -> set[fx.Node]:
     return own | (after & before)
 
 
-def _region(path: str, nodes: Sequence[fx.Node]) -> Region:
+def _region(path: str, nodes: Sequence[fx.Node]) -> ModuleRegion:
     own = set(nodes)
     inputs = dict.fromkeys(n for node in nodes for n in node.all_input_nodes
                            if n not in own and n.op != "get_attr")  # fmt: skip
     outputs = [n for n in nodes if n.op != "get_attr" and any(user not in own for user in n.users)]
-    return Region(path, tuple(nodes), tuple(inputs), tuple(outputs))
+    return ModuleRegion(path, tuple(nodes), tuple(inputs), tuple(outputs))

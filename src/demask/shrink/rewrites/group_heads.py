@@ -22,7 +22,7 @@ from demask.facts.known import Relations, key_of
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.ops import Relation, schema
-from demask.shrink.emit.constant_store import Pool
+from demask.shrink.emit.constant_store import ConstantStore
 from demask.shrink.layout.heads import Fiber, Fibers
 from demask.shrink.layout.layout_analysis import LayoutAnalysis
 
@@ -80,7 +80,7 @@ class _Grouper:
         self.order = list(program.graph.nodes)
         self.editor = GraphEditor(program)
         self.graph, self.copies = self.editor.graph, self.editor.copies
-        self.pool = Pool(self.editor)
+        self.pool = ConstantStore(self.editor)
 
     def split(self, cell: int, groups: list[list[int]]) -> bool:
         """Attend to the heads of a cell in groups, if every call between allows it."""

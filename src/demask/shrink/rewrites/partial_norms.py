@@ -28,7 +28,7 @@ from demask.graph.program import Constant, Program
 from demask.ops import Relation, schema
 from demask.ops.entries.contraction import PRODUCTS
 from demask.ops.traits import IDENTITIES
-from demask.shrink.emit.constant_store import Pool
+from demask.shrink.emit.constant_store import ConstantStore
 from demask.shrink.layout.layout_analysis import LayoutAnalysis
 
 aten = torch.ops.aten
@@ -52,7 +52,7 @@ def condensed(analysis: LayoutAnalysis) -> Program | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Axis:
+class _CompleteAxis:
     """A complete axis: its dimension and size, the positions that vary, those that are known, and
     what is known of these (float64)."""
 
@@ -67,7 +67,7 @@ class _Axis:
         return len(self.live) / self.size
 
 
-def _partly_known(relation: Relation, facts: Facts) -> _Axis | None:
+def _partly_known(relation: Relation, facts: Facts) -> _CompleteAxis | None:
     """The one complete axis of a call, if some of its positions are known and some are not."""
     if not relation.entry.rest:
         return None
@@ -87,7 +87,7 @@ def _partly_known(relation: Relation, facts: Facts) -> _Axis | None:
     if not bool(known.any()) or bool(known.all()):
         return None
     live, dead = (tuple(m.nonzero().flatten().tolist()) for m in (~known, known))
-    return _Axis(dim, len(known), live, dead, low[known].double())
+    return _CompleteAxis(dim, len(known), live, dead, low[known].double())
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class _Shared:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reader:
+class _AxisReader:
     """A product that reads an axis, and the moves between."""
 
     moves: tuple[fx.Node, ...]
@@ -117,9 +117,9 @@ class _Condenser:
         self.relations, self.facts = relations, facts
         self.editor = GraphEditor(program)
         self.graph, self.copies = self.editor.graph, self.editor.copies
-        self.pool = Pool(self.editor)
+        self.pool = ConstantStore(self.editor)
 
-    def visit(self, node: fx.Node, axis: _Axis) -> bool:
+    def visit(self, node: fx.Node, axis: _CompleteAxis) -> bool:
         """Replace a call, if what is known of its axis can be kept out of it."""
         kind = self.relations[node].entry.rest  # type: ignore[union-attr]
         with self.graph.inserting_before(self.copies[node]):
@@ -146,11 +146,11 @@ class _Condenser:
         source = self.relations[node].operands[0].value  # type: ignore[union-attr]
         return self.copies[source]
 
-    def _live(self, node: fx.Node, axis: _Axis) -> fx.Node:
+    def _live(self, node: fx.Node, axis: _CompleteAxis) -> fx.Node:
         index = self.pool.here(torch.tensor(axis.live), f"{node.name}_live")
         return self.editor.call(aten.index_select.default, self._source(node), axis.dim, index)
 
-    def _reduction(self, node: fx.Node, axis: _Axis, kind: str) -> fx.Node:
+    def _reduction(self, node: fx.Node, axis: _CompleteAxis, kind: str) -> fx.Node:
         """sum, mean, maximum or minimum of the live positions, and of what is known beforehand."""
         found = schema.arguments(self.copies[node])
         found[self.relations[node].operands[0].name] = self._live(node, axis)  # type: ignore[union-attr]
@@ -164,7 +164,7 @@ class _Condenser:
             made, total = self.editor.call(aten.mul.Tensor, made, axis.share), total / axis.size
         return self.editor.call(aten.add.Tensor, made, total) if total else made
 
-    def _softmax(self, node: fx.Node, axis: _Axis) -> _Shared:
+    def _softmax(self, node: fx.Node, axis: _CompleteAxis) -> _Shared:
         values, group, count = torch.unique(axis.fill, return_inverse=True, return_counts=True)
         logits = values + count.double().log()
         live, k = self._live(node, axis), len(values)
@@ -187,7 +187,7 @@ class _Condenser:
         columns[torch.arange(len(group)), group] = 1 / count[group].double()
         return _Shared(self._scattered(first, axis), last, columns)
 
-    def _layer(self, node: fx.Node, axis: _Axis) -> _Shared:
+    def _layer(self, node: fx.Node, axis: _CompleteAxis) -> _Shared:
         """Moments of the whole axis from those of its live part, then (x - m) / s."""
         call, live, dead = self.editor.call, self._live(node, axis), len(axis.dead)
         both = call(aten.var_mean.correction, live, [axis.dim], correction=0, keepdim=True)
@@ -208,7 +208,7 @@ class _Condenser:
         made = call(aten.addcmul.default, shift, live, scale)
         return self._two(node, axis, made, shift, scale)
 
-    def _rms(self, node: fx.Node, axis: _Axis) -> _Shared:
+    def _rms(self, node: fx.Node, axis: _CompleteAxis) -> _Shared:
         """x / s, s from the live squares and what the known ones add to their mean."""
         call, live = self.editor.call, self._live(node, axis)
         eps = schema.arguments(node)["eps"]
@@ -220,7 +220,12 @@ class _Condenser:
         return self._two(node, axis, call(aten.mul.Tensor, live, scale), None, scale)
 
     def _two(
-        self, node: fx.Node, axis: _Axis, made: fx.Node, shift: fx.Node | None, scale: fx.Node
+        self,
+        node: fx.Node,
+        axis: _CompleteAxis,
+        made: fx.Node,
+        shift: fx.Node | None,
+        scale: fx.Node,
     ) -> _Shared:
         """The values known positions depend on, -m/s and 1/s, and their factors g and g · f."""
         gains = self._gains(node)[list(axis.dead)]
@@ -243,7 +248,7 @@ class _Condenser:
             return torch.ones(size, dtype=torch.float64)
         return self.facts[key_of(weight)].fill.double().expand(size)
 
-    def _scaled_away(self, node: fx.Node, axis: _Axis) -> bool:
+    def _scaled_away(self, node: fx.Node, axis: _CompleteAxis) -> bool:
         """Is nothing left of the known positions, whatever the statistics?"""
         gains = self._gains(node)[list(axis.dead)]
         layer = self.relations[node].entry.rest == "layer"  # type: ignore[union-attr]
@@ -262,7 +267,7 @@ class _Condenser:
     def _item(self, node: fx.Node, k: int) -> fx.Node:
         return self.editor.call(operator.getitem, node, k)
 
-    def _scattered(self, made: fx.Node, axis: _Axis) -> fx.Node:
+    def _scattered(self, made: fx.Node, axis: _CompleteAxis) -> fx.Node:
         """Live positions back where they were, zeros between."""
         pads = [0, 0] * (made.meta["val"].ndim - axis.dim - 1)
         wide = self.editor.call(aten.constant_pad_nd.default, made, [*pads, 0, 1])
@@ -271,9 +276,9 @@ class _Condenser:
         index = self.pool.here(take, f"{made.name}_scattered")
         return self.editor.call(aten.index_select.default, wide, axis.dim, index)
 
-    def _readers(self, node: fx.Node, dim: int) -> list[_Reader] | None:
+    def _readers(self, node: fx.Node, dim: int) -> list[_AxisReader] | None:
         """The products with constant weights that are all that reads an axis, if so."""
-        found: list[_Reader] = []
+        found: list[_AxisReader] = []
         for user in node.users:
             relation = self.relations.get(user)
             if not isinstance(relation, Relation):
@@ -288,7 +293,7 @@ class _Condenser:
                     return None
                 if weight.meta["val"].ndim != 2:
                     return None
-                found.append(_Reader((), user, weight))
+                found.append(_AxisReader((), user, weight))
                 continue
             plain = relation.entry.fill == "same" and not (relation.moved | relation.window)
             if not (plain or user.target in _PASS) or letters not in relation.outs[0]:
@@ -296,10 +301,10 @@ class _Condenser:
             more = self._readers(user, relation.outs[0].index(letters))
             if more is None:
                 return None
-            found += [_Reader((user, *r.moves), r.product, r.weight) for r in more]
+            found += [_AxisReader((user, *r.moves), r.product, r.weight) for r in more]
         return found
 
-    def _correct(self, reader: _Reader, shared: _Shared, axis: _Axis) -> None:
+    def _correct(self, reader: _AxisReader, shared: _Shared, axis: _CompleteAxis) -> None:
         """Add to a product what the weights of the known positions make of the shared values."""
         constant = self.pool.source[str(reader.weight.target)]
         rows = reader.product.target is not aten.linear.default  # [in, out]

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.ops import schema
-from demask.shrink.emit.constant_store import Pool
+from demask.shrink.emit.constant_store import ConstantStore
 from demask.shrink.layout.heads import Fiber
 from demask.shrink.layout.layout_analysis import LayoutAnalysis
 
@@ -31,13 +31,13 @@ def aligned(analysis: LayoutAnalysis) -> Program | None:
     if not fibers:
         return None
     editor = GraphEditor(analysis.program)
-    pool = Pool(editor)
+    pool = ConstantStore(editor)
     for fiber in fibers:
         _reorder(fiber, editor, pool)
     return editor.finish()
 
 
-def _reorder(fiber: Fiber, editor: GraphEditor, pool: Pool) -> None:
+def _reorder(fiber: Fiber, editor: GraphEditor, pool: ConstantStore) -> None:
     """Gathers where values of a fiber come in and go out."""
     order, copies = fiber.order, editor.copies
     assert order is not None
@@ -63,7 +63,7 @@ def _values(node: fx.Node, k: int) -> list[fx.Node]:
 
 
 def _reread(
-    node: fx.Node, k: int, axis: int, order: Tensor, editor: GraphEditor, pool: Pool
+    node: fx.Node, k: int, axis: int, order: Tensor, editor: GraphEditor, pool: ConstantStore
 ) -> None:
     """Operand k of a call, gathered along an axis before the call reads it."""
     operand = schema.operands(node)[k]
@@ -74,7 +74,9 @@ def _reread(
     node.args, node.kwargs = tuple(args), kwargs
 
 
-def _gather(value: fx.Node, axis: int, order: Tensor, editor: GraphEditor, pool: Pool) -> fx.Node:
+def _gather(
+    value: fx.Node, axis: int, order: Tensor, editor: GraphEditor, pool: ConstantStore
+) -> fx.Node:
     """The entries of an axis (..., head, position), positions of each head in a new order."""
     heads, size = order.shape
     whole = order + torch.arange(heads).unsqueeze(1) * size

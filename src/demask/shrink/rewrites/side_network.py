@@ -26,7 +26,7 @@ from demask.facts.needed import Needs, needed
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.ops import Relation, schema
-from demask.shrink.emit.constant_store import Pool
+from demask.shrink.emit.constant_store import ConstantStore
 from demask.shrink.layout.layout_analysis import LayoutAnalysis
 
 aten = torch.ops.aten
@@ -107,14 +107,14 @@ class _Splitter:
     wholes: dict[fx.Node, fx.Node] = field(default_factory=dict)
     splits: dict[fx.Node, tuple[fx.Node, fx.Node]] = field(default_factory=dict)
     editor: GraphEditor = field(init=False)
-    pool: Pool = field(init=False)
+    pool: ConstantStore = field(init=False)
 
     def run(self) -> Program:
         self.editor = GraphEditor.empty(self.program)
         self.editor.constants |= self.program.constants
         for node in self.program.graph.find_nodes(op="placeholder"):
             self.copies[node] = self.editor.graph.node_copy(node)
-        self.pool = Pool(self.editor)
+        self.pool = ConstantStore(self.editor)
         for node in self.program.graph.nodes:
             if node.op != "placeholder":
                 self.copies[node] = self._copy(node)

@@ -27,7 +27,7 @@ from demask.facts.masks import Fact, checked
 from demask.ops import Relation, schema
 from demask.ops.notation import Axes
 from demask.shrink.emit.border_map import one_value
-from demask.shrink.layout.cells import At, Index
+from demask.shrink.layout.cells import At, RunTimeIndex
 from demask.shrink.layout.ties import forced
 
 WHOLE: At = ()
@@ -42,12 +42,12 @@ class Pick:
     """
 
     axis: int
-    index: Index
+    index: RunTimeIndex
     fill: Tensor | fx.Node
 
 
 @dataclass(slots=True)
-class Plan:
+class IndexPlan:
     """What the sweeps find. picks: by value.
 
     fills: values that are `fill` outside an index: where, and what. chosen: calls made on an index
@@ -61,7 +61,7 @@ class Plan:
     facts: Facts
     picks: Mapping[Key, Pick]
     fills: dict[Key, tuple[At, Tensor]] = field(default_factory=dict)
-    chosen: dict[fx.Node, tuple[str, Index]] = field(default_factory=dict)
+    chosen: dict[fx.Node, tuple[str, RunTimeIndex]] = field(default_factory=dict)
     wants: dict[tuple[fx.Node, int], At] = field(default_factory=dict)
     shifts: dict[fx.Node, tuple[str, Fact]] = field(default_factory=dict)
     added: dict[fx.Node, int] = field(default_factory=dict)
@@ -85,13 +85,13 @@ class Plan:
 
 def planned(
     graph: fx.Graph, relations: Relations, facts: Facts, picks: Mapping[Key, Pick], *, push: bool
-) -> Plan:
+) -> IndexPlan:
     """Where which index is used. push: False gathers and scatters at the picks alone, so that every
     call is made whole: what the plan with push must equal."""
     for node, k in picks:
         if node.op != "call_function" or not isinstance(schema.outputs(node)[k], Tensor):
             raise BadInput(f"expected a pick of a tensor that a call makes, found {node.name!r}")
-    plan = Plan(relations, facts, picks)
+    plan = IndexPlan(relations, facts, picks)
     for node in graph.nodes:
         if node.op == "call_function" and node.target is not operator.getitem:
             _spread(plan, node, push)
@@ -100,7 +100,7 @@ def planned(
     return plan
 
 
-def letter_at(relation: Relation, axes: Axes, axis: int, index: Index) -> str | None:
+def letter_at(relation: Relation, axes: Axes, axis: int, index: RunTimeIndex) -> str | None:
     """The letter of an axis whose positions an index tells."""
     before = 1
     for k, letter in enumerate(axes[axis]):
@@ -114,7 +114,7 @@ def letter_at(relation: Relation, axes: Axes, axis: int, index: Index) -> str | 
     return None
 
 
-def at_letter(relation: Relation, axes: Axes, letter: str, index: Index) -> At:
+def at_letter(relation: Relation, axes: Axes, letter: str, index: RunTimeIndex) -> At:
     """The index of a letter, on the axis of a tensor that has it; WHOLE where none has."""
     for axis, letters in enumerate(axes):
         if letter in letters:
@@ -122,7 +122,7 @@ def at_letter(relation: Relation, axes: Axes, letter: str, index: Index) -> At:
             outer, inner = _count(relation, letters[:k]), _count(relation, letters[k + 1 :])
             if outer is None or inner is None:
                 return WHOLE
-            return ((axis, Index(index.source, index.size, outer, inner)),)
+            return ((axis, RunTimeIndex(index.source, index.size, outer, inner)),)
     return WHOLE
 
 
@@ -146,7 +146,7 @@ def _count(relation: Relation, letters: Sequence[str]) -> int | None:
     return total
 
 
-def _spread(plan: Plan, node: fx.Node, push: bool) -> None:
+def _spread(plan: IndexPlan, node: fx.Node, push: bool) -> None:
     """Forward: what a call makes of operands that are constant outside an index."""
     relation = plan.relations.get(node)
     mine = {k: plan.picks[node, k] for k in range(len(schema.outputs(node)))
@@ -163,9 +163,9 @@ def _spread(plan: Plan, node: fx.Node, push: bool) -> None:
             plan.fills[node, k] = (((pick.axis, pick.index),), _ranked(pick.fill, value))
 
 
-def _indices(plan: Plan, relation: Relation) -> list[Index]:
+def _indices(plan: IndexPlan, relation: Relation) -> list[RunTimeIndex]:
     """The indices outside of which some operand is constant, one per source."""
-    found: dict[fx.Node, Index] = {}
+    found: dict[fx.Node, RunTimeIndex] = {}
     for operand in relation.operands:
         if isinstance(operand.value, fx.Node) and key_of(operand.value) in plan.fills:
             for _, index in plan.fills[key_of(operand.value)][0]:
@@ -173,7 +173,7 @@ def _indices(plan: Plan, relation: Relation) -> list[Index]:
     return list(found.values())
 
 
-def _letters(plan: Plan, relation: Relation, index: Index) -> dict[int, str]:
+def _letters(plan: IndexPlan, relation: Relation, index: RunTimeIndex) -> dict[int, str]:
     """Per operand that is constant outside an index, the letter that it stands on there."""
     found: dict[int, str] = {}
     for k, operand in enumerate(relation.operands):
@@ -185,7 +185,7 @@ def _letters(plan: Plan, relation: Relation, index: Index) -> dict[int, str]:
     return found
 
 
-def _known_outside(plan: Plan, relation: Relation, index: Index) -> bool:
+def _known_outside(plan: IndexPlan, relation: Relation, index: RunTimeIndex) -> bool:
     """Are the outputs constant outside an index? Then the call is made on the index."""
     letters = _letters(plan, relation, index)
     if len(set(letters.values())) != 1:
@@ -201,7 +201,7 @@ def _known_outside(plan: Plan, relation: Relation, index: Index) -> bool:
     found = forward(relation, facts)
     if any(fact is None or not bool(fact.known.all()) for fact in found):
         return False
-    plan.chosen[relation.node] = (letter, Index(index.source, index.size))
+    plan.chosen[relation.node] = (letter, RunTimeIndex(index.source, index.size))
     for k, fact in enumerate(found):
         assert fact is not None
         value = schema.outputs(relation.node)[k]
@@ -220,7 +220,7 @@ def _ranked(fill: Tensor, value: Tensor) -> Tensor:
     return fill.to(value.dtype).reshape(shape)
 
 
-def _ask(plan: Plan, node: fx.Node, push: bool) -> None:
+def _ask(plan: IndexPlan, node: fx.Node, push: bool) -> None:
     """Backward: at what a call makes its outputs, and so wants its operands."""
     if node.op == "output":
         for source in node.all_input_nodes:
@@ -244,7 +244,7 @@ def _ask(plan: Plan, node: fx.Node, push: bool) -> None:
                 _want(plan, operand.value, wants[k])
 
 
-def _want(plan: Plan, source: fx.Node, at: At) -> None:
+def _want(plan: IndexPlan, source: fx.Node, at: At) -> None:
     """Note how a value is read; read in two ways it is made whole."""
     if source.op == "get_attr" or not isinstance(value_of(source), Tensor):
         return
@@ -252,7 +252,7 @@ def _want(plan: Plan, source: fx.Node, at: At) -> None:
     plan.reads[key] = at if plan.reads.get(key, at) == at else WHOLE
 
 
-def _choose(plan: Plan, relation: Relation) -> None:
+def _choose(plan: IndexPlan, relation: Relation) -> None:
     """Make a call on an index where all that is read of it is read at that index."""
     node, found = relation.node, set()
     for k in range(len(relation.outs)):
@@ -262,14 +262,14 @@ def _choose(plan: Plan, relation: Relation) -> None:
         at = ((pick.axis, pick.index),) if pick is not None else plan.reads[node, k]
         axis, index = at[0] if at else (0, None)
         letter = letter_at(relation, relation.outs[k], axis, index) if index else None
-        found.add((letter, index and Index(index.source, index.size)))
+        found.add((letter, index and RunTimeIndex(index.source, index.size)))
     if len(found) == 1:
         letter, index = found.pop()
         if letter is not None and index is not None and letter in carried(relation):
             plan.chosen[node] = (letter, index)
 
 
-def _wants(plan: Plan, relation: Relation, push: bool) -> list[At]:
+def _wants(plan: IndexPlan, relation: Relation, push: bool) -> list[At]:
     """At what a call reads its operands."""
     wants = [WHOLE] * len(relation.operands)
     if relation.node in plan.chosen:
@@ -290,7 +290,7 @@ def _apart(a: At, b: At) -> bool:
     return not {axis for axis, _ in a} & {axis for axis, _ in b}
 
 
-def _summed(plan: Plan, relation: Relation) -> tuple[str, Index] | None:
+def _summed(plan: IndexPlan, relation: Relation) -> tuple[str, RunTimeIndex] | None:
     """The letter that a contraction sums over an index alone: outside of it one factor is zero, or
     a constant that meets constants."""
     if relation.entry.fill != "sum" or relation.back:
@@ -309,7 +309,7 @@ def _summed(plan: Plan, relation: Relation) -> tuple[str, Index] | None:
     return None
 
 
-def _collides(plan: Plan, relation: Relation, letter: str) -> bool:
+def _collides(plan: IndexPlan, relation: Relation, letter: str) -> bool:
     """Does some axis hold both the summed letter and the one that the call is made on?"""
     if relation.node not in plan.chosen:
         return False
@@ -317,7 +317,7 @@ def _collides(plan: Plan, relation: Relation, letter: str) -> bool:
     return any({letter, other} <= set(axis) for axes in relation.ins for axis in axes)
 
 
-def _leaves(plan: Plan, relation: Relation, letters: dict[int, str], letter: str) -> bool:
+def _leaves(plan: IndexPlan, relation: Relation, letters: dict[int, str], letter: str) -> bool:
     """Can what is left outside the index be told? Notes it where it is not nothing."""
     factors = [k for k, a in letters.items() if a == letter and k in relation.factors]
     fills = [plan.fills[key_of(relation.operands[k].value)][1] for k in factors]
@@ -336,7 +336,7 @@ def _leaves(plan: Plan, relation: Relation, letters: dict[int, str], letter: str
     return True
 
 
-def _add_at(plan: Plan, relation: Relation, wants: list[At]) -> None:
+def _add_at(plan: IndexPlan, relation: Relation, wants: list[At]) -> None:
     """a + scatter(b) adds b at its positions; an operand that is read at nothing stays whole."""
     found = schema.arguments(relation.node)
     if relation.node.target is not torch.ops.aten.add.Tensor or found.get("alpha", 1) != 1:

@@ -32,9 +32,9 @@ from demask.shrink.emit.adapt import Made, marked
 from demask.shrink.emit.border_map import absorbed
 from demask.shrink.emit.context import EmitContext
 from demask.shrink.emit.contraction import plus_constants
-from demask.shrink.layout.cells import At, Index, Layout
+from demask.shrink.layout.cells import At, Layout, RunTimeIndex
 from demask.shrink.layout.placement import Placement
-from demask.shrink.runtime_index.analysis import Pick, Plan, planned
+from demask.shrink.runtime_index.analysis import IndexPlan, Pick, planned
 
 aten = torch.ops.aten
 
@@ -97,16 +97,16 @@ def _written(analysis: Analysis, picks: Mapping[Key, Pick], *, push: bool) -> Pr
     opaque = {node: Declined("what is computed of it comes at run time") for node, _ in picks}
     facts = replace(analysis, bound={**relations, **opaque}).known
     plan = planned(program.graph, relations, facts, picks, push=push)
-    walk = _Walk(program, plan)
+    walk = _IndexRewriter(program, plan)
     for node in program.graph.nodes:
         walk.visit(node)
     return walk.editor.finish()
 
 
-class _Walk(EmitContext):
+class _IndexRewriter(EmitContext):
     """Appends every live call again, operands at the indices that the plan says."""
 
-    def __init__(self, program: Program, plan: Plan):
+    def __init__(self, program: Program, plan: IndexPlan):
         whole = {key: _whole(schema.outputs(key[0])[key[1]]) for key in plan.reads}
         super().__init__(
             program, plan.relations, plan.facts, Needs({}, {}, {}), Placement(whole, {})
@@ -167,7 +167,7 @@ class _Walk(EmitContext):
         return [self.length(at[a]) if a in at else self.pool.size(n)
                 for a, n in enumerate(value.shape)]  # fmt: skip
 
-    def length(self, index: Index) -> Any:
+    def length(self, index: RunTimeIndex) -> Any:
         """How many positions an index tells, as a call argument."""
         size = self.pool.size(self._length(index))
         inner = index.outer * index.inner
@@ -203,7 +203,7 @@ class _Walk(EmitContext):
             for axis, n in enumerate(node.meta["val"].shape)
         ]
 
-    def _length(self, index: Index) -> Any:
+    def _length(self, index: RunTimeIndex) -> Any:
         return self.adapter.made[index.source, 0].node.meta["val"].shape[0]
 
     def _again(self, relation: Relation, values: list[Any]) -> tuple[Any, Any]:

@@ -15,22 +15,22 @@ import numpy as np
 from torch import Tensor
 
 from demask.kernels.cpu import relayout as move
-from demask.kernels.cpu.sparse_tile import CALL, TILE, Tile
+from demask.kernels.cpu.sparse_tile import CALL, TILE, SparseTileKernel
 from demask.kernels.cpu.sparse_vector import CALL as NARROW
-from demask.kernels.cpu.sparse_vector import Narrow
+from demask.kernels.cpu.sparse_vector import SparseVectorKernel
 from demask.kernels.llvm.isa import Isa
 from demask.sparse.plan.pack_weights import Csr, Places, Stream, dealt, packed, read, sliced
-from demask.sparse.plan.tape import Buffer, Call, NoPlan, Tape
-from demask.sparse.plan.tile_layout import NO_BORDER, Area, At, Border, Grid, Layout
-from demask.sparse.plan.tiling import Cut, Shape, best, rects, strips
-from demask.sparse.segment_program import Conv, Linear
+from demask.sparse.plan.tape import Buffer, KernelCall, NoPlan, Tape
+from demask.sparse.plan.tile_layout import NO_BORDER, Area, At, Border, GridLayout, TileGrid
+from demask.sparse.plan.tiling import Tiling, TilingProblem, best, rects, strips
+from demask.sparse.segment_program import ConvStep, LinearStep
 
 BARRIER = 3000.0  # cycles until all threads have come
 CACHE = 128 * 1024  # bytes of what a chain makes from one strip of positions
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class OutputWindow:
     """The positions of an output that one stream of nonzeros computes, and where each kernel place
     reads, in lines of rows and columns from a position (None: nowhere)."""
 
@@ -40,28 +40,28 @@ class Window:
     taps: tuple[tuple[int | None, ...], tuple[int | None, ...]]
 
 
-def windows(step: Conv) -> list[Window]:
+def windows(step: ConvStep) -> list[OutputWindow]:
     """One of a convolution; of a transposed one as many as its strides give."""
     if not step.transposed:
         taps = tuple(tuple(k * d - p[0] for k in range(n)) for n, d, p in
                      zip(step.kernel, step.dilation, step.padding, strict=True))  # fmt: skip
-        return [Window((0, 0), (1, 1), step.stride, taps)]  # type: ignore[arg-type]
+        return [OutputWindow((0, 0), (1, 1), step.stride, taps)]  # type: ignore[arg-type]
     found = []
     for i in range(step.stride[0]):
         for j in range(step.stride[1]):
             taps = tuple(_turned(step, axis, at) for axis, at in enumerate((i, j)))
-            found.append(Window((i, j), step.stride, (1, 1), taps))  # type: ignore[arg-type]
+            found.append(OutputWindow((i, j), step.stride, (1, 1), taps))  # type: ignore[arg-type]
     return found
 
 
-def _turned(step: Conv, axis: int, at: int) -> tuple[int | None, ...]:
+def _turned(step: ConvStep, axis: int, at: int) -> tuple[int | None, ...]:
     """Output position s·i + at reads input i + tap: s · (i + tap) + d · k = s · i + at + p."""
     s, d, p = step.stride[axis], step.dilation[axis], step.padding[axis][0]
     shifts = [at + p - d * k for k in range(step.kernel[axis])]
     return tuple(shift // s if shift % s == 0 else None for shift in shifts)
 
 
-def reach(grid: Grid, out: Grid, all_: Sequence[Window]) -> Border:
+def reach(grid: TileGrid, out: TileGrid, all_: Sequence[OutputWindow]) -> Border:
     """The border that windows read of an input, for the parts of an output."""
     found = [0, 0, 0, 0]
     for window in all_:
@@ -78,7 +78,7 @@ def reach(grid: Grid, out: Grid, all_: Sequence[Window]) -> Border:
     return tuple(found)  # type: ignore[return-value]
 
 
-def touched(window: Window, grid: Grid, out: Grid) -> set[At]:
+def touched(window: OutputWindow, grid: TileGrid, out: TileGrid) -> set[At]:
     """The positions of an input that a window reads."""
     found: set[At] = set()
     for part in range(out.parts):
@@ -94,38 +94,38 @@ def touched(window: Window, grid: Grid, out: Grid) -> set[At]:
     return found
 
 
-def looks_at_pixels(step: Conv | Linear) -> bool:
+def looks_at_pixels(step: ConvStep | LinearStep) -> bool:
     """Does a layer make each pixel from that pixel alone?"""
-    if isinstance(step, Linear):
+    if isinstance(step, LinearStep):
         return True
     plain = step.kernel == step.stride == (1, 1) and step.padding == ((0, 0), (0, 0))
     return plain and not step.transposed
 
 
-def as_conv(step: Conv | Linear) -> Conv:
+def as_conv(step: ConvStep | LinearStep) -> ConvStep:
     """A layer as a convolution of an image."""
-    if isinstance(step, Conv):
+    if isinstance(step, ConvStep):
         return step
-    return Conv(step.x, step.weight, step.bias, step.out, (1, 1), act=step.act, add=step.add,
+    return ConvStep(step.x, step.weight, step.bias, step.out, (1, 1), act=step.act, add=step.add,
                 name=step.name)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WindowPiece:
     """A window of a layer, on given buffers: its nonzeros, where they read, its size."""
 
-    step: Conv
-    window: Window
+    step: ConvStep
+    window: OutputWindow
     weight: Csr
     places: Places
-    shape: Shape
+    shape: TilingProblem
     x: Buffer
     add: Buffer
     out: Buffer
 
 
-def pieces(step: Conv, weights: Sequence[Tensor], x: Buffer, add: Buffer | None,
-           out: Buffer) -> list[Piece]:  # fmt: skip
+def pieces(step: ConvStep, weights: Sequence[Tensor], x: Buffer, add: Buffer | None,
+           out: Buffer) -> list[WindowPiece]:  # fmt: skip
     """A layer, window by window. BadInput: a weight that does not fit."""
     channels = x.layout.size[1]
     if channels % step.groups:
@@ -134,8 +134,8 @@ def pieces(step: Conv, weights: Sequence[Tensor], x: Buffer, add: Buffer | None,
     return [_piece(step, window, weight, x, add or x, out) for window in windows(step)]
 
 
-def _piece(step: Conv, window: Window, weight: Csr, x: Buffer, add: Buffer,
-           out: Buffer) -> Piece:  # fmt: skip
+def _piece(step: ConvStep, window: OutputWindow, weight: Csr, x: Buffer, add: Buffer,
+           out: Buffer) -> WindowPiece:  # fmt: skip
     """The nonzeros that a window reads, and where they read."""
     lay, kernel = x.layout, math.prod(step.kernel)
     ky, kx = weight.columns % kernel // step.kernel[1], weight.columns % step.kernel[1]
@@ -152,19 +152,21 @@ def _piece(step: Conv, window: Window, weight: Csr, x: Buffer, add: Buffer,
     every = np.arange(weight.count)
     places = Places(channels, lines, every * out.layout.pitch, every * add.layout.pitch, lay.pitch)
     shape = shape_of(step, window, out.layout.grid, lay.size[1], len(weight))
-    return Piece(step, window, weight, places, shape, x, add, out)
+    return WindowPiece(step, window, weight, places, shape, x, add, out)
 
 
-def shape_of(step: Conv, window: Window, grid: Grid, channels: int, nonzeros: int) -> Shape:
+def shape_of(
+    step: ConvStep, window: OutputWindow, grid: TileGrid, channels: int, nonzeros: int
+) -> TilingProblem:
     """What is to be cut, for an output in `grid`."""
     spans = [[tap for tap in taps if tap is not None] or [0] for taps in window.taps]
     areas = [grid.part(part) for part in range(grid.parts)]
     parts = tuple((h // window.step[0], w // window.step[1]) for _, _, h, w in areas)
-    return Shape(parts, step.out, channels, step.groups, nonzeros, window.stride,
+    return TilingProblem(parts, step.out, channels, step.groups, nonzeros, window.stride,
                  (max(spans[0]) - min(spans[0]), max(spans[1]) - min(spans[1])))  # fmt: skip
 
 
-def emit_alone(tape: Tape, isa: Isa, found: Sequence[Piece]) -> list[Cut]:
+def emit_alone(tape: Tape, isa: Isa, found: Sequence[WindowPiece]) -> list[Tiling]:
     """A layer as a phase of its own, each window cut as is best."""
     cuts = []
     for piece in found:
@@ -186,17 +188,17 @@ def emit_alone(tape: Tape, isa: Isa, found: Sequence[Piece]) -> list[Cut]:
     return cuts
 
 
-def is_narrow(piece: Piece) -> bool:
+def is_narrow(piece: WindowPiece) -> bool:
     """Is a layer computed for one position only? Then lanes had better be rows."""
     batch, _, height, width = piece.out.layout.size
     grid = piece.out.layout.grid
     return looks_at_pixels(piece.step) and batch * height * width == 1 and grid.positions == 1
 
 
-def emit_narrow(tape: Tape, isa: Isa, piece: Piece) -> None:
+def emit_narrow(tape: Tape, isa: Isa, piece: WindowPiece) -> None:
     """A layer on one position as a phase of its own."""
     weight, outs = piece.weight, [b.layout for b in (piece.out, piece.add)]
-    kernel = Narrow(piece.step.add is not None, piece.step.act, weight.kind)
+    kernel = SparseVectorKernel(piece.step.add is not None, piece.step.act, weight.kind)
     zero = np.zeros(1, np.int64)
     first = [4 * int(lay.element(zero, zero, zero)[0]) for lay in outs]  # bytes
     for thread, rows in enumerate(dealt(weight.per_row() + 1, tape.threads)):
@@ -214,7 +216,7 @@ def emit_narrow(tape: Tape, isa: Isa, piece: Piece) -> None:
         places = [np.where(own >= 0, own * lay.pitch * isa.lanes, -1) for lay in outs]
         buffers = {"x": (_close(tape, isa, thread, piece.x), 0), "out": (piece.out, first[0]),
                    "add": (piece.add, first[1])}  # fmt: skip
-        tape.add(thread, Call(kernel, NARROW, buffers, {
+        tape.add(thread, KernelCall(kernel, NARROW, buffers, {
             "begin": 0, "end": len(own), "ends": found.ends, "columns": columns, "values": values,
             "outs": places[0].astype(np.int32), "adds": places[1].astype(np.int32),
             "biases": weight.bias[own], "scales": weight.scale[own]}))  # fmt: skip
@@ -225,17 +227,17 @@ def _close(tape: Tape, isa: Isa, thread: int, x: Buffer) -> Buffer:
     in the first cache."""
     lay, zero = x.layout, np.zeros(1, np.int64)
     count = -(-lay.size[1] // isa.lanes)
-    near = Buffer(Layout((1, count, 1, 1), Grid(1, 1, 1, 1, 1), NO_BORDER, isa.lanes))
+    near = Buffer(GridLayout((1, count, 1, 1), TileGrid(1, 1, 1, 1, 1), NO_BORDER, isa.lanes))
     table = np.full(count * isa.lanes, -1, np.int32)
     table[: lay.size[1]] = np.arange(lay.size[1]) * lay.pitch * isa.lanes
     table[: lay.size[1]] += lay.element(zero, zero, zero).astype(np.int32)
-    tape.add(thread, Call(move.Gather(), move.CALL, {"x": (x, 0), "out": (near, 0)}, {
+    tape.add(thread, KernelCall(move.Gather(), move.CALL, {"x": (x, 0), "out": (near, 0)}, {
         "begin": 0, "end": 1, "count": count, "table": table,
         "lines": np.arange(count, dtype=np.int32)}))  # fmt: skip
     return near
 
 
-def emit_chain(tape: Tape, isa: Isa, found: Sequence[Piece]) -> list[Cut]:
+def emit_chain(tape: Tape, isa: Isa, found: Sequence[WindowPiece]) -> list[Tiling]:
     """Layers of one grid as one phase, some positions after the other."""
     cuts = [best(piece.shape, tape.threads, isa, by_rows=False)[1] for piece in found]
     streams = [_stream(piece, np.arange(piece.weight.count), cut, isa)
@@ -248,7 +250,7 @@ def emit_chain(tape: Tape, isa: Isa, found: Sequence[Piece]) -> list[Cut]:
     return cuts
 
 
-def chain_pays(shapes: Sequence[Shape], threads: int, isa: Isa) -> bool:
+def chain_pays(shapes: Sequence[TilingProblem], threads: int, isa: Isa) -> bool:
     """Is a chain of layers faster than the layers alone, by the estimate?"""
     if any(len(shape.parts) != threads for shape in shapes):
         return False
@@ -257,11 +259,11 @@ def chain_pays(shapes: Sequence[Shape], threads: int, isa: Isa) -> bool:
     return together <= alone + BARRIER * (len(shapes) - 1) * (threads > 1)
 
 
-def _stream(piece: Piece, rows: np.ndarray, cut: Cut, isa: Isa) -> Stream:
+def _stream(piece: WindowPiece, rows: np.ndarray, cut: Tiling, isa: Isa) -> Stream:
     return packed(piece.weight, piece.places, rows, cut.block, cut.side, isa.line)
 
 
-def _emit(tape: Tape, thread: int, piece: Piece, cut: Cut, stream: Stream,
+def _emit(tape: Tape, thread: int, piece: WindowPiece, cut: Tiling, stream: Stream,
           areas: Mapping[int, Area]) -> None:  # fmt: skip
     """The calls for an area of each of some parts, one for each size of tile."""
     tiles = [(part, rect) for part, area in areas.items() for rect in rects(area, cut.tile)]
@@ -270,13 +272,13 @@ def _emit(tape: Tape, thread: int, piece: Piece, cut: Cut, stream: Stream,
         tape.add(thread, _call(piece, stream, same, size, cut.side))
 
 
-def _call(piece: Piece, stream: Stream, tiles: Sequence[At], size: tuple[int, int],
-          side: int) -> Call:  # fmt: skip
+def _call(piece: WindowPiece, stream: Stream, tiles: Sequence[At], size: tuple[int, int],
+          side: int) -> KernelCall:  # fmt: skip
     x, made, add = piece.x.layout, piece.out.layout, piece.add.layout
     step, ((sy, sx), (oy, ox)) = piece.step, (piece.window.stride, piece.window.step)
     inner = [(i, j) for i in range(size[0]) for j in range(size[1])]
     adds = None if step.add is None else tuple(oy * i * add.row + ox * j for i, j in inner)
-    kernel = Tile(tuple(sy * i * x.row + sx * j for i, j in inner),
+    kernel = SparseTileKernel(tuple(sy * i * x.row + sx * j for i, j in inner),
                   tuple(oy * i * made.row + ox * j for i, j in inner), adds, side, step.act,
                   piece.weight.kind, stream.offsets.dtype == np.uint32)  # fmt: skip
     table = np.zeros(len(tiles), TILE)
@@ -285,13 +287,13 @@ def _call(piece: Piece, stream: Stream, tiles: Sequence[At], size: tuple[int, in
         table[k] = (first_read(piece.window, x, made, (part, i, j)), made.line(*at),
                     add.line(*at) if step.add is not None else 0, 0)  # fmt: skip
     buffers = {"x": (piece.x, 0), "out": (piece.out, 0), "add": (piece.add, 0)}
-    return Call(kernel, CALL, buffers, {
+    return KernelCall(kernel, CALL, buffers, {
         "blocks": stream.blocks, "block_count": len(stream.blocks), "records": stream.records,
         "offsets": stream.offsets, "values": stream.values, "first": 0, "tiles": table,
         "tile_begin": 0, "tile_end": len(table)})  # fmt: skip
 
 
-def first_read(window: Window, x: Layout, out: Layout, at: At) -> int:
+def first_read(window: OutputWindow, x: GridLayout, out: GridLayout, at: At) -> int:
     """The line that a tap of 0 reads for a position of an output, borders not counted: what a tap
     reads is that many rows and columns from there."""
     part, i, j = at

@@ -17,7 +17,7 @@ from demask.errors import BadInput
 from demask.kernels.cpu import sparse_tile as tile
 from demask.kernels.cpu.sparse_tile import BLOCK, FIRST, LAST, RECORD
 from demask.sparse.plan.tape import NoPlan
-from demask.sparse.segment_program import Conv, Linear, Span
+from demask.sparse.segment_program import NAMES, ConvStep, LinearStep, Span
 
 WIDE = 2**16  # offsets from here on have 32 bits
 
@@ -41,7 +41,7 @@ class Csr:
         return np.bincount(self.rows, minlength=self.count)
 
 
-def read(step: Conv | Linear, weights: Sequence[Tensor], columns: int) -> Csr:
+def read(step: ConvStep | LinearStep, weights: Sequence[Tensor], columns: int) -> Csr:
     """The weight of a step; BadInput where its spans, row starts or columns are out of range,
     NoPlan for dtypes that kernels do not take."""
     weight = step.weight
@@ -71,8 +71,8 @@ def _span(weights: Sequence[Tensor], span: Span, kinds: tuple[torch.dtype, ...])
     return (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).cpu().numpy()
 
 
-def _name(step: Conv | Linear) -> str:
-    return step.name or type(step).__name__
+def _name(step: ConvStep | LinearStep) -> str:
+    return step.name or NAMES[type(step)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,22 +12,22 @@ from torch import Tensor
 from demask.errors import BadInput
 from demask.kernels.cpu.thread_team import Job
 from demask.kernels.llvm.isa import Isa, host
-from demask.sparse.plan.tape import MAX_SLOTS, Arena, NoPlan, Ready
-from demask.sparse.plan.tape_builder import Builder
-from demask.sparse.plan.tiling import Cut
-from demask.sparse.segment_program import Program
+from demask.sparse.plan.tape import MAX_SLOTS, EncodedTape, NoPlan, TapeArena
+from demask.sparse.plan.tape_builder import TapeBuilder
+from demask.sparse.plan.tiling import Tiling
+from demask.sparse.segment_program import SegmentProgram
 
-__all__ = ["NoPlan", "Plan"]
+__all__ = ["NoPlan", "SegmentPlan"]
 CACHE = 2**18  # bytes of the largest value, where several images are computed at once
 SPARE = 4  # sets of memory that are kept: calls that run at the same time
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class SegmentMemory:
     """What a call needs for itself."""
 
     job: Job
-    arenas: list[Arena]
+    arenas: list[TapeArena]
     slots: np.ndarray  # [runs, inputs and outputs]: addresses
 
 
@@ -36,23 +36,25 @@ class Batch:
     """Images of a batch: `runs` times `images`, from the first on, by one tape. alone: each thread
     takes whole runs, else all threads share each (there is one then)."""
 
-    ready: Ready
+    ready: EncodedTape
     first: int
     images: int
     runs: int
     alone: bool
-    spare: list[Memory] = field(default_factory=list)
+    spare: list[SegmentMemory] = field(default_factory=list)
 
-    def take(self, threads: int, tensors: int) -> Memory:
+    def take(self, threads: int, tensors: int) -> SegmentMemory:
         """Memory for a call, until it is given back."""
         try:
             return self.spare.pop()
         except IndexError:
-            arenas = [Arena(self.ready.size) for _ in range(threads if self.alone else 1)]
+            arenas = [TapeArena(self.ready.size) for _ in range(threads if self.alone else 1)]
             places = np.array([arena.address for arena in arenas], np.int64)
             slots = np.zeros((self.runs, tensors), np.int64)
             ready, own = self.ready, slots if self.alone else None
-            return Memory(Job(ready.entries, ready.ends, ready.threads, places, own), arenas, slots)
+            return SegmentMemory(
+                Job(ready.entries, ready.ends, ready.threads, places, own), arenas, slots
+            )
 
     def run(self, threads: int, tensors: Sequence[Tensor]) -> None:
         memory = self.take(threads, len(tensors))
@@ -67,17 +69,17 @@ class Batch:
             self.spare.append(memory)
 
 
-class Plan:
+class SegmentPlan:
     """plan(inputs) -> outputs, for inputs of the sizes and strides it was made for. Several threads
     may call it at once."""
 
     def __init__(self, batches: list[Batch], shapes: list[tuple[int, ...]], threads: int,
-                 cuts: list[tuple[str, Cut]]):  # fmt: skip
+                 cuts: list[tuple[str, Tiling]]):  # fmt: skip
         self.batches, self.shapes, self.threads, self.cuts = batches, shapes, threads, cuts
 
     @classmethod
-    def of(cls, program: Program, weights: Sequence[Tensor], inputs: Sequence[Tensor],
-           threads: int, isa: Isa | None = None) -> Plan:  # fmt: skip
+    def of(cls, program: SegmentProgram, weights: Sequence[Tensor], inputs: Sequence[Tensor],
+           threads: int, isa: Isa | None = None) -> SegmentPlan:  # fmt: skip
         """The plan for inputs like these. isa: what may be used of this machine (None: all).
         BadInput: weights that do not fit; NoPlan: what the kernels cannot do."""
         isa = isa or host()
@@ -90,7 +92,7 @@ class Plan:
         for first, images, runs in _batches(program, weights, inputs, threads, isa):
             own = [x[:images] for x in inputs] if images else inputs
             alone = images > 0 and runs > 1
-            builder = Builder(program, weights, own, isa, 1 if alone else threads)
+            builder = TapeBuilder(program, weights, own, isa, 1 if alone else threads)
             builder.build([_strides(kind, x) for kind, x in zip(program.inputs, own, strict=True)])
             batches.append(Batch(builder.tape.done(isa), first, images, runs, alone))
             cuts += builder.cuts
@@ -103,7 +105,7 @@ class Plan:
         return outputs
 
 
-def _batches(program: Program, weights: Sequence[Tensor], inputs: Sequence[Tensor],
+def _batches(program: SegmentProgram, weights: Sequence[Tensor], inputs: Sequence[Tensor],
              threads: int, isa: Isa) -> list[tuple[int, int, int]]:  # fmt: skip
     """(first image, images at once, runs) of each part; images 0: all at once. A batch is cut
     where its images are independent: threads that take different ones wait for nobody."""
@@ -113,7 +115,7 @@ def _batches(program: Program, weights: Sequence[Tensor], inputs: Sequence[Tenso
     sizes = [n for n in (1, 2, 4, 8, 16) if n <= min(count, isa.lanes)]
     costs: dict[int, float] = {}
     for n in sizes:
-        builder = Builder(program, weights, [x[:n] for x in inputs], isa, 1)
+        builder = TapeBuilder(program, weights, [x[:n] for x in inputs], isa, 1)
         if n == 1 or (count // n >= threads and builder.largest() <= CACHE):
             costs[n] = builder.estimate() / n
     images = min(costs, key=costs.__getitem__)
@@ -121,7 +123,7 @@ def _batches(program: Program, weights: Sequence[Tensor], inputs: Sequence[Tenso
     return [(0, images, runs)] + ([(runs * images, left, 1)] if left else [])
 
 
-def _independent(program: Program, inputs: Sequence[Tensor]) -> int | None:
+def _independent(program: SegmentProgram, inputs: Sequence[Tensor]) -> int | None:
     """How many images come in and go out; None where values are not one per image."""
     if any(kind == "tokens" for kind in program.inputs):
         return None

@@ -16,7 +16,7 @@ from demask.kernels.llvm.availability import NoPlan
 from demask.kernels.llvm.isa import Isa
 from demask.kernels.llvm.jit import CODE
 from demask.machine.arena import Block, planned
-from demask.sparse.plan.tile_layout import Layout
+from demask.sparse.plan.tile_layout import GridLayout
 
 HEADER = 4096  # bytes in front of an arena's buffers: its slots
 # Address space for the buffers of one thread. What one thread wrote lies in its own cache: no other
@@ -30,7 +30,7 @@ MOST = 2**31 - 1  # elements of a value: tables of kernels count them in 32 bits
 class Buffer:
     """Memory of one value in one layout, in use from phase `start` to phase `end`."""
 
-    layout: Layout
+    layout: GridLayout
     fill: float = 0.0
     start: int = 2**31
     end: int = -1
@@ -43,7 +43,7 @@ Place = tuple[Buffer | int, int]  # a buffer, or a slot (an input or output); by
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class KernelCall:
     """A kernel's call: its fields by name; buffers among them; arrays are passed by address."""
 
     kernel: Any
@@ -58,7 +58,7 @@ class Tape:
 
     threads: int
     apart: int = APART  # bytes between the arenas of threads
-    phases: list[list[list[Call]]] = field(default_factory=list)
+    phases: list[list[list[KernelCall]]] = field(default_factory=list)
     held: list[Any] = field(default_factory=list)  # arrays that machine code reads
 
     @property
@@ -71,14 +71,14 @@ class Tape:
         if not self.phases or any(self.phases[-1]):
             self.phases.append([[] for _ in range(self.threads)])
 
-    def add(self, thread: int, call: Call) -> None:
+    def add(self, thread: int, call: KernelCall) -> None:
         """One more call of a thread in the present phase."""
         self.phases[-1][thread].append(call)
         for place, _ in call.buffers.values():
             if isinstance(place, Buffer):
                 place.used(self.now)
 
-    def done(self, isa: Isa) -> Ready:
+    def done(self, isa: Isa) -> EncodedTape:
         """Buffers get their offsets, kernels their addresses."""
         buffers: dict[int, Buffer] = {}
         flat = [call for phase in self.phases for calls in phase for call in calls]
@@ -95,7 +95,7 @@ class Tape:
             entries[k] = (code[call.kernel], fields.ctypes.data)
         counts = [len(calls) for phase in self.phases for calls in phase]
         ends = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
-        return Ready(entries, ends, self.threads, size, self.held)
+        return EncodedTape(entries, ends, self.threads, size, self.held)
 
     def _placed(self, buffers: Mapping[int, Buffer]) -> tuple[dict[int, int], int]:
         """Offsets of buffers, and bytes of the arena: first what all threads write, then an arena
@@ -115,7 +115,7 @@ class Tape:
             first += plan.size
         return offsets, size
 
-    def _fields(self, call: Call, offsets: Mapping[int, int]) -> np.ndarray:
+    def _fields(self, call: KernelCall, offsets: Mapping[int, int]) -> np.ndarray:
         found = np.zeros(1, call.kind)
         for key, value in call.fields.items():
             if isinstance(value, np.ndarray):
@@ -131,7 +131,7 @@ class Tape:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class EncodedTape:
     """A tape as machine code reads it; size: bytes of an arena."""
 
     entries: np.ndarray
@@ -141,7 +141,7 @@ class Ready:
     held: list[Any]
 
 
-class Arena:
+class TapeArena:
     """Memory for one call of a tape. Slot 0 is its own address, the others inputs and outputs.
 
     NoPlan where there is none now: what runs a plan then computes the same without it.

@@ -13,7 +13,7 @@ from demask.kernels.cpu import relayout as move
 from demask.kernels.llvm.isa import Isa
 from demask.ops.activations import ACTIVATIONS
 from demask.sparse.plan.layer_plan import (
-    Piece,
+    WindowPiece,
     as_conv,
     chain_pays,
     emit_alone,
@@ -30,23 +30,23 @@ from demask.sparse.plan.tile_layout import (
     NO_BORDER,
     At,
     Border,
-    Grid,
-    Layout,
+    GridLayout,
+    TileGrid,
     commons,
     grid_for,
     widened,
 )
-from demask.sparse.plan.tiling import Cut, Shape, best
+from demask.sparse.plan.tiling import Tiling, TilingProblem, best
 from demask.sparse.plan.value_moves import Moves, as_windows, elements
 from demask.sparse.segment_program import (
     Add,
     Cat,
-    Conv,
+    ConvStep,
     Flat,
-    Linear,
-    Mean,
-    Pool,
-    Program,
+    LinearStep,
+    MeanStep,
+    PoolStep,
+    SegmentProgram,
     Step,
     canonical,
     reads,
@@ -63,16 +63,16 @@ class Need:
     """How a step reads a value: in which grid, with which border, filled with what."""
 
     value: int
-    grid: Grid
+    grid: TileGrid
     border: Border
     fill: float
 
 
 @dataclass(slots=True)
-class Builder:
+class TapeBuilder:
     """Writes the tape of a program."""
 
-    program: Program
+    program: SegmentProgram
     weights: Sequence[Tensor]
     inputs: Sequence[Tensor]
     isa: Isa
@@ -80,11 +80,11 @@ class Builder:
     tape: Tape = field(init=False)
     moves: Moves = field(init=False)
     shapes: list[tuple[int, int, int, int]] = field(init=False)
-    grids: list[Grid] = field(default_factory=list)
+    grids: list[TileGrid] = field(default_factory=list)
     needs: dict[int, list[Need]] = field(default_factory=dict)
     positive: list[bool] = field(default_factory=list)
-    made: dict[tuple[int, Grid, float], Buffer] = field(default_factory=dict)
-    cuts: list[tuple[str, Cut]] = field(default_factory=list)
+    made: dict[tuple[int, TileGrid, float], Buffer] = field(default_factory=dict)
+    cuts: list[tuple[str, Tiling]] = field(default_factory=list)
     left: list[int] = field(default_factory=list)  # values that are still to be made
 
     def __post_init__(self) -> None:
@@ -113,7 +113,7 @@ class Builder:
             sizes = [grid.part(part)[2:] for part in range(grid.parts)]
             h, w = max(sizes, key=lambda size: size[0] * size[1])
             step = self.program.steps[value - count] if value >= count else None
-            if isinstance(step, (Conv, Linear)):
+            if isinstance(step, (ConvStep, LinearStep)):
                 nonzeros = step.weight.values[2] - step.weight.values[1]
                 cycles += VECTOR * nonzeros * h * w / (self.threads if grid.parts == 1 else 1)
             above, below, left, right = self._border(value)
@@ -133,7 +133,7 @@ class Builder:
         for value, (batch, _, height, width) in enumerate(self.shapes):
             grid = grid_for(batch, height, width, self.isa.lanes, self.threads, common)
             step = self.program.steps[value - count] if value >= count else None
-            if isinstance(step, Conv) and step.transposed:
+            if isinstance(step, ConvStep) and step.transposed:
                 grid = _multiple(replace(grid, parts=1), step.stride)
             self.grids.append(grid)
             self.positive.append(step is not None and self._is_positive(step))
@@ -144,34 +144,34 @@ class Builder:
         act = getattr(step, "act", None)
         if act is not None:
             return ACTIVATIONS[act[0]].nonnegative(*act[1])
-        kept = isinstance(step, (Pool, Mean, Flat, Add, Cat))
+        kept = isinstance(step, (PoolStep, MeanStep, Flat, Add, Cat))
         return kept and all(self.positive[v] for v in reads(step))
 
-    def _reads(self, step: Step, grid: Grid) -> list[Need]:
+    def _reads(self, step: Step, grid: TileGrid) -> list[Need]:
         x = reads(step)[0]
-        if isinstance(step, (Conv, Pool)):
+        if isinstance(step, (ConvStep, PoolStep)):
             of = self.input_grid(step, grid)
-            if isinstance(step, Conv):
+            if isinstance(step, ConvStep):
                 border = reach(of, grid, windows(step))
                 added = [] if step.add is None else [Need(step.add, grid, NO_BORDER, 0.0)]
                 return [Need(x, of, border, 0.0), *added]
             border = reach(of, grid, windows(as_windows(step)))
             largest = not step.mean and not self.positive[x]
             return [Need(x, of, border, LEAST if largest else 0.0)]
-        if isinstance(step, (Mean, Flat)):
+        if isinstance(step, (MeanStep, Flat)):
             return [Need(x, self.grids[x], NO_BORDER, 0.0)]
         return [Need(v, grid, NO_BORDER, 0.0) for v in reads(step)]
 
-    def input_grid(self, step: Conv | Pool, grid: Grid) -> Grid:
+    def input_grid(self, step: ConvStep | PoolStep, grid: TileGrid) -> TileGrid:
         """The grid of what a windowed step reads, for an output in `grid`."""
-        if isinstance(step, Conv) and step.transposed:
+        if isinstance(step, ConvStep) and step.transposed:
             s = step.stride
             return replace(grid, height=grid.height // s[0], width=grid.width // s[1])
         return grid.scaled(step.stride)
 
-    def layout(self, value: int, grid: Grid, border: Border) -> Layout:
+    def layout(self, value: int, grid: TileGrid, border: Border) -> GridLayout:
         apart = self.tape.apart // self.isa.line if grid.parts > 1 else 0
-        return Layout(self.shapes[value], grid, border, self.isa.lanes, apart)
+        return GridLayout(self.shapes[value], grid, border, self.isa.lanes, apart)
 
     # -- buffers
 
@@ -207,17 +207,17 @@ class Builder:
         self._copy(self.main(need.value), made, self._read_of(need.value, made.layout))
         return made
 
-    def _read_of(self, value: int, layout: Layout) -> set[At]:
+    def _read_of(self, value: int, layout: GridLayout) -> set[At]:
         """The positions of a copy of a value that anybody reads."""
         found: set[At] = set()
         for reader in self.left:
             step = self.step(reader)
             if value not in reads(step):
                 continue
-            if not isinstance(step, (Conv, Pool)) or step.x != value:
+            if not isinstance(step, (ConvStep, PoolStep)) or step.x != value:
                 return set(layout.around())
             made = self.grids[reader]
-            for window in windows(step if isinstance(step, Conv) else as_windows(step)):
+            for window in windows(step if isinstance(step, ConvStep) else as_windows(step)):
                 found |= touched(window, layout.grid, made)
         return found
 
@@ -259,12 +259,12 @@ class Builder:
         """The next value to make, and those that its threads may make right after it."""
         chain, waiting = self.left[:1], set(self.left)
         head = self.step(chain[0])
-        if not isinstance(head, (Conv, Linear)) or as_conv(head).transposed:
+        if not isinstance(head, (ConvStep, LinearStep)) or as_conv(head).transposed:
             return chain
         shapes = [self._shape(chain[0])]
         for value in self.left[1:]:
             step = self.step(value)
-            if not isinstance(step, (Conv, Linear)) or not looks_at_pixels(step):
+            if not isinstance(step, (ConvStep, LinearStep)) or not looks_at_pixels(step):
                 continue
             grids = {self.grids[v] for v in (value, *(v for v in reads(step) if v in chain))}
             made = all(v not in waiting or v in chain for v in reads(step))
@@ -278,7 +278,7 @@ class Builder:
         """Cycles of the layers, about."""
         first = len(self.program.inputs)
         layers = [first + k for k, step in enumerate(self.program.steps)
-                  if isinstance(step, (Conv, Linear))]  # fmt: skip
+                  if isinstance(step, (ConvStep, LinearStep))]  # fmt: skip
         return sum(best(self._shape(v), self.threads, self.isa)[0] for v in layers)
 
     def largest(self) -> int:
@@ -286,10 +286,10 @@ class Builder:
         return max(size[1] * grid.positions for size, grid in
                    zip(self.shapes, self.grids, strict=True)) * self.isa.line  # fmt: skip
 
-    def _shape(self, value: int) -> Shape:
+    def _shape(self, value: int) -> TilingProblem:
         """What is to be cut of the layer that makes a value."""
         step = self.step(value)
-        assert isinstance(step, (Conv, Linear))
+        assert isinstance(step, (ConvStep, LinearStep))
         nonzeros = step.weight.values[2] - step.weight.values[1]
         conv = as_conv(step)
         channels = self.shapes[step.x][1]
@@ -297,10 +297,10 @@ class Builder:
 
     def _chained(self, chain: list[int]) -> None:
         """Several layers in one phase."""
-        found: list[Piece] = []
+        found: list[WindowPiece] = []
         for place, value in enumerate(chain):
             step, inside = self.step(value), chain[:place]
-            assert isinstance(step, (Conv, Linear))
+            assert isinstance(step, (ConvStep, LinearStep))
             needs = self._reads(step, self.grids[value])
             sources = [self.main(n.value) if n.value in inside else self.buffer(n) for n in needs]
             found += self._pieces(step, sources, self._out(value, inside))
@@ -310,7 +310,9 @@ class Builder:
         for piece in found:
             self.moves.borders(piece.out)
 
-    def _pieces(self, step: Conv | Linear, sources: list[Buffer], out: Buffer) -> list[Piece]:
+    def _pieces(
+        self, step: ConvStep | LinearStep, sources: list[Buffer], out: Buffer
+    ) -> list[WindowPiece]:
         add = sources[-1] if step.add is not None else None
         return pieces(as_conv(step), self.weights, sources[0], add, out)
 
@@ -351,14 +353,14 @@ class Builder:
     def _step(self, step: Step, value: int) -> None:
         grid = self.grids[value]
         sources = [self.buffer(need) for need in self._reads(step, grid)]
-        out = self._out(value, ()) if isinstance(step, (Conv, Linear)) else self.main(value)
+        out = self._out(value, ()) if isinstance(step, (ConvStep, LinearStep)) else self.main(value)
         self.tape.phase()
-        if isinstance(step, (Conv, Linear)):
+        if isinstance(step, (ConvStep, LinearStep)):
             cuts = emit_alone(self.tape, self.isa, self._pieces(step, sources, out))
             self.cuts += [(step.name, cut) for cut in cuts]
-        elif isinstance(step, Pool):
+        elif isinstance(step, PoolStep):
             self.moves.pool(step, sources[0], out)
-        elif isinstance(step, Mean):
+        elif isinstance(step, MeanStep):
             self.moves.mean(sources[0], out)
         elif isinstance(step, Flat):
             self.moves.flat(sources[0], out)
@@ -372,7 +374,7 @@ class Builder:
         self.moves.borders(out)
 
 
-def _multiple(grid: Grid, of: tuple[int, int]) -> Grid:
+def _multiple(grid: TileGrid, of: tuple[int, int]) -> TileGrid:
     """The grid with tiles rounded up to multiples."""
     return replace(grid, height=-(-grid.height // of[0]) * of[0],
                    width=-(-grid.width // of[1]) * of[1])  # fmt: skip

@@ -26,7 +26,7 @@ LEAST = 6  # positions of a part: fewer are slower than rows dealt to threads
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class TileGrid:
     """Tiles: images, rows and columns of them; height and width of one, in pixels.
 
     Each tile is cut into `parts`, one for each thread, along its rows or columns. A part has memory
@@ -45,7 +45,7 @@ class Grid:
     def positions(self) -> int:
         return self.height * self.width
 
-    def scaled(self, by: tuple[int, int]) -> Grid:
+    def scaled(self, by: tuple[int, int]) -> TileGrid:
         """The grid of an image that many times as large."""
         return replace(self, height=self.height * by[0], width=self.width * by[1])
 
@@ -74,7 +74,7 @@ def commons(lanes: int) -> Iterator[tuple[int, int]]:
 
 @functools.cache
 def grid_for(batch: int, height: int, width: int, lanes: int, threads: int,
-             common: tuple[int, int] | None = None) -> Grid:  # fmt: skip
+             common: tuple[int, int] | None = None) -> TileGrid:  # fmt: skip
     """The grid that computes least beyond the image, and then has the smallest borders; that with
     `common` rows and columns of tiles, if it computes not much more."""
     if batch > lanes:
@@ -87,12 +87,14 @@ def grid_for(batch: int, height: int, width: int, lanes: int, threads: int,
     return found if found.positions <= WASTE * best.positions else best
 
 
-def _best(batch: int, height: int, width: int, tiles: list[tuple[int, int]], threads: int) -> Grid:
-    best: tuple[tuple[int, int, int], Grid] | None = None
+def _best(
+    batch: int, height: int, width: int, tiles: list[tuple[int, int]], threads: int
+) -> TileGrid:
+    best: tuple[tuple[int, int, int], TileGrid] | None = None
     for rows, columns in tiles:
         tile = -(-height // rows), -(-width // columns)
         used = -(-height // tile[0]), -(-width // tile[1])  # no lane for nothing
-        whole = Grid(batch, *used, *tile)
+        whole = TileGrid(batch, *used, *tile)
         grid = replace(whole, parts=threads) if whole.positions >= LEAST * threads else whole
         if grid.parts > 1 and max(tile) < grid.parts:
             grid = whole
@@ -106,13 +108,13 @@ def _best(batch: int, height: int, width: int, tiles: list[tuple[int, int]], thr
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class GridLayout:
     """A value of `size` in a grid. Position (i, j) counts from a part's own first row and column;
     negative ones are in its border. Bytes of channel c at such a position: (c * pitch +
     line(part, i, j)) * 4 * lanes."""
 
     size: Size
-    grid: Grid
+    grid: TileGrid
     border: Border
     lanes: int
     apart: int = 0  # lines from a part to the next
@@ -188,7 +190,7 @@ def widened(a: Border, b: Border) -> Border:
     return max(a[0], b[0]), max(a[1], b[1]), max(a[2], b[2]), max(a[3], b[3])
 
 
-def permutations(layout: Layout) -> dict[tuple[int, ...], list[tuple[At, int, int]]]:
+def permutations(layout: GridLayout) -> dict[tuple[int, ...], list[tuple[At, int, int]]]:
     """How borders are filled: for each permutation of lanes (-1: outside of the image) where, and
     from which line to which. Positions that the last tiles have beyond the image are among them."""
     found: dict[tuple[int, ...], list[tuple[At, int, int]]] = {}

@@ -30,7 +30,7 @@ MAX_BLOCKS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class TilingProblem:
     """What is to be cut: rows and columns of each part of the positions; nonzeros of the weight;
     how far inputs of neighbours lie apart, and how many more rows and columns a kernel spans."""
 
@@ -44,7 +44,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Tiling:
     """Rows and columns of a tile at most, channels of a block, output rows side by side, and
     whether threads share positions or output rows."""
 
@@ -72,7 +72,7 @@ def strips(rows: int, columns: int, most: int, tile: int) -> Iterator[Area]:
     yield from ((i, 0, h, columns) for i, h in _pieces(0, rows, max(tile, most // columns)))
 
 
-def cost(shape: Shape, cut: Cut, threads: int, line: int) -> float:
+def cost(shape: TilingProblem, cut: Tiling, threads: int, line: int) -> float:
     """Cycles of the thread that has most to do."""
     blocks = -(-shape.channels // cut.block)
     rows, nonzeros = shape.outputs, float(shape.nonzeros)
@@ -84,7 +84,7 @@ def cost(shape: Shape, cut: Cut, threads: int, line: int) -> float:
     return lines * (FAR if threads > 1 else NEAR) + sum(each) / threads
 
 
-def _tile(shape: Shape, cut: Cut, blocks: int, rows: int, nonzeros: float, h: int, w: int,
+def _tile(shape: TilingProblem, cut: Tiling, blocks: int, rows: int, nonzeros: float, h: int, w: int,
           line: int) -> float:  # fmt: skip
     """Cycles for one tile: of a row, and of a row's part in a block where it has one."""
     lines, t = _read(shape, h, w), h * w
@@ -96,7 +96,7 @@ def _tile(shape: Shape, cut: Cut, blocks: int, rows: int, nonzeros: float, h: in
     return nonzeros * product + touched * (ROW / cut.side + LINE * t)
 
 
-def _read(shape: Shape, h: int, w: int) -> int:
+def _read(shape: TilingProblem, h: int, w: int) -> int:
     """Lines of a channel that a tile reads."""
     high = (h - 1) * min(shape.stride[0], shape.reach[0] + 1) + 1 + shape.reach[0]
     wide = (w - 1) * min(shape.stride[1], shape.reach[1] + 1) + 1 + shape.reach[1]
@@ -104,7 +104,9 @@ def _read(shape: Shape, h: int, w: int) -> int:
 
 
 @functools.cache
-def best(shape: Shape, threads: int, isa: Isa, by_rows: bool | None = None) -> tuple[float, Cut]:
+def best(
+    shape: TilingProblem, threads: int, isa: Isa, by_rows: bool | None = None
+) -> tuple[float, Tiling]:
     """The cut that costs least, and its cycles, by the estimate. by_rows: how threads share."""
     found = [(cost(shape, cut, threads, isa.line), n, cut)
              for n, cut in enumerate(cuts(shape, threads, isa))
@@ -112,7 +114,7 @@ def best(shape: Shape, threads: int, isa: Isa, by_rows: bool | None = None) -> t
     return min(found)[::2]  # type: ignore[return-value]
 
 
-def cuts(shape: Shape, threads: int, isa: Isa) -> Iterator[Cut]:
+def cuts(shape: TilingProblem, threads: int, isa: Isa) -> Iterator[Tiling]:
     """The cuts worth a thought: tiles of one row, or of all positions where there are few."""
     most = isa.registers - 4
     own = len(shape.parts) == threads
@@ -120,7 +122,7 @@ def cuts(shape: Shape, threads: int, isa: Isa) -> Iterator[Cut]:
         for h, w in _tiles(shape, most):
             for side in _sides(h * w, most):
                 for block in _blocks(shape, h, w, isa.line):
-                    yield Cut((h, w), block, side, by_rows)
+                    yield Tiling((h, w), block, side, by_rows)
 
 
 def _sides(positions: int, most: int) -> Iterator[int]:
@@ -131,7 +133,7 @@ def _sides(positions: int, most: int) -> Iterator[int]:
             yield side
 
 
-def _tiles(shape: Shape, most: int) -> Iterator[tuple[int, int]]:
+def _tiles(shape: TilingProblem, most: int) -> Iterator[tuple[int, int]]:
     """Parts of a row; whole rows, where these are short."""
     rows, columns = shape.parts[0]
     for count in range(1, columns + 1):
@@ -145,7 +147,7 @@ def _tiles(shape: Shape, most: int) -> Iterator[tuple[int, int]]:
                 yield h, columns
 
 
-def _blocks(shape: Shape, h: int, w: int, line: int) -> Iterator[int]:
+def _blocks(shape: TilingProblem, h: int, w: int, line: int) -> Iterator[int]:
     fits = CACHE / (line * _read(shape, h, w))
     sizes = {shape.channels}
     for factor in (1.0, 1.6, 2.5, 4.0):

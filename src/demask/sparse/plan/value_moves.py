@@ -12,14 +12,14 @@ import numpy as np
 from demask.kernels.cpu import relayout as move
 from demask.kernels.llvm.isa import Isa
 from demask.sparse.plan.layer_plan import first_read, windows
-from demask.sparse.plan.tape import Buffer, Call, NoPlan, Place, Tape, by_thread
-from demask.sparse.plan.tile_layout import NO_BORDER, At, Layout, permutations
-from demask.sparse.segment_program import Conv, Pool
+from demask.sparse.plan.tape import Buffer, KernelCall, NoPlan, Place, Tape, by_thread
+from demask.sparse.plan.tile_layout import NO_BORDER, At, GridLayout, permutations
+from demask.sparse.segment_program import ConvStep, PoolStep
 
 Row = tuple[int, int, np.ndarray]  # a part, a line, the elements that belong to its lanes
 
 
-class Work(NamedTuple):
+class MovePart(NamedTuple):
     """A thread's part: which of the positions, which channels."""
 
     thread: int
@@ -39,7 +39,7 @@ class Moves:
         """Bytes from channel to channel."""
         return buffer.layout.pitch * self.isa.line
 
-    def moved(self, kernel: Any, x: Place, out: Place, lay: Layout, pitches: tuple[int, int],
+    def moved(self, kernel: Any, x: Place, out: Place, lay: GridLayout, pitches: tuple[int, int],
                rows: Sequence[Row]) -> None:  # fmt: skip
         """Gather or scatter. lay: which channels, and whose parts these are."""
         neighbours = 4 in (pitches if isinstance(kernel, move.Scatter) else pitches[:1])
@@ -47,26 +47,26 @@ class Moves:
             table = np.stack([rows[k][2] for k in picked]).astype(np.int32)
             lines = np.array([rows[k][1] for k in picked], np.int32)
             whole = (end - begin) // self.isa.lanes * self.isa.lanes if neighbours else 0
-            turned = move.Turned(isinstance(kernel, move.Scatter))
+            turned = move.TransposedKernel(isinstance(kernel, move.Scatter))
             for one, a, b in ((turned, begin, begin + whole), (kernel, begin + whole, end)):
                 if a < b:
-                    self.tape.add(thread, Call(one, move.CALL, {"x": x, "out": out}, {
+                    self.tape.add(thread, KernelCall(one, move.CALL, {"x": x, "out": out}, {
                         "x_pitch": pitches[0], "out_pitch": pitches[1], "begin": a, "end": b,
                         "count": len(lines), "table": table, "lines": lines}))  # fmt: skip
 
-    def _work(self, layout: Layout, parts: Sequence[int]) -> Iterator[Work]:
+    def _work(self, layout: GridLayout, parts: Sequence[int]) -> Iterator[MovePart]:
         """What each thread does of a work on positions of given parts of every channel: that on its
         own part; on some channels, where there is one part."""
         grid, channels, every = layout.grid, layout.size[1], np.arange(len(parts))
         if grid.parts < self.tape.threads:
             for thread, (begin, end) in enumerate(by_thread(channels, self.tape.threads)):
                 if begin < end and len(parts):
-                    yield Work(thread, every, begin, end)
+                    yield MovePart(thread, every, begin, end)
             return
         for thread in range(self.tape.threads):
             picked = np.flatnonzero(np.array(parts) == thread)
             if len(picked):
-                yield Work(thread, picked, 0, channels)
+                yield MovePart(thread, picked, 0, channels)
 
     def borders(self, buffer: Buffer) -> None:
         """Fill the border of a value that was just made."""
@@ -80,8 +80,8 @@ class Moves:
         for thread, picked, begin, end in self._work(
             buffer.layout, [at[0] for _, at, _, _ in flat]
         ):
-            kernel = move.Border(tuple(found), _runs([flat[k] for k in picked]), buffer.fill)
-            self.tape.add(thread, Call(kernel, move.CALL, {"out": (buffer, 0)}, {
+            kernel = move.BorderKernel(tuple(found), _runs([flat[k] for k in picked]), buffer.fill)
+            self.tape.add(thread, KernelCall(kernel, move.CALL, {"out": (buffer, 0)}, {
                 "out_pitch": self.pitch(buffer), "begin": begin, "end": end}))  # fmt: skip
 
     def pointwise(self, act: Any, sources: list[Buffer], out: Buffer, first: int) -> None:
@@ -93,12 +93,12 @@ class Moves:
         parts = [at[0] for at in out.layout.inside()]
         for thread, picked, begin, end in self._work(x.layout, parts):
             places = {"x": (x, 0), "z": (z, 0), "out": (out, first * self.pitch(out))}
-            self.tape.add(thread, Call(kernel, move.CALL, places, {
+            self.tape.add(thread, KernelCall(kernel, move.CALL, places, {
                 "x_pitch": self.pitch(x), "z_pitch": self.pitch(z),
                 "out_pitch": self.pitch(out), "begin": begin, "end": end,
                 "count": len(picked), "table": table[picked]}))  # fmt: skip
 
-    def pool(self, step: Pool, x: Buffer, out: Buffer) -> None:
+    def pool(self, step: PoolStep, x: Buffer, out: Buffer) -> None:
         (window,) = windows(as_windows(step))
         lay, made = x.layout, out.layout
         above, _, left, _ = lay.border
@@ -110,7 +110,7 @@ class Moves:
             _, y, col, real = made.pixels(at)
             counts = _counts(step, 0, y, lay.size[2]) * _counts(step, 1, col, lay.size[3])
             scales.append(np.where(real, 1 / np.maximum(counts, 1), 0))
-        kernel, parts = move.Pool(tuple(taps), step.mean), [at[0] for at in made.inside()]
+        kernel, parts = move.PoolKernel(tuple(taps), step.mean), [at[0] for at in made.inside()]
         table, scale = np.array(rows, np.int32), np.stack(scales)
         for thread, picked, begin, end in self._work(made, parts):
             self._each(kernel, x, out, (thread, begin, end), table[picked],
@@ -119,7 +119,7 @@ class Moves:
     def _each(self, kernel: Any, x: Buffer, out: Buffer, own: tuple[int, int, int],
               table: np.ndarray, more: dict[str, Any]) -> None:  # fmt: skip
         thread, begin, end = own
-        self.tape.add(thread, Call(kernel, move.CALL, {"x": (x, 0), "out": (out, 0)}, {
+        self.tape.add(thread, KernelCall(kernel, move.CALL, {"x": (x, 0), "out": (out, 0)}, {
             "x_pitch": self.pitch(x), "out_pitch": self.pitch(out), "begin": begin, "end": end,
             "count": len(table), "table": table, **more}))  # fmt: skip
 
@@ -136,7 +136,7 @@ class Moves:
         more = {"weights": _aligned(np.stack(weights)), "lines": places.astype(np.int32)}
         for thread, (begin, end) in enumerate(by_thread(x.layout.size[1], self.tape.threads)):
             if begin < end:
-                self._each(move.Mean(groups), x, out, (thread, begin, end),
+                self._each(move.MeanKernel(groups), x, out, (thread, begin, end),
                            np.array(lines, np.int32), more)  # fmt: skip
 
     def _pixel_places(self, out: Buffer, batch: int) -> np.ndarray:
@@ -158,7 +158,7 @@ class Moves:
                     [(0, line, table[line]) for line in used])  # fmt: skip
 
 
-def elements(layout: Layout, stride: tuple[int, int, int, int],
+def elements(layout: GridLayout, stride: tuple[int, int, int, int],
               positions: Iterator[At]) -> list[Row]:  # fmt: skip
     """Positions, their lines, and the elements of a strided tensor there."""
     rows = []
@@ -183,13 +183,13 @@ def _runs(places: Sequence[tuple[int, At, int, int]]) -> tuple[tuple[int, int, i
     return tuple(found)
 
 
-def as_windows(step: Pool) -> Conv:
+def as_windows(step: PoolStep) -> ConvStep:
     """A convolution with the windows of a pool."""
     pads = tuple((p, p) for p in step.padding)
-    return Conv(step.x, None, None, 1, step.kernel, step.stride, pads, step.dilation)  # type: ignore[arg-type]
+    return ConvStep(step.x, None, None, 1, step.kernel, step.stride, pads, step.dilation)  # type: ignore[arg-type]
 
 
-def _counts(step: Pool, axis: int, out: np.ndarray, size: int) -> np.ndarray:
+def _counts(step: PoolStep, axis: int, out: np.ndarray, size: int) -> np.ndarray:
     """How many pixels the windows of these outputs hold along an axis, as torch counts them."""
     kernel, pad = step.kernel[axis], step.padding[axis]
     start = out * step.stride[axis] - pad

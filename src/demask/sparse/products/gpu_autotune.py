@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from demask.machine.cost import Costs, Question
-from demask.sparse.csr_matrix import Rows
-from demask.sparse.products.gpu_formats import TILE, Form, processors_of
+from demask.sparse.csr_matrix import CsrMatrix
+from demask.sparse.products.gpu_formats import TILE, MatrixFormats, processors_of
 
 CALLS = 12  # per measurement
 COPIES = 8  # of a matrix at most, so that it is read from memory and not from the cache
 WIDEST = 128  # columns of a tile
-Run = Callable[["Choice", Rows, Form], object]
+Run = Callable[["KernelChoice", CsrMatrix, MatrixFormats], object]
 
 
-class Choice(NamedTuple):
+class KernelChoice(NamedTuple):
     """kind: "rows", "bitmap" or "dense". height, width: of a tile; for SDDMM, entries (or rows) and
     the step of the sum. split: parts of the sum."""
 
@@ -36,17 +36,19 @@ class Choice(NamedTuple):
     split: int = 1
 
 
-def candidates(task: str, m: Rows, n: int, bits: bool, processors: int) -> list[Choice]:
+def candidates(task: str, m: CsrMatrix, n: int, bits: bool, processors: int) -> list[KernelChoice]:
     """What could be fast, the best guess first. task: "spmm", "turned" or "sddmm" (n: length of
     its sums). bits: whether there is a bitmap."""
     density = m.col.numel() / max(m.size[0] * m.size[1], 1)
     if task == "sddmm":
-        rows = [Choice("rows", *shape) for shape in ((32, 128, 4), (16, 64, 2), (8, 128, 1))]
-        tiles = [Choice("bitmap", *shape) for shape in ((128, 64, 4), (128, 32, 8), (64, 64, 4))]
+        rows = [KernelChoice("rows", *shape) for shape in ((32, 128, 4), (16, 64, 2), (8, 128, 1))]
+        tiles = [
+            KernelChoice("bitmap", *shape) for shape in ((128, 64, 4), (128, 32, 8), (64, 64, 4))
+        ]
     else:
         rows, tiles = _by_rows(n), _by_bitmap(task, m, n, processors)
     tiles = tiles if bits else []
-    whole = [Choice("dense")]
+    whole = [KernelChoice("dense")]
     if m.values.dtype == torch.float32 or density < 0.03:
         order = [rows, tiles, whole] if density < 0.2 else [whole, rows, tiles]
     else:
@@ -54,16 +56,16 @@ def candidates(task: str, m: Rows, n: int, bits: bool, processors: int) -> list[
     return [choice for group in order for choice in group]
 
 
-def _by_rows(n: int) -> list[Choice]:
+def _by_rows(n: int) -> list[KernelChoice]:
     width = min(max(_power(n), 8), WIDEST)
     return [
-        Choice("rows", area * warps // width, width, warps)
+        KernelChoice("rows", area * warps // width, width, warps)
         for area, warps in ((256, 1), (128, 1), (256, 2), (512, 2))
         if area * warps >= width
     ]
 
 
-def _by_bitmap(task: str, m: Rows, n: int, processors: int) -> list[Choice]:
+def _by_bitmap(task: str, m: CsrMatrix, n: int, processors: int) -> list[KernelChoice]:
     width = min(max(_power(n), 16), WIDEST)
     found = []
     for height, warps in ((128, 8), (64, 4), (128, 4)):
@@ -74,7 +76,7 @@ def _by_bitmap(task: str, m: Rows, n: int, processors: int) -> list[Choice]:
         blocks *= -(-n // width)
         for waves in (2, 1, 4):
             split = max(1, min(waves * processors // blocks, steps // 4, 16))
-            found.append(Choice("bitmap", height, width, warps, split))
+            found.append(KernelChoice("bitmap", height, width, warps, split))
     return list(dict.fromkeys(found))
 
 
@@ -89,10 +91,10 @@ def costs() -> Costs:
     return Costs.open()
 
 
-_CHOSEN: dict[Any, Choice] = {}
+_CHOSEN: dict[Any, KernelChoice] = {}
 
 
-def choose(task: str, m: Rows, form: Form, x: Tensor, run: Run) -> Choice:
+def choose(task: str, m: CsrMatrix, form: MatrixFormats, x: Tensor, run: Run) -> KernelChoice:
     """The fastest way to run a task with this matrix and x: measured at the first call of its kind,
     but not while a CUDA graph is recorded, when the guess is taken."""
     n = x.shape[1]
@@ -109,7 +111,7 @@ def choose(task: str, m: Rows, form: Form, x: Tensor, run: Run) -> Choice:
     return _CHOSEN[key]
 
 
-def kind_of(task: str, m: Rows, x: Tensor) -> str:
+def kind_of(task: str, m: CsrMatrix, x: Tensor) -> str:
     """What calls have in common for which one choice is good: numbers of columns up to the same
     power of two, densities that agree in two digits."""
     density = m.col.numel() / max(m.size[0] * m.size[1], 1)
@@ -119,9 +121,9 @@ def kind_of(task: str, m: Rows, x: Tensor) -> str:
 
 
 def fastest(
-    here: str, options: Sequence[Choice], make: Callable[[Choice], Callable[[], object]],
+    here: str, options: Sequence[KernelChoice], make: Callable[[KernelChoice], Callable[[], object]],
     known: Costs,
-) -> Choice:  # fmt: skip
+) -> KernelChoice:  # fmt: skip
     """The option whose call takes least, as far as it runs here; what is not known is measured and
     written down. here: the device and the kind of call. make: of an option, the call to time."""
     asked = {c: Question(f"{here} {' '.join(map(str, c))}", 0.0, 0.0, partial(make, c))
@@ -131,7 +133,9 @@ def fastest(
     return min(options, key=lambda c: taken[c])
 
 
-def recorded(choice: Choice, m: Rows, form: Form, run: Run) -> Callable[[], object]:
+def recorded(
+    choice: KernelChoice, m: CsrMatrix, form: MatrixFormats, run: Run
+) -> Callable[[], object]:
     """CALLS calls as one CUDA graph that reads copies of the matrix in turn: together they are
     larger than three times the cache, or there are COPIES."""
     run(choice, m, form)  # kernels are compiled, tensors made

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from demask.errors import BadInput
 from demask.kernels.plan_cache import TensorCache, identity, version
-from demask.sparse.csr_matrix import Rows, row_of
+from demask.sparse.csr_matrix import CsrMatrix, row_of
 from demask.sparse.reference import check_indices
 
 TILE, LONG = 64, 128  # of a bitmap, as `kernels.gpu.bitmap` has them
@@ -52,7 +52,7 @@ class Bitmap(NamedTuple):
     tiles: int
 
 
-class Turned(NamedTuple):
+class TransposedMatrix(NamedTuple):
     """The transposed matrix: CSR, and which of the values its values are (int64)."""
 
     crow: Tensor
@@ -117,7 +117,7 @@ def deal_tasks(
     return {key: value.astype(np.int32) for key, value in found.items()}
 
 
-def full(m: Rows) -> Rows:
+def full(m: CsrMatrix) -> CsrMatrix:
     """The matrix with its empty rows; those that are there rise."""
     if m.names is None:
         return m
@@ -127,7 +127,7 @@ def full(m: Rows) -> Rows:
     return m._replace(crow=crow, names=None)
 
 
-def bitmap_of(m: Rows) -> Bitmap | None:
+def bitmap_of(m: CsrMatrix) -> Bitmap | None:
     """The bitmap of a matrix; None if its rows, or columns of a row, do not rise."""
     rows, columns = m.size
     row, col = row_of(m), m.col.long()
@@ -147,12 +147,12 @@ def bitmap_of(m: Rows) -> Bitmap | None:
     return Bitmap(masks, starts.to(torch.int32), high, tiles)
 
 
-def turned_of(m: Rows) -> Turned:
+def turned_of(m: CsrMatrix) -> TransposedMatrix:
     """The transpose of a matrix."""
     order = torch.argsort(m.col, stable=True)
     counts = torch.bincount(m.col, minlength=m.size[1])
     crow = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
-    return Turned(crow, row_of(m)[order].to(torch.int32), order)
+    return TransposedMatrix(crow, row_of(m)[order].to(torch.int32), order)
 
 
 @lru_cache(maxsize=16)
@@ -163,11 +163,11 @@ def processors_of(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-class Form:
+class MatrixFormats:
     """What is made of one matrix when it is first asked for. It holds no tensor of the matrix, so
     that it goes with it."""
 
-    def __init__(self, m: Rows) -> None:
+    def __init__(self, m: CsrMatrix) -> None:
         check_indices(m.crow, m.col, m.size[1])
         if m.names is not None and m.names.numel():
             least, most = int(m.names.min()), int(m.names.max())
@@ -177,7 +177,7 @@ class Form:
         self._made: dict[str, Any] = {}
         self._beside: dict[Hashable, Any] = {}
 
-    def tasks(self, m: Rows, together: int, longest: int | None = None) -> Tasks:
+    def tasks(self, m: CsrMatrix, together: int, longest: int | None = None) -> Tasks:
         """Tasks of spmm_rows in groups of `together`."""
         if (together, longest) not in self._tasks:
             names = None if m.names is None else m.names.cpu().numpy()
@@ -189,7 +189,7 @@ class Form:
             self._tasks[together, longest] = Tasks(**tensors, slots=slots)
         return self._tasks[together, longest]
 
-    def parts(self, m: Rows, entries: int) -> tuple[Tensor, Tensor, Tensor]:
+    def parts(self, m: CsrMatrix, entries: int) -> tuple[Tensor, Tensor, Tensor]:
         """Begins, ends and rows (int32) of tasks of sddmm_rows: so many entries of one row."""
         key = f"parts {entries}"
         if key not in self._made:
@@ -203,13 +203,13 @@ class Form:
             )
         return self._made[key]
 
-    def bitmap(self, m: Rows) -> Bitmap | None:
+    def bitmap(self, m: CsrMatrix) -> Bitmap | None:
         """None if rows, or columns of a row, do not rise."""
         if "bitmap" not in self._made:
             self._made["bitmap"] = bitmap_of(m)
         return self._made["bitmap"]
 
-    def turned(self, m: Rows) -> Turned:
+    def turned(self, m: CsrMatrix) -> TransposedMatrix:
         """The transpose; on the CPU, made again where indices are no longer those it was made of:
         torch counts no writes into those of a sparse_csr tensor."""
         indices = [] if m.crow.is_cuda else [t for t in (m.crow, m.col, m.names) if t is not None]
@@ -228,7 +228,7 @@ class Form:
             self._beside[key] = make()
         return self._beside[key]
 
-    def narrow(self, m: Rows) -> Tensor:
+    def narrow(self, m: CsrMatrix) -> Tensor:
         """Columns in int32, at an aligned address."""
         if m.col.dtype == torch.int32 and m.col.data_ptr() % 16 == 0 and m.col.is_contiguous():
             return m.col
@@ -237,10 +237,12 @@ class Form:
         return self._made["col"]
 
 
-FORMS: TensorCache[tuple[tuple[int, ...], Form]] = TensorCache()  # versions of indices, form
+FORMS: TensorCache[tuple[tuple[int, ...], MatrixFormats]] = (
+    TensorCache()
+)  # versions of indices, form
 
 
-def form_of(m: Rows) -> Form:
+def form_of(m: CsrMatrix) -> MatrixFormats:
     """The form of a matrix, kept as long as its indices live and nothing is written to them;
     BadInput for indices that do not fit.
 
@@ -252,7 +254,7 @@ def form_of(m: Rows) -> Form:
     known = FORMS.entries.get(key)
     if known is not None and known[0] == versions:
         return known[1]
-    return FORMS.put(key, parts, (versions, Form(m)))[1]
+    return FORMS.put(key, parts, (versions, MatrixFormats(m)))[1]
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

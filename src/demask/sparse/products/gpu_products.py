@@ -2,7 +2,7 @@
 
     spmm, spmm_turned, sddmm, densified, sparse_product
 
-A matrix is `Rows`: CSR, or its rows that are not empty, with names. float32, float16, bfloat16;
+A matrix is `CsrMatrix`: CSR, or its rows that are not empty, with names. float32, float16, bfloat16;
 sums in float32, in one order, so that a call gives the same bits again. Dense tiles multiply zeros
 too: where x is infinite, they give NaN as a dense product does.
 """
@@ -19,23 +19,23 @@ from demask.kernels.gpu import sddmm as sddmm_rows
 from demask.kernels.gpu import spgemm as pairs
 from demask.kernels.gpu import spmm as spmm_rows
 from demask.ops.activations import Act, activate
-from demask.sparse.csr_matrix import Rows, like, row_of
-from demask.sparse.products.gpu_autotune import Choice, choose
-from demask.sparse.products.gpu_formats import Form, form_of
+from demask.sparse.csr_matrix import CsrMatrix, like, row_of
+from demask.sparse.products.gpu_autotune import KernelChoice, choose
+from demask.sparse.products.gpu_formats import MatrixFormats, form_of
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 FINISH, AREA = 256, 1024  # columns and elements of a program that sums parts
 AT_ONCE = 256  # products, or outputs, of a program of a sparse product
 
 
-def takes(m: Rows, x: Tensor) -> bool:
+def takes(m: CsrMatrix, x: Tensor) -> bool:
     """Whether kernels multiply these: types, and places that 32 bits count."""
     return m.values.dtype in TYPES and x.dtype == m.values.dtype and m.col.numel() < 2**31 - 64
 
 
 def spmm(
-    m: Rows, x: Tensor, bias: Tensor | None = None, act: Act | None = None,
-    choice: Choice | None = None,
+    m: CsrMatrix, x: Tensor, bias: Tensor | None = None, act: Act | None = None,
+    choice: KernelChoice | None = None,
 ) -> Tensor:  # fmt: skip
     """act(m @ x + bias) [rows, n] with x [columns, n]; it lies as x does: columns side by side, or
     rows where those of x are. BadInput for indices that do not fit."""
@@ -49,7 +49,7 @@ def spmm(
     return run(m, form, x, bias, act, choice or chosen("spmm", m, x), out)
 
 
-def chosen(task: str, m: Rows, a: Tensor, b: Tensor | None = None) -> Choice:
+def chosen(task: str, m: CsrMatrix, a: Tensor, b: Tensor | None = None) -> KernelChoice:
     """How "spmm" (a: x), "turned" (a: x) or "sddmm" of these operands is run: measured at the first
     call, without bias and activation."""
     form = form_of(m)
@@ -63,7 +63,7 @@ def chosen(task: str, m: Rows, a: Tensor, b: Tensor | None = None) -> Choice:
     return choose(task, m, form, a, lambda c, m, form: run(m, form, a, None, None, c, out))
 
 
-def spmm_turned(m: Rows, x: Tensor, choice: Choice | None = None) -> Tensor:
+def spmm_turned(m: CsrMatrix, x: Tensor, choice: KernelChoice | None = None) -> Tensor:
     """The transpose of m @ x: [columns, n] with x [rows, n]. From the same bitmap, or from a
     transposed CSR."""
     form = form_of(m)
@@ -74,7 +74,7 @@ def spmm_turned(m: Rows, x: Tensor, choice: Choice | None = None) -> Tensor:
     return run_turned(m, form, x, choice or chosen("turned", m, x), out)
 
 
-def sddmm(m: Rows, a: Tensor, b: Tensor, choice: Choice | None = None) -> Tensor:
+def sddmm(m: CsrMatrix, a: Tensor, b: Tensor, choice: KernelChoice | None = None) -> Tensor:
     """a[row] · b[column] for every nonzero of m, in the order of CSR: values of m are not read.
 
     a [rows, k], b [columns, k], that is a @ b.T sampled at m; for a @ c give c.T.
@@ -86,7 +86,7 @@ def sddmm(m: Rows, a: Tensor, b: Tensor, choice: Choice | None = None) -> Tensor
     return run_sddmm(m, form, a, b, choice or chosen("sddmm", m, a, b), out)
 
 
-def densified(m: Rows, form: Form | None = None) -> Tensor:
+def densified(m: CsrMatrix, form: MatrixFormats | None = None) -> Tensor:
     """The dense matrix [rows, columns]; entries that are there twice are summed."""
     bits = (form or form_of(m)).bitmap(m)
     rows, columns = m.size
@@ -106,7 +106,7 @@ def densified(m: Rows, form: Form | None = None) -> Tensor:
 
 
 def run(
-    m: Rows, form: Form, x: Tensor, bias: Tensor | None, act: Act | None, choice: Choice,
+    m: CsrMatrix, form: MatrixFormats, x: Tensor, bias: Tensor | None, act: Act | None, choice: KernelChoice,
     out: Tensor,
 ) -> Tensor:  # fmt: skip
     """`spmm` by one choice, into `out`."""
@@ -119,7 +119,9 @@ def run(
     return _by_rows(m, form, x, bias, act, choice, out)
 
 
-def run_turned(m: Rows, form: Form, x: Tensor, choice: Choice, out: Tensor) -> Tensor:
+def run_turned(
+    m: CsrMatrix, form: MatrixFormats, x: Tensor, choice: KernelChoice, out: Tensor
+) -> Tensor:
     """`spmm_turned` by one choice, into `out`."""
     if not m.col.numel():
         return out.zero_()
@@ -129,11 +131,13 @@ def run_turned(m: Rows, form: Form, x: Tensor, choice: Choice, out: Tensor) -> T
         return _by_bitmap(m, form, x, None, None, choice, out, True)
     there = form.turned(m)
     size = (m.size[1], m.size[0])
-    turned = Rows(there.crow, there.col, m.values[there.order], None, size)
+    turned = CsrMatrix(there.crow, there.col, m.values[there.order], None, size)
     return _by_rows(turned, form_of(turned), x, None, None, choice, out)
 
 
-def run_sddmm(m: Rows, form: Form, a: Tensor, b: Tensor, choice: Choice, out: Tensor) -> Tensor:
+def run_sddmm(
+    m: CsrMatrix, form: MatrixFormats, a: Tensor, b: Tensor, choice: KernelChoice, out: Tensor
+) -> Tensor:
     """`sddmm` by one choice, into `out`."""
     k = a.shape[1]
     if choice.kind == "dense":
@@ -159,7 +163,7 @@ def run_sddmm(m: Rows, form: Form, a: Tensor, b: Tensor, choice: Choice, out: Te
     return out
 
 
-def sparse_product(a: Rows, b: Rows) -> tuple[Tensor, Tensor, Tensor]:
+def sparse_product(a: CsrMatrix, b: CsrMatrix) -> tuple[Tensor, Tensor, Tensor]:
     """a @ b as row starts, columns (in the type of a's) and values: what any nonzeros meet in is
     stored, zero or not. Both without names."""
     for one in (a, b):
@@ -191,7 +195,7 @@ def sparse_product(a: Rows, b: Rows) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _by_rows(
-    m: Rows, form: Form, x: Tensor, bias: Tensor | None, act: Act | None, choice: Choice,
+    m: CsrMatrix, form: MatrixFormats, x: Tensor, bias: Tensor | None, act: Act | None, choice: KernelChoice,
     out: Tensor,
 ) -> Tensor:  # fmt: skip
     """By kernels.gpu.spmm_rows."""
@@ -221,7 +225,7 @@ def _by_rows(
 
 
 def _by_bitmap(
-    m: Rows, form: Form, x: Tensor, bias: Tensor | None, act: Act | None, choice: Choice,
+    m: CsrMatrix, form: MatrixFormats, x: Tensor, bias: Tensor | None, act: Act | None, choice: KernelChoice,
     out: Tensor, turned: bool,
 ) -> Tensor:  # fmt: skip
     """By kernels.gpu.bitmap."""

@@ -13,19 +13,21 @@ from torch import Tensor
 
 from demask.ops.activations import activate
 from demask.sparse import reference as dense
-from demask.sparse.csr_matrix import Rows
+from demask.sparse.csr_matrix import CsrMatrix
 from demask.sparse.products.gradient_ops import kernels
-from demask.sparse.segment_program import Conv, Linear, Program, reads
+from demask.sparse.segment_program import ConvStep, LinearStep, SegmentProgram, reads
 
 
-def run(program: Program, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+def run(
+    program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[Tensor]
+) -> list[Tensor]:
     """The outputs, as `dense.run` has them: perhaps inputs, or views of one another."""
     dense.check(program, inputs, weights)
     made = list(inputs)
     for step in program.steps:
         operands = [made[value] for value in reads(step)]
         kind = program.kinds[reads(step)[0]]
-        if isinstance(step, Conv | Linear):
+        if isinstance(step, ConvStep | LinearStep):
             made.append(_layer(step, kind, operands, weights))
         else:
             made.append(dense.call(step, kind, operands))
@@ -33,7 +35,7 @@ def run(program: Program, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -
 
 
 def _layer(
-    step: Conv | Linear, kind: str, operands: Sequence[Tensor], weights: Sequence[Tensor]
+    step: ConvStep | LinearStep, kind: str, operands: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> Tensor:
     x, bias = operands[0], dense.bias(step, weights)
     bias = None if bias is None else bias.to(x.dtype)
@@ -44,7 +46,7 @@ def _layer(
         weight = dense.weight(step, weights, x.shape, x.dtype, matrix)
         return dense.call(step, kind, operands, weight, bias)
     crow, col = (dense.part(span, weights) for span in (step.weight.crow, step.weight.col))
-    tokens = x if isinstance(step, Linear) else x.movedim(1, -1)
+    tokens = x if isinstance(step, LinearStep) else x.movedim(1, -1)
     flat = tokens.reshape(-1, tokens.shape[-1])
     inside = step.act if step.add is None else None
     name, numbers = inside or ("", ())
@@ -52,27 +54,27 @@ def _layer(
         crow, col, stored, None, [step.out, flat.shape[1]], flat.t(), bias, name, list(numbers)
     )
     y = made.t().reshape(*tokens.shape[:-1], step.out)
-    y = y if isinstance(step, Linear) else y.movedim(-1, 1)
+    y = y if isinstance(step, LinearStep) else y.movedim(-1, 1)
     return y if step.add is None else activate(y + operands[1], step.act)
 
 
-def _is_product(step: Conv | Linear) -> bool:
+def _is_product(step: ConvStep | LinearStep) -> bool:
     """Whether a layer multiplies every position by one matrix."""
-    if isinstance(step, Linear):
+    if isinstance(step, LinearStep):
         return True
     one = (step.kernel, step.stride, step.groups) == ((1, 1), (1, 1), 1)
     return one and step.padding == ((0, 0), (0, 0)) and not step.transposed
 
 
 def _densified(
-    step: Conv | Linear, weights: Sequence[Tensor], columns: int, dtype: torch.dtype | None
+    step: ConvStep | LinearStep, weights: Sequence[Tensor], columns: int, dtype: torch.dtype | None
 ) -> Tensor:
     """The matrix of a step [out, columns], by the kernel where there is one."""
     values, crow, col = (
         dense.part(span, weights)
         for span in (step.weight.values, step.weight.crow, step.weight.col)
     )
-    m = Rows(crow, col, values, None, (step.out, columns))
+    m = CsrMatrix(crow, col, values, None, (step.out, columns))
     gpu = kernels(values)
     if gpu is None or not gpu.takes(m, values):
         return dense.scattered(step, weights, columns, dtype)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.library import Library
 
 from demask.kernels.llvm import availability as llvm
-from demask.sparse.csr_matrix import Rows, like, row_of
+from demask.sparse.csr_matrix import CsrMatrix, like, row_of
 from demask.sparse.products.gpu_formats import form_of
 from demask.sparse.reference import check_indices
 
@@ -50,12 +50,12 @@ def _loaded() -> ModuleType | None:
     return gpu
 
 
-def turned(m: Rows, y: Tensor) -> Tensor:
+def turned(m: CsrMatrix, y: Tensor) -> Tensor:
     """The transposed matrix @ y: [columns, n] with y [rows, n]."""
     return torch.ops.demask.turned.default(m.crow, m.col, m.values, m.names, m.size, y)
 
 
-def sampled(m: Rows, a: Tensor, b: Tensor) -> Tensor:
+def sampled(m: CsrMatrix, a: Tensor, b: Tensor) -> Tensor:
     """a[row] · b[column] at every nonzero, in the order of m: a [rows, n], b [columns, n]. The
     values of m are not read."""
     return torch.ops.demask.sampled.default(m.crow, m.col, m.names, m.size, a, b)
@@ -70,7 +70,7 @@ def parts(count: int, n: int) -> list[slice]:
 def _turned(
     crow: Tensor, col: Tensor, values: Tensor, rows: Tensor | None, size: Any, y: Tensor
 ) -> Tensor:
-    m = Rows(crow, col, values, rows, (size[0], size[1]))
+    m = CsrMatrix(crow, col, values, rows, (size[0], size[1]))
     gpu = kernels(y)
     if gpu is not None and gpu.takes(m, y):
         return gpu.spmm_turned(m, y)
@@ -82,7 +82,7 @@ def _turned(
 def _sampled(
     crow: Tensor, col: Tensor, rows: Tensor | None, size: Any, a: Tensor, b: Tensor
 ) -> Tensor:
-    m = Rows(crow, col, a, rows, (size[0], size[1]))
+    m = CsrMatrix(crow, col, a, rows, (size[0], size[1]))
     gpu = kernels(a)
     if gpu is not None and gpu.takes(m, b):
         return gpu.sddmm(m, a, b)
@@ -122,7 +122,7 @@ def _keep_sampled(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _slopes(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
     crow, col, values, rows, y = ctx.saved_tensors
-    m = Rows(crow, col, values, rows, tuple(ctx.size))
+    m = CsrMatrix(crow, col, values, rows, tuple(ctx.size))
     of_values = sampled(m, y, slope) if ctx.needs_input_grad[2] else None
     of_y = _product(m, slope) if ctx.needs_input_grad[5] else None
     return None, None, of_values, None, None, of_y
@@ -130,13 +130,13 @@ def _slopes(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
 
 def _slopes_sampled(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
     crow, col, rows, a, b = ctx.saved_tensors
-    m = Rows(crow, col, slope, rows, tuple(ctx.size))
+    m = CsrMatrix(crow, col, slope, rows, tuple(ctx.size))
     of_a = _product(m, b) if ctx.needs_input_grad[4] else None
     of_b = turned(m, a) if ctx.needs_input_grad[5] else None
     return None, None, None, None, of_a, of_b
 
 
-def _product(m: Rows, x: Tensor) -> Tensor:
+def _product(m: CsrMatrix, x: Tensor) -> Tensor:
     """m @ x, without bias and activation."""
     return torch.ops.demask.spmm.default(m.crow, m.col, m.values, m.names, m.size, x, None, "", [])
 

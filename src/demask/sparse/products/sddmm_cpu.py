@@ -11,11 +11,11 @@ from demask.kernels.cpu.sddmm import CALL, Sampled
 from demask.kernels.cpu.thread_team import ENTRY, Job
 from demask.kernels.llvm.isa import host
 from demask.kernels.llvm.jit import CODE
-from demask.sparse.csr_matrix import Rows
+from demask.sparse.csr_matrix import CsrMatrix
 from demask.sparse.products.spmm_cpu import LINE, WORK, dealt
 
 
-def sampled(m: Rows, a: Tensor, b: Tensor) -> Tensor:
+def sampled(m: CsrMatrix, a: Tensor, b: Tensor) -> Tensor:
     """a[row] · b[column] at every nonzero [nonzeros], float32 on the CPU, in the order of m, whose
     values are not read. a [rows, k], b [columns, k]. BadInput for indices that do not fit.
 

@@ -16,7 +16,7 @@ from demask.kernels.llvm.isa import host
 from demask.kernels.llvm.jit import CODE
 from demask.kernels.plan_cache import TensorCache, identity, version
 from demask.ops.activations import Act, activate
-from demask.sparse.csr_matrix import Rows
+from demask.sparse.csr_matrix import CsrMatrix
 
 LINE = 64  # bytes of a cache line
 WORK = 1 << 15  # products that are worth waking a thread for
@@ -42,10 +42,10 @@ class Deal:
 
     order: np.ndarray
     ends: tuple[int, ...]
-    spare: dict[Any, list[Task]] = field(default_factory=dict)
+    spare: dict[Any, list[SpmmTask]] = field(default_factory=dict)
 
 
-class Task:
+class SpmmTask:
     """Calls of the kernels for products of one size: not to be run twice at once."""
 
     def __init__(self, deal: Deal, n: int, options: Options):
@@ -70,7 +70,7 @@ class Task:
         ends = np.arange(threads + 1, dtype=np.int64) * len(parts)
         self.job = Job(entries, ends, threads, np.zeros(1, np.int64))
 
-    def run(self, m: Rows, x: Tensor, made: Tensor, bias: Tensor | None) -> bool:
+    def run(self, m: CsrMatrix, x: Tensor, made: Tensor, bias: Tensor | None) -> bool:
         """Whether all indices were in range."""
         fields = self.calls.view(np.int64).reshape(len(self.calls), -1)
         # in the order of CALL
@@ -89,7 +89,7 @@ class Task:
         return good
 
 
-def multiplied(m: Rows, x: Tensor, bias: Tensor | None, act: Act | None) -> Tensor:
+def multiplied(m: CsrMatrix, x: Tensor, bias: Tensor | None, act: Act | None) -> Tensor:
     """act(m @ x + bias) [rows, columns of x], float32 on the CPU; BadInput for bad indices.
 
     x [columns of m, n]: rows may lie anywhere, their elements side by side. bias [rows].
@@ -101,7 +101,7 @@ def multiplied(m: Rows, x: Tensor, bias: Tensor | None, act: Act | None) -> Tens
     if m.crow.numel() <= 1 or not n:
         return made
     x, padded = _laid(x, m.values.numel())
-    m = Rows(*(None if t is None else t.contiguous() for t in m[:4]), m.size)  # type: ignore[arg-type]
+    m = CsrMatrix(*(None if t is None else t.contiguous() for t in m[:4]), m.size)  # type: ignore[arg-type]
     if m.values.data_ptr() % 4:  # memory from elsewhere may begin anywhere
         m = m._replace(values=m.values.clone())
     bias = None if bias is None else bias.contiguous()
@@ -113,7 +113,7 @@ def multiplied(m: Rows, x: Tensor, bias: Tensor | None, act: Act | None) -> Tens
     try:
         task = spare.pop()
     except IndexError:
-        task = Task(deal, n, options)
+        task = SpmmTask(deal, n, options)
     good = task.run(m, x, made, bias)
     if len(spare) < SPARE:
         spare.append(task)

@@ -17,7 +17,7 @@ from torch.library import Library
 from demask.errors import BadInput
 from demask.kernels.llvm import availability as llvm
 from demask.ops.activations import ACTIVATIONS, Act, activate
-from demask.sparse.csr_matrix import Rows, like, row_of
+from demask.sparse.csr_matrix import CsrMatrix, like, row_of
 from demask.sparse.products.gradient_ops import kernels, parts, sampled, turned
 from demask.sparse.reference import check_indices
 
@@ -43,7 +43,7 @@ def product(
     )
 
 
-def check(m: Rows, x: Tensor, bias: Tensor | None, act: Act | None) -> None:
+def check(m: CsrMatrix, x: Tensor, bias: Tensor | None, act: Act | None) -> None:
     """Raise BadInput for what cannot be multiplied; indices are not looked at."""
     indices = [t for t in (m.crow, m.col, m.names) if t is not None]
     whole = {t.dtype for t in indices}
@@ -69,11 +69,11 @@ def check(m: Rows, x: Tensor, bias: Tensor | None, act: Act | None) -> None:
 def _given(
     crow: Tensor, col: Tensor, values: Tensor, rows: Tensor | None, size: Any, x: Tensor,
     bias: Tensor | None, act: str, numbers: list[float],
-) -> tuple[Rows, Tensor, Tensor | None, Act | None]:  # fmt: skip
+) -> tuple[CsrMatrix, Tensor, Tensor | None, Act | None]:  # fmt: skip
     """The arguments of the op, checked."""
     if len(size) != 2:
         raise BadInput(f"expected two sizes, got {tuple(size)}")
-    m = Rows(crow, col, values, rows, (size[0], size[1]))
+    m = CsrMatrix(crow, col, values, rows, (size[0], size[1]))
     found = (act, tuple(numbers)) if act else None
     check(m, x, bias, found)
     return m, x, bias, found
@@ -102,7 +102,7 @@ def elsewhere(*given: Any) -> Tensor:
     return like(x, *made.shape).copy_(made) if x.is_cuda else made
 
 
-def _by_aten(m: Rows, x: Tensor, bias: Tensor | None, act: Act | None) -> Tensor:
+def _by_aten(m: CsrMatrix, x: Tensor, bias: Tensor | None, act: Act | None) -> Tensor:
     """The product by ATen ops; float16 and bfloat16 are computed in float32."""
     if x.dtype not in NARROW:
         return _gathered(m, x, bias, act)
@@ -110,7 +110,7 @@ def _by_aten(m: Rows, x: Tensor, bias: Tensor | None, act: Act | None) -> Tensor
     return _gathered(m._replace(values=m.values.float()), x.float(), wide, act).to(x.dtype)
 
 
-def _gathered(m: Rows, x: Tensor, bias: Tensor | None, act: Act | None) -> Tensor:
+def _gathered(m: CsrMatrix, x: Tensor, bias: Tensor | None, act: Act | None) -> Tensor:
     check_indices(m.crow, m.col, m.size[1])
     row = row_of(m)
     if len(row) and not 0 <= int(row.min()) <= int(row.max()) < m.size[0]:
@@ -138,7 +138,7 @@ def _slopes(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
     """Those of values, x and the bias: products with the transposed matrix, and of slopes with x
     where nonzeros are."""
     crow, col, values, rows, x, bias = ctx.saved_tensors
-    m = Rows(crow, col, values, rows, tuple(ctx.size))
+    m = CsrMatrix(crow, col, values, rows, tuple(ctx.size))
     if ctx.act is not None:
         slope = _before(m, x, bias, ctx.act, slope)
     of_x = of_values = None
@@ -150,7 +150,7 @@ def _slopes(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
     return None, None, of_values, None, None, of_x, of_bias, None, None
 
 
-def _before(m: Rows, x: Tensor, bias: Tensor | None, act: Act, slope: Tensor) -> Tensor:
+def _before(m: CsrMatrix, x: Tensor, bias: Tensor | None, act: Act, slope: Tensor) -> Tensor:
     """The slope of what the activation was given, which is computed again."""
     again = torch.is_grad_enabled()
     z = product(*m[:3], m.names, m.size, x, bias)

@@ -24,17 +24,17 @@ from demask.graph.editor import GraphEditor
 from demask.graph.program import Program as Whole
 from demask.ops import schema
 from demask.ops.activations import Act
-from demask.sparse.segment.convex_groups import Region, Wanted, regions
-from demask.sparse.segment.match_calls import Call, matrix
+from demask.sparse.segment.convex_groups import SegmentRegion, Wanted, regions
+from demask.sparse.segment.match_calls import MatchedCall, matrix
 from demask.sparse.segment_program import (
     Add,
     Cat,
-    Conv,
-    Linear,
-    Program,
+    ConvStep,
+    LinearStep,
+    SegmentProgram,
     Span,
+    SparseWeight,
     Step,
-    Weight,
     canonical,
 )
 
@@ -67,19 +67,19 @@ def segmented(
     return editor.finish()
 
 
-def name_of(editor: GraphEditor, call: Call) -> str:
+def name_of(editor: GraphEditor, call: MatchedCall) -> str:
     """A layer by the module that holds its weight."""
     return editor.constants[str(call.weight.target)].name.rpartition(".")[0]  # type: ignore[union-attr]
 
 
-def segments_of(graph: fx.Graph) -> list[tuple[fx.Node, Program]]:
+def segments_of(graph: fx.Graph) -> list[tuple[fx.Node, SegmentProgram]]:
     """The segments of a graph, each with its program."""
-    return [(node, Program.parse(schema.arguments(node)["program"]))
+    return [(node, SegmentProgram.parse(schema.arguments(node)["program"]))
             for node in graph.nodes if node.target is SEGMENT]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class SegmentLayer:
     """A layer of a segment: its name, how many weights are stored of how many there are, and the
     multiplications of one call."""
 
@@ -89,24 +89,26 @@ class Layer:
     products: int
 
 
-def layers(program: Program, shapes: Sequence[Sequence[int]]) -> list[Layer]:
+def layers(program: SegmentProgram, shapes: Sequence[Sequence[int]]) -> list[SegmentLayer]:
     """The layers of a segment that is called on inputs of these shapes."""
     sizes, found = program.shapes(shapes), []
     for step, made in zip(program.steps, sizes[len(program.inputs) :], strict=True):
-        if not isinstance(step, (Conv, Linear)):
+        if not isinstance(step, (ConvStep, LinearStep)):
             continue
         kind, (_, first, end) = program.kinds[step.x], step.weight.values
-        transposed = isinstance(step, Conv) and step.transposed
+        transposed = isinstance(step, ConvStep) and step.transposed
         batch, _, height, width = canonical(kind, sizes[step.x] if transposed else made)
         columns = canonical(kind, sizes[step.x])[1]
-        if isinstance(step, Conv):
+        if isinstance(step, ConvStep):
             columns = columns // step.groups * step.kernel[0] * step.kernel[1]
         pixels = batch * height * width
-        found.append(Layer(step.name, end - first, step.out * columns, (end - first) * pixels))
+        found.append(
+            SegmentLayer(step.name, end - first, step.out * columns, (end - first) * pixels)
+        )
     return found
 
 
-def layers_of(graph: fx.Graph) -> list[Layer]:
+def layers_of(graph: fx.Graph) -> list[SegmentLayer]:
     """The layers of all segments of a graph, on the sizes it was captured with."""
     found = []
     for node, program in segments_of(graph):
@@ -132,7 +134,10 @@ def _read_off_inputs(editor: GraphEditor) -> None:
 
 
 def _replaced(
-    editor: GraphEditor, region: Region, known: Mapping[fx.Node, fx.Node], precision: str | None
+    editor: GraphEditor,
+    region: SegmentRegion,
+    known: Mapping[fx.Node, fx.Node],
+    precision: str | None,
 ) -> dict[fx.Node, fx.Node]:
     """Put the call of a segment in the place of a region: its values by those they replace."""
     nodes = region.nodes
@@ -174,11 +179,11 @@ def _in_order(graph: fx.Graph) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Chain:
+class _LayerChain:
     """A call with what is computed as it stores: what is added, the activation; the last of them
     makes the value."""
 
-    call: Call
+    call: MatchedCall
     last: fx.Node
     add: fx.Node | None = None
     act: Act | None = None
@@ -190,7 +195,7 @@ class _Steps:
     def __init__(
         self,
         editor: GraphEditor,
-        calls: Sequence[Call],
+        calls: Sequence[MatchedCall],
         outputs: Collection[fx.Node],
         store: _Store,
     ):
@@ -201,17 +206,17 @@ class _Steps:
         self.steps: list[Step] = []
         self.values: dict[fx.Node, int] = {}
 
-    def program(self, outputs: Sequence[fx.Node]) -> Program:
+    def program(self, outputs: Sequence[fx.Node]) -> SegmentProgram:
         """The program that makes these values."""
         for chain in self._chains():
             self._append(chain)
         ends = tuple(self.values[node] for node in outputs)
-        return Program(tuple(kind for _, kind in self.inputs), tuple(self.steps), ends)
+        return SegmentProgram(tuple(kind for _, kind in self.inputs), tuple(self.steps), ends)
 
-    def _chains(self) -> list[_Chain]:
+    def _chains(self) -> list[_LayerChain]:
         """The calls, in the order of the last of each chain. Of two layers that are added, the
         later one adds."""
-        found: dict[fx.Node, _Chain] = {}
+        found: dict[fx.Node, _LayerChain] = {}
         taken: set[fx.Node] = set()
         layers = [call for call in reversed(self.calls.values()) if call.is_layer]
         sums = [call for call in self.calls.values() if isinstance(call.step, Add)]
@@ -220,13 +225,15 @@ class _Steps:
                 chain, members = self._chain(call, taken)
                 found[chain.last] = chain
                 taken |= members
-        rest = {node: _Chain(call, node) for node, call in self.calls.items() if node not in taken}
+        rest = {
+            node: _LayerChain(call, node) for node, call in self.calls.items() if node not in taken
+        }
         found |= rest
         return [found[node] for node in self.calls if node in found]
 
-    def _chain(self, call: Call, taken: set[fx.Node]) -> tuple[_Chain, set[fx.Node]]:
+    def _chain(self, call: MatchedCall, taken: set[fx.Node]) -> tuple[_LayerChain, set[fx.Node]]:
         """A layer or a sum, and all that can be computed with it."""
-        chain, members = _Chain(call, call.node), {call.node}
+        chain, members = _LayerChain(call, call.node), {call.node}
         reader = self._reader(chain.last, taken)
         if call.is_layer and reader is not None and isinstance(reader.step, Add):
             left, right = reader.reads
@@ -240,20 +247,20 @@ class _Steps:
             members.add(reader.node)
         return chain, members
 
-    def _reader(self, node: fx.Node, taken: set[fx.Node]) -> Call | None:
+    def _reader(self, node: fx.Node, taken: set[fx.Node]) -> MatchedCall | None:
         """The one call that reads a value, if nobody else does."""
         if node in self.outputs or len(node.users) != 1:
             return None
         reader = next(iter(node.users))
         return None if reader in taken else self.calls[reader]
 
-    def _append(self, chain: _Chain) -> None:
+    def _append(self, chain: _LayerChain) -> None:
         call, step = chain.call, chain.call.step
         reads = [self._value(source, call.kind) for source in call.reads]
         if step is None:
             self.values[chain.last] = reads[0]
             return
-        if isinstance(step, (Conv, Linear)):
+        if isinstance(step, (ConvStep, LinearStep)):
             weight, bias = self.store.layer(call)
             add = None if chain.add is None else self._value(chain.add, call.kind)
             step = replace(step, x=reads[0], weight=weight, bias=bias, act=chain.act, add=add,
@@ -285,14 +292,14 @@ class _Store:
     def __init__(self, editor: GraphEditor, precision: str | None):
         self.editor, self.precision = editor, precision
         self.parts: dict[int, list[Tensor]] = {VALUES: [], INDEX: [], NARROW: []}
-        self.known: dict[Any, tuple[Weight, Span | None]] = {}
+        self.known: dict[Any, tuple[SparseWeight, Span | None]] = {}
 
-    def layer(self, call: Call) -> tuple[Weight, Span | None]:
+    def layer(self, call: MatchedCall) -> tuple[SparseWeight, Span | None]:
         """The weight and bias of a layer; one that is called twice is stored once."""
         assert call.weight is not None
         bias = self.editor.tensor(call.bias)
         # The name of a weight in the graph says which one it is, its groups how it is cut.
-        groups = call.step.groups if isinstance(call.step, Conv) else 1
+        groups = call.step.groups if isinstance(call.step, ConvStep) else 1
         key = call.weight.target, None if call.bias is None else call.bias.target, groups
         if key not in self.known:
             weight = self.editor.tensor(call.weight)
@@ -315,19 +322,19 @@ class _Store:
             )
         return found
 
-    def _matrix(self, matrix: Tensor) -> Weight:
+    def _matrix(self, matrix: Tensor) -> SparseWeight:
         """A matrix in CSR."""
         values, crow, col = csr(matrix)
         spans = self._held(INDEX, crow), self._held(INDEX, col)
         if self.precision is None:
-            return Weight(self._held(VALUES, values), *spans)
+            return SparseWeight(self._held(VALUES, values), *spans)
         if self.precision == "bf16":
-            return Weight(self._held(NARROW, values.bfloat16()), *spans)
+            return SparseWeight(self._held(NARROW, values.bfloat16()), *spans)
         scale = matrix.abs().amax(1) / NARROWEST
         scale = torch.where(scale > 0, scale, torch.ones_like(scale))
         whole = values / scale.repeat_interleave(crow.diff())
         narrow = self._held(NARROW, whole.round().to(torch.int8))
-        return Weight(narrow, *spans, self._held(VALUES, scale))
+        return SparseWeight(narrow, *spans, self._held(VALUES, scale))
 
     def _held(self, place: int, part: Tensor) -> Span:
         parts = self.parts[place]

@@ -17,15 +17,15 @@ from torch import Tensor, fx
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Constant
 from demask.graph.program import Program as Whole
-from demask.graph.provenance import Decision
+from demask.graph.provenance import TuneDecision
 from demask.graph.queries import input_dependent
 from demask.machine.cost import Question
 from demask.ops import Table
-from demask.sparse.plan.segment_plan import Plan
+from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.segment.build_segments import csr, name_of, segmented, segments_of
-from demask.sparse.segment.match_calls import Call, matrix
-from demask.sparse.segment_program import Conv, Linear, Program, Weight
-from demask.tune.candidates import GAIN, Form, Maker, by_size
+from demask.sparse.segment.match_calls import MatchedCall, matrix
+from demask.sparse.segment_program import ConvStep, LinearStep, SegmentProgram, SparseWeight
+from demask.tune.candidates import GAIN, Candidate, Maker, by_size
 from demask.tune.layer_costs import CACHE, Asker
 from demask.tune.onnxruntime_candidate import for_runtime
 from demask.tune.passes.absorb_gathers import ungathered
@@ -53,7 +53,9 @@ class Sparse:
     least: float = 0.0
     seen: set[str] = field(default_factory=set)
 
-    def forms(self, reduced: Whole, given: Whole, tell: Callable[[str], object]) -> Iterator[Form]:
+    def forms(
+        self, reduced: Whole, given: Whole, tell: Callable[[str], object]
+    ) -> Iterator[Candidate]:
         """The forms of a network from which channels were removed, then as it was given: where many
         channels are left, keeping all may cost less than what stands between others."""
         if not any(map(_is_sparse, reduced.constants.values())):
@@ -61,7 +63,7 @@ class Sparse:
         cut = _elements(reduced) < _elements(given)
         for name, base in _bases(reduced, given if cut else None, self.table):
             tell("asking what sparse layers cost")
-            chosen = _Chosen(self.asker)
+            chosen = _SparseLayers(self.asker)
             yield from self._new(self._made(ALL + name, base, chosen))
             seconds = chosen.known.values()
             self.least = max(self.least, sum(s[DENSE] for s in seconds))
@@ -71,14 +73,14 @@ class Sparse:
                 chosen.every = False
                 yield from self._new(self._made(EACH + name, base, chosen))
 
-    def _new(self, form: Form) -> Iterator[Form]:
+    def _new(self, form: Candidate) -> Iterator[Candidate]:
         """The form, if it has segments and there was none like it."""
         words = str(form.program.graph)
         if segments_of(form.program.graph) and words not in self.seen:
             self.seen.add(words)
             yield form
 
-    def _made(self, name: str, base: Whole, chosen: _Chosen) -> Form:
+    def _made(self, name: str, base: Whole, chosen: _SparseLayers) -> Candidate:
         """One form: segments, and the fastest forms of what is outside of them."""
         form = self._outside(name, segmented(base, chosen.core, chosen.between))
         form.decisions = [*chosen.decisions(), *form.decisions]
@@ -88,7 +90,7 @@ class Sparse:
         program = self._outside(name, narrow).program
         return replace(form, program=program, exact=form.program)
 
-    def _outside(self, name: str, program: Whole) -> Form:
+    def _outside(self, name: str, program: Whole) -> Candidate:
         sizes = by_size(program, self.asker)
         last = {size for size, costs in sizes.items() if costs[True] < GAIN * costs[False]}
         maker = Maker(self.asker, lambda node: self.asker.shape(node)[2:] in last, self.table)
@@ -107,7 +109,7 @@ def _elements(program: Whole) -> int:
 
 
 @dataclass(slots=True)
-class _Chosen:
+class _SparseLayers:
     """Which layers of a program are sparse. every: all that may be, not those alone for which the
     cost model says so; what lies between them goes along."""
 
@@ -117,7 +119,7 @@ class _Chosen:
     names: dict[str, str] = field(default_factory=dict)
     live: dict[GraphEditor, set[fx.Node]] = field(default_factory=dict)
 
-    def core(self, editor: GraphEditor, call: Call) -> bool:
+    def core(self, editor: GraphEditor, call: MatchedCall) -> bool:
         """Is a layer sparse, and worth a segment?"""
         weight = editor.tensor(call.weight)
         assert weight is not None
@@ -131,14 +133,14 @@ class _Chosen:
         found = self.known[name]
         return found[SPARSE] < (inf if self.every else found[DENSE])
 
-    def between(self, editor: GraphEditor, call: Call) -> bool:
+    def between(self, editor: GraphEditor, call: MatchedCall) -> bool:
         """May a dense layer be in a segment? One of few weights costs less there than going out."""
-        depthwise = isinstance(call.step, Conv) and call.step.groups == call.step.out
+        depthwise = isinstance(call.step, ConvStep) and call.step.groups == call.step.out
         return self.every or depthwise
 
-    def decisions(self) -> list[Decision]:
+    def decisions(self) -> list[TuneDecision]:
         """What was chosen for the layers that could be sparse."""
-        return [Decision(self.names[node], self._form(seconds), seconds)
+        return [TuneDecision(self.names[node], self._form(seconds), seconds)
                 for node, seconds in self.known.items()]  # fmt: skip
 
     def _form(self, seconds: Mapping[str, float]) -> str:
@@ -146,7 +148,7 @@ class _Chosen:
         return SPARSE if seconds[SPARSE] < limit else DENSE
 
     def _asked(
-        self, editor: GraphEditor, call: Call, matrix: Tensor, density: float
+        self, editor: GraphEditor, call: MatchedCall, matrix: Tensor, density: float
     ) -> dict[str, float]:
         """Seconds of a layer in its fastest dense form, and by its nonzeros."""
         if editor not in self.live:
@@ -173,7 +175,7 @@ def _is_sparse(constant: Constant) -> bool:
 
 
 def _timed(
-    call: Call, x: tuple[int, ...], shape: tuple[int, ...], density: float
+    call: MatchedCall, x: tuple[int, ...], shape: tuple[int, ...], density: float
 ) -> Callable[[], Callable[[], object]]:
     """What makes the call to time: a layer as a segment of its own, on drawn weights and inputs."""
 
@@ -183,14 +185,19 @@ def _timed(
         values, crow, col = csr(torch.randn(shape, generator=draw) * here)
         spans = ((0, 0, len(values)), (1, 0, len(crow)), (1, len(crow), len(crow) + len(col)))
         bias = (0, len(values), len(values) + shape[0])
-        assert isinstance(call.step, (Conv, Linear))
-        step = replace(call.step, weight=Weight(*spans), bias=None if call.bias is None else bias)
+        assert isinstance(call.step, (ConvStep, LinearStep))
+        step = replace(
+            call.step, weight=SparseWeight(*spans), bias=None if call.bias is None else bias
+        )
         weights = [torch.cat([values, torch.randn(shape[0], generator=draw)]),
                    torch.cat([crow, col])]  # fmt: skip
         sets = SETS if 4 * prod(x) > CACHE else 1
         inputs = [torch.randn(x, generator=draw) for _ in range(sets)]
-        program = Program((call.kind,), (step,), (1,))
-        plan, turns = Plan.of(program, weights, inputs[:1], torch.get_num_threads()), cycle(inputs)
+        program = SegmentProgram((call.kind,), (step,), (1,))
+        plan, turns = (
+            SegmentPlan.of(program, weights, inputs[:1], torch.get_num_threads()),
+            cycle(inputs),
+        )
         return lambda: plan([next(turns)])
 
     return make

@@ -16,23 +16,25 @@ import torch
 from torch import fx
 
 from demask.graph.editor import GraphEditor
-from demask.sparse.segment.match_calls import Call, calls_of
+from demask.sparse.segment.match_calls import MatchedCall, calls_of
 
-Wanted = Callable[[GraphEditor, Call], bool]
+Wanted = Callable[[GraphEditor, MatchedCall], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class SegmentRegion:
     """Calls that become one segment, in the graph's order."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[MatchedCall, ...]
 
     @property
     def nodes(self) -> set[fx.Node]:
         return {call.node for call in self.calls}
 
 
-def regions(editor: GraphEditor, dtype: torch.dtype, core: Wanted, allowed: Wanted) -> list[Region]:
+def regions(
+    editor: GraphEditor, dtype: torch.dtype, core: Wanted, allowed: Wanted
+) -> list[SegmentRegion]:
     """The regions of a graph, largest possible.
 
     core: is a layer worth a segment? allowed: may another layer lie between such ones?
@@ -45,16 +47,16 @@ def regions(editor: GraphEditor, dtype: torch.dtype, core: Wanted, allowed: Want
     for group in _together(known, _levels(editor.graph, known)):
         inside = _between(group, known, worth)
         for part in _apart(inside, known):
-            made.append(Region(tuple(known[node] for node in part)))
+            made.append(SegmentRegion(tuple(known[node] for node in part)))
     return made
 
 
-def _joins(source: fx.Node, call: Call, known: Mapping[fx.Node, Call]) -> bool:
+def _joins(source: fx.Node, call: MatchedCall, known: Mapping[fx.Node, MatchedCall]) -> bool:
     """Can a call read a value within a segment: is it made there, as what it is read as?"""
     return source in known and known[source].makes == call.kind
 
 
-def _levels(graph: fx.Graph, known: Mapping[fx.Node, Call]) -> dict[fx.Node, int]:
+def _levels(graph: fx.Graph, known: Mapping[fx.Node, MatchedCall]) -> dict[fx.Node, int]:
     """How often a path to a node has left what segments can compute, at most. It never falls along
     a path, so calls of one level between which there is no other make a convex set."""
     level: dict[fx.Node, int] = {}
@@ -69,9 +71,11 @@ def _levels(graph: fx.Graph, known: Mapping[fx.Node, Call]) -> dict[fx.Node, int
     return level
 
 
-def _together(known: Mapping[fx.Node, Call], level: Mapping[fx.Node, int]) -> list[list[fx.Node]]:
+def _together(
+    known: Mapping[fx.Node, MatchedCall], level: Mapping[fx.Node, int]
+) -> list[list[fx.Node]]:
     """Calls of one level, by what hangs together: they read each other's values, or the same."""
-    group = _Groups(known)
+    group = _NodeGroups(known)
     for node, call in known.items():
         for source in call.reads:
             if _joins(source, call, known) and level[source] == level[node]:
@@ -82,7 +86,7 @@ def _together(known: Mapping[fx.Node, Call], level: Mapping[fx.Node, int]) -> li
 
 
 def _between(
-    group: list[fx.Node], known: Mapping[fx.Node, Call], worth: set[fx.Node]
+    group: list[fx.Node], known: Mapping[fx.Node, MatchedCall], worth: set[fx.Node]
 ) -> list[fx.Node]:
     """The calls of a group on a path from one layer that is worth it to another, and what such a
     layer computes as it stores."""
@@ -102,7 +106,7 @@ def _between(
     return [node for node in group if node in inside]
 
 
-def _is_stored(call: Call, inside: set[fx.Node], group: set[fx.Node]) -> bool:
+def _is_stored(call: MatchedCall, inside: set[fx.Node], group: set[fx.Node]) -> bool:
     """Can a call behind a region be computed as its last layer stores? What it adds must be there:
     a value of the group that is not in the region may be made of what is."""
     within = inside.intersection(call.reads)
@@ -110,9 +114,9 @@ def _is_stored(call: Call, inside: set[fx.Node], group: set[fx.Node]) -> bool:
     return call.is_pointwise and alone and not group.intersection(call.reads) - inside
 
 
-def _apart(inside: list[fx.Node], known: Mapping[fx.Node, Call]) -> list[list[fx.Node]]:
+def _apart(inside: list[fx.Node], known: Mapping[fx.Node, MatchedCall]) -> list[list[fx.Node]]:
     """Calls by what still hangs together, in their order."""
-    group, members = _Groups(inside), set(inside)
+    group, members = _NodeGroups(inside), set(inside)
     for node in inside:
         for source in known[node].reads:
             joined = source in members and _joins(source, known[node], known)
@@ -120,7 +124,7 @@ def _apart(inside: list[fx.Node], known: Mapping[fx.Node, Call]) -> list[list[fx
     return group.parts()
 
 
-class _Groups:
+class _NodeGroups:
     """Union-find over nodes, and over other things that they share."""
 
     def __init__(self, nodes: Iterable[fx.Node]):

@@ -26,12 +26,12 @@ from demask.sparse.segment_program import (
     MAX_SIZE,
     Add,
     Cat,
-    Conv,
-    Linear,
-    Pool,
-    Program,
+    ConvStep,
+    LinearStep,
+    PoolStep,
+    SegmentProgram,
+    SparseWeight,
     Step,
-    Weight,
     reads,
 )
 
@@ -43,7 +43,7 @@ def spelled(program: Whole) -> Whole:
     """
     editor = GraphEditor(program)
     for node, inner in segments_of(editor.graph):
-        made = _Spelled(editor, node, inner).made()
+        made = _InlinedSegment(editor, node, inner).made()
         for user in list(node.users):
             one = made[inner.outputs[user.args[1]]]  # type: ignore[index]
             editor.replace(user, one, inherit=True)
@@ -53,17 +53,17 @@ def spelled(program: Whole) -> Whole:
 
 def run(inputs: Sequence[Tensor], weights: Sequence[Tensor], program: str) -> list[Tensor]:
     """What the op makes, by ATen ops."""
-    return dense.run(Program.parse(program), inputs, weights)
+    return dense.run(SegmentProgram.parse(program), inputs, weights)
 
 
 def check(found: Mapping[str, Any]) -> None:
     """BadInput for a call of the op that no inputs could make good."""
-    program = Program.parse(found["program"])
+    program = SegmentProgram.parse(found["program"])
     if len(found["inputs"]) != len(program.inputs):
         raise BadInput(f"expected {len(program.inputs)} inputs, got {len(found['inputs'])}")
     weights = found["weights"]
     for step in program.steps:
-        if not isinstance(step, (Conv, Linear)):
+        if not isinstance(step, (ConvStep, LinearStep)):
             continue
         _name(step)
         if any(w is None for w in weights):
@@ -77,10 +77,10 @@ def check(found: Mapping[str, Any]) -> None:
 CUSTOM_OPS.register("segment", Own(run, spelled, check))
 
 
-class _Spelled:
+class _InlinedSegment:
     """One segment on the way into ATen calls."""
 
-    def __init__(self, editor: GraphEditor, node: fx.Node, program: Program):
+    def __init__(self, editor: GraphEditor, node: fx.Node, program: SegmentProgram):
         found = schema.arguments(node)
         self.editor, self.node, self.program = editor, node, program
         self.values: list[fx.Node] = list(found["inputs"])
@@ -99,14 +99,14 @@ class _Spelled:
             kind = self.program.kinds[reads(step)[0]]
             channels = [self.channels[value] for value in reads(step)]
             operands = [self.values[value] for value in reads(step)]
-            if isinstance(step, (Conv, Linear)):
+            if isinstance(step, (ConvStep, LinearStep)):
                 operands += self._layer(step, kind, channels[0])
             self.values.append(self._inlined(_calls(step, kind), operands))
             wide = sum(channels) if isinstance(step, Cat) else getattr(step, "out", channels[0])
             self.channels.append(wide)
         return self.values
 
-    def _layer(self, step: Conv | Linear, kind: str, channels: int) -> list[fx.Node]:
+    def _layer(self, step: ConvStep | LinearStep, kind: str, channels: int) -> list[fx.Node]:
         """The weight of a layer, and its bias if it has one; one for layers that share them."""
         shape = _shape(step, kind, channels)
         key = step.weight, step.bias, channels, getattr(step, "groups", 1)
@@ -136,7 +136,7 @@ class _Spelled:
         return made
 
 
-def _name(step: Conv | Linear) -> str:
+def _name(step: ConvStep | LinearStep) -> str:
     """What the module of a layer is called. RefusedFile for a name that would be code in the source
     that torch.fx writes: programs come from files too."""
     return check_fqn(step.name or "segment")
@@ -158,8 +158,8 @@ def _shape(step: Step, kind: str, channels: int) -> tuple[int, ...]:
     if kind == "tokens":
         return (2, channels)
     sizes = [1, 1]
-    if isinstance(step, (Conv, Pool)):
-        pads = step.padding if isinstance(step, Conv) else ((0, 0), (0, 0))
+    if isinstance(step, (ConvStep, PoolStep)):
+        pads = step.padding if isinstance(step, ConvStep) else ((0, 0), (0, 0))
         sizes = [d * (k - 1) + 1 + sum(p)
                  for k, d, p in zip(step.kernel, step.dilation, pads, strict=True)]  # fmt: skip
     return (2, channels, *(sizes[1:] if kind == "signal" else sizes))
@@ -167,10 +167,10 @@ def _shape(step: Step, kind: str, channels: int) -> tuple[int, ...]:
 
 def _calls(step: Step, kind: str) -> fx.Graph:
     """The ATen calls of a step: of its operands, then its weight and bias."""
-    if isinstance(step, (Conv, Linear)):
-        out = step.groups if isinstance(step, Conv) else 1
+    if isinstance(step, (ConvStep, LinearStep)):
+        out = step.groups if isinstance(step, ConvStep) else 1
         nothing, row = (0, 0, 0), (0, 0, out)
-        step = replace(step, x=0, out=out, weight=Weight(nothing, (0, 0, out + 1), nothing),
+        step = replace(step, x=0, out=out, weight=SparseWeight(nothing, (0, 0, out + 1), nothing),
                        bias=None if step.bias is None else row, name="",
                        add=None if step.add is None else 0)  # fmt: skip
     elif isinstance(step, Cat):
@@ -183,11 +183,11 @@ def _calls(step: Step, kind: str) -> fx.Graph:
 @cache
 def _traced(step: Step, kind: str) -> fx.Graph:
     """The calls of a step of the fewest channels: which they are does not depend on sizes."""
-    channels = step.groups if isinstance(step, Conv) else 1
+    channels = step.groups if isinstance(step, ConvStep) else 1
     shapes = [_shape(step, kind, channels)] * len(reads(step))
-    layer = isinstance(step, (Conv, Linear))
+    layer = isinstance(step, (ConvStep, LinearStep))
     if layer and step.add is not None:
-        shapes[1] = Program((kind,), (replace(step, add=None),), (1,)).shapes(shapes[:1])[1]
+        shapes[1] = SegmentProgram((kind,), (replace(step, add=None),), (1,)).shapes(shapes[:1])[1]
 
     def run(*tensors: Tensor) -> Tensor:
         return dense.call(step, kind, tensors[: len(shapes)], *tensors[len(shapes) :])
@@ -200,7 +200,7 @@ def _traced(step: Step, kind: str) -> fx.Graph:
         return make_fx(run, pre_dispatch=True)(*fakes).graph
 
 
-def _weight_shape(step: Conv | Linear, kind: str) -> tuple[int, ...]:
+def _weight_shape(step: ConvStep | LinearStep, kind: str) -> tuple[int, ...]:
     """The shape of the weight of a layer with as few channels as it has groups."""
-    kernel = () if isinstance(step, Linear) else step.kernel[1 if kind == "signal" else 0 :]
+    kernel = () if isinstance(step, LinearStep) else step.kernel[1 if kind == "signal" else 0 :]
     return step.out, 1, *kernel

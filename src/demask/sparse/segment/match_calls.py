@@ -18,22 +18,22 @@ from demask.ops.traits import IDENTITIES, SQUEEZES
 from demask.sparse.segment_program import (
     Add,
     Cat,
-    Conv,
+    ConvStep,
     Flat,
-    Linear,
+    LinearStep,
     Map,
-    Mean,
-    Pool,
+    MeanStep,
+    PoolStep,
+    SparseWeight,
     Step,
-    Weight,
 )
 
 aten = torch.ops.aten
-NONE = Weight((0, 0, 0), (0, 0, 0), (0, 0, 0))  # until a segment has a place for it
+NONE = SparseWeight((0, 0, 0), (0, 0, 0), (0, 0, 0))  # until a segment has a place for it
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class MatchedCall:
     """A call that a segment can take over.
 
     reads: the values it reads; kind, makes: what they and its own value are taken for ("" until
@@ -64,7 +64,7 @@ class Call:
         return self.step.act if isinstance(self.step, Map) else None
 
 
-def calls_of(editor: GraphEditor, dtype: torch.dtype) -> dict[fx.Node, Call]:
+def calls_of(editor: GraphEditor, dtype: torch.dtype) -> dict[fx.Node, MatchedCall]:
     """The calls on values of this dtype, on the CPU, that a segment could take over, in order."""
     live, found = input_dependent(editor.graph), {}
     rules = {**_RULES, **dict.fromkeys(by_op(), _activation)}
@@ -78,9 +78,9 @@ def calls_of(editor: GraphEditor, dtype: torch.dtype) -> dict[fx.Node, Call]:
     return _with_kinds(found)
 
 
-def matrix(call: Call, weight: Tensor) -> Tensor:
+def matrix(call: MatchedCall, weight: Tensor) -> Tensor:
     """The weight of a layer as a matrix [out, in / groups · kernel]."""
-    if not isinstance(call.step, Conv) or not call.step.transposed:
+    if not isinstance(call.step, ConvStep) or not call.step.transposed:
         return weight.flatten(1)
     inner, outer, *kernel = weight.shape
     groups = call.step.groups
@@ -95,7 +95,7 @@ def _fits(node: fx.Node, dtype: torch.dtype) -> bool:
     return value.dtype is dtype and value.device.type == "cpu"
 
 
-def _with_kinds(found: Mapping[fx.Node, Call]) -> dict[fx.Node, Call]:
+def _with_kinds(found: Mapping[fx.Node, MatchedCall]) -> dict[fx.Node, MatchedCall]:
     """The calls with the kinds of their values: as they are made, else as they are read, else by
     their rank."""
     wanted: dict[fx.Node, str] = {}
@@ -103,7 +103,7 @@ def _with_kinds(found: Mapping[fx.Node, Call]) -> dict[fx.Node, Call]:
         kind = call.kind or next((wanted[u] for u in node.users if u in wanted), "")
         if kind:
             wanted[node] = kind
-    made: dict[fx.Node, Call] = {}
+    made: dict[fx.Node, MatchedCall] = {}
     for node, call in found.items():
         if not call.kind:
             kinds = [made[source].makes for source in call.reads if source in made]
@@ -121,7 +121,7 @@ def _has_rank(node: fx.Node, kind: str) -> bool:
     return rank > 0 if kind == "tokens" else rank == {"image": 4, "signal": 3}[kind]
 
 
-def _goes_along(call: Call, node: fx.Node, kind: str) -> bool:
+def _goes_along(call: MatchedCall, node: fx.Node, kind: str) -> bool:
     """Are values joined along their channels?"""
     if not isinstance(call.step, Cat):
         return True
@@ -132,10 +132,10 @@ def _goes_along(call: Call, node: fx.Node, kind: str) -> bool:
 # ---------------------------------------------------------------------------------------- layers
 
 Found = Mapping[str, Any]
-Rule = Callable[[GraphEditor, fx.Node, Found], "Call | None"]
+Rule = Callable[[GraphEditor, fx.Node, Found], "MatchedCall | None"]
 
 
-def _convolution(editor: GraphEditor, node: fx.Node, found: Found) -> Call | None:
+def _convolution(editor: GraphEditor, node: fx.Node, found: Found) -> MatchedCall | None:
     weight = _constants(editor, found)
     if weight is None or node.meta["val"].ndim != weight.ndim:
         return None  # computed weights, or an image without a batch
@@ -146,11 +146,11 @@ def _convolution(editor: GraphEditor, node: fx.Node, found: Found) -> Call | Non
     if stride is None or dilation is None or pads is None:
         return None
     window = _images(kernel, stride, pads, dilation)
-    step = Conv(0, NONE, None, weight.shape[0], **window, groups=found["groups"])
+    step = ConvStep(0, NONE, None, weight.shape[0], **window, groups=found["groups"])
     return _layer(node, found, "signal" if axes == 1 else "image", step)
 
 
-def _transposed(editor: GraphEditor, node: fx.Node, found: Found) -> Call | None:
+def _transposed(editor: GraphEditor, node: fx.Node, found: Found) -> MatchedCall | None:
     weight = _constants(editor, found)
     if weight is None or node.meta["val"].ndim != weight.ndim:
         return None
@@ -165,7 +165,7 @@ def _transposed(editor: GraphEditor, node: fx.Node, found: Found) -> Call | None
         return None  # it makes zeros behind what it computes
     out, kernel = weight.shape[1] * found["groups"], tuple(weight.shape[2:])
     window = _images(kernel, stride, pads, dilation)
-    step = Conv(0, NONE, None, out, **window, groups=found["groups"], transposed=True)
+    step = ConvStep(0, NONE, None, out, **window, groups=found["groups"], transposed=True)
     return _layer(node, found, "signal" if axes == 1 else "image", step)
 
 
@@ -178,15 +178,15 @@ def _images(kernel: Any, stride: Any, pads: Any, dilation: Any) -> dict[str, Any
     return {key: (line[key], *value) for key, value in found.items()}
 
 
-def _linear(editor: GraphEditor, node: fx.Node, found: Found) -> Call | None:
+def _linear(editor: GraphEditor, node: fx.Node, found: Found) -> MatchedCall | None:
     weight = _constants(editor, found)
     if weight is None or weight.ndim != 2:
         return None
-    return _layer(node, found, "tokens", Linear(0, NONE, None, weight.shape[0]))
+    return _layer(node, found, "tokens", LinearStep(0, NONE, None, weight.shape[0]))
 
 
-def _layer(node: fx.Node, found: Found, kind: str, step: Step) -> Call | None:
-    made = Call(node, (found["input"],), kind, kind, step, found["weight"], found["bias"])
+def _layer(node: fx.Node, found: Found, kind: str, step: Step) -> MatchedCall | None:
+    made = MatchedCall(node, (found["input"],), kind, kind, step, found["weight"], found["bias"])
     return made if isinstance(found["input"], fx.Node) else None
 
 
@@ -221,87 +221,89 @@ def _padding(value: Any, kernel: Sequence[int], dilation: Any, axes: int) -> Any
 # ----------------------------------------------------------------------- what is between layers
 
 
-def _activation(editor: GraphEditor, node: fx.Node, found: Found) -> Call | None:
+def _activation(editor: GraphEditor, node: fx.Node, found: Found) -> MatchedCall | None:
     for activation, op in by_op()[node.target]:
         numbers = op.read(found.__getitem__)
         if numbers is not None:
             x = next(iter(found.values()))  # an op's first argument
-            return Call(node, (x,), "", "", Map(0, (activation.name, numbers)))
+            return MatchedCall(node, (x,), "", "", Map(0, (activation.name, numbers)))
     return None
 
 
-def _same(editor: GraphEditor, node: fx.Node, found: Found) -> Call | None:
+def _same(editor: GraphEditor, node: fx.Node, found: Found) -> MatchedCall | None:
     """The same numbers, in memory of their own or not."""
     x = found["self"]
-    return Call(node, (x,), "", "", None) if _alike(node, x) else None
+    return MatchedCall(node, (x,), "", "", None) if _alike(node, x) else None
 
 
-def _sum(editor: GraphEditor, node: fx.Node, found: Found) -> Call | None:
+def _sum(editor: GraphEditor, node: fx.Node, found: Found) -> MatchedCall | None:
     sides = found["self"], found["other"]
     if found["alpha"] != 1 or not all(isinstance(side, fx.Node) for side in sides):
         return None
-    return Call(node, sides, "", "", Add(0, 0)) if all(_alike(node, s) for s in sides) else None
+    return (
+        MatchedCall(node, sides, "", "", Add(0, 0)) if all(_alike(node, s) for s in sides) else None
+    )
 
 
-def _joined(editor: GraphEditor, node: fx.Node, found: Found) -> Call | None:
+def _joined(editor: GraphEditor, node: fx.Node, found: Found) -> MatchedCall | None:
     parts = tuple(found["tensors"])
     rank = node.meta["val"].ndim
     if any(part.meta["val"].ndim != rank for part in parts):  # torch lets empty vectors pass
         return None
-    return Call(node, parts, "", "", Cat((0,)))
+    return MatchedCall(node, parts, "", "", Cat((0,)))
 
 
-def _largest(editor: GraphEditor, node: fx.Node, found: Found) -> Call | None:
+def _largest(editor: GraphEditor, node: fx.Node, found: Found) -> MatchedCall | None:
     return _pooled(node, found, mean=False, counted=True)
 
 
-def _averaged(editor: GraphEditor, node: fx.Node, found: Found) -> Call | None:
+def _averaged(editor: GraphEditor, node: fx.Node, found: Found) -> MatchedCall | None:
     if found["divisor_override"] is not None:
         return None
     return _pooled(node, found, mean=True, counted=found["count_include_pad"])
 
 
-def _pooled(node: fx.Node, found: Found, *, mean: bool, counted: bool) -> Call | None:
+def _pooled(node: fx.Node, found: Found, *, mean: bool, counted: bool) -> MatchedCall | None:
     kernel = _spread(found["kernel_size"], 2)
     stride = _spread(found["stride"] or found["kernel_size"], 2)
     padding, dilation = (_spread(found.get(key, 1), 2) for key in ("padding", "dilation"))
     if None in (kernel, stride, padding, dilation) or node.meta["val"].ndim != 4:
         return None
-    step = Pool(0, mean, kernel, stride, padding, dilation, found["ceil_mode"], counted)  # type: ignore
-    return Call(node, (found["self"],), "image", "image", step)
+    step = PoolStep(0, mean, kernel, stride, padding, dilation, found["ceil_mode"], counted)  # type: ignore
+    return MatchedCall(node, (found["self"],), "image", "image", step)
 
 
-def _adaptive(editor: GraphEditor, node: fx.Node, found: Found) -> Call | None:
+def _adaptive(editor: GraphEditor, node: fx.Node, found: Found) -> MatchedCall | None:
     x = found["self"]
     if node.meta["val"].ndim != 4:
         return None
     if _alike(node, x):
-        return Call(node, (x,), "", "", None)
+        return MatchedCall(node, (x,), "", "", None)
     whole = _spread(found["output_size"], 2) == (1, 1)
-    return Call(node, (x,), "image", "image", Mean(0, keep=True)) if whole else None
+    return MatchedCall(node, (x,), "image", "image", MeanStep(0, keep=True)) if whole else None
 
 
-def _mean(editor: GraphEditor, node: fx.Node, found: Found) -> Call | None:
+def _mean(editor: GraphEditor, node: fx.Node, found: Found) -> MatchedCall | None:
     x, dims = found["self"], found["dim"]
     rank = x.meta["val"].ndim
     if rank != 4 or sorted(d % 4 for d in dims or ()) != [2, 3] or found["dtype"] is not None:
         return None
     made = "image" if found["keepdim"] else "tokens"
-    return Call(node, (x,), "image", made, Mean(0, keep=found["keepdim"]))
+    return MatchedCall(node, (x,), "image", made, MeanStep(0, keep=found["keepdim"]))
 
 
-def _flat(editor: GraphEditor, node: fx.Node, found: Found) -> Call | None:
+def _flat(editor: GraphEditor, node: fx.Node, found: Found) -> MatchedCall | None:
     """Images of one pixel as rows; anything into the shape that it has."""
     x = found["self"]
     if not isinstance(x.meta.get("val"), Tensor):
         return None
     if _alike(node, x):
-        return Call(node, (x,), "", "", None)
+        return MatchedCall(node, (x,), "", "", None)
     before, after = x.meta["val"].shape, node.meta["val"].shape
     rows = len(before) == 4 and len(after) == 2 and tuple(before[2:]) == (1, 1)
     if not rows or not all(map(same_size, before[:2], after)):
         return None
-    return Call(node, (x,), "image", "tokens", Flat(0))
+    return MatchedCall(node, (x,), "image", "tokens", Flat(0))
 
 
 def _alike(node: fx.Node, other: fx.Node) -> bool:

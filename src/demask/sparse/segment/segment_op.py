@@ -23,7 +23,7 @@ from demask.kernels.llvm.availability import NoPlan
 from demask.kernels.plan_cache import PlanCache, Planned, plans_of
 from demask.sparse import reference as dense
 from demask.sparse.products import gpu_segment
-from demask.sparse.segment_program import Program
+from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.training.recompute import parsed, recomputed
 
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -78,31 +78,31 @@ class SegmentPlans(PlanCache):
         return planned(self.program, inputs, weights)
 
 
-def planned(program: Program, inputs: list[Tensor], weights: list[Tensor]) -> Planned:
+def planned(program: SegmentProgram, inputs: list[Tensor], weights: list[Tensor]) -> Planned:
     """A plan, if kernels can do it; BadInput for what does not fit."""
     dense.check(program, inputs, weights)
     if inputs[0].dtype != torch.float32 or any(x.numel() == 0 for x in inputs):
         return None, ()
     if not llvm.installed():
         return None, ()
-    from demask.sparse.plan.segment_plan import Plan
+    from demask.sparse.plan.segment_plan import SegmentPlan
 
     copied = tuple(place for place, x in enumerate(inputs) if _apart(program, place, x))
     given = [x.contiguous() if place in copied else x for place, x in enumerate(inputs)]
     try:
-        return Plan.of(program, weights, given, torch.get_num_threads()), copied
+        return SegmentPlan.of(program, weights, given, torch.get_num_threads()), copied
     except NoPlan:
         return None, ()
 
 
-def _apart(program: Program, place: int, x: Tensor) -> bool:
+def _apart(program: SegmentProgram, place: int, x: Tensor) -> bool:
     """Whether an input holds tokens that do not follow one another at one distance."""
     tokens = program.inputs[place] == "tokens" and x.ndim > 2
     return tokens and x.flatten(0, -2).data_ptr() != x.data_ptr()
 
 
 def without_plan(
-    program: Program, inputs: Sequence[Tensor], weights: Sequence[Tensor]
+    program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> list[Tensor]:
     """The outputs by ATen ops, and on a GPU by its kernels, contiguous and in memory of their
     own."""

@@ -17,13 +17,13 @@ from demask.kernels.cpu import csr, sddmm
 from demask.kernels.cpu.thread_team import ENTRY, Job
 from demask.kernels.llvm.isa import host
 from demask.kernels.llvm.jit import CODE
-from demask.sparse.csr_matrix import Rows
+from demask.sparse.csr_matrix import CsrMatrix
 from demask.sparse.products.spmm_cpu import LINE, WORK
-from demask.sparse.segment_program import Conv
-from demask.sparse.training.conv_offsets import Geometry, Offsets, offsets_of
+from demask.sparse.segment_program import ConvStep
+from demask.sparse.training.conv_offsets import ConvGeometry, Offsets, offsets_of
 
 
-def convolved(step: Conv, m: Rows, x: Tensor, bias: Tensor | None) -> Tensor:
+def convolved(step: ConvStep, m: CsrMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
     """The convolution of x [batch, channels, (height,) width] without its activation, contiguous.
 
     m: the matrix of its kernel, float32 on the CPU, indices int32; BadInput for ones that do not
@@ -37,7 +37,7 @@ def convolved(step: Conv, m: Rows, x: Tensor, bias: Tensor | None) -> Tensor:
     return _like(made if bias is None else made.add_(bias[:, None, None]), x)
 
 
-def slope_of_x(step: Conv, m: Rows, x: Tensor, slope: Tensor) -> Tensor:
+def slope_of_x(step: ConvStep, m: CsrMatrix, x: Tensor, slope: Tensor) -> Tensor:
     """What the slopes of the output are for x: slopes of its shape, contiguous."""
     m, g, where = _read(step, m, x)
     if g.transposed:
@@ -45,7 +45,7 @@ def slope_of_x(step: Conv, m: Rows, x: Tensor, slope: Tensor) -> Tensor:
     return _like(_up(m, g, where, g.spread(_image(slope))), x)
 
 
-def slope_of_values(step: Conv, m: Rows, x: Tensor, slope: Tensor) -> Tensor:
+def slope_of_values(step: ConvStep, m: CsrMatrix, x: Tensor, slope: Tensor) -> Tensor:
     """What the slopes of the output are for the nonzeros [nonzeros]: every thread adds up those of
     its images."""
     m, g, where = _read(step, m, x)
@@ -54,7 +54,7 @@ def slope_of_values(step: Conv, m: Rows, x: Tensor, slope: Tensor) -> Tensor:
     batch, isa, count = laid.shape[0], host(), m.col.numel()
     threads = _threads(batch, count * g.length)
     sums = torch.zeros(threads, count)
-    table = Rows(where.starts, where.there, m.values, None, (g.rows, laid[0].numel()))
+    table = CsrMatrix(where.starts, where.there, m.values, None, (g.rows, laid[0].numel()))
     calls = _calls(sddmm.CALL, batch, table, where.rows)
     image = np.arange(batch)
     calls["begin"], calls["end"] = 0, g.rows
@@ -69,12 +69,12 @@ def slope_of_values(step: Conv, m: Rows, x: Tensor, slope: Tensor) -> Tensor:
     return made if where.sorted is None else torch.empty(count).index_copy_(0, where.sorted, made)
 
 
-def _read(step: Conv, m: Rows, x: Tensor) -> tuple[Rows, Geometry, Offsets]:
+def _read(step: ConvStep, m: CsrMatrix, x: Tensor) -> tuple[CsrMatrix, ConvGeometry, Offsets]:
     """The matrix, as kernels take it; where its nonzeros read."""
-    g = Geometry.of(step, tuple(x.shape))
+    g = ConvGeometry.of(step, tuple(x.shape))
     inner = x.shape[1] // g.groups
     size = step.out, inner * g.kernel[0] * g.kernel[1]
-    m = Rows(m.crow.contiguous(), m.col.contiguous(), m.values.contiguous(), None, size)
+    m = CsrMatrix(m.crow.contiguous(), m.col.contiguous(), m.values.contiguous(), None, size)
     return m, g, offsets_of(m, g)
 
 
@@ -88,28 +88,30 @@ def _like(made: Tensor, x: Tensor) -> Tensor:
     return (made.squeeze(2) if x.ndim == 3 else made).contiguous()
 
 
-def _down(m: Rows, g: Geometry, where: Offsets, laid: Tensor, bias: Tensor | None) -> Tensor:
+def _down(
+    m: CsrMatrix, g: ConvGeometry, where: Offsets, laid: Tensor, bias: Tensor | None
+) -> Tensor:
     """From planes to slopes without gaps [batch, rows, *out]: what each nonzero reads, summed."""
     batch, (high, wide) = laid.shape[0], g.out
     values = m.values if where.sorted is None else m.values.index_select(0, where.sorted)
     # one pixel: the kernel for a single column writes rows side by side
     made = torch.empty(batch, g.rows, high * g.wide if g.length > 1 else 1)
-    table = Rows(where.starts, where.there, values, None, (g.rows, laid[0].numel()))
+    table = CsrMatrix(where.starts, where.there, values, None, (g.rows, laid[0].numel()))
     _multiply(table, where.rows, laid, made, g.length, bias)
     return made.view(batch, g.rows, high, -1)[..., :wide]
 
 
-def _up(m: Rows, g: Geometry, where: Offsets, spread: Tensor) -> Tensor:
+def _up(m: CsrMatrix, g: ConvGeometry, where: Offsets, spread: Tensor) -> Tensor:
     """From slopes to images [batch, channels, *size]: the transpose of `_down`."""
     made = torch.empty(spread.shape[0], g.planes, g.high, g.wide)
     values = m.values.index_select(0, where.order)
-    table = Rows(where.crow, where.back, values, None, (g.planes, spread[0].numel()))
+    table = CsrMatrix(where.crow, where.back, values, None, (g.planes, spread[0].numel()))
     _multiply(table, where.planes, spread, made, g.plane, None)
     return g.back(made)
 
 
 def _multiply(
-    m: Rows, order: Tensor, x: Tensor, made: Tensor, length: int, bias: Tensor | None
+    m: CsrMatrix, order: Tensor, x: Tensor, made: Tensor, length: int, bias: Tensor | None
 ) -> None:
     """made[image, row, t] = sum of values · x[image, offset + t] for t below `length`. Columns of m
     are offsets; x and made are contiguous, images first, rows of made second."""
@@ -131,7 +133,7 @@ def _multiply(
     _run(calls, code, batch, _threads(batch, m.col.numel() * length))
 
 
-def _calls(kind: np.dtype[Any], count: int, m: Rows, order: Tensor) -> np.ndarray:
+def _calls(kind: np.dtype[Any], count: int, m: CsrMatrix, order: Tensor) -> np.ndarray:
     """Calls over all rows of a matrix, in this order (int32)."""
     calls = np.zeros(count, kind)
     calls["crow"], calls["col"] = m.crow.data_ptr(), m.col.data_ptr()

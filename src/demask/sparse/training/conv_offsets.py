@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from demask.sparse.csr_matrix import Rows, row_of
+from demask.sparse.csr_matrix import CsrMatrix, row_of
 from demask.sparse.products.gpu_formats import form_of
-from demask.sparse.segment_program import MAX_SIZE, Conv, Pair
+from demask.sparse.segment_program import MAX_SIZE, ConvStep, Pair
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class ConvGeometry:
     """Sizes of one convolution over images of one size; pairs are (height, width).
 
     channels, size: of what is laid in planes, the input, or the output of a transposed convolution;
@@ -49,7 +49,7 @@ class Geometry:
     transposed: bool = False
 
     @classmethod
-    def of(cls, step: Conv, shape: tuple[int, ...]) -> Geometry:
+    def of(cls, step: ConvStep, shape: tuple[int, ...]) -> ConvGeometry:
         """Of a convolution over [batch, channels, (height,) width]."""
         given = (shape[2], shape[3]) if len(shape) == 4 else (1, shape[2])
         made, reach = [], []
@@ -162,13 +162,13 @@ class Offsets:
     planes: Tensor
 
 
-def offsets_of(m: Rows, g: Geometry) -> Offsets:
+def offsets_of(m: CsrMatrix, g: ConvGeometry) -> Offsets:
     """The offsets of a matrix of a convolution, made once per mask and size; BadInput for indices
     that do not fit."""
     return form_of(m).beside(g, lambda: _offsets(m, g))
 
 
-def _offsets(m: Rows, g: Geometry) -> Offsets:
+def _offsets(m: CsrMatrix, g: ConvGeometry) -> Offsets:
     row, col = row_of(m), m.col.long()
     high, wide = g.kernel
     inner, outer = g.channels // g.groups, g.rows // g.groups

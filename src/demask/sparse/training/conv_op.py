@@ -20,8 +20,8 @@ from torch.library import Library
 
 from demask.errors import BadInput
 from demask.sparse import reference as dense
-from demask.sparse.csr_matrix import Rows
-from demask.sparse.segment_program import Conv
+from demask.sparse.csr_matrix import CsrMatrix
+from demask.sparse.segment_program import ConvStep
 from demask.sparse.training.recompute import parsed, recomputed
 
 _LIBRARY = Library("demask", "FRAGMENT")
@@ -42,11 +42,18 @@ def convolved(
     return torch.ops.demask.convolved.default(x, values, crow, col, bias, text)
 
 
-def _step(text: str, x: Tensor, values: Tensor, crow: Tensor, col: Tensor) -> tuple[Conv, Rows]:
+def _step(
+    text: str, x: Tensor, values: Tensor, crow: Tensor, col: Tensor
+) -> tuple[ConvStep, CsrMatrix]:
     """The convolution and its matrix, checked; indices are checked by their offsets."""
     program = parsed(text)
     step = program.steps[0]
-    if not isinstance(step, Conv) or len(program.steps) != 1 or step.act or step.add is not None:
+    if (
+        not isinstance(step, ConvStep)
+        or len(program.steps) != 1
+        or step.act
+        or step.add is not None
+    ):
         raise BadInput("expected a program of one convolution without activation and sum")
     dense.check(program, [x], [values, crow, col])
     kinds = (x.dtype, values.dtype, crow.dtype, col.dtype)
@@ -55,7 +62,7 @@ def _step(text: str, x: Tensor, values: Tensor, crow: Tensor, col: Tensor) -> tu
     sizes = tuple(t.shape for t in (crow, values))
     if sizes != ((step.out + 1,), tuple(col.shape)) or col.ndim != 1:
         raise BadInput(f"expected {step.out + 1} row starts and n values and columns, got {sizes}")
-    return step, Rows(crow, col, values, None, (step.out, 0))
+    return step, CsrMatrix(crow, col, values, None, (step.out, 0))
 
 
 def _convolved(

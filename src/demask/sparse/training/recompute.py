@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from demask.sparse import reference as dense
-from demask.sparse.segment_program import Program
+from demask.sparse.segment_program import SegmentProgram
 
 
 @functools.lru_cache(maxsize=64)
-def parsed(text: str) -> Program:
+def parsed(text: str) -> SegmentProgram:
     """The program of a text."""
-    return Program.parse(text)
+    return SegmentProgram.parse(text)
 
 
 def recomputed(

@@ -23,14 +23,16 @@ from demask.kernels.llvm import availability as llvm
 from demask.ops.activations import Act, activate
 from demask.sparse import reference as dense
 from demask.sparse.products.spmm_op import product
-from demask.sparse.segment_program import Conv, Linear, Program, Span, Weight
-from demask.sparse.training.conv_offsets import Geometry
+from demask.sparse.segment_program import ConvStep, LinearStep, SegmentProgram, Span, SparseWeight
+from demask.sparse.training.conv_offsets import ConvGeometry
 from demask.sparse.training.conv_op import convolved
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def trained(program: Program, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor | None:
+def trained(
+    program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[Tensor]
+) -> Tensor | None:
     """The output of a program of one layer, with gradients; None where this is no case for kernels.
 
     BadInput for shapes, dtypes and indices that do not fit.
@@ -39,22 +41,22 @@ def trained(program: Program, inputs: Sequence[Tensor], weights: Sequence[Tensor
         return None
     (x,), step = inputs, program.steps[0]
     dense.check(program, inputs, weights)
-    if isinstance(step, Linear):
+    if isinstance(step, LinearStep):
         z = _linear(step, x, weights)
-    elif isinstance(step, Conv):
+    elif isinstance(step, ConvStep):
         z = _conv(step, program, x, weights)
     else:
         return None
     return None if z is None else activate(z, step.act)
 
 
-def takes(program: Program, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
+def takes(program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
     """Whether a program is one layer on the CPU, of one dtype that kernels compute, and something
     of it wants gradients: frozen layers pass them on to x."""
     if len(program.steps) != 1 or len(inputs) != 1 or program.outputs != (1,):
         return False
     step, x = program.steps[0], inputs[0]
-    if not isinstance(step, Conv | Linear) or step.add is not None or not x.numel():
+    if not isinstance(step, ConvStep | LinearStep) or step.add is not None or not x.numel():
         return False
     spans = [step.weight.values, step.weight.crow, step.weight.col]
     spans += [] if step.bias is None else [step.bias]
@@ -76,7 +78,7 @@ def _whole(span: Span, weights: Sequence[Tensor]) -> bool:
     return place < len(weights) and first == 0 and weights[place].shape == (end,)
 
 
-def _linear(step: Linear, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+def _linear(step: LinearStep, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """x @ W.T + bias [..., out]."""
     values, crow, col = dense.matrix(step.weight, weights, x.shape[-1])
     flat = x.reshape(-1, x.shape[-1])
@@ -86,8 +88,10 @@ def _linear(step: Linear, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
     return made.t().contiguous().reshape(*x.shape[:-1], step.out)
 
 
-def _conv(step: Conv, program: Program, x: Tensor, weights: Sequence[Tensor]) -> Tensor | None:
-    if Geometry.of(step, tuple(x.shape)).too_large:
+def _conv(
+    step: ConvStep, program: SegmentProgram, x: Tensor, weights: Sequence[Tensor]
+) -> Tensor | None:
+    if ConvGeometry.of(step, tuple(x.shape)).too_large:
         return None
     spans = step.weight.values, step.weight.crow, step.weight.col
     values, crow, col = (weights[span[0]] for span in spans)
@@ -97,12 +101,12 @@ def _conv(step: Conv, program: Program, x: Tensor, weights: Sequence[Tensor]) ->
 
 
 @functools.lru_cache(maxsize=256)
-def _bare(program: Program) -> str:
+def _bare(program: SegmentProgram) -> str:
     """The program without its activation; its weights are values, row starts, columns, bias."""
     step = program.steps[0]
-    assert isinstance(step, Conv)
+    assert isinstance(step, ConvStep)
     act: Act | None = None
     spans = step.weight.values, step.weight.crow, step.weight.col
-    weight = Weight(*((place, *span[1:]) for place, span in enumerate(spans)))
+    weight = SparseWeight(*((place, *span[1:]) for place, span in enumerate(spans)))
     bias = None if step.bias is None else (3, *step.bias[1:])
     return replace(program, steps=(replace(step, act=act, weight=weight, bias=bias),)).text()

@@ -8,20 +8,26 @@ from dataclasses import dataclass
 from demask.errors import BadInput
 from demask.machine.arena import Block, aligned, planned
 from demask.machine.byte_sizes import human
-from demask.stride.accelerator.emitter import Listing, Ref, Step
-from demask.stride.accelerator.machine import ACTIVATIONS, WEIGHTS, Instruction, Machine, Operand
+from demask.stride.accelerator.emitter import Listing, UnitStep, ValueRef
+from demask.stride.accelerator.machine import (
+    ACTIVATIONS,
+    WEIGHTS,
+    BufferOperand,
+    Instruction,
+    Machine,
+)
 from demask.stride.accelerator.units import ABILITIES
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedInstructions:
     """Instructions, and how many bytes of each buffer they reach."""
 
     instructions: tuple[Instruction, ...]
     sizes: Mapping[str, int]
 
 
-def placed(listing: Listing, machine: Machine) -> Placed:
+def placed(listing: Listing, machine: Machine) -> PlacedInstructions:
     """The steps of a network with addresses. BadInput: a buffer is too small.
 
     Weights lie one behind another: all are wanted in every run. Activations share places: a value
@@ -39,20 +45,20 @@ def placed(listing: Listing, machine: Machine) -> Placed:
     sizes = {WEIGHTS: end, ACTIVATIONS: plan.size}
     _check_room(sizes, machine)
 
-    def operand(ref: Ref) -> Operand:
+    def operand(ref: ValueRef) -> BufferOperand:
         address = 0
         if ref.buffer == WEIGHTS:
             address = weights[ref.value]
         elif ref.buffer == ACTIVATIONS:
             address = offsets[places[ref.value]]
-        return Operand(ref.value, ref.buffer, address, ref.shape)
+        return BufferOperand(ref.value, ref.buffer, address, ref.shape)
 
     made = (Instruction(step.op, tuple(map(operand, step.reads)), operand(step.writes),
                         step.settings) for step in listing.steps)  # fmt: skip
-    return Placed(tuple(made), sizes)
+    return PlacedInstructions(tuple(made), sizes)
 
 
-def _shared(steps: tuple[Step, ...]) -> dict[str, str]:
+def _shared(steps: tuple[UnitStep, ...]) -> dict[str, str]:
     """Per value in the activations buffer, the value in whose place it lies: its own, or that of
     an operand."""
     last = {ref.value: k for k, step in enumerate(steps) for ref in step.reads}
@@ -68,7 +74,7 @@ def _shared(steps: tuple[Step, ...]) -> dict[str, str]:
     return places
 
 
-def _blocks(steps: tuple[Step, ...], places: Mapping[str, str]) -> dict[str, Block]:
+def _blocks(steps: tuple[UnitStep, ...], places: Mapping[str, str]) -> dict[str, Block]:
     """The bytes and the lifetime of each place."""
     found: dict[str, Block] = {}
     for k, step in enumerate(steps):

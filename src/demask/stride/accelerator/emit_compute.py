@@ -16,18 +16,25 @@ from demask.ops.activations import ACTIVATIONS
 from demask.ops.traits import CONVOLUTIONS_ANY_PADDING
 from demask.stride.accelerator.emit_layout import SHAPES
 from demask.stride.accelerator.emit_windows import WINDOWS, each, per_channel, softmax_of
-from demask.stride.accelerator.emitter import Emitter, Made, Ref, Refused, Rule, shape_of
+from demask.stride.accelerator.emitter import (
+    CannotEmit,
+    InstructionEmitter,
+    Made,
+    Rule,
+    ValueRef,
+    shape_of,
+)
 
 aten = torch.ops.aten
 Arguments = dict[str, Any]
 
 
-def convolution(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def convolution(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     """The matrix unit slides a kernel in steps of one; the bias is added by the vector unit."""
     w = e.ref(a["weight"])
     axes, x = len(w.shape) - 2, e.ref(a["input"])
     if any(step != 1 for step in a["stride"]):
-        raise Refused(f"its stride is {list(a['stride'])}; the matrix unit has steps of one")
+        raise CannotEmit(f"its stride is {list(a['stride'])}; the matrix unit has steps of one")
     dilation = each(a["dilation"], axes)
     before = after = (0,) * axes
     if a["padding"] == "same":
@@ -45,7 +52,7 @@ def convolution(e: Emitter, node: fx.Node, a: Arguments) -> Made:
     return y.view(*shape_of(node))
 
 
-def linear(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def linear(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     x, w = e.ref(a["input"]), e.ref(a["weight"])
     w = w if len(w.shape) == 2 else w.view(1, w.shape[0])
     rows = x.view(math.prod(x.shape[:-1]), x.shape[-1])
@@ -55,22 +62,22 @@ def linear(e: Emitter, node: fx.Node, a: Arguments) -> Made:
     return y.view(*shape_of(node))
 
 
-def addmm(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def addmm(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     if a["beta"] != 1 or a["alpha"] != 1:
-        raise Refused(f"expected factors of 1, found beta {a['beta']} and alpha {a['alpha']}")
+        raise CannotEmit(f"expected factors of 1, found beta {a['beta']} and alpha {a['alpha']}")
     x, w = e.ref(a["mat1"]), e.ref(a["mat2"])
     y = e.put("product", [x, w], shape_of(node), transposed=0)
     return e.put("add", [y, e.ref(a["self"])], y.shape)
 
 
-def matmul(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def matmul(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     x, w = (e.ref(a[name]) for name in list(a)[:2])
     x = x if len(x.shape) > 1 else x.view(1, math.prod(x.shape))
     w = w if len(w.shape) > 1 else w.view(math.prod(w.shape), 1)
     return product(e, x, w, transposed=0).view(*shape_of(node))
 
 
-def product(e: Emitter, x: Ref, w: Ref, transposed: int) -> Ref:
+def product(e: InstructionEmitter, x: ValueRef, w: ValueRef, transposed: int) -> ValueRef:
     """Matrices by matrices, in as many pairs as there are; either side may be one for all."""
     if math.prod(w.shape[:-2]) == 1:
         rows, w = x.view(math.prod(x.shape[:-1]), x.shape[-1]), w.view(*w.shape[-2:])
@@ -84,11 +91,11 @@ def product(e: Emitter, x: Ref, w: Ref, transposed: int) -> Ref:
     return e.put("product", [x, w], (*x.shape[:-1], channels), transposed=transposed)
 
 
-def attention(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def attention(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     """softmax(q k' scale + mask) v, step by step."""
     q, k, v = (e.ref(a[name]) for name in ("query", "key", "value"))
     if a.get("enable_gqa") or a["dropout_p"]:
-        raise Refused("heads that share keys, or dropout; expected plain attention")
+        raise CannotEmit("heads that share keys, or dropout; expected plain attention")
     scale = a["scale"] if a["scale"] is not None else 1 / math.sqrt(q.shape[-1])
     scores = product(e, e.put("multiply", [q], q.shape, immediate=float(scale)), k, transposed=1)
     if a["is_causal"]:
@@ -109,7 +116,7 @@ def _additive(allowed: Any) -> Tensor:
 def function(op: str, **settings: str) -> Rule:
     """A function of the vector unit; settings: by the names of the call's arguments."""
 
-    def rule(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+    def rule(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
         given: Arguments = {k: float(a[name]) for k, name in settings.items()}
         return e.put(op, [e.ref(a[next(iter(a))])], shape_of(node), **given)
 
@@ -119,10 +126,10 @@ def function(op: str, **settings: str) -> Rule:
 def binary(op: str) -> Rule:
     """A function of two operands, either of them a number; `alpha` multiplies the second one."""
 
-    def rule(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+    def rule(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
         x, other = (a[name] for name in list(a)[:2])
         if a.get("rounding_mode") is not None:
-            raise Refused("it rounds what it divides")
+            raise CannotEmit("it rounds what it divides")
         alpha, x = a.get("alpha", 1), e.ref(x)
         if isinstance(other, int | float):
             return e.put(op, [x], shape_of(node), immediate=float(other * alpha))
@@ -134,7 +141,7 @@ def binary(op: str) -> Rule:
     return rule
 
 
-def reversed_subtract(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def reversed_subtract(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     x = e.ref(a["self"])
     x = e.put("multiply", [x], x.shape, immediate=-float(a["alpha"]))
     if isinstance(a["other"], int | float):
@@ -145,7 +152,7 @@ def reversed_subtract(e: Emitter, node: fx.Node, a: Arguments) -> Made:
 def clamp(low: str | float | None, high: str | float | None) -> Rule:
     """Between two bounds: numbers, the names of the call's arguments that hold them, or none."""
 
-    def rule(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+    def rule(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
         ends = [a[bound] if isinstance(bound, str) else bound for bound in (low, high)]
         given: Arguments = {}
         for name, end in zip(("low", "high"), ends, strict=True):
@@ -156,36 +163,36 @@ def clamp(low: str | float | None, high: str | float | None) -> Rule:
     return rule
 
 
-def power(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def power(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     x, exponent = e.ref(a["self"]), a["exponent"]
     if exponent == 2:
         return e.put("multiply", [x, x], x.shape)
     return e.put("power", [x], x.shape, immediate=float(exponent))
 
 
-def square(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def square(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     x = e.ref(a["self"])
     return e.put("multiply", [x, x], x.shape)
 
 
-def elu(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def elu(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     if a["scale"] != 1 or a["input_scale"] != 1:
-        raise Refused("its scales are not 1")
+        raise CannotEmit("its scales are not 1")
     return e.put("elu", [e.ref(a["self"])], shape_of(node), alpha=float(a["alpha"]))
 
 
-def softplus(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def softplus(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     if a["beta"] != 1 or a["threshold"] != 20:
-        raise Refused("its beta is not 1, or its threshold not 20")
+        raise CannotEmit("its beta is not 1, or its threshold not 20")
     return e.put("softplus", [e.ref(a["self"])], shape_of(node))
 
 
-def gelu(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def gelu(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     op = "gelu_tanh" if a["approximate"] == "tanh" else "gelu"
     return e.put(op, [e.ref(a["self"])], shape_of(node))
 
 
-def prelu(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def prelu(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     """max(x, 0) + w min(x, 0)."""
     x, w = e.ref(a["self"]), e.ref(a["weight"])
     slope = per_channel(w, len(x.shape) - 2) if math.prod(w.shape) > 1 else w
@@ -194,11 +201,11 @@ def prelu(e: Emitter, node: fx.Node, a: Arguments) -> Made:
     return e.put("add", [e.put("relu", [x], x.shape), low], x.shape)
 
 
-def select(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def select(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     """By a mask that is known before the run."""
     mask = a.get("condition", a.get("mask"))
     if not e.is_fixed(mask):
-        raise Refused("its condition depends on the input; expected a constant mask")
+        raise CannotEmit("its condition depends on the input; expected a constant mask")
     first, second = (a["self"], a["other"]) if "condition" in a else (a["value"], a["self"])
     return e.put("select", [e.ref(mask), e.ref(first), e.ref(second)], shape_of(node))
 

@@ -15,50 +15,57 @@ import torch
 from torch import Tensor, fx
 
 from demask.ops.traits import IDENTITIES, RESHAPES
-from demask.stride.accelerator.emitter import Emitter, Made, Ref, Refused, Rule, shape_of
+from demask.stride.accelerator.emitter import (
+    CannotEmit,
+    InstructionEmitter,
+    Made,
+    Rule,
+    ValueRef,
+    shape_of,
+)
 
 aten = torch.ops.aten
 Arguments = dict[str, Any]
 
 
-def view(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def view(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     """The same elements, in the same order: no step."""
     return e.ref(a[next(iter(a))]).view(*shape_of(node))
 
 
-def dropout(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def dropout(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     if a["train"]:
-        raise Refused("it drops at random; expected eval mode")
+        raise CannotEmit("it drops at random; expected eval mode")
     return view(e, node, a)
 
 
-def getitem(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def getitem(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     made = e.refs.get(a["0"])
     if not isinstance(made, tuple):
-        raise Refused("it reads one of several results of a call that the machine does not have")
+        raise CannotEmit("it reads one of several results of a call that the machine does not have")
     return made[a["1"]]
 
 
-def expand(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def expand(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     x, shape = e.ref(a["self"]), shape_of(node)
     if math.prod(x.shape) == math.prod(shape):
         return x.view(*shape)
     return e.put("repeat", [x], shape)
 
 
-def permuted(e: Emitter, x: Ref, order: Sequence[int]) -> Ref:
+def permuted(e: InstructionEmitter, x: ValueRef, order: Sequence[int]) -> ValueRef:
     """The axes in another order; where only axes of size 1 move, that is free."""
     shape = [x.shape[axis] for axis in order]
     long = [axis for axis in order if x.shape[axis] > 1]
     return x.view(*shape) if long == sorted(long) else e.move(x, order)
 
 
-def permute(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def permute(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     x = e.ref(a["self"])
     return permuted(e, x, [axis % len(x.shape) for axis in a["dims"]])
 
 
-def transpose(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def transpose(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     x = e.ref(a["self"])
     order = list(range(len(x.shape)))
     first, second = (a.get(name, k) for k, name in enumerate(("dim0", "dim1")))
@@ -67,7 +74,7 @@ def transpose(e: Emitter, node: fx.Node, a: Arguments) -> Made:
     return permuted(e, x, order)
 
 
-def movedim(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def movedim(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     x = e.ref(a["self"])
     given = ([a[name]] if isinstance(a[name], int) else a[name]
              for name in ("source", "destination"))  # fmt: skip
@@ -77,11 +84,11 @@ def movedim(e: Emitter, node: fx.Node, a: Arguments) -> Made:
     return permuted(e, x, [found[k] if k in found else next(rest) for k in range(len(x.shape))])
 
 
-def matrix_transpose(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def matrix_transpose(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     return transpose(e, node, {**a, "dim0": -2, "dim1": -1})
 
 
-def rows_of(e: Emitter, x: Ref, axes: Sequence[int]) -> tuple[Ref, list[int]]:
+def rows_of(e: InstructionEmitter, x: ValueRef, axes: Sequence[int]) -> tuple[ValueRef, list[int]]:
     """(rows, elements): the given axes merged behind all others, and the order in which they came
     to lie."""
     rest = [axis for axis in range(len(x.shape)) if axis not in axes]
@@ -90,19 +97,21 @@ def rows_of(e: Emitter, x: Ref, axes: Sequence[int]) -> tuple[Ref, list[int]]:
     return permuted(e, x, order).view(math.prod(x.shape) // count, count), order
 
 
-def moved_back(e: Emitter, rows: Ref, shape: Sequence[int], order: Sequence[int]) -> Ref:
+def moved_back(
+    e: InstructionEmitter, rows: ValueRef, shape: Sequence[int], order: Sequence[int]
+) -> ValueRef:
     """What `rows_of` merged, in its first shape and order."""
     moved = rows.view(*(shape[axis] for axis in order))
     return permuted(e, moved, [order.index(axis) for axis in range(len(shape))])
 
 
-def cat(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def cat(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     """Each part is moved to its place."""
     shape = shape_of(node)
     axis, place, made = a["dim"] % len(shape), 0, None
     for part in (e.ref(value) for value in a["tensors"]):
         if len(part.shape) != len(shape):
-            raise Refused("it joins values of different ranks")
+            raise CannotEmit("it joins values of different ranks")
         at = [place if k == axis else 0 for k in range(len(shape))]
         if made is None:
             made = e.put("move", [part], shape, start=(0,) * len(shape), size=part.shape,
@@ -114,7 +123,7 @@ def cat(e: Emitter, node: fx.Node, a: Arguments) -> Made:
     return made
 
 
-def pad(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def pad(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     """A value full of one number, the middle of it moved in; negative padding cuts."""
     x, shape = e.ref(a["self"]), shape_of(node)
     axes, pads = len(shape), list(a["pad"])
@@ -126,7 +135,7 @@ def pad(e: Emitter, node: fx.Node, a: Arguments) -> Made:
     size = [n - max(0, -low) - max(0, -high)
             for n, (low, high) in zip(x.shape, ends, strict=True)]  # fmt: skip
     if min(size) <= 0:
-        raise Refused("it keeps nothing of what it pads")
+        raise CannotEmit("it keeps nothing of what it pads")
     at = [max(0, low) for low, _ in ends]
     if tuple(size) == shape:
         return x if tuple(size) == x.shape else e.move(x, start=start, size=size)
@@ -134,14 +143,14 @@ def pad(e: Emitter, node: fx.Node, a: Arguments) -> Made:
     return e.move(x, into=made, start=start, size=size, at=at)
 
 
-def block(e: Emitter, x: Ref, axis: int, start: int, end: int) -> Ref:
+def block(e: InstructionEmitter, x: ValueRef, axis: int, start: int, end: int) -> ValueRef:
     """Positions start to end - 1 of one axis."""
     if (start, end) == (0, x.shape[axis]):
         return x
     return e.move(x, **_block(x.shape, axis, start, end - start, 0))
 
 
-def every(e: Emitter, x: Ref, axis: int, step: int) -> Ref:
+def every(e: InstructionEmitter, x: ValueRef, axis: int, step: int) -> ValueRef:
     """Every step-th position of one axis: the others times 0, then sums of windows that touch."""
     size = x.shape[axis]
     if step == 1 or size == 1:
@@ -156,31 +165,31 @@ def every(e: Emitter, x: Ref, axis: int, step: int) -> Ref:
     return made.view(*x.shape[:axis], count, *x.shape[axis + 1 :])
 
 
-def cut(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def cut(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     x = e.ref(a["self"])
     axis = a["dim"] % len(x.shape)
     start, end, _ = slice(a["start"], a["end"]).indices(x.shape[axis])
     return every(e, block(e, x, axis, start, end), axis, a["step"])
 
 
-def narrow(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def narrow(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     x = e.ref(a["self"])
     axis = a["dim"] % len(x.shape)
     start = a["start"] % x.shape[axis]
     return block(e, x, axis, start, start + a["length"])
 
 
-def select(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def select(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     x = e.ref(a["self"])
     axis = a["dim"] % len(x.shape)
     at = a["index"] % x.shape[axis]
     return block(e, x, axis, at, at + 1).view(*shape_of(node))
 
 
-def split(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def split(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     """Its parts, as they follow each other along one axis."""
     x = e.ref(a["self"])
-    axis, place, parts = a["dim"] % len(x.shape), 0, list[Ref]()
+    axis, place, parts = a["dim"] % len(x.shape), 0, list[ValueRef]()
     for value in node.meta["val"]:
         shape = tuple(value.shape)
         size = shape[axis] if len(shape) == len(x.shape) else 1  # unbind drops the axis
@@ -189,7 +198,7 @@ def split(e: Emitter, node: fx.Node, a: Arguments) -> Made:
     return tuple(parts)
 
 
-def gathered(e: Emitter, x: Ref, axis: int, places: Sequence[int]) -> Ref:
+def gathered(e: InstructionEmitter, x: ValueRef, axis: int, places: Sequence[int]) -> ValueRef:
     """These positions of one axis: each run of them is moved to its place."""
     shape = tuple(len(places) if k == axis else n for k, n in enumerate(x.shape))
     at, made = 0, None
@@ -215,22 +224,24 @@ def _with(sizes: Sequence[int], axis: int, value: int) -> list[int]:
     return [value if k == axis else n for k, n in enumerate(sizes)]
 
 
-def index_select(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def index_select(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     index, x = e.fixed.get(a["index"]), e.ref(a["self"])
     if not isinstance(index, Tensor):
-        raise Refused("its positions depend on the input; expected constants")
+        raise CannotEmit("its positions depend on the input; expected constants")
     axis = a["dim"] % len(x.shape)
     return gathered(e, x, axis, [n % x.shape[axis] for n in index.reshape(-1).tolist()])
 
 
-def flip(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def flip(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     x = e.ref(a["self"])
     for axis in (axis % len(x.shape) for axis in a["dims"]):
         x = gathered(e, x, axis, range(x.shape[axis])[::-1])
     return x
 
 
-def around(e: Emitter, x: Ref, ends: Sequence[tuple[int, int]], mode: str) -> Ref:
+def around(
+    e: InstructionEmitter, x: ValueRef, ends: Sequence[tuple[int, int]], mode: str
+) -> ValueRef:
     """Padded by what is inside: reflected, repeated, or from the other end."""
     for axis, (low, high) in enumerate(ends):
         size = x.shape[axis]
@@ -243,11 +254,11 @@ def around(e: Emitter, x: Ref, ends: Sequence[tuple[int, int]], mode: str) -> Re
     return x
 
 
-def roll(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def roll(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     """Two blocks per axis, in the other order."""
     x = e.ref(a["self"])
     if not a["dims"]:
-        raise Refused("it rolls without axes")
+        raise CannotEmit("it rolls without axes")
     for axis, shift in zip(a["dims"], a["shifts"], strict=True):
         size = x.shape[axis]
         places = [(k - shift) % size for k in range(size)]
@@ -255,24 +266,24 @@ def roll(e: Emitter, node: fx.Node, a: Arguments) -> Made:
     return x
 
 
-def cast(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def cast(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     x = a[next(iter(a))]
     if isinstance(x, fx.Node) and x.meta["val"].dtype != node.meta["val"].dtype:
-        raise Refused(f"it casts from {x.meta['val'].dtype}")
+        raise CannotEmit(f"it casts from {x.meta['val'].dtype}")
     return view(e, node, a)
 
 
-def upsample_nearest(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def upsample_nearest(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     """Every pixel a whole number of times."""
     x, y = e.ref(a["input"]), shape_of(node)
     if any(m % n for n, m in zip(x.shape[2:], y[2:], strict=True)):
-        raise Refused(f"{y[2:]} is no multiple of {x.shape[2:]}")
+        raise CannotEmit(f"{y[2:]} is no multiple of {x.shape[2:]}")
     apart = [size for n in x.shape[2:] for size in (n, 1)]
     wide = [size for n, m in zip(x.shape[2:], y[2:], strict=True) for size in (n, m // n)]
     return e.put("repeat", [x.view(*x.shape[:2], *apart)], (*x.shape[:2], *wide)).view(*y)
 
 
-def pixel_unshuffle(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def pixel_unshuffle(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     """(…, c, h r, w r) -> (…, c r r, h, w)."""
     x, r = e.ref(a["self"]), a["downscale_factor"]
     *_, c, h, w = x.shape
@@ -280,7 +291,7 @@ def pixel_unshuffle(e: Emitter, node: fx.Node, a: Arguments) -> Made:
     return permuted(e, apart, (0, 1, 3, 5, 2, 4)).view(*shape_of(node))
 
 
-def pixel_shuffle(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def pixel_shuffle(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     """(…, c r r, h, w) -> (…, c, h r, w r)."""
     x, r = e.ref(a["self"]), a["upscale_factor"]
     *_, c, h, w = x.shape

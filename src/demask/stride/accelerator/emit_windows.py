@@ -14,7 +14,14 @@ from torch import Tensor, fx
 
 from demask.ops import traits
 from demask.stride.accelerator.emit_layout import every, moved_back, rows_of
-from demask.stride.accelerator.emitter import Emitter, Made, Ref, Refused, Rule, shape_of
+from demask.stride.accelerator.emitter import (
+    CannotEmit,
+    InstructionEmitter,
+    Made,
+    Rule,
+    ValueRef,
+    shape_of,
+)
 
 aten = torch.ops.aten
 _AXES = traits.POOLS | traits.ADAPTIVE_MAX_POOLS
@@ -27,17 +34,19 @@ def each(value: Any, axes: int) -> tuple[int, ...]:
     return tuple(given * axes if len(given) == 1 else given)
 
 
-def per_channel(vector: Ref, axes: int) -> Ref:
+def per_channel(vector: ValueRef, axes: int) -> ValueRef:
     """A vector that is repeated over the `axes` behind the channels."""
     return vector.view(math.prod(vector.shape), *(1,) * axes)
 
 
-def softmax(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def softmax(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     x = e.ref(a["self"])
     return softmax_of(e, x, a["dim"] % max(len(x.shape), 1))
 
 
-def softmax_of(e: Emitter, x: Ref, axis: int, *, logarithm: bool = False) -> Ref:
+def softmax_of(
+    e: InstructionEmitter, x: ValueRef, axis: int, *, logarithm: bool = False
+) -> ValueRef:
     """exp(x - max) over its sum, the sums by the pooling unit."""
     rows, order = rows_of(e, x, [axis])
     top = whole(e, "max_pool", rows)
@@ -51,12 +60,12 @@ def softmax_of(e: Emitter, x: Ref, axis: int, *, logarithm: bool = False) -> Ref
     return moved_back(e, y, x.shape, order)
 
 
-def log_softmax(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def log_softmax(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     x = e.ref(a["self"])
     return softmax_of(e, x, a["dim"] % max(len(x.shape), 1), logarithm=True)
 
 
-def whole(e: Emitter, op: str, rows: Ref) -> Ref:
+def whole(e: InstructionEmitter, op: str, rows: ValueRef) -> ValueRef:
     """One pool over each row: (rows, elements) -> (rows, 1)."""
     return e.put(op, [rows], (rows.shape[0], 1), window=(rows.shape[1],), step=(1,), before=(0,),
                  dilation=(1,))  # fmt: skip
@@ -65,7 +74,7 @@ def whole(e: Emitter, op: str, rows: Ref) -> Ref:
 def reduction(op: str) -> Rule:
     """A sum, mean or maximum over some axes, or all."""
 
-    def rule(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+    def rule(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
         x, given = e.ref(a["self"]), a.get("dim")
         given = [given] if isinstance(given, int) else list(given or range(len(x.shape)))
         rows, _ = rows_of(e, x, sorted(axis % max(len(x.shape), 1) for axis in given))
@@ -74,13 +83,13 @@ def reduction(op: str) -> Rule:
     return rule
 
 
-def batch_norm(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def batch_norm(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     """A scale and a shift per channel, computed before the run."""
     names = ("weight", "bias", "running_mean", "running_var")
     given = [None if a[name] is None else e.fixed.get(a[name]) for name in names]
     weight, bias, mean, var = (None if t is None else t.double() for t in given)
     if a["training"] or mean is None or var is None:
-        raise Refused("it takes statistics of the batch; expected eval mode")
+        raise CannotEmit("it takes statistics of the batch; expected eval mode")
     scale = torch.rsqrt(var + a["eps"]) * (1 if weight is None else weight)
     shift = (0 if bias is None else bias) - mean * scale
     x = e.ref(a["input"])
@@ -91,7 +100,9 @@ def batch_norm(e: Emitter, node: fx.Node, a: Arguments) -> Made:
     return y
 
 
-def normalized(e: Emitter, rows: Ref, eps: float, *, centred: bool = True) -> Ref:
+def normalized(
+    e: InstructionEmitter, rows: ValueRef, eps: float, *, centred: bool = True
+) -> ValueRef:
     """(x - mean) / sqrt(var + eps) of each row."""
     if centred:
         rows = e.put("subtract", [rows, whole(e, "average_pool", rows)], rows.shape)
@@ -101,13 +112,13 @@ def normalized(e: Emitter, rows: Ref, eps: float, *, centred: bool = True) -> Re
     return e.put("multiply", [rows, scale], rows.shape)
 
 
-def layer_norm(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def layer_norm(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     x, count = e.ref(a["input"]), math.prod(a["normalized_shape"])
     y = normalized(e, x.view(math.prod(x.shape) // count, count), _eps(a))
     return affine(e, y.view(*x.shape), a, 0)
 
 
-def rms_norm(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def rms_norm(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     x, count = e.ref(a["input"]), math.prod(a["normalized_shape"])
     y = normalized(e, x.view(math.prod(x.shape) // count, count), _eps(a), centred=False)
     return affine(e, y.view(*x.shape), a, 0)
@@ -117,16 +128,16 @@ def _eps(a: Arguments) -> float:
     return torch.finfo(torch.float32).eps if a["eps"] is None else a["eps"]
 
 
-def group_norm(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def group_norm(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     x = e.ref(a["input"])
     if a.get("running_mean") is not None and not a["use_input_stats"]:
-        raise Refused("it takes statistics that were tracked; expected those of the input")
+        raise CannotEmit("it takes statistics that were tracked; expected those of the input")
     groups = a.get("num_groups", x.shape[1])
     rows = x.view(x.shape[0] * groups, math.prod(x.shape[1:]) // groups)
     return affine(e, normalized(e, rows, a["eps"]).view(*x.shape), a, len(x.shape) - 2)
 
 
-def affine(e: Emitter, y: Ref, a: Arguments, axes: int) -> Ref:
+def affine(e: InstructionEmitter, y: ValueRef, a: Arguments, axes: int) -> ValueRef:
     """Times the weight, plus the bias of a norm, where it has them; `axes` stand behind theirs."""
     for op, name in (("multiply", "weight"), ("add", "bias")):
         if a.get(name) is not None:
@@ -135,7 +146,7 @@ def affine(e: Emitter, y: Ref, a: Arguments, axes: int) -> Ref:
     return y
 
 
-def max_pool(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def max_pool(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     x, y = e.ref(a["self"]), shape_of(node)
     axes = _AXES[node.target]
     window, before = each(a["kernel_size"], axes), each(a["padding"], axes)
@@ -144,9 +155,9 @@ def max_pool(e: Emitter, node: fx.Node, a: Arguments) -> Made:
 
 
 def pooled(
-    e: Emitter, op: str, x: Ref, shape: tuple[int, ...], window: Sequence[int],
+    e: InstructionEmitter, op: str, x: ValueRef, shape: tuple[int, ...], window: Sequence[int],
     step: Sequence[int], before: Sequence[int], dilation: Sequence[int],
-) -> Ref:  # fmt: skip
+) -> ValueRef:  # fmt: skip
     """A step of the pooling unit, whose windows leave no sample out: where those of the call do,
     all windows are made, and every so many kept."""
     spans = [(k - 1) * d + 1 for k, d in zip(window, dilation, strict=True)]
@@ -162,7 +173,7 @@ def pooled(
     return x
 
 
-def average_pool(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+def average_pool(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     """The average where every window counts as many samples, else the sum over how many it does."""
     x, y, axes = e.ref(a["self"]), shape_of(node), _AXES[node.target]
     window, before = each(a["kernel_size"], axes), each(a["padding"], axes)
@@ -198,12 +209,12 @@ def _counts(
 def adaptive_pool(op: str) -> Rule:
     """Windows that share no sample; of a maximum, the place where it was is not known."""
 
-    def rule(e: Emitter, node: fx.Node, a: Arguments) -> Made:
+    def rule(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
         values, axes = node.meta["val"], _AXES[node.target]
         x, several = e.ref(a["self"]), isinstance(values, tuple)
         y = tuple((values[0] if several else values).shape)
         if any(n % m for n, m in zip(x.shape[-axes:], y[-axes:], strict=True)):
-            raise Refused(f"its windows differ: {x.shape[-axes:]} is no multiple of {y[-axes:]}")
+            raise CannotEmit(f"its windows differ: {x.shape[-axes:]} is no multiple of {y[-axes:]}")
         window = tuple(n // m for n, m in zip(x.shape[-axes:], y[-axes:], strict=True))
         made = pooled(e, op, x, y, window, window, (0,) * axes, (1,) * axes)
         return (made,) if several else made

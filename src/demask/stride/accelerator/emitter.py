@@ -28,14 +28,14 @@ MOST = 5  # refused calls that an error names
 
 
 @dataclass(frozen=True, slots=True)
-class Ref:
+class ValueRef:
     """A value, the buffer it is in, and the shape it is taken for."""
 
     value: str
     buffer: str
     shape: tuple[int, ...]
 
-    def view(self, *shape: int) -> Ref:
+    def view(self, *shape: int) -> ValueRef:
         """The same bytes, taken for another shape."""
         assert math.prod(shape) == math.prod(self.shape), (self, shape)
         return replace(self, shape=shape)
@@ -46,12 +46,12 @@ class Ref:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class UnitStep:
     """An instruction without addresses."""
 
     op: str
-    reads: tuple[Ref, ...]
-    writes: Ref
+    reads: tuple[ValueRef, ...]
+    writes: ValueRef
     settings: Mapping[str, Setting]
 
 
@@ -59,27 +59,27 @@ class Step:
 class Listing:
     """The steps of a whole network, in order, and what the host has and gets, by name and shape."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[UnitStep, ...]
     weights: Mapping[str, Tensor]
     inputs: tuple[tuple[str, tuple[int, ...]], ...]
     outputs: tuple[tuple[str, tuple[int, ...]], ...]
 
 
-class Refused(Exception):
+class CannotEmit(Exception):
     """Why the machine cannot do a call; the text completes "node: "."""
 
 
-Made = Ref | tuple[Ref, ...]
-Rule = Callable[["Emitter", fx.Node, dict[str, Any]], Made]
+Made = ValueRef | tuple[ValueRef, ...]
+Rule = Callable[["InstructionEmitter", fx.Node, dict[str, Any]], Made]
 
 
-class Emitter:
+class InstructionEmitter:
     """Writes the steps of a program. `put`, `move` and `constant` are what rules use."""
 
     def __init__(self, program: Program):
         self.program, self.graph = program, program.graph
         self.live = input_dependent(program.graph)
-        self.steps: list[Step] = []
+        self.steps: list[UnitStep] = []
         self.weights: dict[str, Tensor] = {}
         self.refs: dict[fx.Node, Made] = {}
         self.fixed: dict[fx.Node, Any] = {}
@@ -88,16 +88,16 @@ class Emitter:
         self.node: fx.Node | None = None
 
     def put(
-        self, op: str, reads: Sequence[Ref], shape: Sequence[int], into: Ref | None = None,
+        self, op: str, reads: Sequence[ValueRef], shape: Sequence[int], into: ValueRef | None = None,
         **settings: Setting,
-    ) -> Ref:  # fmt: skip
+    ) -> ValueRef:  # fmt: skip
         """A step that makes a new value of a shape, or writes part of the value `into`."""
-        made = into or Ref(self._fresh(op), ACTIVATIONS, tuple(shape))
-        self.steps.append(Step(op, tuple(reads), made, settings))
+        made = into or ValueRef(self._fresh(op), ACTIVATIONS, tuple(shape))
+        self.steps.append(UnitStep(op, tuple(reads), made, settings))
         return made
 
-    def move(self, x: Ref, order: Sequence[int] | None = None, into: Ref | None = None,
-             **block: Sequence[int]) -> Ref:  # fmt: skip
+    def move(self, x: ValueRef, order: Sequence[int] | None = None, into: ValueRef | None = None,
+             **block: Sequence[int]) -> ValueRef:  # fmt: skip
         """A block of a value (start, size: all of it), its axes in another order, as a new value or
         `at` a place of another."""
         axes = range(len(x.shape))
@@ -108,7 +108,7 @@ class Emitter:
         shape = [settings["size"][axis] for axis in settings["order"]]
         return self.put("move", [x], shape, into, **settings)
 
-    def constant(self, name: str, tensor: Tensor) -> Ref:
+    def constant(self, name: str, tensor: Tensor) -> ValueRef:
         """A tensor in the weights buffer; one that is there already is found again."""
         value = tensor.detach().to("cpu", torch.float32).contiguous()
         names = (
@@ -119,23 +119,23 @@ class Emitter:
                 continue
             held = self.weights.setdefault(free, value)
             if held is value or (held.shape == value.shape and torch.equal(held, value)):
-                return Ref(free, WEIGHTS, tuple(value.shape))
+                return ValueRef(free, WEIGHTS, tuple(value.shape))
         raise AssertionError("there is a free name among one more than are taken")
 
-    def number(self, value: float) -> Ref:
+    def number(self, value: float) -> ValueRef:
         """A number in the weights buffer."""
         return self.constant(f"number_{value:g}", torch.tensor(float(value)))
 
-    def ref(self, value: Any) -> Ref:
+    def ref(self, value: Any) -> ValueRef:
         """What an argument stands for. Refused: no float32 tensor that the device has."""
         if isinstance(value, bool | int | float):
             return self.number(value)
         made = self.refs.get(value)
-        if isinstance(made, Ref):
+        if isinstance(made, ValueRef):
             return made
         tensor = self.fixed.get(value)
         if not isinstance(tensor, Tensor):
-            raise Refused(f"it reads {value}, which is no tensor that the machine holds")
+            raise CannotEmit(f"it reads {value}, which is no tensor that the machine holds")
         name = str(value.target) if value.op == "get_attr" else value.name
         found = self.refs[value] = self.constant(name, tensor)
         return found
@@ -155,7 +155,7 @@ class Emitter:
 
 def emitted(program: Program, rules: Mapping[Any, Rule]) -> Listing:
     """The steps of a program, whose sizes are static. BadInput: what the machine does not have."""
-    emitter = Emitter(program)
+    emitter = InstructionEmitter(program)
     refused: list[str] = []
     inputs = [n for n in program.graph.find_nodes(op="placeholder")
               if isinstance(n.meta.get("val"), Tensor)]  # fmt: skip
@@ -164,7 +164,7 @@ def emitted(program: Program, rules: Mapping[Any, Rule]) -> Listing:
         emitter.node = node
         try:
             _emit(emitter, node, rules)
-        except Refused as reason:
+        except CannotEmit as reason:
             kind = "" if node.op == "placeholder" else f" ({node.target})"
             refused.append(f"{node.name}{kind}: {reason}")
             emitter.refs[node] = _guess(node)
@@ -177,7 +177,9 @@ def emitted(program: Program, rules: Mapping[Any, Rule]) -> Listing:
     loads = [_load(name, tuple(tensor.shape), WEIGHTS) for name, tensor in emitter.weights.items()]
     loads += [_load(node.name, shape_of(node), ACTIVATIONS) for node in inputs]
     outputs = list(zip(_named(results, emitter), results, strict=True))
-    stores = [Step("store", (ref,), Ref(name, HOST, ref.shape), {}) for name, ref in outputs]
+    stores = [
+        UnitStep("store", (ref,), ValueRef(name, HOST, ref.shape), {}) for name, ref in outputs
+    ]
     return Listing((*loads, *emitter.steps, *stores), emitter.weights,
                    tuple((node.name, shape_of(node)) for node in inputs),
                    tuple((name, ref.shape) for name, ref in outputs))  # fmt: skip
@@ -192,7 +194,7 @@ def _check_sizes(inputs: Sequence[fx.Node]) -> None:
             )
 
 
-def _named(results: list[Ref], emitter: Emitter) -> list[str]:
+def _named(results: list[ValueRef], emitter: InstructionEmitter) -> list[str]:
     """Names for what the host gets, which nothing has that it holds already."""
     taken, start = {*emitter.weights, *emitter.ports}, "output_"
     while any(name.startswith(start) for name in taken):
@@ -200,17 +202,17 @@ def _named(results: list[Ref], emitter: Emitter) -> list[str]:
     return [f"{start}{k}" for k in range(len(results))]
 
 
-def _results(program: Program, emitter: Emitter, refused: list[str]) -> list[Ref]:
+def _results(program: Program, emitter: InstructionEmitter, refused: list[str]) -> list[ValueRef]:
     """What the network returns, as values; what is no tensor of the machine's goes to `refused`."""
-    found: list[Ref] = []
+    found: list[ValueRef] = []
     output = next(iter(program.graph.find_nodes(op="output")))
     for value in output.args[0]:  # type: ignore[union-attr]
         try:
             if not isinstance(value, fx.Node):
-                raise Refused(f"it is {value!r:.40}; expected tensors alone")
+                raise CannotEmit(f"it is {value!r:.40}; expected tensors alone")
             _check(value)
             found.append(emitter.ref(value).view(*shape_of(value)))
-        except Refused as reason:
+        except CannotEmit as reason:
             refused.append(f"output: {reason}")
     return found
 
@@ -220,20 +222,20 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
     return tuple(int(size) for size in node.meta["val"].shape)
 
 
-def _emit(emitter: Emitter, node: fx.Node, rules: Mapping[Any, Rule]) -> None:
+def _emit(emitter: InstructionEmitter, node: fx.Node, rules: Mapping[Any, Rule]) -> None:
     if node.op == "get_attr":
         emitter.fixed[node] = emitter.program.constants[str(node.target)].tensor
     elif node.op == "placeholder":
         if isinstance(node.meta.get("val"), Tensor):
             _check(node)
             emitter.names.add(node.name)
-            emitter.refs[node] = Ref(node.name, ACTIVATIONS, shape_of(node))
+            emitter.refs[node] = ValueRef(node.name, ACTIVATIONS, shape_of(node))
     elif node.op == "call_function" and node not in emitter.live:
         emitter.fixed[node] = _evaluated(emitter, node)
     elif node.op != "output":
         rule = rules.get(node.target)
         if rule is None:
-            raise Refused("no unit of the machine does this op")
+            raise CannotEmit("no unit of the machine does this op")
         _check(node)
         emitter.refs[node] = rule(emitter, node, arguments(node))
 
@@ -252,16 +254,16 @@ def _check(node: fx.Node) -> None:
         values = [value for k, value in enumerate(values) if k in read]
     for value in values if isinstance(values, list) else [values]:
         if not isinstance(value, Tensor):
-            raise Refused("it makes no tensor")
+            raise CannotEmit("it makes no tensor")
         if any(not isinstance(size, int) for size in value.shape):
-            raise Refused("its sizes are dynamic; expected those of one example")
+            raise CannotEmit("its sizes are dynamic; expected those of one example")
         if value.dtype != torch.float32:
-            raise Refused(f"it is {value.dtype}; the machine has torch.float32 alone")
+            raise CannotEmit(f"it is {value.dtype}; the machine has torch.float32 alone")
         if value.numel() == 0:
-            raise Refused("it is empty")
+            raise CannotEmit("it is empty")
 
 
-def _evaluated(emitter: Emitter, node: fx.Node) -> Any:
+def _evaluated(emitter: InstructionEmitter, node: fx.Node) -> Any:
     """The value of a call that depends on no input: computed before the run."""
 
     def known(source: fx.Node) -> Any:
@@ -279,10 +281,10 @@ def _guess(node: fx.Node) -> Made:
     """A stand-in for what a refused call makes, so that the calls behind it are looked at too."""
     values = node.meta.get("val")
     if isinstance(values, (list, tuple)):
-        return tuple(Ref(node.name, ACTIVATIONS, tuple(value.shape)) for value in values)
+        return tuple(ValueRef(node.name, ACTIVATIONS, tuple(value.shape)) for value in values)
     shape = tuple(values.shape) if isinstance(values, Tensor) else ()
-    return Ref(node.name, ACTIVATIONS, shape)
+    return ValueRef(node.name, ACTIVATIONS, shape)
 
 
-def _load(name: str, shape: tuple[int, ...], buffer: str) -> Step:
-    return Step("load", (Ref(name, HOST, shape),), Ref(name, buffer, shape), {})
+def _load(name: str, shape: tuple[int, ...], buffer: str) -> UnitStep:
+    return UnitStep("load", (ValueRef(name, HOST, shape),), ValueRef(name, buffer, shape), {})

@@ -20,9 +20,9 @@ from demask.stride.accelerator.machine import (
     HOST,
     WEIGHTS,
     WORD,
+    BufferOperand,
     Instruction,
     Machine,
-    Operand,
     Setting,
     machine_of,
 )
@@ -97,7 +97,7 @@ def _row(row: Instruction) -> dict[str, Any]:
     }
 
 
-def _place(operand: Operand) -> list[Any]:
+def _place(operand: BufferOperand) -> list[Any]:
     return [operand.value, operand.buffer, operand.address, list(operand.shape)]
 
 
@@ -168,7 +168,9 @@ def _instruction(
     return made
 
 
-def _operand(data: Any, sizes: Mapping[str, int], host: Mapping[str, tuple[int, ...]]) -> Operand:
+def _operand(
+    data: Any, sizes: Mapping[str, int], host: Mapping[str, tuple[int, ...]]
+) -> BufferOperand:
     _need(isinstance(data, list) and len(data) == 4, "a value, buffer, address and shape", data)
     value, buffer, address, shape = _text(data[0]), data[1], data[2], _shape(data[3])
     _need(isinstance(buffer, str) and buffer in BUFFERS, f"one of {BUFFERS}", buffer)
@@ -178,7 +180,7 @@ def _operand(data: Any, sizes: Mapping[str, int], host: Mapping[str, tuple[int, 
     else:
         end = address + math.prod(shape) * WORD
         _need(end <= sizes[buffer], f"a place in {sizes[buffer]} bytes of {buffer}", data)
-    return Operand(value, buffer, address, shape)
+    return BufferOperand(value, buffer, address, shape)
 
 
 def _setting(value: Any) -> Setting:

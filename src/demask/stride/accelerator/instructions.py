@@ -30,7 +30,14 @@ from demask.stride.accelerator.emit_compute import RULES
 from demask.stride.accelerator.emitter import emitted
 from demask.stride.accelerator.instruction_json import Ports
 from demask.stride.accelerator.interpreter import executed
-from demask.stride.accelerator.machine import Counts, Instruction, Machine, Setting, Work, counted
+from demask.stride.accelerator.machine import (
+    Counts,
+    Instruction,
+    InstructionWork,
+    Machine,
+    Setting,
+    counted,
+)
 from demask.stride.accelerator.units import unit_of, work_of
 from demask.stride.lowering.lower import lowered
 from demask.stride.targets import Target
@@ -110,7 +117,7 @@ class Instructions:
         """Cycles by unit, multiply-adds, bytes by buffer, transfers between host and device."""
         return counted((unit, row, work) for unit, row, work in self._works())
 
-    def _works(self) -> Iterator[tuple[str, Instruction, Work]]:
+    def _works(self) -> Iterator[tuple[str, Instruction, InstructionWork]]:
         for row in self.instructions:
             yield unit_of(row.op), row, work_of(row, self.machine)
 

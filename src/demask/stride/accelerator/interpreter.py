@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from demask.errors import BadInput
-from demask.stride.accelerator.machine import HOST, WORD, Instruction, Operand
+from demask.stride.accelerator.machine import HOST, WORD, BufferOperand, Instruction
 from demask.stride.accelerator.units import checked
 
 NOTHING = 0  # what a word holds that nothing was written to
 
 
-class Memory:
+class MachineMemory:
     """What host and device hold while a list of instructions runs.
 
     host: tensors by name. sizes: bytes of each buffer on the device.
@@ -44,7 +44,7 @@ class Memory:
         made = ability.run(reads, instruction.settings, instruction.writes.shape)
         self.write(instruction, made)
 
-    def read(self, operand: Operand) -> Tensor:
+    def read(self, operand: BufferOperand) -> Tensor:
         """The value of an operand, in its shape."""
         if operand.buffer == HOST:
             if operand.value not in self.host:
@@ -80,7 +80,7 @@ class Memory:
                 place = _block(place, instruction)
             place[...] = value
 
-    def _region(self, regions: Mapping[str, Tensor], operand: Operand) -> Tensor:
+    def _region(self, regions: Mapping[str, Tensor], operand: BufferOperand) -> Tensor:
         held = regions.get(operand.buffer)
         start, count = operand.address // WORD, math.prod(operand.shape)
         if held is None or operand.address % WORD or not 0 <= start <= len(held) - count:
@@ -96,7 +96,7 @@ def executed(
     sizes: Mapping[str, int],
 ) -> dict[str, Tensor]:
     """What the host holds after the instructions have run in order."""
-    memory = Memory(host, sizes)
+    memory = MachineMemory(host, sizes)
     with torch.no_grad():
         for number, instruction in enumerate(instructions):
             try:

@@ -65,7 +65,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Operand:
+class BufferOperand:
     """A value where it lies: its buffer, the byte it begins at, and the shape it is taken for.
 
     value: what must be there. Elements stand in row-major order, so a value of another shape with
@@ -91,13 +91,13 @@ class Instruction:
     """One step of one unit: what it does, what it reads, what it writes, and how."""
 
     op: str
-    reads: tuple[Operand, ...]
-    writes: Operand
+    reads: tuple[BufferOperand, ...]
+    writes: BufferOperand
     settings: Mapping[str, Setting] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class InstructionWork:
     """What an instruction takes: cycles of its unit, multiply-adds of the matrix unit, bytes read
     per operand, bytes written."""
 
@@ -132,7 +132,7 @@ class Counts:
         return sum(self.cycles.values()) - self.loading
 
 
-def counted(steps: Iterable[tuple[str, Instruction, Work]]) -> Counts:
+def counted(steps: Iterable[tuple[str, Instruction, InstructionWork]]) -> Counts:
     """The sums over instructions, each with its unit and what it takes."""
     cycles, number = _none(UNITS), _none(UNITS)
     read, written = _none(BUFFERS), _none(BUFFERS)

@@ -22,9 +22,9 @@ from demask.stride.accelerator.machine import (
     HOST,
     WORD,
     Instruction,
+    InstructionWork,
     Machine,
     Setting,
-    Work,
 )
 
 Shape = tuple[int, ...]
@@ -47,7 +47,7 @@ class Ability:
     reads: tuple[int, ...]
     shape: Callable[[Instruction], None]
     run: Callable[[Sequence[Tensor], Settings, Shape], Tensor]
-    work: Callable[[Instruction, Machine], Work]
+    work: Callable[[Instruction, Machine], InstructionWork]
     settings: Mapping[str, str] = field(default_factory=dict)
     optional: Mapping[str, str] = field(default_factory=dict)
     inplace: bool = False
@@ -126,13 +126,13 @@ def _convolve(reads: Sequence[Tensor], s: Settings, shape: Shape) -> Tensor:
     return made.reshape(shape)
 
 
-def _convolve_work(i: Instruction, machine: Machine) -> Work:
+def _convolve_work(i: Instruction, machine: Machine) -> InstructionWork:
     x, w, y = (*i.reads, i.writes)
     groups, terms = i.settings["groups"], math.prod(w.shape[1:])
     assert isinstance(groups, int)
     positions, channels = y.shape[0] * math.prod(y.shape[2:]), w.shape[0] // groups
     again = -(-channels // machine.columns)
-    return Work(machine.matrix(positions, terms, channels, groups), (x.bytes * again, w.bytes),
+    return InstructionWork(machine.matrix(positions, terms, channels, groups), (x.bytes * again, w.bytes),
                 y.bytes, groups * positions * terms * channels)  # fmt: skip
 
 
@@ -150,12 +150,12 @@ def _multiply(reads: Sequence[Tensor], s: Settings, shape: Shape) -> Tensor:
     return x @ (w.mT if s["transposed"] else w)
 
 
-def _multiply_work(i: Instruction, machine: Machine) -> Work:
+def _multiply_work(i: Instruction, machine: Machine) -> InstructionWork:
     x, w, y = (*i.reads, i.writes)
     groups = math.prod(x.shape[:-2])
     positions, terms, channels = x.shape[-2], x.shape[-1], y.shape[-1]
     again = -(-channels // machine.columns)
-    return Work(machine.matrix(positions, terms, channels, groups), (x.bytes * again, w.bytes),
+    return InstructionWork(machine.matrix(positions, terms, channels, groups), (x.bytes * again, w.bytes),
                 y.bytes, groups * positions * terms * channels)  # fmt: skip
 
 
@@ -174,9 +174,11 @@ def _broadcasts(i: Instruction) -> None:
         _need(i, fits, "operands that fit the result")
 
 
-def _vector_work(i: Instruction, machine: Machine) -> Work:
+def _vector_work(i: Instruction, machine: Machine) -> InstructionWork:
     elements = math.prod(i.writes.shape)
-    return Work(-(-elements // machine.lanes), tuple(x.bytes for x in i.reads), i.writes.bytes)
+    return InstructionWork(
+        -(-elements // machine.lanes), tuple(x.bytes for x in i.reads), i.writes.bytes
+    )
 
 
 def _unary(function: Callable[..., Tensor], **settings: str) -> Ability:
@@ -271,11 +273,11 @@ def _average_pool(reads: Sequence[Tensor], s: Settings, shape: Shape) -> Tensor:
     return _sum_pool(reads, s, shape) / math.prod(_tuples(s)["window"])
 
 
-def _pool_work(i: Instruction, machine: Machine) -> Work:
+def _pool_work(i: Instruction, machine: Machine) -> InstructionWork:
     x, y = i.reads[0], i.writes
     taps = math.prod(_taps(x.shape, _ints(i)))
     cycles = -(-math.prod(y.shape) // machine.pool_lanes) * taps
-    return Work(cycles, (x.bytes,), y.bytes)
+    return InstructionWork(cycles, (x.bytes,), y.bytes)
 
 
 _WINDOW: Mapping[str, str] = dict[str, str].fromkeys(("window", "step", "before", "dilation"), INTS)
@@ -307,9 +309,9 @@ def _moved(reads: Sequence[Tensor], s: Settings, shape: Shape) -> Tensor:
     return x.permute(settings["order"])
 
 
-def _move_work(i: Instruction, machine: Machine) -> Work:
+def _move_work(i: Instruction, machine: Machine) -> InstructionWork:
     amount = math.prod(_ints(i)["size"]) * WORD
-    return Work(-(-amount // machine.move_bytes), (amount,), amount)
+    return InstructionWork(-(-amount // machine.move_bytes), (amount,), amount)
 
 
 _MOVE = ("start", "size", "order", "at")
@@ -332,9 +334,9 @@ def _same(reads: Sequence[Tensor], s: Settings, shape: Shape) -> Tensor:
     return reads[0]
 
 
-def _dma_work(i: Instruction, machine: Machine) -> Work:
+def _dma_work(i: Instruction, machine: Machine) -> InstructionWork:
     amount = i.writes.bytes
-    return Work(-(-amount // machine.host_bytes), (amount,), amount)
+    return InstructionWork(-(-amount // machine.host_bytes), (amount,), amount)
 
 
 def _ints(i: Instruction) -> dict[str, tuple[int, ...]]:
@@ -400,6 +402,6 @@ def unit_of(op: str) -> str:
     return ABILITIES[op].unit
 
 
-def work_of(instruction: Instruction, machine: Machine) -> Work:
+def work_of(instruction: Instruction, machine: Machine) -> InstructionWork:
     """What an instruction takes on a machine."""
     return ABILITIES[instruction.op].work(instruction, machine)

@@ -22,7 +22,13 @@ from torch import Tensor, fx
 from demask.facts.analysis import Analysis
 from demask.graph.editor import GraphEditor, reshape_views
 from demask.ops import Table, op_name
-from demask.stride.dilation.spaced_axes import Emission, Plan, Reader, Refused, Step
+from demask.stride.dilation.spaced_axes import (
+    Emission,
+    NotSpaced,
+    SpacedPlan,
+    SpacedReader,
+    SpacedRule,
+)
 from demask.stride.dilation.spaced_calls import rule
 from demask.stride.dilation.spaced_windows import is_strided
 from demask.stride.targets import Target
@@ -44,8 +50,8 @@ def dilated(editor: GraphEditor, node: fx.Node, target: Target, table: Table) ->
     seeds = {node: None}
     analysis = Analysis(editor.program.with_graph(editor.graph), table)
     while True:
-        plan = _planned(editor, seeds, Plan(target, analysis))
-        if isinstance(plan, Plan):
+        plan = _planned(editor, seeds, SpacedPlan(target, analysis))
+        if isinstance(plan, SpacedPlan):
             _apply(editor, plan)
             return None
         more = [found for short in plan.short for found in _strided_before(short, seeds, table)]
@@ -54,7 +60,9 @@ def dilated(editor: GraphEditor, node: fx.Node, target: Target, table: Table) ->
         seeds |= dict.fromkeys(more)
 
 
-def _planned(editor: GraphEditor, seeds: Collection[fx.Node], plan: Plan) -> Plan | Refused:
+def _planned(
+    editor: GraphEditor, seeds: Collection[fx.Node], plan: SpacedPlan
+) -> SpacedPlan | NotSpaced:
     """The plan with how every call behind the seeds is made; nothing is changed yet."""
     first = next(iter(seeds))
     for node in editor.graph.nodes:
@@ -62,29 +70,31 @@ def _planned(editor: GraphEditor, seeds: Collection[fx.Node], plan: Plan) -> Pla
         if not read and node not in seeds:
             continue
         found = _step(editor, node, plan)
-        short = found.beside if isinstance(found, Step) else found.short
+        short = found.beside if isinstance(found, SpacedRule) else found.short
         if any(_strided_before(operand, seeds, plan.analysis.table) for operand in short):
-            return Refused("", short)
-        if isinstance(found, Step):
+            return NotSpaced("", short)
+        if isinstance(found, SpacedRule):
             wild = found.wild or any(plan.steps[n].wild for n in read)
             plan.steps[node] = replace(found, wild=wild)
             continue
         if node is first or not _may_slice(plan, read):
-            return Refused(_told(node, found.text))
+            return NotSpaced(_told(node, found.text))
     return plan
 
 
-def _step(editor: GraphEditor, node: fx.Node, plan: Plan) -> Step | Refused:
+def _step(editor: GraphEditor, node: fx.Node, plan: SpacedPlan) -> SpacedRule | NotSpaced:
     if node.op == "output":
-        return Refused("")
+        return NotSpaced("")
     if node.op != "call_function":
-        return Refused("it is no call of an op")
+        return NotSpaced("it is no call of an op")
     if node.target is operator.getitem:
         source: Any = node.args[0]
         index: Any = node.args[1]
         grid = plan.grids(source)[index]
-        return Step((grid,), lambda here: here.call(operator.getitem, here.read(source), index))
-    return rule(Reader(editor, node, plan))
+        return SpacedRule(
+            (grid,), lambda here: here.call(operator.getitem, here.read(source), index)
+        )
+    return rule(SpacedReader(editor, node, plan))
 
 
 def _told(node: fx.Node, text: str) -> str:
@@ -93,7 +103,7 @@ def _told(node: fx.Node, text: str) -> str:
     return f"{op_name(node.target)} ({node.name}) cannot read every s-th position: {text}"
 
 
-def _may_slice(plan: Plan, read: Collection[fx.Node]) -> bool:
+def _may_slice(plan: SpacedPlan, read: Collection[fx.Node]) -> bool:
     """Can what a call reads be given as it was?"""
     grids = [plan.grids(node) for node in read]
     even = all(part.gap is not None for found in grids for grid in found for part in grid.values())
@@ -123,7 +133,7 @@ def _sums_up(node: fx.Node, table: Table) -> bool:
     return name.startswith("aten.adaptive_") or (entry is not None and bool(entry.rest))
 
 
-def _apply(editor: GraphEditor, plan: Plan) -> None:
+def _apply(editor: GraphEditor, plan: SpacedPlan) -> None:
     """Make the calls of a plan, and slices for all others that read what they make."""
     made: dict[fx.Node, fx.Node] = {}
     for node, step in plan.steps.items():

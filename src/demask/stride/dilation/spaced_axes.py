@@ -93,7 +93,7 @@ def mask_of(grid: Grid, rank: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class NotSpaced:
     """Why a call cannot read a grid. short: operands that would have to stand on one too."""
 
     text: str
@@ -101,7 +101,7 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class SpacedRule:
     """How a call is made on grids: where the positions of each output stand, and the calls. wild:
     may Inf or NaN stand between the positions, though no value of the network is? beside: operands
     of one position, which fits every grid; strides before them may be left behind."""
@@ -113,12 +113,12 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SpacedPlan:
     """What is to be rewritten for a target: calls in order, and how the values of each stand."""
 
     target: Target
     analysis: Analysis
-    steps: dict[fx.Node, Step] = field(default_factory=dict)
+    steps: dict[fx.Node, SpacedRule] = field(default_factory=dict)
 
     def grids(self, node: Any) -> tuple[Grid, ...]:
         """How the values that a node makes stand; nothing of one that stays as it is."""
@@ -155,7 +155,7 @@ class Emission:
     """Calls before `node` that stand for it, on operands that stand apart. made: what stands for
     each node so far."""
 
-    def __init__(self, editor: GraphEditor, node: fx.Node, made: Nodes, plan: Plan):
+    def __init__(self, editor: GraphEditor, node: fx.Node, made: Nodes, plan: SpacedPlan):
         self.editor, self.node, self.made, self.plan = editor, node, made, plan
 
     def read(self, node: fx.Node) -> fx.Node:
@@ -199,7 +199,7 @@ def share_of(over: Grid, kind: str) -> float:
     return math.prod(part.size / part.count for part in over.values()) if kind == "mean" else 1
 
 
-def reduced(x: fx.Node, over: Grid, outs: tuple[Grid, ...], kind: str) -> Step:
+def reduced(x: fx.Node, over: Grid, outs: tuple[Grid, ...], kind: str) -> SpacedRule:
     """A reduction of its first operand over axes of which positions stand apart: of what is masked.
     kind: one of NEUTRAL."""
     share = share_of(over, kind)
@@ -213,13 +213,13 @@ def reduced(x: fx.Node, over: Grid, outs: tuple[Grid, ...], kind: str) -> Step:
         made = here.again(self=masked)
         return made if first == share else here.call(aten.mul.Tensor, made, share)
 
-    return Step(outs, emit)
+    return SpacedRule(outs, emit)
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class SpacedReader:
     """A call that reads values on grids."""
 
     editor: GraphEditor
     node: fx.Node
-    plan: Plan
+    plan: SpacedPlan

@@ -22,14 +22,14 @@ from demask.ops import Declined, Relation, op_name, schema
 from demask.ops.entries.movement import refined
 from demask.ops.flow import lettered, tagged
 from demask.ops.traits import PADS, RESHAPES
-from demask.stride.average_pools import Pool
+from demask.stride.average_pools import AveragePool
 from demask.stride.dilation.spaced_axes import (
     NEUTRAL,
     Emission,
-    Reader,
-    Refused,
+    NotSpaced,
+    SpacedReader,
+    SpacedRule,
     Spread,
-    Step,
     kept,
     mask_of,
     merged,
@@ -49,7 +49,7 @@ _PARTIAL = frozenset(f"aten.{name}.default" for name in (
 ))  # fmt: skip
 
 
-def rule(reader: Reader) -> Step | Refused:
+def rule(reader: SpacedReader) -> SpacedRule | NotSpaced:
     """How a call that reads values on grids is made, or why it cannot be."""
     target = reader.node.target
     if target in WINDOWS:
@@ -64,10 +64,10 @@ def rule(reader: Reader) -> Step | Refused:
     return _by_table(reader)
 
 
-def _carried_size(reader: Reader, x: Any, axis: Any) -> Step | Refused:
+def _carried_size(reader: SpacedReader, x: Any, axis: Any) -> SpacedRule | NotSpaced:
     if axis % x.meta["val"].ndim in reader.plan.grid(x):
-        return Refused("its size is read")
-    return Step((), lambda here: here.again())
+        return NotSpaced("its size is read")
+    return SpacedRule((), lambda here: here.again())
 
 
 # --- calls by their line in the table -------------------------------------------------------------
@@ -76,7 +76,7 @@ def _carried_size(reader: Reader, x: Any, axis: Any) -> Step | Refused:
 @dataclass(frozen=True, slots=True)
 class _Letters:
     """How the axes of a call stand. spreads: by letter. summed: letters that are contracted;
-    reduced: that the call reduces, or sums up with a rule of its own. beside: as of a `Step`."""
+    reduced: that the call reduces, or sums up with a rule of its own. beside: as of a `SpacedRule`."""
 
     relation: Relation
     spreads: Spreads
@@ -89,53 +89,53 @@ class _Letters:
         return lettered(axes, self.spreads)
 
 
-def _by_table(reader: Reader) -> Step | Refused:
+def _by_table(reader: SpacedReader) -> SpacedRule | NotSpaced:
     relation = reader.plan.analysis.relation(reader.node)
     if isinstance(relation, Declined):
-        return Refused(relation.text)
+        return NotSpaced(relation.text)
     made = {letter for axes in relation.outs for letter in relation.letters(axes)}
     if relation.entry.free and not any(relation.letters(axes) & made for axes in relation.ins):
-        return Step(tuple({} for _ in relation.outs), lambda here: here.again())
+        return SpacedRule(tuple({} for _ in relation.outs), lambda here: here.again())
     found = _letters(reader, relation)
-    if isinstance(found, Refused):
+    if isinstance(found, NotSpaced):
         return found
     if (text := _stops(reader, found)) is not None:
-        return Refused(text)
+        return NotSpaced(text)
     if found.reduced:
         return _reduction(reader, found)
     if found.summed and not _may_sum(reader, found):
-        return Refused(f"{UNMASKED}: it may be Inf or NaN")
+        return NotSpaced(f"{UNMASKED}: it may be Inf or NaN")
     outs = tuple(kept(found.of(axes)) for axes in relation.outs)
     wild = _is_wild(reader)
-    return Step(outs, lambda here: _carried(here, reader, found), wild, found.beside)
+    return SpacedRule(outs, lambda here: _carried(here, reader, found), wild, found.beside)
 
 
-def _letters(reader: Reader, relation: Relation) -> _Letters | Refused:
+def _letters(reader: SpacedReader, relation: Relation) -> _Letters | NotSpaced:
     found = _merged(reader, relation)
-    if isinstance(found, Refused):
+    if isinstance(found, NotSpaced):
         return found
     spreads, beside = found
     lines = (*relation.ins, *relation.outs)
     if any(len(axis) > 1 and set(axis) & set(spreads) for axes in lines for axis in axes):
-        return Refused("it splits an axis whose positions stand apart")
+        return NotSpaced("it splits an axis whose positions stand apart")
     short, alone = _plain(reader, relation, spreads)
     if short:
         names = ", ".join(node.name for node in short)
-        return Refused(f"it reads {names} beside it, whose positions stand together", short)
+        return NotSpaced(f"it reads {names} beside it, whose positions stand together", short)
     made = {letter for axes in relation.outs for letter in relation.letters(axes)}
     summed = frozenset(spreads) & relation.contracted
     reduced = frozenset(spreads) & relation.complete
     if set(spreads) - made - summed - reduced:
-        return Refused("it has no rule for an axis whose positions stand apart")
+        return NotSpaced("it has no rule for an axis whose positions stand apart")
     whole = relation.entry.rest not in NEUTRAL or len(relation.operands) != 1 or reduced & made
     if reduced and whole:
-        return Refused("it reads an axis whole")
+        return NotSpaced("it reads an axis whole")
     return _Letters(relation, spreads, summed, reduced, (*beside, *alone))
 
 
 def _merged(
-    reader: Reader, relation: Relation
-) -> tuple[dict[str, Spread], tuple[fx.Node, ...]] | Refused:
+    reader: SpacedReader, relation: Relation
+) -> tuple[dict[str, Spread], tuple[fx.Node, ...]] | NotSpaced:
     """How each letter stands in all operands on grids; and operands of one position that stand in
     shorter axes: any grid fits them, but not what follows."""
     spreads: dict[str, Spread] = {}
@@ -144,15 +144,15 @@ def _merged(
     grids = [reader.plan.grid(operand.value) for operand in relation.operands]
     for letter, k, part in tagged(relation, grids):
         if letter is None:
-            return Refused("it splits an axis, or reads one position many times")
+            return NotSpaced("it splits an axis, or reads one position many times")
         stand.setdefault(letter, []).append((relation.operands[k].value, part))
     for letter, found in stand.items():
         if (text := _marked(relation, letter)) is not None:
-            return Refused(text)
+            return NotSpaced(text)
         last = max(part.places[-1] for _, part in found)
         short = tuple(node for node, part in found if part.places[-1] < last)
         if len({part.places for _, part in found}) > 1:
-            return Refused("its operands stand on different grids", short)
+            return NotSpaced("its operands stand on different grids", short)
         size = max(part.size for _, part in found)
         spreads[letter] = Spread(found[0][1].places, size)
         beside += [node for node, part in found if part.count == 1 and part.size < size]
@@ -169,7 +169,7 @@ def _marked(relation: Relation, letter: str) -> str | None:
 
 
 def _plain(
-    reader: Reader, relation: Relation, spreads: Spreads
+    reader: SpacedReader, relation: Relation, spreads: Spreads
 ) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
     """Operands as they were, no constants, with an axis whose positions stand apart elsewhere;
     and those among such whose one position may be read beside all."""
@@ -189,7 +189,7 @@ def _plain(
     return short, tuple(node for node, one in found.items() if one)
 
 
-def _stops(reader: Reader, found: _Letters) -> str | None:
+def _stops(reader: SpacedReader, found: _Letters) -> str | None:
     """Why a call may stop at what stands between positions."""
     name = op_name(reader.node.target)
     values = [o.value for o in found.relation.operands if reader.plan.grid(o.value)]
@@ -197,7 +197,7 @@ def _stops(reader: Reader, found: _Letters) -> str | None:
     return "it stops at integers of no meaning" if whole and name.startswith(_STOPS) else None
 
 
-def _is_wild(reader: Reader) -> bool:
+def _is_wild(reader: SpacedReader) -> bool:
     """May a call make Inf or NaN of numbers that no position of the network holds?"""
     node = reader.node
     name = op_name(node.target)
@@ -209,14 +209,14 @@ def _is_wild(reader: Reader) -> bool:
     return name in _PARTIAL
 
 
-def _may_sum(reader: Reader, found: _Letters) -> bool:
+def _may_sum(reader: SpacedReader, found: _Letters) -> bool:
     """Can what stands between be kept out of sums of products?"""
     values = [o.value for o in found.relation.operands if reader.plan.grid(o.value)]
     plan = reader.plan
     return len(values) == 1 and (plan.may_mask(values[0]) or plan.is_finite(values[0]))
 
 
-def _carried(here: Emission, reader: Reader, found: _Letters) -> fx.Node:
+def _carried(here: Emission, reader: SpacedReader, found: _Letters) -> fx.Node:
     """The call on operands that stand alike."""
     values: list[Any] = []
     for k, operand in enumerate(found.relation.operands):
@@ -239,7 +239,9 @@ def _carried(here: Emission, reader: Reader, found: _Letters) -> fx.Node:
     return here.call(here.node.target, *args, **kwargs)
 
 
-def _alike(here: Emission, reader: Reader, value: fx.Node, k: int, found: _Letters) -> fx.Node:
+def _alike(
+    here: Emission, reader: SpacedReader, value: fx.Node, k: int, found: _Letters
+) -> fx.Node:
     """An operand as long as the others along every spread axis, masked where it is summed."""
     made, grid = here.read(value), reader.plan.grid(value)
     axes = {axis: part for axis, part in found.of(found.relation.ins[k]).items() if axis in grid}
@@ -270,7 +272,7 @@ def _stretched(here: Emission, value: fx.Node, held: Tensor, k: int, found: _Let
 # --- reductions -----------------------------------------------------------------------------------
 
 
-def _reduction(reader: Reader, found: _Letters) -> Step | Refused:
+def _reduction(reader: SpacedReader, found: _Letters) -> SpacedRule | NotSpaced:
     """A sum, mean or extreme over axes of which positions stand apart."""
     relation = found.relation
     x = relation.operands[0].value
@@ -282,10 +284,10 @@ def _reduction(reader: Reader, found: _Letters) -> Step | Refused:
         return reduced(x, over, outs, kind)
     if kind == "mean" and not outs[0]:
         return _summed_mean(reader)
-    return Refused(UNMASKED)
+    return NotSpaced(UNMASKED)
 
 
-def _summed_mean(reader: Reader) -> Step | Refused:
+def _summed_mean(reader: SpacedReader) -> SpacedRule | NotSpaced:
     """A mean over images as a convolution that reads the grid alone."""
     found = schema.arguments(reader.node)
     value = found["self"].meta["val"]
@@ -293,14 +295,14 @@ def _summed_mean(reader: Reader) -> Step | Refused:
     rank = value.ndim - 2
     sizes = value.shape[2:]
     if dims != list(range(2, value.ndim)) or not 1 <= rank <= 3 or found.get("dtype"):
-        return Refused(UNMASKED)
+        return NotSpaced(UNMASKED)
     if not all(isinstance(n, int) for n in sizes):
-        return Refused("sizes of images are known at run time alone")
-    step = average(reader, Pool(tuple(sizes), tuple(sizes), (0,) * rank))
-    if isinstance(step, Refused):
+        return NotSpaced("sizes of images are known at run time alone")
+    step = average(reader, AveragePool(tuple(sizes), tuple(sizes), (0,) * rank))
+    if isinstance(step, NotSpaced):
         return step
     if step.outs[0]:
-        return Refused(
+        return NotSpaced(
             f"{UNMASKED}, and a window that reads the grid alone finds more than the mean"
         )
 
@@ -308,13 +310,13 @@ def _summed_mean(reader: Reader) -> Step | Refused:
         made = step.emit(here)
         return made if found.get("keepdim") else here.call(aten.squeeze.dims, made, dims)
 
-    return Step(({},), emit)
+    return SpacedRule(({},), emit)
 
 
 # --- views and pads -------------------------------------------------------------------------------
 
 
-def _viewed(reader: Reader) -> Step | Refused:
+def _viewed(reader: SpacedReader) -> SpacedRule | NotSpaced:
     """A view: axes that it merges have merged places, and those it squeezes join the axis before
     them where they have got longer."""
     x = reader.node.all_input_nodes[0]
@@ -322,12 +324,12 @@ def _viewed(reader: Reader) -> Step | Refused:
     new = list(reader.node.meta["val"].shape)
     found = refined(old, new)
     if isinstance(found, Declined):
-        return Refused(found.text)
+        return NotSpaced(found.text)
     before, after, sizes = found
     spreads: dict[str, Spread] = {}
     for axis, part in sorted(grid.items()):
         if len(before[axis]) > 1:
-            return Refused("it splits an axis whose positions stand apart")
+            return NotSpaced("it splits an axis whose positions stand apart")
         if not before[axis]:
             before[axis] = [f"one{axis}"]
             _insert(after, f"one{axis}", [name for axes in before[:axis] for name in axes])
@@ -338,14 +340,14 @@ def _viewed(reader: Reader) -> Step | Refused:
             continue
         parts = [spreads.get(name) or _whole(sizes[name]) for name in letters]
         if any(part is None for part in parts):
-            return Refused("it merges them with an axis whose size is known at run time alone")
+            return NotSpaced("it merges them with an axis whose size is known at run time alone")
         axes[axis] = merged([part for part in parts if part is not None])
     shape = [axes[k].size if k in axes else n if isinstance(n, int) else -1
              for k, n in enumerate(new)]  # fmt: skip
     if shape.count(-1) > 1:
-        return Refused("a view of several sizes known at run time alone")
+        return NotSpaced("a view of several sizes known at run time alone")
     outs = (kept(axes),)
-    return Step(outs, lambda here: here.call(aten.reshape.default, here.read(x), shape))
+    return SpacedRule(outs, lambda here: here.call(aten.reshape.default, here.read(x), shape))
 
 
 def _whole(size: int | None) -> Spread | None:
@@ -364,12 +366,12 @@ def _insert(after: list[list[str]], name: str, front: list[str]) -> None:
         after[at].insert(after[at].index(front[-1]) + 1, name)
 
 
-def _pad(reader: Reader) -> Step | Refused:
+def _pad(reader: SpacedReader) -> SpacedRule | NotSpaced:
     """Constants around a value: gap times as many."""
     found = schema.arguments(reader.node)
     x, flat = found["self"], list(found["pad"])
     if found.get("mode", "constant") != "constant":
-        return Refused("it pads with what stands at the border")
+        return NotSpaced("it pads with what stands at the border")
     grid, rank = reader.plan.grid(x), x.meta["val"].ndim
     axes, pads = dict(grid), list(flat)
     for axis, part in grid.items():
@@ -377,10 +379,10 @@ def _pad(reader: Reader) -> Step | Refused:
         if at >= len(flat) or not any(flat[at : at + 2]):
             continue
         if part.gap is None or not all(isinstance(n, int) for n in flat[at : at + 2]):
-            return Refused("it pads an axis whose positions stand on no even grid")
+            return NotSpaced("it pads an axis whose positions stand on no even grid")
         front, behind = (n * part.gap for n in flat[at : at + 2])
         pads[at : at + 2] = [front, behind]
         count = part.count + sum(flat[at : at + 2])
         axes[axis] = Spread.even(count, part.gap, part.size + front + behind)
     wild = not math.isfinite(found["value"] or 0)  # a window may find nothing else
-    return Step((kept(axes),), lambda here: here.again(pad=pads), wild)
+    return SpacedRule((kept(axes),), lambda here: here.again(pad=pads), wild)

@@ -21,8 +21,8 @@ from torch import fx
 from demask.ops import schema, traits
 from demask.stride.average_pools import (
     PAD,
+    AveragePool,
     Pads,
-    Pool,
     divisors,
     padded,
     spread,
@@ -33,10 +33,10 @@ from demask.stride.average_pools import scaled as times
 from demask.stride.dilation.spaced_axes import (
     Emission,
     Grid,
-    Reader,
-    Refused,
+    NotSpaced,
+    SpacedReader,
+    SpacedRule,
     Spread,
-    Step,
     kept,
     reduced,
     share_of,
@@ -48,7 +48,7 @@ LOWEST = float("-inf")  # what a maximum is padded with
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class SpacedWindow:
     """The window of a call along one axis, and how many there are: of `count` positions."""
 
     kernel: int
@@ -72,7 +72,7 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class _Placed:
+class _SpacedWindows:
     """Windows of all axes, on their grids."""
 
     pads: Pads
@@ -93,7 +93,7 @@ def is_strided(node: fx.Node) -> bool:
     return stride is not None and any(step > 1 for step in stride)
 
 
-def windowed(reader: Reader) -> Step | Refused:
+def windowed(reader: SpacedReader) -> SpacedRule | NotSpaced:
     """A convolution or a pool (`WINDOWS`) of a value on a grid, or of one as it was."""
     target = reader.node.target
     if target in traits.CONVOLUTIONS_ANY_PADDING:
@@ -101,40 +101,44 @@ def windowed(reader: Reader) -> Step | Refused:
     if target in traits.MAX_POOLS:
         return _maximum(reader, traits.MAX_POOLS[target])
     if target in traits.AVERAGE_POOLS:
-        pool = Pool.of(reader.node)
-        return Refused("a pool whose sizes are computed") if pool is None else average(reader, pool)
+        pool = AveragePool.of(reader.node)
+        return (
+            NotSpaced("a pool whose sizes are computed") if pool is None else average(reader, pool)
+        )
     return _adaptive(reader, traits.ADAPTIVE_AVERAGE_POOLS[target])
 
 
-def _sources(reader: Reader, x: fx.Node, rank: int) -> list[Spread] | Refused:
+def _sources(reader: SpacedReader, x: fx.Node, rank: int) -> list[Spread] | NotSpaced:
     """How the last `rank` axes of a value stand."""
     grid, value, found = reader.plan.grid(x), x.meta["val"], []
     if any(axis < value.ndim - rank for axis in grid):
-        return Refused("positions of channels stand apart")
+        return NotSpaced("positions of channels stand apart")
     for axis in range(value.ndim - rank, value.ndim):
         size = value.shape[axis]
         if not isinstance(size, int):
-            return Refused("sizes of images are known at run time alone")
+            return NotSpaced("sizes of images are known at run time alone")
         part = grid.get(axis, Spread.even(size, 1, size))
         if part.gap is None:
-            return Refused("positions stand on no even grid")
+            return NotSpaced("positions stand on no even grid")
         found.append(part)
     return found
 
 
-def _place(reader: Reader, x: fx.Node, windows: Sequence[Window]) -> _Placed | Refused:
+def _place(
+    reader: SpacedReader, x: fx.Node, windows: Sequence[SpacedWindow]
+) -> _SpacedWindows | NotSpaced:
     sources = _sources(reader, x, len(windows))
-    if isinstance(sources, Refused):
+    if isinstance(sources, NotSpaced):
         return sources
     found = [window.on(source) for window, source in zip(windows, sources, strict=True)]
     spreads = tuple(made for _, made in found)
     first = x.meta["val"].ndim - len(windows)
     grid = kept({first + k: made for k, made in enumerate(spreads)})
     gaps = tuple(source.gap or 1 for source in sources)
-    return _Placed(tuple(pads for pads, _ in found), gaps, tuple(sources), spreads, grid)
+    return _SpacedWindows(tuple(pads for pads, _ in found), gaps, tuple(sources), spreads, grid)
 
 
-def _windows(node: fx.Node, kernel: Sequence[int], pads: Pads | None) -> list[Window] | None:
+def _windows(node: fx.Node, kernel: Sequence[int], pads: Pads | None) -> list[SpacedWindow] | None:
     """The windows of a call; None where an argument is no number."""
     found, rank = schema.arguments(node), len(kernel)
     stride = spread(found["stride"] or list(kernel), rank)
@@ -142,7 +146,9 @@ def _windows(node: fx.Node, kernel: Sequence[int], pads: Pads | None) -> list[Wi
     counts = node.meta["val"].shape[-rank:]
     if stride is None or dilation is None or pads is None:
         return None
-    return [Window(kernel[k], stride[k], dilation[k], *pads[k], counts[k]) for k in range(rank)]
+    return [
+        SpacedWindow(kernel[k], stride[k], dilation[k], *pads[k], counts[k]) for k in range(rank)
+    ]
 
 
 def _pads(value: Any, kernel: Sequence[int], dilation: Any) -> Pads | None:
@@ -159,17 +165,17 @@ def _pads(value: Any, kernel: Sequence[int], dilation: Any) -> Pads | None:
     return None if numbers is None else tuple((n, n) for n in numbers)
 
 
-def _convolution(reader: Reader, rank: int) -> Step | Refused:
+def _convolution(reader: SpacedReader, rank: int) -> SpacedRule | NotSpaced:
     found = schema.arguments(reader.node)
     x, weight = found["input"], found["weight"]
     if any(reader.plan.grid(found[name]) for name in ("weight", "bias")):
-        return Refused("its weights stand apart")
+        return NotSpaced("its weights stand apart")
     kernel = tuple(weight.meta["val"].shape[2:])
     windows = _windows(reader.node, kernel, _pads(found["padding"], kernel, found["dilation"]))
     if windows is None:
-        return Refused("a convolution whose sizes are computed")
+        return NotSpaced("a convolution whose sizes are computed")
     placed = _place(reader, x, windows)
-    if isinstance(placed, Refused):
+    if isinstance(placed, NotSpaced):
         return placed
 
     def emit(here: Emission) -> fx.Node:
@@ -178,26 +184,26 @@ def _convolution(reader: Reader, rank: int) -> Step | Refused:
         args = (value, here.read(weight), found["bias"], [1] * rank, list(inner), gaps)
         return here.call(traits.CONV_OF_AXES[rank], *args, found["groups"])
 
-    return Step((placed.grid,), emit)
+    return SpacedRule((placed.grid,), emit)
 
 
-def _maximum(reader: Reader, rank: int) -> Step | Refused:
+def _maximum(reader: SpacedReader, rank: int) -> SpacedRule | NotSpaced:
     found = schema.arguments(reader.node)
     x, kernel = found["self"], spread(found["kernel_size"], rank)
     if reader.plan.target.pool_windows != "any" and kernel != (1,) * rank:
-        return Refused("windows of the target's pools do not overlap")
+        return NotSpaced("windows of the target's pools do not overlap")
     pads = None if kernel is None else _pads(found["padding"], kernel, 1)
     windows = None if kernel is None else _windows(reader.node, kernel, pads)
     if windows is None:
-        return Refused("a pool whose sizes are computed")
+        return NotSpaced("a pool whose sizes are computed")
     placed = _place(reader, x, windows)
-    if isinstance(placed, Refused):
+    if isinstance(placed, NotSpaced):
         return placed
     gaps = [w.dilation * gap for w, gap in zip(windows, placed.gaps, strict=True)]
     own = _is_own(placed.pads, [w.kernel for w in windows])
     spans = [gap * (w.kernel - 1) + 1 for w, gap in zip(windows, gaps, strict=True)]
     if max(spans) > (most := reader.plan.target.pool_size):
-        return Refused(f"its windows would reach over {spans}, the target's over up to {most:g}")
+        return NotSpaced(f"its windows would reach over {spans}, the target's over up to {most:g}")
 
     def emit(here: Emission) -> fx.Node:
         value, inner = here.read(x), [front for front, _ in placed.pads]
@@ -211,10 +217,12 @@ def _maximum(reader: Reader, rank: int) -> Step | Refused:
 
     sizes = [source.size for source in placed.sources]
     empty = zip(windows, sizes, placed.pads, gaps, placed.spreads, strict=True)
-    return Step((placed.grid,), emit, wild=any(_is_empty(*axis) for axis in empty))
+    return SpacedRule((placed.grid,), emit, wild=any(_is_empty(*axis) for axis in empty))
 
 
-def _is_empty(window: Window, size: int, pads: tuple[int, int], gap: int, made: Spread) -> bool:
+def _is_empty(
+    window: SpacedWindow, size: int, pads: tuple[int, int], gap: int, made: Spread
+) -> bool:
     """Does some window read padding alone?"""
     reads = [range(k - pads[0], k - pads[0] + gap * window.kernel, gap) for k in range(made.size)]
     return any(all(not 0 <= n < size for n in places) for places in reads)
@@ -226,7 +234,7 @@ def _is_own(pads: Pads, kernel: Sequence[int]) -> bool:
                for (front, behind), n in zip(pads, kernel, strict=True))  # fmt: skip
 
 
-def average(reader: Reader, pool: Pool) -> Step | Refused:
+def average(reader: SpacedReader, pool: AveragePool) -> SpacedRule | NotSpaced:
     """An average pool: a depthwise convolution, and its count map where its divisors differ."""
     node, rank = reader.node, len(pool.kernel)
     x = schema.arguments(node)["self"]
@@ -234,23 +242,25 @@ def average(reader: Reader, pool: Pool) -> Step | Refused:
     counts = node.meta["val"].shape[-rank:] if node.target in WINDOWS else (1,) * rank
     sizes = static_sizes(x, rank)
     if sizes is None:
-        return Refused("sizes of images are known at run time alone")
+        return NotSpaced("sizes of images are known at run time alone")
     kernel = pool.taps(sizes)
-    windows = [Window(k, s, 1, *pair, n) for k, s, pair, n in
+    windows = [SpacedWindow(k, s, 1, *pair, n) for k, s, pair, n in
                zip(kernel, pool.stride, pool.pads(sizes), counts, strict=True)]  # fmt: skip
     placed = _place(reader, x, windows)
-    if isinstance(placed, Refused):
+    if isinstance(placed, NotSpaced):
         return placed
     fits = max(pool.kernel) <= reader.plan.target.pool_size
     if _stays(node, pool, placed) and reader.plan.target.pool_windows == "any" and fits:
-        return Step((placed.grid,), lambda here: here.again(stride=[1] * rank, ceil_mode=False))
+        return SpacedRule(
+            (placed.grid,), lambda here: here.again(stride=[1] * rank, ceil_mode=False)
+        )
     if not value.is_floating_point():
-        return Refused("an average of integers is rounded, which a convolution is not")
+        return NotSpaced("an average of integers is rounded, which a convolution is not")
     if not isinstance(value.shape[-rank - 1], int):
-        return Refused("the number of channels is known at run time alone")
+        return NotSpaced("the number of channels is known at run time alone")
     shared = divisors(pool, sizes)
     if shared.ndim and "multiply" not in reader.plan.target.ops:
-        return Refused("windows at borders count less, and the target cannot multiply")
+        return NotSpaced("windows at borders count less, and the target cannot multiply")
 
     def emit(here: Emission) -> fx.Node:
         weight = 1.0 if shared.ndim else 1 / int(shared)
@@ -263,23 +273,23 @@ def average(reader: Reader, pool: Pool) -> Step | Refused:
             factor = factor.index_select(axis, part.nearest())
         return times(here.editor, here.node, made, factor)
 
-    return Step((placed.grid,), emit)
+    return SpacedRule((placed.grid,), emit)
 
 
-def _stays(node: fx.Node, pool: Pool, placed: _Placed) -> bool:
+def _stays(node: fx.Node, pool: AveragePool, placed: _SpacedWindows) -> bool:
     """Is a pool of a value as it was the same pool with stride 1?"""
     own = all(pair == (p, p) for pair, p in zip(placed.pads, pool.padding, strict=True))
     return node.target in traits.AVERAGE_POOLS and own and set(placed.gaps) == {1} and not pool.ceil
 
 
-def _adaptive(reader: Reader, rank: int) -> Step | Refused:
+def _adaptive(reader: SpacedReader, rank: int) -> SpacedRule | NotSpaced:
     """Windows of one size that do not overlap: a pool; of another kind there is none."""
-    pool, x = Pool.of(reader.node), schema.arguments(reader.node)["self"]
+    pool, x = AveragePool.of(reader.node), schema.arguments(reader.node)["self"]
     if pool is None:
-        return Refused("windows of an adaptive pool overlap, or its sizes are dynamic")
+        return NotSpaced("windows of an adaptive pool overlap, or its sizes are dynamic")
     grid = reader.plan.grid(x)
     if min(grid) < x.meta["val"].ndim - rank:
-        return Refused("positions of channels stand apart")
+        return NotSpaced("positions of channels stand apart")
     whole = pool.kernel == tuple(x.meta["val"].shape[-rank:])
     if whole and reader.plan.may_mask(x, 0, share_of(grid, "mean")):
         return reduced(x, grid, ({},), "mean")

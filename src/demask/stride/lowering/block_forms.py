@@ -20,20 +20,20 @@ import torch
 from torch import Tensor
 
 from demask.stride.lowering.form_writers import Write
-from demask.stride.lowering.strided_conv import Axis, Call, Site
+from demask.stride.lowering.strided_conv import ConvAxis, FormInputs, StridedConv
 from demask.stride.targets import Target
 
 aten = torch.ops.aten
 _CONVOLVE = {1: aten.conv1d.default, 2: aten.conv2d.default, 3: aten.conv3d.default}
 
 
-def blocks(axis: Axis) -> int:
+def blocks(axis: ConvAxis) -> int:
     """Blocks that a kernel covers."""
     return -(-axis.span // axis.stride)
 
 
 @cache
-def _met(axis: Axis) -> tuple[bool, bool]:
+def _met(axis: ConvAxis) -> tuple[bool, bool]:
     """Does any tap of the kernel in blocks meet some of the input; does any that is zero?"""
     taps = range(blocks(axis) * axis.stride)
     places = [i * axis.stride - axis.before for i in range(axis.out)]
@@ -42,7 +42,7 @@ def _met(axis: Axis) -> tuple[bool, bool]:
     return any(meets), any(m and z for m, z in zip(meets, zero, strict=True))
 
 
-def zero_taps(site: Site) -> bool:
+def zero_taps(site: StridedConv) -> bool:
     """Does a weight of zero, that space_to_depth adds, meet any of the input?"""
     found = [_met(axis) for axis in site.axes]
     return any(
@@ -51,7 +51,9 @@ def zero_taps(site: Site) -> bool:
     )
 
 
-def space_to_depth(write: Write, site: Site, target: Target, call: Call, place: int) -> Any:
+def space_to_depth(
+    write: Write, site: StridedConv, target: Target, call: FormInputs, place: int
+) -> Any:
     """Input and weights in blocks, and a convolution of stride 1 over them."""
     del target, place
     x = write.call(aten.constant_pad_nd.default, call.x, _block_pads(site), 0)
@@ -62,7 +64,7 @@ def space_to_depth(write: Write, site: Site, target: Target, call: Call, place: 
                       site.groups)  # fmt: skip
 
 
-def _block_pads(site: Site) -> list[int]:
+def _block_pads(site: StridedConv) -> list[int]:
     """Zeros before and behind each axis, the last one first, so that it is whole blocks."""
     found = []
     for axis in reversed(site.axes):
@@ -73,11 +75,11 @@ def _block_pads(site: Site) -> list[int]:
     return found
 
 
-def _length(axis: Axis) -> int:
+def _length(axis: ConvAxis) -> int:
     return (axis.out - 1 + blocks(axis)) * axis.stride
 
 
-def _as_channels(write: Write, site: Site, x: Any) -> Any:
+def _as_channels(write: Write, site: StridedConv, x: Any) -> Any:
     """(n, c, b0 s0, b1 s1) -> (n, c s0 s1, b0, b1)."""
     inner, rank = site.channels[0], site.rank
     parts = [n for axis in site.axes for n in (_length(axis) // axis.stride, axis.stride)]
@@ -91,7 +93,7 @@ def _as_channels(write: Write, site: Site, x: Any) -> Any:
     return write.call(aten.reshape.default, x, made)
 
 
-def _weight(write: Write, site: Site, call: Call) -> Any:
+def _weight(write: Write, site: StridedConv, call: FormInputs) -> Any:
     """(o, i, k0, k1) -> (o, i s0 s1, blocks, blocks), its taps where they are read."""
     assert call.numbers is not None
     outer, inner = call.numbers.shape[:2]
@@ -106,7 +108,9 @@ def _weight(write: Write, site: Site, call: Call) -> Any:
     return write.constant("blocks", made.contiguous(), weight=True)
 
 
-def phase_split(write: Write, site: Site, target: Target, call: Call, place: int) -> Any:
+def phase_split(
+    write: Write, site: StridedConv, target: Target, call: FormInputs, place: int
+) -> Any:
     """A convolution of stride 1 for each phase of the input that has taps, and their sum."""
     del target, place
     x = call.x
@@ -121,12 +125,14 @@ def phase_split(write: Write, site: Site, target: Target, call: Call, place: int
     return total
 
 
-def _phases(axis: Axis) -> int:
+def _phases(axis: ConvAxis) -> int:
     """Taps 0, 1, ... of the kernel that begin a phase: the others are some phases' later taps."""
     return min(axis.kernel, axis.stride // math.gcd(axis.stride, axis.dilation))
 
 
-def _phase(write: Write, site: Site, call: Call, x: Any, first: tuple[int, ...], bias: Any) -> Any:
+def _phase(
+    write: Write, site: StridedConv, call: FormInputs, x: Any, first: tuple[int, ...], bias: Any
+) -> Any:
     """Of each axis taps j, j + s / g, ..., which stand d / g apart in every s-th position from
     d j on; g: the greatest common divisor of stride s and dilation d."""
     dilation, taps = [], []

@@ -30,7 +30,7 @@ from torch import Tensor
 from demask.facts.ranges import Range
 from demask.stride.lowering.block_forms import phase_split, space_to_depth, zero_taps
 from demask.stride.lowering.form_writers import Write
-from demask.stride.lowering.strided_conv import Call, Site
+from demask.stride.lowering.strided_conv import FormInputs, StridedConv
 from demask.stride.targets import Target
 
 aten = torch.ops.aten
@@ -40,12 +40,12 @@ AVG_POOL = {1: aten.avg_pool1d.default, 2: aten.avg_pool2d.default, 3: aten.avg_
 
 LACKING = "the target has no"
 # Why a form is unsound at a place: behind the convolution (0), or behind a function that follows.
-Refusal = Callable[[Site, Target, Range], "str | None"]
-Build = Callable[[Write, Site, Target, Call, int], Any]
+Refusal = Callable[[StridedConv, Target, Range], "str | None"]
+Build = Callable[[Write, StridedConv, Target, FormInputs, int], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class StrideForm:
     """One way to do without a stride.
 
     needs: ops that the target must have. masks: does it mask, by a selection or a product?
@@ -60,7 +60,7 @@ class Form:
     masks: bool = False
     rounds: bool = False
 
-    def place(self, site: Site, target: Target) -> int | str:
+    def place(self, site: StridedConv, target: Target) -> int | str:
         """The first place where the form is sound: 0 behind the convolution, k behind the k-th
         function; or why there is none."""
         if (lacking := self.lacking(site, target)) is not None:
@@ -69,12 +69,12 @@ class Form:
         found = next((k for k, reason in enumerate(reasons) if reason is None), None)
         return _joined(reasons) if found is None else found
 
-    def refusal(self, site: Site, target: Target) -> str | None:
+    def refusal(self, site: StridedConv, target: Target) -> str | None:
         """Why the form cannot be taken, in words; None if it is sound."""
         found = self.place(site, target)
         return found if isinstance(found, str) else None
 
-    def lacking(self, site: Site, target: Target) -> str | None:
+    def lacking(self, site: StridedConv, target: Target) -> str | None:
         """Which op it needs that the target does not have."""
         absent = [op for op in self.needs if op not in target.ops]
         if self.masks and site.drops and not target.ops & {"select", "multiply"}:
@@ -92,11 +92,11 @@ def _joined(reasons: list[str | None]) -> str:
 # --- what is sound --------------------------------------------------------------------------------
 
 
-def _always(site: Site, target: Target, known: Range) -> str | None:
+def _always(site: StridedConv, target: Target, known: Range) -> str | None:
     return None
 
 
-def _pool(site: Site, target: Target, windows: list[int]) -> str | None:
+def _pool(site: StridedConv, target: Target, windows: list[int]) -> str | None:
     """Why the target has no such pool."""
     if max(windows) > target.pool_size or max(site.stride) > target.pool_stride:
         return (f"its pools have windows up to {target.pool_size:g} and strides up to "
@@ -108,17 +108,17 @@ def _pool(site: Site, target: Target, windows: list[int]) -> str | None:
     return None
 
 
-def _left(site: Site) -> list[int]:
+def _left(site: StridedConv) -> list[int]:
     """Positions by which the last window reaches beyond the value."""
     return [axis.out * axis.stride - axis.wide for axis in site.axes]
 
 
-def _too_small(site: Site) -> bool:
+def _too_small(site: StridedConv) -> bool:
     """Is a volume smaller than a window? Torch takes only images and lines for means over such."""
     return site.rank == 3 and any(axis.wide < axis.stride for axis in site.axes)
 
 
-def _product(site: Site, target: Target) -> str | None:
+def _product(site: StridedConv, target: Target) -> str | None:
     """Why a mask cannot be multiplied by, where the target cannot select."""
     finite = target.finite or site.whole or not site.drops_input
     if "select" in target.ops or finite:
@@ -126,13 +126,13 @@ def _product(site: Site, target: Target) -> str | None:
     return "0 times Inf or NaN is NaN: the target multiplies by the mask, and is not said finite"
 
 
-def _largest_pool(site: Site, target: Target, known: Range) -> str | None:
+def _largest_pool(site: StridedConv, target: Target, known: Range) -> str | None:
     if site.drops and known.low < 0:
         return f"values from {known} may be below the zeros of the mask"
     return _pool(site, target, site.stride) or _product(site, target)
 
 
-def _two_masks(site: Site, target: Target, known: Range) -> str | None:
+def _two_masks(site: StridedConv, target: Target, known: Range) -> str | None:
     a = target.mask
     if site.whole:
         return f"whole numbers of {site.dtype} have no 1 / {a:g}"
@@ -147,21 +147,21 @@ def _two_masks(site: Site, target: Target, known: Range) -> str | None:
     return _largest_pool(site, target, known) or _product(site, multiplies)
 
 
-def _lowest_pool(site: Site, target: Target, known: Range) -> str | None:
+def _lowest_pool(site: StridedConv, target: Target, known: Range) -> str | None:
     return _pool(site, target, site.stride)
 
 
-def _single_pool(site: Site, target: Target, known: Range) -> str | None:
+def _single_pool(site: StridedConv, target: Target, known: Range) -> str | None:
     return _pool(site, target, [1] * site.rank)
 
 
-def _sum_pool(site: Site, target: Target, known: Range) -> str | None:
+def _sum_pool(site: StridedConv, target: Target, known: Range) -> str | None:
     if _too_small(site) and "pad" not in target.ops:
         return "torch has no mean over a window larger than a volume, and the target cannot pad"
     return _pool(site, target, site.stride) or _product(site, target)
 
 
-def _avg_pool(site: Site, target: Target, known: Range) -> str | None:
+def _avg_pool(site: StridedConv, target: Target, known: Range) -> str | None:
     count = math.prod(site.stride)
     if count > 1 and site.whole:
         return "a mean of whole numbers is rounded to one"
@@ -182,24 +182,24 @@ def _holds(dtype: torch.dtype, count: int, known: Range) -> bool:
     return bool((ends / count * count).isfinite().all())
 
 
-def _split(site: Site, target: Target, known: Range) -> str | None:
+def _split(site: StridedConv, target: Target, known: Range) -> str | None:
     if site.whole and known.low <= torch.iinfo(site.dtype).min:
         return f"the negative of {known.low:g} is no {site.dtype}"
     return _pool(site, target, site.stride) or _product(site, target)
 
 
-def _rotate(site: Site, target: Target, known: Range) -> str | None:
+def _rotate(site: StridedConv, target: Target, known: Range) -> str | None:
     moves = any(axis.stride > 1 and axis.out > 1 for axis in site.axes)
     if moves and not (target.finite or site.whole):
         return "0 times Inf or NaN is NaN: masks are multiplied by, and the target is not finite"
     return None
 
 
-def _laid_anew(site: Site, target: Target, known: Range) -> str | None:
+def _laid_anew(site: StridedConv, target: Target, known: Range) -> str | None:
     return None if site.constant else "its weights are computed at run time"
 
 
-def _taps(site: Site, target: Target, known: Range) -> str | None:
+def _taps(site: StridedConv, target: Target, known: Range) -> str | None:
     if not site.constant:
         return _laid_anew(site, target, known)
     if not (target.finite or site.whole) and zero_taps(site):
@@ -210,7 +210,7 @@ def _taps(site: Site, target: Target, known: Range) -> str | None:
 # --- what is written ------------------------------------------------------------------------------
 
 
-def wide(write: Write, site: Site, call: Call, place: int) -> Any:
+def wide(write: Write, site: StridedConv, call: FormInputs, place: int) -> Any:
     """The convolution of stride 1, and the functions behind it up to a place."""
     x, padding = call.x, [axis.before for axis in site.axes]
     if any(axis.before != axis.behind for axis in site.axes):
@@ -224,14 +224,14 @@ def wide(write: Write, site: Site, call: Call, place: int) -> Any:
     return y
 
 
-def kept(site: Site) -> Tensor:
+def kept(site: StridedConv) -> Tensor:
     """True where the wide value is kept, over its spatial axes."""
     mask = torch.zeros(site.wide, dtype=torch.bool)
     mask[tuple(slice(None, None, axis.stride) for axis in site.axes)] = True
     return mask
 
 
-def _masked(write: Write, site: Site, target: Target, y: Any, fill: float = 0) -> Any:
+def _masked(write: Write, site: StridedConv, target: Target, y: Any, fill: float = 0) -> Any:
     """The value where it is kept, `fill` elsewhere."""
     if not site.drops:
         return y
@@ -241,14 +241,14 @@ def _masked(write: Write, site: Site, target: Target, y: Any, fill: float = 0) -
     return _scaled(write, site, y, 1)
 
 
-def _scaled(write: Write, site: Site, y: Any, factor: float) -> Any:
+def _scaled(write: Write, site: StridedConv, y: Any, factor: float) -> Any:
     """The value times `factor` where it is kept, times 0 elsewhere."""
     mask = (kept(site) * factor).to(site.dtype)
     return write.call(aten.mul.Tensor, y, write.constant("mask", mask))
 
 
 def _pooled(
-    write: Write, site: Site, target: Target, y: Any, pool: Mapping[int, Any], fill: float,
+    write: Write, site: StridedConv, target: Target, y: Any, pool: Mapping[int, Any], fill: float,
     *more: Any,
 ) -> Any:  # fmt: skip
     """A pool over windows of the stride's size; what a target cannot cut off is padded."""
@@ -260,38 +260,48 @@ def _pooled(
                       ceil, *more)  # fmt: skip
 
 
-def _padded(write: Write, site: Site, y: Any, fill: float) -> Any:
+def _padded(write: Write, site: StridedConv, y: Any, fill: float) -> Any:
     pads = [n for left in reversed(_left(site)) for n in (0, left)]
     return write.call(aten.constant_pad_nd.default, y, pads, fill)
 
 
-def _build_mask_max_pool(write: Write, site: Site, target: Target, call: Call, place: int) -> Any:
+def _build_mask_max_pool(
+    write: Write, site: StridedConv, target: Target, call: FormInputs, place: int
+) -> Any:
     y = _masked(write, site, target, wide(write, site, call, place))
     return _pooled(write, site, target, y, MAX_POOL, 0 if site.drops else _lowest(site))
 
 
-def _build_two_masks(write: Write, site: Site, target: Target, call: Call, place: int) -> Any:
+def _build_two_masks(
+    write: Write, site: StridedConv, target: Target, call: FormInputs, place: int
+) -> Any:
     y = _scaled(write, site, wide(write, site, call, place), target.mask)
     y = _pooled(write, site, target, y, MAX_POOL, 0 if site.drops else _lowest(site))
     return write.call(aten.mul.Tensor, y, 1 / target.mask)
 
 
-def _build_select(write: Write, site: Site, target: Target, call: Call, place: int) -> Any:
+def _build_select(
+    write: Write, site: StridedConv, target: Target, call: FormInputs, place: int
+) -> Any:
     lowest = _lowest(site)
     y = _masked(write, site, target, wide(write, site, call, place), lowest)
     return _pooled(write, site, target, y, MAX_POOL, lowest)
 
 
-def _lowest(site: Site) -> float:
+def _lowest(site: StridedConv) -> float:
     return torch.iinfo(site.dtype).min if site.whole else -math.inf
 
 
-def _build_pool_1x1(write: Write, site: Site, target: Target, call: Call, place: int) -> Any:
+def _build_pool_1x1(
+    write: Write, site: StridedConv, target: Target, call: FormInputs, place: int
+) -> Any:
     y = wide(write, site, call, place)
     return write.call(MAX_POOL[site.rank], y, [1] * site.rank, site.stride)
 
 
-def _build_slice(write: Write, site: Site, target: Target, call: Call, place: int) -> Any:
+def _build_slice(
+    write: Write, site: StridedConv, target: Target, call: FormInputs, place: int
+) -> Any:
     y = wide(write, site, call, place)
     for k, axis in enumerate(site.axes):
         if axis.stride > 1:
@@ -300,7 +310,9 @@ def _build_slice(write: Write, site: Site, target: Target, call: Call, place: in
     return y
 
 
-def _build_sum_pool(write: Write, site: Site, target: Target, call: Call, place: int) -> Any:
+def _build_sum_pool(
+    write: Write, site: StridedConv, target: Target, call: FormInputs, place: int
+) -> Any:
     y = _masked(write, site, target, wide(write, site, call, place))
     if site.rank > 1:
         return _pooled(write, site, target, y, AVG_POOL, 0, True, 1)
@@ -313,7 +325,9 @@ def _build_sum_pool(write: Write, site: Site, target: Target, call: Call, place:
     return write.call(aten.squeeze.dims, y, [-2])
 
 
-def _build_avg_pool(write: Write, site: Site, target: Target, call: Call, place: int) -> Any:
+def _build_avg_pool(
+    write: Write, site: StridedConv, target: Target, call: FormInputs, place: int
+) -> Any:
     y = _masked(write, site, target, wide(write, site, call, place))
     if any(_left(site)):
         y = _padded(write, site, y, 0)
@@ -322,7 +336,9 @@ def _build_avg_pool(write: Write, site: Site, target: Target, call: Call, place:
     return y if count == 1 else write.call(aten.mul.Tensor, y, count)
 
 
-def _build_split(write: Write, site: Site, target: Target, call: Call, place: int) -> Any:
+def _build_split(
+    write: Write, site: StridedConv, target: Target, call: FormInputs, place: int
+) -> Any:
     y = _masked(write, site, target, wide(write, site, call, place))
     signs = (y, write.call(aten.neg.default, y))
     parts = [write.call(aten.relu.default, part) for part in signs]
@@ -330,7 +346,9 @@ def _build_split(write: Write, site: Site, target: Target, call: Call, place: in
     return write.call(aten.sub.Tensor, above, below)
 
 
-def _build_rotate(write: Write, site: Site, target: Target, call: Call, place: int) -> Any:
+def _build_rotate(
+    write: Write, site: StridedConv, target: Target, call: FormInputs, place: int
+) -> Any:
     """Along each axis, output i is moved back by i (s - 1): by 2^b (s - 1) for each bit b of i,
     the lowest first, so that no two of them meet."""
     y = wide(write, site, call, place)
@@ -349,28 +367,30 @@ def _build_rotate(write: Write, site: Site, target: Target, call: Call, place: i
     return y
 
 
-def _line(write: Write, site: Site, k: int, places: Tensor) -> Any:
+def _line(write: Write, site: StridedConv, k: int, places: Tensor) -> Any:
     """A mask along one axis."""
     mask = torch.zeros(site.axes[k].wide, dtype=site.dtype)
     mask[places] = 1
     return write.constant("mask", mask.reshape([-1] + [1] * (site.rank - 1 - k)))
 
 
-FORMS: Mapping[str, Form] = {
+FORMS: Mapping[str, StrideForm] = {
     form.name: form
     for form in (
-        Form("mask_max_pool", ("max_pool",), _largest_pool, _build_mask_max_pool, masks=True),
-        Form("two_masks", ("max_pool", "multiply"), _two_masks, _build_two_masks),
-        Form("select_max_pool", ("max_pool", "select"), _lowest_pool, _build_select),
-        Form("pool_1x1", ("max_pool",), _single_pool, _build_pool_1x1),
-        Form("slice", ("slice",), _always, _build_slice),
-        Form("mask_sum_pool", ("sum_pool",), _sum_pool, _build_sum_pool, masks=True),
-        Form("mask_avg_pool", ("avg_pool",), _avg_pool, _build_avg_pool, masks=True, rounds=True),
-        Form("split", ("max_pool", "relu", "add"), _split, _build_split, masks=True),
-        Form("rotate", ("rotate", "multiply", "add", "crop"), _rotate, _build_rotate),
-        Form("space_to_depth", ("space_to_depth", "pad"), _taps, space_to_depth, rounds=True),
-        Form("phase_split", ("slice", "add", "pad"), _laid_anew, phase_split, rounds=True),
+        StrideForm("mask_max_pool", ("max_pool",), _largest_pool, _build_mask_max_pool, masks=True),
+        StrideForm("two_masks", ("max_pool", "multiply"), _two_masks, _build_two_masks),
+        StrideForm("select_max_pool", ("max_pool", "select"), _lowest_pool, _build_select),
+        StrideForm("pool_1x1", ("max_pool",), _single_pool, _build_pool_1x1),
+        StrideForm("slice", ("slice",), _always, _build_slice),
+        StrideForm("mask_sum_pool", ("sum_pool",), _sum_pool, _build_sum_pool, masks=True),
+        StrideForm(
+            "mask_avg_pool", ("avg_pool",), _avg_pool, _build_avg_pool, masks=True, rounds=True
+        ),
+        StrideForm("split", ("max_pool", "relu", "add"), _split, _build_split, masks=True),
+        StrideForm("rotate", ("rotate", "multiply", "add", "crop"), _rotate, _build_rotate),
+        StrideForm("space_to_depth", ("space_to_depth", "pad"), _taps, space_to_depth, rounds=True),
+        StrideForm("phase_split", ("slice", "add", "pad"), _laid_anew, phase_split, rounds=True),
     )
 }
 
-__all__ = ["FORMS", "Form", "kept", "wide"]
+__all__ = ["FORMS", "StrideForm", "kept", "wide"]

@@ -32,8 +32,15 @@ from demask.shrink.pipeline import given
 from demask.stride.average_pools import pools_to_convs
 from demask.stride.dilation.dilate import dilated
 from demask.stride.lowering.form_writers import Cost, Counting, GraphWriter
-from demask.stride.lowering.forms import FORMS, LACKING, Form, wide
-from demask.stride.lowering.strided_conv import Call, Site, call_of, chain_of, site_of, strided
+from demask.stride.lowering.forms import FORMS, LACKING, StrideForm, wide
+from demask.stride.lowering.strided_conv import (
+    FormInputs,
+    StridedConv,
+    call_of,
+    chain_of,
+    site_of,
+    strided,
+)
 from demask.stride.targets import KINDS, Target
 from demask.stride.targets import target as target_of
 
@@ -208,7 +215,9 @@ def _dilated(editor: GraphEditor, node: fx.Node, target: Target, table: Table) -
     return dilated(editor, node, target, table)
 
 
-def cost_of(form: Form, site: Site, target: Target, node: fx.Node, call: Call, place: int) -> Cost:
+def cost_of(
+    form: StrideForm, site: StridedConv, target: Target, node: fx.Node, call: FormInputs, place: int
+) -> Cost:
     """What the convolution and all functions behind it take, in a form, on the example's sizes."""
     count = Counting()
     x, weight = count.read(call.x), count.read(call.weight)
@@ -221,7 +230,7 @@ def cost_of(form: Form, site: Site, target: Target, node: fx.Node, call: Call, p
     return count.cost(rounds=form.rounds)
 
 
-def _why(site: Site, place: int, cost: Cost, sound: int) -> str:
+def _why(site: StridedConv, place: int, cost: Cost, sound: int) -> str:
     """How the form was chosen, what is known of the values there, and what it costs."""
     known = site.ranges[place]
     where = f" behind {place} function{'s' * (place > 1)}" if place else ""
@@ -231,8 +240,8 @@ def _why(site: Site, place: int, cost: Cost, sound: int) -> str:
 
 
 def _put(
-    editor: GraphEditor, chain: Sequence[fx.Node], form: Form, site: Site, target: Target,
-    call: Call, place: int, kept: dict[Any, str],
+    editor: GraphEditor, chain: Sequence[fx.Node], form: StrideForm, site: StridedConv, target: Target,
+    call: FormInputs, place: int, kept: dict[Any, str],
 ) -> None:  # fmt: skip
     """Write the form before the last node that it stands for, and let it be read instead."""
     chain = chain[: place + 1]

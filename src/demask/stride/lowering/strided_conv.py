@@ -26,7 +26,7 @@ from demask.stride.lowering.form_writers import Write
 aten = torch.ops.aten
 
 
-class Axis(NamedTuple):
+class ConvAxis(NamedTuple):
     """One axis of a convolution: positions of its input, taps, and zeros before and behind."""
 
     size: int
@@ -58,7 +58,7 @@ class Axis(NamedTuple):
 
 
 @functools.cache
-def reading(axis: Axis) -> tuple[bool, bool]:
+def reading(axis: ConvAxis) -> tuple[bool, bool]:
     """Does any kept position read some of the input; does any dropped one?"""
     kept = any(axis.reads(v) for v in range(0, axis.wide, axis.stride))
     dropped = any(axis.reads(v) for v in range(axis.wide) if v % axis.stride)
@@ -69,7 +69,7 @@ Step = Callable[[Write, Any], Any]  # a function of a value, written again on an
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class StridedConv:
     """A strided convolution with static sizes.
 
     axes: its spatial ones. channels: into it and out of it. dtype: of its value. ranges: of its
@@ -77,7 +77,7 @@ class Site:
     them, every one the only reader of the value before it. constant: are the weights known?
     """
 
-    axes: tuple[Axis, ...]
+    axes: tuple[ConvAxis, ...]
     channels: tuple[int, int]
     groups: int
     dtype: torch.dtype
@@ -121,7 +121,7 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class FormInputs:
     """What a form reads: input, weight and bias, as values of what writes it; the weight's numbers
     where they are constant; and the functions behind."""
 
@@ -148,7 +148,7 @@ def _each(node: fx.Node, name: str) -> list[int]:
 
 
 def chain_of(node: fx.Node, table: Table) -> list[fx.Node]:
-    """The convolution, and the functions behind it (see `Site`)."""
+    """The convolution, and the functions behind it (see `StridedConv`)."""
     chain, rank = [node], CONVOLUTIONS_ANY_PADDING[node.target]
     while (reader := only_reader(chain[-1])) is not None:
         if not _follows(reader, chain[-1], rank, table):
@@ -179,7 +179,7 @@ def _rest(node: fx.Node) -> list[Any]:
 
 def site_of(
     editor: GraphEditor, chain: Sequence[fx.Node], known: Ranges, largest: float
-) -> Site | str:
+) -> StridedConv | str:
     """The site of a strided convolution, the first of a chain (`chain_of`); why it has none.
     largest: bound of all values."""
     node = chain[0]
@@ -192,7 +192,7 @@ def site_of(
         return "complex numbers have no order, and no forms"
     each = {name: _each(node, name) for name in ("stride", "padding", "dilation")}
     axes = tuple(
-        Axis(x.shape[k - rank], weight.shape[k - rank], each["stride"][k], each["dilation"][k],
+        ConvAxis(x.shape[k - rank], weight.shape[k - rank], each["stride"][k], each["dilation"][k],
              each["padding"][k], each["padding"][k])
         for k in range(rank)
     )  # fmt: skip
@@ -200,15 +200,15 @@ def site_of(
     ranges = tuple(Range(max(r.low, -largest), min(r.high, largest)) for r in bounds)
     channels = (weight.shape[1] * found["groups"], weight.shape[0])
     constant = editor.tensor(found["weight"]) is not None
-    return Site(axes, channels, found["groups"], node.meta["val"].dtype, ranges, constant)
+    return StridedConv(axes, channels, found["groups"], node.meta["val"].dtype, ranges, constant)
 
 
-def call_of(editor: GraphEditor, chain: Sequence[fx.Node]) -> Call:
+def call_of(editor: GraphEditor, chain: Sequence[fx.Node]) -> FormInputs:
     """What a form of the convolution reads, the first of a chain (`chain_of`)."""
     found = schema.arguments(chain[0])
     steps = tuple(_step(chain[k], chain[k + 1]) for k in range(len(chain) - 1))
     numbers = editor.tensor(found["weight"])
-    return Call(found["input"], found["weight"], found["bias"], numbers, steps)
+    return FormInputs(found["input"], found["weight"], found["bias"], numbers, steps)
 
 
 def _step(source: fx.Node, node: fx.Node) -> Step:
@@ -221,4 +221,13 @@ def _step(source: fx.Node, node: fx.Node) -> Step:
     return again
 
 
-__all__ = ["Axis", "Call", "Site", "Step", "call_of", "chain_of", "site_of", "strided"]
+__all__ = [
+    "ConvAxis",
+    "FormInputs",
+    "Step",
+    "StridedConv",
+    "call_of",
+    "chain_of",
+    "site_of",
+    "strided",
+]

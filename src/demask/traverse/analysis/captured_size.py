@@ -34,7 +34,7 @@ Sizes = tuple[int | str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
+class SizedNetwork:
     """A module, and what is known of its one input: its sizes (text for those that vary) and dtype;
     None where only the module's code knows. remedy: a call that makes one of other sizes."""
 
@@ -45,7 +45,7 @@ class Network:
     remedy: str = ""
 
 
-def network_of(model: Any) -> Network:
+def network_of(model: Any) -> SizedNetwork:
     """The network that a user names. BadInput: it is none, or takes more than one tensor."""
     name = "the network"
     if isinstance(model, str | os.PathLike):
@@ -54,7 +54,9 @@ def network_of(model: Any) -> Network:
     if isinstance(model, ExportedProgram):
         sizes, dtype = _exported_input(model, name)
         # With its guards: they hold for every size that it was exported for, and no other.
-        return Network(model.module(check_guards=True), name, sizes, dtype, "torch.export.export")
+        return SizedNetwork(
+            model.module(check_guards=True), name, sizes, dtype, "torch.export.export"
+        )
     if not isinstance(model, nn.Module):
         raise BadInput(f"expected a network or the path of one, got {type(model).__name__}")
     interface = interface_of(model)
@@ -63,11 +65,11 @@ def network_of(model: Any) -> Network:
     if isinstance(model, Demasked):
         ports, remedy = model.demasked.inputs, "demask.demask"
     if ports is None:
-        return Network(model, name)
+        return SizedNetwork(model, name)
     if len(ports) != 1 or ports[0].sizes is None:
         raise BadInput(f"{name} takes {len(ports)} inputs; stream() takes networks of one tensor")
     dtype = getattr(torch, str(ports[0].dtype), None)
-    return Network(model, name, tuple(ports[0].sizes), dtype, remedy)
+    return SizedNetwork(model, name, tuple(ports[0].sizes), dtype, remedy)
 
 
 def _exported_input(model: ExportedProgram, name: str) -> tuple[Sizes, torch.dtype]:
@@ -80,7 +82,7 @@ def _exported_input(model: ExportedProgram, name: str) -> tuple[Sizes, torch.dty
     return sizes, values[0].dtype
 
 
-def captured(network: Network, shape: tuple[int, ...], held: torch.dtype) -> Program:
+def captured(network: SizedNetwork, shape: tuple[int, ...], held: torch.dtype) -> Program:
     """The program of a network for one image of this shape, held as this dtype.
 
     Where the network's code alone knows what it takes: images of uint8 stay what they are if every
@@ -102,7 +104,7 @@ def captured(network: Network, shape: tuple[int, ...], held: torch.dtype) -> Pro
     return _read(network, shape, own) if _wants_numbers(program) else program
 
 
-def _read(network: Network, shape: tuple[int, ...], dtype: torch.dtype) -> Program:
+def _read(network: SizedNetwork, shape: tuple[int, ...], dtype: torch.dtype) -> Program:
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     with mode:
         example = torch.empty(shape, dtype=dtype)
@@ -143,7 +145,7 @@ def _check_dtype(name: str, held: torch.dtype, wanted: torch.dtype) -> None:
                        "convert it first")  # fmt: skip
 
 
-def _check_sizes(network: Network, shape: tuple[int, ...]) -> None:
+def _check_sizes(network: SizedNetwork, shape: tuple[int, ...]) -> None:
     """Raise BadInput where sizes that the network has fixed are not those of an image."""
     sizes = network.sizes
     if sizes is None:
@@ -162,7 +164,7 @@ def _check_sizes(network: Network, shape: tuple[int, ...]) -> None:
     )
 
 
-def _remedy(network: Network, shape: tuple[int, ...]) -> str:
+def _remedy(network: SizedNetwork, shape: tuple[int, ...]) -> str:
     """A call that makes the network anew, of any size. The example has two images: torch.export
     takes a size of one for a constant."""
     sizes = network.sizes or shape

@@ -34,7 +34,7 @@ Rule = Callable[[int, int], Interval]  # positions of an output -> those of an o
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
+class FlowEdge:
     """One operand with rows that a call reads. rules: along rows and columns; whole: all of it."""
 
     source: fx.Node
@@ -85,14 +85,14 @@ class Flow:
         return {n: held[str(n.target)].tensor
                 for n in self.program.graph.find_nodes(op="get_attr")}  # fmt: skip
 
-    def edges(self, node: fx.Node) -> tuple[Edge, ...]:
+    def edges(self, node: fx.Node) -> tuple[FlowEdge, ...]:
         """The operands with rows that a call reads: of whole calls, all of each."""
         if node in self.local:
             reads = self.local[node].reads
-            return tuple(Edge(read.node, read.rules, read.whole) for read in reads)
+            return tuple(FlowEdge(read.node, read.rules, read.whole) for read in reads)
         if node in self.gathers:
-            return (Edge(self.gathered(node), (_same, _same), whole=False),)
-        return tuple(Edge(n, (_same, _same), whole=True)
+            return (FlowEdge(self.gathered(node), (_same, _same), whole=False),)
+        return tuple(FlowEdge(n, (_same, _same), whole=True)
                      for n in node.all_input_nodes if n in self.axes)  # fmt: skip
 
     def gathered(self, node: fx.Node) -> fx.Node:

@@ -42,7 +42,7 @@ class Reduction(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ReducedOperand:
     """Where an operand's positions go. shape: the operand's; dims: those reduced; axes: along which
     its parts are cut; given: its dtype; work: the one a piece is computed in; out, dtype: the
     result's.
@@ -110,7 +110,7 @@ class _Base:
     """tensors: bytes of a state per kept position; copies, small: tensors as large as a piece, and
     as one of the state's, that are alive at once in an update."""
 
-    place: Place
+    place: ReducedOperand
     tensors: int
     copies: int
     small: int
@@ -305,7 +305,9 @@ def reduction(
         return Declined(f"{name} leaves several positions, or reduces no axis")
     work = _wide(found.get("dtype") or value.dtype)
     sizes, out = tuple(value.shape), tuple(made.shape)
-    return rule(Place(sizes, dims, axes.get(x, NONE), value.dtype, work, out, made.dtype), found)
+    return rule(
+        ReducedOperand(sizes, dims, axes.get(x, NONE), value.dtype, work, out, made.dtype), found
+    )
 
 
 def _reduced(relation: Relation, made: Tensor) -> tuple[int, ...]:
@@ -327,7 +329,7 @@ def _into(join: Callable[[Tensor, Tensor], Tensor], held: Tensor, other: Tensor)
 _MAX, _MIN = partial(_into, torch.maximum), partial(_into, torch.minimum)
 
 
-def _sum(place: Place, found: Mapping[str, Any], *, mean: bool = False) -> Reduction:
+def _sum(place: ReducedOperand, found: Mapping[str, Any], *, mean: bool = False) -> Reduction:
     dtype = torch.float64 if place.work.is_floating_point else torch.int64
     last = partial(torch.div, other=place.count) if mean else Tensor.detach
     return Folded(place, 8, 0, 2, 0, dtype, _total, Tensor.add_, last)
@@ -337,7 +339,7 @@ def _total(piece: Tensor, dims: tuple[int, ...]) -> Tensor:
     return piece.sum(dims, keepdim=True)
 
 
-def _prod(place: Place, found: Mapping[str, Any]) -> Reduction:
+def _prod(place: ReducedOperand, found: Mapping[str, Any]) -> Reduction:
     dtype = torch.float64 if place.work.is_floating_point else torch.int64
 
     def product(piece: Tensor, dims: tuple[int, ...]) -> Tensor:
@@ -349,7 +351,7 @@ def _prod(place: Place, found: Mapping[str, Any]) -> Reduction:
     return Folded(place, 8, wide, 2, 1, dtype, product, Tensor.mul_)
 
 
-def _norm(place: Place, found: Mapping[str, Any]) -> Reduction | Declined:
+def _norm(place: ReducedOperand, found: Mapping[str, Any]) -> Reduction | Declined:
     power = found.get("ord", found.get("p"))
     power = 2.0 if power is None else float(power)
     double, wide = torch.float64, 1 + (8 // place.work.itemsize) * (place.work.itemsize < 8)
@@ -369,7 +371,7 @@ def _farthest(piece: Tensor, dims: tuple[int, ...]) -> Tensor:
     return piece.abs().amax(dims, keepdim=True)
 
 
-def _extreme(place: Place, found: Mapping[str, Any], *, largest: bool) -> Reduction:
+def _extreme(place: ReducedOperand, found: Mapping[str, Any], *, largest: bool) -> Reduction:
     if place.work == torch.bool:
         return _truth(place, found, every=not largest)
     start, dtype = _beyond(place.work, largest), place.work
@@ -377,7 +379,7 @@ def _extreme(place: Place, found: Mapping[str, Any], *, largest: bool) -> Reduct
     return Folded(place, dtype.itemsize, 0, 2, start, dtype, of, _MAX if largest else _MIN)
 
 
-def _truth(place: Place, found: Mapping[str, Any], *, every: bool) -> Reduction:
+def _truth(place: ReducedOperand, found: Mapping[str, Any], *, every: bool) -> Reduction:
     reduce, join = (torch.all, torch.logical_and) if every else (torch.any, torch.logical_or)
 
     def of(piece: Tensor, dims: tuple[int, ...]) -> Tensor:
@@ -386,7 +388,7 @@ def _truth(place: Place, found: Mapping[str, Any], *, every: bool) -> Reduction:
     return Folded(place, 1, 1, 3, every, torch.bool, of, partial(_into, join))
 
 
-def _spread(place: Place, found: Mapping[str, Any], *, root: bool = False) -> Reduction:
+def _spread(place: ReducedOperand, found: Mapping[str, Any], *, root: bool = False) -> Reduction:
     correction = found.get("correction", 1.0 if found.get("unbiased", True) else 0.0)
     left = max(place.count - (1.0 if correction is None else float(correction)), 0.0)
 
@@ -396,7 +398,7 @@ def _spread(place: Place, found: Mapping[str, Any], *, root: bool = False) -> Re
     return Moments(place, 24, 1, 9, last)
 
 
-def _moments(place: Place, found: Mapping[str, Any]) -> Moments:
+def _moments(place: ReducedOperand, found: Mapping[str, Any]) -> Moments:
     if not place.work.is_floating_point:
         place = replace(place, work=torch.float64)
 
@@ -406,20 +408,22 @@ def _moments(place: Place, found: Mapping[str, Any]) -> Moments:
     return Moments(place, 24, 1, 9, last)
 
 
-def _log_sum_exp(place: Place, found: Mapping[str, Any]) -> Reduction:
+def _log_sum_exp(place: ReducedOperand, found: Mapping[str, Any]) -> Reduction:
     if not place.work.is_floating_point:
         place = replace(place, work=place.dtype)
     return LogSumExp(place, 16, 1, 8)
 
 
-def _place_of(place: Place, found: Mapping[str, Any], *, largest: bool) -> Reduction | Declined:
+def _place_of(
+    place: ReducedOperand, found: Mapping[str, Any], *, largest: bool
+) -> Reduction | Declined:
     if place.work == torch.bool:
         return Declined("the place of the largest of truth values")
     dim = -1 if found["dim"] is None else place.dims[0]
     return Extreme(place, place.work.itemsize + 8, 1, 4, largest, dim)
 
 
-_Rule = Callable[[Place, Mapping[str, Any]], "Reduction | Declined"]
+_Rule = Callable[[ReducedOperand, Mapping[str, Any]], "Reduction | Declined"]
 _OVERLOADS: list[tuple[str, tuple[str, ...], _Rule]] = [
     ("sum", ("default", "dim_IntList"), _sum),
     ("mean", ("default", "dim"), partial(_sum, mean=True)),
@@ -450,7 +454,7 @@ def moments_of(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     tensor([2., 1.], dtype=torch.float64)
     """
     dims, double = tuple(dim % x.ndim for dim in dims), torch.float64
-    place = Place(tuple(x.shape), dims, NONE, x.dtype, _wide(x.dtype), (), double)
+    place = ReducedOperand(tuple(x.shape), dims, NONE, x.dtype, _wide(x.dtype), (), double)
     made = _moments(replace(place, out=(2, *place.kept)), {})
     made.update(state := made.begin(), x, ((0, 1), (0, 1)))
     return made.finish(state)

@@ -17,7 +17,7 @@ from demask.ops import schema
 from demask.ops.regions import Interval
 from demask.traverse.analysis.partial_reductions import attention
 from demask.traverse.axes import Axes, cut_shape, empty, length
-from demask.traverse.storage.sources_and_sinks import Source
+from demask.traverse.storage.sources_and_sinks import RowSource
 
 SCORES = 2**22  # bytes of the scores of one block
 aten = torch.ops.aten
@@ -41,7 +41,7 @@ def keys_of(node: fx.Node) -> tuple[fx.Node, fx.Node]:
 def attend(
     node: fx.Node,
     q: Tensor,
-    sources: Mapping[fx.Node, Source],
+    sources: Mapping[fx.Node, RowSource],
     axes: Mapping[fx.Node, Axes],
     columns: Interval,
 ) -> Tensor:
@@ -72,7 +72,7 @@ def _block_rows(node: fx.Node, queries: tuple[int, ...]) -> int:
 
 
 def _blocks(
-    node: fx.Node, source: Source, axes: Axes, rows: int, columns: Interval
+    node: fx.Node, source: RowSource, axes: Axes, rows: int, columns: Interval
 ) -> Iterator[Tensor]:
     value, count = node.meta["val"], length(node, axes, 0)
     for start in range(0, count, rows):

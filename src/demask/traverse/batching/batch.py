@@ -38,11 +38,11 @@ from demask.ops import TABLE, Table
 from demask.shrink.pipeline import inputs_of
 from demask.traverse.batching.batch_axis import Lane
 from demask.traverse.batching.batch_plan import (
-    Call,
+    BatchCall,
+    BatchPlan,
+    BatchRef,
     Level,
-    Plan,
-    Ref,
-    Streamed,
+    StreamedLayer,
     constants_of,
     weights_of,
 )
@@ -135,7 +135,7 @@ class Batched(nn.Module):
     memory, under `held`, by the model's names.
     """
 
-    def __init__(self, program: Program, plan: Plan, file: WeightFile | None):
+    def __init__(self, program: Program, plan: BatchPlan, file: WeightFile | None):
         super().__init__()
         self.plan, self.file = plan, file
         self.front = _front(program)
@@ -177,11 +177,13 @@ class Batched(nn.Module):
             values = constants | _parts(given, given, lanes, size, start, n)
             for level in self.plan.levels:
                 self._level(level, values, n)
-            names = [r.name for r in self.plan.made if isinstance(r, Ref) and r.name not in given]
+            names = [
+                r.name for r in self.plan.made if isinstance(r, BatchRef) and r.name not in given
+            ]
             _collect(made, names, values, lanes, size, start, n)
             self._inputs += n
         known = constants | given | made
-        return [known[r.name] if isinstance(r, Ref) else r for r in self.plan.made]
+        return [known[r.name] if isinstance(r, BatchRef) else r for r in self.plan.made]
 
     def _level(self, level: Level, values: dict[str, Any], n: int) -> None:
         """Put what a level writes among the values held for n inputs; drop what it read last."""
@@ -199,9 +201,9 @@ class Batched(nn.Module):
         for name in level.drops:
             del values[name]
 
-    def _calls(self, calls: tuple[Call, ...], values: dict[str, Any], n: int) -> None:
+    def _calls(self, calls: tuple[BatchCall, ...], values: dict[str, Any], n: int) -> None:
         def found(leaf: Any) -> Any:
-            if not isinstance(leaf, Ref):
+            if not isinstance(leaf, BatchRef):
                 return leaf
             sizes = self.plan.sizes.get(leaf.name)
             return values[leaf.name] if sizes is None else sizes[n - 1]
@@ -215,7 +217,7 @@ class Batched(nn.Module):
             for name in call.frees:
                 del values[name]
 
-    def _streamed(self, layer: Streamed, values: Mapping[str, Any]) -> Tensor:
+    def _streamed(self, layer: StreamedLayer, values: Mapping[str, Any]) -> Tensor:
         """A layer's output for all inputs, block by block of a weight in a file."""
         x = values[layer.x]
         bias = None if layer.bias is None else values[f"={layer.bias}"]
@@ -227,7 +229,7 @@ class Batched(nn.Module):
             made[..., rows] = linear(x, w_oi, None if bias is None else bias[rows])
         return made
 
-    def _summed(self, layer: Streamed, x: Tensor, bias: Tensor | None) -> Tensor:
+    def _summed(self, layer: StreamedLayer, x: Tensor, bias: Tensor | None) -> Tensor:
         """The same of a weight [in, out]: the sum of the blocks' partial products."""
         flat = x.reshape(-1, x.shape[-1])
         kind = torch.float32 if layer.sums_wide else x.dtype
@@ -238,7 +240,7 @@ class Batched(nn.Module):
             total.addmm_(flat[:, start : start + len(w_io)].to(kind), w_io.to(kind))
         return total.to(x.dtype).view(*x.shape[:-1], layer.outputs)
 
-    def _blocks(self, layer: Streamed) -> Any:
+    def _blocks(self, layer: StreamedLayer) -> Any:
         assert self.file is not None
         stored = layer.stored
         buffer = torch.empty(layer.rows * stored.row_bytes, dtype=torch.uint8)

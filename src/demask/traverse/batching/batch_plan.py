@@ -19,14 +19,14 @@ from demask.traverse.batching.weight_traffic import LayerTraffic, Traffic
 
 
 @dataclass(frozen=True, slots=True)
-class Ref:
+class BatchRef:
     """A value by its name, in the arguments of a call."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
+class LayerWeight:
     """The constant a call multiplies with: its name, its bytes, whether for all inputs at once."""
 
     constant: str
@@ -35,19 +35,19 @@ class Weight:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class BatchCall:
     """A call of a level; frees: values of the level that nothing reads after it."""
 
     name: str
     target: Any
     args: Any
     kwargs: Any
-    weight: Weight | None = None
+    weight: LayerWeight | None = None
     frees: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Streamed:
+class StreamedLayer:
     """A fully connected layer whose weight stays in a file.
 
     x, bias: names of its operands. out_first: is the weight [out, in]? Then blocks are outputs;
@@ -77,15 +77,15 @@ class Level:
     read no more. streamed: the layer, where its weight is in a file (then there are no calls)."""
 
     connected: bool
-    calls: tuple[Call, ...] = ()
-    streamed: Streamed | None = None
+    calls: tuple[BatchCall, ...] = ()
+    streamed: StreamedLayer | None = None
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     drops: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BatchPlan:
     """Levels in order, and what is known of them.
 
     lanes: of held values, by name. sizes: of numbers, for 1, 2, ... inputs. inputs: at a time, N.
@@ -107,7 +107,7 @@ class Plan:
     made: tuple[Any, ...]
     out_spec: Any
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+    def __deepcopy__(self, memo: dict[int, Any]) -> BatchPlan:
         return self
 
     def traffic(self, batch: int) -> Traffic:
@@ -122,18 +122,18 @@ class Plan:
         return Traffic(batch, tuple(found))
 
 
-def weights_of(levels: Sequence[Level]) -> Iterator[tuple[str, Weight]]:
+def weights_of(levels: Sequence[Level]) -> Iterator[tuple[str, LayerWeight]]:
     """The calls that multiply with weights, in order."""
     for level in levels:
         if level.streamed is not None:
             stored = level.streamed.stored
-            yield level.streamed.name, Weight(stored.name, stored.nbytes, True)
+            yield level.streamed.name, LayerWeight(stored.name, stored.nbytes, True)
         for call in level.calls:
             if call.weight is not None:
                 yield call.name, call.weight
 
 
-def constants_of(plan: Plan) -> set[str]:
+def constants_of(plan: BatchPlan) -> set[str]:
     """The names of the constants that a plan reads from memory."""
     return constants_read(plan.levels) | {r.name[1:] for r in plan.made if _is_constant(r)}
 
@@ -155,4 +155,4 @@ def constants_read(levels: Sequence[Level]) -> set[str]:
 
 
 def _is_constant(leaf: Any) -> bool:
-    return isinstance(leaf, Ref) and leaf.name.startswith("=")
+    return isinstance(leaf, BatchRef) and leaf.name.startswith("=")

@@ -26,12 +26,12 @@ from demask.ops.entries.recurrent import GATES
 from demask.ops.traits import MATRIX_TRANSPOSES, MEMORY_VIEWS, TRANSPOSED_VIEWS
 from demask.traverse.batching.batch_axis import Lanes, lanes_of
 from demask.traverse.batching.batch_plan import (
-    Call,
+    BatchCall,
+    BatchPlan,
+    BatchRef,
+    LayerWeight,
     Level,
-    Plan,
-    Ref,
-    Streamed,
-    Weight,
+    StreamedLayer,
     constants_read,
 )
 
@@ -49,12 +49,12 @@ def planned(
     inputs: int,
     table: Table,
     at_once: int | None = None,
-) -> Plan:
+) -> BatchPlan:
     """How `inputs` inputs of a program run within `budget` bytes. stored: constants in a file.
 
     BadInput, with the least budget that would do, where they do not.
     """
-    shape = _Shape(program, stored, inputs, table)
+    shape = _LevelShape(program, stored, inputs, table)
     levels = shape.levels()
     resident = shape.resident(levels)
     fixed = [resident + WORK + size for size in shape.held(levels)]
@@ -72,7 +72,7 @@ def planned(
     lanes = {node.name: lane for node, lane in shape.lanes.of.items() if node in shape.kept}
     sizes = {node.name: found for node, found in shape.lanes.sizes.items()}
     given = _names(program.graph.find_nodes(op="placeholder"))
-    return Plan(
+    return BatchPlan(
         tuple(levels), lanes, sizes, inputs, best, shape.peak(levels, fixed, best), least, resident,
         given, _refs(shape.results), program.out_spec,
     )  # fmt: skip
@@ -84,11 +84,11 @@ def streamable(program: Program, inputs: int, table: Table) -> dict[str, StoredT
         name: StoredTensor(name, c.tensor.dtype, tuple(c.tensor.shape), 0)
         for name, c in program.constants.items()
     }
-    shape = _Shape(program, every, inputs, table)
+    shape = _LevelShape(program, every, inputs, table)
     return {layer.stored.name: layer.stored for layer in shape.streams.values()}
 
 
-class _Shape:
+class _LevelShape:
     """Which call is in which level, and the bytes of everything."""
 
     def __init__(
@@ -120,7 +120,7 @@ class _Shape:
             return node.op == "get_attr"
         return node not in self.lanes.of and all(map(self._constant, node.all_input_nodes))
 
-    def _streamed(self, node: fx.Node, stored: Mapping[str, StoredTensor]) -> Streamed | None:
+    def _streamed(self, node: fx.Node, stored: Mapping[str, StoredTensor]) -> StreamedLayer | None:
         found = _operands(node) if self._connected(node) else None
         if found is None:
             return None
@@ -132,7 +132,7 @@ class _Shape:
             return None
         tall = node.target is aten.linear.default
         name = None if bias is None else str(bias.target)
-        return Streamed(node.name, x.name, name, place, tall == (flips % 2 == 0))
+        return StreamedLayer(node.name, x.name, name, place, tall == (flips % 2 == 0))
 
     def _places(self) -> dict[fx.Node, int]:
         """Even: between fully connected layers. Odd: such a layer; those of one number do not read
@@ -189,7 +189,7 @@ class _Shape:
         connected = group[0] in self.whole or group[0] not in self.at
         return Level(connected, self._calls(group, set(writes)), None, *names)
 
-    def _calls(self, group: list[fx.Node], writes: set[fx.Node]) -> tuple[Call, ...]:
+    def _calls(self, group: list[fx.Node], writes: set[fx.Node]) -> tuple[BatchCall, ...]:
         """The group's calls, and those over constants that they read."""
         needed: dict[fx.Node, None] = {}
         for node in group:
@@ -201,7 +201,7 @@ class _Shape:
             if node not in writes:
                 frees.setdefault(last.get(node, node), []).append(node.name)
         return tuple(
-            Call(n.name, n.target, _refs(n.args), _refs(n.kwargs), self._weight(n),
+            BatchCall(n.name, n.target, _refs(n.args), _refs(n.kwargs), self._weight(n),
                  tuple(frees.get(n, ())))
             for n in order
         )  # fmt: skip
@@ -214,7 +214,7 @@ class _Shape:
             for source in node.all_input_nodes:
                 self._add(source, needed, group)
 
-    def _weight(self, node: fx.Node) -> Weight | None:
+    def _weight(self, node: fx.Node) -> LayerWeight | None:
         """The largest matrix or kernel of constants that a call sums products with."""
         batched = node.op == "call_function" and node in self.lanes.of
         relation = self.analysis.relation(node) if batched else None
@@ -227,7 +227,7 @@ class _Shape:
         if not found:
             return None
         names = "+".join(dict.fromkeys(_root(n) for n in found))
-        return Weight(names, sum(_bytes(n) for n in found), node in self.whole)
+        return LayerWeight(names, sum(_bytes(n) for n in found), node in self.whole)
 
     def resident(self, levels: Sequence[Level]) -> int:
         """Bytes of constants that had to be taken into memory, because others are in a file."""
@@ -284,14 +284,14 @@ class _Shape:
         pairs = zip(levels, fixed, strict=True)
         return max((size + self.working(level, at_once) for level, size in pairs), default=WORK)
 
-    def _products(self, layer: Streamed) -> int:
+    def _products(self, layer: StreamedLayer) -> int:
         """Rows of the product: positions of all inputs."""
         nodes = {n.name: n for n in self.nodes}
         features = layer.stored.shape[1 if layer.out_first else 0]
         size = self.lanes.nbytes(nodes[layer.x], self.inputs)
         return size // (nodes[layer.x].meta["val"].dtype.itemsize * features)
 
-    def _row(self, layer: Streamed) -> int:
+    def _row(self, layer: StreamedLayer) -> int:
         """Bytes per row of a block: its weights, and what is made with them."""
         width = layer.stored.row_bytes
         if layer.out_first:
@@ -299,7 +299,7 @@ class _Shape:
         wide = 4 * (layer.outputs + self._products(layer)) if layer.sums_wide else 0
         return width + wide
 
-    def _fixed(self, layer: Streamed) -> int:
+    def _fixed(self, layer: StreamedLayer) -> int:
         """Bytes beside the block: partial sums in float32."""
         return 4 * self._products(layer) * layer.outputs if layer.sums_wide else 0
 
@@ -390,5 +390,5 @@ def _refs(args: Any) -> Any:
     """Arguments with names in the place of nodes; constants by the name the model gives them."""
     return map_arg(
         args,
-        lambda n: Ref(f"={n.target}" if n.op == "get_attr" else n.name),  # type: ignore[arg-type,return-value]
+        lambda n: BatchRef(f"={n.target}" if n.op == "get_attr" else n.name),  # type: ignore[arg-type,return-value]
     )

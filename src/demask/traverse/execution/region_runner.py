@@ -51,7 +51,7 @@ def refusals(flow: Flow) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Windows:
+class RegionNetwork:
     """A network of which rectangles can be run. front: the calls that no image reaches; main: the
     others. size: rows and columns of its largest output, whose positions rectangles count; another
     output's follow in proportion."""
@@ -62,7 +62,7 @@ class Windows:
     size: tuple[int, int]
 
     @classmethod
-    def of(cls, flow: Flow) -> Windows:
+    def of(cls, flow: Flow) -> RegionNetwork:
         """Of a flow without refusals."""
         cut = [n for n in flow.calls if n in flow.local]
         rest = [n for n in flow.calls if n not in flow.local]
@@ -136,7 +136,7 @@ class Windows:
         return counter
 
 
-def fitted(windows: Windows, tile: int) -> Any:
+def fitted(windows: RegionNetwork, tile: int) -> Any:
     """The estimate of time as a function of a rectangle's height and width, for many at once: area
     and halo. It is exact where rules are linear, away from the image's border."""
     tall, wide = windows.size
@@ -162,4 +162,4 @@ def _positions(rows: tuple[int, int], columns: tuple[int, int]) -> int:
     return max(rows[1] - rows[0], 0) * max(columns[1] - columns[0], 0)
 
 
-__all__ = ["Windows", "fitted", "refusals"]
+__all__ = ["RegionNetwork", "fitted", "refusals"]

@@ -18,17 +18,17 @@ from demask.traverse.analysis.flow import Flow
 from demask.traverse.axes import Window
 from demask.traverse.execution.segment_executor import Counter, Ends, Sweep, seen
 from demask.traverse.execution.workers import side_by_side
-from demask.traverse.planning.plan_memory import Layout, Place, steps_of
+from demask.traverse.planning.plan_memory import MemoryLayout, PlacedSegment, steps_of
 from demask.traverse.planning.schedule import Step
 from demask.traverse.planning.stage_memory import LARGE
 from demask.traverse.storage.sources_and_sinks import Spill, in_place, spill, tensor_source
 
-Told = Callable[[Place, Step], None]
-Walk = Callable[[Place, Ends, Tensor, Counter, Callable[[Step], None] | None], None]
+Told = Callable[[PlacedSegment, Step], None]
+Walk = Callable[[PlacedSegment, Ends, Tensor, Counter, Callable[[Step], None] | None], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ImageRun:
     """One image: where its rows come from and go to.
 
     sources, sinks: of values with rows; wholes: inputs without, and constants.
@@ -41,8 +41,8 @@ class Call:
 
 def execute(
     flow: Flow,
-    layout: Layout,
-    call: Call,
+    layout: MemoryLayout,
+    call: ImageRun,
     *,
     folder: str = tempfile.gettempdir(),
     told: Told | None = None,
@@ -55,7 +55,7 @@ def execute(
     return _executed(flow, layout, call, _walk, folder, told)
 
 
-def rehearse(flow: Flow, layout: Layout, constants: Mapping[fx.Node, Any]) -> None:
+def rehearse(flow: Flow, layout: MemoryLayout, constants: Mapping[fx.Node, Any]) -> None:
     """Run each segment on zeros until each of its calls ran once: code that the process loads and
     kernels that it makes for them stay with it, and take nothing of the budget of a call."""
     sources, wholes = {}, dict(constants)
@@ -66,7 +66,7 @@ def rehearse(flow: Flow, layout: Layout, constants: Mapping[fx.Node, Any]) -> No
         else:
             wholes[node] = _zeros(value) if isinstance(value, Tensor) else value
     sinks = {v: Nowhere() for v in flow.outputs if isinstance(v, fx.Node) and v in flow.axes}
-    call = Call(sources, sinks, wholes)
+    call = ImageRun(sources, sinks, wholes)
     with torch.no_grad(), suppress(Exception):  # what fails on zeros may do with other values
         _executed(flow, layout, call, _begin, tempfile.gettempdir(), None)
 
@@ -77,7 +77,7 @@ def _zeros(value: Tensor) -> Tensor:
 
 
 def _executed(
-    flow: Flow, layout: Layout, call: Call, walk: Walk, folder: str, told: Told | None
+    flow: Flow, layout: MemoryLayout, call: ImageRun, walk: Walk, folder: str, told: Told | None
 ) -> tuple[dict[fx.Node, Any], Counter]:
     counter, arena = Counter(), fresh(layout.size)
     wholes, spills = dict(call.wholes), dict[fx.Node, Spill]()
@@ -103,7 +103,11 @@ def _executed(
 
 
 def _walk(
-    place: Place, ends: Ends, work: Tensor, counter: Counter, told: Callable[[Step], None] | None
+    place: PlacedSegment,
+    ends: Ends,
+    work: Tensor,
+    counter: Counter,
+    told: Callable[[Step], None] | None,
 ) -> None:
     """Run one segment."""
     if place.strips:
@@ -114,7 +118,11 @@ def _walk(
 
 
 def _begin(
-    place: Place, ends: Ends, work: Tensor, counter: Counter, told: Callable[[Step], None] | None
+    place: PlacedSegment,
+    ends: Ends,
+    work: Tensor,
+    counter: Counter,
+    told: Callable[[Step], None] | None,
 ) -> None:
     """Run one segment, by one worker, until each of its calls made something."""
 
@@ -152,17 +160,19 @@ class Tee:
         self.second.write(window, part)
 
 
-def _telling(told: Told | None, place: Place) -> Callable[[Step], None] | None:
+def _telling(told: Told | None, place: PlacedSegment) -> Callable[[Step], None] | None:
     return None if told is None else lambda step: told(place, step)
 
 
-def _maps(flow: Flow, layout: Layout, place: Place, arena: Tensor) -> dict[fx.Node, Tensor]:
+def _maps(
+    flow: Flow, layout: MemoryLayout, place: PlacedSegment, arena: Tensor
+) -> dict[fx.Node, Tensor]:
     values = {v: v.meta["val"] for v in place.maps}
     return {v: seen(arena, layout.maps[v], tuple(value.shape), flow.axes[v], value.dtype)
             for v, value in values.items()}  # fmt: skip
 
 
-def _direct(place: Place, call: Call, ends: Ends) -> None:
+def _direct(place: PlacedSegment, call: ImageRun, ends: Ends) -> None:
     """Read and write without a copy what lies in memory as parts do: the plan counts a block for
     it, which is then left untouched."""
     for v in place.stage.enters:
@@ -177,7 +187,7 @@ def _direct(place: Place, call: Call, ends: Ends) -> None:
             ends.sinks.pop(v)
 
 
-def _forget(layout: Layout, k: int, spills: dict[fx.Node, Spill]) -> None:
+def _forget(layout: MemoryLayout, k: int, spills: dict[fx.Node, Spill]) -> None:
     """Free the disk of maps that no later segment reads."""
     later = {v for place in layout.places[k + 1 :] for v in place.stage.enters}
     for v in [v for v in spills if v not in later]:

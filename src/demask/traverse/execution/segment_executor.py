@@ -17,10 +17,10 @@ from demask.ops.regions import Interval
 from demask.traverse.analysis.partial_reductions import Reduction
 from demask.traverse.analysis.streamed_attention import attend, keys_of
 from demask.traverse.axes import Axes, Window, cut_shape, empty, part, strides, whole
-from demask.traverse.planning.schedule import Held, Step
+from demask.traverse.planning.schedule import LiveRows, Step
 from demask.traverse.planning.stage import Stage, Unit
-from demask.traverse.planning.stage_memory import Memory
-from demask.traverse.storage.sources_and_sinks import Sink, Source, tensor_source
+from demask.traverse.planning.stage_memory import StageMemory
+from demask.traverse.storage.sources_and_sinks import RowSource, Sink, tensor_source
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class Ends:
     """
 
     maps: MutableMapping[fx.Node, Tensor] = field(default_factory=dict)
-    sources: MutableMapping[fx.Node, Source] = field(default_factory=dict)
+    sources: MutableMapping[fx.Node, RowSource] = field(default_factory=dict)
     sinks: MutableMapping[fx.Node, Sink] = field(default_factory=dict)
     wholes: MutableMapping[fx.Node, Any] = field(default_factory=dict)
     packed: MutableMapping[fx.Node, Tensor] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Counter:
     steps: int = 0
 
 
-class Border:
+class BandBorder:
     """Rows that one worker makes in its first steps and the worker above it needs in its last.
 
     held: of each value, the rows from `first` on; None for values that lie in maps, which both see.
@@ -93,8 +93,8 @@ class Sweep:
     below: the borders to the workers beside this one; a worker alone has none."""
 
     def __init__(
-        self, stage: Stage, memory: Memory, ends: Ends, arena: Tensor, counter: Counter,
-        above: Border | None = None, below: Border | None = None,
+        self, stage: Stage, memory: StageMemory, ends: Ends, arena: Tensor, counter: Counter,
+        above: BandBorder | None = None, below: BandBorder | None = None,
     ):  # fmt: skip
         self.stage, self.flow, self.memory, self.ends = stage, stage.flow, memory, ends
         self.arena, self.counter, self.above, self.below = arena, counter, above, below
@@ -218,7 +218,7 @@ class Sweep:
         columns = next(e.rules[1](*window[1]) for e in others if e.source is keys_of(unit.node)[1])
         return attend(unit.node, queries, sources, axes, columns)
 
-    def _made(self, unit: Unit, held: Held, into: Tensor) -> None:
+    def _made(self, unit: Unit, held: LiveRows, into: Tensor) -> None:
         """Count what was made, and hand it on to who waits for it."""
         window = held.made, held.columns
         self.counter.macs += self.flow.local[unit.node].macs(window)
@@ -305,7 +305,7 @@ class Sweep:
             self.views[key] = found
         return found
 
-    def _tail(self, node: fx.Node, held: Held, rows: int) -> Tensor:
+    def _tail(self, node: fx.Node, held: LiveRows, rows: int) -> Tensor:
         key = (node, rows, held.columns)
         found = self.views.get(key)
         if found is None:

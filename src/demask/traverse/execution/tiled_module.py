@@ -24,10 +24,10 @@ from demask.ops import TABLE, Table
 from demask.registry import RESULT_KINDS
 from demask.shrink.pipeline import inputs_of
 from demask.traverse.analysis.flow import Flow, flow_of
-from demask.traverse.execution.run import Call, Told, execute, rehearse
+from demask.traverse.execution.run import ImageRun, Told, execute, rehearse
 from demask.traverse.execution.segment_executor import Counter
-from demask.traverse.planning.plan import Plan
-from demask.traverse.planning.plan_memory import Layout, admitted
+from demask.traverse.planning.plan import TilePlan
+from demask.traverse.planning.plan_memory import MemoryLayout, admitted
 from demask.traverse.storage.sources_and_sinks import tensor_sink, tensor_source
 
 # An image of a call: the network, met with its plan; inputs; results, filled in; which of how many.
@@ -45,7 +45,7 @@ class Prepared:
     """A plan met with its network: made at the first call, held by no copy and no file."""
 
     flow: Flow
-    layout: Layout
+    layout: MemoryLayout
 
 
 class TiledCodegen(Codegen):
@@ -73,7 +73,7 @@ class Tiled(Demasked):
 
     codegen = TiledCodegen
     trains = False
-    plan: Plan
+    plan: TilePlan
     table: Table = TABLE
     counted: Counter = Counter()
     prepared: Prepared | None = None
@@ -99,7 +99,7 @@ class Tiled(Demasked):
 
     def _unarchived(self, extra: Any) -> None:
         """Take over a plan; BadInput where it is none, or none of this network."""
-        self.plan, self.prepared = Plan.from_dict(extra), None
+        self.plan, self.prepared = TilePlan.from_dict(extra), None
         self.ready()
 
     def ready(self) -> Prepared:
@@ -114,7 +114,9 @@ class Tiled(Demasked):
 RESULT_KINDS.register("tiled", Tiled)
 
 
-def tiled(program: Program, plan: Plan, flow: Flow, layout: Layout, table: Table) -> Tiled:
+def tiled(
+    program: Program, plan: TilePlan, flow: Flow, layout: MemoryLayout, table: Table
+) -> Tiled:
     """The module of a program and its plan."""
     nothing = Sizes(0, 0, 0)
     notes = (*program.notes, "runs in tiles: " + str(plan).partition("\n")[0])
@@ -291,7 +293,7 @@ def image(
             results[index][k : k + 1] = given[node][k : k + 1]
         else:
             sinks[node] = tensor_sink(results[index], flow.axes[node], node.meta["val"].dtype, k)
-    return execute(flow, here.layout, Call(sources, sinks, wholes), told=told,
+    return execute(flow, here.layout, ImageRun(sources, sinks, wholes), told=told,
                    folder=tempfile.gettempdir())  # fmt: skip
 
 

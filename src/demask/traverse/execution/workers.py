@@ -16,13 +16,13 @@ from torch import Tensor, fx
 from demask.machine.arena import aligned
 from demask.machine.threads import set_threads
 from demask.traverse.axes import cut_shape
-from demask.traverse.execution.segment_executor import Border, Counter, Ends, Sweep, seen
-from demask.traverse.planning.plan_memory import Place
+from demask.traverse.execution.segment_executor import BandBorder, Counter, Ends, Sweep, seen
+from demask.traverse.planning.plan_memory import PlacedSegment
 from demask.traverse.planning.schedule import Step, Strip, walked
 
 
 @dataclass(slots=True)
-class _Arena:
+class _WorkerArena:
     """Memory handed out piece by piece."""
 
     memory: Tensor
@@ -35,10 +35,14 @@ class _Arena:
 
 
 def side_by_side(
-    place: Place, ends: Ends, work: Tensor, counter: Counter, told: Callable[[Step], None] | None
+    place: PlacedSegment,
+    ends: Ends,
+    work: Tensor,
+    counter: Counter,
+    told: Callable[[Step], None] | None,
 ) -> None:
     """Run a place's strips at once. work: memory of place.bytes."""
-    arena = _Arena(work)
+    arena = _WorkerArena(work)
     memories = [arena.take(place.memory.size) for _ in place.strips]
     borders = [_border(place, strip, arena) for strip in place.strips[:-1]]
     beside = [None, *borders, None]
@@ -61,14 +65,18 @@ def side_by_side(
 
 
 def _walk(
-    sweep: Sweep, place: Place, strip: Strip, threads: int, told: Callable[[Step], None] | None
+    sweep: Sweep,
+    place: PlacedSegment,
+    strip: Strip,
+    threads: int,
+    told: Callable[[Step], None] | None,
 ) -> None:
     torch.set_num_threads(threads)
     with torch.no_grad():
         sweep.run(walked(place.stage, place.segment.rows, strip), told)
 
 
-def _border(place: Place, upper: Strip, arena: _Arena) -> Border:
+def _border(place: PlacedSegment, upper: Strip, arena: _WorkerArena) -> BandBorder:
     """The rows that go to a strip from the one below it."""
     held: dict[fx.Node, Tensor | None] = {}
     spans = {v: (upper.own[v], upper.own[v] + n) for v, n in upper.borders.items()}
@@ -80,7 +88,7 @@ def _border(place: Place, upper: Strip, arena: _Arena) -> Border:
             shape = cut_shape(value.shape, axes, ((low, high), columns))
             memory = arena.take(place.border_bytes(v, high - low))
             held[v] = seen(memory, 0, shape, axes, value.dtype)
-    return Border(held, spans)
+    return BandBorder(held, spans)
 
 
 def _merged(sweeps: list[Sweep], ends: Ends) -> None:

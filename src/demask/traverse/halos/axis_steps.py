@@ -25,7 +25,7 @@ WINDOW = 16  # positions asked for at once: more than a transposed convolution l
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class AxisStep:
     """What a call reads on an endless image.
 
     Positions from `o` on read from `start(o)` on; positions before `o` read to before `end(o)`:
@@ -60,7 +60,7 @@ class Step:
         return turns * self.step + self.ends[rest]
 
 
-SAME = Step(1, 1, (0,), (0,))
+SAME = AxisStep(1, 1, (0,), (0,))
 
 
 class TooSmall(Exception):
@@ -74,11 +74,11 @@ class Rules:
     """The step of each call, made once for calls that are alike."""
 
     def __init__(self) -> None:
-        self._found: dict[Any, Step | str | None] = {}
+        self._found: dict[Any, AxisStep | str | None] = {}
 
     def step(
         self, relation: Relation, operand: int, places: tuple[Part, Part], out: int, last: bool
-    ) -> Step | str | None:
+    ) -> AxisStep | str | None:
         """The step from an output to an operand; in words, why every position reads all of it;
         None where the middle of the output reads nothing of it.
 
@@ -112,7 +112,7 @@ def _value(value: Any) -> Any:
 
 def _step_carried(
     relation: Relation, operand: int, places: tuple[Part, Part, Part], out: int
-) -> Step | str:
+) -> AxisStep | str:
     """A carried axis is read position by position, unless the call needs all of it at once.
 
     places: of the operand, that place in the output, and the output's own, which may be finer.
@@ -127,7 +127,7 @@ def _step_carried(
         return "moves positions across the image"
     many, step = where.inner // after.inner, before.size // where.size
     ends = (0, *[step] * (many - 1))  # part of a position is read as all of it
-    return Step(many, step, (0,) * many, ends)
+    return AxisStep(many, step, (0,) * many, ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class _Rule:
         )
 
 
-def _fitted(rule: _Rule, last: bool) -> Step | str | None:
+def _fitted(rule: _Rule, last: bool) -> AxisStep | str | None:
     given, made = rule.before.size, rule.after.size
     low, high = rule.one()
     if rule.moves and low == high:
@@ -189,10 +189,10 @@ def _fitted(rule: _Rule, last: bool) -> Step | str | None:
         return "moves positions across the image"
     # One more on both sides: floors of other multiples of the scale than those seen here.
     bound = (min(lows) - 1,), (max(highs) + 1,)
-    return Step(scale.denominator, scale.numerator, *bound, exact=False)
+    return AxisStep(scale.denominator, scale.numerator, *bound, exact=False)
 
 
-def _periodic(rule: _Rule) -> Step | None:
+def _periodic(rule: _Rule) -> AxisStep | None:
     """The shortest period with which the rule repeats wherever the border does not cut it."""
     lows, highs = _inside(rule)
     longest = min(PERIODS, *((last - first + 1) // 2 for first, last in (lows, highs)))
@@ -202,7 +202,7 @@ def _periodic(rule: _Rule) -> Step | None:
             rule.high, highs, period, step
         ):  # fmt: skip
             starts = _table(rule.low, lows, period, step)
-            return Step(period, step, starts, _table(rule.high, highs, period, step))
+            return AxisStep(period, step, starts, _table(rule.high, highs, period, step))
     return None
 
 

@@ -45,7 +45,7 @@ class Leaf:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class TileCut:
     """Tiles along one image axis: the leaves of the call and of its result (None: not cut), the
     halo, and the grid on which crops begin and end, in positions of the first input."""
 
@@ -61,7 +61,7 @@ Range = tuple[int, int]  # of positions of the first input
 def curve_of(
     model: Any,
     call: tuple[tuple[Any, ...], Mapping[str, Any]],
-    cuts: Sequence[Cut],
+    cuts: Sequence[TileCut],
     levels: tuple[float, float],
     progress: Callable[[str, float], object] | None,
 ) -> tuple[Point, ...]:
@@ -109,7 +109,7 @@ def _outputs(work: nn.Module, leaves: Sequence[Any], spec: Any) -> list[Any]:
                        f"{error}") from error  # fmt: skip
 
 
-def _length(cut: Cut, leaves: Sequence[Any]) -> int:
+def _length(cut: TileCut, leaves: Sequence[Any]) -> int:
     """Positions of the first input."""
     k, place = next((k, place) for k, place in enumerate(cut.given) if place is not None)
     return leaves[k].shape[place.axis]
@@ -121,13 +121,13 @@ def _middle(size: int, grid: int) -> Range:
     return start, start + length
 
 
-def _padded(tile: Range, cut: Cut, share: Fraction, size: int) -> Range:
+def _padded(tile: Range, cut: TileCut, share: Fraction, size: int) -> Range:
     """A tile with some of the halo around, out to the grid, within the image."""
     pad = math.ceil(share * cut.halo / cut.grid) * cut.grid
     return max(tile[0] - pad, 0), min(tile[1] + pad, size)
 
 
-def _part(leaf: Any, cuts: Sequence[Cut], k: int, crops: Sequence[Range]) -> Any:
+def _part(leaf: Any, cuts: Sequence[TileCut], k: int, crops: Sequence[Range]) -> Any:
     for cut, (start, end) in zip(cuts, crops, strict=True):
         place = cut.given[k]
         if place is not None:
@@ -139,7 +139,7 @@ def _part(leaf: Any, cuts: Sequence[Cut], k: int, crops: Sequence[Range]) -> Any
 def _tiles(
     made: Sequence[Any],
     whole: Sequence[Any],
-    cuts: Sequence[Cut],
+    cuts: Sequence[TileCut],
     tile: Sequence[Range],
     crops: Sequence[Range],
 ) -> list[tuple[Tensor, Tensor]]:

@@ -34,8 +34,8 @@ from demask.ops.entry import op_name
 from demask.ops.flow import Part
 from demask.text_table import WIDTH, as_lines
 from demask.traverse.halos.axis_steps import Rules, TooSmall
-from demask.traverse.halos.error_curve import Cut, Leaf, Point, curve_of
-from demask.traverse.halos.record import Recording, recorded
+from demask.traverse.halos.error_curve import Leaf, Point, TileCut, curve_of
+from demask.traverse.halos.record import HaloRecording, recorded
 from demask.traverse.halos.spans import (
     NAMES,
     Paths,
@@ -194,7 +194,7 @@ def _is_image(leaf: Any) -> bool:
 
 def _read(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], table: Table
-) -> tuple[Recording, tuple[Paths, Paths], tuple[str, ...]]:
+) -> tuple[HaloRecording, tuple[Paths, Paths], tuple[str, ...]]:
     """The recording and its paths along rows and columns: at the size given or, along an axis so
     short that a call sees nothing but border, at a larger one."""
     given = found = recorded(model, args, kwargs, table)
@@ -229,7 +229,7 @@ def _larger(args: Any, kwargs: Any, factors: tuple[int, ...]) -> tuple[Any, Any]
     return pytree.tree_map(grown, (args, kwargs))
 
 
-def _paths(found: Recording, table: Table, *, last: bool) -> list[Paths | TooSmall]:
+def _paths(found: HaloRecording, table: Table, *, last: bool) -> list[Paths | TooSmall]:
     """Along rows and along columns; TooSmall, unless it is the `last` try, where an image has too
     few of them."""
     relations, rules = relations_of(found, table), Rules()
@@ -299,7 +299,7 @@ def _call(node: fx.Node) -> fx.Node:
     return node if has_schema(node.target) else node.all_input_nodes[0]
 
 
-def _cut(paths: Paths, found: Recording, inputs: tuple[InputHalo, ...], axis: int) -> Cut:
+def _cut(paths: Paths, found: HaloRecording, inputs: tuple[InputHalo, ...], axis: int) -> TileCut:
     """How the leaves of the call and of the result are cut along an image axis."""
 
     def leaf(node: fx.Node | None) -> Leaf | None:
@@ -314,7 +314,7 @@ def _cut(paths: Paths, found: Recording, inputs: tuple[InputHalo, ...], axis: in
             halo = max(halo, place.scale * max(side.local_before, side.local_after))
             grid = least_multiple([grid, place.scale * side.align])
     grid = least_multiple([grid, *(o.scale for o in made if o is not None)])
-    return Cut(given, made, math.ceil(halo), int(grid))
+    return TileCut(given, made, math.ceil(halo), int(grid))
 
 
 # --- in words -----------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from demask.ops.entry import op_name
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class HaloRecording:
     """The calls of one run that depend on the inputs.
 
     inputs, outputs: a node per leaf of (args, kwargs) and of what the model returns; None for what
@@ -58,7 +58,7 @@ def recorded(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     table: Table,
-) -> Recording:
+) -> HaloRecording:
     """The calls of `model(*args, **kwargs)` in eval mode; the model is not changed.
 
     Raises what `capture` raises where neither way takes the model.
@@ -78,7 +78,7 @@ def _is_known(node: fx.Node, table: Table) -> bool:
     return not is_op or op_name(node.target) in table
 
 
-def _exported(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recording:
+def _exported(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> HaloRecording:
     """By torch.export, with in-place ops and ops outside the table respelled."""
     program = spelled(folded(functionalized(capture(model, args, kwargs, dynamic_shapes={}))))
     inputs = [n if isinstance(n.meta.get("val"), Tensor) else None
@@ -89,12 +89,12 @@ def _exported(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> R
         node.meta["module"] = path.removeprefix("L['self']").lstrip(".")
     (result,) = next(iter(program.graph.find_nodes(op="output"))).args
     outputs: Any = [n if isinstance(n, fx.Node) else None for n in result]  # type: ignore[union-attr]
-    return Recording(program.graph, tuple(inputs), tuple(outputs))
+    return HaloRecording(program.graph, tuple(inputs), tuple(outputs))
 
 
-def _run(work: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recording:
+def _run(work: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> HaloRecording:
     leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
-    mode = _Recorder()
+    mode = _HaloRecorder()
     nodes: list[fx.Node | None] = [None] * len(leaves)
     for k, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
@@ -107,7 +107,7 @@ def _run(work: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> R
     with torch.inference_mode(), mode:
         result = work(*given, **named)
     made = [mode.node(v) for v in pytree.tree_leaves(result)]
-    return Recording(mode.graph, tuple(nodes), tuple(made))
+    return HaloRecording(mode.graph, tuple(nodes), tuple(made))
 
 
 def _entering(where: list[str], name: str) -> Callable[..., None]:
@@ -121,7 +121,7 @@ def _leaving(where: list[str]) -> Callable[..., None]:
     return leave
 
 
-class _Recorder(TorchDispatchMode):
+class _HaloRecorder(TorchDispatchMode):
     """Writes down every call that reads a tensor that depends on an input; such tensors are meta
     tensors, all others are real, and calls among them run.
 

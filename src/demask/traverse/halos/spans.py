@@ -21,21 +21,21 @@ from demask.ops import Table
 from demask.ops.entry import Declined
 from demask.ops.flow import Part, follow
 from demask.ops.relation import Relation, bind
-from demask.traverse.halos.axis_steps import SAME, Rules, Step
-from demask.traverse.halos.record import Recording
+from demask.traverse.halos.axis_steps import SAME, AxisStep, Rules
+from demask.traverse.halos.record import HaloRecording
 
 NAMES = ("rows", "columns")
 Held = TypeVar("Held")
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
+class SpanEdge:
     """One value that a call reads. step: how, along the image axis; None where every position reads
     all of it (`whole`), or none of it. why: the value has the axis and is read whole nevertheless.
     like: then, has the output as many positions?"""
 
     source: fx.Node
-    step: Step | None = None
+    step: AxisStep | None = None
     whole: bool = False
     why: str = ""
     like: bool = False
@@ -49,7 +49,7 @@ class Paths:
     positions of the first input per position. outputs: of the network.
     """
 
-    edges: Mapping[fx.Node, tuple[Edge, ...]]
+    edges: Mapping[fx.Node, tuple[SpanEdge, ...]]
     places: Mapping[fx.Node, Part]
     scales: Mapping[fx.Node, Fraction]
     outputs: tuple[fx.Node, ...]
@@ -73,14 +73,14 @@ class Paths:
         return tuple(n for n in dict.fromkeys((*self.outputs, *self.lost)) if n in self.places)
 
 
-def relations_of(found: Recording, table: Table) -> dict[fx.Node, Relation | Declined]:
+def relations_of(found: HaloRecording, table: Table) -> dict[fx.Node, Relation | Declined]:
     """Of every call; calls that make several values are read through those."""
     return {node: bind(node, table) for node in found.graph.nodes if node.op == "call_function"
             and node.target is not operator.getitem}  # fmt: skip
 
 
 def paths_of(
-    found: Recording,
+    found: HaloRecording,
     relations: Mapping[fx.Node, Relation | Declined],
     inputs: Mapping[fx.Node, Part],
     rules: Rules,
@@ -112,7 +112,9 @@ def _only(held: dict[fx.Node, Held], kept: set[fx.Node]) -> dict[fx.Node, Held]:
     return {node: value for node, value in held.items() if node in kept}
 
 
-def _live(edges: Mapping[fx.Node, tuple[Edge, ...]], outputs: tuple[fx.Node, ...]) -> set[fx.Node]:
+def _live(
+    edges: Mapping[fx.Node, tuple[SpanEdge, ...]], outputs: tuple[fx.Node, ...]
+) -> set[fx.Node]:
     """What the outputs depend on."""
     found = set(outputs)
     for node in reversed(list(edges)):
@@ -165,17 +167,21 @@ def _edge(
     places: Mapping[fx.Node, Part],
     rules: Rules,
     last: bool,
-) -> Edge:
+) -> SpanEdge:
     before, after = places.get(source), places.get(made[0])
     if before is None:
-        return Edge(source, whole=True)
+        return SpanEdge(source, whole=True)
     like = after is not None and before.size == after.size
     if isinstance(relation, Declined):
-        return Edge(source, None, True, relation.text, like)
+        return SpanEdge(source, None, True, relation.text, like)
     if after is None:
-        return Edge(source, None, True, "makes one value of all positions", like)
+        return SpanEdge(source, None, True, "makes one value of all positions", like)
     step = rules.step(relation, operand, (before, after), made[1], last)
-    return Edge(source, None, True, step, like) if isinstance(step, str) else Edge(source, step)
+    return (
+        SpanEdge(source, None, True, step, like)
+        if isinstance(step, str)
+        else SpanEdge(source, step)
+    )
 
 
 def _scale(edges, scales: Mapping[fx.Node, Fraction], places, place: Part) -> Fraction:
@@ -214,7 +220,7 @@ def spans(paths: Paths, at: Fraction, *, local: bool) -> dict[fx.Node, Span]:
     return found
 
 
-def _through(edge: Edge, span: Span, local: bool) -> Span | None:
+def _through(edge: SpanEdge, span: Span, local: bool) -> Span | None:
     """What a reader that needs `span` needs of one operand; None: nothing."""
     step = SAME if local and edge.why and edge.like else edge.step
     if span == ALL:

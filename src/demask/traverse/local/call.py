@@ -23,7 +23,7 @@ Sizes = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class OperandCut:
     """How one operand runs along the output's rows and columns.
 
     axes: its axes along them, None where it has none. rules: what a window needs along each.
@@ -44,7 +44,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class LocalCall:
     """A call of which parts are made. found: its arguments by name, operands as nodes."""
 
     relation: Relation
@@ -52,7 +52,7 @@ class Call:
     shape: Sizes
     dtype: torch.dtype
     found: Mapping[str, Any]
-    cuts: tuple[Cut, ...]
+    cuts: tuple[OperandCut, ...]
 
     @property
     def node(self) -> fx.Node:
@@ -74,7 +74,7 @@ class Call:
         return (0, self.shape[axis]) if dim is None else window[dim]
 
 
-class Kind:
+class LocalKind:
     """A way to run a call on parts. pointwise: may the output be written over an operand? adds: can
     it add onto what the output's memory holds?"""
 
@@ -146,10 +146,10 @@ def slidings(relation: Relation) -> tuple[Sliding, ...]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Windows(Kind):
+class LocalWindows(LocalKind):
     """A call whose windows slide along `axes` of its first operand."""
 
-    call: Call
+    call: LocalCall
     axes: tuple[Sliding, ...]
 
     def intervals(self, window: Window) -> list[Interval]:
@@ -193,7 +193,7 @@ def written(op: Any, into: Tensor, *args: Any, over: Any = None) -> None:
         into.copy_(op.default(*args))
 
 
-def written_in_place(call: Call, window: Window) -> bool:
+def written_in_place(call: LocalCall, window: Window) -> bool:
     """Is the part of a window, and what it reads, dense as `written` needs it?"""
     axis = call.axes[COLUMNS]
     if axis is not None and window[COLUMNS] != (0, call.shape[axis]):

@@ -14,7 +14,7 @@ from demask.compat.dispatch import OpOverload, base_name, overload_name, schema_
 from demask.ops import regions
 from demask.ops.entry import Declined, op_name
 from demask.traverse.axes import COLUMNS, Window, strides
-from demask.traverse.local.call import Call, Kind, Scratch, out_overload
+from demask.traverse.local.call import LocalCall, LocalKind, Scratch, out_overload
 
 aten = torch.ops.aten
 # Ops that hand their first operand on, in another type or at another address at most.
@@ -76,7 +76,7 @@ class _Carried:
 
     tiles: tuple[int, int]
 
-    def window(self, call: Call, window: Window) -> Window:
+    def window(self, call: LocalCall, window: Window) -> Window:
         pair = []
         for axis, tile, (start, end) in zip(call.axes, self.tiles, window, strict=True):
             if axis is not None and not tile:
@@ -88,7 +88,7 @@ class _Carried:
         return pair[0], pair[1]
 
 
-def _carried(call: Call) -> _Carried | Declined:
+def _carried(call: LocalCall) -> _Carried | Declined:
     tiles, name = [], op_name(call.node.target)
     for dim, axis in enumerate(call.axes):
         if axis is not None and "groups" in call.found and len(call.relation.outs[0][axis]) > 1:
@@ -107,14 +107,14 @@ def _carried(call: Call) -> _Carried | Declined:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Apply(Kind):
+class Apply(LocalKind):
     """The op on parts, the sizes among its arguments made local.
 
     how: "copy", "write" (a function of ours), "out" (the op's own), "inplace" (over a copy of its
     operand), "result" (torch allocates, the result is copied), "view" (nothing is allocated).
     """
 
-    call: Call
+    call: LocalCall
     carried: _Carried
     how: str
     target: Any
@@ -122,7 +122,7 @@ class Apply(Kind):
     count: int
 
     @staticmethod
-    def of(call: Call) -> Apply | Declined:
+    def of(call: LocalCall) -> Apply | Declined:
         carried = _carried(call)
         if isinstance(carried, Declined):
             return carried
@@ -189,7 +189,7 @@ class Apply(Kind):
         return self.count * math.prod(sizes) // max(math.prod(whole), 1)
 
 
-def _way(call: Call, target: Any) -> tuple[str, Any]:
+def _way(call: LocalCall, target: Any) -> tuple[str, Any]:
     """How a call writes into memory it is given."""
     first = call.relation.operands[0].value if call.relation.operands else None
     if target.overloadpacket in _COPIES:
@@ -218,7 +218,7 @@ def _inplace(target: Any) -> Any:
     return over if len(schema_of(over).arguments) == len(schema_of(target).arguments) else None
 
 
-def _alike(node: Any, call: Call) -> bool:
+def _alike(node: Any, call: LocalCall) -> bool:
     value = node.meta["val"]
     return tuple(value.shape) == call.shape and value.dtype == call.dtype
 
@@ -232,7 +232,7 @@ def spelled(target: Any, found: Found) -> tuple[list[Any], dict[str, Any]]:
     return args, more
 
 
-def _products(call: Call) -> int:
+def _products(call: LocalCall) -> int:
     """Multiply-adds of the whole call, read off the letters of its line."""
     relation = call.relation
     if relation.entry.fill not in ("sum", "mix"):
@@ -256,7 +256,7 @@ def _products(call: Call) -> int:
     )
 
 
-def is_rearranged(call: Call) -> bool:
+def is_rearranged(call: LocalCall) -> bool:
     """Is a call a view of its operand, or a shuffle: values that stood there, and no other?"""
     relation, target = call.relation, call.node.target
     if (
@@ -275,20 +275,20 @@ def is_rearranged(call: Call) -> bool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rearrange(Kind):
+class Rearrange(LocalKind):
     """A copy between two views, each with one axis per letter: no memory but the output's.
 
     before, after: the letters of each, those along rows and columns that both share merged into
     one named after the dimension.
     """
 
-    call: Call
+    call: LocalCall
     carried: _Carried
     before: tuple[str, ...]
     after: tuple[str, ...]
 
     @staticmethod
-    def of(call: Call) -> Kind | Declined:
+    def of(call: LocalCall) -> LocalKind | Declined:
         carried = _carried(call)
         if isinstance(carried, Declined):
             return carried

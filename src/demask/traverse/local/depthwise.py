@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from demask.kernels.cpu.window import LARGEST, Runner, Sizes, Window
+from demask.kernels.cpu.window import LARGEST, Runner, WindowKernel, WindowSizes
 from demask.kernels.llvm import availability as llvm
 from demask.kernels.llvm.isa import host
 from demask.ops.activations import Act, by_onednn
@@ -22,24 +22,24 @@ from demask.ops.entry import Declined
 from demask.ops.regions import Interval
 from demask.traverse.axes import COLUMNS, ROWS
 from demask.traverse.axes import Window as Part
-from demask.traverse.local.call import Call, Kind, Scratch, Sliding
+from demask.traverse.local.call import LocalCall, LocalKind, Scratch, Sliding
 from demask.traverse.local.pools import AvgPool, MaxPool
-from demask.traverse.local.windows import Conv
+from demask.traverse.local.windows import LocalConv
 from demask.tune.epilogue import Epilogue, plain_call
 
 LLVM = 40 * 2**20  # bytes of the compiler, measured
 
 
-def quicker(kind: Kind | Declined) -> Kind | Declined:
+def quicker(kind: LocalKind | Declined) -> LocalKind | Declined:
     """The same call by the kernel of this file, where it can be; else the kind as it is."""
-    if isinstance(kind, Conv) and available(kind):
+    if isinstance(kind, LocalConv) and available(kind):
         return Depthwise.of(kind)
     if isinstance(kind, (AvgPool, MaxPool)) and available(kind):
-        return Pool.of(kind)
+        return LocalPool.of(kind)
     return kind
 
 
-def available(kind: Conv | AvgPool | MaxPool) -> bool:
+def available(kind: LocalConv | AvgPool | MaxPool) -> bool:
     """Can the kernel run this call? It takes float32 on the CPU, one image, rows and columns as the
     two axes along which windows slide (or a sequence), kernels of at most 7 x 7."""
     call, value = kind.call, kind.call.node.meta["val"]
@@ -50,16 +50,16 @@ def available(kind: Conv | AvgPool | MaxPool) -> bool:
         return False
     if any(wide) or not _laid_out(call, kind.axes) or not _compiles():
         return False
-    return not isinstance(kind, Conv) or _is_depthwise(call)
+    return not isinstance(kind, LocalConv) or _is_depthwise(call)
 
 
-def _is_depthwise(call: Call) -> bool:
+def _is_depthwise(call: LocalCall) -> bool:
     """Has each channel one kernel, and each kernel one channel?"""
     weight = call.found["weight"].meta["val"]
     return weight.shape[1] == 1 and weight.shape[0] == call.found["groups"]
 
 
-def _laid_out(call: Call, axes: tuple[Sliding, ...]) -> bool:
+def _laid_out(call: LocalCall, axes: tuple[Sliding, ...]) -> bool:
     """Do parts lie as rows, columns, channels, of one image?"""
     rank, cut = len(call.shape), call.cuts[0]
     sliding, cut_axes = {s.axis + rank for s in axes}, [a for a in call.axes if a is not None]
@@ -78,7 +78,7 @@ def _compiles() -> bool:
         return False
 
 
-def _across(call: Call, axes: tuple[Sliding, ...]) -> tuple[Sliding | None, Sliding]:
+def _across(call: LocalCall, axes: tuple[Sliding, ...]) -> tuple[Sliding | None, Sliding]:
     """The windows along rows and columns. A sequence is one row: its axis gives the columns."""
     found = {s.axis + len(call.shape): s for s in axes}
     if call.axes[COLUMNS] is None:
@@ -86,7 +86,7 @@ def _across(call: Call, axes: tuple[Sliding, ...]) -> tuple[Sliding | None, Slid
     return found[call.axes[ROWS]], found[call.axes[COLUMNS]]  # type: ignore[index]
 
 
-class _Layout(NamedTuple):
+class _PartDims(NamedTuple):
     """Where a part's rows (None in a sequence), columns and channels are; their number."""
 
     rows: int | None
@@ -108,22 +108,22 @@ class _Layout(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Kernels(Kind):
+class _Kernels(LocalKind):
     """across: windows along rows (None for a sequence) and columns. other: how the call runs
     without the kernel. runners: those made so far."""
 
-    call: Call
+    call: LocalCall
     across: tuple[Sliding | None, Sliding]
-    layout: _Layout
-    other: Conv | AvgPool | MaxPool
+    layout: _PartDims
+    other: LocalConv | AvgPool | MaxPool
     runners: dict[tuple[Act | None, bool], Runner] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, kind: Conv | AvgPool | MaxPool) -> Self:
+    def of(cls, kind: LocalConv | AvgPool | MaxPool) -> Self:
         call, across = kind.call, _across(kind.call, kind.axes)
         rows, columns = (None if s is None else s.axis for s in across)
         channels = -1 - len(kind.axes)
-        return cls(call, across, _Layout(rows, columns, channels, call.shape[channels]), kind)  # type: ignore[arg-type]
+        return cls(call, across, _PartDims(rows, columns, channels, call.shape[channels]), kind)  # type: ignore[arg-type]
 
     def macs(self, window: Part) -> int:
         return self.other.macs(window)
@@ -135,18 +135,18 @@ class _Kernels(Kind):
                                                   s.geometry.number("dilation", 1))
                      for s in self.across]  # fmt: skip
             size, step, dilation = zip(*shape, strict=True)
-            made = Window(size, step, dilation, self.layout.width, mode, divisor, act, add)
+            made = WindowKernel(size, step, dilation, self.layout.width, mode, divisor, act, add)
             found = self.runners.setdefault((act, add), Runner(made))
         return found
 
-    def _sizes(self, x: Tensor, into: Tensor, window: Part) -> Sizes | None:
+    def _sizes(self, x: Tensor, into: Tensor, window: Part) -> WindowSizes | None:
         """What the kernel must know of these parts; None where they are laid out otherwise."""
         source, target, (rows, columns) = self.layout.of(x), self.layout.of(into), self.across
         if source is None or target is None:
             return None
         top = 0 if rows is None else _before(rows, window[ROWS])
         left = _before(columns, window[ROWS if rows is None else COLUMNS])
-        return Sizes(*source[:2], *target[:2], source[2], target[2], top, left)
+        return WindowSizes(*source[:2], *target[:2], source[2], target[2], top, left)
 
 
 def _before(s: Sliding, interval: Interval) -> int:
@@ -205,7 +205,7 @@ def fused(after: Epilogue | None) -> Act | None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pool(_Kernels):
+class LocalPool(_Kernels):
     """A max pool, or an average pool where all windows are divided by one number."""
 
     def compiled(self, after: Epilogue | None, add: bool) -> int:

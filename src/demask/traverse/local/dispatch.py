@@ -22,10 +22,10 @@ from demask.ops.regions import Interval, Rule
 from demask.ops.relation import Relation
 from demask.traverse import axes as parts
 from demask.traverse.axes import COLUMNS, NONE, ROWS, Axes, Window
-from demask.traverse.local.call import Call, Cut, Kind, Scratch, narrowed, nbytes
+from demask.traverse.local.call import LocalCall, LocalKind, OperandCut, Scratch, narrowed, nbytes
 from demask.traverse.local.carried import Apply, Rearrange, is_rearranged
 from demask.traverse.local.depthwise import quicker
-from demask.traverse.local.moves import Moved
+from demask.traverse.local.moves import LocalMove
 from demask.traverse.local.resize import Resize
 from demask.traverse.local.windows import windowed
 from demask.tune.epilogue import Epilogue, plain_call
@@ -52,8 +52,8 @@ class Local:
     relation: Relation
     axes: Axes
     reads: tuple[Read, ...]
-    call: Call
-    kind: Kind
+    call: LocalCall
+    kind: LocalKind
 
     @property
     def pointwise(self) -> bool:
@@ -157,18 +157,18 @@ def local(
     return Local(node, relation, pair, tuple(r for _, r in found if r is not None), call, kind)
 
 
-def _call(relation: Relation, pair: Axes, cuts: tuple[Cut, ...]) -> Call:
+def _call(relation: Relation, pair: Axes, cuts: tuple[OperandCut, ...]) -> LocalCall:
     value = relation.node.meta["val"]
     found = dict(schema.arguments(relation.node))
     for name in relation.entry.indices:
         found[name] = found[name].meta["positions"]
     shape = tuple(schema.hint(n) for n in value.shape)
-    return Call(relation, pair, shape, value.dtype, found, cuts)
+    return LocalCall(relation, pair, shape, value.dtype, found, cuts)
 
 
 def _read(
     relation: Relation, k: int, pair: Axes, axes: Mapping[fx.Node, Axes]
-) -> tuple[Cut | Declined, Read | None]:
+) -> tuple[OperandCut | Declined, Read | None]:
     """How operand k runs along the output's rows and columns, and what is read of it."""
     operand, places, rules, arrives = relation.operands[k], [], [], []
     value = operand.value.meta["val"] if isinstance(operand.value, fx.Node) else None
@@ -182,7 +182,7 @@ def _read(
         places.append(along)
         rules.append(None if along is None else regions.rule(relation, k, axis or 0))
         arrives.append(here)
-    cut = Cut((places[0], places[1]), (rules[0], rules[1]), (arrives[0], arrives[1]), shape)
+    cut = OperandCut((places[0], places[1]), (rules[0], rules[1]), (arrives[0], arrives[1]), shape)
     if theirs == NONE:
         return cut, None
     told = []
@@ -196,14 +196,14 @@ def _all(length: int) -> Rule:
     return lambda start, end: (0, length)
 
 
-def _kind(call: Call) -> Kind | Declined:
+def _kind(call: LocalCall) -> LocalKind | Declined:
     """The way to run a call, by what the table says of the axes that are cut."""
     relation = call.relation
     letters = {
         letter for axis in call.axes if axis is not None for letter in relation.outs[0][axis]
     }
     if letters & relation.moved:
-        return Moved.of(call)
+        return LocalMove.of(call)
     if letters & relation.window and relation.entry.region in RESIZES:
         return Resize.of(call)
     if letters & relation.window:

@@ -15,13 +15,13 @@ from demask.ops.entry import Declined, op_name
 from demask.ops.positions import Move
 from demask.ops.regions import Interval
 from demask.traverse.axes import Window
-from demask.traverse.local.call import Call, Kind, Scratch, stepped
+from demask.traverse.local.call import LocalCall, LocalKind, Scratch, stepped
 
 _MANY = 16  # runs of one axis that are copied one by one; more are selected by index
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PositionRun:
     """Positions [first, first + count) of an output's axis, from `start` and every `step` on of
     operand `source`'s; -1: padding. index: the positions, where they keep no step."""
 
@@ -33,9 +33,9 @@ class Run:
     index: Tensor | None = None
 
 
-def runs(sources: Sequence[int], positions: Sequence[int]) -> list[Run]:
+def runs(sources: Sequence[int], positions: Sequence[int]) -> list[PositionRun]:
     """An axis as the fewest runs that a greedy walk finds."""
-    found: list[Run] = []
+    found: list[PositionRun] = []
     k = 0
     while k < len(sources):
         last = k + 1
@@ -46,26 +46,28 @@ def runs(sources: Sequence[int], positions: Sequence[int]) -> list[Run]:
             and (sources[k] < 0 or positions[last] - positions[last - 1] == step)
         ):
             last += 1
-        found.append(Run(k, last - k, sources[k], positions[k], step if last - k > 1 else 1))
+        found.append(
+            PositionRun(k, last - k, sources[k], positions[k], step if last - k > 1 else 1)
+        )
         k = last
     return found
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class MovedAxis:
     """One moved axis of the output, as runs."""
 
     axis: int
-    runs: tuple[Run, ...]
+    runs: tuple[PositionRun, ...]
     firsts: tuple[int, ...]
     value: float
 
     @staticmethod
-    def of(axis: int, move: Move) -> Line:
+    def of(axis: int, move: Move) -> MovedAxis:
         found = tuple(runs(move.source.tolist(), move.position.tolist()))
-        return Line(axis, found, tuple(run.first for run in found), move.value)
+        return MovedAxis(axis, found, tuple(run.first for run in found), move.value)
 
-    def within(self, interval: Interval, lows: Sequence[int]) -> list[Run]:
+    def within(self, interval: Interval, lows: Sequence[int]) -> list[PositionRun]:
         """The runs of an interval, counted from its start; lows: of each operand, the position
         along this axis at which its part begins."""
         start, end = interval
@@ -79,37 +81,39 @@ class Line:
                 continue
             place = run.start + (low - run.first) * run.step
             place -= lows[run.source] if run.source >= 0 else 0
-            found.append(Run(low - start, high - low, run.source, place, run.step))
+            found.append(PositionRun(low - start, high - low, run.source, place, run.step))
         return found if len(found) <= _MANY else _selected(found)
 
 
-def _selected(found: list[Run]) -> list[Run]:
+def _selected(found: list[PositionRun]) -> list[PositionRun]:
     """Neighbouring runs of one operand as one, by index."""
     made = []
     for source, group in itertools.groupby(found, key=lambda run: run.source):
         members = list(group)
         index = [run.start + k * run.step for run in members for k in range(run.count)]
-        made.append(Run(members[0].first, len(index), source, index[0], 0, torch.tensor(index)))
+        made.append(
+            PositionRun(members[0].first, len(index), source, index[0], 0, torch.tensor(index))
+        )
     return made
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Moved(Kind):
+class LocalMove(LocalKind):
     """A call that moves positions: copies of what runs of them hold."""
 
-    call: Call
-    lines: tuple[Line, ...]
+    call: LocalCall
+    lines: tuple[MovedAxis, ...]
 
     @staticmethod
-    def of(call: Call) -> Moved | Declined:
+    def of(call: LocalCall) -> LocalMove | Declined:
         relation, lines = call.relation, []
         for axis, letters in enumerate(relation.outs[0]):
             if letters and letters[0] in relation.moved:
                 move = relation.moves[0].get(letters[0].partition(">")[0])
                 if move is None:
                     return Declined(f"{op_name(call.node.target)}: positions that are not known")
-                lines.append(Line.of(axis, move))
-        return Moved(call, tuple(lines))
+                lines.append(MovedAxis.of(axis, move))
+        return LocalMove(call, tuple(lines))
 
     def run(self, values: list[Any], window: Window, into: Tensor, scratch: Scratch) -> None:
         for taken in itertools.product(*self._within(window)):
@@ -124,7 +128,7 @@ class Moved(Kind):
             else:
                 self._copy(values[source], made, taken)
 
-    def _within(self, window: Window) -> list[list[Run]]:
+    def _within(self, window: Window) -> list[list[PositionRun]]:
         return [
             line.within(self.call.window(line.axis, window), self._lows(line.axis, window))
             for line in self.lines
@@ -138,7 +142,7 @@ class Moved(Kind):
         rules = [cut.rules[dim] for cut in self.call.cuts]
         return [0 if rule is None else rule(*window[dim])[0] for rule in rules]
 
-    def _copy(self, x: Tensor, into: Tensor, taken: Sequence[Run]) -> None:
+    def _copy(self, x: Tensor, into: Tensor, taken: Sequence[PositionRun]) -> None:
         selected: list[tuple[int, Tensor]] = []
         for line, run in zip(self.lines, taken, strict=True):
             if run.index is not None:
@@ -168,4 +172,4 @@ class Moved(Kind):
         return self.call.bytes(window) if sum(found) > 1 else 0
 
 
-__all__ = ["Line", "Moved", "Run", "runs"]
+__all__ = ["LocalMove", "MovedAxis", "PositionRun", "runs"]

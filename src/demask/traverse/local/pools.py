@@ -19,9 +19,9 @@ from demask.ops.regions import Interval
 from demask.traverse import axes as parts
 from demask.traverse.axes import Window
 from demask.traverse.local.call import (
+    LocalWindows,
     Scratch,
     Sliding,
-    Windows,
     nbytes,
     padded,
     stepped,
@@ -35,7 +35,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MaxPool(Windows):
+class MaxPool(LocalWindows):
     """A max pool: the larger of the output so far and what each tap of the window reads."""
 
     def run(self, values: list[Any], window: Window, into: Tensor, scratch: Scratch) -> None:
@@ -129,7 +129,7 @@ def _lowest(dtype: torch.dtype) -> float | int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AvgPool(Windows):
+class AvgPool(LocalWindows):
     """An average pool: the op itself inside; at a border the sum, divided by what each window
     counts."""
 
@@ -211,7 +211,7 @@ class AvgPool(Windows):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Adaptive(Windows):
+class Adaptive(LocalWindows):
     """An adaptive average pool: the op itself where all windows are alike, else one by one."""
 
     def run(self, values: list[Any], window: Window, into: Tensor, scratch: Scratch) -> None:

@@ -17,8 +17,8 @@ from demask.ops.entry import Declined, op_name
 from demask.ops.regions import Geometry, Interval, Rule
 from demask.traverse.axes import COLUMNS, ROWS, Axes, Window
 from demask.traverse.local.call import (
-    Call,
-    Kind,
+    LocalCall,
+    LocalKind,
     Scratch,
     Sliding,
     nbytes,
@@ -81,16 +81,16 @@ def _keeps(starts: list[int], every: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Resize(Kind):
+class Resize(LocalKind):
     """A resize, native or by taps. factors: of axes that are resized by a power of two."""
 
-    call: Call
+    call: LocalCall
     axes: tuple[Sliding, ...]
     factors: tuple[int | None, ...]
     tables: dict[tuple[int, torch.dtype], Taps] = field(default_factory=dict)
 
     @staticmethod
-    def of(call: Call) -> Resize | Declined:
+    def of(call: LocalCall) -> Resize | Declined:
         found, region = slidings(call.relation), call.relation.entry.region
         if region in ("linear", "cubic") and not call.dtype.is_floating_point:
             return Declined(f"{op_name(call.node.target)} of integers")

@@ -19,11 +19,11 @@ from demask.ops.regions import Interval
 from demask.ops.traits import CONV_OF_AXES
 from demask.traverse.axes import Window
 from demask.traverse.local.call import (
-    Call,
-    Kind,
+    LocalCall,
+    LocalKind,
+    LocalWindows,
     Scratch,
     Sliding,
-    Windows,
     grown,
     nbytes,
     padded,
@@ -36,14 +36,14 @@ from demask.tune.epilogue import Epilogue, plain_call
 aten = torch.ops.aten
 
 
-def windowed(call: Call) -> Kind | Declined:
+def windowed(call: LocalCall) -> LocalKind | Declined:
     """The way to run a call whose windows slide along a cut axis."""
     entry, name = call.relation.entry, op_name(call.node.target)
     found = slidings(call.relation)
     if "weight" in call.found and _cuts_channels(call):
         return Declined(f"{name}: groups of channels have no parts yet")
     if entry.region == "conv" and "weight" in call.found:
-        return Conv(call, found)
+        return LocalConv(call, found)
     if entry.region == "transposed":
         return Transposed(call, found)
     if entry.region == "conv" and name.startswith("aten.max_pool"):
@@ -55,14 +55,14 @@ def windowed(call: Call) -> Kind | Declined:
     return Declined(f"{name}: its windows have no rule for parts yet")
 
 
-def _cuts_channels(call: Call) -> bool:
+def _cuts_channels(call: LocalCall) -> bool:
     relation, cut = call.relation, [axis for axis in call.axes if axis is not None]
     letters = {letter for axis in cut for letter in relation.outs[0][axis]}
     return bool(letters & relation.letters(relation.ins[1]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Conv(Windows):
+class LocalConv(LocalWindows):
     """A convolution: oneDNN adds onto zeros in the output's memory; other types are copied in."""
 
     adds = True
@@ -188,7 +188,7 @@ def _onto(into: Tensor, x: Tensor, weight, bias, geometry, groups: int, relu: st
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Transposed(Windows):
+class Transposed(LocalWindows):
     """A transposed convolution: of the parts, less what lies beside the window."""
 
     def run(self, values: list[Any], window: Window, into: Tensor, scratch: Scratch) -> None:
@@ -208,7 +208,7 @@ class Transposed(Windows):
             made = made.narrow(s.axis, 0, interval[1] - interval[0])
         into.copy_(made)
 
-    def _plans(self, window: Window) -> list[_Plan]:
+    def _plans(self, window: Window) -> list[_TransposedWindow]:
         found = zip(self.axes, self.intervals(window), strict=True)
         return [_plan(s, interval, self._rule(s)(*interval)) for s, interval in found]
 
@@ -252,7 +252,7 @@ class Transposed(Windows):
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _TransposedWindow:
     """Of a transposed convolution along one axis: zeros put around the part, what the op crops at
     both ends, what it adds behind, and what is made behind the window."""
 
@@ -262,7 +262,7 @@ class _Plan:
     surplus: int
 
 
-def _plan(s: Sliding, interval: Interval, needs: Interval) -> _Plan:
+def _plan(s: Sliding, interval: Interval, needs: Interval) -> _TransposedWindow:
     """Position i of the operand writes [i * step - padding, that + reach]."""
     g, (start, end), (low, high) = s.geometry, interval, needs
     before = max(-(-(low * g.step - g.padding - start) // g.step), 0)
@@ -273,7 +273,7 @@ def _plan(s: Sliding, interval: Interval, needs: Interval) -> _Plan:
     extra = end - ((high - 1) * g.step - g.padding + g.reach + 1) + crop
     more = max(-(-(extra - most) // g.step), 0)
     extra -= more * g.step
-    return _Plan((before, behind + more), crop, max(extra, 0), max(-extra, 0))
+    return _TransposedWindow((before, behind + more), crop, max(extra, 0), max(-extra, 0))
 
 
 __all__ = ["windowed"]

@@ -43,7 +43,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TilePlan:
     """How a network is executed within a budget.
 
     budget, peak: bytes asked for, and predicted at most: everything live at once, and what the
@@ -75,7 +75,7 @@ class Plan:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, data: Any) -> Plan:
+    def from_dict(cls, data: Any) -> TilePlan:
         """The plan that to_dict() gave. BadInput: damaged."""
         try:
             segments = tuple(_segment(row) for row in data["segments"])

@@ -22,7 +22,7 @@ from demask.traverse.analysis.streamed_attention import streams_keys
 from demask.traverse.planning.plan import BANDS, FRUSTUMS, Segment
 from demask.traverse.planning.schedule import Step, Strip, at_once, ends_of, strips, tile, walked
 from demask.traverse.planning.stage import Stage, Unit, staged
-from demask.traverse.planning.stage_memory import Memory, memory
+from demask.traverse.planning.stage_memory import StageMemory, memory
 
 WORKERS = 64  # at most, side by side
 STEPS = 2**21  # at most, of a segment: a plan from a file must not run for ever
@@ -32,14 +32,14 @@ KERNELS = 1024  # that oneDNN keeps
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PlacedSegment:
     """One segment ready to run: with what it takes, its stage, which of its values are maps, the
     memory of each of its workers, and the strips that they walk down, if they are several."""
 
     segment: Segment
     stage: Stage
     maps: frozenset[fx.Node]
-    memory: Memory
+    memory: StageMemory
     strips: tuple[Strip, ...] = ()
 
     @property
@@ -65,12 +65,12 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MemoryLayout:
     """places: per segment. maps: offsets of maps in the arena; work: of each segment's memory.
     size: of the arena. wholes: bytes of the values without rows that live while each segment runs;
     dies: those that are read for the last time in it."""
 
-    places: tuple[Place, ...]
+    places: tuple[PlacedSegment, ...]
     maps: Mapping[fx.Node, int]
     work: tuple[int, ...]
     size: int
@@ -194,7 +194,7 @@ def check(flow: Flow, segments: Sequence[Segment]) -> None:
         raise BadInput(f"the plan does not make {wanted[0].name}, which the network returns")
 
 
-def admitted(flow: Flow, segments: Sequence[Segment]) -> Layout:
+def admitted(flow: Flow, segments: Sequence[Segment]) -> MemoryLayout:
     """Where everything lies by a plan from elsewhere; BadInput where it would not run."""
     check(flow, segments)
     found = laid(flow, segments)
@@ -204,7 +204,7 @@ def admitted(flow: Flow, segments: Sequence[Segment]) -> Layout:
     return found
 
 
-def laid(flow: Flow, segments: Sequence[Segment]) -> Layout:
+def laid(flow: Flow, segments: Sequence[Segment]) -> MemoryLayout:
     """Where everything lies. Maps are not written over others where some step forbids it."""
     stages = [stage_of(flow, s) for s in segments]
     spilled = {name for s in segments for name in s.spills}
@@ -221,7 +221,7 @@ def laid(flow: Flow, segments: Sequence[Segment]) -> Layout:
     return _packed(flow, tuple(places), kept)
 
 
-def _place(segment: Segment, stage: Stage, maps: frozenset[fx.Node]) -> Place:
+def _place(segment: Segment, stage: Stage, maps: frozenset[fx.Node]) -> PlacedSegment:
     """A segment on its own: all its steps, looked at once."""
     over, doing, count = _said_over(stage, segment), 0, 0
 
@@ -237,7 +237,7 @@ def _place(segment: Segment, stage: Stage, maps: frozenset[fx.Node]) -> Place:
     side = tuple(strips(stage, segment.workers)) if several else ()
     names = {a.name: b.name for a, b in over.items()}
     exact = replace(segment, over=names, macs=doing, steps=max(count, 1))
-    place = Place(exact, stage, maps, where, side if len(side) > 1 else ())
+    place = PlacedSegment(exact, stage, maps, where, side if len(side) > 1 else ())
     return replace(place, segment=replace(exact, bytes=place.bytes))
 
 
@@ -253,7 +253,7 @@ def step_macs(stage: Stage, step: Step) -> int:
     return total
 
 
-def _wholes(flow: Flow, places: Sequence[Place]) -> dict[fx.Node, tuple[int, int]]:
+def _wholes(flow: Flow, places: Sequence[PlacedSegment]) -> dict[fx.Node, tuple[int, int]]:
     """The first and the last segment that hold each value without rows."""
     found: dict[fx.Node, tuple[int, int]] = {}
     for k, place in enumerate(places):
@@ -267,7 +267,7 @@ def _wholes(flow: Flow, places: Sequence[Place]) -> dict[fx.Node, tuple[int, int
     return found
 
 
-def _packed(flow: Flow, places: tuple[Place, ...], kept: set[fx.Node]) -> Layout:
+def _packed(flow: Flow, places: tuple[PlacedSegment, ...], kept: set[fx.Node]) -> MemoryLayout:
     """Maps and segments in one arena, by when they are alive."""
     owner = {v: v for v in kept}
     names = {v.name: v for v in kept}
@@ -292,7 +292,7 @@ def _packed(flow: Flow, places: tuple[Place, ...], kept: set[fx.Node]) -> Layout
         wholes.append(sum(map(value_bytes, alive)))
         dies.append(frozenset(v for v, (_, last) in held.items() if last == k))
     work = found.offsets[len(lives) :]
-    return Layout(places, maps, work, found.size, tuple(wholes), tuple(dies))
+    return MemoryLayout(places, maps, work, found.size, tuple(wholes), tuple(dies))
 
 
 def written_over(

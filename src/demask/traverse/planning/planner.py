@@ -21,10 +21,10 @@ from demask.machine.byte_sizes import human
 from demask.machine.roofline import TWO_CORES
 from demask.traverse.analysis.flow import Flow
 from demask.traverse.analysis.streamed_attention import streams_keys
-from demask.traverse.planning.plan import BANDS, BARRIER, FRUSTUMS, LAYERWISE, Plan, Segment
+from demask.traverse.planning.plan import BANDS, BARRIER, FRUSTUMS, LAYERWISE, Segment, TilePlan
 from demask.traverse.planning.plan_memory import (
     LIBRARIES,
-    Layout,
+    MemoryLayout,
     count_steps,
     laid,
     step_macs,
@@ -43,7 +43,7 @@ RECOMPUTED = 0.003  # of the multiply-adds may run twice where that saves a map
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class StageChoice:
     """One way to run the calls between two cuts."""
 
     segment: Segment
@@ -71,7 +71,7 @@ class Planner:
         self.outputs = {n for n in flow.outputs if isinstance(n, fx.Node)}
         self.forced = _forced(flow, self.calls)
         self.tiles, self.workers = tiles, workers
-        self.known: dict[tuple[int, int, str, int, int], Choice] = {}
+        self.known: dict[tuple[int, int, str, int, int], StageChoice] = {}
         self.stages: dict[tuple[int, int], Stage] = {}
         self.again = frozenset[fx.Node]()
         self.last = self._last_reads()
@@ -167,17 +167,17 @@ class Planner:
         """Is a value read behind a cut?"""
         return self.last[node] >= high
 
-    def choices(self, low: int, high: int, budget: float) -> list[Choice]:
+    def choices(self, low: int, high: int, budget: float) -> list[StageChoice]:
         """Ways to run the calls between two cuts, among them the best within a budget."""
         nodes, keeps = self.pieces(low, high)
         if self._is_barrier(nodes):
             segment = Segment(BARRIER, tuple(n.name for n in nodes), ())
-            return [Choice(segment, 0.0, self._beside(low, high, set()))]
+            return [StageChoice(segment, 0.0, self._beside(low, high, set()))]
         if (low, high) not in self.stages:
             self.stages[low, high] = staged(self.flow, nodes, keeps)
         stage = self.stages[low, high]
 
-        def one(mode: str, rows: int = 0, columns: int = 0) -> Choice:
+        def one(mode: str, rows: int = 0, columns: int = 0) -> StageChoice:
             key = low, high, mode, rows, columns
             if key not in self.known:
                 self.known[key] = self._choice(stage, nodes, (low, high), mode, rows, columns)
@@ -217,7 +217,7 @@ class Planner:
     def _choice(
         self, stage: Stage, nodes: Sequence[fx.Node], cuts: tuple[int, int], mode: str, rows: int,
         columns: int,
-    ) -> Choice:  # fmt: skip
+    ) -> StageChoice:  # fmt: skip
         low, high = cuts
         names, keeps = (tuple(n.name for n in some) for some in (nodes, stage.targets))
         spills = tuple(v.name for v in stage.targets if self._spilled(v))
@@ -239,7 +239,7 @@ class Planner:
         segment = replace(segment, macs=doing)
         beside = self._beside(low, high, set(over))
         taken = segment.bytes + where.packed + count * where.beside
-        return Choice(segment, _seconds(stage, segment), beside + taken)
+        return StageChoice(segment, _seconds(stage, segment), beside + taken)
 
     def _is_map(self, node: fx.Node) -> bool:
         return node.op == "call_function" and not self._spilled(node) and not self._leaves(node)
@@ -300,7 +300,7 @@ class Planner:
         return best[len(self.calls)]
 
 
-def _bands(stage: Stage, one: Callable[[int], Choice], budget: float) -> list[Choice]:
+def _bands(stage: Stage, one: Callable[[int], StageChoice], budget: float) -> list[StageChoice]:
     """The lowest bands, and the fastest that fit. Memory grows with the height of bands by so much
     a row, which two heights tell; the others are tried where the estimate calls for them."""
     heights = [n for n in BANDS_TRIED if n < max(ends_of(stage).values())]
@@ -383,7 +383,7 @@ def planned(
     beside: int = 0,
     disk: bool = True,
     workers: int = 1,
-) -> tuple[Plan, Layout]:
+) -> tuple[TilePlan, MemoryLayout]:
     """The fastest plan found within a budget, and where everything lies.
 
     beside: bytes the call takes for other things. disk: maps may be kept in files. BudgetTooSmall:
@@ -410,7 +410,7 @@ def planned(
     )
 
 
-def _fitted(planner: Planner, room: int) -> tuple[float, Layout] | None:
+def _fitted(planner: Planner, room: int) -> tuple[float, MemoryLayout] | None:
     """The fastest segments whose exact layout fits, after their seconds; estimates of memory may
     be some rows too low."""
     limit = float(room - LIBRARIES)
@@ -427,19 +427,19 @@ def _fitted(planner: Planner, room: int) -> tuple[float, Layout] | None:
     return made if made is not None and made[1].peak <= room else None
 
 
-def _exact(planner: Planner, found: tuple[float, list[Segment]]) -> tuple[float, Layout]:
+def _exact(planner: Planner, found: tuple[float, list[Segment]]) -> tuple[float, MemoryLayout]:
     """Segments that were found, as they really lie, after their seconds."""
     return found[0], laid(planner.flow, found[1])
 
 
-def packed_plan(flow: Flow, layout: Layout, budget: int, beside: int) -> Plan:
+def packed_plan(flow: Flow, layout: MemoryLayout, budget: int, beside: int) -> TilePlan:
     """The plan of segments as they lie: exact counts."""
     exact = tuple(place.segment for place in layout.places)
     live = layout.live + beside
     total = sum(s.macs for s in exact)
     untiled = sum(flow.macs(n) for n in flow.calls)
     sizes = tuple(tuple(n.meta["val"].shape) for n in flow.inputs if n in flow.axes)
-    return Plan(exact, budget, live + layout.overhead, live, layout.overhead, total, untiled,
+    return TilePlan(exact, budget, live + layout.overhead, live, layout.overhead, total, untiled,
                 sum(s.traffic for s in exact), sizes, notes=tuple(_refused(flow)))  # fmt: skip
 
 

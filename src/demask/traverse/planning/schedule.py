@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from demask.ops.regions import Interval
-from demask.traverse.analysis.flow import Edge
+from demask.traverse.analysis.flow import FlowEdge
 from demask.traverse.axes import Window, whole
 from demask.traverse.planning.stage import Stage, Unit
 
@@ -30,7 +30,7 @@ EMPTY: Interval = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LiveRows:
     """Rows of a value in one step: those before `first` are gone, `done` were made by earlier
     steps, `end` are there when the step is over; the next step starts with those from `keep` on.
     columns: the same in every step of a walk. own: rows from there on come from the next worker."""
@@ -63,7 +63,7 @@ class Held:
         return max(self.end - self.keep, 0)
 
 
-Step = Mapping[fx.Node, Held]
+Step = Mapping[fx.Node, LiveRows]
 
 
 def ends_of(stage: Stage) -> dict[fx.Node, int]:
@@ -173,12 +173,13 @@ def walked(
         end = _pulled(stage, strip, wanted, done, row, height, ahead)
         keep = _kept(stage, strip, end)
         step = {
-            v: Held(kept[v], done[v], end[v], keep[v], columns[v], strip.own[v]) for v in columns
+            v: LiveRows(kept[v], done[v], end[v], keep[v], columns[v], strip.own[v])
+            for v in columns
         }
         for unit in stage.sinks:  # each row is counted by one worker
             v = unit.edges[0].source
             low, high = (min(n, strip.last[v]) for n in (done[v], end[v]))
-            step[unit.node] = Held(low, low, high, high, columns[v])
+            step[unit.node] = LiveRows(low, low, high, high, columns[v])
         yield step
         done, kept = end, keep
 
@@ -211,9 +212,9 @@ def banded(stage: Stage, frustum: Step, band: int) -> Iterator[Step]:
     return walked(stage, band, Strip(first, last, last, last, {}), columns)
 
 
-def _alone(window: Window) -> Held:
+def _alone(window: Window) -> LiveRows:
     (low, high), columns = window
-    return Held(low, low, high, high, columns)
+    return LiveRows(low, low, high, high, columns)
 
 
 def _is_empty(window: Window) -> bool:
@@ -235,7 +236,9 @@ def middle(stage: Stage, band: int) -> list[Step]:
         keep = _kept(stage, strip, end)
         if k:
             columns = {v: (0, stage.flow.columns(v)) for v in values}
-            found.append({v: Held(kept[v], done[v], end[v], keep[v], columns[v]) for v in values})
+            found.append(
+                {v: LiveRows(kept[v], done[v], end[v], keep[v], columns[v]) for v in values}
+            )
         done, kept = end, keep
     return found
 
@@ -245,11 +248,11 @@ def at_once(stage: Stage) -> Step:
     found = {}
     for node in _values(stage):
         (_, rows), columns = whole(node, stage.flow.axes[node])
-        found[node] = Held(0, 0, rows, rows, columns)
+        found[node] = LiveRows(0, 0, rows, rows, columns)
     return found
 
 
-def _cut(unit: Unit) -> list[Edge]:
+def _cut(unit: Unit) -> list[FlowEdge]:
     """The operands that a unit reads in parts; what it reads whole lies in memory as a map."""
     return [edge for edge in unit.edges if not edge.whole]
 

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from demask.compat.onednn import available
 from demask.ops.traits import ADDS, CONVOLUTIONS
-from demask.traverse.analysis.flow import Edge, Flow
+from demask.traverse.analysis.flow import Flow, FlowEdge
 from demask.tune.epilogue import Epilogue, epilogue
 
 
@@ -28,7 +28,7 @@ class Unit:
     """
 
     nodes: tuple[fx.Node, ...]
-    edges: tuple[Edge, ...]
+    edges: tuple[FlowEdge, ...]
     addend: fx.Node | None = None
     after: Epilogue | None = None
 
@@ -55,7 +55,7 @@ class Stage:
     units: tuple[Unit, ...]
     enters: tuple[fx.Node, ...]
     targets: tuple[fx.Node, ...]
-    readers: dict[fx.Node, list[tuple[int, Edge]]] = field(default_factory=dict)
+    readers: dict[fx.Node, list[tuple[int, FlowEdge]]] = field(default_factory=dict)
 
     @property
     def sinks(self) -> tuple[Unit, ...]:
@@ -67,7 +67,7 @@ class Stage:
         cut = self.flow.local.keys() | self.flow.gathers.keys()
         return tuple(u for u in self.units if u.node not in cut)
 
-    def streamed(self, unit: Unit, maps: Container[fx.Node]) -> list[Edge]:
+    def streamed(self, unit: Unit, maps: Container[fx.Node]) -> list[FlowEdge]:
         """The operands that a unit reads whole, block by block, from where they lie."""
         return [e for e in unit.edges
                 if e.whole and e.source in self.enters and e.source not in maps]  # fmt: skip
@@ -93,7 +93,7 @@ def staged(flow: Flow, nodes: Sequence[fx.Node], keeps: Collection[fx.Node]) -> 
         units.append(unit)
     units = _ordered(units)
     made = {u.value for u in units}
-    readers: dict[fx.Node, list[tuple[int, Edge]]] = {}
+    readers: dict[fx.Node, list[tuple[int, FlowEdge]]] = {}
     for k, unit in enumerate(units):
         for edge in unit.edges:
             readers.setdefault(edge.source, []).append((k, edge))

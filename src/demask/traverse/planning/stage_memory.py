@@ -15,17 +15,17 @@ from typing import Any
 
 from torch import fx
 
-from demask.machine.arena import Block, Plan, aligned, peak, planned
+from demask.machine.arena import ArenaPlan, Block, aligned, peak, planned
 from demask.traverse.analysis.streamed_attention import temporary
 from demask.traverse.axes import cut_shape
-from demask.traverse.planning.schedule import Held, Step
+from demask.traverse.planning.schedule import LiveRows, Step
 from demask.traverse.planning.stage import Stage, Unit
 
 LARGE = 2**20  # bytes of torch's memory that are given back when a unit is done
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class StageMemory:
     """Offsets in bytes from the beginning of the stage's memory, and its size.
 
     block: of values made in blocks, or read into them. tail: of those that keep rows. scratch: of
@@ -103,7 +103,7 @@ class _Most:
         self.kernels.add(here.kind.kernel(window))
 
 
-def part_bytes(stage: Stage, node: fx.Node, held: Held, rows: int) -> int:
+def part_bytes(stage: Stage, node: fx.Node, held: LiveRows, rows: int) -> int:
     """Bytes of some rows of a value."""
     value = node.meta["val"]
     shape = cut_shape(value.shape, stage.flow.axes[node], ((0, rows), held.columns))
@@ -116,7 +116,7 @@ def memory(
     maps: frozenset[fx.Node],
     *,
     estimate: bool = False,
-) -> Memory:
+) -> StageMemory:
     """Where everything lies in all of the steps. maps: values that lie whole somewhere else.
     estimate: only sum up what lives at once, which is quicker and no more than is needed."""
     most = _Most(stage, maps)
@@ -127,7 +127,7 @@ def memory(
     scratch = {k: n for k, n in most.scratch.items() if n}
     blocks = [Block(aligned(most.block[v]), *life) for v, life in lives.items()]
     blocks += [Block(aligned(n), k, k) for k, n in scratch.items()]
-    where = Plan((0,) * len(blocks), peak(blocks)) if estimate else planned(blocks)
+    where = ArenaPlan((0,) * len(blocks), peak(blocks)) if estimate else planned(blocks)
     size, tails = where.size, {}
     for v, n in most.tail.items():
         if n:
@@ -140,7 +140,7 @@ def memory(
     found = dict(zip(lives, where.offsets, strict=False))
     large = frozenset(k for k, n in most.beside.items() if n >= LARGE)
     beside = max(most.beside.values(), default=0)
-    return Memory(found, tails, at, owner, size, beside, packed, kernels, large)
+    return StageMemory(found, tails, at, owner, size, beside, packed, kernels, large)
 
 
 def _lives(

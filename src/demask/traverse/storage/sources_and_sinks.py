@@ -55,7 +55,7 @@ from demask.traverse.storage.dtype_conversion import (
 LIMIT = 1 << 20  # bytes of buffers; 256 KiB read 10 % slower, 4 MiB no faster
 
 
-class Source(Protocol):
+class RowSource(Protocol):
     """Where parts of a value are read from."""
 
     def read(self, window: Window, into: Tensor) -> None:
@@ -492,6 +492,6 @@ def _scratch(sink: TensorSink | ArraySink, window: Window) -> Tensor:
 
 
 __all__ = [
-    "ArraySink", "ArraySource", "Sink", "Source", "Spill", "TensorSink", "TensorSource",
+    "ArraySink", "ArraySource", "RowSource", "Sink", "Spill", "TensorSink", "TensorSource",
     "array_sink", "array_source", "spill", "tensor_sink", "tensor_source",
 ]  # fmt: skip

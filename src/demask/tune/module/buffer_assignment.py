@@ -23,7 +23,7 @@ from demask.compat.dispatch import (
     schema_of,
 )
 from demask.compat.onednn import ops
-from demask.graph.node_records import Value
+from demask.graph.node_records import TensorType
 from demask.graph.queries import COPY, input_dependent
 from demask.ops import traits
 from demask.ops.entry import op_name
@@ -171,7 +171,7 @@ def _dies(node: fx.Node, base: Any, bodies: _Bodies) -> bool:
 
 def _alike(node: fx.Node, base: Any) -> bool:
     mine = node.meta.get("value")
-    return isinstance(mine, Value) and mine == base.meta.get("value")
+    return isinstance(mine, TensorType) and mine == base.meta.get("value")
 
 
 def _inplace(target: OpOverload) -> OpOverload | None:
@@ -190,7 +190,7 @@ def _with_out(node: fx.Node) -> OpOverload | None:
     value = node.meta.get("value")
     if not isinstance(target, OpOverload) or target.namespace != "aten" or not fresh(node):
         return None
-    if not isinstance(value, Value) or value.device != "cpu":
+    if not isinstance(value, TensorType) or value.device != "cpu":
         return None
     if target is COPY:
         return aten.copy_.default

@@ -27,7 +27,7 @@ from demask.machine.arena import Block, View, extent, planned
 from demask.ops import schema
 from demask.tune.epilogue import is_fused, is_pack, packed, plain, run_plain
 from demask.tune.module.buffer_assignment import InArena, InPlace, decided, kept_bodies
-from demask.tune.module.shape_cache import Plan, Plans
+from demask.tune.module.shape_cache import Plans, ShapeEntry
 from demask.tune.stale_sources import count_writes, sources_of
 
 WHOLE = "_demask_whole"  # in the code: the function of the whole graph
@@ -114,7 +114,7 @@ class Optimized(Demasked):
     def graph(self, g: fx.Graph) -> None:
         fx.GraphModule.graph.__set__(self, g)
 
-    def plan_for(self, inputs: tuple[Any, ...]) -> Plan:
+    def plan_for(self, inputs: tuple[Any, ...]) -> ShapeEntry:
         """What is kept for inputs of these sizes (flattened, as the graph's placeholders)."""
         return self.plans.of(inputs, lambda: made(self, inputs))
 
@@ -216,7 +216,7 @@ def arena_nodes(calls: dict[fx.Node, InPlace | InArena]) -> list[fx.Node]:
     return [node for node, call in calls.items() if isinstance(call, InArena)]
 
 
-def made(module: Optimized, inputs: Sequence[Any]) -> Plan:
+def made(module: Optimized, inputs: Sequence[Any]) -> ShapeEntry:
     """The plan for inputs of these sizes: the graph is run once, to see what it makes."""
     graph = module.graph
     live, calls = input_dependent(graph), decided(graph)
@@ -238,7 +238,7 @@ def made(module: Optimized, inputs: Sequence[Any]) -> Plan:
     if not values.keys() >= set(kept):
         raise ValueError("this graph reads packed weights where no layer does: it is damaged")
     valid = (lambda: False) if sources is None else sources.unchanged
-    return Plan(tuple(values[node] for node in kept), plan.size, placed, valid)
+    return ShapeEntry(tuple(values[node] for node in kept), plan.size, placed, valid)
 
 
 def _run(

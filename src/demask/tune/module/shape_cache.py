@@ -23,7 +23,7 @@ SPARE = 4  # arenas of a plan: calls that run at the same time
 
 
 @dataclass(slots=True)
-class Plan:
+class ShapeEntry:
     """For one tuple of input sizes: values computed once, and where values lie in an arena of
     `size` bytes. valid: whether the values are those of the weights as they are now. take() and
     give() may be called from several threads."""
@@ -51,10 +51,10 @@ class Plans:
     """Plans by input sizes, at most `KEPT`."""
 
     def __init__(self) -> None:
-        self.known: OrderedDict[Any, Plan] = OrderedDict()
+        self.known: OrderedDict[Any, ShapeEntry] = OrderedDict()
         self.lock = threading.Lock()
 
-    def of(self, inputs: Sequence[Any], make: Callable[[], Plan]) -> Plan:
+    def of(self, inputs: Sequence[Any], make: Callable[[], ShapeEntry]) -> ShapeEntry:
         """The plan for inputs of these sizes; `make` is called for new ones, and after weights
         changed."""
         key = tuple([(x.shape, x.dtype) if isinstance(x, Tensor) else None for x in inputs])
@@ -67,7 +67,7 @@ class Plans:
             pass
         return plan
 
-    def _made(self, key: Any, make: Callable[[], Plan]) -> Plan:
+    def _made(self, key: Any, make: Callable[[], ShapeEntry]) -> ShapeEntry:
         with self.lock:
             plan = self.known.get(key)
             if plan is None or not plan.valid():

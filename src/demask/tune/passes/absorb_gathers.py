@@ -27,7 +27,7 @@ COPY = 96  # multiply-adds that take as long as to copy one value there and back
 
 
 @dataclass(slots=True)
-class _Region:
+class _GatherRegion:
     """What lies between a gather and the layers that can read without it."""
 
     count: int
@@ -47,7 +47,7 @@ def ungathered(program: Program, table: Table) -> Program:
     return editor.finish()
 
 
-def _region(editor: GraphEditor, gather: fx.Node, table: Table) -> _Region | None:
+def _region(editor: GraphEditor, gather: fx.Node, table: Table) -> _GatherRegion | None:
     found = schema.arguments(gather)
     source, axis = found["self"], found["dim"]
     value = gather.meta["val"]
@@ -58,7 +58,7 @@ def _region(editor: GraphEditor, gather: fx.Node, table: Table) -> _Region | Non
     positions = _positions(editor, gather, count)
     if positions is None or len(positions) != made or len(set(positions.tolist())) != made:
         return None
-    region, stack = _Region(count, positions), [gather]
+    region, stack = _GatherRegion(count, positions), [gather]
     while stack:
         node = stack.pop()
         for user in node.users:
@@ -99,7 +99,7 @@ def _passes(editor: GraphEditor, user: fx.Node, axis: int, table: Table) -> bool
     return one and (is_pointwise(user, table) or (axis == 1 and is_pooling(user)))
 
 
-def _worth(editor: GraphEditor, region: _Region) -> bool:
+def _worth(editor: GraphEditor, region: _GatherRegion) -> bool:
     """Does a copy take longer than the products that it saves?"""
     more, made = region.count - len(region.positions), len(region.positions)
     products = 0
@@ -110,7 +110,7 @@ def _worth(editor: GraphEditor, region: _Region) -> bool:
     return bool(region.readers) and products <= COPY * made
 
 
-def _apply(editor: GraphEditor, gather: fx.Node, region: _Region) -> None:
+def _apply(editor: GraphEditor, gather: fx.Node, region: _GatherRegion) -> None:
     depthwise = [node for node in region.through if contraction(editor, node) is not None]
     for node in depthwise:
         _spread(editor, node, region, rows=True)
@@ -126,7 +126,7 @@ def _apply(editor: GraphEditor, gather: fx.Node, region: _Region) -> None:
     editor.replace(gather, schema.arguments(gather)["self"])
 
 
-def _spread(editor: GraphEditor, node: fx.Node, region: _Region, *, rows: bool) -> None:
+def _spread(editor: GraphEditor, node: fx.Node, region: _GatherRegion, *, rows: bool) -> None:
     """Put a layer's rows (or columns) where they are without the gather; the others are zeros."""
     found = schema.arguments(node)
     for name in ("weight", "bias") if rows and found["bias"] is not None else ("weight",):

@@ -52,7 +52,7 @@ def laid_out(program: Program, wants: Wants, table: Table) -> Program:
     Views that other strides would refuse have become reshapes (`affine.absorbed`).
     """
     editor = GraphEditor(program)
-    layout = _Layout(editor, table)
+    layout = _ChannelsLast(editor, table)
     for node in editor.calls():
         if node not in layout.live or not is_image(node):
             continue
@@ -64,7 +64,7 @@ def laid_out(program: Program, wants: Wants, table: Table) -> Program:
     return editor.finish()
 
 
-class _Layout:
+class _ChannelsLast:
     """Which values have their channels last, while a graph is walked."""
 
     def __init__(self, editor: GraphEditor, table: Table):

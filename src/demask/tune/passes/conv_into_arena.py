@@ -17,7 +17,7 @@ from torch import fx
 from demask.compat.onednn import ops
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
-from demask.graph.queries import COPY, Example, input_dependent
+from demask.graph.queries import COPY, ExampleSizes, input_dependent
 from demask.ops import schema
 from demask.tune.epilogue import Epilogue, convolution
 
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 SMALL = 2**17  # bytes: what glibc never maps on its own (its M_MMAP_THRESHOLD)
 
 
-def prefilled(program: Program, example: Example) -> Program | None:
+def prefilled(program: Program, example: ExampleSizes) -> Program | None:
     """The program (fused) with its larger convolutions in the arena; None if it has none."""
     editor, count = GraphEditor(program), 0
     live = input_dependent(editor.graph)

@@ -55,7 +55,7 @@ def _numbers(node: fx.Node) -> list[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class EpilogueChain:
     """A layer and what could be computed with it: the last call of them, the activation, what is
     added before it."""
 
@@ -64,7 +64,7 @@ class Chain:
     other: fx.Node | None
 
 
-def chain(node: fx.Node, live: set[fx.Node]) -> Chain:
+def chain(node: fx.Node, live: set[fx.Node]) -> EpilogueChain:
     """What oneDNN could compute with a layer."""
     convolves = node.target is not aten.linear.default
     last, other = node, None
@@ -75,10 +75,10 @@ def chain(node: fx.Node, live: set[fx.Node]) -> Chain:
     act = None if reader is None else epilogue(reader)
     fits = other is None or (act is not None and act.name == "relu" and convolves)
     if reader is None or act is None or not fits:
-        return Chain(last, Epilogue(), other)
+        return EpilogueChain(last, Epilogue(), other)
     if reader.meta["val"].dtype is not node.meta["val"].dtype:
-        return Chain(last, Epilogue(), other)
-    return Chain(reader, act, other)
+        return EpilogueChain(last, Epilogue(), other)
+    return EpilogueChain(reader, act, other)
 
 
 def _fuse(

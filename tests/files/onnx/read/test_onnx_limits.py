@@ -178,7 +178,7 @@ def test_whatever_an_op_raises_is_bad_input(monkeypatch, error):
     def fails(*args):
         raise error("planted")
 
-    monkeypatch.setattr(module, "Call", fails)
+    monkeypatch.setattr(module, "OnnxCall", fails)
     with pytest.raises(BadInput, match=f"node 'gemm'.*{error.__name__}: planted"):
         net(torch.ones(2, 6))
 

@@ -40,9 +40,9 @@ def test_nearly_all_with_float32_are_to_pass(kind):
 def test_a_wrong_output_is_found(monkeypatch):
     """A Relu that is the identity."""
     from demask.files.onnx import plan
-    from demask.files.onnx.op_functions import Entry
+    from demask.files.onnx.op_functions import OnnxEntry
 
-    planted = {**plan.ENTRIES, ("", "Relu"): Entry("Relu", "", lambda x: x)}
+    planted = {**plan.ENTRIES, ("", "Relu"): OnnxEntry("Relu", "", lambda x: x)}
     monkeypatch.setattr(plan, "ENTRIES", planted)
     case = next(case for case in cases() if case.name == "test_relu")
     found = wrong([case])

@@ -20,7 +20,7 @@ from torch import nn
 import demask
 from demask.errors import BadInput, RefusedFile
 from demask.files.onnx.quantized_weights import gridded
-from demask.graph.provenance import Cut, Grid, Provenance
+from demask.graph.provenance import Cut, Provenance, QuantizationGrid
 from demask.ops import TABLE
 from demask.ops.quantization import dequantized, quantized
 from demask.optimize_onnx import deploy
@@ -276,7 +276,7 @@ def test_each_way_to_store_a_constant(tmp_path, kind):
 
 
 def grid(scales, points=None, dtype="int8", axis=0):
-    return Grid(dtype, axis, tuple(scales), tuple(points or [0] * len(scales)))
+    return QuantizationGrid(dtype, axis, tuple(scales), tuple(points or [0] * len(scales)))
 
 
 SCALES = (torch.arange(1, 9) * 0.0137 + torch.linspace(0, 1e-3, 8)).tolist()

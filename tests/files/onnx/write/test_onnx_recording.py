@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize, prune
 import demask
 from demask.files.onnx import recording
 from demask.files.onnx.module import OnnxModule
-from demask.files.onnx.recording import Recording
+from demask.files.onnx.recording import OnnxRecording
 from onnx_files import constant, layers, model, node, value, weights
 
 X = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
@@ -36,7 +36,7 @@ def plainly(net: OnnxModule, *inputs: Tensor) -> Tensor:
     return net._tensor(made)
 
 
-def recordings(net: OnnxModule) -> list[Recording | None]:
+def recordings(net: OnnxModule) -> list[OnnxRecording | None]:
     return list(net.recordings.found.values())
 
 

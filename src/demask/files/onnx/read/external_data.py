@@ -43,7 +43,7 @@ def file_bytes(path: str | os.PathLike[str], check: Callable[[int, bytes], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class FileSlice:
     """Where the bytes of an external tensor lie. length: None where the file does not say."""
 
     location: str
@@ -108,7 +108,7 @@ class Beside:
         return place
 
 
-def _slice(entries: Any) -> Slice:
+def _slice(entries: Any) -> FileSlice:
     what = "external_data"
     pairs = [(text(entry.key, what), text(entry.value, what)) for entry in entries]
     found = dict(pairs)
@@ -122,7 +122,7 @@ def _slice(entries: Any) -> Slice:
         if not re.fullmatch(r"[0-9]{1,18}", value):
             raise BadInput(f"{what}: expected {key} to be a whole number, got {value!r:.60}")
     length = int(numbers["length"]) if "length" in numbers else None
-    return Slice(location, int(numbers.get("offset", 0)), length)
+    return FileSlice(location, int(numbers.get("offset", 0)), length)
 
 
 def _fill(view: memoryview, file: FileIO, offset: int, what: str) -> None:

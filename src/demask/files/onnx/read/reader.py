@@ -1,4 +1,4 @@
-"""ONNX bytes -> `File`: the one door for ONNX files from outside.
+"""ONNX bytes -> `OnnxFile`: the one door for ONNX files from outside.
 
 What comes out is whole: each name is made once and before it is read, each tensor has the bytes
 that its sizes ask for, text is text. What a file can ask of the machine is bounded by its size, by
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from demask.errors import BadInput
-from demask.files.onnx.model import File, Function, Graph, Node, Reference
+from demask.files.onnx.model import AttributeReference, Function, Graph, OnnxFile, OnnxNode
 from demask.files.onnx.read import wire
 from demask.files.onnx.read.external_data import MAX_NAME, Beside, file_bytes, text
 from demask.files.onnx.read.sub_byte_types import narrow_types, said
@@ -29,7 +29,7 @@ from demask.files.onnx.read.tensors import (
     tensor,
 )
 from demask.files.onnx.read.topological_order import in_order
-from demask.graph.provenance import Port
+from demask.graph.provenance import OnnxPort
 
 __all__ = ["DTYPES", "NARROW", "STRING", "installed", "parsed", "read", "tensor"]
 
@@ -48,7 +48,7 @@ def installed() -> Any:
     return onnx
 
 
-def read(path: str | os.PathLike[str]) -> File:
+def read(path: str | os.PathLike[str]) -> OnnxFile:
     """The network in an ONNX file; BadInput or RefusedFile for anything else."""
     onnx, given = installed(), Path(path)
     message = onnx.ModelProto.DESCRIPTOR
@@ -83,7 +83,7 @@ def _message(onnx: Any, data: bytes) -> Any:
         raise BadInput(f"expected an ONNX file, found a damaged one: {error}") from error
 
 
-def parsed(proto: Any, folder: Path, real: Path | None = None) -> File:
+def parsed(proto: Any, folder: Path, real: Path | None = None) -> OnnxFile:
     """The network in a ModelProto; external tensors lie under `folder` (or, where that has links
     to them, under `real`)."""
     newest = installed().IR_VERSION
@@ -97,7 +97,7 @@ def parsed(proto: Any, folder: Path, real: Path | None = None) -> File:
     opsets = _opsets(proto)
     if not opsets and proto.ir_version < FIRST_WITH_OPSETS:
         opsets = {"": 1}
-    reader = Reader(Beside(folder, real), frozenset(opsets), frozenset())
+    reader = OnnxReader(Beside(folder, real), frozenset(opsets), frozenset())
     functions = {}
     for function in proto.functions:
         key = _op(function, function.name)
@@ -106,12 +106,12 @@ def parsed(proto: Any, folder: Path, real: Path | None = None) -> File:
         functions[key] = reader.function(function)
     metadata = {_long(p.key): _long(p.value) for p in proto.metadata_props}
     called = frozenset(domain for domain, _ in functions)
-    reader = Reader(reader.beside, frozenset(opsets) | called, frozenset())
+    reader = OnnxReader(reader.beside, frozenset(opsets) | called, frozenset())
     graph = reader.graph(proto.graph, whole=True)
     if not graph.outputs:
         raise BadInput("the graph has no outputs; expected some")
     return in_order(
-        File(
+        OnnxFile(
             graph,
             opsets,
             metadata,
@@ -172,7 +172,7 @@ def _names(values: Iterable[Any], what: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class OnnxReader:
     """Makes values of the messages inside a model. domains: those that nodes may use. attributes:
     those of the function around, which its nodes may take."""
 
@@ -196,12 +196,12 @@ class Reader:
         nodes = said(tuple(map(self.node, proto.node)), narrow_types(proto))
         return Graph(name, nodes, constants, inputs, tuple(map(_port, proto.output)))
 
-    def node(self, proto: Any) -> Node:
+    def node(self, proto: Any) -> OnnxNode:
         """A call of an op."""
         domain, op = _op(proto, proto.op_type)
         inputs = _names(proto.input, "a node's input")
         outputs = _names(proto.output, "a node's output")
-        node = Node(op, domain, text(proto.name, "a node's name"), inputs, outputs, {})
+        node = OnnxNode(op, domain, text(proto.name, "a node's name"), inputs, outputs, {})
         if not outputs:
             raise BadInput(f"{node} has no output; expected some")
         if domain not in self.domains:
@@ -214,7 +214,7 @@ class Reader:
             attributes = self.values(proto.attribute)
         except BadInput as error:
             raise type(error)(f"{node}: {error}") from None
-        return Node(op, domain, node.name, inputs, outputs, attributes)
+        return OnnxNode(op, domain, node.name, inputs, outputs, attributes)
 
     def values(self, protos: Iterable[Any]) -> dict[str, Any]:
         """Attributes by name."""
@@ -232,7 +232,7 @@ class Reader:
             taken = text(proto.ref_attr_name, "an attribute's reference")
             if taken not in self.attributes:
                 raise BadInput(f"attribute {name!r} takes {taken!r}, which nothing gives")
-            return Reference(taken)
+            return AttributeReference(taken)
         kinds = installed().AttributeProto
         if proto.type not in _VALUES:
             kind = kinds.AttributeType.Name(proto.type)
@@ -267,7 +267,7 @@ class Reader:
             raise BadInput(f"function {proto.name!r} has an attribute twice")
         attributes = {**dict.fromkeys(names, ...), **defaults}
         opsets = _opsets(proto)
-        inside = Reader(self.beside, {*self.domains, *opsets}, frozenset(attributes))
+        inside = OnnxReader(self.beside, {*self.domains, *opsets}, frozenset(attributes))
         inputs = _names(proto.input, "a function's input")
         outputs = _names(proto.output, "a function's output")
         nodes = said(tuple(map(inside.node, proto.node)), narrow_types(proto))
@@ -289,23 +289,23 @@ def _check_left_out(proto: Any, name: str, field: str) -> None:
         raise BadInput(f"attribute {name!r}: expected a value in {field!r}, found {others or None}")
 
 
-def _port(proto: Any) -> Port:
+def _port(proto: Any) -> OnnxPort:
     name = _word(proto.name, "the name of an input or output")
     if not name:
         raise BadInput("an input or output has no name")
     if not proto.type.HasField("tensor_type"):
-        return Port(name, proto.type.WhichOneof("value") or "", None)
+        return OnnxPort(name, proto.type.WhichOneof("value") or "", None)
     found = proto.type.tensor_type
     known: Mapping[int, Any] = {0: "", STRING: "", **DTYPES, **NARROW}
     if found.elem_type not in known:
         raise BadInput(f"{name!r}: element type {found.elem_type} is none that demask reads")
     dtype = str(known[found.elem_type]).removeprefix("torch.")
     if not found.HasField("shape"):
-        return Port(name, dtype, None)
+        return OnnxPort(name, dtype, None)
     sizes = tuple(_size(d, name) for d in found.shape.dim)
     if math.prod(max(n, 1) for n in sizes if isinstance(n, int)) > MAX_ELEMENTS:
         raise BadInput(f"{name!r}: the sizes {list(sizes)} are more than any tensor has")
-    return Port(name, dtype, sizes)
+    return OnnxPort(name, dtype, sizes)
 
 
 def _size(proto: Any, name: str) -> int | str:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from demask.files.onnx.model import Graph, Node
+from demask.files.onnx.model import Graph, OnnxNode
 from demask.files.onnx.read.tensors import NARROW
 
 #: ops whose output has the element type of an input: which one, the attribute that says it too
@@ -30,7 +30,7 @@ def narrow_types(proto: Any) -> Mapping[str, int]:
     return found
 
 
-def said(nodes: tuple[Node, ...], types: Mapping[str, int]) -> tuple[Node, ...]:
+def said(nodes: tuple[OnnxNode, ...], types: Mapping[str, int]) -> tuple[OnnxNode, ...]:
     """The nodes, with attributes for the types that their inputs do not tell as tensors."""
     if not types:
         return nodes

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from demask.errors import BadInput, RefusedFile
-from demask.files.onnx.model import File, Function, Graph, Node
+from demask.files.onnx.model import Function, Graph, OnnxFile, OnnxNode
 
 MAX_CALLED = 500_000  # nodes that calls of the file's own functions become, and their names
 MAX_DEPTH = 32  # calls and graphs inside each other
@@ -15,7 +15,7 @@ MAX_DEPTH = 32  # calls and graphs inside each other
 Key = tuple[str, str]
 
 
-def in_order(file: File) -> File:
+def in_order(file: OnnxFile) -> OnnxFile:
     """The file with the nodes of each graph in an order in which they can run: their own, if it is
     one. BadInput: a name made twice, or by nothing, or a circle. RefusedFile: calls without end."""
     Calls(file.functions).check(file.graph)
@@ -41,8 +41,8 @@ def _graph(graph: Graph, outer: set[str]) -> Graph:
 
 
 def _nodes(
-    nodes: Sequence[Node], given: Sequence[str], outputs: Sequence[str], outer: set[str]
-) -> tuple[Node, ...]:
+    nodes: Sequence[OnnxNode], given: Sequence[str], outputs: Sequence[str], outer: set[str]
+) -> tuple[OnnxNode, ...]:
     """Nodes in order. given: what is there before them. outer: what the graphs around show; it is
     as before in the end."""
     made = _made(nodes, given, outer)
@@ -65,7 +65,7 @@ def _nodes(
     return tuple(found)
 
 
-def _made(nodes: Sequence[Node], given: Sequence[str], outer: set[str]) -> dict[str, int]:
+def _made(nodes: Sequence[OnnxNode], given: Sequence[str], outer: set[str]) -> dict[str, int]:
     """Which node makes each name (-1: it is given)."""
     made: dict[str, int] = {}
     named = [("the graph", -1, name) for name in given]
@@ -79,7 +79,7 @@ def _made(nodes: Sequence[Node], given: Sequence[str], outer: set[str]) -> dict[
     return made
 
 
-def _with_graphs(node: Node, outer: set[str]) -> Node:
+def _with_graphs(node: OnnxNode, outer: set[str]) -> OnnxNode:
     inner = {k: v for k, v in node.attributes.items() if isinstance(v, Graph)}
     if not inner:
         return node
@@ -90,7 +90,7 @@ def _with_graphs(node: Node, outer: set[str]) -> Node:
     return replace(node, attributes={**node.attributes, **done})
 
 
-def _reads(node: Node) -> Iterator[str]:
+def _reads(node: OnnxNode) -> Iterator[str]:
     """What a node reads, itself or in its graphs."""
     yield from filter(None, node.inputs)
     for value in node.attributes.values():
@@ -108,7 +108,7 @@ def _free(graph: Graph) -> Iterator[str]:
             yield name
 
 
-def _sorted(nodes: Sequence[Node], needs: list[list[int]]) -> Sequence[int]:
+def _sorted(nodes: Sequence[OnnxNode], needs: list[list[int]]) -> Sequence[int]:
     """An order of nodes with those that each needs before it; of several that can come next, the
     first in the file comes."""
     if all(max(before, default=-1) < k for k, before in enumerate(needs)):
@@ -131,7 +131,7 @@ def _sorted(nodes: Sequence[Node], needs: list[list[int]]) -> Sequence[int]:
     return order
 
 
-def _circle(nodes: Sequence[Node], needs: list[list[int]], done: set[int]) -> str:
+def _circle(nodes: Sequence[OnnxNode], needs: list[list[int]], done: set[int]) -> str:
     """Nodes of a circle, as text."""
     k = min(set(range(len(nodes))) - done)
     seen: dict[int, None] = {}
@@ -158,7 +158,7 @@ class Calls:
             self._function(key)
         self._nodes(graph.nodes)
 
-    def _nodes(self, nodes: Iterable[Node]) -> tuple[int, int]:
+    def _nodes(self, nodes: Iterable[OnnxNode]) -> tuple[int, int]:
         """How many nodes these become by calls, and how deep they are."""
         count = depth = 0
         for node in nodes:
@@ -178,7 +178,7 @@ class Calls:
                 )
         return count, depth
 
-    def _call(self, node: Node, key: Key) -> tuple[int, int]:
+    def _call(self, node: OnnxNode, key: Key) -> tuple[int, int]:
         function = self.functions[key]
         for word, there, given in (
             ("inputs", function.inputs, node.inputs), ("outputs", function.outputs, node.outputs),
@@ -202,7 +202,7 @@ class Calls:
         return self.weighed[key]
 
 
-def _count(nodes: Iterable[Node]) -> int:
+def _count(nodes: Iterable[OnnxNode]) -> int:
     """How many nodes these are, with those of their graphs."""
     graphs = [g for node in nodes for g in node.attributes.values() if isinstance(g, Graph)]
     return len(list(nodes)) + sum(_count(graph.nodes) for graph in graphs)

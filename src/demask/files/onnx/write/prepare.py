@@ -45,7 +45,7 @@ from demask.ops.traits import DECOMPOSED_WITH_NUMBERS, DROPOUTS
 aten = torch.ops.aten
 
 
-class Ready(ExportedProgram):
+class PreparedProgram(ExportedProgram):
     """A program whose calls all have ONNX functions."""
 
     def run_decompositions(self, *_: Any, **__: Any) -> ExportedProgram:  # type: ignore[override]
@@ -199,7 +199,7 @@ def _program(slim: Demasked, graph: fx.Graph, own: Mapping[str, Tensor]) -> Expo
     result.args = (tuple(outputs),)
     info = signature_of(slim.graph)
     call = ModuleCallSignature([], [], info.in_spec, info.out_spec)
-    program = Ready(
+    program = PreparedProgram(
         nn.Module(), graph, ExportGraphSignature(specs, made), tensors, {},
         [ModuleCallEntry("", call)],
     )  # fmt: skip

@@ -20,7 +20,7 @@ from demask.ops.traits import aten_op
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _OnnxRecurrentOp:
     """A recurrent op: its name in ONNX, which of torch's gates stands at each place of ONNX's."""
 
     name: str
@@ -31,10 +31,10 @@ class _Kind:
 # ONNX: input, output, forget, cell; torch: input, forget, cell, output. And update, reset, hidden;
 # torch: reset, update, new, whose reset gate works behind the product.
 _KINDS = {
-    "lstm.input": _Kind("LSTM", (0, 3, 1, 2), {}),
-    "gru.input": _Kind("GRU", (1, 0, 2), {"linear_before_reset": 1}),
-    "rnn_tanh.input": _Kind("RNN", (0,), {"activations": ["Tanh"]}),
-    "rnn_relu.input": _Kind("RNN", (0,), {"activations": ["Relu"]}),
+    "lstm.input": _OnnxRecurrentOp("LSTM", (0, 3, 1, 2), {}),
+    "gru.input": _OnnxRecurrentOp("GRU", (1, 0, 2), {"linear_before_reset": 1}),
+    "rnn_tanh.input": _OnnxRecurrentOp("RNN", (0,), {"activations": ["Tanh"]}),
+    "rnn_relu.input": _OnnxRecurrentOp("RNN", (0,), {"activations": ["Relu"]}),
 }
 
 
@@ -104,7 +104,7 @@ def translation() -> dict[Any, Any]:
     return {torch.ops.demask.recur.default: written}
 
 
-def _layer(op: Any, kind: _Kind, x: Any, groups: Sequence[Sequence[Any]], starts: Sequence[Any],
+def _layer(op: Any, kind: _OnnxRecurrentOp, x: Any, groups: Sequence[Sequence[Any]], starts: Sequence[Any],
            biases: bool) -> Sequence[Any]:  # fmt: skip
     """One layer's call: all steps (time, direction, batch, unit), and its last states."""
     hidden = groups[0][1].shape[1]

@@ -37,7 +37,7 @@ from demask.files.retrace import example, takes, traced
 from demask.graph.capture.capture import capture
 from demask.graph.module_copy import structural_copy
 from demask.graph.program import Program
-from demask.graph.provenance import Interface, Port, Provenance, Sizes
+from demask.graph.provenance import Interface, OnnxPort, Provenance, Sizes
 from demask.graph.result.class_result import as_graph
 from demask.graph.result.demasked_module import Demasked, build
 from demask.ops import TABLE, Table, schema
@@ -309,11 +309,11 @@ def remembering(program: Program) -> Demasked:
 
 def _interface(slim: Demasked) -> Interface:
     """Names for a network that came from no ONNX file."""
-    inputs = tuple(Port(spec.name, spec.dtype, spec.sizes) for spec in slim.demasked.inputs)
+    inputs = tuple(OnnxPort(spec.name, spec.dtype, spec.sizes) for spec in slim.demasked.inputs)
     made = slim.graph.output_node().args[0]
     count = len(made) if isinstance(made, Sequence) else 1
     names = ["output"] if count == 1 else [f"output_{k}" for k in range(count)]
-    return Interface(inputs, tuple(Port(name, "", None) for name in names))
+    return Interface(inputs, tuple(OnnxPort(name, "", None) for name in names))
 
 
 def _translated(slim: Demasked, opset: int | None) -> Any:
@@ -428,7 +428,7 @@ def _free(graph: Any, names: set[str], own: set[int]) -> None:
             taken.add(value.name)
 
 
-def _sizes(pairs: Sequence[tuple[Any, Port]]) -> dict[str, str]:
+def _sizes(pairs: Sequence[tuple[Any, OnnxPort]]) -> dict[str, str]:
     """What each symbol is called: the name that the interface has for that size."""
     found: dict[str, str] = {}
     for value, port in pairs:

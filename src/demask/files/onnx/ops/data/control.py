@@ -19,12 +19,12 @@ from demask.files.onnx.op_functions import Ops, Value
 from demask.files.onnx.values import Host, number_of, numbers_of
 
 if TYPE_CHECKING:
-    from demask.files.onnx.plan import Plan
-    from demask.graph.provenance import Port
+    from demask.files.onnx.plan import OnnxPlan
+    from demask.graph.provenance import OnnxPort
 
 OPS = Ops()
 MAX_TURNS = 100_000  # a loop of more would not end in reasonable time, or not at all
-Run = Callable[["Plan", Sequence[Value]], list[Value]]
+Run = Callable[["OnnxPlan", Sequence[Value]], list[Value]]
 AsTensor = Callable[[Value], Tensor]
 
 
@@ -51,7 +51,7 @@ def _count(number: Any) -> int:
 
 @OPS("If")
 def branch(
-    cond: Value, *, then_branch: Plan, else_branch: Plan, run: Run
+    cond: Value, *, then_branch: OnnxPlan, else_branch: OnnxPlan, run: Run
 ) -> tuple[Value, ...]:  # fmt: skip
     """The outputs of one of two graphs."""
     return tuple(run(then_branch if _decided(cond, "a condition") else else_branch, []))
@@ -59,7 +59,7 @@ def branch(
 
 @OPS("Loop")
 def loop(
-    limit: Value = None, going: Value = None, *state: Value, body: Plan, run: Run,
+    limit: Value = None, going: Value = None, *state: Value, body: OnnxPlan, run: Run,
     as_tensor: AsTensor,
 ) -> tuple[Value, ...]:  # fmt: skip
     """The last state, and what each turn gave, stacked.
@@ -82,7 +82,7 @@ def loop(
     return (*state, *stacks)
 
 
-def _stacked(row: list[Value], port: Port, axis: int, as_tensor: AsTensor) -> Value:
+def _stacked(row: list[Value], port: OnnxPort, axis: int, as_tensor: AsTensor) -> Value:
     """What the turns gave, along a new axis; of no turns, as the file says of the output."""
     if not row:
         sizes = [n if isinstance(n, int) else 0 for n in port.sizes or ()]
@@ -96,7 +96,7 @@ def _stacked(row: list[Value], port: Port, axis: int, as_tensor: AsTensor) -> Va
 
 @OPS("Scan")
 def scan(
-    *inputs: Value, body: Plan, num_scan_inputs: int, version: int, run: Run, as_tensor: AsTensor,
+    *inputs: Value, body: OnnxPlan, num_scan_inputs: int, version: int, run: Run, as_tensor: AsTensor,
     scan_input_axes: Sequence[int] = (), scan_input_directions: Sequence[int] = (),
     scan_output_axes: Sequence[int] = (), scan_output_directions: Sequence[int] = (),
     directions: Sequence[int] = (),
@@ -121,7 +121,7 @@ def scan(
 
 
 def _scanned(
-    state: Sequence[Value], slices: Sequence[Sequence[Value]], body: Plan, run: Run
+    state: Sequence[Value], slices: Sequence[Sequence[Value]], body: OnnxPlan, run: Run
 ) -> tuple[Sequence[Value], list[list[Value]]]:
     """The last state, and for each scan output what the turns gave."""
     rows: list[list[Value]] = [[] for _ in body.ports[len(state) :]]
@@ -134,7 +134,7 @@ def _scanned(
 
 
 def _batched(
-    inputs: Sequence[Value], body: Plan, count: int, directions: Sequence[int], run: Run,
+    inputs: Sequence[Value], body: OnnxPlan, count: int, directions: Sequence[int], run: Run,
     as_tensor: AsTensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Scan of opset 8: batch axis 0, scanned axis 1; slices past a length are zero."""
@@ -164,7 +164,7 @@ def _padded(rows: Tensor, length: int) -> Tensor:
 
 @OPS("SequenceMap")
 def sequence_map(
-    sequence: Value, *others: Value, body: Plan, run: Run
+    sequence: Value, *others: Value, body: OnnxPlan, run: Run
 ) -> tuple[list[Value], ...]:  # fmt: skip
     """A graph's outputs for each element of a sequence, as sequences. others: sequences that go
     along, or one value for all."""

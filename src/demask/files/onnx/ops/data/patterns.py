@@ -32,19 +32,19 @@ _ENDLESS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class PatternNode:
     """Part of an expression: one character that `atom` matches, a position that it describes,
     `parts` in a row, one of several, or the first of them from `least` to `most` times (None: any
     number)."""
 
     kind: Literal["atom", "position", "row", "either", "repeat"]
-    parts: tuple[Node, ...] = ()
+    parts: tuple[PatternNode, ...] = ()
     atom: str = ""
     least: int = 1
     most: int | None = 1
 
 
-class State(NamedTuple):
+class PatternState(NamedTuple):
     """What to do in a state: match a character and go on to the next state, or go on to others,
     where position is "^", "$", "\\b" or "\\B" only at such positions of the text."""
 
@@ -57,7 +57,7 @@ class State(NamedTuple):
 class Pattern:
     """A regular expression as states; the one behind the last means that all is matched."""
 
-    states: tuple[State, ...]
+    states: tuple[PatternState, ...]
 
     def matches(self, texts: Sequence[str]) -> list[bool]:
         """Whether each text matches as a whole. BadInput where that would take minutes."""
@@ -134,22 +134,22 @@ class _Parser:
         return BadInput(f"expected a pattern that RE2 and Python's re read alike, got "
                         f"{self.pattern!r:.100} (at {rest!r})")  # fmt: skip
 
-    def either(self, depth: int) -> Node:
+    def either(self, depth: int) -> PatternNode:
         if depth > MAX_DEPTH:
             raise self.refused()
         rows = [self._row(depth)]
         while self.text[self.at : self.at + 1] == "|":
             self.at += 1
             rows.append(self._row(depth))
-        return rows[0] if len(rows) == 1 else Node("either", tuple(rows))
+        return rows[0] if len(rows) == 1 else PatternNode("either", tuple(rows))
 
-    def _row(self, depth: int) -> Node:
+    def _row(self, depth: int) -> PatternNode:
         parts = []
         while self.at < len(self.text) and self.text[self.at] not in "|)":
             parts.append(self._repeated(self._one(depth)))
-        return Node("row", tuple(parts))
+        return PatternNode("row", tuple(parts))
 
-    def _one(self, depth: int) -> Node:
+    def _one(self, depth: int) -> PatternNode:
         if opened := _OPEN.match(self.text, self.at):
             self.at = opened.end()
             inner = self.either(depth + 1)
@@ -161,14 +161,14 @@ class _Parser:
             self.at = position.end()
             if _REPEAT.match(self.text, self.at):
                 raise self.refused()
-            return Node("position", atom=position[0])
+            return PatternNode("position", atom=position[0])
         found = _ATOM.match(self.text, self.at)
         if found is None or (found[0].startswith("[") and _ODD.search(found[0])):
             raise self.refused()
         self.at = found.end()
-        return Node("atom", atom=found[0])
+        return PatternNode("atom", atom=found[0])
 
-    def _repeated(self, node: Node) -> Node:
+    def _repeated(self, node: PatternNode) -> PatternNode:
         found = _REPEAT.match(self.text, self.at)
         if found is None:
             return node
@@ -182,25 +182,25 @@ class _Parser:
             low, high = int(least), int(most) if most else None if comma else int(least)
         if high is not None and high < low:
             raise self.refused()
-        return Node("repeat", (node,), least=low, most=high)
+        return PatternNode("repeat", (node,), least=low, most=high)
 
 
 class _States:
     """Writes the states of an expression, one after the other."""
 
     def __init__(self, flags: int, pattern: str):
-        self.flags, self.pattern, self.made, self.entered = flags, pattern, list[State](), 0
+        self.flags, self.pattern, self.made, self.entered = flags, pattern, list[PatternState](), 0
 
-    def enter(self, node: Node) -> None:
+    def enter(self, node: PatternNode) -> None:
         self.entered += 1
         if self.entered > MAX_STATES:
             raise BadInput(f"the pattern {self.pattern!r:.100} needs more than {MAX_STATES:,} "
                            "states")  # fmt: skip
         match node.kind:
             case "atom":
-                self.made.append(State(self._atom(node.atom)))
+                self.made.append(PatternState(self._atom(node.atom)))
             case "position":
-                self.made.append(State(None, (len(self.made) + 1,), node.atom))
+                self.made.append(PatternState(None, (len(self.made) + 1,), node.atom))
             case "row":
                 for part in node.parts:
                     self.enter(part)
@@ -217,36 +217,36 @@ class _States:
             raise BadInput(f"expected a regular expression, got {self.pattern!r:.100}: {error}"
                            ) from error  # fmt: skip
 
-    def _either(self, parts: tuple[Node, ...]) -> None:
+    def _either(self, parts: tuple[PatternNode, ...]) -> None:
         fork, ends, starts = self._hole(), [], []
         for part in parts:
             starts.append(len(self.made))
             self.enter(part)
             ends.append(self._hole())
-        self.made[fork] = State(None, tuple(starts))
+        self.made[fork] = PatternState(None, tuple(starts))
         for end in ends:
-            self.made[end] = State(None, (len(self.made),))
+            self.made[end] = PatternState(None, (len(self.made),))
 
-    def _repeat(self, node: Node) -> None:
+    def _repeat(self, node: PatternNode) -> None:
         (part,) = node.parts
         for _ in range(node.least):
             self.enter(part)
         if node.most is None:
             fork = self._hole()
             self.enter(part)
-            self.made.append(State(None, (fork,)))
-            self.made[fork] = State(None, (fork + 1, len(self.made)))
+            self.made.append(PatternState(None, (fork,)))
+            self.made[fork] = PatternState(None, (fork + 1, len(self.made)))
             return
         forks = []
         for _ in range(node.most - node.least):
             forks.append(self._hole())
             self.enter(part)
         for fork in forks:
-            self.made[fork] = State(None, (fork + 1, len(self.made)))
+            self.made[fork] = PatternState(None, (fork + 1, len(self.made)))
 
     def _hole(self) -> int:
         """A state that is filled in later."""
-        self.made.append(State(None))
+        self.made.append(PatternState(None))
         return len(self.made) - 1
 
 

@@ -28,7 +28,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class PoolWindow:
     """A window over the last axes of a tensor; `before`, `after`: padding."""
 
     kernel: list[int]
@@ -42,7 +42,7 @@ class Window:
     def of(
         cls, x: Tensor, kernel_shape: Sequence[int], strides: Sequence[int] | None,
         dilations: Sequence[int] | None, pads: Sequence[int] | None, auto_pad: str, ceil_mode: int,
-    ) -> Window:  # fmt: skip
+    ) -> PoolWindow:  # fmt: skip
         """Of the attributes of a node."""
         axes = windows(x.ndim, kernel_shape, None)
         stride, dilation = list(strides or (1,) * axes), list(dilations or (1,) * axes)
@@ -55,7 +55,7 @@ class Window:
         """How far the window reaches along each axis."""
         return [(k - 1) * d + 1 for k, d in zip(self.kernel, self.dilation, strict=True)]
 
-    def even(self, sizes: Sequence[int]) -> Window | None:
+    def even(self, sizes: Sequence[int]) -> PoolWindow | None:
         """The same windows as torch's own pools lay them: padding even, half a window at most,
         and windows that run over the end only where rounded up. None if there are none."""
         known = all(isinstance(n, int) for n in self.before)
@@ -69,7 +69,7 @@ class Window:
         counts = self.counts(sizes)
         return next((form for form in forms if form.counts(sizes) == counts), None)
 
-    def covered(self, sizes: Sequence[int]) -> Window:
+    def covered(self, sizes: Sequence[int]) -> PoolWindow:
         """The window with the padding that it really reads, so that nothing is rounded up."""
         if not self.ceil:
             return self
@@ -98,7 +98,7 @@ def max_pool(
     storage_order: int = 0, strides: Sequence[int] | None = None, outputs: int,
 ) -> Any:  # fmt: skip
     """The largest of each window; as a second output, where it lies in x, flat."""
-    window = Window.of(x, kernel_shape, strides, dilations, pads, auto_pad, ceil_mode)
+    window = PoolWindow.of(x, kernel_shape, strides, dilations, pads, auto_pad, ceil_mode)
     wide = x if x.is_floating_point() else x.float()  # torch: no 1-d kernel for 8 bits
     even, shift = window.even(x.shape[2:]), [0] * len(kernel_shape)
     if even is None:
@@ -140,7 +140,7 @@ def average_pool(
     pads: Sequence[int] | None = None, strides: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
     """The mean of each window, of what lies in x or (`count_include_pad`) in its padding."""
-    window = Window.of(x, kernel_shape, strides, dilations, pads, auto_pad, ceil_mode)
+    window = PoolWindow.of(x, kernel_shape, strides, dilations, pads, auto_pad, ceil_mode)
     wide = x.float() if x.dtype in _HALVES and x.ndim == 5 else x
     even = window.even(x.shape[2:])
     # Where padding counts, torch counts what it padded itself.
@@ -160,7 +160,7 @@ def average_pool(
     return (_means(padded(wide, exact.before, exact.after), exact) / shares).to(x.dtype)
 
 
-def _means(x: Tensor, window: Window) -> Tensor:
+def _means(x: Tensor, window: PoolWindow) -> Tensor:
     """The mean of each window of x, which has its padding."""
     axes, each = x.ndim - 2, product(window.kernel)
     if set(window.dilation) == {1}:
@@ -176,7 +176,7 @@ def lp_pool(
     strides: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
     """The p-norm of each window."""
-    window = Window.of(x, kernel_shape, strides, dilations, pads, auto_pad, ceil_mode)
+    window = PoolWindow.of(x, kernel_shape, strides, dilations, pads, auto_pad, ceil_mode)
     window, wide = window.covered(x.shape[2:]), x.float() if x.dtype in _HALVES else x
     powers = padded(wide.abs().pow(p), window.before, window.after)
     return (_means(powers, window) * product(window.kernel)).pow(1 / p).to(x.dtype)

@@ -98,7 +98,7 @@ def _rnn_step(way: Way, x: Tensor, states: States) -> States:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class RecurrentKind:
     """A kind of layer. order: where torch's gates are among ONNX's; usual: its activations, with
     which torch's op `whole` says the same; step: its states, one step on."""
 
@@ -108,13 +108,13 @@ class Kind:
     step: Callable[[Way, Tensor, States], States]
 
 
-_LSTM = Kind((0, 2, 3, 1), ("sigmoid", "tanh", "tanh"), aten.lstm.input, _lstm_step)
-_GRU = Kind((1, 0, 2), ("sigmoid", "tanh"), aten.gru.input, _gru_step)
-_RNN = Kind((0,), ("tanh",), aten.rnn_tanh.input, _rnn_step)
-_RNN_RELU = Kind((0,), ("relu",), aten.rnn_relu.input, _rnn_step)
+_LSTM = RecurrentKind((0, 2, 3, 1), ("sigmoid", "tanh", "tanh"), aten.lstm.input, _lstm_step)
+_GRU = RecurrentKind((1, 0, 2), ("sigmoid", "tanh"), aten.gru.input, _gru_step)
+_RNN = RecurrentKind((0,), ("tanh",), aten.rnn_tanh.input, _rnn_step)
+_RNN_RELU = RecurrentKind((0,), ("relu",), aten.rnn_relu.input, _rnn_step)
 
 
-def _whole(kind: Kind, way: Way, x: Tensor, states: States, lens: Tensor | None) -> Any:
+def _whole(kind: RecurrentKind, way: Way, x: Tensor, states: States, lens: Tensor | None) -> Any:
     """The outputs and last states of one direction, by torch's own op."""
     parts = [way.w, way.r, *(way.biases or ())]
     if len(kind.order) > 1:
@@ -132,7 +132,7 @@ def _whole(kind: Kind, way: Way, x: Tensor, states: States, lens: Tensor | None)
     return y, [end, *(end.squeeze(0) for end in ends[1:])]
 
 
-def _stepped(kind: Kind, way: Way, x: Tensor, states: States, lens: Tensor | None) -> Any:
+def _stepped(kind: RecurrentKind, way: Way, x: Tensor, states: States, lens: Tensor | None) -> Any:
     """The outputs and last states of one direction, step by step."""
     made = []
     gates = functional.linear(x, way.w, None if way.biases is None else way.biases[0])
@@ -156,7 +156,7 @@ def _turned(x: Tensor, lens: Tensor | None) -> Tensor:
 
 
 def _one_way(
-    run: Callable[..., Any], kind: Kind, way: Way, x: Tensor, states: States, lens: Tensor | None,
+    run: Callable[..., Any], kind: RecurrentKind, way: Way, x: Tensor, states: States, lens: Tensor | None,
     backward: bool,
 ) -> tuple[Tensor, States]:  # fmt: skip
     """The outputs and last states of one direction; outputs after a sample's end are zero."""
@@ -168,7 +168,7 @@ def _one_way(
 
 
 def _layer(
-    kind: Kind, x: Tensor, w: Tensor, r: Tensor, b: Tensor | None, lens: Tensor | None,
+    kind: RecurrentKind, x: Tensor, w: Tensor, r: Tensor, b: Tensor | None, lens: Tensor | None,
     given: Sequence[Tensor | None], peephole: Tensor | None, *, direction: str, layout: int,
     names: Sequence[str] | None, alphas: Sequence[float], betas: Sequence[float],
     hidden_size: int | None, outputs: int, **options: Any,

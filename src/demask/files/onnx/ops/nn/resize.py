@@ -39,7 +39,7 @@ _ROUND: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class ResizeAxis:
     """How one axis is resized: sizes before and after, their ratio as the file gives it, and the
     limits of what is taken (0 to 1, unless it is cropped)."""
 
@@ -61,7 +61,7 @@ class Axis:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ResizeAttributes:
     """A resize's attributes."""
 
     mode: str
@@ -84,7 +84,7 @@ def resize(
     """x at other sizes."""
     if version < 11:
         return upsample(x, roi or [], mode=mode)
-    kind = Kind(mode, coordinate_transformation_mode, nearest_mode, cubic_coeff_a,
+    kind = ResizeAttributes(mode, coordinate_transformation_mode, nearest_mode, cubic_coeff_a,
                 bool(exclude_outside), bool(antialias), extrapolation_value)  # fmt: skip
     places = [n % x.ndim for n in (range(x.ndim) if axes is None else axes)]
     given = len(scales or sizes or [])
@@ -98,7 +98,8 @@ def resize(
     else:
         new, ratios = _policy([x.shape[k] for k in places], sizes or [], keep_aspect_ratio_policy)
     found = [
-        Axis(k, x.shape[k], *rest) for k, *rest in zip(places, new, ratios, limits, strict=True)
+        ResizeAxis(k, x.shape[k], *rest)
+        for k, *rest in zip(places, new, ratios, limits, strict=True)
     ]
     return _resized(x, found, kind)
 
@@ -118,13 +119,13 @@ def upsample(x: Tensor, scales: Floats, *, mode: str = "nearest") -> Tensor:
     mode = {"bilinear": "linear"}.get(mode, mode)
     if mode not in ("nearest", "linear"):
         raise BadInput(f"expected mode nearest or linear, got {mode!r}")
-    found = [Axis(k, x.shape[k], _scaled(x.shape[k], _ratio(s)), _ratio(s))
+    found = [ResizeAxis(k, x.shape[k], _scaled(x.shape[k], _ratio(s)), _ratio(s))
              for k, s in enumerate(scales)]  # fmt: skip
     smaller = [a for a in found if not isinstance(a.scale, SYMBOLIC) and a.scale < 1]
     larger = [a for a in found if a not in smaller]
     # ceil: so does onnxruntime, and the tests of opset 10 ask for it
-    x = _resized(x, smaller, Kind(mode, "asymmetric", "ceil"))
-    return _resized(x, larger, Kind(mode, "asymmetric", "floor"))
+    x = _resized(x, smaller, ResizeAttributes(mode, "asymmetric", "ceil"))
+    return _resized(x, larger, ResizeAttributes(mode, "asymmetric", "floor"))
 
 
 def _ratio(scale: Any) -> Any:
@@ -159,7 +160,7 @@ def _over(new: Any, old: Any) -> Any:
     return Fraction(new, old) if isinstance(new, int) and isinstance(old, int) else new / old
 
 
-def _resized(x: Tensor, axes: list[Axis], kind: Kind) -> Tensor:
+def _resized(x: Tensor, axes: list[ResizeAxis], kind: ResizeAttributes) -> Tensor:
     _check(kind)
     axes = [a for a in axes if not _same(a)]
     if not axes:
@@ -184,7 +185,7 @@ def _resized(x: Tensor, axes: list[Axis], kind: Kind) -> Tensor:
     return made.round().clamp(limits.min, limits.max).to(x.dtype)
 
 
-def _check(kind: Kind) -> None:
+def _check(kind: ResizeAttributes) -> None:
     for name, value, allowed in (
         ("mode", kind.mode, ("nearest", "linear", "cubic")),
         ("coordinate_transformation_mode", kind.coordinates, _COORDINATES),
@@ -196,7 +197,7 @@ def _check(kind: Kind) -> None:
         raise BadInput("expected no antialias in mode nearest")
 
 
-def _same(axis: Axis) -> bool:
+def _same(axis: ResizeAxis) -> bool:
     """Does the axis stay as it is?"""
     if axis.limits != (0.0, 1.0):
         return False
@@ -211,7 +212,7 @@ def _same(axis: Axis) -> bool:
     return True
 
 
-def _at_once(x: Tensor, axes: list[Axis], kind: Kind) -> Tensor | None:
+def _at_once(x: Tensor, axes: list[ResizeAxis], kind: ResizeAttributes) -> Tensor | None:
     """What one call of F.interpolate makes, if it is the same."""
     if not 3 <= x.ndim <= 5 or not x.is_floating_point() or x.dtype.itemsize < 2:
         return None
@@ -238,7 +239,7 @@ def _number_one(size: Any) -> bool:
     return isinstance(size, int) and size == 1
 
 
-def _interpolated(x: Tensor, axes: list[Axis], mode: str, corners: bool | None) -> Tensor:
+def _interpolated(x: Tensor, axes: list[ResizeAxis], mode: str, corners: bool | None) -> Tensor:
     by_scale = all(isinstance(a.scale, Fraction) for a in axes) and any(
         a.symbolic or not a.even for a in axes
     )
@@ -257,7 +258,7 @@ def _factor(scale: Fraction) -> float:
     return near if Fraction(near) == scale else near * (1 + 2.0**-40)
 
 
-def _nearest_mode(axis: Axis, kind: Kind) -> set[str]:
+def _nearest_mode(axis: ResizeAxis, kind: ResizeAttributes) -> set[str]:
     """The modes of F.interpolate that take the same positions."""
     if not axis.symbolic:
         # as torch works it out, in float32
@@ -279,11 +280,11 @@ def _nearest_mode(axis: Axis, kind: Kind) -> set[str]:
     return {"nearest-exact"} if exact else set()
 
 
-def _xp(axis: Axis) -> Any:
+def _xp(axis: ResizeAxis) -> Any:
     return torch if axis.symbolic else np
 
 
-def _origin(axis: Axis, kind: Kind) -> Any:
+def _origin(axis: ResizeAxis, kind: ResizeAttributes) -> Any:
     """Where on the old axis each position of the new one lies."""
     xp, size, new = _xp(axis), axis.size, axis.new
     scale = axis.scale if isinstance(axis.scale, SYMBOLIC) else float(axis.scale)
@@ -308,7 +309,7 @@ def _origin(axis: Axis, kind: Kind) -> Any:
     return offset + (places + 0.5) / scale - 0.5
 
 
-def _positions(axis: Axis, kind: Kind) -> Any:
+def _positions(axis: ResizeAxis, kind: ResizeAttributes) -> Any:
     """The nearest position on the old axis, for each on the new one."""
     xp = _xp(axis)
     return xp.clip(_ROUND[kind.nearest](xp, _origin(axis, kind)), 0, axis.size - 1)
@@ -320,12 +321,12 @@ def _tensor(found: Any, like: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.tensor(found.tolist(), dtype=dtype, device=like.device)
 
 
-def _picked(x: Tensor, axis: Axis, kind: Kind) -> Tensor:
+def _picked(x: Tensor, axis: ResizeAxis, kind: ResizeAttributes) -> Tensor:
     places = _tensor(_positions(axis, kind), x, torch.int64)
     return _outside(x.index_select(axis.index, places), axis, kind)
 
 
-def _outside(x: Tensor, axis: Axis, kind: Kind) -> Tensor:
+def _outside(x: Tensor, axis: ResizeAxis, kind: ResizeAttributes) -> Tensor:
     """x with the extrapolation value where a crop reaches beyond the axis."""
     if kind.coordinates != "tf_crop_and_resize":
         return x
@@ -337,7 +338,7 @@ def _outside(x: Tensor, axis: Axis, kind: Kind) -> Tensor:
     return x.masked_fill(mask, kind.extrapolation)
 
 
-def _taps(axis: Axis, kind: Kind) -> tuple[Any, Any]:
+def _taps(axis: ResizeAxis, kind: ResizeAttributes) -> tuple[Any, Any]:
     """Positions on the old axis and their weights, each [new size, taps]."""
     xp, reach = _xp(axis), {"linear": 1, "cubic": 2}[kind.mode]
     shrink = min(axis.scale, 1) if kind.antialias else 1
@@ -356,7 +357,7 @@ def _taps(axis: Axis, kind: Kind) -> tuple[Any, Any]:
     return xp.clip(places, 0, axis.size - 1), weights
 
 
-def _weights(xp: Any, distance: Any, kind: Kind) -> Any:
+def _weights(xp: Any, distance: Any, kind: ResizeAttributes) -> Any:
     """The kernel at some distances."""
     x = xp.abs(distance)
     if kind.mode == "linear":
@@ -367,7 +368,7 @@ def _weights(xp: Any, distance: Any, kind: Kind) -> Any:
     return xp.where(x <= 1, near, xp.where(x < 2, far, 0.0))
 
 
-def _mixed(x: Tensor, axis: Axis, kind: Kind) -> Tensor:
+def _mixed(x: Tensor, axis: ResizeAxis, kind: ResizeAttributes) -> Tensor:
     """x with one axis resized, each position a weighted sum of its taps."""
     places, weights = _taps(axis, kind)
     count = weights.shape[1]
@@ -382,7 +383,7 @@ def _mixed(x: Tensor, axis: Axis, kind: Kind) -> Tensor:
     return _outside(sum(parts[1:], parts[0]), axis, kind)
 
 
-def _multiplied(x: Tensor, axis: Axis, places: np.ndarray, weights: np.ndarray) -> Tensor:
+def _multiplied(x: Tensor, axis: ResizeAxis, places: np.ndarray, weights: np.ndarray) -> Tensor:
     """x times a matrix of the weights: cheaper than many taps."""
     if axis.new * axis.size > MAX_MATRIX:
         raise BadInput(f"a resize from {axis.size} to {axis.new} positions is too large for demask")
