@@ -20,8 +20,8 @@ from demask.machine.describe import milliseconds
 from demask.machine.timing import Timing
 
 run, saved = test_cli.run, test_cli.saved  # fixtures
-PLAIN = ["as given", "demasked", "optimized"]
-COMPILED = ["as given, compiled", "demasked, compiled"]
+PLAIN = ["original", "demasked", "optimized"]
+COMPILED = ["original, compiled", "demasked, compiled"]
 QUICK = ("--pairs", 3)
 
 
@@ -61,10 +61,10 @@ def row(contender, median, ratio, **more):
 MADE_UP = bench.Bench(
     "odd $name [x].pt2",
     (
-        row("as given", 0.02, 1.0),
-        row("demasked", 0.01, 2.0, made=1.5),
-        row("optimized", 0.0005, 40.0, made=3.0),
-        row("as given, compiled", 0.025, 0.8, made=9.0),
+        row("original", 0.02, 1.0),
+        row("demasked", 0.01, 2.0, preparation=1.5),
+        row("optimized", 0.0005, 40.0, preparation=3.0),
+        row("original, compiled", 0.025, 0.8, preparation=9.0),
         bench.BenchRow(1, 8, "demasked, compiled", 1234, failure="No compiler [here]"),
     ),
     "made up",
@@ -92,7 +92,7 @@ def test_each_setting_has_a_row_per_contender(run, saved, optimized, compiler):
         assert timing["count"] == 3
         assert found["ratio"] == given["timing"]["median"] / timing["median"]
         assert found["difference"] < 1e-5
-        assert (found["made"] is None) == (found["contender"] == "as given")
+        assert (found["preparation"] is None) == (found["contender"] == "original")
 
 
 def test_sizes_are_those_of_the_report(run, saved, optimized):
@@ -100,7 +100,7 @@ def test_sizes_are_those_of_the_report(run, saved, optimized):
     sizes = {r["contender"]: r["parameters"] for r in json.loads(outcome.out)["rows"]}
     program = torch.export.load(saved / "masked.pt2")
     report = demask.report(demask.demask(program))
-    assert sizes["as given"] == report.before.parameters
+    assert sizes["original"] == report.before.parameters
     assert sizes["demasked"] == sizes["optimized"] == report.after.parameters
 
 
@@ -112,15 +112,15 @@ def test_the_table(run, saved, optimized):
     names = [line[3:].split("  ")[0] for line in lines if line.startswith("   ")]
     assert list(filter(None, names)) == PLAIN  # a title and a head start further right
     assert max(map(len, lines)) <= 100
-    for word in ("torch", "demask", "allocator", "Load before and after", "3 calls in turns"):
+    for word in ("torch", "demask", "allocator", "Load before and after", "3 alternating"):
         assert word in outcome.out
 
 
 def test_losses_and_failures_are_told_in_their_rows():
     text = str(MADE_UP)
     rows = {line[3:24].strip(): line[24:] for line in text.splitlines() if line.startswith("   ")}
-    assert "20.0 (18.0–24.0)" in rows["as given"]
-    assert "slower, 0.80 ×" in rows["as given, compiled"]
+    assert "20.0 (18.0–24.0)" in rows["original"]
+    assert "slower, 0.80 ×" in rows["original, compiled"]
     assert "0.500 (0.450–0.600)" in rows["optimized"]
     assert "fails: No compiler" in rows["demasked, compiled"]
     assert text.count("slower") == 1
@@ -137,7 +137,7 @@ def test_a_compiler_that_fails_is_a_row_with_its_reason(run, saved, optimized, m
     rows = {r["contender"]: r for r in json.loads(outcome.out)["rows"]}
     for name in COMPILED:
         assert rows[name]["failure"] == "No compiler [here]"
-        assert rows[name]["timing"] is rows[name]["ratio"] is rows[name]["made"] is None
+        assert rows[name]["timing"] is rows[name]["ratio"] is rows[name]["preparation"] is None
     assert all(rows[name]["timing"] and not rows[name]["failure"] for name in PLAIN)
 
 
@@ -158,7 +158,7 @@ def test_torch_compile_itself(run, saved, optimized):
     rows = json.loads(run("bench", saved / "masked.pt2", *QUICK, "--json").out)["rows"]
     assert [r["failure"] for r in rows] == [""] * 5
     assert all(r["difference"] < 1e-5 for r in rows)
-    assert all(r["made"] > 0.1 for r in rows if r["contender"] in COMPILED)
+    assert all(r["preparation"] > 0.1 for r in rows if r["contender"] in COMPILED)
 
 
 def test_the_bar_moves_to_the_end(saved, optimized, compiler):
@@ -217,7 +217,7 @@ def test_a_batch_that_the_network_refuses(run, tmp_path, optimized):
     demask.save(demask.demask(Branching(4, 3), (torch.randn(5, 4),)), tmp_path / "many.demask")
     outcome = run("bench", "many.demask", "--no-compile", "--batch", 2, *QUICK)
     assert (outcome.code, outcome.out) == (2, "")
-    assert "as given does not run on inputs of batch 2" in outcome.err
+    assert "original does not run on inputs of batch 2" in outcome.err
 
 
 def test_inputs_that_are_no_tensors_are_refused(run, tmp_path, optimized):

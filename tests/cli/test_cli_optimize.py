@@ -23,7 +23,7 @@ def outputs(path):
 def test_what_is_written_computes_the_same(run, saved, tmp_path, name):
     outcome = run("optimize", saved / "masked.pt2", "-o", name, *QUICK)
     assert outcome.code == 0, outcome.err
-    assert "as given" in outcome.out and "rounds in turns, 1 thread" in outcome.out
+    assert "original" in outcome.out and "rounds in turns, 1 thread" in outcome.out
     torch.testing.assert_close(outputs(tmp_path / name), outputs(saved / "masked.pt2"))
     assert (tmp_path / "costs.json").exists()
 

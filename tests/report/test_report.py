@@ -1,17 +1,20 @@
 """The report says what went and what stayed, the same in text, as a dictionary and as a page."""
 
 import json
+from functools import partial
 from html.parser import HTMLParser
 from textwrap import dedent
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import demask
 from demask.errors import BadInput
 from demask.graph.provenance import Provenance, Reason, Sizes
 from demask.report import Decline, report
+from demask.report.text import removed_rows
 
 
 def demasked(**fields):
@@ -66,7 +69,7 @@ def test_every_effect_is_counted():
 
 def test_the_text():
     text = """\
-                  before   after     kept
+                  before   after    share
     ──────────────────────────────────────
      parameters    1,000     250   25.0 %
      MACs         20,000   5,000   25.0 %
@@ -77,11 +80,11 @@ def test_the_text():
      layer3.conv2                  700
      stem                           50
 
-    ops that only keep shapes: 2 scatter-add, 1 pad
-    2 scatter-add: the two sides of an add keep different positions
+    ops that only restore shapes: 2 scatter-add, 1 pad
+    2 scatter-add: the operands of an add have different positions
     1 pad: a reader needs more positions, at one end, than were computed
-    68 slices kept: no rule for aten.foo (layer3.conv2, layer3.conv3)
-    3 slices kept: graph output (cat_1)
+    68 slices not removed: no rule for aten.foo (layer3.conv2, layer3.conv3)
+    3 slices not removed: graph output (cat_1)
     note: dimension 0 of x is static"""
     assert str(report(demasked(**FULL))) == dedent(text)
 
@@ -97,7 +100,7 @@ def test_nothing_to_remove_is_said_in_every_form(tmp_path):
 
 def test_what_was_given_up_is_not_nothing_left():
     shown = report(demasked(**(FULL | NOTHING_WENT | {"removed": {}})))
-    assert shown.summary == "nothing removed: 71 slices kept, for the reasons named"
+    assert shown.summary == "nothing removed: 71 slices, for the reasons named"
     assert "nothing left" not in str(shown)
 
 
@@ -146,7 +149,7 @@ def test_long_lists_are_cut_in_the_text_only():
 def test_many_places_are_named_by_the_first_three():
     reasons = tuple(Reason(f"n{k}", f"layer{k}", 0, 2, FOO) for k in range(5))
     text = str(report(demasked(reasons=reasons)))
-    assert f"10 slices kept: {FOO} (layer0, layer1, layer2 and 2 more)" in text
+    assert f"10 slices not removed: {FOO} (layer0, layer1, layer2 and 2 more)" in text
 
 
 def test_a_reason_that_kept_no_slice_is_left_out_everywhere(tmp_path):
@@ -224,5 +227,51 @@ def test_a_page_that_cannot_be_written_leaves_nothing(tmp_path):
 
 
 def test_a_module_that_demask_did_not_make_is_refused():
-    with pytest.raises(BadInput, match=r"made by demask\.demask, got a Linear"):
+    with pytest.raises(BadInput, match=r"that demask returned, got a Linear"):
         report(nn.Linear(2, 3))
+
+
+def pruned() -> nn.Module:
+    """A network with masks of torch.nn.utils.prune, a norm to fold and two thirds of it zero."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 12, 3), nn.BatchNorm2d(12), nn.ReLU(), nn.Conv2d(12, 12, 3), nn.Flatten(),
+        nn.Linear(48, 5),
+    )  # fmt: skip
+    for name in ("weight", "bias"):
+        mask = torch.ones_like(getattr(model[0], name))
+        mask[:8] = 0
+        prune.custom_from_mask(model[0], name, mask)
+    nn.init.zeros_(model[1].bias)
+    return model.eval()
+
+
+PARAMETERS = 3 * 12 * 9 + 12 + 4 * 12 + 12 * 12 * 9 + 12 + 48 * 5 + 5  # masks are none
+
+
+def rows(shown) -> int:
+    """The sum of the rows of removed parameters, as they are printed."""
+    return sum(int(count.replace(",", "")) for _, count in removed_rows(shown))
+
+
+@pytest.mark.parametrize("function", [demask.demask, partial(demask.optimize, threads=1)])
+@pytest.mark.parametrize("modules", [None, ["0", "1", "2", "3"]])
+def test_every_function_counts_parameters_alike(function, modules):
+    shown = report(function(pruned(), (torch.randn(1, 3, 6, 6),), modules=modules))
+    assert shown.before.parameters == PARAMETERS
+    assert rows(shown) == shown.before.parameters - shown.after.parameters
+
+
+def test_what_the_result_adds_is_a_row():
+    shown = report(demasked(**(FULL | {"removed": {"stem": 800}})))
+    assert rows(shown) == 750
+    assert "(added by the result)" in str(shown)
+
+
+def test_zeros_that_are_left_for_no_known_reason_are_named():
+    network = demasked(**NOTHING_WENT)
+    network.layer = nn.Linear(3, 4)
+    nn.init.zeros_(network.layer.weight[:2])
+    assert report(network).summary == (
+        "nothing removed: slices of zeros are left (2 of layer.weight), no reason is known"
+    )

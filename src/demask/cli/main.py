@@ -23,10 +23,11 @@ from demask.cli.options import (
     Static,
     Tolerance,
     check_output,
+    check_plot,
     import_modules,
     plain,
     show,
-    written,
+    verify_and_write,
 )
 from demask.cli.progress import progress
 from demask.errors import BadInput
@@ -43,7 +44,7 @@ app = typer.Typer(
 
 def _several(words: str) -> Any:
     """An option that takes a count from 1 on, any number of times."""
-    return typer.Option(min=1, metavar="N", help=f"{words} May be given several times.")
+    return typer.Option(min=1, metavar="N", help=f"{words} May be repeated.")
 
 
 Threads = Annotated[list[int] | None, _several("Torch's threads; default: as many as it takes.")]
@@ -66,8 +67,8 @@ def main() -> None:
         sys.exit(status_of(error))
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"demask {_version()}")
         raise typer.Exit
 
@@ -152,9 +153,9 @@ def slim(
     """Write a network that computes the same as MODEL without the work that was masked away.
 
     The result is checked against MODEL before anything is written. A .pt2 result is plain torch
-    and runs where demask is not installed; a .demask result keeps the record of what was cut. Of a
-    .onnx result the widths are rounded up to what ONNX Runtime is fastest at, found by measuring
-    where it is installed (else to 8); where nothing is faster there, MODEL is written as it was.
+    and runs where demask is not installed; a .demask result records what was cut. Of a
+    .onnx result the widths are rounded up to those that ONNX Runtime is fastest at, measured where
+    it is installed (else to multiples of 8); if nothing is faster, MODEL is written unchanged.
 
     \b
     Example:
@@ -170,19 +171,19 @@ def slim(
         from demask.cli.read_network import read_network
 
         import_modules(imports)
-        given = read_network(model, sizes, inputs, static, fix)
+        network = read_network(model, sizes, inputs, static, fix)
         if output.suffix == ".onnx":
             from demask.optimize_onnx import deploy
 
-            made = deploy(
-                given.model, given.args, output, file=given.file, minimal=minimal,
+            deployed = deploy(
+                network.model, network.args, output, file=network.file, minimal=minimal,
                 threads=threads, tolerance=tolerance, progress=step,
             )  # fmt: skip
-            shown = partial(_print_deployed, made, output)
+            shown = partial(_print_deployed, deployed, output)
         else:
             step("demasking")
-            result = demask.demask(given.model, given.args, result="graph")
-            verification = written(given, result, output, step)
+            result = demask.demask(network.model, network.args, result="graph")
+            verification = verify_and_write(network, result, output, step)
             shown = partial(_print_written, result, output, verification)
     shown(as_json)
 
@@ -196,12 +197,12 @@ def optimize(
     ],
     threads: Annotated[
         int | None,
-        typer.Option(min=1, help="Threads to be fast with. Default: as many as torch takes."),
+        typer.Option(min=1, help="Threads to optimize for. Default: as many as torch takes."),
     ] = None,
     cache: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Where measurements are kept. Default: the user's cache folder."
+            metavar="FILE", help="Where measurements are stored. Default: the user's cache folder."
         ),
     ] = None,
     precision: Annotated[
@@ -218,13 +219,13 @@ def optimize(
     static: Static = False,
     fix: Fix = None,
 ) -> None:
-    """Write the fastest exact form of MODEL on this machine, found by measuring.
+    """Write the network that computes the same as MODEL and was measured fastest on this machine.
 
-    MODEL is demasked, then norms go into weights, layers take what follows them along, images get
-    the memory layout that is faster, layers with many zeros compute with the rest alone. Nothing is
-    written that may be slower than MODEL: then MODEL is written as it was. A .demask result holds
-    the form; a .pt2 result is the same network in torch's plain ops, for machines without demask:
-    zeros and all.
+    MODEL is demasked; then norms are folded into weights, activations are fused into layers, images
+    get the faster memory format, and layers with many zeros use sparse kernels. Nothing slower than
+    MODEL is written: if no candidate is faster, MODEL is written unchanged. A .demask result stores
+    these choices; a .pt2 result is the same network in plain torch ops, zeros included, for
+    machines without demask.
 
     \b
     Examples:
@@ -238,13 +239,13 @@ def optimize(
         from demask.machine.allocator import fix_allocator
 
         import_modules(imports)
-        given = read_network(model, sizes, inputs, static, fix)
+        network = read_network(model, sizes, inputs, static, fix)
         fix_allocator()
         result = demask.optimize(
-            given.model, given.args, threads=threads, precision=precision, cache=cache,
+            network.model, network.args, threads=threads, precision=precision, cache=cache,
             progress=step,
         )  # fmt: skip
-        verification = written(given, result, output, step, exact=precision is None)
+        verification = verify_and_write(network, result, output, step, exact=precision is None)
     _print_written(result, output, verification, as_json)
 
 
@@ -258,10 +259,10 @@ def inspect(
     static: Static = False,
     fix: Fix = None,
 ) -> None:
-    """Print what could go from MODEL: sizes, masked share per module, ops demask has no rule for.
+    """Print what could be removed from MODEL: sizes, masked share per module, ops without a rule.
 
-    For every such op that something was kept for it says what a rule would free at most: this
-    takes as long as demasking once more.
+    For every op whose missing rule keeps something from being removed, it prints what a rule would
+    free at most; each takes as long as demasking once more.
 
     \b
     Example:
@@ -272,9 +273,9 @@ def inspect(
         from demask.cli.read_network import read_network
 
         import_modules(imports)
-        given = read_network(model, sizes, inputs, static, fix)
-        step("looking for work that was masked away")
-        inspection = inspect_network(given, step)
+        network = read_network(model, sizes, inputs, static, fix)
+        step("looking for masked work")
+        inspection = inspect_network(network, step)
     show(inspection, inspection.to_dict(), as_json)
 
 
@@ -290,7 +291,7 @@ def verify(
 ) -> None:
     """Check that A and B compute the same; exit with 1 if they do not.
 
-    What --fix names is fixed in B too, where B has such an input.
+    An input fixed by --fix is fixed in B too, if B has it.
 
     \b
     Example:
@@ -324,7 +325,7 @@ def bench(
     pairs: Annotated[int, typer.Option(min=1, help="Calls of each contender, in turns.")] = 30,
     seconds: Annotated[float, typer.Option(min=0, help="At most, per setting.")] = 60.0,
     with_compile: Annotated[
-        bool, typer.Option("--compile/--no-compile", help="Take torch.compile in.")
+        bool, typer.Option("--compile/--no-compile", help="Whether to time torch.compile.")
     ] = True,
     plot: Picture = None,
     as_json: Json = False,
@@ -334,33 +335,33 @@ def bench(
     static: Static = False,
     fix: Fix = None,
 ) -> None:
-    """Time MODEL as given, demasked, optimized and compiled on this machine; print one table.
+    """Time MODEL, and MODEL demasked, optimized and compiled, on this machine; print one table.
 
     In each setting (threads and batch size) all are called in turns, in one process. Each row
-    tells the median with its spread, the speed relative to MODEL as given, and how far the outputs
-    differ. Where torch.compile does not work, its rows say why.
+    shows the median with its spread, the speed relative to MODEL, and how far the outputs differ.
+    Where torch.compile does not work, its rows say why.
 
     \b
     Example:
       demask bench model.pt2 --threads 1 --batch 8 --plot bench.svg
     """
     if plot is not None:
-        _check_plot(plot)
+        check_plot(plot)
     with progress("loading"):
         from demask.cli.bench import bench as benching
         from demask.cli.read_network import read_network
 
         import_modules(imports)
-        given = read_network(model, sizes, inputs, static, fix)
-        counts, batches = (tuple(dict.fromkeys(asked or ())) for asked in (threads, batch))
-        plan = benching.BenchSettings(counts, batches, pairs, seconds, with_compile)
-    with progress("demasking", plan.steps) as step:
-        found = benching.bench(given, model.name, plan, step)
-    show(found, found.to_dict(), as_json)
+        network = read_network(model, sizes, inputs, static, fix)
+        counts, batches = (tuple(dict.fromkeys(values or ())) for values in (threads, batch))
+        settings = benching.BenchSettings(counts, batches, pairs, seconds, with_compile)
+    with progress("demasking", settings.steps) as step:
+        measured = benching.bench(network, model.name, settings, step)
+    show(measured, measured.to_dict(), as_json)
     if plot is not None:
         from demask.cli.bench.plot import draw
 
-        draw(found, plot)
+        draw(measured, plot)
 
 
 app.command("lower")(strides.lower)
@@ -404,10 +405,10 @@ def stream(
 ) -> None:
     """Run MODEL on images of any size within a budget of memory, from a file to a file.
 
-    The images are read, and what MODEL makes of them is written, some rows at a time; between its
-    layers only the rows are kept that are still needed. The result is that of MODEL on each image
-    alone. MODEL must take images of this size: export it with dynamic sizes. Images of uint8 are
-    given to networks that take floating numbers as x / 255.
+    Images are read and results are written some rows at a time; between layers only the rows that
+    are still needed stay in memory. The result is that of MODEL on each image by itself. MODEL must
+    take images of this size: export it with dynamic sizes. A network of floating-point inputs
+    receives uint8 images as x / 255.
 
     \b
     Examples:
@@ -442,22 +443,14 @@ def _print_written(result: Any, output: Path, verification: Any, as_json: bool) 
     show(f"{report}\nwritten to {output} ({words})", data, as_json)
 
 
-def _print_deployed(made: Any, output: Path, as_json: bool) -> None:
+def _print_deployed(deployed: Any, output: Path, as_json: bool) -> None:
     import demask
 
-    report = demask.report(made.slim)
+    report = demask.report(deployed.slim)
     words = (
         "not compared: install onnxruntime"
-        if made.error is None
-        else (f"largest difference {made.error:.2g} of the largest output, in ONNX Runtime")
+        if deployed.error is None
+        else (f"largest difference {deployed.error:.2g} of the largest output, in ONNX Runtime")
     )
-    data = {"output": str(output), "report": report.to_dict(), "error": made.error}
+    data = {"output": str(output), "report": report.to_dict(), "error": deployed.error}
     show(f"{report}\nwritten to {output} ({words})", data, as_json)
-
-
-def _check_plot(path: Path) -> None:
-    """Raise BadInput now if no picture could be drawn to `path` after the work."""
-    from demask.pilot.data.draw import SUFFIXES, check_installed
-
-    check_output(path, SUFFIXES)
-    check_installed("--plot")

@@ -1,4 +1,4 @@
-"""What several commands share: their options, and how results are written and printed."""
+"""Options that several commands share, and how results are checked, written and printed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Sizes = Annotated[
         "--size",
         metavar="NAME=N",
         help="A dynamic size of the example inputs, by its name in the file or as INPUT.AXIS where "
-        "it has none: --size height=480 --size x.2=48. May be given several times. Default: the "
+        "it has none: --size height=480 --size x.2=48. May be repeated. Default: the "
         "file's own example; for ONNX files batches of 1, images of 224 x 224, else 16.",
     ),
 ]
@@ -36,7 +36,7 @@ Inputs = Annotated[
         "--input",
         metavar="[NAME=]FILE",
         help="Example inputs to check and measure with: .npy (one input), .npz or .safetensors (by "
-        "name, or in order). May be given several times. Default: seeded numbers that the first "
+        "name, or in order). May be repeated. Default: seeded numbers that the first "
         "ops can work with.",
     ),
 ]
@@ -49,7 +49,7 @@ Fix = Annotated[
         "--fix",
         metavar="NAME=VALUE",
         help="A constant in place of an input of an ONNX file, a number or a list: --fix "
-        "rate=16000 --fix scales=[1,1,2,2]. May be given several times.",
+        "rate=16000 --fix scales=[1,1,2,2]. May be repeated.",
     ),
 ]
 Tolerance = Annotated[
@@ -57,7 +57,7 @@ Tolerance = Annotated[
     typer.Option(
         metavar="RATIO",
         help="For .onnx: the largest difference allowed, relative to the largest value of an "
-        "output. Default: 1e-5, or what rounding makes in the network itself.",
+        "output. Default: 1e-5, or the rounding error of the network itself if that is larger.",
     ),
 ]
 Imports = Annotated[
@@ -66,18 +66,20 @@ Imports = Annotated[
         "--import",
         metavar="MODULE",
         help="Import a module that defines what the network takes or returns, such as "
-        "transformers.modeling_outputs. May be given several times.",
+        "transformers.modeling_outputs. May be repeated.",
     ),
 ]
 
 
-def written(given: Any, result: Any, output: Path, step: Any, *, exact: bool = True) -> Any:
-    """Check a result against the network given, then write it; the verification. exact: where it
-    is not, the result is written although it differs."""
+def verify_and_write(
+    network: Any, result: Any, output: Path, step: Any, *, exact: bool = True
+) -> Any:
+    """The verification of a result against its network; then the result is written. exact: False
+    writes it even if it differs."""
     import demask
 
     step("checking that it computes the same")
-    verification = demask.verify(given.model, result, given.args, check=exact)
+    verification = demask.verify(network.model, result, network.args, check=exact)
     step("writing")
     save = {".demask": demask.save, ".onnx": demask.to_onnx}.get(output.suffix, demask.to_pt2)
     save(result, output)
@@ -85,7 +87,7 @@ def written(given: Any, result: Any, output: Path, step: Any, *, exact: bool = T
 
 
 def import_modules(modules: list[str] | None) -> None:
-    """Import what the caller named; BadInput where there is no such module."""
+    """Import modules by name; BadInput where there is no such module."""
     for name in modules or ():
         try:
             import_module(name)
@@ -103,8 +105,16 @@ def check_output(path: Path, suffixes: tuple[str, ...]) -> None:
     check_writable(path)
 
 
+def check_plot(path: Path) -> None:
+    """Raise BadInput now if no picture could be drawn to `path` after the work."""
+    from demask.pilot.data.draw import SUFFIXES, check_installed
+
+    check_output(path, SUFFIXES)
+    check_installed("--plot")
+
+
 def plain(verification: Any) -> dict[str, Any]:
-    """A verification as JSON can hold it: a dtype as its name, NaN and infinity as words."""
+    """A verification as JSON values: a dtype as its name, NaN and infinity as words."""
     row = asdict(verification) | {"dtype": str(verification.dtype).removeprefix("torch.")}
     odd = {key: str(x) for key, x in row.items() if isinstance(x, float) and not isfinite(x)}
     return row | odd

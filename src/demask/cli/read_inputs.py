@@ -84,17 +84,17 @@ def _images(folder: Path, port: NetworkInput) -> Tensor:
                        "a .npy file") from error  # fmt: skip
     paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGES and p.is_file())
     if not paths:
-        raise BadInput(f"{folder}: expected images ({', '.join(IMAGES)}), found none")
+        raise BadInput(f"{folder}: expected images ({', '.join(IMAGES)}), got none")
     mode = "L" if len(port.sizes) == 4 and port.sizes[1] == 1 else "RGB"
-    found = []
+    images = []
     for path in paths:
         try:
             with Image.open(path) as image:
                 pixels = np.array(image.convert(mode))
         except Exception as error:  # a decoder raises what it likes on a hostile file
             raise BadInput(f"{path}: cannot be read as an image: {error}") from error
-        found.append(pixels.reshape(*pixels.shape[:2], -1).transpose(2, 0, 1))
-        if found[-1].shape != found[0].shape:
-            raise BadInput(f"{folder}: expected images of one size, got {found[0].shape[1:]} and "
-                           f"{found[-1].shape[1:]} ({path.name})")  # fmt: skip
-    return torch.from_numpy(np.stack(found))
+        images.append(pixels.reshape(*pixels.shape[:2], -1).transpose(2, 0, 1))
+        if images[-1].shape != images[0].shape:
+            raise BadInput(f"{folder}: expected images of one size, got {images[0].shape[1:]} and "
+                           f"{images[-1].shape[1:]} ({path.name})")  # fmt: skip
+    return torch.from_numpy(np.stack(images))

@@ -1,4 +1,4 @@
-"""Reading the networks that commands are given, whatever their file is, with example inputs."""
+"""Reads the networks of commands, from any supported file, with example inputs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TRIED = (((224, 224), 16), ((320, 320), 512), ((640, 640), 4096), ((48, 320), 16
 
 @dataclass(frozen=True, slots=True)
 class NetworkFile:
-    """A network read from a file, and example arguments: empty where the program tells them. file:
+    """A network read from a file, and example arguments: empty where the program has its own. file:
     the ONNX file that computes this, if it was read from one."""
 
     model: ExportedProgram | fx.GraphModule
@@ -58,7 +58,7 @@ class NetworkFile:
 
 @dataclass(frozen=True, slots=True)
 class ExampleOptions:
-    """What the caller says of the example inputs. sizes: "name=number". inputs: "file" or
+    """The options of a command for example inputs. sizes: "name=number". inputs: "file" or
     "name=file". static: fix all sizes to the example's; "inner": all but those of axis 0. fix:
     "name=value" of inputs that are constants."""
 
@@ -81,39 +81,41 @@ def read_network(
 ) -> NetworkFile:
     """The network in a .pt2 file, an archive of demask or an ONNX file, with example inputs as
     `ExampleOptions` says; raises BadInput for anything else."""
-    asked = ExampleOptions(sizes or (), inputs or (), static, fix or ())
+    options = ExampleOptions(sizes or (), inputs or (), static, fix or ())
     if path.suffix == ".onnx" or fix:
-        return _read_onnx(path, asked)
+        return _read_onnx(path, options)
     model = read_model(path)
     if static == "inner":
         inner = [n for port in ports_of(NetworkFile(model, ())) for n in port.sizes[1:]]
-        asked = replace(asked, static=static if any(isinstance(n, str) for n in inner) else False)
-    if asked.is_plain:
+        options = replace(
+            options, static=static if any(isinstance(n, str) for n in inner) else False
+        )
+    if options.is_plain:
         args = () if isinstance(model, ExportedProgram) else _drawn(model, _shapes_of(model))
         return NetworkFile(model, args)
     ports = ports_of(NetworkFile(model, ()))
-    given = _given(asked.inputs, ports)
-    shapes = _sized(ports, _chosen(asked.sizes, ports, path), given, _shapes_of(model))
+    arrays = _input_arrays(options.inputs, ports)
+    shapes = _sized(ports, _chosen(options.sizes, ports, path), arrays, _shapes_of(model))
     drawings = _drawn(model, shapes)
-    args = tuple(given.get(p.name, x) for p, x in zip(ports, drawings, strict=True))
-    fixed = _fixed(model, args, asked.static) if asked.static else model
+    args = tuple(arrays.get(p.name, x) for p, x in zip(ports, drawings, strict=True))
+    fixed = _fixed(model, args, options.static) if options.static else model
     return NetworkFile(fixed, args)
 
 
 def ports_of(network: NetworkFile) -> tuple[NetworkInput, ...]:
     """The inputs of a network that was read from a file."""
     if isinstance(network.model, ExportedProgram):
-        found = inputs_of_program(network.model).items()
+        values = inputs_of_program(network.model).items()
         return tuple(
             NetworkInput.of(n, [s if isinstance(s, int) else str(s) for s in v.shape], v.dtype)
-            for n, v in found if isinstance(v, Tensor)
+            for n, v in values if isinstance(v, Tensor)
         )  # fmt: skip
     record = cast(Provenance, network.model.demasked)
     return tuple(NetworkInput.of(s.name, s.sizes, getattr(torch, s.dtype)) for s in record.inputs)
 
 
 def _shapes_of(model: ExportedProgram | fx.GraphModule) -> list[tuple[int, ...]]:
-    """The example's sizes that a network remembers."""
+    """The sizes of the example inputs that a network stores."""
     if isinstance(model, ExportedProgram):
         values = inputs_of_program(model).values()
         return [tuple(map(hint, v.shape)) for v in values if isinstance(v, Tensor)]
@@ -123,7 +125,7 @@ def _shapes_of(model: ExportedProgram | fx.GraphModule) -> list[tuple[int, ...]]
 def _drawn(
     model: ExportedProgram | fx.GraphModule, shapes: Sequence[Sequence[int]]
 ) -> tuple[Tensor, ...]:
-    """Numbers that the network's first ops can work with."""
+    """Random example inputs in the ranges that the network's first ops accept."""
     ports, spans = ports_of(NetworkFile(model, ())), spans_of(cast(Any, model))
     if isinstance(model, ExportedProgram):
         args, kwargs = pytree.tree_unflatten(list(range(len(ports))), _in_spec(model, len(ports)))
@@ -137,7 +139,7 @@ def _drawn(
 def _in_spec(model: ExportedProgram, count: int) -> Any:
     spec: Any = model.call_spec.in_spec
     if spec.num_leaves != count:
-        raise BadInput("the network takes inputs that are no tensors: use it in Python")
+        raise BadInput("the network takes inputs that are not tensors: use it in Python")
     return spec
 
 
@@ -165,34 +167,34 @@ def fixed_network(path: Path, fix: Sequence[str]) -> OnnxModule:
             raise BadInput(f"expected --fix NAME=VALUE, such as --fix rate=16000 or --fix "
                            f"sizes=[1,2], got {text!r}") from error  # fmt: skip
         if name in values:
-            raise BadInput(f"--fix {name} is there twice: expected it once")
+            raise BadInput(f"--fix {name} appears twice: expected once")
         values[name] = number
     return from_onnx(path, inputs=values)
 
 
 def fixes_of(path: Path, fix: Sequence[str] | None) -> list[str]:
-    """What `--fix` says of inputs that a network has."""
+    """The values of `--fix` whose inputs the network has."""
     if path.suffix != ".onnx" or not fix:
         return []
     names = {port.name for port in from_onnx(path).interface.inputs}
     return [text for text in fix if text.partition("=")[0] in names]
 
 
-def _read_onnx(path: Path, asked: ExampleOptions) -> NetworkFile:
-    module = fixed_network(path, asked.fix)
+def _read_onnx(path: Path, options: ExampleOptions) -> NetworkFile:
+    module = fixed_network(path, options.fix)
     ports = tuple(map(_port, cast(Interface, module.interface).inputs))
-    given, chosen = _given(asked.inputs, ports), _chosen(asked.sizes, ports, path)
-    args = _running(module, ports, chosen, given)
-    if asked.static:
-        module.interface = _static(module.interface, args, asked.static)
+    arrays, chosen = _input_arrays(options.inputs, ports), _chosen(options.sizes, ports, path)
+    args = _running(module, ports, chosen, arrays)
+    if options.static:
+        module.interface = _static(module.interface, args, options.static)
     model = remembering(capture(module, args))
     spans = spans_of(model)
     names = [spec.name for spec in cast(Provenance, model.demasked).inputs]
     args = tuple(
-        given.get(port.name, drawn(x.shape, x.dtype, spans.get(name)))
+        arrays.get(port.name, drawn(x.shape, x.dtype, spans.get(name)))
         for port, name, x in zip(ports, names, args, strict=True)
     )
-    return NetworkFile(model, args, None if asked.fix else path)
+    return NetworkFile(model, args, None if options.fix else path)
 
 
 def _port(port: provenance.OnnxPort) -> NetworkInput:
@@ -200,7 +202,7 @@ def _port(port: provenance.OnnxPort) -> NetworkInput:
     if port.sizes is None or not isinstance(dtype, torch.dtype):
         raise BadInput(
             f"input {port.name!r}: expected a tensor of a known rank and type, got {port.dtype!r}; "
-            "use demask.from_onnx(path) and give example inputs in Python"
+            "use demask.from_onnx(path) and pass example inputs in Python"
         )
     return NetworkInput.of(port.name, port.sizes, dtype)
 
@@ -209,17 +211,17 @@ def _running(
     module: OnnxModule,
     ports: Sequence[NetworkInput],
     chosen: Mapping[str, int],
-    given: Mapping[str, Tensor],
+    arrays: Mapping[str, Tensor],
 ) -> tuple[Tensor, ...]:
-    """Inputs of the first sizes tried that the network runs with."""
+    """Inputs of the first of the sizes to try that the network accepts."""
     failures: list[str] = []
     tried = list(product((1, None), TRIED)) if any(_dynamic(ports)) else [(1, TRIED[0])]
     for other, (image, length) in tried:
         # Open sizes of further inputs are those of a state, which is of one, or of the first.
         lengths = [length, *[other or length] * (len(ports) - 1)]
         guesses = [_guessed(port, image, n) for port, n in zip(ports, lengths, strict=True)]
-        shapes = _sized(ports, chosen, given, guesses)
-        args = tuple(given.get(port.name, example(port, shape))
+        shapes = _sized(ports, chosen, arrays, guesses)
+        args = tuple(arrays.get(port.name, example(port, shape))
                      for port, shape in zip(ports, shapes, strict=True))  # fmt: skip
         try:
             with torch.no_grad():
@@ -261,39 +263,39 @@ def _chosen(sizes: Sequence[str], ports: Sequence[NetworkInput], path: Path) -> 
     return chosen
 
 
-def _given(inputs: Sequence[str], ports: Sequence[NetworkInput]) -> dict[str, Tensor]:
+def _input_arrays(inputs: Sequence[str], ports: Sequence[NetworkInput]) -> dict[str, Tensor]:
     """The example inputs in files, by the name of the input."""
-    found: dict[str, Tensor] = {}
+    by_name: dict[str, Tensor] = {}
     for text in inputs:
         name, _, file = text.partition("=")
         if name not in {port.name for port in ports}:
             name, file = "", text
         path = Path(file)
-        free = [p for p in ports if p.name not in found and name in ("", p.name)]
-        arrays = read_arrays(path)
+        free = [p for p in ports if p.name not in by_name and name in ("", p.name)]
+        stored = read_arrays(path)
         if path.suffix == ".npy":
             free = free[:1]
-        if not free or (name and len(arrays) != 1):
+        if not free or (name and len(stored) != 1):
             raise BadInput(
                 f"--input {text}: expected one array for each input ({', '.join(map(str, ports))})"
             )
-        for port, array in zip(free, matched(arrays, free, path).values(), strict=True):
-            found[port.name] = fitted(array, port, path)
-    return found
+        for port, array in zip(free, matched(stored, free, path).values(), strict=True):
+            by_name[port.name] = fitted(array, port, path)
+    return by_name
 
 
 def _sized(
     ports: Sequence[NetworkInput],
     chosen: Mapping[str, int],
-    given: Mapping[str, Tensor],
+    arrays: Mapping[str, Tensor],
     guesses: Sequence[Sequence[int]],
 ) -> list[tuple[int, ...]]:
     """The sizes of all inputs, where each name is one number: that of --size or of an array in a
     file, else the first guess."""
     values = dict(chosen)
     for port in ports:
-        if port.name in given:
-            for name, n in zip(port.sizes, given[port.name].shape, strict=True):
+        if port.name in arrays:
+            for name, n in zip(port.sizes, arrays[port.name].shape, strict=True):
                 if isinstance(name, str) and values.setdefault(name, n) != n:
                     raise BadInput(f"size {name}: got {values[name]} and {n} (input {port.name!r})")
     places = [(axis, name, guess[axis]) for port, guess in zip(ports, guesses, strict=True)

@@ -7,7 +7,14 @@ from html import escape
 from pathlib import Path
 
 from demask.files import atomic_write as atomic
-from demask.report.text import form_lines, scatters_line, scatters_reasons, sizes_rows, sparse_rows
+from demask.report.text import (
+    removed_rows,
+    returned_lines,
+    scatters_line,
+    scatters_reasons,
+    sizes_rows,
+    sparse_rows,
+)
 from demask.report.values import ReportValues
 
 STYLE = """
@@ -40,21 +47,20 @@ def page(report: ReportValues) -> str:
 
 def _sections(report: ReportValues) -> Iterable[str]:
     yield f"<h1>demask report</h1>\n<p>{escape(report.summary)}</p>"
-    yield _table(("", "before", "after", "kept"), sizes_rows(report), numbers=(1, 2, 3))
-    yield from (f"<p>It {escape(line)}.</p>" for line in form_lines(report))
-    yield f"<p>Ops that only keep shapes: {escape(scatters_line(report))}.</p>"
+    yield from (f"<p>{escape(line.capitalize())}.</p>" for line in returned_lines(report))
+    yield _table(("", "before", "after", "share"), sizes_rows(report), numbers=(1, 2, 3))
+    yield f"<p>Ops that only restore shapes: {escape(scatters_line(report))}.</p>"
     yield _list(scatters_reasons(report))
     if report.removed:
-        rows = [(module or "(the model itself)", f"{n:,}") for module, n in report.removed.items()]
         yield "<h2>Removed</h2>"
-        yield _table(("module", "parameters"), rows, numbers=(1,))
+        yield _table(("module", "parameters"), removed_rows(report), numbers=(1,))
     if report.densities:
-        yield "<h2>Computed by their nonzeros alone</h2>"
+        yield "<h2>Sparse layers</h2>"
         yield _table(("layer", "weights stored"), sparse_rows(report), numbers=(1,))
     if report.declined:
-        kept = [(f"{d.slices:,}", d.text, ", ".join(d.places)) for d in report.declined]
-        yield "<h2>Kept, and why</h2>"
-        yield _table(("slices", "reason", "where"), kept, numbers=(0,), quiet=(2,))
+        reasons = [(f"{d.slices:,}", d.text, ", ".join(d.places)) for d in report.declined]
+        yield "<h2>Not removed, and why</h2>"
+        yield _table(("slices", "reason", "where"), reasons, numbers=(0,), quiet=(2,))
     if report.notes:
         yield f"<h2>Notes</h2>\n{_list(report.notes)}"
 

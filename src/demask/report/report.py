@@ -1,9 +1,9 @@
-"""`report(slim)`: what went, what stayed and why, read off the network's provenance."""
+"""`report(slim)`: what was removed, what was not and why, from the network's provenance."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
@@ -18,16 +18,31 @@ from demask.report.values import Decline, ReportValues
 
 @dataclass(frozen=True, slots=True)
 class Report(ReportValues):
-    """What demasking did to one network.
+    """What `demask.demask` or `demask.optimize` did to one network; `print` shows it as tables.
 
-    before, after: parameters, MACs of one call on the example inputs, bytes. removed: parameters
-    gone, per module, most first. scatters: ops that only keep shapes, counted by effect (every
-    effect is present, also at 0). declined: what was kept and why, most slices first. notes: what
-    else to know (dynamic dimensions, licences used). speed, decisions: of `demask.optimize` alone:
-    how fast beside the network as given, and what was chosen for each piece, with the seconds of
-    every form it could take. densities: of the layers that are computed by their nonzeros alone,
-    the share of weights that are stored. form: "class" where the network came back in its own class
-    with smaller modules, else "graph"; graph_reasons: where more than shapes changed.
+    Attributes:
+        before, after: parameters (elements of floating tensors; masks are none), MACs of one call
+            on the example inputs, bytes of all tensors.
+        removed: parameters removed per module, most first.
+        scatters: number of ops that only restore shapes, by effect; every effect is present.
+        declined: what was not removed and why, most slices first.
+        notes: further remarks (dynamic dimensions, rules that were used).
+        speed: of `demask.optimize`: seconds of the original and of the result, measured in turns.
+        decisions: of `demask.optimize`: the choice for each piece, and the seconds of all others.
+        densities: of sparse layers, the share of weights that is stored.
+        form: "class" where the result has the class of the original, else "graph".
+        graph_reasons: where and why parts of the result are graphs.
+        zeros: where nothing was removed for no known reason, slices of zeros by tensor.
+
+    Example:
+        >>> import demask, torch
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> with torch.no_grad():
+        ...     _ = model[0].weight[:6].zero_(), model[0].bias[:6].zero_()
+        >>> report = demask.report(demask.demask(model.eval(), (torch.ones(1, 4),)))
+        >>> report.before.parameters, report.after.parameters, dict(report.removed)
+        (58, 16, {'0': 30, '2': 12})
     """
 
     def __str__(self) -> str:
@@ -40,20 +55,24 @@ class Report(ReportValues):
 
 @public
 def report(slim: nn.Module) -> Report:
-    """What `demask.demask` did to `slim`, a network that it returned.
+    """A `Report` of what demask did to `slim`, a network that one of its functions returned.
 
-    Raises BadInput for any other module.
+    Raises:
+        BadInput: for any other module.
 
-        slim = demask.demask(model, (images,))
-        print(demask.report(slim))
+    Example:
+        >>> import demask, torch
+        >>> slim = demask.demask(torch.nn.Linear(3, 2).eval(), (torch.ones(1, 3),))
+        >>> print(demask.report(slim).summary)
+        nothing left to remove
     """
     provenance = getattr(slim, "demasked", None)
     if not isinstance(provenance, Provenance):
         raise BadInput(
-            f"expected a network made by demask.demask, got a {type(slim).__name__} without its "
-            "`demasked` record; call demask.demask(model, args) and report what it returns"
+            f"expected a network that demask returned, got a {type(slim).__name__} without the "
+            "attribute `demasked`; call demask.demask(model, args) and report its result"
         )
-    return Report(
+    result = Report(
         before=provenance.before,
         after=provenance.after,
         removed=_largest_first(provenance.removed),
@@ -66,16 +85,28 @@ def report(slim: nn.Module) -> Report:
         form=provenance.form,
         graph_reasons=provenance.graph_reasons,
     )
+    return replace(result, zeros=_zero_slices(slim)) if result.nothing_removed else result
+
+
+def _zero_slices(network: nn.Module) -> dict[str, int]:
+    """Rows and columns of weights that are zero, by tensor; those without any are left out."""
+    counts = {}
+    for name, weight in network.named_parameters():
+        if weight.ndim > 1 and weight.numel() and weight.is_floating_point():
+            zeros = weight.detach() == 0
+            slices = zeros.flatten(1).all(1).sum() + zeros.transpose(0, 1).flatten(1).all(1).sum()
+            counts[name] = int(slices)
+    return {name: count for name, count in counts.items() if count}
 
 
 def _largest_first(removed: Mapping[str, int]) -> dict[str, int]:
-    gone = [(module, count) for module, count in removed.items() if count]
-    return dict(sorted(gone, key=lambda row: (-row[1], row[0])))
+    counts = [(module, count) for module, count in removed.items() if count]
+    return dict(sorted(counts, key=lambda row: (-row[1], row[0])))
 
 
 def _grouped(reasons: tuple[Reason, ...]) -> tuple[Decline, ...]:
-    """One decline per text: the slices summed, the places in the order met, each once. An op that
-    has no rule but that nothing masked reaches kept no slice, and is none."""
+    """One decline per text: the sum of its slices, its places in order, each once. Reasons without
+    slices (an op without rule that no masked value reaches) are left out."""
     by_text: dict[str, list[Reason]] = {}
     for reason in (reason for reason in reasons if reason.count):
         by_text.setdefault(reason.text, []).append(reason)

@@ -1,4 +1,4 @@
-"""How fast a result of optimize() is, and what was chosen for its pieces, as text."""
+"""The measured speed of a result of optimize(), and the choices for its pieces, as text."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ NAMED = 3  # places named per row
 
 @dataclass(frozen=True, slots=True)
 class SpeedChoice:
-    """Pieces for which one form was chosen among the same others: how many, the seconds of all of
-    them in that form, and in the form that is the next best for all; the first places."""
+    """Pieces with the same chosen implementation and the same alternatives: their number, the sum
+    of their seconds in the chosen one and in the next best (`instead`, `other`), their places."""
 
     form: str
     pieces: int
@@ -30,58 +30,59 @@ class SpeedChoice:
 
 
 def returned(decisions: Sequence[TuneDecision]) -> str:
-    """Which network optimize() returned, in one line; empty of another function's result."""
+    """One line: which network optimize() returned; empty for results of other functions."""
     whole = next((decision for decision in decisions if decision.place == WHOLE), None)
     if whole is None:
         return ""
     if whole.chosen == GIVEN:
-        return "returned: the network as given"
+        return "returned: the original network"
     return f"returned: {whole.chosen}"
 
 
 def speed_parts(speed: Speed, decisions: Sequence[TuneDecision]) -> Iterable[RenderableType]:
-    """Lines and tables that say what was measured."""
-    given, result = (_milliseconds(row) for row in (speed.given, speed.result))
+    """The lines and tables of a measurement."""
+    original, result = (_milliseconds(row) for row in (speed.given, speed.result))
     threads = f"{speed.threads} thread{'s' if speed.threads > 1 else ''}"
-    yield Text(f"as given {given} ms, now {result} ms: {speed.ratio:.2f} x")
-    yield Text(f"at least {speed.least:.2f} x, by {speed.pairs} rounds in turns, {threads}")
+    yield Text(f"original {original} ms, result {result} ms: {speed.ratio:.2f} x")
+    yield Text(f"at least {speed.least:.2f} x, from {speed.pairs} rounds in turns, {threads}")
     yield Text(speed.machine)
     for decision in decisions:
         if decision.place == WHOLE:
             yield _whole(decision)
-    found = choices([decision for decision in decisions if decision.place != WHOLE])
-    if found:
-        yield _pieces(found)
+    pieces = choices([decision for decision in decisions if decision.place != WHOLE])
+    if pieces:
+        yield _pieces(pieces)
 
 
 def choices(decisions: Sequence[TuneDecision]) -> list[SpeedChoice]:
-    """Decisions by what was chosen, and by what could have been; most seconds first."""
+    """Decisions grouped by choice and alternatives; most seconds first."""
     groups: dict[tuple[str, tuple[str, ...]], list[TuneDecision]] = {}
     for decision in decisions:
         groups.setdefault((decision.chosen, tuple(decision.seconds)), []).append(decision)
-    found = []
+    rows = []
     for (form, _), group in groups.items():
         totals = {name: sum(d.seconds[name] for d in group) for name in group[0].seconds}
         others = {name: taken for name, taken in totals.items() if name != form and taken < inf}
         instead = min(others, key=others.__getitem__, default="")
         places = tuple(decision.place for decision in group)
-        found.append(SpeedChoice(form, len(group), totals[form], instead, others.get(instead, inf),
+        rows.append(SpeedChoice(form, len(group), totals[form], instead, others.get(instead, inf),
                             places))  # fmt: skip
-    return sorted(found, key=lambda choice: -choice.seconds)
+    return sorted(rows, key=lambda choice: -choice.seconds)
 
 
 def _whole(decision: TuneDecision) -> Table:
-    table = number_table("the network in each form", "ms")
+    table = number_table("candidate", "ms")
     for form, taken in sorted(decision.seconds.items(), key=lambda row: row[1]):
-        word = f"{form} (returned)" if form == decision.chosen else form
+        name = "original" if form == GIVEN else form
+        word = f"{name} (returned)" if form == decision.chosen else name
         table.add_row(word, f"{1e3 * taken:.2f}")
     return table
 
 
-def _pieces(found: Sequence[SpeedChoice]) -> Table:
-    table = number_table("pieces, asked one by one", "how many", "ms", "ms in the next best form")
+def _pieces(rows: Sequence[SpeedChoice]) -> Table:
+    table = number_table("pieces, chosen one by one", "count", "ms", "ms of the next best")
     table.add_column("where")
-    for choice in found:
+    for choice in rows:
         more = choice.pieces - NAMED
         where = ", ".join(choice.places[:NAMED]) + (f" and {more} more" if more > 0 else "")
         other = f"{1e3 * choice.other:.2f} ({choice.instead})" if choice.instead else "–"

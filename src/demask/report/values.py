@@ -1,4 +1,4 @@
-"""What a report says, as values."""
+"""The values of a report."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from demask.graph.provenance import Sizes, Speed, TuneDecision
+from demask.graph.provenance import GIVEN, WHOLE, Sizes, Speed, TuneDecision
 
 NOTHING = "nothing left to remove"
 
 
 @dataclass(frozen=True, slots=True)
 class Decline:
-    """Slices kept for one reason: how many in all, and at which modules or nodes."""
+    """Slices not removed for one reason: their number, and the modules or nodes."""
 
     text: str
     slices: int
@@ -22,7 +22,7 @@ class Decline:
 
 @dataclass(frozen=True, slots=True)
 class ReportValues:
-    """The values of a report, which text and page print: `Report` says what they are."""
+    """The values of a report, which text and page print; `Report` documents them."""
 
     before: Sizes
     after: Sizes
@@ -35,21 +35,35 @@ class ReportValues:
     densities: Mapping[str, float] = field(default_factory=dict)
     form: str = "graph"
     graph_reasons: tuple[str, ...] = ()
+    zeros: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def nothing_removed(self) -> bool:
-        """True when the network came out as large and as costly as it went in."""
+        """Whether the result has as many parameters and MACs as the original."""
         same_work = self.after.macs >= self.before.macs
         return self.after.parameters >= self.before.parameters and same_work
 
     @property
+    def added(self) -> int:
+        """Parameters of the result that no module of the original had: border maps, packed
+        weights, shifts. `before.parameters` - `after.parameters` is the sum of `removed` less
+        these."""
+        gone = self.before.parameters - self.after.parameters
+        return max(0, sum(self.removed.values()) - gone)
+
+    @property
     def summary(self) -> str:
-        """One line: what went; else `nothing left to remove`, or how much was kept for reasons."""
-        if self.nothing_removed and not self.declined:
-            return NOTHING
+        """One line: the sizes before and after; where nothing was removed, why."""
+        if any(row.place == WHOLE and row.chosen == GIVEN for row in self.decisions):
+            return "nothing removed: the original is returned, no candidate is faster"
+        if self.nothing_removed and self.declined:
+            slices = sum(decline.slices for decline in self.declined)
+            return f"nothing removed: {slices:,} slices, for the reasons named"
+        if self.nothing_removed and self.zeros:
+            tensors = ", ".join(f"{count:,} of {name}" for name, count in self.zeros.items())
+            return f"nothing removed: slices of zeros are left ({tensors}), no reason is known"
         if self.nothing_removed:
-            kept = sum(decline.slices for decline in self.declined)
-            return f"nothing removed: {kept:,} slices kept, for the reasons named"
+            return NOTHING
         parameters = f"{self.before.parameters:,} -> {self.after.parameters:,} parameters"
         return f"{parameters}, {self.before.macs:,} -> {self.after.macs:,} MACs"
 
@@ -69,4 +83,5 @@ class ReportValues:
             "densities": dict(self.densities),
             "form": self.form,
             "graph_reasons": list(self.graph_reasons),
+            "zeros": dict(self.zeros),
         }

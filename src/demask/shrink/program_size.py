@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor, fx, nn
 
 from demask.failures import CallFailed, attributed
-from demask.graph.program import Program
+from demask.graph.program import Constant, Program
 from demask.graph.provenance import Sizes
 from demask.ops import Declined, Relation, schema
 
 
 def sizes_of(program: Program, relations: Mapping[fx.Node, Relation | Declined]) -> Sizes:
     """Parameters, MACs of one call on the example sizes, bytes; tied tensors count once."""
-    tensors = {
-        c.tensor.data_ptr(): c.tensor for c in program.constants.values() if c.tensor.numel()
-    }
-    counted = [t for t in tensors.values() if t.is_floating_point()]
+    tensors = [constant.tensor for constant in _distinct(program).values()]
+    return _sizes(tensors, sum(map(_macs, relations.values())))
+
+
+def _sizes(tensors: Iterable[Tensor], macs: int) -> Sizes:
+    """Sizes of tensors, each of which counts once; parameters are the elements of floating ones."""
+    distinct = list({tensor.data_ptr(): tensor for tensor in tensors if tensor.numel()}.values())
     return Sizes(
-        parameters=sum(t.numel() for t in counted),
-        macs=sum(map(_macs, relations.values())),
-        bytes=sum(t.numel() * t.element_size() for t in tensors.values()),
+        parameters=sum(t.numel() for t in distinct if t.is_floating_point()),
+        macs=macs,
+        bytes=sum(t.numel() * t.element_size() for t in distinct),
     )
 
 
@@ -83,14 +87,23 @@ def _letter_sizes(relation: Relation) -> dict[str, int]:
 
 
 def removed(before: Program, after: Program) -> dict[str, int]:
-    """Per module, how many parameters are gone."""
-    found: dict[str, int] = {}
-    for sign, constants in ((1, before.constants), (-1, after.constants)):
-        for name, constant in constants.items():
+    """Parameters removed per module; tied tensors count once, as in `sizes_of`."""
+    counts: Counter[str] = Counter()
+    for sign, program in ((1, before), (-1, after)):
+        for name, constant in _distinct(program).items():
             if constant.tensor.is_floating_point():
                 module = next(iter(constant.aliases), name).rpartition(".")[0]
-                found[module] = found.get(module, 0) + sign * constant.tensor.numel()
-    return {module: count for module, count in found.items() if count > 0}
+                counts[module] += sign * constant.tensor.numel()
+    return {module: count for module, count in counts.items() if count > 0}
+
+
+def _distinct(program: Program) -> dict[str, Constant]:
+    """The constants that have elements, one of those that share memory, by name."""
+    firsts: dict[int, str] = {}
+    for name, constant in program.constants.items():
+        if constant.tensor.numel():
+            firsts.setdefault(constant.tensor.data_ptr(), name)
+    return {name: program.constants[name] for name in firsts.values()}
 
 
 def traffic(program: Program) -> int:
@@ -103,8 +116,29 @@ def traffic(program: Program) -> int:
     return total
 
 
-def counted(network: nn.Module) -> Sizes:
-    """The size of a network, without its MACs; tied tensors count once."""
-    tensors = {t.data_ptr(): t for t in (*network.parameters(), *network.buffers()) if t.numel()}
-    counted = [t.numel() for t in tensors.values() if t.is_floating_point()]
-    return Sizes(sum(counted), 0, sum(t.numel() * t.element_size() for t in tensors.values()))
+def counted(network: nn.Module, parts: Mapping[str, Sizes] | None = None) -> Sizes:
+    """The size of a network: its tensors outside of `parts`, and the sizes of those (by name).
+
+    Tied tensors count once; masks of torch.nn.utils.prune, which a captured program has folded into
+    the weights, are no parameters. MACs are those of the parts.
+    """
+    parts = parts or {}
+    modules = [network.get_submodule(part) for part in parts]
+    inside = {tensor.data_ptr() for module in modules for tensor in _tensors(module).values()}
+    tensors = _tensors(network)
+    outside = [
+        tensor
+        for name, tensor in tensors.items()
+        if tensor.data_ptr() not in inside
+        and not (name.endswith("_mask") and f"{name.removesuffix('_mask')}_orig" in tensors)
+    ]
+    sizes = [_sizes(outside, 0), *parts.values()]
+    return Sizes(
+        parameters=sum(size.parameters for size in sizes),
+        macs=sum(size.macs for size in sizes),
+        bytes=sum(size.bytes for size in sizes),
+    )
+
+
+def _tensors(network: nn.Module) -> dict[str, Tensor]:
+    return dict([*network.named_parameters(), *network.named_buffers()])

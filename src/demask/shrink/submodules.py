@@ -92,11 +92,6 @@ def merged(
         InputSpec(f"input_{k}", tuple(x.shape), str(x.dtype).removeprefix("torch."), tuple(x.shape))
         for k, x in enumerate(leaves)
     )
-    both = zip(("before", "after"), (model, result), strict=True)
-    sizes = {
-        when: replace(counted(network), macs=sum(getattr(r, when).macs for r in records.values()))
-        for when, network in both
-    }
     effects: Counter[str] = Counter()
     for record in records.values():
         effects.update(record.effects)
@@ -108,8 +103,8 @@ def merged(
         effects=dict(effects),
         notes=tuple(dict.fromkeys(note for r in records.values() for note in r.notes)),
         inputs=inputs,
-        before=sizes["before"],
-        after=sizes["after"],
+        before=counted(model, {name: r.before for name, r in records.items()}),
+        after=counted(result, {name: r.after for name, r in records.items()}),
         removed={f"{name}.{key}".rstrip("."): count
                  for name, r in records.items() for key, count in r.removed.items()},
         decisions=tuple(replace(decision, place=name if decision.place == WHOLE

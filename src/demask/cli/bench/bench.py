@@ -1,4 +1,4 @@
-"""`demask bench`: a model as given beside what demask, optimize and torch.compile make of it."""
+"""`demask bench`: times a model against its demasked, optimized and compiled versions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 import demask
 from demask.cli.bench import contenders
-from demask.cli.bench.contenders import AS_GIVEN, Contender, Inputs
+from demask.cli.bench.contenders import ORIGINAL, Contender, Inputs
 from demask.cli.progress import ProgressStep
 from demask.cli.read_network import NetworkFile
 from demask.errors import BadInput
@@ -62,17 +62,17 @@ class BenchSettings:
 class BenchRow:
     """One contender in one setting.
 
-    parameters: floating elements it stores, buffers included, tied ones once. made: seconds that
-    demask(), optimize(), or torch.compile with its first call took. ratio: the median as given over
-    its own, so below 1 is a loss. difference: the largest from the outputs as given, relative to
-    the largest of them. failure: why there are no numbers; empty where there are.
+    parameters: as in reports. preparation: seconds that demask(), optimize(), or torch.compile with
+    its first call took. ratio: the original's median over its own, so below 1 is a loss.
+    difference: the largest from the original's outputs, relative to the largest of them. failure:
+    why there are no numbers; empty where there are.
     """
 
     threads: int
     batch: int
     contender: str
     parameters: int
-    made: float | None = None
+    preparation: float | None = None
     timing: Timing | None = None
     ratio: float | None = None
     difference: float | None = None
@@ -85,19 +85,19 @@ class BenchRow:
 
     @property
     def is_loss(self) -> bool:
-        """Whether it is slower than the model as given, in the digits shown."""
+        """Whether it is slower than the original, in the digits shown."""
         return self.ratio is not None and round(self.ratio, 2) < 1
 
     def to_dict(self) -> dict[str, Any]:
-        """The row as JSON can hold it; an infinite difference as a word."""
-        found = self.difference
-        odd = found is not None and not isfinite(found)
-        return asdict(self) | {"difference": str(found) if odd else found}
+        """The row as JSON values; an infinite difference as a word."""
+        value = self.difference
+        infinite = value is not None and not isfinite(value)
+        return asdict(self) | {"difference": str(value) if infinite else value}
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What was measured of one model: its rows by setting, and the machine in words."""
+    """The measurements of one model: rows by setting, and a description of the machine."""
 
     model: str
     rows: tuple[BenchRow, ...]
@@ -111,7 +111,7 @@ class Bench:
 
     @property
     def timings(self) -> tuple[Timing, ...]:
-        """All timings taken."""
+        """The timings of all rows that have one."""
         return tuple(row.timing for row in self.rows if row.timing is not None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -123,36 +123,38 @@ class Bench:
         return as_text(_table(self), Text(), *map(Text, _remarks(self)))
 
 
-def bench(given: NetworkFile, name: str, plan: BenchSettings, step: ProgressStep) -> Bench:
-    """Measure the network given, in eval mode, in every setting of the plan.
+def bench(network: NetworkFile, name: str, settings: BenchSettings, step: ProgressStep) -> Bench:
+    """Time a network, in eval mode, in every setting.
 
-    name: what to call it. step: moves a progress bar of `plan.steps` steps. The allocator is fixed
-    for the process's life; torch's number of threads is put back. Raises BadInput where a batch
-    size does not fit the network.
+    name: the title of the table. step: moves a progress bar of `settings.steps` steps. The
+    allocator is fixed for the rest of the process; torch's number of threads is restored. Raises
+    BadInput where a batch size does not fit the network.
     """
-    counts = tuple(map(checked_threads, plan.threads or (None,)))
+    counts = tuple(map(checked_threads, settings.threads or (None,)))
     before, allocator = load(), fix_allocator()
     step("demasking")
-    slim, seconds = contenders.timed(lambda: demask.demask(given.model, given.args, result="graph"))
-    batches = contenders.batches_of(slim, plan.batches)
-    plain = (
-        Contender.of(AS_GIVEN, given.module),
-        Contender.of(contenders.DEMASKED, slim, seconds),
+    slim, seconds = contenders.timed(
+        lambda: demask.demask(network.model, network.args, result="graph")
     )
-    if plan.compiled:
+    batches = contenders.batches_of(slim, settings.batches)
+    plain = (
+        Contender.of(ORIGINAL, network.module, slim.demasked.before.parameters),
+        Contender.of(contenders.DEMASKED, slim, slim.demasked.after.parameters, seconds),
+    )
+    if settings.compiled:
         step("setting torch.compile up")
         contenders.set_up_compiler()
     rows: list[BenchRow] = []
     for threads, batch in product(counts, batches):
-        inputs, where = contenders.inputs_of(slim, batch, given.args), _setting(threads, batch)
+        inputs, where = contenders.inputs_of(slim, batch, network.args), _setting(threads, batch)
         with set_threads(threads):
             with torch.no_grad():
-                _first(partial(given.module, *inputs[0], **inputs[1]), AS_GIVEN, batch)
+                _first(partial(network.module, *inputs[0], **inputs[1]), ORIGINAL, batch)
             step(f"optimizing for {where}")
-            ready = [*plain, contenders.optimized(given, inputs, threads)]
-            ready += _compiled(plain, inputs, where, step) if plan.compiled else []
-            step(f"measuring {where}, at most {plan.seconds:g} s")
-            rows += _measured(ready, inputs, plan, threads, batch)
+            ready = [*plain, contenders.optimized(network, inputs, threads)]
+            ready += _compiled(plain, inputs, where, step) if settings.compiled else []
+            step(f"measuring {where}, at most {settings.seconds:g} s")
+            rows += _measured(ready, inputs, settings, threads, batch)
     words = f"{machine()}, demask {demask.__version__}; {allocator}."
     return Bench(name, tuple(rows), f"{words} Load before and after: {before}, {load()}.")
 
@@ -172,26 +174,26 @@ def _compiled(
 
 @torch.no_grad()
 def _measured(
-    ready: Sequence[Contender], inputs: Inputs, plan: BenchSettings, threads: int, batch: int
+    ready: Sequence[Contender], inputs: Inputs, settings: BenchSettings, threads: int, batch: int
 ) -> list[BenchRow]:
     """A row per contender, with timings and differences where it runs."""
     calls = {c.name: partial(c.module, *inputs[0], **inputs[1]) for c in ready if not c.failure}
     outputs = {name: _first(call, name, batch) for name, call in calls.items()}
-    timings = alternate(calls, plan.pairs, seconds=plan.seconds)
-    rows = {c.name: BenchRow(threads, batch, c.name, c.parameters, c.made, failure=c.failure)
+    timings = alternate(calls, settings.pairs, seconds=settings.seconds)
+    rows = {c.name: BenchRow(threads, batch, c.name, c.parameters, c.preparation, failure=c.failure)
             for c in ready}  # fmt: skip
     for name, timing in timings.items():
         rows[name] = replace(
             rows[name],
             timing=timing,
-            ratio=timings[AS_GIVEN].median / timing.median,
-            difference=contenders.difference(outputs[AS_GIVEN], outputs[name]),
+            ratio=timings[ORIGINAL].median / timing.median,
+            difference=contenders.difference(outputs[ORIGINAL], outputs[name]),
         )
     return list(rows.values())
 
 
 def _first(call: Callable[[], Any], name: str, batch: int) -> Any:
-    """What the call returns, kept apart from later calls; BadInput where it fails."""
+    """A copy of what the call returns; BadInput where it fails."""
     try:
         return pytree.tree_map_only(Tensor, torch.clone, call())
     except (RuntimeError, ValueError) as error:
@@ -201,12 +203,12 @@ def _first(call: Callable[[], Any], name: str, batch: int) -> Any:
         ) from error
 
 
-def _table(found: Bench) -> Table:
-    heads = ("parameters", "milliseconds", "speed", "difference", "made in")
-    table = number_table("", *heads, title=Text(found.model), title_style="")
+def _table(measured: Bench) -> Table:
+    heads = ("parameters", "milliseconds", "speed", "difference", "setup")
+    table = number_table("", *heads, title=Text(measured.model), title_style="")
     for column in table.columns:
         column.no_wrap = column.header != "milliseconds"
-    for setting, rows in found.settings.items():
+    for setting, rows in measured.settings.items():
         table.add_section()
         table.add_row(setting)
         for row in rows:
@@ -215,24 +217,24 @@ def _table(found: Bench) -> Table:
 
 
 def _cells(row: BenchRow) -> tuple[str | Text, ...]:
-    """What stands in the row behind its name and size."""
-    made = "–" if row.made is None else f"{row.made:.1f} s"
+    """The cells of a row after its name and size."""
+    preparation = "–" if row.preparation is None else f"{row.preparation:.1f} s"
     if row.timing is None or row.ratio is None:
-        return Text(f"fails: {row.failure}", justify="left"), "–", "–", made
+        return Text(f"fails: {row.failure}", justify="left"), "–", "–", preparation
     speed = f"{'slower, ' if row.is_loss else ''}{row.ratio:.2f} ×"
     differs = (
-        "–" if row.contender == AS_GIVEN else f"{row.difference:.1e}" if row.difference else "0"
+        "–" if row.contender == ORIGINAL else f"{row.difference:.1e}" if row.difference else "0"
     )
-    return spread(row.timing), speed, differs, made
+    return spread(row.timing), speed, differs, preparation
 
 
-def _remarks(found: Bench) -> Iterator[str]:
-    if is_wide(found.timings):
+def _remarks(measured: Bench) -> Iterator[str]:
+    if is_wide(measured.timings):
         yield BUSY
     yield (
-        f"Milliseconds: median (10 %–90 % quantile) of {count_words(found.timings)} calls in turns."
-        " Speed: the median as given over its own. Difference: the largest from the outputs as"
-        " given, relative to the largest of them. Made in: what demask(), optimize(), or"
-        " torch.compile with its first call took."
+        f"Milliseconds: median (10 %–90 % quantile) of {count_words(measured.timings)} alternating"
+        " calls. Speed: the original's median over its own. Difference: the largest from the"
+        " original's outputs, relative to the largest of them. Setup: the time of demask(),"
+        " optimize(), or torch.compile with its first call."
     )
-    yield found.machine
+    yield measured.machine

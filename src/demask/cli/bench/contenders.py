@@ -1,4 +1,4 @@
-"""Who takes part in `demask bench`: the networks, what each is fed, how far results differ."""
+"""The networks that `demask bench` times, their inputs, and how far their outputs differ."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from demask.graph.example_inputs import spans_of
 from demask.graph.result.demasked_module import Demasked
 from demask.numerics import compare
 
-AS_GIVEN, DEMASKED, OPTIMIZED = "as given", "demasked", "optimized"
+ORIGINAL, DEMASKED, OPTIMIZED = "original", "demasked", "optimized"
 REASON = 60  # characters of an error that a row shows
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -32,26 +32,26 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A network that takes part. made: seconds that making it took. failure: why it cannot run."""
+    """A network that is timed.
+
+    parameters: as in reports. preparation: seconds that demask(), optimize() or torch.compile took;
+    None for the original. failure: why it cannot run; empty where it can.
+    """
 
     name: str
     module: nn.Module
-    made: float | None = None
+    parameters: int = 0
+    preparation: float | None = None
     failure: str = ""
 
     @classmethod
-    def of(cls, name: str, module: nn.Module, made: float | None = None) -> Contender:
+    def of(
+        cls, name: str, module: nn.Module, parameters: int = 0, preparation: float | None = None
+    ) -> Contender:
         """The module, which is put in eval mode, as a contender."""
         for part in module.modules():
             part.training = False  # not eval(): the module of an exported program refuses it
-        return cls(name, module, made)
-
-    @property
-    def parameters(self) -> int:
-        """Floating elements that it stores, buffers included, tied ones once."""
-        stored = [*self.module.parameters(), *self.module.buffers()]
-        tensors = {tensor.data_ptr(): tensor for tensor in stored if tensor.numel()}
-        return sum(t.numel() for t in tensors.values() if t.is_floating_point())
+        return cls(name, module, parameters, preparation)
 
 
 def timed(make: Callable[[], Any]) -> tuple[Any, float]:
@@ -60,36 +60,36 @@ def timed(make: Callable[[], Any]) -> tuple[Any, float]:
     return make(), perf_counter() - start
 
 
-def optimized(given: NetworkFile, inputs: Inputs, threads: int) -> Contender:
-    """What optimize() makes for these inputs and threads."""
+def optimized(network: NetworkFile, inputs: Inputs, threads: int) -> Contender:
+    """The result of optimize() for these inputs and threads."""
     from demask.optimize import optimize
 
-    made, seconds = timed(lambda: optimize(given.model, *inputs, threads=threads))
-    return Contender.of(OPTIMIZED, made, seconds)
+    fast, seconds = timed(lambda: optimize(network.model, *inputs, threads=threads))
+    return Contender.of(OPTIMIZED, fast, fast.demasked.after.parameters, seconds)
 
 
 @torch.no_grad()
 def compiled(contender: Contender, inputs: Inputs) -> Contender:
-    """The contender compiled for these very sizes, whole: a graph that breaks is a failure."""
+    """The contender compiled as one graph for these sizes; a graph break is a failure."""
     name = f"{contender.name}, compiled"
     try:
         with _alone():
             module = torch.compile(contender.module, fullgraph=True, dynamic=False)
             _, seconds = timed(lambda: module(*inputs[0], **inputs[1]))
     except Exception as error:  # whatever a compiler, a toolchain or generated code may raise
-        return replace(contender, name=name, made=None, failure=reason(error))
-    return Contender(name, cast(nn.Module, module), seconds)
+        return replace(contender, name=name, preparation=None, failure=reason(error))
+    return Contender(name, cast(nn.Module, module), contender.parameters, seconds)
 
 
 def set_up_compiler() -> None:
-    """Compile one small thing, so that the first contender does not pay for imports and headers."""
+    """Compile a small module, so that the first contender does not pay for imports."""
     compiled(Contender("", nn.Softplus()), ((torch.zeros(64),), {}))
 
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Without torch's caches, so that compiling takes as long as the first time; and without its
-    warnings and logs, which tell of its own internals."""
+    """Without torch's caches, so that every compilation starts from nothing, and without its
+    warnings and logs, which describe its internals."""
     logger = logging.getLogger("torch")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -109,35 +109,35 @@ def reason(error: Exception) -> str:
     return shorten(words, REASON, placeholder="…")
 
 
-def batches_of(slim: Demasked, asked: Sequence[int]) -> tuple[int, ...]:
-    """The batch sizes to measure: those asked for, or the example's.
+def batches_of(slim: Demasked, requested: Sequence[int]) -> tuple[int, ...]:
+    """The batch sizes to measure: the requested ones, by default that of the example.
 
-    Raises BadInput for another than the example's where no input's dimension 0 is dynamic.
+    Raises BadInput for another batch size where dimension 0 of no input is dynamic.
     """
     sized = [spec for spec in slim.demasked.inputs if spec.sizes]
     dynamic = [spec for spec in sized if isinstance(spec.sizes[0], str)]
     own = (dynamic or sized)[0].example[0] if sized else 1
-    others = [batch for batch in asked if batch != own]
+    others = [batch for batch in requested if batch != own]
     if others and not dynamic:
         raise BadInput(
             f"cannot run batch {others[0]}: dimension 0 of the inputs is fixed to {own} in this "
             "file; export the model with a dynamic dimension 0, or leave --batch out"
         )
-    return tuple(asked) or (own,)
+    return tuple(requested) or (own,)
 
 
 def inputs_of(slim: Demasked, batch: int, args: Sequence[Tensor] = ()) -> Inputs:
-    """Arguments of that batch size for the network that `slim` was made of: `args` where they have
-    it, else seeded numbers.
+    """Arguments of that batch size for the original of `slim`: `args` where they fit, else seeded
+    random numbers.
 
-    Raises BadInput where it takes inputs that are no tensors.
+    Raises BadInput where the network takes inputs that are not tensors.
     """
     specs = slim.demasked.inputs
     names = {spec.sizes[0] for spec in specs if spec.sizes and isinstance(spec.sizes[0], str)}
     leaves, spans = [], spans_of(slim)
     for k, spec in enumerate(specs):
         sizes = zip(spec.sizes, spec.example, strict=True)
-        sized = tuple(batch if size in names else given for size, given in sizes)
+        sized = tuple(batch if size in names else own for size, own in sizes)
         port = NetworkInput.of(spec.name, spec.sizes, getattr(torch, spec.dtype))
         fits = len(args) == len(specs) and tuple(args[k].shape) == sized
         leaves.append(args[k] if fits else example(port, sized, spans.get(spec.name)))

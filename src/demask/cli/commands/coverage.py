@@ -1,4 +1,4 @@
-"""What an entry would free: per op that the table does not cover, one demask with a guess of it."""
+"""Per op without an entry: how many parameters demask removes with a guess in its place."""
 
 from __future__ import annotations
 
@@ -18,46 +18,51 @@ from demask.ops.schema import same_size
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """An op that slices were kept for, because nothing is known of its calls.
+    """An op without a rule, because of which slices were not removed.
 
-    calls: in the model. kept: slices put back before it, or made by it and read by nobody. places:
-    the modules, or nodes. frees: at most so many parameters more would go if it had an entry; None
-    where that is not known: where it does not keep the shape of its operands.
+    calls: its calls in the model. slices: those restored before it, and unused ones of its outputs.
+    places: the modules, or nodes. frees: upper bound on the parameters that an entry would remove;
+    None where the op does not preserve the shape of its operands, so that it is unknown.
     """
 
     op: str
     calls: int
-    kept: int
+    slices: int
     places: tuple[str, ...]
     frees: int | None
 
 
 def gaps(
-    given: NetworkFile, slim: nn.Module, calls: Mapping[str, int], step: ProgressStep, table: Table
+    network: NetworkFile,
+    slim: nn.Module,
+    calls: Mapping[str, int],
+    step: ProgressStep,
+    table: Table,
 ) -> tuple[Gap, ...]:
-    """The gaps in the table that `slim`, made of the network given, tells of; most freed first.
+    """The gaps in the table that left slices in `slim`, the demasked network; largest first.
 
-    Each takes one more demask, of a table where the op works position by position.
+    Each takes one more demask, with a table where the op works position by position.
     """
     record = cast(Provenance, slim.demasked)
-    found: dict[str, list[Reason]] = {}
+    by_op: dict[str, list[Reason]] = {}
     for reason in record.reasons:
         if reason.op and reason.count:
-            found.setdefault(reason.op, []).append(reason)
-    made = []
-    for op, reasons in found.items():
-        step(f"asking what an entry for {op} would free")
+            by_op.setdefault(reason.op, []).append(reason)
+    result = []
+    for op, reasons in by_op.items():
+        step(f"measuring what an entry for {op} would free")
         places = tuple(dict.fromkeys(reason.module or reason.node for reason in reasons))
-        kept = sum(reason.count for reason in reasons)
+        slices = sum(reason.count for reason in reasons)
         many = calls.get(op, len({reason.node for reason in reasons}))
-        made.append(Gap(op, many, kept, places, _freed(given, record, _guessing(op, table), op)))
-    return tuple(sorted(made, key=lambda gap: (-(gap.frees or 0), -gap.kept, gap.op)))
+        freed = _freed(network, record, _guessing(op, table), op)
+        result.append(Gap(op, many, slices, places, freed))
+    return tuple(sorted(result, key=lambda gap: (-(gap.frees or 0), -gap.slices, gap.op)))
 
 
-def _freed(given: NetworkFile, record: Provenance, table: Table, op: str) -> int | None:
-    """How many parameters more go where the op is taken to work position by position."""
+def _freed(network: NetworkFile, record: Provenance, table: Table, op: str) -> int | None:
+    """How many more parameters are removed if the op is assumed to work position by position."""
     try:
-        slim: Any = demask.demask(given.model, given.args, table=table, result="graph")
+        slim: Any = demask.demask(network.model, network.args, table=table, result="graph")
     except Exception:  # The op may refuse smaller operands in any way; this is but a guess.
         return None
     if any(reason.op == op and reason.count for reason in slim.demasked.reasons):
@@ -72,8 +77,8 @@ def _guessing(op: str, table: Table) -> Table:
         return table.extended({op: Entry(_positionwise)})
 
     def line(node: fx.Node) -> str | SizedLine | Declined:
-        told = own.line if isinstance(own.line, str) else own.line(node)
-        return _positionwise(node) if isinstance(told, Declined) else told
+        text = own.line if isinstance(own.line, str) else own.line(node)
+        return _positionwise(node) if isinstance(text, Declined) else text
 
     entries = {**table, op: replace(own, line=line)}
     return Table(entries.items())
@@ -84,10 +89,10 @@ def _positionwise(node: fx.Node) -> str | Declined:
     which = schema.operands(node)
     values = [o.value.meta.get("val") for o in which if isinstance(o.value, fx.Node)]
     shapes = [value.shape for value in values if isinstance(value, Tensor)]
-    made = schema.outputs(node)
-    if not all(isinstance(out, Tensor) and _is_broadcast(out.shape, shapes) for out in made):
+    outputs = schema.outputs(node)
+    if not all(isinstance(out, Tensor) and _is_broadcast(out.shape, shapes) for out in outputs):
         return Declined(f"{node.target} does not keep the shape of its operands")
-    return f"{', '.join(['...'] * len(which))} -> {', '.join(['...'] * len(made))}"
+    return f"{', '.join(['...'] * len(which))} -> {', '.join(['...'] * len(outputs))}"
 
 
 def _is_broadcast(shape: Sequence[Any], shapes: Sequence[Sequence[Any]]) -> bool:

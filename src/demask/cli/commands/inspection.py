@@ -1,4 +1,4 @@
-"""What `demask inspect` shows of a model: what could go, per module, and the ops it is made of."""
+"""`demask inspect`: what could be removed from a model, per module, and the ops that it calls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from demask.text_table import as_text, number_table
 
 @dataclass(frozen=True, slots=True)
 class ModuleShare:
-    """One module's own parameters (floating buffers included), and how many of them could go."""
+    """One module's own parameters (floating buffers included), and how many could be removed."""
 
     module: str
     parameters: int
@@ -38,11 +38,11 @@ class ModuleShare:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What could go from a model.
+    """What could be removed from a model.
 
-    report: of the demasked model, so `before` is the model as it is. modules: those that hold
-    parameters, most masked first. known, unknown: how often each op with and without an entry in
-    the table is called. gaps: the ops that slices were kept for, and what an entry would free.
+    report: of the demasked model; `before` is the model itself. modules: those with parameters,
+    most masked first. known, unknown: calls of each op with and without an entry in the table.
+    gaps: ops without a rule that prevent removals, and what an entry would free.
     """
 
     report: Report
@@ -65,14 +65,14 @@ class Inspection:
         return f"{self.report}\n\n{as_text(*_parts(self))}"
 
 
-def inspect_network(given: NetworkFile, step: ProgressStep, table: Table = TABLE) -> Inspection:
-    """Demask the network given and tell what went; it stays as it is.
+def inspect_network(network: NetworkFile, step: ProgressStep, table: Table = TABLE) -> Inspection:
+    """The inspection of a network, which is demasked for it and stays unchanged.
 
-    step: told what is being done now. table: the op table, as `demask.demask` takes it.
+    step: called with a description of each step. table: the op table, as `demask.demask` takes it.
     """
-    slim = demask.demask(given.model, given.args, table=table, result="graph")
+    slim = demask.demask(network.model, network.args, table=table, result="graph")
     report = demask.report(slim)
-    model = given.model
+    model = network.model
     known = {*table, *SPELLED}
     ops = _ops(in_calls(model) if isinstance(model, fx.GraphModule) else model.graph)
     return Inspection(
@@ -80,39 +80,39 @@ def inspect_network(given: NetworkFile, step: ProgressStep, table: Table = TABLE
         _modules(slim, report.removed),
         {name: count for name, count in ops.items() if name in known},
         {name: count for name, count in ops.items() if name not in known},
-        gaps(given, slim, ops, step, table),
+        gaps(network, slim, ops, step, table),
     )
 
 
 def _ops(graph: fx.Graph) -> Counter[str]:
-    """How often each op that makes a tensor is called."""
+    """How often each op that returns a tensor is called."""
     calls = (node.target for node in graph.nodes if node.op == "call_function")
-    return Counter(op_name(target) for target in calls if _makes_tensors(target))
+    return Counter(op_name(target) for target in calls if _returns_tensors(target))
 
 
-def _makes_tensors(target: Any) -> bool:
+def _returns_tensors(target: Any) -> bool:
     if not isinstance(target, OpOverload):
         return False
-    return any("Tensor" in str(made.type) for made in schema_of(target).returns)
+    return any("Tensor" in str(output.type) for output in schema_of(target).returns)
 
 
 def _modules(slim: nn.Module, removed: Mapping[str, int]) -> tuple[ModuleShare, ...]:
-    """Per module of the model that held parameters: how many (kept + removed), and what went."""
+    """Per module of the original with parameters: their number, and how many were removed."""
     record = cast(Provenance, slim.demasked)
     original = {name.rpartition(".")[0] for name in record.cuts} | set(removed)
-    kept: Counter[str] = Counter()
+    left: Counter[str] = Counter()
     for name, tensor in _read_names(slim).items():
         if tensor.is_floating_point():
-            kept[name.rpartition(".")[0]] += tensor.numel()
+            left[name.rpartition(".")[0]] += tensor.numel()
     rows = [
-        ModuleShare(module, kept[module] + removed.get(module, 0), removed.get(module, 0))
+        ModuleShare(module, left[module] + removed.get(module, 0), removed.get(module, 0))
         for module in original
     ]
     return tuple(sorted(rows, key=lambda row: (-row.masked, row.module)))
 
 
 def _read_names(slim: nn.Module) -> dict[str, Tensor]:
-    """Every tensor once, a tied one under the name that the graph reads it by."""
+    """Every tensor once; a tied one under the name by which the graph reads it."""
     graph = cast(fx.Graph, slim.graph)
     read = {str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")}
     names = [
@@ -120,8 +120,8 @@ def _read_names(slim: nn.Module) -> dict[str, Tensor]:
         *slim.named_buffers(remove_duplicate=False),
     ]
     names.sort(key=lambda row: not read & {row[0], row[0].rpartition(".")[0]})
-    found = {id(tensor): (name, tensor) for name, tensor in reversed(names)}
-    return dict(found.values())
+    distinct = {id(tensor): (name, tensor) for name, tensor in reversed(names)}
+    return dict(distinct.values())
 
 
 def _parts(inspection: Inspection) -> Iterable[RenderableType]:
@@ -139,13 +139,13 @@ def _parts(inspection: Inspection) -> Iterable[RenderableType]:
         yield _gaps_table(inspection.gaps)
 
 
-def _gaps_table(found: Sequence[Gap]) -> TextTable:
-    table = number_table("no rule for", "calls", "slices kept", "an entry would free")
-    for gap in found[:ROWS]:
+def _gaps_table(gaps: Sequence[Gap]) -> TextTable:
+    table = number_table("no rule for", "calls", "slices not removed", "an entry would free")
+    for gap in gaps[:ROWS]:
         words = "not known" if gap.frees is None else f"at most {gap.frees:,} parameters"
-        table.add_row(_short(gap.op), f"{gap.calls:,}", f"{gap.kept:,}", words)
-    if len(found) > ROWS:
-        table.add_row(f"{len(found) - ROWS} more ops: see --json", "", "", "")
+        table.add_row(_short(gap.op), f"{gap.calls:,}", f"{gap.slices:,}", words)
+    if len(gaps) > ROWS:
+        table.add_row(f"{len(gaps) - ROWS} more ops: see --json", "", "", "")
     return table
 
 

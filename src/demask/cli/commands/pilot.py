@@ -1,4 +1,4 @@
-"""`demask pilot`: a cheap run first, and what it says of the run that follows."""
+"""`demask pilot`: a cheap run that conditions the full run."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from demask.cli.options import (
     Sizes,
     Static,
     check_output,
+    check_plot,
     import_modules,
     show,
 )
@@ -41,7 +42,7 @@ Picture = Annotated[
 
 @app.callback()
 def start() -> None:
-    """Run a simplified network first, and let it condition the run that follows.
+    """Run a simplified network first, which conditions the full run.
 
     \b
     Example:
@@ -58,7 +59,7 @@ def compare(
         typer.Option(
             metavar="SIMPLIFIER",
             help="bits:8, bits:4:64 (groups of 64), exponents, rank:0.25, channels:0.5, "
-            "downsample:2:bilinear. May be given several times. Default: one of each kind.",
+            "downsample:2:bilinear. May be repeated. Default: one of each kind.",
         ),
     ] = None,
     pairs: Annotated[int, typer.Option(min=0, help="Calls timed in turns; 0: none.")] = 15,
@@ -71,12 +72,12 @@ def compare(
     static: Static = False,
     fix: Fix = None,
 ) -> None:
-    """Print what simplified forms of MODEL keep of it on DATA, and what they cost.
+    """Print how close simplified versions of MODEL come to it on DATA, and what they cost.
 
-    Of each: how often its largest output is at the same place, its relative error, how its
-    magnitudes per channel correlate with the full run's, how many zeros behind ReLU it foretells
-    (precision and recall), bytes of weights as stored, multiply-adds, and the measured speed. What
-    a network refuses stands below the table, with the reason.
+    For each: how often its largest output has the same index, its relative error, the correlation
+    of its magnitudes per channel with the full run's, precision and recall of the zeros that it
+    predicts after ReLU, bytes of stored weights, multiply-adds, and the measured speed. Simplifiers
+    that do not apply are listed below the table, with the reason.
 
     \b
     Examples:
@@ -84,7 +85,7 @@ def compare(
       demask pilot compare model.pt2 images.npy --by bits:8 --by downsample:2:area --json
     """
     if plot is not None:
-        _check_plot(plot)
+        check_plot(plot)
     with progress("loading") as step:
         from demask.cli.read_inputs import read_inputs
         from demask.cli.read_network import read_network
@@ -92,14 +93,14 @@ def compare(
         from demask.pilot.compare import compare as compared
 
         import_modules(imports)
-        given = read_network(model, sizes, inputs, static, fix)
-        calls = read_inputs(data, given, batch)
-        found = compared(given.model, calls, by=by or DEFAULT, pairs=pairs, progress=step)
-    show(found, found.to_dict(), as_json)
+        network = read_network(model, sizes, inputs, static, fix)
+        calls = read_inputs(data, network, batch)
+        comparison = compared(network.model, calls, by=by or DEFAULT, pairs=pairs, progress=step)
+    show(comparison, comparison.to_dict(), as_json)
     if plot is not None:
         from demask.pilot.draw_comparison import draw
 
-        draw(found, plot)
+        draw(comparison, plot)
 
 
 @app.command()
@@ -116,7 +117,7 @@ def collect(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Hold at most so many bytes of weights at a time, such as 64MiB: slice by slice, "
+            help="At most this many bytes of weights in memory, such as 64MiB: read slice by slice "
             "from a .demask file.",
         ),
     ] = None,
@@ -132,7 +133,7 @@ def collect(
 ) -> None:
     """Write execution data: one magnitude per channel, unit, head, token or tile of each layer.
 
-    Magnitudes are taken behind norm and activation, of every input in DATA.
+    Magnitudes are measured after norm and activation, for every input in DATA.
 
     \b
     Examples:
@@ -141,7 +142,7 @@ def collect(
     """
     check_output(output, suffixes=(".safetensors",))
     if plot is not None:
-        _check_plot(plot)
+        check_plot(plot)
     with progress("loading") as step:
         from demask.cli.read_inputs import read_inputs
         from demask.cli.read_network import NetworkFile, read_network
@@ -153,23 +154,23 @@ def collect(
         if sliced and model.suffix != ".demask":
             raise BadInput(f"--memory reads weights from a .demask file, got {model}; write one "
                            f"with: demask slim {model} -o model.demask")  # fmt: skip
-        given = (
+        network = (
             NetworkFile(outline(model).slim, ())
             if sliced
             else read_network(model, sizes, inputs, static, fix)
         )
-        calls = read_inputs(data, given, batch)
-        network: Any = model if sliced else given.model
-        found = collected(network, calls, per=per, memory=memory, measure=measure,
+        calls = read_inputs(data, network, batch)
+        source: Any = model if sliced else network.model
+        collection = collected(source, calls, per=per, memory=memory, measure=measure,
                           source=str(data.name), progress=step)  # fmt: skip
         step("writing")
-        found.save(output)
+        collection.save(output)
         if plot is not None:
-            found.plot(plot)
-    rows = {name: m.mean(0).tolist() for name, m in found.magnitudes.items()}
-    written = {"output": str(output), "per": per, "source": found.source, "mean": rows}
-    show(f"{found}\nwritten to {output}", written | {"slices": found.slices, "held": found.held},
-         as_json)  # fmt: skip
+            collection.plot(plot)
+    rows = {name: m.mean(0).tolist() for name, m in collection.magnitudes.items()}
+    written = {"output": str(output), "per": per, "source": collection.source, "mean": rows}
+    written |= {"slices": collection.slices, "held": collection.held}
+    show(f"{collection}\nwritten to {output}", written, as_json)
 
 
 @app.command()
@@ -192,8 +193,8 @@ def explain(
 ) -> None:
     """Print what conditions would gain and lose for MODEL on this machine, and what not to use.
 
-    Predicted from the weights that each would read and this machine's bandwidths, which are
-    measured once and kept; losses are measured on DATA.
+    Gains are predicted from the weights that each condition reads and this machine's bandwidths,
+    which are measured once and stored; losses are measured on DATA.
 
     \b
     Example:
@@ -205,11 +206,11 @@ def explain(
         from demask.pilot.explain import explain as explained
 
         import_modules(imports)
-        given = read_network(model, sizes, inputs, static, fix)
-        calls = read_inputs(data, given, batch)
+        network = read_network(model, sizes, inputs, static, fix)
+        calls = read_inputs(data, network, batch)
         step("predicting")
-        found = explained(given.module, calls, threads=threads, loss=loss)
-    show(found, found.to_dict(), as_json)
+        explanation = explained(network.module, calls, threads=threads, loss=loss)
+    show(explanation, explanation.to_dict(), as_json)
 
 
 @app.command()
@@ -229,14 +230,14 @@ def condition(
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="Inputs to decide and time with, as of compare; default: random ones."),
+        typer.Option(help="Inputs to decide and time with, as for compare; default: random ones."),
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Also write the result: .demask, where it can be."),
     ] = None,
     unchecked: Annotated[
-        bool, typer.Option("--unchecked", help="Take it although it may be slower than MODEL.")
+        bool, typer.Option("--unchecked", help="Return it even if it may be slower than MODEL.")
     ] = False,
     as_json: Json = False,
     imports: Imports = None,
@@ -245,11 +246,11 @@ def condition(
     static: Static = False,
     fix: Fix = None,
 ) -> None:
-    """Condition MODEL, time it beside MODEL, and print what is done at each layer, and why.
+    """Condition MODEL, time it against MODEL, and print what is done at each layer, and why.
 
-    Where the conditioned network may be slower, it says so and stays as it is, unless --unchecked.
-    Networks that hold a run of their own (a pilot, a queue) cannot be written: make them in Python
-    with demask.pilot.condition.
+    Where the conditioned network may be slower, MODEL stays unchanged, unless --unchecked. Networks
+    that run more than one graph (a pilot, a queue) cannot be written: use demask.pilot.condition in
+    Python.
 
     \b
     Example:
@@ -262,35 +263,27 @@ def condition(
         from demask.cli.read_inputs import read_inputs
         from demask.cli.read_network import read_network
         from demask.graph.result.demasked_module import Demasked
-        from demask.pilot import condition as conditioned
+        from demask.pilot import condition as apply
 
         import_modules(imports)
-        given = read_network(model, sizes, inputs, static, fix)
+        network = read_network(model, sizes, inputs, static, fix)
         step("conditioning")
-        example = given.example if data is None else read_inputs(data, given, 1)[0]
-        made: Any = conditioned(given.module, example, pilot=pilot, condition=condition,
+        example = network.example if data is None else read_inputs(data, network, 1)[0]
+        conditioned: Any = apply(network.module, example, pilot=pilot, condition=condition,
                                 check=not unchecked)  # fmt: skip
         if output is not None:
-            if not isinstance(made, Demasked):
+            if not isinstance(conditioned, Demasked):
                 raise BadInput(
-                    f"{condition} gives a module that no file holds; leave --output out, and make "
-                    "it in Python with demask.pilot.condition"
+                    f"{condition} returns a module that cannot be written; leave --output out, or "
+                    "use demask.pilot.condition in Python"
                 )
             step("writing")
-            demask.save(made, output)
-    about: Any = made.conditioned
+            demask.save(conditioned, output)
+    about: Any = conditioned.conditioned
     rows = [decision._asdict() for decision in about.decisions]
     said = {"condition": condition, "pilot": about.pilot, "exact": about.exact, "decisions": rows}
     words = f"\nwritten to {output}" if output is not None else ""
     show(f"{about}{words}", said | ({"output": str(output)} if output else {}), as_json)
-
-
-def _check_plot(path: Path) -> None:
-    """Raise BadInput now if no picture could be drawn to `path` after the work."""
-    from demask.pilot.data.draw import SUFFIXES, check_installed
-
-    check_output(path, SUFFIXES)
-    check_installed()
 
 
 __all__ = ["app"]

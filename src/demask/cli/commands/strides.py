@@ -1,4 +1,4 @@
-"""`demask lower` and `demask raise`: strides for targets that have none, and back."""
+"""`demask lower` and `demask raise`: remove strided convolutions for a target, and restore them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from demask.cli.options import (
     import_modules,
     plain,
     show,
-    written,
+    verify_and_write,
 )
 from demask.cli.progress import progress
 
@@ -49,9 +49,9 @@ def lower(
 ) -> None:
     """Write MODEL without strided convolutions, for a target that has none.
 
-    Each becomes a convolution of stride 1 and the cheapest form that keeps what the stride would
-    have made, of those that the target has and that are sound for the layer; where none is, every
-    form's reason is said. The result is checked against MODEL before anything is written.
+    Each becomes a convolution of stride 1 and the cheapest subsampling that the target has and that
+    is exact for the layer; where there is none, the reason of every form is printed. The result is
+    checked against MODEL before anything is written.
 
     \b
     Examples:
@@ -64,10 +64,10 @@ def lower(
         from demask.stride import lower
 
         import_modules(imports)
-        given = read_network(model, sizes, inputs, static or "inner", fix)
+        network = read_network(model, sizes, inputs, static or "inner", fix)
         step("lowering")
-        result = lower(given.model, given.args, target=target)
-        _finish(given, result, output, step, as_json)
+        result = lower(network.model, network.args, target=target)
+        _finish(network, result, output, step, as_json)
 
 
 def raise_strides(
@@ -80,7 +80,7 @@ def raise_strides(
     static: Static = False,
     fix: Fix = None,
 ) -> None:
-    """Write MODEL with strided convolutions in place of those that are subsampled behind.
+    """Write MODEL with strided convolutions in place of those that are subsampled afterwards.
 
     A slice, a pool of single positions, or a mask and a pool becomes the stride of the convolution
     before it, through pointwise layers, norms, joins and sums. The result is checked against MODEL
@@ -96,14 +96,14 @@ def raise_strides(
         from demask.stride import raise_strides
 
         import_modules(imports)
-        given = read_network(model, sizes, inputs, static or "inner", fix)
+        network = read_network(model, sizes, inputs, static or "inner", fix)
         step("raising strides")
-        result = raise_strides(given.model, given.args)
-        _finish(given, result, output, step, as_json)
+        result = raise_strides(network.model, network.args)
+        _finish(network, result, output, step, as_json)
 
 
-def _finish(given: Any, result: Any, output: Path, step: Any, as_json: bool) -> None:
-    verification = written(given, result, output, step)
+def _finish(network: Any, result: Any, output: Path, step: Any, as_json: bool) -> None:
+    verification = verify_and_write(network, result, output, step)
     notes = list(result.demasked.notes)
     words = f"largest difference {verification.max_abs:.2g} in {verification.dtype}"
     text = "\n".join([*notes, f"written to {output} ({words})"])

@@ -1,4 +1,4 @@
-"""`demask demo`: a pruned network beside what demask makes of it, measured on this machine."""
+"""`demask demo`: a pruned network and its demasked version, measured on this machine."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class DemoNetwork:
 
 @dataclass(frozen=True, slots=True)
 class Demo:
-    """What the demo found: its three contenders by name, the report, and the machine in words."""
+    """Results of the demo: three contenders by name, the report, and the machine in words."""
 
     contenders: Mapping[str, DemoNetwork]
     report: Report
