@@ -262,7 +262,7 @@ def test_inspect_tells_what_an_entry_would_free(run, tmp_path, model, frees):
         "frees": frees,
     }
     row = next(line.split() for line in text.splitlines() if line.startswith(" aten.cumsum"))
-    assert " ".join(row) == f"aten.cumsum 1 {gap['kept']} at most {frees} parameters"
+    assert " ".join(row) == f"aten.cumsum 1 {gap['slices']} at most {frees} parameters"
     assert max(map(len, text.splitlines())) <= 100
 
 
