@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import inspect
 import json
 from pathlib import Path
 
 import pytest
 
 import demask
-from architecture.measures import MEASURES, PRIVATE, Source, measured, sources
+from architecture.measures import MEASURES, PRIVATE, WORDS, Source, measured, sources
 
 COUNTS = Path(__file__).with_name("counts.json")
+ROOT = Path(__file__).parents[2]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]
+PUBLIC = ("demask", "demask.ops", "demask.sparse", "demask.traverse", "demask.stride",
+          "demask.pilot", "demask.report")  # fmt: skip
 # Per measure: files that do what it counts, by name in a package of their own.
 PLANTED: dict[str, dict[str, str]] = {
     "file_cycles": {"ops/a.py": "from demask.ops import b", "ops/b.py": "import demask.ops.a"},
@@ -106,3 +112,24 @@ def test_the_facade_names_no_modules(tmp_path: Path) -> None:
 )
 def test_which_names_are_private(text: str, private: bool) -> None:
     assert bool(PRIVATE.search(text)) == private
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_are_in_plain_words(page: Path) -> None:
+    lines = enumerate(page.read_text().splitlines(), 1)
+    banned = [f"{number}: {word[0]}" for number, line in lines for word in WORDS.finditer(line)]
+    assert not banned
+
+
+def public_objects(module: str) -> dict[str, object]:
+    """The classes and functions that a module of the package offers."""
+    home = importlib.import_module(module)
+    values = {name: getattr(home, name) for name in home.__all__}
+    return {name: value for name, value in values.items() if callable(value)
+            and not inspect.ismodule(value)}  # fmt: skip
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_public_names_have_an_example(module: str) -> None:
+    objects = public_objects(module).items()
+    assert not [name for name, value in objects if ">>> " not in (inspect.getdoc(value) or "")]
