@@ -18,8 +18,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "networks.json"
 HEAD = """# Networks and masks
 
 What is left of each network's parameters after `demask`, in %, for each kind of mask. Networks and
-weights are random, small for transformers (two layers, width 32); what goes depends on where they
-hold their parameters, so rows are for reading along, not for comparing. One demask per cell, with
+weights are random, small for transformers (two layers, width 32); what is removed depends on where
+they have their parameters, so rows are for reading along, not for comparing. One demask per cell, with
 the batch dynamic, and the length of texts or the size of images where the network has one of its
 own choice; the result is compared with the original at other batches and sizes. *Error*: the
 largest difference in any cell relative to the largest output, in float64 (at most 1e-10; † where
@@ -80,11 +80,11 @@ def cell(line: Line | None) -> str:
 
 def worst(lines: Iterable[Line]) -> str:
     """The largest error; with a dagger where a narrower type is allowed for."""
-    found = [line for line in lines if "error" in line]
-    if not found:
+    tested = [line for line in lines if "error" in line]
+    if not tested:
         return ""
-    dagger = " †" if any(line["allowed"] > 1e-10 for line in found) else ""
-    return f"{max(line['error'] for line in found):.0e}{dagger}"
+    dagger = " †" if any(line["allowed"] > 1e-10 for line in tested) else ""
+    return f"{max(line['error'] for line in tested):.0e}{dagger}"
 
 
 def forms(lines: dict[str, Line], masks: Sequence[str]) -> str:
@@ -102,8 +102,8 @@ def forms(lines: dict[str, Line], masks: Sequence[str]) -> str:
 
 def columns(lines: Sequence[Line], known: dict[str, str]) -> list[str]:
     """The masks that lines have, those with words first."""
-    found = {line["mask"] for line in lines}
-    return [m for m in known if m in found] + sorted(found - known.keys())
+    masks = {line["mask"] for line in lines}
+    return [m for m in known if m in masks] + sorted(masks - known.keys())
 
 
 def table(lines: Sequence[Line], masks: Sequence[str]) -> str:
@@ -116,9 +116,9 @@ def table(lines: Sequence[Line], masks: Sequence[str]) -> str:
     rows = [["network", *(mask.replace("_", " ") for mask in masks), *last]]
     rows += [["---"] + ["--:"] * (len(masks) + 1) + ["---"] * formed]
     for name in sorted(named):
-        found = named[name]
-        row = [name, *(cell(found.get(mask)) for mask in masks), worst(found.values())]
-        rows.append([*row, forms(found, masks)] if formed else row)
+        by_mask = named[name]
+        row = [name, *(cell(by_mask.get(mask)) for mask in masks), worst(by_mask.values())]
+        rows.append([*row, forms(by_mask, masks)] if formed else row)
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
@@ -144,8 +144,8 @@ def section(suite: str, lines: Sequence[Line]) -> str:
 
 def page(lines: Sequence[Line]) -> str:
     """The whole page, from the results of tests."""
-    found = {line["suite"] for line in lines}
-    suites = [s for s in SUITES if s in found] + sorted(found - SUITES.keys())
+    names = {line["suite"] for line in lines}
+    suites = [s for s in SUITES if s in names] + sorted(names - SUITES.keys())
     sections = [section(s, [line for line in lines if line["suite"] == s]) for s in suites]
     return "\n".join([HEAD, *(f"{text}\n" for text in sections)])
 

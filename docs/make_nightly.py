@@ -1,7 +1,7 @@
 """Writes docs/nightly.md from what `make nightly` left in build/nightly: `python
 docs/make_nightly.py`.
 
-One file per run (`1-of-6.xml`, in JUnit's format) and, beside it, the commit (`1-of-6.commit`).
+One file per run (`1-of-6.xml`, in JUnit's format), with its commit (`1-of-6.commit`).
 Files named `again*.xml` are of tests that were run again, at a later commit.
 """
 
@@ -27,7 +27,7 @@ HEAD = """# The slow suites, run to their end
 `make nightly SHARD=k/n` runs a part of the tests that take too long for every push: all networks of
 torchvision, transformers' architectures, pretrained files, thousands of random networks, every node
 test of ONNX, both laws on many draws, the GPU kernels in an interpreter. Written by
-`python docs/make_nightly.py` from what it leaves behind.
+`python docs/make_nightly.py` from the files that it writes.
 
 """
 
@@ -86,10 +86,10 @@ def _tests(suite: ElementTree.Element) -> Iterator[Test]:
         yield Test(file, case.attrib["name"], outcome, seconds, reason)
 
 
-def page(found: list[Run]) -> str:
+def page(runs: list[Run]) -> str:
     """The page of the documentation."""
-    shards = [run for run in found if not run.name.startswith("again")]
-    again = {(t.file, t.name): (run, t) for run in found if run not in shards for t in run.tests}
+    shards = [run for run in runs if not run.name.startswith("again")]
+    again = {(t.file, t.name): (run, t) for run in runs if run not in shards for t in run.tests}
     text = HEAD + f"{machine()}; two tests at a time.\n\n## Shards\n\n"
     if missing := _missing(shards):
         text += f"Not run to their end since tests are dealt out anew: {missing}.\n\n"

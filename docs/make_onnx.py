@@ -62,8 +62,8 @@ for network in (net, slim):
 ```
 
 - The module takes the file's inputs by position, in the file's order, and returns its one output or
-  a tuple of them. Text comes and goes as NumPy arrays of strings, sequences as lists, an optional
-  value that is not there as `None`.
+  a tuple of them. Text is passed as NumPy arrays of strings, sequences as lists, a missing
+  optional value as `None`.
 - Float initializers become parameters, so that `state_dict`, pruning and training work as on any
   module. These become buffers, which nothing trains: initializers of integers or booleans, those
   without axes, the statistics of batch norms, the bounds of `Clip`, what quantized ops read, and
@@ -72,13 +72,13 @@ for network in (net, slim):
   value, and is no argument.
 - `demask.from_onnx("speech.onnx", inputs={{"rate": 16000}})` puts constants (numbers, lists,
   arrays) in place of inputs; the module takes the others, and a file written of it has no such
-  input. So an `If` or a `Loop` goes away whose condition or count is the value of an input.
+  input. This removes an `If` or a `Loop` whose condition or count is an input.
 - Arithmetic on shapes (`Shape`, `Gather`, `Concat`, `Reshape`) is done on sizes, without tensors.
   Sizes that the file names therefore stay dynamic in `demask()`, where the network allows it; the
   report says which were fixed.
 - `to_onnx` takes any module with example inputs, or a demasked one without. A network that came
   from an ONNX file keeps the names of its inputs, outputs and dynamic sizes, and its metadata.
-  Weights of more than 2 GiB go to a file beside it.
+  Weights of more than 2 GiB are written to a second file next to it.
 - Before a file is written, `to_onnx` calls it and the network with the example, zeros, tiny (1e-9),
   large (1e4), negative and random numbers, in ONNX Runtime or in ONNX's reference implementation.
   Outputs may differ by 1e-5 of their largest value. Where they differ by more, every call of the
@@ -99,8 +99,8 @@ demask verify model.onnx slim.onnx
 ```
 
 The smallest file is not always the fastest. `slim` tries widths in multiples of 1, 4, 8 and 16,
-compares each candidate with the file given, calls both in turns in ONNX Runtime
-(`pip install 'demask[onnxruntime]'`), and writes the file as it was where nothing is faster.
+compares each candidate with the original file, calls both in turns in ONNX Runtime
+(`pip install 'demask[onnxruntime]'`), and writes the file unchanged if nothing is faster.
 Without the runtime it rounds widths up to 8.
 
 `--size` gives a dynamic size its number, in example inputs and in what is timed. Its name is the
@@ -118,7 +118,7 @@ fails in every runtime.
 
 ONNX Runtime on x86 without VNNI clips the sum of two products of `uint8` and `int8` to 16 bits.
 Which two are summed depends on how many channels there are: the demasked file may clip others than
-the file given. Weights of 7 bits (`reduce_range=True` in ONNX Runtime's tool) clip nothing.
+the original. Weights of 7 bits (`reduce_range=True` in ONNX Runtime's tool) clip nothing.
 
 ## What is refused
 
@@ -130,8 +130,8 @@ or value is skipped. Refused are
 - **op sets** newer than the installed onnx package knows. From op set 7 on, each is read as its
   version says. In older ones, nodes with attributes that are gone since (`broadcast`, `is_test`)
   are refused;
-- **damaged or planted files**: names made twice, cycles, tensors with fewer bytes than their sizes
-  ask for; and, as `demask.RefusedFile`, weights outside the file's folder, and functions or sizes
+- **damaged or planted files**: names defined twice, cycles, tensors with fewer bytes than
+  their sizes need; and, as `demask.RefusedFile`, weights outside the file's folder, and functions or sizes
   that would exhaust the machine.
 
 Some networks run as modules, and `demask()`, which needs `torch.export`, refuses them:
@@ -141,13 +141,13 @@ Some networks run as modules, and `demask()`, which needs `torch.export`, refuse
   the values of inputs decide, `torch.export` cannot record both.
 - **Text and sequences** as inputs of the file: `torch.export` takes tensors. Sequences inside are
   fine; as outputs they cannot be written as ONNX again.
-- **Boxes compared one by one** (`NonMaxSuppression`): cut the file in front of it
+- **Boxes compared one by one** (`NonMaxSuppression`): cut the file before it
   (`onnx.utils.extract_model`). Other sizes that values decide are fine (`NonZero`,
   `Compress`), with few exceptions (`Unique`).
 
 Random ops (`RandomNormal`, `Bernoulli`, `Dropout` in training mode, ...) draw from PyTorch's
 generator, which `torch.manual_seed` sets. A node's own `seed` is not followed: the standard does
-not say which numbers it stands for.
+not define which numbers it selects.
 """
 TESTS = """
 These are the tests that the ONNX package brings for each op. All are run by
@@ -169,10 +169,12 @@ PRINTED = """\
 def files() -> dict[tuple[str, str], str]:
     """The file of each op's entry, below demask/files/onnx/ops."""
     modules = [(name, module) for name, module in vars(ops).items() if hasattr(module, "OPS")]
-    found = {key: name for name, module in modules for key in module.OPS.entries}
-    if found.keys() != ENTRIES.keys() or not all(isinstance(m.OPS, Ops) for _, m in modules):
+    homes = {key: name for name, module in modules for key in module.OPS.entries}
+    if homes.keys() != ENTRIES.keys() or not all(
+        isinstance(m.OPS, Ops) for _, m in modules
+    ):
         raise ValueError("expected every entry of the table in one file below ops/")
-    return found | ELSEWHERE
+    return homes | ELSEWHERE
 
 
 def missing() -> str:

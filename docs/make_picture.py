@@ -15,7 +15,7 @@ import demask
 
 PATH = Path(__file__).parent / "before_after.svg"
 WIDTH, HEIGHT = 860, 560
-SIDE, GAP = 17, 3  # of the square that stands for a channel
+SIDE, GAP = 17, 3  # of the square of a channel
 INK, MUTED, LINE, PAPER = "#1f2933", "#6b7785", "#9aa5b1", "#ffffff"
 LIVE, CONSTANT, MASKED = "#2f6fb5", "#e3b341", "#e4e7eb"
 FONT = "font-family='Helvetica, Arial, sans-serif'"
@@ -24,7 +24,7 @@ FONT = "font-family='Helvetica, Arial, sans-serif'"
 @dataclass(frozen=True, slots=True)
 class Side:
     """One half of the picture: the channels at each place, with what each holds ("live",
-    "constant", "masked"), by their number in the network given."""
+    "constant", "masked"), by their number in the original."""
 
     title: str
     totals: str
@@ -48,7 +48,7 @@ def _sides() -> tuple[Side, Side]:
     cuts = slim.demasked.cuts
     rows = {name: list(cuts[f"{name}.weight"].kept[0] or ()) for name in "ab"}
     summed = list(cuts["c.weight"].kept[1] or ())
-    given = {
+    before = {
         name: [(k, "live" if k in rows[name] else "masked") for k in range(8)] for name in "ab"
     }
     shifted = [
@@ -56,13 +56,13 @@ def _sides() -> tuple[Side, Side]:
         for k in range(8)
     ]
     total = [(k, "live" if k in summed else "constant") for k in range(8)]
-    after = {name: [(k, "live") for k in kept] for name, kept in {**rows, "sum": summed}.items()}
+    after = {name: [(k, "live") for k in live] for name, live in {**rows, "sum": summed}.items()}
     texts = [
         f"{sizes.parameters:,} parameters, {sizes.macs // len(images):,} products per image"
         for sizes in (report.before, report.after)
     ]
     return (
-        Side("masked", texts[0], {**given, "norm": shifted, "sum": total}, False),
+        Side("masked", texts[0], {**before, "norm": shifted, "sum": total}, False),
         Side("demasked", texts[1], {**after, "norm": after["a"]}, True),
     )
 

@@ -26,11 +26,11 @@ One entry per ATen op: how the axes of its outputs depend on the axes of its inp
 
 - *kind*: follows from the line, and from how a known value is filled in; nobody declares it.
   *contract* sums products, *mix* averages by weights that come from products (attention), *reduce*
-  and *complete* need whole axes, *window* slides, *recur* reads back what it made a step before,
+  and *complete* need whole axes, *window* slides, *recur* reads its own output of the step before,
   *move* computes nothing, *create* reads no value.
-- *line*: where an entry's line is a function of the call (marked *f*), the one spelled for its
+- *line*: where an entry's line is a function of the call (marked *f*), the one for its
   first law case.
-- *fill*: how the value of a known output is found.
+- *fill*: how the value of a known output is computed.
 - *columns*: what else the entry states; a name alone means a function of the call.
 - *cases*: the calls on which both laws are tested, each with many drawn masks.
 
@@ -69,20 +69,20 @@ def line(entry: Entry, node: fx.Node) -> str:
     """The line for a call, with the sizes that no operand shows."""
     if isinstance(entry.line, str):
         return f"`{entry.line}`"
-    found = entry.line(node)
-    if isinstance(found, Declined):
-        raise ValueError(f"the first case of {node.target} has no line: {found.text}")
-    text = found.line if isinstance(found, SizedLine) else found
+    result = entry.line(node)
+    if isinstance(result, Declined):
+        raise ValueError(f"the first case of {node.target} has no line: {result.text}")
+    text = result.line if isinstance(result, SizedLine) else result
     return f"`{' '.join(text.split())}` *f*"
 
 
 def columns(entry: Entry) -> str:
-    """The columns that an entry sets, beside line, fill and cases."""
+    """The columns that an entry sets, other than line, fill and cases."""
     plain = {f.name: f.default for f in fields(Entry) if f.default is not MISSING}
-    found = {name: getattr(entry, name) for name in SHOWN if getattr(entry, name) != plain[name]}
+    values = {name: getattr(entry, name) for name in SHOWN if getattr(entry, name) != plain[name]}
     texts = [
         name if callable(value) or value is True else f"{name}={value}"
-        for name, value in found.items()
+        for name, value in values.items()
     ]
     return ", ".join(texts).replace("'", "")
 
@@ -96,22 +96,22 @@ def row(name: str, entry: Entry) -> tuple[str, list[str]]:
     if isinstance(relation, Declined):
         raise ValueError(f"the first case of {name} is declined: {relation.text}")
     short = name.removeprefix("aten.")
-    made = kind(relation)
+    family = kind(relation)
     cases = str(len(entry.cases))
-    return made, [f"`{short}`", made, line(entry, node), entry.fill, columns(entry), cases]
+    return family, [f"`{short}`", family, line(entry, node), entry.fill, columns(entry), cases]
 
 
 def page() -> str:
     """The whole page, in the order of the table."""
-    made = [row(name, entry) for name, entry in TABLE.items()]
-    counts = Counter(word for word, _ in made)
+    rows = [row(name, entry) for name, entry in TABLE.items()]
+    counts = Counter(word for word, _ in rows)
     said = ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))
     lines = [["op (`aten.`)", "kind", "line", "fill", "columns", "cases"], ["---"] * 6]
-    lines += [cells for _, cells in made]
+    lines += [cells for _, cells in rows]
     body = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-    spelled = ", ".join(f"`{name.removeprefix('aten.')}`" for name in sorted(SPELLED))
+    others = ", ".join(f"`{name.removeprefix('aten.')}`" for name in sorted(SPELLED))
     module = "demask.graph.normalize.canonical_calls"
-    tail = f"SizedLine as others before the table is asked (`{module}`): {spelled}."
+    tail = f"Rewritten as other ops before the table is queried (`{module}`): {others}."
     return f"{HEAD}{len(TABLE)} entries: {said}.\n\n{body}\n\n{tail}\n"
 
 

@@ -1,9 +1,9 @@
 """Writes docs/traverse.jpg, a picture decoded from its latent in two ways, and how far each is off:
 `python docs/make_traverse_picture.py`.
 
-Left, tiles that are given some padding and are decoded each by itself; right, `demask.traverse`.
-Both are compared with the untiled network. The weights and the latent lie in shared/data beside the
-project; where they are not there, the script says so and leaves the picture as it is.
+Left, padded tiles that are decoded one by one; right, `demask.traverse`.
+Both are compared with the untiled network. The weights and the latent are in shared/data next
+to the project; where they are not there, the script says so and leaves the picture as it is.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ class Column:
     title: str
     words: str
     picture: Tensor
-    apart: Tensor
+    error: Tensor
     seams: tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def by_tiles(model: nn.Module, x: Tensor) -> Tensor:
     """Each tile decoded with its padding, which is cut off again."""
     height, width = x.shape[2:]
-    made = x.new_empty(1, 3, GROWS * height, GROWS * width)
+    canvas = x.new_empty(1, 3, GROWS * height, GROWS * width)
     for rows in spans(height):
         for columns in spans(width):
-            above, beside = padded(rows, height), padded(columns, width)
-            near = model(x[:, :, above, beside])
-            inner = pixels(rows, above.start), pixels(columns, beside.start)
-            made[:, :, pixels(rows), pixels(columns)] = near[:, :, *inner]
-    return made
+            above, left = padded(rows, height), padded(columns, width)
+            near = model(x[:, :, above, left])
+            inner = pixels(rows, above.start), pixels(columns, left.start)
+            canvas[:, :, pixels(rows), pixels(columns)] = near[:, :, *inner]
+    return canvas
 
 
 def spans(length: int) -> Iterator[slice]:
@@ -68,7 +68,7 @@ def spans(length: int) -> Iterator[slice]:
 
 
 def padded(span: slice, length: int) -> slice:
-    """Those that a tile is given: at the border of the image there are no more."""
+    """The padded positions of a tile: at the border of the image there are no more."""
     return slice(max(span.start - PADDING, 0), min(span.stop + PADDING, length))
 
 
@@ -92,14 +92,14 @@ def columns() -> tuple[Column, Column]:
     return tiles, _column(title, small(x), whole, (rows, ()))
 
 
-def _column(title: str, made: Tensor, whole: Tensor, seams: Any) -> Column:
-    apart = (made - whole).abs()
-    bits = [(y.clamp(0, 1) * 255).round() for y in (made, whole)]
+def _column(title: str, image: Tensor, whole: Tensor, seams: Any) -> Column:
+    error = (image - whole).abs()
+    bits = [(y.clamp(0, 1) * 255).round() for y in (image, whole)]
     changed = float((bits[0] != bits[1]).double().mean())
-    words = (f"difference from the untiled network: at most {float(apart.max()):.2g}; "
+    words = (f"difference from the untiled network: at most {float(error.max()):.2g}; "
              f"{100 * changed:.2g} % of the 8-bit values change")  # fmt: skip
-    picture = made[0].permute(1, 2, 0).clamp(0, 1)
-    return Column(title, words, picture[SHOWN], apart[0].amax(0)[SHOWN], seams)
+    picture = image[0].permute(1, 2, 0).clamp(0, 1)
+    return Column(title, words, picture[SHOWN], error[0].amax(0)[SHOWN], seams)
 
 
 def drawn(pair: tuple[Column, Column]) -> Figure:
@@ -109,7 +109,7 @@ def drawn(pair: tuple[Column, Column]) -> Figure:
     panels, colours = figure.subplots(2, 2), None
     for (top, bottom), column in zip(panels.T, pair, strict=True):
         top.imshow(column.picture.numpy())
-        colours = bottom.imshow(column.apart.numpy(), vmin=0, vmax=SCALE, cmap="inferno")
+        colours = bottom.imshow(column.error.numpy(), vmin=0, vmax=SCALE, cmap="inferno")
         _marked(top, column.seams)
         top.set_title(column.title, fontsize=11.5, color=INK, parse_math=False, pad=18)
         bottom.set_title(column.words, fontsize=11.5, color=INK, parse_math=False)
@@ -120,7 +120,7 @@ def drawn(pair: tuple[Column, Column]) -> Figure:
 
 
 def _marked(axes: Any, seams: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
-    """Marks beside the picture where parts meet: nothing is drawn over it."""
+    """Marks next to the picture where parts meet: nothing is drawn over it."""
     rows, columns = ([n - span.start for n in places if span.start < n < span.stop]
                      for span, places in zip(SHOWN, seams, strict=True))  # fmt: skip
     high, wide = (span.stop - span.start for span in SHOWN)

@@ -20,14 +20,14 @@ def ran(page: Path) -> str:
     """The text of a page with every text block as its python block prints it."""
     names: dict[str, object] = {}
 
-    def again(found: re.Match[str]) -> str:
+    def again(match: re.Match[str]) -> str:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
-            exec(compile(found["code"], page.name, "exec"), names)
-        if found["out"] is None:
-            return found[0]
+            exec(compile(match["code"], page.name, "exec"), names)
+        if match["out"] is None:
+            return match[0]
         lines = "\n".join(line.rstrip() for line in printed.getvalue().strip("\n").splitlines())
-        return f"```python\n{found['code']}```\n\n```text\n{lines}\n```\n"
+        return f"```python\n{match['code']}```\n\n```text\n{lines}\n```\n"
 
     return BLOCK.sub(again, page.read_text())
 
