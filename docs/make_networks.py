@@ -19,7 +19,7 @@ HEAD = """# Networks and masks
 
 What is left of each network's parameters after `demask`, in %, for each kind of mask. Networks and
 weights are random, small for transformers (two layers, width 32); what is removed depends on where
-they have their parameters, so rows are for reading along, not for comparing. One demask per cell, with
+they have their parameters, so rows are for reading, not for comparing. One demask per cell, with
 the batch dynamic, and the length of texts or the size of images where the network has one of its
 own choice; the result is compared with the original at other batches and sizes. *Error*: the
 largest difference in any cell relative to the largest output, in float64 (at most 1e-10; † where

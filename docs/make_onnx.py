@@ -131,8 +131,8 @@ or value is skipped. Refused are
   version says. In older ones, nodes with attributes that are gone since (`broadcast`, `is_test`)
   are refused;
 - **damaged or planted files**: names defined twice, cycles, tensors with fewer bytes than
-  their sizes need; and, as `demask.RefusedFile`, weights outside the file's folder, and functions or sizes
-  that would exhaust the machine.
+  their sizes need; and, as `demask.RefusedFile`, weights outside the file's folder, and functions
+  or sizes that would exhaust the machine.
 
 Some networks run as modules, and `demask()`, which needs `torch.export`, refuses them:
 
