@@ -299,17 +299,76 @@ def banned_sentences(files: list[Source]) -> int:
     return sum(bool(_WORDS.search(text)) for s in files for text in (*s.strings(), *s.comments()))
 
 
+_EMPTY = {"{}", "[]", "dict()", "list()", "set()", "Counter()", "WeakKeyDictionary()",
+          "WeakValueDictionary()", "OrderedDict()", "local()"}  # fmt: skip
+
+
 def module_state(files: list[Source]) -> int:
-    """Names of modules that are bound to empty containers, which are filled later."""
-    empty = {"{}", "[]", "dict()", "list()", "set()", "Counter()", "WeakKeyDictionary()",
-             "WeakValueDictionary()", "OrderedDict()"}  # fmt: skip
+    """Names of modules that are bound to what is filled or changed later: an empty container, or an
+    object of one of the package's classes that holds state."""
+    classes = {f"{s.name}.{node.name}": (s, node) for s in files for node in s.tree.body
+               if isinstance(node, ast.ClassDef)}  # fmt: skip
 
-    def is_state(node: ast.stmt) -> bool:
+    def class_of(source: Source, value: ast.expr) -> tuple[Source, ast.ClassDef] | None:
+        """The class that a name, such as `TensorCache` or `cache.TensorCache`, has in a file."""
+        value = value.value if isinstance(value, ast.Subscript) else value
+        first, _, rest = ast.unparse(value).partition(".")
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    if first == (alias.asname or alias.name):
+                        first = f"{node.module}.{alias.name}"
+        name = f"{first}.{rest}".rstrip(".")
+        return classes.get(name) or classes.get(f"{source.name}.{name}")
+
+    def holds_state(source: Source, node: ast.ClassDef) -> bool:
+        above = (class_of(source, base) for base in node.bases)
+        return _changes_itself(node) or any(holds_state(*base) for base in above if base)
+
+    def is_state(source: Source, node: ast.stmt) -> bool:
         value = getattr(node, "value", None)
-        text = ast.unparse(value).rpartition(".")[2] if value is not None else ""
-        return isinstance(node, (ast.Assign, ast.AnnAssign)) and text in empty
+        if value is None or not isinstance(node, (ast.Assign, ast.AnnAssign)):
+            return False
+        if ast.unparse(value).rpartition(".")[2] in _EMPTY:
+            return True
+        found = class_of(source, value.func) if isinstance(value, ast.Call) else None
+        return found is not None and holds_state(*found)
 
-    return sum(is_state(node) for s in files for node in s.tree.body)
+    return sum(is_state(s, node) for s in files for node in s.tree.body)
+
+
+_CHANGES = {"add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem",
+            "remove", "setdefault", "update"}  # fmt: skip
+
+
+def _changes_itself(node: ast.ClassDef) -> bool:
+    """Is an object of a class changed after it is built: do methods change its attributes, or is it
+    built with an empty container that others can reach? (A private one is the methods' alone.)"""
+    for part in ast.walk(node):
+        if isinstance(part, ast.keyword) and part.arg == "default_factory":
+            return True
+        if isinstance(part, (ast.Assign, ast.AnnAssign)) and part.value is not None:
+            targets = part.targets if isinstance(part, ast.Assign) else [part.target]
+            texts = {ast.unparse(v).rpartition(".")[2] for v in _each(part.value)}
+            if texts & _EMPTY and any(re.match(r"self\.[^_]", ast.unparse(to))
+                                      for target in targets for to in _each(target)):  # fmt: skip
+                return True
+    constructors = ("__init__", "__new__", "__post_init__")
+    later = [item for item in node.body if isinstance(item, FUNCTIONS)
+             and item.name not in constructors]  # fmt: skip
+    return any(_is_change(part) for item in later for part in ast.walk(item))
+
+
+def _is_change(node: ast.AST) -> bool:
+    """Does a node of a method change an attribute of the object, or a container that it has?"""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.func.attr in _CHANGES and ast.unparse(node.func.value).startswith("self.")
+    stored = isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load)
+    return stored and ast.unparse(node).startswith("self.")
+
+
+def _each(node: ast.expr) -> list[ast.expr]:
+    return node.elts if isinstance(node, ast.Tuple) else [node]
 
 
 MEASURES: dict[str, Callable[[list[Source]], int]] = {
