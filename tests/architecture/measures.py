@@ -68,6 +68,11 @@ class Source:
     def tree(self) -> ast.Module:
         return ast.parse(self.text)
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of the tree."""
+        return list(ast.walk(self.tree))
+
     @property
     def part(self) -> str:
         """The part of the package that it belongs to: "shrink"."""
@@ -79,23 +84,26 @@ class Source:
         """Its name in the package: "shrink.demask"."""
         return self.name.partition(".")[2]
 
-    def imports(self) -> Iterator[str]:
+    @cached_property
+    def imports(self) -> list[str]:
         """Modules of the package that it imports, wherever it does."""
-        for node in ast.walk(self.tree):
+        found = []
+        for node in self.nodes:
             if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                yield node.module
-                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+                found.append(node.module)
+                found += [f"{node.module}.{alias.name}" for alias in node.names]
             elif isinstance(node, ast.Import):
-                yield from (alias.name for alias in node.names)
+                found += [alias.name for alias in node.names]
+        return found
 
-    def comments(self) -> Iterator[str]:
-        for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
-            if token.type == tokenize.COMMENT:
-                yield token.string
+    @cached_property
+    def comments(self) -> list[str]:
+        tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
+        return [token.string for token in tokens if token.type == tokenize.COMMENT]
 
     def names(self) -> Iterator[str]:
         """What it defines: functions, classes, parameters, variables."""
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
                 yield node.name
             elif isinstance(node, ast.arg):
@@ -104,7 +112,7 @@ class Source:
                 yield node.id
 
     def strings(self) -> Iterator[str]:
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield node.value
 
@@ -123,7 +131,7 @@ def sources(root: Path) -> list[Source]:
 def _edges(files: list[Source]) -> dict[str, set[str]]:
     """Which file imports which."""
     known = {source.name for source in files}
-    return {s.name: {name for name in s.imports() if name in known} - {s.name} for s in files}
+    return {s.name: {name for name in s.imports if name in known} - {s.name} for s in files}
 
 
 def _cycles(edges: dict[str, set[str]]) -> list[set[str]]:
@@ -210,7 +218,7 @@ def literal_op_sets(files: list[Source]) -> int:
         return sum(map(is_op, node.keys if isinstance(node, ast.Dict) else node.elts))  # type: ignore[attr-defined]
 
     return sum(ops(node) > 1 and not _is_rule_table(s, node) for s in files if s.part != "ops"
-               for node in ast.walk(s.tree) if isinstance(node, kinds))  # fmt: skip
+               for node in s.nodes if isinstance(node, kinds))  # fmt: skip
 
 
 def _is_rule_table(source: Source, node: ast.AST) -> bool:
@@ -221,7 +229,7 @@ def _is_rule_table(source: Source, node: ast.AST) -> bool:
     names = {"self"}.union(*(
         {item.name} if isinstance(item, FUNCTIONS)
         else {alias.asname or alias.name for alias in item.names}
-        for item in ast.walk(source.tree) if isinstance(item, (*FUNCTIONS, ast.ImportFrom))
+        for item in source.nodes if isinstance(item, (*FUNCTIONS, ast.ImportFrom))
     ))  # fmt: skip
 
     def is_function(value: ast.expr) -> bool:
@@ -235,20 +243,20 @@ def _is_rule_table(source: Source, node: ast.AST) -> bool:
 
 def table_imports(files: list[Source]) -> int:
     """Files that import the table of ops itself instead of being given one."""
-    return sum(any(name.endswith(".TABLE") for name in s.imports()) for s in files
+    return sum(any(name.endswith(".TABLE") for name in s.imports) for s in files
                if s.part != "ops")  # fmt: skip
 
 
 def repeated_classes(files: list[Source]) -> int:
     """Names that more than one class has."""
-    names = Counter(node.name.lstrip("_") for s in files for node in ast.walk(s.tree)
+    names = Counter(node.name.lstrip("_") for s in files for node in s.nodes
                     if isinstance(node, ast.ClassDef))  # fmt: skip
     return sum(count > 1 for count in names.values())
 
 
 def ignored_types(files: list[Source]) -> int:
     """Comments that silence the type checker."""
-    return sum("type: ignore" in comment for s in files for comment in s.comments())
+    return sum("type: ignore" in comment for s in files for comment in s.comments)
 
 
 def full_folders(files: list[Source]) -> int:
@@ -286,7 +294,7 @@ def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 def _functions(files: list[Source]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     for source in files:
-        yield from (node for node in ast.walk(source.tree) if isinstance(node, FUNCTIONS))
+        yield from (node for node in source.nodes if isinstance(node, FUNCTIONS))
 
 
 def banned_names(files: list[Source]) -> int:
@@ -296,7 +304,7 @@ def banned_names(files: list[Source]) -> int:
 
 def banned_sentences(files: list[Source]) -> int:
     """Strings (docstrings, messages) and comments with such words."""
-    return sum(bool(_WORDS.search(text)) for s in files for text in (*s.strings(), *s.comments()))
+    return sum(bool(_WORDS.search(text)) for s in files for text in (*s.strings(), *s.comments))
 
 
 _EMPTY = {"{}", "[]", "dict()", "list()", "set()", "Counter()", "WeakKeyDictionary()",
@@ -313,7 +321,7 @@ def module_state(files: list[Source]) -> int:
         """The class that a name, such as `TensorCache` or `cache.TensorCache`, has in a file."""
         value = value.value if isinstance(value, ast.Subscript) else value
         first, _, rest = ast.unparse(value).partition(".")
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.ImportFrom):
                 for alias in node.names:
                     if first == (alias.asname or alias.name):
