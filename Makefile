@@ -1,5 +1,6 @@
 # make demo     what demask does, on real images, on this machine
 # make test     lint, types, tests
+# make coverage the same tests, and which lines of the package they run: build/coverage
 # make nightly  the slow suites; SHARD=2/6 runs the second sixth of them, at most 40 minutes
 # make bench    the benchmarks, one after the other; their tables go to benchmarks/results
 #
@@ -21,7 +22,7 @@ SHARD ?= 1/1
 # Processes that tests start import what was compiled once, whatever the environment says.
 RUN := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
-.PHONY: demo test nightly bench clean
+.PHONY: demo test coverage nightly bench clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/demask demo
@@ -31,6 +32,9 @@ test: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(RUN) -n 2 --dist worksteal
+
+coverage: $(VENV)/dev.stamp
+	$(RUN) -n 2 --dist worksteal --cov=demask --cov-report=term:skip-covered --cov-report=html:build/coverage
 
 nightly: $(VENV)/dev.stamp $(VENV)/real.stamp
 	mkdir -p build/nightly && git rev-parse --short HEAD > build/nightly/$(subst /,-of-,$(SHARD)).commit

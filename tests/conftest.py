@@ -12,7 +12,18 @@ import torch
 
 from demask.failures import set_strict
 
-sys.path.insert(0, str(Path(__file__).parent))
+TESTS = Path(__file__).parent
+
+
+def folders() -> list[str]:
+    """Where tests import each other and what they share from: each folder that is no package, of
+    `tests` and below it."""
+    packages = {path.parent for path in TESTS.rglob("__init__.py")}
+    below = {path.parent for path in TESTS.rglob("*.py")} - packages
+    return [str(path) for path in sorted(below) if not packages & set(path.parents)]
+
+
+sys.path[:0] = folders()  # also in the processes that xdist starts: each loads this file first
 
 KEY = ("suite", "network", "mask")  # of a result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,35 @@ import pytest
 from golden import dump
 
 NAME = "micro/misaligned_residual"
+CONDITIONS = ("columns", "skip", "constant")
+SIMPLIFIERS = ("bits", "exponents", "rank", "channels", "downsample")
 
 
 def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*.txt"))
 
 
+@pytest.fixture
+def raised(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is raised while dumps are written, where they hold it as text."""
+    errors, attempted = list[str](), dump.attempted
+
+    def watched(make: Callable[[], str]) -> str:
+        def noted() -> str:
+            try:
+                return make()
+            except Exception as error:
+                errors.append(type(error).__name__)
+                raise
+
+        return attempted(noted)
+
+    monkeypatch.setattr(dump, "attempted", watched)
+    return errors
+
+
 def test_a_dump_is_the_same_twice_and_another_for_other_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: list[str]
 ) -> None:
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     for folder in (first, second):
@@ -27,8 +49,10 @@ def test_a_dump_is_the_same_twice_and_another_for_other_code(
     names = {Path(name).stem for name in files(first)}
     parts = {"graph", "code", "record", "report", "archive", "onnx", "own", "segments", "tape_0",
              "llvm", "candidate_0", "halo", "plan_64MiB", "raised", "instructions",
-             "simplified_bits", "conditioned_skip", "packets"}  # fmt: skip
+             "packets", "collected", *(f"conditioned_{how}" for how in CONDITIONS),
+             *(f"simplified_{how}" for how in SIMPLIFIERS)}  # fmt: skip
     assert parts <= names and not [name for name in names if name.endswith("_raised")]
+    assert raised == ["BudgetTooSmall"] * 2  # of plan_1MiB, in both: the network takes 9 MiB
 
     adapt = __import__("demask.shrink.emit.adapt", fromlist=["marked"])
     marked = adapt.marked

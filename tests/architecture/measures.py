@@ -69,6 +69,11 @@ class Source:
     def tree(self) -> ast.Module:
         return ast.parse(self.text)
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of the tree."""
+        return list(ast.walk(self.tree))
+
     @property
     def part(self) -> str:
         """The part of the package that it belongs to: "shrink"."""
@@ -80,23 +85,26 @@ class Source:
         """Its name in the package: "shrink.demask"."""
         return self.name.partition(".")[2]
 
-    def imports(self) -> Iterator[str]:
+    @cached_property
+    def imports(self) -> list[str]:
         """Modules of the package that it imports, wherever it does."""
-        for node in ast.walk(self.tree):
+        found = []
+        for node in self.nodes:
             if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                yield node.module
-                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+                found.append(node.module)
+                found += [f"{node.module}.{alias.name}" for alias in node.names]
             elif isinstance(node, ast.Import):
-                yield from (alias.name for alias in node.names)
+                found += [alias.name for alias in node.names]
+        return found
 
-    def comments(self) -> Iterator[str]:
-        for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
-            if token.type == tokenize.COMMENT:
-                yield token.string
+    @cached_property
+    def comments(self) -> list[str]:
+        tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
+        return [token.string for token in tokens if token.type == tokenize.COMMENT]
 
     def names(self) -> Iterator[str]:
         """What it defines: functions, classes, parameters, variables."""
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
                 yield node.name
             elif isinstance(node, ast.arg):
@@ -105,7 +113,7 @@ class Source:
                 yield node.id
 
     def strings(self) -> Iterator[str]:
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield node.value
 
@@ -124,7 +132,7 @@ def sources(root: Path) -> list[Source]:
 def _edges(files: list[Source]) -> dict[str, set[str]]:
     """Which file imports which."""
     known = {source.name for source in files}
-    return {s.name: {name for name in s.imports() if name in known} - {s.name} for s in files}
+    return {s.name: {name for name in s.imports if name in known} - {s.name} for s in files}
 
 
 def _cycles(edges: dict[str, set[str]]) -> list[set[str]]:
@@ -211,7 +219,7 @@ def literal_op_sets(files: list[Source]) -> int:
         return sum(map(is_op, node.keys if isinstance(node, ast.Dict) else node.elts))  # type: ignore[attr-defined]
 
     return sum(ops(node) > 1 and not _is_rule_table(s, node) for s in files if s.part != "ops"
-               for node in ast.walk(s.tree) if isinstance(node, kinds))  # fmt: skip
+               for node in s.nodes if isinstance(node, kinds))  # fmt: skip
 
 
 def _is_rule_table(source: Source, node: ast.AST) -> bool:
@@ -222,7 +230,7 @@ def _is_rule_table(source: Source, node: ast.AST) -> bool:
     names = {"self"}.union(*(
         {item.name} if isinstance(item, FUNCTIONS)
         else {alias.asname or alias.name for alias in item.names}
-        for item in ast.walk(source.tree) if isinstance(item, (*FUNCTIONS, ast.ImportFrom))
+        for item in source.nodes if isinstance(item, (*FUNCTIONS, ast.ImportFrom))
     ))  # fmt: skip
 
     def is_function(value: ast.expr) -> bool:
@@ -236,20 +244,20 @@ def _is_rule_table(source: Source, node: ast.AST) -> bool:
 
 def table_imports(files: list[Source]) -> int:
     """Files that import the table of ops itself instead of being given one."""
-    return sum(any(name.endswith(".TABLE") for name in s.imports()) for s in files
+    return sum(any(name.endswith(".TABLE") for name in s.imports) for s in files
                if s.part != "ops")  # fmt: skip
 
 
 def repeated_classes(files: list[Source]) -> int:
     """Names that more than one class has."""
-    names = Counter(node.name.lstrip("_") for s in files for node in ast.walk(s.tree)
+    names = Counter(node.name.lstrip("_") for s in files for node in s.nodes
                     if isinstance(node, ast.ClassDef))  # fmt: skip
     return sum(count > 1 for count in names.values())
 
 
 def ignored_types(files: list[Source]) -> int:
     """Comments that silence the type checker."""
-    return sum("type: ignore" in comment for s in files for comment in s.comments())
+    return sum("type: ignore" in comment for s in files for comment in s.comments)
 
 
 def full_folders(files: list[Source]) -> int:
@@ -287,7 +295,7 @@ def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 def _functions(files: list[Source]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     for source in files:
-        yield from (node for node in ast.walk(source.tree) if isinstance(node, FUNCTIONS))
+        yield from (node for node in source.nodes if isinstance(node, FUNCTIONS))
 
 
 def banned_names(files: list[Source]) -> int:
@@ -297,20 +305,79 @@ def banned_names(files: list[Source]) -> int:
 
 def banned_sentences(files: list[Source]) -> int:
     """Strings (docstrings, messages) and comments with such words."""
-    return sum(bool(WORDS.search(text)) for s in files for text in (*s.strings(), *s.comments()))
+    return sum(bool(WORDS.search(text)) for s in files for text in (*s.strings(), *s.comments))
+
+
+_EMPTY = {"{}", "[]", "dict()", "list()", "set()", "Counter()", "WeakKeyDictionary()",
+          "WeakValueDictionary()", "OrderedDict()", "local()"}  # fmt: skip
 
 
 def module_state(files: list[Source]) -> int:
-    """Names of modules that are bound to empty containers, which are filled later."""
-    empty = {"{}", "[]", "dict()", "list()", "set()", "Counter()", "WeakKeyDictionary()",
-             "WeakValueDictionary()", "OrderedDict()"}  # fmt: skip
+    """Names of modules that are bound to what is filled or changed later: an empty container, or an
+    object of one of the package's classes that holds state."""
+    classes = {f"{s.name}.{node.name}": (s, node) for s in files for node in s.tree.body
+               if isinstance(node, ast.ClassDef)}  # fmt: skip
 
-    def is_state(node: ast.stmt) -> bool:
+    def class_of(source: Source, value: ast.expr) -> tuple[Source, ast.ClassDef] | None:
+        """The class that a name, such as `TensorCache` or `cache.TensorCache`, has in a file."""
+        value = value.value if isinstance(value, ast.Subscript) else value
+        first, _, rest = ast.unparse(value).partition(".")
+        for node in source.nodes:
+            if isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    if first == (alias.asname or alias.name):
+                        first = f"{node.module}.{alias.name}"
+        name = f"{first}.{rest}".rstrip(".")
+        return classes.get(name) or classes.get(f"{source.name}.{name}")
+
+    def holds_state(source: Source, node: ast.ClassDef) -> bool:
+        above = (class_of(source, base) for base in node.bases)
+        return _changes_itself(node) or any(holds_state(*base) for base in above if base)
+
+    def is_state(source: Source, node: ast.stmt) -> bool:
         value = getattr(node, "value", None)
-        text = ast.unparse(value).rpartition(".")[2] if value is not None else ""
-        return isinstance(node, (ast.Assign, ast.AnnAssign)) and text in empty
+        if value is None or not isinstance(node, (ast.Assign, ast.AnnAssign)):
+            return False
+        if ast.unparse(value).rpartition(".")[2] in _EMPTY:
+            return True
+        found = class_of(source, value.func) if isinstance(value, ast.Call) else None
+        return found is not None and holds_state(*found)
 
-    return sum(is_state(node) for s in files for node in s.tree.body)
+    return sum(is_state(s, node) for s in files for node in s.tree.body)
+
+
+_CHANGES = {"add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem",
+            "remove", "setdefault", "update"}  # fmt: skip
+
+
+def _changes_itself(node: ast.ClassDef) -> bool:
+    """Is an object of a class changed after it is built: do methods change its attributes, or is it
+    built with an empty container that others can reach? (A private one is the methods' alone.)"""
+    for part in ast.walk(node):
+        if isinstance(part, ast.keyword) and part.arg == "default_factory":
+            return True
+        if isinstance(part, (ast.Assign, ast.AnnAssign)) and part.value is not None:
+            targets = part.targets if isinstance(part, ast.Assign) else [part.target]
+            texts = {ast.unparse(v).rpartition(".")[2] for v in _each(part.value)}
+            if texts & _EMPTY and any(re.match(r"self\.[^_]", ast.unparse(to))
+                                      for target in targets for to in _each(target)):  # fmt: skip
+                return True
+    constructors = ("__init__", "__new__", "__post_init__")
+    later = [item for item in node.body if isinstance(item, FUNCTIONS)
+             and item.name not in constructors]  # fmt: skip
+    return any(_is_change(part) for item in later for part in ast.walk(item))
+
+
+def _is_change(node: ast.AST) -> bool:
+    """Does a node of a method change an attribute of the object, or a container that it has?"""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.func.attr in _CHANGES and ast.unparse(node.func.value).startswith("self.")
+    stored = isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load)
+    return stored and ast.unparse(node).startswith("self.")
+
+
+def _each(node: ast.expr) -> list[ast.expr]:
+    return node.elts if isinstance(node, ast.Tuple) else [node]
 
 
 MEASURES: dict[str, Callable[[list[Source]], int]] = {

@@ -72,6 +72,45 @@ def test_a_planted_violation_is_counted(measure: str, tmp_path: Path) -> None:
     assert measured(package(tmp_path / "planted", PLANTED[measure]))[measure] == 1
 
 
+CHANGING = "def add(self, x):\n        self.x = x"
+
+
+@pytest.mark.parametrize(
+    ("body", "line", "count"),
+    [
+        (CHANGING, "CACHE = Cache()", 1),
+        (CHANGING, "CACHE: Cache[int] = Cache()", 1),
+        (CHANGING, "CACHE = Cache[int]()", 1),
+        (CHANGING, "CACHE = a.Cache()", 1),
+        (CHANGING, "class Below(Cache): ...\nCACHE = Below()", 1),
+        ("def add(self, x):\n        self.x[0] = x", "CACHE = Cache()", 1),
+        ("def add(self, x):\n        self._x.append(x)", "CACHE = Cache()", 1),
+        (
+            "def __init__(self, x):\n        self._x = {}\n        self._x[0] = x",
+            "CACHE = Cache(2)",
+            0,
+        ),
+        ("def __init__(self):\n        self.lock, self.x = Lock(), {}", "CACHE = Cache()", 1),
+        ("x: list[int] = field(default_factory=list)", "CACHE = Cache()", 1),
+        ("def __init__(self, x):\n        self.x = x", "CACHE = Cache(2)", 0),
+        ("def sizes(self):\n        x = []\n        return x", "CACHE = Cache()", 0),
+        (CHANGING, "def f():\n    return Cache()", 0),
+        (CHANGING, "CACHE = other()", 0),
+        (CHANGING, "CACHE = threading.local()", 1),
+    ],
+)
+def test_objects_that_hold_state_are_module_state(
+    body: str, line: str, count: int, tmp_path: Path
+) -> None:
+    text = f"class Cache:\n    {body}\n"
+    imports = "from demask.ops import a\nfrom demask.ops.a import Cache\n"
+    files = {"ops/a.py": text, "graph/b.py": imports + line}
+    assert measured(package(tmp_path / "imported", files))["module_state"] == count
+    if "a." not in line:
+        files = {"ops/a.py": text + line}
+        assert measured(package(tmp_path / "own", files))["module_state"] == count
+
+
 @pytest.mark.parametrize(
     ("file", "value", "count"),
     [

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
 
 from demask.compat import fake_shapes
 from demask.compat.fake_shapes import shapes_only
@@ -45,6 +52,59 @@ def test_the_same_shapes_strides_and_types(dtype: torch.dtype) -> None:
         assert fake_shapes.get_fast_op_impls().keys() > before.keys()
         assert values(dtype) == expected
     assert fake_shapes.get_fast_op_impls() == before
+
+
+LAYOUTS: dict[str, Callable[[], Tensor]] = {
+    "rows": lambda: torch.randn(2, 3, 4, 5),
+    "channels last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "volumes, channels last": lambda: torch.randn(2, 3, 4, 5, 6).to(
+        memory_format=torch.channels_last_3d
+    ),
+    "permuted": lambda: torch.randn(4, 5, 2, 3).permute(2, 3, 0, 1),
+    "expanded": lambda: torch.randn(1, 3, 4, 5).expand(2, 3, 4, 5),
+    "every second column": lambda: torch.randn(2, 3, 4, 10)[..., ::2],
+}
+OURS = {"rows", "channels last", "volumes, channels last"}  # layouts that our kernels know
+
+
+def strides(op: Any, x: Tensor) -> list[str]:
+    """Shapes, strides and types of what a call makes of a fake tensor of dynamic batch."""
+    sizes = [DimDynamic.DYNAMIC, *[DimDynamic.STATIC] * (x.ndim - 1)]
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        fake = mode.from_tensor(x, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
+        outputs = op(fake, *(mode.from_tensor(value) for value in more(op)[:4]), *more(op)[4:])
+        return [f"{y.dtype} {y.shape} {y.stride()}" for y in listed(outputs)]
+
+
+def more(op: Any) -> tuple[Any, ...]:
+    """What else a call takes: statistics and parameters of a norm."""
+    if op is not fake_shapes._BATCH_NORM:
+        return ()
+    return torch.ones(3), torch.zeros(3), torch.zeros(3), torch.ones(3), 0.1, 1e-5
+
+
+def listed(outputs: Any) -> list[Tensor]:
+    return list(outputs) if isinstance(outputs, tuple) else [outputs]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("op", fake_shapes._FITS, ids=str)
+def test_values_are_laid_out_as_torch_does(
+    op: Any, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, fits, ours = LAYOUTS[layout](), fake_shapes._FITS[op], list[bool]()
+    expected = strides(op, x)
+
+    def watched(*args: Any) -> bool:
+        ours.append(fits(*args))
+        return ours[-1]
+
+    monkeypatch.setitem(fake_shapes._FITS, op, watched)
+    with shapes_only():
+        assert strides(op, x) == expected
+    assert ours[0] == (layout in OURS)
+    if layout in OURS:  # real values are laid out like this, too
+        assert listed(op(x, *more(op)))[0].stride() == x.stride()
 
 
 def test_other_threads_have_torchs_own() -> None:

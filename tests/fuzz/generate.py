@@ -8,8 +8,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fuzz.draft import Draft
-from fuzz.fills import FILLS
-from fuzz.layers import (
+from fuzz.program import Input, Program
+from fuzz.steps.fills import FILLS
+from fuzz.steps.layers import (
     LAYERS,
     batch_norm,
     block,
@@ -20,9 +21,8 @@ from fuzz.layers import (
     prelu,
     squeeze_excite,
 )
-from fuzz.plain import PLAIN, act, cat, in_place, join, pad, pool, split, upsample
-from fuzz.program import Input, Program
-from fuzz.sequences import SEQUENCES
+from fuzz.steps.plain import PLAIN, act, cat, in_place, join, pad, pool, split, upsample
+from fuzz.steps.sequences import SEQUENCES
 
 SHAPES = (
     (5, 7, 9),

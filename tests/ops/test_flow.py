@@ -60,6 +60,17 @@ def test_parts_of_composite_axes():
     assert follow(shuffled, 0, Part(2, 1, 3)) == Part(2, 2, 3)
 
 
+def test_of_a_part_of_several_letters_those_that_it_covers_go_on():
+    """Channels (group, channel): a group holds whole pairs, and pairs hold no whole channel."""
+    conv = bound(aten.conv1d.default, torch.zeros(2, 4, 9), torch.zeros(12, 2, 3), None,
+                 [1], [1], [1], 2)  # fmt: skip
+    assert conv.ins[1][0] == conv.outs[0][1] == ("g", "o")
+    assert follow(conv, 1, Part(0, inner=1, size=12)) == Part(1, 1, 12)
+    assert follow(conv, 1, Part(0, inner=2, size=6)) == Part(1, 6, 2)
+    assert follow(conv, 1, Part(0, inner=3, size=4)) == Part(1, 6, 2)
+    assert follow(conv, 1, Part(0, inner=4, size=3)) is None  # the second is of both groups
+
+
 def test_windows_need_the_whole_axis():
     pool = bound(aten.max_pool2d.default, torch.zeros(1, 2, 8, 6), [2, 2])
     assert follow(pool, 0, Part(2, 1, 8)) == Part(2, 1, 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import operator
 import pickle
 from pathlib import Path
@@ -19,7 +20,7 @@ import micro_recurrent  # noqa: F401  (their networks join MICROS)
 import micro_sequences  # noqa: F401
 from demask.graph.normalize.program_equality import difference
 from demask.graph.result.resize import renumber
-from demask.shrink.own_class import build as own_class
+from demask.numerics import compare
 from demask.shrink.pipeline import given, simplified
 from micro import MICROS, Micro
 from rounds import rounds
@@ -369,20 +370,68 @@ class Chaotic(nn.Module):
         return torch.sin(1e6 * self.b(F.relu(self.a(x))))
 
 
-def test_a_class_result_may_round_as_the_network_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def half_chaotic(dtype: torch.dtype) -> tuple[Chaotic, Tensor]:
+    """One with every second unit zero, and an example."""
     torch.manual_seed(0)
     net, x = Chaotic().eval(), torch.randn(5, 64)
     with torch.no_grad():
         net.a.weight[::2] = 0
         net.a.bias[::2] = 0
-    slim: Any = demask.demask(net, (x,))
-    assert type(slim) is Chaotic and slim.a.out_features == 128
-    assert (slim(x) - net(x)).abs().max() > 1e-4  # far beyond 64 ulps
+    return net.to(dtype), x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("result", ["class", "graph"])
+def test_a_result_may_round_as_the_network_does(result: Any, dtype: torch.dtype) -> None:
+    net, x = half_chaotic(dtype)
+    slim: Any = demask.demask(net, (x,), result=result)
+    assert slim.a.out_features == 128 and slim.demasked.form == result
+    ulps = compare(net(x), slim(x)).ulps()
+    assert ulps > 10_000  # far beyond 64
     wide, same = copy.deepcopy(net).double(), copy.deepcopy(slim).double()
     torch.testing.assert_close(same(x.double()), wide(x.double()), rtol=1e-7, atol=1e-7)
-    # A wrong tensor is no rounding, however the network rounds.
-    assign = own_class.assign
-    monkeypatch.setattr(own_class, "assign", lambda copy_, name, tensor: assign(
-        copy_, name, nn.Parameter(tensor + 1e-3) if name == "b.bias" else tensor))  # fmt: skip
-    wrong: Any = demask.demask(net, (x,))
-    assert type(wrong) is not Chaotic
+
+
+def shifted(monkeypatch: pytest.MonkeyPatch, layer: str, by: float) -> None:
+    """Plants a fault: a number is added to a bias of a result of the network's own class, before
+    it is compared with the network."""
+    module = importlib.import_module("demask.shrink.demask")
+    unlike = module.unlike
+
+    def planted(slim: Any, *args: Any, **kwargs: Any) -> str:
+        with torch.no_grad():
+            slim.get_submodule(layer).bias += by
+        return unlike(slim, *args, **kwargs)
+
+    monkeypatch.setattr(module, "unlike", planted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_wrong_tensor_is_no_rounding(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the network rounds."""
+    net, x = half_chaotic(dtype)
+    shifted(monkeypatch, "b", 1e-3 if dtype == torch.float32 else 1e-12)
+    assert type(demask.demask(net, (x,))) is not Chaotic
+
+
+class Casting(nn.Module):
+    """One that computes in float32 between layers of float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16).double(), nn.Linear(16, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(self.a(x).float(), self.b.weight.float(), self.b.bias.float())
+        return y.double()
+
+
+def test_types_that_a_network_computes_in_decide_what_rounding_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A millionth is rounding where a part of the network is float32, and none in float64."""
+    x = torch.randn(3, 8, dtype=torch.float64)
+    plain, casting = half(Net()).double(), half(Casting())
+    shifted(monkeypatch, "b", 1e-6)
+    assert type(demask.demask(plain, (x,))) is not Net
+    assert type(demask.demask(casting, (x,))) is Casting

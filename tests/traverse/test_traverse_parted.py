@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import settings
 from torch import Tensor, fx, nn
 
 import demask
@@ -24,49 +23,12 @@ from demask.traverse.analysis.split_global_ops import (
     folded_scale,
     global_calls,
     parted,
-    with_reductions,
 )
-from demask.traverse.axes import Axes, axes_of
+from demask.traverse.axes import axes_of
 from night import at_night
-from test_traverse_reductions import gap, in_parts
+from test_traverse_reductions import EXACT, ROWS_AND_COLUMNS, SPLIT, gap, in_parts
 
 aten, own = torch.ops.aten, torch.ops.demask
-SPLIT = with_reductions(TABLE)
-ROWS_AND_COLUMNS: Axes = (2, 3)
-EXACT = 1e-11  # float64: a few hundred terms in another order, of which some cancel
-
-# op, arguments behind the tensor, keywords
-FLOATS = [
-    (aten.sum.default, (), {}), (aten.sum.dim_IntList, ([2, 3], True), {}),
-    (aten.sum.dim_IntList, ([2],), {}), (aten.mean.default, (), {}),
-    (aten.mean.dim, ([-1, -2],), {}), (aten.mean.dim, ([0, 2], True), {}),
-    (aten.amax.default, ([2, 3],), {}), (aten.amin.default, ([2], True), {}),
-    (aten.max.default, (), {}), (aten.min.default, (), {}), (aten.var.default, (), {}),
-    (aten.var.dim, ([2, 3], False), {}),
-    (aten.var.correction, ([1, 2, 3],), {"correction": 0, "keepdim": True}),
-    (aten.std.correction, ([2, 3],), {}), (aten.std.default, (False,), {}),
-    (aten.std.dim, ([2],), {}), (aten.prod.default, (), {}), (aten.prod.dim_int, (2,), {}),
-    (aten.any.default, (), {}), (aten.all.dim, (2,), {}), (aten.all.dims, ([2, 3],), {}),
-    (aten.logsumexp.default, ([2, 3], True), {}), (aten.logsumexp.default, ([2],), {}),
-    (aten.linalg_vector_norm.default, (2, [2, 3], True), {}),
-    (aten.linalg_vector_norm.default, (3.5, [2]), {}),
-    (aten.linalg_vector_norm.default, (float("inf"),), {}), (aten.norm.Scalar, (1,), {}),
-    (aten.norm.ScalarOpt_dim, (2, [2, 3]), {}), (aten.argmax.default, (), {}),
-    (aten.argmax.default, (2, True), {}), (aten.argmin.default, (-1,), {}),
-    (own.moments.default, ([2, 3],), {}), (own.moments.default, ([0, 1, 2],), {}),
-    (aten.adaptive_avg_pool2d.default, ([1, 1],), {}),
-]  # fmt: skip
-INTEGERS = [
-    (aten.sum.default, (), {}), (aten.sum.dim_IntList, ([2, 3],), {}),
-    (aten.sum.dim_IntList, ([2],), {"dtype": torch.int32}), (aten.prod.default, (), {}),
-    (aten.amax.default, ([2, 3],), {}), (aten.amin.default, ([2],), {}),
-    (aten.max.default, (), {}), (aten.any.dims, ([2, 3],), {}), (aten.argmax.default, (), {}),
-    (aten.argmin.default, (2,), {}),
-]  # fmt: skip
-TRUTHS = [(aten.any.default, (), {}), (aten.all.dim, (2,), {}), (aten.sum.default, (), {}),
-          (aten.amax.default, ([2, 3],), {})]  # fmt: skip
-PARTICULAR = (aten.logsumexp.default, aten.argmax.default, aten.argmin.default, aten.amax.default)
-ROUTINE = settings(max_examples=25, deadline=None)
 
 
 class Excited(nn.Module):

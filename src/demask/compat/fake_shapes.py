@@ -158,7 +158,8 @@ def _is_plain(x: Any, *_: Any) -> bool:
 def _is_plain_norm(x: Any, *args: Any) -> bool:
     """The same of a batch norm on the CPU whose statistics and parameters fit its input."""
     given = [value for value in args[:4] if value is not None]
-    return (_is_plain(x) and x.ndim > 1 and x.device.type == "cpu" and None not in args[2:4]
+    return (_is_plain(x) and x.ndim > 1 and x.device.type == "cpu"
+            and all(value is not None for value in args[2:4])
             and all(value.dtype == x.dtype and value.ndim == 1 and value.device == x.device
                     and isinstance(value.shape[0], int) and isinstance(x.shape[1], int)
                     and value.shape[0] == x.shape[1] for value in given))  # fmt: skip

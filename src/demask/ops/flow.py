@@ -122,15 +122,16 @@ def _shared(
     if part.size == DYNAMIC:
         exact = part.inner % inner[first] == 0
         return Part(axis, part.inner // inner[first] * minors[at]) if exact else None
-    if inner[first] <= part.inner:  # within one letter
-        fits = part.inner * part.size <= inner[first] * _size(relation, letters[first])
+    period, span = part.inner * part.size, inner[first] * _size(relation, letters[first])
+    if inner[first] <= part.inner:  # within one letter, of which it is whole positions
+        fits = part.inner % inner[first] == 0 and span % period == 0
         return Part(axis, part.inner // inner[first] * minors[at], part.size) if fits else None
     size, k = 1, 0
     for mine, other in zip(letters[first:], others[at:], strict=False):
         if mine != other or inner[first + k] < part.inner:
             break
         size, k = size * _size(relation, mine), k + 1
-    if size > part.size or part.size % size:
+    if period != span or part.size % size:
         return None
     return Part(axis, minors[at + k - 1], size)
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, CaptureDiffers, Mismatch
@@ -275,41 +276,80 @@ def _leaf(expected: Any, actual: Any, eps: float) -> str:
 def _is_rounding(reference: nn.Module, slim: nn.Module, draws: Draws, flips: float = 0.0) -> bool:
     """Whether differences come from rounding alone: in float64 there are none but those of rounded
     constants, or the network itself rounds as badly before demasking. reference: the network before
-    demasking, with tensors of its own."""
+    demasking, with tensors of its own.
+
+    A network that computes in float64 throughout has no wider type to be compared in: how badly it
+    rounds is read off its error in float32, which is that many times as large.
+    """
+    runner, small = in_eval(slim), in_eval(reference, share=False).float()
     wide = [reference, in_eval(slim, share=False)]
     for network in wide:
         network.double()
         widen(network)
-    runner = in_eval(slim)
     try:
         for _, inputs, expected in draws:
             doubles = pytree.tree_map(to_double, inputs)
             exact, other = (pytree.tree_leaves(call(network, doubles)) for network in wide)
-            leaves = pytree.tree_leaves(expected), pytree.tree_leaves(call(runner, inputs))
-            rows = zip(*leaves, exact, other, strict=True)
-            if not all(_is_rounded(*row, flips) for row in rows):
+            with _CoarsestType() as types:
+                after = pytree.tree_leaves(call(runner, inputs))
+            eps, narrow = min(types.eps, _SINGLE), exact
+            if eps < _SINGLE:
+                narrow = pytree.tree_leaves(call(small, pytree.tree_map(_to_single, inputs)))
+            rows = zip(pytree.tree_leaves(expected), after, exact, other, narrow, strict=True)
+            if not all(_is_rounded(*row, eps, flips) for row in rows):
                 return False
     except Exception:
         return False
     return True
 
 
-def _is_rounded(before: Any, after: Any, exact: Any, other: Any, flips: float) -> bool:
-    """Whether one output is as exact after demasking as before. exact, other: both in float64."""
+_SINGLE, _DOUBLE = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
+
+
+class _CoarsestType(TorchFunctionMode):
+    """Watches the calls of a network. eps: the largest machine epsilon of what they make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eps = _DOUBLE
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(outputs):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                self.eps = max(self.eps, torch.finfo(leaf.dtype).eps)
+        return outputs
+
+
+def _to_single(leaf: Any) -> Any:
+    """A floating-point tensor in float32; anything else as it is."""
+    return leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+def _is_rounded(
+    before: Any, after: Any, exact: Any, other: Any, narrow: Any, eps: float, flips: float
+) -> bool:
+    """Whether one output is as exact after demasking as before. exact, other: both in float64;
+    narrow: before in float32, where all is computed in float64, else `exact` again. eps: of the
+    coarsest type that the network computes in, float32's at most."""
     if not isinstance(before, Tensor):
         return before == after
     if before.shape != after.shape or before.dtype != after.dtype:
         return False
     if not before.is_floating_point():
         return torch.equal(before, after) or torch.equal(exact, other)
-    before, after, exact, other = map(readable, (before, after, exact, other))
+    before, after, exact, other, narrow = map(readable, (before, after, exact, other, narrow))
     finite = torch.isfinite(before) & torch.isfinite(exact)
-    values = [value[finite].double() for value in (before, after, exact, other)]
+    values = [value[finite].double() for value in (before, after, exact, other, narrow)]
     if not values[0].numel():
         return True
-    before, after, exact, other = values
+    before, after, exact, other, narrow = values
     size, error = sizes_and_gap(exact, before)
-    eps = torch.finfo(torch.float32).eps
+    in_single = sizes_and_gap(exact, narrow)[1] * _DOUBLE / _SINGLE
+    if math.isfinite(in_single):  # float32 may overflow
+        error = max(error, in_single)
     allowed = max(WORSE * error, ULPS * eps * size, flips * size)
     graph, own = sizes_and_gap(exact, other)[1], sizes_and_gap(exact, after)[1]
     return math.isfinite(own) and (own <= allowed or graph <= ULPS * eps * size)

@@ -2,13 +2,12 @@
 
     f(x)[p] == f(y)[p]      wherever x == y at the positions of the part that p belongs to
 
-Holds along every axis that goes on and is not mixed; for the axis as a whole, and for each of its
-letters. Along windows and moves the region law says what is read.
+Holds along every axis that goes on and is not mixed; for the axis as a whole, and for each
+part of one of several letters. Along windows and moves the region law says what is read.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
@@ -50,12 +49,15 @@ def _tensors(relation: Relation) -> Iterator[tuple[int, Tensor]]:
 
 
 def _parts(relation: Relation, operand: int, value: Tensor) -> Iterator[Part]:
-    """Each axis of an operand, and each letter of those of several."""
+    """Each axis of an operand, and each part that fits in those of several letters: their letters
+    are among these."""
     for axis, letters in enumerate(relation.ins[operand]):
-        yield Part(axis, 1, value.shape[axis])
-        sizes = [relation.size[letter] or 1 for letter in letters]
-        for k in range(len(sizes) if len(sizes) > 1 else 0):
-            yield Part(axis, math.prod(sizes[k + 1 :]), sizes[k])
+        length = value.shape[axis]
+        yield Part(axis, 1, length)
+        if len(letters) > 1:
+            sizes = [n for n in range(1, length + 1) if length % n == 0]
+            yield from (Part(axis, inner, size) for inner in sizes for size in sizes
+                        if 1 < size < length and length % (inner * size) == 0)  # fmt: skip
 
 
 def _holds(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fuzz.draft import Draft
-from fuzz.masks import mask_layer, mask_scale, some
+from fuzz.steps.masks import mask_layer, mask_scale, some
 
 
 def heads(d: Draft, x: str) -> str | None:

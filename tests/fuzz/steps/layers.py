@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fuzz.draft import Draft
-from fuzz.masks import mask_layer, mask_scale, some, statistics
+from fuzz.steps.masks import mask_layer, mask_scale, some, statistics
 
 WIDTHS = (3, 4, 5, 6, 7, 8, 9, 11, 12)
 

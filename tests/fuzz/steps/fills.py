@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fuzz.draft import Draft
-from fuzz.layers import linear
-from fuzz.plain import act, cat, join, matmul, normalise, reduce, reshape, take
+from fuzz.steps.layers import linear
+from fuzz.steps.plain import act, cat, join, matmul, normalise, reduce, reshape, take
 
 
 def gate(d: Draft, x: str) -> str | None:

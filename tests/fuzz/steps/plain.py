@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fuzz.draft import Draft
-from fuzz.masks import some
+from fuzz.steps.masks import some
 
 ACTS = (
     "torch.relu({0})",
@@ -164,7 +164,7 @@ def reshape(d: Draft, x: str) -> str | None:
 
 
 def flatten_linear(d: Draft, x: str) -> str | None:
-    from fuzz.layers import linear
+    from fuzz.steps.layers import linear
 
     if len(d.shape(x)) < 3:
         return None

@@ -1,0 +1,1 @@
+"""What a drawn network is made of, step by step."""

@@ -1,0 +1,221 @@
+"""What parts cannot come from or go to is refused; old files outlive failures and kills."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from demask.errors import BadInput
+from demask.traverse.storage import sources_and_sinks as ends
+from demask.traverse.storage.sources_and_sinks import (
+    array_sink,
+    array_source,
+    spill,
+    tensor_sink,
+    tensor_source,
+)
+from test_traverse_ends import drawn
+
+SRC = Path(ends.__file__).parents[3]
+
+
+def hostile(path, kind):
+    """A file that is no plain array."""
+    if kind == "pickle":
+        np.save(path, np.array([{}], object), allow_pickle=True)
+    elif kind == "short":
+        np.save(path, drawn((1, 2, 3, 4)))
+        path.write_bytes(path.read_bytes()[:-1])
+    elif kind == "zip":
+        np.savez(path.with_suffix(".npz"), drawn((2, 2)))
+        path.with_suffix(".npz").rename(path)
+    elif kind == "nested":
+        text = b"(" * 9000
+        path.write_bytes(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text)
+    elif kind == "foreign order":
+        np.save(path, drawn((1, 2, 3, 4)).astype(">f4"))
+    elif kind == "structure":
+        np.save(path, np.zeros(3, [("a", "f4")]))
+    elif kind == "text":
+        np.save(path, np.array(["a"]))
+    elif kind == "folder":
+        path.mkdir()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["pickle", "short", "zip", "nested", "foreign order", "structure", "text", "folder", "missing"],
+)
+def test_a_file_that_is_no_array_is_refused_by_name(tmp_path, kind):
+    path = tmp_path / "x.npy"
+    hostile(path, kind)
+    with pytest.raises(BadInput, match=r"x\.npy"):
+        array_source(path, (2, 3))
+
+
+def test_a_file_cut_short_while_it_is_read_is_an_error(tmp_path):
+    np.save(tmp_path / "x.npy", drawn((1, 2, 3, 4)))
+    source = array_source(tmp_path / "x.npy", (2, 3))
+    os.truncate(tmp_path / "x.npy", 140)
+    with pytest.raises(BadInput, match="ended at byte 140"):
+        source.read(((0, 3), (0, 4)), torch.empty(1, 2, 3, 4))
+
+
+@pytest.mark.parametrize(
+    ("values", "stored"),
+    [("float32", "int32"), ("int64", "int32"), ("int8", "uint8"), ("int64", "bool"),
+     ("complex64", "float32")],
+)  # fmt: skip
+def test_a_conversion_that_loses_numbers_is_refused(tmp_path, values, stored):
+    kinds = getattr(torch, values), getattr(torch, stored)
+    with pytest.raises(BadInput, match=f"{values}.*{stored}"):
+        array_sink(tmp_path / "y.npy", (1, 2, 3, 4), (2, 3), *kinds)
+
+
+def test_a_sink_says_what_it_cannot_write(tmp_path):
+    with pytest.raises(BadInput, match=r"numpy has no bfloat16.*output='float32'"):
+        array_sink(tmp_path / "y.npy", (1, 2, 3, 4), (2, 3), torch.bfloat16)
+    with pytest.raises(BadInput, match="does not exist"):
+        array_sink(tmp_path / "no" / "y.npy", (1, 2, 3, 4), (2, 3), torch.float32)
+    np.save(tmp_path / "x.npy", drawn((1, 2, 3, 4)))
+    with pytest.raises(BadInput, match=r"mode='r\+'"):
+        tensor_sink(np.load(tmp_path / "x.npy", mmap_mode="r"), (2, 3), torch.float32)
+    with pytest.raises(ValueError, match="not open"):
+        sink = array_sink(tmp_path / "y.npy", (1, 2, 3, 4), (2, 3), torch.float32)
+        sink.write(((0, 3), (0, 4)), torch.zeros(1, 2, 3, 4))
+    with pytest.raises(BadInput, match="copy it first"):
+        tensor_source(drawn((1, 2, 3, 4))[:, ::-1], (2, 3))
+    with pytest.raises(BadInput, match="on the CPU"):
+        tensor_source(torch.empty(1, 2, 3, 4, device="meta"), (2, 3))
+    assert [p.name for p in tmp_path.iterdir()] == ["x.npy"]
+
+
+def test_a_spill_refuses_parts_in_another_layout(tmp_path):
+    held = spill((1, 3, 4, 5), torch.float32, (2, 3), tmp_path)
+    with pytest.raises(ValueError, match="laid out"):
+        held.write(((0, 4), (0, 5)), torch.zeros(1, 3, 4, 5))
+    with pytest.raises(ValueError, match="expected a part of"):
+        held.write(((0, 4), (0, 5)), torch.zeros(1, 3, 4, 4))
+
+
+def test_a_block_that_fails_leaves_the_old_file(tmp_path):
+    (tmp_path / "y.npy").write_text("earlier")
+    sink = array_sink(tmp_path / "y.npy", (1, 2, 3, 4), (2, 3), torch.float32)
+    with pytest.raises(ZeroDivisionError), sink.opened() as opened:
+        opened.write(((0, 1), (0, 4)), torch.zeros(1, 2, 1, 4))
+        raise ZeroDivisionError
+    assert [p.name for p in tmp_path.iterdir()] == ["y.npy"]
+    assert (tmp_path / "y.npy").read_text() == "earlier"
+
+
+def test_files_are_closed_with_their_ends(tmp_path):
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    np.save(tmp_path / "x.npy", drawn((1, 2, 3, 4)))
+    held = spill((1, 2, 3, 4), torch.float32, (2, 3), tmp_path)
+    source = array_source(tmp_path / "x.npy", (2, 3))
+    with array_sink(tmp_path / "y.npy", (1, 2, 3, 4), (2, 3), torch.float32).opened() as sink:
+        assert len(os.listdir("/proc/self/fd")) >= before + 3
+    held.close()
+    held.close()
+    for spoil in (copy.deepcopy, pickle.dumps):  # a second owner would close it twice
+        with pytest.raises(TypeError, match="is open"):
+            spoil(source)
+    del source, sink
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def child(code, tmp_path, **options):
+    """A process of its own that runs `code` after these lines."""
+    start = """
+        import os, resource, sys, time
+        import numpy as np, torch
+        from demask.traverse.axes import empty, part
+        from demask.traverse.storage.sources_and_sinks import array_sink, array_source
+        from demask.traverse.storage.sources_and_sinks import spill, tensor_source
+        torch.set_num_threads(1)
+    """
+    text = textwrap.dedent(start) + textwrap.dedent(code)
+    env = os.environ | {"PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-c", text], cwd=tmp_path, env=env, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        "spill(shape, torch.float32, (2, 3), '.')",
+        "array_sink('y.npy', shape, (2, 3), torch.float32).opened().__enter__()",
+    ],
+    ids=["spill", "array"],
+)
+def test_a_full_disk_is_found_at_once_and_says_how_much_is_needed(tmp_path, make):
+    code = f"""
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        shape = (1, 3, 64, 64)
+        try:
+            held = {make}
+        except ValueError as error:
+            print(error)
+    """
+    out, err = child(code, tmp_path).communicate(timeout=120)
+    needed = 3 * 64 * 64 * 4 + (0 if "spill" in make else 128)
+    assert f"{needed:,} bytes" in out and "no room" in out, err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_killed_while_it_writes_leaves_the_old_file(tmp_path):
+    (tmp_path / "y.npy").write_text("earlier")
+    code = """
+        with array_sink("y.npy", (1, 3, 64, 64), (2, 3), torch.float32).opened() as sink:
+            sink.write(((0, 32), (0, 64)), torch.zeros(1, 3, 32, 64))
+            print("half", flush=True)
+            time.sleep(100)
+    """
+    process = child(code, tmp_path)
+    assert process.stdout.readline() == "half\n"
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert (tmp_path / "y.npy").read_text() == "earlier"
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="reads Linux's /proc")
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_gibibyte_passes_through_a_few_mebibytes(tmp_path, mapped):
+    """A file with holes, read as float32 and written as bytes, in bands of 64 rows."""
+    code = f"""
+        def kib(key):
+            return int(next(l for l in open("/proc/self/status") if l.startswith(key)).split()[1])
+        shape, axes = (1, 4, 4096, 16384), (2, 3)
+        np.lib.format.open_memmap("x.npy", "w+", np.float32, shape)._mmap.close()
+        band = empty((1, 4, 64, 16384), axes, torch.float32).zero_()
+        source = (tensor_source(np.load("x.npy", mmap_mode="r"), axes) if {mapped}
+                  else array_source("x.npy", axes))
+        with array_sink("y.npy", shape, axes, torch.float32, torch.uint8).opened() as sink:
+            open("/proc/self/clear_refs", "w").write("5")
+            before = kib("VmRSS")
+            for row in range(0, 4096, 64):
+                window = (row, row + 64), (0, 16384)
+                source.read(window, band)
+                sink.write(window, band)
+        print(kib("VmHWM") - before)
+    """
+    out, err = child(code, tmp_path).communicate(timeout=300)
+    assert out, err
+    assert int(out) < 32 * 1024
+    assert (tmp_path / "y.npy").stat().st_size == 4 * 4096 * 16384 + 128
+    for path in tmp_path.iterdir():
+        path.unlink()  # pytest keeps folders
