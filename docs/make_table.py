@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 from demask.graph.normalize.canonical_calls import SPELLED
 from demask.ops import TABLE, Declined, Entry, Relation, SizedLine, bind
 from demask.ops.entry import Shape
-from demask.ops.laws import call_node, drawn, target_of
+from demask.ops.laws import call_node, target_of
+from demask.ops.laws.draws import draw_tensor
 
 PATH = Path(__file__).parent / "table.md"
 SHOWN = "zero main stays sized pads affine neutral args indices region free total range".split()
@@ -59,7 +60,7 @@ def first_call(name: str, entry: Entry) -> fx.Node:
     draw = torch.Generator().manual_seed(0)
     case = entry.cases[0]
     args, kwargs = pytree.tree_map(
-        lambda leaf: drawn(leaf, draw) if isinstance(leaf, Shape) else leaf,
+        lambda leaf: draw_tensor(leaf, draw) if isinstance(leaf, Shape) else leaf,
         (case.args, dict(case.kwargs)),
     )
     return call_node(target_of(name), *args, **kwargs)

@@ -1,4 +1,4 @@
-"""How far two results may be apart: units in the last place, and the float types of a graph."""
+"""Comparison of outputs: relative errors, units in the last place, float types of a graph."""
 
 from __future__ import annotations
 
@@ -21,48 +21,49 @@ _CREATES = re.compile(r"aten\.(new_|full|zeros|ones|arange|empty|scalar_tensor|l
 
 
 def unit(largest: float, eps: float) -> float:
-    """One unit in the last place of a number, in a type whose machine epsilon is `eps`."""
+    """The size of one unit in the last place of `largest` >= 0, in a float type with machine
+    epsilon `eps`."""
     return eps * 2.0 ** math.floor(math.log2(largest)) if largest else 0.0
 
 
 def in_units(gap: float, largest: float, eps: float) -> float:
-    """A difference in units in the last place of the largest number compared."""
-    one = unit(largest, eps)
-    return gap / one if one else (math.inf if gap else 0.0)
+    """The difference `gap` in units in the last place of `largest`, the largest value compared."""
+    ulp = unit(largest, eps)
+    return gap / ulp if ulp else (math.inf if gap else 0.0)
 
 
 def readable(x: Tensor) -> Tensor:
-    """The values of a tensor in a type that torch computes with (not with floats of 8 bits), and
-    without gradients: a network may return a parameter as it is."""
+    """A tensor detached from autograd; floats of 8 bits, which torch cannot compute with, as
+    float32."""
     x = x.detach()
     return x.float() if x.is_floating_point() and x.dtype.itemsize == 1 else x
 
 
 def named_leaves(value: Any) -> list[tuple[str, Any]]:
-    """The leaves of what a network returns, each with its place. Of an object that torch knows no
-    parts of (a cache, a dataclass), the tensors and numbers in its attributes, at any depth.
+    """The leaves of an output, each with its path. Objects that are no pytrees (a cache, a
+    dataclass) are replaced by the tensors and numbers in their attributes, at any depth.
 
     >>> import torch
-    >>> [place for place, _ in named_leaves({"logits": torch.ones(2), "rest": (1, None)})]
+    >>> [path for path, _ in named_leaves({"logits": torch.ones(2), "rest": (1, None)})]
     ["['logits']", "['rest'][0]", "['rest'][1]"]
     """
     return list(_leaves("", value, frozenset()))
 
 
-def _leaves(place: str, value: Any, around: frozenset[int]) -> Iterator[tuple[str, Any]]:
+def _leaves(prefix: str, value: Any, ancestors: frozenset[int]) -> Iterator[tuple[str, Any]]:
     for path, leaf in pytree.tree_flatten_with_path(value)[0]:
-        where = place + pytree.keystr(path)
-        parts = _parts(leaf)
-        if parts is None:
-            yield where, leaf
-        elif id(leaf) not in around:  # an object in itself is not looked at again
-            for name, part in parts.items():
-                if not isinstance(part, type) and not callable(part):
-                    yield from _leaves(f"{where}.{name}", part, around | {id(leaf)})
+        full_path = prefix + pytree.keystr(path)
+        attributes = _parts(leaf)
+        if attributes is None:
+            yield full_path, leaf
+        elif id(leaf) not in ancestors:  # an object that contains itself is visited once
+            for name, attribute in attributes.items():
+                if not isinstance(attribute, type) and not callable(attribute):
+                    yield from _leaves(f"{full_path}.{name}", attribute, ancestors | {id(leaf)})
 
 
 def _parts(leaf: Any) -> Mapping[str, Any] | None:
-    """The attributes of an object, by name; None for tensors and all that has none."""
+    """The attributes of an object, by name; None for tensors and objects without attributes."""
     if isinstance(leaf, (Tensor, type)) or callable(leaf):
         return None
     slots = [name for kind in type(leaf).__mro__ for name in getattr(kind, "__slots__", ())]
@@ -74,22 +75,24 @@ def _parts(leaf: Any) -> Mapping[str, Any] | None:
 
 
 def sizes_and_gap(a: Tensor, b: Tensor) -> tuple[float, float]:
-    """The largest magnitude in `a`, and the largest difference of `b` from it, in float64; both
-    finite and not empty."""
+    """max |a| and max |a - b|, computed in float64; a and b are finite, not empty, of one shape."""
     a, b = readable(a), readable(b)
-    wide = torch.complex128 if a.is_complex() else torch.float64
-    return float(a.abs().max()), float((a.to(wide) - b.to(wide)).abs().max())
+    dtype = torch.complex128 if a.is_complex() else torch.float64
+    return float(a.abs().max()), float((a.to(dtype) - b.to(dtype)).abs().max())
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
     """How an output differs from the expected one.
 
-    text: where they differ in more than rounding (another shape or dtype, unequal integers), how.
-    size: the largest finite magnitude that is expected; gap: the largest difference where the
-    expected value is finite (infinite where the other is not), both in float64. eps: of their type.
-    is_finite: whether all values of both are; has_other_infinities: whether values differ where the
-    expected one is not finite.
+    Attributes:
+        text: a difference other than rounding (shape, dtype, unequal integers), in words, or "".
+        size: the largest finite expected magnitude, in float64.
+        gap: the largest difference where the expected value is finite, in float64; infinite where
+            the actual value is not finite.
+        eps: machine epsilon of their dtype.
+        is_finite: whether all values of both are finite.
+        has_other_infinities: whether values differ where the expected one is not finite.
     """
 
     text: str = ""
@@ -101,19 +104,19 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """The gap relative to the size; infinite where they cannot be subtracted."""
+        """gap / size; infinite if the values cannot be subtracted."""
         if self.text and not self.gap:
             return math.inf
         return self.gap / self.size if self.size else (math.inf if self.gap else 0.0)
 
     def ulps(self, eps: float = 0.0) -> float:
-        """The gap in units in the last place of the size. eps: of the widest type that counts,
-        where that is wider than the outputs' own."""
+        """The gap in units in the last place of the size. eps: machine epsilon of the least precise
+        type that the network computes in, if it is larger than that of the outputs."""
         return in_units(self.gap, self.size, max(eps, self.eps))
 
 
 def compare(expected: Any, actual: Any) -> Difference:
-    """How an output differs from the expected one: tensors, or numbers, strings and None.
+    """How an output differs from the expected one; each is a tensor, number, string or None.
 
     >>> import torch
     >>> compare(torch.tensor([1.0, 4.0]), torch.tensor([1.0, 3.0])).relative
@@ -146,37 +149,39 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 
 def _is_same(expected: Any, actual: Any) -> bool:
-    """Whether numbers, strings, dtypes, devices or None are equal; other objects always are."""
+    """Whether numbers, strings, dtypes, devices or None are equal. Other objects count as equal."""
     if isinstance(expected, Tensor) or isinstance(actual, Tensor):
         return False
-    plain = isinstance(expected, _PLAIN)
-    return not plain or expected == actual or expected != expected
+    is_plain = isinstance(expected, _PLAIN)
+    return not is_plain or expected == actual or expected != expected
 
 
 def is_as_exact(exact: Tensor, before: Tensor, after: Tensor) -> bool:
-    """Whether `after` is about as near to the float64 result as `before`: rounding moves the
-    outputs of an ill-conditioned network far, with demask and without."""
-    own, other = (sizes_and_gap(exact, x.to(exact))[1] for x in (before, after))
-    return other <= WORSE * own
+    """Whether the error of `after` is at most WORSE times that of `before`, both measured against
+    the float64 result: rounding errors of an ill-conditioned network are large in both."""
+    error_before, error_after = (sizes_and_gap(exact, x.to(exact))[1] for x in (before, after))
+    return error_after <= WORSE * error_before
 
 
 def narrowed(module: nn.Module) -> list[tuple[str, torch.dtype]]:
-    """Calls of a graph that cast to a narrower float than the network's own, and to which."""
+    """The calls that cast to a float type narrower than that of the parameters: name and dtype."""
     if not isinstance(module, fx.GraphModule):
         return []
-    own = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+    parameter_dtype = next(
+        (p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32
+    )
     casts = []
     for node in module.graph.nodes:
         name = str(node.target)
         for value in [*node.args, *node.kwargs.values()]:
-            narrow = value in NARROW and not _CREATES.match(name)
-            if narrow and torch.finfo(value).eps > torch.finfo(own).eps:
+            is_cast = value in NARROW and not _CREATES.match(name)
+            if is_cast and torch.finfo(value).eps > torch.finfo(parameter_dtype).eps:
                 casts.append((node.name, value))
     return casts
 
 
 def widen(module: nn.Module) -> None:
-    """Rewrite dtype literals of a graph to float64."""
+    """Replace the float dtypes among the arguments of a graph's calls by float64, in place."""
     if not isinstance(module, fx.GraphModule):
         return
 
@@ -190,7 +195,7 @@ def widen(module: nn.Module) -> None:
 
 
 def names_narrow(module: nn.Module) -> bool:
-    """Whether a graph names a float type that is narrower than float64."""
+    """Whether an argument of a graph's calls is a float dtype narrower than float64."""
     if not isinstance(module, fx.GraphModule):
         return False
     nodes = [n for n in module.graph.nodes if n.op == "call_function"]
@@ -199,5 +204,5 @@ def names_narrow(module: nn.Module) -> bool:
 
 
 def to_double(leaf: Any) -> Any:
-    """A floating-point tensor in float64; anything else as it is."""
+    """A floating-point tensor converted to float64; anything else unchanged."""
     return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf

@@ -1,4 +1,4 @@
-"""Tables of numbers, and any of rich's renderables, as plain text."""
+"""Tables of numbers and other renderables of rich, as plain text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ WIDTH = 100
 
 
 def number_table(head: str, *numbers: str, **style: Any) -> Table:
-    """A table of one column of words, then columns of numbers, aligned right. style: of `Table`."""
+    """A table with a text column `head` and right-aligned columns `numbers`. style: arguments of
+    rich's `Table`."""
     table = Table(head, **{"box": SIMPLE_HEAD, "show_edge": False, **style})
     for name in numbers:
         table.add_column(name, justify="right")
@@ -21,7 +22,7 @@ def number_table(head: str, *numbers: str, **style: Any) -> Table:
 
 
 def as_lines(*parts: RenderableType, width: int = WIDTH) -> list[str]:
-    """The lines of tables and texts, without colors or trailing blanks."""
+    """Renderables as lines of plain text, without colors and trailing blanks."""
     console = Console(file=StringIO(), width=width, color_system=None, legacy_windows=False)
     with console.capture() as capture:
         for part in parts:
@@ -30,5 +31,5 @@ def as_lines(*parts: RenderableType, width: int = WIDTH) -> list[str]:
 
 
 def as_text(*parts: RenderableType) -> str:
-    """The same as one text, without empty lines at its ends."""
+    """Renderables as one plain text, without empty lines at its start and end."""
     return "\n".join(as_lines(*parts)).strip("\n")

@@ -15,7 +15,7 @@ from demask.machine.arena import ALIGNMENT
 from demask.ops import TABLE, Declined, Relation, bind, regions
 from demask.ops.entry import Shape as S
 from demask.ops.laws import call_node, target_of
-from demask.ops.laws.draws import drawn
+from demask.ops.laws.draws import draw_tensor
 from demask.traverse import axes as parts
 from demask.traverse.axes import Axes, Window
 from demask.traverse.local.dispatch import Local, local
@@ -49,7 +49,7 @@ def related(name: str, args, kwargs, dtype=torch.float64, seed: int = 0) -> Rela
 
 
 def _drawn(leaf: S, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-    value = drawn(leaf, generator)
+    value = draw_tensor(leaf, generator)
     if value.dtype != torch.float64:
         return value
     return (3 * value).to(dtype) if not dtype.is_floating_point else value.to(dtype)

@@ -27,7 +27,7 @@ from demask.ops.laws import (
     check_region_law,
     check_scatter_law,
     law_cases,
-    maskable,
+    maskable_axes,
     missed,
     target_of,
 )
@@ -112,7 +112,7 @@ def test_every_entry_has_cases():
 def test_scatter_law_and_minimality(name, index, case, draw):
     # One seed a case: where an op has several cases, the two kinds take turns. Both where masks
     # over anything reach axes that the other kind leaves alone.
-    narrow, wide = (maskable(name, case, TABLE, every=every, first=False) for every in (0, 1))
+    narrow, wide = (maskable_axes(name, case, TABLE, every=every, first=False) for every in (0, 1))
     scatter_and_minimality(name, index, case, draw, (index % 2,) if narrow == wide else (0, 1))
 
 

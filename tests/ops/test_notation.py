@@ -43,7 +43,7 @@ def test_marks_are_kept_apart():
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("a b", "write an arrow"),
+        ("a b", "add an arrow"),
         ("a b = a -> b", "cannot read '='"),
         ("a ? -> a", "cannot read '?'"),
         ("(a b -> a b", "cannot read '('"),
@@ -79,9 +79,9 @@ def bound(line, target, *args):
             "self of mm_default has 2 axes",
         ),
         ("a b, b c -> a", (torch.ones(2, 3), torch.ones(3, 4)), "output of mm_default has 2 axes"),
-        ("a b -> a b", (torch.ones(2, 3), torch.ones(3, 4)), "names 1 operands"),
+        ("a b -> a b", (torch.ones(2, 3), torch.ones(3, 4)), "has 1 operands"),
         ("a b, b c -> a c, a c", (torch.ones(2, 3), torch.ones(3, 4)), "2 outputs"),
-        ("(a e) b, b c -> (a e) c", (torch.ones(2, 3), torch.ones(3, 4)), "cannot be told"),
+        ("(a e) b, b c -> (a e) c", (torch.ones(2, 3), torch.ones(3, 4)), "are not determined"),
     ],
 )
 def test_lines_that_contradict_their_call_are_refused(line, args, complaint):
@@ -98,7 +98,7 @@ def test_sizes_given_with_a_line_must_multiply_to_the_axis():
     assert relation.size == {"g": 4, "i": 3}
     sizes = {"g": 4, "i": 5}
     table = Table([("aten.relu.default", Entry(lambda node: SizedLine("(g i) -> (g i)", sizes)))])
-    with pytest.raises(TableError, match=re.escape("is 12 long, its letters make 20")):
+    with pytest.raises(TableError, match=re.escape("is 12 long, the product of its letters is 20")):
         bind(call_node(aten.relu.default, torch.ones(12)), table)
 
 

@@ -1,8 +1,8 @@
 """Activations: one table of their names, ATen ops, modules, references and names in oneDNN.
 
-An activation computes each element by itself, with up to two numbers as parameters. Segments,
-kernels and files refer to it by name and numbers (`Act`), so names never change. Its lowerings are
-in `kernels.activations` (LLVM) and `kernels.gpu.activations` (Triton).
+An activation is elementwise, with up to two numbers as parameters. Segments, kernels and files
+refer to it by name and numbers (`Act`), so names never change. Its lowerings are in
+`kernels.llvm.activations` and `kernels.gpu.activations` (Triton).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ aten = torch.ops.aten
 class Equivalent:
     """An ATen op, or a class of torch.nn, that computes an activation.
 
-    numbers: names of the arguments (attributes) with its numbers, or the numbers themselves. where:
-    values that other arguments must have. onednn: whether calls of the op are computed by oneDNN
-    together with the layer before them.
+    numbers: names of the arguments (attributes) that are its numbers, or the numbers themselves.
+    where: the values that other arguments must have. onednn: whether oneDNN can fuse calls of the
+    op into the layer before them.
     """
 
     target: Any
@@ -38,11 +38,11 @@ class Equivalent:
     onednn: bool = True
 
     def read(self, value: Callable[[str], Any]) -> tuple[float, ...] | None:
-        """The activation's numbers, from a function that returns the value of an argument; None for
-        another activation, and for numbers that are missing or known only at run time."""
+        """The activation's numbers; None for another activation, and for numbers that are missing
+        or known only at run time. value: returns the value of an argument, by name."""
         numbers = [value(number) if isinstance(number, str) else number for number in self.numbers]
-        other = any(value(name) != required for name, required in self.where.items())
-        if other or not all(isinstance(number, (int, float)) for number in numbers):
+        is_other = any(value(name) != required for name, required in self.where.items())
+        if is_other or not all(isinstance(number, (int, float)) for number in numbers):
             return None
         return tuple(map(float, numbers))
 
@@ -51,11 +51,11 @@ class Equivalent:
 class Activation:
     """An activation.
 
-    reference: its value by ATen ops, of a tensor and the numbers. ops, modules: what computes it;
-    the first of them is called, or constructed, where one is needed. presets: names for users, each
-    with its numbers; an activation without numbers has its own name. onednn: its name in oneDNN,
-    empty if there is none, and the algorithm. exponential: whether it takes one. nonnegative: of
-    the numbers, whether no result is below zero.
+    reference: computes it in ATen ops from a tensor and the numbers. ops, modules: its equivalents;
+    the first is used where demask emits a call or a module. presets: names for users with their
+    numbers; an activation without numbers is named by its own name. onednn: its name in oneDNN, ""
+    if there is none; algorithm: oneDNN's name of a variant. exponential: whether it computes an
+    exponential. nonnegative: whether no result is below zero, as a function of the numbers.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Activation:
 
     @property
     def count(self) -> int:
-        """How many numbers it takes."""
+        """The number of its parameters."""
         return len(self.ops[0].numbers)
 
 
@@ -119,12 +119,12 @@ ACTIVATIONS: dict[str, Activation] = {activation.name: activation for activation
 
 
 def activate(x: Tensor, act: Act | None) -> Tensor:
-    """act(x) by its reference; x itself where there is none."""
+    """act(x), computed by the reference; x if act is None."""
     return x if act is None else ACTIVATIONS[act[0]].reference(x, *act[1])
 
 
 def by_op() -> dict[Any, list[tuple[Activation, Equivalent]]]:
-    """ATen op -> the activations that its calls may compute."""
+    """The activations that calls of an ATen op may compute, with the equivalents, by op."""
     entries: dict[Any, list[tuple[Activation, Equivalent]]] = {}
     for activation in ACTIVATIONS.values():
         for op in activation.ops:
@@ -133,7 +133,7 @@ def by_op() -> dict[Any, list[tuple[Activation, Equivalent]]]:
 
 
 def by_onednn(name: Any, algorithm: str | None) -> Activation | None:
-    """The activation with a name and an algorithm in oneDNN, None if there is none."""
+    """The activation with this name and algorithm in oneDNN; None if there is none."""
     for activation in ACTIVATIONS.values():
         algorithms = ("", algorithm or "none")
         if name and name == activation.onednn and activation.algorithm in algorithms:
@@ -142,15 +142,19 @@ def by_onednn(name: Any, algorithm: str | None) -> Activation | None:
 
 
 def presets() -> dict[str, Act]:
-    """The activations by their names for users."""
+    """The activations by their names for users: "relu6" -> ("clamp", (0.0, 6.0))."""
     entries = ACTIVATIONS.values()
-    own: dict[str, Act] = {entry.name: (entry.name, ()) for entry in entries if not entry.count}
-    return own | {name: (entry.name, numbers)
+    without_numbers: dict[str, Act] = {
+        entry.name: (entry.name, ()) for entry in entries if not entry.count
+    }
+    return without_numbers | {name: (entry.name, numbers)
                   for entry in entries for name, numbers in entry.presets.items()}  # fmt: skip
 
 
 def act_of(activation: ActivationLike) -> Act | None:
-    """An activation by its name or its module; BadInput for one that is not in the table.
+    """The activation with a name, or of a module of torch; None for None.
+
+    Raises BadInput for one that is not in the table.
 
     >>> act_of("relu6"), act_of(nn.LeakyReLU(0.2)), act_of(None)
     (('clamp', (0.0, 6.0)), ('leaky_relu', (0.2,)), None)
@@ -171,6 +175,6 @@ def act_of(activation: ActivationLike) -> Act | None:
 
 
 def module_of(act: Act) -> nn.Module:
-    """torch's module that computes it."""
+    """A new module of torch that computes an activation."""
     module = ACTIVATIONS[act[0]].modules[0]
     return module.target(**dict(zip(map(str, module.numbers), act[1], strict=True)), **module.where)

@@ -1,4 +1,4 @@
-"""Demask's own ops in graphs and files: what each stands for, and what it may be called with.
+"""demask's own ops in graphs and files: reference functions, lowerings, checks of arguments.
 
 Each is registered in `registry.CUSTOM_OPS` where it is defined, under its name in files.
 """
@@ -15,13 +15,13 @@ from demask.registry import CUSTOM_OPS
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """What there is to know of an op.
+    """A custom op.
 
-    run: the same function in ATen ops, which torch.export looks through.
-    spelled: of an op that no other library knows, the pass that puts ATen calls in the place of
-        its calls: a `graph.program.Program` -> one without them. None: it stays in graphs.
-    check: given the arguments of a call by their names, constants as tensors and None for what is
-        computed, raises BadInput for those that no call can have.
+    run: the same function in ATen ops, which torch.export traces through.
+    spelled: a pass that replaces the op's calls by ATen calls, from a `graph.program.Program` to
+        one without them, for an op that no other library knows. None: its calls stay in graphs.
+    check: raises BadInput for arguments that no call can have. Its argument maps names to values:
+        constants as tensors, None for computed values.
     """
 
     run: Callable[..., Any]
@@ -30,12 +30,12 @@ class Own:
 
 
 def is_own(name: str) -> bool:
-    """Whether an op of this name ("segment") is one of demask's; it is registered then."""
+    """Whether an op name ("segment") is one of demask's custom ops; imports its module."""
     return name in CUSTOM_OPS and CUSTOM_OPS.get(name) is not None
 
 
 def own_of(op: Any) -> Own | None:
-    """What there is to know of a node's target; None for what is not demask's own."""
+    """The custom op that a node's target is; None for other targets."""
     if getattr(op, "namespace", "") != "demask" or base_name(op) not in CUSTOM_OPS:
         return None
     return CUSTOM_OPS.get(base_name(op))

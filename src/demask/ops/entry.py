@@ -1,4 +1,4 @@
-"""One entry of the table: what an op states, once, about its axes."""
+"""Entries of the table: facts about the axes and values of an op, each stated once."""
 
 from __future__ import annotations
 
@@ -15,16 +15,27 @@ from demask.ops.notation import parse
 
 @dataclass(frozen=True, slots=True)
 class Declined:
-    """Why something was not done; `text` is the reason in the user's words."""
+    """The reason why something was not done; `text` is a message for users.
+
+    >>> Declined("no rule for my.op.default").text
+    'no rule for my.op.default'
+    """
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class SizedLine:
-    """A line with the sizes of the letters that no operand shows alone (groups, refinements).
+    """A line with sizes of letters that no single axis determines (groups, split axes).
 
-    mixes: the call's first operand holds weights that sum to one; the second is averaged by them.
+    Attributes:
+        line: the line, in the notation of `demask.ops.notation`.
+        sizes: sizes by letter, None for dynamic ones.
+        mixes: whether the first operand contains weights that sum to one, and the output is the
+            average of the second operand by them.
+
+    >>> SizedLine("n (g c) -> n g c", {"g": 2}).sizes["g"]
+    2
     """
 
     line: str
@@ -38,10 +49,14 @@ Sizes = list["int | fx.Node"]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One way to call an op in its law test: tensor shapes stand where tensors go.
+    """A call of an op for the law tests, with a `Shape` in the place of each tensor.
 
-    `args` and `kwargs` hold `S(...)` for an activation of that shape, `W(...)` for a constant, and
-    anything else as it is.
+    Attributes:
+        args, kwargs: the arguments of the call: a `Shape` for a tensor, other values literally.
+
+    >>> from demask.ops.entry import Shape
+    >>> Case((Shape((2, 3)), Shape((3,), constant=True)), {"alpha": 2}).kwargs
+    {'alpha': 2}
     """
 
     args: tuple[Any, ...]
@@ -50,8 +65,8 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A tensor to be drawn for a law test: an activation, or a constant (weight); `of` says from
-    which distribution: "normal", "positive", "zero", "bool" or an int n for indices below n."""
+    """A tensor to be drawn for a law test: an activation, or a constant (weight). of: the
+    distribution, "normal", "positive", "zero" or "bool", or an int n for indices below n."""
 
     sizes: tuple[int, ...]
     constant: bool = False
@@ -60,43 +75,49 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What the table says of one op.
+    """The table's facts about one op.
 
-    line: the notation (see `notation`), or a function of the node that gives it, `SizedLine` with
-        sizes, or `Declined` where the node is of a form that has no rule.
-    zero: operands whose zero makes the output zero: "" none, "any" of them, "first" alone.
-    fill: how the value of a known output is found: "run" the op on the operands' values, "same"
-        the value of operand `main` moves along unchanged, "sum" products are summed (contractions),
-        "mix" values of `main` are averaged by weights, which come from products of the others, and
-        sum to one (attention), "recur" a unit that reads only zeros, itself included, stays 0
-        (recurrent calls, `stays`), "none" never.
-    sized: the value of a known output depends on how long an axis is (sum, softmax).
-    pads: does the op read positions outside its input, as zeros? Constants then vary at borders.
-    affine: operands (scale, shift): where the scale is 0 the output is the shift, whatever comes.
-    stays: of recurrent calls, whose gate `main` makes what is new: (b_ih, b_hh) of that gate, each
-        over units -> bool over units: does one whose weights meet only zeros stay 0?
-    neutral: (value, operands): an operand among these that is this value everywhere leaves the
-        other as it is (times 1, plus 0).
-    args: arguments that hold sizes, rebuilt for cut operands: (node, sizes per output axis) ->
-        {argument name: value}.
-    region: the class of its windows, which tells the input interval an output interval needs:
-        conv, transposed, adaptive, nearest, exact, linear, cubic (see `regions`).
-    rest: how positions of the complete axis that are known beforehand enter the result: "sum",
-        "mean", "max", "min" of the axis, or the norm it is ("softmax", "layer", "rms").
-    align: bytes that rows of its operands and output must be a multiple of, or the op refuses them.
-    free: the output does not depend on any input's values (zeros, full_like).
-    total: with which operands computed the op is finite wherever they are, and no larger than some
-        multiple of them: "all", "one" (no two of them), "first" (alone), "eps" (if the call's eps
-        is positive). Others (quotients, powers) are made only of values that the network itself
-        has. "": what `fill` and
-        `rest` tell, else none.
-    range: how the bounds of the output follow from those of the operands (`facts.ranges`): "ends"
-        of an op that rises or falls in each operand, below zero and above it: it is run on the ends
-        of their bounds and on zero; "about" the same, for ops that round; "hull" of values that
-        move; "sign" of averages and sums; a number, the least value of an op that stays between it
-        and zero below zero, and between zero and its operand above (silu); a pair, whatever comes
-        in. "": what `fill` and `rest` tell, else nothing.
-    cases: calls for the law tests.
+    Attributes:
+        line: the notation (see `notation`), or a function of the node that returns a line, a
+            `SizedLine`, or `Declined` for calls without a rule.
+        zero: operands whose zeros make the output zero: "" none, "any" of them, "first" alone.
+        fill: how the value of a known output is computed: "run" the op on the operands' values;
+            "same" operand `main`'s value, moved; "sum" of products (contractions); "mix" the
+            average of `main` by weights that sum to one and are products of the other operands
+            (attention); "recur" a unit that reads only zeros, itself included, stays 0 (recurrent
+            calls, `stays`); "none" never known.
+        main: the number of the operand, or of the gate of a recurrent call, for `fill`.
+        sized: whether the value of a known output depends on the length of an axis (sum, softmax).
+        pads: whether the op reads positions outside of its input as zeros, so that constants vary
+            at borders; or a function of the node.
+        affine: the operands (scale, shift): where the scale is 0, the output is the shift.
+        stays: of recurrent calls: (b_ih, b_hh) of gate `main`, per unit -> bool per unit, whether a
+            unit whose weights multiply only zeros stays 0.
+        neutral: (value, operands): if one of these operands has this value everywhere, the output
+            is the other operand (times 1, plus 0).
+        args: rebuilds the arguments that are sizes for operands of other sizes: (node, sizes per
+            output axis) -> {argument name: value}.
+        indices: names of arguments that are positions, not data.
+        region: the class of its windows, which determines the input region of an output interval:
+            conv, transposed, adaptive, nearest, exact, linear, cubic (see `regions`).
+        rest: how known positions of the complete axis enter the result: "sum", "mean", "max", "min"
+            of the axis, or the name of the norm ("softmax", "layer", "rms").
+        align: the rows of operands and output must be multiples of this many bytes.
+        free: whether the output is independent of the values of all inputs (zeros, full_like).
+        total: for which computed operands the output is finite wherever they are, and bounded by a
+            multiple of them: "all", "one" (if one is computed), "first" (if only the first is),
+            "eps" (if the call's eps is positive). Other ops (quotients, powers) are called only
+            with values that the original network computes. "": determined by `fill` and `rest`.
+        range: the output's bounds, from those of the operands (`facts.ranges`): "ends" for ops that
+            are monotonic in each operand on both sides of zero: the op of the bounds and of zero;
+            "about" the same, for ops that round; "hull" for values that move; "sign" for averages
+            and sums; a number, the least value of an op whose output is between it and zero for
+            negative operands, and between zero and the operand for others (silu); a pair, the
+            bounds for all operands. "": determined by `fill` and `rest`.
+        cases: calls for the law tests.
+
+    >>> Entry("... i, o i, o -> ... o", fill="sum").reads_padding(None)
+    False
     """
 
     line: str | LineOf
@@ -119,11 +140,14 @@ class Entry:
     cases: tuple[Case, ...] = ()
 
     def reads_padding(self, node: fx.Node) -> bool:
+        """Whether a call reads positions outside of its input, as zeros."""
         return self.pads(node) if callable(self.pads) else self.pads
 
 
 class Table(Mapping[str, Entry]):
-    """Entries by op name ("aten.relu.default"); frozen, extended into a new one.
+    """Entries by op name ("aten.relu.default"); immutable, `extended` returns a new table.
+
+    Raises TableError for two entries of an op and for a line that cannot be parsed.
 
     >>> from demask.ops import TABLE
     >>> "aten.relu.default" in TABLE
@@ -134,7 +158,7 @@ class Table(Mapping[str, Entry]):
         self._entries: dict[str, Entry] = {}
         for name, entry in entries:
             if name in self._entries:
-                raise TableError(f"op {name!r} has two entries; the table holds one per op")
+                raise TableError(f"op {name!r} has two entries: expected one per op")
             if isinstance(entry.line, str):
                 parse(entry.line)
             self._entries[name] = entry
@@ -149,27 +173,30 @@ class Table(Mapping[str, Entry]):
         return len(self._entries)
 
     def extended(self, more: Mapping[str, str | Entry]) -> Table:
-        """A table with your own ops too: {"my::op": "... -> ..."} or {"my::op": Entry(...)}.
+        """This table with more ops: {"my::op": "... -> ..."} or {"my::op": Entry(...)}.
 
-        A line alone means: positions depend as the line says, and nothing is known of values, so a
-        known slice is kept unless the op, run on constants, tells what becomes of it. Raises
-        TableError for a line that cannot be read or an op that has an entry already.
+        For a line alone the other columns have their defaults: the value of a known output slice is
+        computed by running the op on constants.
+
+        Raises:
+            TableError: a line that cannot be parsed, or an op that has an entry.
 
         >>> from demask.ops import TABLE
         >>> len(TABLE.extended({"my::op": "... -> ..."})) - len(TABLE)
         1
         """
-        own = [(_canonical(k), Entry(v) if isinstance(v, str) else v) for k, v in more.items()]
-        return Table([*self._entries.items(), *own])
+        entries = [(_canonical(k), Entry(v) if isinstance(v, str) else v) for k, v in more.items()]
+        return Table([*self._entries.items(), *entries])
 
 
 def _canonical(name: str) -> str:
+    """The name of an op in the table: "my::op" -> "my.op.default"."""
     namespace, _, op = name.replace("::", ".").partition(".")
     return f"{namespace}.{op}" if "." in op else f"{namespace}.{op}.default"
 
 
 def op_name(target: Any) -> str:
-    """The name under which a call target stands in the table.
+    """The name of a call target in the table: of an op with its overload, of a Python function.
 
     >>> import torch
     >>> op_name(torch.ops.aten.relu.default)

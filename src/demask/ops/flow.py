@@ -1,10 +1,10 @@
-"""Where an axis goes: from a call to its outputs and back, read off the letters of the table.
+"""Axis flow: the axes of a call's outputs that an operand's axis becomes, and the reverse.
 
-An axis goes on where the output has its letters: carried as it is, as part of a composite axis,
-seen through windows, or moved by a map of positions. It ends where it is summed over or reduced.
+An axis continues in an output that has its letters: unchanged, as part of a composite axis, under
+a window, or moved by an index map. An axis that is summed over or reduced ends.
 
-`follow` carries a part of an axis, `carry` and `carry_back` tags of whole axes. What engines tag,
-and in which order they visit calls, is theirs.
+`follow` propagates a part of an axis, `carry` and `carry_back` propagate tags of whole axes.
+Engines choose the tags, and the order in which they visit calls.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ class Part:
     size: int = DYNAMIC
 
     def covers(self, length: int) -> bool:
-        """Is it the whole axis, or the major part of it?"""
+        """Whether it is the whole axis, or its major part."""
         return self.inner * self.size == length
 
 
 def axis_of(relation: Relation, operand: int, axis: int, *, out: int = 0) -> int | None:
-    """The operand's axis that axis `axis` of output `out` runs along, None if it has none."""
+    """The operand's axis that has the major letter of an output's axis; None if it has none."""
     axis %= len(relation.outs[out])
     letters = relation.outs[out][axis]
     if not letters:
         return None
     name = base(letters[0])
-    for k, theirs in enumerate(relation.ins[operand]):
-        if name in map(base, theirs):
+    for k, candidates in enumerate(relation.ins[operand]):
+        if name in map(base, candidates):
             return k
     return None
 
 
 def base(letter: str) -> str:
-    """The letter as the table writes it: the same before and after a window or a move."""
+    """The letter in the table: "h" for "h<0" and "h>0", input and output of a window or move."""
     return letter.partition("<")[0].partition(">")[0]
 
 
@@ -60,10 +60,10 @@ def base(letter: str) -> str:
 
 
 def follow(relation: Relation, operand: int, part: Part, *, out: int = 0) -> Part | None:
-    """Where a part of an operand's axis is in an output; None where it ends.
+    """The part of an output's axis that a part of an operand's axis becomes; None if it ends.
 
-    Of several letters as many as stay together go on. Windows and moves need the whole axis, and
-    end it where they leave one position of many.
+    Of a part with several letters, the major ones that stay together continue. Under windows and
+    moves only whole axes continue, and those end that are reduced to one position.
 
     >>> import torch
     >>> from demask.ops import TABLE, bind
@@ -76,19 +76,20 @@ def follow(relation: Relation, operand: int, part: Part, *, out: int = 0) -> Par
     if letters and letters[0] in relation.window | relation.moved:
         return _through(relation, operand, part, out)
     first = _first(relation, letters, part)
-    for axis, others in enumerate(relation.outs[out]):
-        if first is not None and letters[first] in others:
-            return _shared(relation, (letters, first), (axis, others), part)
+    for axis, letters_after in enumerate(relation.outs[out]):
+        if first is not None and letters[first] in letters_after:
+            return _shared(relation, (letters, first), (axis, letters_after), part)
     return None
 
 
 def is_mixed(relation: Relation, operand: int, axis: int) -> bool:
-    """Does a position of an output depend on several along an operand's axis that goes on?"""
+    """Whether an output position depends on several positions of an operand's axis."""
     mixed = relation.window | relation.complete | relation.moved | relation.looped
     return bool(mixed & set(relation.ins[operand][axis]))
 
 
 def _through(relation: Relation, operand: int, part: Part, out: int) -> Part | None:
+    """The part of an output's axis that an axis under a window or a move becomes, or None."""
     if not part.covers(_size(relation, relation.ins[operand][part.axis][0])):
         return None
     for axis, size in enumerate(schema.outputs(relation.node)[out].shape):
@@ -99,7 +100,7 @@ def _through(relation: Relation, operand: int, part: Part, out: int) -> Part | N
 
 
 def _first(relation: Relation, letters: tuple[str, ...], part: Part) -> int | None:
-    """The major letter of a part: of a dynamic one the letter that is dynamic."""
+    """The number of a part's major letter, or of the dynamic letter if the part is dynamic."""
     if part.size == DYNAMIC:
         return next((k for k, name in enumerate(letters) if relation.size.get(name) is None), None)
     inner = _inner(relation, letters)
@@ -115,29 +116,34 @@ def _shared(
     after: tuple[int, tuple[str, ...]],
     part: Part,
 ) -> Part | None:
-    """before: letters of the operand's axis, and the first of the part; after: the output's."""
-    (letters, first), (axis, others) = before, after
-    inner, at = _inner(relation, letters), others.index(letters[first])
-    minors = _inner(relation, others)
+    """The part of an output's axis that shares letters with a part of an operand's axis, or None.
+
+    before: the letters of the operand's axis and the number of the part's first letter; after: the
+    output's axis and its letters.
+    """
+    (letters, first), (axis, letters_after) = before, after
+    inner, index = _inner(relation, letters), letters_after.index(letters[first])
+    inner_after = _inner(relation, letters_after)
     if part.size == DYNAMIC:
         exact = part.inner % inner[first] == 0
-        return Part(axis, part.inner // inner[first] * minors[at]) if exact else None
+        return Part(axis, part.inner // inner[first] * inner_after[index]) if exact else None
     period, span = part.inner * part.size, inner[first] * _size(relation, letters[first])
-    if inner[first] <= part.inner:  # within one letter, of which it is whole positions
+    if inner[first] <= part.inner:  # within one letter, whole positions of it
         fits = part.inner % inner[first] == 0 and span % period == 0
-        return Part(axis, part.inner // inner[first] * minors[at], part.size) if fits else None
+        scale = part.inner // inner[first] * inner_after[index]
+        return Part(axis, scale, part.size) if fits else None
     size, k = 1, 0
-    for mine, other in zip(letters[first:], others[at:], strict=False):
-        if mine != other or inner[first + k] < part.inner:
+    for letter_before, letter_after in zip(letters[first:], letters_after[index:], strict=False):
+        if letter_before != letter_after or inner[first + k] < part.inner:
             break
-        size, k = size * _size(relation, mine), k + 1
+        size, k = size * _size(relation, letter_before), k + 1
     if period != span or part.size % size:
         return None
-    return Part(axis, minors[at + k - 1], size)
+    return Part(axis, inner_after[index + k - 1], size)
 
 
 def _inner(relation: Relation, letters: tuple[str, ...]) -> list[int]:
-    """Positions of the axis per position of each letter: the product of the letters after it."""
+    """Positions of the axis per position of each letter: the product of the sizes after it."""
     sizes = [_size(relation, letter) for letter in letters]
     return [math.prod(sizes[k + 1 :]) for k in range(len(sizes))]
 
@@ -152,25 +158,25 @@ def _size(relation: Relation, letter: str) -> int:
 def tagged(
     relation: Relation, tags: Sequence[Tags[T] | None]
 ) -> Iterator[tuple[str | None, int, T]]:
-    """The letter, the operand and the tag of each tagged axis of the operands; None for the letter
-    of an axis that is not one letter."""
-    for operand, (axes, mine) in enumerate(zip(relation.ins, tags, strict=True)):
-        for axis, tag in (mine or {}).items():
+    """The letter, operand and tag of each tagged axis of the operands. The letter is None for an
+    axis that does not have exactly one letter."""
+    for operand, (axes, operand_tags) in enumerate(zip(relation.ins, tags, strict=True)):
+        for axis, tag in (operand_tags or {}).items():
             letters = axes[axis]
             yield letters[0] if len(letters) == 1 else None, operand, tag
 
 
 def lettered(axes: Sequence[tuple[str, ...]], tags: Mapping[str, T]) -> dict[int, T]:
-    """The tag of each axis that is one tagged letter."""
+    """The tags of the axes that are one tagged letter, by axis."""
     return {k: tags[axis[0]] for k, axis in enumerate(axes) if len(axis) == 1 and axis[0] in tags}
 
 
 def carry(
     relation: Relation, tags: Sequence[Tags[T] | None], combine: Callable[[T, T], T]
 ) -> tuple[dict[int, T], ...]:
-    """The tags of each output's axes that the call works along position by position.
+    """The tags of each output's axes along which the call is computed position by position.
 
-    tags: of each operand's axes, None for an operand that says nothing.
+    tags: of each operand's axes; None for an operand without tags.
     """
     letters: dict[str, T] = {}
     for letter, _, tag in tagged(relation, tags):
@@ -180,8 +186,8 @@ def carry(
 
 
 def carry_back(relation: Relation, tags: Tags[T], *, out: int = 0) -> tuple[dict[int, T], ...]:
-    """The tags of each operand's axes along which an output's tagged axes are computed position by
-    position."""
+    """The tags of each operand's axes along which an output is computed position by position, from
+    the tags of that output's axes."""
     letters = {
         axis[0]: tags[k] for k, axis in enumerate(relation.outs[out])
         if k in tags and len(axis) == 1 and axis[0] not in relation.mixed
@@ -190,8 +196,10 @@ def carry_back(relation: Relation, tags: Tags[T], *, out: int = 0) -> tuple[dict
 
 
 def is_split(relation: Relation, axis: int, *, out: int = 0) -> bool:
-    """Is an output's axis part of a composite axis of an operand, or composite itself?"""
+    """Whether an output's axis is composite, or part of a composite axis of an operand."""
     letters = set(relation.outs[out][axis])
     return len(letters) != 1 or any(
-        len(theirs) > 1 and letters & set(theirs) for axes in relation.ins for theirs in axes
+        len(operand_letters) > 1 and letters & set(operand_letters)
+        for axes in relation.ins
+        for operand_letters in axes
     )

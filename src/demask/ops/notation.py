@@ -1,4 +1,4 @@
-"""The notation of the table: one line says how the axes of an op's outputs depend on its inputs'.
+"""The notation of the table: one line states how an op's output axes depend on its input axes.
 
     "... i, o i, o -> ... o"                                   linear
     "n (g i) ~h ~w, (g o) i ~k ~l, (g o) -> n (g o) ~h ~w"      grouped convolution
@@ -9,11 +9,11 @@ Operands are separated by commas, axes by spaces. A letter (or short name) names
 of the output is *carried*, a letter only in inputs is *contracted* (two operands) or *reduced*
 (one). `(a b)` is a row-major composite, `1` an axis of size one, `...` the broadcast axes.
 Marks: `~` a window slides along the axis (convolution, pooling, resizing); `!` the axis must be
-complete (it is normalised over); `@` positions are moved along the axis by a map that running the
-op on positions tells (slice, cat, pad); `^` along the axis the call reads back what it made of the
-letter itself, one step before. Under `~` and `@` the input's axis and the output's are different
-axes, and get different letters: "h" is "h<0" in operand 0 and "h>0" in output 0. Under `^` they are
-one axis, under another name: "^h" is "h^".
+complete (it is normalized over); `@` positions are moved along the axis by an index map, which is
+computed by running the op on positions (slice, cat, pad); `^` the call reads its own output of the
+step before along this letter. Under `~` and `@` the axes of input and output are different and get
+different letters: "h" is "h<0" in operand 0 and "h>0" in output 0. Under `^` they are one axis with
+two names: "^h" is "h^".
 """
 
 from __future__ import annotations
@@ -34,7 +34,15 @@ _LETTER = re.compile(r"([!~@^]?)([a-z]\w*)")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A parsed line: the axes of each input and output, and which letters carry which mark."""
+    """A parsed line.
+
+    Attributes:
+        ins, outs: the axes of each input and output; an axis is a tuple of letters, major first.
+        window, complete, moved, back: the letters with the mark `~`, `!`, `@`, `^`.
+
+    >>> parse("... ~h, i -> ... ~h").window == {"h<0", "h>0"}
+    True
+    """
 
     ins: tuple[Axes, ...]
     outs: tuple[Axes, ...]
@@ -46,48 +54,52 @@ class Line:
 
 @functools.lru_cache(maxsize=4096)
 def parse(text: str) -> Line:
-    """The line that `text` spells.
+    """The parsed line.
 
-    Raises TableError, with the offending piece, when it cannot be read.
+    Raises:
+        TableError: a line that cannot be parsed; the message names the offending text.
 
     >>> parse("... i, o i -> ... o").outs
     ((('...',), ('o',)),)
     """
     left, arrow, right = text.partition("->")
     if not arrow:
-        raise TableError(f"expected 'inputs -> outputs', got {text!r}: write an arrow")
+        raise TableError(f"expected 'inputs -> outputs', got {text!r}: add an arrow")
     marks: dict[str, set[str]] = {mark: set() for mark in "~!@^"}
     ins = [_axes(part, f"<{k}", marks, text) for k, part in enumerate(_operands(left))]
     outs = [_axes(part, f">{k}", marks, text) for k, part in enumerate(_operands(right) or [""])]
     _check(ins, outs, text)
     window, complete, moved, back = (frozenset(marks[m]) for m in "~!@^")
-    made = {f"{letter}^" for axes in outs for axis in axes for letter in axis}
-    if back - made:
+    output_letters = {f"{letter}^" for axes in outs for axis in axes for letter in axis}
+    if back - output_letters:
         raise TableError(f"{text!r} reads back, under ^, a letter that no output has")
     return Line(tuple(ins), tuple(outs), window, complete, moved, back)
 
 
 def _operands(side: str) -> list[str]:
+    """The texts of the operands on one side of the arrow."""
     return side.split(",") if side.strip() else []
 
 
 def _axes(part: str, suffix: str, marks: dict[str, set[str]], text: str) -> Axes:
-    rest = _TOKEN.sub("", part).strip()
-    if rest:
+    """The axes in the text of an operand; adds its marked letters to `marks`."""
+    unknown = _TOKEN.sub("", part).strip()
+    if unknown:
         raise TableError(
-            f"cannot read {rest!r} in {text!r}: letters, (a b), 1, ... and ! ~ @ ^ only"
+            f"cannot read {unknown!r} in {text!r}: letters, (a b), 1, ... and ! ~ @ ^ only"
         )
     return tuple(_axis(token, suffix, marks) for token in _TOKEN.findall(part))
 
 
 def _axis(token: str, suffix: str, marks: dict[str, set[str]]) -> Axis:
+    """The letters of one axis; adds those with marks to `marks`."""
     if token == "...":
         return ELLIPSIS
     if token == "1":
         return ()
     letters = []
     for mark, letter in _LETTER.findall(token):
-        # Windows and moves change the size of their axis: before and after are different axes.
+        # Windows and moves change the size of an axis: input and output axes are different.
         name = letter + suffix if mark in ("~", "@") else letter + "^" * (mark == "^")
         if mark:
             marks[mark].add(name)
@@ -96,6 +108,7 @@ def _axis(token: str, suffix: str, marks: dict[str, set[str]]) -> Axis:
 
 
 def _check(ins: list[Axes], outs: list[Axes], text: str) -> None:
+    """Raise TableError for a repeated letter in one operand, or for dots in outputs alone."""
     for axes in [*ins, *outs]:
         letters = [letter for axis in axes for letter in axis]
         if len(set(letters)) != len(letters):

@@ -1,7 +1,7 @@
-"""Quantization as two ops of demask's own, so that it stays whole in graphs and files.
+"""Quantization as two custom ops, which graphs and files preserve.
 
-In ATen ops it is arithmetic that no runtime knows again; as QuantizeLinear and DequantizeLinear it
-tells ONNX Runtime which layers to run on whole numbers.
+As ATen arithmetic no runtime would recognize it; as QuantizeLinear and DequantizeLinear it selects
+the layers that ONNX Runtime computes in integers.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from demask.ops.entry import Case, Entry
 from demask.ops.entry import Shape as S
 from demask.registry import CUSTOM_OPS
 
-#: what a value can be quantized to, by name. Ops take the name: torch looks up kernels by whatever
-#: number stands in a file for a dtype, and crashes where it has none.
+#: The dtypes of quantized values, by name. Ops take the name: for a number that a file has in the
+#: place of a dtype, torch looks up a kernel, and crashes if there is none.
 DTYPES = {"uint8": torch.uint8, "int8": torch.int8, "int16": torch.int16, "uint16": torch.uint16}
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype of a name; BadInput for one that nothing is quantized to."""
+    """The dtype with a name; raises BadInput for one that is not in DTYPES."""
     if name not in DTYPES:
         raise BadInput(f"expected one of {', '.join(DTYPES)} to quantize to, got {name!r}")
     return DTYPES[name]
 
 
 def along(scale: Tensor, x: Tensor, axis: int) -> Tensor:
-    """A scale (or zero point) in a shape that goes with x: one number, or one for each place on an
-    axis."""
+    """A scale (or zero point) in a shape that broadcasts with x: of one element, or of one per
+    position of an axis. Raises BadInput for other shapes."""
     if scale.ndim == 0 or (scale.ndim == 1 and scale.shape[0] == 1):
         return scale.reshape(())
     if scale.ndim != 1 or not -x.ndim <= axis < x.ndim or scale.shape[0] != x.shape[axis]:
         raise BadInput(
-            f"expected a scale for each place on axis {axis} of {list(x.shape)}, got one of "
+            f"expected a scale per position of axis {axis} of {list(x.shape)}, got one of "
             f"{list(scale.shape)}"
         )
     sizes = [1] * x.ndim
@@ -46,24 +46,26 @@ def along(scale: Tensor, x: Tensor, axis: int) -> Tensor:
 
 
 def quantized(x: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int, dtype: str) -> Tensor:
-    """saturate(round(x / scale) + zero_point) in a dtype; half is rounded to even."""
-    kind = dtype_of(dtype)
-    wide = torch.float64 if scale.dtype == torch.float64 else torch.float32
-    whole = (x.to(scale.dtype) / along(scale, x, axis)).to(wide).round()
+    """saturate(round(x / scale) + zero_point) in a dtype; rounds half to even."""
+    integer_type = dtype_of(dtype)
+    float_type = torch.float64 if scale.dtype == torch.float64 else torch.float32
+    rounded = (x.to(scale.dtype) / along(scale, x, axis)).to(float_type).round()
     if zero_point is not None:
-        whole = whole + along(zero_point.to(wide), x, axis)
-    limits = torch.iinfo(kind)
-    return whole.clamp(limits.min, limits.max).to(kind)
+        rounded = rounded + along(zero_point.to(float_type), x, axis)
+    limits = torch.iinfo(integer_type)
+    return rounded.clamp(limits.min, limits.max).to(integer_type)
 
 
 def dequantized(x: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int) -> Tensor:
     """(x - zero_point) * scale in the dtype of `scale`, multiplied in float32 at least."""
     if x.is_floating_point() or x.is_complex() or not scale.is_floating_point():
-        raise BadInput(f"expected whole numbers and a scale, got {x.dtype} and {scale.dtype}")
+        raise BadInput(
+            f"expected integers and a floating-point scale, got {x.dtype} and {scale.dtype}"
+        )
     if zero_point is not None:
         x = x.to(torch.int32) - along(zero_point.to(torch.int32), x, axis)
-    wide = torch.float64 if scale.dtype == torch.float64 else torch.float32
-    return (x.to(wide) * along(scale.to(wide), x, axis)).to(scale.dtype)
+    float_type = torch.float64 if scale.dtype == torch.float64 else torch.float32
+    return (x.to(float_type) * along(scale.to(float_type), x, axis)).to(scale.dtype)
 
 
 @torch.library.custom_op("demask::quantize", mutates_args=())
@@ -91,42 +93,46 @@ def _(x: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int) -> Tensor:
 
 
 def _check(x: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int) -> None:
-    """Raise BadInput for scales and zero points that do not go with x."""
+    """Raise BadInput for scales and zero points that do not broadcast with x."""
     along(scale, x, axis)
     if zero_point is not None:
         along(zero_point, x, axis)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Save the arguments of `dequantize` for its gradient."""
     *tensors, ctx.axis = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _slopes(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-    """Whole numbers have no gradient; the scale has."""
+def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of the arguments of `dequantize`: the scale's; None for the others."""
     x, scale, zero_point = ctx.saved_tensors
     with torch.enable_grad():
         scale = scale.detach().requires_grad_()
-        made = dequantized(x, scale, zero_point, ctx.axis)
-        (found,) = torch.autograd.grad(made, scale, slope)
-    return None, found, None, None
+        output = dequantized(x, scale, zero_point, ctx.axis)
+        (scale_gradient,) = torch.autograd.grad(output, scale, gradient)
+    return None, scale_gradient, None, None
 
 
-dequantize.register_autograd(_slopes, setup_context=_keep)
+dequantize.register_autograd(_gradients, setup_context=_save_inputs)
 
 CUSTOM_OPS.register("quantize", Own(quantized))
 CUSTOM_OPS.register("dequantize", Own(dequantized))
 
 
 def _line(node: fx.Node) -> str:
-    """Position by position; a scale for each place on an axis goes along it."""
-    found = schema.arguments(node)
-    x, *rest = (schema.sizes(o.value.meta["val"]) for o in schema.operands(node))
-    rank, axis = len(x), found["axis"]
+    """Elementwise; a scale with one element per position of an axis has that axis."""
+    call_arguments = schema.arguments(node)
+    x, *other_sizes = (schema.sizes(o.value.meta["val"]) for o in schema.operands(node))
+    rank, axis = len(x), call_arguments["axis"]
     axes = [f"a{k}" for k in range(rank)]
-    own = [axes[axis] if len(sizes) == 1 and sizes != (1,) else "1" * len(sizes) for sizes in rest]
+    others = [
+        axes[axis] if len(sizes) == 1 and sizes != (1,) else "1" * len(sizes)
+        for sizes in other_sizes
+    ]
     whole = " ".join(axes)
-    return f"{', '.join([whole, *own])} -> {whole}"
+    return f"{', '.join([whole, *others])} -> {whole}"
 
 
 _POINT, _ONE = S((), True, 9), S((), True, "positive")

@@ -1,4 +1,4 @@
-"""A line met with a node: letters with sizes, operands with axes. Everything reads ops this way."""
+"""Relations: an entry's line bound to a call, with sizes of letters and axes of operands."""
 
 from __future__ import annotations
 
@@ -16,17 +16,28 @@ from demask.ops.notation import ELLIPSIS, Axes, Line, parse
 from demask.ops.positions import Move, moves
 from demask.ops.schema import Operand
 
-MAX_AXIS = 2**28  # positions of an axis: facts and placements take memory for each of them
+MAX_AXIS = 2**28  # positions of an axis: facts and layouts use memory per position
 _BOUNDED = ("sum", "mean", "max", "min", "softmax")
 
 
 @dataclass(frozen=True)
 class Relation:
-    """How one call's outputs depend on its operands.
+    """An entry bound to one call: how the call's outputs depend on its operands.
 
-    ins, outs: the letters of each axis of each operand and output. size: of each letter, None where
-    dynamic. moves: per output, the position map of each moved axis that has one. window, complete,
-    moved, back: marked letters. Letters in several operands but no output are contracted.
+    Attributes:
+        node, entry: the call, and the table's entry for its op.
+        operands: the tensor operands, in the order of the schema.
+        ins, outs: the letters of each axis of each operand and output.
+        size: the size of each letter; None for dynamic ones.
+        moves: per output, the index maps of the moved axes that have one, by letter.
+        window, complete, moved, back: the letters with the marks `~`, `!`, `@`, `^`.
+
+    >>> import torch
+    >>> from demask.ops import TABLE
+    >>> from demask.ops.laws import call_node
+    >>> linear = call_node(torch.ops.aten.linear.default, torch.ones(5, 3), torch.ones(2, 3))
+    >>> bind(linear, TABLE).size["i"], sorted(bind(linear, TABLE).contracted)
+    (3, ['i'])
     """
 
     node: fx.Node
@@ -42,207 +53,235 @@ class Relation:
     back: frozenset[str] = frozenset()
 
     def letters(self, axes: Axes) -> frozenset[str]:
+        """The letters of some axes."""
         return frozenset(letter for axis in axes for letter in axis)
 
     @cached_property
     def contracted(self) -> frozenset[str]:
-        """Letters of products that are summed over: in two operands or more, in no output."""
-        made = self.letters(tuple(axis for axes in self.outs for axis in axes))
+        """The letters that are summed over: in two operands or more, in no output."""
+        output_letters = self.letters(tuple(axis for axes in self.outs for axis in axes))
         counts: dict[str, int] = {}
         for axes in self.ins:
-            for letter in self.letters(axes) - made - self.moved - self.window - self.complete:
+            for letter in (
+                self.letters(axes) - output_letters - self.moved - self.window - self.complete
+            ):
                 counts[letter] = counts.get(letter, 0) + 1
         return frozenset(letter for letter, count in counts.items() if count > 1)
 
     @cached_property
     def factors(self) -> tuple[int, ...]:
-        """The operands that are multiplied and summed; the others are added to the sum.
+        """The numbers of the operands that are multiplied; the others are added to the sum.
 
-        A depthwise convolution sums over its window alone: its factors are the first two.
+        A depthwise convolution sums over its window alone: its factors are the first two operands.
         """
         summed = self.contracted
         return tuple(k for k, a in enumerate(self.ins) if self.letters(a) & summed) or (0, 1)
 
     @property
     def total(self) -> bool:
-        """Is what the call makes finite, whatever finite values its computed operands have?"""
+        """Whether the output is finite for all finite values of the computed operands."""
         nodes = [o.value if isinstance(o.value, fx.Node) else None for o in self.operands]
-        at = [k for k, node in enumerate(nodes) if node is not None and node.op != "get_attr"]
+        computed = [k for k, node in enumerate(nodes) if node is not None and node.op != "get_attr"]
         entry = self.entry
         if entry.total:
             eps = schema.arguments(self.node).get("eps")
             allowed = {
                 "all": True,
-                "one": len(at) < 2,
-                "first": at in ([], [0]),
+                "one": len(computed) < 2,
+                "first": computed in ([], [0]),
                 "eps": eps is None or eps > 0,
             }
             return allowed[entry.total]
         linear = entry.fill in ("sum", "mix", "same", "recur") or entry.rest in _BOUNDED
-        kinds = [n.meta["val"].dtype for n in nodes if n is not None and n.op != "get_attr"]
-        places = [kind for kind in kinds if not kind.is_floating_point and kind != torch.bool]
-        looked_up = bool(places) and len(self.operands) > 1  # an index, or where parts end
-        return not at or bool(self.moved) or entry.free or (linear and not looked_up)
+        dtypes = [n.meta["val"].dtype for n in nodes if n is not None and n.op != "get_attr"]
+        index_dtypes = [
+            dtype for dtype in dtypes if not dtype.is_floating_point and dtype != torch.bool
+        ]
+        is_lookup = bool(index_dtypes) and len(self.operands) > 1  # an index, or the ends of parts
+        return not computed or bool(self.moved) or entry.free or (linear and not is_lookup)
 
     @property
     def is_grouped(self) -> bool:
-        """Whether it is a contraction over composite axes, whose groups may keep unequal counts."""
+        """Whether it is a contraction with composite axes: its groups may retain unequal counts."""
         return self.entry.fill == "sum" and any(len(a) > 1 for axes in self.ins for a in axes)
 
     @property
     def selectors(self) -> tuple[int, ...]:
-        """The operands of a sum that only choose among its weights at run time."""
-        made = self.letters(tuple(axis for axes in self.outs for axis in axes))
+        """The numbers of the operands that only select weights at run time."""
+        output_letters = self.letters(tuple(axis for axes in self.outs for axis in axes))
         letters = [self.letters(axes) for axes in self.ins]
-        return tuple(k for k, a in enumerate(letters) if a and a <= self.complete - made)
+        return tuple(k for k, a in enumerate(letters) if a and a <= self.complete - output_letters)
 
     @cached_property
     def mixed(self) -> frozenset[str]:
-        """Letters along which a position of an output may depend on several of an operand."""
+        """The letters along which an output position may depend on several operand positions."""
         return self.window | self.complete | self.moved | self.back | self.looped
 
     @cached_property
     def looped(self) -> frozenset[str]:
-        """Letters along which a position depends, through what is read back, on every other."""
-        found = [self.letters(axes) for axes in self.ins if self.letters(axes) & self.back]
-        return frozenset(letter.removesuffix("^") for letters in found for letter in letters)
+        """The letters along which a position depends on all others, through the values of earlier
+        steps."""
+        letter_sets = [self.letters(axes) for axes in self.ins if self.letters(axes) & self.back]
+        return frozenset(letter.removesuffix("^") for letters in letter_sets for letter in letters)
 
 
 def bind(node: fx.Node, table: Table) -> Relation | Declined:
-    """The relation of a call, or why there is none. Raises TableError when an entry is wrong."""
+    """The relation of a call; Declined with a reason if the table has no rule for the call.
+
+    Args:
+        node: a call of an op, with fake values in `meta["val"]` of the node and its operands.
+        table: the table of ops.
+
+    Raises:
+        TableError: the entry's line does not fit the call.
+
+    >>> import torch
+    >>> from demask.ops import TABLE
+    >>> from demask.ops.laws import call_node
+    >>> bind(call_node(torch.ops.aten.cumsum.default, torch.ones(3), 0), TABLE)
+    Declined(text='no rule for aten.cumsum.default')
+    """
     name = op_name(node.target)
     entry = table.get(name)
     if entry is None:
         return Declined(f"no rule for {name}")
-    spelled = entry.line if isinstance(entry.line, str) else entry.line(node)
-    if isinstance(spelled, Declined):
-        return spelled
-    text, known = (spelled, {}) if isinstance(spelled, str) else (spelled.line, spelled.sizes)
-    if isinstance(spelled, SizedLine) and spelled.mixes:
+    declared = entry.line if isinstance(entry.line, str) else entry.line(node)
+    if isinstance(declared, Declined):
+        return declared
+    text, known = (declared, {}) if isinstance(declared, str) else (declared.line, declared.sizes)
+    if isinstance(declared, SizedLine) and declared.mixes:
         entry = replace(entry, fill="mix", main=1)
-    which = schema.operands(node, entry.indices)
-    numbers = [*(operand.value for operand in which), schema.arguments(node).get("fill_value")]
+    tensors = schema.operands(node, entry.indices)
+    numbers = [*(operand.value for operand in tensors), schema.arguments(node).get("fill_value")]
     if schema.is_dynamic(numbers):
-        return Declined(f"{name} with a number computed at run time")
-    places = {name: _index(schema.arguments(node)[name]) for name in entry.indices}
-    indices = {name: value for name, value in places.items() if value is not None}
-    if len(indices) < len(places):
-        return Declined(f"{name} with positions computed at run time")
-    line = _expanded(parse(text), node, which)
-    shapes = [schema.sizes(_value(operand)) for operand in which]
-    made = [schema.sizes(value) for value in schema.outputs(node)]
-    size = _sizes(line, shapes, made, known, f"{name} ({node.name})")
-    if (length := _half_dynamic(line, [*shapes, *made])) is not None:
+        return Declined(f"{name} with a number known only at run time")
+    constants = {name: _index(schema.arguments(node)[name]) for name in entry.indices}
+    indices = {name: value for name, value in constants.items() if value is not None}
+    if len(indices) < len(constants):
+        return Declined(f"{name} with positions known only at run time")
+    line = _expanded(parse(text), node, tensors)
+    shapes = [schema.sizes(_value(operand)) for operand in tensors]
+    output_shapes = [schema.sizes(value) for value in schema.outputs(node)]
+    size = _sizes(line, shapes, output_shapes, known, f"{name} ({node.name})")
+    if (length := _half_dynamic(line, [*shapes, *output_shapes])) is not None:
         return Declined(f"{name} with an axis of {length} in one tensor, of any size in another")
     longest = max((n for n in size.values() if n is not None), default=0)
     if longest > MAX_AXIS:
         return Declined(f"{name} with an axis of {longest:,} positions: more than {MAX_AXIS:,}")
     line = _broadcast(line, shapes, size)
-    maps = moves(node, line, size, which, indices) if line.moved else [{} for _ in line.outs]
+    maps = moves(node, line, size, tensors, indices) if line.moved else [{} for _ in line.outs]
     return Relation(
-        node, entry, which, line.ins, line.outs, size, tuple(maps),
+        node, entry, tensors, line.ins, line.outs, size, tuple(maps),
         line.window, line.complete, line.moved, line.back,
     )  # fmt: skip
 
 
 def _index(value) -> Tensor | None:
-    """The value of a constant index, which folding leaves on its node."""
+    """The value of a constant index, which constant folding stores on its node; else None."""
     return value.meta.get("positions") if isinstance(value, fx.Node) else None
 
 
 def _value(operand: Operand):
+    """The fake tensor of an operand, or its number."""
     return operand.value.meta["val"] if isinstance(operand.value, fx.Node) else operand.value
 
 
-def _expanded(line: Line, node: fx.Node, which: tuple[Operand, ...]) -> Line:
-    """`...` spelled out, and the line cut to the operands that the call really has."""
-    made = schema.outputs(node)
-    given = _present(line, node, which)
-    if len(given) != len(which) or len(line.outs) != len(made):
+def _expanded(line: Line, node: fx.Node, tensors: tuple[Operand, ...]) -> Line:
+    """The line with letters in the place of `...`, for the operands that the call has."""
+    values = schema.outputs(node)
+    present = _present(line, node, tensors)
+    if len(present) != len(tensors) or len(line.outs) != len(values):
         raise TableError(
-            f"entry of {node.target} names {len(line.ins)} operands and {len(line.outs)} outputs, "
-            f"the call {node.name} has {len(which)} and {len(made)}"
+            f"entry of {node.target} has {len(line.ins)} operands and {len(line.outs)} outputs, "
+            f"the call {node.name} has {len(tensors)} and {len(values)}"
         )
     ins = [
-        _dots(axes, len(schema.sizes(_value(op)))) for axes, op in zip(given, which, strict=True)
+        _dots(axes, len(schema.sizes(_value(op))))
+        for axes, op in zip(present, tensors, strict=True)
     ]
-    outs = [_dots(axes, len(schema.sizes(v))) for axes, v in zip(line.outs, made, strict=True)]
-    for axes, rank, what in [
-        *((a, len(schema.sizes(_value(op))), op.name) for a, op in zip(ins, which, strict=True)),
-        *((a, len(schema.sizes(v)), "output") for a, v in zip(outs, made, strict=True)),
+    outs = [_dots(axes, len(schema.sizes(v))) for axes, v in zip(line.outs, values, strict=True)]
+    for axes, rank, described in [
+        *((a, len(schema.sizes(_value(op))), op.name) for a, op in zip(ins, tensors, strict=True)),
+        *((a, len(schema.sizes(v)), "output") for a, v in zip(outs, values, strict=True)),
     ]:
         if len(axes) != rank:
             raise TableError(
-                f"entry of {node.target}: {what} of {node.name} has {rank} axes, "
-                f"the line says {len(axes)}"
+                f"entry of {node.target}: {described} of {node.name} has {rank} axes, "
+                f"the line has {len(axes)}"
             )
     return replace(line, ins=tuple(ins), outs=tuple(outs))
 
 
-def _present(line: Line, node: fx.Node, which: tuple[Operand, ...]) -> list[Axes]:
-    """The line's operands, those left out whose optional tensor is None in this call."""
+def _present(line: Line, node: fx.Node, tensors: tuple[Operand, ...]) -> list[Axes]:
+    """The axes of the line's operands, without optional ones that are None in this call."""
     if not line.ins:
-        return [()] * len(which)  # Nothing before the arrow: operands without axes, or none.
-    if any(operand.index is not None for operand in which) or len(line.ins) == len(which):
+        return [()] * len(
+            tensors
+        )  # No operands before the arrow: the call's operands, if any, have no axes.
+    if any(operand.index is not None for operand in tensors) or len(line.ins) == len(tensors):
         return list(line.ins)
-    found = schema.arguments(node)
+    values = schema.arguments(node)
     names = [argument.name for argument in schema.signature(node.target) if argument.tensors]
-    return [axes for name, axes in zip(names, line.ins, strict=False) if found[name] is not None]
+    return [axes for name, axes in zip(names, line.ins, strict=False) if values[name] is not None]
 
 
 def _dots(axes: Axes, rank: int) -> Axes:
+    """Axes with `rank` axes in all, letters in the place of `...`."""
     if ELLIPSIS not in axes:
         return axes
-    at, count = axes.index(ELLIPSIS), rank - len(axes) + 1
+    index, count = axes.index(ELLIPSIS), rank - len(axes) + 1
     if count < 0:
-        return axes[:at] + axes[at + 1 :]
-    return axes[:at] + tuple((f"_{count - 1 - k}",) for k in range(count)) + axes[at + 1 :]
+        return axes[:index] + axes[index + 1 :]
+    return axes[:index] + tuple((f"_{count - 1 - k}",) for k in range(count)) + axes[index + 1 :]
 
 
-def _sizes(line, shapes, made, known, where: str) -> dict[str, int | None]:
-    """The size of every letter; raises TableError where two axes disagree."""
+def _sizes(line, shapes, output_shapes, known, where: str) -> dict[str, int | None]:
+    """The size of every letter; raises TableError if two axes disagree."""
     size: dict[str, int | None] = dict(known)
-    seen = [*zip(line.ins, shapes, strict=True), *zip(line.outs, made, strict=True)]
-    for axes, shape in seen:
+    shaped = [*zip(line.ins, shapes, strict=True), *zip(line.outs, output_shapes, strict=True)]
+    for axes, shape in shaped:
         for axis, n in zip(axes, shape, strict=True):
             if len(axis) == 1 and (axis[0] not in size or size[axis[0]] == 1):
                 size[axis[0]] = n
-    for axes, shape in seen:
+    for axes, shape in shaped:
         for axis, n in zip(axes, shape, strict=True):
             _check_axis(axis, n, size, where)
     return size
 
 
 def _half_dynamic(line: Line, shapes: list[tuple[schema.Size, ...]]) -> int | None:
-    """The length of an axis that is static in one tensor of a call and dynamic in another: capture
-    of some ops does not compare the two."""
-    found: dict[str, set[int | None]] = {}
+    """The length of an axis that is static in one tensor of a call and dynamic in another, else
+    None: torch.export does not compare the two for some ops."""
+    lengths: dict[str, set[int | None]] = {}
     for axes, shape in zip([*line.ins, *line.outs], shapes, strict=True):
         for axis, n in zip(axes, shape, strict=True):
             if len(axis) == 1 and n != 1:
-                found.setdefault(axis[0], set()).add(n)
-    mixed = (ns for ns in found.values() if None in ns and len(ns) > 1)
-    return next((n for ns in mixed for n in ns if n is not None), None)
+                lengths.setdefault(axis[0], set()).add(n)
+    half_dynamic = (sizes for sizes in lengths.values() if None in sizes and len(sizes) > 1)
+    return next((n for sizes in half_dynamic for n in sizes if n is not None), None)
 
 
 def _check_axis(axis, n, size: dict[str, int | None], where: str) -> None:
+    """Set the size of an axis's one unknown letter. Raises TableError if sizes disagree."""
     missing = [letter for letter in axis if letter not in size]
     product = 1
     for letter in axis:
         factor = size.get(letter, 1)
         product = None if product is None or factor is None else product * factor
     if len(missing) == 1:
-        whole = n is not None and product
-        size[missing[0]] = n // product if whole and n is not None and product else None
+        is_known = n is not None and product
+        size[missing[0]] = n // product if is_known and n is not None and product else None
         return
     if missing:
-        raise TableError(f"{where}: sizes of {missing} cannot be told; give them with the line")
+        raise TableError(f"{where}: sizes of {missing} are not determined; return a SizedLine")
     if n not in (None, 1) and product not in (None, n):
-        raise TableError(f"{where}: axis {axis} is {n} long, its letters make {product}")
+        raise TableError(
+            f"{where}: axis {axis} is {n} long, the product of its letters is {product}"
+        )
 
 
 def _broadcast(line: Line, shapes, size: Mapping[str, int | None]) -> Line:
-    """An axis of size one whose letter is longer elsewhere is a literal 1."""
+    """The line with a literal 1 for each input axis of size one that broadcasts."""
 
     def axis_of(axis, n):
         return () if n == 1 and len(axis) == 1 and size[axis[0]] != 1 else axis

@@ -1,4 +1,4 @@
-"""A call read through its op's schema: arguments by name, tensor operands in order."""
+"""Calls read by the schemas of their ops: arguments by name, tensor operands in order."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Size = int | None  # None: dynamic
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One argument of an op's schema. tensors: whether it takes tensors, one or a list. length: of
-    a list of numbers that may be given as one number, for all of it."""
+    """One argument of an op's schema. tensors: whether it takes a tensor or a list of tensors.
+    length: of a list of numbers for which a call may pass one number, or None."""
 
     name: str
     kwarg_only: bool
@@ -30,7 +30,7 @@ class Argument:
 
 @functools.cache
 def signature(target: Any) -> tuple[Argument, ...]:
-    """The arguments of an op; torch makes its own objects anew at every look."""
+    """The arguments of an op; cached, since torch creates its objects at every access."""
     return tuple(
         Argument(a.name, a.kwarg_only, "Tensor" in str(a.type), a.has_default_value(),
                  a.default_value, a.N)
@@ -40,8 +40,8 @@ def signature(target: Any) -> tuple[Argument, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """One tensor a call reads: its argument's name, its index where the argument is a list, and
-    what stands there: a node, or a plain number in the place of a tensor."""
+    """One tensor operand of a call. name: of its argument; index: in the argument if that is a
+    list, else None; value: a node, or a number in the place of a tensor."""
 
     name: str
     index: int | None
@@ -49,24 +49,25 @@ class Operand:
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
-    """Every argument of a call by its schema name, defaults filled in."""
-    found: dict[str, Any] = {}
+    """Every argument of a call by its name in the schema, defaults included."""
+    values: dict[str, Any] = {}
     for position, argument in enumerate(signature(node.target)):
         if position < len(node.args) and not argument.kwarg_only:
-            found[argument.name] = node.args[position]
+            values[argument.name] = node.args[position]
         elif argument.name in node.kwargs:
-            found[argument.name] = node.kwargs[argument.name]
+            values[argument.name] = node.kwargs[argument.name]
         else:
             default = argument.default
-            found[argument.name] = list(default) if isinstance(default, list) else default
-    return found
+            values[argument.name] = list(default) if isinstance(default, list) else default
+    return values
 
 
-def call(target: Any, found: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments that spell `found` for an op, trailing defaults left out."""
+def call(target: Any, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of a call of an op, from its arguments by name; trailing
+    arguments with default values are left out."""
     args, kwargs = [], {}
     for argument in signature(target):
-        value = found[argument.name]
+        value = values[argument.name]
         if not argument.kwarg_only:
             args.append((value, argument.has_default and value == argument.default))
         elif not (argument.has_default and value == argument.default):
@@ -77,54 +78,56 @@ def call(target: Any, found: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[s
 
 
 def operands(node: fx.Node, skip: tuple[str, ...] = ()) -> tuple[Operand, ...]:
-    """The tensors a call reads, in schema order; missing optional tensors, and arguments named in
-    `skip`, are left out."""
-    found = arguments(node)
-    result: list[Operand] = []
+    """The tensor operands of a call in the order of the schema, without optional ones that are
+    None and without the arguments named in `skip`."""
+    values = arguments(node)
+    tensors: list[Operand] = []
     for argument in signature(node.target):
-        value = found[argument.name]
+        value = values[argument.name]
         if value is None or not argument.tensors or argument.name in skip:
             continue
         if isinstance(value, (list, tuple)):
-            result += [Operand(argument.name, k, v) for k, v in enumerate(value) if v is not None]
+            tensors += [Operand(argument.name, k, v) for k, v in enumerate(value) if v is not None]
         else:
-            result.append(Operand(argument.name, None, value))
-    return tuple(result)
+            tensors.append(Operand(argument.name, None, value))
+    return tuple(tensors)
 
 
-def replaced(found: Mapping[str, Any], which: tuple[Operand, ...], values: Any) -> dict[str, Any]:
-    """`found` with `values` standing where the operands `which` stood."""
-    result = dict(found)
+def replaced(
+    arguments_by_name: Mapping[str, Any], which: tuple[Operand, ...], values: Any
+) -> dict[str, Any]:
+    """Arguments by name, with `values` in the place of the operands `which`."""
+    updated = dict(arguments_by_name)
     for operand, value in zip(which, values, strict=True):
         if operand.index is None:
-            result[operand.name] = value
+            updated[operand.name] = value
         else:
-            items = list(result[operand.name])
+            items = list(updated[operand.name])
             items[operand.index] = value
-            result[operand.name] = items
-    return result
+            updated[operand.name] = items
+    return updated
 
 
 def sizes(value: Any) -> tuple[Size, ...]:
-    """The sizes of a tensor, fake or real; None for dynamic ones. A number has none."""
+    """The shape of a tensor, fake or real, with None for dynamic sizes; () for a number."""
     if not isinstance(value, torch.Tensor):
         return ()
     return tuple(size if isinstance(size, int) else None for size in value.shape)
 
 
 def outputs(node: fx.Node) -> tuple[Any, ...]:
-    """The fake values a node makes, one per output."""
+    """The fake values of a node's outputs."""
     value = node.meta.get("val")
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
 def is_constant(value: object) -> bool:
-    """Whether an operand is the same in every call: a number, or a tensor of the network."""
+    """Whether an operand is constant: a number, a parameter or a buffer."""
     return not isinstance(value, fx.Node) or value.op == "get_attr"
 
 
 def is_dynamic(value: Any) -> bool:
-    """Does an argument hold a size known only at run time (a node that is not a tensor)?"""
+    """Whether an argument contains a size known only at run time (a node that is no tensor)."""
     if isinstance(value, fx.Node):
         return not isinstance(value.meta.get("val"), torch.Tensor)
     if isinstance(value, (list, tuple)):
@@ -133,25 +136,25 @@ def is_dynamic(value: Any) -> bool:
 
 
 def same_size(a: Any, b: Any) -> bool:
-    """Are two sizes the same number or the same expression, without guarding on dynamic ones?"""
+    """Whether two sizes are the same number or the same expression; adds no guards."""
     if isinstance(a, int) or isinstance(b, int):
         return isinstance(a, int) and isinstance(b, int) and a == b
     return a.node.expr == b.node.expr
 
 
 def same_shape(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have one shape, dynamic sizes included, without guarding on them."""
+    """Whether two tensors have the same shape, dynamic sizes included; adds no guards."""
     return a.ndim == b.ndim and all(map(same_size, a.shape, b.shape))
 
 
 def hint(size: Any) -> int:
-    """The example's value of a size; 1 where that depends on values (what `nonzero` finds)."""
-    found = size if isinstance(size, int) else size.node.hint
-    return 1 if found is None else int(found)
+    """The value of a size in the example; 1 if it depends on values (the output of `nonzero`)."""
+    value = size if isinstance(size, int) else size.node.hint
+    return 1 if value is None else int(value)
 
 
 def concrete(value: Any) -> Any:
-    """An argument with every run-time size replaced by the example's."""
+    """An argument with the example's values in the place of sizes known only at run time."""
     if isinstance(value, fx.Node):
         return hint(value.meta["val"])
     if isinstance(value, (list, tuple)):

@@ -1,6 +1,6 @@
-"""Families of ATen ops, each stated once: engines read what a call is off them.
+"""Families of ATen ops, each stated once and used by all engines.
 
-Ops of windows are mapped to the number of axes that their windows slide along.
+Ops with windows are mapped to the number of axes that their windows slide along.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 def aten_op(name: str) -> Any:
-    """The ATen op of a name.
+    """The ATen op with a name.
 
     >>> aten_op("relu.default") is torch.ops.aten.relu.default
     True
@@ -30,11 +30,12 @@ def aten_op(name: str) -> Any:
 
 
 def _ops(names: str) -> frozenset[Any]:
+    """The ATen ops with these names, separated by blanks."""
     return frozenset(map(aten_op, names.split()))
 
 
 def _by_axes(kind: str, overload: str = "default") -> dict[Any, int]:
-    """The table's ops of a kind ("conv") of 1, 2 and 3 axes, in this order."""
+    """The table's ops of a kind ("conv") -> 1, 2 or 3 axes, in this order."""
     pattern = re.compile(rf"aten\.({kind}(\d)d\.({overload}))")
     matches = (pattern.fullmatch(name) for name, _ in (*contract.ENTRIES, *window.ENTRIES))
     return {aten_op(match[1]): int(match[2]) for match in matches if match}
@@ -70,7 +71,7 @@ VIEW_OR_RESHAPE = _ops("view.default reshape.default")
 # Axes in another order; and the two axes of a matrix exchanged.
 TRANSPOSES = _ops("transpose.int permute.default")
 MATRIX_TRANSPOSES = _ops("t.default numpy_T.default mT.default")
-# One position of an axis, which is dropped; and every op that takes positions of one axis.
+# Ops that take one position of an axis and drop the axis; all ops that take positions of one axis.
 SELECTS = _ops("select.int unbind.int")
 TAKES = SELECTS | _ops("""chunk.default split.Tensor split_with_sizes.default slice.Tensor
                           narrow.default""")
@@ -79,7 +80,7 @@ PADS = _ops("constant_pad_nd.default pad.default")
 MOVES = frozenset(name for name, _ in move.ENTRIES if "pad" not in name) - {
     "aten.cat.default", "aten.slice_scatter.default",
 }  # fmt: skip
-# The operand itself, its memory shared; or in memory that may be new.
+# The operand itself, in its memory; or in memory that may be new.
 ALIASES = _ops("alias.default detach.default")
 COPIES = _ops("clone.default contiguous.default")
 IDENTITIES = ALIASES | COPIES
@@ -88,8 +89,8 @@ DROPOUTS = _ops("dropout.default feature_dropout.default")
 TRANSPOSED_VIEWS = TRANSPOSES | MATRIX_TRANSPOSES | ALIASES
 MEMORY_VIEWS = TRANSPOSED_VIEWS | _ops("""view.default unsqueeze.default squeeze.dim select.int
                                           slice.Tensor expand.default""")
-# Names: the result never shares memory with an operand, although the op may be composed of several,
-# some of them views (norms, softmax, windows); and of products, if there are two operands or more.
+# Names: the output never shares memory with an operand, although the op may decompose into ops that
+# include views (norms, softmax, windows); the same for products of two operands or more.
 OWN_MEMORY = frozenset(name for name, entry in TABLE.items()
                        if entry.affine or entry.rest or entry.region)  # fmt: skip
 SUMS_OF_PRODUCTS = frozenset(name for name, entry in TABLE.items() if entry.fill in ("sum", "mix"))
@@ -115,12 +116,12 @@ ARITHMETIC = COMMUTATIVE | _ops("sub.Tensor div.Tensor")
 WHERES = _ops("where.self where.ScalarOther where.ScalarSelf")
 RELUS = _ops("relu.default relu6.default")  # 0 for all that is below 0
 CLAMPS = _ops("clamp.default clamp_min.default hardtanh.default")  # a lower bound as an argument
-# Sums of branches at positions of an axis; and what such sums are computed from.
+# Ops that join branches at positions of an axis; and all ops in trees of such joins.
 JOINS = _ops("index_add.default cat.default")
 JOIN_TREES = JOINS | _ops("slice.Tensor constant_pad_nd.default index_select.default add.Tensor")
-# What keeps the memory format of images; pointwise ops do, too.
+# Ops that preserve the memory format of images, in addition to pointwise ops.
 FORMAT_PRESERVING = _ops("batch_norm.default max_pool2d.default avg_pool2d.default cat.default")
-# Norms -> the argument that says whether statistics are those of the batch.
+# Norms -> the argument that selects the statistics of the batch.
 BATCH_STATISTICS: Mapping[Any, str] = {
     aten.batch_norm.default: "training", aten.instance_norm.default: "use_input_stats",
 }  # fmt: skip
@@ -133,7 +134,7 @@ OF_TWO_TENSORS: Mapping[Any, Any] = {
        for name, to in (("and", "and"), ("or", "or"), ("xor", "xor"), ("lshift", "left_shift"),
                         ("rshift", "right_shift"))},
 }  # fmt: skip
-# Ops whose numbers torch.export passes on to ops of a tensor and a number, as it decomposes them.
+# Ops whose numbers torch.export passes to ops of a tensor and a number when it decomposes them.
 DECOMPOSED_WITH_NUMBERS = _ops("""addbmm.default addcdiv.default addcmul.default addmm.default
     addmv.default addr.default baddbmm.default celu.default elu.default hardtanh.default
     leaky_relu.default softplus.default""")

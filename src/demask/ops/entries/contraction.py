@@ -1,4 +1,4 @@
-"""Products that are summed: linear, matmul, convolutions, attention; and embedding."""
+"""Entries of contractions: linear, matmul, convolutions, attention; and of embedding."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from demask.ops.entry import Shape as S
 
 # Products with a matrix, [out, in] or [in, out].
 PRODUCTS = {f"aten.{name}.default" for name in ("linear", "addmm", "mm", "matmul")}
-# What leaves the last axis of its first operand as it is, or shares it out again row by row.
-_KEEP_SUMS = {f"aten.{name}" for name in (
+# Ops that leave the last axis of the first operand unchanged, or may reshape the others.
+_PRESERVES_SUMS = {f"aten.{name}" for name in (
     "dropout.default", "clone.default", "contiguous.default", "alias.default", "detach.default",
     "to.dtype", "_to_copy.default", "view.default", "reshape.default", "_unsafe_view.default",
     "expand.default",
@@ -26,18 +26,19 @@ def _rank(node: fx.Node, name: str) -> int:
 
 
 def _parts(node: fx.Node) -> tuple[int, Any, str, str, str]:
-    """Of a convolution: groups, weight, and the batch, space and kernel axes of its line."""
-    found = schema.arguments(node)
-    x, weight = found["input"].meta["val"], found["weight"].meta["val"]
+    """Of a convolution: groups, the weight's value, and the batch, space and kernel axes of its
+    line."""
+    call_arguments = schema.arguments(node)
+    x, weight = call_arguments["input"].meta["val"], call_arguments["weight"].meta["val"]
     space, kernel = (" ".join(f"~{a}{d}" for d in range(weight.ndim - 2)) for a in "sk")
-    return found["groups"], weight, "n " if x.ndim == weight.ndim else "", space, kernel
+    return call_arguments["groups"], weight, "n " if x.ndim == weight.ndim else "", space, kernel
 
 
 def _conv(node: fx.Node) -> str | SizedLine | Declined:
     """n i ~s.., o i ~k.. -> n o ~s..; with groups n (g i), (g o) i; depthwise n g, (g o) 1."""
     groups, weight, batch, space, kernel = _parts(node)
     if schema.is_dynamic(groups):
-        return Declined("a convolution whose number of groups comes at run time")
+        return Declined("a convolution whose number of groups is known only at run time")
     if groups == 1:
         return f"{batch}i {space}, o i {kernel}, o -> {batch}o {space}"
     if weight.shape[0] == groups and weight.shape[1] == 1:
@@ -50,7 +51,7 @@ def _conv_transpose(node: fx.Node) -> str | SizedLine | Declined:
     """As a convolution, with the weight's input axis first."""
     groups, weight, batch, space, kernel = _parts(node)
     if schema.is_dynamic(groups):
-        return Declined("a convolution whose number of groups comes at run time")
+        return Declined("a convolution whose number of groups is known only at run time")
     if groups == 1:
         return f"{batch}i {space}, i o {kernel}, o -> {batch}o {space}"
     line = f"{batch}(g i) {space}, (g i) o {kernel}, (g o) -> {batch}(g o) {space}"
@@ -58,21 +59,21 @@ def _conv_transpose(node: fx.Node) -> str | SizedLine | Declined:
 
 
 def _padded(node: fx.Node) -> bool:
-    """Does the window read beyond its input? `same` pads unless every kernel is 1."""
-    found = schema.arguments(node)
-    padding = found["padding"]
+    """Whether windows read outside of the input: `same` pads unless all kernel sizes are 1."""
+    call_arguments = schema.arguments(node)
+    padding = call_arguments["padding"]
     if isinstance(padding, str):
-        kernel = found["weight"].meta["val"].shape[2:]
+        kernel = call_arguments["weight"].meta["val"].shape[2:]
         return padding == "same" and any(size != 1 for size in kernel)
     return any(pad != 0 for pad in padding)
 
 
-def _groups(node: fx.Node, made: Any) -> dict[str, Any]:
-    """Depthwise convolutions have as many groups as channels are left."""
+def _groups(node: fx.Node, sizes: Any) -> dict[str, Any]:
+    """The groups of a depthwise convolution: as many as channels remain."""
     weight = schema.arguments(node)["weight"].meta["val"]
-    depthwise = schema.arguments(node)["groups"] > 1 and weight.shape[1] == 1
-    depthwise = depthwise and weight.shape[0] == schema.arguments(node)["groups"]
-    return {"groups": made[0][1 - (len(made[0]) < weight.ndim)]} if depthwise else {}
+    is_depthwise = schema.arguments(node)["groups"] > 1 and weight.shape[1] == 1
+    is_depthwise = is_depthwise and weight.shape[0] == schema.arguments(node)["groups"]
+    return {"groups": sizes[0][1 - (len(sizes[0]) < weight.ndim)]} if is_depthwise else {}
 
 
 def _matmul(node: fx.Node) -> str | SizedLine:
@@ -95,8 +96,8 @@ def _bmm(node: fx.Node) -> str | SizedLine:
 
 
 def _is_softmax(value: Any) -> bool:
-    """Do the entries of a value sum to one along its last axis? (Attention spelled out.)"""
-    while isinstance(value, fx.Node) and str(value.target) in _KEEP_SUMS:
+    """Whether the entries of a value sum to one along its last axis (attention in single ops)."""
+    while isinstance(value, fx.Node) and str(value.target) in _PRESERVES_SUMS:
         before = value.args[0].meta["val"]  # type: ignore[union-attr]
         if not before.ndim or not schema.same_size(before.shape[-1], value.meta["val"].shape[-1]):
             return False
@@ -107,7 +108,7 @@ def _is_softmax(value: Any) -> bool:
 
 
 def _einsum(node: fx.Node) -> str | Declined:
-    """An equation is a line already, but for spaces."""
+    """The line of an einsum: its equation with spaces."""
     equation = str(schema.arguments(node)["equation"]).replace(" ", "")
     left, arrow, right = equation.partition("->")
     parts = left.split(",")
@@ -124,48 +125,60 @@ def _einsum(node: fx.Node) -> str | Declined:
 
 
 def _addmm(node: fx.Node) -> str | Declined:
-    found = schema.arguments(node)
-    if found["beta"] != 1 or found["alpha"] != 1:
+    call_arguments = schema.arguments(node)
+    if call_arguments["beta"] != 1 or call_arguments["alpha"] != 1:
         return Declined("addmm with beta or alpha other than 1")
-    bias = found["self"].meta["val"]
+    bias = call_arguments["self"].meta["val"]
     first = {0: "", 1: "o", 2: "n o"}[bias.ndim]
     return f"{first}, n i, i o -> n o"
 
 
 def _convs() -> list[tuple[str, Entry]]:
-    result = []
+    entries = []
     for d, tail in ((1, (7,)), (2, (5, 6)), (3, (4, 3, 3))):
         k, one, pad = (3, 3, 2)[:d], [1] * d, [1] * d
         dense = Case((S((2, 4, *tail)), S((6, 4, *k), True), S((6,), True), one, pad), {})
-        bare = Case((S((2, 4, *tail)), S((6, 4, *k), True), None, [2] * d, [0] * d), {})
+        no_bias = Case((S((2, 4, *tail)), S((6, 4, *k), True), None, [2] * d, [0] * d), {})
         grouped = Case((S((2, 4, *tail)), S((6, 2, *k), True), S((6,), True), one, pad, one, 2), {})
-        depth = Case((S((2, 4, *tail)), S((4, 1, *k), True), None, one, pad, one, 4), {})
-        # An odd kernel: with an even one `same` pads unevenly, and torch warns.
+        depthwise = Case((S((2, 4, *tail)), S((4, 1, *k), True), None, one, pad, one, 4), {})
+        # An odd kernel: for an even one `same` pads unevenly, and torch warns.
         same = Case((S((2, 4, *tail)), S((6, 4, *[3] * d), True), None, one, "same"), {})
-        up = Case((S((2, 4, *tail)), S((4, 6, *k), True), S((6,), True), [2] * d, pad, [1] * d), {})
-        gap = Case((S((2, 4, *tail)), S((4, 3, *([1] * d)), True), None, [2] * d), {})
-        upg = Case((S((2, 4, *tail)), S((4, 3, *k), True), None, [2] * d, pad, [0] * d, 2), {})
+        transposed_case = Case(
+            (S((2, 4, *tail)), S((4, 6, *k), True), S((6,), True), [2] * d, pad, [1] * d), {}
+        )
+        strided = Case((S((2, 4, *tail)), S((4, 3, *([1] * d)), True), None, [2] * d), {})
+        transposed_grouped = Case(
+            (S((2, 4, *tail)), S((4, 3, *k), True), None, [2] * d, pad, [0] * d, 2), {}
+        )
         entry = {"fill": "sum", "pads": _padded, "args": _groups, "region": "conv"}
-        result += [
-            (f"aten.conv{d}d.default", Entry(_conv, **entry, cases=(dense, bare, grouped, depth))),
+        entries += [
+            (
+                f"aten.conv{d}d.default",
+                Entry(_conv, **entry, cases=(dense, no_bias, grouped, depthwise)),
+            ),
             (f"aten.conv{d}d.padding", Entry(_conv, **entry, cases=(same,))),
         ]
         name = f"aten.conv_transpose{d}d." + ("default" if d == 1 else "input")
-        transposed = {"fill": "sum", "pads": True, "region": "transposed", "cases": (up, gap, upg)}
-        result.append((name, Entry(_conv_transpose, **transposed)))
-    return result
+        transposed = {
+            "fill": "sum",
+            "pads": True,
+            "region": "transposed",
+            "cases": (transposed_case, strided, transposed_grouped),
+        }
+        entries.append((name, Entry(_conv_transpose, **transposed)))
+    return entries
 
 
 def _attention(node: fx.Node) -> str | SizedLine | Declined:
-    """softmax(q · k + mask) · v: keys are normalised over; causal queries must stay in place."""
-    found = schema.arguments(node)
-    if found["dropout_p"]:
+    """softmax(q · k + mask) · v: normalized over the keys; causal queries must stay in position."""
+    call_arguments = schema.arguments(node)
+    if call_arguments["dropout_p"]:
         return Declined("attention with dropout")
-    t = "!t" if found["is_causal"] else "t"
-    if not found["enable_gqa"]:
+    t = "!t" if call_arguments["is_causal"] else "t"
+    if not call_arguments["enable_gqa"]:
         return f"... {t} d, ... !s d, ... !s e, ... {t} !s -> ... {t} e"
-    heads, shared = (found[name].meta["val"].shape[-3] for name in ("query", "key"))
-    mask = found["attn_mask"]
+    heads, shared = (call_arguments[name].meta["val"].shape[-3] for name in ("query", "key"))
+    mask = call_arguments["attn_mask"]
     shape = () if mask is None else mask.meta["val"].shape
     axis = (
         "" if len(shape) == 2 else "... 1 " if len(shape) > 2 and shape[-3] == 1 else "... (h r) "
@@ -174,21 +187,23 @@ def _attention(node: fx.Node) -> str | SizedLine | Declined:
     return SizedLine(line, {"h": shared, "r": heads // shared})
 
 
-def _scale(node: fx.Node, made: Any) -> dict[str, Any]:
-    """The scale stays that of the old head size."""
-    found = schema.arguments(node)
-    scale = found["scale"]
-    return {"scale": found["query"].meta["val"].shape[-1] ** -0.5 if scale is None else scale}
+def _scale(node: fx.Node, sizes: Any) -> dict[str, Any]:
+    """The scale of the original head size, for a call on fewer features."""
+    call_arguments = schema.arguments(node)
+    scale = call_arguments["scale"]
+    return {
+        "scale": call_arguments["query"].meta["val"].shape[-1] ** -0.5 if scale is None else scale
+    }
 
 
 def _grouped(node: fx.Node) -> str | Declined:
-    """Rows of x, each times the matrix of its expert; `offs` says where an expert's rows end. What
-    is zero in the matrices of all experts is zero whatever the rows."""
-    found = schema.arguments(node)
-    x, weight = list(found.values())[:2]
-    if (x.meta["val"].ndim, weight.meta["val"].ndim) != (2, 3) or found["offs"] is None:
-        return Declined("a grouped product of other than rows with a matrix for each expert")
-    if found.get("bias") is not None:
+    """Rows of x, each times the matrix of its expert; `offs` are the ends of the experts' rows. An
+    entry that is zero in the matrices of all experts is zero for all rows."""
+    call_arguments = schema.arguments(node)
+    x, weight = list(call_arguments.values())[:2]
+    if (x.meta["val"].ndim, weight.meta["val"].ndim) != (2, 3) or call_arguments["offs"] is None:
+        return Declined("a grouped product of operands other than rows and a matrix per expert")
+    if call_arguments.get("bias") is not None:
         return Declined("a grouped product with a bias")
     return "t i, !e i o, !e -> t o"
 
@@ -197,8 +212,8 @@ def _embedding(node: fx.Node) -> str:
     return "!v e, ... -> ... e"
 
 
-# Products that choose a matrix for each row at run time, and what rows they take. They know no
-# float64, in which laws are tested, or belong to another library: no cases.
+# Products that select a matrix per row at run time -> the alignment of rows in bytes. They have no
+# cases: they do not support float64, in which laws are tested, or belong to another library.
 GROUPED = {"aten._grouped_mm.default": 16, "transformers.grouped_mm_fallback.default": 1}
 
 ENTRIES = [

@@ -1,4 +1,4 @@
-"""Ops that move values and compute nothing: views, permutations, slices, joins, pads."""
+"""Entries of ops that only move values: views, permutations, slices, concatenations, pads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from demask.ops.entry import Shape as S
 
 
 def _shape(node: fx.Node) -> list[Any]:
-    """Sizes of the first operand, dynamic ones as SymInt."""
+    """The sizes of the first operand; dynamic ones as SymInt."""
     return list(schema.operands(node)[0].value.meta["val"].shape)
 
 
@@ -26,21 +26,23 @@ def _letters(rank: int) -> list[str]:
 def view(node: fx.Node) -> SizedLine | Declined:
     """The common refinement of the two shapes: `n 12 -> n 3 4` is `n (a b) -> n a b`."""
     old, new = _shape(node), list(schema.outputs(node)[0].shape)
-    found = refined(old, new)
-    if isinstance(found, Declined):
-        return found
-    before, after, sizes = found
-    return SizedLine(f"{_spell(before)} -> {_spell(after)}", sizes)
+    refinement = refined(old, new)
+    if isinstance(refinement, Declined):
+        return refinement
+    before, after, sizes = refinement
+    return SizedLine(f"{_line(before)} -> {_line(after)}", sizes)
 
 
-def _spell(axes: list[list[str]]) -> str:
+def _line(axes: list[list[str]]) -> str:
+    """One side of a line from the letters of each axis."""
     return " ".join("1" if not a else a[0] if len(a) == 1 else f"({' '.join(a)})" for a in axes)
 
 
 def refined(
     old: list[Any], new: list[Any]
 ) -> tuple[list[list[str]], list[list[str]], dict[str, int | None]] | Declined:
-    """Axes of both shapes over shared letters, major first, by equal running products."""
+    """The letters of each axis of both shapes, major first, and the sizes of letters: the common
+    refinement of the shapes, by equal running products. Declined if there is none."""
     before: list[list[str]] = [[] for _ in old]
     after: list[list[str]] = [[] for _ in new]
     sizes: dict[str, int | None] = {}
@@ -71,25 +73,26 @@ def _expr(size: Any) -> Any:
 
 
 def _shown(sizes: Any) -> str:
-    """A shape in words; long expressions of dynamic sizes as `?`."""
+    """A shape as text; long expressions of dynamic sizes as `?`."""
     texts = [str(size) for size in sizes]
     return f"({', '.join(text if len(text) <= 8 else '?' for text in texts)})"
 
 
 def _split(a: Any, b: Any) -> tuple[Any, Any, Any] | None:
-    """The next common factor, minor axes last: (factor, what is left of a, of b)."""
+    """The next common factor, major first: (factor, remaining size of a, of b); None if none."""
     if schema.same_size(a, b):
         return a, 1, 1
     if isinstance(a, int) and isinstance(b, int):
         small = math.gcd(a, b)
         if small in (a, b):
-            # Row-major: the major factor is shared first, the rest stays for the next axes.
+            # Row-major: the major factor is shared first, the rest by the next axes.
             return small, a // small, b // small
         return None
     return _split_dynamic(a, b)
 
 
 def _split_dynamic(a: Any, b: Any) -> tuple[Any, Any, Any] | None:
+    """As `_split`, for dynamic sizes."""
     import sympy
 
     quotient = sympy.cancel(_expr(a) / _expr(b))
@@ -105,7 +108,7 @@ def _split_dynamic(a: Any, b: Any) -> tuple[Any, Any, Any] | None:
 
 
 class _Dynamic:
-    """A dynamic size that no tensor shows: a factor left over from a composite axis."""
+    """A dynamic size that no tensor has: the remaining factor of a composite axis."""
 
     def __init__(self, expr: Any):
         self.node = self
@@ -113,13 +116,13 @@ class _Dynamic:
 
 
 def _sizes_as(name: str) -> Callable[[fx.Node, Any], dict[str, Any]]:
-    return lambda node, made: {name: made[0]}
+    return lambda node, sizes: {name: sizes[0]}
 
 
-def _unflattened(node: fx.Node, made: Any) -> dict[str, Any]:
-    found = schema.arguments(node)
-    start = found["dim"] % len(_shape(node))
-    return {"sizes": made[0][start : start + len(found["sizes"])]}
+def _unflattened(node: fx.Node, sizes: Any) -> dict[str, Any]:
+    call_arguments = schema.arguments(node)
+    start = call_arguments["dim"] % len(_shape(node))
+    return {"sizes": sizes[0][start : start + len(call_arguments["sizes"])]}
 
 
 def _permute(node: fx.Node) -> str:
@@ -129,10 +132,10 @@ def _permute(node: fx.Node) -> str:
 
 
 def _transpose(node: fx.Node) -> str:
-    before, found = _letters(len(_shape(node))), schema.arguments(node)
+    before, call_arguments = _letters(len(_shape(node))), schema.arguments(node)
     after = list(before)
     if before:
-        i, j = found["dim0"] % len(before), found["dim1"] % len(before)
+        i, j = call_arguments["dim0"] % len(before), call_arguments["dim1"] % len(before)
         after[i], after[j] = before[j], before[i]
     return f"{' '.join(before)} -> {' '.join(after)}"
 
@@ -150,86 +153,92 @@ def _unsqueeze(node: fx.Node) -> str:
 
 def _expand(node: fx.Node) -> str:
     old, new = _shape(node), list(schema.outputs(node)[0].shape)
-    fresh = len(new) - len(old)
+    added = len(new) - len(old)
     after = [f"e{k}" for k in range(len(new))]
-    widened = [
-        schema.same_size(n, 1) and not schema.same_size(new[k + fresh], 1)
+    is_expanded = [
+        schema.same_size(n, 1) and not schema.same_size(new[k + added], 1)
         for k, n in enumerate(old)
     ]
-    before = ["1" if one else letter for one, letter in zip(widened, after[fresh:], strict=True)]
+    before = [
+        "1" if expanded else letter
+        for expanded, letter in zip(is_expanded, after[added:], strict=True)
+    ]
     return f"{' '.join(before)} -> {' '.join(after)}"
 
 
 def _dims(node: fx.Node) -> set[int]:
     """The axes along which positions move."""
-    found, rank = schema.arguments(node), len(_shape(node))
-    if "pad" in found or "padding" in found:
-        count = len(found["pad"] if "pad" in found else found["padding"]) // 2
+    call_arguments, rank = schema.arguments(node), len(_shape(node))
+    if "pad" in call_arguments or "padding" in call_arguments:
+        count = (
+            len(call_arguments["pad"] if "pad" in call_arguments else call_arguments["padding"])
+            // 2
+        )
         return set(range(rank - count, rank))
-    dims = found.get("dims", found.get("dim"))
+    dims = call_arguments.get("dims", call_arguments.get("dim"))
     dims = [dims] if isinstance(dims, int) else dims
     return {dim % rank for dim in dims} if dims else set(range(rank))
 
 
-def _moved(node: fx.Node, gone: bool = False) -> str | Declined:
-    """Axes of `dim` are moved; each operand's and the outputs' alike; `gone` drops them."""
-    dims, which = _dims(node), schema.operands(node, ("index",))
-    if any(not isinstance(o.value, fx.Node) for o in which):
-        return Declined("positions taken from a plain number")
+def _moved(node: fx.Node, drops: bool = False) -> str | Declined:
+    """Axes in `dim` are moved, in operands and outputs; with `drops` the outputs lack them."""
+    dims, tensors = _dims(node), schema.operands(node, ("index",))
+    if any(not isinstance(o.value, fx.Node) for o in tensors):
+        return Declined("positions of a number in the place of a tensor")
     marked = [f"@a{k}" if k in dims else f"a{k}" for k in range(len(_shape(node)))]
-    after = [axis for axis in marked if not (gone and axis.startswith("@"))]
-    before = ", ".join([" ".join(marked)] * len(which))
+    after = [axis for axis in marked if not (drops and axis.startswith("@"))]
+    before = ", ".join([" ".join(marked)] * len(tensors))
     return f"{before} -> {', '.join([' '.join(after)] * len(schema.outputs(node)))}"
 
 
 def _adds_number(node: fx.Node) -> bool:
-    """Does a pad add positions that hold a number of its own, not values of its input?"""
-    found = schema.arguments(node)
-    grows = any(not isinstance(n, int) or n > 0 for n in found["pad"])
-    return grows and found.get("mode", "constant") == "constant"
+    """Whether a pad adds positions with a number of its own, not with values of its input."""
+    call_arguments = schema.arguments(node)
+    grows = any(not isinstance(n, int) or n > 0 for n in call_arguments["pad"])
+    return grows and call_arguments.get("mode", "constant") == "constant"
 
 
 def _slice(node: fx.Node) -> str | Declined:
-    """x[:] along a dynamic axis is the whole axis; torch.export writes one for every ellipsis."""
-    found = schema.arguments(node)
+    """x[:] along a dynamic axis is the whole axis; torch.export emits one per ellipsis."""
+    call_arguments = schema.arguments(node)
     new, old = schema.outputs(node)[0].shape, _shape(node)
-    dim = found["dim"] % len(old)
-    if found["step"] == 1 and schema.same_size(new[dim], old[dim]):
+    dim = call_arguments["dim"] % len(old)
+    if call_arguments["step"] == 1 and schema.same_size(new[dim], old[dim]):
         return "... -> ..."
     return _moved(node)
 
 
 def _chosen(node: fx.Node) -> str | Declined:
-    """x[i, :, j]: the axes that indices choose from must be complete; the others are carried."""
-    found, rank = schema.arguments(node), len(_shape(node))
-    places = [k for k, index in enumerate(found["indices"]) if index is not None]
-    dtypes = {found["indices"][k].meta["val"].dtype for k in places}
+    """x[i, :, j]: indexed axes must be complete; the others are carried."""
+    call_arguments, rank = schema.arguments(node), len(_shape(node))
+    indexed = [k for k, index in enumerate(call_arguments["indices"]) if index is not None]
+    dtypes = {call_arguments["indices"][k].meta["val"].dtype for k in indexed}
     if not dtypes <= {torch.int64, torch.int32}:
-        return Declined("positions chosen by a mask")
-    if not places:
+        return Declined("positions selected by a mask")
+    if not indexed:
         return "... -> ..."
-    before = [f"!a{k}" if k in places else f"a{k}" for k in range(rank)]
-    after = [axis for k, axis in enumerate(before) if k not in places]
-    together = places == list(range(places[0], places[-1] + 1))
-    after.insert(places[0] if together else 0, "...")
-    return f"{' '.join(before)}{', ...' * len(places)} -> {' '.join(after)}"
+    before = [f"!a{k}" if k in indexed else f"a{k}" for k in range(rank)]
+    after = [axis for k, axis in enumerate(before) if k not in indexed]
+    is_adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
+    after.insert(indexed[0] if is_adjacent else 0, "...")
+    return f"{' '.join(before)}{', ...' * len(indexed)} -> {' '.join(after)}"
 
 
 def _gathered(node: fx.Node) -> str | Declined:
-    """As many positions as there are in every other axis, each from elsewhere along one."""
-    found, old = schema.arguments(node), _shape(node)
-    dim = found["dim"] % max(len(old), 1)
+    """Axis `dim` must be complete; the other axes must have equal sizes, and are carried."""
+    call_arguments, old = schema.arguments(node), _shape(node)
+    dim = call_arguments["dim"] % max(len(old), 1)
     new = schema.outputs(node)[0].shape
     if any(k != dim and not schema.same_size(a, b)
            for k, (a, b) in enumerate(zip(old, new, strict=True))):  # fmt: skip
-        return Declined("a gather that takes a part of other axes")
+        return Declined("a gather that takes only a part of its other axes")
     after = _letters(len(old))
     before = ["!s" if k == dim else axis for k, axis in enumerate(after)]
     return f"{' '.join(before)}, {' '.join(after)} -> {' '.join(after)}"
 
 
-def _gone(node: fx.Node) -> str | Declined:
-    return _moved(node, gone=True)
+def _dropped(node: fx.Node) -> str | Declined:
+    return _moved(node, drops=True)
 
 
 def _pixel_shuffle(node: fx.Node) -> SizedLine:
@@ -283,8 +292,8 @@ ENTRIES = [
     ("aten.slice.Tensor", _entry(
         _slice, Case((_X, 1, 1, 3), {}), Case((S((2, 7)), 1, 0, 7, 3), {}))),
     ("aten.narrow.default", _entry(_moved, Case((_X, 2, 1, 2), {}))),
-    ("aten.select.int", _entry(_gone, Case((_X, 1, 2), {}))),
-    ("aten.unbind.int", _entry(_gone, Case((_X, 1), {}))),
+    ("aten.select.int", _entry(_dropped, Case((_X, 1, 2), {}))),
+    ("aten.unbind.int", _entry(_dropped, Case((_X, 1), {}))),
     ("aten.split.Tensor", _entry(_moved, Case((S((2, 7)), 3, 1), {}))),
     ("aten.split_with_sizes.default", _entry(_moved, Case((S((2, 7)), [3, 4], 1), {}))),
     ("aten.chunk.default", _entry(_moved, Case((S((2, 6)), 2, 1), {}))),

@@ -1,4 +1,4 @@
-"""Ops that need a whole axis at once: norms, softmax, reductions."""
+"""Entries of ops over complete axes: norms, softmax, reductions."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def _rank(node: fx.Node) -> int:
 
 
 def _layer_norm(node: fx.Node) -> str:
-    over = " ".join(f"!d{k}" for k in range(len(schema.arguments(node)["normalized_shape"])))
-    plain = over.replace("!", "")
-    return f"... {over}, {plain}, {plain} -> ... {over}"
+    normalized = " ".join(f"!d{k}" for k in range(len(schema.arguments(node)["normalized_shape"])))
+    parameter_axes = normalized.replace("!", "")
+    return f"... {normalized}, {parameter_axes}, {parameter_axes} -> ... {normalized}"
 
 
 def _group_norm(node: fx.Node) -> SizedLine:
@@ -27,10 +27,10 @@ def _group_norm(node: fx.Node) -> SizedLine:
     return SizedLine(line, {"g": schema.arguments(node)["num_groups"]})
 
 
-def _groups(node: fx.Node, made: Any) -> dict[str, Any]:
-    """Whole groups are kept: as many as the channels left hold."""
+def _groups(node: fx.Node, sizes: Any) -> dict[str, Any]:
+    """The number of groups for fewer channels: whole groups are removed."""
     channels = node.args[0].meta["val"].shape[1]  # type: ignore[union-attr]
-    return {"num_groups": made[0][1] // (channels // schema.arguments(node)["num_groups"])}
+    return {"num_groups": sizes[0][1] // (channels // schema.arguments(node)["num_groups"])}
 
 
 def _instance_norm(node: fx.Node) -> str:
@@ -47,22 +47,22 @@ def _softmax(node: fx.Node) -> str:
 
 
 def _reduced(node: fx.Node) -> str:
-    """Reduced axes must be complete and are gone, or one long, in the output."""
-    rank, found = _rank(node), schema.arguments(node)
-    dims = found.get("dim")
+    """Reduced axes must be complete; the output has no such axes, or axes of size one."""
+    rank, call_arguments = _rank(node), schema.arguments(node)
+    dims = call_arguments.get("dim")
     dims = list(range(rank)) if dims in (None, []) else [dims] if isinstance(dims, int) else dims
-    gone = {dim % max(rank, 1) for dim in dims}
-    before = " ".join(f"!a{k}" if k in gone else f"a{k}" for k in range(rank))
-    one = "1" if found.get("keepdim") else ""
-    after = " ".join(one if k in gone else f"a{k}" for k in range(rank))
-    return f"{before} -> {after}"
+    reduced = {dim % max(rank, 1) for dim in dims}
+    input_axes = " ".join(f"!a{k}" if k in reduced else f"a{k}" for k in range(rank))
+    reduced_axis = "1" if call_arguments.get("keepdim") else ""
+    output_axes = " ".join(reduced_axis if k in reduced else f"a{k}" for k in range(rank))
+    return f"{input_axes} -> {output_axes}"
 
 
 def _spread(node: fx.Node) -> str | Declined:
-    """Equal values spread by 0, but a single one by NaN: the length must be known."""
+    """The variance of equal values is 0, but of a single value NaN: the length must be known."""
     line, sizes = _reduced(node), schema.sizes(schema.operands(node)[0].value.meta["val"])
-    whole = [f"!a{k}" in line.split() for k in range(len(sizes))]
-    if any(gone and size is None for gone, size in zip(whole, sizes, strict=True)):
+    is_reduced = [f"!a{k}" in line.split() for k in range(len(sizes))]
+    if any(reduced and size is None for reduced, size in zip(is_reduced, sizes, strict=True)):
         return Declined("variance over a dynamic axis")
     return line
 

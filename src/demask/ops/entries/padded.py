@@ -1,10 +1,10 @@
-"""Windows that read explicit pads, as one op each: what the pad alone hides, the pair shows.
+"""Ops that pad and apply a window (convolution, pooling), for analysis only.
 
     padded_conv2d(x, w, ..., pads, pad_value) == conv2d(constant_pad_nd(x, pads, pad_value), w, ...)
 
-A constant channel is not constant behind a pad with zeros, yet what a convolution makes of it is a
-border map, as if the convolution padded by itself. These ops exist while a graph is rewritten;
-`shrink.absorb_pads` puts them in and takes them out again.
+A constant channel is not constant after a pad with zeros, but the output of the convolution is a
+border map, as if the convolution itself padded. These ops exist while a graph is rewritten:
+`shrink.rewrites.absorb_pads` inserts and removes them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LIBRARY = torch.library.Library("demask", "FRAGMENT")
 
 
 def _defined(window: Any) -> Any:
-    """The op of a window that reads pads: its schema with two arguments more."""
+    """The padded op of a window: its schema with the arguments `pads` and `pad_value`."""
     text = str(schema_of(window)).removeprefix("aten::").removesuffix(") -> Tensor")
     name, _, rest = text.partition("(")
     plain = f"padded_{name.replace('.', '_')}"
@@ -37,6 +37,8 @@ def _defined(window: Any) -> Any:
 
 
 def _composed(window: Any) -> Callable[..., Any]:
+    """The kernel of a padded op: a pad, then the window."""
+
     def run(x: Any, *args: Any, pads: Any = (), pad_value: float = 0.0) -> Any:
         return window(aten.constant_pad_nd.default(x, pads, pad_value), *args)
 
@@ -48,7 +50,7 @@ PLAIN: Mapping[Any, Any] = {padded: window for window, padded in PADDED.items()}
 
 
 def with_padded(table: Table) -> Table:
-    """The table with an entry for each of these ops: its window's, which reads the pads too."""
+    """The table with entries for these ops: those of their windows, which also read the pads."""
     entries = {
         op_name(padded): _entry(table[op_name(window)])
         for window, padded in PADDED.items()
@@ -58,15 +60,17 @@ def with_padded(table: Table) -> Table:
 
 
 def _entry(window: Entry) -> Entry:
+    """The entry of the padded op of a window."""
+
     def reads_padding(node: fx.Node) -> bool:
-        found = schema.arguments(node)
-        # What lies below every number is no more read by a maximum than its own padding.
-        seen = found["pad_value"] != float("-inf") and grows(found["pads"])
-        return seen or window.reads_padding(node)
+        call_arguments = schema.arguments(node)
+        # -inf never changes a maximum, just as the padding of max pools.
+        is_read = call_arguments["pad_value"] != float("-inf") and grows(call_arguments["pads"])
+        return is_read or window.reads_padding(node)
 
     return replace(window, pads=reads_padding, cases=())
 
 
 def grows(pads: Any) -> bool:
-    """May pads add a position? Numbers below zero crop; sizes of run time may be any."""
+    """Whether pads may add positions: negative numbers crop; dynamic sizes may be positive."""
     return any(not isinstance(n, int) or n > 0 for n in pads)

@@ -1,4 +1,4 @@
-"""Ops that work on each position alone, batch norm in eval mode among them."""
+"""Entries of ops that compute each position alone, including batch norm in eval mode."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ _RANGES: dict[str, Any] = {
     "sin": (-1.0, 1.0), "cos": (-1.0, 1.0), "zeros_like": (0.0, 0.0), "ones_like": (1.0, 1.0),
     "sqrt": (0.0, inf),
 }  # fmt: skip
-# What may overflow of numbers that no network made, or is no number (column `total`).
+# Ops that may overflow or be NaN for values that the original network does not compute (column
+# `total`).
 _PARTIAL = {"exp", "expm1", "sinh", "square", "pow.Tensor_Scalar"}
 _POSITIVE = "log log1p log2 log10 sqrt rsqrt reciprocal logit"
 _SCALAR = {
@@ -66,6 +67,7 @@ def _unary() -> list[tuple[str, Entry]]:
 
 
 def _total(name: str) -> str:
+    """Column `total` of an op with one operand."""
     return "" if name in _PARTIAL else "all"
 
 
@@ -99,6 +101,12 @@ def _binary() -> list[tuple[str, Entry]]:
             Case((S((2, 3), of="bool"), S((2, 3), of="bool")), {}),))),
         ("aten.bitwise_not.default", Entry("... -> ...", total="all", cases=(
             Case((S((2, 3), of="bool"),), {}),))),
+        *_ternary(),
+    ]  # fmt: skip
+
+
+def _ternary() -> list[tuple[str, Entry]]:
+    return [
         ("aten.addcmul.default", Entry("..., ..., ... -> ...", total="one", cases=(
             Case((S((2, 3)), S((2, 3)), S((2, 3))), {}),
             Case((S((3,), True), S((2, 3)), S((3,), True)), {})))),
@@ -141,20 +149,20 @@ def _full_from(node: fx.Node) -> str:
     return " ".join(f"!b{k}" for k in range(rank)) + " " + _full(node)
 
 
-def _size(node: fx.Node, made: Any) -> dict[str, Any]:
-    return {"size": made[0]}
+def _size(node: fx.Node, sizes: Any) -> dict[str, Any]:
+    return {"size": sizes[0]}
 
 
 def _created() -> list[tuple[str, Entry]]:
-    more: list[tuple[str, tuple[float, ...]]] = [("zeros", ()), ("ones", ()), ("full", (1.5,))]
-    made = [
+    constants: list[tuple[str, tuple[float, ...]]] = [("zeros", ()), ("ones", ()), ("full", (1.5,))]
+    of_sizes = [
         (f"aten.{n}.default", Entry(_full, free=True, args=_size, cases=(Case(([4, 5], *v), {}),)))
-        for n, v in more
+        for n, v in constants
     ]
     new = [
         (f"aten.new_{n}.default", Entry(_full_from, free=True, args=_size, cases=(
             Case((S((2, 3)), [4, 5], *v), {}),)))
-        for n, v in more
+        for n, v in constants
     ]  # fmt: skip
     like = [
         (
@@ -162,7 +170,7 @@ def _created() -> list[tuple[str, Entry]]:
             Entry("... -> ...", free=True, cases=(Case((S((2, 3)), 1.5), {}),)),
         )
     ]
-    return made + new + like
+    return of_sizes + new + like
 
 
 def _batch_norm(node: fx.Node) -> str | Declined:

@@ -1,11 +1,11 @@
-"""Ops that read back what they made one step before: LSTM, GRU and plain recurrent networks.
+"""Entries of recurrent ops, which read their own output of the step before: LSTM, GRU, RNN.
 
     "!t n i, 1 n h, 1 n h, (!k h) i, (!k h) ^h, (!k h), (!k h) -> !t n h, 1 n h, 1 n h"     LSTM
 
-t: time, n: batch, i: input feature, h: hidden unit, k: gate. A projected LSTM makes p of its cells
-c, and reads those back. Calls of several layers or directions are split before the table is asked
-(`demask.graph.normalize.split_recurrent`). Gates in order: LSTM i, f, g, o; GRU r, z, n. Source:
-torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN.
+t: time, n: batch, i: input feature, h: hidden unit, k: gate. A projected LSTM computes p features
+from its cells c and reads these in the next step. Calls with several layers or directions are split
+before (`demask.graph.normalize.split_recurrent`). Gates in order: LSTM i, f, g, o; GRU r, z, n.
+Source: torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN.
 """
 
 from __future__ import annotations
@@ -23,24 +23,30 @@ GATES = {LSTM: 4, "aten.gru.input": 3, "aten.rnn_tanh.input": 1, "aten.rnn_relu.
 
 
 def weights_of(node: fx.Node) -> int:
-    """How many parameters each layer and direction of a recurrent call has: w_ih, w_hh, with
-    biases b_ih and b_hh, and where an LSTM projects its output w_hr."""
-    found = schema.arguments(node)
-    parts = found["num_layers"] * (2 if found["bidirectional"] else 1)
-    return len(found["params"]) // parts
+    """The number of parameters per layer and direction of a recurrent call: w_ih, w_hh, with biases
+    b_ih and b_hh, and w_hr if an LSTM projects its output."""
+    call_arguments = schema.arguments(node)
+    layers = call_arguments["num_layers"] * (2 if call_arguments["bidirectional"] else 1)
+    return len(call_arguments["params"]) // layers
 
 
 def _line(gates: int) -> Callable[[fx.Node], SizedLine | Declined]:
+    """The line of a call of an op with this number of gates."""
+
     def line(node: fx.Node) -> SizedLine | Declined:
-        found = schema.arguments(node)
-        if found["num_layers"] != 1 or found["bidirectional"]:
+        call_arguments = schema.arguments(node)
+        if call_arguments["num_layers"] != 1 or call_arguments["bidirectional"]:
             return Declined("several recurrent layers in one call, with dropout between them")
-        biases = 2 if found["has_biases"] else 0
+        biases = 2 if call_arguments["has_biases"] else 0
         projected = weights_of(node) - biases == 3
-        if projected and found["hx"][0].meta["val"].shape[2] >= found["hx"][1].meta["val"].shape[2]:
+        if (
+            projected
+            and call_arguments["hx"][0].meta["val"].shape[2]
+            >= call_arguments["hx"][1].meta["val"].shape[2]
+        ):
             return Declined("an LSTM projected to as many outputs as it has cells")
         c, p = ("c", "p") if projected else ("h", "h")
-        t = "n !t" if found["batch_first"] else "!t n"
+        t = "n !t" if call_arguments["batch_first"] else "!t n"
         states = [f"1 n {p}", f"1 n {c}"][: len(schema.outputs(node)) - 1]
         params = [f"(!k {c}) i", f"(!k {c}) ^{p}"] + [f"(!k {c})"] * biases + ["p c"] * projected
         text = f"{', '.join([f'{t} i', *states, *params])} -> {', '.join([f'{t} {p}', *states])}"
@@ -50,7 +56,7 @@ def _line(gates: int) -> Callable[[fx.Node], SizedLine | Declined]:
 
 
 def _cases(gates: int, name: str) -> tuple[Case, ...]:
-    """From zeros, from given states, without biases, batch first; an LSTM projected."""
+    """Initial states zero and not zero, without biases, batch first; projected LSTMs."""
     t, n, i, h, p = 3, 2, 4, 6, 5 if name == LSTM else 6
 
     def case(*, biases=True, first=False, zero=True, p=h) -> Case:

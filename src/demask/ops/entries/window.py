@@ -1,4 +1,4 @@
-"""Pooling and resizing: a window slides over an axis, each channel alone."""
+"""Entries of pooling and resizing: windows slide along axes, in each channel separately."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ _TAILS = {1: (8,), 2: (6, 8), 3: (4, 4, 6)}
 
 
 def _counts_padding(node: fx.Node) -> bool:
-    found = schema.arguments(node)
-    return bool(found["count_include_pad"]) and any(pad != 0 for pad in found["padding"])
+    call_arguments = schema.arguments(node)
+    return bool(call_arguments["count_include_pad"]) and any(
+        pad != 0 for pad in call_arguments["padding"]
+    )
 
 
 def _line(d: int) -> str:
@@ -48,7 +50,7 @@ def _resizes() -> list[tuple[str, Entry]]:
         ("upsample_linear", 1, "linear"), ("upsample_bilinear", 2, "linear"),
         ("upsample_trilinear", 3, "linear"), ("upsample_bicubic", 2, "cubic"),
     ]  # fmt: skip
-    result = []
+    entries = []
     for name, d, region in kinds:
         align = (False,) if region in ("linear", "cubic") else ()
         sized = Case((S((2, 3, *_TAILS[d])), [9, 7, 5][:d], *align, None), {})
@@ -58,8 +60,8 @@ def _resizes() -> list[tuple[str, Entry]]:
         bounds = {"linear": "sign", "cubic": ""}.get(region, "hull")
         entry = Entry(_line(d), fill="same", region=region, range=bounds,
                       cases=(sized, scaled, third, *corner))  # fmt: skip
-        result.append((f"aten.{name}{d}d.vec", entry))
-    return result
+        entries.append((f"aten.{name}{d}d.vec", entry))
+    return entries
 
 
 ENTRIES = [*_pools(1), *_pools(2), *_pools(3), *_resizes()]

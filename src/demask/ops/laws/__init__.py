@@ -1,10 +1,10 @@
-"""The laws every entry of the table must obey, tested with no code per op.
+"""The laws that every entry of the table must satisfy, tested without code per op.
 
     scatter:  op(x * mask + fill) * out_mask == demask of the same
-    region:   tile(op(x)) == tile(op(y)) for every y that equals x on the claimed input region
-    minimal:  re-randomizing any kept slice of any weight moves some output
+    region:   tile(op(x)) == tile(op(y)) for every y that equals x on the required input region
+    minimal:  re-randomizing any remaining slice of any weight changes some output
 
-This is the bottom layer, so the function that demasks is an argument: pass `demask.demask`.
+Layers above `ops` may not be imported here, so `demask.demask` is passed as an argument.
 """
 
 from __future__ import annotations
@@ -25,23 +25,30 @@ from demask.errors import Mismatch, TableError
 from demask.ops import regions, schema
 from demask.ops.entry import Case, Declined, Shape, Table
 from demask.ops.flow import axis_of
-from demask.ops.laws.draws import Axes, drawn, drawn_fill, drawn_mask, drawn_scale, tied_masks
+from demask.ops.laws.draws import (
+    Axes,
+    draw_fill,
+    draw_mask,
+    draw_scale,
+    draw_tensor,
+    draw_tied_masks,
+)
 from demask.ops.laws.minimality import missed
 from demask.ops.relation import Relation, bind
 
 Demask = Callable[..., fx.GraphModule]
-_TOLERANCE = 1e-10  # float64, relative: sums in another order, a few hundred terms long
+_TOLERANCE = 1e-10  # float64, relative: reordered sums of a few hundred terms
 _BATCHES = (5, 16)  # neither is a size of any case
 
 
 def law_cases(table: Table) -> Iterator[tuple[str, int, Case]]:
-    """Every case of every entry: op name, number of the case, case."""
+    """Every case of every entry: op name, index of the case, case."""
     for name, entry in table.items():
         yield from ((name, index, case) for index, case in enumerate(entry.cases))
 
 
 def target_of(name: str) -> Any:
-    """The callable that a name of the table stands for. Raises TableError if torch has none.
+    """The op with a name in the table. Raises TableError if torch.ops has none.
 
     >>> target_of("aten.relu.default")
     <OpOverload(op='aten.relu', overload='default')>
@@ -55,12 +62,12 @@ def target_of(name: str) -> Any:
 
 
 class LawModule(nn.Module):
-    """op(x * scale + fill) * out_scale for scales with masked positions drawn from `seed`, float64.
+    """op(x * scale + fill) * out_scale in float64, with random scales that are 0 where masked.
 
-    Activations of the case are the inputs of forward, in order (`inputs` draws them); its constants
-    are parameters with masked positions of their own; integers and booleans come as they are.
-    inner, outer: per activation and per output, the axes that may be masked; left out, every one.
-    tied: constants whose positions go together: per constant, its mask, zero where it is off.
+    Activations of the case are the inputs of forward, in order (`inputs` draws them). Its constants
+    are parameters with masks of their own; integers and booleans are not masked. inner, outer: the
+    axes that may be masked, per activation and per output; None: all. tied: masks of constants that
+    share masked positions, by index among the arguments' leaves; zero where masked.
     """
 
     def __init__(
@@ -79,49 +86,49 @@ class LawModule(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         for k, leaf in enumerate(leaves):
             if k in tied:
-                self._hold(f"constant{k}", drawn(leaf, generator) * tied[k])
+                self._add_parameter(f"constant{k}", draw_tensor(leaf, generator) * tied[k])
             elif isinstance(leaf, Shape):
                 self._draw(k, leaf, generator, None if inner is None else inner.get(k, frozenset()))
         with torch.no_grad():
-            made = self._run(self.inputs(0))
-        for k, value in enumerate(made):
+            outputs = self._run(self.inputs(0))
+        for k, value in enumerate(outputs):
             axes = None if outer is None else outer.get(k, frozenset())
-            mask = drawn_mask(value.shape, generator, axes)
-            self._hold(f"out{k}", drawn_scale(mask, "normal", generator))
+            mask = draw_mask(value.shape, generator, axes)
+            self._add_parameter(f"out{k}", draw_scale(mask, "normal", generator))
         self.eval()
 
     def _draw(self, k: int, shape: Shape, generator: torch.Generator, axes: Axes) -> None:
         if shape.of not in ("normal", "positive"):
             if shape.constant:
-                self.register_buffer(f"constant{k}", drawn(shape, generator))
+                self.register_buffer(f"constant{k}", draw_tensor(shape, generator))
             return
-        mask = drawn_mask(shape.sizes, generator, None if shape.constant else axes)
-        fill = drawn_fill(mask, shape.of, generator)
+        mask = draw_mask(shape.sizes, generator, None if shape.constant else axes)
+        fill = draw_fill(mask, shape.of, generator)
         if shape.constant:
-            self._hold(f"constant{k}", drawn(shape, generator) * mask + fill)
+            self._add_parameter(f"constant{k}", draw_tensor(shape, generator) * mask + fill)
         else:
-            self._hold(f"scale{k}", drawn_scale(mask, shape.of, generator))
-            # A parameter of zeros would stay, whether or not the call takes a shift out again.
+            self._add_parameter(f"scale{k}", draw_scale(mask, shape.of, generator))
+            # A parameter of zeros would remain even if the call cancels a shift.
             self.register_buffer(f"fill{k}", fill)
 
-    def _hold(self, name: str, value: Tensor) -> None:
-        # Running statistics are among them, and those take no gradient.
+    def _add_parameter(self, name: str, value: Tensor) -> None:
+        # Running statistics are parameters here, and have no gradient.
         self.register_parameter(name, nn.Parameter(value, requires_grad=False))
 
     def inputs(self, seed: int, batch: int | None = None, dynamic: Any = ()) -> tuple[Tensor, ...]:
-        """Inputs of forward; those whose number is in `dynamic` have `batch` rows."""
+        """Random inputs of forward; those whose index is in `dynamic` have `batch` rows."""
         generator = torch.Generator().manual_seed(self.seed * 1000 + seed)
-        found = []
+        tensors = []
         for number, shape in enumerate(s for s in self.leaves if _is_input(s)):
             sizes = list(shape.sizes)
             if batch is not None and number in dynamic:
                 sizes[0] = batch
-            found.append(drawn(shape, generator, sizes))
-        return tuple(found)
+            tensors.append(draw_tensor(shape, generator, sizes))
+        return tuple(tensors)
 
     def wide_inputs(self, number: int, batch: int | None, dynamic: Any) -> tuple[Tensor, ...]:
-        """Inputs for the minimality oracle; every third ones reach what comparisons with drawn
-        constants do not tell apart otherwise."""
+        """Inputs for the minimality oracle; every third set is large, so that comparisons with
+        random constants have both results."""
         wide = 8.0 if number % 3 == 2 else 1.0
         shapes = [shape for shape in self.leaves if _is_input(shape)]
         inputs = self.inputs(len(_BATCHES) + 2 + number, batch, dynamic)
@@ -129,16 +136,16 @@ class LawModule(nn.Module):
                      for shape, x in zip(shapes, inputs, strict=True))  # fmt: skip
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        made = self._run(inputs)
-        wide = [v if v.dtype == torch.float64 else v.double() for v in made]
+        outputs = self._run(inputs)
+        wide = [v if v.dtype == torch.float64 else v.double() for v in outputs]
         return tuple(v * getattr(self, f"out{k}") for k, v in enumerate(wide))
 
     def _run(self, inputs: Iterable[Tensor]) -> tuple[Tensor, ...]:
         rest = iter(inputs)
         values = [self._value(k, leaf, rest) for k, leaf in enumerate(self.leaves)]
         args, kwargs = pytree.tree_unflatten(values, self.spec)
-        made = self.target(*args, **kwargs)
-        return tuple(made) if isinstance(made, (list, tuple)) else (made,)
+        output = self.target(*args, **kwargs)
+        return tuple(output) if isinstance(output, (list, tuple)) else (output,)
 
     def _value(self, k: int, leaf: Any, rest: Iterator[Tensor]) -> Any:
         if not isinstance(leaf, Shape):
@@ -152,16 +159,17 @@ class LawModule(nn.Module):
 
 
 def _is_input(leaf: Any) -> bool:
+    """Whether a leaf of a case's arguments is an activation."""
     return isinstance(leaf, Shape) and not leaf.constant
 
 
 @dataclass(frozen=True, slots=True)
 class ScatterResult:
-    """How far a demasked law module is from its original.
+    """The error of a demasked law module.
 
-    error: max |a - b| / max |a| over all outputs and batches; inf where shapes or the positions of
-    NaN differ. batches: the batch sizes compared, None for the case's own. slim: the demasked
-    module, and what draws inputs for it, by a number, at the largest batch.
+    error: max |a - b| / max |a| over all outputs and batches; inf if shapes or positions of NaN
+    differ. batches: the batch sizes compared, None for the case's own. slim: the demasked module.
+    draw: returns inputs for it at the largest batch, by an index.
     """
 
     name: str
@@ -173,19 +181,20 @@ class ScatterResult:
 
     @property
     def ok(self) -> bool:
+        """Whether the error is a rounding error."""
         return self.error <= _TOLERANCE
 
 
 def check_scatter_law(
     name: str, case: Case, seed: int, table: Table, demask: Demask
 ) -> ScatterResult:
-    """The scatter law for one case: demask the law module, compare at the case's own batch and,
-    where dimension 0 of an input is dynamic, at two others.
+    """Check the scatter law for one case: demask the law module, compare at the case's own batch
+    and, if dimension 0 of an input is dynamic, at two others.
 
-    Even seeds mask only axes that the op may lose positions of; odd seeds mask any, windows and
-    normalised axes too; one seed in four masks the first axis as well, which makes it static.
+    Even seeds mask only axes that may lose positions; odd seeds mask any, including windowed and
+    complete axes; one seed in four also masks the first axis, which makes it static.
     """
-    inner, outer = maskable(name, case, table, every=bool(seed % 2), first=seed % 4 == 3)
+    inner, outer = maskable_axes(name, case, table, every=bool(seed % 2), first=seed % 4 == 3)
     tied = {} if seed % 2 else _tied(name, case, seed, table)
     module = LawModule(target_of(name), case, seed, inner, outer, tied)
     slim = demask(module, module.inputs(0), table=table, result="graph")
@@ -202,7 +211,8 @@ def check_scatter_law(
 
 
 def _runs(module: LawModule, batch: int, dynamic: Any) -> bool:
-    """Does the module itself take a batch? Capture of some ops compares no sizes."""
+    """Whether the module accepts a batch size: torch.export does not compare the sizes of some
+    ops."""
     with torch.no_grad():
         try:
             module(*module.inputs(0, batch, dynamic))
@@ -211,10 +221,12 @@ def _runs(module: LawModule, batch: int, dynamic: Any) -> bool:
     return True
 
 
-def maskable(name: str, case: Case, table: Table, *, every: bool, first: bool) -> tuple[dict, dict]:
-    """Axes of each activation (by leaf) and of each output to mask."""
+def maskable_axes(
+    name: str, case: Case, table: Table, *, every: bool, first: bool
+) -> tuple[dict, dict]:
+    """The axes that may be masked, per activation (by leaf) and per output."""
     leaves, spec = pytree.tree_flatten((case.args, dict(case.kwargs)))
-    relation = bind(drawn_call(name, leaves, spec, torch.Generator().manual_seed(0)), table)
+    relation = bind(draw_call(name, leaves, spec, torch.Generator().manual_seed(0)), table)
     shaped = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Shape)]
     if isinstance(relation, Declined):
         return {}, {}
@@ -223,31 +235,34 @@ def maskable(name: str, case: Case, table: Table, *, every: bool, first: bool) -
     def free(axes: Any) -> frozenset[int]:
         return frozenset(k for k, a in enumerate(axes) if (k or first) and not set(a) & fixed)
 
-    at = {o.value: relation.ins[k] for k, o in enumerate(relation.operands)}
-    places = [node for node in relation.node.graph.nodes if node.op == "placeholder"]
-    inner = {k: free(at[node]) for k, node in zip(shaped, places, strict=True) if node in at}
+    operand_axes = {o.value: relation.ins[k] for k, o in enumerate(relation.operands)}
+    placeholders = [node for node in relation.node.graph.nodes if node.op == "placeholder"]
+    inner = {
+        k: free(operand_axes[node])
+        for k, node in zip(shaped, placeholders, strict=True)
+        if node in operand_axes
+    }
     return inner, {k: free(axes) for k, axes in enumerate(relation.outs)}
 
 
 def _tied(name: str, case: Case, seed: int, table: Table) -> dict[int, Tensor]:
-    """Masks of the constants of a recurrent call, by leaf: its gates and all that reads back lose
-    the same units."""
+    """Masks of the constants of a recurrent call, by leaf: all of them lose the same units."""
     leaves, spec = pytree.tree_flatten((case.args, dict(case.kwargs)))
     generator = torch.Generator().manual_seed(seed)
-    relation = bind(drawn_call(name, leaves, spec, generator), table)
+    relation = bind(draw_call(name, leaves, spec, generator), table)
     if isinstance(relation, Declined) or not relation.back:
         return {}
     masks = {o.value: mask for o, mask in
-             zip(relation.operands, tied_masks(relation, generator), strict=True)}  # fmt: skip
+             zip(relation.operands, draw_tied_masks(relation, generator), strict=True)}  # fmt: skip
     shaped = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Shape)]
-    places = [node for node in relation.node.graph.nodes if node.op == "placeholder"]
-    return {k: masks[node] for k, node in zip(shaped, places, strict=True)
+    placeholders = [node for node in relation.node.graph.nodes if node.op == "placeholder"]
+    return {k: masks[node] for k, node in zip(shaped, placeholders, strict=True)
             if leaves[k].constant and leaves[k].of == "normal"}  # fmt: skip
 
 
-def drawn_call(name: str, leaves: list, spec: Any, generator: torch.Generator) -> fx.Node:
-    """The call of a case on drawn tensors, as a node."""
-    values = [drawn(leaf, generator) if isinstance(leaf, Shape) else leaf for leaf in leaves]
+def draw_call(name: str, leaves: list, spec: Any, generator: torch.Generator) -> fx.Node:
+    """The call of a case on random tensors, as a node."""
+    values = [draw_tensor(leaf, generator) if isinstance(leaf, Shape) else leaf for leaf in leaves]
     args, kwargs = pytree.tree_unflatten(values, spec)
     return call_node(target_of(name), *args, **kwargs)
 
@@ -256,27 +271,28 @@ def _is_symbol(size: int | str) -> bool:
     return isinstance(size, str) and not size.isdigit()
 
 
-def relative_error(expected: Iterable[Tensor], found: Iterable[Tensor]) -> float:
-    """max |a - b| / max |a| over pairs of tensors; inf where shapes, dtypes or NaN differ.
+def relative_error(expected: Iterable[Tensor], actual: Iterable[Tensor]) -> float:
+    """max |a - b| / max |a| over pairs of tensors; inf if shapes, dtypes or NaN differ.
 
-    Against 1e-3 where all of a is smaller: the deviation of equal numbers is a rounding error.
+    max |a| counts as 1e-3 if it is smaller: differences of nearly equal numbers are rounding
+    errors.
     """
     worst = 0.0
-    for a, b in itertools.zip_longest(expected, found):
+    for a, b in itertools.zip_longest(expected, actual):
         if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
             return float("inf")
-        same = (a == b) | (a.isnan() & b.isnan())
-        if not bool(same.all()):
-            gap = (a - b).abs()[~same].max()
+        is_equal = (a == b) | (a.isnan() & b.isnan())
+        if not bool(is_equal.all()):
+            gap = (a - b).abs()[~is_equal].max()
             scale = a.abs()[a.isfinite()].max().clamp(min=1e-3)
             worst = max(worst, float("inf") if gap.isnan() else float(gap / scale))
     return worst
 
 
 def call_node(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """A call of an op on real tensors as a graph node, to be bound to the table.
+    """A call of an op on real tensors as a graph node, for `bind`.
 
-    Integer tensors count as constants: positions to take are known.
+    Integer tensors count as constants: the positions that they select are known.
     """
     graph = fx.Graph()
 
@@ -289,8 +305,8 @@ def call_node(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
             node.meta["positions"] = value
         return node
 
-    places = pytree.tree_map(placed, (args, kwargs))
-    node = graph.call_function(target, *places)
+    nodes = pytree.tree_map(placed, (args, kwargs))
+    node = graph.call_function(target, *nodes)
     with torch.no_grad():
         node.meta["val"] = target(*args, **kwargs)
     return node
@@ -298,10 +314,10 @@ def call_node(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
 
 @dataclass(frozen=True, slots=True)
 class RegionResult:
-    """What garbage outside the claimed input regions did.
+    """The effect of garbage outside of the input regions.
 
-    tiles: how many were tried. broken: those whose output changed. loose: claims along windowed and
-    moved axes whose first or last position changed nothing when spoiled.
+    tiles: their number. broken: tiles whose output changed, in words. loose: regions along windowed
+    and moved axes whose first or last position did not change the output.
     """
 
     tiles: int
@@ -310,21 +326,21 @@ class RegionResult:
 
 
 def check_region_law(name: str, case: Case, seed: int, table: Table) -> RegionResult | Declined:
-    """The region law for one case: every axis of every output, several tiles, every operand."""
+    """Check the region law for one case: all axes of all outputs, several tiles, all operands."""
     generator = torch.Generator().manual_seed(seed)
     leaves, spec = pytree.tree_flatten((case.args, dict(case.kwargs)))
-    relation = bind(drawn_call(name, leaves, spec, generator), table)
+    relation = bind(draw_call(name, leaves, spec, generator), table)
     if isinstance(relation, Declined):
         return relation
     tiles, broken, loose = 0, [], []
     for out, axes in enumerate(relation.outs):
         for axis, operand in itertools.product(range(len(axes)), range(len(relation.operands))):
-            at = axis_of(relation, operand, axis, out=out)
-            if at is None:
+            operand_axis = axis_of(relation, operand, axis, out=out)
+            if operand_axis is None:
                 continue
             size = schema.outputs(relation.node)[out].shape[axis]
             for start, end in _tiles(size, generator):
-                tile = _LawTile(relation, operand, at, out, axis, start, end)
+                tile = _LawTile(relation, operand, operand_axis, out, axis, start, end)
                 tiles += 1
                 broken += tile.broken(generator)
                 loose += tile.loose(generator)
@@ -332,18 +348,18 @@ def check_region_law(name: str, case: Case, seed: int, table: Table) -> RegionRe
 
 
 def _tiles(size: int, generator: torch.Generator) -> list[tuple[int, int]]:
-    """Every single position of a short axis, its halves, and three drawn intervals."""
+    """Each single position of a short axis, its halves, and three random intervals."""
     ends = [(0, 1), (size - 1, size), (0, size // 2), (size // 2, size), (0, size)]
-    found = {(k, k + 1) for k in range(min(size, 8))} | {(a, b) for a, b in ends if a < b}
+    intervals = {(k, k + 1) for k in range(min(size, 8))} | {(a, b) for a, b in ends if a < b}
     for _ in range(3):
         a, b = sorted(int(torch.randint(size + 1, (), generator=generator)) for _ in range(2))
-        found |= {(a, b)} if a < b else set()
-    return sorted(found)
+        intervals |= {(a, b)} if a < b else set()
+    return sorted(intervals)
 
 
 @dataclass(frozen=True, slots=True)
 class _LawTile:
-    """Positions [start, end) of one axis of one output, asked of axis `at` of one operand."""
+    """Positions [start, end) of one axis of one output, computed from axis `at` of one operand."""
 
     relation: Relation
     operand: int
@@ -354,7 +370,8 @@ class _LawTile:
     end: int
 
     def broken(self, generator: torch.Generator) -> list[str]:
-        """Spoils all that neither `needed` nor the pair input_start, input_end claims."""
+        """The input regions outside of which garbage changes the tile, in words: `needed` and the
+        pair (input_start, input_end) are tried."""
         args = (self.relation, self.operand, self.axis)
         exact = regions.needed(*args, self.start, self.end, out=self.out)
         pair = (regions.input_start(*args, self.start, out=self.out),
@@ -367,7 +384,8 @@ class _LawTile:
         ]
 
     def loose(self, generator: torch.Generator) -> list[str]:
-        """Is the first and the last claimed position of a windowed or moved axis really read?"""
+        """The first and last required positions of a windowed or moved axis that are not read, in
+        words."""
         letters = set(self.relation.outs[self.out][self.axis])
         if not letters & (self.relation.window | self.relation.moved):
             return []
@@ -381,7 +399,7 @@ class _LawTile:
         return self.relation.operands[self.operand].value.meta["val"]
 
     def _holds(self, spoiled: list[int], generator: torch.Generator) -> bool:
-        """Is the tile the same when the given positions hold garbage?"""
+        """Whether the tile is the same with garbage at some positions of the operand."""
         if not spoiled:
             return True
         value = self._value.clone()
@@ -389,8 +407,8 @@ class _LawTile:
             self.at, torch.tensor(spoiled), garbage(value, self.at, spoiled, generator)
         )
         expected = schema.outputs(self.relation.node)[self.out]
-        found = call_with(self.relation, self.operand, value)[self.out]
-        a, b = (v.narrow(self.axis, self.start, self.end - self.start) for v in (expected, found))
+        actual = call_with(self.relation, self.operand, value)[self.out]
+        a, b = (v.narrow(self.axis, self.start, self.end - self.start) for v in (expected, actual))
         return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
     def __str__(self) -> str:
@@ -413,27 +431,37 @@ def garbage(value: Tensor, axis: int, where: list[int], generator: torch.Generat
 
 
 def call_with(relation: Relation, operand: int, value: Tensor) -> list[Tensor]:
-    """The call once more with another value of one operand."""
+    """The outputs of the call with another value of one operand."""
     values = [value if k == operand else o.value for k, o in enumerate(relation.operands)]
-    found = schema.replaced(schema.arguments(relation.node), relation.operands, values)
-    found = map_arg(found, lambda node: node.meta["val"])
-    args, kwargs = schema.call(relation.node.target, found)
+    call_arguments = schema.replaced(schema.arguments(relation.node), relation.operands, values)
+    call_arguments = map_arg(call_arguments, lambda node: node.meta["val"])
+    args, kwargs = schema.call(relation.node.target, call_arguments)
     with torch.no_grad():
-        made = relation.node.target(*args, **kwargs)  # type: ignore[operator]
-    return list(made) if isinstance(made, (list, tuple)) else [made]
+        output = relation.node.target(*args, **kwargs)  # type: ignore[operator]
+    return list(output) if isinstance(output, (list, tuple)) else [output]
 
 
 def check(name: str, table: Table, demask: Demask, *, seeds: int = 3) -> None:
-    """Checks both laws on every case of an entry; for your own ops, too.
+    """Check the scatter and region laws on every case of an entry, also for your own ops.
 
-    Raises Mismatch naming the case, seed and tile that break a law, TableError if there is no case.
+    Args:
+        name: of the op, "my.op.default".
+        table: the table with its entry.
+        demask: pass `demask.demask`.
+        seeds: the number of random masks per case.
+
+    Raises:
+        Mismatch: a law is violated; the message names the case, the seed and the tile.
+        TableError: the op has no entry with cases.
 
     >>> import demask
     >>> check("aten.relu.default", demask.ops.TABLE, demask.demask, seeds=1)
     """
     entry = table.get(name)
     if entry is None or not entry.cases:
-        raise TableError(f"{name!r} has no entry with cases: give Entry(line, cases=(Case(...),))")
+        raise TableError(
+            f"{name!r} has no entry with cases: extend the table by Entry(line, cases=(Case(...),))"
+        )
     for (index, case), seed in itertools.product(enumerate(entry.cases), range(seeds)):
         result = check_scatter_law(name, case, seed, table, demask)
         if not result.ok:
@@ -455,7 +483,7 @@ __all__ = [
     "check",
     "check_region_law",
     "check_scatter_law",
-    "drawn_call",
+    "draw_call",
     "garbage",
     "law_cases",
     "missed",

@@ -1,9 +1,9 @@
-"""The law of flow: other values at a position of a part change outputs at that position alone.
+"""The law of flow: changed values at a position of a part change outputs at that position only.
 
     f(x)[p] == f(y)[p]      wherever x == y at the positions of the part that p belongs to
 
-Holds along every axis that goes on and is not mixed; for the axis as a whole, and for each
-part of one of several letters. Along windows and moves the region law says what is read.
+It holds along every axis that continues in an output and is not mixed, for the axis and for each
+part of a composite axis. The region law covers windows and moves.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch.utils import _pytree as pytree
 from demask.ops import schema
 from demask.ops.entry import Case, Declined, Table
 from demask.ops.flow import Part, carry, carry_back, follow, is_mixed
-from demask.ops.laws import call_with, drawn_call, garbage
+from demask.ops.laws import call_with, draw_call, garbage
 from demask.ops.relation import Relation, bind
 
 
 def check_flow_law(name: str, case: Case, seed: int, table: Table) -> list[str] | Declined:
-    """What breaks the law, or a call of the case where tags of whole axes say otherwise; or why
-    the case has no relation."""
+    """Violations of the law, and axes whose tags disagree with `follow`; Declined if the case has
+    no relation."""
     generator = torch.Generator().manual_seed(seed)
     leaves, spec = pytree.tree_flatten((case.args, dict(case.kwargs)))
-    relation = bind(drawn_call(name, leaves, spec, generator), table)
+    relation = bind(draw_call(name, leaves, spec, generator), table)
     if isinstance(relation, Declined):
         return relation
     broken = []
@@ -42,6 +42,7 @@ def check_flow_law(name: str, case: Case, seed: int, table: Table) -> list[str] 
 
 
 def _tensors(relation: Relation) -> Iterator[tuple[int, Tensor]]:
+    """The operands that are tensors: number and value."""
     for k, operand in enumerate(relation.operands):
         value = getattr(operand.value, "meta", {}).get("val")
         if isinstance(value, Tensor):
@@ -49,8 +50,7 @@ def _tensors(relation: Relation) -> Iterator[tuple[int, Tensor]]:
 
 
 def _parts(relation: Relation, operand: int, value: Tensor) -> Iterator[Part]:
-    """Each axis of an operand, and each part that fits in those of several letters: their letters
-    are among these."""
+    """Each axis of an operand, and each part that divides a composite axis, including letters."""
     for axis, letters in enumerate(relation.ins[operand]):
         length = value.shape[axis]
         yield Part(axis, 1, length)
@@ -63,6 +63,7 @@ def _parts(relation: Relation, operand: int, value: Tensor) -> Iterator[Part]:
 def _holds(
     relation: Relation, operand: int, part: Part, out: int, generator: torch.Generator
 ) -> bool:
+    """Whether changed values at one position of a part change the output there only."""
     after = follow(relation, operand, part, out=out)
     if after is None or is_mixed(relation, operand, part.axis):
         return True
@@ -70,14 +71,14 @@ def _holds(
     before = schema.outputs(relation.node)[out]
     if not value.numel() or not before.numel():
         return True
-    at = int(torch.randint(after.size, (), generator=generator))
-    step = part.size // after.size  # positions of the part per position of what goes on
+    position = int(torch.randint(after.size, (), generator=generator))
+    step = part.size // after.size  # positions of the part per position of the output's part
     positions = _positions(part, value.shape[part.axis]) // step
     other = value.clone()
-    where = (positions == at).nonzero().flatten()
+    where = (positions == position).nonzero().flatten()
     other.index_copy_(part.axis, where, garbage(value, part.axis, where.tolist(), generator))
     changed = call_with(relation, operand, other)[out]
-    rest = (_positions(after, before.shape[after.axis]) != at).nonzero().flatten()
+    rest = (_positions(after, before.shape[after.axis]) != position).nonzero().flatten()
     a, b = before.index_select(after.axis, rest), changed.index_select(after.axis, rest)
     return bool(((a == b) | ((a != a) & (b != b))).all())
 
@@ -87,14 +88,14 @@ def _positions(part: Part, length: int) -> Tensor:
 
 
 def _tags_agree(relation: Relation, operand: int, axis: int, out: int, rank: int) -> bool:
-    """Do tags of whole axes go where `follow` says, and back?"""
+    """Whether `carry` and `carry_back` propagate tags of whole axes as `follow` does."""
     size = relation.operands[operand].value.meta["val"].shape[axis]
     tags = [{axis: "tag"} if k == operand else None for k in range(len(relation.operands))]
-    there = carry(relation, tags, max)[out]
+    carried = carry(relation, tags, max)[out]
     after = follow(relation, operand, Part(axis, 1, size), out=out)
     back = [axis in carry_back(relation, {k: "tag"}, out=out)[operand] for k in range(rank)]
-    return set(there) == {k for k, found in enumerate(back) if found} and all(
-        after == Part(k, 1, size) and not is_mixed(relation, operand, axis) for k in there
+    return set(carried) == {k for k, is_carried in enumerate(back) if is_carried} and all(
+        after == Part(k, 1, size) and not is_mixed(relation, operand, axis) for k in carried
     )
 
 

@@ -1,8 +1,8 @@
-"""The minimality oracle: which slices of a module's weights no output depends on.
+"""The minimality oracle: the slices of a module's weights that no output depends on.
 
-    re-randomizing any kept slice of any weight, alone, moves some output
+    re-randomizing any remaining slice of any weight, alone, changes some output
 
-It stands beside the laws: an engine that keeps everything passes those.
+It complements the laws, which an engine that removes nothing satisfies.
 """
 
 from __future__ import annotations
@@ -23,32 +23,31 @@ def missed(slim: nn.Module, args: tuple[Any, ...] | Draw, seeds: int = 3) -> lis
     """Slices of weights that no output depends on, as "name, axis 0: position 3".
 
     Weights are parameters and floating-point buffers. Each slice of each axis is re-randomized
-    alone. A gradient that is not zero on one of `seeds` draws of inputs shows that a slice moves an
-    output, so only slices without one are tried, on four times as many. args: inputs, which are
-    shuffled, or a function that draws those with a number. Meant for float64 modules: below 1e-12
-    of the largest output a difference counts as rounding.
+    alone, unless its gradient is not zero for one of `seeds` random inputs. args: inputs, which are
+    shuffled, or a function that returns random inputs by an index. For float64 modules: differences
+    below 1e-12 of the largest output count as rounding.
 
     >>> net = torch.nn.Linear(2, 3).double()
     >>> missed(torch.nn.Sequential(net, torch.nn.Softmax(-1)), (torch.randn(4, 2).double(),))
     []
     """
     oracle = _Oracle(slim, args if callable(args) else partial(_shuffled, args), seeds)
-    found = []
+    slices = []
     for name, value in oracle.weights.items():
         for axis, size in enumerate(value.shape):
-            alive = oracle.moves[name]
-            rest = [k for k in range(value.ndim) if k != axis]
-            certain = alive.any(rest) if rest else alive
-            found += [
+            has_gradient = oracle.moves[name]
+            other_axes = [k for k in range(value.ndim) if k != axis]
+            is_used = has_gradient.any(other_axes) if other_axes else has_gradient
+            slices += [
                 f"{name}, axis {axis}: position {k}"
                 for k in range(size)
-                if not bool(certain[k]) and not oracle.moved(name, axis, k)
+                if not bool(is_used[k]) and not oracle.moved(name, axis, k)
             ]
-    return found
+    return slices
 
 
 class _Oracle:
-    """A module, drawn inputs, what its outputs are on them, and which weights surely move them."""
+    """A module, its outputs for random inputs, and the weights that have nonzero gradients."""
 
     def __init__(self, slim: nn.Module, draw: Draw, seeds: int):
         self.slim, self.draw, self.seeds = slim, draw, seeds
@@ -60,36 +59,39 @@ class _Oracle:
             self._differentiate(self._draw(seed)[0])
 
     def _differentiate(self, draw: tuple[Any, ...]) -> None:
-        leaves = {name: v.clone().requires_grad_() for name, v in self.weights.items()}
+        """Mark the weights with a nonzero gradient of a random sum of the outputs."""
+        weights = {name: v.clone().requires_grad_() for name, v in self.weights.items()}
         try:
-            made = [
-                v for v in _tensors(functional_call(self.slim, leaves, draw)) if v.requires_grad
+            outputs = [
+                v for v in _tensors(functional_call(self.slim, weights, draw)) if v.requires_grad
             ]
         except RuntimeError:
-            return  # Some op has no gradient for a weight: every slice is tried.
-        if not made:
+            return  # Some op has no gradient for a weight: every slice is re-randomized.
+        if not outputs:
             return
         generator = torch.Generator().manual_seed(0)
         total = sum(
-            (v * torch.randn(v.shape, generator=generator, dtype=v.dtype)).sum() for v in made
+            (v * torch.randn(v.shape, generator=generator, dtype=v.dtype)).sum() for v in outputs
         )
-        slopes = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)  # type: ignore[arg-type]
-        scale = max(float(v.detach().abs().max()) if v.numel() else 0.0 for v in made)
-        for name, slope in zip(leaves, slopes, strict=True):
-            if slope is not None:
-                self.moves[name] |= slope.abs() > 1e-9 * scale
+        gradients = torch.autograd.grad(total, list(weights.values()), allow_unused=True)  # type: ignore[arg-type]
+        scale = max(float(v.detach().abs().max()) if v.numel() else 0.0 for v in outputs)
+        for name, gradient in zip(weights, gradients, strict=True):
+            if gradient is not None:
+                self.moves[name] |= gradient.abs() > 1e-9 * scale
 
     def moved(self, name: str, axis: int, position: int) -> bool:
-        """Does any output change when one slice of a weight is drawn again, or set to zero?"""
+        """Whether an output changes if one slice of a weight is re-randomized or set to zero."""
         value = self.weights[name]
         generator = torch.Generator().manual_seed(position)
         scale = float(value.abs().max()) + 1.0
         for attempt in range(4 * self.seeds):
             draw, before = self._draw(attempt)
             changed = value.clone()
-            part = changed.select(axis, position)
-            fresh = scale * torch.randn(part.shape, generator=generator, dtype=value.dtype)
-            part.copy_(fresh if attempt % 3 < 2 else torch.zeros_like(fresh))
+            weight_slice = changed.select(axis, position)
+            random_slice = scale * torch.randn(
+                weight_slice.shape, generator=generator, dtype=value.dtype
+            )
+            weight_slice.copy_(random_slice if attempt % 3 < 2 else torch.zeros_like(random_slice))
             with torch.no_grad():
                 after = _tensors(functional_call(self.slim, {name: changed}, draw))
             if any(_differs(a, b) for a, b in zip(before, after, strict=True)):
@@ -97,7 +99,7 @@ class _Oracle:
         return False
 
     def _draw(self, number: int) -> tuple[tuple[Any, ...], list[Tensor]]:
-        """The inputs with a number, and what the module makes of them."""
+        """The random inputs with an index, and the module's outputs for them."""
         while len(self.draws) <= number:
             draw = self.draw(len(self.draws))
             with torch.no_grad():
@@ -106,12 +108,13 @@ class _Oracle:
 
 
 def _differs(a: Tensor, b: Tensor) -> bool:
+    """Whether two outputs differ by more than rounding."""
     if not a.is_floating_point():
         return not torch.equal(a, b)
-    same = (a == b) | (a.isnan() & b.isnan())
-    if bool(same.all()):
+    is_equal = (a == b) | (a.isnan() & b.isnan())
+    if bool(is_equal.all()):
         return False
-    gap, scale = (a - b).abs()[~same].max(), a.abs().nan_to_num(0, 0, 0).max()
+    gap, scale = (a - b).abs()[~is_equal].max(), a.abs().nan_to_num(0, 0, 0).max()
     return bool(gap.isnan()) or bool(gap > 1e-12 * scale)
 
 
@@ -120,17 +123,19 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _shuffled(args: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
-    """Inputs like the given ones: their values at other places, floats moved by up to a tenth."""
+    """Inputs with permuted values; floats are scaled by 0.9 to 1.1, except for seed 0."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         order = torch.randperm(leaf.numel(), generator=generator)
-        mixed = leaf.detach().reshape(-1)[order].reshape(leaf.shape)
-        if not mixed.is_floating_point() or seed == 0:
-            return mixed
-        return mixed * (0.9 + 0.2 * torch.rand(leaf.shape, generator=generator, dtype=leaf.dtype))
+        permuted = leaf.detach().reshape(-1)[order].reshape(leaf.shape)
+        if not permuted.is_floating_point() or seed == 0:
+            return permuted
+        return permuted * (
+            0.9 + 0.2 * torch.rand(leaf.shape, generator=generator, dtype=leaf.dtype)
+        )
 
     return pytree.tree_map(draw, args)
 
