@@ -104,7 +104,7 @@ def test_an_overlap_is_noticed(monkeypatch):
     blocks = [Block(64, 0, 1), Block(64, 1, 2)]
     assert broken(blocks, ArenaPlan((0, 0), 64)) == ["1 overlaps 0"]
     assert broken(blocks, ArenaPlan((0, 63), 128)) != []
-    monkeypatch.setattr(arena, "_aligned", lambda size: size)
+    monkeypatch.setattr(arena, "aligned", lambda size: size)
     assert broken([Block(3, 0, 1), Block(3, 0, 1)], planned([Block(3, 0, 1)] * 2)) != []
 
 

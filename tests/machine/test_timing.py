@@ -97,8 +97,8 @@ class FakeLibrary:
 @pytest.mark.parametrize(
     ("limit", "mapped", "words"),
     [
-        (2**31, THRESHOLDS[0], "allocator keeps freed memory (glibc, blocks up to 1,907 MiB)"),
-        (2**25, THRESHOLDS[1], "allocator keeps freed memory (glibc, blocks up to 32 MiB)"),
+        (2**31, THRESHOLDS[0], "allocator retains freed memory (glibc, blocks up to 1,907 MiB)"),
+        (2**25, THRESHOLDS[1], "allocator retains freed memory (glibc, blocks up to 32 MiB)"),
     ],
 )
 def test_the_allocator_keeps_as_much_as_it_can(monkeypatch, limit, mapped, words):
@@ -111,10 +111,10 @@ def test_the_allocator_keeps_as_much_as_it_can(monkeypatch, limit, mapped, words
 
 def test_elsewhere_the_allocator_stays_and_the_words_say_so(monkeypatch):
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
-    assert fix_allocator() == "allocator as found (mallopt needs glibc)"
+    assert fix_allocator() == "allocator as by default (mallopt needs glibc)"
     monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.39"))
     monkeypatch.setattr(ctypes, "CDLL", lambda name: FakeLibrary(limit=0))
-    assert fix_allocator() == "allocator as found (mallopt refused)"
+    assert fix_allocator() == "allocator as by default (mallopt refused)"
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
     assert "has no attribute 'mallopt'" in fix_allocator()
 
@@ -123,7 +123,7 @@ def test_the_real_allocator_answers():
     # In a process of its own: the setting lasts for the life of the process.
     code = "from demask.machine.allocator import fix_allocator; print(fix_allocator())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    expected = "keeps freed" if platform.libc_ver()[0] == "glibc" else "as found"
+    expected = "retains freed" if platform.libc_ver()[0] == "glibc" else "as by default"
     assert done.stdout.startswith(f"allocator {expected}")
 
 

@@ -1,4 +1,4 @@
-"""Operators, their schemas, and what is active around a call."""
+"""Ops, their schemas, and the dispatch modes that are active."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BelowAutograd = torch._C._AutoDispatchBelowAutograd
 count_dispatch_modes = torch._C._len_torch_dispatch_stack
 count_function_modes = torch._C._len_torch_function_stack
 has_functorch_transforms = torch._C._are_functorch_transforms_active
-tracing_state = torch._C._get_tracing_state  # of torch.jit; None outside of it
+tracing_state = torch._C._get_tracing_state  # of torch.jit; None if it does not trace
 has_kernel = torch._C._dispatch_has_kernel  # by the name of an overload: "aten::add.Tensor"
 read_schema = torch._C._get_schema  # by the name of an op, "aten::add", and of an overload
 
@@ -43,7 +43,7 @@ def schema_of(op: Any) -> Any:
 
 
 def has_schema(target: Any) -> bool:
-    """Whether the target of a node is an overload of an op, not a function of Python."""
+    """Whether the target of a node is an overload of an op, not a Python function."""
     return hasattr(target, "_schema")
 
 
@@ -71,5 +71,5 @@ def overload_name(op: Any) -> str:
 
 
 def has_composite_kernel(op: Any) -> bool:
-    """Whether an overload is computed by calls of other ops, on every device."""
+    """Whether an overload is implemented by calls of other ops on every device."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")

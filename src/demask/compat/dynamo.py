@@ -1,4 +1,4 @@
-"""Sources of symbols; a module of its own, since importing it takes a second."""
+"""Sources of symbols; a separate module, since its import takes a second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The schema of .pt2 files, and what reads one."""
+"""The schema of .pt2 files, and torch's reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors without values, which tell the shapes that calls return."""
+"""Fake tensors, which have shapes but no data."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ __all__ = [
 
 
 def export_without_cache() -> AbstractContextManager[None]:
-    """While it lasts, torch.export does not cache the results of calls on fake tensors: the keys
-    contain sizes, which costs more than the cache saves."""
+    """In the block, torch.export does not cache the results of calls on fake tensors: keys with
+    symbolic sizes cost more than the cache saves."""
     return torch._dynamo.config.patch(fake_tensor_cache_enabled=False)

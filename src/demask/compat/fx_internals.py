@@ -26,13 +26,13 @@ NN_PATH = "torch._C._nn"  # of NN_FUNCTIONS, in generated code
 
 
 def codegen_of(graph: fx.Graph) -> Any:
-    """What generates the code of a graph."""
+    """The code generator of a graph."""
     return graph._codegen
 
 
 def signature_of(graph: fx.Graph) -> Any:
     """The PyTreeInfo of a graph: names of arguments, pytree specs of arguments and of the result.
 
-    AttributeError: a graph that torch.fx traced itself has none.
+    Raises AttributeError for a graph that torch.fx traced, which has none.
     """
     return codegen_of(graph).pytree_info

@@ -1,4 +1,4 @@
-"""Base classes of torch's layers, and hooks that every module calls."""
+"""Base classes of torch's layers, and the test for global hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ops of oneDNN, which torch's own compiler calls; they take float32 and bfloat16 on the CPU."""
+"""Ops of oneDNN, which torch's compiler calls, for float32 and bfloat16 on the CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 NAMESPACE = "mkldnn"
-# Convolution and linear layer with an epilogue, and what packs their weights.
+# Convolution and linear layer with an epilogue, and packing of their weights.
 OPS = (
     "_convolution_pointwise",
     "_linear_pointwise",
@@ -24,7 +24,7 @@ def ops() -> Any:
 
 @cache
 def available(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this torch has these ops for such tensors."""
+    """Whether torch has these ops for tensors of this dtype on this device."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     known = all(hasattr(ops(), name) for name in OPS[:3])

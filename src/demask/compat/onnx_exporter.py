@@ -1,6 +1,6 @@
-"""torch's ONNX exporter: its list of functions, and two patches that spare it repeated work.
+"""torch's ONNX exporter: its list of functions, and two patches that avoid repeated work.
 
-Its modules need onnxscript, so they are imported in functions.
+The exporter needs onnxscript, so it is imported in functions.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _LISTED: dict[int, Any] = {}  # by opset: the exporter's list of ONNX functions
 
 
 def exporter_targets() -> set[Any]:
-    """The functions, overloads of ops among them, that the exporter has ONNX functions for."""
+    """The functions and overloads of ops for which the exporter has ONNX functions."""
     from torch.onnx._internal.exporter._torchlib import _torchlib_registry
 
     return {meta.fx_target for meta in _torchlib_registry.get_torchlib_ops()}
 
 
 def use_known_values(module: fx.GraphModule) -> None:
-    """Have the exporter read the values that nodes of this module have, where it would run each on
-    fake tensors: it looks at their dtypes for casts to insert, and runs what it inserts.
+    """Let the exporter read the values of this module's nodes instead of running each on fake
+    tensors: it needs their dtypes to insert casts, and runs only these.
 
-    A patch of the process: the exporter creates its interpreter itself. It changes nothing for
-    other modules, which lack the mark, so it stays.
+    The patch is process-wide and permanent, since the exporter creates its interpreter itself. It
+    has no effect on other modules, which lack the mark in `meta`.
     """
     import torch.onnx._internal.fx.passes.type_promotion as promotion
 
@@ -54,11 +54,11 @@ def use_known_values(module: fx.GraphModule) -> None:
 
 @contextlib.contextmanager
 def list_functions_once() -> Iterator[None]:
-    """While it lasts, the exporter copies the list of ONNX functions that the first call of the
-    process left: it reads the source of each at every call, half a second of it.
+    """In the block, the exporter copies the list of ONNX functions of the first call in the process
+    instead of reading the source of each function, which takes half a second per call.
 
-    A patch of the process, since the exporter creates its registry itself; a lock lets one thread
-    export at a time.
+    The patch is process-wide, since the exporter creates its registry itself; a lock admits one
+    thread at a time.
     """
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 

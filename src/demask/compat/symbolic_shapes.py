@@ -1,4 +1,4 @@
-"""Sizes that are symbols, and what is assumed of them."""
+"""Symbolic sizes, and guards on them."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ __all__ = [
     "statically_known_true",
 ]
 
-require = torch._check  # of a condition on sizes: torch.export reads it as a fact
-SYM_SQRT = "torch._sym_sqrt"  # the square root of a size, as exported programs name it
+require = torch._check  # states a condition on sizes, which torch.export assumes
+SYM_SQRT = "torch._sym_sqrt"  # the name of a size's square root in exported programs

@@ -1,4 +1,4 @@
-"""How torch.fx records calls of ops, and how torch decomposes ops."""
+"""Tracing by torch.fx, and torch's decompositions of ops."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["decomposition_table", "make_fx", "without_stack_traces"]
 
 @contextlib.contextmanager
 def without_stack_traces() -> Iterator[None]:
-    """While it lasts, nodes do not record the Python stack of their calls, a seventh of the time of
-    an export. torch 2.11 always records it."""
+    """In the block, nodes do not record the Python stack of their calls, which takes a seventh of
+    the time of an export. torch 2.11 always records it."""
     settings: Any = config
     before = getattr(settings, "do_not_emit_stack_traces", None)
     if before is None:

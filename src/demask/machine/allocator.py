@@ -1,9 +1,9 @@
-"""One allocator state for all timings: whether freed activations go back to the kernel or stay.
+"""glibc's allocator in one state for all timings: whether the heap retains freed activations.
 
-By default glibc gives large freed blocks back, so each forward pass faults its activations in
-again, or not, depending on which sizes the process happened to free before. The same network was
-measured at 178 and at 270 ms for that reason alone. Returning memory flatters the network that
-allocates less, so timings are taken with the memory kept.
+By default glibc returns large freed blocks to the kernel, so each forward pass faults its
+activations in again, or not, depending on the sizes that the process freed before. The same network
+was measured at 178 and at 270 ms for that reason alone. Returning memory favors the network that
+allocates less, so timings are measured with a heap that retains it.
 """
 
 from __future__ import annotations
@@ -21,28 +21,27 @@ _trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" el
 
 
 def give_back() -> None:
-    """Let glibc give the kernel what is free of its heap, which else holds on to freed blocks of
-    some MiB; elsewhere nothing."""
+    """Return the free memory of glibc's heap to the kernel; no effect with other C libraries."""
     if _trim is not None:
         _trim(0)
 
 
 def fix_allocator() -> str:
-    """Make glibc keep freed memory for this process's life; returns the state in words.
+    """Make glibc retain freed memory until the process ends; returns its state in words.
 
-    Process-wide, so it is for programs that measure (the command line, benchmarks), never for an
-    import. On another C library nothing changes and the words say so.
+    The setting is process-wide: for programs that measure (command line, benchmarks), never for an
+    import. With another C library nothing changes, and the returned words say so.
 
     >>> fix_allocator().startswith("allocator")
     True
     """
     if platform.libc_ver()[0] != "glibc":
-        return "allocator as found (mallopt needs glibc)"
+        return "allocator as by default (mallopt needs glibc)"
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError) as error:
-        return f"allocator as found ({error})"
-    kept = next((size for size in THRESHOLDS if mallopt(M_MMAP_THRESHOLD, size)), None)
-    if kept is None or not mallopt(M_TRIM_THRESHOLD, THRESHOLDS[0]):
-        return "allocator as found (mallopt refused)"
-    return f"allocator keeps freed memory (glibc, blocks up to {kept // 2**20:,} MiB)"
+        return f"allocator as by default ({error})"
+    threshold = next((size for size in THRESHOLDS if mallopt(M_MMAP_THRESHOLD, size)), None)
+    if threshold is None or not mallopt(M_TRIM_THRESHOLD, THRESHOLDS[0]):
+        return "allocator as by default (mallopt refused)"
+    return f"allocator retains freed memory (glibc, blocks up to {threshold // 2**20:,} MiB)"

@@ -1,8 +1,8 @@
-"""One block of memory for the values of a pass, each at an offset that its lifetime allows.
+"""One memory block (arena) for the values of a forward pass, with planned offsets.
 
-What is not alive at the same time may lie at the same place. Blocks are placed largest first, each
-at the lowest offset where it meets no block that lives while it does (greedy by size: Pisarchyk
-and Lee 2020, "Efficient memory management for deep neural net inference", algorithm 3).
+Values that are not live at the same time may share memory. Blocks are placed largest first, each at
+the lowest offset where it overlaps no block that is live with it (greedy by size: Pisarchyk and Lee
+2020, "Efficient memory management for deep neural net inference", algorithm 3).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Bytes that are in use from step `start` up to and with step `end`."""
+    """`size` bytes that are in use from step `start` to step `end`, both included."""
 
     size: int
     start: int
@@ -29,7 +29,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class ArenaPlan:
-    """Where each block lies, in bytes from the beginning, and how long the arena is."""
+    """The offset of each block from the start of the arena, and the size of the arena, in bytes."""
 
     offsets: tuple[int, ...]
     size: int
@@ -37,7 +37,7 @@ class ArenaPlan:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor in an arena: its offset in bytes, and what torch needs to see it."""
+    """A tensor in an arena: its offset in bytes, shape, strides in elements, and dtype."""
 
     offset: int
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class View:
 
 
 def aligned(size: int) -> int:
-    """Bytes that a block of some size takes.
+    """`size` bytes rounded up to a multiple of ALIGNMENT.
 
     >>> aligned(1), aligned(64)
     (64, 64)
@@ -55,29 +55,29 @@ def aligned(size: int) -> int:
 
 
 def planned(blocks: Sequence[Block]) -> ArenaPlan:
-    """Offsets at which no two blocks that live at the same time overlap.
+    """Offsets at which no two blocks that are live at the same time overlap.
 
     >>> planned([Block(64, 0, 1), Block(64, 1, 2), Block(64, 2, 3)])
-    Plan(offsets=(0, 64, 0), size=128)
+    ArenaPlan(offsets=(0, 64, 0), size=128)
     """
     offsets = [0] * len(blocks)
     placed: list[int] = []
     for k in sorted(range(len(blocks)), key=lambda k: (-blocks[k].size, blocks[k].start)):
-        mine = blocks[k]
-        beside = [j for j in placed if blocks[j].start <= mine.end and mine.start <= blocks[j].end]
+        new = blocks[k]
+        live = [j for j in placed if blocks[j].start <= new.end and new.start <= blocks[j].end]
         offset = 0
-        for j in sorted(beside, key=lambda j: offsets[j]):
-            if offset + mine.size <= offsets[j]:
+        for j in sorted(live, key=lambda j: offsets[j]):
+            if offset + new.size <= offsets[j]:
                 break
-            offset = max(offset, _aligned(offsets[j] + blocks[j].size))
+            offset = max(offset, aligned(offsets[j] + blocks[j].size))
         offsets[k] = offset
         placed.append(k)
     ends = (offset + block.size for offset, block in zip(offsets, blocks, strict=True))
-    return ArenaPlan(tuple(offsets), _aligned(max(ends, default=0)))
+    return ArenaPlan(tuple(offsets), aligned(max(ends, default=0)))
 
 
 def peak(blocks: Sequence[Block]) -> int:
-    """Bytes alive at once at most: no plan is smaller, but for alignment.
+    """The most bytes in use at one step: a lower bound of the arena's size.
 
     >>> peak([Block(64, 0, 1), Block(64, 1, 2), Block(64, 2, 3)])
     128
@@ -90,7 +90,7 @@ def peak(blocks: Sequence[Block]) -> int:
 
 
 def extent(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> int:
-    """Bytes that a strided tensor spans.
+    """Bytes from the first to the last element of a strided tensor.
 
     >>> extent((2, 3), (3, 1), torch.float32)
     24
@@ -102,17 +102,14 @@ def extent(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> i
 
 
 def allocate(size: int, views: Sequence[View], device: torch.device) -> list[Tensor]:
-    """The views of a new arena of `size` bytes, uninitialised; its memory lives as long as they."""
-    with torch.inference_mode(False):  # who takes it next may be outside of it
+    """Uninitialized tensors at their offsets in a new arena of `size` bytes, which they own."""
+    with torch.inference_mode(False):  # the next user may be outside of inference mode
         memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=device)
         skipped = -memory.data_ptr() % ALIGNMENT
-        return [_seen(memory[skipped + view.offset :], view) for view in views]
+        return [_tensor_at(memory[skipped + view.offset :], view) for view in views]
 
 
-def _seen(memory: Tensor, view: View) -> Tensor:
+def _tensor_at(memory: Tensor, view: View) -> Tensor:
+    """The tensor that a view describes; its first byte is the first of `memory` (uint8)."""
     span = memory[: extent(view.shape, view.stride, view.dtype)]
     return span.view(view.dtype).as_strided(view.shape, view.stride)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT

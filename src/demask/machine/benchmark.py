@@ -1,4 +1,4 @@
-"""Networks called in turns: their seconds, and a lower confidence bound on the ratio of two."""
+"""Alternating timings of networks, and a lower confidence bound on the ratio of two."""
 
 from __future__ import annotations
 
@@ -11,23 +11,32 @@ import torch
 from demask.errors import BadInput
 from demask.machine.timing import alternate
 
-PAIRS = 30  # rounds that an answer takes at least
-ALLOWED = 0.97  # what counts as no slower: the lower bound of the ratio of medians
+PAIRS = 30  # the least number of rounds of a comparison
+ALLOWED = 0.97  # a network counts as no slower if the lower bound of the ratio is above this
 DRAWS, CONFIDENCE = 2000, 0.95
 
 
-def lower_bound(given: Sequence[float], result: Sequence[float], seed: int = 0) -> float:
-    """The lower 95 % bound of median(given) / median(result), by bootstrap over rounds.
+def lower_bound(baseline: Sequence[float], candidate: Sequence[float], seed: int = 0) -> float:
+    """One-sided lower 95 % bound of median(baseline) / median(candidate), by bootstrap over rounds.
 
-    Rounds are drawn whole, with replacement (Efron 1979): what slowed a round slowed both.
-    One-sided: 95 % of the draws have a ratio above it. Seconds; both of the same rounds, in order.
+    Rounds are resampled as pairs with replacement (Efron 1979), since other load slows both calls
+    of a round.
+
+    Args:
+        baseline, candidate: seconds of the same rounds, in order; 2 rounds or more.
+        seed: of the resampling.
+
+    Raises:
+        BadInput: the two have different numbers of rounds, or fewer than 2.
 
     >>> lower_bound([2.0, 2.1, 2.2] * 10, [1.0, 1.1, 1.0] * 10) > 1.8
     True
     """
-    if len(given) != len(result) or len(given) < 2:
-        raise BadInput(f"expected rounds of both, 2 or more, got {len(given)} and {len(result)}")
-    draw, rounds = random.Random(seed), list(zip(given, result, strict=True))
+    if len(baseline) != len(candidate) or len(baseline) < 2:
+        raise BadInput(
+            f"expected rounds of both, 2 or more, got {len(baseline)} and {len(candidate)}"
+        )
+    draw, rounds = random.Random(seed), list(zip(baseline, candidate, strict=True))
     ratios = []
     for _ in range(DRAWS):
         drawn = draw.choices(rounds, k=len(rounds))
@@ -36,7 +45,7 @@ def lower_bound(given: Sequence[float], result: Sequence[float], seed: int = 0) 
 
 
 def synchronized(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """The call; on a GPU, with all that it started there."""
+    """The call, followed on a GPU by waiting for the kernels that it launched."""
 
     def waiting() -> None:
         call()

@@ -1,4 +1,4 @@
-"""Amounts of memory: read from what users write, and written for them to read."""
+"""Amounts of memory: parsed from text, and formatted as text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from demask.errors import BadInput
 
-BUDGET = "512MiB"  # for a call, where the caller names none
+BUDGET = "512MiB"  # of a call, by default
 UNITS = {
     "": 1, "B": 1,
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -16,16 +16,18 @@ _AMOUNT = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]{0,3})", re.ASCII)
 
 
 def parse_memory(amount: str | int) -> int:
-    """Bytes, of a number of them or of words such as "512MiB", "1.5 GB" or "64000000".
+    """Bytes of an amount: a number of bytes, or a text such as "512MiB", "1.5 GB" or "64000000".
 
-    Units: B, kB, MB, GB, TB are powers of 1000; KiB, MiB, GiB, TiB of 1024; case does not matter.
-    BadInput: anything else, and less than one byte.
+    B, kB, MB, GB, TB are powers of 1000; KiB, MiB, GiB, TiB are powers of 1024; case is ignored.
+
+    Raises:
+        BadInput: another text, or less than one byte.
 
     >>> parse_memory("512MiB"), parse_memory("1.5GB"), parse_memory(4096)
     (536870912, 1500000000, 4096)
     """
     if isinstance(amount, int) and not isinstance(amount, bool):
-        found = amount
+        size = amount
     else:
         match = _AMOUNT.fullmatch(amount.strip()) if isinstance(amount, str) else None
         if match is None or match[2].upper() not in UNITS:
@@ -33,15 +35,15 @@ def parse_memory(amount: str | int) -> int:
                            f"bytes, got {amount!r:.60}{_hint(match)}")  # fmt: skip
         whole, _, rest = match[1].partition(".")
         unit = UNITS[match[2].upper()]
-        # In whole numbers: 0.1 GB has no exact float.
-        found = int(whole) * unit + int(rest or 0) * unit // 10 ** len(rest)
-    if found < 1:
+        # In integers: 0.1 GB has no exact float.
+        size = int(whole) * unit + int(rest or 0) * unit // 10 ** len(rest)
+    if size < 1:
         raise BadInput(f"expected at least one byte of memory, got {amount!r}")
-    return found
+    return size
 
 
 def _hint(match: re.Match[str] | None) -> str:
-    """What a unit that is none may have meant."""
+    """The two units that an unknown unit K, M, G or T may mean, for the message; or ""."""
     letter = match[2].upper() if match else ""
     return (
         f": write {match[1]}{letter}iB or {match[1]}{letter}B"
@@ -51,7 +53,7 @@ def _hint(match: re.Match[str] | None) -> str:
 
 
 def human(size: float) -> str:
-    """An amount in words, in units of 1024.
+    """An amount of bytes as text, in units of powers of 1024.
 
     >>> human(512), human(1536 * 2**20), human(300 * 2**20)
     ('512 B', '1.50 GiB', '300 MiB')

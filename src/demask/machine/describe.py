@@ -1,4 +1,4 @@
-"""What travels with a number, in words: the machine, its load, how far the timings spread."""
+"""The conditions of a measurement, in words: machine, load, spread of timings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BUSY = "Something else was running: times spread wide. Run again for clean numbe
 
 
 def machine() -> str:
-    """This machine and its Python and torch.
+    """The processor, its cores, the operating system, and the versions of Python and torch.
 
     >>> "Python" in machine()
     True
@@ -33,17 +33,17 @@ def machine() -> str:
 
 
 def load() -> str:
-    """How busy the machine is: processes that run or want to, last minute."""
+    """The load average of the last minute: processes that run or wait to run."""
     return f"{os.getloadavg()[0]:.1f}"
 
 
 def thread_words(count: int) -> str:
-    """`1 thread`, `2 threads`."""
+    """A number of threads in words: "1 thread", "2 threads"."""
     return f"{count} thread{'s' if count > 1 else ''}"
 
 
 def milliseconds(seconds: float) -> str:
-    """A time in milliseconds: one decimal, below a millisecond three.
+    """Seconds as text in milliseconds, with one decimal; with three below a millisecond.
 
     >>> milliseconds(0.0105), milliseconds(0.0001054)
     ('10.5', '0.105')
@@ -52,7 +52,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def spread(timing: Timing) -> str:
-    """Milliseconds: median (10 %-90 %).
+    """A timing as text in milliseconds: median (10 % quantile–90 % quantile).
 
     >>> spread(Timing(median=0.0105, low=0.01, high=0.0112, count=30))
     '10.5 (10.0–11.2)'
@@ -62,11 +62,11 @@ def spread(timing: Timing) -> str:
 
 
 def count_words(timings: Iterable[Timing]) -> str:
-    """How many calls each timing is of: `30`, or `12–30` where they differ."""
+    """The number of calls per timing, as text: "30", or "12–30" if the numbers differ."""
     counts = sorted({timing.count for timing in timings})
     return "–".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
 
 
 def is_wide(timings: Iterable[Timing]) -> bool:
-    """Whether something else must have been running: a 90 % quantile over twice the 10 % one."""
+    """Whether a 90 % quantile exceeds twice the 10 % quantile: something else was running."""
     return any(timing.high > 2 * timing.low for timing in timings)

@@ -1,7 +1,7 @@
-"""Seconds of work from its multiply-adds and bytes, where nothing is measured.
+"""Seconds predicted from multiply-adds and bytes, without measurement.
 
-These rank plans and promise no time. `traverse` and `pilot` plan by `TWO_CORES`, so that plans are
-the same on every machine; `machine.cost`, which measures, falls back to `typical`.
+They rank plans; actual times differ. `traverse` and `pilot` use `TWO_CORES`, so that plans are the
+same on every machine; `machine.cost` uses `typical` if it may not measure.
 """
 
 from __future__ import annotations
@@ -12,9 +12,15 @@ from math import inf
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Rates of a machine. macs: multiply-adds per second, float32. far: bytes per second, from and
-    to memory; near: caches; new: pages at their first use; disk: files. cache: bytes that the calls
-    of one step may touch and still be near. call: seconds of a call besides its work."""
+    """Rates of a machine.
+
+    Attributes:
+        macs: float32 multiply-adds per second.
+        far, near: bytes per second from and to memory; from and to caches.
+        call: overhead of a call in seconds.
+        new, disk: bytes per second of pages at their first use; of files.
+        cache: the most bytes of one step for which the rate `near` applies.
+    """
 
     macs: float
     far: float
@@ -26,16 +32,17 @@ class Roofline:
 
     @classmethod
     def typical(cls, threads: int) -> Roofline:
-        """About a server of the last ten years."""
+        """Rates of a typical server of the last ten years, with this number of threads."""
         return cls(macs=2.5e10 * threads, far=1e10, call=3e-6)
 
     def seconds(self, macs: float, nbytes: float) -> float:
-        """Of one call that computes while it moves (Williams, Waterman and Patterson, 2009)."""
+        """Predicted seconds of one call: computation and memory traffic overlap (the roofline model
+        of Williams, Waterman and Patterson, 2009)."""
         return self.call + max(macs / self.macs, nbytes / self.far)
 
 
-#: Two cores of a server, in round numbers. call: of a step of a plan, with its Python and threads
-#: that wait for one another.
+#: Two cores of a server, in round numbers. `call` is the overhead of one step of a plan: Python
+#: code and synchronization of threads.
 TWO_CORES = Roofline(
     macs=90e9, near=80e9, far=40e9, new=3e9, disk=0.5e9, cache=20 * 2**20, call=120e-6
 )

@@ -1,4 +1,4 @@
-"""Torch's number of threads, checked, set for a block and put back."""
+"""torch's number of threads: checked, and set in a `with` block."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 
 from demask.errors import BadInput
 
-PER_CORE, LEAST = 4, 64  # threads allowed for each core, and on any machine
+PER_CORE, LEAST = 4, 64  # the most threads: per core; on a machine with few cores
 
 
 def checked_threads(count: int | None) -> int:
-    """A number of threads that this machine can start; None: torch's.
+    """`count`, if this machine can start that many threads; for None, torch's number of threads.
 
-    BadInput for less than one and for many more than there are cores: torch then ends the process.
+    Raises:
+        BadInput: less than 1, or so many more than the cores that torch would end the process.
 
     >>> checked_threads(2)
     2
@@ -31,7 +32,7 @@ def checked_threads(count: int | None) -> int:
 
 @contextmanager
 def set_threads(count: int) -> Iterator[None]:
-    """Torch computes with `count` threads in the block, with as many as before after it."""
+    """Set torch's number of threads in the block; the number before it is restored after it."""
     before = torch.get_num_threads()
     torch.set_num_threads(checked_threads(count))
     try:

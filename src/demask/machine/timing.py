@@ -1,4 +1,4 @@
-"""Timing that two contenders share: alternated runs in one process, medians and quantiles."""
+"""Alternating timings of several calls in one process: medians and quantiles."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Timing:
 
     @classmethod
     def of(cls, seconds: list[float]) -> Timing:
-        """The timing of these samples; one sample is its own median and quantiles."""
+        """The timing of samples in seconds; a single sample is its own median and quantiles."""
         if not seconds:
             raise BadInput("a timing needs at least one sample, got none; ask for one pair or more")
         if len(seconds) == 1:
@@ -42,22 +42,28 @@ def alternate(
     seconds: float = inf,
     clock: Callable[[], float] = perf_counter,
 ) -> dict[str, Timing]:
-    """A timing per contender, from `pairs` rounds in which each contender is called once.
+    """The timing of each call, by name, from rounds in which each is called once.
 
-    Rounds alternate their order (forward, backward, forward, ...), so that slow drifts of the
-    machine and the cache left by a neighbour fall on all contenders alike. Each is first called
-    `warmup` times, untimed. Python's garbage collector is off meanwhile and put back after. Threads
-    and allocator are the caller's: see `demask.machine.allocator`.
+    Every second round runs in reverse order, so that slow drifts of the machine and the cache
+    contents of other calls affect all calls alike. Python's garbage collector is off meanwhile. The
+    caller sets the number of threads and the allocator (`demask.machine.allocator`).
 
-    seconds: no further round starts once the rounds took that long (a busy machine); at least one
-    is made, and each timing's `count` says how many were.
-    clock: returns seconds; an argument so that tests need no real time.
+    Args:
+        contenders: calls by name.
+        pairs: the number of rounds.
+        warmup: untimed calls of each before the first round.
+        seconds: no further round starts once the rounds took that long; at least one round is
+            timed, and the `count` of each timing is the number of rounds.
+        clock: returns seconds; tests pass one that needs no real time.
+
+    Raises:
+        BadInput: pairs < 1 or warmup < 0.
 
     >>> sorted(alternate({"a": lambda: 1, "b": lambda: 2}, pairs=2))
     ['a', 'b']
     """
-    found = sampled(contenders, pairs, warmup, seconds=seconds, clock=clock)
-    return {name: Timing.of(taken) for name, taken in found.items()}
+    samples = sampled(contenders, pairs, warmup, seconds=seconds, clock=clock)
+    return {name: Timing.of(seconds_per_round) for name, seconds_per_round in samples.items()}
 
 
 def sampled(
@@ -68,7 +74,7 @@ def sampled(
     seconds: float = inf,
     clock: Callable[[], float] = perf_counter,
 ) -> dict[str, list[float]]:
-    """The seconds of every call that `alternate` sums up, round by round.
+    """The seconds of each call in each round, by name; arguments and errors as in `alternate`.
 
     >>> {name: len(taken) for name, taken in sampled({"a": lambda: 1}, pairs=2).items()}
     {'a': 2}
@@ -80,10 +86,10 @@ def sampled(
         for call in contenders.values():
             for _ in range(warmup):
                 call()
-        for turn in range(pairs):
-            if turn and sum(map(sum, samples.values())) >= seconds:
+        for round_number in range(pairs):
+            if round_number and sum(map(sum, samples.values())) >= seconds:
                 break
-            for name in list(contenders)[:: -1 if turn % 2 else 1]:
+            for name in list(contenders)[:: -1 if round_number % 2 else 1]:
                 start = clock()
                 contenders[name]()
                 samples[name].append(clock() - start)
@@ -92,6 +98,7 @@ def sampled(
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
+    """Garbage is not collected in the block, only once before it."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
