@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 from demask.graph.result.codegen import binding
 from demask.ops import TABLE
 from demask.ops.entry import Shape
-from demask.ops.laws import drawn, law_cases, target_of
+from demask.ops.laws import law_cases, target_of
+from demask.ops.laws.draws import draw_tensor
 from graphs import to_graph
 
 CASES = [(name, k, case) for name, k, case in law_cases(TABLE) if name.startswith("aten.")]
@@ -33,7 +34,7 @@ def test_a_binding_is_its_op(name: str, k: int, case) -> None:
     generator = torch.Generator().manual_seed(k)
 
     def made(value: object) -> object:
-        return drawn(value, generator) if isinstance(value, Shape) else value
+        return draw_tensor(value, generator) if isinstance(value, Shape) else value
 
     args, kwargs = pytree.tree_map(made, (case.args, dict(case.kwargs)))
     torch.manual_seed(0)

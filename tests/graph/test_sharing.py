@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 
 import demask
 from demask.graph.capture import shared_captures as sharing
-from demask.graph.capture.capture import captures
+from demask.graph.capture.capture import capture_programs
 from demask.graph.program import Program
 from demask.shrink import submodules as partial
 
@@ -118,9 +118,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
 
     def watched(model: Any, *rest: Any) -> Any:
         seen.append(model)
-        return captures(model, *rest)
+        return capture_programs(model, *rest)
 
-    monkeypatch.setattr(sharing, "captures", watched)
+    monkeypatch.setattr(sharing, "capture_programs", watched)
     return seen
 
 
@@ -145,7 +145,7 @@ def test_a_shared_program_is_the_one_that_a_capture_makes() -> None:
     with sharing.sharing():
         shared = [next(sharing.shared_captures(b, (X,), None, "all")) for b in model.blocks]
     for program, block in zip(shared, model.blocks, strict=True):
-        assert dump(program) == dump(next(captures(block, (X,), None, "all")))
+        assert dump(program) == dump(next(capture_programs(block, (X,), None, "all")))
         own = {tensor.data_ptr() for tensor in block.parameters()}
         assert {c.tensor.data_ptr() for c in program.constants.values()} <= own
 
@@ -156,7 +156,7 @@ def test_what_is_asked_for_after_the_shared_programs_is_captured() -> None:
     with sharing.sharing():
         next(sharing.shared_captures(model.blocks[0], (X,), None, "all"))
         several = [*sharing.shared_captures(model.blocks[1], (X,), None, "all")]
-    expected = [*captures(model.blocks[1], (X,), None, "all")]
+    expected = [*capture_programs(model.blocks[1], (X,), None, "all")]
     assert len(several) > 1 and [*map(dump, several)] == [*map(dump, expected)]
 
 

@@ -1,4 +1,4 @@
-"""Example inputs: those that a network remembers, and numbers that its first ops can work with."""
+"""Example inputs with the recorded shapes of a network and values that its first ops accept."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from demask.ops.traits import INDEXED
 
 
 class Span(NamedTuple):
-    """The whole numbers, both ends included, that an input is expected to hold."""
+    """The range of integers, both ends included, that an input is expected to contain."""
 
     low: int
     high: int
 
 
 PIXELS = Span(0, 255)
-SCALES = (255, 127.5)  # pixels are divided by, to be of 0 to 1, or 2
-# What these return is, position by position, an operand: the values are still those of the input.
+SCALES = (255, 127.5)  # divisors of pixels, for ranges of 0 to 1, or 2
+# Ops whose outputs contain values of their operand.
 _PASSED = frozenset(
     "aten." + name
     for name in (
@@ -47,8 +47,8 @@ _PASSED = frozenset(
 def examples(
     networks: Iterable[nn.Module | ExportedProgram], args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """The inputs to run: those given, or drawn to the sizes that a file or a result remembers (the
-    first of `networks` that does). Raises BadInput where some of these are no tensors."""
+    """The inputs to run: args and kwargs, or if both are empty, random tensors with the sizes that
+    the first possible network of `networks` records. Raises BadInput if it has other inputs."""
     if args or kwargs:
         return args, kwargs
     for known in map(as_graph, networks):
@@ -76,26 +76,26 @@ def examples(
 
 
 def inputs_of_program(program: ExportedProgram) -> dict[str, Any]:
-    """The inputs of a program by name: a fake tensor, or the value of another kind."""
+    """The inputs of a program by name: a fake tensor, or another value."""
     names = set(program.graph_signature.user_inputs)
     nodes = [n for n in program.graph.nodes if n.op == "placeholder" and n.name in names]
     return {node.name: node.meta.get("val") for node in nodes}
 
 
 def filled(values: list[Any], spec: Any, others: Iterable[str] = ()) -> tuple[Any, dict[str, Any]]:
-    """(args, kwargs) of these leaves; BadInput where there are not as many as the call takes.
-    others: the names of inputs that are no tensors."""
+    """(args, kwargs) with these leaves. Raises BadInput if the call has more leaves. others: the
+    names of inputs that are no tensors, for the message."""
     if len(values) != spec.num_leaves:
         names = ", ".join(others) or "some"
         raise BadInput(
-            f"the network takes inputs that are no tensors ({names}): give example inputs"
+            f"the network takes inputs that are no tensors ({names}): pass example inputs"
         )
     return pytree.tree_unflatten(values, spec)
 
 
 def drawn(shape: Sequence[int], dtype: torch.dtype, span: Span | None = None) -> Tensor:
-    """A tensor of seeded numbers: whole ones of a span; without one pixels in uint8, True, zeros in
-    other integer types, normal numbers in floating ones.
+    """A tensor of seeded random numbers: integers of a span; without one, pixels for uint8, True
+    for bool, zeros for other integer types, normally distributed numbers for floating-point types.
 
     >>> drawn((2,), torch.int64, Span(3, 3)).tolist(), drawn((2,), torch.bool).tolist()
     ([3, 3], [True, True])
@@ -112,30 +112,30 @@ def drawn(shape: Sequence[int], dtype: torch.dtype, span: Span | None = None) ->
 
 
 def spans_of(network: Demasked | ExportedProgram) -> dict[str, Span]:
-    """Per input, the numbers that the ops that read it expect, where they say: positions in a table
-    of n rows, pixels where it is divided by 255, a number that it is compared with."""
+    """The spans of inputs whose readers determine one, by name: positions in a table of n rows,
+    pixels for a division by 255, a number that the input is compared with."""
     graph = network.graph if isinstance(network, ExportedProgram) else in_calls(network)
     constants, spans = _constants(network, graph), {}
     if isinstance(network, ExportedProgram):
-        found = inputs_of_program(network).items()
-        dtypes = {name: v.dtype for name, v in found if isinstance(v, Tensor)}
+        inputs = inputs_of_program(network).items()
+        dtypes = {name: v.dtype for name, v in inputs if isinstance(v, Tensor)}
     else:
         dtypes = {spec.name: getattr(torch, spec.dtype) for spec in network.demasked.inputs}
     for node in graph.find_nodes(op="placeholder"):
         if node.name not in dtypes:
             continue
         whole = not dtypes[node.name].is_floating_point
-        asked = [span for span in _asked(node, constants, whole) if span is not None]
-        if asked:  # an index that several tables are read by is one of the smallest
-            spans[node.name] = min(asked, key=lambda span: span.high)
+        expected = [span for span in _expected_spans(node, constants, whole) if span is not None]
+        if expected:  # an index of several tables must fit the smallest
+            spans[node.name] = min(expected, key=lambda span: span.high)
     return spans
 
 
-def _asked(
+def _expected_spans(
     source: fx.Node, constants: Mapping[str, Tensor], whole: bool
 ) -> Iterator[Span | None]:  # fmt: skip
-    """What each op asks for that reads an input, through ops that pass its values on. whole: of an
-    input of whole numbers."""
+    """The span that each reader of an input expects, also readers after ops that move its values.
+    whole: whether the input has an integer type."""
     seen, stack = {source}, [source]
     while stack:
         node = stack.pop()
@@ -151,7 +151,7 @@ def _asked(
 def _span(
     user: fx.Node, node: fx.Node, constants: Mapping[str, Tensor], whole: bool
 ) -> Span | None:
-    """What one call asks of one of its operands."""
+    """The span that a call expects of one of its operands, or None."""
     name, args = op_name(user.target), user.args
     if name.startswith(("aten.div.", "aten.mul.")):
         other = _number(args[1] if args[0] is node else args[0], constants)
@@ -175,7 +175,7 @@ def _near(a: float, b: float) -> bool:
 
 
 def _rows(table: Any, axis: Any, constants: Mapping[str, Tensor]) -> Span | None:
-    """The positions along an axis of what is indexed."""
+    """The span of positions along an axis of an indexed tensor, or None."""
     if not isinstance(table, fx.Node):
         return None
     value = constants.get(table.name, table.meta.get("val"))
@@ -186,15 +186,15 @@ def _rows(table: Any, axis: Any, constants: Mapping[str, Tensor]) -> Span | None
 
 
 def _number(operand: Any, constants: Mapping[str, Tensor]) -> float | None:
-    """The number that a constant operand holds, if it is one."""
+    """The number that an operand is, or that its constant of one element contains; else None."""
     if isinstance(operand, fx.Node):
-        held = constants.get(operand.name)
-        return float(held) if held is not None and held.numel() == 1 else None
+        constant = constants.get(operand.name)
+        return float(constant) if constant is not None and constant.numel() == 1 else None
     return operand if isinstance(operand, int | float) else None
 
 
 def _constants(network: Demasked | ExportedProgram, graph: fx.Graph) -> dict[str, Tensor]:
-    """The tensors that a network reads, by the node that does."""
+    """The tensors that a network's graph reads, by name of the node."""
     if isinstance(network, ExportedProgram):
         signature = network.graph_signature
         names = {
@@ -210,7 +210,7 @@ def _constants(network: Demasked | ExportedProgram, graph: fx.Graph) -> dict[str
 
 
 def like(leaf: Tensor, draw: torch.Generator) -> Tensor:
-    """Other numbers in the shape of a tensor: normally distributed, or whole ones of its range."""
+    """Random numbers in the shape of a tensor: normally distributed, or integers of its range."""
     if leaf.is_floating_point():
         return torch.randn(leaf.shape, generator=draw).to(leaf)
     if leaf.numel() == 0:
@@ -220,8 +220,8 @@ def like(leaf: Tensor, draw: torch.Generator) -> Tensor:
 
 
 def batch_axes(record: Any, leaves: list[Any]) -> list[set[int]]:
-    """The axes of each input that have the size of a dynamic dimension 0, its own or another's.
-    record: of the network, a Provenance, or what says nothing."""
+    """The axes of each input whose size is the dynamic dimension 0 of an input. record: the
+    network's Provenance; for other objects there are no such axes."""
     if not isinstance(record, Provenance):
         return [set() for _ in leaves]
     sizes = [spec.sizes for spec in record.inputs]
@@ -232,7 +232,7 @@ def batch_axes(record: Any, leaves: list[Any]) -> list[set[int]]:
 
 
 def batched(leaf: Any, axes: set[int], batch: int) -> Any:
-    """An input of another batch, repeated or cut."""
+    """An input with another batch size, repeated or sliced along `axes`."""
     for axis in sorted(axes):
         repeats = [-(-batch // max(1, leaf.shape[axis])) if k == axis else 1
                    for k in range(leaf.ndim)]  # fmt: skip

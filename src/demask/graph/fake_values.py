@@ -1,4 +1,4 @@
-"""Fake values of calls: tensors of shapes, strides and dtypes alone, shared by equal calls."""
+"""Fake values of calls: tensors without data, shared by equal calls."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from demask.errors import NotExportable
 from demask.ops.entries.recurrent import GATES
 
 ADVICE = (
-    "sizes here depend on the values of a tensor; make them numbers, or demask only a part that "
-    "does not hold this call: modules=['backbone']"
+    "sizes here depend on the values of a tensor; make them numbers, or demask only a part without "
+    "this call: modules=['backbone']"
 )
 
 
 @dataclass(slots=True, eq=False)
 class FakeValues:
-    """Fake values of one mode, cached: passes repeat the same calls, and to run one on symbolic
-    sizes takes a millisecond. Values that are shared have the same metadata, not the same memory.
+    """A cache of the fake values of one mode: passes repeat calls, and a call on symbolic sizes
+    takes a millisecond. Shared values have the same metadata, not the same memory.
 
     cache: values by the call, or by the metadata, that determines them. metadata: by the id of a
     fake tensor, the tensor (so that its id is not reused) and its metadata.
@@ -44,11 +44,11 @@ class FakeValues:
 
     @classmethod
     def of(cls, mode: FakeTensorMode) -> FakeValues:
-        """Those of a mode, which owns them: they live as long as it does."""
+        """The cache of a mode, stored in the mode."""
         return vars(mode).setdefault("demask_values", cls(mode))
 
     def call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        """The value of a call on fake operands."""
+        """The value of a call with fake operands."""
         try:
             key = (node.target, self._key(args), self._key(kwargs))
         except TypeError:
@@ -58,7 +58,7 @@ class FakeValues:
         return self.cache[key]
 
     def like(self, tensor: Tensor) -> Tensor:
-        """A fake tensor like a real one, all sizes static."""
+        """A fake tensor with the metadata of a real one; all sizes are static."""
         if tensor.layout is not torch.strided:
             return self.mode.from_tensor(tensor, static_shapes=True)
         key = _metadata(tensor)
@@ -67,7 +67,7 @@ class FakeValues:
         return self.cache[key]
 
     def dense(self, shape: Any, like: Tensor) -> Tensor:
-        """A dense tensor of a shape, of the dtype and on the device of another."""
+        """A dense fake tensor of a shape, with the dtype and device of another tensor."""
         key = (self._key(tuple(shape)), like.dtype, like.device)
         if key not in self.cache:
             with self.mode, torch.no_grad():
@@ -75,15 +75,15 @@ class FakeValues:
         return self.cache[key]
 
     def is_contiguous(self, value: Tensor) -> bool:
-        """Whether a fake tensor is surely contiguous."""
+        """Whether a fake tensor is contiguous for all values of its symbols."""
         key = ("is_contiguous", self._key(value))
         if key not in self.cache:
             self.cache[key] = is_contiguous_or_false(value)
         return self.cache[key]
 
     def _key(self, value: Any) -> Hashable:
-        """What of an argument determines the value of a call. Numbers of different types differ.
-        Raises TypeError for what cannot be compared."""
+        """The cache key of an argument. Numbers of different types have different keys. Raises
+        TypeError for values that are not hashable."""
         if isinstance(value, Tensor):
             if id(value) not in self.metadata:
                 self.metadata[id(value)] = (value, _metadata(value))
@@ -98,14 +98,21 @@ class FakeValues:
         return (type(value), value)
 
     def _run(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        """The result of an op on fake operands, in memory of its own or in theirs."""
+        """The value of a call with fake operands, computed by torch. Raises NotExportable."""
         env = self.mode.shape_env
-        # Asking a dynamic size a question (is it 2?) must not make the answer true of it.
-        unasked = env.suppress_guards() if env is not None else contextlib.nullcontext()
-        shaped = shapes_only() if str(node.target) in GATES else contextlib.nullcontext()
-        # torch's own cache makes each value twice, and this class has one.
-        cacheless = disable_fake_tensor_cache(self.mode)
-        with self.mode, unasked, shaped, cacheless, enable_python_dispatcher(), torch.no_grad():
+        # A comparison with a dynamic size (is it 2?) must not add a guard.
+        without_guards = env.suppress_guards() if env is not None else contextlib.nullcontext()
+        shapes_alone = shapes_only() if str(node.target) in GATES else contextlib.nullcontext()
+        # torch's own cache would compute each value twice.
+        without_cache = disable_fake_tensor_cache(self.mode)
+        with (
+            self.mode,
+            without_guards,
+            shapes_alone,
+            without_cache,
+            enable_python_dispatcher(),
+            torch.no_grad(),
+        ):
             try:
                 return node.target(*args, **kwargs)  # type: ignore[operator]
             except GuardOnDataDependentSymNode as error:
@@ -122,13 +129,13 @@ def _metadata(value: Tensor) -> Hashable:
 
 
 def _is_unique(target: Any) -> bool:
-    """Whether every call has sizes of its own, which values decide."""
+    """Whether each call has new sizes, which depend on values."""
     tags = getattr(target, "tags", ())
     return torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
 
 
 def mode_of(graph: fx.Graph) -> FakeTensorMode:
-    """The fake mode that a graph was captured in (a new one for a graph without tensors)."""
+    """The fake mode of a graph's values; a new one for a graph without tensors."""
     for node in graph.nodes:
         for leaf in pytree.tree_leaves(node.meta.get("val")):
             if isinstance(leaf, FakeTensor):

@@ -1,4 +1,4 @@
-"""Copies of a caller's model that leave the caller's alone."""
+"""Copies of a caller's model, which is not changed."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from torch import Tensor, nn
 
 
 def structural_copy(model: nn.Module, *, share: bool) -> nn.Module:
-    """A copy of the module tree; its tensors are shared, or cloned.
+    """A copy of the module tree with shared or cloned tensors; tied tensors remain tied.
 
-    Unlike `copy.deepcopy` it takes models with active pruning hooks, whose weights are computed
-    tensors. Tensors stay tied where they were tied.
+    Unlike `copy.deepcopy` it accepts models with active pruning hooks, whose weights are computed
+    tensors.
     """
     memo: dict[int, object] = {}
     for tensor in _tensors(model):
         memo[id(tensor)] = tensor if share else _cloned(tensor)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch's own, of copied pytree specs
+        warnings.simplefilter("ignore", FutureWarning)  # torch warns of copied pytree specs
         return copy.deepcopy(model, memo)
 
 
 def without_caches(model: nn.Module) -> nn.Module:
-    """Have the language models in a copy of ours return no cache of keys and values, unless a call
-    asks for one: a cache is an object with a state, which no graph returns."""
+    """Set `use_cache` of language models to False, in place: a cache of keys and values is an
+    object with state, which a graph cannot return. model: a copy of the caller's."""
     for module in model.modules():
         config = getattr(module, "config", None)
         if getattr(config, "use_cache", None) is True:
@@ -35,8 +35,8 @@ def without_caches(model: nn.Module) -> nn.Module:
 
 
 def buffers_as_numbers(work: nn.Module) -> list[str]:
-    """Make the whole numbers that `work`, a copy of ours, stores as buffers Python numbers, by
-    which code may decide; their names."""
+    """Replace integer buffers by Python numbers, on which code may branch, in place; the names of
+    the buffers. work: a copy of the caller's model."""
     names = []
     for path, module in work.named_modules():
         for name, buffer in list(module._buffers.items()):
@@ -48,12 +48,13 @@ def buffers_as_numbers(work: nn.Module) -> list[str]:
 
 
 def is_number(name: str, tensor: Tensor) -> bool:
-    """Is a tensor of a module a whole number, by which its code may decide?"""
+    """Whether a tensor of a module is an integer scalar, on which the module's code may branch."""
     whole = not tensor.is_floating_point() and not tensor.ndim
     return whole and name != "num_batches_tracked"
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Parameters, buffers and tensors that are attributes."""
     for module in model.modules():
         yield from (p for p in module._parameters.values() if p is not None)
         yield from (b for b in module._buffers.values() if b is not None)

@@ -1,4 +1,4 @@
-"""A graph as plain values, which pickle takes, and back: nothing is traced."""
+"""Graphs as plain values for pickle, and the reverse, without tracing."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from demask.ops.custom import is_own
 
 @dataclass(frozen=True, slots=True)
 class NodeReference:
-    """A node by its name, in the arguments of another."""
+    """A node by its name, in the arguments of another node."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """The type of a tensor that a node makes: dynamic sizes are expressions, equal ones alike.
-    It stands in meta["value"] and outlives pickling and files, as fake tensors do not."""
+    """The type of a node's tensor value: dtype, sizes (dynamic ones as expressions), device type.
+    It is stored in meta["value"]; unlike fake tensors it can be pickled."""
 
     dtype: torch.dtype
     sizes: tuple[int | str, ...]
@@ -32,7 +32,7 @@ class TensorType:
 
     @classmethod
     def of(cls, value: Any) -> TensorType | None:
-        """The type of a fake tensor, None for anything else."""
+        """The type of a fake tensor; None for other values."""
         if not isinstance(value, torch.Tensor):
             return None
         sizes = tuple(s if isinstance(s, int) else str(s.node.expr) for s in value.shape)
@@ -49,7 +49,7 @@ class Overload:
 
 @dataclass(frozen=True, slots=True)
 class NodeRecord:
-    """One node of a graph, as `Graph.create_node` takes it; value: what it makes, where known."""
+    """One node of a graph: the arguments of `Graph.create_node`; value: its type, if known."""
 
     op: str
     name: str
@@ -60,7 +60,7 @@ class NodeRecord:
 
 
 def rows_of(graph: fx.Graph) -> tuple[NodeRecord, ...]:
-    """The nodes of a graph in their order, without their `meta`; `graph_of` is the inverse."""
+    """The nodes of a graph in order, without most of `meta`; `graph_of` is the inverse."""
 
     def plain(leaf: Any) -> Any:
         return NodeReference(leaf.name) if isinstance(leaf, fx.Node) else leaf
@@ -69,25 +69,25 @@ def rows_of(graph: fx.Graph) -> tuple[NodeRecord, ...]:
         target: Any = node.target
         if isinstance(target, OpOverload):
             target = Overload(schema_of(target).name, overload_name(target))
-        args, kwargs = (map_aggregate(given, plain) for given in (node.args, node.kwargs))
+        args, kwargs = (map_aggregate(value, plain) for value in (node.args, node.kwargs))
         return NodeRecord(node.op, node.name, target, args, kwargs, node.meta.get("value"))
 
     return tuple(row(node) for node in graph.nodes)
 
 
 def graph_of(rows: Sequence[NodeRecord]) -> fx.Graph:
-    """A graph with the nodes of `rows`. AttributeError where an op of another library is not
+    """A graph with the nodes of `rows`. Raises AttributeError if an op of another library is not
     registered: import that library first."""
     graph, nodes = fx.Graph(), {}
 
-    def whole(leaf: Any) -> Any:
+    def resolved(leaf: Any) -> Any:
         return nodes[leaf.name] if isinstance(leaf, NodeReference) else leaf
 
     for row in rows:
         target = _op(row.target) if isinstance(row.target, Overload) else row.target
-        args, kwargs = (map_aggregate(given, whole) for given in (row.args, row.kwargs))
+        args, kwargs = (map_aggregate(value, resolved) for value in (row.args, row.kwargs))
         node = graph.create_node(row.op, target, args, kwargs, name=row.name)  # type: ignore[arg-type]
-        node.name = row.name  # torch.fx numbers names that are builtins' again
+        node.name = row.name  # torch.fx adds numbers to names of builtins
         nodes[row.name] = node
         if row.value is not None:
             node.meta["value"] = row.value
@@ -95,6 +95,7 @@ def graph_of(rows: Sequence[NodeRecord]) -> fx.Graph:
 
 
 def _op(overload: Overload) -> OpOverload:
+    """The op with these names; a custom op's module is imported."""
     namespace, _, name = overload.name.partition("::")
     if namespace == "demask":
         is_own(name)

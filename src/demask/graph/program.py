@@ -1,4 +1,4 @@
-"""A captured network: a graph of ATen ops, its constant tensors, and how it is called."""
+"""Programs: a captured network as a graph of ATen ops, constant tensors and a call signature."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from demask.graph.provenance import Interface
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A tensor the graph reads by `get_attr`: its value, its fully qualified name in the model,
-    whether it is a parameter (else a buffer), and whether it was persistent there. aliases: all
-    its names there, in the model's order, where it had several (tied weights). declared: bool,
-    of its shape: where a 0 says that the weight was removed; None: wherever there is a 0."""
+    """A tensor that the graph reads by `get_attr`.
+
+    tensor: its value. name: its fully qualified name in the model. parameter: whether it is a
+    parameter (else a buffer); persistent: whether it is in the state dict. aliases: all its names
+    in the model, in the model's order, if it has several (tied weights). declared: bool of its
+    shape, True where zeros are removed weights; None: all zeros are.
+    """
 
     tensor: Tensor
     name: str
@@ -27,7 +30,7 @@ class Constant:
     declared: Tensor | None = None
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Constant:
-        """The constant with its numbers cut or moved, and what was declared of them alike."""
+        """The constant with `move` applied to its tensor and to `declared`."""
         declared = None if self.declared is None else move(self.declared)
         return replace(self, tensor=move(self.tensor), declared=declared)
 
@@ -37,10 +40,10 @@ class Program:
     """One call of a network, captured in eval mode.
 
     graph: placeholders are the flattened inputs, `get_attr` targets are keys of `constants`, the
-    output is a flat tuple; every node that makes a tensor has meta["val"]. in_spec, out_spec: the
-    pytrees of the call and of what it returns. names: the argument names of forward. notes: what
-    the user should know of the capture. training: the model's flag. guards: what
-    must hold of the dynamic sizes. interface: of the ONNX file that the network came from.
+    output is a flat tuple; every node with a tensor value has meta["val"]. in_spec, out_spec: the
+    pytrees of arguments and outputs. names: the argument names of forward. notes: remarks on the
+    capture for the user. training: the model's flag. guards: conditions on dynamic sizes, as
+    Python. interface: of the ONNX file that the network was read from.
     """
 
     graph: fx.Graph
@@ -55,13 +58,13 @@ class Program:
 
     @property
     def trained(self) -> dict[str, Tensor | None]:
-        """The parameters, and where a 0 of theirs says that it was removed (None: everywhere)."""
+        """By parameter, where its zeros are removed weights; None: everywhere."""
         return {name: c.declared for name, c in self.constants.items() if c.parameter}
 
     def with_graph(
         self, graph: fx.Graph, constants: Mapping[str, Constant] | None = None
     ) -> Program:
-        """The same call with another graph (and other constants)."""
+        """The same call signature with another graph (and other constants)."""
         return replace(
             self, graph=graph, constants=self.constants if constants is None else constants
         )
@@ -76,16 +79,16 @@ def module_of(node: fx.Node) -> str:
 def copy_graph(program: Program) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     """A copy of the program's graph, and the copy of each node."""
     graph, mapping = fx.Graph(), {}
-    result: Any = graph.graph_copy(program.graph, mapping, return_output_node=True)
-    value, old = result
+    output: Any = graph.graph_copy(program.graph, mapping, return_output_node=True)
+    value, old = output
     mapping[old] = graph.output(value)
     mapping[old].meta.update(old.meta)
     return graph, mapping
 
 
 def owned(program: Program, of: Iterable[Constant] | None = None) -> Program:
-    """The program with tensors of its own; tied ones stay tied. of: copy those alone that share
-    memory with these constants."""
+    """The program with copies of its tensors; tied tensors remain tied. of: copy only tensors that
+    share memory with these constants."""
     shared = None if of is None else {c.tensor.untyped_storage().data_ptr() for c in of}
     clones: dict[Any, Tensor] = {}
     constants = {}

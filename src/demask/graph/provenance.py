@@ -1,4 +1,4 @@
-"""What a demasked network remembers of the one it came from."""
+"""Provenance: the record of how a demasked network was derived from the original."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Positions = tuple[int, ...] | None
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How one tensor of the result was cut from one of the original.
+    """How a tensor of the result was sliced from a tensor of the original.
 
-    source: its fully qualified name in the original. shape: its shape there. kept: per axis the
-    old positions in their new order, or None where the whole axis was kept. The scale and shift of
-    a norm that was cut carry axes of size one behind theirs, to broadcast.
+    source: its fully qualified name in the original. shape: its original shape. kept: per axis, the
+    original positions in their new order; None for a whole axis. The scale and shift of a sliced
+    norm have additional axes of size one after their own, to broadcast.
     """
 
     source: str
@@ -26,9 +26,10 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why something was kept or done: `count` slices of axis `axis` of the value made by `node`.
+    """Why `count` slices along axis `axis` of the output of `node` remain, or were changed.
 
-    op: where nothing is known of the very call of `node`, the op it calls ("aten.foo.default").
+    module: the name of the module that contains the call. op: the op ("aten.foo.default"), if the
+    reason applies to every call of it, else "".
     """
 
     node: str
@@ -40,13 +41,13 @@ class Reason:
 
     def __str__(self) -> str:
         place = self.module or self.node
-        return f"{self.text}: {self.count} kept on axis {self.axis} of {place}"
+        return f"{self.text}: {self.count} slices of axis {self.axis} of {place}"
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Counts of one network: parameters (elements; floating buffers included), MACs of one call on
-    the example inputs, bytes of all its tensors."""
+    """The size of a network: parameters (elements, including floating-point buffers), MACs of one
+    call on the example inputs, bytes of all tensors."""
 
     parameters: int
     macs: int
@@ -56,7 +57,7 @@ class Sizes:
 @dataclass(frozen=True, slots=True)
 class InputSpec:
     """One tensor input: sizes (an int, or the name of a dynamic dimension), dtype ("float32"), and
-    the example size of every dimension."""
+    the shape of the example."""
 
     name: str
     sizes: tuple[int | str, ...]
@@ -64,13 +65,13 @@ class InputSpec:
     example: tuple[int, ...]
 
 
-NAMELESS = ("", "?", "-1", "None")  # what exporters write for a dynamic size without a name
+NAMELESS = ("", "?", "-1", "None")  # what exporters write for unnamed dynamic sizes
 
 
 @dataclass(frozen=True, slots=True)
 class OnnxPort:
-    """One input or output of an ONNX file: its name, its dtype ("float32"; else what kind of value
-    it is), its sizes (names of dynamic ones, "" for one with no name), None if it has none."""
+    """One input or output of an ONNX file: its name, its dtype ("float32", or the type of other
+    values), and its sizes: an int, the name of a dynamic size or ""; None if the file has none."""
 
     name: str
     dtype: str
@@ -79,8 +80,8 @@ class OnnxPort:
 
 @dataclass(frozen=True, slots=True)
 class QuantizationGrid:
-    """The whole numbers that a constant of an ONNX file is stored as: their dtype ("int8"), and one
-    scale and zero point for all of it, or one of each for every place on an axis."""
+    """The quantization of a constant of an ONNX file: the integer dtype ("int8"), and one scale and
+    zero point for the tensor, or one of each per position of an axis."""
 
     dtype: str
     axis: int
@@ -90,8 +91,8 @@ class QuantizationGrid:
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """How an ONNX file is called, and what it says of itself. metadata: its `metadata_props`.
-    grids: of quantized constants, by the name that they get in the module."""
+    """The inputs, outputs and descriptions of an ONNX file. metadata: its `metadata_props`. grids:
+    of quantized constants, by their names in the module."""
 
     inputs: tuple[OnnxPort, ...]
     outputs: tuple[OnnxPort, ...]
@@ -102,30 +103,30 @@ class Interface:
 
 
 WHOLE = "the network, whole"
-GIVEN = "given"  # the form in which nothing was changed
+GIVEN = "given"  # the unchanged network, in files
 
 
 @dataclass(frozen=True, slots=True)
 class TuneDecision:
-    """What optimize() chose for one piece of a network: the seconds of each form it could take
-    (infinite where it cannot), and which is returned (or GIVEN). place: where, or WHOLE."""
+    """A decision of optimize() for a part of a network. place: the part, or WHOLE. chosen: the
+    candidate in the result, or GIVEN. seconds: of each candidate; infinite if it does not run."""
 
     place: str
     chosen: str
     seconds: Mapping[str, float]
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready dictionary; None stands for infinity, which JSON has not."""
-        seconds = {form: taken if taken < inf else None for form, taken in self.seconds.items()}
+        """A dictionary that JSON can represent, with None in the place of infinity."""
+        seconds = {name: value if value < inf else None for name, value in self.seconds.items()}
         return {"place": self.place, "chosen": self.chosen, "seconds": seconds}
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """How fast a result of optimize() was beside the network as given, called in turns.
+    """Alternating timings of a result of optimize() and of the original network.
 
-    given, result: seconds of a call: median, 10 % and 90 % quantiles. ratio: of the medians; least:
-    its lower 95 % bound (bootstrap over `pairs` rounds).
+    given, result: seconds of a call of the original and of the result: median, 10 % and 90 %
+    quantiles. ratio: of the medians; least: its lower 95 % bound (bootstrap over `pairs` rounds).
     """
 
     given: tuple[float, float, float]
@@ -139,17 +140,18 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """What was done to a network: `slim.demasked`.
+    """The record of what was done to a network: `slim.demasked`.
 
-    cuts: per tensor of the result, how it was cut. reasons: every slice kept and why. effects: how
-    many ops of each kind the result holds to keep shapes ("scatter", "scatter-add", "gather",
-    "slice", "pad", "border map"). notes: what else the user should know (dynamic dimensions,
-    licences used). inputs: the tensors a call takes, flattened. before, after: sizes. values: what
-    other inputs (None, numbers, flags, text) were in the example, as Python spells it; the result
-    is the network for these alone. decisions, speed: of optimize() alone: what was chosen for each
-    piece, and how fast the result was beside the network as given. interface: of a network that
-    came from an ONNX file, how it was called there. densities: of the layers that are computed by
-    their nonzeros alone, the share of weights that are stored.
+    cuts: per tensor of the result, how it was sliced. reasons: why slices remain. effects: the
+    number of layout conversions in the result, by kind ("scatter", "scatter-add", "gather",
+    "slice", "pad", "border map"). notes: other remarks for the user (dynamic dimensions,
+    assumptions). inputs: the tensor inputs of a call, flattened. before, after: sizes. removed:
+    removed parameters by module. guards: conditions on dynamic sizes. values: the inputs of the
+    example that are no tensors (None, numbers, flags, text), as Python literals; the result is
+    valid for these values only. decisions, speed: of optimize(). interface: of the ONNX file that
+    the network was read from. densities: by layer with sparse weights, the stored share of weights.
+    form, graph_reasons: "class" or "graph", and why a class was not possible. numbers: by module,
+    integer attributes with new values.
     """
 
     cuts: Mapping[str, Cut]
@@ -159,7 +161,7 @@ class Provenance:
     inputs: tuple[InputSpec, ...]
     before: Sizes
     after: Sizes
-    removed: Mapping[str, int] = field(default_factory=dict)  # module -> parameters gone
+    removed: Mapping[str, int] = field(default_factory=dict)  # module -> parameters
     guards: tuple[str, ...] = ()  # conditions on dynamic sizes (see `guards`)
     values: Mapping[str, str] = field(default_factory=dict)
     decisions: tuple[TuneDecision, ...] = ()
@@ -171,7 +173,7 @@ class Provenance:
     numbers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready dictionary; `from_dict` takes it back."""
+        """A dictionary that JSON can represent; `from_dict` is the inverse."""
         return {
             "cuts": {name: asdict(cut) for name, cut in self.cuts.items()},
             "reasons": [asdict(reason) for reason in self.reasons],
@@ -194,7 +196,7 @@ class Provenance:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Provenance:
-        """The inverse of `to_dict`; raises KeyError or TypeError on anything else."""
+        """The inverse of `to_dict`. Raises KeyError, TypeError or ValueError for other data."""
         return cls(
             cuts={name: _cut(cut) for name, cut in data["cuts"].items()},
             reasons=tuple(Reason(**reason) for reason in data["reasons"]),
@@ -217,25 +219,25 @@ class Provenance:
 
 
 def _numbers(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Whole numbers, or rows of them, by name."""
-    found: dict[str, Any] = {}
+    """Integers or tuples of integers, by name."""
+    numbers: dict[str, Any] = {}
     for name, value in data.items():
         row = value if isinstance(value, (list, tuple)) else [value]
         if not all(type(n) is int and 0 <= n < 2**31 for n in row) or not name.isidentifier():
-            raise ValueError(f"expected whole numbers, got {name} = {value!r:.40}")
-        found[str(name)] = tuple(row) if isinstance(value, (list, tuple)) else value
-    return found
+            raise ValueError(f"expected integers, got {name} = {value!r:.40}")
+        numbers[str(name)] = tuple(row) if isinstance(value, (list, tuple)) else value
+    return numbers
 
 
 def _decision(data: Mapping[str, Any]) -> TuneDecision:
-    seconds = {str(form): inf if taken is None else float(taken)
-               for form, taken in data["seconds"].items()}  # fmt: skip
+    seconds = {str(name): inf if value is None else float(value)
+               for name, value in data["seconds"].items()}  # fmt: skip
     return TuneDecision(str(data["place"]), str(data["chosen"]), seconds)
 
 
 def _speed(data: Mapping[str, Any]) -> Speed:
-    given, result = (tuple(map(float, data[key])) for key in ("given", "result"))
-    return Speed(**{**data, "given": given, "result": result})
+    baseline, result = (tuple(map(float, data[key])) for key in ("given", "result"))
+    return Speed(**{**data, "given": baseline, "result": result})
 
 
 def _interface(data: Mapping[str, Any]) -> Interface:
@@ -258,8 +260,8 @@ def _port(data: Mapping[str, Any]) -> OnnxPort:
 
 
 def _cut(data: Mapping[str, Any]) -> Cut:
-    kept = tuple(None if axis is None else tuple(map(int, axis)) for axis in data["kept"])
-    return Cut(str(data["source"]), tuple(map(int, data["shape"])), kept)
+    positions = tuple(None if axis is None else tuple(map(int, axis)) for axis in data["kept"])
+    return Cut(str(data["source"]), tuple(map(int, data["shape"])), positions)
 
 
 def _input(data: Mapping[str, Any]) -> InputSpec:

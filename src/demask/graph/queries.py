@@ -1,4 +1,4 @@
-"""Questions about the nodes of a graph: readers, input-dependent nodes, sizes of values."""
+"""Queries of graphs: readers, input-dependent nodes, sizes of values."""
 
 from __future__ import annotations
 
@@ -14,44 +14,46 @@ from demask.ops import Table, op_name, schema
 
 aten = torch.ops.aten
 POINTWISE = ("... -> ...", "..., ... -> ...", "..., ..., ... -> ...")
-COPY = aten.clone.default  # memory of its own, to be written over
+COPY = aten.clone.default  # a copy that later calls overwrite
 # Calls that read the sizes of their operand, never its values.
 _SIZES = ("new_", "sym_size", "sym_numel", "sym_stride")
 
 
 def input_dependent(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes whose value depends on the values of inputs, not on their sizes alone. The others
-    need to be computed once per tuple of sizes: border maps, side networks, tables of positions.
-    A copy that is written over is made in every call.
+    """The nodes whose value depends on the values of inputs, not only on their sizes. The others
+    are computed once per tuple of sizes: border maps, side networks, tables of positions. COPY
+    calls count as input-dependent, since later calls overwrite the copies.
     """
     dependent: set[fx.Node] = set()
     for node in graph.nodes:
         name = getattr(node.target, "__name__", "")
         sizes_only = name.startswith(_SIZES) or "_like." in name
         tags = getattr(node.target, "tags", ())
-        operand = node.args[0] if sizes_only and node.args else None  # of it the sizes are read
-        reads = any(source in dependent for source in node.all_input_nodes if source is not operand)
-        again = node.op in ("placeholder", "output") or node.target is COPY
-        again = again or torch.Tag.nondeterministic_seeded in tags
-        if again or (node.op.startswith("call_") and reads):
+        operand = node.args[0] if sizes_only and node.args else None  # only its sizes are read
+        reads_dependent = any(
+            source in dependent for source in node.all_input_nodes if source is not operand
+        )
+        is_dependent = node.op in ("placeholder", "output") or node.target is COPY
+        is_dependent = is_dependent or torch.Tag.nondeterministic_seeded in tags
+        if is_dependent or (node.op.startswith("call_") and reads_dependent):
             dependent.add(node)
     return dependent
 
 
 def only_reader(node: fx.Node) -> fx.Node | None:
-    """The one node that reads a value, None if there are several."""
+    """The only reader of a node; None if there are several or none."""
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 def is_pointwise(node: fx.Node, table: Table) -> bool:
-    """Whether a call works on each position alone, as the table says; changes of strides do not."""
+    """Whether the table states that a call is pointwise; changes of strides are not."""
     entry = table.get(op_name(node.target)) if node.op == "call_function" else None
     moves = node.target is aten.contiguous.default
     return entry is not None and entry.line in POINTWISE and not moves
 
 
 def channels_of(node: fx.Node, axis: int) -> int | None:
-    """The size of one axis, None if it is dynamic or there is none."""
+    """The size of one axis; None if it is dynamic or does not exist."""
     value = node.meta.get("val")
     if not isinstance(value, FakeTensor) or value.ndim <= axis:
         return None
@@ -60,7 +62,7 @@ def channels_of(node: fx.Node, axis: int) -> int | None:
 
 
 def per_channel(tensor: Tensor, rank: int, axis: int, count: int) -> Tensor | None:
-    """A constant that is broadcast along all axes but one, as a vector (count,); else None."""
+    """A constant that broadcasts along all axes but one, as a vector (count,); else None."""
     shape = (1,) * (rank - tensor.ndim) + tuple(tensor.shape)
     if len(shape) != rank or any(n != 1 for k, n in enumerate(shape) if k != axis):
         return None
@@ -69,14 +71,14 @@ def per_channel(tensor: Tensor, rank: int, axis: int, count: int) -> Tensor | No
 
 @dataclass(frozen=True, slots=True)
 class ExampleSizes:
-    """The dynamic sizes of the example inputs, by their symbols: export may have captured other
-    ones (it takes a batch of one for two)."""
+    """The dynamic sizes of the example inputs, by symbol. torch.export may have used other sizes: a
+    batch of one is captured as two."""
 
     sizes: Mapping[Any, int]
 
     @classmethod
     def of(cls, graph: fx.Graph, inputs: Sequence[Any]) -> ExampleSizes:
-        """inputs: the values of the graph's placeholders."""
+        """The sizes of inputs, the values of the graph's placeholders."""
         nodes = [node for node in graph.nodes if node.op == "placeholder"]
         sizes = {}
         for node, value in zip(nodes, inputs, strict=True):
@@ -87,11 +89,11 @@ class ExampleSizes:
         return cls(sizes)
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
-        """The sizes of a node's value."""
+        """The shape of a node's value for the example inputs."""
         return tuple(map(self.size, node.meta["val"].shape))
 
     def size(self, size: Any) -> int:
-        """A size as a number: dynamic ones are those of the example inputs."""
+        """A size as a number; dynamic sizes have their values in the example inputs."""
         if isinstance(size, int):
             return size
         value = size.node.expr.subs(self.sizes)

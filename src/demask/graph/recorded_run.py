@@ -11,7 +11,7 @@ from demask.graph.program import Program
 
 
 class RecordedRun(fx.Interpreter):
-    """Runs a program and remembers the values of some of its nodes."""
+    """Runs a program and stores the values of some nodes in `values`."""
 
     def __init__(self, program: Program, wanted: Collection[fx.Node]) -> None:
         super().__init__(nn.Module(), graph=program.graph)

@@ -1,8 +1,8 @@
-"""How far rounding moves the outputs of a network: what its arithmetic can resolve.
+"""The rounding error of a network, estimated by random perturbation.
 
-Each call of the network is run in float64, and its result is changed by what one rounding in the
-network's own dtype may change. Where outputs cancel, or divide by almost nothing, they move far:
-two correct implementations then differ as much.
+Each call of the network is run in float64, and its output is perturbed by one rounding error of the
+network's own dtype. Outputs that cancel, or divide by small numbers, change much: two correct
+implementations then differ as much.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from demask.numerics import NARROW, widen
 from demask.ops import Table, op_name
 
 SEEDS = 4
-# Runtimes approximate these to so many digits of 1, not of the value: exp(x) - 1 among them.
+# Runtimes approximate these with an error relative to 1, not to the value: exp(x) - 1, for example.
 _NEAR_ONE = frozenset(("sigmoid", "tanh", "erf", "hardsigmoid", "elu", "celu", "selu"))
 _POINTWISE = frozenset(("... -> ...", "..., ... -> ...", "..., ..., ... -> ..."))
 _SMOOTH = frozenset(("silu", "gelu", "hardswish"))  # an operand times one of these
 
 
 class Rounding:
-    """The outputs of a network in float64, exact and with every call rounded."""
+    """The outputs of a network in float64, exact and with every call perturbed."""
 
     def __init__(self, module: fx.GraphModule, table: Table) -> None:
         self.module, self.table = module, table
 
     @cached_property
     def double(self) -> fx.GraphModule:
-        """A copy of the network in float64, dtypes that its graph names included."""
+        """A copy of the network in float64, including dtypes among the arguments of calls."""
         double: Any = structural_copy(self.module, share=False).double()
         spell(double.graph, double)
         widen(double)
         return double
 
     def runs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[list[Any]]:
-        """The outputs of one call, flat: first exact, then SEEDS times with every call rounded to
-        the narrowest float type of the network; each is computed when it is asked for."""
+        """The flat outputs of one call: first exact, then SEEDS times perturbed by the rounding of
+        the least precise float type of the network; each run is computed on demand."""
         dtype = _narrowest(self.module, args, kwargs)
         inputs = [leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
                   for leaf in pytree.tree_leaves((args, kwargs))]  # fmt: skip
@@ -54,6 +54,7 @@ class Rounding:
 
 
 def _narrowest(module: fx.GraphModule, args: Any, kwargs: Any) -> torch.dtype:
+    """The least precise float type of the tensors and inputs, and among the arguments of calls."""
     leaves = [
         n for node in module.graph.nodes for n in pytree.tree_leaves((node.args, node.kwargs))
     ]
@@ -64,7 +65,7 @@ def _narrowest(module: fx.GraphModule, args: Any, kwargs: Any) -> torch.dtype:
 
 
 class _Rounded(fx.Interpreter):
-    """Runs a graph and rounds what each call returns, to the next number above or below."""
+    """Runs a graph and moves each call's output to the next number above or below, at random."""
 
     def __init__(self, module: fx.GraphModule, dtype: torch.dtype | None, seed: int, table: Table):
         super().__init__(module)
@@ -88,15 +89,15 @@ class _Rounded(fx.Interpreter):
 
 
 def _scale(node: fx.Node, value: Tensor, table: Table) -> Tensor | float | None:
-    """The size of the numbers that a call rounds: each of its own, of a sum the largest; None where
-    it moves numbers alone."""
+    """The magnitude that a call's rounding error is relative to: of each element, or of the largest
+    output for sums; None if the call only moves values."""
     name = op_name(node.target)
-    entry, word = table.get(name), name.split(".")[1] if "." in name else name
+    entry, base = table.get(name), name.split(".")[1] if "." in name else name
     if entry is not None and entry.fill == "same":
         return None
-    if word in _NEAR_ONE:
+    if base in _NEAR_ONE:
         return value.abs().clamp(min=1)
-    if entry is not None and entry.line in _POINTWISE and word not in _SMOOTH:
+    if entry is not None and entry.line in _POINTWISE and base not in _SMOOTH:
         return value.abs()
     finite = value[value.isfinite()]
     return finite.abs().max() if finite.numel() else 0.0

@@ -225,7 +225,7 @@ def test_a_mask_of_a_tied_parameter_holds_wherever_it_is_read(name: str) -> None
         ({"a.weight": HALF}, r"expected the parameter's shape \(16, 6\)"),
         ({"a.bias": HALF[:, None]}, "or one that broadcasts to it"),
         ({"a.bias": HALF.tolist()}, "expected a tensor of 0 and 1, got list"),
-        ({"a.bias": HALF * 0.5}, "expected 0 .removed. and 1 .kept. alone"),
+        ({"a.bias": HALF * 0.5}, "expected only 0 .remove. and 1"),
         ({3: HALF}, "3 is no parameter"),
     ],
 )

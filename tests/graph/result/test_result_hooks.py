@@ -33,7 +33,7 @@ def test_what_a_hook_computes_is_computed_once() -> None:
     model.stem.register_forward_hook(lambda module, args, out: out * 2)
     model.body.one.register_forward_hook(lambda module, args, out: out * mask)
     model.norm.register_forward_hook(lambda module, args, out: out.mul_(3))
-    said = "the hooks of stem, body.one, norm are not carried over: this graph holds what they"
+    said = "the hooks of stem, body.one, norm are not carried over: this graph contains what they"
     with pytest.warns(UserWarning, match=said):
         slim = to_graph(model, (X,))
     assert slim.body.one.out_channels < 6

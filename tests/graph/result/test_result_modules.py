@@ -162,7 +162,7 @@ def test_a_row_is_what_export_captures(layer, shape) -> None:
     rows = {row.op: row for row in ROWS[type(layer)]}
     (call,) = [node for node in program.graph.nodes if node.target in rows]
     row = rows[call.target]
-    assert row.given(layer) == row.asked(call)
+    assert row.module_arguments(layer) == row.call_arguments(call)
 
 
 @pytest.mark.parametrize("layer, shape", MADE, ids=lambda v: str(v)[:40])

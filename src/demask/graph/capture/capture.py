@@ -1,4 +1,4 @@
-"""nn.Module -> Program, by torch.export, in eval mode, on a copy."""
+"""Capture: from an nn.Module to a Program, by torch.export, in eval mode, on a copy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import io
 import itertools
 import logging
 import operator
-import traceback
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -28,18 +27,18 @@ from demask.compat.fake_tensors import FakeTensor, export_without_cache
 from demask.compat.fx_internals import signature_of
 from demask.compat.tracing import without_stack_traces
 from demask.errors import BadInput, DemaskError, NotExportable
-from demask.graph.capture.experts import in_one_call
-from demask.graph.capture.export_guards import conditions, range_notes, refused_sizes
-from demask.graph.capture.inline_regions import inlined
+from demask.graph.capture.errors import DATA_DEPENDENT, check_call, export_error
+from demask.graph.capture.experts import export_with_grouped_experts
+from demask.graph.capture.export_guards import conditions, describe_ranges, refused_sizes
+from demask.graph.capture.inline_regions import inline_regions
 from demask.graph.fake_values import mode_of
 from demask.graph.module_copy import buffers_as_numbers, structural_copy, without_caches
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Interface
 from demask.graph.result.demasked_module import exportable
 
-_Export = tuple[ExportedProgram, tuple[str, ...]]  # and what to say of it
-DATA_DEPENDENT = "this line decides by the values of a tensor"
-_LICENCE = "dropping 0 · x is exact for finite x: an Inf or NaN meeting a dropped zero is not kept"
+_Export = tuple[ExportedProgram, tuple[str, ...]]  # and notes
+_LICENCE = "removing 0 · x is exact for finite x: the NaN of 0 · Inf and 0 · NaN is not computed"
 
 
 def capture(
@@ -50,60 +49,49 @@ def capture(
 ) -> Program:
     """The program of `model(*args, **kwargs)`, captured in eval mode; the model is not changed.
 
-    Dimension 0 of every input is dynamic where export proves it can be; `dynamic_shapes` goes to
-    torch.export as it is, "all" stands for every dimension that can be. Raises NotExportable (op,
-    file and line, what to change), or BadInput when the model itself fails on the example inputs.
+    Args:
+        dynamic_shapes: None: dimension 0 of the inputs is dynamic if torch.export supports it;
+            "all": every dimension for which it does; other values are passed to torch.export.
+
+    Raises:
+        NotExportable: with the op, file and line, and what to change.
+        BadInput: the model itself fails on the example inputs.
     """
-    programs = captures(model, args, kwargs, dynamic_shapes)
+    programs = capture_programs(model, args, kwargs, dynamic_shapes)
     first = next(programs)
     several = itertools.chain([first], programs)
     return next((p for p in several if refused_sizes(p, args, kwargs) is None), first)
 
 
-def captures(
+def capture_programs(
     model: nn.Module | ExportedProgram,
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
 ) -> Iterator[Program]:
-    """The programs of a call, the one for most sizes first: all sizes dynamic (where asked for, or
-    named by an ONNX file), those of the batch, none. Sizes that the caller chose are not given up.
+    """The programs of a call, with the most dynamic sizes first: all (for "all", or those that an
+    ONNX file names), those of the batch, none. For other `dynamic_shapes`, only the program with
+    these.
     """
     if isinstance(model, ExportedProgram):
         yield _program(model, (), training=False)
         return
-    if not isinstance(model, nn.Module):
-        raise BadInput(f"expected an nn.Module or an ExportedProgram, got {type(model).__name__}")
-    if not isinstance(args, tuple):
-        raise BadInput(f"args must be a tuple of the model's inputs, got {type(args).__name__}: "
-                       "write (x,) for one input")  # fmt: skip
-    if isinstance(model, torch.jit.ScriptModule):
-        raise BadInput(
-            "a TorchScript module cannot be captured: torch.export takes Python code. Give the "
-            "Python model, its weights loaded (model.load_state_dict(script.state_dict())), or "
-            "export the model to ONNX and read that with demask.from_onnx"
-        )
-    if not isinstance(kwargs or {}, Mapping) or any(not isinstance(k, str) for k in kwargs or {}):
-        raise BadInput("kwargs must be a mapping from names to the model's keyword inputs, or "
-                       f"None, got {type(kwargs).__name__}")  # fmt: skip
-    if isinstance(dynamic_shapes, str | int | float) and dynamic_shapes != "all":
-        raise BadInput('dynamic_shapes must be None, "all", or what torch.export takes, such as '
-                       f'({{0: "n", 2: "h"}},) for one tensor, got {dynamic_shapes!r}')  # fmt: skip
+    check_call(model, args, kwargs, dynamic_shapes)
     work = exportable(without_caches(structural_copy(model, share=True)).eval())
     _name_keywords(work, kwargs or {}, dynamic_shapes)
     interface = interface_of(model)
-    args, named = _apart(args, dict(kwargs or {}))
+    args, named = _separate(args, dict(kwargs or {}))
     if dynamic_shapes is None and interface is not None:
         exports = _as_declared(work, args, named, interface)
     else:
-        exports = in_one_call(work, _exports(work, args, named, dynamic_shapes))
+        exports = export_with_grouped_experts(work, _exports(work, args, named, dynamic_shapes))
     try:
         for exported, notes in exports:
             yield replace(_program(exported, notes, model.training), interface=interface)
     except NotExportable as error:
         if DATA_DEPENDENT not in error.advice or not (names := buffers_as_numbers(work)):
             raise
-        note = f"buffers that the model's code decides by are numbers: {', '.join(names)}"
+        note = f"buffers on which the model's code branches are constants: {', '.join(names)}"
         try:
             numbers = list(_exports(work, args, named, dynamic_shapes))
         except DemaskError:
@@ -113,8 +101,8 @@ def captures(
             yield _program(exported, (*notes, note), model.training)
 
 
-def _apart(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The inputs, each tensor once: export takes one that is passed twice for one input."""
+def _separate(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The inputs with each tensor once: torch.export merges a tensor that is passed twice."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     seen: set[int] = set()
     for k, leaf in enumerate(leaves):
@@ -125,19 +113,22 @@ def _apart(args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def interface_of(model: nn.Module) -> Interface | None:
-    """How a network that came from an ONNX file was called there; None for others."""
-    found = getattr(getattr(model, "demasked", model), "interface", None)
-    return found if isinstance(found, Interface) else None
+    """The interface of the ONNX file that a network was read from; None for other networks."""
+    interface = getattr(getattr(model, "demasked", model), "interface", None)
+    return interface if isinstance(interface, Interface) else None
 
 
 def _exports(work, args, kwargs, dynamic_shapes) -> Iterator[_Export]:
+    """The exports of a model, with the most dynamic sizes first, and notes."""
     if callable(dynamic_shapes):
         dynamic_shapes = _dynamic(work, args, kwargs, dynamic_shapes)
     if dynamic_shapes not in (None, "all"):
         try:
             yield _attempt(work, args, kwargs, dynamic_shapes), ()
         except NotExportable as error:
-            advice = f'with dynamic_shapes="all", only sizes that can be are; {error.advice}'
+            advice = (
+                f'with dynamic_shapes="all", only sizes that may be are dynamic; {error.advice}'
+            )
             raise NotExportable(error.op, error.where, advice) from error
         return
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -149,18 +140,18 @@ def _exports(work, args, kwargs, dynamic_shapes) -> Iterator[_Export]:
         try:
             exported = _dynamically(work, args, kwargs, first=first)
         except (NotExportable, BadInput):
-            continue  # Fewer sizes are tried next; the static example's own error is shown.
+            continue  # Fewer dynamic sizes are tried next; the error shown is that of static sizes.
         if not first or _first_is_dynamic(exported):
             notes = ()
-            yield exported, range_notes(exported)
+            yield exported, describe_ranges(exported)
     yield _attempt(work, args, kwargs, None), notes
 
 
 def _as_declared(
     work: nn.Module, args: Any, kwargs: Any, interface: Interface
 ) -> Iterator[_Export]:
-    """With those sizes dynamic that an ONNX file names; where the network does not allow it, with
-    its batch dynamic, or all but that, or none."""
+    """The exports whose dynamic sizes are those that an ONNX file names; if torch.export fails,
+    only the batch, or all but the batch, or none."""
     _check_tensors(args, kwargs, interface)
     ports = [p for p in interface.inputs if p.sizes is not None]
     names = {n for port in ports for n in port.sizes or () if isinstance(n, str)}
@@ -174,25 +165,25 @@ def _as_declared(
         with contextlib.suppress(NotExportable, BadInput):
             exported = _attempt(work, *sized, shapes)
         if exported is not None and _fits(exported, args, kwargs):
-            yield exported, (*range_notes(exported), *_fixed_notes(exported, interface))
+            yield exported, (*describe_ranges(exported), *_fixed_notes(exported, interface))
     exported = _attempt(work, args, kwargs, None)
     yield exported, tuple(_fixed_notes(exported, interface))
 
 
 def _check_tensors(args: Any, kwargs: Any, interface: Interface) -> None:
-    """Raise BadInput unless there is one tensor for each input of the file."""
-    given = [*args, *kwargs.values()]
-    kinds = [type(v).__name__ for v in given if not isinstance(v, Tensor) and v is not None]
-    if kinds or len(given) != len(interface.inputs):
+    """Raise BadInput unless there is one tensor per input of the file."""
+    values = [*args, *kwargs.values()]
+    kinds = [type(v).__name__ for v in values if not isinstance(v, Tensor) and v is not None]
+    if kinds or len(values) != len(interface.inputs):
         raise BadInput(
-            f"expected tensors for {[p.name for p in interface.inputs]}, got {len(given)} inputs"
+            f"expected tensors for {[p.name for p in interface.inputs]}, got {len(values)} inputs"
             + (f", among them {', '.join(kinds)}: a network that takes sequences or text cannot be "
                "captured" if kinds else "")
         )  # fmt: skip
 
 
 def _sized(args: Any, kwargs: Any, interface: Interface, dynamic: set[str]) -> tuple[Any, Any]:
-    """The example with dynamic sizes of two in place of one, which export takes for a constant."""
+    """The example with dynamic sizes of two in place of one: torch.export specializes size one."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     for k, (leaf, port) in enumerate(zip(leaves, interface.inputs, strict=True)):
         for axis, size in enumerate(port.sizes or ()):
@@ -202,13 +193,14 @@ def _sized(args: Any, kwargs: Any, interface: Interface, dynamic: set[str]) -> t
 
 
 def _marks(example: Any, interface: Interface, dynamic: set[str], leaf: Tensor) -> Any:
+    """The dynamic axes of one tensor of the example, for torch.export."""
     leaves = pytree.tree_leaves(example)
     port = next(p for t, p in zip(leaves, interface.inputs, strict=True) if t is leaf)
     return {axis: Dim.AUTO for axis, size in enumerate(port.sizes or ()) if size in dynamic}
 
 
 def _fixed_notes(exported: ExportedProgram, interface: Interface) -> Iterator[str]:
-    """Sizes that the file names and the network has fixed."""
+    """Notes on sizes that the file names and that the network fixes."""
     users = _user_inputs(exported)
     nodes = [node for node in exported.graph.nodes if node.name in users]
     for node, port in zip(nodes, interface.inputs, strict=True):
@@ -221,8 +213,9 @@ def _fixed_notes(exported: ExportedProgram, interface: Interface) -> Iterator[st
 
 
 def _dynamically(work: nn.Module, args: Any, kwargs: Any, *, first: bool) -> ExportedProgram:
-    """With the first dimension of every input dynamic, or all. Batches of one are doubled, unless
-    the model takes one beside other batches (positions for all texts) and needs it to be one."""
+    """The export with a dynamic first dimension of every input, or all dimensions dynamic. Batches
+    of one are doubled, unless the model needs a size of one next to other batch sizes (positions
+    for all texts)."""
     wide = pytree.tree_map(_doubled, (args, kwargs))
     pairs = zip(pytree.tree_leaves(wide), pytree.tree_leaves((args, kwargs)), strict=True)
     if any(a is not b for a, b in pairs):
@@ -235,33 +228,37 @@ def _dynamically(work: nn.Module, args: Any, kwargs: Any, *, first: bool) -> Exp
 
 
 def _fits(exported: ExportedProgram, args: Any, kwargs: Any) -> bool:
-    """Do the example inputs have the sizes that the export is for?"""
+    """Whether the export is valid for the sizes of the example inputs."""
     users = _user_inputs(exported)
     nodes = [node for node in exported.graph.nodes if node.name in users]
-    found: dict[Any, int] = {}
+    sizes_by_symbol: dict[Any, int] = {}
     for node, leaf in zip(nodes, pytree.tree_leaves((args, kwargs)), strict=True):
         value = node.meta.get("val")
         sizes = value.shape if isinstance(value, Tensor) else ()
-        for size, real in zip(map(_settled, sizes), getattr(leaf, "shape", ()), strict=False):
-            expected = size if isinstance(size, int) else found.setdefault(size.node.expr, real)
-            if expected != real:
+        for size, actual in zip(map(_settled, sizes), getattr(leaf, "shape", ()), strict=False):
+            expected = (
+                size
+                if isinstance(size, int)
+                else sizes_by_symbol.setdefault(size.node.expr, actual)
+            )
+            if expected != actual:
                 return False
     return True
 
 
 def _doubled(leaf: Any) -> Any:
-    """A batch of one is doubled: export takes size 1 for a constant."""
+    """A leaf; a batch of one is doubled: torch.export specializes size 1."""
     one = isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == 1
     return torch.cat([leaf, leaf]) if one else leaf
 
 
 def _auto(first: bool) -> Callable[[Tensor], Any]:
-    """Marks the first dimension of a tensor as dynamic, or all."""
+    """A function that marks the first dimension of a tensor as dynamic, or all dimensions."""
     return lambda leaf: dict.fromkeys(range(1 if first else leaf.ndim), Dim.AUTO)
 
 
 def _dynamic(work: nn.Module, args: Any, kwargs: Any, marks: Callable[[Tensor], Any]) -> Any:
-    """Dynamic shapes for export: what `marks` says of each input."""
+    """The dynamic shapes for torch.export: the result of `marks` for each tensor input."""
 
     def spec(leaf: Any) -> Any:
         return marks(leaf) if isinstance(leaf, Tensor) and leaf.ndim else None
@@ -275,15 +272,15 @@ def _dynamic(work: nn.Module, args: Any, kwargs: Any, marks: Callable[[Tensor], 
 
 
 def _name_keywords(work: nn.Module, kwargs: Mapping[str, Any], dynamic_shapes: Any) -> None:
-    """Have `work`, a copy of ours, say by name which keywords its `**kwargs` takes: where it does
-    not, torch 2.13 has no spelling for their dynamic shapes."""
+    """Add the keywords that are passed for `**kwargs` to the signature of forward, in place: torch
+    2.13 has no other notation for their dynamic shapes. work: a copy of the caller's model."""
     signature = inspect.signature(work.forward)
     named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     more = [name for name in kwargs if name not in {p.name for p in named}]
     if len(named) == len(signature.parameters) or not more:
         return
     if isinstance(dynamic_shapes, dict) and not set(more) & set(dynamic_shapes):
-        return  # The caller's own spelling.
+        return  # The caller's own notation.
     plain = work.forward
 
     @functools.wraps(plain)
@@ -296,6 +293,7 @@ def _name_keywords(work: nn.Module, kwargs: Mapping[str, Any], dynamic_shapes: A
 
 
 def _first_is_dynamic(exported: ExportedProgram) -> bool:
+    """Whether the first dimension of an input is dynamic."""
     inputs = _user_inputs(exported)
     values = [n.meta.get("val") for n in exported.graph.nodes if n.name in inputs]
     sized = [v for v in values if isinstance(v, Tensor) and v.ndim]
@@ -303,11 +301,13 @@ def _first_is_dynamic(exported: ExportedProgram) -> bool:
 
 
 def _user_inputs(exported: ExportedProgram) -> set[str]:
+    """The names of the nodes of the call's inputs."""
     specs = exported.graph_signature.input_specs
     return {s.arg.name for s in specs if s.kind is InputKind.USER_INPUT}
 
 
 def _attempt(work: nn.Module, args: Any, kwargs: Any, shapes: Any) -> ExportedProgram:
+    """The export of a call. Raises NotExportable, or BadInput if the model itself fails."""
     try:
         uncached = export_without_cache()
         with warnings.catch_warnings(), _quiet(), shapes_only(), torch.no_grad(), uncached:
@@ -315,13 +315,13 @@ def _attempt(work: nn.Module, args: Any, kwargs: Any, shapes: Any) -> ExportedPr
             return torch.export.export(work, args, kwargs, dynamic_shapes=shapes, strict=False)
     except Exception as error:
         _check_runs(work, args, kwargs)
-        raise _not_exportable(error) from error
+        raise export_error(error) from error
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without export's logs and prints: what they tell is in the error we raise. And without the
-    stack of every call: modules tell where a call was made."""
+    """Export without logs and prints, which the error contains, and without recording the Python
+    stack of each call."""
     logger = logging.getLogger("torch")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -333,7 +333,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _check_runs(work: nn.Module, args: Any, kwargs: Any) -> None:
-    """If the model fails on its example inputs without us, say that."""
+    """Raise BadInput if the model itself fails on its example inputs."""
     try:
         with torch.no_grad(), _quiet():  # torch.fx prints the code of a graph that fails
             work(*args, **kwargs)
@@ -346,36 +346,16 @@ def _check_runs(work: nn.Module, args: Any, kwargs: Any) -> None:
         ) from error
 
 
-def _not_exportable(error: Exception) -> NotExportable:
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename
-              and "/demask/" not in f.filename and "<" not in f.filename]  # fmt: skip
-    last = frames[-1] if frames else None
-    where = f"{last.filename}:{last.lineno} ({last.line})" if last else "unknown"
-    first = next((line for line in str(error).splitlines() if line.strip()), "")
-    text = f"{type(error).__name__}: {first.strip()}"
-    if any(word in str(error) for word in ("data-dependent", "data dependent", "DataDependent")):
-        advice = (
-            f"{DATA_DEPENDENT}; compute both sides and select with "
-            "torch.where, use torch.cond, or demask only a part: modules=['backbone']"
-        )
-    elif "Cache" in text:
-        advice = "a cache of keys and values is an object with a state: pass use_cache=False"
-    else:
-        advice = ("torch.export(model, args) must take the model; rewrite the line named here, or "
-                  "demask only the parts that export: modules=['backbone']")  # fmt: skip
-    return NotExportable(text, where, advice)
-
-
 def _program(exported: ExportedProgram, notes: tuple[str, ...], training: bool) -> Program:
-    """The exported graph with parameters and buffers read by get_attr instead of passed in."""
+    """The program of an export: parameters and buffers are read by get_attr, not passed in."""
     _refuse_mutation(exported)
-    graph, given = fx.Graph(), inlined(exported.graph_module)
-    graph.graph_copy(given, mapping := {})
-    result = next(n for n in given.nodes if n.op == "output")
+    graph, exported_graph = fx.Graph(), inline_regions(exported.graph_module)
+    graph.graph_copy(exported_graph, mapping := {})
+    result = next(n for n in exported_graph.nodes if n.op == "output")
     specs = {s.arg.name: s for s in exported.graph_signature.input_specs}
     constants: dict[str, Constant] = {}
     tied = _tied(exported)
-    inputs = [n for n in given.nodes if n.op == "placeholder"]
+    inputs = [n for n in exported_graph.nodes if n.op == "placeholder"]
     for node in inputs:
         spec: Any = specs[node.name]
         if spec.kind is InputKind.USER_INPUT:
@@ -383,7 +363,7 @@ def _program(exported: ExportedProgram, notes: tuple[str, ...], training: bool) 
                 mapping[node].meta["val"] = spec.arg.value
             continue
         if spec.kind is InputKind.CUSTOM_OBJ or spec.kind is InputKind.TOKEN:
-            raise NotExportable(f"the model holds {spec.arg.name}, which is no tensor", "unknown",
+            raise NotExportable(f"the model contains {spec.arg.name}, no tensor", "unknown",
                                 "replace the custom object by tensors")  # fmt: skip
         constants[spec.target] = replace(_constant(exported, spec), aliases=tied[spec.target])
         with graph.inserting_before(mapping[node]):
@@ -407,7 +387,7 @@ def _program(exported: ExportedProgram, notes: tuple[str, ...], training: bool) 
 
 
 def _settled(value: Any) -> Any:
-    """Sizes that export found to be fixed are numbers, not symbols that equal a number."""
+    """A fake value, with ints in the place of symbolic sizes that are fixed to a number."""
     if isinstance(value, torch.SymInt) and value.node.expr.is_number:
         return int(value.node.expr)
     if not isinstance(value, FakeTensor) or not any(_is_fixed(size) for size in value.shape):
@@ -423,23 +403,23 @@ def _is_fixed(size: Any) -> bool:
 
 
 def _reread(values, mapping, graph) -> list[Any]:
-    """Outputs that are constants themselves point at their get_attr."""
+    """The outputs, where placeholders of constants are replaced by their get_attr nodes."""
     alive = {node.name: node for node in graph.nodes}
     return [alive.get(f"{v.name}_", v) if isinstance(v, fx.Node) and v.op == "placeholder"
             and v.name not in alive else v for v in values]  # fmt: skip
 
 
 def _tied(exported: ExportedProgram) -> dict[str, tuple[str, ...]]:
-    """Per tensor, all names that its memory has, in the model's order; none where it has one."""
+    """Per tensor, all names of its memory in the model's order; () if it has only one."""
     kinds = (InputKind.PARAMETER, InputKind.BUFFER)
-    alike: dict[Any, list[str]] = {}
+    names_by_memory: dict[Any, list[str]] = {}
     for spec in exported.graph_signature.input_specs:
         tensor = _tensor(exported, spec) if spec.kind in kinds else None
         if tensor is not None:
             memory = tensor.data_ptr() or id(tensor)  # empty and meta tensors have no address
-            kind = (spec.kind, memory, tensor.dtype, tensor.shape, tensor.stride())
-            alike.setdefault(kind, []).append(str(spec.target))
-    groups = [tuple(names) for names in alike.values() if len(names) > 1]
+            key = (spec.kind, memory, tensor.dtype, tensor.shape, tensor.stride())
+            names_by_memory.setdefault(key, []).append(str(spec.target))
+    groups = [tuple(names) for names in names_by_memory.values() if len(names) > 1]
     return defaultdict(tuple, {name: group for group in groups for name in group})
 
 
@@ -456,6 +436,7 @@ def _constant(exported: ExportedProgram, spec: Any) -> Constant:
 
 
 def _refuse_mutation(exported: ExportedProgram) -> None:
+    """Raise NotExportable if forward changes a buffer."""
     for spec in exported.graph_signature.output_specs:
         if spec.kind.name == "BUFFER_MUTATION":
             advice = "keep state outside the module: return it and pass it in"
@@ -463,7 +444,7 @@ def _refuse_mutation(exported: ExportedProgram) -> None:
 
 
 def _names(exported: ExportedProgram) -> tuple[str, ...]:
-    """The argument names of forward, as the exported module spells them."""
+    """The argument names of forward in the exported module."""
     whole = next((call for call in exported.module_call_graph if not call.fqn), None)
     names = getattr(whole and whole.signature, "forward_arg_names", None)
     if names:
@@ -476,7 +457,7 @@ _ASSERTS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_c
 
 
 def _tidy(graph: fx.Graph) -> None:
-    """Assertions go; sizes the assertions read go with them."""
+    """Remove assertions, and the sizes that only they read, in place."""
     for node in reversed(list(graph.nodes)):
         name = str(node.target)
         if node.op == "call_function" and not node.users and any(a in name for a in _ASSERTS):

@@ -1,7 +1,7 @@
-"""Which zeros of a network say that a weight was removed.
+"""Declared masks: the zeros of parameters that are removed weights.
 
-By default all of them do. Where only masks may say so, the zeros of a fresh adapter or gate are
-weights like others: they stay, and can be trained.
+By default all zeros are. If only zeros of masks are, the zeros of a new adapter or gate are weights
+like others: they remain, and can be trained.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ Masks = str | Mapping[str, Tensor]
 
 
 def declaring(program: Program, masks: Masks) -> Program:
-    """A captured program in which zeros of parameters count where `masks` says, and where its graph
-    multiplies masks onto them."""
+    """The program whose parameters have `declared` masks: zeros are removed weights where `masks`
+    is 0, or where the graph multiplies by a mask."""
     if masks == "zeros":
         return program
-    constants, named = {}, masks if isinstance(masks, Mapping) else {}
+    constants, mask_by_name = {}, masks if isinstance(masks, Mapping) else {}
     for name, constant in program.constants.items():
         if constant.parameter:
             declared = torch.zeros(constant.tensor.shape, dtype=torch.bool)
-            for given in {name, constant.name, *constant.aliases} & set(named):
-                declared |= _removed(named[given])
+            for name_of_mask in {name, constant.name, *constant.aliases} & set(mask_by_name):
+                declared |= _removed(mask_by_name[name_of_mask])
             constant = replace(constant, declared=declared)
         constants[name] = constant
     return program.with_graph(program.graph, constants)
 
 
-def drawn_weights(program: Program, sign: int) -> dict[str, Constant]:
-    """The constants with other numbers wherever a parameter was not removed."""
+def draw_weights(program: Program, sign: int) -> dict[str, Constant]:
+    """The constants with random numbers of one sign wherever a parameter was not removed."""
     draw = torch.Generator().manual_seed(0)
     constants = dict(program.constants)
     for name, constant in constants.items():
@@ -52,35 +52,35 @@ def drawn_weights(program: Program, sign: int) -> dict[str, Constant]:
 
 
 def masked(model: nn.Module | ExportedProgram, masks: Masks) -> nn.Module | ExportedProgram:
-    """The model with its parameters masked, in a copy. Raises BadInput where a mask misfits."""
+    """A copy of the model with masked parameters. Raises BadInput for a mask that does not fit."""
     if not isinstance(masks, Mapping):
         if masks not in ("zeros", "declared"):
             text = "expected masks to be 'zeros', 'declared' or a mapping from names of parameters"
-            raise BadInput(f"{text} to tensors of 0 and 1, got {_told(masks)}")
+            raise BadInput(f"{text} to tensors of 0 and 1, got {_described(masks)}")
         return model
     if not isinstance(model, (nn.Module, ExportedProgram)):
-        return model  # refused where it is captured
-    held = _parameters(model)
+        return model  # capture raises an error
+    parameters = _parameters(model)
     for name, mask in masks.items():
-        _check(name, mask, held, model)
+        _check(name, mask, parameters, model)
     if not masks:
         return model
     if isinstance(model, ExportedProgram):
-        made = copy.copy(model)
-        made._state_dict = {**model.state_dict}
+        masked_program = copy.copy(model)
+        masked_program._state_dict = {**model.state_dict}
         for name, mask in masks.items():
-            values = held[name].detach().masked_fill(_removed(mask), 0)
-            made._state_dict[name] = nn.Parameter(values, held[name].requires_grad)
-        return made
-    result = structural_copy(model, share=False)
+            values = parameters[name].detach().masked_fill(_removed(mask), 0)
+            masked_program._state_dict[name] = nn.Parameter(values, parameters[name].requires_grad)
+        return masked_program
+    copied = structural_copy(model, share=False)
     with torch.no_grad():
         for name, mask in masks.items():
-            _parameters(result)[name].masked_fill_(_removed(mask), 0)
-    return result
+            _parameters(copied)[name].masked_fill_(_removed(mask), 0)
+    return copied
 
 
 def within(masks: Masks, module: str) -> Masks:
-    """The masks of one submodule, by the names that it has for its parameters."""
+    """The masks of one submodule, by the names of its parameters in the submodule."""
     if not isinstance(masks, Mapping):
         return masks
     start = f"{module}."
@@ -97,18 +97,18 @@ def _parameters(model: nn.Module | ExportedProgram) -> dict[str, Tensor]:
     return dict(model.named_parameters(remove_duplicate=False))
 
 
-def _check(name: Any, mask: Any, held: Mapping[str, Tensor], model: Any) -> None:
-    """Raise BadInput, with what to do, for a mask that does not fit its parameter."""
-    if name not in held:
-        near = difflib.get_close_matches(str(name), held, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"it has {sorted(held)[:8]}"
-        buffer = isinstance(name, str) and name in dict(model.named_buffers())
-        what = "a buffer, no parameter" if buffer else "no parameter of the model"
-        raise BadInput(f"masks: {name!r} is {what}; {hint}")
+def _check(name: Any, mask: Any, parameters: Mapping[str, Tensor], model: Any) -> None:
+    """Raise BadInput for a mask that does not fit its parameter."""
+    if name not in parameters:
+        near = difflib.get_close_matches(str(name), parameters, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"it has {sorted(parameters)[:8]}"
+        is_buffer = isinstance(name, str) and name in dict(model.named_buffers())
+        description = "a buffer, no parameter" if is_buffer else "no parameter of the model"
+        raise BadInput(f"masks: {name!r} is {description}; {hint}")
     if not isinstance(mask, Tensor):
-        raise BadInput(f"masks[{name!r}]: expected a tensor of 0 and 1, got {_told(mask)}: pass "
-                       "torch.as_tensor(mask)")  # fmt: skip
-    shape, parameter = tuple(mask.shape), held[name]
+        raise BadInput(f"masks[{name!r}]: expected a tensor of 0 and 1, got {_described(mask)}: "
+                       "pass torch.as_tensor(mask)")  # fmt: skip
+    shape, parameter = tuple(mask.shape), parameters[name]
     try:
         fits = torch.broadcast_shapes(shape, parameter.shape) == parameter.shape
     except RuntimeError:
@@ -122,9 +122,10 @@ def _check(name: Any, mask: Any, held: Mapping[str, Tensor], model: Any) -> None
         raise BadInput(f"masks[{name!r}]: expected a mask on {parameter.device}, the parameter's "
                        f"device, got one on {mask.device}: move it there")  # fmt: skip
     if mask.is_complex() or not bool(((mask == 0) | (mask == 1)).all()):
-        raise BadInput(f"masks[{name!r}]: expected 0 (removed) and 1 (kept) alone, got other "
-                       "numbers: pass mask != 0")  # fmt: skip
+        raise BadInput(f"masks[{name!r}]: expected only 0 (remove) and 1, got other numbers: "
+                       "pass mask != 0")  # fmt: skip
 
 
-def _told(value: Any) -> str:
+def _described(value: Any) -> str:
+    """A value for a message: a string as it is, the type of others."""
     return repr(value) if isinstance(value, str) else type(value).__name__

@@ -1,8 +1,8 @@
-"""Experts of a transformers model in one call each, while it is captured.
+"""Capture of transformers models with experts: grouped products in the place of a Python loop.
 
-The library runs experts one by one in a Python loop over those that tokens chose ("eager"), which
-no graph can hold, or all in one grouped product, which computes the same. Which one is a setting
-of the model.
+The library runs experts in a Python loop over those that tokens select ("eager"), which cannot be
+captured, or all in one grouped product, which computes the same. A setting of the model selects
+one.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from contextlib import contextmanager
 from torch import nn
 from torch.export import ExportedProgram
 
-Export = tuple[ExportedProgram, tuple[str, ...]]  # and what to say of it
+Export = tuple[ExportedProgram, tuple[str, ...]]  # and notes
 NOTE = (
-    "experts are computed by grouped products: a loop over the experts that tokens chose cannot be "
-    "captured"
+    "experts are computed by grouped products: a loop over the experts that tokens select cannot "
+    "be captured"
 )
 
 
-def in_one_call(model: nn.Module, exports: Iterator[Export]) -> Iterator[Export]:
-    """The exports of a model, each made while a model that loops over its experts runs them by
-    grouped products, with a note that says so."""
+def export_with_grouped_experts(model: nn.Module, exports: Iterator[Export]) -> Iterator[Export]:
+    """The exports of a model. A model that loops over its experts uses grouped products during each
+    export, which a note states."""
     if not _loops_over_experts(model):
         yield from exports
         return
@@ -35,8 +35,8 @@ def in_one_call(model: nn.Module, exports: Iterator[Export]) -> Iterator[Export]
 
 
 def _loops_over_experts(model: nn.Module) -> bool:
-    """Does a model run its experts in a loop, where it could do without? (A model without experts
-    has the setting too, and refuses to change it.)"""
+    """Whether a model runs its experts in a loop and can use grouped products. (A model without
+    experts has the setting, too, and refuses to change it.)"""
     settings = getattr(model, "get_experts_implementation", None)
     if not callable(settings) or "eager" not in settings().values():  # type: ignore[union-attr]
         return False
@@ -49,8 +49,8 @@ def _loops_over_experts(model: nn.Module) -> bool:
 
 @contextmanager
 def _grouped(model: nn.Module) -> Iterator[None]:
-    """While it lasts, experts run by grouped products. The model's settings, which a copy shares
-    with it, are restored."""
+    """Experts run by grouped products in the block. The model's settings, which copies share, are
+    restored after it."""
     before = model.get_experts_implementation()  # type: ignore[operator]
     model.set_experts_implementation("grouped_mm")  # type: ignore[operator]
     try:

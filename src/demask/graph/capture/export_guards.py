@@ -1,5 +1,7 @@
-"""Conditions on sizes as exported programs spell them (`L['x'].size()[2] % 32 == 0`), read.
-torch runs them as Python, so what a file says is checked here before torch sees it."""
+"""Conditions on sizes in the notation of exported programs (`L['x'].size()[2] % 32 == 0`).
+
+torch runs them as Python, so those of a file are checked here before torch reads them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from demask.compat.symbolic_shapes import SYM_SQRT
 from demask.errors import RefusedFile
-from demask.graph.guards import NODES, guards_of, hold, spelled
+from demask.graph.guards import NODES, collect_guards, hold, spelled
 from demask.graph.program import Program
 
 MAX_LENGTH = 20_000
@@ -23,7 +25,7 @@ MAX_DEPTH = 100
 MAX_EXPONENT = 16
 _KEY = re.compile(r"[A-Za-z_]\w{0,99}", re.ASCII)
 _NUMBERED = re.compile(r"(.+)_(\d+)")
-#: functions that torch writes, in our own conditions
+#: torch's functions of sizes, as Python expressions
 _FUNCTIONS: dict[str, Callable[[str], str]] = {
     "math.trunc": "int({0})".format,
     "math.floor": "int(({0})//1)".format,
@@ -37,13 +39,14 @@ _SEVERAL = ("max", "min")
 
 
 class _Unknown(Exception):
-    """A condition with a part that has no form here."""
+    """A condition with a part that cannot be expressed."""
 
 
 def check(text: str) -> str:
-    """The condition as torch may run it. RefusedFile where it is more than a comparison of sizes.
+    """A condition that is safe for torch to run. Raises RefusedFile for other code.
 
-    `check("L['x'].size()[3] // 2 % 4 == 0")`
+    >>> check("L['x'].size()[3] // 2 % 4 == 0")
+    "L['x'].size()[3] // 2 % 4 == 0"
     """
     try:
         if len(text) > MAX_LENGTH:
@@ -53,20 +56,22 @@ def check(text: str) -> str:
         return ast.unparse(tree)
     except (_Unknown, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise RefusedFile(
-            f"found the condition {text[:80]!r} ({error}); expected a comparison of sizes"
+            f"expected a comparison of sizes, got the condition {text[:80]!r} ({error})"
         ) from error
 
 
 def conditions(exported: ExportedProgram, shape_env: Any) -> tuple[str, ...]:
-    """The conditions that an export relied on. A program read from a file says them itself."""
-    own = guards_of(shape_env, exported.range_constraints)
+    """The conditions that an export relied on; a program from a file contains them."""
+    from_export = collect_guards(shape_env, exported.range_constraints)
     known = shape_env is not None and shape_env.guards
-    return own if known else tuple(dict.fromkeys((*own, *read(exported))))
+    return (
+        from_export if known else tuple(dict.fromkeys((*from_export, *read_conditions(exported))))
+    )
 
 
-def read(exported: ExportedProgram) -> Iterator[str]:
-    """The conditions that a program was read with, in the symbols of its sizes. Where one has no
-    form here, its symbols are to be what they were in the program's example."""
+def read_conditions(exported: ExportedProgram) -> Iterator[str]:
+    """The conditions that a program's file contains, in the symbols of its sizes. A condition that
+    cannot be expressed is replaced by the example's values of its symbols."""
     texts: Sequence[str] = getattr(exported, "_guards_code", ())
     sources = dict(_sources(exported)) if texts else {}
 
@@ -82,27 +87,28 @@ def read(exported: ExportedProgram) -> Iterator[str]:
 
     for text in texts:
         try:
-            own = _translate(ast.parse(text, mode="eval").body, size)
-            yield ast.unparse(ast.parse(own, mode="eval"))
+            condition = _translate(ast.parse(text, mode="eval").body, size)
+            yield ast.unparse(ast.parse(condition, mode="eval"))
         except (_Unknown, SyntaxError, RecursionError):
             yield from _as_in_example(text, sources)
 
 
 def refused_sizes(program: Program, args: Any, kwargs: Any) -> str | None:
-    """The condition on sizes that does not hold for the example itself: an example of one image is
-    captured as two, which a graph may not be right for. None where all of them hold."""
+    """The first guard that the example inputs violate, or None: an example of one image is captured
+    as two, and the graph may not be valid for one."""
     nodes = [n for n in program.graph.nodes if n.op == "placeholder"]
     values = [n.meta["val"] for n in nodes if isinstance(n.meta.get("val"), Tensor)]
-    given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    if len(values) != len(given):
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if len(values) != len(tensors):
         return None
-    sizes = {str(size.node.expr): n for value, x in zip(values, given, strict=True)
+    sizes = {str(size.node.expr): n for value, x in zip(values, tensors, strict=True)
              for size, n in zip(value.shape, x.shape, strict=False)
              if not isinstance(size, int)}  # fmt: skip
     return next((guard for guard in program.guards if not hold([guard], sizes)), None)
 
 
-def range_notes(exported: ExportedProgram) -> tuple[str, ...]:
+def describe_ranges(exported: ExportedProgram) -> tuple[str, ...]:
+    """Notes on the ranges of dynamic sizes."""
     notes = []
     for symbol, bounds in exported.range_constraints.items():
         low, high = bounds.lower, bounds.upper
@@ -112,7 +118,7 @@ def range_notes(exported: ExportedProgram) -> tuple[str, ...]:
 
 
 def _as_in_example(text: str, sources: dict[str, fx.Node]) -> Iterator[str]:
-    """The sizes of the example, as conditions, of the symbols of a condition."""
+    """Conditions that fix the symbols of a condition to their values in the example."""
     for source, node in sources.items():
         for size in node.meta["val"].shape if source in text else ():
             if not isinstance(size, int) and size.node.hint is not None:
@@ -121,7 +127,7 @@ def _as_in_example(text: str, sources: dict[str, fx.Node]) -> Iterator[str]:
 
 
 def _sources(exported: ExportedProgram) -> Iterator[tuple[str, fx.Node]]:
-    """What conditions call each tensor input, and its node."""
+    """The names of each tensor input in conditions, with its node."""
     specs = exported.graph_signature.input_specs
     users = {s.arg.name for s in specs if s.kind is InputKind.USER_INPUT}
     nodes = [node for node in exported.graph.nodes if node.name in users]
@@ -142,7 +148,8 @@ def _sources(exported: ExportedProgram) -> Iterator[tuple[str, fx.Node]]:
 
 
 def _translate(tree: ast.expr, size: Callable[[str, int], str], depth: int = 0) -> str:
-    """A condition of torch's as one of ours. size: what the size of an input's axis is called."""
+    """A condition of torch as a Python expression. size: returns the text of the size of an axis of
+    an input. Raises _Unknown."""
 
     def inner(part: ast.expr) -> str:
         return _translate(part, size, depth + 1)
@@ -180,6 +187,7 @@ def _translate(tree: ast.expr, size: Callable[[str, int], str], depth: int = 0) 
 
 
 def _filled(pattern: ast.expr, **parts: str) -> str:
+    """A pattern over `a` and `b` with these replaced by `parts`."""
     return re.sub(r"\b[ab]\b", lambda m: f"({parts[m[0]]})", ast.unparse(pattern))
 
 
@@ -191,7 +199,7 @@ def _is_small(exponent: ast.expr) -> bool:
 
 
 def _source(tree: ast.expr) -> str:
-    """`L['x'][0]`: an input, by plain names and numbers alone."""
+    """The text of an input, `L['x'][0]`: only plain names and numbers."""
     match tree:
         case ast.Name(id="L"):
             return "L"

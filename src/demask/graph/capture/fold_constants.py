@@ -1,4 +1,4 @@
-"""Constants computed from constants are computed once, and named after what they stand for."""
+"""Constant folding: values computed from constants become constants with the names of layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from demask.failures import CallFailed, attributed
-from demask.graph.capture.declared_masks import drawn_weights
+from demask.graph.capture.declared_masks import draw_weights
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Constant, Program
 from demask.ops.entries.contraction import GROUPED
@@ -23,13 +23,13 @@ _RAW = re.compile(
     r"parametrizations\.(?P<p>[^.]+)\.original\d*$|(?P<o>[^.]+)_orig$|(?P<w>[^.]+)_[gv]$"
 )
 MAX_ADDED = 2**28  # elements that folding may compute, beyond those of the constants
-_CREATED = re.compile(r"new_|\w+_like\b")  # what these make has no value of their operand
+_CREATED = re.compile(r"new_|\w+_like\b")  # their outputs do not depend on the operand's values
 
 
 def folded(program: Program) -> Program:
-    """The program with `weight_orig * weight_mask`, parametrizations, weight norm and every other
-    subgraph over constants evaluated. A folded tensor is a parameter if one went into it, under the
-    name a user would look for: `conv.weight_orig` comes back as `conv.weight`."""
+    """The program with `weight_orig * weight_mask`, parametrizations, weight norm and other
+    subgraphs of constants evaluated. A folded tensor is a parameter if it is computed from one, and
+    has the name of that parameter: `conv.weight_orig` becomes `conv.weight`."""
     editor = GraphEditor(program)
     graph = editor.graph
     _share(editor)
@@ -39,15 +39,15 @@ def folded(program: Program) -> Program:
         for node in graph.nodes:
             room -= _evaluate(node, values, program, room)
     frontier = _frontier(graph, values)
-    declared = declared_zeros(graph, frontier, values, program)
+    declared = find_declared_zeros(graph, frontier, values, program)
     constants = {str(n.target): program.constants[str(n.target)] for n in graph.nodes
                  if n.op == "get_attr" and _outlives(n, values)}  # fmt: skip
-    editor.constants, made = constants, {}
+    editor.constants, constants_by_node = constants, {}
     for node in frontier:
         constant = _constant(node, values[node], program, constants)
         constant = replace(constant, declared=declared.get(node))
-        constants[constant.name] = made[node] = constant
-    for node, constant in made.items():
+        constants[constant.name] = constants_by_node[node] = constant
+    for node, constant in constants_by_node.items():
         with graph.inserting_before(node):
             node.replace_all_uses_with(editor.read_constant(constant.name))
     result = editor.finish()
@@ -57,30 +57,32 @@ def folded(program: Program) -> Program:
     return result
 
 
-def declared_zeros(
-    graph: fx.Graph, made: Sequence[fx.Node], values: Mapping[fx.Node, Any], program: Program
+def find_declared_zeros(
+    graph: fx.Graph, frontier: Sequence[fx.Node], values: Mapping[fx.Node, Any], program: Program
 ) -> dict[fx.Node, Tensor]:
-    """Where computed weights are 0 because it was declared: whatever the parameters are that were
-    not removed (two draws, of opposite signs), or since a parametrization makes it so."""
-    held = {node for node in made if any(program.constants[str(n.target)].declared is not None
-                                         for n in _leaves(node))}  # fmt: skip
-    found = {node: values[node] == 0 for node in held}
-    for sign in (1, -1) if held else ():
-        other, drawn = program.with_graph(graph, drawn_weights(program, sign)), {}
+    """By node, where computed weights are declared zeros: those that are 0 for all values of the
+    remaining parameters (two random draws of opposite signs are tried), or whose parametrization
+    computes 0."""
+    candidates = {node for node in frontier
+                  if any(program.constants[str(n.target)].declared is not None
+                         for n in _leaves(node))}  # fmt: skip
+    zeros = {node: values[node] == 0 for node in candidates}
+    for sign in (1, -1) if candidates else ():
+        other, drawn = program.with_graph(graph, draw_weights(program, sign)), {}
         with torch.no_grad():
             for node in graph.nodes:
                 _evaluate(node, drawn, other, MAX_ADDED)
-        for node in held:
+        for node in candidates:
             if not any("parametrizations." in str(n.target) for n in _leaves(node)):
                 zero = drawn[node] == 0 if node in drawn else torch.zeros((), dtype=torch.bool)
-                found[node] = found[node] & zero
-    return found
+                zeros[node] = zeros[node] & zero
+    return zeros
 
 
 def _frontier(graph: fx.Graph, values: dict[fx.Node, Any]) -> list[fx.Node]:
-    """Computed constants that something else reads and that are no larger than what they are
-    computed from: folding never turns a row into a matrix, or a kernel into an image."""
-    found: list[fx.Node] = []
+    """The computed constants with other readers that are no larger than the constants they are
+    computed from: folding never expands a row to a matrix, or a kernel to an image."""
+    frontier: list[fx.Node] = []
     for node in reversed(list(graph.nodes)):
         if node.op != "call_function" or node not in values or not _outlives(node, values):
             continue
@@ -90,14 +92,14 @@ def _frontier(graph: fx.Graph, values: dict[fx.Node, Any]) -> list[fx.Node]:
             stored = [leaf for leaf in leaves if _is_weight(leaf, values[leaf])]
         total = sum(values[leaf].numel() for leaf in stored)
         if isinstance(value, Tensor) and leaves and value.numel() <= total:
-            found.append(node)
+            frontier.append(node)
         else:
-            del values[node]  # It stays a call; what it reads is now read by a live call.
-    return found[::-1]
+            del values[node]  # It remains a call, which reads its operands.
+    return frontier[::-1]
 
 
 def _is_weight(leaf: fx.Node, value: Tensor) -> bool:
-    """Does a constant hold numbers that are computed with? Indices do not; quantized weights do."""
+    """Whether a constant contains weights, also quantized ones; indices are no weights."""
     dequantized = torch.ops.demask.dequantize.default
     return value.is_floating_point() or any(
         user.target is dequantized and user.args[0] is leaf for user in leaf.users
@@ -105,9 +107,9 @@ def _is_weight(leaf: fx.Node, value: Tensor) -> bool:
 
 
 def _share(editor: GraphEditor) -> None:
-    """Equal computations over constants become one: a module called twice masks twice."""
+    """Merge equal calls on constants, in place: a module that is called twice masks twice."""
     constant: set[fx.Node] = set()
-    known: dict[Any, fx.Node] = {}
+    first_calls: dict[Any, fx.Node] = {}
     for node in list(editor.graph.nodes):
         sources = node.all_input_nodes
         if node.op == "get_attr":
@@ -119,17 +121,18 @@ def _share(editor: GraphEditor) -> None:
         constant.add(node)
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             continue
-        if (twin := known.setdefault(key, node)) is not node:
+        if (twin := first_calls.setdefault(key, node)) is not node:
             editor.replace(node, twin)
 
 
 def _outlives(node: fx.Node, values: dict[fx.Node, Any]) -> bool:
-    """Is a constant read by something that is not?"""
+    """Whether a node that is not constant reads a constant."""
     return any(user not in values for user in node.users)
 
 
 def _evaluate(node: fx.Node, values: dict[fx.Node, Any], program: Program, room: int) -> int:
-    """Compute the value of a node over constants, if it has at most `room` elements; how many."""
+    """Store the value of a node in `values` if its operands are constant and it has at most `room`
+    elements; the number of its elements."""
     if node.op == "get_attr":
         values[node] = program.constants[str(node.target)].tensor
     elif node.op == "call_function" and _foldable(node, values, room):
@@ -149,7 +152,7 @@ def _foldable(node: fx.Node, values: dict[fx.Node, Any], room: int) -> bool:
     if any(source not in values for source in node.all_input_nodes):
         return False
     if node.target is torch.ops.aten.transpose.int and _is_grouped_weight(node):
-        return False  # It costs nothing, and the parameter keeps the axes it has in the model.
+        return False  # It costs nothing, and the parameter retains its axes of the model.
     tags = getattr(node.target, "tags", ())
     if torch.Tag.nondeterministic_seeded in tags:
         return False
@@ -161,7 +164,7 @@ def _foldable(node: fx.Node, values: dict[fx.Node, Any], room: int) -> bool:
 
 
 def _is_grouped_weight(node: fx.Node) -> bool:
-    """Is a value read by grouped products alone, as their weights?"""
+    """Whether a value is read only by grouped products, as their weights."""
     return all(str(user.target) in GROUPED and user.args[1] is node for user in node.users)
 
 
@@ -181,15 +184,16 @@ def _constant(
 
 
 def _leaves(node: fx.Node) -> list[fx.Node]:
+    """The constants that a node is computed from."""
     seen: dict[fx.Node, None] = {}
     stack = [node]
     while stack:
-        here = stack.pop()
-        if here in seen:
+        current = stack.pop()
+        if current in seen:
             continue
-        seen[here] = None
-        if not _CREATED.match(getattr(here.target, "__name__", "")):
-            stack.extend(reversed(here.all_input_nodes))
+        seen[current] = None
+        if not _CREATED.match(getattr(current.target, "__name__", "")):
+            stack.extend(reversed(current.all_input_nodes))
     return [n for n in seen if n.op == "get_attr"]
 
 

@@ -1,8 +1,8 @@
-"""In-place ops rewritten as values: only chains that are really written to change.
+"""Functionalization: in-place ops become new values.
 
-torch.export leaves `y[:, 0] = 0` as slice, select, fill_ whose result nobody reads; a walk along
-the data flow would drop it. Every write becomes a new value of the tensor that it writes to,
-through its views, and later readers of that tensor, or of any view of it, read the new value.
+torch.export emits `y[:, 0] = 0` as slice, select and fill_, whose result no node reads. Every write
+becomes a new value of the tensor that it writes to, also through views, and later readers of that
+tensor, or of a view of it, read the new value. Calls that are not affected do not change.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ from demask.compat.dispatch import OpOverload, base_name, is_mutable, overload_n
 from demask.compat.fake_tensors import FakeTensorMode
 from demask.errors import NotExportable
 from demask.graph.editor import GraphEditor
-from demask.graph.normalize.squeeze_dynamic_axes import squeezed
+from demask.graph.normalize.squeeze_dynamic_axes import squeeze_static_axes
 from demask.graph.program import Program
 from demask.ops.schema import arguments, same_shape
 
 aten = torch.ops.aten
 _SAME = {"alias", "detach", "contiguous", "dropout", "feature_dropout", "lift_fresh", "to"}
 _RESHAPED = {"view", "reshape", "flatten", "unflatten", "_unsafe_view", "unsqueeze", "squeeze"}
-_PERHAPS = {"reshape", "flatten", "unflatten", "contiguous", "to"}  # views only where they can be
+_PERHAPS = {"reshape", "flatten", "unflatten", "contiguous", "to"}  # views only if strides allow it
 _SPLITS = {"split", "split_with_sizes", "chunk", "tensor_split", "unbind"}
 _MAYBE = {"dropout", "feature_dropout"}  # in eval mode they return their input itself
 
 
 def functionalized(program: Program) -> Program:
-    """The same program without in-place ops. Raises NotExportable for writes that outlive the call
-    (into parameters, buffers) or go through a view that cannot be written back."""
-    program = squeezed(program)
+    """The same program without in-place ops. Raises NotExportable for writes into parameters and
+    buffers, and for writes through a view that cannot be inverted."""
+    program = squeeze_static_axes(program)
     if not any(_writes(node) for node in program.graph.nodes):
         return _laid_out(program)
     graph = _pieces(program)
     guards = _one_layout(graph)
-    walk = _Functionalizer(program)
+    functionalizer = _Functionalizer(program)
     for node in graph.nodes:
-        walk.visit(node)
-    written = [node.target for node in walk.version if node.op == "placeholder"]
+        functionalizer.visit(node)
+    written = [node.target for node in functionalizer.version if node.op == "placeholder"]
     notes = tuple(
         f"the model writes into its input {name}; the result leaves it alone" for name in written
     )
     guards = tuple(dict.fromkeys((*program.guards, *guards)))
     notes = (*program.notes, *notes)
-    made = replace(program, graph=walk.editor.graph, notes=notes, guards=guards)
-    return _laid_out(made)
+    result = replace(program, graph=functionalizer.editor.graph, notes=notes, guards=guards)
+    return _laid_out(result)
 
 
 def _laid_out(program: Program) -> Program:
-    """The program in which `as_strided`, which reads memory as it is laid out, reads a copy that is
-    laid out as the model's tensor is. Raises NotExportable for one that is not row-major."""
+    """The program whose `as_strided` calls, which depend on memory layout, read row-major copies.
+    Raises NotExportable if the model's tensor is not row-major."""
     if not any(node.target is aten.as_strided.default for node in program.graph.nodes):
         return program
     editor = GraphEditor(program)
@@ -76,26 +76,27 @@ def _laid_out(program: Program) -> Program:
 
 
 def _pieces(program: Program) -> fx.Graph:
-    """The graph with the parts of a split as slices, through which a write finds its way back."""
+    """The graph with slices in the place of outputs of splits: writes to slices are invertible."""
     editor = GraphEditor(program)
     for node in editor.calls(operator.getitem):
         source = node.args[0]
         if not isinstance(source, fx.Node) or _base_name(source) not in _SPLITS:
             continue
         x, dim = source.args[0], arguments(source)["dim"]
-        place: Any = node.args[1]
+        index: Any = node.args[1]
         with editor.graph.inserting_before(node):
             if _base_name(source) == "unbind":
-                made = editor.call(aten.select.int, x, dim, place)
+                part = editor.call(aten.select.int, x, dim, index)
             else:
-                sizes = [part.shape[dim] for part in source.meta["val"]]
-                start = sum(sizes[:place])
-                made = editor.call(aten.slice.Tensor, x, dim, start, start + sizes[place])
-        editor.replace(node, made)
+                sizes = [output.shape[dim] for output in source.meta["val"]]
+                start = sum(sizes[:index])
+                part = editor.call(aten.slice.Tensor, x, dim, start, start + sizes[index])
+        editor.replace(node, part)
     return editor.graph
 
 
 def _writes(node: fx.Node) -> bool:
+    """Whether a call writes to one of its operands."""
     target = node.target
     return isinstance(target, OpOverload) and is_mutable(target)
 
@@ -109,7 +110,7 @@ def _is_op(node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Does the node give its first operand's memory another shape?"""
+    """Whether the node's value is a view of its first operand."""
     if node.op != "call_function":
         return False
     if not _is_op(node):
@@ -122,7 +123,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _is_part_of_view(node: fx.Node) -> bool:
-    """A part of a split looks into what was split; one output of a pooling is its own tensor."""
+    """Whether a getitem reads a view: outputs of a split are, outputs of a pooling are not."""
     source = node.args[0] if node.target is operator.getitem else None
     if not isinstance(source, fx.Node) or not _is_op(source):
         return False
@@ -131,23 +132,24 @@ def _is_part_of_view(node: fx.Node) -> bool:
 
 
 def _shares_memory(node: fx.Node, sizes: Mapping[sympy.Symbol, int] | None = None) -> bool | None:
-    """Does a call that may copy (reshape of a transposed tensor) look into its operand's memory?
-    sizes: at which dynamic sizes; left out, at those of the example. None: there is no such call.
+    """Whether the output of a call that may copy (reshape of a transposed tensor) shares memory
+    with its operand. sizes: values of dynamic sizes; default: those of the example. None: the call
+    fails for these sizes.
     """
     at = _symbols(node) | dict(sizes or {})
     with FakeTensorMode():
         try:
             values = {n: _sized(n.meta["val"], at) for n in node.all_input_nodes}
             args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
-            made = node.target(*args, **kwargs)  # type: ignore[operator]
+            output = node.target(*args, **kwargs)  # type: ignore[operator]
         except (RuntimeError, ZeroDivisionError):
             return None
     operand = values[node.args[0]]  # type: ignore[index]
-    return made.untyped_storage()._cdata == operand.untyped_storage()._cdata
+    return output.untyped_storage()._cdata == operand.untyped_storage()._cdata
 
 
 def _sized(value: Any, at: Mapping[sympy.Symbol, int]) -> Any:
-    """A fake value with numbers for its dynamic sizes and strides."""
+    """A fake value with static sizes and strides: the symbols `at` these values."""
     if not isinstance(value, Tensor):
         return _number(value, at)
     sizes, strides = ([_number(n, at) for n in ns] for ns in (value.shape, value.stride()))
@@ -155,27 +157,27 @@ def _sized(value: Any, at: Mapping[sympy.Symbol, int]) -> Any:
 
 
 def _number(size: Any, at: Mapping[sympy.Symbol, int]) -> Any:
-    """What an expression of sizes is at some sizes."""
+    """The value of a size, the symbols `at` these values."""
     return int(size.node.expr.subs(at)) if isinstance(size, torch.SymInt) else size
 
 
 def _symbols(node: fx.Node) -> dict[sympy.Symbol, int]:
-    """The dynamic sizes that what a call reads depends on, and what they are in the example."""
-    found: dict[sympy.Symbol, int] = {}
+    """The symbols in the sizes of a call's operands, with their values in the example."""
+    values: dict[sympy.Symbol, int] = {}
     for source in node.all_input_nodes:
         value = source.meta["val"]
         sizes = (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,)
         for size in sizes:
             if isinstance(size, torch.SymInt):
                 known = size.node.shape_env.backed_var_to_val
-                found |= {s: int(known.get(s, 2)) for s in size.node.expr.free_symbols}
-    return found
+                values |= {s: int(known.get(s, 2)) for s in size.node.expr.free_symbols}
+    return values
 
 
 def _one_layout(graph: fx.Graph) -> tuple[str, ...]:
-    """What sizes must be for the views that a write reaches to be views as in the example (a
-    transposed tensor flattened is one for a single image only). Raises NotExportable where more
-    than a size of 1 decides."""
+    """Guards for which the calls after a write are views if they are views in the example (a
+    flattened transposed tensor is one for a single image only). Raises NotExportable if that
+    depends on sizes other than 1."""
     parent = {
         node: node.all_input_nodes[0]
         for node in graph.nodes
@@ -206,8 +208,8 @@ def _one_layout(graph: fx.Graph) -> tuple[str, ...]:
 
 
 class _Functionalizer:
-    """Rebuilds the graph node by node. now: the current value of each old node. parent: the node a
-    view looks into. version: how often each root was written; seen: the version a value is of."""
+    """Rebuilds the graph node by node. now: the current value of each old node. parent: the operand
+    of each view. version: the number of writes to each root; seen: the version that `now` is of."""
 
     def __init__(self, program: Program):
         self.editor = GraphEditor.empty(program)
@@ -217,6 +219,7 @@ class _Functionalizer:
         self.seen: dict[fx.Node, int] = {}
 
     def visit(self, node: fx.Node) -> None:
+        """Add the value of an old node, or the new value after its write."""
         if _writes(node):
             last = next(iter(reversed(self.editor.graph.nodes)), None)
             self._write(node)
@@ -227,17 +230,17 @@ class _Functionalizer:
         self._set(node, self.editor.graph.node_copy(node, self.read))
 
     def _mark(self, node: fx.Node, last: fx.Node | None) -> None:
-        """What stands behind `last` was made by the module that `node` was made by."""
+        """Set the module of the nodes after `last` to the module of `node`."""
         stack = node.meta.get("nn_module_stack")
-        for made in reversed(self.editor.graph.nodes):
-            if made is last or stack is None:
+        for added in reversed(self.editor.graph.nodes):
+            if added is last or stack is None:
                 return
-            made.meta.setdefault("nn_module_stack", stack)
+            added.meta.setdefault("nn_module_stack", stack)
 
     def read(self, node: fx.Node) -> fx.Node:
-        """The value of an old node as of now: views of a written tensor are taken again."""
+        """The current value of an old node: views of a written tensor are computed again."""
         if self.seen[node] != self.version.get(self._root(node), 0):
-            # What an in-place call returned is its target; a view is taken again of the new value.
+            # An in-place call returns its target; a view is computed again from the new value.
             if _writes(node):
                 self._set(node, self.read(self.parent[node]))
             else:
@@ -249,11 +252,13 @@ class _Functionalizer:
         self.seen[node] = self.version.get(self._root(node), 0)
 
     def _root(self, node: fx.Node) -> fx.Node:
+        """The tensor that a view of a view is a view of."""
         while node in self.parent:
             node = self.parent[node]
         return node
 
     def _write(self, node: fx.Node) -> None:
+        """Set the new values of an in-place call's target and of the tensors it is a view of."""
         target = node.args[0]
         assert isinstance(target, fx.Node)
         value = self._functional(node, target)
@@ -270,25 +275,25 @@ class _Functionalizer:
             step = self.parent[step]
         self.version[root] = self.version.get(root, 0) + 1
         self._set(root, value)
-        # What the in-place call returns is its target, under another name.
+        # The in-place call returns its target.
         self.parent[node] = target
         self.now[node], self.seen[node] = self.read(target), self.version[root]
 
     def _functional(self, node: fx.Node, target: fx.Node) -> fx.Node:
-        """The value that the in-place call leaves in its target."""
+        """The value of the target after the in-place call."""
         editor, old = self.editor, self.read(target)
         name = _base_name(node)
         if name in ("copy_", "fill_", "zero_"):
             value = self._filled(node, old, name)
         else:
-            found = getattr(aten, name.removesuffix("_"), None)
-            overload = getattr(found, overload_name(node.target), None)
+            packet = getattr(aten, name.removesuffix("_"), None)
+            overload = getattr(packet, overload_name(node.target), None)
             if not name.endswith("_") or overload is None:
                 raise NotExportable(f"in-place op {node.target}", _where(node),
                                     "use the form that returns a new tensor")  # fmt: skip
             args, kwargs = map_arg((node.args, node.kwargs), self.read)
             if node.all_input_nodes == [target] and old.meta["val"].is_floating_point():
-                # Of one float tensor alone: an activation, say. It is as the tensor was.
+                # An op of one float tensor, such as an activation: the value has its metadata.
                 value = editor.call_shaped(old.meta["val"].shape, old, overload, args, kwargs)
             else:
                 value = editor.call(overload, *args, **kwargs)
@@ -311,7 +316,7 @@ class _Functionalizer:
         return editor.call(aten.expand.default, value, editor.sizes(old))
 
     def _write_back(self, view: fx.Node, parent: fx.Node, value: fx.Node) -> fx.Node:
-        """The parent, with what the view looks at replaced by `value`."""
+        """The parent with `value` in the place of the elements of a view."""
         name, whole = _base_name(view), self.read(parent)
         whole_slice = name == "slice" and same_shape(value.meta["val"], whole.meta["val"])
         if name in _SAME or name.endswith("_") or whole_slice:
@@ -349,7 +354,7 @@ def _select(editor: GraphEditor, view: fx.Node, whole: fx.Node, value: fx.Node) 
 
 
 def _plus(editor: GraphEditor, a: Any, b: Any) -> Any:
-    """The sum of two numbers, each known or made by a node."""
+    """The sum of two sizes, each an int or a node."""
     return a + b if isinstance(a, int) and isinstance(b, int) else editor.call(operator.add, a, b)
 
 
@@ -373,7 +378,7 @@ _WRITERS: dict[str, Callable[..., fx.Node]] = {
 
 
 def _where(node: fx.Node) -> str:
-    """The module that makes a call, as far as the capture knows it: "blocks.0 (Attention)"."""
+    """The module that contains a call, if it is known: "blocks.0 (Attention)"."""
     modules = node.meta.get("nn_module_stack") or {}
     path, kind = list(modules.values())[-1] if modules else ("", "")
     name = str(kind).rpartition(".")[2]

@@ -1,6 +1,6 @@
-"""Regions that torch.export keeps as graphs of their own are put back into the graph around them.
+"""Inlining of regions that torch.export stores as separate graphs.
 
-A `with torch.no_grad():` in a model exported with gradients is one, a disabled autocast another.
+Examples: `with torch.no_grad():` in a model exported with gradients, a disabled autocast.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from demask.errors import NotExportable
 _GRAD, _AUTOCAST = "wrap_with_set_grad_enabled", "wrap_with_autocast"
 
 
-def inlined(module: fx.GraphModule) -> fx.Graph:
-    """The module's graph without such regions. Raises NotExportable for a region under an autocast
-    that is enabled, whose casts stand in no graph."""
+def inline_regions(module: fx.GraphModule) -> fx.Graph:
+    """The module's graph with regions inlined. Raises NotExportable for a region under an enabled
+    autocast, whose casts are in no graph."""
     if _region(module.graph) is None:
         return module.graph
     graph = fx.Graph()
@@ -30,32 +30,33 @@ def inlined(module: fx.GraphModule) -> fx.Graph:
 
 
 def _region(graph: fx.Graph) -> fx.Node | None:
+    """The first call of a region; None if there is none."""
     calls = (node for node in graph.nodes if node.op == "call_function")
     return next((n for n in calls if str(n.target) in (_GRAD, _AUTOCAST)), None)
 
 
 def _inline(graph: fx.Graph, node: fx.Node, module: fx.GraphModule) -> None:
-    """Put the region's calls in the place of the call of the region."""
-    cast = str(node.target) == _AUTOCAST
-    if cast and node.args[2]:
+    """Replace the call of a region by the region's calls."""
+    is_autocast = str(node.target) == _AUTOCAST
+    if is_autocast and node.args[2]:
         raise NotExportable(
             "a part of the model runs under torch.autocast",
             "unknown",
             "convert the model to the type that autocast would use, or export it without",
         )
-    args: Any = node.args[4:] if cast else node.args[1:]
-    held, *inputs = args
-    region: Any = module.get_submodule(str(held.target))
-    places = [n for n in region.graph.nodes if n.op == "placeholder"]
-    mapping: dict[fx.Node, Any] = dict(zip(places, inputs, strict=True))
+    args: Any = node.args[4:] if is_autocast else node.args[1:]
+    module_node, *inputs = args
+    region: Any = module.get_submodule(str(module_node.target))
+    placeholders = [n for n in region.graph.nodes if n.op == "placeholder"]
+    mapping: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=True))
     with graph.inserting_before(node):
-        made: Any = graph.graph_copy(region.graph, mapping)
+        output: Any = graph.graph_copy(region.graph, mapping)
     for user in list(node.users):
-        if user.target is operator.getitem and isinstance(made, (tuple, list)):
-            user.replace_all_uses_with(made[user.args[1]])  # type: ignore[index]
+        if user.target is operator.getitem and isinstance(output, (tuple, list)):
+            user.replace_all_uses_with(output[user.args[1]])  # type: ignore[index]
             graph.erase_node(user)
-    if isinstance(made, fx.Node):
-        node.replace_all_uses_with(made)
+    if isinstance(output, fx.Node):
+        node.replace_all_uses_with(output)
     graph.erase_node(node)
-    if not held.users:
-        graph.erase_node(held)
+    if not module_node.users:
+        graph.erase_node(module_node)

@@ -1,8 +1,8 @@
-"""Captures that equal modules share: the layers of a language model are captured once, not each.
+"""Captures that equal modules share: equal layers of a language model are captured once.
 
-torch.export runs a module's code on tensors without numbers, so its graph follows from the code,
-the other attributes, and the shapes of tensors and inputs. Where two modules agree in all of them,
-the graph of one, with the tensors of the other, is the graph of the other.
+torch.export runs a module's code on tensors without data, so its graph is determined by the code,
+the other attributes, and the shapes of tensors and inputs. If two modules agree in all of these,
+the graph of one with the tensors of the other is the graph of the other.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from torch.export import ExportedProgram
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
-from demask.graph.capture.capture import captures
+from demask.graph.capture.capture import capture_programs
 from demask.graph.module_copy import is_number, structural_copy
 from demask.graph.program import Program, copy_graph
 from demask.graph.result.resize import tensors_of
 
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CONTAINERS = (dict, OrderedDict, list)
-_HOOKS = tuple(name for name in vars(nn.Module()) if "_hooks" in name)  # by numbers of their own
-Place = tuple[int, str]  # a number: of which module, in the order of a walk, and its name
+_HOOKS = tuple(name for name in vars(nn.Module()) if "_hooks" in name)  # by key
+Place = tuple[int, str]  # an integer attribute: index of the module in traversal order, and name
 
 
 @contextmanager
 def sharing() -> Iterator[None]:
-    """While it lasts, equal modules that are captured in this thread share one graph."""
+    """In the block, equal modules that are captured in this thread share one graph."""
     token = _ENTRIES.set([])
     try:
         yield
@@ -49,34 +49,34 @@ def shared_captures(
     kwargs: Mapping[str, Any] | None,
     dynamic_shapes: Any,
 ) -> Iterator[Program]:
-    """The programs that `captures` returns. Where captures are shared, those of an equal module,
+    """The programs that `capture_programs` returns; in a `sharing` block, those of an equal module
     with the tensors of this one.
 
-    Whole numbers of modules may differ where the code does not read them: which of the layers this
-    is. So from the second module on the reads of such numbers are watched.
+    Integer attributes may differ if the code does not read them, such as the index of a layer. So
+    reads of differing integers are recorded from the second module on.
     """
     entries = _ENTRIES.get()
     if entries is None or not isinstance(model, nn.Module):
-        yield from captures(model, args, kwargs, dynamic_shapes)
+        yield from capture_programs(model, args, kwargs, dynamic_shapes)
         return
     anatomy = Anatomy.of(model, (args, kwargs))
-    alike = [entry for entry in entries if entry.anatomy.parts == anatomy.parts]
-    for entry in alike:
+    equal = [entry for entry in entries if entry.anatomy.parts == anatomy.parts]
+    for entry in equal:
         if entry.differing(anatomy) <= entry.watched - entry.read:
             programs = tuple(entry.programs)
             yield from (_with_tensors(program, model) for program in programs)
-            more = captures(model, args, kwargs, dynamic_shapes)
+            more = capture_programs(model, args, kwargs, dynamic_shapes)
             yield from itertools.islice(more, len(programs), None)
             return
     entry = _SharedCapture(
-        anatomy, frozenset().union(*(e.watched | e.differing(anatomy) for e in alike))
+        anatomy, frozenset().union(*(e.watched | e.differing(anatomy) for e in equal))
     )
     entries.append(entry)
-    own = dict(tensors_of(model))
+    tensors = dict(tensors_of(model))
     shared = True
-    for program in captures(entry.watch(model), args, kwargs, dynamic_shapes):
-        # Other tensors are made by the code, of what it reads elsewhere.
-        shared = shared and all(c.name in own for c in program.constants.values())
+    for program in capture_programs(entry.watch(model), args, kwargs, dynamic_shapes):
+        # Tensors with other names are created by the code, from values that may differ.
+        shared = shared and all(c.name in tensors for c in program.constants.values())
         if shared:
             entry.programs.append(program)
         yield program.with_graph(copy_graph(program)[0])
@@ -84,9 +84,9 @@ def shared_captures(
 
 def _with_tensors(program: Program, model: nn.Module) -> Program:
     """The program of an equal module, with the tensors of this one."""
-    own = dict(tensors_of(model))
+    tensors = dict(tensors_of(model))
     constants = {
-        name: replace(constant, tensor=own[constant.name].detach())
+        name: replace(constant, tensor=tensors[constant.name].detach())
         for name, constant in program.constants.items()
     }
     return program.with_graph(copy_graph(program)[0], constants)
@@ -94,8 +94,8 @@ def _with_tensors(program: Program, model: nn.Module) -> Program:
 
 @dataclass(slots=True, eq=False)
 class _SharedCapture:
-    """A module that was captured. watched: the whole numbers whose reads were recorded in `read`.
-    programs: those captured so far."""
+    """A captured module. watched: the integers whose reads were recorded in `read`. programs: the
+    programs so far."""
 
     anatomy: Anatomy
     watched: frozenset[Place]
@@ -103,13 +103,14 @@ class _SharedCapture:
     programs: list[Program] = field(default_factory=list)
 
     def differing(self, other: Anatomy) -> set[Place]:
-        """The whole numbers that are others in an equal module."""
+        """The integers that differ in an equal module."""
         return {
             place for place, value in self.anatomy.numbers.items() if other.numbers[place] != value
         }
 
     def watch(self, model: nn.Module) -> nn.Module:
-        """A copy that records reads of the watched numbers; the model, if there are none."""
+        """A copy of the model that records reads of the watched integers; the model if there are
+        none."""
         if not self.watched:
             return model
         copy = structural_copy(model, share=True)
@@ -119,11 +120,11 @@ class _SharedCapture:
             if id(modules[k]) in own:
                 modules[k].__class__ = self._watched_class(type(modules[k]), places)
             else:
-                self.read.update(places)  # of a module that the code has from elsewhere
+                self.read.update(places)  # of a module that is no submodule
         return copy
 
     def _watched_class(self, kind: type, places: list[Place]) -> type:
-        """A class of the same name whose instances record reads; values stay where they are."""
+        """A class of the same name whose instances record reads of integer attributes."""
 
         def recorded(place: Place) -> property:
             def get(module: nn.Module) -> Any:
@@ -147,7 +148,7 @@ _ENTRIES: ContextVar[list[_SharedCapture] | None] = ContextVar(
 
 @dataclass(frozen=True, slots=True)
 class _Same:
-    """A value that equals no other: a class, an object that is not looked into."""
+    """A value that equals only itself: a class, or an object that is not compared by contents."""
 
     value: Any
 
@@ -157,34 +158,35 @@ class _Same:
 
 @dataclass(slots=True)
 class Anatomy:
-    """What the graph of a module follows from, for a call: equal where graphs are equal.
+    """All that determines the graph of a module for a call: modules with equal anatomies have equal
+    graphs.
 
-    parts: nested tuples, everything but the whole numbers that are attributes of modules, which are
-    in `numbers`. modules: those met, in the order of the walk. Tensors are compared by dtype, shape
-    and strides; whole numbers in buffers, by which code may decide, by value, too.
+    parts: nested tuples of everything except the integer attributes of modules, which are in
+    `numbers`. modules: in traversal order. Tensors are compared by dtype, shape and strides;
+    integer buffers, on which code may branch, also by value.
     """
 
     parts: Any = None
     numbers: dict[Place, int] = field(default_factory=dict)
     modules: list[nn.Module] = field(default_factory=list)
     _seen: dict[int, int] = field(default_factory=dict)
-    _alive: list[Any] = field(default_factory=list)  # so that an id is of one value
+    _alive: list[Any] = field(default_factory=list)  # so that ids are unique
     _memory: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: nn.Module, inputs: Any) -> Anatomy:
         """The anatomy of a module that is called with (args, kwargs)."""
-        made = cls()
+        anatomy = cls()
         leaves, spec = pytree.tree_flatten(inputs)
-        own = made._value(model)
-        made.parts = (own, spec, [made._input(leaf) for leaf in leaves])
-        return made
+        module_parts = anatomy._value(model)
+        anatomy.parts = (module_parts, spec, [anatomy._input(leaf) for leaf in leaves])
+        return anatomy
 
     def _input(self, leaf: Any) -> Any:
         return self._tensor(leaf) if type(leaf) is Tensor else self._value(leaf)
 
     def _again(self, value: Any) -> int | None:
-        """The number of a value that was met before; others are numbered."""
+        """The index of a value that was visited before; None for a new one, which gets an index."""
         number = self._seen.get(id(value))
         if number is None:
             self._seen[id(value)] = len(self._seen)
@@ -192,7 +194,7 @@ class Anatomy:
         return number
 
     def _value(self, value: Any) -> Any:
-        """A value as nested tuples; one that was met before as its number."""
+        """A value as nested tuples; a value that was visited before as its index."""
         kind = type(value)
         if kind in _ATOMS:
             return kind, repr(value)
@@ -203,7 +205,7 @@ class Anatomy:
         if isinstance(value, nn.Module):
             return self._module(value)
         if isinstance(value, Tensor):
-            return _Same(value)  # neither parameter nor buffer: the code may read its numbers
+            return _Same(value)  # neither parameter nor buffer: the code may read its data
         if kind in _CONTAINERS:
             items = value.items() if isinstance(value, dict) else value
             return kind, [self._value(item) for item in items]
@@ -224,7 +226,7 @@ class Anatomy:
         self.modules.append(module)
         kind = type(module)
         if parametrize.is_parametrized(module):
-            kind = kind.__bases__  # a class for each module
+            kind = kind.__bases__  # each parametrized module has its own class
         parts = []
         for name, value in vars(module).items():
             if type(value) is int:
@@ -239,19 +241,19 @@ class Anatomy:
         return _Same(kind) if isinstance(kind, type) else kind, parts
 
     def _hooks(self, module: nn.Module, hooks: Mapping[int, Any] | None) -> Any:
-        """Hooks, numbered within their module."""
+        """The hooks of a module, with keys numbered within the module."""
         ids = sorted({key for name in _HOOKS for key in getattr(module, name) or ()})
         return [(ids.index(key), self._value(hook)) for key, hook in (hooks or {}).items()]
 
     def _own(self, name: str, tensor: Tensor | None) -> Any:
-        """A parameter or buffer."""
+        """A parameter or buffer; with its value if that is an integer."""
         if tensor is None:
             return None
         number = tensor.item() if is_number(name, tensor) else None
         return self._tensor(tensor), number
 
     def _tensor(self, tensor: Tensor) -> Any:
-        """All of a tensor but its numbers; which of those met share its memory."""
+        """All of a tensor except its data; the index of the tensor that it shares memory with."""
         if (number := self._again(tensor)) is not None:
             return "again", number
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
@@ -266,7 +268,7 @@ class _Plain:
 
 
 def _is_plain(kind: type) -> bool:
-    """Is an object of this class described by its attributes?"""
+    """Whether objects of a class are determined by their attributes."""
     copying = ("__reduce__", "__reduce_ex__", "__getstate__")
     sizes = (kind.__basicsize__, kind.__itemsize__)
     return sizes == (_Plain.__basicsize__, 0) and all(

@@ -1,4 +1,4 @@
-"""One spelling for calls that say the same: the table then needs one entry for all of them."""
+"""Canonical calls: one notation for equivalent calls, for which the table has one entry."""
 
 from __future__ import annotations
 
@@ -22,31 +22,32 @@ aten = torch.ops.aten
 
 
 def spelled(program: Program, log: Log | None = None) -> Program:
-    """The same program with `expand_as` as expand, `stack` as cat, `glu` as its product; slices
-    of whole axes (torch.export writes one for every `:`) are gone. A call whose rule fails stays
-    as it is, and `log` says so."""
+    """The same program with canonical calls: `expand_as` as expand, `stack` as cat, `glu` as a
+    product. Slices of whole axes (torch.export emits one per `:`) are removed. A call whose rule
+    fails does not change, and is recorded in `log`."""
     log = Log() if log is None else log
     layers = log.attempt("the split of recurrent calls", lambda: layered(program), program)
     editor = GraphEditor(layers)
     for node in editor.calls(aten.slice.Tensor, *_RULES):
         with editor.graph.inserting_before(node):
             what = f"the canonical notation of {node.name} ({node.target})"
-            log.attempt(what, partial(_respell, editor, node), None)
+            log.attempt(what, partial(_canonicalize, editor, node), None)
     return editor.finish()
 
 
-def _respell(editor: GraphEditor, node: fx.Node) -> None:
-    """Put the canonical form of a call, if it has another one, in its place."""
+def _canonicalize(editor: GraphEditor, node: fx.Node) -> None:
+    """Replace a call by its canonical form, if that is another one."""
     if node.target is aten.slice.Tensor and _is_whole(node):
-        made: Any = node.args[0]
+        value: Any = node.args[0]
     else:
         rule = _RULES.get(node.target)
-        made = None if rule is None else rule(editor, node)
-    if made is not None:
-        editor.replace(node, made, inherit=made not in node.all_input_nodes)
+        value = None if rule is None else rule(editor, node)
+    if value is not None:
+        editor.replace(node, value, inherit=value not in node.all_input_nodes)
 
 
 def _is_whole(node: fx.Node) -> bool:
+    """Whether a slice takes a whole axis."""
     step = node.args[4] if len(node.args) > 4 else node.kwargs.get("step", 1)
     return step == 1 and same_shape(node.meta["val"], node.args[0].meta["val"])  # type: ignore[union-attr]
 
@@ -75,16 +76,16 @@ def _stack(editor: GraphEditor, node: fx.Node) -> fx.Node:
 
 
 def _repeated(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
-    """Every entry of an axis several times over: a new axis, expanded, merged into it."""
+    """`repeat_interleave`: each position of an axis repeated: a new axis, expanded and merged."""
     x, count = node.args[0], node.args[1]
     dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
     if dim is None or not isinstance(count, int):
         return None
-    return _wide(editor, x, dim % x.meta["val"].ndim, count, inner=True)  # type: ignore[arg-type,union-attr,operator]
+    return _repeat_axis(editor, x, dim % x.meta["val"].ndim, count, inner=True)  # type: ignore[arg-type,union-attr,operator]
 
 
 def _tiled(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
-    """An axis several times after itself: a new axis before it, expanded, merged into it."""
+    """`repeat`: an axis repeated as a whole: a new axis before it, expanded and merged."""
     x: Any = node.args[0]
     counts: Any = list(node.args[1])  # type: ignore[arg-type]
     if not all(isinstance(n, int) for n in counts):
@@ -92,53 +93,58 @@ def _tiled(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     for _ in range(len(counts) - x.meta["val"].ndim):
         x = editor.call(aten.unsqueeze.default, x, 0)
     for dim, count in enumerate(counts):
-        x = x if count == 1 else _wide(editor, x, dim, count, inner=False)
+        x = x if count == 1 else _repeat_axis(editor, x, dim, count, inner=False)
     return x
 
 
-def _wide(editor: GraphEditor, x: fx.Node, dim: int, count: int, *, inner: bool) -> fx.Node:
+def _repeat_axis(editor: GraphEditor, x: fx.Node, dim: int, count: int, *, inner: bool) -> fx.Node:
+    """x with an axis repeated: each position (`inner`), or the axis as a whole."""
     sizes = editor.sizes(x)
-    apart = editor.call(aten.unsqueeze.default, x, dim + inner)
+    unsqueezed = editor.call(aten.unsqueeze.default, x, dim + inner)
     shape = [*sizes[: dim + inner], count, *sizes[dim + inner :]]
-    wide = editor.call(aten.expand.default, apart, shape)
+    expanded = editor.call(aten.expand.default, unsqueezed, shape)
     size = (
         sizes[dim] * count
         if isinstance(sizes[dim], int)
         else editor.call(operator.mul, sizes[dim], count)
     )
-    return editor.call(aten.reshape.default, wide, [*sizes[:dim], size, *sizes[dim + 1 :]])
+    return editor.call(aten.reshape.default, expanded, [*sizes[:dim], size, *sizes[dim + 1 :]])
 
 
 def _indexed(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
-    """x[index] with one constant index: its rows selected, then shaped."""
+    """x[index] with one constant index: positions are selected, then reshaped."""
     x, indices = node.args
-    given = [(k, i) for k, i in enumerate(indices) if i is not None]  # type: ignore[arg-type]
-    if len(given) != 1 or not isinstance(given[0][1], fx.Node) or given[0][1].op != "get_attr":
+    present = [(k, i) for k, i in enumerate(indices) if i is not None]  # type: ignore[arg-type]
+    if (
+        len(present) != 1
+        or not isinstance(present[0][1], fx.Node)
+        or present[0][1].op != "get_attr"
+    ):
         return None
-    (axis, read), shape = given[0], x.meta["val"].shape  # type: ignore[union-attr]
-    held = editor.constants[str(read.target)]
-    if held.tensor.dtype not in (torch.int64, torch.int32) or not isinstance(shape[axis], int):
+    (axis, read), shape = present[0], x.meta["val"].shape  # type: ignore[union-attr]
+    constant = editor.constants[str(read.target)]
+    if constant.tensor.dtype not in (torch.int64, torch.int32) or not isinstance(shape[axis], int):
         return None
-    flat = (held.tensor.long() % shape[axis]).reshape(-1)
-    at = editor.add_constant(f"{held.name}_rows", flat, node, separator="")
-    rows = editor.call(aten.index_select.default, x, axis, at)
-    if held.tensor.ndim == 1:
+    flat = (constant.tensor.long() % shape[axis]).reshape(-1)
+    index_node = editor.add_constant(f"{constant.name}_rows", flat, node, separator="")
+    rows = editor.call(aten.index_select.default, x, axis, index_node)
+    if constant.tensor.ndim == 1:
         return rows
     sizes = editor.sizes(x)
     return editor.call(
-        aten.reshape.default, rows, [*sizes[:axis], *held.tensor.shape, *sizes[axis + 1 :]]
+        aten.reshape.default, rows, [*sizes[:axis], *constant.tensor.shape, *sizes[axis + 1 :]]
     )
 
 
 def _squeeze(editor: GraphEditor, node: fx.Node) -> fx.Node:
-    """The axes that are one long now, by name: later an axis may be cut to one."""
+    """`squeeze` with explicit axes: axes may be cut to size one later."""
     x = node.args[0]
     ones = [k for k, n in enumerate(x.meta["val"].shape) if same_size(n, 1)]  # type: ignore[union-attr]
     return editor.call(aten.squeeze.dims, x, ones)
 
 
 def _squeeze_at(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
-    """Squeezing an axis that is not one long does nothing."""
+    """`squeeze` of an axis whose size is not one: its operand."""
     x, dim = node.args
     if same_size(x.meta["val"].shape[dim], 1):  # type: ignore[union-attr,index]
         return None
@@ -155,35 +161,35 @@ def _glu(editor: GraphEditor, node: fx.Node) -> fx.Node:
 
 
 def _viewed(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
-    """A view that merges axes which lie otherwise before it, as the move that it is."""
+    """A view that merges permuted axes, as a concatenation or an index selection."""
     return _unstacked(editor, node) or _shuffled(editor, node)
 
 
 def _unstacked(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
-    """Values stacked along a new axis that is then merged into the one behind it are values one
-    after the other: stack((a, b)).reshape(...) is cat((a, b)), whose parts may lose other entries
-    (the directions of an LSTM in an ONNX file)."""
+    """Values stacked along a new axis that is merged into the next axis are a concatenation:
+    stack((a, b)).reshape(...) is cat((a, b)), whose operands may lose different positions (the
+    directions of an LSTM in an ONNX file)."""
     inner: Any = node.args[0]
-    moved = inner.target is aten.permute.default
-    order = [d % inner.meta["val"].ndim for d in inner.args[1]] if moved else None
-    stack = inner.args[0] if moved else inner
+    is_permuted = inner.target is aten.permute.default
+    order = [d % inner.meta["val"].ndim for d in inner.args[1]] if is_permuted else None
+    stack = inner.args[0] if is_permuted else inner
     if stack.target is not aten.cat.default or not all(_is_new_axis(p) for p in stack.args[0]):
         return None
     axis = stack.args[1] % stack.meta["val"].ndim if len(stack.args) > 1 else 0
     if any(p.args[1] % p.meta["val"].ndim != axis for p in stack.args[0]):
         return None
     order = order or list(range(stack.meta["val"].ndim))
-    place = order.index(axis)
-    shape, parted = node.meta["val"].shape, inner.meta["val"].shape
-    if len(shape) != len(parted) - 1 or place == len(shape):
+    position = order.index(axis)
+    shape, split_shape = node.meta["val"].shape, inner.meta["val"].shape
+    if len(shape) != len(split_shape) - 1 or position == len(shape):
         return None
-    if not _splits(shape, parted, place, 2):
+    if not _splits(shape, split_shape, position, 2):
         return None
-    rest = [d - (d > axis) for d in order if d != axis]
+    remaining = [d - (d > axis) for d in order if d != axis]
     parts = [p.args[0] for p in stack.args[0]]
-    if rest != sorted(rest):
-        parts = [editor.call(aten.permute.default, p, rest) for p in parts]
-    return editor.call(aten.cat.default, parts, place)
+    if remaining != sorted(remaining):
+        parts = [editor.call(aten.permute.default, p, remaining) for p in parts]
+    return editor.call(aten.cat.default, parts, position)
 
 
 def _is_new_axis(node: Any) -> bool:
@@ -191,8 +197,8 @@ def _is_new_axis(node: Any) -> bool:
 
 
 def _shuffled(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
-    """An axis split, its parts permuted and merged again (a channel shuffle) is a permutation of
-    the axis, along which single positions can go."""
+    """An axis that is split, permuted and merged (a channel shuffle), as a permutation of the axis,
+    of which single positions can be removed."""
     inner: Any = node.args[0]
     while inner.target in COPIES:
         inner = inner.args[0]
@@ -216,50 +222,50 @@ def _shuffled(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
 def _permuted(
     editor: GraphEditor, reader: fx.Node, x: fx.Node, parts: Any, order: list[int]
 ) -> fx.Node | None:
-    """x with one axis, which was split into several of `parts`, in another order."""
+    """x with one axis, which was split into several axes of `parts`, in another order."""
     shape = x.meta["val"].shape
-    moved = [k for k, d in enumerate(order) if k != d]
-    if not moved:
+    changed = [k for k, d in enumerate(order) if k != d]
+    if not changed:
         return None
-    axis, count = moved[0], len(parts) - len(shape) + 1
+    axis, count = changed[0], len(parts) - len(shape) + 1
     while axis and not _splits(shape, parts, axis, count):
         axis -= 1
-    if not _splits(shape, parts, axis, count) or moved[-1] >= axis + count:
+    if not _splits(shape, parts, axis, count) or changed[-1] >= axis + count:
         return None
     sizes = list(parts[axis : axis + count])
-    inside = [d - axis for d in order[axis : axis + count]]
-    index = torch.arange(shape[axis]).view(sizes).permute(inside).reshape(-1)
-    at = editor.add_constant(f"{x.name}_shuffle", index, reader, separator="")
-    return editor.call(aten.index_select.default, x, axis, at)
+    inner_order = [d - axis for d in order[axis : axis + count]]
+    index = torch.arange(shape[axis]).view(sizes).permute(inner_order).reshape(-1)
+    index_node = editor.add_constant(f"{x.name}_shuffle", index, reader, separator="")
+    return editor.call(aten.index_select.default, x, axis, index_node)
 
 
 def _splits(shape: Any, parts: Any, axis: int, count: int) -> bool:
-    """Are `parts` the shape with one axis, of a plain size, split into `count`?"""
-    inside = parts[axis : axis + count]
-    if count < 2 or not all(isinstance(n, int) for n in [*inside, shape[axis]]):
+    """Whether `parts` is `shape` with one static axis split into `count` axes."""
+    split_sizes = parts[axis : axis + count]
+    if count < 2 or not all(isinstance(n, int) for n in [*split_sizes, shape[axis]]):
         return False
-    rest = [*parts[:axis], *parts[axis + count :]]
-    kept = [*shape[:axis], *shape[axis + 1 :]]
-    whole = math.prod(inside) == shape[axis] and len(rest) == len(kept)
-    return whole and all(map(same_size, rest, kept))
+    other_parts = [*parts[:axis], *parts[axis + count :]]
+    other_sizes = [*shape[:axis], *shape[axis + 1 :]]
+    is_split = math.prod(split_sizes) == shape[axis] and len(other_parts) == len(other_sizes)
+    return is_split and all(map(same_size, other_parts, other_sizes))
 
 
 def _index_add(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
-    """x.index_add(dim, index, y) is x plus y scattered into zeros, where the index is constant."""
+    """x.index_add(dim, index, y) with a constant index: x plus y scattered into zeros."""
     x, dim, index, y = node.args
-    held = editor.constants.get(str(index.target)) if index.op == "get_attr" else None  # type: ignore[union-attr]
-    places = held.tensor.tolist() if held else []
-    if held is None or len(set(places)) != len(places):
+    constant = editor.constants.get(str(index.target)) if index.op == "get_attr" else None  # type: ignore[union-attr]
+    positions = constant.tensor.tolist() if constant else []
+    if constant is None or len(set(positions)) != len(positions):
         return None
     size, rank = x.meta["val"].shape[dim], x.meta["val"].ndim  # type: ignore[union-attr,index]
-    where = {place: k for k, place in enumerate(places)}
-    inverse = torch.tensor([where.get(k, len(places)) for k in range(size)])
-    # A pass before this one may have left an inverse of another index under the plain name.
-    at = editor.add_constant(f"{held.name}_inverse", inverse, node, separator="")
+    source = {position: k for k, position in enumerate(positions)}
+    inverse = torch.tensor([source.get(k, len(positions)) for k in range(size)])
+    # The name may be that of an inverse of another index, from an earlier pass.
+    index_node = editor.add_constant(f"{constant.name}_inverse", inverse, node, separator="")
     zeros = [0, 0] * (rank - dim % rank - 1) + [0, 1]  # type: ignore[operator]
-    wide = editor.call(aten.constant_pad_nd.default, y, zeros)
-    laid = editor.call(aten.index_select.default, wide, dim, at)
-    return editor.call(aten.add.Tensor, x, laid, alpha=node.kwargs.get("alpha", 1))
+    padded = editor.call(aten.constant_pad_nd.default, y, zeros)
+    scattered = editor.call(aten.index_select.default, padded, dim, index_node)
+    return editor.call(aten.add.Tensor, x, scattered, alpha=node.kwargs.get("alpha", 1))
 
 
 _VIEWS = VIEW_OR_RESHAPE | {aten.unflatten.int}

@@ -1,9 +1,9 @@
-"""Are two programs the same computation, up to names, order, and how values are moved about?
+"""Equality of programs up to names, order, and the ops that move values.
 
-Values are numbered, equal ones alike (value numbering: Cocke and Schwartz, Programming Languages
-and Their Compilers, 1970): two calls make one value where op and operands are the same. Of calls
-that only move elements (views, slices, permutations, splits) what counts is where each element of
-the result comes from, compared in full at two assignments of the dynamic sizes.
+Equal values get equal numbers (value numbering: Cocke and Schwartz, Programming Languages and Their
+Compilers, 1970): two calls have the same value if op and operands are the same. Calls that only
+move elements (views, slices, permutations, splits) are compared by the source of each element of
+the output, for two assignments of the dynamic sizes.
 """
 
 from __future__ import annotations
@@ -23,61 +23,62 @@ from demask.graph.program import Program
 from demask.ops import op_name, schema
 from demask.ops.traits import IDENTITIES, MOVES
 
-MOST = 2**24  # elements of a value whose moves are followed
+MOST = 2**24  # the most elements of a value whose moves are traced
 _SAME = IDENTITIES | {torch.ops.aten.detach_.default}
 
 
 def difference(a: Program, b: Program) -> fx.Node | None:
-    """The first call of `a` that `b` does not make, or the output of `a`, if that is what differs;
-    None where the programs are the same. Random calls are the same in the order of their calls."""
+    """The first call of `a` that `b` lacks, or the output of `a` if only that differs; None if the
+    programs are equal. Random calls are equal if their order is."""
     values = Values()
-    mine, other = values.of(a), values.of(b)
+    numbers_a, numbers_b = values.of(a), values.of(b)
     (first,), (second,) = (program.graph.find_nodes(op="output") for program in (a, b))
-    if mine[first] == other[second]:
+    if numbers_a[first] == numbers_b[second]:
         return None
-    made = set(other.values())
-    return next((node for node in a.graph.nodes if mine[node] not in made), first)
+    values_b = set(numbers_b.values())
+    return next((node for node in a.graph.nodes if numbers_a[node] not in values_b), first)
 
 
 @dataclass(frozen=True, slots=True)
 class _MovedElements:
-    """Elements of a value of another node, moved: the places they come from, at each assignment."""
+    """Moved elements of the value of `root`: their positions in it, per assignment of sizes."""
 
     root: fx.Node
-    places: tuple[Tensor, ...]
+    positions: tuple[Tensor, ...]
 
 
 @dataclass(slots=True)
 class _ProgramWalk:
-    """One program on its way through `Values`."""
+    """The state of numbering the values of one program."""
 
     program: Program
     names: dict[Any, str]
     sizes: tuple[dict[Any, int], ...]
-    found: dict[fx.Node, int] = field(default_factory=dict)
+    numbers: dict[fx.Node, int] = field(default_factory=dict)
     moved: dict[fx.Node, Any] = field(default_factory=dict)
     inputs: int = 0
     drawn: int = 0
 
 
 class Values:
-    """Numbers of the values of several programs, one for all that are equal."""
+    """Numbers of the values of several programs; equal values have equal numbers."""
 
     def __init__(self) -> None:
         self.numbers: dict[Hashable, int] = {}
         self.tensors: dict[Hashable, list[Tensor]] = {}
 
     def of(self, program: Program) -> dict[fx.Node, int]:
-        """The number of what each node makes."""
+        """The number of each node's value."""
         symbols = list(_symbols(program.graph))
         names = {symbol: f"n{k}" for k, (symbol, _) in enumerate(symbols)}
         sizes = tuple({symbol: hint + more for symbol, hint in symbols} for more in (0, 1))
         walk = _ProgramWalk(program, names, sizes)
         for node in program.graph.nodes:
-            walk.found[node] = self._number(node, walk)
-        return walk.found
+            walk.numbers[node] = self._number(node, walk)
+        return walk.numbers
 
     def _number(self, node: fx.Node, walk: _ProgramWalk) -> int:
+        """The number of a node's value, from those of its operands."""
         key: Hashable
         if node.op == "placeholder":
             key, walk.inputs = ("input", walk.inputs), walk.inputs + 1
@@ -89,16 +90,16 @@ class Values:
             key = ("size", _expression(node.meta["val"], walk))
         elif (source := _same(node)) is not None:
             walk.moved[node] = walk.moved.get(source)
-            return walk.found[source]
+            return walk.numbers[source]
         elif (moved := _moved(node, walk)) is not None:
             walk.moved[node] = moved
             if not isinstance(moved, _MovedElements):  # several, named by getitem
                 key = ("parts", len(self.numbers))
             elif _is_whole(moved, node, walk):
-                return walk.found[moved.root]
+                return walk.numbers[moved.root]
             else:
-                key = ("moved", walk.found[moved.root], _shape(node, walk),
-                       *map(_digest, moved.places))  # fmt: skip
+                key = ("moved", walk.numbers[moved.root], _shape(node, walk),
+                       *map(_digest, moved.positions))  # fmt: skip
         else:
             key = (node.op, str(node.target), self._plain(_arguments(node), walk))
             if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
@@ -106,7 +107,7 @@ class Values:
         return self.numbers.setdefault(key, len(self.numbers))
 
     def _tensor(self, tensor: Tensor) -> tuple[Hashable, ...]:
-        """What equal tensors, and no others, have in common."""
+        """A key that equal tensors share, and no others."""
         kind = (tensor.dtype, tuple(tensor.shape))
         alike = self.tensors.setdefault(kind, [])
         for k, other in enumerate(alike):
@@ -118,7 +119,7 @@ class Values:
     def _plain(self, value: Any, walk: _ProgramWalk) -> Hashable:
         """An argument as a key: nodes by the numbers of their values."""
         if isinstance(value, fx.Node):
-            return ("value", walk.found[value])
+            return ("value", walk.numbers[value])
         if isinstance(value, torch.SymInt):
             return ("size", _expression(value, walk))
         if isinstance(value, (list, tuple)):
@@ -129,7 +130,7 @@ class Values:
 
 
 def _same(node: fx.Node) -> fx.Node | None:
-    """The operand that a call returns as it is, if it does that."""
+    """The operand that a call returns unchanged, or None."""
     if node.op != "call_function":
         return None
     source = node.args[0] if node.args else None
@@ -164,7 +165,7 @@ def _symbols(graph: fx.Graph) -> Iterator[tuple[Any, int]]:
 
 
 def _expression(size: Any, walk: _ProgramWalk) -> str:
-    """A size in the names of the inputs' sizes."""
+    """A size as an expression of the inputs' sizes."""
     if isinstance(size, int):
         return str(size)
     return str(size.node.expr.subs({s: _named(name) for s, name in walk.names.items()}))
@@ -177,7 +178,7 @@ def _named(name: str) -> Any:
 
 
 def _value(size: Any, sizes: dict[Any, int]) -> int:
-    """A size at an assignment; raises TypeError where it depends on more."""
+    """The value of a size for an assignment. Raises TypeError if it depends on other symbols."""
     return size if isinstance(size, int) else int(size.node.expr.subs(sizes))
 
 
@@ -185,25 +186,25 @@ def _shape(node: fx.Node, walk: _ProgramWalk) -> tuple[str, ...]:
     return tuple(_expression(size, walk) for size in node.meta["val"].shape)
 
 
-def _digest(places: Tensor) -> bytes:
-    return hashlib.blake2b(places.contiguous().numpy().tobytes(), digest_size=16).digest()
+def _digest(positions: Tensor) -> bytes:
+    return hashlib.blake2b(positions.contiguous().numpy().tobytes(), digest_size=16).digest()
 
 
 def _is_whole(moved: _MovedElements, node: fx.Node, walk: _ProgramWalk) -> bool:
-    """Is a moved value its root, element by element, in the same shape?"""
+    """Whether a moved value equals its root, element by element, with the same shape."""
     root = moved.root.meta["val"]
     if not isinstance(root, Tensor) or root.ndim != node.meta["val"].ndim:
         return False
     return all(
-        places.shape == tuple(_value(n, sizes) for n in root.shape)
-        and torch.equal(places.reshape(-1), torch.arange(places.numel()))
-        for places, sizes in zip(moved.places, walk.sizes, strict=True)
+        positions.shape == tuple(_value(n, sizes) for n in root.shape)
+        and torch.equal(positions.reshape(-1), torch.arange(positions.numel()))
+        for positions, sizes in zip(moved.positions, walk.sizes, strict=True)
     )
 
 
 def _moved(node: fx.Node, walk: _ProgramWalk) -> Any:
-    """Where the elements of what a call makes come from, if all it does is move those of one
-    value: _Moved, or a list of them; else None."""
+    """_MovedElements, or a list of them per output, if a call only moves the elements of one value;
+    else None."""
     if node.target is operator.getitem:
         source, part = node.args
         several = walk.moved.get(source)  # type: ignore[arg-type]
@@ -215,20 +216,20 @@ def _moved(node: fx.Node, walk: _ProgramWalk) -> Any:
     if any(n.op != "get_attr" for n in others) or node.args[0] is not source:
         return None
     before = walk.moved.get(source)
-    root, held = (
-        (before.root, before.places) if isinstance(before, _MovedElements) else (source, None)
+    root, positions = (
+        (before.root, before.positions) if isinstance(before, _MovedElements) else (source, None)
     )
     results = []
     try:
         for k, sizes in enumerate(walk.sizes):
-            if held is None:
+            if positions is None:
                 shape = [_value(n, sizes) for n in source.meta["val"].shape]
                 count = torch.Size(shape).numel()
                 if count > MOST:
                     return None
                 start = torch.arange(count).reshape(shape)
             else:
-                start = held[k]
+                start = positions[k]
 
             def put(n: fx.Node, start: Tensor = start, sizes: dict[Any, int] = sizes) -> Any:
                 if n is source:
@@ -240,7 +241,7 @@ def _moved(node: fx.Node, walk: _ProgramWalk) -> Any:
             args, kwargs = map_arg((node.args, node.kwargs), put)
             results.append(node.target(*args, **kwargs))  # type: ignore[operator]
     except (TypeError, RuntimeError, ValueError):
-        return None  # a size that values decide, or one that these assignments do not take
+        return None  # a data-dependent size, or a call that fails for these sizes
     if isinstance(results[0], Tensor):
         return _MovedElements(root, tuple(results))
     return [_MovedElements(root, parts) for parts in zip(*results, strict=True)]

@@ -1,10 +1,10 @@
-"""Positions are taken before an axis is split, not after.
+"""Select positions before an axis is split instead of after.
 
     linear(x).view(b, t, 3, h, d).permute(2, 0, 3, 1, 4)[0]
       ==  linear(x)[..., rows].view(b, t, h, d).permute(0, 2, 1, 3)         rows of the queries
 
-Queries, keys and values of a fused projection then have axes of their own, which can be cut apart
-(feature row 000-j: gathers propagate toward the inputs).
+Queries, keys and values of a fused projection then have separate axes, which can be cut
+independently.
 """
 
 from __future__ import annotations
@@ -26,56 +26,61 @@ aten = torch.ops.aten
 
 
 def hoisted(program: Program) -> Program:
-    """The program with slices of a projection's split output taken from the output itself."""
+    """The program with slices of a projection's output in the place of slices of its views."""
     if not any(node.target in TAKES and _split_of(node) for node in program.graph.nodes):
         return program
     editor = GraphEditor(program)
     for node in editor.calls():
-        found = _split_of(node) if node.target in TAKES else None
-        if found is not None:
+        split = _split_of(node) if node.target in TAKES else None
+        if split is not None:
             with editor.graph.inserting_before(node):
-                _hoist(editor, node, *found)
+                _hoist(editor, node, *split)
     return editor.finish()
 
 
 def _split_of(node: fx.Node) -> tuple[fx.Node, list[int], int, list[int], int] | None:
-    """What a call takes positions of, if of a projection's split axis: the view that splits it, its
-    axes as they come, which of them is taken from, the parts of the axis, and the axis."""
+    """For a call that selects positions of a split axis of a projection: the view that splits it,
+    the order of the view's axes, the axis of the view, the view's axes that the split axis became,
+    and the split axis. None for other calls."""
     order, source = _unpermuted(node.args[0])
     if source.target not in SPLITS_OF_AXES or not _is_projection(source.args[0]):
         return None
     shape = list(source.meta["val"].shape)
     projected: Any = source.args[0]
-    found = refined(list(projected.meta["val"].shape), shape)
+    refinement = refined(list(projected.meta["val"].shape), shape)
     dim = schema.arguments(node)["dim"]
-    if isinstance(found, Declined):
+    if isinstance(refinement, Declined):
         return None
-    before, after, sizes = found
+    before, after, sizes = refinement
     axis = order[dim % len(order)]
-    home = next(
+    projected_axis = next(
         (k for k, letters in enumerate(before) if after[axis][:1] and after[axis][0] in letters),
         None,
     )
-    if home is None or len(before[home]) < 2 or any(sizes[a] is None for a in before[home]):
+    if (
+        projected_axis is None
+        or len(before[projected_axis]) < 2
+        or any(sizes[a] is None for a in before[projected_axis])
+    ):
         return None
-    parts = [k for k, letters in enumerate(after) if set(letters) & set(before[home])]
-    if [after[k] for k in parts] != [[a] for a in before[home]]:
+    parts = [k for k, letters in enumerate(after) if set(letters) & set(before[projected_axis])]
+    if [after[k] for k in parts] != [[a] for a in before[projected_axis]]:
         return None
     if parts != list(range(parts[0], parts[0] + len(parts))):
         return None
-    return source, order, axis, parts, home
+    return source, order, axis, parts, projected_axis
 
 
 def _unpermuted(value: Any) -> tuple[list[int], fx.Node]:
-    """The value that transposes are made of, and which of its axes each axis is."""
+    """The order of the axes of a chain of transposes, and the operand of the chain."""
     order = list(range(value.meta["val"].ndim))
     while value.target in TRANSPOSES:
-        found = schema.arguments(value)
+        call_arguments = schema.arguments(value)
         step, rank = list(range(len(order))), len(order)
         if value.target is aten.permute.default:
-            step = [d % rank for d in found["dims"]]
+            step = [d % rank for d in call_arguments["dims"]]
         else:
-            i, j = found["dim0"] % rank, found["dim1"] % rank
+            i, j = call_arguments["dim0"] % rank, call_arguments["dim1"] % rank
             step[i], step[j] = step[j], step[i]
         order = [step[k] for k in order]
         value = value.args[0]
@@ -83,7 +88,7 @@ def _unpermuted(value: Any) -> tuple[list[int], fx.Node]:
 
 
 def _is_projection(node: Any) -> bool:
-    """A product with a constant weight, perhaps seen through a view."""
+    """Whether a node is a product with a constant weight, or a view of one."""
     while node.target in SPLITS_OF_AXES:
         node = node.args[0]
     return str(node.target) in PRODUCTS and any(s.op == "get_attr" for s in node.all_input_nodes)
@@ -96,26 +101,29 @@ def _hoist(
     order: list[int],
     axis: int,
     parts: list[int],
-    home: int,
+    projected_axis: int,
 ) -> None:
+    """Replace a selection after a view (see `_split_of`) by one before it."""
     shape = view.meta["val"].shape
     count = [int(shape[k]) for k in parts]
     rows = torch.arange(torch.tensor(count).prod()).view(count)  # type: ignore[arg-type]
-    gone = node.target in SELECTS
-    made = _taken(node, axis, int(shape[axis]))
-    single = not isinstance(node.meta["val"], (list, tuple))
-    users = [node] if single else [u for u in node.users if u.target is operator.getitem]
-    sizes = _asked(editor, view)
+    drops_axis = node.target in SELECTS
+    taken = _taken(node, axis, int(shape[axis]))
+    has_one_output = not isinstance(node.meta["val"], (list, tuple))
+    users = [node] if has_one_output else [u for u in node.users if u.target is operator.getitem]
+    sizes = _view_sizes(editor, view)
     for user in users:
-        take = made[0 if user is node else user.args[1]]  # type: ignore[index,call-overload]
+        take = taken[0 if user is node else user.args[1]]  # type: ignore[index,call-overload]
         index = rows.index_select(parts.index(axis), take).reshape(-1)
-        part = _rows(editor, node, view.args[0], home, index)  # type: ignore[arg-type]
+        part = _rows(editor, node, view.args[0], projected_axis, index)  # type: ignore[arg-type]
         split = [
-            len(take) if k == axis else n for k, n in enumerate(sizes) if not (gone and k == axis)
+            len(take) if k == axis else n
+            for k, n in enumerate(sizes)
+            if not (drops_axis and k == axis)
         ]
         part = editor.call(aten.reshape.default, part, split)
-        kept = [k for k in order if not (gone and k == axis)]
-        dims = [k - (gone and k > axis) for k in kept]
+        remaining = [k for k in order if not (drops_axis and k == axis)]
+        dims = [k - (drops_axis and k > axis) for k in remaining]
         if dims != list(range(len(dims))):
             part = editor.call(aten.permute.default, part, dims)
         part.meta = {**user.meta, **part.meta}
@@ -123,17 +131,17 @@ def _hoist(
 
 
 def _taken(node: fx.Node, axis: int, size: int) -> list[Tensor]:
-    """Per output, the positions taken of an axis."""
-    found = schema.arguments(node) | {"self": torch.arange(size), "dim": 0}
-    args, kwargs = schema.call(node.target, found)
-    result = node.target(*args, **kwargs)  # type: ignore[operator]
-    return [t.reshape(-1) for t in (result if isinstance(result, (list, tuple)) else [result])]
+    """Per output, the selected positions of an axis."""
+    call_arguments = schema.arguments(node) | {"self": torch.arange(size), "dim": 0}
+    args, kwargs = schema.call(node.target, call_arguments)
+    output = node.target(*args, **kwargs)  # type: ignore[operator]
+    return [t.reshape(-1) for t in (output if isinstance(output, (list, tuple)) else [output])]
 
 
 def _rows(
     editor: GraphEditor, reader: fx.Node, source: fx.Node, axis: int, index: Tensor
 ) -> fx.Node:
-    """Positions of an axis, taken before `reader`."""
+    """New calls: positions of an axis of `source`."""
     first, last = int(index[0]), int(index[-1]) + 1
     if torch.equal(index, torch.arange(first, last)):
         return editor.call(aten.slice.Tensor, source, axis, first, last)
@@ -141,10 +149,13 @@ def _rows(
     return editor.call(aten.index_select.default, source, axis, read)
 
 
-def _asked(editor: GraphEditor, view: fx.Node) -> list[Any]:
-    """The sizes of a view, as they were asked for where they are dynamic."""
-    found = schema.arguments(view)
-    asked, shape = found.get("size", found.get("shape")), view.meta["val"].shape
-    if asked is None or len(asked) != len(shape) or any(a == -1 for a in asked):
+def _view_sizes(editor: GraphEditor, view: fx.Node) -> list[Any]:
+    """The sizes of a view; dynamic ones are its own arguments if possible."""
+    call_arguments = schema.arguments(view)
+    requested, shape = (
+        call_arguments.get("size", call_arguments.get("shape")),
+        view.meta["val"].shape,
+    )
+    if requested is None or len(requested) != len(shape) or any(a == -1 for a in requested):
         return editor.sizes(view)
-    return [n if isinstance(n, int) else a for n, a in zip(shape, asked, strict=True)]
+    return [n if isinstance(n, int) else a for n, a in zip(shape, requested, strict=True)]

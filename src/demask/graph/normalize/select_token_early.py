@@ -1,9 +1,10 @@
-"""What only one token needs is computed for one token, however many there are.
+"""Select a token before the calls that compute each token separately.
 
-    layer(x)[:, 0]  ==  layer(x[:, :1])[:, 0]        for all that a layer does token by token
+    layer(x)[:, 0]  ==  layer(x[:, :1])[:, 0]        if the layer computes each token separately
 
-Along an axis of a known size the sweeps find this by themselves. A dynamic axis has no positions to
-tell apart, so taking one is moved before every call that does the same to each (feature row 000-j).
+Along a static axis the analysis of needed positions has the same effect. A dynamic axis has no
+single positions, so the selection is moved before every call that computes its positions
+separately.
 """
 
 from __future__ import annotations
@@ -24,37 +25,41 @@ _Take = tuple[int, int]  # the axis, and the position: 0 is the first, -1 the la
 
 
 def early(program: Program, table: Table) -> Program:
-    """The program with single positions of dynamic axes taken as early as can be."""
+    """The program with selections of one position of a dynamic axis as early as possible."""
     if not any(_taken(node) for node in program.graph.nodes):
         return program
     editor = GraphEditor(program)
     todo = [node for node in editor.graph.nodes if _taken(node)]
     moved = False
     while todo:
-        made = _move(editor, todo.pop(), table)
-        moved |= made is not None
-        todo += made or []
+        selections = _move(editor, todo.pop(), table)
+        moved |= selections is not None
+        todo += selections or []
     return editor.finish() if moved else program
 
 
 def _taken(node: fx.Node) -> _Take | None:
-    """What a call takes, if it is one position of a dynamic axis."""
+    """The axis and position that a call selects, if the axis is dynamic; else None."""
     is_select = node.target is aten.select.int
     if not (is_select or node.target is aten.slice.Tensor) or not node.users:
         return None
-    found = schema.arguments(node)
-    shape = found["self"].meta["val"].shape
-    dim = found["dim"] % len(shape)
+    call_arguments = schema.arguments(node)
+    shape = call_arguments["self"].meta["val"].shape
+    dim = call_arguments["dim"] % len(shape)
     if isinstance(shape[dim], int):
         return None
     if is_select:
-        return (dim, found["index"]) if found["index"] in (0, -1) else None
-    ends = (found["start"] or 0, _END if found["end"] is None else found["end"], found["step"])
+        return (dim, call_arguments["index"]) if call_arguments["index"] in (0, -1) else None
+    ends = (
+        call_arguments["start"] or 0,
+        _END if call_arguments["end"] is None else call_arguments["end"],
+        call_arguments["step"],
+    )
     return {(0, 1, 1): (dim, 0), (-1, _END, 1): (dim, -1)}.get(ends)
 
 
 def _move(editor: GraphEditor, node: fx.Node, table: Table) -> list[fx.Node] | None:
-    """Take a position of what a value is made of; the calls that now take one."""
+    """Move a selection before the call that it selects from; the new selections, or None."""
     take, source = _taken(node), node.all_input_nodes[0]
     if take is None or any(_taken(user) != take for user in source.users if not _is_size(user)):
         return None
@@ -62,44 +67,45 @@ def _move(editor: GraphEditor, node: fx.Node, table: Table) -> list[fx.Node] | N
     if not isinstance(relation, Relation) or relation.entry.free or len(relation.outs) != 1:
         return None
     dim, index = take
-    places = [next(iter(axes), None) for axes in carry_back(relation, {dim: True})]
-    if is_split(relation, dim) or all(place is None for place in places):
+    axes = [next(iter(operand_axes), None) for operand_axes in carry_back(relation, {dim: True})]
+    if is_split(relation, dim) or all(axis is None for axis in axes):
         return None
-    return _again(editor, source, relation, places, dim, index)
+    return _again(editor, source, relation, axes, dim, index)
 
 
 def _again(
     editor: GraphEditor,
     source: fx.Node,
     relation: Relation,
-    places: list[Any],
+    axes: list[Any],
     dim: int,
     index: int,
 ) -> list[fx.Node]:
+    """Repeat a call on one position of an axis; the new selections of its operands."""
     ends = (0, 1) if index == 0 else (-1, _END)
-    values, made = [], []
+    values, selections = [], []
     with editor.graph.inserting_before(source.next):
-        for operand, place in zip(relation.operands, places, strict=True):
-            if place is None or not isinstance(operand.value, fx.Node):
+        for operand, axis in zip(relation.operands, axes, strict=True):
+            if axis is None or not isinstance(operand.value, fx.Node):
                 values.append(operand.value)
                 continue
-            part = editor.call(aten.slice.Tensor, operand.value, place, *ends)
+            part = editor.call(aten.slice.Tensor, operand.value, axis, *ends)
             values.append(part)
-            made.append(part)
-        found = schema.replaced(schema.arguments(source), relation.operands, values)
+            selections.append(part)
+        call_arguments = schema.replaced(schema.arguments(source), relation.operands, values)
         if relation.entry.args is not None:
             sizes: list[Any] = editor.sizes(source)
             sizes[dim] = 1
             every: Any = [sizes]
-            found |= relation.entry.args(source, every)
-        one = editor.call_named(source.target, found, source)
+            call_arguments |= relation.entry.args(source, every)
+        call = editor.call_named(source.target, call_arguments, source)
     for user in [u for u in source.users if _taken(u)]:
         with editor.graph.inserting_before(user):
-            gone = user.target is aten.select.int
-            final = editor.call(aten.squeeze.dim, one, dim) if gone else one
+            drops_axis = user.target is aten.select.int
+            final = editor.call(aten.squeeze.dim, call, dim) if drops_axis else call
         final.meta = {**user.meta, **final.meta}
         user.replace_all_uses_with(final)
-    return made
+    return selections
 
 
 def _is_size(node: fx.Node) -> bool:

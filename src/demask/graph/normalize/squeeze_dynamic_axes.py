@@ -1,8 +1,7 @@
-"""Squeezes of dynamic axes, said in a way that does not depend on what their size is.
+"""Squeezes of dynamic axes, with guards on the sizes.
 
-`squeeze` drops an axis where it is one long and does nothing elsewhere, so what it makes of a
-dynamic axis was decided by the example. That decision is written into the graph, and the result
-refuses the sizes for which it would be another.
+`squeeze` drops an axis of size one and has no effect on others, so that its output's rank was
+determined by the example. The graph states that case explicitly, and its guards refuse other sizes.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from demask.ops.traits import SQUEEZES
 aten = torch.ops.aten
 
 
-def squeezed(program: Program) -> Program:
-    """The program whose squeezes drop static axes alone; its guards hold what the others were."""
+def squeeze_static_axes(program: Program) -> Program:
+    """The program whose squeezes drop only static axes; guards fix the sizes of dynamic ones."""
     if not any(_is_dynamic(node) for node in program.graph.nodes):
         return program
     editor, guards = GraphEditor(program), dict.fromkeys(program.guards)
@@ -32,32 +31,33 @@ def squeezed(program: Program) -> Program:
         x: Any = node.args[0]
         shape = x.meta["val"].shape
         with editor.graph.inserting_before(node):
-            made = x
+            value = x
             for dim in sorted(_dims(node), reverse=True):
                 size = shape[dim]
                 if isinstance(size, int):
-                    made = editor.call(aten.squeeze.dim, made, dim) if size == 1 else made
+                    value = editor.call(aten.squeeze.dim, value, dim) if size == 1 else value
                     continue
-                if free_unbacked_symbols(size):  # by no input: torch decides in each call
-                    made = editor.call(aten.squeeze.dim, made, dim)
+                if free_unbacked_symbols(size):  # data-dependent: torch decides in each call
+                    value = editor.call(aten.squeeze.dim, value, dim)
                     continue
-                one, text = schema.hint(size) == 1, spelled(size.node.expr)
+                is_one, text = schema.hint(size) == 1, spelled(size.node.expr)
                 if text is not None:
-                    guards[f"{text} == 1" if one else f"{text} >= 2"] = None
-                made = editor.call(aten.select.int, made, dim, 0) if one else made
-        editor.replace(node, made)
-    # In-place calls, whose results nothing reads, are still in the graph: nothing is dropped.
+                    guards[f"{text} == 1" if is_one else f"{text} >= 2"] = None
+                value = editor.call(aten.select.int, value, dim, 0) if is_one else value
+        editor.replace(node, value)
+    # In-place calls, whose outputs no node reads, are still in the graph: nothing may be dropped.
     return replace(program, graph=editor.graph, guards=tuple(guards))
 
 
 def _dims(node: fx.Node) -> list[int]:
-    """The axes that a squeeze drops if they are one long."""
+    """The axes that a squeeze drops if their size is one."""
     rank = node.args[0].meta["val"].ndim  # type: ignore[union-attr]
     dims: Any = schema.arguments(node).get("dim", range(rank))
     return [d % rank for d in ([dims] if isinstance(dims, int) else dims)] if rank else []
 
 
 def _is_dynamic(node: fx.Node) -> bool:
+    """Whether a call squeezes a dynamic axis."""
     if node.target not in SQUEEZES:
         return False
     shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Results of the caller's own class: what they remember beside their provenance, and as graphs."""
+"""Results of the caller's own class: recorded call signatures, and conversion to graphs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from demask.graph.provenance import InputSpec, Provenance
 from demask.graph.result.demasked_module import attach, build
 from demask.graph.result.resize import tensors_of
 
-_CALL = "_demasked_call"  # of a module: how it was called when it was demasked
+_CALL = "_demasked_call"  # attribute of a module: the call that it was demasked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,27 +33,30 @@ class CallSpec:
 def remember(
     module: nn.Module, provenance: Provenance, args: Any, kwargs: Mapping[str, Any] | None
 ) -> None:
-    """Let a module of any class be a demasked network: `.demasked`, and how it is called."""
+    """Record the provenance (`.demasked`) and the call of a module of any class, in place."""
     leaves, spec = pytree.tree_flatten((args, dict(kwargs or {})))
-    known = iter(provenance.inputs)
-    kept = [next(known, _spec(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    vars(module)[_CALL] = CallSpec(*pytree.tree_unflatten(kept, spec))
+    specs = iter(provenance.inputs)
+    call_leaves = [
+        next(specs, _spec(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+    ]
+    vars(module)[_CALL] = CallSpec(*pytree.tree_unflatten(call_leaves, spec))
     vars(module)["demasked"] = provenance
 
 
 def _spec(leaf: Tensor) -> InputSpec:
+    """The spec of an input without one in the provenance."""
     sizes = tuple(leaf.shape)
     return InputSpec("input", sizes, str(leaf.dtype).removeprefix("torch."), sizes)
 
 
 def is_class_result(module: Any) -> bool:
-    """Is a module a demasked network of the caller's own class?"""
+    """Whether a module is a demasked network of the caller's own class."""
     return isinstance(module, nn.Module) and _CALL in vars(module)
 
 
 def as_graph(module: Any) -> Any:
-    """A demasked network of the caller's own class as a graph, which shares its tensors; anything
-    else as it is. What files are written from. Raises NotExportable."""
+    """A demasked network of the caller's own class as a graph module that shares its tensors, for
+    writing files; other values unchanged. Raises NotExportable."""
     if not is_class_result(module):
         return module
     call: CallSpec = vars(module)[_CALL]
@@ -62,11 +65,11 @@ def as_graph(module: Any) -> Any:
     def drawn(leaf: Any) -> Any:
         if not isinstance(leaf, InputSpec):
             return leaf
-        made = torch.zeros(leaf.example, dtype=getattr(torch, leaf.dtype))
-        device = next((p.device for p in module.parameters()), made.device)
-        made = made.to(device)
-        marks[id(made)] = leaf
-        return made
+        example = torch.zeros(leaf.example, dtype=getattr(torch, leaf.dtype))
+        device = next((p.device for p in module.parameters()), example.device)
+        example = example.to(device)
+        marks[id(example)] = leaf
+        return example
 
     inputs: Any = pytree.tree_map(drawn, (call.args, call.kwargs),
                              is_leaf=lambda leaf: isinstance(leaf, InputSpec))  # fmt: skip
@@ -81,16 +84,16 @@ def as_graph(module: Any) -> Any:
         program = capture(module, inputs[0], inputs[1], {})
     program = folded(functionalized(program))
     graph = build(program, _of_graph(vars(module)["demasked"])).train(module.training)
-    held = {name for name, _ in tensors_of(graph)}
-    for name, tensor in tensors_of(module):  # what this call does not read
-        if name not in held:
+    names = {name for name, _ in tensors_of(graph)}
+    for name, tensor in tensors_of(module):  # tensors that this call does not read
+        if name not in names:
             attach(graph, name, tensor)
     return graph
 
 
 def _of_graph(record: Provenance) -> Provenance:
-    """The record of a network for its graph, whose parts are in plain ops: what was measured of
-    optimized ones does not hold for it."""
+    """The record of a network for its graph, which has plain ops: timings of the optimized network
+    do not apply to it."""
     if record.speed is None:
         return record
     note = "optimized parts are plain ops here: optimize this network for their speed"

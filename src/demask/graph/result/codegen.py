@@ -1,10 +1,9 @@
-"""The Python a result runs: the graph's calls, spelled the way that costs least to call.
+"""Code generation: the Python code of a result, with the least overhead per call.
 
-A call of an overload (`torch.ops.aten.relu.default`) takes a few microseconds more than torch's own
-binding of the same op (`torch.relu`), and every dot behind `self` is a search through a module: a
-module inside another is looked up in `_modules`, the dictionary that holds it, which costs less. A
-network that had its work removed feels both, so neither is left in the code. The graph itself keeps
-its overloads.
+A call of an overload (`torch.ops.aten.relu.default`) takes a few microseconds more than torch's
+binding of the same op (`torch.relu`), and every attribute after `self` is a search through a
+module: submodules are looked up in the dictionary `_modules` instead, which is faster. Both matter
+for small networks. The graph itself retains its overloads.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ from demask.graph.guards import (
 )
 from demask.graph.provenance import Provenance
 
-TRACED = "_demask_traced"  # in the code: whether torch.compile or torch.export traces the call
+TRACED = "_demask_traced"  # in the code: whether torch.compile or torch.export is tracing
 _CALL = re.compile(r"torch\.ops\.aten\.(\w+)\.(\w+)\(")
 _ASSIGNED = re.compile(r"(\w+)(?: : [^=]+)? = ")
 
 
 class Codegen(PyTreeCodeGen):
-    """Checks the sizes and values that come in, then calls.
+    """Generates code that checks the sizes and values of the inputs, then runs the calls.
 
-    Pytree specs are values: copies share them (copying them warns in torch 2.13).
+    Copies share pytree specs, which are immutable (torch 2.13 warns when they are copied).
     """
 
     def __init__(self, specs: Any, provenance: Provenance):
@@ -55,33 +54,41 @@ class Codegen(PyTreeCodeGen):
         return _unpickled, (type(self), names, [_plain(spec) for spec in specs], self.provenance)
 
     def gen_var_bindings(self, fn_args: list[str], free_vars: list[str], expanded_def: bool) -> str:
-        """Lines that read the flat inputs off the arguments: none where they are the arguments."""
+        """Lines that assign the flat inputs from the arguments: none if they are the arguments."""
         spec = self.pytree_info.in_spec
         groups = [spec.child(k) for k in range(spec.num_children)]
         leaves = all(g.child(k).is_leaf() for g in groups for k in range(g.num_children))
-        plain = [re.split("[:#]", name)[0].strip() for name in free_vars]
-        own = [name for name in self.pytree_info.orig_args if name != "self"]
-        if not leaves or any(group.is_leaf() for group in groups) or len(plain) != len(own):
+        input_names = [re.split("[:#]", name)[0].strip() for name in free_vars]
+        argument_names = [name for name in self.pytree_info.orig_args if name != "self"]
+        if (
+            not leaves
+            or any(group.is_leaf() for group in groups)
+            or len(input_names) != len(argument_names)
+        ):
             return super().gen_var_bindings(fn_args, free_vars, expanded_def)
-        bound = "" if plain == own else f"\n    {', '.join(plain)} = {', '.join(own)}"
+        bound = (
+            ""
+            if input_names == argument_names
+            else f"\n    {', '.join(input_names)} = {', '.join(argument_names)}"
+        )
         return self._format_annotations(free_vars, expanded_def) + bound
 
     def process_inputs(self, *args: Any) -> Any:
-        """The flat inputs, checked: what torch.export calls, which runs the graph, not its code."""
+        """The flat inputs after checks, for torch.export, which runs the graph, not the code."""
         flat = super().process_inputs(*args)
-        for check in self.checks if args else ():  # none where the values are already in place
+        for check in self.checks if args else ():  # no arguments: the values are assigned already
             check(*flat)
         return flat
 
     def _gen_python_code(self, nodes: Any, root_module: str, *args: Any, **kwargs: Any) -> Any:
-        given = list(nodes)
-        names = {n.name: str(n.target) for n in given if n.op == "placeholder"}
+        node_list = list(nodes)
+        names = {n.name: str(n.target) for n in node_list if n.op == "placeholder"}
         values = list(value_checks(names, self.provenance.values))
         sizes = list(checks(names, self.provenance.inputs, self.provenance.guards))
 
         def transformed(body: list[str]) -> list[str]:
-            found = _lookups((_CALL.sub(_bound, line) for line in body), given, root_module)
-            return [*values, *sizes, *found]
+            lookups = _lookups((_CALL.sub(_bound, line) for line in body), node_list, root_module)
+            return [*values, *sizes, *lookups]
 
         variables = list(names.values())
         self.checks = (checker(variables, values), checker(variables, sizes, **SYMBOLIC))
@@ -99,7 +106,7 @@ def _unpickled(
 
 
 def _plain(spec: Any) -> Any:
-    """A pytree spec as tuples, None for its leaves: pickled as it is, torch 2.13 warns of them."""
+    """A pytree spec as nested tuples, None for leaves: torch 2.13 warns if specs are pickled."""
     if spec.is_leaf():
         return None
     return spec.type, spec.context, [_plain(spec.child(k)) for k in range(spec.num_children)]
@@ -114,9 +121,9 @@ def _spec(plain: Any) -> Any:
 
 
 def binding(name: str, overload: str = "default") -> str | None:
-    """How Python spells an ATen op through torch's own binding; None where it has none, or one that
-    does not take all that the op takes (a list with gaps) or has another default (of a reduction:
-    torch 2.13 sums nothing up where it is left out).
+    """The Python name of torch's binding of an ATen op; None if there is none, or if the binding
+    does not accept all arguments of the op (a list with None entries) or has other defaults
+    (`reduction` in torch 2.13).
 
     >>> binding("relu"), binding("linear"), binding("slice", "Tensor")
     ('torch.relu', 'torch.nn.functional.linear', None)
@@ -136,27 +143,32 @@ def binding(name: str, overload: str = "default") -> str | None:
 
 
 def _bound(match: re.Match[str]) -> str:
-    found = binding(match.group(1), match.group(2))
-    return match.group(0) if found is None else f"{found}("
+    """The text of a call of an overload, by torch's binding if there is one."""
+    name = binding(match.group(1), match.group(2))
+    return match.group(0) if name is None else f"{name}("
 
 
 def _lookups(lines: Iterable[str], nodes: Sequence[fx.Node], root: str) -> Iterator[str]:
-    """Lines of code in which modules are found in dictionaries, which are looked up once each."""
+    """Lines of code that read submodules from `_modules` dictionaries, each assigned once."""
     targets = {n.name: str(n.target) for n in nodes if n.op in ("get_attr", "call_module")}
     called = {node.name for node in nodes if node.op == "call_module"}
-    taken, held = {node.name for node in nodes}, {}
+    taken, dictionaries = {node.name for node in nodes}, {}
     for line in lines:
-        name = found[1] if (found := _ASSIGNED.match(line)) else ""
+        name = assigned[1] if (assigned := _ASSIGNED.match(line)) else ""
         *path, leaf = targets.get(name, "").split(".")
         if name in called or path:
-            inside = path if name in called else path[:-1]
-            for k in range(len(inside) + 1):
-                if tuple(inside[:k]) not in held:
-                    short = held[tuple(inside[:k])] = _short(inside[:k], taken)
+            parents = path if name in called else path[:-1]
+            for k in range(len(parents) + 1):
+                if tuple(parents[:k]) not in dictionaries:
+                    short = dictionaries[tuple(parents[:k])] = _short(parents[:k], taken)
                     taken.add(short)
-                    last = f"{held[tuple(inside[: k - 1])]}[{inside[k - 1]!r}]" if k else root
+                    last = (
+                        f"{dictionaries[tuple(parents[: k - 1])]}[{parents[k - 1]!r}]"
+                        if k
+                        else root
+                    )
                     yield f"{short} = {last}._modules\n"
-            read = f"{held[tuple(inside)]}[{(leaf if name in called else path[-1])!r}]"
+            read = f"{dictionaries[tuple(parents)]}[{(leaf if name in called else path[-1])!r}]"
             if name not in called:
                 read = _read(read, leaf)
             line = line.replace(_read(root, targets[name]), read, 1)
@@ -164,7 +176,7 @@ def _lookups(lines: Iterable[str], nodes: Sequence[fx.Node], root: str) -> Itera
 
 
 def _short(path: Sequence[str], taken: Container[str]) -> str:
-    """A local name for the modules inside the one of a path."""
+    """A local name for the `_modules` of the module at a path."""
     name = "_".join(["at", *(re.sub(r"\W", "_", step) for step in path)])
     while name in taken:
         name += "_"
@@ -172,7 +184,7 @@ def _short(path: Sequence[str], taken: Container[str]) -> str:
 
 
 def _read(root: str, path: str) -> str:
-    """`self.a.0` as torch.fx spells it: `getattr(self.a, "0")`."""
+    """`self.a.0` in the notation of torch.fx: `getattr(self.a, "0")`."""
     text = root
     for step in path.split("."):
         text = f"{text}.{step}" if step.isidentifier() else f'getattr({text}, "{step}")'

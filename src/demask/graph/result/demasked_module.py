@@ -1,4 +1,4 @@
-"""Program -> the module a user gets: one GraphModule over plain modules with original names."""
+"""Results: from a Program to one GraphModule over plain modules with the original names."""
 
 from __future__ import annotations
 
@@ -18,38 +18,37 @@ from demask.graph.normalize.split_recurrent import joined
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Provenance, Sizes
 from demask.graph.result.codegen import Codegen
-from demask.graph.result.hooks import lost_hooks
+from demask.graph.result.hooks import describe_lost_hooks
 from demask.graph.result.resize import tensors_of
 from demask.graph.result.restore_modules import Originals, restore, set_module
 from demask.graph.result.uncalled_modules import is_holder, refuse_hooks
 from demask.ops.custom import own_of
 
-# Of a GraphModule, made from its graph.
+# Attributes of a GraphModule that are generated from its graph.
 _GENERATED = {"_graph", "_code", "_lineno_map", "_prologue_start", "_in_spec", "_out_spec"}
 
 
 class Demasked(fx.GraphModule):
-    """A demasked network: an ordinary GraphModule that remembers where it came from.
+    """A demasked network: a GraphModule with a Provenance.
 
-    demasked: its Provenance. Copies keep it, and so do pickles: `torch.save` of the whole module,
-    processes that are spawned. Reading a pickle runs what it says (`torch.load` asks for
-    `weights_only=False`), so read your own alone; `demask.save` and `demask.load` use none, and are
-    for files that come from others.
+    demasked: its Provenance, which copies and pickles contain (`torch.save` of the whole module,
+    spawned processes). A pickle runs code when it is read (`torch.load` requires
+    `weights_only=False`), so read only your own; `demask.save` and `demask.load` use no pickles.
     """
 
     demasked: Provenance
     codegen: type[Codegen] = Codegen
-    trains: bool = True  # layers are modules: hooks run, and a training mode means something
+    trains: bool = True  # layers are modules: hooks and training modes work
 
     @classmethod
     def of(
         cls, root: nn.Module, graph: fx.Graph, specs: PyTreeInfo, provenance: Provenance
     ) -> Self:
-        """The module of a graph whose call and result have the given pytrees."""
+        """The module of a graph. root: has its tensors and modules; specs: pytrees of the call."""
         graph.set_codegen(cls.codegen(specs, provenance))
         module = cls(root, graph, class_name=cls.__name__)
         module.recompile()
-        _keep_names(root, module, {})
+        _copy_names(root, module, {})
         _copy_persistence(root, module)
         refuse_hooks(module)
         module.demasked = provenance
@@ -59,69 +58,71 @@ class Demasked(fx.GraphModule):
         specs: PyTreeInfo = signature_of(self.graph)
         memo |= {id(spec): spec for spec in (specs.in_spec, specs.out_spec)}
         plain = super().__deepcopy__(memo)
-        _keep_names(self, plain, memo)
+        _copy_names(self, plain, memo)
         _copy_persistence(self, plain)
         copied = type(self).graph_module().of(plain, plain.graph, specs, self.demasked)
         copied.training = self.training
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """How to pickle it: the graph node by node, since torch.fx traces the generated code anew,
-        and stops at its checks of sizes."""
+        """The pickled form: the graph node by node, since torch.fx would trace the generated code,
+        which fails at its checks of sizes."""
         state = {name: value for name, value in vars(self).items() if name not in _GENERATED}
         kind = type(self).graph_module()
         return _unpickled, (kind, rows_of(self.graph), codegen_of(self.graph)), state
 
     def _archived(self) -> dict[str, Any] | None:
-        """What a file keeps beside graph, tensors and provenance, in JSON types. The name is
-        private: modules of a network may have any other (`extra`)."""
+        """The data of a file in addition to graph, tensors and provenance, in JSON types. The name
+        is private, since modules of a network may have any public name."""
         return None
 
     def _unarchived(self, extra: Any) -> None:
-        """Take over what _archived() gave; BadInput where it is damaged."""
+        """Restore the data of `_archived`. Raises BadInput if it is damaged."""
 
     def plain(self) -> Demasked:
-        """The network without ops that demask alone knows (quantization stays), sharing tensors:
-        itself, where it has none."""
-        found = [own_of(node.target) for node in self.graph.nodes]
-        passes = dict.fromkeys(own.spelled for own in found if own and own.spelled)
+        """The network without custom ops (except quantization), sharing tensors; itself if it has
+        none."""
+        custom_ops = [own_of(node.target) for node in self.graph.nodes]
+        passes = dict.fromkeys(op.spelled for op in custom_ops if op and op.spelled)
         return reduce(changed, passes, self)
 
     @classmethod
     def graph_module(cls) -> type[Self]:
-        """The class itself: torch.fx gives each module a class of its own, derived from it."""
+        """The class itself: torch.fx derives a new class for each module."""
         return next(kind for kind in cls.__mro__ if "<locals>" not in kind.__qualname__)
 
 
 def changed(module: Demasked, change: Callable[[Program], Program]) -> Demasked:
-    """The network behind a pass that computes the same; it shares tensors."""
+    """The network after an output-preserving pass; it shares tensors."""
     info: PyTreeInfo = signature_of(module.graph)
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     for node in graph.nodes:
         value = TensorType.of(node.meta.get("val"))
-        if value is not None:  # of what it was in its first dtype
+        if value is not None:  # its original dtype
             del node.meta["val"]
             node.meta.setdefault("value", value)
-    given = {name: Constant(tensor, name, isinstance(tensor, nn.Parameter), tensor.requires_grad)
-             for name, tensor in tensors_of(module)}  # fmt: skip
-    made = change(Program(graph, given, info.in_spec, info.out_spec, tuple(info.orig_args)))
+    constants = {
+        name: Constant(tensor, name, isinstance(tensor, nn.Parameter), tensor.requires_grad)
+        for name, tensor in tensors_of(module)
+    }
+    edited = change(Program(graph, constants, info.in_spec, info.out_spec, tuple(info.orig_args)))
     root = nn.Module()
-    for node in made.graph.find_nodes(op="call_module"):
+    for node in edited.graph.find_nodes(op="call_module"):
         set_module(root, str(node.target), module.get_submodule(str(node.target)))
     for name, tensor in tensors_of(module):
         attach(root, name, tensor)
     _copy_persistence(module, root)
-    for name, constant in made.constants.items():
-        if name not in given:
+    for name, constant in edited.constants.items():
+        if name not in constants:
             _place(root, (name,), constant, {})
     for path, part in root.named_modules():
         part.training = getattr(_get(module, path) if path else module, "training", module.training)
-    return Demasked.of(root, made.graph, info, module.demasked)
+    return Demasked.of(root, edited.graph, info, module.demasked)
 
 
 def _unpickled(kind: type[Demasked], rows: Sequence[NodeRecord], codegen: CodeGen) -> Demasked:
-    """The module of a pickled graph; pickle then puts in what its tensors and modules are."""
+    """The module of a pickled graph, without tensors and modules, which pickle sets later."""
     module = kind(nn.Module(), fx.Graph(), class_name=kind.__name__)
     graph = graph_of(rows)
     graph.set_codegen(codegen)
@@ -129,24 +130,24 @@ def _unpickled(kind: type[Demasked], rows: Sequence[NodeRecord], codegen: CodeGe
     return module
 
 
-def _keep_names(source: nn.Module, target: nn.Module, copies: Mapping[int, Any]) -> None:
-    """Names under which a tensor or a layer of `target` also stood in `source`: torch.fx copies
-    what a graph reads, so one name each. copies: by id, what one of `source` is in `target`."""
+def _copy_names(source: nn.Module, target: nn.Module, copies: Mapping[int, Any]) -> None:
+    """Add the other names that tensors and layers of `target` have in `source`: torch.fx copies
+    only one name of each. copies: the object in `target`, by id of the object in `source`."""
     layers = {id(layer) for layer in target.modules() if not is_holder(layer)}
     for path, layer in source.named_modules(remove_duplicate=False):
         twin = copies.get(id(layer), layer)
         if path and id(twin) in layers and _get(target, path) is not twin:
             set_module(target, path, twin)
-    there = dict(tensors_of(target))
-    held = {id(tensor) for tensor in there.values()}
+    present = dict(tensors_of(target))
+    tensor_ids = {id(tensor) for tensor in present.values()}
     for name, tensor in tensors_of(source):
         twin = copies.get(id(tensor), tensor)
-        if name not in there and id(twin) in held:
+        if name not in present and id(twin) in tensor_ids:
             attach(target, name, twin)
 
 
 def attach(root: nn.Module, name: str, tensor: Tensor, *, persistent: bool = True) -> None:
-    """Register a parameter or buffer under its name, below modules made where there are none."""
+    """Register a parameter or buffer under its name; missing parent modules are created."""
     *path, leaf = name.split(".")
     module = root
     for step in path:
@@ -160,7 +161,8 @@ def attach(root: nn.Module, name: str, tensor: Tensor, *, persistent: bool = Tru
 
 
 def _copy_persistence(source: nn.Module, target: nn.Module) -> None:
-    """Buffers that are not part of the state stay so (torch.fx registers all as if they were)."""
+    """Mark the buffers that are not persistent in `source` in `target`, too: torch.fx registers all
+    as persistent."""
     for path, module in source.named_modules():
         twin = _get(target, path) if path else target
         if twin is not None:
@@ -175,13 +177,12 @@ def build(
     kind: type[Demasked] = Demasked,
     originals: Originals | None = None,
 ) -> Demasked:
-    """The program as an ordinary module: same call and same outputs as the captured model.
+    """The program as a module with the call signature and outputs of the captured model.
 
-    Parameters and buffers stand under their fully qualified names; layers, norms, activations and
-    dropout are modules again, called under their old names, so that hooks and training work.
-    originals: of the model, those that such modules keep class and hooks of (`originals_of`); a
-    warning names the modules whose hooks are not kept. The result carries `demasked`, its
-    provenance.
+    Parameters and buffers have their fully qualified names. Layers, norms, activations and dropouts
+    are modules with their original names, so that hooks and training work. originals: the model's
+    modules whose class and hooks these retain (`originals_of`); a warning names the modules whose
+    hooks are lost. The result has its provenance in `demasked`.
     """
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
@@ -197,31 +198,31 @@ def build(
     if kind.trains:
         joined(graph)
         restore(graph, root, originals.kept if originals is not None else {}, kind)
-    if originals is not None and (lost := tuple(lost_hooks(originals.model, root))):
+    if originals is not None and (lost := tuple(describe_lost_hooks(originals.model, root))):
         warnings.warn("; ".join(lost), stacklevel=4)
         provenance = replace(provenance, notes=(*provenance.notes, *lost))
     drop_unread(graph)
     for node in graph.nodes:
         value = TensorType.of(node.meta.get("val"))
-        if value is not None and (not kind.trains or any(map(_is_spelled, node.users))):
+        if value is not None and (not kind.trains or any(map(_is_lowered, node.users))):
             node.meta["value"] = value
     specs = PyTreeInfo(list(program.names), program.in_spec, program.out_spec)
     return kind.of(root, graph, specs, provenance).train(program.training and kind.trains)
 
 
-def _is_spelled(node: fx.Node) -> bool:
-    """Is a call one that ATen calls stand for elsewhere? Which ones depends on what it reads."""
+def _is_lowered(node: fx.Node) -> bool:
+    """Whether `plain` replaces a call by ATen calls, which depend on its operands' types."""
     own = own_of(node.target)
     return own is not None and own.spelled is not None
 
 
 def exportable(model: nn.Module) -> nn.Module:
-    """A network as torch.export takes it: ours in ATen ops alone."""
+    """A network that torch.export accepts: a demasked one without custom ops."""
     return model.plain() if isinstance(model, Demasked) else model
 
 
 def build_plain(program: Program) -> fx.GraphModule:
-    """The program as a module that says nothing of where it came from, with tensors of its own."""
+    """The program as a module with copies of its tensors and an empty provenance."""
     own = {n: replace(c, tensor=c.tensor.clone()) for n, c in program.constants.items()}
     nothing = Sizes(0, 0, 0)
     empty = Provenance({}, (), {}, (), (), nothing, nothing)
@@ -231,15 +232,17 @@ def build_plain(program: Program) -> fx.GraphModule:
 def _place(
     root: nn.Module, names: Iterable[str], constant: Constant, shared: dict[int, Tensor]
 ) -> None:
+    """Register a constant under its names. shared: parameters by id of the tensor."""
     tensor = constant.tensor
     if constant.parameter:
-        # Tied tensors were cut once: one parameter under all their names.
+        # Tied tensors were cut once: one parameter with all their names.
         tensor = shared.setdefault(id(tensor), nn.Parameter(tensor, constant.requires_grad))
     for name in names:
         attach(root, name, tensor, persistent=constant.persistent)
 
 
 def _get(root: nn.Module, path: str) -> nn.Module | None:
+    """The module at a path, or None."""
     module: Any = root
     for step in path.split("."):
         module = getattr(module, step, None)

@@ -1,7 +1,7 @@
-"""The modules of torch.nn and the ATen calls that they make: one table, read in both directions.
+"""Modules of torch.nn and their ATen calls: one table for both directions.
 
-A call in a graph that is what a module would make becomes a call of that module
-(`restore_modules`); a module called in a graph becomes the call that it makes (`spell`).
+A call in a graph that equals a module's call becomes a call of that module (`restore_modules`); a
+module that a graph calls becomes its ATen call (`spell`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch import fx, nn
 
 from demask.graph.result.hooks import HOOKS
-from demask.graph.result.recurrent_modules import names_of, zero_state
-from demask.graph.result.returned_values import flat, is_read_apart
+from demask.graph.result.recurrent_modules import create_zero_state, tensor_names
+from demask.graph.result.returned_values import has_separate_reads, read_from_call
 from demask.ops import schema
 from demask.ops.traits import BATCH_STATISTICS
 
@@ -26,14 +26,13 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class EvalCall:
-    """The call that the modules of a kind make in eval mode.
+    """The ATen call of the modules of a class in eval mode.
 
-    tensors, numbers: per argument of the op, the attribute of the module that it is. lists: per
-    argument that is a list of tensors, the attribute that lists their names. always: arguments that
-    every such call has; None for those that change nothing. set: attributes that have to be so for
-    this call to be all that the module does. returns: what the module returns, as numbers of the
-    call's outputs; None where it returns what the call does. default: is a call whose tensors stand
-    together such a module, wherever it was made?
+    tensors, numbers: the module's attribute for an argument of the op, by argument. lists: for an
+    argument that is a list of tensors, the attribute that lists their names. always: arguments with
+    the same value in all such calls. set: values that attributes must have for this to be the
+    module's only call. returns: the module's output, by numbers of the call's outputs; None: the
+    call's output. default: whether every call whose tensors have one parent is such a module.
     """
 
     op: Any
@@ -47,20 +46,20 @@ class EvalCall:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The arguments that are what the module is called on."""
+        """The names of the arguments that are inputs of the module."""
         own = {*self.tensors, *self.lists}
         return tuple(a.name for a in schema.signature(self.op) if a.tensors and a.name not in own)
 
-    def leaves(self, found: Mapping[str, Any]) -> dict[str, Any]:
-        """What a call reads as the tensors of its module, by their names in it. found: the call's
-        arguments."""
-        leaves = {leaf: found[name] for name, leaf in self.tensors.items()}
+    def leaves(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The operands of a call that are tensors of its module, by their names in the module.
+        arguments: of the call, by name."""
+        leaves = {leaf: arguments[name] for name, leaf in self.tensors.items()}
         for name in self.lists:
-            leaves |= dict(zip(names_of(found), found[name], strict=True))
+            leaves |= dict(zip(tensor_names(arguments), arguments[name], strict=True))
         return leaves
 
     def value(self, module: nn.Module, name: str) -> Any:
-        """An argument as an attribute of a module says it."""
+        """The value of an argument, from an attribute of a module."""
         value = getattr(module, self.numbers[name])
         value = _FOR_NONE.get(name) if value is None else value
         length = next(a.length for a in schema.signature(self.op) if a.name == name)
@@ -68,25 +67,25 @@ class EvalCall:
             return [value] * length
         return list(value) if isinstance(value, tuple) else value
 
-    def given(self, module: nn.Module) -> dict[str, Any]:
-        """The arguments of the module's call but for its tensors and what it is called on."""
+    def module_arguments(self, module: nn.Module) -> dict[str, Any]:
+        """The arguments of the module's call, except for tensors and inputs."""
         own = {*self.tensors, *self.lists, *self.inputs}
-        found = {a.name: a.default for a in schema.signature(self.op) if a.name not in own}
-        found |= {name: self.value(module, name) for name in self.numbers}
-        found |= {name: value for name, value in self.always.items() if name in found}
+        arguments = {a.name: a.default for a in schema.signature(self.op) if a.name not in own}
+        arguments |= {name: self.value(module, name) for name in self.numbers}
+        arguments |= {name: value for name, value in self.always.items() if name in arguments}
         if "running_mean" in self.tensors:
-            found[BATCH_STATISTICS[self.op]] = module.running_mean is None
-        return found
+            arguments[BATCH_STATISTICS[self.op]] = module.running_mean is None
+        return arguments
 
-    def asked(self, call: fx.Node) -> dict[str, Any]:
-        """The same arguments as a call has them."""
-        found = schema.arguments(call)
-        ignored = dict.fromkeys(_IGNORED & found.keys(), False)
+    def call_arguments(self, call: fx.Node) -> dict[str, Any]:
+        """The arguments of a call, except for tensors and inputs."""
+        arguments = schema.arguments(call)
+        ignored = dict.fromkeys(_IGNORED & arguments.keys(), False)
         own = {*self.tensors, *self.lists, *self.inputs}
-        return {name: v for name, v in (found | ignored).items() if name not in own}
+        return {name: v for name, v in (arguments | ignored).items() if name not in own}
 
 
-# Not the module's to say: a flag of the backend, and whether the network trains.
+# Not attributes of the module: a flag of the backend, and the training mode.
 _IGNORED = {"cudnn_enable", "cudnn_enabled", "train"}
 # The value that an argument of an op has where the module's attribute is None.
 _FOR_NONE = {"padding_idx": -1, "momentum": 0.0}
@@ -148,7 +147,8 @@ _ROWS: list[tuple[type[nn.Module], EvalCall]] = [
     (nn.LogSoftmax, _row(aten.log_softmax.int, "dim")),
     (nn.CosineSimilarity, _row(aten.cosine_similarity.default, "dim eps")),
     (nn.Flatten, _row(aten.flatten.using_ints, "start_dim end_dim")),
-    (nn.Unflatten, EvalCall(aten.unflatten.int, numbers={"dim": "dim", "sizes": "unflattened_size"})),
+    (nn.Unflatten,
+     EvalCall(aten.unflatten.int, numbers={"dim": "dim", "sizes": "unflattened_size"})),
     (nn.PixelShuffle, _row(aten.pixel_shuffle.default, "upscale_factor")),
     (nn.PixelUnshuffle, _row(aten.pixel_unshuffle.default, "downscale_factor")),
     (nn.ChannelShuffle, _row(aten.channel_shuffle.default, "groups")),
@@ -211,7 +211,7 @@ ROWS: Mapping[type[nn.Module], tuple[EvalCall, ...]] = {
     kind: tuple(row for other, row in _ROWS if other is kind) for kind, _ in _ROWS
 }
 KINDS = {kind.__name__: kind for kind in ROWS}
-# What forward calls, and a subclass that computes something else changes.
+# Methods that forward calls; a subclass that computes something else overrides one.
 _FORWARD = (
     "forward",
     "__call__",
@@ -220,21 +220,21 @@ _FORWARD = (
     "_output_padding",
     "_slow_forward",
 )
-STATE = "hx"  # the argument of recurrent ops that modules may be called without
-READS = "reads"  # in `meta` of a call of a module: the fake values of its tensors
+STATE = "hx"  # the argument of recurrent ops that is optional for modules
+READS = "reads"  # key of `meta` of a call of a module: the fake values of its tensors
 
 
 def kind_of(module: nn.Module) -> type[nn.Module] | None:
-    """The class of the table whose forward a module has: its own, or the one it is derived from."""
+    """The class of the table whose forward a module has: its own class or a base class; or None."""
     for k, base in enumerate(mro := type(module).__mro__):
         if base in ROWS:
-            changes = any(name in vars(sub) for sub in mro[:k] for name in _FORWARD)
+            changes = any(name in vars(subclass) for subclass in mro[:k] for name in _FORWARD)
             return None if changes else base
     return None
 
 
 def row_of(module: nn.Module) -> EvalCall | None:
-    """The row of the call that a module makes, if all that it does is such a call."""
+    """The row of a module's call; None if the module does anything else."""
     kind = kind_of(module)
     for row in ROWS[kind] if kind is not None else ():
         if all(getattr(module, name) == value for name, value in row.set.items()):
@@ -243,7 +243,7 @@ def row_of(module: nn.Module) -> EvalCall | None:
 
 
 def row_for(kind: type[nn.Module], op: Any) -> EvalCall | None:
-    """The row of a kind of modules that make a call of an op."""
+    """The row of a class whose call is of an op; None if there is none."""
     return next((row for row in ROWS[kind] if row.op is op), None)
 
 
@@ -251,54 +251,55 @@ def row_for(kind: type[nn.Module], op: Any) -> EvalCall | None:
 
 
 def spell(graph: fx.Graph, root: nn.Module) -> list[fx.Node]:
-    """Put the ATen calls of modules in their places, in a graph; what is left: calls of modules
-    that are not in the table, or that have hooks, which no call runs."""
-    left = []
+    """Replace calls of modules by ATen calls, in place; returns the calls that remain: of modules
+    that are not in the table, or that have hooks."""
+    remaining = []
     for node in graph.find_nodes(op="call_module"):
         module = root.get_submodule(str(node.target))
         row = row_of(module)
         hooked = any(getattr(module, hooks) for hooks in HOOKS)
-        fits = row is not None and is_read_apart(node, row.returns) and not node.kwargs
+        fits = row is not None and has_separate_reads(node, row.returns) and not node.kwargs
         if row is None or hooked or not fits or not _is_called_on(node, row):
-            left.append(node)
+            remaining.append(node)
         else:
             _spell(node, module, row)
-    return left
+    return remaining
 
 
 def _is_called_on(node: fx.Node, row: EvalCall) -> bool:
-    """Is a module called on what the op reads? A state may be left out."""
+    """Whether a module is called with the inputs of the op; an initial state is optional."""
     missing = len(row.inputs) - len(node.args)
     return missing == 0 or (missing == 1 and row.inputs[-1] == STATE)
 
 
 def _spell(node: fx.Node, module: nn.Module, row: EvalCall) -> None:
+    """Replace one call of a module by its ATen call, in place."""
     path, values = node.target, node.meta.get(READS, {})
-    found = dict(zip(row.inputs, node.args, strict=False))
+    operands = dict(zip(row.inputs, node.args, strict=False))
 
     def read(leaf: str) -> fx.Node | None:
         if getattr(module, leaf) is None:
             return None
-        made = node.graph.create_node("get_attr", f"{path}.{leaf}")
+        constant = node.graph.create_node("get_attr", f"{path}.{leaf}")
         if leaf in values:
-            made.meta["val"] = values[leaf]
-        return made
+            constant.meta["val"] = values[leaf]
+        return constant
 
     with node.graph.inserting_before(node):
         if row.inputs[-1] == STATE:
-            state = found.get(STATE) or zero_state(node.args[0], module)  # type: ignore[arg-type]
-            found[STATE] = list(state) if isinstance(state, tuple) else state
-        found |= {name: read(leaf) for name, leaf in row.tensors.items()}
+            state = operands.get(STATE) or create_zero_state(node.args[0], module)  # type: ignore[arg-type]
+            operands[STATE] = list(state) if isinstance(state, tuple) else state
+        operands |= {name: read(leaf) for name, leaf in row.tensors.items()}
         for name, names in row.lists.items():
-            found[name] = [read(leaf) for leaf in getattr(module, names)]
-    args, kwargs = schema.call(row.op, found | row.given(module))
+            operands[name] = [read(leaf) for leaf in getattr(module, names)]
+    args, kwargs = schema.call(row.op, operands | row.module_arguments(module))
     node.op, node.target, node.args, node.kwargs = "call_function", row.op, args, kwargs
-    flat(node, row.returns)
+    read_from_call(node, row.returns)
 
 
 def in_calls(network: fx.GraphModule) -> fx.Graph:
-    """The graph of a network with modules spelled as calls, as far as they can be: for those who
-    look at what it computes. Nodes keep their names."""
+    """A copy of a network's graph with ATen calls in the place of modules where possible, for
+    analysis; nodes have the same names."""
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(network.graph, mapping))
@@ -312,8 +313,8 @@ def in_calls(network: fx.GraphModule) -> fx.Graph:
 
 
 def fields_of(module: nn.Module, kind: type[nn.Module]) -> Iterator[tuple[str, Any]]:
-    """What the constructor of a kind is given to make a module like this one, but for tensors."""
-    for name in parameters_of(kind):
+    """The constructor arguments of a class for a module like this one, except for tensors."""
+    for name in constructor_parameters(kind):
         if name in ("device", "dtype") or name.startswith("_") or not hasattr(module, name):
             continue
         value = getattr(module, name)
@@ -321,37 +322,38 @@ def fields_of(module: nn.Module, kind: type[nn.Module]) -> Iterator[tuple[str, A
         yield name, (value is not None if has else value)
 
 
-def parameters_of(kind: type[nn.Module]) -> Mapping[str, inspect.Parameter]:
-    """The parameters of the constructor of a kind, by their names."""
+def constructor_parameters(kind: type[nn.Module]) -> Mapping[str, inspect.Parameter]:
+    """The parameters of the constructor of a class, by name."""
     if not issubclass(kind, nn.RNNBase):
         return inspect.signature(kind).parameters
     own = {"nonlinearity"} if kind is nn.RNN else {"proj_size"} if kind is nn.LSTM else set()
-    found = dict(inspect.signature(nn.RNNBase).parameters)
-    found["nonlinearity"] = inspect.signature(nn.RNNCell).parameters["nonlinearity"]
-    left = {"mode", "proj_size", "nonlinearity"} - own  # its subclasses hand the others on
-    return {name: parameter for name, parameter in found.items() if name not in left}
+    parameters = dict(inspect.signature(nn.RNNBase).parameters)
+    parameters["nonlinearity"] = inspect.signature(nn.RNNCell).parameters["nonlinearity"]
+    excluded = {"mode", "proj_size", "nonlinearity"} - own  # its subclasses pass the others on
+    return {name: parameter for name, parameter in parameters.items() if name not in excluded}
 
 
 _WORDS = {
     "padding_mode": {"zeros"}, "approximate": {"none", "tanh"}, "nonlinearity": {"tanh", "relu"},
 }  # fmt: skip
-_MOST_LAYERS = 1000  # of a recurrent module in a file: each is a step of its constructor
+_MOST_LAYERS = 1000  # of a recurrent module in a file: the constructor loops over them
 
 
 def hollow(kind: type[nn.Module], fields: Mapping[str, Any]) -> nn.Module:
-    """A module of a kind that takes no memory, of what `fields_of` gave. ValueError where it gives
-    no such thing."""
-    known = parameters_of(kind)
+    """A module of a class without memory for tensors, from the values of `fields_of`. Raises
+    ValueError for values that `fields_of` does not return."""
+    known = constructor_parameters(kind)
     for name, value in fields.items():
         if name not in known or name in ("device", "dtype") or not _is_plain(name, value):
             raise ValueError(f"{name} = {value!r:.40}")
     meta = {"device": "meta"} if "device" in known else {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch's own, of numbers without effect
+        warnings.simplefilter("ignore", UserWarning)  # torch warns of arguments without effect
         return kind(**fields, **meta)
 
 
 def _is_plain(name: str, value: Any) -> bool:
+    """Whether a constructor argument of a file has a permitted type and size."""
     if isinstance(value, str):
         return value in _WORDS.get(name, ())
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Recurrent modules of torch.nn: the names of their tensors, and the state that they begin with."""
+"""Recurrent modules of torch.nn: names of their tensors, and their initial states."""
 
 from __future__ import annotations
 
@@ -14,39 +14,43 @@ from demask.ops.traits import FULLS, ZEROS
 aten = torch.ops.aten
 
 
-def parts_of(layers: int, two: bool) -> list[str]:
-    """The layers and directions of a module, as the names of its tensors end.
+def tensor_suffixes(layers: int, two: bool) -> list[str]:
+    """The suffixes of the names of a module's tensors, per layer and direction.
 
-    >>> parts_of(1, True)
+    >>> tensor_suffixes(1, True)
     ['l0', 'l0_reverse']
     """
-    return [f"l{layer}{way}" for layer in range(layers) for way in ("", "_reverse")[: 1 + two]]
+    return [
+        f"l{layer}{direction}"
+        for layer in range(layers)
+        for direction in ("", "_reverse")[: 1 + two]
+    ]
 
 
-def names_of(found: Mapping[str, Any]) -> list[str]:
-    """The names of the tensors that a call of several layers and directions reads, in their order.
-    found: its arguments."""
-    parts = parts_of(found["num_layers"], found["bidirectional"])
-    biases = ("bias_ih", "bias_hh") if found["has_biases"] else ()
+def tensor_names(arguments: Mapping[str, Any]) -> list[str]:
+    """The names of the tensors of a call of several layers and directions, in order. arguments: of
+    the call, by name."""
+    parts = tensor_suffixes(arguments["num_layers"], arguments["bidirectional"])
+    biases = ("bias_ih", "bias_hh") if arguments["has_biases"] else ()
     leaves = ("weight_ih", "weight_hh", *biases, "weight_hr")
-    count = len(found["params"]) // len(parts)
+    count = len(arguments["params"]) // len(parts)
     return [f"{leaf}_{part}" for part in parts for leaf in leaves[:count]]
 
 
 def begins_with_zeros(call: fx.Node) -> bool:
-    """Is the state that a call begins with what its module begins with where it is given none?"""
-    found = schema.arguments(call)
-    states = found["hx"] if isinstance(found["hx"], (list, tuple)) else [found["hx"]]
+    """Whether the initial state of a call is zero, the default of modules."""
+    arguments = schema.arguments(call)
+    states = arguments["hx"] if isinstance(arguments["hx"], (list, tuple)) else [arguments["hx"]]
     return all(map(is_zeros, states))
 
 
 def is_state(node: fx.Node) -> bool:
-    """Is a call one of those that make a state to begin with?"""
+    """Whether a call is one of those that compute a zero state."""
     return node.target is aten.sym_size.int or is_zeros(node)
 
 
 def is_zeros(node: Any) -> bool:
-    """Is a node a call that makes zeros?"""
+    """Whether a node is a call that returns zeros."""
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return False
     return node.target in ZEROS or (
@@ -54,9 +58,8 @@ def is_zeros(node: Any) -> bool:
     )
 
 
-def zero_state(x: fx.Node, module: Any) -> Any:
-    """New nodes: the state that a module begins with where it is given none, as its op takes it.
-    x: its input."""
+def create_zero_state(x: fx.Node, module: Any) -> Any:
+    """New nodes: the zero state of a module with input x, as an argument of its op."""
     graph, stacked = x.graph, isinstance(module, nn.RNNBase)
     batch = graph.call_function(aten.sym_size.int, (x, int(stacked and not module.batch_first)))
     first = [module.num_layers * (2 if module.bidirectional else 1)] if stacked else []
@@ -73,20 +76,20 @@ def zero_state(x: fx.Node, module: Any) -> Any:
 
 
 def rename(module: nn.RNNBase, names: list[str]) -> None:
-    """Have a module of several layers and directions hold the tensors of these names alone, and
-    say so."""
+    """Remove all tensors but those with these names from a recurrent module, in place, and update
+    its attributes."""
     parts = module.num_layers * (2 if module.bidirectional else 1)
     count = len(names) // parts
-    held = {name: module._parameters[name] for name in names}
-    module._parameters = held
+    parameters = {name: module._parameters[name] for name in names}
+    module._parameters = parameters
     module._flat_weights_names = names
     module._all_weights = [names[k * count : (k + 1) * count] for k in range(parts)]
-    projection = held.get("weight_hr_l0")
+    projection = parameters.get("weight_hr_l0")
     module.proj_size = 0 if projection is None else projection.shape[0]
     module._init_flat_weights()
 
 
 def refresh(module: nn.Module) -> None:
-    """Let a module see the tensors that were put in the places of its own."""
+    """Update the references of a recurrent module to its tensors after they were replaced."""
     if isinstance(module, nn.RNNBase):
         module._init_flat_weights()

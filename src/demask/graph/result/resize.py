@@ -1,4 +1,4 @@
-"""Tensors of other shapes in the modules of a network, and the numbers that modules say of them."""
+"""Replacement of tensors in the modules of a network, and update of the modules' attributes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from demask.ops import schema
 
 
 def assign(root: nn.Module, name: str, tensor: Tensor) -> bool:
-    """Put a tensor (a Parameter, or the value of a buffer) where `name` says; False where the
-    network has no place of that name. A bias may stand where a layer had none."""
+    """Set a tensor (a Parameter, or the value of a buffer) by its name, also a bias of a layer
+    without one; whether the network has that name."""
     path, _, leaf = name.rpartition(".")
     try:
         module = root.get_submodule(path)
@@ -24,7 +24,7 @@ def assign(root: nn.Module, name: str, tensor: Tensor) -> bool:
     if leaf in module._buffers and not isinstance(tensor, nn.Parameter):
         module._buffers[leaf] = tensor
     elif leaf in module._parameters and isinstance(tensor, nn.Parameter):
-        setattr(module, leaf, tensor)  # recurrent layers keep a list beside
+        setattr(module, leaf, tensor)  # recurrent layers also store it in a list
     elif isinstance(vars(module).get(leaf), Tensor):
         vars(module)[leaf] = tensor
     else:
@@ -33,15 +33,14 @@ def assign(root: nn.Module, name: str, tensor: Tensor) -> bool:
 
 
 def tensors_of(root: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers by every name they have."""
+    """Parameters and buffers, with all their names."""
     return [*root.named_parameters(remove_duplicate=False),
             *root.named_buffers(remove_duplicate=False)]  # fmt: skip
 
 
 def bake(root: nn.Module) -> None:
-    """Make pruned and parametrized tensors plain ones of the same name, in place: what masks and
-    parametrizations compute is the tensor from now on. Tensors that are shared with another model
-    are not written to."""
+    """Replace pruned and parametrized tensors by the computed tensors, in place. Tensors that are
+    shared with another model are not written to."""
     for module in root.modules():
         for key, hook in list(module._forward_pre_hooks.items()):
             if isinstance(hook, prune.BasePruningMethod):
@@ -54,31 +53,31 @@ def bake(root: nn.Module) -> None:
         if parametrize.is_parametrized(module):
             stored: Any = module._modules.pop("parametrizations")
             values = {name: _computed(stored[name]) for name in stored}
-            # Not by torch's own function, which changes the class that copies share.
+            # Not by torch's function, which changes the class that copies share.
             module.__class__ = type(module).__bases__[0]
             for name, (value, grad) in values.items():
-                made = value.detach().clone()
+                tensor = value.detach().clone()
                 if grad is None:
-                    module.register_buffer(name, made)
+                    module.register_buffer(name, tensor)
                 else:
-                    module.register_parameter(name, nn.Parameter(made, grad))
+                    module.register_parameter(name, nn.Parameter(tensor, grad))
 
 
-def _computed(held: Any) -> tuple[Tensor, bool | None]:
-    """What parametrizations compute, and whether the parameters they compute it from are trained;
-    None for buffers."""
-    originals = [p for p in held._parameters.values() if p is not None]
-    return held(), any(p.requires_grad for p in originals) if originals else None
+def _computed(parametrization: Any) -> tuple[Tensor, bool | None]:
+    """The tensor that parametrizations compute, and whether its parameters require gradients; None
+    for buffers."""
+    originals = [p for p in parametrization._parameters.values() if p is not None]
+    return parametrization(), any(p.requires_grad for p in originals) if originals else None
 
 
-def _plain(module: nn.Module, name: str, value: Tensor, ends: Sequence[str]) -> None:
-    """Put a computed tensor where it was computed from others, named like it but for their ends."""
-    old = [module._parameters.get(name + end) for end in ends]
-    grad = any(p is not None and p.requires_grad for p in old)
+def _plain(module: nn.Module, name: str, value: Tensor, suffixes: Sequence[str]) -> None:
+    """Replace the tensors that a tensor is computed from (its name with these suffixes) by it."""
+    sources = [module._parameters.get(name + suffix) for suffix in suffixes]
+    grad = any(p is not None and p.requires_grad for p in sources)
     vars(module).pop(name, None)
-    for end in ends:
-        module._parameters.pop(name + end, None)
-        module._buffers.pop(name + end, None)
+    for suffix in suffixes:
+        module._parameters.pop(name + suffix, None)
+        module._buffers.pop(name + suffix, None)
     module.register_parameter(name, nn.Parameter(value.detach().clone(), grad))
 
 
@@ -93,8 +92,8 @@ def _conv(m: Any) -> dict[str, Any]:
 
 
 def _features(m: Any) -> dict[str, Any]:
-    held = m.weight if m.weight is not None else m.running_mean
-    return {} if held is None else {"num_features": held.shape[0]}
+    vector = m.weight if m.weight is not None else m.running_mean
+    return {} if vector is None else {"num_features": vector.shape[0]}
 
 
 def _normalized(m: Any) -> dict[str, Any]:
@@ -119,12 +118,12 @@ def _cell(m: Any) -> dict[str, Any]:
     return {"input_size": m.weight_ih.shape[1], "hidden_size": m.weight_hh.shape[1]}
 
 
-def _slopes(m: Any) -> dict[str, Any]:
+def _prelu(m: Any) -> dict[str, Any]:
     return {"num_parameters": m.weight.shape[0]}
 
 
 _GATES = {"LSTM": 4, "GRU": 3}
-# What a kind of module says of its tensors, and how it follows from them.
+# The attributes of a class of modules that are determined by its tensors.
 NUMBERS: dict[type[nn.Module], Callable[[Any], dict[str, Any]]] = {
     nn.Linear: _linear,
     ConvNd: _conv,
@@ -136,9 +135,9 @@ NUMBERS: dict[type[nn.Module], Callable[[Any], dict[str, Any]]] = {
     nn.EmbeddingBag: _rows,
     nn.RNNBase: _recurrent,
     nn.RNNCellBase: _cell,
-    nn.PReLU: _slopes,
+    nn.PReLU: _prelu,
 }
-# Numbers that tensors do not tell, and the argument of the call that does.
+# Attributes that tensors do not determine, and the argument of the call that does.
 FROM_CALLS: dict[type[nn.Module], tuple[str, str]] = {
     ConvNd: ("groups", "groups"),
     nn.GroupNorm: ("num_groups", "num_groups"),
@@ -148,7 +147,7 @@ FROM_CALLS: dict[type[nn.Module], tuple[str, str]] = {
 
 
 def has_numbers(module: nn.Module) -> bool:
-    """Is it known how a module's numbers follow from its tensors?"""
+    """Whether the attributes of a module that depend on its tensors are known."""
     return any(isinstance(module, kind) for kind in NUMBERS)
 
 
@@ -156,21 +155,21 @@ _INDEX = re.compile(r"(^|_)(idx|id|index)$")  # names of numbers that are no siz
 
 
 def numbers_of(module: nn.Module) -> dict[str, Any]:
-    """The whole numbers above 1, and rows of them, that a module holds."""
-    found: dict[str, Any] = {}
+    """The attributes of a module that are integers above 1, or lists or tuples of integers."""
+    numbers: dict[str, Any] = {}
     for name, value in vars(module).items():
         if _INDEX.search(name):
             continue
         if (type(value) is int and value > 1 and not name.startswith("__")) or (
             isinstance(value, (list, tuple)) and value and all(type(v) is int for v in value)
         ):
-            found[name] = value
-    return found
+            numbers[name] = value
+    return numbers
 
 
 def renumber(module: nn.Module, calls: Iterable[fx.Node] = ()) -> None:
-    """Have a layer's numbers (`in_features`, `groups`, ...) say what its tensors are. calls: those
-    that it makes (arithmetic of sizes among them), for what tensors do not tell."""
+    """Set a layer's attributes (`in_features`, `groups`, ...) from its tensors, in place. calls: of
+    the layer, for attributes that tensors do not determine."""
     arguments = [schema.arguments(c) for c in calls if isinstance(c.meta.get("val"), Tensor)]
     for kind, (name, argument) in FROM_CALLS.items():
         call = next((a for a in arguments if argument in a), None)
@@ -187,7 +186,7 @@ def renumber(module: nn.Module, calls: Iterable[fx.Node] = ()) -> None:
 
 
 def module_at(root: nn.Module, path: str) -> nn.Module | None:
-    """The module of a path, if there is one."""
+    """The module at a path; None if there is none."""
     try:
         return root.get_submodule(path)
     except AttributeError:
@@ -195,6 +194,6 @@ def module_at(root: nn.Module, path: str) -> nn.Module | None:
 
 
 def put_module(root: nn.Module, path: str, module: nn.Module) -> None:
-    """Put a module in the place of another, in the same order."""
+    """Replace a module, in the same position among its siblings."""
     parent, _, leaf = path.rpartition(".")
     root.get_submodule(parent)._modules[leaf] = module

@@ -1,4 +1,4 @@
-"""Calls in a graph that are what modules of torch.nn make, as calls of such modules."""
+"""Restore modules: ATen calls of modules of torch.nn become calls of such modules."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from demask.graph.result.module_calls import (
     ROWS,
     STATE,
     EvalCall,
+    constructor_parameters,
     fields_of,
     hollow,
     kind_of,
-    parameters_of,
     row_for,
 )
 from demask.graph.result.recurrent_modules import begins_with_zeros, is_state, rename
 from demask.graph.result.resize import module_at, renumber
-from demask.graph.result.returned_values import is_returned, nested
+from demask.graph.result.returned_values import is_returned, read_from_module
 from demask.graph.result.uncalled_modules import is_holder
 from demask.ops import schema
 from demask.ops.traits import DROPOUTS
@@ -34,29 +34,32 @@ from demask.ops.traits import DROPOUTS
 aten = torch.ops.aten
 _QUALIFIED = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in ROWS}
 _DEFAULTS = {row.op: kind for kind, rows in ROWS.items() for row in rows if row.default}
-_BATCH_NORMS = {4: nn.BatchNorm2d, 5: nn.BatchNorm3d}  # by dimensions; else of one
-_LEAST = {"unflattened_size": (1,)}  # of a module's numbers, where that is not 1
+_BATCH_NORMS = {
+    4: nn.BatchNorm2d,
+    5: nn.BatchNorm3d,
+}  # by rank of the input; others are one-dimensional
+_LEAST = {"unflattened_size": (1,)}  # of a constructor argument, if that is not 1
 
 
 @dataclass(frozen=True, slots=True)
 class Originals:
-    """Of a model, the modules whose class and hooks the modules of a graph keep, by their paths."""
+    """The modules of a model whose class and hooks the modules of a graph retain, by path."""
 
     model: nn.Module
     kept: Mapping[str, nn.Module]
 
 
 def originals_of(model: Any, program: Program) -> Originals | None:
-    """The modules of a model whose calls are all that was captured of them, so that their hooks
-    only watch: what others compute is in the program already. program: as captured."""
+    """The modules of a model of which only their own calls were captured: their hooks only observe.
+    What other hooks compute is in the program. program: as captured."""
     if not isinstance(model, nn.Module):
         return None
     calls: dict[tuple[str, str], list[fx.Node]] = {}
     for node in program.graph.nodes:
         if node.op == "call_function" and (path := _scope(node)[0]):
-            which = list(node.meta["nn_module_stack"])[-1]  # of several calls: "L__self__act@1"
-            calls.setdefault((path.partition("@")[0], which), []).append(node)
-    found: dict[str, nn.Module] = {}
+            call_key = list(node.meta["nn_module_stack"])[-1]  # of several calls: "L__self__act@1"
+            calls.setdefault((path.partition("@")[0], call_key), []).append(node)
+    candidates: dict[str, nn.Module] = {}
     changed: set[str] = set()
     for (name, _), nodes in calls.items():
         module = module_at(model, name)
@@ -65,14 +68,14 @@ def originals_of(model: Any, program: Program) -> Originals | None:
         if kind is None or len(ops) != 1 or row_for(kind, ops[0].target) is None:
             changed.add(name)
         elif module is not None:
-            found[name] = module
-    kept = {id(module) for name, module in found.items() if name not in changed}
+            candidates[name] = module
+    observed = {id(module) for name, module in candidates.items() if name not in changed}
     modules = model.named_modules(remove_duplicate=False)
-    return Originals(model, {name: module for name, module in modules if id(module) in kept})
+    return Originals(model, {name: module for name, module in modules if id(module) in observed})
 
 
 def _scope(node: fx.Node) -> tuple[str, str]:
-    """Path and class of the module that a call was made in: ("conv@1", "torch.nn...Conv2d")."""
+    """Path and class of the module that contains a call: ("conv@1", "torch.nn...Conv2d")."""
     stack = node.meta.get("nn_module_stack")
     path, kind = list(stack.values())[-1] if stack else ("", "")
     return path, kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
@@ -81,24 +84,24 @@ def _scope(node: fx.Node) -> tuple[str, str]:
 def restore(
     graph: fx.Graph, root: nn.Module, originals: Mapping[str, nn.Module], network: type[nn.Module]
 ) -> None:
-    """Call modules where a call is what a module of the table makes of the tensors that stand under
-    its name, and put these modules below `root`. One whose calls are not alike stays calls.
-    network: the class of what `root` becomes; modules can not have the names of its attributes."""
+    """Replace ATen calls by calls of modules, which are added below `root`, if a module of the
+    table with the tensors under its name computes the same in all of its calls. network: the class
+    of the result; modules may not have the names of its attributes."""
     calls: dict[str, list[tuple[fx.Node, type[nn.Module]]]] = {}
     for node in [n for n in graph.nodes if n.op == "call_function"]:
         path, kind = _place_of(node, root, originals)
         if kind is not None and not _is_taken(root, path, network):
             calls.setdefault(path, []).append((node, kind))
-    for path, found in calls.items():
-        kinds = {kind for _, kind in found}
+    for path, restorable in calls.items():
+        kinds = {kind for _, kind in restorable}
         if len(kinds) == 1:
-            _restore(path, kinds.pop(), [node for node, _ in found], root, originals.get(path))
+            _restore(path, kinds.pop(), [node for node, _ in restorable], root, originals.get(path))
     join_twins(graph, root)
 
 
 def join_twins(graph: fx.Graph, root: nn.Module) -> None:
-    """Put a module that a graph calls wherever else the very tensors of it stand, and nothing else:
-    there the model held the same module under another name."""
+    """Set a module that a graph calls under all names whose parent contains only the same tensors:
+    there the model has the same module under another name."""
     called = {str(node.target) for node in graph.nodes if node.op == "call_module"}
     known = {key: module for path in called if (key := _key(module := root.get_submodule(path)))}
     for path, module in list(root.named_modules(remove_duplicate=False)):
@@ -108,15 +111,15 @@ def join_twins(graph: fx.Graph, root: nn.Module) -> None:
 
 
 def _key(module: nn.Module) -> frozenset[Any]:
-    """What tells the tensors of a module from those of others; nothing where it has parts."""
-    held = {**module._parameters, **module._buffers}
-    return frozenset((leaf, id(tensor)) for leaf, tensor in held.items()
+    """A key for a module's tensors by identity; empty for a module with submodules."""
+    tensors = {**module._parameters, **module._buffers}
+    return frozenset((leaf, id(tensor)) for leaf, tensor in tensors.items()
                      if tensor is not None and leaf != "num_batches_tracked"
                      and not module._modules)  # fmt: skip
 
 
 def _is_taken(root: nn.Module, path: str, network: type[nn.Module]) -> bool:
-    """Is a name on the way to a module that of something else?"""
+    """Whether a step of a path to a module is the name of another attribute or tensor."""
     steps = path.split(".")
     names = [".".join(steps[: k + 1]) for k in range(len(steps))]
     return (
@@ -129,8 +132,8 @@ def _is_taken(root: nn.Module, path: str, network: type[nn.Module]) -> bool:
 def _place_of(
     node: fx.Node, root: nn.Module, originals: Mapping[str, nn.Module]
 ) -> tuple[str, type[nn.Module] | None]:
-    """The path of the module that a call is, and its class: that of the module it was made in, or
-    what its tensors are called."""
+    """The path and class of the module that a call is restored to: from the module that contains
+    it, or from the names of its tensors. The class is None if there is none."""
     path, text = _scope(node)
     path = path.partition("@")[0]
     kind = _QUALIFIED.get(text)
@@ -150,7 +153,7 @@ def _place_of(
 
 
 def _above(node: fx.Node, kind: type[nn.Module]) -> str:
-    """What the names of all tensors that a call reads begin with, if it is the same."""
+    """The path of the module that all tensors of a call belong to; "" if there are several."""
     row = row_for(kind, node.target)
     reads = row.leaves(schema.arguments(node)).values() if row is not None else ()
     names = {str(n.target).rpartition(".")[0] for n in reads if isinstance(n, fx.Node)}
@@ -160,8 +163,8 @@ def _above(node: fx.Node, kind: type[nn.Module]) -> str:
 def _first_name(
     node: fx.Node, path: str, kind: type[nn.Module], originals: Mapping[str, nn.Module]
 ) -> str:
-    """The name that the model lists a module under, of the several that it may have: tensors are
-    read by it. Modules that share running statistics are one."""
+    """The first name of a module with several names, by which its tensors are read. Modules that
+    share running statistics are one."""
     first = _above(node, kind)
     same = path in originals and originals.get(first) is originals[path]
     unknown = not originals and node.target is aten.batch_norm.default
@@ -169,8 +172,8 @@ def _first_name(
 
 
 def _dropout(node: fx.Node, root: nn.Module) -> tuple[str, type[nn.Module] | None]:
-    """A dropout that was a function is a module of its own name, since it means something to a
-    training mode: one for all of a rate."""
+    """A functional dropout as a module with a new name, since it depends on the training mode: one
+    module per rate."""
     if node.target is not aten.dropout.default:
         return "", None
     k = 0
@@ -188,19 +191,22 @@ def _dropout(node: fx.Node, root: nn.Module) -> tuple[str, type[nn.Module] | Non
 def _restore(
     path: str, kind: type[nn.Module], calls: list[fx.Node], root: nn.Module, own: nn.Module | None
 ) -> None:
-    """Call one module in place of calls, if they are its calls."""
+    """Replace calls by calls of one module, if the module computes the same."""
     first = calls[0]
     row = row_for(kind, first.target)
     if row is None or any(not _is_whole(call, row) for call in calls):
         return
-    tensors = _held(first, path, row, root)
+    tensors = _tensors_of_call(first, path, row, root)
     old = module_at(root, path)
     if tensors is None or (old is not None and not _holds_only(old, tensors)):
         return
     for other in calls[1:]:
-        if row.asked(other) != row.asked(first) or _held(other, path, row, root) != tensors:
+        if (
+            row.call_arguments(other) != row.call_arguments(first)
+            or _tensors_of_call(other, path, row, root) != tensors
+        ):
             return
-    module = _made(kind, row, first, tensors, own)
+    module = _new_module(kind, row, first, tensors, own)
     if module is None:
         return
     if old is not None:
@@ -211,94 +217,101 @@ def _restore(
 
 
 def _is_whole(call: fx.Node, row: EvalCall) -> bool:
-    """Is a call made on tensors, with arguments that are plain, and no more read than a module
-    returns?"""
-    found = schema.arguments(call)
-    on = (found[name] for name in row.inputs)
+    """Whether a call has tensor inputs and static arguments, and only outputs are read that the
+    module returns."""
+    arguments = schema.arguments(call)
+    inputs = (arguments[name] for name in row.inputs)
     return (
         call.target is row.op
-        and all(isinstance(x, (fx.Node, list, tuple)) for x in on)
-        and not schema.is_dynamic(list(row.asked(call).values()))
+        and all(isinstance(x, (fx.Node, list, tuple)) for x in inputs)
+        and not schema.is_dynamic(list(row.call_arguments(call).values()))
         and is_returned(call, row.returns)
     )
 
 
 def _call(node: fx.Node, path: str, row: EvalCall) -> None:
-    """Call the module of a path instead of an op, on the same."""
-    found = schema.arguments(node)
-    reads = {n: r.meta.get("val") for n, r in row.leaves(found).items() if r is not None}
+    """Replace a call of an op by a call of the module at a path, with the same inputs."""
+    arguments = schema.arguments(node)
+    reads = {n: r.meta.get("val") for n, r in row.leaves(arguments).items() if r is not None}
     node.meta[READS] = {n: value for n, value in reads.items() if value is not None}
-    on = [found[name] for name in row.inputs]
+    inputs = [arguments[name] for name in row.inputs]
     if row.inputs[-1] == STATE and begins_with_zeros(node):
-        del on[-1]
-    args = tuple(tuple(x) if isinstance(x, list) else x for x in on)
+        del inputs[-1]
+    args = tuple(tuple(x) if isinstance(x, list) else x for x in inputs)
     node.op, node.target, node.args, node.kwargs = "call_module", path, args, {}
-    nested(node, row.returns)
+    read_from_module(node, row.returns)
 
 
-def _held(node: fx.Node, path: str, row: EvalCall, root: nn.Module) -> dict[str, Any] | None:
-    """The tensors of a module as a call reads them; None where it reads others."""
-    found: dict[str, Any] = {}
+def _tensors_of_call(
+    node: fx.Node, path: str, row: EvalCall, root: nn.Module
+) -> dict[str, Any] | None:
+    """The tensors of the module at a path that a call reads, by name; None if it reads others."""
+    tensors: dict[str, Any] = {}
     for leaf, read in row.leaves(schema.arguments(node)).items():
-        held = tensor_at(root, f"{path}.{leaf}")
-        if read is None and held is None:
-            found[leaf] = None
+        tensor = tensor_at(root, f"{path}.{leaf}")
+        if read is None and tensor is None:
+            tensors[leaf] = None
             continue
         if not isinstance(read, fx.Node) or read.op != "get_attr":
             return None
-        # Tied tensors are read under one name, and stand under all.
-        if held is None or tensor_at(root, str(read.target)) is not held:
+        # Tied tensors are read by one name, and registered under all.
+        if tensor is None or tensor_at(root, str(read.target)) is not tensor:
             return None
-        found[leaf] = held
-    return found
+        tensors[leaf] = tensor
+    return tensors
 
 
 def _holds_only(old: nn.Module, tensors: Mapping[str, Any]) -> bool:
-    """Does a holder of names hold the tensors of one module, and nothing else?"""
+    """Whether a module that only holds names contains the tensors of one module, and no others."""
     if type(old) is not nn.Module:
         return kind_of(old) is not None and not tensors
     names = {*old._parameters, *old._buffers}
     return not old._modules and names <= {*tensors, "num_batches_tracked"}
 
 
-def _made(
+def _new_module(
     kind: type[nn.Module], row: EvalCall, call: fx.Node, tensors: Mapping[str, Any],
     own: nn.Module | None,
 ) -> nn.Module | None:  # fmt: skip
-    """A module of a kind that makes a call: the model's own, else a new one."""
-    keep = own is not None and kind_of(own) is kind
-    module = _own(own) if keep and own is not None else _blank(kind)
-    asked = row.asked(call)
+    """A module of a class that computes a call: a copy of the model's own module, or a new one;
+    None if it would compute something else."""
+    has_own = own is not None and kind_of(own) is kind
+    module = _copy_of(own) if has_own and own is not None else _blank(kind)
+    arguments = row.call_arguments(call)
     for leaf, tensor in tensors.items():
         if not _take(module, leaf, tensor, tensors):
             return None
     for name, attribute in row.numbers.items():
-        value = asked[name]
+        value = arguments[name]
         if value != row.value(module, name):
             value = None if name == "padding_idx" and value == -1 else value
             setattr(module, attribute, tuple(value) if isinstance(value, list) else value)
     for name, value in row.set.items():
         setattr(module, name, value)
-    _tell(module, call, tensors)
+    _describe_tensors(module, call, tensors)
     renumber(module, [call])
     _own_counter(module)
-    return module if row.given(module) == asked and _is_plain(module, kind, row) else None
+    return (
+        module
+        if row.module_arguments(module) == arguments and _is_plain(module, kind, row)
+        else None
+    )
 
 
 def _is_plain(module: nn.Module, kind: type[nn.Module], row: EvalCall) -> bool:
-    """Does the constructor of a kind make such a module, of its numbers?"""
+    """Whether the constructor of a class returns an equal module for its attributes."""
     try:
         plain = hollow(kind, dict(fields_of(module, kind)))
     except (RuntimeError, TypeError, ValueError):
         return False
     shapes = [{name: tensor.shape for name, tensor in m.state_dict().items()}
               for m in (module, plain)]  # fmt: skip
-    return shapes[0] == shapes[1] and row.given(module) == row.given(plain)
+    return shapes[0] == shapes[1] and row.module_arguments(module) == row.module_arguments(plain)
 
 
-def _own(module: nn.Module) -> nn.Module:
-    """A copy of a module that shares hooks and tensors, without what computed its tensors: masks
-    and parametrizations are in the program's."""
+def _copy_of(module: nn.Module) -> nn.Module:
+    """A copy of a module that shares hooks and tensors, without masks and parametrizations, which
+    the program's tensors include."""
     kind: Any = type(module)
     if parametrize.is_parametrized(module):
         kind = kind.__bases__[0]
@@ -313,8 +326,8 @@ def _own(module: nn.Module) -> nn.Module:
 
 
 def _blank(kind: type[nn.Module]) -> Any:
-    """A module of a kind with the least numbers, and no memory."""
-    known = parameters_of(kind)
+    """A module of a class with minimal sizes and without memory for tensors."""
+    known = constructor_parameters(kind)
     least = [
         _LEAST.get(p.name, 1)
         for p in known.values()
@@ -324,7 +337,8 @@ def _blank(kind: type[nn.Module]) -> Any:
 
 
 def _take(module: nn.Module, leaf: str, tensor: Any, tensors: Mapping[str, Any]) -> bool:
-    """Let a module have a tensor under a name; a shift added to it is a parameter."""
+    """Set a tensor of a module; a new bias becomes a parameter. Whether the tensor has the right
+    kind (parameter or buffer)."""
     buffer = leaf.startswith("running_")
     for other in ("_orig", "_g", "_v", "_u", "_mask"):
         module._parameters.pop(leaf + other, None)
@@ -340,31 +354,31 @@ def _take(module: nn.Module, leaf: str, tensor: Any, tensors: Mapping[str, Any])
     return True
 
 
-def _tell(module: Any, call: fx.Node, tensors: Mapping[str, Any]) -> None:
-    """What a module says of its tensors beside their sizes."""
-    held = vars(module)
-    if "_flat_weights_names" in held:
+def _describe_tensors(module: Any, call: fx.Node, tensors: Mapping[str, Any]) -> None:
+    """Set the attributes of a module that describe its tensors, except for sizes."""
+    attributes = vars(module)
+    if "_flat_weights_names" in attributes:
         rename(module, list(tensors))
     if "bias_ih" in tensors:
         module.bias = tensors["bias_ih"] is not None
-    if "in1_features" in held:
+    if "in1_features" in attributes:
         module.out_features, module.in1_features, module.in2_features = module.weight.shape
     for name in ("num_features", "num_channels"):
-        if name in held and tensors.get("weight") is None:
+        if name in attributes and tensors.get("weight") is None:
             setattr(module, name, int(call.args[0].meta["val"].shape[1]))  # type: ignore[union-attr]
-    if "kernel_size" in held and "weight" in tensors:
+    if "kernel_size" in attributes and "weight" in tensors:
         module.kernel_size = tuple(module.weight.shape[2:])
         padding = module.padding if isinstance(module.padding, tuple) else ()
         module._reversed_padding_repeated_twice = [n for n in reversed(padding) for _ in range(2)]
     for name in ("affine", "elementwise_affine"):
-        if name in held:
+        if name in attributes:
             setattr(module, name, module.weight is not None)
-    if "track_running_stats" in held:
+    if "track_running_stats" in attributes:
         module.track_running_stats = module.running_mean is not None
 
 
 def _own_counter(module: Any) -> None:
-    """How often a batch norm saw a batch is its own number, not the model's."""
+    """Replace the batch counter of a batch norm by a copy, which is not shared with the model."""
     if "num_batches_tracked" not in module._buffers:
         return
     count, mean = module._buffers["num_batches_tracked"], module.running_mean
@@ -378,17 +392,17 @@ def _own_counter(module: Any) -> None:
 
 
 def tensor_at(root: nn.Module, name: str) -> Tensor | None:
-    """The parameter or buffer of a name, if there is one."""
+    """The parameter or buffer with a name; None if there is none."""
     path, _, leaf = name.rpartition(".")
     module = module_at(root, path)
     if module is None:
         return None
-    found = module._parameters.get(leaf)
-    return module._buffers.get(leaf) if found is None else found
+    parameter = module._parameters.get(leaf)
+    return module._buffers.get(leaf) if parameter is None else parameter
 
 
 def set_module(root: nn.Module, path: str, module: nn.Module) -> None:
-    """Put a module at a path, below modules made where there are none."""
+    """Set the module at a path; missing parent modules are created."""
     *parents, leaf = path.split(".")
     for step in parents:
         if step not in root._modules:

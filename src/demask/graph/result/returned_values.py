@@ -1,7 +1,7 @@
-"""What modules return, and the outputs of the calls that they make.
+"""Outputs of modules, in terms of the outputs of their ATen calls.
 
-A pattern says the one in numbers of the other: an LSTM returns (0, (1, 2)), its output and both
-states; a pool over maxima returns 0 alone. None: both are the same.
+A pattern states a module's output by numbers of the call's outputs: an LSTM returns (0, (1, 2)),
+its output and both states; a max pool returns 0. None: both are the same.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Path = tuple[int, ...]
 
 
 def paths(pattern: Any, start: Path = ()) -> dict[int, Path]:
-    """Per output of the call, where the module returns it.
+    """The path in the module's output of each output of the call.
 
     >>> paths((0, (1, 2))), paths(0)
     ({0: (0,), 1: (1, 0), 2: (1, 1)}, {0: ()})
@@ -27,21 +27,21 @@ def paths(pattern: Any, start: Path = ()) -> dict[int, Path]:
 
 
 def is_returned(call: fx.Node, pattern: Any) -> bool:
-    """Does a module return all that is read of a call?"""
+    """Whether a module returns all outputs of a call that are read."""
     known = () if pattern is None else paths(pattern)
     return pattern is None or all(
         user.target is operator.getitem and user.args[1] in known for user in call.users
     )
 
 
-def nested(node: fx.Node, pattern: Any) -> None:
-    """Read the outputs of a call where the module returns them that is called from now on."""
+def read_from_module(node: fx.Node, pattern: Any) -> None:
+    """Rewrite the readers of a call's outputs for the module that replaces the call."""
     if pattern is None:
         return
-    where = paths(pattern)
+    path_of_output = paths(pattern)
     inner: dict[Path, fx.Node] = {(): node}
     for user in list(node.users):
-        *parents, last = where[user.args[1]] or (None,)  # type: ignore[index]
+        *parents, last = path_of_output[user.args[1]] or (None,)  # type: ignore[index]
         for k in range(1, len(parents) + 1):
             if (path := tuple(parents[:k])) not in inner:
                 with node.graph.inserting_after(inner[path[:-1]]):
@@ -54,21 +54,21 @@ def nested(node: fx.Node, pattern: Any) -> None:
             user.args = (inner[tuple(parents)], last)
 
 
-def is_read_apart(node: fx.Node, pattern: Any) -> bool:
-    """Is only read of what a module returns what are outputs of its call, one by one?"""
+def has_separate_reads(node: fx.Node, pattern: Any) -> bool:
+    """Whether only single outputs of the call are read of a module's output."""
     if pattern is None or isinstance(pattern, int):
         return True
     for user in node.users:
         if user.target is not operator.getitem or not isinstance(user.args[1], int):
             return False
-        if not is_read_apart(user, part := pattern[user.args[1]]) or part is None:
+        if not has_separate_reads(user, part := pattern[user.args[1]]) or part is None:
             return False
     return True
 
 
-def flat(node: fx.Node, pattern: Any) -> None:
-    """Read what a module returns from the outputs of the call that is made from now on: the inverse
-    of `nested`."""
+def read_from_call(node: fx.Node, pattern: Any) -> None:
+    """Rewrite the readers of a module's output for the call that replaces the module: the inverse
+    of `read_from_module`."""
     if isinstance(pattern, int):
         with node.graph.inserting_after(node):
             read = node.graph.call_function(operator.getitem, (node, pattern))
@@ -80,6 +80,7 @@ def flat(node: fx.Node, pattern: Any) -> None:
 
 
 def _flatten(call: fx.Node, node: fx.Node, pattern: Any) -> None:
+    """Let readers of a part of a module's output read outputs of the call."""
     for user in list(node.users):
         part = pattern[user.args[1]]  # type: ignore[index]
         if isinstance(part, int):
