@@ -166,8 +166,8 @@ def test_absurd_sizes_are_errors_where_they_run(tmp_path, name):
 def test_loops_end(monkeypatch):
     from demask.files.onnx.ops.data import control
 
-    monkeypatch.setattr(control, "MAX_TURNS", 1000)
-    with pytest.raises(BadInput, match="1000 turns"):
+    monkeypatch.setattr(control, "MAX_ITERATIONS", 1000)
+    with pytest.raises(BadInput, match="1000 iterations"):
         OnnxModule(parsed(repeated(10**12), Path()))(torch.ones(2, 6))
 
 

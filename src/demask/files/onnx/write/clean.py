@@ -78,8 +78,8 @@ def _drop_defaults(node: Any, version: int | None) -> None:
 
 
 def _merge(graph: Any, own: Collection[str]) -> None:
-    """Merge equal small constants. own: names of the network's tensors, which are not merged: training
-    may change them."""
+    """Merge equal small constants. own: names of the network's tensors, not merged, as training may
+    change them."""
     from onnx_ir.convenience import replace_all_uses_with
 
     unique: dict[Any, Any] = {}
