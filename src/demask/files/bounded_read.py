@@ -202,6 +202,6 @@ def _check_depth(value: Any, where: str) -> None:
         if depth > MAX_JSON_DEPTH:
             raise RefusedFile(f"{where}: JSON nested deeper than {MAX_JSON_DEPTH} levels")
         containers = [outer for outer in level if isinstance(outer, dict | list)]
-        level = [item for outer in containers 
+        level = [item for outer in containers
                  for item in (outer.values() if isinstance(outer, dict) else outer)]  # fmt: skip
         depth += 1

@@ -61,17 +61,17 @@ def to_pt2(slim: nn.Module, path: str | os.PathLike[str]) -> None:
         exported._example_inputs = pytree.tree_map_only(Tensor, _one_zero, example(graph)[:2])
     with write(path) as file, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.export warns of its own internals
-        patient: Any = _Patient(file)
-        torch.export.save(exported, patient)
-        if patient.failure is not None:
-            raise patient.failure
+        target: Any = _DeferredErrors(file)
+        torch.export.save(exported, target)
+        if target.failure is not None:
+            raise target.failure
 
 
 def _one_zero(x: Tensor) -> Tensor:
     return torch.zeros((), dtype=x.dtype).expand(x.shape)
 
 
-class _Patient(io.RawIOBase):
+class _DeferredErrors(io.RawIOBase):
     """A file that never raises, because torch's writer aborts the process if `write` raises.
     failure: the first error; later data is not written."""
 

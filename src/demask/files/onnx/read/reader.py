@@ -231,7 +231,7 @@ class OnnxReader:
         if proto.ref_attr_name:
             referred = text(proto.ref_attr_name, "an attribute's reference")
             if referred not in self.attributes:
-                raise BadInput(f"attribute {name!r} refers to {referred!r}, which no function has")
+                raise BadInput(f"attribute {name!r} refers to {referred!r}, which does not exist")
             return AttributeReference(referred)
         kinds = installed().AttributeProto
         if proto.type not in _VALUES:
