@@ -95,7 +95,7 @@ def read_arrays(path: Path) -> dict[str, Tensor]:
 
 def _archive(path: Path) -> dict[str, Tensor]:
     arrays = {}
-    with open_zip(path, packed=True) as archive:
+    with open_zip(path, compressed=True) as archive:
         for entry in archive.infolist():
             name = entry.filename.removesuffix(".npy")
             if name == entry.filename:

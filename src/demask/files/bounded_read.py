@@ -73,15 +73,15 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 @contextmanager
 def open_zip(
-    path: str | os.PathLike[str], *, packed: bool = False
+    path: str | os.PathLike[str], *, compressed: bool = False
 ) -> Iterator[zipfile.ZipFile]:  # fmt: skip
     """The zip archive at `path`, its directory checked: plain, stored, distinct entries.
 
     Errors raised inside the block are prefixed with `path`.
 
     Args:
-        packed: whether entries may be compressed, by a bounded ratio, and have any name (they are
-            read by name, never extracted).
+        compressed: whether entries may be compressed, by a bounded ratio, and have any name (they
+            are read by name, never extracted).
 
     Raises:
         BadInput: missing, not a zip, or truncated.
@@ -89,7 +89,7 @@ def open_zip(
     """
     try:
         with open_plain(path) as file, zipfile.ZipFile(file) as archive:
-            _check_directory(archive, os.fstat(file.fileno()).st_size, packed)
+            _check_directory(archive, os.fstat(file.fileno()).st_size, compressed)
             yield archive
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
         raise BadInput(
@@ -102,13 +102,13 @@ def open_zip(
         raise BadInput(f"{path}: the zip archive is damaged ({error}); copy it again") from error
 
 
-def _check_directory(archive: zipfile.ZipFile, file_bytes: int, packed: bool) -> None:
+def _check_directory(archive: zipfile.ZipFile, file_bytes: int, compressed: bool) -> None:
     entries = archive.infolist()
     if len(entries) > MAX_ENTRIES:
         raise RefusedFile(f"{len(entries)} entries; expected at most {MAX_ENTRIES}")
     seen: set[str] = set()
     for entry in entries:
-        _check_entry(entry, packed)
+        _check_entry(entry, compressed)
         if entry.filename in seen:
             raise RefusedFile(f"two entries named {entry.filename!r}; expected distinct names")
         seen.add(entry.filename)
@@ -118,9 +118,9 @@ def _check_directory(archive: zipfile.ZipFile, file_bytes: int, packed: bool) ->
         raise RefusedFile(f"entries claim {total} bytes in a file of {file_bytes}: a zip bomb")
 
 
-def _check_entry(entry: zipfile.ZipInfo, packed: bool) -> None:
+def _check_entry(entry: zipfile.ZipInfo, compressed: bool) -> None:
     name = entry.filename
-    if packed:
+    if compressed:
         _check_packed(entry)
     elif entry.orig_filename != name or not _NAME.fullmatch(name) or ".." in name.split("/"):
         raise RefusedFile(f"entry {entry.orig_filename!r}: expected a plain relative name")

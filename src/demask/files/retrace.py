@@ -24,7 +24,7 @@ SEED = 0
 MAX_EXAMPLE = 2**31  # elements of one example input
 
 
-def traced(slim: fx.GraphModule) -> ExportedProgram:
+def export_graph(slim: fx.GraphModule) -> ExportedProgram:
     """The ExportedProgram of a demasked network in eval mode.
 
     Raises:
@@ -85,7 +85,7 @@ def example(slim: fx.GraphModule) -> tuple[tuple[Any, ...], dict[str, Any], Any]
     return args, kwargs, shapes.dynamic_shapes(slim, args, kwargs)
 
 
-def takes(slim: fx.GraphModule, args: Any, kwargs: Any) -> bool:
+def accepts(slim: fx.GraphModule, args: Any, kwargs: Any) -> bool:
     """Whether a call has the inputs of a demasked network; a call without inputs has."""
     if not args and not kwargs:
         return True

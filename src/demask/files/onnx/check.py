@@ -71,7 +71,7 @@ def _is_half(x: Tensor) -> bool:
     return x.dtype == torch.float16
 
 
-def batched(draw: Draw, axes: Sequence[bool]) -> Draw:
+def add_row(draw: Draw, axes: Sequence[bool]) -> Draw:
     """The draw with the first row repeated in each input whose first axis is dynamic (`axes`)."""
     rows = [torch.cat([x, x[:1]]) if more else x
             for x, more in zip(draw.inputs, axes, strict=True)]  # fmt: skip

@@ -222,7 +222,7 @@ class Ops:
         return iter(self.entries.values())
 
 
-def joined(*families: Ops) -> Mapping[tuple[str, str], OnnxEntry]:
+def join_tables(*families: Ops) -> Mapping[tuple[str, str], OnnxEntry]:
     """The table of several families; TableError where two have an entry for one op."""
     whole = Ops()
     for family in families:

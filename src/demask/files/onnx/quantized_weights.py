@@ -86,7 +86,7 @@ class QuantizedConstant:
     axis: int
 
 
-def on_grids(slim: Demasked) -> Demasked:
+def quantize_constants(slim: Demasked) -> Demasked:
     """The network with constants that came from a grid as integers that it dequantizes."""
     interface = slim.demasked.interface
     if interface is None or not interface.grids:

@@ -63,13 +63,13 @@ class Ratio:
         return -self + other
 
     def __mul__(self, other: Any) -> Any:
-        factor = exact(other)
+        factor = as_ratio(other)
         if factor is None or self.parts * factor.parts > MAX_PARTS:
             return self.number * plain(other)
         return Ratio(self.whole * factor.whole, self.parts * factor.parts)
 
     def __truediv__(self, other: Any) -> Any:
-        factor = exact(other)
+        factor = as_ratio(other)
         if factor is None or not isinstance(factor.whole, int) or factor.whole <= 0:
             return self.number / plain(other)
         return self * Ratio(factor.parts, factor.whole)
@@ -110,7 +110,7 @@ class Ratio:
     __radd__, __rmul__ = __add__, __mul__
 
 
-def exact(x: Any) -> Ratio | None:
+def as_ratio(x: Any) -> Ratio | None:
     """A number as a ratio, None if it is not one."""
     if x is None or isinstance(x, Ratio):
         return x
@@ -155,7 +155,7 @@ def _compare(a: Any, b: Any, function: Callable[[Any, Any], Any]) -> Any:
 
 def _in_parts(a: Any, b: Any) -> tuple[Any, Any, int] | None:
     """Numerators of two numbers and their common denominator; None if one is not a ratio."""
-    a, b = exact(a), exact(b)
+    a, b = as_ratio(a), as_ratio(b)
     if a is None or b is None:
         return None
     parts = math.lcm(a.parts, b.parts)

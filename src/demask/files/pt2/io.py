@@ -20,7 +20,7 @@ from demask.files.atomic_write import check_writable, write
 from demask.files.bounded_read import open_zip
 from demask.files.file_kinds import other_kind
 from demask.files.pt2.gate import open_pt2
-from demask.files.retrace import example, traced
+from demask.files.retrace import example, export_graph
 from demask.graph.module_copy import structural_copy
 from demask.graph.result.class_result import as_graph
 from demask.graph.result.demasked_module import Demasked
@@ -55,7 +55,7 @@ def to_pt2(slim: nn.Module, path: str | os.PathLike[str]) -> None:
     graph: Any = as_graph(slim)
     if isinstance(graph, Demasked):
         graph = lower_own_ops(graph.plain())  # runs on any torch and machine
-    exported = traced(graph)
+    exported = export_graph(graph)
     _strip(exported)
     if exported._guards_code:  # torch tests guards only if it has an example: zeros, stored once
         exported._example_inputs = pytree.tree_map_only(Tensor, _one_zero, example(graph)[:2])

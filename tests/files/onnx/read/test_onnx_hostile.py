@@ -11,14 +11,14 @@ from onnx import TensorProto, helper, numpy_helper
 import onnx_files
 from demask.errors import RefusedFile
 from demask.files.onnx.module import OnnxModule, from_onnx
-from demask.files.onnx.read.reader import parsed, tensor
+from demask.files.onnx.read.reader import parse_model, tensor
 from onnx_files import BOOL, constant, edited, node, planted, refused, varint, weight
 
 LAYERS, BRANCHES, FUNCTIONS = onnx_files.layers, onnx_files.branches, onnx_files.functions
 
 
 def runs(made, *inputs):
-    return OnnxModule(parsed(made, Path()))(*inputs)
+    return OnnxModule(parse_model(made, Path()))(*inputs)
 
 
 # ------------------------------------------------------------------------------------------ files
@@ -236,9 +236,9 @@ def test_text_of_attributes_that_is_none(tmp_path):
 def test_nodes_in_another_order_are_sorted():
     x = torch.ones(2, 6)
     assert torch.equal(runs(edited(LAYERS, moved), x), runs(LAYERS(), x))
-    made = parsed(edited(LAYERS, moved), Path())
+    made = parse_model(edited(LAYERS, moved), Path())
     assert [n.op for n in made.graph.nodes][-1] == "Reshape"
-    assert made.graph.nodes == parsed(edited(LAYERS, moved), Path()).graph.nodes
+    assert made.graph.nodes == parse_model(edited(LAYERS, moved), Path()).graph.nodes
 
 
 # ---------------------------------------------------------------------------------------- tensors
@@ -290,7 +290,7 @@ def test_sparse_tensors_are_bounded(tmp_path):
     planted(tmp_path, sparse([1, 2], [0, -1], [2, 3]), "an index outside")
     planted(tmp_path, sparse([1, 2], [[0, 1]], [2, 3]), "do not match")
     for places in ([1, 5], [[0, 1], [1, 2]]):
-        made = parsed(sparse([1, 2], places, [2, 3]), Path())
+        made = parse_model(sparse([1, 2], places, [2, 3]), Path())
         assert made.graph.constants["sp"].tolist() == [[0, 1, 0], [0, 0, 2]]
 
 

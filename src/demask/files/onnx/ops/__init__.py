@@ -1,6 +1,6 @@
 """Table of ONNX ops and their PyTorch functions, one file per family."""
 
-from demask.files.onnx.op_functions import joined
+from demask.files.onnx.op_functions import join_tables
 from demask.files.onnx.ops.data import control, index, ml, move, sequence, text, training, trees
 from demask.files.onnx.ops.math import activation, cast, math, random, reduce, select
 from demask.files.onnx.ops.nn import (
@@ -16,7 +16,7 @@ from demask.files.onnx.ops.nn import (
 )
 
 #: every entry by (domain, op); "" is ONNX's own domain
-ENTRIES = joined(
+ENTRIES = join_tables(
     math.OPS,
     move.OPS,
     index.OPS,

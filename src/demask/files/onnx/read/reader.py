@@ -24,14 +24,14 @@ from demask.files.onnx.read.tensors import (
     MAX_ELEMENTS,
     NARROW,
     STRING,
-    decoded,
+    decode_text,
     dense,
     tensor,
 )
-from demask.files.onnx.read.topological_order import in_order
+from demask.files.onnx.read.topological_order import sort_nodes
 from demask.graph.provenance import OnnxPort
 
-__all__ = ["DTYPES", "NARROW", "STRING", "installed", "parsed", "read", "tensor"]
+__all__ = ["DTYPES", "NARROW", "STRING", "installed", "parse_model", "read", "tensor"]
 
 FIRST_WITH_OPSETS = 3  # the first IR version whose files name their op sets
 MAX_DOMAINS = 100
@@ -57,7 +57,7 @@ def read(path: str | os.PathLike[str]) -> OnnxFile:
         wire.check(data, message)
         proto = _message(onnx, data)
         del data
-        return parsed(proto, file_path.parent, file_path.resolve().parent)
+        return parse_model(proto, file_path.parent, file_path.resolve().parent)
     except BadInput as error:
         raise type(error)(f"{path}: {error}") from error
     except MemoryError as error:
@@ -83,7 +83,7 @@ def _message(onnx: Any, data: bytes) -> Any:
         raise BadInput(f"expected an ONNX file, got a damaged one: {error}") from error
 
 
-def parsed(proto: Any, folder: Path, real: Path | None = None) -> OnnxFile:
+def parse_model(proto: Any, folder: Path, real: Path | None = None) -> OnnxFile:
     """The network in a ModelProto. folder: of external tensors. real: where links in `folder` may
     lead."""
     newest = installed().IR_VERSION
@@ -110,7 +110,7 @@ def parsed(proto: Any, folder: Path, real: Path | None = None) -> OnnxFile:
     graph = reader.graph(proto.graph, whole=True)
     if not graph.outputs:
         raise BadInput("the graph has no outputs; expected some")
-    return in_order(
+    return sort_nodes(
         OnnxFile(
             graph,
             opsets,
@@ -243,9 +243,9 @@ class OnnxReader:
             _check_default(proto, name, field)
         match field:
             case "s":
-                return decoded(value, f"attribute {name!r}")
+                return decode_text(value, f"attribute {name!r}")
             case "strings":
-                return tuple(decoded(s, f"attribute {name!r}") for s in value)
+                return tuple(decode_text(s, f"attribute {name!r}") for s in value)
             case "t":
                 return tensor(value, self.external)
             case "g":

@@ -171,13 +171,13 @@ def _words(proto: Any, sizes: tuple[int, ...]) -> Host:
     """The strings of a string tensor."""
     if proto.data_location == EXTERNAL or proto.raw_data:
         raise BadInput("text outside string_data; expected it there")
-    words = [decoded(word, "a text in it") for word in proto.string_data]
+    words = [decode_text(word, "a text in it") for word in proto.string_data]
     if len(words) != math.prod(sizes):
         raise BadInput(f"its sizes need {math.prod(sizes)} texts, it has {len(words)}")
     return Host.of(np.array(words, dtype=object).reshape(sizes))
 
 
-def decoded(value: bytes, what: str) -> str:
+def decode_text(value: bytes, what: str) -> str:
     """The text of UTF-8 bytes; BadInput where they are something else."""
     try:
         return value.decode()

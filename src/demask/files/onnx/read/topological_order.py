@@ -15,7 +15,7 @@ MAX_DEPTH = 32  # nested calls and graphs
 Key = tuple[str, str]
 
 
-def in_order(file: OnnxFile) -> OnnxFile:
+def sort_nodes(file: OnnxFile) -> OnnxFile:
     """The file with the nodes of each graph in topological order, unchanged if they are in one.
 
     Raises:

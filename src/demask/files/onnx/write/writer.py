@@ -23,9 +23,9 @@ from demask.compat.onnx_exporter import list_functions_once
 from demask.errors import BadInput, DemaskError, Mismatch, NotExportable
 from demask.failures import public
 from demask.files.atomic_write import check_writable, write
-from demask.files.onnx.check import Judge, batched, draws
+from demask.files.onnx.check import Judge, add_row, draws
 from demask.files.onnx.check import check as check_file
-from demask.files.onnx.quantized_weights import on_grids, opset_for, translations
+from demask.files.onnx.quantized_weights import opset_for, quantize_constants, translations
 from demask.files.onnx.read.reader import installed
 from demask.files.onnx.write.canonical_calls import canonicalize
 from demask.files.onnx.write.clean import clean
@@ -33,7 +33,7 @@ from demask.files.onnx.write.functions import functions
 from demask.files.onnx.write.prepare import prepare
 from demask.files.onnx.write.recurrent_ops import translation, wrap_recurrent
 from demask.files.onnx.write.size_conditions import refuse_sizes
-from demask.files.retrace import example, takes, traced
+from demask.files.retrace import accepts, example, export_graph
 from demask.graph.capture.capture import capture
 from demask.graph.module_copy import structural_copy
 from demask.graph.program import Program
@@ -136,7 +136,7 @@ def proto_of(
 
 def _network(module: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) -> Demasked:
     graph = as_graph(module) if dynamic_shapes is None else module
-    if isinstance(graph, Demasked) and takes(graph, args, kwargs):
+    if isinstance(graph, Demasked) and accepts(graph, args, kwargs):
         return graph.plain()
     return remembering(capture(module, args, kwargs, dynamic_shapes))
 
@@ -151,7 +151,7 @@ def _with_example_sizes(slim: Demasked, args: Any, kwargs: Any) -> Demasked | No
 
 def _model(slim: Demasked, opset: int | None) -> Any:
     interface = slim.demasked.interface or _interface(slim)
-    model = _translated(on_grids(slim), opset_for(slim, opset))
+    model = _translated(quantize_constants(slim), opset_for(slim, opset))
     clean(model)
     for node in model.graph.all_nodes():
         node.metadata_props.clear()  # stack traces, with paths of this machine
@@ -170,7 +170,7 @@ def _check_values(
     several = draws(inputs)
     axes = [bool(spec.sizes) and str(spec.sizes[0]).isidentifier() for spec in slim.demasked.inputs]
     if any(axes):
-        several.append(batched(several[-1], axes))
+        several.append(add_row(several[-1], axes))
     try:
         check_file(data, judge, several)
     except Mismatch as error:
@@ -333,7 +333,7 @@ def _translated(slim: Demasked, opset: int | None) -> Any:
             # Internals of torch differ between versions; errors are raised again below.
             if (exported := prepare(slim, _functions())) is not None:
                 return _exported(exported, opset)
-        exported = traced(slim)
+        exported = export_graph(slim)
         wrap_recurrent(exported.graph)
         canonicalize(exported.graph)
         return _exported(exported, opset)

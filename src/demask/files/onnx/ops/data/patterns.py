@@ -102,11 +102,11 @@ def _is_at(position: str, text: str, at: int) -> bool:
     return (bool(left) != bool(right)) == (position == r"\b")
 
 
-def compiled(pattern: str) -> Pattern:
+def compile_pattern(pattern: str) -> Pattern:
     """The compiled pattern, which matches whole texts. Raises BadInput for patterns that RE2 and
     Python may interpret differently, and for those that need too many states.
 
-    >>> compiled("(a+)+b|x{2,3}").matches(["a" * 100, "aab", "xxx"])
+    >>> compile_pattern("(a+)+b|x{2,3}").matches(["a" * 100, "aab", "xxx"])
     [False, True, True]
     """
     flags, text = re.ASCII, pattern
@@ -250,4 +250,4 @@ class _States:
         return len(self.states) - 1
 
 
-__all__ = ["Pattern", "compiled"]
+__all__ = ["Pattern", "compile_pattern"]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from demask.errors import BadInput
 from demask.files.onnx.op_functions import Ops, Value
-from demask.files.onnx.ops.data.patterns import compiled
+from demask.files.onnx.ops.data.patterns import compile_pattern
 from demask.files.onnx.values import Host, numbers_of
 
 OPS = Ops()
@@ -93,7 +93,7 @@ def regex_full_match(x: Value, *, pattern: str) -> Host:
     """Whether each text matches the pattern as a whole. Patterns are those of RE2 with the
     same meaning in Python's re."""
     array = texts(x)
-    matches = compiled(pattern).matches(list(array.flat))
+    matches = compile_pattern(pattern).matches(list(array.flat))
     return Host.of(np.array(matches, dtype=bool).reshape(array.shape))
 
 
