@@ -62,11 +62,11 @@ def packed(path):
 
 HOSTILE = {
     "bomb.npz": (bomb, "a zip bomb"),
-    "huge.npy": (lambda p: p.write_bytes(npy((2**48, 4))), "0 of them are there"),
+    "huge.npy": (lambda p: p.write_bytes(npy((2**48, 4))), "has 0 of them"),
     "objects.npy": (lambda p: p.write_bytes(npy((2,), "|O", b"cos\nsystem")), "array of numbers"),
     "records.npy": (lambda p: p.write_bytes(npy((1,), [("a", "<f4")], bytes(4))), "of numbers"),
     "text.npy": (lambda p: p.write_text("text"), "numpy.save wrote"),
-    "short.npy": (lambda p: p.write_bytes(npy((2, 4), numbers=bytes(31))), "31 of them are there"),
+    "short.npy": (lambda p: p.write_bytes(npy((2, 4), numbers=bytes(31))), "has 31 of them"),
     "notzip.npz": (lambda p: p.write_bytes(b"PK\x03\x04" + bytes(100)), "expected a zip archive"),
     "pipe.npy": (lambda p: os.mkfifo(p), "another kind"),
     "pipe.safetensors": (lambda p: os.mkfifo(p), "another kind"),
@@ -85,7 +85,7 @@ def test_arrays_that_lie_are_refused(tmp_path, name):
 
 def test_a_command_refuses_them_in_one_line(run, files):
     (files / "huge.npy").write_bytes(npy((2**48, 4)))
-    assert "are there" in failed(run("pilot", "compare", "n.pt2", "huge.npy"))
+    assert "has 0 of them" in failed(run("pilot", "compare", "n.pt2", "huge.npy"))
     os.mkfifo(files / "pipe.pt2")
     assert "another kind" in failed(run("inspect", "pipe.pt2"))
 

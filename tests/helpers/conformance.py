@@ -22,7 +22,7 @@ import torch
 from onnx.backend.test.loader import load_model_tests
 
 from demask.files.onnx.module import OnnxModule
-from demask.files.onnx.read.reader import parsed
+from demask.files.onnx.read.reader import parse_model
 
 _STEPS = (
     "NumPy rounds to 16 bits after every operation, and less than one step of the type is allowed; "
@@ -128,7 +128,7 @@ def failure(case: Case) -> str | None:
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("error")
-            module = OnnxModule(parsed(case.model, Path()))
+            module = OnnxModule(parse_model(case.model, Path()))
             for given, expected in case.data:
                 made = module(*map(to_torch, given))
                 made = made if isinstance(made, tuple) else (made,)

@@ -1,1 +1,1 @@
-"""Reading and writing files: everything that comes from outside is hostile until parsed."""
+"""Reading and writing of files: all input is untrusted until it is checked."""

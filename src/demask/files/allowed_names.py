@@ -1,4 +1,4 @@
-"""Which names and op targets a file may hold: lists of what is allowed, no attribute walks.
+"""Names and op targets that a file may contain: fixed lists, never attribute look-ups by name.
 
 A graph becomes Python source (torch.fx generates it) before it runs, so a name that is not an
 identifier would be code.
@@ -38,7 +38,7 @@ BUILTINS: dict[str, Callable[..., Any]] = {
     "math.ceil": math.ceil,
 }
 
-# Private ops that exported graphs hold; the others reach kernels that trust their arguments.
+# Private ops that occur in exported graphs; other private kernels trust their arguments.
 _PRIVATE_OPS = (
     "_adaptive_avg_pool2d _adaptive_avg_pool3d _assert_async _assert_scalar "
     "_assert_tensor_metadata _cdist_forward _conj _convolution _embedding_bag _fft_c2c _fft_c2r "
@@ -49,7 +49,7 @@ _PRIVATE_OPS = (
     "_upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_nearest_exact1d "
     "_upsample_nearest_exact2d _upsample_nearest_exact3d _weight_norm _weight_norm_interface "
 ).split()
-# Kernels behind these take tensors for packed C++ objects, or replace a tensor's storage.
+# Their kernels read tensors as packed C++ objects, or replace the storage of a tensor.
 _REFUSED_OPS = re.compile(
     rf"(fbgemm|cudnn|miopen|{onednn.NAMESPACE}|quantized|sparse|fused)_.*|"
     r"set|set_|set_data|record_stream"
@@ -66,44 +66,53 @@ _ARGUMENT_TYPE = re.compile(
 
 
 def check_name(name: Any) -> str:
-    """`name`, a Python identifier that generated source may use as a variable."""
-    known = isinstance(name, str) and len(name) <= MAX_NAME and name.isidentifier()
-    if known and not keyword.iskeyword(name):
+    """Return `name` if it is a Python identifier, safe as a variable in generated source.
+
+    Raises:
+        RefusedFile: anything else.
+    """
+    is_valid = isinstance(name, str) and len(name) <= MAX_NAME and name.isidentifier()
+    if is_valid and not keyword.iskeyword(name):
         return name
-    raise RefusedFile(f"found the name {_short(name)}; expected a Python identifier")
+    raise RefusedFile(f"got the name {_short(name)}; expected a Python identifier")
 
 
 def check_fqn(name: Any) -> str:
-    """`name`, a dotted path of a tensor or module: no quotes, no backslashes, no dunders."""
-    known = isinstance(name, str) and len(name) <= MAX_NAME
-    if known and all(_FQN_PART.fullmatch(part) for part in name.split(".")):
+    """Return `name` if it is a dotted path of a tensor or module, safe in generated source.
+
+    Raises:
+        RefusedFile: anything else, such as quotes, backslashes or double underscores.
+    """
+    is_valid = isinstance(name, str) and len(name) <= MAX_NAME
+    if is_valid and all(_FQN_PART.fullmatch(part) for part in name.split(".")):
         return name
-    raise RefusedFile(f"found the path {_short(name)}; expected a dotted name like 'layer1.weight'")
+    raise RefusedFile(f"got the path {_short(name)}; expected a dotted name like 'layer1.weight'")
 
 
 def find_op(name: Any, namespaces: Collection[str] = ("aten",)) -> OpOverload:
-    """The op that `name` ("aten.add.Tensor") stands for, from one of `namespaces`.
+    """The op named `name` ("aten.add.Tensor"), from one of `namespaces`.
 
-    RefusedFile: no such op, or one that takes file names, C++ objects, storages or streams.
+    Raises:
+        RefusedFile: no such op, or one that takes file names, C++ objects, storages or streams.
     """
     match = _OP.fullmatch(name) if isinstance(name, str) and len(name) <= MAX_NAME else None
     if match is None or match[1] not in namespaces:
         allowed = ", ".join(sorted(namespaces))
-        raise RefusedFile(f"found the op {_short(name)}; expected an op of: {allowed}")
+        raise RefusedFile(f"got the op {_short(name)}; expected an op of: {allowed}")
     space, base, overload = match.groups()
     schema_name = f"{space}::{base}", "" if overload == "default" else overload
     if not _is_harmless(space, base) or not _takes_plain_values(*schema_name):
-        raise RefusedFile(f"found the op {name}; no model needs it, or this torch does not know it")
+        raise RefusedFile(f"got the op {name}; no model needs it, or this torch does not know it")
     op = getattr(getattr(getattr(torch.ops, space), base), overload)
     if not isinstance(op, OpOverload):
-        raise RefusedFile(f"found the op {name}; expected an overload of a registered op")
+        raise RefusedFile(f"got the op {name}; expected an overload of a registered op")
     return op
 
 
 def _is_harmless(space: str, base: str) -> bool:
     if space == onednn.NAMESPACE:
-        # optimize() writes them. Their kernels check little, so demask first runs the ATen ops
-        # that they replace, on the same shapes (`tune.fast`).
+        # optimize() writes them. Their kernels check few arguments, so demask first runs the ATen
+        # ops that they replace, on the same shapes (`tune.module.optimized_module`).
         return base in onednn.OPS
     if space == "demask":
         return is_own(base)
@@ -121,10 +130,10 @@ def _takes_plain_values(name: str, overload: str) -> bool:
 
 
 def _is_plain(argument: Any) -> bool:
-    kind = str(argument.type)
-    if not _ARGUMENT_TYPE.fullmatch(kind):
+    type_text = str(argument.type)
+    if not _ARGUMENT_TYPE.fullmatch(type_text):
         return False
-    return "str" not in kind or argument.name in _TEXT_ARGUMENTS
+    return "str" not in type_text or argument.name in _TEXT_ARGUMENTS
 
 
 def _short(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Arrays in files from outside (.npy, .npz, .safetensors), no larger than what the files hold."""
+"""Arrays read from untrusted files (.npy, .npz, .safetensors), no larger than the file allows."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from torch import Tensor
 from demask.errors import BadInput
 from demask.files.bounded_read import open_plain, open_zip
 
-PIECE = 2**24  # bytes read at a time
+PIECE = 2**24  # bytes per read
 ARRAYS = (".npy", ".npz", ".safetensors")
 
 
 @dataclass(frozen=True, slots=True)
 class ArrayHeader:
-    """What a .npy file says of its array: sizes, numpy's dtype, whether its order is Fortran's, and
-    the byte at which the numbers begin."""
+    """Header of a .npy file. fortran: whether the first axis is innermost in memory. offset: the
+    byte at which the values begin."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -37,35 +37,46 @@ class ArrayHeader:
 
 
 def npy_header(file: Any, size: int, where: str) -> ArrayHeader:
-    """The header of the .npy file. file: open for reading at its
-    beginning; size: its bytes. BadInput: it is damaged, its array is larger than the file, or
-    holds Python objects or records."""
+    """The header of a .npy file.
+
+    Args:
+        file: open for reading, at its beginning.
+        size: bytes of the file.
+        where: name of the file in errors.
+
+    Raises:
+        BadInput: the file is damaged, its array is larger than the file, or has elements that are
+            Python objects or records.
+    """
     try:
         version = np.lib.format.read_magic(file)
         if version not in ((1, 0), (2, 0)):
             raise ValueError(f"version {version} of the format")
-        read = getattr(np.lib.format, f"read_array_header_{version[0]}_0")
-        shape, fortran, dtype = read(file)
+        read_header = getattr(np.lib.format, f"read_array_header_{version[0]}_0")
+        shape, fortran, dtype = read_header(file)
         offset = file.tell()
-        numbers = dtype.fields is None and dtype.subdtype is None and dtype.kind in "biufc"
-        if not numbers or not all(type(n) is int and n >= 0 for n in shape):
+        is_numeric = dtype.fields is None and dtype.subdtype is None and dtype.kind in "biufc"
+        if not is_numeric or not all(type(n) is int and n >= 0 for n in shape):
             raise ValueError(f"{dtype} {shape}")
     except BadInput:
         raise
-    except Exception as error:  # numpy's parser raises what it likes on a hostile header
+    except Exception as error:  # numpy's parser may raise anything on a hostile header
         raise BadInput(f"{where}: expected an array of numbers that numpy.save wrote: "
                        f"{str(error).splitlines()[0] if str(error) else error!r:.80}"
                        ) from error  # fmt: skip
     header = ArrayHeader(tuple(shape), dtype, bool(fortran), offset)
     if offset + header.nbytes > size:
         raise BadInput(f"{where}: the array {list(shape)} of {dtype} has {header.nbytes:,} bytes, "
-                       f"{size - offset:,} of them are there; write it again")  # fmt: skip
+                       f"the file has {size - offset:,} of them; write it again")  # fmt: skip
     return header
 
 
 def read_arrays(path: Path) -> dict[str, Tensor]:
-    """The arrays in a file, by name; the one in a .npy file has the name "". BadInput: no such
-    file, damaged, numbers that torch has no dtype for."""
+    """The arrays in a file, by name; the one in a .npy file has the name "".
+
+    Raises:
+        BadInput: no such file, damaged, or elements that torch has no dtype for.
+    """
     match path.suffix:
         case ".npy":
             with open_plain(path) as file:
@@ -84,7 +95,7 @@ def read_arrays(path: Path) -> dict[str, Tensor]:
 
 def _archive(path: Path) -> dict[str, Tensor]:
     arrays = {}
-    with open_zip(path, packed=True) as archive:
+    with open_zip(path, compressed=True) as archive:
         for entry in archive.infolist():
             name = entry.filename.removesuffix(".npy")
             if name == entry.filename:

@@ -1,4 +1,4 @@
-"""Files appear whole or not at all."""
+"""Atomic writes: a file appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ try:
 except ImportError:  # Windows, where an open file cannot be removed either
     fcntl = None
 
-PREFIX, SUFFIX = ".demask-", ".part"  # of the name of a file that is being written
+PREFIX, SUFFIX = ".demask-", ".part"  # of the names of files being written
 
 
 def check_writable(path: str | os.PathLike[str]) -> Path:
-    """The absolute path that `write` would replace: of a link, the file that it leads to.
+    """The absolute path that `write` would replace, with links resolved.
 
-    Call it before long work. Raises BadInput now, not at the end, where the folder is missing or
-    closed, or where `path` is anything but a regular file that may be written, or nothing yet.
+    Call it before long work, so that a path that cannot be written fails early.
+
+    Raises:
+        BadInput: the folder is missing or not writable, or `path` exists and is not a writable
+            regular file.
     """
     try:
         final = Path(path).resolve()
@@ -38,7 +41,7 @@ def check_writable(path: str | os.PathLike[str]) -> Path:
         elif not os.access(folder, os.W_OK | os.X_OK):
             words = f"no permission to create files in {folder}"
         elif status is not None and not os.access(final, os.W_OK):
-            words = "it is protected from writing; give another name, or change its rights"
+            words = "it is protected from writing; give another name, or change its permissions"
         else:
             return final
     except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, a zero byte
@@ -48,12 +51,14 @@ def check_writable(path: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A binary file in the folder of `path`, open for writing, renamed to `path` when the block
-    ends well. A file that was there hands its owner and its rights on.
+    """A binary file open for writing, renamed to `path` when the block ends without an error.
 
-    When the block raises, nothing is left and what `path` held before is untouched. What a process
-    left that was killed is removed by the next write in that folder. BadInput when the folder
-    cannot be written or the disk refuses the data.
+    The new file takes the owner and permissions of the file that it replaces. When the block
+    raises, the new file is removed and `path` is unchanged. Files that a killed process left are
+    removed by the next write in that folder.
+
+    Raises:
+        BadInput: the folder cannot be written or the disk refuses the data.
     """
     final = check_writable(path)
     try:
@@ -74,13 +79,13 @@ def write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _part(folder: Path, mode: int) -> Iterator[tuple[Path, BinaryIO]]:
-    """A new file of a name of its own, locked for as long as its process writes it; removed at the
-    end if it was not renamed."""
+    """A new file with a unique name, locked while its process writes it; removed at the end if it
+    was not renamed."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     while True:
         path = folder / f"{PREFIX}{secrets.token_hex(6)}{SUFFIX}"
         file = open(os.open(path, flags, mode), "w+b")  # noqa: SIM115
-        # Between the two lines another process may have taken it for one that was left.
+        # Before the lock was taken, another process may have removed the file as stale.
         if not _locked(file.fileno(), wait=True) or os.fstat(file.fileno()).st_nlink:
             break
         file.close()
@@ -92,30 +97,30 @@ def _part(folder: Path, mode: int) -> Iterator[tuple[Path, BinaryIO]]:
 
 
 def _remove_stale(folder: Path) -> None:
-    """Remove files that a killed process was writing: those that nobody holds the lock of."""
+    """Remove files that a killed process was writing: those that no process has locked."""
     with suppress(OSError), os.scandir(folder) as entries:
-        left = [e for e in entries if e.name.startswith(PREFIX) and e.name.endswith(SUFFIX)]
-        for entry in left:
-            if entry.is_file(follow_symlinks=False):  # to open a pipe would wait for its writer
+        parts = [e for e in entries if e.name.startswith(PREFIX) and e.name.endswith(SUFFIX)]
+        for entry in parts:
+            if entry.is_file(follow_symlinks=False):  # opening a pipe would wait for its writer
                 with suppress(OSError), open(entry.path, "rb") as file:
                     if _locked(file.fileno(), wait=False):
                         os.unlink(entry.path)
 
 
 def _locked(descriptor: int, *, wait: bool) -> bool:
-    """Lock a file, until it is closed or the process ends; False where that cannot be."""
+    """Lock a file until it is closed or the process ends. False where it cannot be locked."""
     if fcntl is None:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError:  # held by another, or a file system without locks
+    except OSError:  # locked by another process, or a file system without locks
         return False
     return True
 
 
 def _hand_on(before: os.stat_result, descriptor: int) -> None:
-    """Give a file the owner, group and rights of the one that it replaces. Where the group cannot
-    be the same, it has no rights: they were another group's."""
+    """Copy owner, group and permissions of the replaced file. If the group cannot be set, group
+    permissions are removed, because they were meant for another group."""
     if not hasattr(os, "fchown"):
         return
     mode = stat.S_IMODE(before.st_mode) & 0o777

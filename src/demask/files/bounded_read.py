@@ -1,5 +1,4 @@
-"""Plain files, zip archives, JSON and TOML read within limits: the first gate of every file from
-outside."""
+"""Files, zip archives, JSON and TOML, read within limits: the first check of untrusted files."""
 
 from __future__ import annotations
 
@@ -23,15 +22,18 @@ MAX_JSON_VALUES = 8_000_000  # a value of two bytes becomes an object of about s
 MAX_JSON_DEPTH = 200
 MAX_INT = 2**64
 MAX_TOML_BYTES = 2**16
-MAX_RATIO, SMALL = 100, 64 * 2**20  # bytes that one packed byte may become, beyond a few
+MAX_RATIO, SMALL = 100, 64 * 2**20  # decompressed bytes per compressed byte, on top of SMALL
 
 _NAME = re.compile(r"[\w.+-]+(/[\w.+-]+)*")
 
 
 @contextmanager
 def open_plain(path: str | os.PathLike[str], what: str | None = None) -> Iterator[FileIO]:
-    """An unbuffered reader of a regular file; BadInput where there is none. what: what errors call
-    it, by default its path."""
+    """An unbuffered reader of a regular file. what: its name in errors, by default its path.
+
+    Raises:
+        BadInput: there is no regular file, or it cannot be read.
+    """
     what = str(path) if what is None else what
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)  # a pipe would wait for its other end
     try:
@@ -42,7 +44,7 @@ def open_plain(path: str | os.PathLike[str], what: str | None = None) -> Iterato
         raise BadInput(f"{what} cannot be read: {getattr(error, 'strerror', error)}") from None
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise BadInput(f"{what} cannot be read: expected a plain file, found another kind")
+            raise BadInput(f"{what} cannot be read: expected a plain file, got another kind")
         yield FileIO(descriptor, closefd=False)
     except OSError as error:
         raise BadInput(f"{what} cannot be read: {error.strerror or error}") from error
@@ -51,8 +53,12 @@ def open_plain(path: str | os.PathLike[str], what: str | None = None) -> Iterato
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The TOML document at `path`; BadInput where there is none, RefusedFile where it is large or
-    nested deeply."""
+    """The TOML document at `path`.
+
+    Raises:
+        BadInput: no such file, or not TOML.
+        RefusedFile: the file is too large or too deeply nested.
+    """
     with open_plain(path) as file:
         data = file.read(MAX_TOML_BYTES + 1)
     if len(data) > MAX_TOML_BYTES:
@@ -67,22 +73,27 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 @contextmanager
 def open_zip(
-    path: str | os.PathLike[str], *, packed: bool = False
+    path: str | os.PathLike[str], *, compressed: bool = False
 ) -> Iterator[zipfile.ZipFile]:  # fmt: skip
-    """The archive at `path`, its directory checked: plain files, stored, distinct, within `path`.
-    packed: entries may be compressed, by a bounded ratio, and have any name: they are only looked
-    up.
+    """The zip archive at `path`, its directory checked: plain, stored, distinct entries.
 
-    Errors raised inside the block get `path` put before them. BadInput: missing, not a zip,
-    truncated. RefusedFile: compressed, encrypted or overlapping entries, links, unsafe names.
+    Errors raised inside the block are prefixed with `path`.
+
+    Args:
+        compressed: whether entries may be compressed, by a bounded ratio, and have any name (they
+            are read by name, never extracted).
+
+    Raises:
+        BadInput: missing, not a zip, or truncated.
+        RefusedFile: compressed, encrypted or overlapping entries, links, unsafe names.
     """
     try:
         with open_plain(path) as file, zipfile.ZipFile(file) as archive:
-            _check_directory(archive, os.fstat(file.fileno()).st_size, packed)
+            _check_directory(archive, os.fstat(file.fileno()).st_size, compressed)
             yield archive
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
         raise BadInput(
-            f"{path}: expected a zip archive, found something else or a truncated one ({error}); "
+            f"{path}: expected a zip archive, got something else or a truncated one ({error}); "
             "copy or export the file again"
         ) from error
     except BadInput as error:
@@ -91,25 +102,25 @@ def open_zip(
         raise BadInput(f"{path}: the zip archive is damaged ({error}); copy it again") from error
 
 
-def _check_directory(archive: zipfile.ZipFile, file_bytes: int, packed: bool) -> None:
+def _check_directory(archive: zipfile.ZipFile, file_bytes: int, compressed: bool) -> None:
     entries = archive.infolist()
     if len(entries) > MAX_ENTRIES:
         raise RefusedFile(f"{len(entries)} entries; expected at most {MAX_ENTRIES}")
     seen: set[str] = set()
     for entry in entries:
-        _check_entry(entry, packed)
+        _check_entry(entry, compressed)
         if entry.filename in seen:
             raise RefusedFile(f"two entries named {entry.filename!r}; expected distinct names")
         seen.add(entry.filename)
-    # Entries that do not overlap cannot have more bytes in the file than it has.
+    # Entries that do not overlap cannot have more bytes than the file.
     total = sum(entry.compress_size for entry in entries)
     if total > file_bytes:
         raise RefusedFile(f"entries claim {total} bytes in a file of {file_bytes}: a zip bomb")
 
 
-def _check_entry(entry: zipfile.ZipInfo, packed: bool) -> None:
+def _check_entry(entry: zipfile.ZipInfo, compressed: bool) -> None:
     name = entry.filename
-    if packed:
+    if compressed:
         _check_packed(entry)
     elif entry.orig_filename != name or not _NAME.fullmatch(name) or ".." in name.split("/"):
         raise RefusedFile(f"entry {entry.orig_filename!r}: expected a plain relative name")
@@ -133,8 +144,12 @@ def _check_packed(entry: zipfile.ZipInfo) -> None:
 
 
 def read_json(archive: zipfile.ZipFile, name: str, max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """The JSON document in entry `name`; BadInput when missing or not JSON, RefusedFile when its
-    size, depth or numbers are out of bounds or a key appears twice."""
+    """The JSON document in entry `name`.
+
+    Raises:
+        BadInput: the entry is missing or not JSON.
+        RefusedFile: size, depth or numbers are out of bounds, or a key appears twice.
+    """
     if name not in archive.NameToInfo:
         raise BadInput(f"entry {name!r} is missing; the file is incomplete: export it again")
     size = archive.getinfo(name).file_size
@@ -144,11 +159,11 @@ def read_json(archive: zipfile.ZipFile, name: str, max_bytes: int = MAX_JSON_BYT
 
 
 def parse_json(data: bytes | str, where: str) -> Any:
-    """The value of a JSON text (object, list, str, int, float, bool, None), within the limits."""
+    """The value of a JSON text (dict, list, str, int, float, bool, None); errors as `read_json`."""
     comma, bracket, brace = (",", "[", "{") if isinstance(data, str) else (b",", b"[", b"{")
-    values = sum(data.count(mark) for mark in (comma, bracket, brace))  # type: ignore[arg-type]
-    if values > MAX_JSON_VALUES:
-        raise RefusedFile(f"{where}: {values} JSON values; expected at most {MAX_JSON_VALUES}")
+    count = sum(data.count(mark) for mark in (comma, bracket, brace))  # type: ignore[arg-type]
+    if count > MAX_JSON_VALUES:
+        raise RefusedFile(f"{where}: {count} JSON values; expected at most {MAX_JSON_VALUES}")
     try:
         text = data.decode() if isinstance(data, bytes) else data
         value = json.loads(
@@ -159,20 +174,20 @@ def parse_json(data: bytes | str, where: str) -> Any:
     except RefusedFile as error:
         raise RefusedFile(f"{where}: {error}") from error
     except ValueError as error:
-        raise BadInput(f"{where}: expected JSON, found something else: {error}") from error
+        raise BadInput(f"{where}: expected JSON, got something else: {error}") from error
     _check_depth(value, where)
     return value
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
         raise RefusedFile("a JSON object has the same key twice")
-    return made
+    return mapping
 
 
 def _no_constant(text: str) -> Any:
-    raise RefusedFile(f"found {text}, which is not JSON")
+    raise RefusedFile(f"got {text}, which is not JSON")
 
 
 def _bounded_int(text: str) -> int:
@@ -186,6 +201,7 @@ def _check_depth(value: Any, where: str) -> None:
     while level:
         if depth > MAX_JSON_DEPTH:
             raise RefusedFile(f"{where}: JSON nested deeper than {MAX_JSON_DEPTH} levels")
-        boxes = [v for v in level if isinstance(v, dict | list)]
-        level = [w for v in boxes for w in (v.values() if isinstance(v, dict) else v)]
+        containers = [outer for outer in level if isinstance(outer, dict | list)]
+        level = [item for outer in containers
+                 for item in (outer.values() if isinstance(outer, dict) else outer)]  # fmt: skip
         depth += 1

@@ -1,4 +1,4 @@
-"""Files of weights and of other formats, recognized where a network is expected."""
+"""Recognition of weight files and other formats where a network is expected."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ EXPORT = (
     "torch.export.save(torch.export.export(module, inputs), 'model.pt2')"
 )
 TORCHSCRIPT = f"TorchScript of torch.jit.save, which torch.export does not take: {EXPORT}"
-PICKLE = f"a pickle of torch.save, which holds no graph and runs code when it is read: {EXPORT}"
-SAFETENSORS = f"safetensors, which hold weights and no graph: {EXPORT}"
+PICKLE = f"a pickle of torch.save, which has no graph and runs code when it is read: {EXPORT}"
+SAFETENSORS = f"safetensors, which have weights and no graph: {EXPORT}"
 ONNX = "an ONNX file: rename it to end in .onnx"
 
 
 def other_kind(path: str | os.PathLike[str]) -> str:
-    """What a file is that holds no network for demask, and what to do; "" where that is unknown."""
+    """Format of a file without a network that demask can read, and advice; "" if unknown."""
     try:
         with open_plain(path) as file:
             head = file.read(64)
@@ -29,7 +29,7 @@ def other_kind(path: str | os.PathLike[str]) -> str:
                     return _zip_kind(archive.namelist())
     except (BadInput, zipfile.BadZipFile, NotImplementedError, ValueError):
         return ""
-    if head.startswith(b"\x80"):  # of torch before 1.6, and of pickle itself
+    if head.startswith(b"\x80"):  # torch.save before 1.6, and pickle itself
         return PICKLE
     if int.from_bytes(head[:8], "little") < 2**27 and head[8:9] == b"{":
         return SAFETENSORS
@@ -44,5 +44,5 @@ def _zip_kind(names: list[str]) -> str:
 
 
 def _starts_as_onnx(head: bytes, suffix: str) -> bool:
-    """A version of the format, then who wrote it or which opsets it needs."""
+    """Whether a file begins like ONNX: format version, then producer or opsets."""
     return suffix != ".onnx" and head[:1] == b"\x08" and head[2:3] in (b"\x12", b"\x3a", b"\x42")

@@ -1,4 +1,4 @@
-"""Tensors of a slim network into an instance of the class that it came from."""
+"""Load the tensors of a demasked network into an instance of its original class."""
 
 from __future__ import annotations
 
@@ -29,44 +29,52 @@ Numbers = Mapping[str, Mapping[str, Any]]
 def resize(
     model: nn.Module, state_dict: Mapping[str, Tensor], numbers: Numbers | None = None
 ) -> nn.Module:
-    """A copy of `model` with the tensors of a slim network of its class, whatever their shapes.
+    """A copy of `model` with the tensors of a demasked network of its class, of any smaller shapes.
 
-    state_dict: of a network that `demask.demask` gave back in the model's own class, as
-    `state_dict()` or a safetensors file has it. numbers: by path of a module, numbers that its code
-    reads and shapes do not tell (`{"layers.0.attention": {"num_heads": 2}}`; those that demasking
-    changed are `slim.demasked.numbers`). The numbers of torch's layers, and the config of
-    transformers' models, follow by themselves. Raises BadInput where names differ, or where a
-    number could be several.
+    Sizes of torch's layers and the config of transformers' models are updated.
 
-    >>> import torch, demask
-    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
-    >>> state = {"0.weight": torch.zeros(3, 4), "0.bias": torch.zeros(3),
-    ...          "1.weight": torch.zeros(2, 3), "1.bias": torch.zeros(2)}
-    >>> demask.resize(net, state)
-    Sequential(
-      (0): Linear(in_features=4, out_features=3, bias=True)
-      (1): Linear(in_features=3, out_features=2, bias=True)
-    )
+    Args:
+        model: an instance of the class, as large as the network that was demasked.
+        state_dict: the state dict of a network that `demask.demask` returned in the model's own
+            class, from `state_dict()` or a safetensors file.
+        numbers: per path of a module, the attributes that its code reads and that do not follow
+            from shapes, such as `{"layers.0.attention": {"num_heads": 2}}`. Those that demasking
+            changed are in `slim.demasked.numbers`. Default: derived from the shapes.
+
+    Raises:
+        BadInput: the names of the tensors differ, a tensor is larger than the model's, or more
+            than one value of an attribute fits the shapes.
+
+    Example:
+        >>> import torch, demask
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+        >>> state = {"0.weight": torch.zeros(3, 4), "0.bias": torch.zeros(3),
+        ...          "1.weight": torch.zeros(2, 3), "1.bias": torch.zeros(2)}
+        >>> demask.resize(net, state)
+        Sequential(
+          (0): Linear(in_features=4, out_features=3, bias=True)
+          (1): Linear(in_features=3, out_features=2, bias=True)
+        )
     """
     if not isinstance(model, nn.Module) or not isinstance(state_dict, Mapping):
         kinds = f"{type(model).__name__} and {type(state_dict).__name__}"
         raise BadInput(f"expected an nn.Module and its state dict, got {kinds}")
     copy = structural_copy(model, share=True)
     bake(copy)
-    old = dict(tensors_of(copy))
-    _check_names(old.keys(), copy.state_dict().keys(), state_dict.keys())
+    originals = dict(tensors_of(copy))
+    _check_names(originals.keys(), copy.state_dict().keys(), state_dict.keys())
     cuts: dict[str, Cut] = {}
-    made: dict[int, Tensor] = {}
+    tensors: dict[int, Tensor] = {}
     for name, tensor in state_dict.items():
-        held = old.get(name)
-        if held is not None and tuple(held.shape) != tuple(tensor.shape):
-            cuts[name] = _cut(name, held, tensor)
-        if id(tensor) not in made:
-            grad = held is None or held.requires_grad or not isinstance(held, nn.Parameter)
-            made[id(tensor)] = tensor.detach().clone()
-            if held is None or isinstance(held, nn.Parameter):
-                made[id(tensor)] = nn.Parameter(made[id(tensor)], grad)
-        if not assign(copy, name, made[id(tensor)]):
+        old = originals.get(name)
+        if old is not None and tuple(old.shape) != tuple(tensor.shape):
+            cuts[name] = _cut(name, old, tensor)
+        if id(tensor) not in tensors:
+            grad = old is None or old.requires_grad or not isinstance(old, nn.Parameter)
+            tensors[id(tensor)] = tensor.detach().clone()
+            if old is None or isinstance(old, nn.Parameter):
+                tensors[id(tensor)] = nn.Parameter(tensors[id(tensor)], grad)
+        if not assign(copy, name, tensors[id(tensor)]):
             raise BadInput(f"the model has no place for {name!r}")
     _own_the_rest(copy, set(state_dict))
     for module in copy.modules():
@@ -79,7 +87,7 @@ def resize(
 
 
 def _agrees(copy: nn.Module, numbers: Numbers | None) -> bool:
-    """Do the modules have the numbers given?"""
+    """Whether the modules have these numbers."""
     return all(
         _plain(getattr(module_at(copy, path), name, None)) == _plain(value)
         for path, values in (numbers or {}).items()
@@ -88,13 +96,16 @@ def _agrees(copy: nn.Module, numbers: Numbers | None) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A number, or a row of them as files hold it."""
+    """A number, or a list of numbers where the attribute is a tuple, as JSON files store it."""
     return list(value) if isinstance(value, tuple) else value
 
 
 def _check_names(known: Set[str], needed: Set[str], names: Set[str]) -> None:
-    """Raise BadInput unless a state dict has all names needed, and no others than those known;
-    biases may be new, and buffers that no state dict has may be there (files hold them)."""
+    """Raise BadInput unless a state dict has all needed names and only known names or new biases.
+
+    known: all tensors of the model, with buffers that only files have (not persistent). needed: the
+    names in the model's own state dict.
+    """
     missing = sorted(needed - names)
     more = sorted(name for name in names - known if not name.endswith("bias"))
     if missing or more:
@@ -109,24 +120,24 @@ def _check_names(known: Set[str], needed: Set[str], names: Set[str]) -> None:
 
 
 def _cut(name: str, old: Tensor, new: Tensor) -> Cut:
-    """A cut of which sizes alone are known."""
+    """The cut of a tensor, of which only the sizes are known: its first positions remain."""
     if old.ndim != new.ndim or any(a < b for a, b in zip(old.shape, new.shape, strict=True)):
         shapes = f"{tuple(new.shape)} is not cut from {tuple(old.shape)}"
         raise BadInput(f"{name}: {shapes}; give a model as large as the one that was demasked")
-    kept = tuple(None if a == b else tuple(range(b))
+    remaining = tuple(None if a == b else tuple(range(b))
                  for a, b in zip(old.shape, new.shape, strict=True))  # fmt: skip
-    return Cut(name, tuple(old.shape), kept)
+    return Cut(name, tuple(old.shape), remaining)
 
 
 def _own_the_rest(copy: nn.Module, done: set[str]) -> None:
-    """Tensors that no state dict holds are copies, too."""
+    """Copy the buffers that are in no state dict, so that the copy shares no tensor."""
     for name, buffer in list(copy.named_buffers(remove_duplicate=False)):
         if name not in done:
             assign(copy, name, buffer.clone())
 
 
 def _set_numbers(copy: nn.Module, cuts: Mapping[str, Cut], numbers: Numbers | None) -> None:
-    """Set numbers that modules' own code reads: those given, or those that follow from shapes."""
+    """Set attributes that modules' own code reads: `numbers`, or those that follow from shapes."""
     for path, values in (numbers or {}).items():
         module = module_at(copy, path)
         if module is None:
@@ -139,22 +150,22 @@ def _set_numbers(copy: nn.Module, cuts: Mapping[str, Cut], numbers: Numbers | No
         if has_numbers(module):
             continue
         for name, value in numbers_of(module).items():
-            became = set(_became(path, value, cuts))
-            if len(became) > 1:
-                options = ", ".join(map(str, sorted(became)))
+            sizes = set(_became(path, value, cuts))
+            if len(sizes) > 1:
+                options = ", ".join(map(str, sorted(sizes)))
                 raise BadInput(
-                    f"{path or 'the model'}: shapes do not tell whether {name} = {value} became "
-                    f"one of {options}; pass numbers=slim.demasked.numbers"
+                    f"{path or 'the model'}: shapes do not determine whether {name} = {value} "
+                    f"became one of {options}; pass numbers=slim.demasked.numbers"
                 )
-            if became:
-                setattr(module, name, became.pop())
+            if sizes:
+                setattr(module, name, sizes.pop())
 
 
 def _became(path: str, value: Any, cuts: Mapping[str, Cut]) -> Iterator[int]:
-    """What sizes equal to a number became in a module's own tensors and those of its layers."""
+    """New sizes of axes whose size was `value`, in a module's tensors and those of its layers."""
     for name, cut in cuts.items():
-        holder = name.rpartition(".")[0]
-        if path in (holder, holder.rpartition(".")[0]):
-            for size, kept in zip(cut.shape, cut.kept, strict=True):
+        owner = name.rpartition(".")[0]
+        if path in (owner, owner.rpartition(".")[0]):
+            for size, remaining in zip(cut.shape, cut.kept, strict=True):
                 if size == value:
-                    yield size if kept is None else len(kept)
+                    yield size if remaining is None else len(remaining)

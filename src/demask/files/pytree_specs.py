@@ -1,4 +1,4 @@
-"""The shapes of a model's arguments and results (pytree specs), as text from a file.
+"""Pytree specs, the container structure of a model's arguments and results, as text from a file.
 
 torch resolves a spec by importing the modules it names (default factories, enumerations), so a
 spec is checked before torch reads it.
@@ -22,31 +22,32 @@ _SCALAR = str | int | float | bool | None
 
 
 def check_spec(text: Any) -> str:
-    """`text`, a pytree spec of known container types, safe for torch to read.
+    """Return `text` if it is a pytree spec of known container types, safe for torch to read.
 
-    BadInput names the type when it is one that a library would have to define first. RefusedFile:
-    anything that would import a module, and specs too large.
+    Raises:
+        BadInput: a container type that a library must register first; the message names it.
+        RefusedFile: anything that would import a module, and specs that are too large.
     """
     if not isinstance(text, str):
-        raise RefusedFile(f"found a tree spec of type {type(text).__name__}; expected a string")
+        raise RefusedFile(f"got a tree spec of type {type(text).__name__}; expected a string")
     document = parse_json(text, "tree spec")
     match document:
         case [1, dict(root)]:
             pending: list[tuple[Any, int]] = [(root, 0)]
         case _:
-            raise RefusedFile("found a tree spec of an unknown version; expected version 1")
-    seen = 0
+            raise RefusedFile("got a tree spec of an unknown version; expected version 1")
+    count = 0
     while pending:
         node, depth = pending.pop()
-        seen += 1
-        if seen > MAX_NODES or depth > MAX_DEPTH:
-            raise RefusedFile(f"found a tree spec of more than {MAX_NODES} nodes or too deep")
+        count += 1
+        if count > MAX_NODES or depth > MAX_DEPTH:
+            raise RefusedFile(f"got a tree spec of more than {MAX_NODES} nodes or too deep")
         pending.extend((child, depth + 1) for child in _children(node))
     return text
 
 
 def load_spec(text: Any) -> pytree.TreeSpec:
-    """The pytree spec that `text` writes; errors as `check_spec`."""
+    """The pytree spec in `text`; errors as `check_spec`."""
     checked = check_spec(text)
     try:
         return pytree.treespec_loads(checked)
@@ -55,7 +56,7 @@ def load_spec(text: Any) -> pytree.TreeSpec:
 
 
 def check_call_spec(text: Any) -> str:
-    """`check_spec` for (args, kwargs): the keyword names become source, so they are identifiers."""
+    """`check_spec` for (args, kwargs): keywords must be identifiers, as they become source code."""
     spec = load_spec(text)
     if spec.type is not tuple or spec.num_children != 2:
         return check_spec(text)
@@ -66,7 +67,7 @@ def check_call_spec(text: Any) -> str:
 
 
 def _children(node: Any) -> list[Any]:
-    """The children of one node, whose own type and context are checked."""
+    """The children of a node, after its own type and context are checked."""
     match node:
         case {"type": None, "context": None, "children_spec": [], **rest} if not rest:
             return []
@@ -76,7 +77,7 @@ def _children(node: Any) -> list[Any]:
             _check_context(kind, context, len(children))
             return children
         case _:
-            raise RefusedFile("found a tree spec node that is neither a leaf nor a container")
+            raise RefusedFile("got a tree spec node that is neither a leaf nor a container")
 
 
 def _check_context(kind: str, context: Any, children: int) -> None:
@@ -99,7 +100,7 @@ def _check_context(kind: str, context: Any, children: int) -> None:
         context = parse_json(context, f"context of {kind}")
     _check_inert(context)
     if kind in _KEYED and (not isinstance(context, list) or len(context) != children):
-        raise RefusedFile(f"found a {kind} of {children} values whose keys do not match")
+        raise RefusedFile(f"got a {kind} of {children} values whose keys do not match")
 
 
 def _default_keys(context: Any) -> Any:
@@ -111,15 +112,15 @@ def _default_keys(context: Any) -> Any:
         } if name in _FACTORIES:
             return keys
         case _:
-            raise RefusedFile("found a defaultdict whose factory is not a builtin type")
+            raise RefusedFile("got a defaultdict whose factory is not a builtin type")
 
 
 def _check_inert(context: Any) -> None:
-    """JSON without the objects that torch turns into enumerations (it imports their module)."""
+    """Refuse JSON objects that torch decodes as enumerations: it would import their module."""
     match context:
         case dict():
             if "__enum__" in context:
-                raise RefusedFile("found an enumeration in a tree spec; expected plain keys")
+                raise RefusedFile("got an enumeration in a tree spec; expected plain keys")
             parts: list[Any] = list(context.values())
         case list():
             parts = context

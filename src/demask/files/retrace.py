@@ -1,4 +1,4 @@
-"""Demasked networks traced anew, with their dynamic dimensions: on the way to other files."""
+"""Tracing of demasked networks with their dynamic dimensions, to write them in other formats."""
 
 from __future__ import annotations
 
@@ -24,17 +24,21 @@ SEED = 0
 MAX_EXAMPLE = 2**31  # elements of one example input
 
 
-def traced(slim: fx.GraphModule) -> ExportedProgram:
-    """A demasked network in eval mode, as torch.export sees it; NotExportable where it does not."""
+def export_graph(slim: fx.GraphModule) -> ExportedProgram:
+    """The ExportedProgram of a demasked network in eval mode.
+
+    Raises:
+        NotExportable: torch.export does not accept the network.
+    """
     args, kwargs, shapes = example(slim)
     with _in_eval(slim), warnings.catch_warnings(), shapes_only(), torch.no_grad():
         warnings.simplefilter("ignore")  # torch.export warns of its own internals
         try:
             return torch.export.export(slim, args, kwargs, dynamic_shapes=shapes)
         except Exception as error:
-            first = (str(error).strip().splitlines() or [""])[0]
+            message = (str(error).strip().splitlines() or [""])[0]
             raise NotExportable(
-                f"{type(error).__name__}: {first}",
+                f"{type(error).__name__}: {message}",
                 "the demasked graph",
                 "demask the model again with dynamic_shapes that name fewer dynamic dimensions",
             ) from error
@@ -52,18 +56,18 @@ def _in_eval(slim: nn.Module) -> Iterator[None]:
 
 
 def example(slim: fx.GraphModule) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """Arguments to trace with, made from the input specs, and their dynamic dimensions."""
+    """Example args and kwargs with sizes of the input specs, and their dynamic dimensions."""
     provenance, codegen = getattr(slim, "demasked", None), codegen_of(slim.graph)
     if not isinstance(provenance, Provenance) or not isinstance(codegen, PyTreeCodeGen):
-        raise BadInput("expected a demasked network (slim.demasked is missing); demask() makes one")
+        raise BadInput("expected a network of demask(), got one without slim.demasked")
     placeholders = slim.graph.find_nodes(op="placeholder")
     specs: dict[str, InputSpec] = {spec.name: spec for spec in provenance.inputs}
     if len(placeholders) == len(provenance.inputs):
         specs = {n.name: s for n, s in zip(placeholders, provenance.inputs, strict=True)}
-    # torch.export takes a dynamic dimension of size 1 for a constant.
-    several = _sizes(provenance.inputs, 2)
-    least = 2 if hold(provenance.guards, several) else 0
-    fixed = fixed_by(provenance.guards, several)
+    # torch.export treats a dynamic dimension of size 1 as constant.
+    sizes_from_2 = _sizes(provenance.inputs, 2)
+    least = 2 if hold(provenance.guards, sizes_from_2) else 0
+    fixed = fixed_by(provenance.guards, sizes_from_2)
     generator, shapes, leaves = torch.Generator().manual_seed(SEED), ShapesCollection(), []
     device = next((p.device for p in slim.parameters()), torch.device("cpu"))
     for node in placeholders:
@@ -71,8 +75,8 @@ def example(slim: fx.GraphModule) -> tuple[tuple[Any, ...], dict[str, Any], Any]
             leaves.append(_constant(node))
             continue
         tensor = _example_tensor(specs[node.name], least, generator).to(device)
-        named = zip(specs[node.name].sizes, tensor.shape, strict=True)
-        dims = {axis: Dim.DYNAMIC for axis, (size, length) in enumerate(named)
+        named_sizes = zip(specs[node.name].sizes, tensor.shape, strict=True)
+        dims = {axis: Dim.DYNAMIC for axis, (size, length) in enumerate(named_sizes)
                 if isinstance(size, str) and size not in fixed and length > 1}  # fmt: skip
         if dims:
             shapes[tensor] = dims
@@ -81,17 +85,17 @@ def example(slim: fx.GraphModule) -> tuple[tuple[Any, ...], dict[str, Any], Any]
     return args, kwargs, shapes.dynamic_shapes(slim, args, kwargs)
 
 
-def takes(slim: fx.GraphModule, args: Any, kwargs: Any) -> bool:
-    """Whether a call has the inputs that a demasked network was made for; one without any has."""
+def accepts(slim: fx.GraphModule, args: Any, kwargs: Any) -> bool:
+    """Whether a call has the inputs of a demasked network; a call without inputs has."""
     if not args and not kwargs:
         return True
     specs: tuple[InputSpec, ...] = slim.demasked.inputs  # type: ignore[assignment, union-attr]
     own_args, own_kwargs, _ = example(slim)
-    own, given = (
+    own_call, call_inputs = (
         pytree.tree_flatten(call) for call in ((own_args, own_kwargs), (args, dict(kwargs or {})))
     )
-    tensors = [leaf for leaf in given[0] if isinstance(leaf, Tensor)]
-    if own[1] != given[1] or len(tensors) != len(specs):
+    tensors = [leaf for leaf in call_inputs[0] if isinstance(leaf, Tensor)]
+    if own_call[1] != call_inputs[1] or len(tensors) != len(specs):
         return False
     sizes: dict[str, int] = {}
     return all(
@@ -111,7 +115,7 @@ def _constant(node: fx.Node) -> Any:
 
 
 def _sizes(specs: Sequence[InputSpec], least: int) -> dict[str, int]:
-    """The example's size of each symbol, `least` at least."""
+    """The example's size of each symbol, at least `least`."""
     return {size: max(n, least) for spec in specs
             for size, n in zip(spec.sizes, spec.example, strict=False)
             if isinstance(size, str)}  # fmt: skip
@@ -126,6 +130,6 @@ def _example_tensor(spec: InputSpec, least: int, generator: torch.Generator) -> 
     if any(type(n) is not int or n < 0 for n in sizes) or math.prod(sizes) > MAX_EXAMPLE:
         raise BadInput(f"input {spec.name}: the example sizes {sizes} cannot be allocated")
     if dtype.is_floating_point or dtype.is_complex:
-        wide = torch.complex64 if dtype.is_complex else torch.float32
-        return torch.randn(sizes, generator=generator, dtype=wide).to(dtype)
+        drawn_dtype = torch.complex64 if dtype.is_complex else torch.float32
+        return torch.randn(sizes, generator=generator, dtype=drawn_dtype).to(dtype)
     return torch.zeros(sizes, dtype=dtype)

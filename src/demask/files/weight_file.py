@@ -1,9 +1,9 @@
-"""Weights in a safetensors file: where each tensor is stored, whole tensors, blocks of rows.
+"""Tensors of a safetensors file, read whole or in blocks of rows.
 
 A safetensors file is eight bytes with the length of a JSON header, the header, the values.
-Blocks are read by `pread` into one buffer: the file's pages belong to the kernel's cache, never to
-the process, so its resident memory is the buffer. The next block is announced (POSIX_FADV_WILLNEED)
-before the last one is used, so that a disk works while the processor does.
+Blocks are read by `pread` into one buffer: the file's pages belong to the kernel's cache, so the
+resident memory of the process is the buffer. The next block is announced (POSIX_FADV_WILLNEED)
+before the current one is used, so that disk and processor work at the same time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file. offset: the byte at which its values begin."""
+    """A tensor in a file. offset: the byte of the file at which its values begin."""
 
     name: str
     dtype: torch.dtype
@@ -50,18 +50,18 @@ class StoredTensor:
 
     @property
     def row_bytes(self) -> int:
-        """Of one position along the first axis."""
+        """Bytes of one position along the first axis."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     def hollow(self) -> Tensor:
-        """A tensor of this shape and type: zeros, in the memory of one number."""
+        """Zeros of this shape and dtype, in the memory of one element."""
         return torch.zeros((), dtype=self.dtype).expand(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
-    """The tensors of a safetensors file. size, modified (nanoseconds): of the file when its header
-    was read, to notice that it changed."""
+    """The tensors of a safetensors file. size (bytes), modified (nanoseconds): of the file when its
+    header was read, to detect later changes."""
 
     path: Path
     size: int
@@ -72,11 +72,15 @@ class WeightFile:
     def read(
         cls, path: str | os.PathLike[str], part: tuple[int, int] | None = None, what: str = ""
     ) -> WeightFile:
-        """The tensors that the header of a file names, those of types that torch can multiply.
+        """The tensors in the header of a file, of the dtypes in `DTYPES`.
 
-        part: the bytes of the file from which to which it is safetensors, None for all of it. what:
-        its name in errors, by default its path. BadInput: no such file, no safetensors, truncated;
-        RefusedFile: a header out of bounds.
+        Args:
+            part: first and last byte + 1 of the safetensors data; None is the whole file.
+            what: name of the file in errors, by default its path.
+
+        Raises:
+            BadInput: no such file, not safetensors, or truncated.
+            RefusedFile: a header out of bounds.
         """
         what = what or str(path)
         try:
@@ -87,7 +91,7 @@ class WeightFile:
                 length = int.from_bytes(file.read(8), "little")
                 if not 2 <= length <= min(end - start - 8, MAX_HEADER_BYTES):
                     raise BadInput(
-                        f"{what}: expected a safetensors file, found a header of {length} bytes in "
+                        f"{what}: expected a safetensors file, got a header of {length} bytes in "
                         f"a file of {end - start}; write it again with safetensors"
                     )
                 header = parse_json(file.read(length), f"{what}: header")
@@ -98,7 +102,7 @@ class WeightFile:
 
     @classmethod
     def write(cls, path: Path, tensors: Mapping[str, Tensor]) -> WeightFile:
-        """A safetensors file of these tensors, whole or not at all."""
+        """Write a safetensors file of these tensors, complete or not at all, and return it."""
         header, end = {}, 0
         for name, tensor in tensors.items():
             start, end = end, end + tensor.numel() * tensor.element_size()
@@ -117,7 +121,7 @@ class WeightFile:
 
     @contextmanager
     def open(self) -> Iterator[int]:
-        """A file descriptor; BadInput where another file has the path now."""
+        """A file descriptor. Raises BadInput if the file changed since its header was read."""
         try:
             descriptor = os.open(self.path, os.O_RDONLY)
         except OSError as error:
@@ -125,7 +129,7 @@ class WeightFile:
         try:
             status = os.fstat(descriptor)
             if (status.st_size, status.st_mtime_ns) != (self.size, self.modified):
-                raise BadInput(f"{self.path}: changed since the network was made; make it again")
+                raise BadInput(f"{self.path}: changed since the network was built; build it again")
             yield descriptor
         finally:
             os.close(descriptor)
@@ -142,8 +146,10 @@ class WeightFile:
     def blocks(
         self, stored: StoredTensor, rows: int, buffer: Tensor
     ) -> Iterator[tuple[int, Tensor]]:
-        """Each block's first position along the first axis and its values, `rows` positions at a
-        time. They are in `buffer` (bytes), and valid until the next block is read."""
+        """Yield the first row and the values of each block of `rows` rows (first axis).
+
+        The values are a view of `buffer` (uint8, 1-D), valid until the next block is read.
+        """
         count = stored.shape[0]
         with self.open() as descriptor:
             for start in range(0, count, rows):
@@ -157,16 +163,18 @@ class WeightFile:
 def with_weights(
     model: nn.Module, file: WeightFile, read: Callable[[StoredTensor], Tensor]
 ) -> tuple[nn.Module, dict[str, StoredTensor]]:
-    """A copy of the model with `read(stored)` as value of each tensor in the file, by its name or
-    that of a tensor tied to it; and the stored tensors by the model's names.
+    """A copy of the model with weights from a file, and the stored tensors by the model's names.
 
-    BadInput: the file has another shape or dtype, or lacks a tensor that is on the meta device.
+    Each tensor whose name, or a name tied to it, is in the file becomes `read(stored)`.
+
+    Raises:
+        BadInput: shape or dtype differ, or the file lacks a tensor that is on the meta device.
     """
     copy = structural_copy(model, share=True)
     tensors, tied = dict(tensors_of(copy)), {}
     for name, tensor in tensors.items():
         tied.setdefault(id(tensor), []).append(name)
-    places = {}
+    stored_by_name = {}
     for names in tied.values():
         name, old = next((n for n in names if n in file.tensors), names[0]), tensors[names[0]]
         stored = file.tensors.get(name)
@@ -184,12 +192,12 @@ def with_weights(
         new = nn.Parameter(new, requires_grad=False) if isinstance(old, nn.Parameter) else new
         for alias in names:
             assign(copy, alias, new)
-            places[alias] = stored
-    return copy, places
+            stored_by_name[alias] = stored
+    return copy, stored_by_name
 
 
 def _tensors(header: Any, first: int, end: int, what: str) -> Iterator[tuple[str, StoredTensor]]:
-    """The entries of a header. first, end: bytes of the file where the values begin and end."""
+    """Name and place of each tensor in a header. first, end: bytes where the values begin, end."""
     if not isinstance(header, dict):
         raise RefusedFile(f"{what}: expected an object as header")
     for name, entry in header.items():
@@ -203,7 +211,7 @@ def _tensors(header: Any, first: int, end: int, what: str) -> Iterator[tuple[str
             } if all(type(n) is int and 0 <= n < 2**48 for n in shape) and 0 <= start <= stop:
                 pass
             case _:
-                raise RefusedFile(f"{what}: tensor {name!r:.80} is not understood: {entry!r:.80}")
+                raise RefusedFile(f"{what}: tensor {name!r:.80} is not valid: {entry!r:.80}")
         if kind not in DTYPES:
             continue
         stored = StoredTensor(name, DTYPES[kind], tuple(shape), first + start)
@@ -216,7 +224,7 @@ def _tensors(header: Any, first: int, end: int, what: str) -> Iterator[tuple[str
 
 
 def _fill(descriptor: int, buffer: Tensor, offset: int, size: int, path: Path) -> None:
-    """Read `size` bytes of the file from `offset` on into the beginning of the buffer."""
+    """Read `size` bytes at `offset` of the file into the beginning of the buffer."""
     memory = buffer.numpy().data
     done = 0
     while done < size:

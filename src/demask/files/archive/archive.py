@@ -1,7 +1,7 @@
-"""A demasked network in one file: `graph.json` and `tensors.safetensors` in a stored zip.
+"""A demasked network in one file: `graph.json` and `tensors.safetensors` in an uncompressed zip.
 
-Nothing in it is executed: ops are looked up in lists, tensors are raw bytes, and the graph's names
-are identifiers, because torch.fx writes Python source from them.
+Nothing in the file is executed: ops are looked up in lists, tensors are raw bytes, and names in the
+graph must be identifiers, because torch.fx writes Python source from them.
 """
 
 from __future__ import annotations
@@ -61,9 +61,25 @@ _OPS = ("placeholder", "get_attr", "call_function", "call_module", "output")
 
 @public
 def save(slim: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write a demasked network to `path`, whole or not at all; `load` gives an equal one back.
+    """Write a demasked network to `path`, complete or not at all; `load` returns an equal one.
 
-    BadInput: the network holds a module, an op or a value that the format has no place for.
+    Args:
+        slim: a network that demask returned, with `.demasked`.
+        path: name of the file, replaced if it exists.
+
+    Raises:
+        BadInput: the format cannot represent a module, op or value of the network, or the file
+            cannot be written.
+
+    Example:
+        >>> import tempfile, torch, demask
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> slim = demask.demask(net.eval(), (torch.zeros(1, 4),))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     demask.save(slim, f"{folder}/net.demask")
+        ...     again = demask.load(f"{folder}/net.demask")
+        >>> torch.equal(slim(torch.ones(1, 4)), again(torch.ones(1, 4)))
+        True
     """
     graph: fx.GraphModule = as_graph(slim)
     table, stored = _tensor_table(graph)
@@ -81,7 +97,7 @@ def save(slim: nn.Module, path: str | os.PathLike[str]) -> None:
     }
     text = json.dumps(document, allow_nan=False)
     with write(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        # A fixed date: the same network gives the same bytes.
+        # A fixed date, so that equal networks have equal files.
         archive.writestr(zipfile.ZipInfo(GRAPH), text)
         archive.writestr(zipfile.ZipInfo(TENSORS), safetensors.torch.save(stored))
 
@@ -90,9 +106,18 @@ def save(slim: nn.Module, path: str | os.PathLike[str]) -> None:
 def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> Any:
     """The network that `save` wrote to `path`, on the CPU, with `.demasked`.
 
-    into: an instance of the class that the network had before it was demasked, and as large: a copy
-    of it with the small tensors comes back. Else a graph does.
-    BadInput: not such a file, or damaged. RefusedFile: something that no demasked network holds.
+    Args:
+        path: name of the file.
+        into: an instance of the class of the network before it was demasked, with its sizes.
+
+    Returns:
+        A copy of `into` with the tensors of the file, or a graph module where `into` is None.
+
+    Raises:
+        BadInput: not a file of `save`, or damaged.
+        RefusedFile: contents that no demasked network has.
+
+    Example: see `save`.
     """
     with open_zip(path) as archive:
         document = read_json(archive, GRAPH)
@@ -117,9 +142,8 @@ def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> Any:
 class Outline:
     """A network whose tensors stay in a file.
 
-    slim: the network, with tensors of the right shapes that are zeros and take no memory. file: the
-    weights. places: per name of a tensor, where its values are and the order of its axes there,
-    outermost first.
+    slim: the network, with zeros of the right shapes, which take no memory. file: the weights.
+    places: by name, the stored tensor and the order of its axes in the file, outermost first.
     """
 
     slim: Any
@@ -145,12 +169,12 @@ def outline(path: str | os.PathLike[str]) -> Outline:
 
 
 def _begins(path: str | os.PathLike[str], entry: zipfile.ZipInfo) -> int:
-    """Where the bytes of a stored entry begin: behind its own header, of 30 bytes, its name and
-    what else it says."""
+    """Byte offset of a stored entry's data: after its header of 30 bytes, its name and its extra
+    field."""
     with open(path, "rb") as file:
         file.seek(entry.header_offset + 26)
-        name, more = (int.from_bytes(file.read(2), "little") for _ in range(2))
-    return entry.header_offset + 30 + name + more
+        name, extra = (int.from_bytes(file.read(2), "little") for _ in range(2))
+    return entry.header_offset + 30 + name + extra
 
 
 # ------------------------------------------------------------------------------------- writing
@@ -181,7 +205,7 @@ def _extra(slim: nn.Module) -> dict[str, Any]:
 def _provenance(slim: fx.GraphModule) -> Provenance:
     demasked = getattr(slim, "demasked", None)
     if not isinstance(demasked, Provenance):
-        raise BadInput("expected a demasked network (slim.demasked is missing); demask() makes one")
+        raise BadInput("expected a demasked network (slim.demasked is missing); demask() sets it")
     return demasked
 
 
@@ -200,12 +224,12 @@ def _module_specs(slim: fx.GraphModule) -> Iterator[tuple[str, dict[str, Any]]]:
             continue
         kind = kind_of(module)
         if kind is None:
-            raise BadInput(f"module {name} is a {type(module).__name__}, which the format has no "
-                           f"place for; it holds {', '.join(sorted(MODULES))}")  # fmt: skip
+            raise BadInput(f"module {name} is a {type(module).__name__}, which the format cannot "
+                           f"store; it stores {', '.join(sorted(MODULES))}")  # fmt: skip
         fields = dict(fields_of(module, kind))
         if _shapes(hollow(kind, fields)) != _shapes(module):
             raise BadInput(
-                f"module {name} holds other tensors than a {kind.__name__} of its numbers; make "
+                f"module {name} has other tensors than a {kind.__name__} of its sizes; make "
                 "pruning and parametrizations permanent first (torch.nn.utils.prune.remove, "
                 "torch.nn.utils.parametrize.remove_parametrizations)"
             )
@@ -217,7 +241,7 @@ def _shapes(module: nn.Module) -> dict[str, torch.Size]:
 
 
 def _tensor_table(slim: fx.GraphModule) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """Per tensor its name, kind and where its values are stored; and the values, each once."""
+    """Per tensor a row with its name, properties and key of its values; and the values by key."""
     table, stored, keys = [], {}, {}
     for name, tensor, persistent in _named_tensors(slim):
         order = _dimension_order(tensor)
@@ -239,17 +263,17 @@ def _tensor_table(slim: fx.GraphModule) -> tuple[list[dict[str, Any]], dict[str,
 
 
 def _named_tensors(slim: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
-    """Name, tensor and whether it is in the state dict; plain tensor attributes are not."""
+    """Name, tensor and whether it is in the state dict, also of plain tensor attributes."""
     for prefix, module in slim.named_modules(remove_duplicate=False):
         plain = {n: v for n, v in vars(module).items() if isinstance(v, Tensor)}
-        fleeting = module._non_persistent_buffers_set | plain.keys()
+        not_persistent = module._non_persistent_buffers_set | plain.keys()
         for name, tensor in (*module._parameters.items(), *module._buffers.items(), *plain.items()):
             if tensor is not None:
-                yield f"{prefix}.{name}".lstrip("."), tensor, name not in fleeting
+                yield f"{prefix}.{name}".lstrip("."), tensor, name not in not_persistent
 
 
 def _dimension_order(tensor: Tensor) -> list[int]:
-    """The dimensions from outermost to innermost in memory: channels_last stays channels_last."""
+    """The axes from outermost to innermost in memory, which preserves channels_last."""
     axes = range(tensor.ndim)
     return sorted(axes, key=lambda d: -tensor.stride(d)) if 0 not in tensor.stride() else [*axes]
 
@@ -259,7 +283,7 @@ def _dimension_order(tensor: Tensor) -> list[int]:
 
 def _check_head(document: Any) -> None:
     if not isinstance(document, dict) or document.get("format") != "demask":
-        raise BadInput("expected a file written by demask, found another zip archive")
+        raise BadInput("expected a file written by demask, got another zip archive")
     version = document.get("version")
     if version != VERSION:
         raise BadInput(f"format version {version!r}, expected {VERSION}; install a newer demask")
@@ -277,7 +301,7 @@ def _build(document: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Demaske
     kind = _kind(document)
     fused = any(is_fused(node) or is_pack(node) for node in graph.nodes)
     if fused and kind is Demasked:
-        raise RefusedFile("found calls that only optimize() writes in a network it did not make")
+        raise RefusedFile("got calls that only optimize() writes, in a network of demask()")
     _check_own(graph, slim)
     try:
         graph.lint()
@@ -285,7 +309,7 @@ def _build(document: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Demaske
         result = kind.of(slim, graph, specs, history)
         if fused and not available(torch.float32, torch.device("cpu")):
             result = changed(result, plain)  # this torch was built without oneDNN
-    except Exception as error:  # whatever torch.fx or the history raise of odd contents
+    except Exception as error:  # torch.fx and Provenance may raise anything on invalid contents
         raise BadInput(f"the graph or its history is damaged: {error}") from error
     for name, module in result.named_modules():
         module.training = name in training
@@ -305,7 +329,7 @@ def _kind(document: Mapping[str, Any]) -> type[Demasked]:
 
 
 def _check_own(graph: fx.Graph, slim: nn.Module) -> None:
-    """Refuse calls of demask's ops with arguments that no network gives them."""
+    """Refuse calls of demask's ops with arguments that demask never passes."""
 
     def value(node: fx.Node) -> Tensor | None:
         return attrgetter(str(node.target))(slim) if node.op == "get_attr" else None
@@ -331,12 +355,12 @@ def _attach_modules(slim: nn.Module, specs: Mapping[str, Any]) -> None:
     for name, spec in specs.items():
         parent, leaf = _parent(slim, name)
         if leaf in parent._modules:
-            raise RefusedFile(f"module {name!r} is given twice")
+            raise RefusedFile(f"module {name!r} occurs twice")
         _register(parent.add_module, leaf, _make_module(name, spec))
 
 
 def _make_module(name: str, spec: Any) -> nn.Module:
-    """The module of a spec, on the meta device, so that it allocates nothing."""
+    """The module of a spec, on the meta device, so that no memory is allocated."""
     match spec:
         case {"type": str(kind), **fields} if kind in MODULES:
             try:
@@ -347,7 +371,7 @@ def _make_module(name: str, spec: Any) -> nn.Module:
 
 
 def _attach_tensors(slim: nn.Module, table: list[Any], stored: Mapping[str, Tensor]) -> None:
-    made: dict[str, tuple[Any, Tensor]] = {}
+    tensors: dict[str, tuple[Any, Tensor]] = {}
     names: set[str] = set()
     for row in table:
         match row:
@@ -361,13 +385,13 @@ def _attach_tensors(slim: nn.Module, table: list[Any], stored: Mapping[str, Tens
             } if key in stored and _is_permutation(order, stored[key].ndim):
                 kind = (parameter, requires_grad, order)
             case _:
-                raise RefusedFile(f"{GRAPH}: a tensor's row is not understood: {row!r:.80}")
-        if key not in made:
-            made[key] = kind, _make_tensor(stored[key], *kind)
-        if made[key][0] != kind or name in names:
-            raise RefusedFile(f"tensor {name!r}: given twice, or shared by two kinds")
+                raise RefusedFile(f"{GRAPH}: a tensor's row is not valid: {row!r:.80}")
+        if key not in tensors:
+            tensors[key] = kind, _make_tensor(stored[key], *kind)
+        if tensors[key][0] != kind or name in names:
+            raise RefusedFile(f"tensor {name!r}: occurs twice, or as parameter and buffer")
         names.add(name)
-        _attach(slim, name, made[key][1], persistent)
+        _attach(slim, name, tensors[key][1], persistent)
     for name, tensor in (*slim.named_parameters(), *slim.named_buffers()):
         if tensor.is_meta:
             raise BadInput(f"tensor {name!r} is missing; the file is damaged: save it again")
@@ -395,7 +419,7 @@ def _attach(slim: nn.Module, name: str, tensor: Tensor, persistent: bool) -> Non
     if not is_holder(module) and module is not slim:  # a layer has its own slots
         old = slots.get(leaf)
         if old is None or not old.is_meta or old.shape != tensor.shape:
-            raise RefusedFile(f"tensor {name!r} does not fit the module that holds it")
+            raise RefusedFile(f"tensor {name!r} does not fit its module")
         slots[leaf] = tensor
     elif is_parameter:
         _register(module.register_parameter, leaf, tensor)
@@ -411,7 +435,7 @@ def _register(register: Any, leaf: str, *values: Any) -> None:
 
 
 def _parent(slim: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that holds `name`, made where it is missing, and the last part of `name`."""
+    """The module of tensor or module `name`, created if missing, and the last part of `name`."""
     *path, leaf = check_fqn(name).split(".")
     module = slim
     for part in path:
@@ -426,7 +450,7 @@ def _parent(slim: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 def _add_nodes(graph: fx.Graph, rows: list[Any], slim: nn.Module) -> None:
     nodes: dict[str, fx.Node] = {}
-    ended = False
+    has_output = False
     tensors = {n for n, _, _ in _named_tensors(slim)}
     modules = {n for n, m in slim.named_modules(remove_duplicate=False) if not is_holder(m)}
     for row in rows:
@@ -437,11 +461,11 @@ def _add_nodes(graph: fx.Graph, rows: list[Any], slim: nn.Module) -> None:
                 "target": str(target),
                 "args": list(args),
                 "kwargs": dict(kwargs),
-            } if op in _OPS and name not in nodes and not ended:
+            } if op in _OPS and name not in nodes and not has_output:
                 known = {"get_attr": tensors, "call_module": modules - {""}}.get(op, {target})
             case _:
-                raise RefusedFile(f"{GRAPH}: a node is not understood: {row!r:.80}")
-        ended = op == "output"
+                raise RefusedFile(f"{GRAPH}: a node is not valid: {row!r:.80}")
+        has_output = op == "output"
         if target not in known or (op in ("placeholder", "get_attr") and (args or kwargs)):
             raise RefusedFile(f"node {name!r}: its target {target!r:.80} is not in the file")
         node = graph.create_node(
@@ -455,7 +479,7 @@ def _add_nodes(graph: fx.Graph, rows: list[Any], slim: nn.Module) -> None:
         nodes[name] = node
         if "value" in row:
             node.meta["value"] = decode_value(row["value"])
-    if not ended:
+    if not has_output:
         raise BadInput(f"{GRAPH}: the graph has no output; the file is damaged")
 
 

@@ -1,4 +1,4 @@
-"""Arguments of graph nodes as JSON and back: a closed set of values, each with its own tag."""
+"""Conversion of graph node arguments to JSON and back: a closed set of tagged values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from demask.files.allowed_names import BUILTINS, find_op
 from demask.graph.node_records import TensorType
 
 MAX_DEPTH = 20
-MAX_TEXT = 4_000_000  # characters: the program of a segment may have as many
+MAX_TEXT = 4_000_000  # characters, enough for the program of a segment
 MAX_SIZE = 10_000  # characters of a symbolic size
 
 _DEVICE = re.compile(r"(cpu|cuda|mps|xpu|meta)(:\d{1,3})?", re.ASCII)
@@ -25,9 +25,9 @@ _NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 def _named(kind: type) -> dict[str, Any]:
-    """The torch constants of a type by their own short names ("float32": torch.float32)."""
-    found = [value for value in vars(torch).values() if isinstance(value, kind)]
-    return {str(value).removeprefix("torch."): value for value in found}
+    """The constants of a type in torch, by name ("float32": torch.float32)."""
+    constants = [value for value in vars(torch).values() if isinstance(value, kind)]
+    return {str(value).removeprefix("torch."): value for value in constants}
 
 
 #: torch.dtype by name, "float32"
@@ -42,7 +42,7 @@ _BUILTIN_NAMES = {function: name for name, function in BUILTINS.items()}
 
 def encode(value: Any) -> Any:
     """JSON for one argument: plain JSON for None, bool, int, str, finite floats and lists; an
-    object of one tag for nodes, tuples, slices, complex numbers and torch's own constants."""
+    object with one tag for nodes, tuples, slices, complex numbers and constants of torch."""
     match value:
         case None | bool() | str():
             return value
@@ -69,9 +69,9 @@ def encode(value: Any) -> Any:
 
 
 def decode(data: Any, nodes: Mapping[str, fx.Node], depth: int = 0) -> Any:
-    """The argument that `encode` wrote; `nodes` are those made so far. RefusedFile otherwise."""
+    """The argument that `encode` wrote; RefusedFile otherwise. nodes: earlier nodes by name."""
     if depth > MAX_DEPTH:
-        raise RefusedFile(f"found arguments nested deeper than {MAX_DEPTH}")
+        raise RefusedFile(f"got arguments nested deeper than {MAX_DEPTH}")
     match data:
         case None | bool() | float():
             return data
@@ -91,7 +91,7 @@ def decode(data: Any, nodes: Mapping[str, fx.Node], depth: int = 0) -> Any:
             return nodes[name]
         case dict() if len(data) == 1:
             return _decode_constant(*next(iter(data.items())))
-    raise RefusedFile(f"found the argument {_short(data)}; expected a value that demask writes")
+    raise RefusedFile(f"got the argument {_short(data)}; expected a value that demask writes")
 
 
 def encode_target(target: Any) -> str:
@@ -106,18 +106,18 @@ def encode_target(target: Any) -> str:
 
 
 def decode_target(name: Any) -> Any:
-    """The function that `name` stands for: a builtin of the list, or a functional ATen op."""
+    """The function named `name`: one of `BUILTINS`, or a functional op."""
     if isinstance(name, str) and name in BUILTINS:
         return BUILTINS[name]
     op = find_op(name, ("aten", "demask", onednn.NAMESPACE))
     if is_mutable(op):
-        raise RefusedFile(f"found the op {name}, which changes its arguments; expected its "
+        raise RefusedFile(f"got the op {name}, which changes its arguments; expected its "
                           "functional form")  # fmt: skip
     return op
 
 
 def encode_value(value: TensorType) -> list[Any]:
-    """JSON for the type of a tensor that a node makes."""
+    """JSON for the type of a node's result."""
     return [str(value.dtype).removeprefix("torch."), list(value.sizes), value.device]
 
 
@@ -130,7 +130,7 @@ def decode_value(data: Any) -> TensorType:
             and _DEVICE.fullmatch(device)
         ):
             return TensorType(DTYPES[dtype], tuple(sizes), device)
-    raise RefusedFile(f"found the type {_short(data)}; expected a dtype, sizes and a device")
+    raise RefusedFile(f"got the type {_short(data)}; expected a dtype, sizes and a device")
 
 
 def _decode_constant(tag: str, text: Any) -> Any:
@@ -140,13 +140,13 @@ def _decode_constant(tag: str, text: Any) -> Any:
         return torch.device(text)
     if tag in _CONSTANTS and isinstance(text, str) and text in _CONSTANTS[tag][1]:
         return _CONSTANTS[tag][1][text]
-    raise RefusedFile(f"found the value {_short({tag: text})}; expected one that demask writes")
+    raise RefusedFile(f"got the value {_short({tag: text})}; expected one that demask writes")
 
 
 def _float(data: Any) -> float:
     value = decode(data, {})
     if type(value) not in (int, float):
-        raise RefusedFile(f"found {_short(data)}; expected a number")
+        raise RefusedFile(f"got {_short(data)}; expected a number")
     return float(value)
 
 

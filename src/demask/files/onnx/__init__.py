@@ -1,4 +1,4 @@
-"""ONNX files in and out."""
+"""Reading and writing of ONNX files."""
 
 from demask.files.onnx.module import from_onnx
 from demask.files.onnx.write.writer import to_onnx

@@ -1,10 +1,10 @@
-"""Whether an ONNX file computes what a network computes: both are called, and compared.
+"""Comparison of an ONNX file with the network that it was written from, by calling both.
 
-On the example, and on inputs that tell what an example does not: zeros, tiny, large, negative and
-random numbers. Rounding differs between implementations, so floats may differ by UNITS in the last
-place of an output's largest value. Where they differ by more, the network's own arithmetic is
-asked how far rounding alone moves that output (`graph.rounding`): where a detector's scores are all
-near 1e-5, a sigmoid that is right to the last digit of 1 is 1 % off.
+The inputs are the example, zeros, and tiny, large, negative and normal random numbers. Rounding
+differs between implementations, so floats may differ by UNITS in the last place of an output's
+largest value. Where they differ by more, `graph.rounding` measures how far rounding alone moves
+that output: where all scores of a detector are near 1e-5, a sigmoid that is accurate to the last
+digit of 1 is 1 % off.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from demask.graph.rounding import Rounding
 from demask.ops import Table
 
 UNITS = 84  # in the last place of the largest value: 1e-5 in float32, for sums in another order
-ATTRIBUTES = float(np.finfo(np.float32).eps)  # relative; numbers beside operands are float32
-MOVED = 8  # times what rounding every call once moves an output: operands were rounded too
+ATTRIBUTES = float(np.finfo(np.float32).eps)  # relative; attributes of ONNX ops are float32
+MOVED = 8  # times the change of an output when every call is rounded; operands were rounded too
 LARGE = 1e4
 TINY = 1e-9
 Arrays = list[np.ndarray]
@@ -36,14 +36,14 @@ Filled = Callable[[Sequence[Tensor]], tuple[Any, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Inputs of one call. kind: what they are, in words."""
+    """Inputs of one call. kind: description of the inputs, for messages."""
 
     kind: str
     inputs: tuple[Tensor, ...]
 
 
 def draws(example: Sequence[Tensor]) -> list[Draw]:
-    """The example and inputs like it; whole numbers, which may be places in a table, stay."""
+    """The example and inputs of its shapes; integers, which may be indices, stay the example's."""
     kinds: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
         "zeros": lambda x, _: torch.zeros_like(x),
         "tiny numbers": lambda x, draw: _normal(x, draw, TINY),
@@ -51,16 +51,16 @@ def draws(example: Sequence[Tensor]) -> list[Draw]:
         "negative numbers": lambda x, draw: _normal(x, draw, 1, torch.Tensor.abs, torch.neg),
         "normal numbers": lambda x, draw: _normal(x, draw, 1),
     }
-    found = [Draw("the example", tuple(x.detach() for x in example))]
-    for seed, (kind, make) in enumerate(kinds.items()):
+    results = [Draw("the example", tuple(x.detach() for x in example))]
+    for seed, (kind, fill) in enumerate(kinds.items()):
         draw = torch.Generator().manual_seed(seed)
-        made = [make(x.detach(), draw) if x.is_floating_point() else x for x in example]
-        found.append(Draw(kind, tuple(made)))
-    return found if any(x.is_floating_point() for x in example) else found[:1]
+        inputs = [fill(x.detach(), draw) if x.is_floating_point() else x for x in example]
+        results.append(Draw(kind, tuple(inputs)))
+    return results if any(x.is_floating_point() for x in example) else results[:1]
 
 
 def _normal(x: Tensor, draw: torch.Generator, scale: float, *then: Change) -> Tensor:
-    """Normal numbers of x's sizes and dtype; changed before, as some dtypes know no arithmetic."""
+    """Normal numbers of x's shape and dtype. then: applied in float32, as some dtypes lack ops."""
     numbers = torch.randn(x.shape, generator=draw) * scale
     for change in then:
         numbers = change(numbers)
@@ -71,8 +71,8 @@ def _is_half(x: Tensor) -> bool:
     return x.dtype == torch.float16
 
 
-def batched(draw: Draw, axes: Sequence[bool]) -> Draw:
-    """The draw with one more row in each of the inputs whose first axis is dynamic."""
+def add_row(draw: Draw, axes: Sequence[bool]) -> Draw:
+    """The draw with the first row repeated in each input whose first axis is dynamic (`axes`)."""
     rows = [torch.cat([x, x[:1]]) if more else x
             for x, more in zip(draw.inputs, axes, strict=True)]  # fmt: skip
     return Draw(f"{draw.kind}, one row more", tuple(rows))
@@ -80,10 +80,13 @@ def batched(draw: Draw, axes: Sequence[bool]) -> Draw:
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Compares outputs. network: what the file was written from. filled: its arguments, from
-    tensors. table: of its ops. tolerance: the largest difference that is allowed, relative to the
-    largest value of an output; None for the rule of this module. least: relative, allowed all the
-    same (a step of quantized values, which whole numbers may then be off by, too)."""
+    """Comparator of outputs.
+
+    network: the file was written from it. filled: returns its args and kwargs for input tensors.
+    table: of its ops. tolerance: largest allowed difference, relative to the largest value of an
+    output; None selects the rule of this module. least: relative difference that is always allowed,
+    also for integers (one step of quantized values).
+    """
 
     network: fx.GraphModule
     filled: Filled
@@ -96,8 +99,8 @@ class Judge:
         object.__setattr__(self, "rounding", Rounding(self.network, self.table))
 
     def difference(self, draw: Draw, expected: Arrays, outputs: Arrays) -> float:
-        """The largest difference, relative to the largest value of its output. Mismatch, with the
-        kind of input and the output, where one is too large."""
+        """The largest difference, relative to the largest value of its output. Raises Mismatch,
+        with the kind of input and the output, where one is too large."""
         if len(expected) != len(outputs):
             raise Mismatch(f"{len(outputs)} outputs, expected {len(expected)} (on {draw.kind})")
         errors = [self._error(*pair) for pair in zip(expected, outputs, strict=True)]
@@ -105,15 +108,18 @@ class Judge:
         if bad and self.tolerance is None:
             bad = self._beyond_rounding(bad, draw, expected, outputs)
         if bad:
-            raise Mismatch(_words(bad[0], draw, expected[bad[0]], outputs[bad[0]], errors[bad[0]]))
+            raise Mismatch(
+                _describe(bad[0], draw, expected[bad[0]], outputs[bad[0]], errors[bad[0]])
+            )
         return max((error for error in errors if error < np.inf), default=0.0)
 
     def _error(self, a: np.ndarray, b: np.ndarray) -> float:
-        """How far b is off, relative to the largest value of a; infinite where no number says."""
+        """Largest |a - b| relative to the largest |a|; infinite where shapes, dtypes or values that
+        cannot be subtracted differ."""
         if a.shape != b.shape or a.dtype != b.dtype:
             return np.inf
-        whole = a.dtype.kind in "iu" and a.dtype.itemsize < 4 and (self.least or self.tolerance)
-        if a.dtype.kind != "f" and not whole:
+        small_int = a.dtype.kind in "iu" and a.dtype.itemsize < 4 and (self.least or self.tolerance)
+        if a.dtype.kind != "f" and not small_int:
             return 0.0 if np.array_equal(a, b) else np.inf
         finite = np.isfinite(a)
         if not np.array_equal(a[~finite], b[~finite], equal_nan=a.dtype.kind == "f"):
@@ -132,14 +138,14 @@ class Judge:
     def _beyond_rounding(
         self, bad: list[int], draw: Draw, expected: Arrays, outputs: Arrays
     ) -> list[int]:
-        """Those of the outputs that differ by more than rounding explains. Each run can only
-        excuse more, so there are no more runs than it takes."""
+        """The outputs among `bad` that differ by more than rounding explains. Each run can only
+        explain more, so runs stop when no output is left."""
         runs = self.rounding.runs(*self.filled(draw.inputs))
-        seen = [_arrays(next(runs))]
+        rounded = [_arrays(next(runs))]
         for run in runs:
-            seen.append(_arrays(run))
+            rounded.append(_arrays(run))
             bad = [k for k in bad if not _is_rounding(
-                [run[k] for run in seen], expected[k], outputs[k], self._allowed(expected[k])
+                [run[k] for run in rounded], expected[k], outputs[k], self._allowed(expected[k])
             )]  # fmt: skip
             if not bad:
                 break
@@ -147,9 +153,8 @@ class Judge:
 
 
 def _is_rounding(runs: Arrays, a: np.ndarray, b: np.ndarray, allowed: float) -> bool:
-    """Whether an output may be `a` here and `b` there for rounding alone: they differ by what
-    rounding moves it, or b is no further off than a. runs: the output in float64, then with every
-    call rounded."""
+    """Whether rounding explains the difference of outputs `a` and `b`: it moves the output as far,
+    or b is no less accurate than a. runs: the output in float64, then with every call rounded."""
     clean, *noisy = runs
     if not all(run.shape == a.shape == b.shape for run in runs) or a.dtype != b.dtype:
         return False
@@ -157,30 +162,30 @@ def _is_rounding(runs: Arrays, a: np.ndarray, b: np.ndarray, allowed: float) -> 
         moves = np.any([run != clean for run in noisy], axis=0)
         return bool(np.all((a == b) | moves))
     with np.errstate(all="ignore"):
-        small = np.all([np.abs(run) < np.finfo(a.dtype).max / 2 for run in runs], axis=0)
-        if not np.all(np.isfinite(a[small]) & np.isfinite(b[small])):
+        is_small = np.all([np.abs(run) < np.finfo(a.dtype).max / 2 for run in runs], axis=0)
+        if not np.all(np.isfinite(a[is_small]) & np.isfinite(b[is_small])):
             return False
-        moved = np.max([np.abs(run - clean)[small] for run in noisy], axis=0)
-        gap = np.abs(a[small].astype(np.float64) - b[small])
-        room = allowed * np.abs(a[small]).max(initial=0)
-        rounded = gap <= room + MOVED * np.maximum(moved, _median(moved))
-        own = np.abs(a - clean)[small].max(initial=0)  # a runtime's kernels may round far worse
-        return bool(np.all(rounded | (np.abs(b - clean)[small] <= own)))
+        moved = np.max([np.abs(run - clean)[is_small] for run in noisy], axis=0)
+        gap = np.abs(a[is_small].astype(np.float64) - b[is_small])
+        limit = allowed * np.abs(a[is_small]).max(initial=0)
+        is_within = gap <= limit + MOVED * np.maximum(moved, _median(moved))
+        own_error = np.abs(a - clean)[is_small].max(initial=0)  # runtimes may be far less accurate
+        return bool(np.all(is_within | (np.abs(b - clean)[is_small] <= own_error)))
 
 
 def _median(values: np.ndarray) -> float:
     return float(np.median(values)) if values.size else 0.0
 
 
-def _words(k: int, draw: Draw, a: np.ndarray, b: np.ndarray, error: float) -> str:
+def _describe(k: int, draw: Draw, a: np.ndarray, b: np.ndarray, error: float) -> str:
     if a.shape != b.shape or a.dtype != b.dtype:
-        said = f"is {b.dtype} {b.shape}, expected {a.dtype} {a.shape}"
+        difference = f"is {b.dtype} {b.shape}, expected {a.dtype} {a.shape}"
     elif error < np.inf:
-        said = f"differs by {error:.2g} relative to its largest value"
+        difference = f"differs by {error:.2g} relative to its largest value"
     else:
-        at = np.unravel_index(int(np.argmax(_differ(a, b))), a.shape)
-        said = f"differs: {b[at]} at {tuple(map(int, at))}, expected {a[at]}"
-    return f"output {k} {said} (on {draw.kind})"
+        index = np.unravel_index(int(np.argmax(_differ(a, b))), a.shape)
+        difference = f"differs: {b[index]} at {tuple(map(int, index))}, expected {a[index]}"
+    return f"output {k} {difference} (on {draw.kind})"
 
 
 def _differ(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -189,7 +194,7 @@ def _differ(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def torch_run(network: fx.GraphModule, filled: Filled) -> Run:
-    """Calls of a network in eval mode, with tensors, for arrays."""
+    """A function that calls a network in eval mode and returns arrays."""
 
     def run(inputs: Sequence[Tensor]) -> Arrays:
         args, kwargs = filled([x.clone() for x in inputs])
@@ -205,24 +210,32 @@ def _arrays(outputs: Any) -> Arrays:
 
 
 def session(model: str | bytes, threads: int = 1, *, optimized: bool = True) -> Any:
-    """A file in ONNX Runtime, None where that is not installed; BadInput where it does not take
-    the file. optimized: whether it may fuse and fold."""
+    """A session of ONNX Runtime, None where that is not installed.
+
+    Args:
+        model: path or bytes of the file.
+        threads: of each op.
+        optimized: whether the runtime may fuse and fold.
+
+    Raises:
+        BadInput: the runtime does not accept the file.
+    """
     if (runtime := onnxruntime()) is None:
         return None
     options = runtime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = threads, 4
-    # Threads of one session that wait by spinning would take the cores from the next one.
+    # Spinning threads of one session would occupy cores that the next session needs.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if not optimized:
         options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
         return runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # its classes are many, and share no base
+    except Exception as error:  # its exception classes share no base
         raise BadInput(f"ONNX Runtime does not take the network: {first_line(error)}") from error
 
 
 def file_run(model: bytes, *, optimized: bool = True) -> Run:
-    """Calls of a file: in ONNX Runtime, else by the reference implementation of `onnx`."""
+    """A function that runs a file in ONNX Runtime, or in `onnx`'s reference implementation."""
     runner = session(model, optimized=optimized)
     if runner is None:
         from onnx.reference import ReferenceEvaluator
@@ -254,11 +267,15 @@ def first_line(error: Exception) -> str:
 
 
 def check(model: bytes, judge: Judge, several: Iterable[Draw]) -> float:
-    """Compare a file with the network that it was written from; the largest difference.
+    """The largest difference between a file and the network that it was written from.
 
-    Draws that the network itself fails on are left out; so are those on which a quantized network
-    differs for ONNX Runtime's own rewriting alone, which computes in fewer bits than the file says.
-    Raises Mismatch, or BadInput where the runtime does not take the file.
+    Draws on which the network itself fails are skipped. So are draws on which a quantized network
+    differs only through ONNX Runtime's own rewriting, which computes in fewer bits than the file
+    specifies.
+
+    Raises:
+        Mismatch: an output differs.
+        BadInput: the runtime does not accept the file.
     """
     network, file = torch_run(judge.network, judge.filled), file_run(model)
     worst = 0.0
@@ -286,7 +303,7 @@ def _called(file: Run, draw: Draw) -> Arrays:
 
 
 def _is_rewriting(model: bytes, judge: Judge, draw: Draw, expected: Arrays) -> bool:
-    """Whether a difference is gone once the runtime does not rewrite the file."""
+    """Whether there is no difference when the runtime does not rewrite the file."""
     if onnxruntime() is None:
         return False
     try:

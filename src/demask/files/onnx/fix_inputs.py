@@ -1,4 +1,4 @@
-"""Inputs of an ONNX file as constants, such as one that decides which graph runs."""
+"""Replacement of inputs of an ONNX file by constants."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ _KINDS = {"bool": "b", "int": "iu", "float": "iuf", "complex": "iufc"}
 
 
 def fix_inputs(file: OnnxFile, values: Mapping[str, Any]) -> OnnxFile:
-    """The file with constants in place of some inputs; sizes that it names after theirs are numbers
-    from then on.
+    """The file with constants in place of some inputs; sizes that those inputs name become numbers.
 
-    values: a number, a list, an array or a tensor, by the name of the input. Raises BadInput for
-    other names, and for what does not fit the input.
+    Args:
+        values: a number, list, array or tensor by the name of the input.
+
+    Raises:
+        BadInput: no input has the name, or the value does not fit it.
     """
     ports = {port.name: port for port in file.graph.inputs}
     for name in values:
@@ -43,34 +45,34 @@ def fix_inputs(file: OnnxFile, values: Mapping[str, Any]) -> OnnxFile:
 
 
 def _fitted(port: OnnxPort, value: Any) -> Tensor:
-    """A value as the tensor that an input takes."""
+    """A value as a tensor of an input's dtype and sizes; BadInput where it does not fit."""
     what, dtype = f"input {port.name!r}", getattr(torch, port.dtype or "-", None)
     if not isinstance(dtype, torch.dtype):
         raise BadInput(f"{what} takes no tensor of numbers ({port.dtype or 'text'}): leave it open")
     try:
         array = _array(value)
-        given = torch.from_numpy(array)
+        source = torch.from_numpy(array)
     except (TypeError, ValueError, RuntimeError) as error:
         raise BadInput(f"{what}: expected a number, a list or an array, got {value!r}") from error
     if array.size and array.dtype.kind not in _KINDS[_kind(dtype)]:
         raise BadInput(f"{what}: expected {port.dtype}, got {array.dtype}")
-    made = given.to(dtype)
-    if not _holds(made, array):
+    tensor = source.to(dtype)
+    if not _is_exact(tensor, array):
         raise BadInput(f"{what}: expected numbers that {port.dtype} has, got {value!r}")
     sizes = array.shape if port.sizes is None else port.sizes
     pairs = list(zip(sizes, array.shape, strict=False))
     if len(sizes) != array.ndim or any(isinstance(n, int) and n != m for n, m in pairs):
         raise BadInput(f"{what}: expected sizes {list(sizes)}, got {list(array.shape)}")
-    return made
+    return tensor
 
 
 def _array(value: Any) -> np.ndarray:
-    """The numbers that a caller gives, in an array of their own."""
+    """A copy of a caller's value, as an array of native byte order."""
     if isinstance(value, Tensor):
         value = value.detach().cpu()
         value = (value if value.dtype in NUMPY else value.float()).numpy()
     array = np.array(value)
-    # By name: there are dtypes of 64 bits, and byte orders, that torch does not take.
+    # By name: torch does not accept some 64-bit dtypes and byte orders.
     return array.astype(np.dtype(array.dtype.newbyteorder("=").str))
 
 
@@ -80,26 +82,26 @@ def _kind(dtype: torch.dtype) -> str:
     return "complex" if dtype.is_complex else "float" if dtype.is_floating_point else "int"
 
 
-def _holds(made: Tensor, array: np.ndarray) -> bool:
-    """Whether a tensor has the numbers of an array, but for rounding."""
-    if not array.size or _kind(made.dtype) in ("bool", "complex"):
+def _is_exact(tensor: Tensor, array: np.ndarray) -> bool:
+    """Whether a tensor has the numbers of an array, except for rounding: no overflow."""
+    if not array.size or _kind(tensor.dtype) in ("bool", "complex"):
         return True
-    if _kind(made.dtype) == "int":
-        limits = torch.iinfo(made.dtype)
+    if _kind(tensor.dtype) == "int":
+        limits = torch.iinfo(tensor.dtype)
         return limits.min <= int(array.min()) and int(array.max()) <= limits.max
-    return bool((made.float().isfinite() | ~torch.from_numpy(array).isfinite()).all())
+    return bool((tensor.float().isfinite() | ~torch.from_numpy(array).isfinite()).all())
 
 
 def _named_sizes(ports: Mapping[str, OnnxPort], tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """What the sizes that the file names are in the constants."""
-    found: dict[str, int] = {}
+    """The numbers of named sizes, from the shapes of the constants."""
+    sizes: dict[str, int] = {}
     for name, tensor in tensors.items():
         for size, n in zip(ports[name].sizes or (), tensor.shape, strict=False):
             if isinstance(size, int) or size in NAMELESS:
                 continue
-            if found.setdefault(size, n) != n:
-                raise BadInput(f"size {size!r}: expected one number, got {found[size]} and {n}")
-    return found
+            if sizes.setdefault(size, n) != n:
+                raise BadInput(f"size {size!r}: expected one number, got {sizes[size]} and {n}")
+    return sizes
 
 
 def _sized(port: OnnxPort, sizes: Mapping[str, int]) -> OnnxPort:

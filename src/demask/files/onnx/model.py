@@ -1,4 +1,4 @@
-"""An ONNX file as frozen values: what `read` makes of bytes, and `module` runs."""
+"""An ONNX file as frozen values, returned by `read.reader` and run by `module`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from demask.graph.provenance import OnnxPort
 
 @dataclass(frozen=True, slots=True)
 class OnnxNode:
-    """A call of one op. inputs, outputs: names of values, "" where an optional one is left out.
+    """A call of one op. inputs, outputs: names of values, "" for an optional one that is absent.
     attributes: ints, floats, text, tuples of them, tensors, or graphs."""
 
     op: str
@@ -24,8 +24,8 @@ class OnnxNode:
     attributes: Mapping[str, Any]
 
     def __str__(self) -> str:
-        place = self.name or next(filter(None, self.outputs), "")
-        return f"node {place!r} ({self.domain + '.' if self.domain else ''}{self.op})"
+        name = self.name or next(filter(None, self.outputs), "")
+        return f"node {name!r} ({self.domain + '.' if self.domain else ''}{self.op})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +45,21 @@ class Function:
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    attributes: Mapping[str, Any]  # name -> default, or ... where it must be given
+    attributes: Mapping[str, Any]  # name -> default, or ... for a required attribute
     nodes: tuple[OnnxNode, ...]
     opsets: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class AttributeReference:
-    """An attribute that takes the value of one of the enclosing function's."""
+    """An attribute whose value is an attribute of the enclosing function, by name."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class OnnxFile:
-    """All of an ONNX file that demask reads. opsets: version by domain ("" is ONNX's own)."""
+    """The parts of an ONNX file that demask uses. opsets: version by domain ("" is ONNX's own)."""
 
     graph: Graph
     opsets: Mapping[str, int]

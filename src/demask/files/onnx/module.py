@@ -30,19 +30,27 @@ from demask.graph.result.demasked_module import attach
 def from_onnx(
     path: str | os.PathLike[str], *, inputs: Mapping[str, Any] | None = None
 ) -> OnnxModule:
-    """The network in an ONNX file as an `nn.Module`: the file's inputs in their order, by position;
-    its one output, or a tuple of them.
+    """The network in an ONNX file as an `nn.Module`.
 
-    inputs: constants in place of inputs, by name: a number, a list, an array or a tensor; the
-    module takes the others. An `If` or `Loop` that such an input decides is decided then. Weights
-    keep their names, so that `state_dict`, pruning and training work as on any module. Raises
-    BadInput or RefusedFile. Feature: ONNX in; needs `pip install demask[onnx]`.
+    The module takes the file's inputs by position and returns its output, or a tuple of them.
+    Weights have the names of the file, so `state_dict`, pruning and training work as on any module.
+    Needs `pip install demask[onnx]`.
 
-    >>> import demask, torch
-    >>> net = demask.from_onnx("model.onnx")             # doctest: +SKIP
-    >>> net(torch.randn(1, 3, 224, 224)).shape           # doctest: +SKIP
-    torch.Size([1, 1000])
-    >>> demask.from_onnx("speech.onnx", inputs={"rate": 16000})    # doctest: +SKIP
+    Args:
+        path: name of the file. External weights are read from its folder.
+        inputs: constants in place of inputs, by name: a number, list, array or tensor; the module
+            takes the other inputs. An `If` or `Loop` that depends only on them is resolved.
+
+    Raises:
+        BadInput: not an ONNX file, damaged, or with ops that demask does not support.
+        RefusedFile: contents out of bounds, such as sizes that exhaust memory.
+
+    Example:
+        >>> import demask, torch
+        >>> net = demask.from_onnx("model.onnx")             # doctest: +SKIP
+        >>> net(torch.randn(1, 3, 224, 224)).shape           # doctest: +SKIP
+        torch.Size([1, 1000])
+        >>> demask.from_onnx("speech.onnx", inputs={"rate": 16000})    # doctest: +SKIP
     """
     try:
         return OnnxModule(fix_inputs(read(path), inputs or {}))
@@ -53,8 +61,8 @@ def from_onnx(
 
 
 class OnnxModule(nn.Module):
-    """The graph of an ONNX file, run node by node. For inference it is as fast as its PyTorch ops;
-    it is there to be demasked, pruned, trained or exported."""
+    """The graph of an ONNX file, run node by node with PyTorch ops, to be demasked, pruned, trained
+    or exported."""
 
     def __init__(self, file: OnnxFile):
         super().__init__()
@@ -75,38 +83,37 @@ class OnnxModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OnnxModule:
         memo[id(self.plan)] = self.plan  # frozen
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        nn.Module.__init__(twin)
-        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return twin
+        clone = type(self).__new__(type(self))
+        memo[id(self)] = clone
+        nn.Module.__init__(clone)
+        clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return clone
 
     def forward(self, *inputs: Any) -> Any:
-        """The outputs for the file's inputs, in their order."""
+        """The output, or a tuple of outputs, for the file's inputs in their order."""
         names = self.plan.inputs
         if len(inputs) != len(names):
             raise TypeError(f"expected {len(names)} inputs {list(names)}, got {len(inputs)}")
-        made = [self._tensor(v) for v in self._outputs(inputs)]
-        return made[0] if len(made) == 1 else tuple(made)
+        outputs = [self._tensor(v) for v in self._outputs(inputs)]
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def _outputs(self, inputs: Sequence[Any]) -> list[Value]:
-        """The values of the outputs: by a recording of an earlier call like this one, where there
-        is one and its sizes are those of this call."""
+        """The values of the outputs, by replaying a recording if one fits the inputs."""
         key = key_of(inputs, self)
         recording = self.recordings.get(key) if key else None
         if isinstance(recording, OnnxRecording):
             named = dict(zip(self.plan.inputs, inputs, strict=True))
-            # What fails is run again node by node, for an error that names the node.
+            # If replaying fails, run node by node, for an error that names the node.
             with suppress(Exception):
-                if (made := recording.run(named, self._held)) is not None:
-                    return made
-        values = [_given(v) for v in inputs]
+                if (outputs := recording.run(named, self._tensor_named)) is not None:
+                    return outputs
+        values = [_as_value(v) for v in inputs]
         if recording is not ...:
             return self._run(self.plan, values, {})
-        recorder = OnnxRecorder(self.plan, self._held)
-        made = self._run(self.plan, values, {}, recorder)
-        self.recordings.put(key, recorder.recording(made))
-        return made
+        recorder = OnnxRecorder(self.plan, self._tensor_named)
+        outputs = self._run(self.plan, values, {}, recorder)
+        self.recordings.put(key, recorder.recording(outputs))
+        return outputs
 
     def _run(
         self,
@@ -116,14 +123,14 @@ class OnnxModule(nn.Module):
         recorder: OnnxRecorder | None = None,
     ) -> list[Value]:
         values: dict[str, Value] = {**outer, "": None}
-        for name, known in plan.constants.items():
-            values[name] = known if isinstance(known, Host) else self._held(known)
+        for name, constant in plan.constants.items():
+            values[name] = constant if isinstance(constant, Host) else self._tensor_named(constant)
         values |= dict(zip(plan.inputs, inputs, strict=True))
         for step in plan.steps:
             self._do(step, plan, values, recorder)
         for name in plan.outputs:
             if name not in values:
-                raise BadInput(f"demask makes no {name!r}, an output that few networks ask for")
+                raise BadInput(f"demask does not compute {name!r}, an output that few networks use")
         return [values[name] for name in plan.outputs]
 
     def _do(
@@ -144,23 +151,25 @@ class OnnxModule(nn.Module):
         try:
             inputs = [values[name] for name in node.inputs]
             context["device"] = device = self._device(inputs)
-            context["as_tensor"] = lambda value: tensor_of(value, self._held, device)
+            context["as_tensor"] = lambda value: tensor_of(value, self._tensor_named, device)
             record = recorder and recorder.called
-            made = step.entry(node, inputs, OnnxCall(self._held, device, context, record))
+            outputs = step.entry(
+                node, inputs, OnnxCall(self._tensor_named, device, context, record)
+            )
             if recorder:
-                recorder.node(step, plan, inputs, made)
+                recorder.node(step, plan, inputs, outputs)
         except DemaskError as error:
             if str(node) in str(error):
                 raise
             raise type(error)(f"{node}: {error}") from error
-        except Exception as error:  # whatever torch and numpy raise of odd sizes and types
+        except Exception as error:  # torch and numpy may raise anything on invalid sizes and types
             raise BadInput(f"{node}: {type(error).__name__}: {error}") from error
-        values.update(zip(node.outputs, made, strict=False))
+        values.update(zip(node.outputs, outputs, strict=False))
         values[""] = None
         for name in step.drops:
             values.pop(name, None)
 
-    def _held(self, name: str) -> Tensor:
+    def _tensor_named(self, name: str) -> Tensor:
         return reduce(getattr, name.split("."), self)  # type: ignore[arg-type]
 
     def _device(self, inputs: Sequence[Value]) -> torch.device:
@@ -173,13 +182,13 @@ class OnnxModule(nn.Module):
             return [self._tensor(v) for v in value]
         if isinstance(value, Host) and value.dtype is None:
             return value.array
-        return tensor_of(value, self._held, self._device([]))
+        return tensor_of(value, self._tensor_named, self._device([]))
 
 
-def _given(value: Any) -> Any:
-    """An input of the caller's as a value; text comes as an array of numpy's."""
+def _as_value(value: Any) -> Any:
+    """An argument of the caller as a value; text is an array of numpy's."""
     if isinstance(value, list):
-        return [_given(v) for v in value]
+        return [_as_value(v) for v in value]
     if isinstance(value, np.ndarray) and value.dtype.kind in "OUT":
         return Host.of(value.astype(object))
     return value

@@ -1,18 +1,18 @@
-"""One short PyTorch function per ONNX op, and how a node's inputs and attributes reach it.
+"""Entries of ONNX ops: one short PyTorch function per op, and the binding of nodes to it.
 
-The function's signature says it all. Positional parameters take the node's inputs in order, and
-attributes of the same name: `axes` of Squeeze was an attribute before opset 13, and is an input
-since, so one function serves both. What stands after `*` are attributes alone, and five words of
-context: `version` (of the op set), `outputs` (how many the node names), `run` (calls a subgraph),
-`device` (of new tensors), `as_tensor` (makes a tensor of a `Value`).
-An annotation says in what form an input comes:
+Positional parameters of a function take the node's inputs in order, or attributes of the same name:
+`axes` of Squeeze was an attribute before opset 13 and is an input since, so one function serves
+both. Keyword-only parameters take attributes, and five names of context: `version` (of the op set),
+`outputs` (how many the node has), `run` (calls a subgraph), `device` (of new tensors), `as_tensor`
+(converts a `Value` to a tensor).
+An annotation determines the type of an argument:
 
     Tensor   a tensor
     Ints     a list of ints, which may be symbolic; Floats likewise
     Int      one of them; Float likewise
-    Number   a Python number where a scalar (no axes) is known without looking into a tensor, else
-             the tensor
-    Value    as it is: Tensor, Host, list or None
+    Number   a Python number where a scalar (no axes) is known without reading a tensor, else the
+             tensor
+    Value    unchanged: Tensor, Host, list or None
 
 A parameter with no annotation is a tensor.
 """
@@ -38,21 +38,21 @@ Floats = list[Any]
 Int = Any
 Float = Any
 Number = Any
-MAX_WORK = 2**22  # the most elements that arithmetic on host values can make
+MAX_WORK = 2**22  # most elements of a result of arithmetic on host values
 CONTEXT = ("version", "outputs", "run", "device", "as_tensor")
 
 
 @dataclass(frozen=True, slots=True)
 class OnnxCall:
-    """What a node is called with, beside its inputs and attributes."""
+    """What a node's function uses in addition to inputs and attributes."""
 
-    held: Callable[[str], Tensor]  # a tensor of the module, by name
+    lookup: Callable[[str], Tensor]  # a tensor of the module, by name
     device: torch.device
     context: Mapping[str, Any]
     record: Callable[[Callable[..., Any], list, dict], None] | None = None  # calls on tensors
 
-    def form(self, value: Value, kind: str) -> Any:
-        """A value in the form that an annotation asks for."""
+    def convert(self, value: Value, kind: str) -> Any:
+        """A value converted to the type that an annotation names."""
         if value is None or kind == "Value":
             return value
         if kind in ("Ints", "Floats"):
@@ -60,23 +60,23 @@ class OnnxCall:
         if kind in ("Int", "Float") or (kind == "Number" and _scalar(value)):
             return number_of(value)
         if isinstance(value, Host | Tensor) and kind in ("Tensor", "Number"):
-            return tensor_of(value, self.held, self.device)
+            return tensor_of(value, self.lookup, self.device)
         return value
 
 
-def entered(domain: str, name: str) -> OnnxEntry:
+def find_entry(domain: str, name: str) -> OnnxEntry:
     """The entry of an op."""
-    from demask.files.onnx.ops import ENTRIES  # which is made of what this file defines
+    from demask.files.onnx.ops import ENTRIES  # deferred: it imports this module
 
     return ENTRIES[domain, name]
 
 
 @dataclass(frozen=True, slots=True)
 class OnnxEntry:
-    """What demask does for one ONNX op.
+    """The implementation of one ONNX op.
 
     function: on tensors. host: on numpy arrays, for arithmetic on sizes; None where that is not
-    needed. stored: positions of inputs that are buffers where constant, since nothing trains them.
+    needed. stored: positions of inputs that become buffers if constant, as they are not trained.
     """
 
     name: str
@@ -86,33 +86,33 @@ class OnnxEntry:
     stored: tuple[int, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled by name: its functions may be lambdas."""
-        return entered, (self.domain, self.name)
+        """Pickled by name, because its functions may be lambdas."""
+        return find_entry, (self.domain, self.name)
 
     def __call__(
         self, node: OnnxNode, inputs: Sequence[Value], call: OnnxCall
     ) -> tuple[Value, ...]:
         """The outputs of a node."""
         if self.host is not None and _small(inputs) and all(v is None or _folds(v) for v in inputs):
-            made = self._on_host(node, inputs, call)
-            if made is not NotImplemented:
-                return made
+            result = self._on_host(node, inputs, call)
+            if result is not NotImplemented:
+                return result
         args, named = _bound(self.function, node, inputs, call)
         if call.record is not None:
             call.record(self.function, args, named)
-        made = self.function(*args, **named)
-        return made if isinstance(made, tuple) else (made,)
+        result = self.function(*args, **named)
+        return result if isinstance(result, tuple) else (result,)
 
     def _on_host(self, node: OnnxNode, inputs: Sequence[Value], call: OnnxCall) -> Any:
         arrays = [v.array if isinstance(v, Host) else v for v in inputs]
         args, named = _bound(self.host, node, arrays, call)
-        made = self.host(*args, **named)  # type: ignore[misc]
-        if made is NotImplemented:
-            return made
-        like = next((v.dtype for v in inputs if isinstance(v, Host)), None)
-        results = made if isinstance(made, tuple) else (made,)
-        return tuple(v if v is None or isinstance(v, Host | Tensor | list) else Host.of(v, like)
-                     for v in results)  # fmt: skip
+        result = self.host(*args, **named)  # type: ignore[misc]
+        if result is NotImplemented:
+            return result
+        dtype = next((v.dtype for v in inputs if isinstance(v, Host)), None)
+        outputs = result if isinstance(result, tuple) else (result,)
+        return tuple(v if v is None or isinstance(v, Host | Tensor | list) else Host.of(v, dtype)
+                     for v in outputs)  # fmt: skip
 
 
 def _scalar(value: Value) -> bool:
@@ -120,7 +120,7 @@ def _scalar(value: Value) -> bool:
 
 
 def _small(inputs: Sequence[Value]) -> bool:
-    """Can arithmetic on these not make much more of them?"""
+    """Whether results of arithmetic on these inputs have at most MAX_WORK elements."""
     sizes = [v.array.size for v in inputs if isinstance(v, Host)]
     return math.prod(n for n in sizes if n) <= MAX_WORK and sum(sizes) <= MAX_WORK
 
@@ -131,8 +131,8 @@ def _folds(value: Value) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a function takes: its parameters by name, those by position, the form of each, and the
-    one that takes the rest."""
+    """Parameters of a function: all by name, positional ones, the variadic one, the type of each,
+    and names of context."""
 
     parameters: Mapping[str, inspect.Parameter]
     plain: tuple[inspect.Parameter, ...]
@@ -143,19 +143,21 @@ class Signature:
 
 @functools.cache
 def _signature(function: Any) -> Signature:
-    """Read once for each function of the table: reading it takes longer than most ops do."""
+    """The signature of a function, cached: `inspect` takes longer than most ops."""
     parameters = inspect.signature(function).parameters
-    places = [p for p in parameters.values() if p.kind is not p.KEYWORD_ONLY]
-    rest = next((p for p in places if p.kind is p.VAR_POSITIONAL), None)
+    positional = [p for p in parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    rest = next((p for p in positional if p.kind is p.VAR_POSITIONAL), None)
     kinds = {name: _kind(p) for name, p in parameters.items()}
     context = tuple(name for name in CONTEXT if name in parameters)
-    return Signature(parameters, tuple(p for p in places if p is not rest), rest, kinds, context)
+    return Signature(
+        parameters, tuple(p for p in positional if p is not rest), rest, kinds, context
+    )
 
 
 def _bound(
     function: Any, node: OnnxNode, inputs: Sequence[Any], call: OnnxCall
 ) -> tuple[list, dict]:
-    """Arguments of a function, from a node's inputs and attributes."""
+    """Args and kwargs of a function, from a node's inputs and attributes."""
     signature = _signature(function)
     plain, rest = signature.plain, signature.rest
     if len(inputs) > len(plain) and rest is None:
@@ -163,16 +165,16 @@ def _bound(
     kinds = [signature.kinds[p.name] for p in plain]
     if rest is not None:
         kinds += [signature.kinds[rest.name]] * max(0, len(inputs) - len(plain))
-    args = [call.form(v, kind) for v, kind in zip(inputs, kinds, strict=False)]
+    args = [call.convert(v, kind) for v, kind in zip(inputs, kinds, strict=False)]
     while args and args[-1] is None and len(args) <= len(plain):
-        args.pop()  # left out: the function's own default
+        args.pop()  # absent: the function's own default
     taken = {p.name for p in plain[: len(args)]}
     named = {}
     for name, value in node.attributes.items():
-        known = signature.parameters.get(name)
-        if known is None or name in taken or known is rest:
+        parameter_named = signature.parameters.get(name)
+        if parameter_named is None or name in taken or parameter_named is rest:
             raise BadInput(f"{node}: demask does not know its attribute {name!r}")
-        named[name] = call.form(value, signature.kinds[name])
+        named[name] = call.convert(value, signature.kinds[name])
     for name in signature.context:
         named[name] = call.context[name]
     for k, parameter in enumerate(plain[: len(args)]):
@@ -192,14 +194,14 @@ def _kind(parameter: inspect.Parameter) -> str:
 
 @dataclass(slots=True)
 class Ops:
-    """Entries of one family, gathered by decorators: `@OPS("Relu")`."""
+    """Entries of one family, registered by decorators: `@OPS("Relu")`."""
 
     domain: str = ""
     entries: dict[tuple[str, str], OnnxEntry] = field(default_factory=dict)
 
     def __call__(self, *names: str, host: Callable[..., Any] | None = None,
                  stored: tuple[int, ...] = (), domain: str | None = None) -> Any:  # fmt: skip
-        """Enter the function below for the ops named."""
+        """Register the decorated function for the ops with these names."""
 
         def enter(function: Callable[..., Any]) -> Callable[..., Any]:
             for name in names:
@@ -210,7 +212,7 @@ class Ops:
         return enter
 
     def put(self, entry: OnnxEntry) -> None:
-        """One more entry; TableError if the op has one."""
+        """Add an entry; TableError if the op has one."""
         key = (entry.domain, entry.name)
         if key in self.entries:
             raise TableError(f"two entries for ONNX op {entry.name}; expected one")
@@ -220,8 +222,8 @@ class Ops:
         return iter(self.entries.values())
 
 
-def joined(*families: Ops) -> Mapping[tuple[str, str], OnnxEntry]:
-    """One table of several families; TableError where two have an entry for one op."""
+def join_tables(*families: Ops) -> Mapping[tuple[str, str], OnnxEntry]:
+    """The table of several families; TableError where two have an entry for one op."""
     whole = Ops()
     for family in families:
         for entry in family:

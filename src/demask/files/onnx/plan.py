@@ -1,4 +1,4 @@
-"""What runs a graph: its nodes with their entries, its constants, what can be let go after each."""
+"""Execution plans of ONNX graphs: nodes with their entries, constants, values freed per step."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from demask.files.onnx.quantized_weights import grids_of
 from demask.files.onnx.values import MAX_HOST, NUMPY, Host
 from demask.graph.provenance import OnnxPort, QuantizationGrid
 
-FEW = 16  # numbers of a constant that nothing trains: factors of sizes, such as Resize's scales
-MAX_NODES = 1_000_000  # after the ops that a file defines itself are written out
+FEW = 16  # elements of a stored float constant that arithmetic on sizes may use (Resize's scales)
+MAX_NODES = 1_000_000  # after functions of the file are inlined
 MAX_MODULES = 50_000
-MAX_PATH = 16  # modules inside each other that the dots of a name ask for
-_TAKEN = frozenset(dir(nn.Module())) | {"plan", "interface", "recordings"}  # its own
+MAX_PATH = 16  # nested modules that a dotted name creates
+_TAKEN = frozenset(dir(nn.Module())) | {"plan", "interface", "recordings"}  # OnnxModule's
 
 
 @dataclass(frozen=True, slots=True)
 class OnnxStep:
-    """One node: its entry, the version of its op set, the names that nobody reads behind it.
-    Attributes that are graphs are plans."""
+    """One node, with plans in place of graphs in its attributes. version: of its op set. drops:
+    names that no later step reads."""
 
     node: OnnxNode
     entry: OnnxEntry
@@ -40,20 +40,20 @@ class OnnxStep:
 
 @dataclass(frozen=True, slots=True)
 class OnnxPlan:
-    """A graph that can run. constants: what each constant is while it runs."""
+    """A graph that can run. constants: the value of each constant, or its name in the module."""
 
     steps: tuple[OnnxStep, ...]
-    constants: Mapping[str, Host | str]  # a name of the module's where only the tensor is known
+    constants: Mapping[str, Host | str]  # str: name of a tensor of the module
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    ports: tuple[OnnxPort, ...] = ()  # what the file says of the outputs
+    ports: tuple[OnnxPort, ...] = ()  # outputs as the file declares them
 
 
 class OnnxPlanner:
-    """Makes the plan of a file, and gathers the tensors that the module has to hold.
+    """Builds the plan of a file, and collects the tensors of its module.
 
-    tensors: by the name that they get there; stored: those among them that nothing trains; grids:
-    of those that are quantized.
+    tensors: by their names in the module. stored: those of them that are buffers, not parameters.
+    grids: of those that are quantized.
     """
 
     def __init__(self, file: OnnxFile):
@@ -66,58 +66,58 @@ class OnnxPlanner:
         self.nodes = 0
 
     def plan(self, graph: Graph | None = None, opsets: Mapping[str, int] | None = None) -> OnnxPlan:
-        """The plan of the file's graph (of a graph inside it, which may be a function's)."""
+        """The plan of a graph, by default the file's."""
         graph = self.file.graph if graph is None else graph
         opsets = self.file.opsets if opsets is None else opsets
-        whole = [n for node in graph.nodes for n in self._written_out(node, opsets)]
-        nodes = [(node, opsets) for node, opsets in whole if node.op != "Constant"]
+        inlined = [n for node in graph.nodes for n in self._inline(node, opsets)]
+        nodes = [(node, opsets) for node, opsets in inlined if node.op != "Constant"]
         _check_known([n for n, _ in nodes])
         constants = dict(graph.constants)
-        constants |= {n.outputs[0]: _constant(n) for n, _ in whole if n.op == "Constant"}
+        constants |= {n.outputs[0]: _constant(n) for n, _ in inlined if n.op == "Constant"}
         stored = {n.inputs[k] for n, _ in nodes for k in _entry(n).stored if k < len(n.inputs)}
         stored |= set(constants) - set(graph.constants)
-        known = {name: self._held(name, t, name in stored) for name, t in constants.items()}
+        known = {name: self._place(name, t, name in stored) for name, t in constants.items()}
         for name, grid in grids_of((n for n, _ in nodes), constants).items():
-            held = known[name]
-            self.grids[str(held.held if isinstance(held, Host) else held)] = grid
+            constant = known[name]
+            self.grids[str(constant.tensor_name if isinstance(constant, Host) else constant)] = grid
         steps = [self._step(n, opsets) for n, opsets in nodes]
         outputs = tuple(port.name for port in graph.outputs)
         inputs = tuple(port.name for port in graph.inputs)
         _check_distinct([*inputs, *constants, *(o for n, _ in nodes for o in n.outputs if o)])
-        return OnnxPlan(tuple(_letting_go(steps, outputs)), known, inputs, outputs, graph.outputs)
+        return OnnxPlan(tuple(_with_drops(steps, outputs)), known, inputs, outputs, graph.outputs)
 
-    def _held(self, name: str, tensor: Tensor | Host, stored: bool) -> Host | str:
-        """What a constant is while the graph runs; its tensor goes to the module."""
+    def _place(self, name: str, tensor: Tensor | Host, stored: bool) -> Host | str:
+        """The value of a constant while the graph runs; adds its tensor to the module's."""
         if isinstance(tensor, Host):
             return tensor
-        free = _path(name)
+        path = _path(name)
         if len(self.modules) > MAX_MODULES:
-            free = free.replace(".", "_")
-        while free in self.modules or any(part in self.tensors for part in (free, *_above(free))):
-            free = f"{_path(name).replace('.', '_')}_{next(self.fresh)}"  # in no module
-        self.tensors[free] = tensor
-        self.modules.update(_above(free))
+            path = path.replace(".", "_")
+        while path in self.modules or any(part in self.tensors for part in (path, *_above(path))):
+            path = f"{_path(name).replace('.', '_')}_{next(self.fresh)}"  # not in a submodule
+        self.tensors[path] = tensor
+        self.modules.update(_above(path))
         if stored or not tensor.is_floating_point() or not tensor.ndim:
-            self.stored.add(free)
+            self.stored.add(path)
         if tensor.dtype not in NUMPY or tensor.numel() > MAX_HOST:
-            return free
-        few = stored and tensor.numel() <= FEW
-        weights = tensor.is_floating_point() and tensor.ndim > 0 and not few
-        return Host(tensor.numpy().copy(), tensor.dtype, free, folds=not weights)
+            return path
+        is_few = stored and tensor.numel() <= FEW
+        is_weight = tensor.is_floating_point() and tensor.ndim > 0 and not is_few
+        return Host(tensor.numpy().copy(), tensor.dtype, path, folds=not is_weight)
 
     def _step(self, node: OnnxNode, opsets: Mapping[str, int]) -> OnnxStep:
-        attributes = {k: self.plan(v, opsets) if isinstance(v, Graph) else _known(v)
+        attributes = {k: self.plan(v, opsets) if isinstance(v, Graph) else _attribute(v)
                       for k, v in node.attributes.items()}  # fmt: skip
         version = opsets.get(node.domain, self.file.opsets.get(node.domain, 1))
         return OnnxStep(replace(node, attributes=attributes), _entry(node), version, ())
 
-    def _written_out(
+    def _inline(
         self, node: OnnxNode, opsets: Mapping[str, int]
     ) -> Iterator[tuple[OnnxNode, Mapping[str, int]]]:
-        """The node, or the nodes of the function that the file defines for it."""
+        """The node, or the nodes of the function that the file defines for its op."""
         self.nodes += 1
         if self.nodes > MAX_NODES:
-            raise BadInput(f"{node}: the file's own functions make more than {MAX_NODES} nodes")
+            raise BadInput(f"{node}: the file's functions expand to over {MAX_NODES} nodes")
         function = self.file.functions.get((node.domain, node.op))
         if function is None:
             yield node, opsets
@@ -126,25 +126,28 @@ class OnnxPlanner:
         names = ChainMap(dict(zip(function.inputs, node.inputs, strict=False)))
         names |= dict.fromkeys(function.inputs[len(node.inputs) :], "")
         names |= {o: n for o, n in zip(function.outputs, node.outputs, strict=False) if n}
-        given = {
+        attributes = {
             k: v for k, v in {**function.attributes, **node.attributes}.items() if v is not ...
         }
-        inside = {**opsets, **function.opsets}
+        inner_opsets = {**opsets, **function.opsets}
         for inner in function.nodes:
-            yield from self._written_out(_renamed(inner, names, prefix, given), inside)
+            yield from self._inline(_renamed(inner, names, prefix, attributes), inner_opsets)
 
 
-def _known(value: Any) -> Any:
-    """An attribute; of a tensor the numbers: `torch.export` would not look into it."""
+def _attribute(value: Any) -> Any:
+    """An attribute, a small tensor as `Host`: `torch.export` does not read values of tensors."""
     if not isinstance(value, Tensor) or value.dtype not in NUMPY or value.numel() > MAX_HOST:
         return value
     return Host.of(value.numpy().copy())
 
 
 def _renamed(
-    node: OnnxNode, names: ChainMap[str, str], prefix: str, given: Mapping[str, Any]
+    node: OnnxNode, names: ChainMap[str, str], prefix: str, arguments: Mapping[str, Any]
 ) -> OnnxNode:
-    """A node of a function's body where it is called: its values and attributes are the call's."""
+    """A node of a function's body at a call: with the names and attributes of that call.
+
+    names: values by their names in the body. arguments: attributes of the call.
+    """
 
     def name(old: str) -> str:
         return names.setdefault(old, prefix + old) if old else ""
@@ -152,10 +155,10 @@ def _renamed(
     attributes = {}
     for key, value in node.attributes.items():
         if isinstance(value, AttributeReference):
-            if value.name in given:
-                attributes[key] = given[value.name]
+            if value.name in arguments:
+                attributes[key] = arguments[value.name]
         elif isinstance(value, Graph):
-            attributes[key] = _renamed_graph(value, names.new_child(), prefix, given)
+            attributes[key] = _renamed_graph(value, names.new_child(), prefix, arguments)
         else:
             attributes[key] = value
     return OnnxNode(node.op, node.domain, prefix + node.name, tuple(map(name, node.inputs)),
@@ -163,13 +166,13 @@ def _renamed(
 
 
 def _renamed_graph(
-    graph: Graph, names: ChainMap[str, str], prefix: str, given: Mapping[str, Any]
+    graph: Graph, names: ChainMap[str, str], prefix: str, arguments: Mapping[str, Any]
 ) -> Graph:
     for port in graph.inputs:
         names[port.name] = prefix + port.name
     constants = {names.setdefault(k, prefix + k): v for k, v in graph.constants.items()}
     inputs = tuple(replace(port, name=names[port.name]) for port in graph.inputs)
-    nodes = tuple(_renamed(node, names, prefix, given) for node in graph.nodes)
+    nodes = tuple(_renamed(node, names, prefix, arguments) for node in graph.nodes)
     outputs = tuple(replace(p, name=names.get(p.name, prefix + p.name)) for p in graph.outputs)
     return Graph(graph.name, nodes, constants, inputs, outputs)
 
@@ -189,11 +192,10 @@ def _check_known(nodes: list[OnnxNode]) -> None:
 
 
 def _check_distinct(names: list[str]) -> None:
-    """Raise BadInput for a name that is there twice once the file's own functions are written
-    out."""
+    """Raise BadInput if two values have one name after functions are inlined."""
     if len(set(names)) != len(names):
         twice = next(name for name, count in Counter(names).items() if count > 1)
-        raise BadInput(f"two values named {twice!r}; names are made once")
+        raise BadInput(f"two values named {twice!r}; expected unique names")
 
 
 _KINDS = {"value_float": float, "value_int": int, "value_string": str}
@@ -215,14 +217,14 @@ def _constant(node: OnnxNode) -> Tensor | Host:
     return torch.tensor(value, dtype=torch.float32 if kind is float else torch.int64)
 
 
-def _letting_go(steps: list[OnnxStep], outputs: tuple[str, ...]) -> list[OnnxStep]:
-    """The steps, each with the names read last there."""
-    later, found = set(outputs), []
+def _with_drops(steps: list[OnnxStep], outputs: tuple[str, ...]) -> list[OnnxStep]:
+    """The steps, each with the names that no later step reads."""
+    read_later, reversed_steps = set(outputs), []
     for step in reversed(steps):
-        here = {name for name in (*_reads(step), *step.node.outputs) if name}
-        found.append(replace(step, drops=tuple(sorted(here - later))))
-        later |= here
-    return found[::-1]
+        names = {name for name in (*_reads(step), *step.node.outputs) if name}
+        reversed_steps.append(replace(step, drops=tuple(sorted(names - read_later))))
+        read_later |= names
+    return reversed_steps[::-1]
 
 
 def _reads(step: OnnxStep) -> Iterator[str]:
@@ -235,8 +237,7 @@ def _reads(step: OnnxStep) -> Iterator[str]:
 
 
 def _path(name: str) -> str:
-    """A name as torch's modules take it: parts between dots, none of them an attribute that every
-    module has."""
+    """A name that torch's modules accept: dotted parts, no part an attribute of `nn.Module`."""
     parts = ["".join(c if c.isalnum() or c in "_ -+:/@#" else "_" for c in part)[:200]
              for part in name.split(".", MAX_PATH)]  # fmt: skip
     parts = [f"p{part}" if part.startswith("__") else part for part in parts]
@@ -244,6 +245,6 @@ def _path(name: str) -> str:
 
 
 def _above(path: str) -> Iterator[str]:
-    """The names of the modules that a tensor of this name stands in."""
+    """The paths of the modules that contain a tensor of this name."""
     parts = path.split(".")
     return (".".join(parts[:k]) for k in range(1, len(parts)))

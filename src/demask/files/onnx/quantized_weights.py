@@ -1,8 +1,8 @@
-"""Quantized networks in ONNX files: weights as the whole numbers they were, ops by their names.
+"""Quantized networks in ONNX files: float weights converted back to the integers they came from.
 
-`demask` works on the floats that a quantized weight stands for. Written as floats they would no
-longer tell a runtime that the layer can run on whole numbers, so they go back onto the grid that
-they came from: only where each number on it gives the very float.
+`demask` works on dequantized floats. A runtime computes a layer in integers only if its weights are
+integers in the file, so weights are converted back to their quantization grid where dequantizing
+gives exactly the same floats.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ from demask.ops.quantization import DTYPES, along, dequantized
 from demask.ops.traits import CONVOLUTIONS
 
 aten = torch.ops.aten
-KINDS = {**DTYPES, "int32": torch.int32}  # what a constant can be stored in
+KINDS = {**DTYPES, "int32": torch.int32}  # dtypes of stored constants
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # of scales
-OFF = 1e-3  # how far a bias may be from a whole number: constants were added to it in float32
-SINCE = 21  # the op set that can quantize to 16 bits
-FEW = 8  # numbers of a row by which scales are sorted out
-# Layers whose bias lies, channel by channel, on the grid of their input times that of their weight.
+OFF = 1e-3  # largest distance of a bias from an integer: constants were added to it in float32
+SINCE = 21  # the first op set that quantizes to 16 bits
+FEW = 8  # elements of a row that preselect its scale
+# Layers whose bias has, per channel, the scale of the input times the scale of the weight.
 _LAYERS = (*CONVOLUTIONS, aten.linear.default)
-_COPIES = re.compile(r"(_folded\d*|_\d+)+$")  # what passes put behind the name of a constant
+_COPIES = re.compile(r"(_folded\d*|_\d+)+$")  # suffixes that passes add to names of constants
 
 
 def grids_of(
     nodes: Iterable[OnnxNode], constants: Mapping[str, Any]
 ) -> dict[str, QuantizationGrid]:
-    """The grids of constants that nodes dequantize (or quantize first), by the constants' names."""
+    """Grids of constants that are dequantized, directly or after QuantizeLinear, by name."""
     nodes = list(nodes)
-    makers = {n.outputs[0]: n for n in nodes if (n.domain, n.op) == ("", "QuantizeLinear")}
-    found: dict[str, QuantizationGrid] = {}
+    quantizers = {n.outputs[0]: n for n in nodes if (n.domain, n.op) == ("", "QuantizeLinear")}
+    grids: dict[str, QuantizationGrid] = {}
     for node in nodes:
         if (node.domain, node.op) != ("", "DequantizeLinear") or not node.inputs[0]:
             continue
         name = node.inputs[0]
         dtype = getattr(constants.get(name), "dtype", None)
-        if name not in constants and name in makers:
-            maker = makers[name]
-            name, point = maker.inputs[0], (*maker.inputs, "", "")[2]
-            dtype = getattr(constants.get(point), "dtype", torch.uint8)
+        if name not in constants and name in quantizers:
+            quantizer = quantizers[name]
+            name, zero_point = quantizer.inputs[0], (*quantizer.inputs, "", "")[2]
+            dtype = getattr(constants.get(zero_point), "dtype", torch.uint8)
         grid = _grid(node, dtype, constants) if name in constants else None
         if grid is not None:
-            found.setdefault(name, grid)
-    return found
+            grids.setdefault(name, grid)
+    return grids
 
 
 def _grid(node: OnnxNode, dtype: Any, constants: Mapping[str, Any]) -> QuantizationGrid | None:
@@ -68,8 +68,8 @@ def _grid(node: OnnxNode, dtype: Any, constants: Mapping[str, Any]) -> Quantizat
     if len(node.inputs) > 2 and node.inputs[2] and not isinstance(point, Tensor):
         return None
     points = torch.zeros(scale.shape, dtype=torch.int32) if point is None else point
-    good = scale.is_floating_point() and bool((scale.isfinite() & (scale > 0)).all())
-    if not good or points.numel() != scale.numel() or not isinstance(axis, int):
+    is_positive = scale.is_floating_point() and bool((scale.isfinite() & (scale > 0)).all())
+    if not is_positive or points.numel() != scale.numel() or not isinstance(axis, int):
         return None
     return QuantizationGrid(
         kind, axis, tuple(scale.reshape(-1).tolist()), tuple(points.reshape(-1).tolist())
@@ -77,74 +77,80 @@ def _grid(node: OnnxNode, dtype: Any, constants: Mapping[str, Any]) -> Quantizat
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A constant in whole numbers; one scale and zero point, or one for each place on `axis`."""
+class QuantizedConstant:
+    """A constant in integers; one scale and zero point, or one per position on `axis`."""
 
-    whole: Tensor
+    integers: Tensor
     scale: Tensor
     zero_point: Tensor
     axis: int
 
 
-def on_grids(slim: Demasked) -> Demasked:
-    """The network with constants that came from a grid as whole numbers, dequantized again."""
+def quantize_constants(slim: Demasked) -> Demasked:
+    """The network with constants that came from a grid as integers that it dequantizes."""
     interface = slim.demasked.interface
     if interface is None or not interface.grids:
         return slim
-    twin: Any = structural_copy(slim, share=True)
+    copy: Any = structural_copy(slim, share=True)
     grids = {plain(k): g for k, g in interface.grids.items()} | dict(interface.grids)
-    spell(twin.graph, twin)
+    spell(copy.graph, copy)
     reads: dict[str, list[fx.Node]] = {}
-    for node in twin.graph.find_nodes(op="get_attr"):
+    for node in copy.graph.find_nodes(op="get_attr"):
         reads.setdefault(str(node.target), []).append(node)
-    stored: dict[str, Stored] = {}
+    constants: dict[str, QuantizedConstant] = {}
     for name in reads:
         cut = slim.demasked.cuts.get(name)
         source = name if cut is None else cut.source
         grid = grids.get(source) or grids.get(_COPIES.sub("", source))
-        made = None if grid is None else gridded(_held(twin, name), grid, cut)
-        if made is not None:
-            stored[name] = made
-    for node in twin.graph.nodes:
+        constant = None if grid is None else quantize_exactly(_tensor_at(copy, name), grid, cut)
+        if constant is not None:
+            constants[name] = constant
+    for node in copy.graph.nodes:
         if node.target in _LAYERS:
-            stored |= _bias(twin, node, stored)
-    for name, made in stored.items():
-        _put(twin, name, made, reads[name])
-    twin.recompile()
-    return twin
+            constants |= _bias(copy, node, constants)
+    for name, constant in constants.items():
+        _insert_dequantize(copy, name, constant, reads[name])
+    copy.recompile()
+    return copy
 
 
-def _held(module: nn.Module, name: str) -> Tensor:
+def _tensor_at(module: nn.Module, name: str) -> Tensor:
     return reduce(getattr, name.split("."), module).detach()  # type: ignore[arg-type]
 
 
-def _put(module: fx.GraphModule, name: str, made: Stored, reads: Iterable[fx.Node]) -> None:
-    """Let the graph read a constant in whole numbers, and dequantize them."""
+def _insert_dequantize(
+    module: fx.GraphModule, name: str, constant: QuantizedConstant, reads: Iterable[fx.Node]
+) -> None:
+    """Replace a constant of the graph by integers and a call that dequantizes them."""
     above, _, leaf = name.rpartition(".")
     delattr(module.get_submodule(above), leaf)
-    attach(module, name, made.whole)
-    places = [_free(module, f"{name}_{what}") for what in ("scale", "zero_point")]
-    for place, tensor in zip(places, (made.scale, made.zero_point), strict=True):
-        attach(module, place, tensor)
+    attach(module, name, constant.integers)
+    paths = [_unused_name(module, f"{name}_{what}") for what in ("scale", "zero_point")]
+    for path, tensor in zip(paths, (constant.scale, constant.zero_point), strict=True):
+        attach(module, path, tensor)
     for read in reads:
         with module.graph.inserting_after(read):
-            grid = [module.graph.create_node("get_attr", place) for place in places]
+            grid = [module.graph.create_node("get_attr", path) for path in paths]
         with module.graph.inserting_after(grid[0]):
             target = torch.ops.demask.dequantize.default
-            call = module.graph.call_function(target, (read, *grid, made.axis))
+            call = module.graph.call_function(target, (read, *grid, constant.axis))
         read.replace_all_uses_with(call, lambda user, call=call: user is not call)
 
 
-def _free(module: nn.Module, name: str) -> str:
+def _unused_name(module: nn.Module, name: str) -> str:
     names = {n for n, _ in (*module.named_parameters(), *module.named_buffers())}
     return next(
         n for k in range(len(names) + 1) if (n := f"{name}_{k}" if k else name) not in names
     )
 
 
-def gridded(tensor: Tensor, grid: QuantizationGrid, cut: Cut | None = None) -> Stored | None:
-    """A float constant as the whole numbers that it came from; None where some number on it does
-    not give the very float."""
+def quantize_exactly(
+    tensor: Tensor, grid: QuantizationGrid, cut: Cut | None = None
+) -> QuantizedConstant | None:
+    """A float constant in integers; None where dequantizing does not give equal floats.
+
+    cut: how the tensor was cut from the constant that the grid describes.
+    """
     dtype, count = KINDS.get(grid.dtype), len(grid.scales)
     fits = tensor.dtype in FLOATS and tensor.numel() and 0 < count == len(grid.zero_points)
     if dtype is None or not fits or not bool(tensor.isfinite().all()):
@@ -152,99 +158,117 @@ def gridded(tensor: Tensor, grid: QuantizationGrid, cut: Cut | None = None) -> S
     scales = torch.tensor(grid.scales, dtype=tensor.dtype, device=tensor.device)
     points = torch.tensor(grid.zero_points, device=tensor.device)
     if count == 1:
-        return _checked(tensor, dtype, scales.reshape(()), points.reshape(()), 0)
+        return _if_exact(tensor, dtype, scales.reshape(()), points.reshape(()), 0)
     for axis in sorted(range(tensor.ndim), key=lambda k: k != grid.axis % tensor.ndim):
         rows = tensor.movedim(axis, 0).reshape(tensor.shape[axis], -1)
-        at = _places(rows, scales, points, dtype, _kept(cut, axis))
-        made = None if at is None else _checked(tensor, dtype, scales[at], points[at], axis)
-        if made is not None:
-            return made
+        scale_indices = _matching_scales(rows, scales, points, dtype, _source_positions(cut, axis))
+        constant = (
+            None
+            if scale_indices is None
+            else _if_exact(tensor, dtype, scales[scale_indices], points[scale_indices], axis)
+        )
+        if constant is not None:
+            return constant
     return None
 
 
-def _kept(cut: Cut | None, axis: int) -> Sequence[int]:
-    """Where the slices of a constant stood on one axis of the one it was cut from."""
+def _source_positions(cut: Cut | None, axis: int) -> Sequence[int]:
+    """Positions on one axis of the source of a cut; () if unknown."""
     if cut is None or axis >= min(len(cut.kept), len(cut.shape)):
         return ()
-    kept = cut.kept[axis]
-    return range(cut.shape[axis]) if kept is None else kept
+    positions = cut.kept[axis]
+    return range(cut.shape[axis]) if positions is None else positions
 
 
-def _checked(
+def _if_exact(
     tensor: Tensor, dtype: torch.dtype, scale: Tensor, point: Tensor, axis: int
-) -> Stored | None:
-    """The tensor in whole numbers, if those give it back."""
-    made = Stored(_whole(tensor, dtype, scale, point, axis), scale, point.to(dtype), axis)
-    found = dequantized(made.whole, made.scale, made.zero_point, axis)
-    return made if torch.equal(found, tensor) else None
+) -> QuantizedConstant | None:
+    """The tensor in integers, if dequantizing them gives the tensor."""
+    constant = QuantizedConstant(
+        _to_integers(tensor, dtype, scale, point, axis), scale, point.to(dtype), axis
+    )
+    restored = dequantized(constant.integers, constant.scale, constant.zero_point, axis)
+    return constant if torch.equal(restored, tensor) else None
 
 
-def _whole(tensor: Tensor, dtype: torch.dtype, scale: Tensor, point: Tensor, axis: int) -> Tensor:
-    """The whole numbers nearest to a tensor's."""
+def _to_integers(
+    tensor: Tensor, dtype: torch.dtype, scale: Tensor, point: Tensor, axis: int
+) -> Tensor:
+    """A tensor quantized: divided by scales, rounded, plus zero points, clamped to the dtype."""
     ratio = tensor.double() / along(scale.double(), tensor, axis)
     limits = torch.iinfo(dtype)
     moved = ratio.round() + along(point.double(), tensor, axis)
     return moved.clamp(limits.min, limits.max).to(dtype)
 
 
-def _places(
-    rows: Tensor, scales: Tensor, points: Tensor, dtype: torch.dtype, kept: Sequence[int]
+def _matching_scales(
+    rows: Tensor, scales: Tensor, points: Tensor, dtype: torch.dtype, positions: Sequence[int]
 ) -> Tensor | None:
-    """For each row the number of a scale on which its values are; None where a row has none."""
-    known = list(kept) if len(kept) == len(rows) else []
-    inside = all(0 <= n < len(scales) for n in known)
-    if known and inside and bool(_fits(rows, scales[known], points[known], dtype).all()):
+    """For each row the index of a scale that represents it exactly; None where a row has none."""
+    known = list(positions) if len(positions) == len(rows) else []
+    in_range = all(0 <= n < len(scales) for n in known)
+    if known and in_range and bool(_fits(rows, scales[known], points[known], dtype).all()):
         return torch.tensor(known)
-    found = []
+    indices = []
     for k, row in enumerate(rows):
-        # A number alone is on a grid of small steps by chance.
-        tried = [] if dtype == torch.int32 and bool(row.any()) else range(len(scales))
-        order = [n for n in (*kept[k : k + 1], *tried) if 0 <= n < len(scales)]
-        found.append(_place(row, order, scales, points, dtype))
-    return None if None in found or not found else torch.tensor(found)
+        # A single number is close to a multiple of a small step by chance.
+        candidates = [] if dtype == torch.int32 and bool(row.any()) else range(len(scales))
+        order = [n for n in (*positions[k : k + 1], *candidates) if 0 <= n < len(scales)]
+        indices.append(_matching_scale(row, order, scales, points, dtype))
+    return None if None in indices or not indices else torch.tensor(indices)
 
 
-def _place(
+def _matching_scale(
     row: Tensor, order: Sequence[int], scales: Tensor, points: Tensor, dtype: torch.dtype
 ) -> int | None:
-    """The first number of a scale, of those in `order`, on which a row's values are."""
-    few = row[row != 0][:FEW].expand(len(order), -1)
-    likely = _fits(few, scales[order], points[order], dtype).tolist() if order else []
-    whole = (k for k, fits in zip(order, likely, strict=True) if fits)
-    found = (k for k in whole if bool(_fits(row[None], scales[[k]], points[[k]], dtype)))
-    return next(found, None)
+    """The first index in `order` of a scale that represents a row exactly."""
+    sample = row[row != 0][:FEW].expand(len(order), -1)
+    likely = _fits(sample, scales[order], points[order], dtype).tolist() if order else []
+    preselected = (k for k, fits in zip(order, likely, strict=True) if fits)
+    matches = (k for k in preselected if bool(_fits(row[None], scales[[k]], points[[k]], dtype)))
+    return next(matches, None)
 
 
 def _fits(rows: Tensor, scales: Tensor, points: Tensor, dtype: torch.dtype) -> Tensor:
-    """Which rows are on their grids."""
-    whole = _whole(rows, dtype, scales, points, 0)
+    """Whether each row is represented exactly by its scale and zero point (bool, one per row)."""
+    whole = _to_integers(rows, dtype, scales, points, 0)
     return (dequantized(whole, scales, points.to(dtype), 0) == rows).all(1)
 
 
-def _bias(module: nn.Module, node: fx.Node, stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """The bias of a layer of whole numbers, by its name, on the grid of the layer's sums; nothing
-    where it is not there."""
-    found = schema.arguments(node)
-    x, weight, bias = (found[name] for name in ("input", "weight", "bias"))
-    read = [x.args[1] if x.target is torch.ops.demask.dequantize.default else None, bias, weight]
-    if any(not isinstance(n, fx.Node) or n.op != "get_attr" for n in read):
+def _bias(
+    module: nn.Module, node: fx.Node, stored: Mapping[str, QuantizedConstant]
+) -> dict[str, QuantizedConstant]:
+    """The bias of a quantized layer in integers, by name; {} where it is not close to integers.
+
+    Its scale is the scale of the input times that of the weight.
+    """
+    arguments = schema.arguments(node)
+    x, weight, bias = (arguments[name] for name in ("input", "weight", "bias"))
+    operands = [
+        x.args[1] if x.target is torch.ops.demask.dequantize.default else None,
+        bias,
+        weight,
+    ]
+    if any(not isinstance(n, fx.Node) or n.op != "get_attr" for n in operands):
         return {}
-    scale, tensor = (_held(module, str(n.target)) for n in read[:2])
+    scale, tensor = (_tensor_at(module, str(n.target)) for n in operands[:2])
     kernel = stored.get(weight.target)
     if scale.numel() != 1 or kernel is None or (kernel.scale.ndim and kernel.axis != 0):
         return {}
     steps = scale.reshape(()) * kernel.scale
     ratio = tensor.double() / steps.double()
     whole = ratio.round()
-    far = (ratio - whole).abs() > OFF + whole.abs() * 2 * torch.finfo(tensor.dtype).eps
-    if bool((far | (whole.abs() >= 2**31)).any()):
+    is_off = (ratio - whole).abs() > OFF + whole.abs() * 2 * torch.finfo(tensor.dtype).eps
+    if bool((is_off | (whole.abs() >= 2**31)).any()):
         return {}
     whole = whole.to(torch.int32)
-    return {bias.target: Stored(whole, steps, torch.zeros_like(steps, dtype=torch.int32), 0)}
+    return {
+        bias.target: QuantizedConstant(whole, steps, torch.zeros_like(steps, dtype=torch.int32), 0)
+    }
 
 
 def opset_for(slim: fx.GraphModule, opset: int | None) -> int | None:
-    """The op set to write a network in: ONNX quantizes to 16 bits since version 21."""
+    """The op set of a file: at least 21 for networks that quantize to 16 bits."""
     calls = slim.graph.find_nodes(op="call_function", target=torch.ops.demask.quantize.default)
     wide = any(DTYPES[schema.arguments(node)["dtype"]].itemsize == 2 for node in calls)
     if wide and opset is not None and opset < SINCE:
@@ -253,7 +277,7 @@ def opset_for(slim: fx.GraphModule, opset: int | None) -> int | None:
 
 
 def translations() -> dict[Any, Any]:
-    """What torch's exporter writes for demask's own ops."""
+    """ONNX functions of demask's quantization ops for torch's exporter."""
     from onnxscript import ir
     from onnxscript import opset18 as op
 

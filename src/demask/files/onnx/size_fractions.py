@@ -1,7 +1,7 @@
-"""Floats that come of sizes while a network is traced, as fractions.
+"""Floats computed from sizes while a network is traced, as fractions.
 
-Exporters compute sizes as floor(float(size) * 0.5). Such a size can be compared with others by
-`torch.export` if it is written as size // 2, but not if there are floats in it.
+Exporters compute sizes as floor(float(size) * 0.5). `torch.export` can compare such a size with
+others if it is written as size // 2, but not if it contains floats.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 
 from demask.compat.symbolic_shapes import statically_known_true
 
-MAX_PARTS = 2**20  # a float that is no fraction of such numbers remains a float
+MAX_PARTS = 2**20  # a float that is not a fraction of integers up to this stays a float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ratio:
-    """whole / parts, with Python's arithmetic; a float where that cannot be a fraction."""
+    """whole / parts, with Python's arithmetic; results that are not fractions are floats."""
 
     whole: Any  # an int or a torch.SymInt
     parts: int = 1
@@ -63,13 +63,13 @@ class Ratio:
         return -self + other
 
     def __mul__(self, other: Any) -> Any:
-        factor = exact(other)
+        factor = as_ratio(other)
         if factor is None or self.parts * factor.parts > MAX_PARTS:
             return self.number * plain(other)
         return Ratio(self.whole * factor.whole, self.parts * factor.parts)
 
     def __truediv__(self, other: Any) -> Any:
-        factor = exact(other)
+        factor = as_ratio(other)
         if factor is None or not isinstance(factor.whole, int) or factor.whole <= 0:
             return self.number / plain(other)
         return self * Ratio(factor.parts, factor.whole)
@@ -90,47 +90,47 @@ class Ratio:
         return plain(other) % self.number
 
     def __lt__(self, other: Any) -> Any:
-        return _level(self, other, operator.lt)
+        return _compare(self, other, operator.lt)
 
     def __le__(self, other: Any) -> Any:
-        return _level(self, other, operator.le)
+        return _compare(self, other, operator.le)
 
     def __gt__(self, other: Any) -> Any:
-        return _level(self, other, operator.gt)
+        return _compare(self, other, operator.gt)
 
     def __ge__(self, other: Any) -> Any:
-        return _level(self, other, operator.ge)
+        return _compare(self, other, operator.ge)
 
     def __eq__(self, other: Any) -> Any:
-        return _level(self, other, operator.eq)
+        return _compare(self, other, operator.eq)
 
     def __ne__(self, other: Any) -> Any:
-        return _level(self, other, operator.ne)
+        return _compare(self, other, operator.ne)
 
     __radd__, __rmul__ = __add__, __mul__
 
 
-def exact(x: Any) -> Ratio | None:
-    """A number as a ratio, None if it is none."""
+def as_ratio(x: Any) -> Ratio | None:
+    """A number as a ratio, None if it is not one."""
     if x is None or isinstance(x, Ratio):
         return x
     if isinstance(x, int | torch.SymInt):
         return Ratio(x)
     if not isinstance(x, float) or not math.isfinite(x):
         return None
-    found = Fraction(str(x))
-    if max(abs(found.numerator), found.denominator) > MAX_PARTS:
+    fraction = Fraction(str(x))
+    if max(abs(fraction.numerator), fraction.denominator) > MAX_PARTS:
         return None
-    return Ratio(found.numerator, found.denominator)
+    return Ratio(fraction.numerator, fraction.denominator)
 
 
 def plain(x: Any) -> Any:
-    """A number as one of Python's or of torch's."""
+    """A number as one of Python or torch, a ratio as float."""
     return x.number if isinstance(x, Ratio) else x
 
 
-def chosen(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Of a function that takes one of two whole numbers, one that takes one of any two."""
+def extend_choice(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """`function`, min or max of two integers, extended to ratios."""
 
     def call(a: Any, b: Any) -> Any:
         if not isinstance(a, Ratio) and not isinstance(b, Ratio):
@@ -141,21 +141,21 @@ def chosen(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def _sum(a: Any, b: Any, function: Callable[[Any, Any], Any]) -> Any:
-    """function(a, b) for one with function(a * k, b * k) == function(a, b) * k."""
+    """function(a, b), where function(a * k, b * k) == function(a, b) * k."""
     wholes = _in_parts(a, b)
     if wholes is None:
         return function(plain(a), plain(b))
     return Ratio(function(*wholes[:2]), wholes[2])
 
 
-def _level(a: Any, b: Any, function: Callable[[Any, Any], Any]) -> Any:
+def _compare(a: Any, b: Any, function: Callable[[Any, Any], Any]) -> Any:
     wholes = _in_parts(a, b)
     return function(plain(a), plain(b)) if wholes is None else function(*wholes[:2])
 
 
 def _in_parts(a: Any, b: Any) -> tuple[Any, Any, int] | None:
-    """Two numbers as wholes of as many parts, and these; None if one is no ratio."""
-    a, b = exact(a), exact(b)
+    """Numerators of two numbers and their common denominator; None if one is not a ratio."""
+    a, b = as_ratio(a), as_ratio(b)
     if a is None or b is None:
         return None
     parts = math.lcm(a.parts, b.parts)

@@ -1,8 +1,8 @@
-"""What the names of an ONNX graph stand for while it runs.
+"""Values of an ONNX graph while it runs.
 
-A `torch.Tensor`; `Host`, numbers known without looking into a tensor (shapes, indices, scalars); a
-list, for a sequence; None, for an optional value that is not there. Arithmetic on sizes happens in
-`Host` values, so that `torch.export` sees sizes and no tensors of sizes.
+A `torch.Tensor`; `Host`, numbers known without reading a tensor (shapes, indices, scalars); a list,
+for a sequence; None, for an absent optional value. Arithmetic on sizes is done on `Host` values, so
+that `torch.export` sees symbolic sizes instead of tensors of sizes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor
 from demask.errors import BadInput
 from demask.files.onnx.size_fractions import Ratio, plain
 
-MAX_HOST = 65_536  # elements; larger constants are tensors alone
-MAX_READ = 2**20  # elements of a tensor that become Python's numbers
+MAX_HOST = 65_536  # elements; larger constants are tensors only
+MAX_READ = 2**20  # elements of a tensor that may be read as Python numbers
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool, Ratio)
 
-#: numpy's dtype of torch's; the rest (bfloat16, 8-bit floats) are no host values
+#: numpy's dtype for torch's; values of others (bfloat16, 8-bit floats) are never `Host`
 NUMPY: Mapping[torch.dtype, np.dtype] = {
     getattr(torch, name): np.dtype(name)
     for name in "float16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool "
@@ -35,18 +35,18 @@ TORCH = {value: key for key, value in NUMPY.items()}
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """An array whose numbers are known: a numpy array of `dtype`, or of Python objects where some
-    are sizes that `torch.export` keeps symbolic. held: the module's tensor of the same values.
-    folds: may arithmetic on it be done here? (not on weights, which can change)"""
+    """An array of known numbers: a numpy array of `dtype`, or of Python objects where some are
+    symbolic sizes of `torch.export`. tensor_name: name of the module's tensor with these values.
+    folds: whether ops may compute on the array (not for weights, which can change)."""
 
     array: np.ndarray
     dtype: torch.dtype | None  # None: text
-    held: str | None = None
+    tensor_name: str | None = None
     folds: bool = True
 
     @classmethod
     def of(cls, array: Any, like: torch.dtype | None = None) -> Host:
-        """Of an array or a number; `like` tells the dtype where numpy's is object."""
+        """From an array or a number; `like` is the dtype where numpy's is object."""
         array = np.asarray(array)
         if array.dtype == object:
             if not any(isinstance(x, SYMBOLIC) for x in array.flat) and like in NUMPY:
@@ -58,12 +58,12 @@ class Host:
 Value = Tensor | Host | list[Any] | None
 
 
-def tensor_of(value: Any, held: Callable[[str], Tensor], device: torch.device) -> Any:
-    """A value as a tensor; sequences and None as they are."""
+def tensor_of(value: Any, lookup: Callable[[str], Tensor], device: torch.device) -> Any:
+    """A value as a tensor; sequences and None unchanged. lookup: a module's tensor by name."""
     if not isinstance(value, Host):
         return value
-    if value.held is not None:
-        return held(value.held)
+    if value.tensor_name is not None:
+        return lookup(value.tensor_name)
     if value.dtype is None:
         raise BadInput("text where a tensor was expected")
     if value.array.dtype != object:
@@ -77,8 +77,8 @@ def tensor_of(value: Any, held: Callable[[str], Tensor], device: torch.device) -
 
 
 def numbers_of(value: Any) -> list[Any]:
-    """All numbers of a value, in order. Of a tensor they are read, which `torch.export` records as
-    sizes that values decide."""
+    """All numbers of a value, in order. Numbers read from a tensor are unbacked sizes to
+    `torch.export`."""
     if isinstance(value, Host):
         return [plain(x) for x in value.array.reshape(-1).tolist()]
     if isinstance(value, Tensor):
@@ -89,11 +89,11 @@ def numbers_of(value: Any) -> list[Any]:
 
 
 def number_of(value: Any) -> Any:
-    """The one number of a value."""
-    found = numbers_of(value)
-    if len(found) != 1:
-        raise BadInput(f"expected one number, got {len(found)}")
-    return found[0]
+    """The only number of a value."""
+    numbers = numbers_of(value)
+    if len(numbers) != 1:
+        raise BadInput(f"expected one number, got {len(numbers)}")
+    return numbers[0]
 
 
 def product(sizes: Any) -> Any:

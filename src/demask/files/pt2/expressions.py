@@ -1,6 +1,6 @@
-"""The grammar of symbolic expressions in a .pt2: what torch.export writes, and nothing else.
+"""The grammar of symbolic expressions in a .pt2: only what torch.export writes.
 
-torch evaluates these texts as Python (`sympify`), so one of them could be a program.
+torch evaluates these texts as Python (`sympify`), so a text could run code.
 """
 
 from __future__ import annotations
@@ -34,9 +34,14 @@ _COMPARE = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 
 
 def check_expression(text: str) -> str:
-    """`text`, when it is calls of known functions, + - * // %, comparisons, symbols and integers.
+    """Return `text` if it has only known functions, + - * // %, comparisons, symbols, integers.
 
-    RefusedFile otherwise. `check_expression("Add(Symbol('s0', integer=True), Integer(-2))")`
+    Raises:
+        RefusedFile: anything else.
+
+    Example:
+        >>> check_expression("Add(Symbol('s0', integer=True), Integer(-2))")
+        "Add(Symbol('s0', integer=True), Integer(-2))"
     """
     try:
         if len(text) > MAX_LENGTH:
@@ -46,7 +51,7 @@ def check_expression(text: str) -> str:
         shown = text if len(text) <= 80 else text[:77] + "..."
         reason = error if isinstance(error, RefusedFile) else "not an expression"
         raise RefusedFile(
-            f"found the symbolic expression {shown!r} ({reason}); "
+            f"got the symbolic expression {shown!r} ({reason}); "
             "expected sums, products and quotients of symbols and integers"
         ) from error
     return text
@@ -73,25 +78,25 @@ def _check(node: ast.expr, depth: int) -> None:
         case ast.Call(func=ast.Name(id=name)):
             _check_call(name, node, depth)
         case _:
-            raise RefusedFile(f"found {ast.unparse(node)[:40]}")
+            raise RefusedFile(f"unexpected {ast.unparse(node)[:40]}")
 
 
 def _check_call(name: str, call: ast.Call, depth: int) -> None:
     if name in ("Symbol", "Float"):
         return _check_atom(name, call)
     if name not in _FUNCTIONS or call.keywords:
-        raise RefusedFile(f"found a call of {name}")
+        raise RefusedFile(f"unexpected call of {name}")
     for argument in call.args:
         _check(argument, depth + 1)
     if name in _POWERS:
         _check_power(call)
     if _extremes(call) > MAX_EXTREMES:
-        raise RefusedFile(f"found {name} of more than {MAX_EXTREMES} values")
+        raise RefusedFile(f"{name} of more than {MAX_EXTREMES} values")
     return None
 
 
 def _extremes(node: ast.expr) -> int:
-    """How many values a nest of Max and Min compares; 1 for anything else."""
+    """Number of values compared by nested Max and Min; 1 for anything else."""
     match node:
         case ast.Call(func=ast.Name(id="Max" | "Min"), args=args):
             return sum(_extremes(argument) for argument in args)
@@ -99,37 +104,37 @@ def _extremes(node: ast.expr) -> int:
 
 
 def _check_atom(name: str, call: ast.Call) -> None:
-    """Symbol('s0', integer=True) or Float('0.5', precision=53)."""
+    """Refuse all but Symbol('s0', integer=True) and Float('0.5', precision=53)."""
     match call.args:
         case [ast.Constant(value=str(text))]:
             pattern = _SYMBOL if name == "Symbol" else _FLOAT
-            known = pattern.fullmatch(text) is not None
+            is_known = pattern.fullmatch(text) is not None
         case _:
-            known = False
+            is_known = False
     for option in call.keywords:
         match option.arg, option.value:
             case "precision", ast.Constant(value=int(value)):
-                known = known and name == "Float" and 1 <= value <= 200
+                is_known = is_known and name == "Float" and 1 <= value <= 200
             case str(word), ast.Constant(value=bool()):
-                known = known and name == "Symbol" and word in _ASSUMPTIONS
+                is_known = is_known and name == "Symbol" and word in _ASSUMPTIONS
             case _:
-                known = False
-    if not known:
-        raise RefusedFile(f"found {ast.unparse(call)[:40]}")
+                is_known = False
+    if not is_known:
+        raise RefusedFile(f"unexpected {ast.unparse(call)[:40]}")
 
 
 def _check_power(call: ast.Call) -> None:
-    """Small constant exponents, powers not of powers: sympy computes numbers at once."""
+    """Refuse all but small constant exponents, not nested: sympy evaluates powers at once."""
     match call.args:
         case [base, ast.Call(func=ast.Name(id="Integer"), args=[exponent])]:
-            size = _integer(exponent)
+            power = _integer(exponent)
         case [base, exponent]:
-            size = _integer(exponent)
+            power = _integer(exponent)
         case _:
-            raise RefusedFile("found a power without two arguments")
+            raise RefusedFile("a power without two arguments")
     nested = any(isinstance(n, ast.Name) and n.id in _POWERS for n in ast.walk(base))
-    if size is None or abs(size) > MAX_EXPONENT or nested:
-        raise RefusedFile(f"found {ast.unparse(call)[:40]}")
+    if power is None or abs(power) > MAX_EXPONENT or nested:
+        raise RefusedFile(f"unexpected {ast.unparse(call)[:40]}")
 
 
 def _integer(node: ast.expr) -> int | None:

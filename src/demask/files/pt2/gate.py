@@ -1,9 +1,9 @@
-"""The one gate that every .pt2 passes before torch sees it.
+"""Checks that every .pt2 file passes before torch reads it.
 
-`torch.export.load` runs what a file tells it to: pickled weights and sample inputs, Python in
+`torch.export.load` can run code from a file: pickled weights and sample inputs, Python in
 symbolic expressions, in names (a graph becomes source) and in guards, any function named as an
 operator, modules named in tree specs, compiled libraries. So the file is read here, within limits
-and against lists of what is allowed, and torch gets a copy of the checked parts, without inputs.
+and against allow lists, and torch reads a copy of the checked parts, without inputs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from demask.errors import BadInput, RefusedFile
 from demask.files.bounded_read import open_zip, read_json
 from demask.files.pt2.schema import clean_payloads, clean_program
 
-MAX_EXPANDED = 2**28  # elements of a tensor that repeats stored ones (stride 0)
+MAX_EXPANDED = 2**28  # elements of a tensor that repeats stored elements (stride 0)
 
 _PROGRAM = "models/model.json"
 _TABLES = (
@@ -40,7 +40,7 @@ _FIXED = {"archive_format": b"pt2", "archive_version": b"0", "byteorder": b"litt
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """The parts of a .pt2 that torch will see: JSON by entry, and the raw tensors' entries."""
+    """The parts of a .pt2 that torch will read: JSON by entry, and the entries of raw tensors."""
 
     root: str
     documents: dict[str, Any]
@@ -48,10 +48,15 @@ class _Checked:
 
 
 def check(path: str | os.PathLike[str], *, namespaces: Collection[str] = ()) -> None:
-    """Return when the .pt2 at `path` holds a plain program and raw tensors; raise otherwise.
+    """Check that the .pt2 at `path` contains a plain program and raw tensors.
 
-    namespaces: op namespaces allowed besides aten ("torchvision"), already imported by the caller.
-    BadInput: not a readable .pt2. RefusedFile: something that could run code or exhaust memory.
+    Args:
+        namespaces: op namespaces allowed in addition to aten, such as "torchvision". The caller
+            has imported the libraries that define them.
+
+    Raises:
+        BadInput: not a readable .pt2.
+        RefusedFile: contents that could run code or exhaust memory.
     """
     with _advising(), open_zip(path) as archive:
         _check_archive(archive, namespaces)
@@ -118,12 +123,12 @@ def _check_archive(archive: zipfile.ZipFile, namespaces: Collection[str]) -> _Ch
 
 
 def _entries(archive: zipfile.ZipFile) -> tuple[str, list[str]]:
-    """The archive's one root folder and its entries below it, the fixed ones checked."""
+    """The archive's only root folder and the entries in it; checks the fixed entries."""
     full = archive.namelist()
     roots = {name.split("/")[0] for name in full}
     if len(roots) != 1 or not all("/" in name for name in full):
         raise BadInput(
-            "expected a .pt2 written by torch.export.save (torch 2.8 or later), found another zip "
+            "expected a .pt2 written by torch.export.save (torch 2.8 or later), got another zip "
             "archive; save the model again with torch.export.save"
         )
     root = roots.pop()
@@ -132,7 +137,7 @@ def _entries(archive: zipfile.ZipFile) -> tuple[str, list[str]]:
         if entry not in archive.NameToInfo or archive.getinfo(entry).file_size > 16:
             raise BadInput(f"entry {name!r} is missing; expected a whole .pt2 of torch.export.save")
         if archive.read(entry) != expected:
-            raise BadInput(f"entry {name!r}: expected {expected!r}, found something else")
+            raise BadInput(f"entry {name!r}: expected {expected!r}, got something else")
     return root, [name[len(root) + 1 :] for name in full]
 
 
@@ -160,21 +165,21 @@ def _check_tensors(config: dict[str, Any], folder: str, sizes: dict[str, int]) -
 
 
 def _check_extent(fqn: str, meta: dict[str, Any], stored: int) -> None:
-    """Every element lies in the `stored` bytes, and the tensor is not far larger than they are."""
+    """Refuse tensors with elements outside the `stored` bytes, or with far more elements."""
     if meta["layout"] != Layout.Strided or meta["dtype"] not in DTYPES:
         raise RefusedFile(f"tensor {fqn}: expected a strided tensor of a known dtype")
     width = DTYPES[meta["dtype"]].itemsize
     sizes, strides = _plain(fqn, meta["sizes"]), _plain(fqn, meta["strides"])
     offset = _plain(fqn, [meta["storage_offset"]])[0]
     if len(sizes) != len(strides) or len(sizes) > 64 or stored % width:
-        raise RefusedFile(f"tensor {fqn}: sizes, strides and bytes do not belong together")
+        raise RefusedFile(f"tensor {fqn}: sizes, strides and bytes do not match")
     count = math.prod(sizes)
     last = offset + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
-    held = stored // width
-    if (count and last >= held) or offset > held or (not held and count):
-        raise RefusedFile(f"tensor {fqn}: element {last} of {held} stored: out of bounds")
-    if count > max(held, MAX_EXPANDED):
-        raise RefusedFile(f"tensor {fqn}: {count} elements made of {held} stored")
+    available = stored // width
+    if (count and last >= available) or offset > available or (not available and count):
+        raise RefusedFile(f"tensor {fqn}: element {last} of {available} stored: out of bounds")
+    if count > max(available, MAX_EXPANDED):
+        raise RefusedFile(f"tensor {fqn}: {count} elements expanded from {available} stored")
 
 
 def _plain(fqn: str, sizes: list[dict[str, Any]]) -> list[int]:

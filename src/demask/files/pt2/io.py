@@ -1,4 +1,4 @@
-"""Demasked networks as .pt2 files, which any torch reads without demask; and reading both kinds."""
+"""Writing of demasked networks as .pt2, which torch reads without demask; reading of models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from demask.files.atomic_write import check_writable, write
 from demask.files.bounded_read import open_zip
 from demask.files.file_kinds import other_kind
 from demask.files.pt2.gate import open_pt2
-from demask.files.retrace import example, traced
+from demask.files.retrace import example, export_graph
 from demask.graph.module_copy import structural_copy
 from demask.graph.result.class_result import as_graph
 from demask.graph.result.demasked_module import Demasked
@@ -31,33 +31,49 @@ from demask.ops.custom import own_of
 def to_pt2(slim: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write a demasked network, in eval mode, as a .pt2 that plain torch.export.load reads.
 
-    Dimensions that `slim.demasked.inputs` names stay dynamic; sizes that the network refuses, the
-    file refuses. No inputs of yours and no paths of this machine are in the file. NotExportable:
-    torch.export does not take the network.
+    Dimensions that are named in `slim.demasked.inputs` stay dynamic, and the file refuses the same
+    sizes as the network. The file contains no example inputs and no paths of this machine.
+
+    Args:
+        slim: a network that demask returned, with `.demasked`.
+        path: name of the file, replaced if it exists.
+
+    Raises:
+        BadInput: not a demasked network, or the file cannot be written.
+        NotExportable: torch.export does not accept the network.
+
+    Example:
+        >>> import tempfile, torch, demask
+        >>> slim = demask.demask(torch.nn.Linear(4, 2).eval(), (torch.zeros(1, 4),))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     demask.to_pt2(slim, f"{folder}/net.pt2")
+        ...     again = torch.export.load(f"{folder}/net.pt2").module()
+        >>> torch.allclose(slim(torch.ones(1, 4)), again(torch.ones(1, 4)))
+        True
     """
     check_writable(path)
     graph: Any = as_graph(slim)
     if isinstance(graph, Demasked):
-        graph = spelled_out(graph.plain())  # what another torch and machine can run
-    exported = traced(graph)
+        graph = lower_own_ops(graph.plain())  # runs on any torch and machine
+    exported = export_graph(graph)
     _strip(exported)
-    if exported._guards_code:  # torch tests those where there is an example: zeros, stored once
+    if exported._guards_code:  # torch tests guards only if it has an example: zeros, stored once
         exported._example_inputs = pytree.tree_map_only(Tensor, _one_zero, example(graph)[:2])
     with write(path) as file, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.export warns of its own internals
-        patient: Any = _Patient(file)
-        torch.export.save(exported, patient)
-        if patient.failure is not None:
-            raise patient.failure
+        target: Any = _DeferredErrors(file)
+        torch.export.save(exported, target)
+        if target.failure is not None:
+            raise target.failure
 
 
 def _one_zero(x: Tensor) -> Tensor:
     return torch.zeros((), dtype=x.dtype).expand(x.shape)
 
 
-class _Patient(io.RawIOBase):
-    """A file for torch's writer, which ends the process where writing raises. failure: the first
-    error, after which nothing more is written."""
+class _DeferredErrors(io.RawIOBase):
+    """A file that never raises, because torch's writer aborts the process if `write` raises.
+    failure: the first error; later data is not written."""
 
     def __init__(self, file: BinaryIO):
         self.file = file
@@ -70,7 +86,7 @@ class _Patient(io.RawIOBase):
         return True
 
     def seek(self, *_: Any) -> int:
-        """To the beginning, when all is written; of no use here."""
+        """Ignored: torch seeks to the beginning when all is written."""
         return 0
 
     def write(self, data: Any) -> int:
@@ -82,16 +98,16 @@ class _Patient(io.RawIOBase):
         return len(data)
 
 
-def spelled_out(slim: Demasked) -> Demasked:
-    """The network with demask's own ops as the arithmetic that they stand for."""
+def lower_own_ops(slim: Demasked) -> Demasked:
+    """The network with demask's own ops replaced by the ATen calls that define them."""
     if not any(own_of(node.target) for node in slim.graph.nodes):
         return slim
-    twin: Any = structural_copy(slim, share=True)
-    for node in twin.graph.nodes:
+    copy: Any = structural_copy(slim, share=True)
+    for node in copy.graph.nodes:
         own = own_of(node.target)
         node.target = node.target if own is None else own.run
-    twin.recompile()
-    return twin
+    copy.recompile()
+    return copy
 
 
 def read_model(
@@ -99,8 +115,8 @@ def read_model(
 ) -> ExportedProgram | fx.GraphModule:
     """The model in the file at `path`: a demasked GraphModule, or the ExportedProgram of a .pt2.
 
-    The content decides, not the suffix. Errors as `archive.load` and `pt2_gate.open_pt2`; of
-    TorchScript, pickles and files of weights they say what to do.
+    The content decides, not the suffix. Errors as `archive.load` and `gate.open_pt2`; those for
+    TorchScript, pickles and files of weights say what to do.
     """
     try:
         with open_zip(path) as file:
@@ -108,12 +124,12 @@ def read_model(
         return archive.load(path) if demasked else open_pt2(path, namespaces=namespaces)
     except BadInput as error:
         if kind := other_kind(path):
-            raise BadInput(f"{path}: expected a .pt2 or .demask file, found {kind}") from error
+            raise BadInput(f"{path}: expected a .pt2 or .demask file, got {kind}") from error
         raise
 
 
 def _strip(exported: ExportedProgram) -> None:
-    """Leave out what only debugging needs: stack traces name files of this machine."""
+    """Remove debugging metadata: stack traces name files of this machine."""
     for module in exported.graph_module.modules():
         if isinstance(module, fx.GraphModule):
             for node in module.graph.nodes:

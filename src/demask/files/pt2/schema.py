@@ -1,6 +1,6 @@
-"""A .pt2 program's JSON, held to torch's own schema: types by the schema, every text by a rule.
+"""Checks of a .pt2 program's JSON: types by torch's own schema, every text field by a rule.
 
-A text field without a rule is refused, so a later torch that adds one does not open a door.
+A text field without a rule is refused, so fields that a later torch adds are refused too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LABEL = re.compile(r"[\w.<>+=-]{1,500}", re.ASCII)
 _ARGUMENT = re.compile(r"([A-Za-z_]\w{0,200})?", re.ASCII)  # "from" and "self" are among them
 _DIALECT = re.compile(r"TRAINING|ATEN|")
 _WRAPPERS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
-# What demask has no use for and torch would look up or unpickle.
+# Fields that demask does not need and torch would look up or unpickle.
 _REFUSED = {
     "Argument.as_operator": "an operator passed as a value",
     "Argument.as_string_to_argument": "a dictionary passed to an operator",
@@ -45,16 +45,17 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class ProgramSchema:
-    """The schema with its rules: `namespaces` are the op namespaces a node may call,
-    `expressions` the distinct symbolic expressions met so far (sympy takes time for each)."""
+    """The schema with its rules. namespaces: of the ops that a node may call. expressions: the
+    distinct symbolic expressions so far, as sympy takes time for each."""
 
     namespaces: frozenset[str]
     expressions: set[str] = field(default_factory=set)
 
     def clean(self, kind: Any, value: Any, where: str) -> Any:
-        """`value`, JSON that fits the schema type `kind`, without what is not needed.
+        """`value`, JSON of the schema type `kind`, without fields that are not needed.
 
-        BadInput or RefusedFile naming the field (`where`), what was found and what was expected.
+        Raises:
+            BadInput, RefusedFile: with the field (`where`), the expected and the actual value.
         """
         origin, inner = typing.get_origin(kind), typing.get_args(kind)
         if origin in (typing.Union, types.UnionType):
@@ -65,9 +66,9 @@ class ProgramSchema:
         if origin is dict:
             return self._clean_mapping(inner[1], value, where)
         if not isinstance(kind, type):
-            raise RefusedFile(f"{where}: this torch has a field that demask does not understand")
+            raise RefusedFile(f"{where}: this torch has a field that demask does not support")
         if kind.__name__ in _REFUSED:
-            raise RefusedFile(f"{where}: found {_REFUSED[kind.__name__]}; expected tensors only")
+            raise RefusedFile(f"{where}: got {_REFUSED[kind.__name__]}; expected tensors only")
         if issubclass(kind, Union):
             return self._clean_union(kind, value, where)
         if dataclasses.is_dataclass(kind):
@@ -79,10 +80,10 @@ class ProgramSchema:
         single = isinstance(value, dict) and len(value) == 1
         _expect(single and next(iter(value)) in fields, f"a {kind.__name__}", value, where)
         tag, inner = next(iter(value.items()))
-        place = f"{kind.__name__}.{tag}"
-        if place in _REFUSED:
-            raise RefusedFile(f"{where}: found {_REFUSED[place]}; expected tensors and numbers")
-        return {tag: self.clean(fields[tag], inner, place)}
+        field_name = f"{kind.__name__}.{tag}"
+        if field_name in _REFUSED:
+            raise RefusedFile(f"{where}: got {_REFUSED[field_name]}; expected tensors and numbers")
+        return {tag: self.clean(fields[tag], inner, field_name)}
 
     def _clean_record(self, kind: type, value: Any) -> dict[str, Any]:
         fields, name = _fields(kind), kind.__name__
@@ -90,16 +91,16 @@ class ProgramSchema:
         unknown = sorted(set(value) - set(fields))
         if unknown:
             raise BadInput(
-                f"{name}: found the field {unknown[0]!r}; this file was written by a newer torch, "
+                f"{name}: got the field {unknown[0]!r}; this file was written by a newer torch, "
                 "update torch to read it"
             )
         cleaned = {}
         for key, inner in value.items():
-            place = f"{name}.{key}"
-            if place in _REWRITTEN:
-                cleaned[key] = _REWRITTEN[place](inner)
+            field_name = f"{name}.{key}"
+            if field_name in _REWRITTEN:
+                cleaned[key] = _REWRITTEN[field_name](inner)
             else:
-                cleaned[key] = self.clean(fields[key], inner, place)
+                cleaned[key] = self.clean(fields[key], inner, field_name)
         missing = sorted(_required(kind) - set(cleaned))
         _expect(not missing, f"the field {missing[:1]}", value, name)
         return cleaned
@@ -116,19 +117,19 @@ class ProgramSchema:
             self._check_text(value, where)
             return value
         if kind is float:
-            known = type(value) in (int, float) or value in ("Infinity", "-Infinity", "NaN")
+            is_valid = type(value) in (int, float) or value in ("Infinity", "-Infinity", "NaN")
         elif kind is bool:
-            known = type(value) is bool
+            is_valid = type(value) is bool
         elif issubclass(kind, enum.IntEnum):
-            known = type(value) is int and value in set(kind)
+            is_valid = type(value) is int and value in set(kind)
         else:
-            known = kind is int and type(value) is int and abs(value) <= 2**63
-        _expect(known, f"a {kind.__name__}", value, where)
+            is_valid = kind is int and type(value) is int and abs(value) <= 2**63
+        _expect(is_valid, f"a {kind.__name__}", value, where)
         return value
 
     def _check_text(self, text: str, where: str) -> None:
-        own = {"Node.target": self._check_target, "SymExpr.expr_str": self._check_expression}
-        rule = own.get(where) or _TEXT_RULES.get(where)
+        own_rules = {"Node.target": self._check_target, "SymExpr.expr_str": self._check_expression}
+        rule = own_rules.get(where) or _TEXT_RULES.get(where)
         if rule is None:
             raise RefusedFile(f"{where}: this torch has a text field that demask does not know")
         try:
@@ -148,14 +149,14 @@ class ProgramSchema:
         if target in {f"torch.ops.higher_order.{wrapper}" for wrapper in _WRAPPERS}:
             return
         if not target.startswith("torch.ops."):
-            raise RefusedFile(f"found the target {target[:80]!r}; expected an op of torch.ops.aten")
+            raise RefusedFile(f"got the target {target[:80]!r}; expected an op of torch.ops.aten")
         find_op(target.removeprefix("torch.ops."), self.namespaces)
 
 
 def clean_program(value: Any, namespaces: Collection[str]) -> dict[str, Any]:
-    """The JSON of an exported program, checked: names, targets, expressions, specs.
+    """The JSON of an exported program with names, targets, expressions and specs checked.
 
-    Of node metadata only the module stack stays.
+    Node metadata except the module stack is removed.
     """
     program = ProgramSchema(frozenset(namespaces))
     cleaned = program.clean(schema.ExportedProgram, value, "program")
@@ -186,24 +187,24 @@ def _required(kind: type) -> frozenset[str]:
 def _expect(known: bool, expected: str, value: Any, where: str) -> None:
     if not known:
         shown = repr(value) if not isinstance(value, dict | list) else f"a {type(value).__name__}"
-        raise BadInput(f"{where}: expected {expected}, found {shown[:80]}")
+        raise BadInput(f"{where}: expected {expected}, got {shown[:80]}")
 
 
 def _matches(pattern: re.Pattern[str], expected: str) -> Rule:
     def rule(text: str) -> None:
         if not pattern.fullmatch(text):
-            raise RefusedFile(f"found {text[:80]!r}; expected {expected}")
+            raise RefusedFile(f"got {text[:80]!r}; expected {expected}")
 
     return rule
 
 
 def _any_text(text: str) -> None:
     if len(text) > MAX_TEXT:
-        raise RefusedFile(f"found a text of {len(text)} characters; expected at most {MAX_TEXT}")
+        raise RefusedFile(f"got a text of {len(text)} characters; expected at most {MAX_TEXT}")
 
 
 def _module_stack(metadata: Any) -> dict[str, str]:
-    """Of a node's metadata only which module it came from: printable, never looked up by torch."""
+    """The module stack in a node's metadata, if printable; torch never looks up these names."""
     stack = metadata.get("nn_module_stack") if isinstance(metadata, Mapping) else None
     if not isinstance(stack, str) or len(stack) > MAX_TEXT or not stack.isprintable():
         return {}
@@ -212,7 +213,7 @@ def _module_stack(metadata: Any) -> dict[str, str]:
 
 
 def _conditions(texts: Any) -> list[str]:
-    """Conditions on sizes, which torch runs as Python."""
+    """Checked conditions on sizes, which torch runs as Python."""
     known = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
     _expect(known, "a list of strings", texts, "ExportedProgram.guards_code")
     return [export_guards.check(text) for text in texts]
@@ -282,4 +283,4 @@ _RULES: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (_matches(_DIALECT, "TRAINING or ATEN"), ("ExportedProgram.verifiers",)),
     (_any_text, ("Argument.as_string", "Argument.as_strings", "ConstantValue.as_string")),
 )
-_TEXT_RULES: dict[str, Rule] = {place: rule for rule, places in _RULES for place in places}
+_TEXT_RULES: dict[str, Rule] = {name: rule for rule, names in _RULES for name in names}

@@ -37,7 +37,7 @@ BESIDE = {
     "up in Windows": (OUTSIDE("a\\..\\..\\secret"), "expected a path below", RefusedFile),
     "a link out": (OUTSIDE("link"), "leads out of the folder", RefusedFile),
     "a link to a folder out": (OUTSIDE("up/secret"), "leads out of the folder", RefusedFile),
-    "a link to itself": (OUTSIDE("round"), "cannot be (found|read)", BadInput),
+    "a link to itself": (OUTSIDE("round"), "cannot be (resolved|read)", BadInput),
     "a device by a link": (OUTSIDE("zero"), "leads out of the folder", RefusedFile),
     "a pipe": (OUTSIDE("pipe"), "expected a plain file", BadInput),
     "the folder": (OUTSIDE("."), "expected a plain file", BadInput),
@@ -47,7 +47,7 @@ BESIDE = {
     "a NUL": (OUTSIDE("a\0b"), "expected a location", BadInput),
     "a location that speaks": (OUTSIDE("\x1b[2J"), r"'\\x1b\[2J': no such file", BadInput),
     "memory of onnxruntime": (OUTSIDE("*/_ORT_MEM_ADDR_/*"), "no such file", BadInput),
-    "a long location": (OUTSIDE("x" * 300), "cannot be (found|read)", BadInput),
+    "a long location": (OUTSIDE("x" * 300), "cannot be (resolved|read)", BadInput),
     "a negative offset": (OUTSIDE(offset=-1), "expected offset to be a whole number", BadInput),
     "an offset past the end": (OUTSIDE(offset=17), "bytes 17 to 209.*has 208", BadInput),
     "an absurd offset": (OUTSIDE(offset=2**63), "expected offset to be a whole number", BadInput),
@@ -79,7 +79,7 @@ def test_a_key_given_twice(folder):
 
 def test_bytes_inside_and_beside(folder):
     made = edited(OUTSIDE, weight(raw_data=bytes(192)))
-    planted(folder, made, "both in the file and beside it")
+    planted(folder, made, "both in the file and in external data")
 
 
 def test_links_within_the_folder_and_a_cache_of_downloads(folder):
@@ -102,7 +102,7 @@ def test_the_same_bytes_over_and_over(folder, monkeypatch):
         twin = made.graph.initializer.add()
         twin.CopyFrom(made.graph.initializer[0])
         twin.name, twin.external_data[0].value = f"w{k}", "./" * k + WEIGHTS
-    planted(folder, made, "the 208 bytes of .* over and over", RefusedFile)
+    planted(folder, made, "the 208 bytes of .* too often", RefusedFile)
     del made.graph.initializer[3:]
     (folder / "m.onnx").write_bytes(made.SerializeToString())
     assert from_onnx(folder / "m.onnx").w1.shape == (6, 8)

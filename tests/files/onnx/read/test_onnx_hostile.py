@@ -11,14 +11,14 @@ from onnx import TensorProto, helper, numpy_helper
 import onnx_files
 from demask.errors import RefusedFile
 from demask.files.onnx.module import OnnxModule, from_onnx
-from demask.files.onnx.read.reader import parsed, tensor
+from demask.files.onnx.read.reader import parse_model, tensor
 from onnx_files import BOOL, constant, edited, node, planted, refused, varint, weight
 
 LAYERS, BRANCHES, FUNCTIONS = onnx_files.layers, onnx_files.branches, onnx_files.functions
 
 
 def runs(made, *inputs):
-    return OnnxModule(parsed(made, Path()))(*inputs)
+    return OnnxModule(parse_model(made, Path()))(*inputs)
 
 
 # ------------------------------------------------------------------------------------------ files
@@ -48,7 +48,7 @@ def test_a_file_larger_than_protobuf_reads_is_not_read(tmp_path):
     refused(tmp_path / "large.onnx", "2147483648 bytes; an ONNX file has at most 2147483647")
     with open(tmp_path / "zeros.onnx", "wb") as file:
         file.truncate(2**31 - 1)
-    refused(tmp_path / "zeros.onnx", "found something else")
+    refused(tmp_path / "zeros.onnx", "got something else")
 
 
 OTHERS = {
@@ -65,7 +65,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_bytes(tmp_path, name):
-    planted(tmp_path, OTHERS[name], "expected an ONNX file, found")
+    planted(tmp_path, OTHERS[name], "expected an ONNX file, got")
 
 
 @pytest.mark.parametrize("keep", [1, 2, 10, 100, 200, 300, -40, -12, -3, -1])
@@ -148,7 +148,7 @@ def set_(path, new):
 
 GRAPHS = {
     "no graph": (LAYERS, lambda m: m.ClearField("graph"), "no graph"),
-    "no nodes, output": (LAYERS, lambda m: m.graph.ClearField("node"), "nothing makes.*'y'"),
+    "no nodes, output": (LAYERS, lambda m: m.graph.ClearField("node"), "'y' is not defined"),
     "no outputs": (LAYERS, lambda m: m.graph.ClearField("output"), "no outputs"),
     "no version": (LAYERS, lambda m: m.ClearField("ir_version"), "ir_version 0; expected 1 to"),
     "a new version": (LAYERS, set_("ir_version", 99), "ir_version 99; expected 1 to .*update"),
@@ -171,26 +171,26 @@ GRAPHS = {
     "a circle": (LAYERS, circle, "wait for each other: node 'relu'.*Gather|wait for each other"),
     "a node that waits for itself": (
         LAYERS, set_("graph.node[1].input[0]", "r"), r"other: node 'relu' \(Relu\) -> node 'relu'"),
-    "a name nobody makes": (LAYERS, set_("graph.node[1].input[0]", "q"), "reads 'q', which noth"),
-    "an output nobody makes": (LAYERS, set_("graph.output[0].name", "q"), "nothing makes.*'q'"),
+    "a name nobody makes": (LAYERS, set_("graph.node[1].input[0]", "q"), "'q', which is not def"),
+    "an output nobody makes": (LAYERS, set_("graph.output[0].name", "q"), "'q' is not defined"),
     "an output without a name": (LAYERS, set_("graph.output[0].name", ""), "output has no name"),
-    "a name made twice": (LAYERS, doubled, r"\(Relu\) makes 'h', which is there already"),
-    "an input made again": (LAYERS, set_("graph.node[1].output[0]", "x"), "makes 'x'"),
-    "a constant made again": (LAYERS, set_("graph.node[1].output[0]", "w"), "makes 'w'"),
+    "a name made twice": (LAYERS, doubled, r"\(Relu\) defines 'h', which is already defined"),
+    "an input made again": (LAYERS, set_("graph.node[1].output[0]", "x"), "defines 'x'"),
+    "a constant made again": (LAYERS, set_("graph.node[1].output[0]", "w"), "defines 'w'"),
     "two constants": (LAYERS, set_("graph.initializer[1].name", "w"), "two constants named 'w'"),
     "a constant without a name": (LAYERS, set_("graph.initializer[1].name", ""), "has no name"),
     "a node without outputs": (LAYERS, lambda m: nodes(m)[1].ClearField("output"), "no output"),
-    "an inner name from outside": (BRANCHES, shadowed, "in a graph of node 'loop'.*makes 'x'"),
+    "an inner name from outside": (BRANCHES, shadowed, "in a graph of node 'loop'.*defines 'x'"),
     "an attribute twice": (
         LAYERS, lambda m: nodes(m)[0].attribute.append(nodes(m)[0].attribute[0]), "distinct names"),
     "an attribute of no type": (
         LAYERS, lambda m: nodes(m)[0].attribute[0].ClearField("type"), "'alpha' has type UNDEF"),
     "an attribute of another type": (
-        LAYERS, set_("graph.node[0].attribute[0].type", 2), "expected a value in 'i', found .'f'"),
+        LAYERS, set_("graph.node[0].attribute[0].type", 2), "expected a value in 'i', got .'f'"),
     "an attribute of graphs": (
         LAYERS, set_("graph.node[0].attribute[0].type", 10), "GRAPHS, which demask does not read"),
     "a reference to nothing": (
-        LAYERS, set_("graph.node[0].attribute[0].ref_attr_name", "s"), "takes 's', which nothing"),
+        LAYERS, set_("graph.node[0].attribute[0].ref_attr_name", "s"), "refers to 's', which"),
     "a negative size": (LAYERS, lambda m: setattr(
         m.graph.input[0].type.tensor_type.shape.dim[1], "dim_value", -5), "expected 0 or more"),
     "an absurd size": (LAYERS, lambda m: setattr(
@@ -236,9 +236,9 @@ def test_text_of_attributes_that_is_none(tmp_path):
 def test_nodes_in_another_order_are_sorted():
     x = torch.ones(2, 6)
     assert torch.equal(runs(edited(LAYERS, moved), x), runs(LAYERS(), x))
-    made = parsed(edited(LAYERS, moved), Path())
+    made = parse_model(edited(LAYERS, moved), Path())
     assert [n.op for n in made.graph.nodes][-1] == "Reshape"
-    assert made.graph.nodes == parsed(edited(LAYERS, moved), Path()).graph.nodes
+    assert made.graph.nodes == parse_model(edited(LAYERS, moved), Path()).graph.nodes
 
 
 # ---------------------------------------------------------------------------------------- tensors
@@ -288,9 +288,9 @@ def test_sparse_tensors_are_bounded(tmp_path):
     planted(tmp_path, sparse([1], [0], [2**20, 2**20]), "'sp'.*too large", RefusedFile)
     planted(tmp_path, sparse([1, 2], [0, 6], [2, 3]), "an index outside")
     planted(tmp_path, sparse([1, 2], [0, -1], [2, 3]), "an index outside")
-    planted(tmp_path, sparse([1, 2], [[0, 1]], [2, 3]), "do not belong together")
+    planted(tmp_path, sparse([1, 2], [[0, 1]], [2, 3]), "do not match")
     for places in ([1, 5], [[0, 1], [1, 2]]):
-        made = parsed(sparse([1, 2], places, [2, 3]), Path())
+        made = parse_model(sparse([1, 2], places, [2, 3]), Path())
         assert made.graph.constants["sp"].tolist() == [[0, 1, 0], [0, 0, 2]]
 
 

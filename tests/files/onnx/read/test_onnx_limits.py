@@ -18,7 +18,7 @@ from demask.files.onnx import module, plan
 from demask.files.onnx.module import OnnxModule, from_onnx
 from demask.files.onnx.read import external_data as beside
 from demask.files.onnx.read import wire
-from demask.files.onnx.read.reader import parsed
+from demask.files.onnx.read.reader import parse_model
 from fuzz import onnx_bytes
 from onnx_files import BOOL, INT64, constant, node, planted, value, varint
 
@@ -74,7 +74,7 @@ def test_constants_of_many_folders_are_not_as_many_modules(monkeypatch):
     made = LAYERS()
     for k in range(100):
         made.graph.initializer.append(constant(f"a{k}.b.c.d", np.float32([k])))
-    net = OnnxModule(parsed(made, Path()))
+    net = OnnxModule(parse_model(made, Path()))
     assert len(list(net.modules())) < 110 and len(net.state_dict()) == 105
 
 
@@ -102,7 +102,7 @@ def test_names_that_the_module_has_itself(tmp_path):
         ".",
     ):
         made.graph.initializer.append(constant(name, onnx_files.weights(3)))
-    net = OnnxModule(parsed(made, tmp_path))
+    net = OnnxModule(parse_model(made, tmp_path))
     assert net(torch.ones(2, 6)).shape == (2, 2, 4)
     assert len(net.state_dict()) == len(made.graph.initializer)
 
@@ -166,14 +166,14 @@ def test_absurd_sizes_are_errors_where_they_run(tmp_path, name):
 def test_loops_end(monkeypatch):
     from demask.files.onnx.ops.data import control
 
-    monkeypatch.setattr(control, "MAX_TURNS", 1000)
-    with pytest.raises(BadInput, match="1000 turns"):
-        OnnxModule(parsed(repeated(10**12), Path()))(torch.ones(2, 6))
+    monkeypatch.setattr(control, "MAX_ITERATIONS", 1000)
+    with pytest.raises(BadInput, match="1000 iterations"):
+        OnnxModule(parse_model(repeated(10**12), Path()))(torch.ones(2, 6))
 
 
 @pytest.mark.parametrize("error", [MemoryError, OverflowError, RecursionError, AttributeError])
 def test_whatever_an_op_raises_is_bad_input(monkeypatch, error):
-    net = OnnxModule(parsed(LAYERS(), Path()))
+    net = OnnxModule(parse_model(LAYERS(), Path()))
 
     def fails(*args):
         raise error("planted")

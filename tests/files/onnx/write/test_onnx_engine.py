@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import demask
 from demask.errors import DemaskError
 from demask.files.onnx.module import OnnxModule
-from demask.files.onnx.read.reader import parsed
+from demask.files.onnx.read.reader import parse_model
 from demask.files.onnx.write.writer import proto_of, serialized
 
 onnx = pytest.importorskip("onnx")
@@ -116,7 +116,7 @@ def masked(case: Case, axis: int) -> Case | None:
     made = _fixed(case, values)
     ((given,), _), *_ = made.data
     try:
-        outs = OnnxModule(parsed(made.model, Path()))(to_torch(given))
+        outs = OnnxModule(parse_model(made.model, Path()))(to_torch(given))
     except DemaskError:
         return None
     outs = [outs] if isinstance(outs, Tensor) else outs
@@ -124,7 +124,7 @@ def masked(case: Case, axis: int) -> Case | None:
 
 
 def _stages(case: Case) -> Iterator[Outcome]:
-    module = OnnxModule(parsed(case.model, Path()))
+    module = OnnxModule(parse_model(case.model, Path()))
     (given, expected), *_ = case.data
     args, wanted = [tuple(map(to_torch, values)) for values in (given, expected)]
     steps: dict[str, Callable[[Any], Any]] = {
@@ -238,7 +238,7 @@ def test_node_tests_of_other_types_are_exact_or_refused(part):
 
 def _fault(case: Case) -> str | None:
     """What is wrong with a case demasked; None where it is exact or refused."""
-    module = OnnxModule(parsed(case.model, Path()))
+    module = OnnxModule(parse_model(case.model, Path()))
     (given, expected), *_ = case.data
     args = tuple(map(to_torch, given))
     try:

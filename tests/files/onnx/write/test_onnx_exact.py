@@ -166,7 +166,7 @@ def test_files_are_no_larger_than_the_network(tmp_path):
 def test_a_known_network_is_not_traced_again(monkeypatch):
     """Tracing for the exporter takes most of its time on long graphs with dynamic sizes."""
     slim = to_graph(padded(), (torch.randn(2, 1, 8, 8),))
-    monkeypatch.setattr(writing, "traced", None)
+    monkeypatch.setattr(writing, "export_graph", None)
     proto_of(slim)
 
 

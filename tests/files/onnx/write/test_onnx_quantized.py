@@ -19,7 +19,7 @@ from torch import nn
 
 import demask
 from demask.errors import BadInput, RefusedFile
-from demask.files.onnx.quantized_weights import gridded
+from demask.files.onnx.quantized_weights import quantize_exactly
 from demask.graph.provenance import Cut, Provenance, QuantizationGrid
 from demask.ops import TABLE
 from demask.ops.quantization import dequantized, quantized
@@ -291,8 +291,8 @@ def weight():
 
 def test_a_cut_says_which_scale_a_row_has():
     whole, w = weight()
-    found = gridded(w[[6, 1]], grid(SCALES), Cut("w", (8, 5, 3), ((6, 1), None, None)))
-    assert torch.equal(found.whole, whole[[6, 1]])
+    found = quantize_exactly(w[[6, 1]], grid(SCALES), Cut("w", (8, 5, 3), ((6, 1), None, None)))
+    assert torch.equal(found.integers, whole[[6, 1]])
     assert found.scale.tolist() == torch.tensor(SCALES)[[6, 1]].tolist()
 
 
@@ -301,22 +301,22 @@ def test_without_one_scales_are_tried(order):
     whole, w = weight()
     wrong = Cut("w", (8, 5, 3), (tuple(range(len(order)))[::-1], None, None))
     for cut in (None, wrong):
-        found = gridded(torch.cat([w[order], torch.zeros(3, 5, 3)]), grid(SCALES), cut)
-        assert torch.equal(found.whole[: len(order)], whole[order])
-        assert not found.whole[len(order) :].any()
+        found = quantize_exactly(torch.cat([w[order], torch.zeros(3, 5, 3)]), grid(SCALES), cut)
+        assert torch.equal(found.integers[: len(order)], whole[order])
+        assert not found.integers[len(order) :].any()
 
 
 def test_axes_may_have_moved():
     whole, w = weight()
-    found = gridded(w.permute(1, 2, 0), grid(SCALES))
-    assert found.axis == 2 and torch.equal(found.whole, whole.permute(1, 2, 0))
+    found = quantize_exactly(w.permute(1, 2, 0), grid(SCALES))
+    assert found.axis == 2 and torch.equal(found.integers, whole.permute(1, 2, 0))
 
 
 def test_zero_points_go_along():
     whole, scales = torch.tensor([[0, 255, 7], [3, 255, 11]], dtype=torch.uint8), [0.1, 0.31]
     w = dequantized(whole, torch.tensor(scales), torch.tensor([128, 3]), 0)
-    found = gridded(w, grid(scales, [128, 3], "uint8"))
-    assert torch.equal(found.whole, whole) and found.zero_point.tolist() == [128, 3]
+    found = quantize_exactly(w, grid(scales, [128, 3], "uint8"))
+    assert torch.equal(found.integers, whole) and found.zero_point.tolist() == [128, 3]
 
 
 @pytest.mark.parametrize("change", ["scale", "value", "range", "nan", "dtype", "points", "double"])
@@ -338,14 +338,14 @@ def test_what_is_not_on_its_grid_stays_float(change):
             points = [0] * 7 + [300]
         case "double":
             w = w.double()
-    assert gridded(w, grid(scales, points, kind)) is None
+    assert quantize_exactly(w, grid(scales, points, kind)) is None
 
 
 def test_a_bias_is_not_placed_by_chance():
     bias = torch.tensor([0.5, 0.25]) * 3
-    assert gridded(bias, grid([0.25, 0.5], dtype="int32")) is None
+    assert quantize_exactly(bias, grid([0.25, 0.5], dtype="int32")) is None
     cut = Cut("b", (2,), ((1, 0),))
-    assert gridded(bias, grid([0.25, 0.5], dtype="int32"), cut).whole.tolist() == [3, 3]
+    assert quantize_exactly(bias, grid([0.25, 0.5], dtype="int32"), cut).integers.tolist() == [3, 3]
 
 
 def test_a_wrong_scale_in_the_history_leaves_a_weight_float(tmp_path):

@@ -37,7 +37,7 @@ def plainly(net: OnnxModule, *inputs: Tensor) -> Tensor:
 
 
 def recordings(net: OnnxModule) -> list[OnnxRecording | None]:
-    return list(net.recordings.found.values())
+    return list(net.recordings.by_key.values())
 
 
 def is_replayed(net: OnnxModule, x: Tensor) -> bool:

@@ -1,12 +1,12 @@
-"""ONNX op -> PyTorch function: one table, a file per family."""
+"""Table of ONNX ops and their PyTorch functions, one file per family."""
 
-from demask.files.onnx.op_functions import joined
+from demask.files.onnx.op_functions import join_tables
 from demask.files.onnx.ops.data import control, index, ml, move, sequence, text, training, trees
-from demask.files.onnx.ops.math import activation, cast, math, random, reduce
-from demask.files.onnx.ops.math import select as choose
+from demask.files.onnx.ops.math import activation, cast, math, random, reduce, select
 from demask.files.onnx.ops.nn import (
     attention,
     image,
+    linear,
     norms,
     pool,
     quantized,
@@ -14,21 +14,20 @@ from demask.files.onnx.ops.nn import (
     resize,
     signal,
 )
-from demask.files.onnx.ops.nn import linear as layers
 
 #: every entry by (domain, op); "" is ONNX's own domain
-ENTRIES = joined(
+ENTRIES = join_tables(
     math.OPS,
     move.OPS,
     index.OPS,
-    layers.OPS,
+    linear.OPS,
     pool.OPS,
     norms.OPS,
     recurrent.OPS,
     attention.OPS,
     activation.OPS,
     cast.OPS,
-    choose.OPS,
+    select.OPS,
     random.OPS,
     reduce.OPS,
     signal.OPS,

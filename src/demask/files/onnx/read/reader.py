@@ -1,8 +1,8 @@
-"""ONNX bytes -> `OnnxFile`: the one door for ONNX files from outside.
+"""ONNX bytes -> `OnnxFile`: the only reader of untrusted ONNX files.
 
-What comes out is whole: each name is made once and before it is read, each tensor has the bytes
-that its sizes ask for, text is text. What a file can ask of the machine is bounded by its size, by
-what lies beside it, and by the limits of `wire`, `beside`, `tensors` and `order`.
+The result is consistent: each name is defined once and before it is read, each tensor has the bytes
+that its sizes need, text is valid. Memory and time are bounded by the size of the file, by its
+external files, and by limits of `wire`, `external_data`, `tensors` and `topological_order`.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from typing import Any
 from demask.errors import BadInput
 from demask.files.onnx.model import AttributeReference, Function, Graph, OnnxFile, OnnxNode
 from demask.files.onnx.read import wire
-from demask.files.onnx.read.external_data import MAX_NAME, Beside, file_bytes, text
-from demask.files.onnx.read.sub_byte_types import narrow_types, said
+from demask.files.onnx.read.external_data import MAX_NAME, ExternalData, file_bytes, text
+from demask.files.onnx.read.sub_byte_types import narrow_types, with_types
 from demask.files.onnx.read.tensors import (
     DTYPES,
     MAX_ELEMENTS,
     NARROW,
     STRING,
-    decoded,
+    decode_text,
     dense,
     tensor,
 )
-from demask.files.onnx.read.topological_order import in_order
+from demask.files.onnx.read.topological_order import sort_nodes
 from demask.graph.provenance import OnnxPort
 
-__all__ = ["DTYPES", "NARROW", "STRING", "installed", "parsed", "read", "tensor"]
+__all__ = ["DTYPES", "NARROW", "STRING", "installed", "parse_model", "read", "tensor"]
 
-FIRST_WITH_OPSETS = 3  # the IR version since which files name their op sets
+FIRST_WITH_OPSETS = 3  # the first IR version whose files name their op sets
 MAX_DOMAINS = 100
-LISTED = 40  # bytes of an item of a list in memory
+LISTED = 40  # bytes of a list item in memory
 MAX_TEXT = 2**26  # characters of a description
 
 
@@ -50,14 +50,14 @@ def installed() -> Any:
 
 def read(path: str | os.PathLike[str]) -> OnnxFile:
     """The network in an ONNX file; BadInput or RefusedFile for anything else."""
-    onnx, given = installed(), Path(path)
+    onnx, file_path = installed(), Path(path)
     message = onnx.ModelProto.DESCRIPTOR
     try:
         data = file_bytes(path, lambda size, head: _check_head(size, head, message))
         wire.check(data, message)
         proto = _message(onnx, data)
         del data
-        return parsed(proto, given.parent, given.resolve().parent)
+        return parse_model(proto, file_path.parent, file_path.resolve().parent)
     except BadInput as error:
         raise type(error)(f"{path}: {error}") from error
     except MemoryError as error:
@@ -68,10 +68,10 @@ def _check_head(size: int, head: bytes, message: Any) -> None:
     if size > wire.MAX_BYTES:
         raise BadInput(
             f"{size} bytes; an ONNX file has at most {wire.MAX_BYTES}, since protobuf reads no "
-            "more: keep the weights in a file beside it (save_as_external_data)"
+            "more: store the weights in a separate file (save_as_external_data)"
         )
     if not wire.starts(head, message):
-        raise BadInput("expected an ONNX file, found something else or an empty file")
+        raise BadInput("expected an ONNX file, got something else or an empty file")
 
 
 def _message(onnx: Any, data: bytes) -> Any:
@@ -80,12 +80,12 @@ def _message(onnx: Any, data: bytes) -> Any:
     try:
         return onnx.ModelProto.FromString(data)
     except DecodeError as error:
-        raise BadInput(f"expected an ONNX file, found a damaged one: {error}") from error
+        raise BadInput(f"expected an ONNX file, got a damaged one: {error}") from error
 
 
-def parsed(proto: Any, folder: Path, real: Path | None = None) -> OnnxFile:
-    """The network in a ModelProto; external tensors lie under `folder` (or, where that has links
-    to them, under `real`)."""
+def parse_model(proto: Any, folder: Path, real: Path | None = None) -> OnnxFile:
+    """The network in a ModelProto. folder: of external tensors. real: where links in `folder` may
+    lead."""
     newest = installed().IR_VERSION
     if not 1 <= proto.ir_version <= newest:
         raise BadInput(
@@ -97,7 +97,7 @@ def parsed(proto: Any, folder: Path, real: Path | None = None) -> OnnxFile:
     opsets = _opsets(proto)
     if not opsets and proto.ir_version < FIRST_WITH_OPSETS:
         opsets = {"": 1}
-    reader = OnnxReader(Beside(folder, real), frozenset(opsets), frozenset())
+    reader = OnnxReader(ExternalData(folder, real), frozenset(opsets), frozenset())
     functions = {}
     for function in proto.functions:
         key = _op(function, function.name)
@@ -106,11 +106,11 @@ def parsed(proto: Any, folder: Path, real: Path | None = None) -> OnnxFile:
         functions[key] = reader.function(function)
     metadata = {_long(p.key): _long(p.value) for p in proto.metadata_props}
     called = frozenset(domain for domain, _ in functions)
-    reader = OnnxReader(reader.beside, frozenset(opsets) | called, frozenset())
+    reader = OnnxReader(reader.external, frozenset(opsets) | called, frozenset())
     graph = reader.graph(proto.graph, whole=True)
     if not graph.outputs:
         raise BadInput("the graph has no outputs; expected some")
-    return in_order(
+    return sort_nodes(
         OnnxFile(
             graph,
             opsets,
@@ -125,17 +125,17 @@ def parsed(proto: Any, folder: Path, real: Path | None = None) -> OnnxFile:
 def _opsets(proto: Any) -> dict[str, int]:
     if len(proto.opset_import) > MAX_DOMAINS:
         raise BadInput(f"expected at most {MAX_DOMAINS} op sets, got {len(proto.opset_import)}")
-    newest, found = installed().defs.onnx_opset_version(), {}
+    newest, opsets = installed().defs.onnx_opset_version(), {}
     for entry in proto.opset_import:
         domain, version = _domain(entry.domain), entry.version
-        if found.setdefault(domain, version) != version:
+        if opsets.setdefault(domain, version) != version:
             raise BadInput(f"op set {domain or 'ai.onnx'!r} in two versions; expected one")
         if version < 1 or (not domain and version > newest):
             raise BadInput(
                 f"op set {domain or 'ai.onnx'!r} of version {version}; expected 1"
                 + (" or later" if domain else f" to {newest}, the newest that this onnx knows")
             )
-    return found
+    return opsets
 
 
 def _domain(name: Any) -> str:
@@ -144,7 +144,7 @@ def _domain(name: Any) -> str:
 
 
 def _op(proto: Any, name: str) -> tuple[str, str]:
-    """Domain and name of an op or a function; of functions of one name, `overload` tells which."""
+    """Domain and name of an op or a function, the name with its `overload` if it has one."""
     if not name:
         raise BadInput("a node or a function without the name of its op")
     overload = _word(getattr(proto, "overload", ""), "an overload")
@@ -153,7 +153,7 @@ def _op(proto: Any, name: str) -> tuple[str, str]:
 
 
 def _word(value: Any, what: str) -> str:
-    """Text that can stand in an error as it is."""
+    """Text that is printable, so that errors can quote it."""
     if not text(value, what).isprintable():
         raise BadInput(f"{what}: expected plain text, got {value[:40]!r}")
     return value
@@ -173,19 +173,19 @@ def _names(values: Iterable[Any], what: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class OnnxReader:
-    """Makes values of the messages inside a model. domains: those that nodes may use. attributes:
-    those of the function around, which its nodes may take."""
+    """Converts messages of a model to values. domains: those that nodes may use. attributes: of the
+    enclosing function, which its nodes may refer to."""
 
-    beside: Beside
+    external: ExternalData
     domains: Collection[str]
     attributes: Collection[str]
 
     def graph(self, proto: Any, whole: bool = False) -> Graph:
-        """A graph, its nodes in the file's order. whole: inputs with a value are none, as they
-        only can be changed, and need not."""
+        """A graph, its nodes in the file's order. whole: whether it is the file's main graph, whose
+        inputs with an initializer become constants."""
         name, constants = text(proto.name, "a graph's name"), {}
-        tensors = [(t.name, tensor(t, self.beside)) for t in proto.initializer]
-        tensors += [(t.values.name, dense(t, self.beside)) for t in proto.sparse_initializer]
+        tensors = [(t.name, tensor(t, self.external)) for t in proto.initializer]
+        tensors += [(t.values.name, dense(t, self.external)) for t in proto.sparse_initializer]
         for key, value in tensors:
             if key in constants or not key:
                 raise BadInput(f"two constants named {key!r}" if key else "a constant has no name")
@@ -193,7 +193,7 @@ class OnnxReader:
         inputs = tuple(map(_port, proto.input))
         if whole:
             inputs = tuple(port for port in inputs if port.name not in constants)
-        nodes = said(tuple(map(self.node, proto.node)), narrow_types(proto))
+        nodes = with_types(tuple(map(self.node, proto.node)), narrow_types(proto))
         return Graph(name, nodes, constants, inputs, tuple(map(_port, proto.output)))
 
     def node(self, proto: Any) -> OnnxNode:
@@ -218,21 +218,21 @@ class OnnxReader:
 
     def values(self, protos: Iterable[Any]) -> dict[str, Any]:
         """Attributes by name."""
-        found: dict[str, Any] = {}
+        attributes: dict[str, Any] = {}
         for proto in protos:
             name = text(proto.name, "an attribute's name")
-            if name in found or not name:
+            if name in attributes or not name:
                 raise BadInput(f"expected attributes of distinct names, got {name!r} twice or none")
-            found[name] = self.value(proto, name)
-        return found
+            attributes[name] = self.value(proto, name)
+        return attributes
 
     def value(self, proto: Any, name: str) -> Any:
         """The value of an attribute."""
         if proto.ref_attr_name:
-            taken = text(proto.ref_attr_name, "an attribute's reference")
-            if taken not in self.attributes:
-                raise BadInput(f"attribute {name!r} takes {taken!r}, which nothing gives")
-            return AttributeReference(taken)
+            referred = text(proto.ref_attr_name, "an attribute's reference")
+            if referred not in self.attributes:
+                raise BadInput(f"attribute {name!r} refers to {referred!r}, which does not exist")
+            return AttributeReference(referred)
         kinds = installed().AttributeProto
         if proto.type not in _VALUES:
             kind = kinds.AttributeType.Name(proto.type)
@@ -240,23 +240,23 @@ class OnnxReader:
         field = _VALUES[proto.type]
         value = getattr(proto, field)
         if not proto.HasField(field) if field in _SINGLE else not value:
-            _check_left_out(proto, name, field)
+            _check_default(proto, name, field)
         match field:
             case "s":
-                return decoded(value, f"attribute {name!r}")
+                return decode_text(value, f"attribute {name!r}")
             case "strings":
-                return tuple(decoded(s, f"attribute {name!r}") for s in value)
+                return tuple(decode_text(s, f"attribute {name!r}") for s in value)
             case "t":
-                return tensor(value, self.beside)
+                return tensor(value, self.external)
             case "g":
                 return self.graph(value)
             case "sparse_tensor":
-                return dense(value, self.beside)
+                return dense(value, self.external)
             case "tp":
                 return value.WhichOneof("value") or ""
         if field in _SINGLE:
             return value
-        self.beside.expand(LISTED * len(value), f"attribute {name!r}")
+        self.external.expand(LISTED * len(value), f"attribute {name!r}")
         return tuple(value)
 
     def function(self, proto: Any) -> Function:
@@ -267,26 +267,26 @@ class OnnxReader:
             raise BadInput(f"function {proto.name!r} has an attribute twice")
         attributes = {**dict.fromkeys(names, ...), **defaults}
         opsets = _opsets(proto)
-        inside = OnnxReader(self.beside, {*self.domains, *opsets}, frozenset(attributes))
+        reader = OnnxReader(self.external, {*self.domains, *opsets}, frozenset(attributes))
         inputs = _names(proto.input, "a function's input")
         outputs = _names(proto.output, "a function's output")
-        nodes = said(tuple(map(inside.node, proto.node)), narrow_types(proto))
+        nodes = with_types(tuple(map(reader.node, proto.node)), narrow_types(proto))
         return Function(inputs, outputs, attributes, nodes, opsets)
 
 
-#: by the number of an attribute's type, the field that has its value
+#: the field of an attribute's value, by the number of the attribute's type
 _VALUES = {1: "f", 2: "i", 3: "s", 4: "t", 5: "g", 6: "floats", 7: "ints", 8: "strings",
            11: "sparse_tensor", 13: "tp"}  # fmt: skip
 _SINGLE = {"f", "i", "s", "t", "g", "sparse_tensor", "tp"}
-_EMPTY = {"t", "g", "sparse_tensor", "tp"}  # nothing stands for an empty one of these
+_EMPTY = {"t", "g", "sparse_tensor", "tp"}  # fields without a default
 _ABOUT = {"name", "type", "doc_string", "ref_attr_name"}
 
 
-def _check_left_out(proto: Any, name: str, field: str) -> None:
-    """Raise where the value is not there: numbers that are 0 and lists without items may be."""
+def _check_default(proto: Any, name: str, field: str) -> None:
+    """Raise BadInput where a value is absent; absent numbers are 0 and absent lists are empty."""
     others = [f.name for f, _ in proto.ListFields() if f.name not in _ABOUT and f.name != field]
     if others or field in _EMPTY:
-        raise BadInput(f"attribute {name!r}: expected a value in {field!r}, found {others or None}")
+        raise BadInput(f"attribute {name!r}: expected a value in {field!r}, got {others or None}")
 
 
 def _port(proto: Any) -> OnnxPort:
@@ -295,21 +295,23 @@ def _port(proto: Any) -> OnnxPort:
         raise BadInput("an input or output has no name")
     if not proto.type.HasField("tensor_type"):
         return OnnxPort(name, proto.type.WhichOneof("value") or "", None)
-    found = proto.type.tensor_type
-    known: Mapping[int, Any] = {0: "", STRING: "", **DTYPES, **NARROW}
-    if found.elem_type not in known:
-        raise BadInput(f"{name!r}: element type {found.elem_type} is none that demask reads")
-    dtype = str(known[found.elem_type]).removeprefix("torch.")
-    if not found.HasField("shape"):
+    tensor_type = proto.type.tensor_type
+    dtypes: Mapping[int, Any] = {0: "", STRING: "", **DTYPES, **NARROW}
+    if tensor_type.elem_type not in dtypes:
+        raise BadInput(
+            f"{name!r}: element type {tensor_type.elem_type} is not one that demask reads"
+        )
+    dtype = str(dtypes[tensor_type.elem_type]).removeprefix("torch.")
+    if not tensor_type.HasField("shape"):
         return OnnxPort(name, dtype, None)
-    sizes = tuple(_size(d, name) for d in found.shape.dim)
+    sizes = tuple(_size(d, name) for d in tensor_type.shape.dim)
     if math.prod(max(n, 1) for n in sizes if isinstance(n, int)) > MAX_ELEMENTS:
         raise BadInput(f"{name!r}: the sizes {list(sizes)} are more than any tensor has")
     return OnnxPort(name, dtype, sizes)
 
 
 def _size(proto: Any, name: str) -> int | str:
-    """A size, the name of one, or "" (some exporters say so by -1)."""
+    """A size, the name of a size, or "" if unknown (some exporters write -1)."""
     if not proto.HasField("dim_value"):
         return _word(proto.dim_param, "the name of a size")
     if proto.dim_value < -1:

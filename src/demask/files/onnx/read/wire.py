@@ -1,7 +1,7 @@
-"""A look over protobuf bytes within limits, before the protobuf library makes objects of them.
+"""Checks of protobuf bytes against limits, before the protobuf library creates objects from them.
 
-A message costs at least two bytes in a file and about two hundred in memory, so a small file can
-ask for all of it. Strings and raw tensors are passed over at once, whatever their size.
+A message has at least two bytes in a file and about two hundred in memory, so a small file can
+exhaust memory. Strings and raw tensors are skipped in one step, whatever their size.
 """
 
 from __future__ import annotations
@@ -11,39 +11,41 @@ from typing import Any
 
 from demask.errors import BadInput, RefusedFile
 
-MAX_BYTES = 2**31 - 1  # what protobuf reads
-MAX_MESSAGES = 2_000_000  # a graph of 100,000 nodes with all their types is half of it
+MAX_BYTES = 2**31 - 1  # limit of protobuf
+MAX_MESSAGES = 2_000_000  # twice a graph of 100,000 nodes with types
 MAX_FIELDS = 2**24  # fields, and ends of messages
-MAX_DEPTH = 64  # messages inside messages: a graph inside a graph is three
-MAX_PACKED = 2**28  # bytes of numbers of variable length, each of which becomes 8
+MAX_DEPTH = 64  # nested messages; a nested graph adds three
+MAX_PACKED = 2**28  # bytes of variable-length numbers, each of which becomes 8
 
 _DELIMITED = 2
 _PACKED = object()
 _WIDTHS = {1: 8, 5: 4}
 
-#: what stands behind a tag, where that is a message (its own table) or packed numbers (_PACKED)
+#: by tag: the table of a nested message, or _PACKED for packed numbers
 Fields = Mapping[int, Any]
 
 
 def check(data: bytes, message: Any) -> None:
-    """Return when `data` is a message of that kind (a protobuf descriptor) within the limits.
+    """Check that `data` is a message within the limits. message: its protobuf descriptor.
 
-    BadInput: other bytes, or truncated ones. RefusedFile: more than the machine should be asked.
+    Raises:
+        BadInput: other or truncated bytes.
+        RefusedFile: beyond the limits.
     """
     try:
-        _walk(data, _fields(message, {}))
+        _scan(data, _fields(message, {}))
     except IndexError:
         raise BadInput(_damaged(len(data))) from None
 
 
 def starts(head: bytes, message: Any) -> bool:
-    """Could these be the first bytes of a message of that kind?"""
+    """Whether these can be the first bytes of a message of that kind."""
     known = {_tag(f, _wire_type(f)) for f in message.fields} & set(range(128))
     return bool(head) and head[0] in known
 
 
-def _walk(data: bytes, table: Fields) -> None:
-    """One step for each field and for each end of a message; IndexError past the end of data."""
+def _scan(data: bytes, table: Fields) -> None:
+    """Check a message in one step per field and end of message; IndexError past the data."""
     pos, end = 0, len(data)
     left, packed = MAX_MESSAGES, MAX_PACKED
     stack: list[tuple[int, Fields]] = []
@@ -92,7 +94,7 @@ def _excess(left: int, packed: int) -> str:
 
 
 def _after_number(data: bytes, pos: int, kind: int) -> int:
-    """The position behind a number (0: of variable length)."""
+    """The position after a number. kind: wire type, 0 for variable length."""
     if kind == 0:
         while data[pos] > 127:
             pos += 1
@@ -103,7 +105,7 @@ def _after_number(data: bytes, pos: int, kind: int) -> int:
 
 
 def _varint(data: bytes, pos: int) -> tuple[int, int]:
-    """A number of variable length, and the position behind it."""
+    """A number of variable length, and the position after it."""
     value = 0
     for shift in range(0, 70, 7):
         byte = data[pos]
@@ -116,19 +118,19 @@ def _varint(data: bytes, pos: int) -> tuple[int, int]:
 
 def _damaged(pos: int) -> str:
     return (
-        f"expected an ONNX file, found something else or a damaged or truncated one (byte {pos}); "
+        f"expected an ONNX file, got something else or a damaged or truncated one (byte {pos}); "
         "copy or export the file again"
     )
 
 
-def _fields(message: Any, made: dict[str, dict[int, Any]]) -> Fields:
-    """The table of a message, with those of the messages in it."""
-    if message.full_name in made:
-        return made[message.full_name]
-    table = made[message.full_name] = {}
+def _fields(message: Any, tables: dict[str, dict[int, Any]]) -> Fields:
+    """The table of a message, with tables of nested messages. tables: by name, filled here."""
+    if message.full_name in tables:
+        return tables[message.full_name]
+    table = tables[message.full_name] = {}
     for field in message.fields:
         if field.message_type is not None:
-            table[_tag(field, _DELIMITED)] = _fields(field.message_type, made)
+            table[_tag(field, _DELIMITED)] = _fields(field.message_type, tables)
         elif field.is_repeated and _wire_type(field) == 0:
             table[_tag(field, _DELIMITED)] = _PACKED
     return table

@@ -1,5 +1,7 @@
-"""Calls that torch's exporter has no ONNX function for, as others: mostly those that take numbers
-that follow from dynamic sizes, where it takes constants alone."""
+"""Replacement of calls that torch's exporter has no ONNX function for by calls that it has one for.
+
+Most of them take numbers computed from dynamic sizes, where the exporter supports only constants.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def _root(editor: GraphEditor, node: fx.Node) -> fx.Node:
     return editor.call(operator.pow, node.args[0], 0.5)
 
 
-#: arithmetic on sizes that the exporter does not know
+#: arithmetic on sizes that the exporter does not support
 _SIZES: Mapping[Any, Rule] = {
     torch.sym_sqrt: _root,
     getattr(torch, "_sym_sqrt", None): _root,
@@ -39,24 +41,24 @@ _SIZES: Mapping[Any, Rule] = {
 }
 
 
-def spell(graph: fx.Graph) -> None:
-    """Put calls that the exporter takes in the place of others."""
+def canonicalize(graph: fx.Graph) -> None:
+    """Replace calls that the exporter does not support, in place."""
     editor = GraphEditor.in_place(graph)
     for node in list(graph.nodes):
         rule = _rule(node)
         if rule is None:
             continue
         with graph.inserting_before(node):
-            made = rule(editor, node)
-        editor.replace(node, made, inherit=True)
+            replacement = rule(editor, node)
+        editor.replace(node, replacement, inherit=True)
 
 
 def _rule(node: fx.Node) -> Rule | None:
     if node.target is aten.scaled_dot_product_attention.default:
         rank = node.meta["val"].ndim
         if rank > 4:
-            return _attended_flat if _has_one_front(node) else None
-        return _attended if 1 < rank < 4 and len(node.args) > 2 else None
+            return _flat_attention if _has_equal_batch(node) else None
+        return _attention_of_rank_4 if 1 < rank < 4 and len(node.args) > 2 else None
     if node.target in OF_TWO_TENSORS and takes_sizes(node):
         return _as_tensor
     if node.target is aten.roll.default and takes_sizes(node):
@@ -64,43 +66,43 @@ def _rule(node: fx.Node) -> Rule | None:
     return _SIZES.get(node.target)
 
 
-def _attended(editor: GraphEditor, node: fx.Node) -> fx.Node:
-    """Attention over axes of size 1 in front."""
+def _attention_of_rank_4(editor: GraphEditor, node: fx.Node) -> fx.Node:
+    """Attention with leading axes of size 1 added, to have four axes."""
     tensors, rest = list(node.args[:3]), node.args[3:]
-    more = 4 - node.meta["val"].ndim
-    for _ in range(more):
+    added = 4 - node.meta["val"].ndim
+    for _ in range(added):
         tensors = [editor.call(aten.unsqueeze.default, x, 0) for x in tensors]
-    made = editor.call(node.target, *tensors, *rest, **node.kwargs)
-    for _ in range(more):
-        made = editor.call(aten.squeeze.dim, made, 0)
-    return made
+    result = editor.call(node.target, *tensors, *rest, **node.kwargs)
+    for _ in range(added):
+        result = editor.call(aten.squeeze.dim, result, 0)
+    return result
 
 
-def _attended_flat(editor: GraphEditor, node: fx.Node) -> fx.Node:
-    """Attention over more axes, those in front as one."""
-    given = schema.arguments(node)
-    query, mask = given["query"], given["attn_mask"]
+def _flat_attention(editor: GraphEditor, node: fx.Node) -> fx.Node:
+    """Attention over more than four axes, the leading ones flattened into one."""
+    arguments = schema.arguments(node)
+    query, mask = arguments["query"], arguments["attn_mask"]
     last = query.meta["val"].ndim - 4
-    tensors = [editor.call(aten.flatten.using_ints, given[name], 0, last)
+    tensors = [editor.call(aten.flatten.using_ints, arguments[name], 0, last)
                for name in ("query", "key", "value")]  # fmt: skip
     if mask is not None and mask.meta["val"].ndim > 3:
-        front, own = editor.sizes(query)[:-2], editor.sizes(mask)[-2:]
-        mask = editor.call(aten.expand.default, mask, [*front, *own])
+        batch, mask_sizes = editor.sizes(query)[:-2], editor.sizes(mask)[-2:]
+        mask = editor.call(aten.expand.default, mask, [*batch, *mask_sizes])
         mask = editor.call(aten.flatten.using_ints, mask, 0, last)
-    more = {name: given[name] for name in ("is_causal", "scale", "enable_gqa")}
-    made = editor.call(node.target, *tensors, mask, 0.0, **more)
-    front, size = editor.sizes(query)[:-1], editor.sizes(given["value"])[-1]
-    return editor.call(aten.reshape.default, made, [*front, size])
+    options = {name: arguments[name] for name in ("is_causal", "scale", "enable_gqa")}
+    result = editor.call(node.target, *tensors, mask, 0.0, **options)
+    batch, size = editor.sizes(query)[:-1], editor.sizes(arguments["value"])[-1]
+    return editor.call(aten.reshape.default, result, [*batch, size])
 
 
-def _has_one_front(node: fx.Node) -> bool:
-    """Whether the operands of attention have the same axes in front, heads among them."""
+def _has_equal_batch(node: fx.Node) -> bool:
+    """Whether the operands of attention have equal batch and head sizes."""
     query, *others = (x.meta["val"].shape[:-2] for x in node.args[:3])  # type: ignore[union-attr]
     return all(len(other) == len(query) and all(map(same_size, query, other)) for other in others)
 
 
 def _as_tensor(editor: GraphEditor, node: fx.Node) -> fx.Node:
-    """The call with its number as a tensor."""
+    """The call with its number operand as a tensor."""
     dtype = node.meta["val"].dtype
     number = editor.call(aten.scalar_tensor.default, node.args[1], dtype=dtype)
     return editor.call(OF_TWO_TENSORS[node.target], node.args[0], number)
@@ -110,22 +112,22 @@ def _rolled(editor: GraphEditor, node: fx.Node) -> fx.Node:
     """roll(x, s) == cat(x[n - s % n:], x[:n - s % n])"""
     x, shifts, *rest = node.args
     dims: Any = rest[0] if rest and rest[0] else None
-    made: Any = x if dims else editor.call(aten.reshape.default, x, [-1])
+    result: Any = x if dims else editor.call(aten.reshape.default, x, [-1])
     for shift, dim in zip(shifts, dims or [0], strict=True):  # type: ignore[arg-type]
-        length = editor.call(aten.sym_size.int, made, dim)
+        length = editor.call(aten.sym_size.int, result, dim)
         start = editor.call(operator.sub, length, editor.call(operator.mod, shift, length))
         spans = ((start, length), (0, start))
-        made = editor.call(
-            aten.cat.default, [editor.call(aten.slice.Tensor, made, dim, *s) for s in spans], dim
+        result = editor.call(
+            aten.cat.default, [editor.call(aten.slice.Tensor, result, dim, *s) for s in spans], dim
         )
     if dims:
-        return made
+        return result
     sizes = [editor.call(aten.sym_size.int, x, k) for k in range(node.meta["val"].ndim)]
-    return editor.call(aten.reshape.default, made, sizes)
+    return editor.call(aten.reshape.default, result, sizes)
 
 
 def takes_sizes(node: fx.Node) -> bool:
-    """Whether numbers among a call's arguments follow from dynamic sizes."""
+    """Whether a call takes tensors, and numbers computed from dynamic sizes."""
     leaves = pytree.tree_leaves((node.args, node.kwargs))
     values = [n.meta.get("val") for n in leaves if isinstance(n, fx.Node)]
     return any(isinstance(v, _SYMBOLIC) for v in values) and any(

@@ -1,8 +1,8 @@
-"""Cleaning an exported graph without changing a bit of what it computes, or making it larger.
+"""Exact cleanup of an exported graph: no result changes by a bit, and the graph does not grow.
 
-Not by onnxscript's rewrite rules: they match constants within a tolerance (`x + 1e-8` was dropped
-as an addition of zero), move norms into weights, and cut `x[:2], x[2:]` of five columns into three
-and two. A runtime fuses and folds on its own when it loads the file.
+onnxscript's rewrite rules are not used: they match constants within a tolerance (`x + 1e-8` was
+removed as an addition of zero), fold norms into weights, and rewrite `x[:2], x[2:]` of five columns
+as splits of three and two. Runtimes fuse and fold when they load the file.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-# Moves and integer arithmetic, which evaluation answers exactly. Arithmetic on floats is left to
-# the runtime: it rounds in its own way, and a convolution of ones would become a map per pixel.
+# Movement and integer arithmetic are evaluated exactly. Arithmetic on floats is left to the
+# runtime, whose rounding differs; a folded convolution of ones would also become a map per pixel.
 MOVES = frozenset(("Concat", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Transpose",
                    "Unsqueeze"))  # fmt: skip
 WHOLE = frozenset(("Add", "Mul", "Sub"))
-# What every number of an attribute is where it is left out, of ops over windows.
+# Default values of attributes of window ops, one number for every axis.
 WINDOWS = {"pads": 0, "output_padding": 0, "strides": 1, "dilations": 1}
-SMALL = 64  # elements; a folded constant that is larger is not larger than what it was computed of
+SMALL = 64  # elements; a larger folded constant is no larger than its operands
 
 
 def clean(model: Any) -> None:
-    """Inline functions, fold constants that stay as small, and drop what nothing reads."""
+    """Inline functions, fold constants that stay small, and remove unused nodes, in place."""
     import onnx_ir.passes.common as common
     from onnx_ir.passes import Sequential
     from onnxscript.optimizer import fold_constants_ir
 
-    graph, own = model.graph, frozenset(model.graph.initializers)
+    graph, network_tensors = model.graph, frozenset(model.graph.initializers)
     common.InlinePass()(model)
     fold_constants_ir(
         model, onnx_shape_inference=True, output_size_limit=SMALL, should_fold=is_exact
@@ -37,7 +37,7 @@ def clean(model: Any) -> None:
     common.RemoveUnusedNodesPass()(model)
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     common.LiftSubgraphInitializersToMainGraphPass()(model)
-    _merge(graph, own)
+    _merge(graph, network_tensors)
     Sequential(
         common.CommonSubexpressionEliminationPass(),
         common.RemoveUnusedNodesPass(),
@@ -46,16 +46,16 @@ def clean(model: Any) -> None:
         common.OutputFixPass(),
         common.NameFixPass(),
     )(model)
-    made = (value for node in graph.all_nodes() for value in node.outputs)
-    for noted in (graph, *graph.inputs, *graph.initializers.values(), *made):
-        noted.metadata_props.clear()  # the exporter's notes on its program
+    outputs = (value for node in graph.all_nodes() for value in node.outputs)
+    for item in (graph, *graph.inputs, *graph.initializers.values(), *outputs):
+        item.metadata_props.clear()  # written by the exporter
     for node in graph.all_nodes():
-        node.name = None  # the exporter's, from those of values
-        _leave_out_defaults(node, model.opset_imports.get(node.domain))
+        node.name = None  # the exporter's, derived from names of values
+        _drop_defaults(node, model.opset_imports.get(node.domain))
 
 
-def _leave_out_defaults(node: Any, version: int | None) -> None:
-    """Drop attributes that have the value which they have when they are left out."""
+def _drop_defaults(node: Any, version: int | None) -> None:
+    """Remove attributes whose value is the default."""
     import onnx
     import onnx_ir as ir
 
@@ -65,32 +65,36 @@ def _leave_out_defaults(node: Any, version: int | None) -> None:
     if version is None or not onnx.defs.has(node.op_type, version, node.domain):
         return
     value = onnx.helper.get_attribute_value
-    for name, known in onnx.defs.get_schema(node.op_type, version, node.domain).attributes.items():
-        if name not in node.attributes or not known.default_value.type:
+    for name, declared in onnx.defs.get_schema(
+        node.op_type, version, node.domain
+    ).attributes.items():
+        if name not in node.attributes or not declared.default_value.type:
             continue
-        given = ir.to_proto(node.attributes[name])
-        if given.type == known.default_value.type and value(given) == value(known.default_value):
+        attribute = ir.to_proto(node.attributes[name])
+        if attribute.type == declared.default_value.type and value(attribute) == value(
+            declared.default_value
+        ):
             del node.attributes[name]
 
 
 def _merge(graph: Any, own: Collection[str]) -> None:
-    """Let equal small constants be one. own: names of the network's tensors, which stay apart: two
-    that are equal now may be trained later."""
+    """Merge equal small constants. own: names of the network's tensors, not merged, as training may
+    change them."""
     from onnx_ir.convenience import replace_all_uses_with
 
-    seen: dict[Any, Any] = {}
+    unique: dict[Any, Any] = {}
     for name, value in list(graph.initializers.items()):
         tensor = value.const_value
         if name in own or tensor is None or tensor.size > SMALL or value.is_graph_output():
             continue
         key = (tensor.dtype, tuple(tensor.shape), tensor.tobytes())
-        if (twin := seen.setdefault(key, value)) is not value:
-            replace_all_uses_with(value, twin)
+        if (equal := unique.setdefault(key, value)) is not value:
+            replace_all_uses_with(value, equal)
             del graph.initializers[name]
 
 
 def _is_zero(values: Sequence[Any]) -> bool:
-    """Whether a bias is the zeros that the exporter writes for a layer without one."""
+    """Whether a bias is the zeros that the exporter writes for a layer without bias."""
     from onnx_ir.convenience import get_const_tensor
 
     maker = values[0].producer() if values and values[0] is not None else None
@@ -101,7 +105,7 @@ def _is_zero(values: Sequence[Any]) -> bool:
 
 
 def is_exact(node: Any) -> bool:
-    """Whether a node over constants is folded."""
+    """Whether a node whose inputs are constants is folded, because its result is exact."""
     dtypes = [value.dtype for value in node.inputs if value is not None]
     if node.domain not in ("", "ai.onnx") or any(dtype is None for dtype in dtypes):
         return False
@@ -113,8 +117,8 @@ def is_exact(node: Any) -> bool:
 
 
 def _widens(source: Any, target: int) -> bool:
-    """Whether numbers of one type are rounded alike by every cast to another: not from floats to
-    integers, where what does not fit is anything."""
+    """Whether every runtime casts numbers of one type to another equally: not from floats to
+    integers, where the result of an overflow is undefined."""
     return source.is_integer() or source.name == "BOOL" or not _is_whole(target)
 
 

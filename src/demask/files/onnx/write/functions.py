@@ -1,4 +1,4 @@
-"""ONNX functions in the place of some of torch's, which are wrong for some numbers or slow."""
+"""ONNX functions that replace functions of torch's exporter that are inaccurate or slow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ aten = torch.ops.aten
 
 
 def functions() -> dict[Any, Any]:
-    """What torch's exporter is to write for these ops."""
+    """Functions for torch's exporter, by op."""
     return {
         aten.clamp.default: clamp,
         aten.clamp_max.default: lambda self, max: clamp(self, None, max),
@@ -31,8 +31,8 @@ def functions() -> dict[Any, Any]:
 
 
 def clamp(self: Any, min: Any = None, max: Any = None) -> Any:
-    """clamp(x, a, b) == Clip(x, a, b), which runtimes fuse; Max or Min of one bound: ONNX Runtime's
-    Clip takes the largest finite number for one that is missing."""
+    """clamp(x, a, b) == Clip(x, a, b), which runtimes fuse; Max or Min for one bound, because ONNX
+    Runtime's Clip replaces an absent bound by the largest finite number."""
     op = _ops()
     low, high = (None if bound is None else _like(op, bound, self) for bound in (min, max))
     if low is None or high is None:
@@ -41,8 +41,8 @@ def clamp(self: Any, min: Any = None, max: Any = None) -> Any:
 
 
 def divide(self: Any, other: Any, rounding_mode: str | None = None) -> Any:
-    """a / b, rounded down or towards zero: whole numbers without a way through floats, which hold
-    24 of their bits."""
+    """a / b, rounded down or towards zero. Integers are not converted to floats, which have only 24
+    bits of precision."""
     op = _ops()
     if not hasattr(other, "dtype"):
         other = _like(op, other, self)
@@ -50,9 +50,11 @@ def divide(self: Any, other: Any, rounding_mode: str | None = None) -> Any:
         return op.Div(self, other)
     zero = _like(op, 0, self)
     if rounding_mode == "trunc":
-        ratio = op.Div(self, other)  # of whole numbers: towards zero
-        whole = self.dtype.is_integer()
-        return ratio if whole else op.Where(op.Less(ratio, zero), op.Ceil(ratio), op.Floor(ratio))
+        ratio = op.Div(self, other)  # truncates integers
+        is_integer = self.dtype.is_integer()
+        return (
+            ratio if is_integer else op.Where(op.Less(ratio, zero), op.Ceil(ratio), op.Floor(ratio))
+        )
     rest = fmod(self, other)
     ratio = op.Div(op.Sub(self, rest), other)
     signs = op.Xor(op.Less(rest, zero), op.Less(other, zero))
@@ -60,14 +62,14 @@ def divide(self: Any, other: Any, rounding_mode: str | None = None) -> Any:
     ratio = op.Where(below, op.Sub(ratio, _like(op, 1, self)), ratio)
     if self.dtype.is_integer():
         return ratio
-    # (a - rest) / b is a whole number but for its rounding.
+    # (a - rest) / b is an integer, except for its rounding.
     floor = op.Floor(op.Add(ratio, _like(op, 0.5, self)))
     return op.Where(op.Equal(other, zero), op.Div(self, other), floor)
 
 
 def fmod(self: Any, other: Any) -> Any:
-    """What is left of a / b rounded towards zero; ONNX Runtime's Mod takes whole numbers through
-    floats for it."""
+    """The remainder of a / b rounded towards zero. For integers it is computed from Div:
+    ONNX Runtime's Mod(fmod=1) converts them to floats."""
     op = _ops()
     if not hasattr(other, "dtype"):
         other = _like(op, other, self)
@@ -85,9 +87,9 @@ def log_sigmoid(self: Any) -> Any:
 def logaddexp(self: Any, other: Any) -> Any:
     """log(exp(a) + exp(b)) == max(a, b) + log(1 + exp(-|a - b|)), where no power is infinite."""
     op = _ops()
-    more = op.Max(self, other)
-    apart = op.Where(op.Equal(self, other), _like(op, 0.0, self), op.Abs(op.Sub(self, other)))
-    return op.Add(more, op.Softplus(op.Neg(apart)))
+    larger = op.Max(self, other)
+    distance = op.Where(op.Equal(self, other), _like(op, 0.0, self), op.Abs(op.Sub(self, other)))
+    return op.Add(larger, op.Softplus(op.Neg(distance)))
 
 
 def log1p(self: Any) -> Any:
@@ -98,7 +100,7 @@ def log1p(self: Any) -> Any:
     op = _ops()
     one = _like(op, 1.0, self)
     near = op.Add(self, one)
-    # At infinity the quotient has no value; there, and below -1, the plain logarithm is right.
+    # At infinity the quotient is NaN; there and below -1 the plain logarithm is exact.
     ratio = op.Mul(op.Log(near), op.Div(self, op.Sub(near, one)))
     exact = op.Where(op.Equal(near, one), self, ratio)
     return op.Where(op.Less(op.Abs(self), one), exact, op.Log(near))
@@ -118,7 +120,7 @@ def expm1(self: Any) -> Any:
 
 
 def sort(self: Any, dim: int = -1, descending: bool = False, *, stable: Any = None) -> Any:
-    """The largest or smallest numbers, all of them: of equal ones the first is first."""
+    """Sorted values and their indices, by TopK over the whole axis, which is stable."""
     import onnx_ir as ir
 
     op = _ops()
@@ -126,10 +128,10 @@ def sort(self: Any, dim: int = -1, descending: bool = False, *, stable: Any = No
         return op.Identity(self), op.Constant(value=ir.tensor(np.zeros((), np.int64)))
     kind = self.dtype
     narrow = kind is ir.DataType.BOOL or (kind.is_integer() and kind.bitwidth < 32)
-    given = op.Cast(self, to=ir.DataType.INT32) if narrow else self
+    keys = op.Cast(self, to=ir.DataType.INT32) if narrow else self
     count = op.Gather(op.Shape(self), op.Constant(value_ints=[dim]))
-    values, places = op.TopK(given, count, axis=dim, largest=int(descending), sorted=1)
-    return (op.Cast(values, to=kind) if narrow else values), places
+    values, indices = op.TopK(keys, count, axis=dim, largest=int(descending), sorted=1)
+    return (op.Cast(values, to=kind) if narrow else values), indices
 
 
 def _ops() -> Any:
@@ -139,8 +141,8 @@ def _ops() -> Any:
 
 
 def _like(op: Any, number: Any, x: Any) -> Any:
-    """A number as a constant of x's dtype, with no rounding on the way, as through float32; one
-    that is known at run time is cast."""
+    """A number as a constant of x's dtype, rounded once (not through float32); a value known only
+    at run time is cast."""
     import onnx_ir as ir
 
     if isinstance(number, ir.Value):

@@ -1,9 +1,8 @@
-"""A demasked network as an exported program that torch's ONNX exporter takes as it is.
+"""Conversion of demasked networks to exported programs that torch's ONNX exporter uses unchanged.
 
-The exporter traces what it takes two times more, to decompose calls that it has no ONNX function
-for. On dynamic sizes that is most of its time (20 of 25 seconds of a text detector with 350 calls),
-and nearly all calls need none of it: here those that do are decomposed alone, on the fake values
-that their operands have.
+The exporter traces a program twice more, to decompose calls that it has no ONNX function for. With
+dynamic sizes that is most of its time (20 of 25 seconds for a text detector with 350 calls), though
+few calls need it: here only those are decomposed, on the fake values of their operands.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from demask.compat.fake_tensors import enable_python_dispatcher
 from demask.compat.fx_internals import signature_of
 from demask.compat.onnx_exporter import exporter_targets, use_known_values
 from demask.compat.tracing import decomposition_table, make_fx
-from demask.files.onnx.write.canonical_calls import spell, takes_sizes
-from demask.files.onnx.write.recurrent_ops import kept_whole
+from demask.files.onnx.write.canonical_calls import canonicalize, takes_sizes
+from demask.files.onnx.write.recurrent_ops import wrap_recurrent
 from demask.graph.editor import GraphEditor, drop_unread
 from demask.graph.fake_values import mode_of
 from demask.graph.result import module_calls as modules
@@ -46,51 +45,51 @@ aten = torch.ops.aten
 
 
 class PreparedProgram(ExportedProgram):
-    """A program whose calls all have ONNX functions."""
+    """A program whose calls all have ONNX functions, so that nothing is decomposed."""
 
     def run_decompositions(self, *_: Any, **__: Any) -> ExportedProgram:  # type: ignore[override]
         return self
 
 
-def ready(slim: Demasked, translated: Mapping[Any, Any]) -> ExportedProgram | None:
-    """The network for `torch.onnx.export`; None where it has to be traced anew: it was read from a
-    file or changed since, or holds modules that are not ours. translated: ops that the exporter is
-    given functions for."""
+def prepare(slim: Demasked, translated: Mapping[Any, Any]) -> ExportedProgram | None:
+    """The network for `torch.onnx.export`; None where it must be traced instead: it was read from a
+    file, was changed, or has modules that are not demask's. translated: ops for which the exporter
+    is passed functions."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(slim.graph, {}))
-    if not _valued(graph, slim):
+    if not _set_values(graph, slim):
         return None
-    kept_whole(graph)
-    spell(graph)
+    wrap_recurrent(graph)
+    canonicalize(graph)
     doubles = _lift_numbers(graph)
     registered = _registered() | {op.name() for op in translated}
-    apart = [node for node in graph.nodes if isinstance(node.target, OpOverload)
+    undefined = [node for node in graph.nodes if isinstance(node.target, OpOverload)
              and (node.target.name() not in registered
                   or (node.target in DECOMPOSED_WITH_NUMBERS and takes_sizes(node)))]  # fmt: skip
-    table = _decompositions(registered) if apart else {}
-    if not all(_decomposed(graph, node, table) for node in apart):
+    table = _decompositions(registered) if undefined else {}
+    if not all(_decompose(graph, node, table) for node in undefined):
         return None
     drop_unread(graph)
     return _program(slim, graph, doubles)
 
 
 def _lift_numbers(graph: fx.Graph) -> dict[str, Tensor]:
-    """Read numbers that are operands in float64 as constants, by their names: the exporter writes
-    them in float32."""
+    """Replace number operands of float64 calls by constants, and return these by name: the exporter
+    would write the numbers in float32."""
     constants, mode = {}, mode_of(graph)
     for node in list(graph.nodes):
         value, target = node.meta.get("val"), node.target
         if not isinstance(value, Tensor) or value.dtype != torch.float64 or node.op == "get_attr":
             continue
         kinds = schema_of(target).arguments if has_schema(target) else ()
-        for place, (number, kind) in enumerate(zip(node.args, kinds, strict=False)):
+        for position, (number, kind) in enumerate(zip(node.args, kinds, strict=False)):
             if type(number) is float and isinstance(kind.type, torch.TensorType):
-                name = f"number {len(constants)}"  # which no attribute is called
+                name = f"number {len(constants)}"  # a name that no attribute has
                 constants[name] = torch.tensor(number, dtype=torch.float64)
                 with graph.inserting_before(node):
                     read = graph.create_node("get_attr", name)
                 read.meta["val"] = mode.from_tensor(constants[name], static_shapes=True)
-                node.update_arg(place, read)
+                node.update_arg(position, read)
     return constants
 
 
@@ -98,20 +97,20 @@ def _registered() -> set[str]:
     """The names of ops that torch's exporter has ONNX functions for."""
     from onnxscript.function_libs.torch_lib import ops, registration
 
-    assert ops  # which registers what it defines
+    assert ops  # importing it registers its functions
     names = {op.name() for op in exporter_targets() if isinstance(op, OpOverload)}
     return names | {name for name, _ in registration.default_registry.items()}
 
 
 def _decompositions(registered: set[str]) -> dict[Any, Callable[..., Any]]:
-    """How torch takes apart the ops that have none."""
-    both = decomposition_table | dict(torch.export.default_decompositions().items())
-    return {op: made for op, made in both.items()
+    """torch's decompositions of ops that are not in `registered`."""
+    known = decomposition_table | dict(torch.export.default_decompositions().items())
+    return {op: decomposition for op, decomposition in known.items()
             if isinstance(op, OpOverload) and op.name() not in registered}  # fmt: skip
 
 
-def _valued(graph: fx.Graph, slim: nn.Module) -> bool:
-    """Let every node have the fake value that it makes, in the dtypes that the network has now."""
+def _set_values(graph: fx.Graph, slim: nn.Module) -> bool:
+    """Set the fake value of every node; False where values or dtypes of the network changed."""
     inputs = graph.find_nodes(op="placeholder")
     if not inputs or any("val" not in node.meta for node in inputs):
         return False
@@ -123,7 +122,7 @@ def _valued(graph: fx.Graph, slim: nn.Module) -> bool:
             editor.replace(node, node.args[0])
             continue
         if node.op == "get_attr":
-            tensor = _held(slim, str(node.target))
+            tensor = _tensor_at(slim, str(node.target))
             value = node.meta.setdefault("val", editor.values.like(tensor))
             if (value.dtype, value.shape) != (tensor.dtype, tensor.shape):
                 return False
@@ -132,34 +131,38 @@ def _valued(graph: fx.Graph, slim: nn.Module) -> bool:
     return True
 
 
-def _held(module: nn.Module, name: str) -> Tensor:
+def _tensor_at(module: nn.Module, name: str) -> Tensor:
     return reduce(getattr, name.split("."), module)  # type: ignore[return-value]
 
 
-def _decomposed(graph: fx.Graph, node: fx.Node, table: dict[Any, Callable[..., Any]]) -> bool:
-    """Put what a call consists of in its place; False where that cannot be found."""
+def _decompose(graph: fx.Graph, node: fx.Node, table: dict[Any, Callable[..., Any]]) -> bool:
+    """Replace a call by its decomposition; False where there is none."""
     values = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     leaves, spec = pytree.tree_flatten(values)
     reads = [n for n in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(n, fx.Node)]
-    places = [k for k, leaf in enumerate(pytree.tree_leaves((node.args, node.kwargs)))
+    positions = [k for k, leaf in enumerate(pytree.tree_leaves((node.args, node.kwargs)))
               if isinstance(leaf, fx.Node)]  # fmt: skip
-    if not all(isinstance(leaves[k], Tensor | torch.SymInt | torch.SymFloat) for k in places):
+    if not all(isinstance(leaves[k], Tensor | torch.SymInt | torch.SymFloat) for k in positions):
         return False
 
     def call(*operands: Any) -> Any:
         filled = list(leaves)
-        for place, operand in zip(places, operands, strict=True):
-            filled[place] = operand
+        for position, operand in zip(positions, operands, strict=True):
+            filled[position] = operand
         args, kwargs = pytree.tree_unflatten(filled, spec)
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
-    own = table | {op: made for op, made in decomposition_table.items() if op == node.target}
+    own_table = table | {
+        op: decomposition for op, decomposition in decomposition_table.items() if op == node.target
+    }
     env = mode_of(graph).shape_env
-    unasked = nullcontext() if env is None else env.suppress_guards()
-    with torch.no_grad(), enable_python_dispatcher(), unasked:
-        # Nodes may share one fake value, and tracing tells tensors apart by identity.
-        operands = [v.detach() if isinstance(v, Tensor) else v for v in (leaves[k] for k in places)]
-        traced = make_fx(call, decomposition_table=own)(*operands)
+    no_guards = nullcontext() if env is None else env.suppress_guards()
+    with torch.no_grad(), enable_python_dispatcher(), no_guards:
+        # Nodes may share one fake value, and tracing distinguishes tensors by identity.
+        operands = [
+            v.detach() if isinstance(v, Tensor) else v for v in (leaves[k] for k in positions)
+        ]
+        traced = make_fx(call, decomposition_table=own_table)(*operands)
     inner = traced.graph.find_nodes(op="placeholder")
     if any(
         n.op in ("get_attr", "call_module") or n.target == node.target for n in traced.graph.nodes
@@ -173,7 +176,7 @@ def _decomposed(graph: fx.Graph, node: fx.Node, table: dict[Any, Callable[..., A
 
 
 def _replace(graph: fx.Graph, node: fx.Node, result: Any) -> None:
-    """Let the readers of a call, or of its parts, read `result`."""
+    """Replace a call, or the items of its result, by `result`."""
     if isinstance(result, fx.Node):
         node.replace_all_uses_with(result)
     else:
@@ -189,28 +192,30 @@ def _program(slim: Demasked, graph: fx.Graph, own: Mapping[str, Tensor]) -> Expo
     outputs = result.args[0] if isinstance(result.args[0], list | tuple) else (result.args[0],)
     if not all(isinstance(n, fx.Node) and isinstance(n.meta["val"], Tensor) for n in outputs):
         return None
-    specs, tensors = _lifted(graph, slim, own)
+    specs, tensors = _lift_constants(graph, slim, own)
     for node in graph.find_nodes(op="placeholder")[len(specs) :]:
         value: Any = node.meta["val"]
         tensor = isinstance(value, Tensor)
         argument = TensorArgument(node.name) if tensor else ConstantArgument(node.name, value)
         specs.append(InputSpec(InputKind.USER_INPUT, argument, None))
-    made = [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(n.name), None) for n in outputs]
+    output_specs = [
+        OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(n.name), None) for n in outputs
+    ]
     result.args = (tuple(outputs),)
     info = signature_of(slim.graph)
     call = ModuleCallSignature([], [], info.in_spec, info.out_spec)
     program = PreparedProgram(
-        nn.Module(), graph, ExportGraphSignature(specs, made), tensors, {},
+        nn.Module(), graph, ExportGraphSignature(specs, output_specs), tensors, {},
         [ModuleCallEntry("", call)],
     )  # fmt: skip
     use_known_values(program.graph_module)
     return program
 
 
-def _lifted(
+def _lift_constants(
     graph: fx.Graph, slim: nn.Module, own: Mapping[str, Tensor]
 ) -> tuple[list[InputSpec], dict[str, Tensor]]:
-    """Read constants as inputs, in front of the others: what they are, and the tensors by name."""
+    """Turn constants into inputs before the others; their specs, and the tensors by name."""
     specs, tensors = [], {}
     first, *others = graph.find_nodes(op="placeholder")
     if (head := next(iter(graph.nodes))) is not first:
@@ -221,14 +226,14 @@ def _lifted(
     for node in graph.find_nodes(op="get_attr"):
         name = str(node.target)
         if name not in inputs:
-            tensor = tensors[name] = own[name] if name in own else _held(slim, name)
+            tensor = tensors[name] = own[name] if name in own else _tensor_at(slim, name)
             with graph.inserting_before(first):
-                lifted = inputs[name] = graph.placeholder(re.sub(r"\W", "_", f"c_{name}"))
-            lifted.meta["val"] = node.meta["val"]
+                placeholder = inputs[name] = graph.placeholder(re.sub(r"\W", "_", f"c_{name}"))
+            placeholder.meta["val"] = node.meta["val"]
             parameter = isinstance(tensor, nn.Parameter)
             kind = InputKind.PARAMETER if parameter else InputKind.BUFFER
             persistent = None if parameter else True
-            specs.append(InputSpec(kind, TensorArgument(lifted.name), name, persistent))
+            specs.append(InputSpec(kind, TensorArgument(placeholder.name), name, persistent))
         node.replace_all_uses_with(inputs[name])
         graph.erase_node(node)
     return specs, tensors

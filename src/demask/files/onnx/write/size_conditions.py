@@ -1,9 +1,9 @@
-"""Conditions on sizes in an ONNX file, which has no way to state them.
+"""Conditions on sizes in ONNX files, which have no assertions.
 
-A graph that was captured under `h % 32 == 0` computes something else for other sizes. The module
-refuses those (`graph.guards`). The file counts the conditions that do not hold and adds the count
-to the sizes that an input is reshaped to: with none, a reshape to the sizes it has; with any, one
-that every runtime refuses, in a node named after the conditions.
+A graph that was captured under `h % 32 == 0` computes wrong results for other sizes. The module
+refuses those (`graph.guards`). The file counts the violated conditions and adds the count to the
+sizes of a reshape of an input: a count of 0 reshapes the input to its own sizes; for any other,
+every runtime refuses the reshape, in a node named after the conditions.
 """
 
 from __future__ import annotations
@@ -30,49 +30,49 @@ _DTYPES: Mapping[type, Any] = {bool: np.bool_, int: np.int64, float: np.float64}
 
 
 class _Number(NamedTuple):
-    """A scalar of the file: int64, float64 or bool, as `kind` says."""
+    """A scalar value of the file. kind: int (int64), float (float64) or bool."""
 
     value: Any
     kind: type
 
 
 def refuse_sizes(model: Any, specs: Sequence[InputSpec], guards: Sequence[str]) -> None:
-    """Have an `onnx_ir.Model` fail on sizes for which one of `guards` does not hold.
+    """Make an `onnx_ir.Model` fail on sizes that violate one of `guards`, in place.
 
-    specs: of its inputs, in their order, with the symbols that the guards speak of.
+    specs: of its inputs, in their order, with the symbols in the guards.
     """
     graph = model.graph
     inputs = [v for v in graph.inputs if v.name not in graph.initializers]
-    where = _places(specs)
-    trees = [tree for guard in guards if (tree := condition(guard, where)) is not None]
+    axes = _axes_of_symbols(specs)
+    trees = [tree for guard in guards if (tree := condition(guard, axes)) is not None]
     sized = [k for k, spec in enumerate(specs) if spec.sizes]
     if not trees or not sized or len(specs) != len(inputs):
         return
-    names = {s: _name(inputs[k], axis) for s, (k, axis) in where.items()}
+    names = {s: _name(inputs[k], axis) for s, (k, axis) in axes.items()}
     smallest = inputs[min(sized, key=lambda k: math.prod(specs[k].example))]
     users = list(smallest.uses())
-    file = _Writer(inputs, where)
-    broken = [file.call("Cast", [file.call("Not", [file.of(tree)])], int) for tree in trees]
-    count = functools.reduce(lambda a, b: file.call("Add", [a, b]), broken)
+    file = _SizeWriter(inputs, axes)
+    violations = [file.call("Cast", [file.call("Not", [file.of(tree)])], int) for tree in trees]
+    count = functools.reduce(lambda a, b: file.call("Add", [a, b]), violations)
     sizes = file.call("Add", [file.sizes(smallest), count])
-    again = file.call("Reshape", [_Number(smallest, int), sizes]).value
-    again.type, again.shape = smallest.type, smallest.shape
+    reshaped = file.call("Reshape", [_Number(smallest, int), sizes]).value
+    reshaped.type, reshaped.shape = smallest.type, smallest.shape
     file.nodes[-1].name = "only for sizes with " + " and ".join(
         dict.fromkeys(renamed(ast.unparse(tree), names) for tree in trees)
     )
     graph.insert_before(graph[0], file.nodes)
-    for user, place in users:
-        user.replace_input_with(place, again)
+    for user, position in users:
+        user.replace_input_with(position, reshaped)
 
 
-def _places(specs: Sequence[InputSpec]) -> dict[str, tuple[int, int]]:
-    """For each symbol, an input and its axis of that size."""
-    places: dict[str, tuple[int, int]] = {}
+def _axes_of_symbols(specs: Sequence[InputSpec]) -> dict[str, tuple[int, int]]:
+    """For each symbol, the index of an input and its axis of that size."""
+    axes: dict[str, tuple[int, int]] = {}
     for k, spec in enumerate(specs):
         for axis, size in enumerate(spec.sizes):
             if isinstance(size, str):
-                places.setdefault(size, (k, axis))
-    return places
+                axes.setdefault(size, (k, axis))
+    return axes
 
 
 def _name(value: Any, axis: int) -> str:
@@ -80,21 +80,21 @@ def _name(value: Any, axis: int) -> str:
     return str(size if isinstance(size, int) else size.value)
 
 
-class _Writer:
-    """Writes arithmetic on the sizes of inputs as nodes. where: input and axis of each symbol."""
+class _SizeWriter:
+    """Writes arithmetic on sizes of inputs as nodes. axes: input and axis of each symbol."""
 
-    def __init__(self, inputs: Sequence[Any], where: Mapping[str, tuple[int, int]]):
-        self.inputs, self.where = inputs, where
+    def __init__(self, inputs: Sequence[Any], axes: Mapping[str, tuple[int, int]]):
+        self.inputs, self.axes = inputs, axes
         self.nodes: list[Any] = []
         self.shapes: dict[str, _Number] = {}
 
     def of(self, tree: ast.expr) -> _Number:
-        """What an expression comes out as."""
+        """The value of an expression."""
         match tree:
             case ast.Constant(value=int() | float() as number):
                 return self.constant(number)
             case ast.Name(id=symbol):
-                k, axis = self.where[symbol]
+                k, axis = self.axes[symbol]
                 return self.call("Gather", [self.sizes(self.inputs[k]), self.constant(axis)])
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 return self.call("Not", [self.of(operand)])
@@ -157,7 +157,7 @@ class _Writer:
         return number if number.kind is kind else self.call("Cast", [number], kind)
 
     def call(self, op: str, inputs: Sequence[_Number], kind: type | None = None) -> _Number:
-        """A node; its output is of the inputs' kind where none is given."""
+        """The output of a new node, by default of the inputs' kind."""
         import onnx_ir as ir
 
         kind = inputs[0].kind if kind is None else kind

@@ -1,4 +1,4 @@
-"""A network as an ONNX file: torch's exporter, and the names that people gave their inputs."""
+"""Writing of networks as ONNX files: torch's exporter, cleanup, names of inputs and outputs."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from demask.compat.onnx_exporter import list_functions_once
 from demask.errors import BadInput, DemaskError, Mismatch, NotExportable
 from demask.failures import public
 from demask.files.atomic_write import check_writable, write
-from demask.files.onnx.check import Judge, batched, draws
+from demask.files.onnx.check import Judge, add_row, draws
 from demask.files.onnx.check import check as check_file
-from demask.files.onnx.quantized_weights import on_grids, opset_for, translations
+from demask.files.onnx.quantized_weights import opset_for, quantize_constants, translations
 from demask.files.onnx.read.reader import installed
-from demask.files.onnx.write.canonical_calls import spell
+from demask.files.onnx.write.canonical_calls import canonicalize
 from demask.files.onnx.write.clean import clean
 from demask.files.onnx.write.functions import functions
-from demask.files.onnx.write.prepare import ready
-from demask.files.onnx.write.recurrent_ops import kept_whole, translation
+from demask.files.onnx.write.prepare import prepare
+from demask.files.onnx.write.recurrent_ops import translation, wrap_recurrent
 from demask.files.onnx.write.size_conditions import refuse_sizes
-from demask.files.retrace import example, takes, traced
+from demask.files.retrace import accepts, example, export_graph
 from demask.graph.capture.capture import capture
 from demask.graph.module_copy import structural_copy
 from demask.graph.program import Program
@@ -44,10 +44,10 @@ from demask.ops import TABLE, Table, schema
 from demask.ops.quantization import DTYPES
 from demask.shrink.pipeline import inputs_of
 
-ALIGNED = 4096  # where weights start in a file of their own, so that they can be mapped
-APART = 256  # bytes; smaller constants stay in the graph, where runtimes read sizes and axes
-FLIPS = 2  # steps of a quantized value: a sum halfway between two goes to either
-LARGEST = 2**31 - 2**20  # bytes of one protobuf message, less what surrounds the weights
+ALIGNED = 4096  # bytes; alignment of weights in a separate file, so that they can be mapped
+MIN_EXTERNAL = 256  # bytes; smaller constants stay in the graph, as runtimes read sizes and axes
+FLIPS = 2  # steps of a quantized value: a sum halfway between two rounds to either
+LARGEST = 2**31 - 2**20  # bytes of one protobuf message, less the graph
 
 
 @public
@@ -63,26 +63,36 @@ def to_onnx(
     tolerance: float | None = None,
     table: Table = TABLE,
 ) -> None:
-    """Write a network, in eval mode, as an ONNX file that any runtime takes.
+    """Write a network, in eval mode, as an ONNX file, and check what the file computes.
 
-    args, kwargs: example inputs; a demasked network needs none. dynamic_shapes: as `demask.demask`
-    takes it. opset: version of ONNX's op set, None for the exporter's own. A network that came from
-    an ONNX file keeps the names of its inputs, outputs and dynamic sizes, and its metadata; others
-    get the names of forward's arguments. Where a network cannot be written with dynamic sizes, the
-    file is for those of the example, and a UserWarning says so. More than 2 GiB of weights go to a
-    file beside it.
-    check: call the file and the network with the example, zeros, tiny, large, negative and random
-    numbers before anything is written, in ONNX Runtime where it is installed, else by the reference
-    implementation of the onnx package (files of more than 2 GiB, and networks that draw random
-    numbers, are not called). tolerance: the largest difference allowed, relative to the largest
-    value of an output; None for 1e-5, or what rounding alone makes of that output where it is more.
-    table: the op table, by which rounding is judged.
-    Raises NotExportable; BadInput where the file cannot be written, or the runtime does not take
-    it; Mismatch where the file computes something else. Needs demask[onnx].
+    A network from an ONNX file has the file's names of inputs, outputs and dynamic sizes, and its
+    metadata; other inputs are named after forward's arguments. Where a network cannot be written
+    with dynamic sizes, the file has the sizes of the example, and a UserWarning says so. More than
+    2 GiB of weights are written to a second file. Needs `pip install demask[onnx]`.
 
-    >>> import torch, demask
-    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ReLU())
-    >>> demask.to_onnx(net, "net.onnx", (torch.randn(3, 4),))    # doctest: +SKIP
+    Args:
+        module: any network that demask can capture, or one that it returned.
+        path: name of the file, replaced if it exists.
+        args, kwargs: example inputs; a demasked network needs none.
+        dynamic_shapes: as in `demask.demask`.
+        opset: version of ONNX's op set; None is the exporter's default.
+        check: whether to compare file and network on the example, zeros, tiny, large, negative and
+            random numbers before the file is written, in ONNX Runtime if installed, else with
+            onnx's reference implementation. Files of more than 2 GiB and networks that draw random
+            numbers are not compared.
+        tolerance: largest allowed difference, relative to the largest value of an output; None is
+            1e-5, or the effect of rounding alone where that is more.
+        table: the op table, used to measure the effect of rounding.
+
+    Raises:
+        NotExportable: the network cannot be written as ONNX.
+        BadInput: the file cannot be written, or the runtime does not accept it.
+        Mismatch: the file computes other values than the network.
+
+    Example:
+        >>> import torch, demask
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ReLU())
+        >>> demask.to_onnx(net, "net.onnx", (torch.randn(3, 4),))    # doctest: +SKIP
     """
     check_writable(path)
     check_tolerance(tolerance)
@@ -90,14 +100,14 @@ def to_onnx(
     try:
         model = _model(slim, opset)
     except NotExportable as error:
-        if (slim := _of_one_size(slim, args, kwargs)) is None:
+        if (slim := _with_example_sizes(slim, args, kwargs)) is None:
             raise
         model = _model(slim, opset)
         sizes = ", ".join(f"{s.name} {list(s.sizes)}" for s in slim.demasked.inputs)
         warnings.warn(f"{path} is for inputs of these sizes alone: {sizes}. With dynamic sizes it "
                       f"cannot be written: {error}", stacklevel=2)  # fmt: skip
     if not _fits(model, LARGEST):
-        _save_apart(model, Path(path))
+        _save_with_external_data(model, Path(path))
         return
     data = serialized(model)
     if check and not _draws_numbers(slim):
@@ -107,7 +117,7 @@ def to_onnx(
 
 
 def check_tolerance(tolerance: float | None) -> None:
-    """Raise BadInput where a tolerance is no positive number."""
+    """Raise BadInput where a tolerance is not a positive finite number."""
     if tolerance is not None and not 0 < tolerance < float("inf"):
         raise BadInput(f"expected tolerance=None or a number above 0, got {tolerance}")
 
@@ -120,32 +130,32 @@ def proto_of(
     dynamic_shapes: Any = None,
     opset: int | None = None,
 ) -> Any:
-    """The network as an `onnx_ir.Model`; arguments and errors as `to_onnx`, but for Mismatch."""
+    """The network as an `onnx_ir.Model`; arguments and errors as `to_onnx`, except Mismatch."""
     return _model(_network(module, args, kwargs, dynamic_shapes), opset)
 
 
 def _network(module: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) -> Demasked:
     graph = as_graph(module) if dynamic_shapes is None else module
-    if isinstance(graph, Demasked) and takes(graph, args, kwargs):
+    if isinstance(graph, Demasked) and accepts(graph, args, kwargs):
         return graph.plain()
     return remembering(capture(module, args, kwargs, dynamic_shapes))
 
 
-def _of_one_size(slim: Demasked, args: Any, kwargs: Any) -> Demasked | None:
-    """The network for the sizes of its example alone; None where it has no others."""
+def _with_example_sizes(slim: Demasked, args: Any, kwargs: Any) -> Demasked | None:
+    """The network with the sizes of its example; None where no size is dynamic."""
     if not any(isinstance(size, str) for spec in slim.demasked.inputs for size in spec.sizes):
         return None
-    given = (args, dict(kwargs or {})) if args or kwargs else example(slim)[:2]
-    return remembering(capture(slim, *given, dynamic_shapes={}))
+    call = (args, dict(kwargs or {})) if args or kwargs else example(slim)[:2]
+    return remembering(capture(slim, *call, dynamic_shapes={}))
 
 
 def _model(slim: Demasked, opset: int | None) -> Any:
     interface = slim.demasked.interface or _interface(slim)
-    model = _translated(on_grids(slim), opset_for(slim, opset))
+    model = _translated(quantize_constants(slim), opset_for(slim, opset))
     clean(model)
     for node in model.graph.all_nodes():
         node.metadata_props.clear()  # stack traces, with paths of this machine
-    _named(model, interface)
+    _set_names(model, interface)
     refuse_sizes(model, slim.demasked.inputs, slim.demasked.guards)
     return model
 
@@ -153,20 +163,20 @@ def _model(slim: Demasked, opset: int | None) -> Any:
 def _check_values(
     slim: Demasked, data: bytes, call: Any, tolerance: float | None, table: Table
 ) -> None:
-    """Mismatch where a file computes something else than the network it was written from."""
+    """Raise Mismatch where a file computes other values than the network it was written from."""
     call = call if any(call) else example(slim)[:2]
     inputs = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
     judge = judge_of(slim, call, tolerance, table)
     several = draws(inputs)
     axes = [bool(spec.sizes) and str(spec.sizes[0]).isidentifier() for spec in slim.demasked.inputs]
     if any(axes):
-        several.append(batched(several[-1], axes))
+        several.append(add_row(several[-1], axes))
     try:
         check_file(data, judge, several)
     except Mismatch as error:
         raise Mismatch(
             f"the ONNX file does not compute what the network does: {error}. Nothing was written. "
-            "Please report it, with the network; check=False writes the file all the same, "
+            "Please report it, with the network; check=False writes the file anyway, "
             "tolerance=... allows a larger difference"
         ) from error
     except BadInput as error:
@@ -175,15 +185,15 @@ def _check_values(
         ) from error
 
 
-def judge_of(slim: Demasked, given: Any, tolerance: float | None, table: Table) -> Judge:
-    """The judge of files written from a network. given: (args, kwargs) of one call."""
-    leaves, spec = pytree.tree_flatten(given)
-    places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+def judge_of(slim: Demasked, call: Any, tolerance: float | None, table: Table) -> Judge:
+    """The comparator of files written from a network. call: (args, kwargs) of one call."""
+    leaves, spec = pytree.tree_flatten(call)
+    positions = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
     def filled(tensors: Sequence[Tensor]) -> tuple[Any, Any]:
         filled = list(leaves)
-        for place, tensor in zip(places, tensors, strict=True):
-            filled[place] = tensor
+        for position, tensor in zip(positions, tensors, strict=True):
+            filled[position] = tensor
         return pytree.tree_unflatten(filled, spec)
 
     network: Any = structural_copy(slim, share=True).eval()
@@ -191,7 +201,7 @@ def judge_of(slim: Demasked, given: Any, tolerance: float | None, table: Table) 
 
 
 def _step(slim: fx.GraphModule) -> float:
-    """What the coarsest values of a quantized network may be off by, relative; 0 for others."""
+    """Allowed relative difference of the coarsest quantized values; 0 for other networks."""
     calls = slim.graph.find_nodes(op="call_function", target=torch.ops.demask.quantize.default)
     sizes = [DTYPES[schema.arguments(node)["dtype"]].itemsize for node in calls]
     return FLIPS / (2 ** (8 * min(sizes)) - 1) if sizes else 0.0
@@ -199,7 +209,7 @@ def _step(slim: fx.GraphModule) -> float:
 
 def _draws_numbers(slim: fx.GraphModule) -> bool:
     tags = (getattr(node.target, "tags", ()) for node in slim.graph.nodes)
-    return any(torch.Tag.nondeterministic_seeded in found for found in tags)
+    return any(torch.Tag.nondeterministic_seeded in op_tags for op_tags in tags)
 
 
 def _fits(model: Any, largest: int) -> bool:
@@ -208,18 +218,18 @@ def _fits(model: Any, largest: int) -> bool:
 
 
 def save(model: Any, path: str | os.PathLike[str], largest: int = LARGEST) -> None:
-    """Check an `onnx_ir.Model` and write it, whole or not at all. Where its weights are larger than
-    one file can hold they go to a second one, named after what it holds, that is written first."""
+    """Check an `onnx_ir.Model` and write it, complete or not at all. Weights of more than `largest`
+    bytes are written to a second file, named by a hash of its contents, before the first."""
     if _fits(model, largest):
         data = serialized(model)
         with write(path) as file:
             file.write(data)
         return
-    _save_apart(model, Path(path))
+    _save_with_external_data(model, Path(path))
 
 
 def serialized(model: Any) -> bytes:
-    """The bytes of an `onnx_ir.Model`, checked; weights and all, so at most 2 GiB."""
+    """The bytes of an `onnx_ir.Model`, checked, with weights, so at most 2 GiB."""
     proto = _proto(model)
     _check(proto)
     return proto.SerializeToString()
@@ -234,14 +244,14 @@ def _proto(model: Any) -> Any:
     return proto
 
 
-def _save_apart(model: Any, path: Path) -> None:
-    """Weights in a file of their own, each at a multiple of 4096 bytes. Its name is made of what it
-    holds, so that no earlier file is written over that a network still reads."""
+def _save_with_external_data(model: Any, path: Path) -> None:
+    """Write a model with its weights in a second file, each at a multiple of 4096 bytes. Its name
+    has a hash of its contents, so that no file of another network is overwritten."""
     import onnx_ir as ir
 
     values = [v for v in model.graph.initializers.values()
-              if v.const_value is not None and v.const_value.nbytes >= APART]  # fmt: skip
-    digest, places = hashlib.sha256(), []
+              if v.const_value is not None and v.const_value.nbytes >= MIN_EXTERNAL]  # fmt: skip
+    digest, ranges = hashlib.sha256(), []
     for value in values:
         digest.update(value.const_value.tobytes())
     final = check_writable(path).with_name(f"{path.stem}.{digest.hexdigest()[:12]}.weights")
@@ -249,9 +259,9 @@ def _save_apart(model: Any, path: Path) -> None:
         for value in values:
             data = value.const_value.tobytes()
             file.write(b"\0" * (-file.tell() % ALIGNED))
-            places.append((file.tell(), len(data)))
+            ranges.append((file.tell(), len(data)))
             file.write(data)
-    for value, (offset, length) in zip(values, places, strict=True):
+    for value, (offset, length) in zip(values, ranges, strict=True):
         old = value.const_value
         value.const_value = ir.ExternalTensor(final.name, offset, length, old.dtype,
                                               shape=old.shape, name=value.name,
@@ -261,32 +271,32 @@ def _save_apart(model: Any, path: Path) -> None:
         file.write(data)
 
 
-def copy_file(given: str | bytes, path: str | os.PathLike[str]) -> None:
-    """The network given, written to `path`: with the weights that its file has beside it."""
+def copy_file(original: str | bytes, path: str | os.PathLike[str]) -> None:
+    """Write a copy of an ONNX network (path or bytes) to `path`, with its external weights."""
     import onnx_ir
 
-    if isinstance(given, bytes):
+    if isinstance(original, bytes):
         with write(path) as file:
-            file.write(given)
+            file.write(original)
         return
-    model = onnx_ir.load(given)
+    model = onnx_ir.load(original)
     if any(isinstance(v.const_value, onnx_ir.ExternalTensor)
            for v in model.graph.initializers.values()):  # fmt: skip
-        _save_apart(model, Path(path))
+        _save_with_external_data(model, Path(path))
         return
-    with open(given, "rb") as source, write(path) as file:
+    with open(original, "rb") as source, write(path) as file:
         shutil.copyfileobj(source, file)
 
 
-def size_of(given: str | bytes) -> int:
-    """The bytes of a network, the weights that its file has beside it included."""
+def size_of(original: str | bytes) -> int:
+    """Bytes of an ONNX network (path or bytes), with its external weights."""
     import onnx_ir
 
-    if isinstance(given, bytes):
-        return len(given)
-    tensors = (v.const_value for v in onnx_ir.load(given).graph.initializers.values())
-    apart = sum(t.nbytes for t in tensors if isinstance(t, onnx_ir.ExternalTensor))
-    return os.path.getsize(given) + apart
+    if isinstance(original, bytes):
+        return len(original)
+    tensors = (v.const_value for v in onnx_ir.load(original).graph.initializers.values())
+    external = sum(t.nbytes for t in tensors if isinstance(t, onnx_ir.ExternalTensor))
+    return os.path.getsize(original) + external
 
 
 def _check(proto: Any) -> None:
@@ -295,12 +305,12 @@ def _check(proto: Any) -> None:
     try:
         onnx.checker.check_model(proto)
     except onnx.checker.ValidationError as error:
-        words = f"the exported graph is not valid ONNX: {error}"
-        raise NotExportable(words, "torch.onnx", "report it, with the network") from error
+        reason = f"the exported graph is not valid ONNX: {error}"
+        raise NotExportable(reason, "torch.onnx", "report it, with the network") from error
 
 
 def remembering(program: Program) -> Demasked:
-    """A captured network, whole, as a module that knows what its inputs are."""
+    """A captured network, not reduced, as a module with `.demasked`."""
     nothing = Sizes(0, 0, 0)
     provenance = Provenance({}, (), {}, program.notes, inputs_of(program), nothing, nothing,
                             guards=program.guards, interface=program.interface)  # fmt: skip
@@ -308,10 +318,10 @@ def remembering(program: Program) -> Demasked:
 
 
 def _interface(slim: Demasked) -> Interface:
-    """Names for a network that came from no ONNX file."""
+    """Names of inputs and outputs of a network that is not from an ONNX file."""
     inputs = tuple(OnnxPort(spec.name, spec.dtype, spec.sizes) for spec in slim.demasked.inputs)
-    made = slim.graph.output_node().args[0]
-    count = len(made) if isinstance(made, Sequence) else 1
+    outputs = slim.graph.output_node().args[0]
+    count = len(outputs) if isinstance(outputs, Sequence) else 1
     names = ["output"] if count == 1 else [f"output_{k}" for k in range(count)]
     return Interface(inputs, tuple(OnnxPort(name, "", None) for name in names))
 
@@ -320,12 +330,12 @@ def _translated(slim: Demasked, opset: int | None) -> Any:
     installed()
     try:
         with contextlib.suppress(Exception), torch.no_grad(), quiet():
-            # Of torch, whose internals differ between versions; what it says is said again below.
-            if (exported := ready(slim, _functions())) is not None:
+            # Internals of torch differ between versions; errors are raised again below.
+            if (exported := prepare(slim, _functions())) is not None:
                 return _exported(exported, opset)
-        exported = traced(slim)
-        kept_whole(exported.graph)
-        spell(exported.graph)
+        exported = export_graph(slim)
+        wrap_recurrent(exported.graph)
+        canonicalize(exported.graph)
         return _exported(exported, opset)
     except ImportError as error:
         raise BadInput("writing ONNX needs onnxscript: pip install 'demask[onnx]'") from error
@@ -333,13 +343,13 @@ def _translated(slim: Demasked, opset: int | None) -> Any:
         raise
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        words = next((n for n in lines if "No ONNX function" in n or "aten." in n), lines[0])
+        message = next((n for n in lines if "No ONNX function" in n or "aten." in n), lines[0])
         advice = "write .pt2 instead, or demask a part: modules=[...]"
-        raise NotExportable(f"torch.onnx: {words}", "the demasked graph", advice) from error
+        raise NotExportable(f"torch.onnx: {message}", "the demasked graph", advice) from error
 
 
 def _functions() -> dict[Any, Any]:
-    """The ONNX functions of ops that the exporter has none for, or wrong ones."""
+    """ONNX functions of ops for which the exporter has none, or inaccurate ones."""
     return translations() | translation() | functions()
 
 
@@ -356,7 +366,7 @@ def _exported(exported: ExportedProgram, opset: int | None) -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without what the exporter logs, warns and prints."""
+    """Suppress logs, warnings and output of the exporter."""
     loggers = [logging.getLogger(name) for name in ("torch", "onnxscript", "onnx_ir", "onnx")]
     before = [logger.level for logger in loggers]
     for logger in loggers:
@@ -370,10 +380,10 @@ def quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _named(model: Any, interface: Interface) -> None:
-    """Give inputs, outputs and dynamic sizes their names, and the model its metadata."""
+def _set_names(model: Any, interface: Interface) -> None:
+    """Set names of inputs, outputs and dynamic sizes, and the metadata."""
     graph = model.graph
-    _own_outputs(graph)
+    _separate_outputs(graph)
     inputs = [v for v in graph.inputs if v.name not in graph.initializers]
     ports = len(interface.inputs), len(interface.outputs)
     if (len(inputs), len(graph.outputs)) != ports:
@@ -381,7 +391,7 @@ def _named(model: Any, interface: Interface) -> None:
                             "let the network take and return tensors")  # fmt: skip
     pairs = list(zip(inputs, interface.inputs, strict=True))
     pairs += zip(graph.outputs, interface.outputs, strict=True)
-    _free(graph, {port.name for _, port in pairs}, {id(value) for value, _ in pairs})
+    _free_names(graph, {port.name for _, port in pairs}, {id(value) for value, _ in pairs})
     sizes = _sizes(pairs[: len(inputs)])
     for k, (value, port) in enumerate(pairs):
         value.name = port.name
@@ -396,8 +406,8 @@ def _named(model: Any, interface: Interface) -> None:
     model.producer_name, model.producer_version = "demask", None
 
 
-def _own_outputs(graph: Any) -> None:
-    """Let every output be a value of its own: inputs, constants and repeated ones are copied."""
+def _separate_outputs(graph: Any) -> None:
+    """Copy outputs that are inputs, constants or other outputs, so that all are distinct values."""
     import onnx_ir as ir
 
     seen: set[int] = set()
@@ -416,8 +426,8 @@ def _values(graph: Any) -> Iterator[Any]:
         yield from node.outputs
 
 
-def _free(graph: Any, names: set[str], own: set[int]) -> None:
-    """Rename values inside the graph that have the names wanted for inputs and outputs."""
+def _free_names(graph: Any, names: set[str], own: set[int]) -> None:
+    """Rename inner values whose names are those of inputs and outputs. own: ids of these."""
     taken = {v.name for v in _values(graph)} | set(graph.initializers) | names
     for value in [*_values(graph), *list(graph.initializers.values())]:
         if id(value) not in own and value.name in names:
@@ -429,32 +439,36 @@ def _free(graph: Any, names: set[str], own: set[int]) -> None:
 
 
 def _sizes(pairs: Sequence[tuple[Any, OnnxPort]]) -> dict[str, str]:
-    """What each symbol is called: the name that the interface has for that size."""
-    found: dict[str, str] = {}
+    """The name of each symbolic size, from the interface if that has one."""
+    names: dict[str, str] = {}
     for value, port in pairs:
         for axis, size in enumerate(value.shape or ()):
             symbol = None if isinstance(size, int) else size.value
-            if symbol is None or symbol in found:
+            if symbol is None or symbol in names:
                 continue
-            given = None if port.sizes is None else port.sizes[axis]
-            plain = isinstance(given, str) and bool(given) and not re.fullmatch(r"[su]\d+", given)
-            free = "batch" if axis == 0 and "batch" not in found.values() else None
-            found[symbol] = str(given) if plain else free or f"{port.name}_{axis}"
-    return found
+            size_name = None if port.sizes is None else port.sizes[axis]
+            has_name = (
+                isinstance(size_name, str)
+                and bool(size_name)
+                and not re.fullmatch(r"[su]\d+", size_name)
+            )
+            batch_name = "batch" if axis == 0 and "batch" not in names.values() else None
+            names[symbol] = str(size_name) if has_name else batch_name or f"{port.name}_{axis}"
+    return names
 
 
 def _resize(value: Any, sizes: Mapping[str, str], own: Sequence[int | str] | None) -> None:
-    """Spell a value's symbolic sizes by their names, or as its port has them."""
+    """Name a value's symbolic sizes: by `own`, the sizes of its port, or else by `sizes`."""
     import onnx_ir as ir
 
     if value.shape is None:
         return
-    made: list[Any] = []
+    dims: list[Any] = []
     for axis, size in enumerate(value.shape):
         if isinstance(size, int) or str(size.value).isdecimal():
-            made.append(int(size if isinstance(size, int) else size.value))
+            dims.append(int(size if isinstance(size, int) else size.value))
             continue
-        given = own[axis] if own is not None and axis < len(own) else None
+        port_size = own[axis] if own is not None and axis < len(own) else None
         text = re.sub(r"[A-Za-z_]\w*", lambda m: sizes.get(m[0], m[0]), str(size.value))
-        made.append(given if isinstance(given, str) and given else text)
-    value.shape = ir.Shape(made)
+        dims.append(port_size if isinstance(port_size, str) and port_size else text)
+    value.shape = ir.Shape(dims)

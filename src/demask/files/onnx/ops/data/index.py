@@ -18,12 +18,12 @@ from demask.files.onnx.values import MAX_HOST, SYMBOLIC, Host, product
 OPS = Ops()
 
 _REDUCTIONS = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
-#: torch cannot reduce these while it scatters
-_WIDER = {torch.bool: torch.uint8, torch.uint16: torch.int32, torch.uint32: torch.int64}
+#: torch has no scatter_reduce for these dtypes; the dtype to use instead
+_REDUCE_DTYPE = {torch.bool: torch.uint8, torch.uint16: torch.int32, torch.uint32: torch.int64}
 
 
-def _wrapped(indices: Tensor, size: Any) -> Tensor:
-    """Indices, those that count from the end made plain."""
+def _nonnegative(indices: Tensor, size: Any) -> Tensor:
+    """Indices, with `size` added to negative ones."""
     return torch.where(indices < 0, indices + size, indices)
 
 
@@ -42,26 +42,26 @@ def _host_gathered(x: np.ndarray, indices: np.ndarray, *, axis: int = 0) -> Any:
 def gather(
     x: Tensor, indices: Value, *, axis: int = 0, as_tensor: Callable[[Any], Tensor]
 ) -> Tensor:
-    """Slices of x along an axis, at indices of any shape; negative ones count from the end."""
+    """Slices of x along an axis, at indices of any shape, negative ones from the end."""
     axis %= x.ndim
     if isinstance(indices, Host):
-        short = _view_at(x, indices.array, axis)
-        if short is not None:
-            return short
-        indices = _plain(indices, x.shape[axis])
-    places = as_tensor(indices)
+        view = _view_at(x, indices.array, axis)
+        if view is not None:
+            return view
+        indices = _host_nonnegative(indices, x.shape[axis])
+    positions = as_tensor(indices)
     if not isinstance(indices, Host) or not known(indices.array) or (indices.array < 0).any():
-        places = _wrapped(places, x.shape[axis])
+        positions = _nonnegative(positions, x.shape[axis])
     if axis == 0 and x.ndim == 2 and x.is_floating_point():
-        return F.embedding(places, x)
-    if places.ndim == 1:
-        return x.index_select(axis, places)
-    taken = x.index_select(axis, places.reshape(-1))
-    return taken.reshape(*x.shape[:axis], *places.shape, *x.shape[axis + 1 :])
+        return F.embedding(positions, x)
+    if positions.ndim == 1:
+        return x.index_select(axis, positions)
+    rows = x.index_select(axis, positions.reshape(-1))
+    return rows.reshape(*x.shape[:axis], *positions.shape, *x.shape[axis + 1 :])
 
 
 def _view_at(x: Tensor, indices: np.ndarray, axis: int) -> Tensor | None:
-    """x at indices that a select or a slice reaches; None for others."""
+    """x at indices, as a view by select or slice; None where that is not possible."""
     if indices.ndim == 0:
         return x.select(axis, indices.item())
     if indices.ndim > 1 or not len(indices):
@@ -80,8 +80,8 @@ def _view_at(x: Tensor, indices: np.ndarray, axis: int) -> Tensor | None:
     return torch.ops.aten.slice.Tensor(x, axis, first, end or size, step)
 
 
-def _plain(indices: Host, size: Any) -> Host:
-    """Known indices, those that count from the end made plain where the size is known."""
+def _host_nonnegative(indices: Host, size: Any) -> Host:
+    """Known indices, with a known `size` added to negative ones."""
     array = indices.array
     if isinstance(size, SYMBOLIC) or not known(array):
         return indices
@@ -93,13 +93,13 @@ def _plain(indices: Host, size: Any) -> Host:
 @OPS("GatherElements")
 @by_bits
 def gather_elements(x: Tensor, indices: Tensor, *, axis: int = 0) -> Tensor:
-    """x[i][indices[i][j]] (for axis 1) at each i, j."""
-    return x.gather(axis, _wrapped(_long(indices), x.shape[axis]))
+    """y[i, j] = x[i, indices[i, j]] (for axis 1)."""
+    return x.gather(axis, _nonnegative(_long(indices), x.shape[axis]))
 
 
 @OPS("GatherND")
 def gather_nd(x: Tensor, indices: Tensor, *, batch_dims: int = 0) -> Tensor:
-    """x at the positions in the last axis of `indices`, behind axes that both share."""
+    """x at the positions in the last axis of `indices`, after batch axes that both have."""
     rank = indices.ndim - 1
     batch = [
         torch.arange(x.shape[k], device=x.device).reshape([-1] + [1] * (rank - 1 - k))
@@ -108,10 +108,10 @@ def gather_nd(x: Tensor, indices: Tensor, *, batch_dims: int = 0) -> Tensor:
     return x[(*batch, *_long(indices).unbind(-1))]
 
 
-def _host_set(x: np.ndarray, updates: np.ndarray, places: Any) -> np.ndarray:
-    made = x.astype(object if updates.dtype == object else x.dtype)
-    made[places] = updates
-    return made
+def _host_set(x: np.ndarray, updates: np.ndarray, positions: Any) -> np.ndarray:
+    result = x.astype(object if updates.dtype == object else x.dtype)
+    result[positions] = updates
+    return result
 
 
 def _host_scattered(
@@ -120,20 +120,20 @@ def _host_scattered(
 ) -> Any:  # fmt: skip
     if reduction != "none" or not known(indices):
         return NotImplemented
-    places: list[Any] = list(np.indices(indices.shape))
-    places[axis] = indices.astype(np.int64)
-    return _host_set(x, updates, tuple(places))
+    positions: list[Any] = list(np.indices(indices.shape))
+    positions[axis] = indices.astype(np.int64)
+    return _host_set(x, updates, tuple(positions))
 
 
 @OPS("Scatter", "ScatterElements", host=_host_scattered)
 def scatter_elements(
     x: Tensor, indices: Tensor, updates: Tensor, *, axis: int = 0, reduction: str = "none"
 ) -> Tensor:
-    """x with each update put (added, ...) where its index along the axis says."""
-    indices = _wrapped(_long(indices), x.shape[axis])
+    """x with updates written (added, ...) at indices along an axis."""
+    indices = _nonnegative(_long(indices), x.shape[axis])
     if reduction == "none":
         return _put(x, axis, indices, updates)
-    return _reduced(x, axis, indices, updates, reduction)
+    return _scatter_reduce(x, axis, indices, updates, reduction)
 
 
 @by_bits
@@ -142,18 +142,20 @@ def _put(x: Tensor, axis: int, indices: Tensor, updates: Tensor) -> Tensor:
 
 
 @by_bits
-def _put_at(x: Tensor, updates: Tensor, places: tuple[Tensor, ...]) -> Tensor:
-    return x.index_put(places, updates)
+def _put_at(x: Tensor, updates: Tensor, positions: tuple[Tensor, ...]) -> Tensor:
+    return x.index_put(positions, updates)
 
 
-def _reduced(x: Tensor, axis: int, indices: Tensor, updates: Tensor, reduction: str) -> Tensor:
+def _scatter_reduce(
+    x: Tensor, axis: int, indices: Tensor, updates: Tensor, reduction: str
+) -> Tensor:
     if reduction not in _REDUCTIONS:
         raise BadInput(f"expected reduction none, add, mul, max or min, got {reduction!r}")
-    wide = _WIDER.get(x.dtype, x.dtype)
-    if reduction == "add" and wide == x.dtype:
+    dtype = _REDUCE_DTYPE.get(x.dtype, x.dtype)
+    if reduction == "add" and dtype == x.dtype:
         return x.scatter_add(axis, indices, updates)
-    made = x.to(wide).scatter_reduce(axis, indices, updates.to(wide), _REDUCTIONS[reduction])
-    return made.to(x.dtype)
+    result = x.to(dtype).scatter_reduce(axis, indices, updates.to(dtype), _REDUCTIONS[reduction])
+    return result.to(x.dtype)
 
 
 def _host_scattered_nd(
@@ -166,17 +168,17 @@ def _host_scattered_nd(
 
 @OPS("ScatterND", host=_host_scattered_nd)
 def scatter_nd(x: Tensor, indices: Tensor, updates: Tensor, *, reduction: str = "none") -> Tensor:
-    """x with each update put (added, ...) at the position in the last axis of `indices`."""
-    places = _long(indices).unbind(-1)
+    """x with updates written (added, ...) at the positions in the last axis of `indices`."""
+    positions = _long(indices).unbind(-1)
     if reduction == "none":
-        return _put_at(x, updates, places)
-    sizes = x.shape[: len(places)]
-    rows, rest = torch.zeros_like(places[0]), product(x.shape[len(places) :])
-    for place, size in zip(places, sizes, strict=True):
-        rows = rows * size + _wrapped(place, size)
+        return _put_at(x, updates, positions)
+    sizes = x.shape[: len(positions)]
+    rows, rest = torch.zeros_like(positions[0]), product(x.shape[len(positions) :])
+    for position, size in zip(positions, sizes, strict=True):
+        rows = rows * size + _nonnegative(position, size)
     rows = rows.reshape(-1, 1).expand(-1, rest)
     flat = x.reshape(product(sizes), rest)
-    return _reduced(flat, 0, rows, updates.reshape(-1, rest), reduction).reshape(x.shape)
+    return _scatter_reduce(flat, 0, rows, updates.reshape(-1, rest), reduction).reshape(x.shape)
 
 
 @OPS("TensorScatter")
@@ -185,33 +187,33 @@ def tensor_scatter(
     cache: Tensor, update: Tensor, write_indices: Tensor | None = None, *, mode: str = "linear",
     axis: int = -2,
 ) -> Tensor:  # fmt: skip
-    """The cache with the update written along an axis, from each sample's index on."""
+    """The cache with the update written along an axis, from each sample's start index."""
     if mode not in ("linear", "circular"):
         raise BadInput(f"expected mode linear or circular, got {mode!r}")
     axis, length = axis % cache.ndim, update.shape[axis]
     if write_indices is None:
         return cache.slice_scatter(update, axis, 0, length)
-    places = _long(write_indices).unsqueeze(1) + torch.arange(length, device=cache.device)
-    places = places % cache.shape[axis] if mode == "circular" else places
+    positions = _long(write_indices).unsqueeze(1) + torch.arange(length, device=cache.device)
+    positions = positions % cache.shape[axis] if mode == "circular" else positions
     shape = [1] * cache.ndim
     shape[0], shape[axis] = -1, length
-    return cache.scatter(axis, places.reshape(shape).expand_as(update), update)
+    return cache.scatter(axis, positions.reshape(shape).expand_as(update), update)
 
 
 @OPS("OneHot")
 def one_hot(indices: Tensor, depth: Int, values: Tensor, *, axis: int = -1) -> Tensor:
-    """values[1] where the new axis is at the index, values[0] elsewhere."""
+    """values[1] where the position on the new axis equals the index, values[0] elsewhere."""
     depth = torch.sym_int(depth) if isinstance(depth, float | torch.SymFloat) else depth
     axis = axis + indices.ndim + 1 if axis < 0 else axis
-    places = torch.arange(depth, device=indices.device)
-    places = places.reshape([-1] + [1] * (indices.ndim - axis))
-    hot = _wrapped(_long(indices), depth).unsqueeze(axis) == places
+    positions = torch.arange(depth, device=indices.device)
+    positions = positions.reshape([-1] + [1] * (indices.ndim - axis))
+    hot = _nonnegative(_long(indices), depth).unsqueeze(axis) == positions
     return torch.where(hot, values[1], values[0])
 
 
 @OPS("Compress")
 def compress(x: Tensor, condition: Tensor, *, axis: int | None = None) -> Tensor:
-    """Slices of x along an axis (of all of x in a row) where the condition holds."""
+    """Slices of x along an axis (by default of flattened x) where the condition is true."""
     x = x.flatten() if axis is None else x
     return x.index_select(axis or 0, condition.nonzero().squeeze(1))
 
@@ -221,10 +223,12 @@ def compress(x: Tensor, condition: Tensor, *, axis: int | None = None) -> Tensor
 def reverse_sequence(
     x: Tensor, lengths: Tensor, *, batch_axis: int = 1, time_axis: int = 0
 ) -> Tensor:
-    """x with the first steps of each sample, as many as its length, in reverse."""
+    """x with the first `lengths` steps of each sample reversed."""
     if {batch_axis, time_axis} != {0, 1}:
         raise BadInput(f"expected axes 0 and 1, got {batch_axis} and {time_axis}")
     steps = torch.arange(x.shape[time_axis], device=x.device).unsqueeze(batch_axis)
     lengths = _long(lengths).unsqueeze(time_axis)
-    places = torch.where(steps < lengths, lengths - 1 - steps, steps)
-    return x.gather(time_axis, places.reshape(*places.shape, *[1] * (x.ndim - 2)).expand_as(x))
+    positions = torch.where(steps < lengths, lengths - 1 - steps, steps)
+    return x.gather(
+        time_axis, positions.reshape(*positions.shape, *[1] * (x.ndim - 2)).expand_as(x)
+    )

@@ -1,4 +1,4 @@
-"""ONNX ops of ai.onnx.ml: encoders, linear models, trees."""
+"""ONNX ops of ai.onnx.ml: encoders and linear models."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ OPS("Binarizer")(lambda x, *, threshold=0.0: (x > threshold).to(x.dtype))
 
 @OPS("ArrayFeatureExtractor")
 def array_feature_extractor(
-    x: Value, places: Tensor, *, as_tensor: Callable[[Value], Tensor]
+    x: Value, indices: Tensor, *, as_tensor: Callable[[Value], Tensor]
 ) -> Value:
-    """Columns of x; of one row where x has a single axis."""
+    """Columns of x, as one row where x has one axis."""
     if isinstance(x, Host) and x.dtype is None:
-        return Host.of(np.atleast_2d(x.array[..., places.reshape(-1).tolist()]))
-    columns = as_tensor(x).index_select(-1, places.reshape(-1))
+        return Host.of(np.atleast_2d(x.array[..., indices.reshape(-1).tolist()]))
+    columns = as_tensor(x).index_select(-1, indices.reshape(-1))
     return columns.unsqueeze(0) if columns.ndim == 1 else columns
 
 
@@ -38,14 +38,15 @@ def label_encoder(
     default_string: str = "_Unused", default_tensor: Value = None, version: int,
     as_tensor: Callable[[Value], Tensor],
 ) -> Value:  # fmt: skip
-    """For each element the value that stands beside it in a list of keys, or a default.
+    """For each element the value of the equal key, or a default.
 
-    Of equal keys the last counts, and NaN is one; before opset 4 the first, as in onnxruntime."""
-    if classes_strings is not None:  # opset 1: positions and texts, one way or the other
+    Of equal keys the last is used, and NaN equals NaN; before opset 4 the first, as in onnxruntime.
+    """
+    if classes_strings is not None:  # opset 1: from positions to texts, or back
         numbers = range(len(classes_strings))
-        texts_come = isinstance(x, Host) and x.dtype is None
-        keys_strings, values_int64s = (classes_strings, numbers) if texts_come else (None, None)
-        keys_int64s, values_strings = (None, None) if texts_come else (numbers, classes_strings)
+        from_texts = isinstance(x, Host) and x.dtype is None
+        keys_strings, values_int64s = (classes_strings, numbers) if from_texts else (None, None)
+        keys_int64s, values_strings = (None, None) if from_texts else (numbers, classes_strings)
     keys = _first(keys_floats, keys_int64s, keys_strings, keys_tensor)
     values, default, dtype = _first(
         values_floats and (values_floats, default_float, torch.float32),
@@ -57,36 +58,36 @@ def label_encoder(
     if default is None:
         default = "_Unused" if dtype is None else -0.0 if dtype.is_floating_point else -1
     default = numbers_of(default)[0] if isinstance(default, Host | Tensor) else default
-    places = _places(x, numbers_of(keys), version >= 4, as_tensor)
+    key_numbers = _key_numbers(x, numbers_of(keys), version >= 4, as_tensor)
     if dtype is None:
         words = np.array([default, *values], dtype=object)
-        return Host.of(words[places.numpy(force=True)])
-    return torch.tensor([default, *values], dtype=dtype, device=places.device)[places]
+        return Host.of(words[key_numbers.numpy(force=True)])
+    return torch.tensor([default, *values], dtype=dtype, device=key_numbers.device)[key_numbers]
 
 
-def _first(*found: Any) -> Any:
-    return next(f for f in found if f is not None and f != ())
+def _first(*options: Any) -> Any:
+    return next(option for option in options if option is not None and option != ())
 
 
-def _places(
+def _key_numbers(
     x: Value, keys: list[Any], last: bool, as_tensor: Callable[[Value], Tensor]
 ) -> Tensor:  # fmt: skip
-    """Where each element stands among the keys, from 1; 0 where it does not."""
-    order = list(range(1, len(keys) + 1))
+    """1-based position of each element among the keys; 0 if it is not one. last: of equal keys."""
+    numbering = list(range(1, len(keys) + 1))
     if isinstance(x, Host) and x.dtype is None:
-        pairs = list(zip(keys, order, strict=True))
-        known = dict(pairs if last else pairs[::-1])
-        found = [known.get(text, 0) for text in x.array.flat]
-        return torch.tensor(found, dtype=torch.int64).reshape(x.array.shape)
+        pairs = list(zip(keys, numbering, strict=True))
+        position_of = dict(pairs if last else pairs[::-1])
+        positions = [position_of.get(text, 0) for text in x.array.flat]
+        return torch.tensor(positions, dtype=torch.int64).reshape(x.array.shape)
     tensor = as_tensor(x)
-    options = torch.tensor(keys, dtype=tensor.dtype, device=tensor.device)
-    same = tensor.unsqueeze(-1) == options
+    key_tensor = torch.tensor(keys, dtype=tensor.dtype, device=tensor.device)
+    equal = tensor.unsqueeze(-1) == key_tensor
     if last:
-        same = same | (tensor.isnan().unsqueeze(-1) & options.isnan())
-    numbers = torch.tensor(order, device=tensor.device)
+        equal = equal | (tensor.isnan().unsqueeze(-1) & key_tensor.isnan())
+    numbers = torch.tensor(numbering, device=tensor.device)
     if last:
-        return torch.where(same, numbers, 0).amax(-1)
-    first = torch.where(same, numbers, len(keys) + 1).amin(-1)
+        return torch.where(equal, numbers, 0).amax(-1)
+    first = torch.where(equal, numbers, len(keys) + 1).amin(-1)
     return first.where(first <= len(keys), 0)
 
 
@@ -94,14 +95,14 @@ def _places(
 def scaler(
     x: Tensor, *, offset: Sequence[float] = (0.0,), scale: Sequence[float] = (1.0,)
 ) -> Tensor:
-    """(x - offset) * scale in float32, for each column or for all."""
+    """(x - offset) * scale in float32, with one value per column or for all."""
     x = x.to(torch.float32)
     return (x - x.new_tensor(offset)) * x.new_tensor(scale)
 
 
 @OPS("Normalizer")
 def normalizer(x: Tensor, *, norm: str = "MAX") -> Tensor:
-    """Rows divided by their norm; MAX is the largest number, with its sign, as in onnxruntime."""
+    """Rows divided by their norm; MAX is the largest number, signed, as in onnxruntime."""
     if norm not in ("L1", "L2", "MAX"):
         raise BadInput(f"expected norm MAX, L1 or L2, got {norm!r}")
     x = x.to(torch.float32)
@@ -140,7 +141,7 @@ def linear_classifier(
     classlabels_ints: Sequence[int] = (), classlabels_strings: Sequence[str] = (),
     multi_class: int = 0, post_transform: str = "NONE",
 ) -> tuple[Value, Tensor]:  # fmt: skip
-    """The label with the largest score, and the scores of all."""
+    """The label with the largest score, and the scores of all labels."""
     x = x.to(torch.float32)
     labels = classlabels_strings or classlabels_ints
     rows = x.new_tensor(coefficients).reshape(-1, x.shape[-1])

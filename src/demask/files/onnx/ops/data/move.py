@@ -1,4 +1,4 @@
-"""ONNX ops that move values, or make tensors of known values: shapes, slices, pads, ranges."""
+"""ONNX ops that move values or create tensors of known values: shapes, slices, pads, ranges."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from demask.files.onnx.values import MAX_HOST, SYMBOLIC, Host, number_of, produc
 OPS = Ops()
 
 FAR = 2**31 - 1  # exporters write this, or 2**63 - 1, for "to the end"
-MAX_FILLED = 1024  # elements that a host op makes of nothing; a tensor of more is cheaper
+MAX_FILLED = 1024  # elements of a new host value; a larger tensor is cheaper
 _BITS = {
     torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64,
     **{dtype: torch.uint8 for dtype in DTYPES.values()
@@ -30,30 +30,30 @@ _MODES = {"reflect": "reflect", "edge": "replicate"}
 
 
 def known(*arrays: Any) -> bool:
-    """Are all numbers plain ones, none a size that `torch.export` keeps symbolic?"""
+    """Whether all numbers are plain, none a symbolic size of `torch.export`."""
     return not any(
         isinstance(n, SYMBOLIC) for a in arrays if a is not None for n in np.asarray(a).flat
     )
 
 
 def by_bits(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A function that only moves values, so that dtypes that torch has few kernels for go through
-    integers of the same bits."""
+    """Decorator of a function that only moves values: dtypes with few kernels in torch are viewed
+    as integers of the same size."""
 
     @functools.wraps(function)
     def moved(x: Tensor, *args: Any, **named: Any) -> Tensor:
-        bits = _BITS.get(x.dtype)
-        if bits is None:
+        bits_dtype = _BITS.get(x.dtype)
+        if bits_dtype is None:
             return function(x, *args, **named)
-        alike = [isinstance(a, Tensor) and a.dtype == x.dtype for a in args]
-        args = tuple(a.view(bits) if b else a for a, b in zip(args, alike, strict=True))
-        return function(x.view(bits), *args, **named).view(x.dtype)
+        has_dtype = [isinstance(a, Tensor) and a.dtype == x.dtype for a in args]
+        args = tuple(a.view(bits_dtype) if b else a for a, b in zip(args, has_dtype, strict=True))
+        return function(x.view(bits_dtype), *args, **named).view(x.dtype)
 
     return moved
 
 
 def ints(array: Any) -> list[Any]:
-    """The numbers of an array of the host's, or of an attribute, as Python's."""
+    """The numbers of a host array or an attribute, as Python numbers."""
     return np.reshape(array, -1).tolist()
 
 
@@ -94,7 +94,7 @@ def _target(sizes: Any, shape: list[Any], allowzero: int) -> list[Any]:
 
 @OPS("Reshape", host=_host_reshaped)
 def reshape(x: Tensor, shape: Ints, *, allowzero: int = 0) -> Tensor:
-    """x in another shape; a size 0 is x's own there, unless `allowzero`."""
+    """x in another shape; a size of 0 means x's own size, unless `allowzero`."""
     return x.reshape(_target(x.shape, shape, allowzero))
 
 
@@ -129,7 +129,7 @@ def _host_squeezed(x: np.ndarray, axes: Any = None) -> np.ndarray:
 
 @OPS("Squeeze", host=_host_squeezed)
 def squeeze(x: Tensor, axes: Ints | None = None) -> Tensor:
-    """x without some axes of size 1 (all of them, if none is named)."""
+    """x without `axes` of size 1, by default all of them."""
     if axes is None:
         return x.squeeze()
     for axis in axes:
@@ -140,7 +140,7 @@ def squeeze(x: Tensor, axes: Ints | None = None) -> Tensor:
 
 @OPS("Unsqueeze", host=lambda x, axes: np.expand_dims(x, tuple(ints(axes))))
 def unsqueeze(x: Tensor, axes: Ints) -> Tensor:
-    """x with axes of size 1 put in."""
+    """x with new axes of size 1."""
     rank = x.ndim + len(axes)
     for axis in sorted(axis + rank if axis < 0 else axis for axis in axes):
         x = x.unsqueeze(axis)
@@ -153,11 +153,11 @@ def _host_sliced(x: Any, starts: Any, ends: Any, axes: Any = None, steps: Any = 
     starts, ends = ints(starts), ints(ends)
     axes = range(len(starts)) if axes is None else ints(axes)
     steps = [1] * len(starts) if steps is None else ints(steps)
-    found = [slice(None)] * x.ndim
+    slices = [slice(None)] * x.ndim
     for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
         before_first = step < 0 and end < -x.shape[axis]
-        found[axis] = slice(start, None if before_first else end, step)
-    return x[tuple(found)]
+        slices[axis] = slice(start, None if before_first else end, step)
+    return x[tuple(slices)]
 
 
 @OPS("Slice", host=_host_sliced)
@@ -174,11 +174,11 @@ def sliced(
 
 
 def _one_slice(x: Tensor, axis: int, start: Int, end: Int, step: Int) -> Tensor:
-    numbers = isinstance(start, int) and isinstance(end, int)
+    is_known = isinstance(start, int) and isinstance(end, int)
     if step > 0:
-        whole = numbers and start == 0 and end >= FAR and step == 1
-        return x if whole else torch.ops.aten.slice.Tensor(x, axis, start, end, step)
-    if step == -1 and numbers and (start == -1 or start >= FAR) and end <= -FAR:
+        is_all = is_known and start == 0 and end >= FAR and step == 1
+        return x if is_all else torch.ops.aten.slice.Tensor(x, axis, start, end, step)
+    if step == -1 and is_known and (start == -1 or start >= FAR) and end <= -FAR:
         return x.flip(axis)
     size = x.shape[axis]
     first, bound = (
@@ -194,8 +194,8 @@ def _host_parts(
 ) -> Any:
     if not known(split):
         return NotImplemented
-    parts = ints(split) if split is not None else _equal(x.shape[axis], num_outputs or outputs)
-    return tuple(np.split(x, np.cumsum(parts)[:-1], axis))
+    sizes = ints(split) if split is not None else _equal(x.shape[axis], num_outputs or outputs)
+    return tuple(np.split(x, np.cumsum(sizes)[:-1], axis))
 
 
 def _equal(size: Any, count: int) -> list[Any]:
@@ -208,9 +208,9 @@ def split(
     x: Tensor, split: Ints | None = None, *, axis: int = 0, num_outputs: int | None = None,
     outputs: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Parts of x along an axis; of equal sizes, but for the last, if no sizes are given."""
-    parts = _equal(x.shape[axis], num_outputs or outputs) if split is None else split
-    return tuple(x.split_with_sizes(parts, axis))
+    """Parts of x along an axis, by default of equal sizes except the last."""
+    sizes = _equal(x.shape[axis], num_outputs or outputs) if split is None else split
+    return tuple(x.split_with_sizes(sizes, axis))
 
 
 def _host_expanded(x: np.ndarray, shape: Any) -> Any:
@@ -224,12 +224,14 @@ def _host_expanded(x: np.ndarray, shape: Any) -> Any:
 def expand(x: Tensor, shape: Ints) -> Tensor:
     """x broadcast with a tensor of this shape."""
     shape = [1] * (x.ndim - len(shape)) + shape
-    lead = len(shape) - x.ndim
-    sizes = [-1 if k >= lead and isinstance(n, int) and n == 1 else n for k, n in enumerate(shape)]
-    same = lead == 0 and all(
-        isinstance(n, int) and n in (-1, own) for n, own in zip(sizes, x.shape, strict=True)
+    new_axes = len(shape) - x.ndim
+    sizes = [
+        -1 if k >= new_axes and isinstance(n, int) and n == 1 else n for k, n in enumerate(shape)
+    ]
+    is_same = new_axes == 0 and all(
+        isinstance(n, int) and n in (-1, size) for n, size in zip(sizes, x.shape, strict=True)
     )
-    return x if same else x.expand(sizes)
+    return x if is_same else x.expand(sizes)
 
 
 def _host_tiled(x: np.ndarray, repeats: Any) -> Any:
@@ -240,7 +242,7 @@ def _host_tiled(x: np.ndarray, repeats: Any) -> Any:
 
 @OPS("Tile", host=_host_tiled)
 def tile(x: Tensor, repeats: Ints) -> Tensor:
-    """x, repeated along each axis."""
+    """x repeated along each axis."""
     once = [isinstance(n, int) and n == 1 for n in repeats]
     if all(one or size == 1 for one, size in zip(once, x.shape, strict=True)):
         return x.expand([-1 if one else n for one, n in zip(once, repeats, strict=True)])
@@ -252,10 +254,10 @@ def _pairs(rank: int, pads: list[Any], axes: list[Any] | None) -> list[tuple[Any
     axes = list(range(rank)) if axes is None else axes
     if len(pads) != 2 * len(axes):
         raise BadInput(f"expected {2 * len(axes)} pads, got {len(pads)}")
-    found = [(0, 0)] * rank
+    pairs = [(0, 0)] * rank
     for axis, before, after in zip(axes, pads, pads[len(axes) :], strict=False):
-        found[axis] = (before, after)
-    return found
+        pairs[axis] = (before, after)
+    return pairs
 
 
 def _host_padded(
@@ -276,7 +278,7 @@ def pad(
     x: Tensor, pads: Ints, constant_value: Float = None, axes: Ints | None = None, *,
     mode: str = "constant", value: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """x with values put around it, or cut off where a pad is negative."""
+    """x padded, or cropped where a pad is negative."""
     pairs = _pairs(x.ndim, pads, axes)
     if mode == "constant":
         return padded(x, pairs, value if constant_value is None else constant_value)
@@ -289,12 +291,14 @@ def pad(
     if mode in _MODES and _torch_pads(x, pairs, mode):
         return padded(x, pairs, mode=_MODES[mode])
     for axis, (before, after) in enumerate(pairs):
-        if not _none((before, after)):
-            x = x.index_select(axis, _around(x.shape[axis], before, after, mode, x.device))
+        if not _is_zero((before, after)):
+            x = x.index_select(
+                axis, _source_positions(x.shape[axis], before, after, mode, x.device)
+            )
     return x
 
 
-def _none(pair: tuple[Any, Any]) -> bool:
+def _is_zero(pair: tuple[Any, Any]) -> bool:
     return all(isinstance(n, int) and n == 0 for n in pair)
 
 
@@ -302,7 +306,7 @@ def padded(
     x: Tensor, pairs: Sequence[tuple[Any, Any]], value: Any = None, mode: str = "constant"
 ) -> Tensor:
     """x with padding before and after each axis."""
-    lead = next((k for k, pair in enumerate(pairs) if not _none(pair)), len(pairs))
+    lead = next((k for k, pair in enumerate(pairs) if not _is_zero(pair)), len(pairs))
     flat = [n for pair in reversed(pairs[lead:]) for n in pair]
     if not flat:
         return x
@@ -312,24 +316,26 @@ def padded(
 
 
 def _torch_pads(x: Tensor, pairs: Sequence[tuple[Any, Any]], mode: str) -> bool:
-    """Does F.pad do just this? It pads the last axes of 3 to 5, of floats; reflects only once."""
+    """Whether F.pad computes this: it pads the last axes of 3 to 5, floats, and reflects once."""
     if not x.is_floating_point() or x.dtype in _BITS or not 3 <= x.ndim <= 5:
         return False
-    if not all(map(_none, pairs[:2])):
+    if not all(map(_is_zero, pairs[:2])):
         return False
     short = [max(pair) >= n for n, pair in zip(x.shape, pairs, strict=True) if isinstance(n, int)]
     return mode == "edge" or not any(short)
 
 
-def _around(size: Any, before: Any, after: Any, mode: str, device: torch.device) -> Tensor:
-    """Which of an axis' positions stand on it after padding."""
-    places = torch.arange(-before, size + after, device=device)
+def _source_positions(
+    size: Any, before: Any, after: Any, mode: str, device: torch.device
+) -> Tensor:
+    """Source position on an axis of each position after padding."""
+    positions = torch.arange(-before, size + after, device=device)
     if mode == "edge":
-        return places.clamp(0, size - 1)
+        return positions.clamp(0, size - 1)
     if mode == "wrap":
-        return places % size
-    places = places % (2 * torch.sym_max(size - 1, 1))
-    return torch.minimum(places, 2 * (size - 1) - places).abs()
+        return positions % size
+    positions = positions % (2 * torch.sym_max(size - 1, 1))
+    return torch.minimum(positions, 2 * (size - 1) - positions).abs()
 
 
 def _host_range(
@@ -337,15 +343,15 @@ def _host_range(
 ) -> Any:
     if not known(start, limit, delta) or start.dtype.kind not in "iuO":
         return NotImplemented
-    found = range(*(ints(n)[0] for n in (start, limit, delta)))
-    return np.array(found, start.dtype) if len(found) <= MAX_FILLED else NotImplemented
+    numbers = range(*(ints(n)[0] for n in (start, limit, delta)))
+    return np.array(numbers, start.dtype) if len(numbers) <= MAX_FILLED else NotImplemented
 
 
 @OPS("Range", host=_host_range)
 def ranged(
     start: Value, limit: Value, delta: Value, *, stash_type: int = 1, device: torch.device
 ) -> Tensor:
-    """start, start + delta, ... up to the limit, which is not reached."""
+    """start, start + delta, ... below the limit."""
     dtype: torch.dtype = start.dtype  # type: ignore[union-attr]
     first, end, step = map(number_of, (start, limit, delta))
     if any(isinstance(n, SYMBOLIC) for n in (first, end, step)):
@@ -353,9 +359,9 @@ def ranged(
     if not dtype.is_floating_point:
         end = first if (end - first) * step < 0 else end
         return torch.arange(first, end, step, dtype=dtype, device=device)
-    wide = DTYPES[stash_type] if dtype.itemsize < 4 else dtype
+    compute_dtype = DTYPES[stash_type] if dtype.itemsize < 4 else dtype
     count = max(0, math.ceil((end - first) / step))
-    return (torch.arange(count, dtype=wide, device=device) * step + first).to(dtype)
+    return (torch.arange(count, dtype=compute_dtype, device=device) * step + first).to(dtype)
 
 
 def _host_filled(shape: Any, *, value: Value = None) -> Any:
@@ -367,7 +373,7 @@ def _host_filled(shape: Any, *, value: Value = None) -> Any:
 
 @OPS("ConstantOfShape", host=_host_filled)
 def filled(shape: Ints, *, value: Value = None, device: torch.device) -> Tensor:
-    """One number, again and again."""
+    """A tensor filled with one number, by default 0."""
     if value is None:
         return torch.zeros(shape, device=device)
     if isinstance(value, Tensor):
@@ -396,7 +402,7 @@ _ORDERS = ("DCR", "CRD")
 @OPS("DepthToSpace")
 @by_bits
 def depth_to_space(x: Tensor, *, blocksize: int, mode: str = "DCR") -> Tensor:
-    """Channels as blocks of pixels."""
+    """Channels rearranged to blocks of pixels."""
     _one_of(mode, _ORDERS)
     if mode == "CRD":
         return F.pixel_shuffle(x, blocksize)
@@ -409,7 +415,7 @@ def depth_to_space(x: Tensor, *, blocksize: int, mode: str = "DCR") -> Tensor:
 @OPS("SpaceToDepth")
 @by_bits
 def space_to_depth(x: Tensor, *, blocksize: int, mode: str = "DCR") -> Tensor:
-    """Blocks of pixels as channels."""
+    """Blocks of pixels rearranged to channels."""
     _one_of(mode, _ORDERS)
     if mode == "CRD":
         return F.pixel_unshuffle(x, blocksize)
@@ -426,12 +432,12 @@ def _one_of(mode: str, modes: Sequence[str]) -> None:
 
 @OPS("CenterCropPad")
 def center_crop_pad(x: Tensor, shape: Ints, *, axes: Sequence[int] | None = None) -> Tensor:
-    """x cut or padded with zeros around its middle, to these sizes of its axes."""
+    """x cropped or padded with zeros around its center, to these sizes of its axes."""
     pairs: list[tuple[Any, Any]] = [(0, 0)] * x.ndim
     for axis, wanted in zip(range(x.ndim) if axes is None else axes, shape, strict=True):
         size = x.shape[axis]
-        cut, more = torch.sym_max(size - wanted, 0), torch.sym_max(wanted - size, 0)
-        if not (isinstance(cut, int) and cut == 0):
-            x = torch.ops.aten.slice.Tensor(x, axis, cut // 2, cut // 2 + size - cut)
-        pairs[axis] = (more // 2, more - more // 2)
+        excess, missing = torch.sym_max(size - wanted, 0), torch.sym_max(wanted - size, 0)
+        if not (isinstance(excess, int) and excess == 0):
+            x = torch.ops.aten.slice.Tensor(x, axis, excess // 2, excess // 2 + size - excess)
+        pairs[axis] = (missing // 2, missing - missing // 2)
     return padded(x, pairs)

@@ -1,7 +1,7 @@
-"""Regular expressions of files, matched in time that is proportional to the text (Thompson 1968).
+"""Regular expressions of files, matched in time proportional to the text (Thompson 1968).
 
-Python's `re` tries one way after the other: of `(a+)+b` there are twice as many for each character
-more. Here all states that a text can be in are followed at once. `re` matches single characters.
+Python's `re` backtracks: for `(a+)+b` its time doubles with every character. Here all states that a
+text can be in are tracked at once, and `re` matches only single characters.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Literal, NamedTuple
 from demask.errors import BadInput
 
 MAX_STATES, MAX_DEPTH = 10_000, 100
-MAX_STEPS = 2**24  # states times characters: some ten seconds
+MAX_STEPS = 2**24  # states times characters: about ten seconds
 _ATOM = re.compile(
     r"\[\^?\]?(?:\\.|[^\]\\])*\]"  # a class
-    r"|\\x[0-9a-fA-F]{2}|\\[nrtfvadDwWsS]|\\[^\w\s]"  # escapes that RE2 and Python read alike
+    r"|\\x[0-9a-fA-F]{2}|\\[nrtfvadDwWsS]|\\[^\w\s]"  # escapes that RE2 and Python share
     r"|[^\\\[()*+?|^$]",
     re.DOTALL,
 )
 _WORD = re.compile(r"\w", re.ASCII)
-_PLACE = re.compile(r"[\^$]|\\[bB]")
-# What a class may not have: names of classes, operators of Python's to come, odd escapes.
+_POSITION = re.compile(r"[\^$]|\\[bB]")
+# Not allowed in a class: names of classes, set operators of later Pythons, unknown escapes.
 _ODD = re.compile(r"\[:|--|&&|\|\||~~|\\[^\WnrtfvadDwWsSx]|\\x(?![0-9a-fA-F]{2})")
 _REPEAT = re.compile(r"(?:([*+?])|\{(\d{1,4})(?:(,)(\d{0,4}))?\})\??")
 _OPEN = re.compile(r"\((?:\?:|\?P?<[A-Za-z_]\w*>)?(?!\?)")
@@ -33,9 +33,9 @@ _ENDLESS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "
 
 @dataclass(frozen=True, slots=True)
 class PatternNode:
-    """Part of an expression: one character that `atom` matches, a position that it describes,
-    `parts` in a row, one of several, or the first of them from `least` to `most` times (None: any
-    number)."""
+    """Part of an expression. "atom": one character that `atom` matches. "position": a position that
+    `atom` names. "row": `parts` in sequence. "either": one of `parts`. "repeat": the first part,
+    from `least` to `most` times (None: any number)."""
 
     kind: Literal["atom", "position", "row", "either", "repeat"]
     parts: tuple[PatternNode, ...] = ()
@@ -45,8 +45,8 @@ class PatternNode:
 
 
 class PatternState(NamedTuple):
-    """What to do in a state: match a character and go on to the next state, or go on to others,
-    where position is "^", "$", "\\b" or "\\B" only at such positions of the text."""
+    """A state: match a character and continue with the next state (atom), or continue with
+    `others`, if position is "^", "$", "\\b" or "\\B" only at such positions of the text."""
 
     atom: re.Pattern[str] | None
     others: tuple[int, ...] = ()
@@ -55,12 +55,12 @@ class PatternState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A regular expression as states; the one behind the last means that all is matched."""
+    """A regular expression as states; the index after the last state means a match."""
 
     states: tuple[PatternState, ...]
 
     def matches(self, texts: Sequence[str]) -> list[bool]:
-        """Whether each text matches as a whole. BadInput where that would take minutes."""
+        """Whether each text matches as a whole. Raises BadInput where that would take minutes."""
         characters = sum(map(len, texts))
         if characters * len(self.states) > MAX_STEPS:
             raise BadInput(f"{characters:,} characters in a pattern of {len(self.states):,} states "
@@ -68,32 +68,32 @@ class Pattern:
         return [self._matches(text) for text in texts]
 
     def _matches(self, text: str) -> bool:
-        now = self._closed([0], text, 0)
-        for at, character in enumerate(text, 1):
-            hits = [k for k in now if k < len(self.states) and self._takes(k, character)]
-            now = self._closed([k + 1 for k in hits], text, at)
-        return len(self.states) in now
+        active = self._closed([0], text, 0)
+        for position, character in enumerate(text, 1):
+            matched = [k for k in active if k < len(self.states) and self._takes(k, character)]
+            active = self._closed([k + 1 for k in matched], text, position)
+        return len(self.states) in active
 
     def _takes(self, k: int, character: str) -> bool:
         atom = self.states[k].atom
         return atom is not None and atom.fullmatch(character) is not None
 
     def _closed(self, stack: list[int], text: str, at: int) -> set[int]:
-        """These states and all that they go on to without a character, before text[at]."""
-        seen: set[int] = set()
+        """These states and all that are reachable without a character, at position `at`."""
+        reachable: set[int] = set()
         while stack:
             k = stack.pop()
-            if k in seen:
+            if k in reachable:
                 continue
-            seen.add(k)
+            reachable.add(k)
             state = self.states[k] if k < len(self.states) else None
             if state and state.atom is None and _is_at(state.position, text, at):
                 stack += state.others
-        return seen
+        return reachable
 
 
 def _is_at(position: str, text: str, at: int) -> bool:
-    """Whether the position before text[at] is one that a pattern describes."""
+    """Whether the position before text[at] is of the kind `position` ("" is any)."""
     if not position:
         return True
     if position in "^$":
@@ -102,41 +102,41 @@ def _is_at(position: str, text: str, at: int) -> bool:
     return (bool(left) != bool(right)) == (position == r"\b")
 
 
-def compiled(pattern: str) -> Pattern:
-    """The pattern, ready to match whole texts; BadInput where RE2 and Python may read it in
-    different ways, or where it needs more than a bounded number of states.
+def compile_pattern(pattern: str) -> Pattern:
+    """The compiled pattern, which matches whole texts. Raises BadInput for patterns that RE2 and
+    Python may interpret differently, and for those that need too many states.
 
-    >>> compiled("(a+)+b|x{2,3}").matches(["a" * 100, "aab", "xxx"])
+    >>> compile_pattern("(a+)+b|x{2,3}").matches(["a" * 100, "aab", "xxx"])
     [False, True, True]
     """
     flags, text = re.ASCII, pattern
-    if found := _FLAGS.match(text):
-        flags |= re.IGNORECASE if "i" in found[1] else 0
-        flags |= re.DOTALL if "s" in found[1] else 0
-        text = text[found.end() :]
+    if flag_match := _FLAGS.match(text):
+        flags |= re.IGNORECASE if "i" in flag_match[1] else 0
+        flags |= re.DOTALL if "s" in flag_match[1] else 0
+        text = text[flag_match.end() :]
     parser = _Parser(text, pattern)
     node = parser.either(0)
     if parser.at != len(text):
-        raise parser.refused()
+        raise parser.refusal()
     states = _States(flags, pattern)
     states.enter(node)
-    return Pattern(tuple(states.made))
+    return Pattern(tuple(states.states))
 
 
 class _Parser:
-    """Reads an expression from left to right."""
+    """Parses an expression from left to right."""
 
     def __init__(self, text: str, pattern: str):
         self.text, self.pattern, self.at = text, pattern, 0
 
-    def refused(self) -> BadInput:
+    def refusal(self) -> BadInput:
         rest = self.text[self.at : self.at + 10]
-        return BadInput(f"expected a pattern that RE2 and Python's re read alike, got "
+        return BadInput(f"expected a pattern with equal meanings in RE2 and Python, got "
                         f"{self.pattern!r:.100} (at {rest!r})")  # fmt: skip
 
     def either(self, depth: int) -> PatternNode:
         if depth > MAX_DEPTH:
-            raise self.refused()
+            raise self.refusal()
         rows = [self._row(depth)]
         while self.text[self.at : self.at + 1] == "|":
             self.at += 1
@@ -154,53 +154,53 @@ class _Parser:
             self.at = opened.end()
             inner = self.either(depth + 1)
             if self.text[self.at : self.at + 1] != ")":
-                raise self.refused()
+                raise self.refusal()
             self.at += 1
             return inner
-        if position := _PLACE.match(self.text, self.at):
+        if position := _POSITION.match(self.text, self.at):
             self.at = position.end()
             if _REPEAT.match(self.text, self.at):
-                raise self.refused()
+                raise self.refusal()
             return PatternNode("position", atom=position[0])
-        found = _ATOM.match(self.text, self.at)
-        if found is None or (found[0].startswith("[") and _ODD.search(found[0])):
-            raise self.refused()
-        self.at = found.end()
-        return PatternNode("atom", atom=found[0])
+        match = _ATOM.match(self.text, self.at)
+        if match is None or (match[0].startswith("[") and _ODD.search(match[0])):
+            raise self.refusal()
+        self.at = match.end()
+        return PatternNode("atom", atom=match[0])
 
     def _repeated(self, node: PatternNode) -> PatternNode:
-        found = _REPEAT.match(self.text, self.at)
-        if found is None:
+        match = _REPEAT.match(self.text, self.at)
+        if match is None:
             return node
-        self.at = found.end()
-        if _REPEAT.match(self.text, self.at):  # a** is an error, a++ is Python's alone
-            raise self.refused()
-        sign, least, comma, most = found.groups()
+        self.at = match.end()
+        if _REPEAT.match(self.text, self.at):  # a** is an error, a++ exists in Python only
+            raise self.refusal()
+        sign, least, comma, most = match.groups()
         if sign:
             low, high = _ENDLESS[sign]
         else:
             low, high = int(least), int(most) if most else None if comma else int(least)
         if high is not None and high < low:
-            raise self.refused()
+            raise self.refusal()
         return PatternNode("repeat", (node,), least=low, most=high)
 
 
 class _States:
-    """Writes the states of an expression, one after the other."""
+    """Appends the states of an expression to `states`. count: nodes so far."""
 
     def __init__(self, flags: int, pattern: str):
-        self.flags, self.pattern, self.made, self.entered = flags, pattern, list[PatternState](), 0
+        self.flags, self.pattern, self.states, self.count = flags, pattern, list[PatternState](), 0
 
     def enter(self, node: PatternNode) -> None:
-        self.entered += 1
-        if self.entered > MAX_STATES:
+        self.count += 1
+        if self.count > MAX_STATES:
             raise BadInput(f"the pattern {self.pattern!r:.100} needs more than {MAX_STATES:,} "
                            "states")  # fmt: skip
         match node.kind:
             case "atom":
-                self.made.append(PatternState(self._atom(node.atom)))
+                self.states.append(PatternState(self._atom(node.atom)))
             case "position":
-                self.made.append(PatternState(None, (len(self.made) + 1,), node.atom))
+                self.states.append(PatternState(None, (len(self.states) + 1,), node.atom))
             case "row":
                 for part in node.parts:
                     self.enter(part)
@@ -218,36 +218,36 @@ class _States:
                            ) from error  # fmt: skip
 
     def _either(self, parts: tuple[PatternNode, ...]) -> None:
-        fork, ends, starts = self._hole(), [], []
+        fork, ends, starts = self._reserve(), [], []
         for part in parts:
-            starts.append(len(self.made))
+            starts.append(len(self.states))
             self.enter(part)
-            ends.append(self._hole())
-        self.made[fork] = PatternState(None, tuple(starts))
+            ends.append(self._reserve())
+        self.states[fork] = PatternState(None, tuple(starts))
         for end in ends:
-            self.made[end] = PatternState(None, (len(self.made),))
+            self.states[end] = PatternState(None, (len(self.states),))
 
     def _repeat(self, node: PatternNode) -> None:
         (part,) = node.parts
         for _ in range(node.least):
             self.enter(part)
         if node.most is None:
-            fork = self._hole()
+            fork = self._reserve()
             self.enter(part)
-            self.made.append(PatternState(None, (fork,)))
-            self.made[fork] = PatternState(None, (fork + 1, len(self.made)))
+            self.states.append(PatternState(None, (fork,)))
+            self.states[fork] = PatternState(None, (fork + 1, len(self.states)))
             return
         forks = []
         for _ in range(node.most - node.least):
-            forks.append(self._hole())
+            forks.append(self._reserve())
             self.enter(part)
         for fork in forks:
-            self.made[fork] = PatternState(None, (fork + 1, len(self.made)))
+            self.states[fork] = PatternState(None, (fork + 1, len(self.states)))
 
-    def _hole(self) -> int:
-        """A state that is filled in later."""
-        self.made.append(PatternState(None))
-        return len(self.made) - 1
+    def _reserve(self) -> int:
+        """Index of a new state that is set later."""
+        self.states.append(PatternState(None))
+        return len(self.states) - 1
 
 
-__all__ = ["Pattern", "compiled"]
+__all__ = ["Pattern", "compile_pattern"]

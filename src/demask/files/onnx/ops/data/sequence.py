@@ -1,4 +1,4 @@
-"""ONNX ops on sequences (lists) and on optional values (None where there is none)."""
+"""ONNX ops on sequences (lists) and on optional values (None if absent)."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def _listed(sequence: Value) -> list[Any]:
     return sequence
 
 
-def _place(position: int, end: int) -> int:
-    """A position from the front; BadInput outside of [-end, end]."""
+def _nonnegative(position: int, end: int) -> int:
+    """A position as a non-negative number; BadInput outside of [-end, end]."""
     if not -end <= position <= end:
         raise BadInput(f"expected a position in [{-end}, {end}], got {position}")
     return position + end if position < 0 else position
@@ -39,41 +39,41 @@ def _place(position: int, end: int) -> int:
 
 @OPS("SequenceInsert")
 def inserted(sequence: Value, element: Value, position: Int | None = None) -> list[Value]:
-    """The sequence with an element put in before a position, or behind all."""
+    """The sequence with an element inserted at a position, by default at the end."""
     elements = _listed(sequence)
     end = len(elements)
-    place = end if position is None else _place(position, end)
-    return [*elements[:place], element, *elements[place:]]
+    index = end if position is None else _nonnegative(position, end)
+    return [*elements[:index], element, *elements[index:]]
 
 
 @OPS("SequenceErase")
 def erased(sequence: Value, position: Int = -1) -> list[Value]:
-    """The sequence without the element at a position, or without the last."""
+    """The sequence without the element at a position, by default the last."""
     elements = _listed(sequence)
-    place = range(len(elements))[position]
-    return [*elements[:place], *elements[place + 1 :]]
+    index = range(len(elements))[position]
+    return [*elements[:index], *elements[index + 1 :]]
 
 
 @OPS("SequenceAt")
 def element(sequence: Value, position: Int) -> Value:
-    """The element at a position; negative ones count from the end."""
+    """The element at a position, negative ones from the end."""
     return _listed(sequence)[position]
 
 
 @OPS("SequenceLength")
 def length(sequence: Value) -> Host:
-    """How many elements there are."""
+    """The number of elements."""
     return Host.of(np.array(len(_listed(sequence))))
 
 
 def _host_split(
     x: np.ndarray, split: np.ndarray | None = None, *, axis: int = 0, keepdims: int = 1
 ) -> Any:
-    whole = x.shape[axis]
+    length = x.shape[axis]
     if split is None:
-        parts = [np.take(x, [k] if keepdims else k, axis) for k in range(whole)]
+        parts = [np.take(x, [k] if keepdims else k, axis) for k in range(length)]
     else:
-        sizes = [split.item()] * -(-whole // split.item()) if split.ndim == 0 else split.tolist()
+        sizes = [split.item()] * -(-length // split.item()) if split.ndim == 0 else split.tolist()
         parts = np.split(x, np.cumsum(sizes)[:-1].astype(int), axis)
     return [np.asarray(part) for part in parts]
 
@@ -83,10 +83,10 @@ def split_to_sequence(
     x: Value, split: Value = None, *, axis: int = 0, keepdims: int = 1,
     as_tensor: Callable[[Value], Tensor],
 ) -> list[Value]:  # fmt: skip
-    """Parts of x along an axis: of the sizes told, or each of one size, the last may be smaller."""
+    """Parts of x along an axis: of `split` sizes, or of one size, where the last may be smaller."""
     if isinstance(x, Host) and x.folds and not isinstance(split, Tensor):
-        known = None if split is None else split.array  # type: ignore[union-attr]
-        return [Host.of(part, x.dtype) for part in _host_split(x.array, known, axis=axis,
+        sizes = None if split is None else split.array  # type: ignore[union-attr]
+        return [Host.of(part, x.dtype) for part in _host_split(x.array, sizes, axis=axis,
                 keepdims=keepdims)]  # fmt: skip
     tensor = as_tensor(x)
     if split is None:
@@ -99,13 +99,13 @@ def split_to_sequence(
 def concatenated(
     sequence: Value, *, axis: int, new_axis: int = 0, as_tensor: Callable[[Value], Tensor]
 ) -> Value:
-    """The elements, one behind the other on an axis that they have, or on a new one."""
+    """The elements concatenated along an axis, or stacked along a new one."""
     elements = _listed(sequence)
     known = [v for v in elements if isinstance(v, Host) and (v.folds or v.dtype is None)]
     if known and len(known) == len(elements):
         arrays = [v.array for v in known]
-        made = np.stack(arrays, axis) if new_axis else np.concatenate(arrays, axis)
-        return Host.of(made, known[0].dtype)
+        result = np.stack(arrays, axis) if new_axis else np.concatenate(arrays, axis)
+        return Host.of(result, known[0].dtype)
     tensors = [as_tensor(v) for v in elements]
     return torch.stack(tensors, axis) if new_axis else torch.cat(tensors, axis)
 
@@ -118,13 +118,13 @@ def optional(x: Value = None, *, type: str = "") -> Value:
 
 @OPS("OptionalHasElement")
 def has_element(x: Value = None) -> Host:
-    """Is there a value?"""
+    """Whether there is a value."""
     return Host.of(np.array(x is not None))
 
 
 @OPS("OptionalGetElement")
 def got_element(x: Value) -> Value:
-    """The value that must be there."""
+    """The value; BadInput if there is none."""
     if x is None:
-        raise BadInput("expected an optional that holds a value, got an empty one")
+        raise BadInput("expected an optional that has a value, got an empty one")
     return x

@@ -14,7 +14,7 @@ OPS = Ops("ai.onnx.preview.training")
 
 
 def _grouped(tensors: tuple[Tensor, ...], parts: int) -> Iterator[tuple[Tensor, ...]]:
-    """For each variable its value, gradient and so on; the inputs hold all values, then all
+    """For each variable its value, gradient and so on; the inputs are all values, then all
     gradients, and so on."""
     count = len(tensors) // parts
     return zip(*(tensors[k * count : (k + 1) * count] for k in range(parts)), strict=True)

@@ -22,10 +22,12 @@ MODES: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class Forest:
-    """Trees in one numbering: nodes first, leaves behind them.
+    """Trees in one numbering: first nodes, then leaves.
 
-    yes, no: where each node goes on; leaves stay. missing: does NaN go to `yes`? members: of nodes
-    that ask for membership, padded with NaN. depth: steps after which every row is at a leaf.
+    roots: node per tree. feature, mode, split: column, comparison and threshold per node. missing:
+    whether NaN selects `yes`. yes, no: the next node or leaf if the comparison is true or false; a
+    leaf is its own. members: sets of membership nodes, padded with NaN. nodes: number of nodes.
+    depth: steps after which every row is at a leaf.
     """
 
     roots: Tensor
@@ -40,31 +42,33 @@ class Forest:
     depth: int
 
     def leaves(self, x: Tensor) -> Tensor:
-        """The leaf (counted from 0) that each row of x reaches in each tree."""
-        at = self.roots.expand(x.shape[0], -1)
+        """The index of the leaf that each row of x reaches in each tree, [rows, trees]."""
+        current = self.roots.expand(x.shape[0], -1)
         for _ in range(self.depth):
-            value = x.gather(1, self.feature[at])
-            at = torch.where(self._goes(value, at), self.yes[at], self.no[at])
-        return at - self.nodes
+            value = x.gather(1, self.feature[current])
+            current = torch.where(self._is_yes(value, current), self.yes[current], self.no[current])
+        return current - self.nodes
 
-    def _goes(self, value: Tensor, at: Tensor) -> Tensor:
-        mode, split = self.mode[at], self.split[at]
-        goes = value.isnan() & self.missing[at]
+    def _is_yes(self, value: Tensor, current: Tensor) -> Tensor:
+        mode, split = self.mode[current], self.split[current]
+        is_yes = value.isnan() & self.missing[current]
         for number, compare in MODES.items():
-            goes = goes | ((mode == number) & compare(value, split))
+            is_yes = is_yes | ((mode == number) & compare(value, split))
         if self.members is not None:
-            goes = goes | ((mode == MEMBER) & (value.unsqueeze(-1) == self.members[at]).any(-1))
-        return goes
+            is_yes = is_yes | (
+                (mode == MEMBER) & (value.unsqueeze(-1) == self.members[current]).any(-1)
+            )
+        return is_yes
 
 
-def _ways(places: Sequence[int], leaf: Sequence[int]) -> list[int]:
-    """Where nodes lead, in one numbering of nodes and leaves."""
-    nodes = len(places)
-    return [place + nodes * bool(is_leaf) for place, is_leaf in zip(places, leaf, strict=True)]
+def _targets(indices: Sequence[int], leaf: Sequence[int]) -> list[int]:
+    """Successors of nodes, in one numbering of nodes and leaves."""
+    nodes = len(indices)
+    return [index + nodes * bool(is_leaf) for index, is_leaf in zip(indices, leaf, strict=True)]
 
 
 def _depth(roots: Sequence[int], yes: Sequence[int], no: Sequence[int], nodes: int) -> int:
-    """How many nodes lie on the longest way to a leaf; BadInput for ways that do not end."""
+    """Number of nodes on the longest path to a leaf; BadInput for a cycle."""
     level, depth = {r for r in roots if r < nodes}, 0
     while level:
         depth += 1
@@ -75,8 +79,8 @@ def _depth(roots: Sequence[int], yes: Sequence[int], no: Sequence[int], nodes: i
 
 
 def _members(values: Value, modes: list[int], x: Tensor) -> Tensor | None:
-    """For each node (and leaf, of mode -1) its set of members, padded with NaN; the file separates
-    them by NaN."""
+    """The set of members of each node and leaf (mode -1), padded with NaN. NaN separates the sets
+    in the file."""
     if MEMBER not in modes:
         return None
     groups: list[list[float]] = [[]]
@@ -93,7 +97,7 @@ def _members(values: Value, modes: list[int], x: Tensor) -> Tensor | None:
 def _aggregated(
     weights: Tensor, targets: Tensor, count: int, aggregate: int
 ) -> Tensor:  # fmt: skip
-    """What the trees say of each target: average, sum, least, or most."""
+    """Scores per target from the weights of all trees: mean, sum, minimum or maximum."""
     zeros = weights.new_zeros((weights.shape[0], count))
     if aggregate in (0, 1):
         total = zeros.scatter_add(1, targets, weights)
@@ -112,13 +116,13 @@ def tree_ensemble(
     nodes_missing_value_tracks_true: Sequence[int] = (), membership_values: Value = None,
     n_targets: int,
 ) -> Tensor:  # fmt: skip
-    """What the leaves that each row reaches say, for each target."""
+    """Score of each row and target, from the leaves that the row reaches."""
     if post_transform not in (0, 1, 2):
         raise BadInput(f"expected post_transform 0, 1 or 2, got {post_transform}")
     nodes, modes = len(nodes_featureids), [int(n) for n in numbers_of(nodes_modes)]
     leaves = range(nodes, nodes + len(leaf_targetids))
-    yes = _ways(nodes_truenodeids, nodes_trueleafs)
-    no = _ways(nodes_falsenodeids, nodes_falseleafs)
+    yes = _targets(nodes_truenodeids, nodes_trueleafs)
+    no = _targets(nodes_falsenodeids, nodes_falseleafs)
     missing = list(nodes_missing_value_tracks_true) or [0] * nodes
 
     def table(numbers: Sequence[int], rest: Sequence[int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""ONNX's activations."""
+"""ONNX activations."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _swish(x: Tensor, alpha: float) -> Tensor:
 
 @OPS("Gelu")
 def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
-    """x times the normal distribution's share below x."""
+    """x times the cumulative normal distribution at x."""
     if approximate not in ("none", "tanh"):
         raise BadInput(f"expected approximate none or tanh, got {approximate!r}")
     return functional.gelu(x, approximate=approximate)
@@ -45,7 +45,7 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
 
 @OPS("HardSigmoid")
 def hard_sigmoid(x: Tensor, *, alpha: float = 0.2, beta: float = 0.5) -> Tensor:
-    """alpha * x + beta, between 0 and 1."""
+    """alpha * x + beta, clamped to 0 and 1."""
     if (alpha, beta) == (_SIXTH, 0.5):
         return functional.hardsigmoid(x)
     return torch.clamp(alpha * x + beta, 0, 1)
@@ -62,33 +62,33 @@ def selu(x: Tensor, *, alpha: float = _SELU[0], gamma: float = _SELU[1]) -> Tens
 @OPS("Softplus")
 def softplus(x: Tensor) -> Tensor:
     """log(1 + exp(x))"""
-    # above the threshold x itself is taken: 20, PyTorch's, is too low for float64
+    # above the threshold the result is x: 20, PyTorch's default, is too low for float64
     return functional.softplus(x, 1, 40) if x.dtype == torch.float64 else functional.softplus(x)
 
 
 @OPS("Shrink")
 def shrink(x: Tensor, *, bias: float = 0.0, lambd: float = 0.5) -> Tensor:
-    """0 up to `lambd` from zero, beyond it x moved towards zero by `bias`."""
+    """0 where |x| <= lambd, elsewhere x moved towards zero by `bias`."""
     if x.is_floating_point() and bias in (0, lambd) and lambd >= 0:
         return functional.softshrink(x, lambd) if bias else functional.hardshrink(x, lambd)
-    moved = torch.where(x < -lambd, x + bias, torch.where(x > lambd, x - bias, 0))
-    return moved.to(x.dtype)
+    shrunk = torch.where(x < -lambd, x + bias, torch.where(x > lambd, x - bias, 0))
+    return shrunk.to(x.dtype)
 
 
 @OPS("PRelu")
-def prelu(x: Tensor, slope: Tensor) -> Tensor:
-    """x, times slope where it is negative."""
-    if x.is_floating_point() and (slope.numel() == 1 or _by_channel(x, slope)):
-        return functional.prelu(x, slope if slope.ndim == 1 else slope.reshape(-1))
-    return widened(_sloped)(x, slope)
+def prelu(x: Tensor, weight: Tensor) -> Tensor:
+    """x, times `weight` where it is negative."""
+    if x.is_floating_point() and (weight.numel() == 1 or _is_per_channel(x, weight)):
+        return functional.prelu(x, weight if weight.ndim == 1 else weight.reshape(-1))
+    return widened(_prelu)(x, weight)
 
 
-def _sloped(x: Tensor, slope: Tensor) -> Tensor:
-    return torch.where(x < 0, slope * x, x)
+def _prelu(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.where(x < 0, weight * x, x)
 
 
-def _by_channel(x: Tensor, slope: Tensor) -> bool:
-    """Does the slope differ along axis 1 alone?"""
-    sizes = (1,) * (x.ndim - slope.ndim) + tuple(slope.shape)
+def _is_per_channel(x: Tensor, weight: Tensor) -> bool:
+    """Whether the weight differs only along axis 1."""
+    sizes = (1,) * (x.ndim - weight.ndim) + tuple(weight.shape)
     others = sizes[:1] + sizes[2:]
     return x.ndim >= 2 and len(sizes) == x.ndim and all(n == 1 for n in others)

@@ -1,7 +1,7 @@
 """ONNX ops that change a tensor's dtype.
 
-Numbers of 2 and 4 bits are held as int8 or uint8, floats of 4 and 6 bits as float32, each of them
-a number that the smaller type has.
+Integers of 2 and 4 bits are stored as int8 or uint8, floats of 4 and 6 bits as float32, with values
+of the smaller type only.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _FLOATS8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch
 
 @dataclass(frozen=True, slots=True)
 class SmallFloat:
-    """A float without infinities or NaN: places behind the point, the least exponent, the largest
-    number."""
+    """A float format without infinities or NaN. mantissa_bits: without the leading one. least: the
+    smallest exponent. largest: the largest number."""
 
-    places: int
+    mantissa_bits: int
     least: int
     largest: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x rounded to such floats, half to even; float32."""
+        """x rounded to this format, half to even, as float32."""
         x = x.to(torch.float32)
-        exponent = torch.clamp(torch.frexp(x).exponent - 1, min=self.least) - self.places
+        exponent = torch.clamp(torch.frexp(x).exponent - 1, min=self.least) - self.mantissa_bits
         step = torch.ldexp(torch.ones_like(x), exponent)
-        made = torch.clamp(torch.round(x / step) * step, -self.largest, self.largest)
-        return torch.where(torch.isnan(x), -0.0, made)  # as ml_dtypes has it
+        rounded = torch.clamp(torch.round(x / step) * step, -self.largest, self.largest)
+        return torch.where(torch.isnan(x), -0.0, rounded)  # as in ml_dtypes
 
 
 #: float4e2m1, float6e2m3, float6e3m2
@@ -50,14 +50,14 @@ _SMALL_FLOATS = {23: SmallFloat(1, 0, 6.0), 27: SmallFloat(3, 0, 7.5), 28: Small
 
 
 def dtype_of(number: int) -> torch.dtype:
-    """torch's dtype of an ONNX element type that it has; BadInput for others."""
+    """torch's dtype of an ONNX element type; BadInput if it has none."""
     if number not in DTYPES:
         raise BadInput(f"expected an element type that PyTorch has, got ONNX's number {number}")
     return DTYPES[number]
 
 
 def _element(x: Any, dtype: torch.dtype) -> Any:
-    """A number as the Python number of a dtype: a bool, a whole one or a float."""
+    """A number as the Python number of a dtype: a bool, an int or a float."""
     if dtype == torch.bool:
         return settled(x != 0)
     if isinstance(x, bool | torch.SymBool):
@@ -91,7 +91,7 @@ def _host_cast(x: np.ndarray, *, to: int, saturate: int = 1, round_mode: str = "
 
 @OPS("Cast", host=_host_cast)
 def cast(x: Tensor, *, to: int, saturate: int = 1, round_mode: str = "up") -> Tensor | Host:
-    """x in another dtype; numbers beyond an 8-bit float become its largest, if `saturate`."""
+    """x in another dtype; numbers beyond an 8-bit float become its largest if `saturate`."""
     if to == TEXT:
         return Host.of(np.array([str(n) for n in _texts(x)], dtype=object).reshape(x.shape))
     if to in _SMALL_FLOATS:
@@ -111,13 +111,13 @@ def _cast(x: Tensor, dtype: torch.dtype, saturate: bool) -> Tensor:
     if saturate:
         largest = torch.finfo(dtype).max
         x = torch.clamp(x, -largest, largest)
-    elif dtype == torch.float8_e4m3fn:  # PyTorch takes the largest, 448; up to 464 rounds to it
+    elif dtype == torch.float8_e4m3fn:  # numbers up to 464 round to the largest, 448
         x = torch.where(torch.abs(x) > 464, torch.nan, x)
     return x.to(dtype)
 
 
 def _small_int(x: Tensor, dtype: torch.dtype, bits: int) -> Tensor:
-    """The low bits of whole numbers."""
+    """Integers truncated to their low bits."""
     low = x.to(torch.int32) & (2**bits - 1)
     if dtype.is_signed:
         low = low - ((low >> (bits - 1)) << bits)
@@ -125,7 +125,7 @@ def _small_int(x: Tensor, dtype: torch.dtype, bits: int) -> Tensor:
 
 
 def _power_of_two(x: Tensor, saturate: bool, round_mode: str) -> Tensor:
-    """x as float8e8m0: its exponent in 8 bits, rounded; 255 where it is no number."""
+    """x as float8e8m0: its exponent in 8 bits, rounded; 255 for NaN."""
     if round_mode not in ("up", "down", "nearest"):
         raise BadInput(f"expected round_mode up, down or nearest, got {round_mode!r}")
     bits = x.to(torch.float32).view(torch.int32)
@@ -146,22 +146,22 @@ def cast_like(
     x: Value, like: Value, *, to: int = 0, saturate: int = 1, round_mode: str = "up",
     as_tensor: Any,
 ) -> Tensor | Host:  # fmt: skip
-    """x in the dtype of another value; `to` tells one that torch does not have (see narrow.py)."""
+    """x in the dtype of `like`, or of `to`, a dtype that torch lacks (`read.sub_byte_types`)."""
     if like is None or isinstance(like, list):
-        raise BadInput("expected a tensor to take the dtype of")
+        raise BadInput("expected a tensor whose dtype to use, got none")
     if isinstance(like, Host) and like.dtype is None:
         return cast(as_tensor(x), to=TEXT)
     to = to or next(number for number, dtype in DTYPES.items() if dtype == like.dtype)
     if isinstance(x, Host) and x.folds:
-        made = _host_cast(x.array, to=to)
-        if made is not NotImplemented:
-            return made if isinstance(made, Host | Tensor) else Host.of(made)
+        host = _host_cast(x.array, to=to)
+        if host is not NotImplemented:
+            return host if isinstance(host, Host | Tensor) else Host.of(host)
     return cast(as_tensor(x), to=to, saturate=saturate, round_mode=round_mode)
 
 
 @OPS("BitCast")
 def bit_cast(x: Tensor, *, to: int) -> Tensor:
-    """The same bits as another dtype of as many."""
+    """The same bits as another dtype of the same size."""
     dtype = dtype_of(to)
     if dtype.itemsize != x.dtype.itemsize:
         raise BadInput(f"expected a dtype of {8 * x.dtype.itemsize} bits, got {dtype}")

@@ -1,4 +1,4 @@
-"""Arithmetic on numbers that are known while a network is traced, some of them symbolic sizes."""
+"""Arithmetic on numbers known while a network is traced, some of them symbolic sizes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def on_host(
     real: Callable[..., Any], symbolic: Callable[..., Any] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Callable[..., Any]:  # fmt: skip
-    """A host function: `real` on arrays of numpy's dtypes; where some elements are symbolic,
-    `symbolic` on each (tensors do it if None). dtype: of the outcome, if not the first input's."""
+    """A host function: `real` on arrays of numpy's dtypes, `symbolic` on each element if some are
+    symbolic (None: compute on tensors). dtype: of the result, by default the first input's."""
 
     def call(*arrays: Any) -> Any:
         if not any(a.dtype == object for a in arrays):
@@ -26,36 +26,36 @@ def on_host(
                 return np.asarray(real(*arrays))
         if symbolic is None:
             return NotImplemented
-        made = elements(symbolic, *arrays)
-        return made if dtype is None else Host.of(made, dtype)
+        result = elements(symbolic, *arrays)
+        return result if dtype is None else Host.of(result, dtype)
 
     return call
 
 
 def elements(function: Callable[..., Any], *arrays: Any) -> np.ndarray:
-    """function(elements) for elements in the same place, as an array of objects."""
-    found = np.frompyfunc(function, len(arrays), 1)(*map(objects, arrays))
-    return np.asarray(found, dtype=object)
+    """`function` applied elementwise to broadcast arrays, as an array of objects."""
+    results = np.frompyfunc(function, len(arrays), 1)(*map(objects, arrays))
+    return np.asarray(results, dtype=object)
 
 
 def objects(array: np.ndarray) -> np.ndarray:
-    """The array with Python's numbers for elements."""
+    """The array with Python numbers as elements."""
     if array.dtype not in (np.float16, np.float32):
         return array.astype(object)
-    # 0.7, not 0.699999988: ten times the latter is 7 in float32 but less in Python's floats
+    # 0.7, not 0.699999988: ten times the latter is 7 in float32 but less in Python's float64
     return np.asarray(np.frompyfunc(float, 1, 1)(array.astype(np.str_)), dtype=object)
 
 
-def settled(truth: Any) -> Any:
-    """A truth as a bool if no size can change it, else as it is."""
-    if isinstance(truth, bool) or statically_known_true(truth):
-        return bool(truth)
-    return False if statically_known_false(truth) else truth
+def settled(condition: Any) -> Any:
+    """A condition as a bool if it is equal for all sizes, else unchanged."""
+    if isinstance(condition, bool) or statically_known_true(condition):
+        return bool(condition)
+    return False if statically_known_false(condition) else condition
 
 
-def either(truth: Any, a: Any, b: Any) -> Any:
-    """a if the truth holds, else b."""
-    truth = settled(truth)
-    if isinstance(truth, bool):
-        return a if truth else b
-    return torch.sym_ite(truth, plain(a), plain(b))
+def either(condition: Any, a: Any, b: Any) -> Any:
+    """a if the condition is true, else b."""
+    condition = settled(condition)
+    if isinstance(condition, bool):
+        return a if condition else b
+    return torch.sym_ite(condition, plain(a), plain(b))

@@ -1,4 +1,4 @@
-"""ONNX ops on each element: arithmetic, comparisons, logic, bits."""
+"""Elementwise ONNX ops: arithmetic, comparisons, logic, bits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from demask.files.onnx.ops.math.wide_unsigned import (
     widen,
     widened,
 )
-from demask.files.onnx.size_fractions import Ratio, chosen, plain
+from demask.files.onnx.size_fractions import Ratio, extend_choice, plain
 from demask.files.onnx.values import TORCH, Host
 
 OPS = Ops()
@@ -70,7 +70,7 @@ OPS("IsNaN")(lambda x: torch.isnan(_readable(x)))
 
 @OPS("IsInf")
 def is_infinite(x: Tensor, *, detect_negative: int = 1, detect_positive: int = 1) -> Tensor:
-    """Which elements are infinite, of the signs asked for."""
+    """Whether each element is infinite, with one of the selected signs."""
     x = _readable(x)
     if detect_negative and detect_positive:
         return torch.isinf(x)
@@ -83,11 +83,11 @@ def is_infinite(x: Tensor, *, detect_negative: int = 1, detect_positive: int = 1
 
 
 def _operand(x: Tensor, other: Any) -> Any:
-    """A tensor as it is; a number too, if x's arithmetic with it surely has x's dtype."""
+    """A tensor, or a number if arithmetic of x with it has x's dtype, else it as a tensor."""
     if isinstance(other, Tensor):
         return other
-    whole = not isinstance(other, float | torch.SymFloat)
-    fits = x.dtype != torch.bool if whole else x.is_floating_point()
+    is_integer = not isinstance(other, float | torch.SymFloat)
+    fits = x.dtype != torch.bool if is_integer else x.is_floating_point()
     return other if fits else torch.scalar_tensor(other, dtype=x.dtype, device=x.device)
 
 
@@ -139,32 +139,32 @@ for _name, _function, _host in (
 
 
 @OPS("BitShift")
-def shifted(x: Tensor, places: Tensor, *, direction: str) -> Tensor:
-    """x's bits moved; a shift by more places than there are leaves nothing but the sign."""
+def shifted(x: Tensor, counts: Tensor, *, direction: str) -> Tensor:
+    """x with its bits shifted; a shift by all bits or more leaves only the sign."""
     if direction not in ("LEFT", "RIGHT"):
         raise BadInput(f"expected direction LEFT or RIGHT, got {direction!r}")
     bits, dtype, signed = 8 * x.dtype.itemsize, x.dtype, x.dtype.is_signed
-    x, places = widen(x), widen(places)
-    # as ints: the places of uint8 cannot be compared with 0, nor those of int8 be negated
-    inside = (places >= 0) & (places < bits)
-    places = torch.where(inside, places, bits - 1)
+    x, counts = widen(x), widen(counts)
+    # as ints: counts of uint8 cannot be compared with 0, nor those of int8 be negated
+    in_range = (counts >= 0) & (counts < bits)
+    counts = torch.where(in_range, counts, bits - 1)
     if direction == "LEFT":
-        moved = torch.where(inside, x << places, 0)
+        result = torch.where(in_range, x << counts, 0)
     elif dtype == torch.uint64:
-        halves = ((x >> 1) & ~TOP) >> torch.clamp(places - 1, min=0)
-        moved = torch.where(inside, torch.where(places == 0, x, halves), 0)
+        halves = ((x >> 1) & ~TOP) >> torch.clamp(counts - 1, min=0)
+        result = torch.where(in_range, torch.where(counts == 0, x, halves), 0)
     else:
-        moved = x >> places if signed else torch.where(inside, x >> places, 0)
-    return narrowed(moved, dtype)
+        result = x >> counts if signed else torch.where(in_range, x >> counts, 0)
+    return narrowed(result, dtype)
 
 
-def _whole(*numbers: Any) -> bool:
+def _are_integers(*numbers: Any) -> bool:
     return all(isinstance(x, int | torch.SymInt) for x in numbers)
 
 
 def cut_quotient(a: Any, b: Any) -> Any:
-    """a / b of numbers, some of them sizes; whole numbers are cut towards zero, as in C."""
-    if not _whole(a, b):
+    """a / b of numbers, some of them sizes; for integers rounded towards zero, as in C."""
+    if not _are_integers(a, b):
         return a / b
     if settled(b > 0) is True and settled(a >= 0) is True:
         return a // b
@@ -181,7 +181,7 @@ def _real_quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 @OPS("Div", host=on_host(_real_quotient, cut_quotient))
 def divided(a: Tensor, b: Number) -> Tensor:
-    """a / b; whole numbers are cut towards zero, as in C."""
+    """a / b; for integers rounded towards zero, as in C."""
     b = _operand(a, b)
     if a.is_floating_point():
         return torch.div(a, b)
@@ -198,7 +198,7 @@ def _host_remainder(a: np.ndarray, b: np.ndarray, *, fmod: int = 0) -> Any:
 
 @OPS("Mod", host=_host_remainder)
 def remainder(a: Tensor, b: Tensor, *, fmod: int = 0) -> Tensor:
-    """What division leaves: of b's sign, or of a's with `fmod`."""
+    """The remainder of a / b, with b's sign, or a's with `fmod`."""
     if a.dtype == torch.uint64:
         return narrowed(widen(a) - widen(quotient(a, b)) * widen(b), a.dtype)
     return widened(torch.fmod if fmod else torch.remainder)(a, b)
@@ -209,7 +209,7 @@ def _real_power(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _power(a: Any, b: Any) -> Any:
-    return torch.sym_int(a**b) if _whole(a) else a**b
+    return torch.sym_int(a**b) if _are_integers(a) else a**b
 
 
 @OPS("Pow", host=on_host(_real_power, _power))
@@ -217,8 +217,8 @@ def power(a: Tensor, b: Number) -> Tensor:
     """a to the power b, in a's dtype."""
     if isinstance(b, Tensor) and b.dtype != a.dtype:
         b = b.to(a.dtype) if a.is_floating_point() else widen(b)
-    made = torch.pow(a, b)
-    return made if made.dtype == a.dtype else made.to(a.dtype)
+    result = torch.pow(a, b)
+    return result if result.dtype == a.dtype else result.to(a.dtype)
 
 
 # -- of several inputs ---------------------------------------------------------------------------
@@ -245,8 +245,8 @@ def _joined(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 for _name, _function, _real, _each in (
-    ("Max", _larger, np.maximum, chosen(torch.sym_max)),
-    ("Min", _smaller, np.minimum, chosen(torch.sym_min)),
+    ("Max", _larger, np.maximum, extend_choice(torch.sym_max)),
+    ("Min", _smaller, np.minimum, extend_choice(torch.sym_min)),
     ("Sum", torch.add, operator.add, operator.add),
 ):
     _host = on_host(_joined(_real), _joined(_each))
@@ -256,14 +256,14 @@ OPS("Mean")(lambda *xs: reduce(torch.add, xs) / len(xs))
 
 
 def _host_clip(x: np.ndarray, min: Any = None, max: Any = None) -> Any:
-    larger, smaller = chosen(torch.sym_max), chosen(torch.sym_min)
+    larger, smaller = extend_choice(torch.sym_max), extend_choice(torch.sym_min)
     for bound, real, each in ((min, np.maximum, larger), (max, np.minimum, smaller)):
         x = x if bound is None else on_host(real, each)(x, np.asarray(bound, x.dtype))
     return x
 
 
 def _clip(x: Tensor, min: Number = None, max: Number = None) -> Tensor:
-    """x, no less than `min`, then no more than `max`."""
+    """x clamped to at least `min`, then to at most `max`."""
     if isinstance(min, Tensor) or isinstance(max, Tensor):
         x = x if min is None else _larger(x, min)
         return x if max is None else _smaller(x, max)
@@ -273,14 +273,14 @@ def _clip(x: Tensor, min: Number = None, max: Number = None) -> Tensor:
 OPS("Clip", host=_host_clip, stored=(1, 2))(widened(_clip, ordered=True))
 
 
-def _host_where(truth: np.ndarray, a: np.ndarray, b: np.ndarray) -> Any:
-    known = [x.dtype for x in (a, b) if x.dtype != object]
-    if truth.dtype != object and len(known) == 2:
-        return np.where(truth, a, b)
-    made = elements(either, truth, a, b)
-    floats = any(isinstance(x, float | torch.SymFloat | Ratio) for x in made.flat)
-    dtype = TORCH.get(known[0]) if known else torch.float32 if floats else torch.int64
-    return Host.of(made, dtype)
+def _host_where(condition: np.ndarray, a: np.ndarray, b: np.ndarray) -> Any:
+    dtypes = [x.dtype for x in (a, b) if x.dtype != object]
+    if condition.dtype != object and len(dtypes) == 2:
+        return np.where(condition, a, b)
+    result = elements(either, condition, a, b)
+    floats = any(isinstance(x, float | torch.SymFloat | Ratio) for x in result.flat)
+    dtype = TORCH.get(dtypes[0]) if dtypes else torch.float32 if floats else torch.int64
+    return Host.of(result, dtype)
 
 
 OPS("Where", host=_host_where)(lambda truth, a, b: torch.where(truth, a, b))

@@ -1,4 +1,4 @@
-"""ONNX ops with random numbers, which are PyTorch's: a node's `seed` is not followed."""
+"""ONNX ops with random numbers from PyTorch's generator: a node's `seed` is ignored."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def normal(
     *, shape: Sequence[int], dtype: int = 1, mean: float = 0.0, scale: float = 1.0,
     seed: float | None = None, device: torch.device,
 ) -> Tensor:  # fmt: skip
-    """Normal numbers of a shape."""
+    """Normal numbers, of a shape."""
     return torch.randn(shape, dtype=dtype_of(dtype), device=device) * scale + mean
 
 
@@ -27,9 +27,9 @@ def normal_like(
     x: Tensor, *, dtype: int | None = None, mean: float = 0.0, scale: float = 1.0,
     seed: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """Normal numbers in x's shape."""
-    found = x.dtype if dtype is None else dtype_of(dtype)
-    return torch.randn_like(x, dtype=found) * scale + mean
+    """Normal numbers, of x's shape."""
+    result_dtype = x.dtype if dtype is None else dtype_of(dtype)
+    return torch.randn_like(x, dtype=result_dtype) * scale + mean
 
 
 @OPS("RandomUniform")
@@ -37,7 +37,7 @@ def uniform(
     *, shape: Sequence[int], dtype: int = 1, low: float = 0.0, high: float = 1.0,
     seed: float | None = None, device: torch.device,
 ) -> Tensor:  # fmt: skip
-    """Numbers between two of a shape."""
+    """Uniform numbers between `low` and `high`, of a shape."""
     return torch.rand(shape, dtype=dtype_of(dtype), device=device) * (high - low) + low
 
 
@@ -46,14 +46,14 @@ def uniform_like(
     x: Tensor, *, dtype: int | None = None, low: float = 0.0, high: float = 1.0,
     seed: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """Numbers between two in x's shape."""
-    found = x.dtype if dtype is None else dtype_of(dtype)
-    return torch.rand_like(x, dtype=found) * (high - low) + low
+    """Uniform numbers between `low` and `high`, of x's shape."""
+    result_dtype = x.dtype if dtype is None else dtype_of(dtype)
+    return torch.rand_like(x, dtype=result_dtype) * (high - low) + low
 
 
 @OPS("Bernoulli")
 def bernoulli(x: Tensor, *, dtype: int | None = None, seed: float | None = None) -> Tensor:
-    """1 with the chance that x tells, else 0."""
+    """1 with probability x, else 0."""
     return torch.bernoulli(x).to(x.dtype if dtype is None else dtype_of(dtype))
 
 
@@ -61,7 +61,7 @@ def bernoulli(x: Tensor, *, dtype: int | None = None, seed: float | None = None)
 def multinomial(
     x: Tensor, *, dtype: int = 6, sample_size: int = 1, seed: float | None = None
 ) -> Tensor:
-    """Classes drawn by the logarithms of their chances (up to a factor)."""
+    """Classes drawn with the probabilities softmax(x)."""
     return torch.multinomial(torch.softmax(x, -1), sample_size, True).to(dtype_of(dtype))
 
 
@@ -70,9 +70,9 @@ def dropout(
     x: Tensor, ratio: Float = 0.5, training_mode: Int = False, *, seed: int | None = None,
     outputs: int, version: int,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """x, and a mask of what was kept: all, but in training."""
+    """x, in training with elements dropped, and the mask of the others."""
     mask_dtype = torch.bool if version >= 10 else x.dtype
     if not training_mode or ratio == 0:
         return x if outputs < 2 else (x, torch.ones_like(x, dtype=mask_dtype))
-    kept = torch.rand_like(x) >= ratio
-    return x * kept / (1 - ratio), kept.to(mask_dtype)
+    mask = torch.rand_like(x) >= ratio
+    return x * mask / (1 - ratio), mask.to(mask_dtype)

@@ -1,4 +1,4 @@
-"""ONNX ops that take many elements together: sums and the like, running ones, softmax."""
+"""ONNX ops over whole axes: reductions, cumulative sums, softmax, norms, losses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from demask.files.onnx.op_functions import Int, Ints, Ops
 from demask.files.onnx.ops.math.wide_unsigned import widen, widened
-from demask.files.onnx.size_fractions import chosen
+from demask.files.onnx.size_fractions import extend_choice
 from demask.files.onnx.values import product
 
 OPS = Ops()
@@ -45,7 +45,7 @@ def _prod(x: Tensor, axes: list[int], keep: bool) -> Tensor:
 def _max(x: Tensor, axes: list[int], keep: bool) -> Tensor:
     if not axes:
         return x
-    if _empty(x, axes):
+    if _is_empty(x, axes):
         return _filled(x, axes, keep, _least(x.dtype))
     return torch.amax(x, axes, keep)
 
@@ -53,13 +53,13 @@ def _max(x: Tensor, axes: list[int], keep: bool) -> Tensor:
 def _min(x: Tensor, axes: list[int], keep: bool) -> Tensor:
     if not axes:
         return x
-    if _empty(x, axes):
+    if _is_empty(x, axes):
         return _filled(x, axes, keep, _most(x.dtype))
     return torch.amin(x, axes, keep)
 
 
-def _empty(x: Tensor, axes: list[int]) -> bool:
-    """Is there certainly nothing along the axes?"""
+def _is_empty(x: Tensor, axes: list[int]) -> bool:
+    """Whether an axis is known to have size 0."""
     return any(isinstance(x.shape[axis], int) and x.shape[axis] == 0 for axis in axes)
 
 
@@ -110,8 +110,8 @@ def _reduction(function: Reduction, ordered: bool = False) -> Callable[..., Tens
         x: Tensor, axes: Ints | None = None, *, keepdims: int = 1, noop_with_empty_axes: int = 0
     ) -> Tensor:
         every = [] if noop_with_empty_axes else list(range(x.ndim))
-        chosen = [axis % x.ndim for axis in axes] if axes else every
-        return function(x, chosen, bool(keepdims))
+        selected = [axis % x.ndim for axis in axes] if axes else every
+        return function(x, selected, bool(keepdims))
 
     return widened(call, ordered)
 
@@ -120,16 +120,16 @@ def _host_reduction(real: Any, each: Callable[[Any, Any], Any]) -> Callable[...,
     def call(
         x: np.ndarray, axes: Any = None, *, keepdims: int = 1, noop_with_empty_axes: int = 0
     ) -> Any:
-        chosen = None if axes is None else tuple(np.reshape(axes, -1).tolist())
-        if not chosen and noop_with_empty_axes:
+        selected = None if axes is None else tuple(np.reshape(axes, -1).tolist())
+        if not selected and noop_with_empty_axes:
             return x
-        chosen = chosen or tuple(range(x.ndim))
+        selected = selected or tuple(range(x.ndim))
         if x.dtype != object:
-            return real.reduce(x, chosen, dtype=x.dtype, keepdims=bool(keepdims))
+            return real.reduce(x, selected, dtype=x.dtype, keepdims=bool(keepdims))
         ufunc = np.frompyfunc(each, 2, 1)
-        for axis in sorted((axis % x.ndim for axis in chosen), reverse=True):
-            found = np.asarray(ufunc.reduce(x, axis), dtype=object)
-            x = np.expand_dims(found, axis) if keepdims else found
+        for axis in sorted((axis % x.ndim for axis in selected), reverse=True):
+            reduced = np.asarray(ufunc.reduce(x, axis), dtype=object)
+            x = np.expand_dims(reduced, axis) if keepdims else reduced
         return x
 
     return call
@@ -140,9 +140,9 @@ for _name, _function, _ordered, _host in (
     ("L2", _norm(2), False, None),
     ("LogSum", lambda x, axes, keep: _log(_sum(x, axes, keep)), False, None),
     ("LogSumExp", _log_sum_exp, False, None),
-    ("Max", _max, True, _host_reduction(np.maximum, chosen(torch.sym_max))),
+    ("Max", _max, True, _host_reduction(np.maximum, extend_choice(torch.sym_max))),
     ("Mean", _mean, False, None),
-    ("Min", _min, True, _host_reduction(np.minimum, chosen(torch.sym_min))),
+    ("Min", _min, True, _host_reduction(np.minimum, extend_choice(torch.sym_min))),
     ("Prod", _prod, False, _host_reduction(np.multiply, operator.mul)),
     ("Sum", _sum, False, _host_reduction(np.add, operator.add)),
     ("SumSquare", lambda x, axes, keep: _sum(x * x, axes, keep), False, None),
@@ -167,30 +167,30 @@ OPS("ArgMax")(_arg(torch.argmax))
 OPS("ArgMin")(_arg(torch.argmin))
 
 
-def _running(function: Callable[..., Tensor], start: int) -> Callable[..., Tensor]:
+def _cumulative(function: Callable[..., Tensor], start: int) -> Callable[..., Tensor]:
     def call(x: Tensor, axis: Int, *, exclusive: int = 0, reverse: int = 0) -> Tensor:
         x = torch.flip(x, (axis,)) if reverse else x
         if exclusive:
             first = torch.full_like(x.narrow(axis, 0, 1), start)
             x = torch.cat([first, x.narrow(axis, 0, x.shape[axis] - 1)], axis)
-        made = function(x, axis, dtype=None if x.is_floating_point() else x.dtype)
-        return torch.flip(made, (axis,)) if reverse else made
+        result = function(x, axis, dtype=None if x.is_floating_point() else x.dtype)
+        return torch.flip(result, (axis,)) if reverse else result
 
     return widened(call)
 
 
-OPS("CumProd")(_running(torch.cumprod, 1))
-OPS("CumSum")(_running(torch.cumsum, 0))
+OPS("CumProd")(_cumulative(torch.cumprod, 1))
+OPS("CumSum")(_cumulative(torch.cumsum, 0))
 
 
 def _hardmax(x: Tensor, axis: int) -> Tensor:
-    """1 at the first of the largest, 0 elsewhere."""
+    """1 at the first maximum, 0 elsewhere."""
     return torch.zeros_like(x).scatter(axis, torch.argmax(x, axis, True), 1)
 
 
 def _softmax(function: Callable[[Tensor, int], Tensor]) -> Callable[..., Tensor]:
     def call(x: Tensor, *, axis: int | None = None, version: int) -> Tensor:
-        """Before opset 13: of all axes from `axis` on, taken as one."""
+        """Before opset 13: over all axes from `axis` on, flattened into one."""
         if version >= 13:
             return function(x, -1 if axis is None else axis)
         axis = 1 if axis is None else axis % max(x.ndim, 1)
@@ -208,14 +208,14 @@ OPS("Softmax")(_softmax(lambda x, axis: torch.softmax(x, axis)))
 
 @OPS("LpNormalization")
 def lp_normalized(x: Tensor, *, axis: int = -1, p: int = 2) -> Tensor:
-    """x over its norm along an axis; 0 where that is 0."""
+    """x divided by its norm along an axis; 0 where the norm is 0."""
     norm = torch.linalg.vector_norm(x, p, (axis,), True)
     return torch.where(norm == 0, 0, x / norm)
 
 
 @OPS("MeanVarianceNormalization")
 def mean_variance_normalized(x: Tensor, *, axes: Sequence[int] = (0, 2, 3)) -> Tensor:
-    """x with mean 0 and variance 1 over axes."""
+    """x normalized to mean 0 and variance 1 over axes."""
     axes = list(axes)
     deviation = torch.sqrt(torch.var(x, axes, correction=0, keepdim=True))
     return (x - torch.mean(x, axes, True)) / (deviation + 1e-9)
@@ -226,16 +226,16 @@ def mean_variance_normalized(x: Tensor, *, axes: Sequence[int] = (0, 2, 3)) -> T
 
 @OPS("Einsum")
 def einsum(*xs: Tensor, equation: str) -> Tensor:
-    """The sum of products that the equation names."""
+    """The sum of products of an einsum equation."""
     return torch.einsum(equation, *xs)
 
 
 @OPS("Det")
 def determinant(x: Tensor) -> Tensor:
     """The determinant of each matrix."""
-    wide = x if x.dtype.itemsize > 2 else x.to(torch.float32)
-    made = torch.linalg.det(wide)
-    return made if made.dtype == x.dtype else made.to(x.dtype)
+    matrix = x if x.dtype.itemsize > 2 else x.to(torch.float32)
+    result = torch.linalg.det(matrix)
+    return result if result.dtype == x.dtype else result.to(x.dtype)
 
 
 # -- losses --------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def negative_log_likelihood(
     x: Tensor, target: Tensor, weight: Tensor | None = None, *, ignore_index: int | None = None,
     reduction: str = "mean",
 ) -> Tensor:  # fmt: skip
-    """The loss of log chances [batch, classes, …] at the true classes."""
+    """The loss of log probabilities [batch, classes, …] at the true classes."""
     ignored = -100 if ignore_index is None else ignore_index
     target = target if target.dtype == torch.int64 else target.to(torch.int64)
     return functional.nll_loss(x, target, weight, ignore_index=ignored, reduction=reduction)
@@ -257,9 +257,9 @@ def cross_entropy(
     scores: Tensor, labels: Tensor, weights: Tensor | None = None, *,
     ignore_index: int | None = None, reduction: str = "mean", outputs: int,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """The loss of scores [batch, classes, …] at the true classes; the log chances."""
-    chances = torch.log_softmax(scores, 1)
+    """The loss of scores [batch, classes, …] at the true classes; the log probabilities."""
+    log_probabilities = torch.log_softmax(scores, 1)
     loss = negative_log_likelihood(
-        chances, labels, weights, ignore_index=ignore_index, reduction=reduction
+        log_probabilities, labels, weights, ignore_index=ignore_index, reduction=reduction
     )
-    return loss if outputs < 2 else (loss, chances)
+    return loss if outputs < 2 else (loss, log_probabilities)

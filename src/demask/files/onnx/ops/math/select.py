@@ -1,4 +1,4 @@
-"""ONNX ops that choose elements: the largest, those that differ, those that are not zero."""
+"""ONNX ops that select elements: the largest, the distinct, the nonzero."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ OPS = Ops()
 def top(
     x: Tensor, k: Int, *, axis: int = -1, largest: int = 1, sorted: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """The k largest along an axis and their places, of equals the first ones."""
-    # not torch.topk, which takes any of the equals
-    values, places = torch.sort(x, dim=axis, descending=bool(largest), stable=True)
-    return values.narrow(axis, 0, k), places.narrow(axis, 0, k)
+    """The k largest values along an axis and their indices, the first of equal ones."""
+    # not torch.topk, which returns any of equal values
+    values, indices = torch.sort(x, dim=axis, descending=bool(largest), stable=True)
+    return values.narrow(axis, 0, k), indices.narrow(axis, 0, k)
 
 
 @OPS("Unique")
 def unique(x: Tensor, *, axis: int | None = None, sorted: int = 1) -> tuple[Tensor, ...]:
-    """Elements (slices along an axis) that differ; their first places; where each element went;
-    how many of each there are."""
+    """Distinct elements (slices along an axis), their first positions, the index of each element
+    among them, and their counts."""
     x = x.reshape(-1) if axis is None else x
     axis = 0 if axis is None else axis
-    found, inverse, counts = torch.unique(x, return_inverse=True, return_counts=True, dim=axis)
-    places = torch.arange(x.shape[axis], device=x.device)
-    first = torch.full_like(counts, x.shape[axis]).scatter_reduce(0, inverse, places, "amin")
+    distinct, inverse, counts = torch.unique(x, return_inverse=True, return_counts=True, dim=axis)
+    positions = torch.arange(x.shape[axis], device=x.device)
+    first = torch.full_like(counts, x.shape[axis]).scatter_reduce(0, inverse, positions, "amin")
     if sorted:
-        return found, first, inverse, counts
+        return distinct, first, inverse, counts
     order = torch.argsort(first)
     return (
-        found.index_select(axis, order),
+        distinct.index_select(axis, order),
         first[order],
         torch.argsort(order)[inverse],
         counts[order],
@@ -50,6 +50,6 @@ def _host_nonzero(x: np.ndarray) -> Any:
 
 @OPS("NonZero", host=_host_nonzero)
 def nonzero(x: Tensor) -> Tensor:
-    """The places of what is not zero, [axes, how many]."""
+    """The indices of nonzero elements, [axes, count]."""
     x = torch.atleast_1d(x)
     return torch.nonzero(x != 0 if x.dtype in UNSIGNED else x).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""Unsigned numbers of 16, 32 and 64 bits, for which PyTorch has few kernels, as int64."""
+"""Arithmetic on unsigned integers of 16, 32 and 64 bits in int64: PyTorch has few kernels."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ TOP = torch.iinfo(torch.int64).min  # the sign bit
 
 
 def widened(function: Callable[..., Any], ordered: bool = False) -> Callable[..., Any]:
-    """`function`, and for unsigned numbers `function` in int64.
+    """`function`, computed in int64 for unsigned integers.
 
-    uint64 keeps its bits, which serves arithmetic modulo 2**64; where `ordered` it keeps its order
-    instead. Tensors of int64 that come out are made unsigned again.
+    uint64 is converted bit by bit, for arithmetic modulo 2**64, or monotonically if `ordered`, for
+    comparisons. int64 results are converted back.
     """
 
     @wraps(function)
@@ -25,36 +25,36 @@ def widened(function: Callable[..., Any], ordered: bool = False) -> Callable[...
         dtype = next((x.dtype for x in args if isinstance(x, Tensor) and x.dtype in UNSIGNED), None)
         if dtype is None:
             return function(*args, **named)
-        made = function(*(_number(x, dtype, ordered) for x in args), **named)
-        return narrowed(made, dtype, ordered) if made.dtype == torch.int64 else made
+        result = function(*(_number(x, dtype, ordered) for x in args), **named)
+        return narrowed(result, dtype, ordered) if result.dtype == torch.int64 else result
 
     return call
 
 
 def widen(x: Tensor, ordered: bool = False) -> Tensor:
-    """x as it is, or in int64 if it is unsigned."""
+    """x, in int64 if it is unsigned."""
     if x.dtype == torch.uint64:
         return x.view(torch.int64) ^ TOP if ordered else x.view(torch.int64)
     return x.to(torch.int64) if x.dtype in UNSIGNED else x
 
 
 def narrowed(x: Tensor, dtype: torch.dtype, ordered: bool = False) -> Tensor:
-    """What `widen` made, unsigned again."""
+    """The inverse of `widen`."""
     if dtype == torch.uint64:
         return (x ^ TOP if ordered else x).view(dtype)
     return x.to(dtype)
 
 
 def quotient(a: Tensor, b: Tensor) -> Tensor:
-    """a / b cut to a whole number, of uint64 (Hacker's Delight, 9-3)."""
+    """a / b of uint64, rounded down (Warren, Hacker's Delight, 9-3)."""
     a, b = widen(a), widen(b)
-    low = b > 0  # of the others only 0 or 1 can come out
-    halves = torch.div((a >> 1) & ~TOP, torch.where(low, b, 1), rounding_mode="floor") << 1
-    halves = halves + _reaches(a - halves * b, b).to(torch.int64)
-    return narrowed(torch.where(low, halves, _reaches(a, b).to(torch.int64)), torch.uint64)
+    is_small = b > 0  # for other b the quotient is 0 or 1
+    result = torch.div((a >> 1) & ~TOP, torch.where(is_small, b, 1), rounding_mode="floor") << 1
+    result = result + _is_at_least(a - result * b, b).to(torch.int64)
+    return narrowed(torch.where(is_small, result, _is_at_least(a, b).to(torch.int64)), torch.uint64)
 
 
-def _reaches(a: Tensor, b: Tensor) -> Tensor:
+def _is_at_least(a: Tensor, b: Tensor) -> Tensor:
     return (a ^ TOP) >= (b ^ TOP)
 
 

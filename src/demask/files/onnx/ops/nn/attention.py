@@ -1,4 +1,4 @@
-"""ONNX ops that mix positions of a sequence: attention, and what stands in for it."""
+"""ONNX ops that mix positions of a sequence: attention and its alternatives."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def attention(
     scale: float | None = None, softcap: float = 0.0, softmax_precision: int | None = None,
     outputs: int,
 ) -> Any:  # fmt: skip
-    """softmax(q k + mask) v, the keys and values that it read, and the scores."""
+    """softmax(q k + mask) v, all keys and values, and the scores."""
     flat = q.ndim == 3
     if flat:
         q, k, v = _heads(q, q_num_heads), _heads(k, kv_num_heads), _heads(v, kv_num_heads)
@@ -51,27 +51,27 @@ def attention(
     if min(bounds) < -1:
         raise BadInput(f"expected window sizes of -1 or more, got {bounds}")
     fused = not softcap and outputs < 4 and softmax_precision in (None, 1, 10, 16)
-    # Causal from the first key on: torch has a word for it.
+    # Causal from the first key on: torch has an option for it.
     causal = bool(fused and bounds == (-1, 0) and mask is None and isinstance(offset, int)
                   and offset == 0 and nonpad_kv_seqlen is None)  # fmt: skip
     mask = _mask(q, k, mask, (-1, -1) if causal else bounds, offset, nonpad_kv_seqlen)
     if fused:
-        made = functional.scaled_dot_product_attention(
+        result = functional.scaled_dot_product_attention(
             q, k, v.to(q.dtype), mask, 0.0, causal, scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )  # fmt: skip
         scores = None
     else:
-        made, scores = _spelled(q, k, v, mask, scale, softcap, softmax_precision,
+        result, scores = _attention_steps(q, k, v, mask, scale, softcap, softmax_precision,
                                 qk_matmul_output_mode)  # fmt: skip
-    return (_merged(made) if flat else made, k, v, scores)[:outputs]
+    return (_merged(result) if flat else result, k, v, scores)[:outputs]
 
 
 def _mask(
     q: Tensor, k: Tensor, mask: Tensor | None, bounds: tuple[int, int], offset: Any,
     lengths: Tensor | None,
 ) -> Tensor | None:  # fmt: skip
-    """One mask for all that keeps a query from a key: boolean if the one given is, or none is."""
+    """The mask that combines all restrictions: boolean, except where `mask` is a float tensor."""
     allowed = []
     if bounds != (-1, -1):
         i = torch.arange(q.shape[2], device=q.device).unsqueeze(-1) + offset
@@ -84,27 +84,27 @@ def _mask(
     if mask is not None:
         mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
         mask = mask if mask.ndim > 1 else mask.unsqueeze(0)
-        short = k.shape[2] - mask.shape[-1]
-        if short:
+        missing = k.shape[2] - mask.shape[-1]
+        if missing:
             fill = False if mask.dtype == torch.bool else -torch.inf
-            mask = functional.pad(mask, (0, short), value=fill)
+            mask = functional.pad(mask, (0, missing), value=fill)
         if mask.dtype == torch.bool:
             allowed.append(mask)
     if not allowed:
         return mask
-    whole = allowed[0]
-    for more in allowed[1:]:
-        whole = whole & more
+    combined = allowed[0]
+    for other in allowed[1:]:
+        combined = combined & other
     if mask is None or mask.dtype == torch.bool:
-        return whole
-    return torch.where(whole, mask, -torch.inf)
+        return combined
+    return torch.where(combined, mask, -torch.inf)
 
 
-def _spelled(
+def _attention_steps(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, softcap: float,
     softmax_precision: int | None, mode: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What attention makes, and its scores: 0 as they are, 1 capped, 2 masked, 3 as shares."""
+    """The output and scores of attention. mode: 0 raw scores, 1 capped, 2 masked, 3 softmax."""
     k, v = _repeated(k, q), _repeated(v, q)
     root = (q.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
     scores = [(q * root) @ (k * root).transpose(-2, -1)]
@@ -112,19 +112,19 @@ def _spelled(
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.where(mask, 0.0, -torch.inf).to(q.dtype)
     scores.append(scores[1] if mask is None else scores[1] + mask)
-    wide = None if softmax_precision is None else DTYPES[softmax_precision]
-    shares = torch.softmax(scores[2], -1, dtype=wide).to(q.dtype)
+    dtype = None if softmax_precision is None else DTYPES[softmax_precision]
+    weights = torch.softmax(scores[2], -1, dtype=dtype).to(q.dtype)
     if mask is not None:
-        alone = mask.amax(-1, keepdim=True) == -torch.inf
-        shares = torch.where(alone, 0.0, shares)
-    scores.append(shares)
+        is_all_masked = mask.amax(-1, keepdim=True) == -torch.inf
+        weights = torch.where(is_all_masked, 0.0, weights)
+    scores.append(weights)
     if mode not in range(4):
         raise BadInput(f"expected qk_matmul_output_mode 0, 1, 2 or 3, got {mode}")
-    return shares @ v.to(q.dtype), scores[mode]
+    return weights @ v.to(q.dtype), scores[mode]
 
 
 def _repeated(x: Tensor, q: Tensor) -> Tensor:
-    """Heads of keys or values, each for as many heads of queries as share it."""
+    """Heads of keys or values, repeated to the number of heads of queries."""
     count = q.shape[1] // x.shape[1]
     return x if count == 1 else x.repeat_interleave(count, 1)
 
@@ -134,20 +134,20 @@ def rotary_embedding(
     x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *,
     interleaved: int = 0, num_heads: int | None = None, rotary_embedding_dim: int = 0,
 ) -> Tensor:  # fmt: skip
-    """x with pairs of features turned by angles of their positions."""
+    """x with pairs of features rotated by angles of their positions."""
     flat = x.ndim == 3
-    wide = _heads(x, num_heads) if flat else x
+    heads = _heads(x, num_heads) if flat else x
     if position_ids is not None:
         cos, sin = functional.embedding(position_ids, cos), functional.embedding(position_ids, sin)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    size = rotary_embedding_dim or wide.shape[-1]
-    turned = wide[..., :size] if rotary_embedding_dim else wide
-    a, b = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
+    size = rotary_embedding_dim or heads.shape[-1]
+    rotated = heads[..., :size] if rotary_embedding_dim else heads
+    a, b = (rotated[..., 0::2], rotated[..., 1::2]) if interleaved else rotated.chunk(2, -1)
     parts = [cos * a - sin * b, sin * a + cos * b]
-    made = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
+    result = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
     if rotary_embedding_dim:
-        made = torch.cat([made, wide[..., size:]], -1)
-    return _merged(made) if flat else made
+        result = torch.cat([result, heads[..., size:]], -1)
+    return _merged(result) if flat else result
 
 
 _RULES = {"linear": (False, False), "gated": (True, False), "delta": (False, True),
@@ -161,7 +161,7 @@ def linear_attention(
     q_num_heads: int, chunk_size: int = 64, scale: float = 0.0,
     update_rule: str = "gated_delta",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What each step reads from a state that keys and values are written to, and the state."""
+    """Outputs of all steps, read by queries from a state of keys and values, and the last state."""
     if _RULES.get(update_rule) != (decay is not None, beta is not None):
         raise BadInput(f"expected decay and beta as {update_rule!r} (of {sorted(_RULES)}) asks")
     exact = torch.promote_types(query.dtype, torch.float32)
@@ -171,7 +171,7 @@ def linear_attention(
     rates = None if beta is None else beta.to(exact).transpose(1, 2)  # batch, heads or 1, time
     shape = (k.shape[0], kv_num_heads, k.shape[-1], v.shape[-1])
     state = k.new_zeros(shape) if past_state is None else past_state.to(exact)
-    made = []
+    outputs = []
     for t in range(k.shape[2]):
         k_t, v_t = k[:, :, t], v[:, :, t]
         if gates is not None:
@@ -179,10 +179,10 @@ def linear_attention(
         if rates is not None:
             v_t = rates[:, :, t, None] * (v_t - torch.einsum("bhdm,bhd->bhm", state, k_t))
         state = state + k_t.unsqueeze(-1) * v_t.unsqueeze(-2)
-        made.append((q[:, :, t, None] @ _repeated(state, q)).squeeze(2))
-    found = torch.stack(made, 2) * (scale or q.shape[-1] ** -0.5)
-    kept = query.dtype if past_state is None else past_state.dtype
-    return _merged(found).to(query.dtype), state.to(kept)
+        outputs.append((q[:, :, t, None] @ _repeated(state, q)).squeeze(2))
+    result = torch.stack(outputs, 2) * (scale or q.shape[-1] ** -0.5)
+    state_dtype = query.dtype if past_state is None else past_state.dtype
+    return _merged(result).to(query.dtype), state.to(state_dtype)
 
 
 _AFTER: dict[str, Callable[[Tensor], Tensor]] = {
@@ -195,13 +195,13 @@ def causal_convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, past_state: Tensor | None = None, *,
     activation: str = "none",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Each channel's convolution with what came before, and what the next call needs of it."""
+    """The causal depthwise convolution, and the last inputs, which are the next call's state."""
     if activation not in _AFTER:
         raise BadInput(f"expected an activation of {sorted(_AFTER)}, got {activation!r}")
     length, before = x.shape[2], weight.shape[2] - 1
     x = functional.pad(x, (before, 0)) if past_state is None else torch.cat([past_state, x], 2)
-    made = functional.conv1d(x, weight, bias, groups=weight.shape[0])
-    return _AFTER[activation](made), x[:, :, length:]
+    result = functional.conv1d(x, weight, bias, groups=weight.shape[0])
+    return _AFTER[activation](result), x[:, :, length:]
 
 
 @OPS("FlexAttention", domain="ai.onnx.preview")
@@ -210,13 +210,13 @@ def flex_attention(
     scale: float | None = None, softmax_precision: int | None = None,
     run: Callable[[Any, Sequence[Tensor]], Sequence[Any]],
 ) -> Tensor:  # fmt: skip
-    """softmax(q k) v, with the file's own graphs for the scores and the shares."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    wide = wide if softmax_precision is None else DTYPES[softmax_precision]
-    k, v_wide = _repeated(k, q), _repeated(v, q).to(wide)
+    """softmax(q k) v, with graphs of the file applied to the scores and to their softmax."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = dtype if softmax_precision is None else DTYPES[softmax_precision]
+    k, values = _repeated(k, q), _repeated(v, q).to(dtype)
     root = (q.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
-    scores = ((q * root) @ (k * root).transpose(-2, -1)).to(wide)
+    scores = ((q * root) @ (k * root).transpose(-2, -1)).to(dtype)
     (scores,) = (scores,) if score_mod is None else run(score_mod, [scores])
-    shares = torch.softmax(scores, -1)
-    (shares,) = (shares,) if prob_mod is None else run(prob_mod, [shares])
-    return (shares @ v_wide).to(v.dtype)
+    weights = torch.softmax(scores, -1)
+    (weights,) = (weights,) if prob_mod is None else run(prob_mod, [weights])
+    return (weights @ values).to(v.dtype)

@@ -1,4 +1,4 @@
-"""ONNX ops with weights: convolutions and products of matrices."""
+"""ONNX ops with weights: convolutions and matrix products."""
 
 from __future__ import annotations
 
@@ -31,41 +31,43 @@ def padding_of(
     if auto_pad in ("NOTSET", "", "VALID"):
         pads = [0] * 2 * axes if not pads or auto_pad == "VALID" else pads
         return list(pads[:axes]), list(pads[axes:])
-    whole = [
+    totals = [
         (k - 1) * d if s == 1 else _larger(0, (-(-n // s) - 1) * s + (k - 1) * d + 1 - n)
         for n, k, s, d in zip(sizes, kernel, stride, dilation, strict=True)
     ]
-    return halves(whole, auto_pad)
+    return halves(totals, auto_pad)
 
 
-def halves(whole: Sequence[int], auto_pad: str) -> tuple[list[int], list[int]]:
-    """Padding split on both sides: an odd one more after (SAME_UPPER) or before (SAME_LOWER)."""
+def halves(totals: Sequence[int], auto_pad: str) -> tuple[list[int], list[int]]:
+    """Total padding split into before and after; odd ones have one more after (SAME_UPPER)."""
     if auto_pad not in AUTO:
         raise BadInput(f"expected auto_pad to be one of {AUTO}, got {auto_pad!r}")
-    small = [n // 2 for n in whole]
-    large = [n - n // 2 for n in whole]
+    small = [n // 2 for n in totals]
+    large = [n - n // 2 for n in totals]
     return (small, large) if auto_pad == "SAME_UPPER" else (large, small)
 
 
 def is_even(before: Sequence[int], after: Sequence[int]) -> bool:
-    """Is the padding known, and the same on both sides of each axis?"""
+    """Whether the padding is known, and equal on both sides of each axis."""
     known = all(isinstance(n, int) for n in (*before, *after))
     return known and list(before) == list(after)
 
 
 def padded(x: Tensor, before: Sequence[int], after: Sequence[int], fill: float = 0.0) -> Tensor:
-    """x with its last axes padded; what is below zero is cut off."""
+    """x with its last axes padded, or cropped where padding is negative."""
     pairs = [n for pair in zip(reversed(before), reversed(after), strict=True) for n in pair]
     return functional.pad(x, pairs, value=fill)
 
 
-def windows(rank: int, kernel: Sequence[int], given: Sequence[int] | None) -> int:
+def windows(rank: int, kernel: Sequence[int], kernel_shape: Sequence[int] | None) -> int:
     """The number of axes that a window slides over; BadInput if it is not 1, 2 or 3."""
     if rank - 2 not in _CONVOLUTIONS or len(kernel) != rank - 2:
-        raise BadInput(f"expected 1 to 3 axes beside two, and a kernel of as many, got {rank} axes "
+        raise BadInput(f"expected 3 to 5 axes, and a kernel of two axes less, got {rank} axes "
                        f"and a kernel of {len(kernel)}")  # fmt: skip
-    if given and list(given) != list(kernel):
-        raise BadInput(f"expected kernel_shape {list(kernel)} as in the weight, got {list(given)}")
+    if kernel_shape and list(kernel_shape) != list(kernel):
+        raise BadInput(
+            f"expected kernel_shape {list(kernel)} as in the weight, got {list(kernel_shape)}"
+        )
     return rank - 2
 
 
@@ -97,7 +99,7 @@ def transposed_convolution(
     axes = windows(x.ndim, weight.shape[2:], kernel_shape)
     stride, dilation = strides or (1,) * axes, dilations or (1,) * axes
     extra = list(output_padding or (0,) * axes)
-    # What a kernel reaches over its stride: the padding at which sizes grow by the stride alone.
+    # Kernel extent minus stride: the padding with which output sizes are input sizes times stride.
     reach = [
         (k - 1) * d + 1 - s for k, d, s in zip(weight.shape[2:], dilation, stride, strict=True)
     ]
@@ -105,9 +107,9 @@ def transposed_convolution(
     if output_shape:
         sizes = list(output_shape)[-axes:]
         grown = [s * n for s, n in zip(stride, x.shape[2:], strict=True)]
-        whole = [g + r + e - n for g, r, e, n in zip(grown, reach, extra, sizes, strict=True)]
-        before, after = halves([max(0, n) for n in whole], auto_pad)
-        extra = [e + max(0, -n) for e, n in zip(extra, whole, strict=True)]
+        totals = [g + r + e - n for g, r, e, n in zip(grown, reach, extra, sizes, strict=True)]
+        before, after = halves([max(0, n) for n in totals], auto_pad)
+        extra = [e + max(0, -n) for e, n in zip(extra, totals, strict=True)]
     elif auto_pad.startswith("SAME"):
         before, after = halves([max(0, r + e) for r, e in zip(reach, extra, strict=True)], auto_pad)
     elif auto_pad == "VALID":
@@ -120,19 +122,19 @@ def _transposed(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], dilation: Sequence[int],
     group: int, before: list[int], after: list[int],
 ) -> Tensor:  # fmt: skip
-    """The transposed convolution less `before` and `after` of each axis; more, where negative.
-    torch takes as much off both ends, and puts less than a stride or dilation on at the end."""
+    """The transposed convolution, cropped by `before` and `after` per axis, or padded if negative.
+    torch itself crops both ends equally, and pads the end by less than a stride or dilation."""
     call = _TRANSPOSED[len(before)]
-    room = [max(s, d) for s, d in zip(stride, dilation, strict=True)]
-    short = [b - a for b, a in zip(before, after, strict=True)]
-    if all(0 <= n < r for n, r in zip(short, room, strict=True)):
-        return call(x, weight, bias, stride, before, short, group, dilation)
-    if all(n <= 0 for n in short):
-        made = call(x, weight, bias, stride, before, 0, group, dilation)
-        return padded(made, [0] * len(short), short)
-    made = call(x, weight, None, stride, 0, 0, group, dilation)
-    made = padded(made, [-n for n in before], [-n for n in after])
-    return made if bias is None else made + bias.reshape(-1, *[1] * len(before))
+    limits = [max(s, d) for s, d in zip(stride, dilation, strict=True)]
+    output_padding = [b - a for b, a in zip(before, after, strict=True)]
+    if all(0 <= n < r for n, r in zip(output_padding, limits, strict=True)):
+        return call(x, weight, bias, stride, before, output_padding, group, dilation)
+    if all(n <= 0 for n in output_padding):
+        result = call(x, weight, bias, stride, before, 0, group, dilation)
+        return padded(result, [0] * len(output_padding), output_padding)
+    result = call(x, weight, None, stride, 0, 0, group, dilation)
+    result = padded(result, [-n for n in before], [-n for n in after])
+    return result if bias is None else result + bias.reshape(-1, *[1] * len(before))
 
 
 @OPS("Gemm")
@@ -142,27 +144,33 @@ def gemm(
 ) -> Tensor:  # fmt: skip
     """alpha a b + beta c."""
     if not a.is_floating_point():
-        wide = [None if t is None else t.to(torch.int64) for t in (a, b, c)]
-        return _gemm(*wide, alpha, beta, transA, transB).to(a.dtype)  # type: ignore[arg-type]
+        integers = [None if t is None else t.to(torch.int64) for t in (a, b, c)]
+        return _gemm(*integers, alpha, beta, transA, transB).to(a.dtype)  # type: ignore[arg-type]
     return _gemm(a, b, c, alpha, beta, transA, transB)
 
 
 def _gemm(
-    a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, turn_a: int, turn_b: int
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None,
+    alpha: float,
+    beta: float,
+    transpose_a: int,
+    transpose_b: int,
 ) -> Tensor:
-    a, weight = a.t() if turn_a else a, b if turn_b else b.t()
+    a, weight = a.t() if transpose_a else a, b if transpose_b else b.t()
     if alpha == 1 and (c is None or (beta == 1 and c.ndim == 1 and c.shape == weight.shape[:1])):
         return functional.linear(a, weight, c)
-    made = functional.linear(a, weight)
-    made = made if alpha == 1 else made * alpha
-    return made if c is None else made + (c if beta == 1 else c * beta)
+    result = functional.linear(a, weight)
+    result = result if alpha == 1 else result * alpha
+    return result if c is None else result + (c if beta == 1 else c * beta)
 
 
 @OPS("MatMul")
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """The product of matrices, or of stacks of them."""
+    """The product of matrices, or of batches of them."""
     if a.dtype in (torch.uint32, torch.uint64):
         return (a.to(torch.int64) @ b.to(torch.int64)).to(a.dtype)
     if b.ndim == 2 and a.ndim > 1:
-        return functional.linear(a, b.t())  # the form of a layer, where b is a weight
+        return functional.linear(a, b.t())  # recognized as a layer if b is a weight
     return a @ b

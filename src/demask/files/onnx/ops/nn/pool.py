@@ -1,4 +1,4 @@
-"""ONNX ops that slide a window over axes, each channel alone."""
+"""ONNX ops over windows of each channel: pooling, unpooling, local response norm."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class PoolWindow:
-    """A window over the last axes of a tensor; `before`, `after`: padding."""
+    """Windows over the last axes of a tensor. before, after: padding. ceil: round counts up."""
 
     kernel: list[int]
     stride: list[int]
@@ -43,7 +43,7 @@ class PoolWindow:
         cls, x: Tensor, kernel_shape: Sequence[int], strides: Sequence[int] | None,
         dilations: Sequence[int] | None, pads: Sequence[int] | None, auto_pad: str, ceil_mode: int,
     ) -> PoolWindow:  # fmt: skip
-        """Of the attributes of a node."""
+        """The windows of a node's attributes."""
         axes = windows(x.ndim, kernel_shape, None)
         stride, dilation = list(strides or (1,) * axes), list(dilations or (1,) * axes)
         before, after = padding_of(x.shape[2:], kernel_shape, stride, dilation, pads, auto_pad)
@@ -52,12 +52,12 @@ class PoolWindow:
 
     @property
     def spans(self) -> list[int]:
-        """How far the window reaches along each axis."""
+        """Extent of a window along each axis."""
         return [(k - 1) * d + 1 for k, d in zip(self.kernel, self.dilation, strict=True)]
 
     def even(self, sizes: Sequence[int]) -> PoolWindow | None:
-        """The same windows as torch's own pools lay them: padding even, half a window at most,
-        and windows that run over the end only where rounded up. None if there are none."""
+        """Equal windows that torch's pools support: equal padding on both sides, at most half a
+        window, and windows beyond the end only if rounded up. None if there are none."""
         known = all(isinstance(n, int) for n in self.before)
         if not known or any(2 * b > n for b, n in zip(self.before, self.spans, strict=True)):
             return None
@@ -65,12 +65,14 @@ class PoolWindow:
             return self
         if not all(isinstance(n, int) for n in (*self.after, *sizes)):
             return None
-        forms = [replace(self, after=self.before, ceil=ceil) for ceil in (False, True)]
+        candidates = [replace(self, after=self.before, ceil=ceil) for ceil in (False, True)]
         counts = self.counts(sizes)
-        return next((form for form in forms if form.counts(sizes) == counts), None)
+        return next(
+            (candidate for candidate in candidates if candidate.counts(sizes) == counts), None
+        )
 
     def covered(self, sizes: Sequence[int]) -> PoolWindow:
-        """The window with the padding that it really reads, so that nothing is rounded up."""
+        """The windows with the padding that they read, so that no count is rounded up."""
         if not self.ceil:
             return self
         reach = [(n - 1) * s for n, s in zip(self.counts(sizes), self.stride, strict=True)]
@@ -81,14 +83,14 @@ class PoolWindow:
         return replace(self, after=after, ceil=False)
 
     def counts(self, sizes: Sequence[int]) -> list[int]:
-        """How many windows there are along each axis: none starts in the padding after."""
-        found = []
+        """Number of windows along each axis; none starts in the padding after."""
+        counts = []
         for k, size in enumerate(sizes):
             stride, first = self.stride[k], size + self.before[k]
             rest = first + self.after[k] - self.spans[k]
             up = torch.sym_min(-(-rest // stride) + 1, -(-first // stride)) if self.ceil else 0
-            found.append(up if self.ceil else rest // stride + 1)
-        return found
+            counts.append(up if self.ceil else rest // stride + 1)
+        return counts
 
 
 @OPS("MaxPool")
@@ -97,7 +99,7 @@ def max_pool(
     dilations: Sequence[int] | None = None, pads: Sequence[int] | None = None,
     storage_order: int = 0, strides: Sequence[int] | None = None, outputs: int,
 ) -> Any:  # fmt: skip
-    """The largest of each window; as a second output, where it lies in x, flat."""
+    """The maximum of each window; as a second output its flat index in x."""
     window = PoolWindow.of(x, kernel_shape, strides, dilations, pads, auto_pad, ceil_mode)
     wide = x if x.is_floating_point() else x.float()  # torch: no 1-d kernel for 8 bits
     even, shift = window.even(x.shape[2:]), [0] * len(kernel_shape)
@@ -109,26 +111,28 @@ def max_pool(
     pool = _MAX[x.ndim - 2]
     if outputs == 1:
         return pool(wide, *call).to(x.dtype)
-    made, at = pool(wide, *call, return_indices=True)
-    return made.to(x.dtype), _flat(_places(at, wide.shape[2:], shift), x.shape, storage_order)
+    values, indices = pool(wide, *call, return_indices=True)
+    return values.to(x.dtype), _flat_indices(
+        _unravel(indices, wide.shape[2:], shift), x.shape, storage_order
+    )
 
 
-def _places(at: Tensor, sizes: Sequence[int], before: Sequence[int]) -> list[Tensor]:
-    """The place along each axis of flat places in padded planes."""
-    places = []
+def _unravel(indices: Tensor, sizes: Sequence[int], before: Sequence[int]) -> list[Tensor]:
+    """Per axis the positions of flat indices into padded planes, without the padding."""
+    positions = []
     for size, pad in zip(reversed(sizes), reversed(before), strict=True):
-        places.append(at % size - pad)
-        at = at // size
-    return places[::-1]
+        positions.append(indices % size - pad)
+        indices = indices // size
+    return positions[::-1]
 
 
-def _flat(places: list[Tensor], shape: Sequence[int], storage_order: int) -> Tensor:
-    """Flat places in the whole tensor; storage order 1: the first axis of a plane runs fastest."""
+def _flat_indices(positions: list[Tensor], shape: Sequence[int], storage_order: int) -> Tensor:
+    """Flat indices into x; in storage order 1 the first axis of a plane is innermost."""
     planes, channels, sizes = shape[0], shape[1], list(shape[2:])
-    pairs = list(zip(places, sizes, strict=True))
-    flat = torch.zeros_like(places[0])
-    for place, size in reversed(pairs) if storage_order else pairs:
-        flat = flat * size + place
+    pairs = list(zip(positions, sizes, strict=True))
+    flat = torch.zeros_like(positions[0])
+    for position, size in reversed(pairs) if storage_order else pairs:
+        flat = flat * size + position
     plane = torch.arange(planes * channels, device=flat.device) * product(sizes)
     return flat + plane.reshape(planes, channels, *[1] * len(sizes))
 
@@ -139,19 +143,19 @@ def average_pool(
     count_include_pad: int = 0, dilations: Sequence[int] | None = None,
     pads: Sequence[int] | None = None, strides: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
-    """The mean of each window, of what lies in x or (`count_include_pad`) in its padding."""
+    """The mean of each window, over x or (`count_include_pad`) also its padding."""
     window = PoolWindow.of(x, kernel_shape, strides, dilations, pads, auto_pad, ceil_mode)
     wide = x.float() if x.dtype in _HALVES and x.ndim == 5 else x
     even = window.even(x.shape[2:])
-    # Where padding counts, torch counts what it padded itself.
+    # If padding counts, torch only counts its own padding.
     if (
         even is not None
         and set(window.dilation) == {1}
         and not (count_include_pad and even is not window)
     ):
-        made = _MEAN[x.ndim - 2](wide, even.kernel, even.stride, even.before, even.ceil,
+        result = _MEAN[x.ndim - 2](wide, even.kernel, even.stride, even.before, even.ceil,
                                  bool(count_include_pad))  # fmt: skip
-        return made.to(x.dtype)
+        return result.to(x.dtype)
     exact = window.covered(x.shape[2:])
     more = [n - m for n, m in zip(exact.after, window.after, strict=True)]
     ones = padded(wide.new_ones(1, 1, *x.shape[2:]), window.before, window.after,
@@ -161,11 +165,13 @@ def average_pool(
 
 
 def _means(x: Tensor, window: PoolWindow) -> Tensor:
-    """The mean of each window of x, which has its padding."""
-    axes, each = x.ndim - 2, product(window.kernel)
+    """The mean of each window of x, which is already padded."""
+    axes, window_size = x.ndim - 2, product(window.kernel)
     if set(window.dilation) == {1}:
         return _MEAN[axes](x, window.kernel, window.stride)
-    weight = x.new_full((1, 1, *window.kernel), 1 / each).expand(x.shape[1], 1, *window.kernel)
+    weight = x.new_full((1, 1, *window.kernel), 1 / window_size).expand(
+        x.shape[1], 1, *window.kernel
+    )
     return _SUMS[axes](x, weight, None, window.stride, 0, window.dilation, x.shape[1])
 
 
@@ -202,11 +208,11 @@ OPS("GlobalLpPool")(
 
 @OPS("MaxUnpool")
 def max_unpool(
-    x: Tensor, at: Tensor, output_shape: Ints | None = None, *, kernel_shape: Sequence[int],
+    x: Tensor, indices: Tensor, output_shape: Ints | None = None, *, kernel_shape: Sequence[int],
     pads: Sequence[int] | None = None, strides: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Zeros with the values of x at flat places: those in the tensor that was pooled. A larger
-    `output_shape` puts zeros behind."""
+    """Zeros with the values of x at flat indices into the tensor that was pooled. A larger
+    `output_shape` appends zeros."""
     axes = windows(x.ndim, kernel_shape, None)
     stride, pads = strides or (1,) * axes, pads or (0,) * 2 * axes
     sizes = [
@@ -214,21 +220,21 @@ def max_unpool(
         for i, (n, s, k) in enumerate(zip(x.shape[2:], stride, kernel_shape, strict=True))
     ]
     shape = [*x.shape[:2], *sizes]
-    flat = x.new_zeros(product(shape)).scatter(0, at.reshape(-1), x.reshape(-1))
-    made = flat.reshape(shape)
+    flat = x.new_zeros(product(shape)).scatter(0, indices.reshape(-1), x.reshape(-1))
+    result = flat.reshape(shape)
     if output_shape is None:
-        return made
+        return result
     if len(output_shape) != x.ndim:
         raise BadInput(f"expected {x.ndim} sizes in output_shape, got {len(output_shape)}")
     more = [n - m for n, m in zip(output_shape[2:], sizes, strict=True)]
-    return padded(made, [0] * axes, more)
+    return padded(result, [0] * axes, more)
 
 
 @OPS("LRN")
 def local_response_norm(
     x: Tensor, *, size: int, alpha: float = 1e-4, beta: float = 0.75, bias: float = 1.0
 ) -> Tensor:
-    """x over a power of the mean square of its channel and those beside it."""
+    """x divided by a power of the mean square of its channel and neighboring channels."""
     planes = x.square().reshape(x.shape[0], 1, x.shape[1], -1)
     planes = functional.pad(planes, (0, 0, (size - 1) // 2, size // 2))
     mean = functional.avg_pool2d(planes, (size, 1), stride=1).reshape(x.shape)

@@ -1,7 +1,7 @@
-"""ONNX ops that read back what they made one step before: LSTM, GRU and plain recurrent layers.
+"""ONNX's recurrent ops: LSTM, GRU and plain recurrent layers.
 
-Where ONNX means what torch means, torch's own op runs; else the steps are written out. Gates in
-ONNX's order: LSTM i, o, f, c; GRU z, r, h.
+Where definitions are equal, torch's own op runs; otherwise the steps are computed one by one. Gates
+in ONNX's order: LSTM i, o, f, c; GRU z, r, h.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ States = list[Tensor]
 
 _BACKWARD = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}
 
-#: function, and the defaults of alpha and beta, as far as it takes them; None: ONNX knows none
+#: function and defaults of alpha and beta, if it takes them; None: no default in ONNX
 _ACTIVATIONS: dict[str, tuple[Callable[..., Tensor], tuple[float | None, ...]]] = {
     "relu": (torch.relu, ()),
     "tanh": (torch.tanh, ()),
@@ -42,9 +42,9 @@ _ACTIVATIONS: dict[str, tuple[Callable[..., Tensor], tuple[float | None, ...]]] 
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """One direction of a layer: its weights in ONNX's order, and how a step goes.
-    calls: the activations of one direction; peephole: of the gates i, o, f."""
+class RecurrentDirection:
+    """One direction of a layer: its weights in ONNX's order and its options.
+    calls: the activations of one direction; peephole: weights of the gates i, o, f."""
 
     w: Tensor
     r: Tensor
@@ -56,16 +56,16 @@ class Way:
     linear_before_reset: bool = False
 
     def active(self, k: int, x: Tensor) -> Tensor:
-        """Activation number k of x, cut to the clip."""
+        """Activation k of x, clamped to the clip."""
         return self.calls[k](x if self.clip is None else x.clamp(-self.clip, self.clip))
 
     def read(self, h: Tensor, start: int = 0, end: int | None = None) -> Tensor:
-        """What gates (all: those in rows from `start` to `end`) read of h."""
+        """The recurrent part of gates (rows from `start` to `end`, by default all): R h + bias."""
         bias = None if self.biases is None else self.biases[1][start:end]
         return functional.linear(h, self.r[start:end], bias)
 
 
-def _lstm_step(way: Way, x: Tensor, states: States) -> States:
+def _lstm_step(way: RecurrentDirection, x: Tensor, states: States) -> States:
     h, c = states
     i, o, f, g = (x + way.read(h)).chunk(4, -1)
     if way.peephole is not None:
@@ -75,10 +75,10 @@ def _lstm_step(way: Way, x: Tensor, states: States) -> States:
     c = f * c + i * way.active(1, g)
     if way.peephole is not None:
         o = o + way.peephole[1] * c
-    return [way.active(0, o) * way.calls[2](c), c]  # not clipped, as ONNX Runtime reads the text
+    return [way.active(0, o) * way.calls[2](c), c]  # not clipped, as in ONNX Runtime
 
 
-def _gru_step(way: Way, x: Tensor, states: States) -> States:
+def _gru_step(way: RecurrentDirection, x: Tensor, states: States) -> States:
     h, size = states[0], states[0].shape[-1]
     z, r, n = x.chunk(3, -1)
     if way.linear_before_reset:
@@ -93,19 +93,45 @@ def _gru_step(way: Way, x: Tensor, states: States) -> States:
     return [(1 - z) * n + z * h]
 
 
-def _rnn_step(way: Way, x: Tensor, states: States) -> States:
+def _rnn_step(way: RecurrentDirection, x: Tensor, states: States) -> States:
     return [way.active(0, x + way.read(states[0]))]
 
 
 @dataclass(frozen=True, slots=True)
+class RecurrentInputs:
+    """The inputs of a layer. x: [time, batch, features], or batch first in layout 1. w, r, b,
+    peephole: weights of all directions. lens: steps per sample. initial: states, None for zeros."""
+
+    x: Tensor
+    w: Tensor
+    r: Tensor
+    b: Tensor | None
+    lens: Tensor | None
+    initial: tuple[Tensor | None, ...]
+    peephole: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentAttributes:
+    """The attributes that all kinds of layers have. layout 1: batch first."""
+
+    direction: str
+    layout: int
+    activations: Sequence[str] | None
+    alphas: Sequence[float]
+    betas: Sequence[float]
+    hidden_size: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class RecurrentKind:
-    """A kind of layer. order: where torch's gates are among ONNX's; usual: its activations, with
-    which torch's op `whole` says the same; step: its states, one step on."""
+    """A kind of layer. order: index in ONNX's gates of each of torch's. usual: default activations,
+    with which torch's op is equal. step: computes the states of the next step."""
 
     order: tuple[int, ...]
     usual: tuple[str, ...]
-    whole: Callable[..., Any]
-    step: Callable[[Way, Tensor, States], States]
+    torch_op: Callable[..., Any]
+    step: Callable[[RecurrentDirection, Tensor, States], States]
 
 
 _LSTM = RecurrentKind((0, 2, 3, 1), ("sigmoid", "tanh", "tanh"), aten.lstm.input, _lstm_step)
@@ -114,15 +140,17 @@ _RNN = RecurrentKind((0,), ("tanh",), aten.rnn_tanh.input, _rnn_step)
 _RNN_RELU = RecurrentKind((0,), ("relu",), aten.rnn_relu.input, _rnn_step)
 
 
-def _whole(kind: RecurrentKind, way: Way, x: Tensor, states: States, lens: Tensor | None) -> Any:
+def _run_torch_op(
+    kind: RecurrentKind, way: RecurrentDirection, x: Tensor, states: States, lens: Tensor | None
+) -> Any:
     """The outputs and last states of one direction, by torch's own op."""
     parts = [way.w, way.r, *(way.biases or ())]
     if len(kind.order) > 1:
         chunks = [part.chunk(len(kind.order)) for part in parts]
         parts = [torch.cat([chunk[k] for k in kind.order]) for chunk in chunks]
-    given = states if len(states) > 1 else states[0]
-    with_states = [s.unsqueeze(0) for s in states] if len(states) > 1 else given.unsqueeze(0)  # type: ignore[union-attr]
-    y, *ends = kind.whole(
+    initial = states if len(states) > 1 else states[0]
+    with_states = [s.unsqueeze(0) for s in states] if len(states) > 1 else initial.unsqueeze(0)  # type: ignore[union-attr]
+    y, *ends = kind.torch_op(
         x, with_states, parts, way.biases is not None, 1, 0.0, False, False, False
     )
     if lens is None:
@@ -132,22 +160,24 @@ def _whole(kind: RecurrentKind, way: Way, x: Tensor, states: States, lens: Tenso
     return y, [end, *(end.squeeze(0) for end in ends[1:])]
 
 
-def _stepped(kind: RecurrentKind, way: Way, x: Tensor, states: States, lens: Tensor | None) -> Any:
+def _run_steps(
+    kind: RecurrentKind, way: RecurrentDirection, x: Tensor, states: States, lens: Tensor | None
+) -> Any:
     """The outputs and last states of one direction, step by step."""
-    made = []
+    outputs = []
     gates = functional.linear(x, way.w, None if way.biases is None else way.biases[0])
     for t, gate in enumerate(gates.unbind(0)):
         new = kind.step(way, gate, states)
         if lens is not None:
-            runs = (lens > t).unsqueeze(-1)
-            new = [torch.where(runs, n, s) for n, s in zip(new, states, strict=True)]
+            is_active = (lens > t).unsqueeze(-1)
+            new = [torch.where(is_active, n, s) for n, s in zip(new, states, strict=True)]
         states = new
-        made.append(states[0])
-    return torch.stack(made), states
+        outputs.append(states[0])
+    return torch.stack(outputs), states
 
 
-def _turned(x: Tensor, lens: Tensor | None) -> Tensor:
-    """x backward in time: of each sample, as many steps as it has."""
+def _reverse_time(x: Tensor, lens: Tensor | None) -> Tensor:
+    """x reversed in time, per sample over its own length."""
     if lens is None:
         return x.flip(0)
     t = torch.arange(x.shape[0], device=x.device).unsqueeze(-1)
@@ -155,68 +185,77 @@ def _turned(x: Tensor, lens: Tensor | None) -> Tensor:
     return x.gather(0, index.expand(x.shape))
 
 
-def _one_way(
-    run: Callable[..., Any], kind: RecurrentKind, way: Way, x: Tensor, states: States, lens: Tensor | None,
-    backward: bool,
+def _run_direction(
+    run: Callable[..., Any], kind: RecurrentKind, way: RecurrentDirection, x: Tensor,
+    states: States, lens: Tensor | None, backward: bool,
 ) -> tuple[Tensor, States]:  # fmt: skip
     """The outputs and last states of one direction; outputs after a sample's end are zero."""
-    y, ends = run(kind, way, _turned(x, lens) if backward else x, states, lens)
+    y, ends = run(kind, way, _reverse_time(x, lens) if backward else x, states, lens)
     if lens is not None:
         t = torch.arange(x.shape[0], device=x.device).unsqueeze(-1)
         y = torch.where((t < lens).unsqueeze(-1), y, 0.0)
-    return (_turned(y, lens) if backward else y), ends
+    return (_reverse_time(y, lens) if backward else y), ends
 
 
 def _layer(
-    kind: RecurrentKind, x: Tensor, w: Tensor, r: Tensor, b: Tensor | None, lens: Tensor | None,
-    given: Sequence[Tensor | None], peephole: Tensor | None, *, direction: str, layout: int,
-    names: Sequence[str] | None, alphas: Sequence[float], betas: Sequence[float],
-    hidden_size: int | None, outputs: int, **options: Any,
+    kind: RecurrentKind, inputs: RecurrentInputs, attributes: RecurrentAttributes, outputs: int,
+    **options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Y, and the last states, of a layer in all its directions."""
-    if direction not in _BACKWARD or w.shape[0] != len(_BACKWARD[direction]):
-        raise BadInput(f"expected weights of direction {direction!r}, got those of {w.shape[0]}")
-    if hidden_size not in (None, r.shape[-1]):
-        raise BadInput(f"expected hidden_size {r.shape[-1]} as in the weights, got {hidden_size}")
-    backward, lens = _BACKWARD[direction], None if lens is None else lens.to(torch.int64)
-    names = [n.lower() for n in names or kind.usual * len(backward)]
+    """Outputs and last states of a layer in all its directions. options: of its directions."""
+    x, w, r, b, lens = inputs.x, inputs.w, inputs.r, inputs.b, inputs.lens
+    _check_sizes(w, r, attributes)
+    initial, peephole = inputs.initial, inputs.peephole
+    backward, lens = _BACKWARD[attributes.direction], None if lens is None else lens.to(torch.int64)
+    names = [n.lower() for n in attributes.activations or kind.usual * len(backward)]
     usual = names == list(kind.usual * len(backward)) and peephole is None
     usual &= not any(value for key, value in options.items() if key != "linear_before_reset")
     usual &= options.get("linear_before_reset", True) != 0 and not (
         lens is not None and outputs > 2
     )
-    calls = _activations(names, alphas, betas, len(kind.usual) * len(backward))
-    if layout:
-        x, given = x.transpose(0, 1), [s if s is None else s.transpose(0, 1) for s in given]
+    count = len(kind.usual)
+    calls = _activations(names, attributes.alphas, attributes.betas, count * len(backward))
+    if attributes.layout:
+        x, initial = x.transpose(0, 1), [s if s is None else s.transpose(0, 1) for s in initial]
     size = (x.shape[1], r.shape[-1])
-    ways = []
+    runs = []
     for d, back in enumerate(backward):
-        way = Way(w[d], r[d], None if b is None else tuple(b[d].chunk(2)),  # type: ignore[arg-type]
-                  None if peephole is None else peephole[d].chunk(3),
-                  calls[d * len(kind.usual) : (d + 1) * len(kind.usual)], **options)  # fmt: skip
-        states = [x.new_zeros(size) if s is None else s[d] for s in given]
-        ways.append(_one_way(_whole if usual else _stepped, kind, way, x, states, lens, back))
-    found = [torch.stack([y for y, _ in ways], 1)]
-    found += [torch.stack(ends) for ends in zip(*(ends for _, ends in ways), strict=True)]
-    if layout:
-        found = [found[0].permute(2, 0, 1, 3), *(end.transpose(0, 1) for end in found[1:])]
-    return tuple(found[:outputs])
+        way = RecurrentDirection(
+            w[d], r[d], None if b is None else tuple(b[d].chunk(2)),  # type: ignore[arg-type]
+            None if peephole is None else peephole[d].chunk(3),
+            calls[d * count : (d + 1) * count], **options,
+        )  # fmt: skip
+        states = [x.new_zeros(size) if s is None else s[d] for s in initial]
+        run = _run_torch_op if usual else _run_steps
+        runs.append(_run_direction(run, kind, way, x, states, lens, back))
+    results = [torch.stack([y for y, _ in runs], 1)]
+    results += [torch.stack(ends) for ends in zip(*(ends for _, ends in runs), strict=True)]
+    if attributes.layout:
+        results = [results[0].permute(2, 0, 1, 3), *(end.transpose(0, 1) for end in results[1:])]
+    return tuple(results[:outputs])
+
+
+def _check_sizes(w: Tensor, r: Tensor, attributes: RecurrentAttributes) -> None:
+    direction, hidden_size = attributes.direction, attributes.hidden_size
+    if direction not in _BACKWARD or w.shape[0] != len(_BACKWARD[direction]):
+        raise BadInput(f"expected weights of direction {direction!r}, got those of {w.shape[0]}")
+    if hidden_size not in (None, r.shape[-1]):
+        raise BadInput(f"expected hidden_size {r.shape[-1]} as in the weights, got {hidden_size}")
 
 
 def _activations(
     names: Sequence[str], alphas: Sequence[float], betas: Sequence[float], count: int
 ) -> list[Activation]:
-    """The functions named. Those that take an alpha or beta have the next one given."""
+    """The functions with these names, bound to the next alpha and beta if they take them."""
     if len(names) != count or not set(names) <= set(_ACTIVATIONS):
         raise BadInput(f"expected {count} activations out of {sorted(_ACTIVATIONS)}, got {names}")
-    rest, found = [iter(alphas), iter(betas)], []
+    rest, functions = [iter(alphas), iter(betas)], []
     for name in names:
         function, defaults = _ACTIVATIONS[name]
         values = [next(k, default) for k, default in zip(rest, defaults, strict=False)]
         if None in values:
             raise BadInput(f"expected activation_alpha and activation_beta for {name!r}, got none")
-        found.append(partial(_applied, function, values) if values else function)
-    return found
+        functions.append(partial(_applied, function, values) if values else function)
+    return functions
 
 
 def _applied(function: Callable[..., Tensor], values: Sequence[Any], x: Tensor) -> Tensor:
@@ -233,11 +272,11 @@ def lstm(
     layout: int = 0, outputs: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The hidden states of all steps, and the last hidden and cell states."""
-    return _layer(
-        _LSTM, x, w, r, b, sequence_lens, (initial_h, initial_c), p, direction=direction,
-        layout=layout, names=activations, alphas=activation_alpha, betas=activation_beta,
-        hidden_size=hidden_size, outputs=outputs, clip=clip, input_forget=bool(input_forget),
-    )  # fmt: skip
+    inputs = RecurrentInputs(x, w, r, b, sequence_lens, (initial_h, initial_c), p)
+    attributes = RecurrentAttributes(
+        direction, layout, activations, activation_alpha, activation_beta, hidden_size
+    )
+    return _layer(_LSTM, inputs, attributes, outputs, clip=clip, input_forget=bool(input_forget))
 
 
 @OPS("GRU")
@@ -248,13 +287,14 @@ def gru(
     clip: float | None = None, direction: str = "forward", hidden_size: int | None = None,
     layout: int = 0, linear_before_reset: int = 0, outputs: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The hidden states of all steps, and the last ones."""
+    """The hidden states of all steps, and the last hidden state."""
+    inputs = RecurrentInputs(x, w, r, b, sequence_lens, (initial_h,))
+    attributes = RecurrentAttributes(
+        direction, layout, activations, activation_alpha, activation_beta, hidden_size
+    )
     return _layer(
-        _GRU, x, w, r, b, sequence_lens, (initial_h,), None, direction=direction, layout=layout,
-        names=activations, alphas=activation_alpha, betas=activation_beta,
-        hidden_size=hidden_size, outputs=outputs, clip=clip,
-        linear_before_reset=bool(linear_before_reset),
-    )  # fmt: skip
+        _GRU, inputs, attributes, outputs, clip=clip, linear_before_reset=bool(linear_before_reset)
+    )
 
 
 @OPS("RNN")
@@ -265,10 +305,10 @@ def rnn(
     clip: float | None = None, direction: str = "forward", hidden_size: int | None = None,
     layout: int = 0, outputs: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The hidden states of all steps, and the last ones."""
+    """The hidden states of all steps, and the last hidden state."""
     relu = {name.lower() for name in activations or ()} == {"relu"}
-    return _layer(
-        _RNN_RELU if relu else _RNN, x, w, r, b, sequence_lens, (initial_h,), None,
-        direction=direction, layout=layout, names=activations, alphas=activation_alpha,
-        betas=activation_beta, hidden_size=hidden_size, outputs=outputs, clip=clip,
-    )  # fmt: skip
+    inputs = RecurrentInputs(x, w, r, b, sequence_lens, (initial_h,))
+    attributes = RecurrentAttributes(
+        direction, layout, activations, activation_alpha, activation_beta, hidden_size
+    )
+    return _layer(_RNN_RELU if relu else _RNN, inputs, attributes, outputs, clip=clip)

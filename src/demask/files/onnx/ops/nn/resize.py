@@ -1,8 +1,8 @@
-"""ONNX's Resize and Upsample: `F.interpolate` where that is the same, else axis by axis.
+"""ONNX's Resize and Upsample: `F.interpolate` where that is equal, otherwise axis by axis.
 
-Along an axis each output is a weighted sum of a few inputs ("taps"). Where they are and what they
-weigh follows from sizes and attributes, so it is worked out in numpy, or in torch where a size is
-symbolic; `xp` is the one of them.
+Along an axis each output is a weighted sum of a few inputs ("taps"). Their positions and weights
+follow from sizes and attributes, and are computed in numpy, or in torch if a size is symbolic; `xp`
+is one of these modules.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from demask.files.onnx.op_functions import Floats, Ints, Ops
 from demask.files.onnx.values import SYMBOLIC
 
 OPS = Ops()
-MAX_SIZE = 2**24  # positions on an axis: each is worked out here, before torch could refuse
+MAX_SIZE = 2**24  # positions on an axis, as each is computed before torch could refuse the size
 MAX_MATRIX = 2**27
 
 _HALF = ("half_pixel", "half_pixel_symmetric", "pytorch_half_pixel")
@@ -40,8 +40,8 @@ _ROUND: dict[str, Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class ResizeAxis:
-    """How one axis is resized: sizes before and after, their ratio as the file gives it, and the
-    limits of what is taken (0 to 1, unless it is cropped)."""
+    """The resize of one axis: sizes before and after, their ratio in the file, and the limits of
+    the part that is used (0 to 1, unless it is cropped)."""
 
     index: int
     size: Any
@@ -51,18 +51,18 @@ class ResizeAxis:
 
     @property
     def symbolic(self) -> bool:
-        """Is a size kept open by `torch.export`?"""
+        """Whether a size is symbolic."""
         return any(isinstance(n, SYMBOLIC) for n in (self.size, self.new, self.scale))
 
     @property
     def even(self) -> bool:
-        """Is the scale just the ratio of the sizes?"""
+        """Whether the scale is exactly the ratio of the sizes."""
         return self.symbolic or self.size * self.scale == self.new
 
 
 @dataclass(frozen=True, slots=True)
 class ResizeAttributes:
-    """A resize's attributes."""
+    """The attributes of a resize."""
 
     mode: str
     coordinates: str
@@ -81,31 +81,31 @@ def resize(
     exclude_outside: int = 0, extrapolation_value: float = 0.0, antialias: int = 0,
     axes: Sequence[int] | None = None, keep_aspect_ratio_policy: str = "stretch", version: int,
 ) -> Tensor:  # fmt: skip
-    """x at other sizes."""
+    """x resized by scales or to sizes."""
     if version < 11:
         return upsample(x, roi or [], mode=mode)
     kind = ResizeAttributes(mode, coordinate_transformation_mode, nearest_mode, cubic_coeff_a,
                 bool(exclude_outside), bool(antialias), extrapolation_value)  # fmt: skip
-    places = [n % x.ndim for n in (range(x.ndim) if axes is None else axes)]
-    given = len(scales or sizes or [])
-    if bool(scales) == bool(sizes) or given != len(places):
-        raise BadInput(f"expected {len(places)} scales or as many sizes, got {given}")
-    whole = kind.coordinates != "tf_crop_and_resize"
-    limits = _limits([0.0] * given + [1.0] * given if whole else roi or [], given)
+    indices = [n % x.ndim for n in (range(x.ndim) if axes is None else axes)]
+    count = len(scales or sizes or [])
+    if bool(scales) == bool(sizes) or count != len(indices):
+        raise BadInput(f"expected {len(indices)} scales or as many sizes, got {count}")
+    is_uncropped = kind.coordinates != "tf_crop_and_resize"
+    limits = _limits([0.0] * count + [1.0] * count if is_uncropped else roi or [], count)
     if scales:
         ratios = [_ratio(s) for s in scales]
-        new = [_scaled(x.shape[k], ratio) for k, ratio in zip(places, ratios, strict=True)]
+        new = [_scaled(x.shape[k], ratio) for k, ratio in zip(indices, ratios, strict=True)]
     else:
-        new, ratios = _policy([x.shape[k] for k in places], sizes or [], keep_aspect_ratio_policy)
-    found = [
+        new, ratios = _policy([x.shape[k] for k in indices], sizes or [], keep_aspect_ratio_policy)
+    resized_axes = [
         ResizeAxis(k, x.shape[k], *rest)
-        for k, *rest in zip(places, new, ratios, limits, strict=True)
+        for k, *rest in zip(indices, new, ratios, limits, strict=True)
     ]
-    return _resized(x, found, kind)
+    return _resized(x, resized_axes, kind)
 
 
 def _limits(roi: list[Any], axes: int) -> list[tuple[Any, Any]]:
-    """Where on each axis the part that is taken starts and ends."""
+    """Start and end of the used part of each axis."""
     if len(roi) != 2 * axes:
         raise BadInput(f"expected a roi of {2 * axes} numbers, got {len(roi)}")
     return list(zip(roi[:axes], roi[axes:], strict=True))
@@ -113,23 +113,23 @@ def _limits(roi: list[Any], axes: int) -> list[tuple[Any, Any]]:
 
 @OPS("Upsample")
 def upsample(x: Tensor, scales: Floats, *, mode: str = "nearest") -> Tensor:
-    """x at sizes times scales; it was Resize before opset 11."""
+    """x with sizes multiplied by scales; also Resize before opset 11."""
     if len(scales) != x.ndim:
         raise BadInput(f"expected {x.ndim} scales, got {len(scales)}")
     mode = {"bilinear": "linear"}.get(mode, mode)
     if mode not in ("nearest", "linear"):
         raise BadInput(f"expected mode nearest or linear, got {mode!r}")
-    found = [ResizeAxis(k, x.shape[k], _scaled(x.shape[k], _ratio(s)), _ratio(s))
+    resized_axes = [ResizeAxis(k, x.shape[k], _scaled(x.shape[k], _ratio(s)), _ratio(s))
              for k, s in enumerate(scales)]  # fmt: skip
-    smaller = [a for a in found if not isinstance(a.scale, SYMBOLIC) and a.scale < 1]
-    larger = [a for a in found if a not in smaller]
-    # ceil: so does onnxruntime, and the tests of opset 10 ask for it
+    smaller = [a for a in resized_axes if not isinstance(a.scale, SYMBOLIC) and a.scale < 1]
+    larger = [a for a in resized_axes if a not in smaller]
+    # ceil, as in onnxruntime and in the tests of opset 10
     x = _resized(x, smaller, ResizeAttributes(mode, "asymmetric", "ceil"))
     return _resized(x, larger, ResizeAttributes(mode, "asymmetric", "floor"))
 
 
 def _ratio(scale: Any) -> Any:
-    """A scale as the fraction that it was before it became a float32: 3/5 for 0.60000002."""
+    """A float32 scale as the fraction that it was rounded from: 3/5 for 0.60000002."""
     if isinstance(scale, SYMBOLIC):
         return scale
     if scale <= 0:
@@ -139,50 +139,50 @@ def _ratio(scale: Any) -> Any:
 
 
 def _scaled(size: Any, scale: Any) -> Any:
-    # of a crop too: so do onnxruntime and ONNX's own shape inference, whatever its text says
+    # also for crops, as in onnxruntime and in ONNX's shape inference, against ONNX's text
     if isinstance(scale, SYMBOLIC):
         return math.floor(size * scale)
     return size * scale.numerator // scale.denominator
 
 
 def _policy(sizes: list[Any], wanted: list[Any], policy: str) -> tuple[list[Any], list[Any]]:
-    """New sizes and scales, for the sizes that the file asks for."""
+    """New sizes and scales for the `wanted` sizes of the file."""
     if policy == "stretch":
-        return wanted, [_over(new, old) for new, old in zip(wanted, sizes, strict=True)]
+        return wanted, [_quotient(new, old) for new, old in zip(wanted, sizes, strict=True)]
     if policy not in ("not_larger", "not_smaller"):
         raise BadInput(f"expected policy stretch, not_larger or not_smaller, got {policy!r}")
-    ratios = [_over(new, old) for new, old in zip(wanted, sizes, strict=True)]
+    ratios = [_quotient(new, old) for new, old in zip(wanted, sizes, strict=True)]
     scale = min(ratios) if policy == "not_larger" else max(ratios)
     return [math.floor(scale * n + Fraction(1, 2)) for n in sizes], [scale] * len(sizes)
 
 
-def _over(new: Any, old: Any) -> Any:
+def _quotient(new: Any, old: Any) -> Any:
     return Fraction(new, old) if isinstance(new, int) and isinstance(old, int) else new / old
 
 
 def _resized(x: Tensor, axes: list[ResizeAxis], kind: ResizeAttributes) -> Tensor:
     _check(kind)
-    axes = [a for a in axes if not _same(a)]
+    axes = [a for a in axes if not _is_unchanged(a)]
     if not axes:
         return x
     for axis in axes:
         if isinstance(axis.new, int) and axis.new > MAX_SIZE:
             raise BadInput(f"expected at most {MAX_SIZE} positions on axis {axis.index}, "
                            f"got {axis.new}")  # fmt: skip
-    whole = _at_once(x, axes, kind)
-    if whole is not None:
-        return whole
+    at_once = _at_once(x, axes, kind)
+    if at_once is not None:
+        return at_once
     if kind.mode == "nearest":
         for axis in axes:
-            x = _picked(x, axis, kind)
+            x = _select_nearest(x, axis, kind)
         return x
-    made = x if x.is_floating_point() else x.to(torch.float64)
+    result = x if x.is_floating_point() else x.to(torch.float64)
     for axis in axes:
-        made = _mixed(made, axis, kind)
+        result = _interpolate_axis(result, axis, kind)
     if x.is_floating_point():
-        return made
+        return result
     limits = torch.iinfo(x.dtype)
-    return made.round().clamp(limits.min, limits.max).to(x.dtype)
+    return result.round().clamp(limits.min, limits.max).to(x.dtype)
 
 
 def _check(kind: ResizeAttributes) -> None:
@@ -197,15 +197,15 @@ def _check(kind: ResizeAttributes) -> None:
         raise BadInput("expected no antialias in mode nearest")
 
 
-def _same(axis: ResizeAxis) -> bool:
-    """Does the axis stay as it is?"""
+def _is_unchanged(axis: ResizeAxis) -> bool:
+    """Whether the axis does not change."""
     if axis.limits != (0.0, 1.0):
         return False
     if not isinstance(axis.scale, SYMBOLIC):
         return axis.scale == 1
     if axis.index > 1:
         return statically_known_true(axis.size == axis.new)
-    # nobody resizes samples or channels by a size: two sizes that are equal now always are
+    # samples and channels are not resized: two sizes that are equal in the example always are
     if not guard_or_true(axis.size == axis.new):
         return False
     require(axis.size == axis.new)
@@ -213,14 +213,14 @@ def _same(axis: ResizeAxis) -> bool:
 
 
 def _at_once(x: Tensor, axes: list[ResizeAxis], kind: ResizeAttributes) -> Tensor | None:
-    """What one call of F.interpolate makes, if it is the same."""
+    """The result of one call of F.interpolate; None where it is not equal."""
     if not 3 <= x.ndim <= 5 or not x.is_floating_point() or x.dtype.itemsize < 2:
         return None
     if any(a.index < 2 or not (a.even or _scaled(a.size, a.scale) == a.new) for a in axes):
         return None
     if kind.mode == "nearest":
-        found = [_nearest_mode(a, kind) for a in axes]
-        modes = set.intersection(*found)
+        mode_sets = [_nearest_mode(a, kind) for a in axes]
+        modes = set.intersection(*mode_sets)
         return _interpolated(x, axes, min(modes, key=len), None) if modes else None
     cubic = kind.mode == "cubic"
     if kind.antialias or (cubic and (x.ndim != 4 or kind.a != -0.75 or kind.outside)):
@@ -229,13 +229,13 @@ def _at_once(x: Tensor, axes: list[ResizeAxis], kind: ResizeAttributes) -> Tenso
     if not corners and kind.coordinates not in _HALF:
         return None
     uneven = kind.coordinates == "half_pixel_symmetric" or corners
-    one = kind.coordinates == "pytorch_half_pixel"
-    if any((uneven and not a.even) or (one and _number_one(a.new)) for a in axes):
+    is_pytorch = kind.coordinates == "pytorch_half_pixel"
+    if any((uneven and not a.even) or (is_pytorch and _is_one(a.new)) for a in axes):
         return None
     return _interpolated(x, axes, "bicubic" if cubic else _LINEAR[x.ndim], corners)
 
 
-def _number_one(size: Any) -> bool:
+def _is_one(size: Any) -> bool:
     return isinstance(size, int) and size == 1
 
 
@@ -252,32 +252,35 @@ def _interpolated(x: Tensor, axes: list[ResizeAxis], mode: str, corners: bool | 
 
 
 def _factor(scale: Fraction) -> float:
-    """A scale as torch takes it. A hair larger where no float is exact: 100 * 0.29 < 29, and the
-    size would be rounded down to 28."""
+    """A scale for torch, slightly larger if no float is exact: 100 * 0.29 < 29 would round the size
+    down to 28."""
     near = float(scale)
     return near if Fraction(near) == scale else near * (1 + 2.0**-40)
 
 
 def _nearest_mode(axis: ResizeAxis, kind: ResizeAttributes) -> set[str]:
-    """The modes of F.interpolate that take the same positions."""
+    """The modes of F.interpolate that select the same positions."""
     if not axis.symbolic:
-        # as torch works it out, in float32
+        # as torch computes it, in float32
         wanted, last = _positions(axis, kind), axis.size - 1
         step = np.float32(axis.size / axis.new if axis.even else 1 / axis.scale)
-        places = np.arange(axis.new, dtype=np.float32)
-        made = {"nearest": places * step, "nearest-exact": (places + np.float32(0.5)) * step}
-        return {name for name, found in made.items()
-                if np.array_equal(np.minimum(np.floor(found), last), wanted)}  # fmt: skip
+        positions = np.arange(axis.new, dtype=np.float32)
+        candidates = {
+            "nearest": positions * step,
+            "nearest-exact": (positions + np.float32(0.5)) * step,
+        }
+        return {name for name, coordinates in candidates.items()
+                if np.array_equal(np.minimum(np.floor(coordinates), last), wanted)}  # fmt: skip
     if kind.coordinates == "asymmetric" and kind.nearest == "floor":
         return {"nearest"}
-    times = isinstance(axis.scale, Fraction) and axis.scale.denominator == 1
-    if times and kind.coordinates in _HALF and kind.nearest.startswith("round"):
+    is_multiple = isinstance(axis.scale, Fraction) and axis.scale.denominator == 1
+    if is_multiple and kind.coordinates in _HALF and kind.nearest.startswith("round"):
         return {"nearest", "nearest-exact"}
-    twice = times and axis.scale == 2 and kind.coordinates == "asymmetric"
-    if twice and kind.nearest == "round_prefer_floor":
+    is_doubled = is_multiple and axis.scale == 2 and kind.coordinates == "asymmetric"
+    if is_doubled and kind.nearest == "round_prefer_floor":
         return {"nearest"}
-    exact = kind.coordinates in _HALF and kind.nearest == "round_prefer_ceil"
-    return {"nearest-exact"} if exact else set()
+    is_exact = kind.coordinates in _HALF and kind.nearest == "round_prefer_ceil"
+    return {"nearest-exact"} if is_exact else set()
 
 
 def _xp(axis: ResizeAxis) -> Any:
@@ -285,49 +288,49 @@ def _xp(axis: ResizeAxis) -> Any:
 
 
 def _origin(axis: ResizeAxis, kind: ResizeAttributes) -> Any:
-    """Where on the old axis each position of the new one lies."""
+    """Coordinate on the old axis of each position of the new axis."""
     xp, size, new = _xp(axis), axis.size, axis.new
     scale = axis.scale if isinstance(axis.scale, SYMBOLIC) else float(axis.scale)
-    places = xp.arange(new, dtype=xp.float64)
+    positions = xp.arange(new, dtype=xp.float64)
     width = new if axis.even else size * scale
     if kind.coordinates == "asymmetric":
-        return places / scale
+        return positions / scale
     if kind.coordinates == "tf_half_pixel_for_nn":
-        return (places + 0.5) / scale
+        return (positions + 0.5) / scale
     if kind.coordinates == "align_corners":
-        return places * 0 if _number_one(width) else places * (size - 1) / (width - 1)
+        return positions * 0 if _is_one(width) else positions * (size - 1) / (width - 1)
     if kind.coordinates == "tf_crop_and_resize":
         start, end = axis.limits
-        if _number_one(new):
-            return places * 0 + 0.5 * (start + end) * (size - 1)
-        return places * ((end - start) * (size - 1) / (width - 1)) + start * (size - 1)
-    if kind.coordinates == "pytorch_half_pixel" and _number_one(new):
-        return places * 0
+        if _is_one(new):
+            return positions * 0 + 0.5 * (start + end) * (size - 1)
+        return positions * ((end - start) * (size - 1) / (width - 1)) + start * (size - 1)
+    if kind.coordinates == "pytorch_half_pixel" and _is_one(new):
+        return positions * 0
     offset = 0.0
     if kind.coordinates == "half_pixel_symmetric" and not axis.even:
         offset = size / 2 * (1 - new / width)
-    return offset + (places + 0.5) / scale - 0.5
+    return offset + (positions + 0.5) / scale - 0.5
 
 
 def _positions(axis: ResizeAxis, kind: ResizeAttributes) -> Any:
-    """The nearest position on the old axis, for each on the new one."""
+    """The nearest position on the old axis of each position of the new axis."""
     xp = _xp(axis)
     return xp.clip(_ROUND[kind.nearest](xp, _origin(axis, kind)), 0, axis.size - 1)
 
 
-def _tensor(found: Any, like: Tensor, dtype: torch.dtype) -> Tensor:
-    if isinstance(found, Tensor):
-        return found.to(like.device, dtype)
-    return torch.tensor(found.tolist(), dtype=dtype, device=like.device)
+def _tensor(array: Any, like: Tensor, dtype: torch.dtype) -> Tensor:
+    if isinstance(array, Tensor):
+        return array.to(like.device, dtype)
+    return torch.tensor(array.tolist(), dtype=dtype, device=like.device)
 
 
-def _picked(x: Tensor, axis: ResizeAxis, kind: ResizeAttributes) -> Tensor:
-    places = _tensor(_positions(axis, kind), x, torch.int64)
-    return _outside(x.index_select(axis.index, places), axis, kind)
+def _select_nearest(x: Tensor, axis: ResizeAxis, kind: ResizeAttributes) -> Tensor:
+    positions = _tensor(_positions(axis, kind), x, torch.int64)
+    return _extrapolate(x.index_select(axis.index, positions), axis, kind)
 
 
-def _outside(x: Tensor, axis: ResizeAxis, kind: ResizeAttributes) -> Tensor:
-    """x with the extrapolation value where a crop reaches beyond the axis."""
+def _extrapolate(x: Tensor, axis: ResizeAxis, kind: ResizeAttributes) -> Tensor:
+    """x with the extrapolation value where a crop extends beyond the axis."""
     if kind.coordinates != "tf_crop_and_resize":
         return x
     origin = _origin(axis, kind)
@@ -349,16 +352,16 @@ def _taps(axis: ResizeAxis, kind: ResizeAttributes) -> tuple[Any, Any]:
     weights = _weights(xp, (offsets - (origin - left)[:, None]) * float(shrink), kind)
     if kind.antialias:
         weights = weights / weights.sum(-1)[:, None]
-    places = left[:, None] + offsets
+    positions = left[:, None] + offsets
     if kind.outside:
-        weights = xp.where((places < 0) | (places > axis.size - 1), 0.0, weights)
-        whole = weights.sum(-1)[:, None]
-        weights = weights / xp.where(whole == 0, 1.0, whole)
-    return xp.clip(places, 0, axis.size - 1), weights
+        weights = xp.where((positions < 0) | (positions > axis.size - 1), 0.0, weights)
+        totals = weights.sum(-1)[:, None]
+        weights = weights / xp.where(totals == 0, 1.0, totals)
+    return xp.clip(positions, 0, axis.size - 1), weights
 
 
 def _weights(xp: Any, distance: Any, kind: ResizeAttributes) -> Any:
-    """The kernel at some distances."""
+    """The interpolation kernel at some distances."""
     x = xp.abs(distance)
     if kind.mode == "linear":
         return xp.clip(1 - x, 0, 1)
@@ -368,27 +371,29 @@ def _weights(xp: Any, distance: Any, kind: ResizeAttributes) -> Any:
     return xp.where(x <= 1, near, xp.where(x < 2, far, 0.0))
 
 
-def _mixed(x: Tensor, axis: ResizeAxis, kind: ResizeAttributes) -> Tensor:
-    """x with one axis resized, each position a weighted sum of its taps."""
-    places, weights = _taps(axis, kind)
+def _interpolate_axis(x: Tensor, axis: ResizeAxis, kind: ResizeAttributes) -> Tensor:
+    """x with one axis resized: each position is a weighted sum of its taps."""
+    positions, weights = _taps(axis, kind)
     count = weights.shape[1]
     if count > 4 and not axis.symbolic:
-        return _outside(_multiplied(x, axis, places, weights), axis, kind)
+        return _extrapolate(_matrix_product(x, axis, positions, weights), axis, kind)
     shape = [-1] + [1] * (x.ndim - 1 - axis.index)
     parts = [
-        x.index_select(axis.index, _tensor(places[:, k], x, torch.int64))
+        x.index_select(axis.index, _tensor(positions[:, k], x, torch.int64))
         * _tensor(weights[:, k], x, x.dtype).reshape(shape)
         for k in range(count)
     ]
-    return _outside(sum(parts[1:], parts[0]), axis, kind)
+    return _extrapolate(sum(parts[1:], parts[0]), axis, kind)
 
 
-def _multiplied(x: Tensor, axis: ResizeAxis, places: np.ndarray, weights: np.ndarray) -> Tensor:
-    """x times a matrix of the weights: cheaper than many taps."""
+def _matrix_product(
+    x: Tensor, axis: ResizeAxis, positions: np.ndarray, weights: np.ndarray
+) -> Tensor:
+    """x times a matrix of the weights, which is faster than many taps."""
     if axis.new * axis.size > MAX_MATRIX:
         raise BadInput(f"a resize from {axis.size} to {axis.new} positions is too large for demask")
     matrix = np.zeros((axis.new, axis.size))
-    np.add.at(matrix, (np.arange(axis.new)[:, None], places.astype(np.int64)), weights)
+    np.add.at(matrix, (np.arange(axis.new)[:, None], positions.astype(np.int64)), weights)
     weight = _tensor(matrix, x, x.dtype)
     if axis.index == x.ndim - 2:
         return weight @ x

@@ -19,8 +19,8 @@ def fourier(
     x: Tensor, dft_length: Int = None, axis: Int = None, *, inverse: int = 0, onesided: int = 0,
     version: int,
 ) -> Tensor:  # fmt: skip
-    """The Fourier transform along an axis; the last axis holds real and imaginary part, or the
-    real part alone."""
+    """The Fourier transform along an axis; the last axis has the real and imaginary parts, or only
+    the real part."""
     axis = (1 if version < 20 else -2) if axis is None else axis
     axis %= x.ndim
     signal = _complex(x)
@@ -34,19 +34,19 @@ def fourier(
 def _transformed(signal: Tensor, length: Int, axis: int, onesided: bool) -> Tensor:
     if onesided and not signal.is_complex():
         return torch.fft.rfft(signal, length, axis)
-    made = torch.fft.fft(signal, length, axis)
-    return made.narrow(axis, 0, made.shape[axis] // 2 + 1) if onesided else made
+    spectrum = torch.fft.fft(signal, length, axis)
+    return spectrum.narrow(axis, 0, spectrum.shape[axis] // 2 + 1) if onesided else spectrum
 
 
 def _complex(x: Tensor) -> Tensor:
-    """The signal in parts on the last axis: real if there is one part."""
+    """The signal whose parts are on the last axis: real if there is one part, else complex."""
     x = x if x.dtype.itemsize > 2 else x.to(torch.float32)
     return x.squeeze(-1) if x.shape[-1] == 1 else torch.complex(x[..., 0], x[..., 1])
 
 
 def _parts(x: Tensor, dtype: torch.dtype) -> Tensor:
-    made = torch.view_as_real(x.resolve_conj())
-    return made if made.dtype == dtype else made.to(dtype)
+    parts = torch.view_as_real(x.resolve_conj())
+    return parts if parts.dtype == dtype else parts.to(dtype)
 
 
 @OPS("STFT")
@@ -54,7 +54,7 @@ def short_time_fourier(
     x: Tensor, frame_step: Int, window: Tensor | None = None, frame_length: Int = None, *,
     onesided: int = 1,
 ) -> Tensor:  # fmt: skip
-    """Fourier transforms of a signal's frames, [batch, frames, frequencies, 2]."""
+    """Fourier transforms of frames of a signal, [batch, frames, frequencies, 2]."""
     signal = _complex(x if x.ndim == 3 else x.unsqueeze(-1))
     if frame_length is None:
         frame_length = signal.shape[1] if window is None else window.shape[0]
@@ -65,15 +65,15 @@ def short_time_fourier(
 
 
 def _window(*weights: float) -> Any:
-    """A sum of cosines, made in float64."""
+    """A window op: a sum of cosines with these weights, computed in float64."""
 
     def call(
         size: Int, *, periodic: int = 1, output_datatype: int = 1, device: torch.device
     ) -> Tensor:
-        places = torch.arange(size, dtype=torch.float64, device=device)
-        turns = places * (2 * math.pi) / (size if periodic else size - 1)
-        made = torch.stack([w * torch.cos(k * turns) for k, w in enumerate(weights)]).sum(0)
-        return made.to(dtype_of(output_datatype))
+        positions = torch.arange(size, dtype=torch.float64, device=device)
+        angles = positions * (2 * math.pi) / (size if periodic else size - 1)
+        values = torch.stack([w * torch.cos(k * angles) for k, w in enumerate(weights)]).sum(0)
+        return values.to(dtype_of(output_datatype))
 
     return call
 
@@ -89,14 +89,14 @@ def mel_weights(
     upper_edge_hertz: Float, *, output_datatype: int = 1, device: torch.device,
 ) -> Tensor:  # fmt: skip
     """Weights of frequencies in bands of equal width on the mel scale, [frequencies, bands]: each
-    band a triangle between its neighbours' centres."""
+    band is a triangle between the centers of its neighbors."""
     low, high = (2595 * math.log10(1 + f / 700) for f in (lower_edge_hertz, upper_edge_hertz))
     mels = [low + (high - low) / (num_mel_bins + 2) * k for k in range(num_mel_bins + 2)]
     edges = [int((dft_length + 1) * 700 * (10 ** (m / 2595) - 1) // sample_rate) for m in mels]
     weights = torch.zeros(dft_length // 2 + 1, num_mel_bins, dtype=torch.float64)
-    for k, (left, centre, right) in enumerate(zip(edges, edges[1:], edges[2:], strict=False)):
-        for f in range(left, centre + 1):
-            weights[f, k] = (f - left) / (centre - left) if centre > left else 1
-        for f in range(centre, right):
-            weights[f, k] = (right - f) / (right - centre)
+    for k, (left, center, right) in enumerate(zip(edges, edges[1:], edges[2:], strict=False)):
+        for f in range(left, center + 1):
+            weights[f, k] = (f - left) / (center - left) if center > left else 1
+        for f in range(center, right):
+            weights[f, k] = (right - f) / (right - center)
     return weights.to(dtype_of(output_datatype)).to(device)
