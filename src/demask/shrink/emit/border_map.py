@@ -14,12 +14,12 @@ from torch import Tensor
 
 from demask.facts.known import (
     Facts,
-    alike,
     constant_sums,
     contributions,
     is_absorbing,
     operand_facts,
-    summed,
+    sum_products,
+    uniform_letters,
 )
 from demask.facts.masks import Fact, project, spread, uniform_over
 from demask.ops import Relation
@@ -71,7 +71,7 @@ def constants_alone(relation: Relation, facts: Facts, layout: Layout) -> Absorbe
 def one_value(relation: Relation, fact: Fact) -> Fact:
     """What is known of the first factor where it is one value all along what a sum, or a border
     map, is made for."""
-    axes, letters = relation.ins[relation.factors[0]], alike(relation)
+    axes, letters = relation.ins[relation.factors[0]], uniform_letters(relation)
     order = [str(k) for k in range(len(axes))]
     return uniform_over(fact, order, {str(k) for k, a in enumerate(axes) if set(a) & letters})
 
@@ -85,10 +85,10 @@ def _sums(relation: Relation, fact: Fact, weight: Tensor) -> Absorbed:
     windows = relation.window & relation.letters(relation.ins[second])
     if constant_sums(relation):
         over = set(relation.contracted | windows)
-        total = summed(a.double(), b.double(), order, over, relation.size)
+        total = sum_products(a.double(), b.double(), order, over, relation.size)
         bias = project(total, relation.outs[0], order, relation.size)
         return Absorbed(bias if bool((bias != 0).any()) else None, None)
-    total = summed(a.double(), b.double(), order, set(relation.contracted), relation.size)
+    total = sum_products(a.double(), b.double(), order, set(relation.contracted), relation.size)
     return Absorbed(None, _kernel(relation, total, second))
 
 

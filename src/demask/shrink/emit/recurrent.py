@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from demask.facts.known import operand_facts
-from demask.facts.recurrent import roles, steady, takes_constants
+from demask.facts.recurrent import constant_features, has_plain_biases, roles
 from demask.graph.provenance import Cut
 from demask.ops import Relation
 from demask.shrink.emit.constant_store import cut
@@ -63,12 +63,12 @@ def _sizes(walk: EmitContext, relation: Relation, operand: int) -> list[Any]:
 
 def _shift(walk: EmitContext, relation: Relation) -> Tensor | None:
     """What the constant features that are cut give to every gate: Σ w_ih · fill, float64."""
-    if not takes_constants(relation):
+    if not has_plain_biases(relation):
         return None
     who = roles(relation)
     inputs = operand_facts(relation, walk.facts)
     kept = walk.placement.slot[relation.node, 0][-1]
-    fill = torch.where(steady(relation, inputs)[1], inputs[0].fill[0, 0], 0).double()
+    fill = torch.where(constant_features(relation, inputs)[1], inputs[0].fill[0, 0], 0).double()
     gone = torch.ones(relation.operands[0].value.meta["val"].shape[-1], dtype=torch.float64)
     gone[slice(None) if kept is None else list(kept)] = 0
     weight = walk.pool.source[str(relation.operands[who.w_ih].value.target)].tensor

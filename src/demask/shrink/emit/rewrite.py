@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from demask.facts.known import Facts, Relations, created, key_of, value_of
+from demask.facts.known import Facts, Relations, created_fact, key_of, value_of
 from demask.facts.masks import along
 from demask.facts.needed import Needs
 from demask.failures import attributed
@@ -157,7 +157,7 @@ def emit_created(walk: EmitContext, relation: Relation) -> None:
     """What a call makes of no value, and is not known, since it is not finite: a number all over,
     made without the operand whose shape it had."""
     node, layout = relation.node, walk.placement.value[relation.node, 0]
-    fact = created(relation)
+    fact = created_fact(relation)
     if fact is None:
         args, kwargs = walk.argument(node.args), walk.argument(node.kwargs)
         walk.finish(node, node.target, args, kwargs, None)

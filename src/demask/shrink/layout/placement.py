@@ -19,7 +19,7 @@ from demask.facts.analysis import Analysis
 from demask.facts.known import Key, key_of, operand_facts
 from demask.facts.masks import along, any_over
 from demask.facts.needed import Needs, needed
-from demask.facts.recurrent import kept_features, roles
+from demask.facts.recurrent import needed_features, roles
 from demask.failures import attributed
 from demask.ops import Relation, schema
 from demask.ops.notation import Axis
@@ -206,7 +206,7 @@ class Placer:
         if relation.back and operand == 0:
             live = [self.needs.live[relation.node, k] for k in range(len(relation.outs))]
             inputs = operand_facts(relation, self.facts)
-            self.cells.need(axes[-1], kept_features(relation, inputs, live))
+            self.cells.need(axes[-1], needed_features(relation, inputs, live))
             return
         if relation.entry.fill not in ("sum", "mix") or operand not in relation.factors[:1]:
             return

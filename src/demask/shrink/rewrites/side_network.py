@@ -20,7 +20,13 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from demask.facts.input_independent import Fixed, as_known, batch_sizes, finite_of, has
+from demask.facts.input_independent import (
+    Fixed,
+    as_known,
+    batch_sizes,
+    finite_argument,
+    has_batch_symbol,
+)
 from demask.facts.known import Facts, Key, Relations, key_of
 from demask.facts.needed import Needs, needed
 from demask.graph.editor import GraphEditor
@@ -79,7 +85,7 @@ def _worth(key: Key, relations: Relations, varying: set[Key], batch: set[sympy.S
 
 
 def _batched(key: Key, batch: set[sympy.Symbol]) -> bool:
-    return any(has(size, batch) for size in schema.outputs(key[0])[key[1]].shape)
+    return any(has_batch_symbol(size, batch) for size in schema.outputs(key[0])[key[1]].shape)
 
 
 def _along_one(mask: Tensor) -> Tensor:
@@ -219,7 +225,7 @@ class _Splitter:
     def _finite(self, relation: Relation, found: dict[str, Any]) -> tuple[Any, Any]:
         """The arguments for one image, with a number that the call is finite of wherever it is not
         fixed: what is there for one image, the network itself never has."""
-        mask, number = self.fixed[relation.node, 0], finite_of(relation, self.facts)
+        mask, number = self.fixed[relation.node, 0], finite_argument(relation, self.facts)
         made = self._for_one(found)
         values = [self._for_one(o.value) for o in relation.operands]
         for k, operand in enumerate(relation.operands):

@@ -23,7 +23,7 @@ from torch import Tensor, fx
 
 from demask.errors import BadInput
 from demask.facts.known import Facts, Key, Relations, forward, is_absorbing, key_of, value_of
-from demask.facts.masks import Fact, checked
+from demask.facts.masks import Fact, finite_fact
 from demask.ops import Relation, schema
 from demask.ops.notation import Axes
 from demask.shrink.emit.border_map import one_value
@@ -211,7 +211,7 @@ def _known_outside(plan: IndexPlan, relation: Relation, index: RunTimeIndex) -> 
 
 
 def _fact(fill: Tensor) -> Fact:
-    return checked(torch.ones([1] * fill.ndim, dtype=torch.bool), fill)
+    return finite_fact(torch.ones([1] * fill.ndim, dtype=torch.bool), fill)
 
 
 def _ranked(fill: Tensor, value: Tensor) -> Tensor:
