@@ -30,13 +30,13 @@ def test_a_dump_is_the_same_twice_and_another_for_other_code(
              "simplified_bits", "conditioned_skip", "packets"}  # fmt: skip
     assert parts <= names and not [name for name in names if name.endswith("_raised")]
 
-    adapt = __import__("demask.shrink.emit.adapt", fromlist=["marked"])
-    marked = adapt.marked
+    adapt = __import__("demask.shrink.emit.adapt", fromlist=["mark_effect"])
+    marked = adapt.mark_effect
 
     def planted(node: Any, effect: str) -> Any:
         return marked(node, "gather" if effect == "slice" else effect)
 
-    monkeypatch.setattr(adapt, "marked", planted)
+    monkeypatch.setattr(adapt, "mark_effect", planted)
     dump.written((NAME, third))
     assert dump.hash_of(first) != dump.hash_of(third)
     _, differ, _ = filecmp.cmpfiles(first, third, files(first), shallow=False)

@@ -62,8 +62,8 @@ def find_input_independent(
 
 
 def finite_argument(relation: Relation, facts: Facts) -> float | None:
-    """A number for which a pointwise call is finite when all its computed operands have it; None if
-    there is none."""
+    """A number at which a pointwise call is finite in all computed operands; None if there is
+    none."""
     dtypes = [o.value.meta["val"].dtype for o in relation.operands if isinstance(o.value, fx.Node)]
     signature = relation.entry.line, len(relation.outs)
     pointwise = signature in (
@@ -101,7 +101,7 @@ def batch_sizes(graph: fx.Graph) -> set[sympy.Symbol]:
 
 
 def has_batch_symbol(size: Any, batch: set[sympy.Symbol]) -> bool:
-    """Whether a size depends on the number of inputs in the batch."""
+    """Whether a size depends on the batch size."""
     return not isinstance(size, int) and bool(size.node.expr.free_symbols & batch)
 
 
@@ -126,8 +126,7 @@ def only_carries_batch(relation: Relation, batch: set[sympy.Symbol]) -> bool:
 
 
 def _contains_batch_size(value: Any, batch: set[sympy.Symbol]) -> bool:
-    """Whether a plain argument contains a number that depends on the number of inputs in the
-    batch."""
+    """Whether a plain argument contains a number that depends on the batch size."""
     if isinstance(value, (list, tuple)):
         return any(_contains_batch_size(item, batch) for item in value)
     number = value.meta.get("val") if isinstance(value, fx.Node) else None

@@ -145,8 +145,7 @@ def operand_facts(relation: Relation, facts: Facts) -> list[Fact]:
 
 
 def _uniform_along_dynamic(relation: Relation, axes: Axes, fact: Fact) -> Fact:
-    """The fact of an operand whose axis is dynamic in another operand: known only where it is
-    uniform along that axis."""
+    """The fact, known along axes that another operand makes dynamic only where it is uniform."""
     order = [str(k) for k in range(len(axes))]
     dynamic = {
         str(k)
@@ -366,8 +365,7 @@ def _apply_affine(relation: Relation, wide: list[Fact], fact: Fact | None) -> Fa
 
 
 def _contract(relation: Relation, inputs: list[Fact]) -> Fact | None:
-    """The fact of sum_i a_i · b_i: unknown where some product has neither a zero nor two known
-    factors."""
+    """The fact of sum_i a_i · b_i: known where every product has a zero or two known factors."""
     order, factors = _order(relation), relation.factors
     over = relation.contracted | (relation.complete - relation.letters(relation.outs[0]))
     mask = ~any_over(contributions(relation, inputs), order, over)
@@ -487,8 +485,8 @@ def sum_products(
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """The sum over the last dimension of a broadcast product, as an einsum (no product is
-    stored)."""
+    """The sum over the last dimension of a product, as an einsum that does not store the
+    product."""
     letters = "abcdefghijklmnopqrstuvwxyz"[: a.ndim - 1]
     left = "".join(c for c, n in zip(letters, a.shape, strict=False) if n != 1)
     right = "".join(c for c, n in zip(letters, b.shape, strict=False) if n != 1)

@@ -165,7 +165,6 @@ def uniform_over(fact: Fact, order: Sequence[str], letters: set[str] | frozenset
 
 
 def along(mask: Tensor, axis: int) -> Tensor:
-    """A 1-D mask: whether any element is set at each position of one axis (length 1: the same all
-    along)."""
+    """A 1-D mask: any element at each position of one axis (length 1: the same all along)."""
     rest = [k for k in range(mask.ndim) if k != axis]
     return mask.any(dim=rest) if rest else mask

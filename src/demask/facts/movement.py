@@ -62,8 +62,7 @@ def shorten_axis(fact: Fact, axis: int) -> Fact:
 
 
 def _unknown_map_fact(relation: Relation, inputs: list[Fact], axis: int) -> Fact:
-    """The fact after an unknown index map: known where all operands are known with one value all
-    along."""
+    """The fact after an unknown index map: known where all is known with one value all along."""
     order = [str(k) for k in range(inputs[0].known.ndim)]
     first, *rest = [uniform_over(fact, order, {str(axis)}) for fact in inputs]
     mask, fill = first.known, first.fill

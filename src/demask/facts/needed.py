@@ -117,8 +117,7 @@ def _add_needs_of_operands(
 def _operand_need(
     relation: Relation, operand: int, live: Sequence[Tensor], facts: Facts, *, hidden: bool = True
 ) -> Tensor:
-    """What the live outputs need of one operand. hidden: whether a zero of another operand removes
-    the need."""
+    """What the live outputs need of one operand. hidden: whether zeros of others remove needs."""
     if relation.moved:
         masks = [_need_by_index_map(relation, k, operand, mask) for k, mask in enumerate(live)]
     elif relation.back:
@@ -143,12 +142,12 @@ def _need_by_letters(
     # One needed position of a complete axis needs the axis; so do dynamic composites.
     mask = any_over(mask, order, relation.complete | mixed(axes, relation.size))
     if hidden:
-        mask = mask & ~_hidden(relation, operand, operand_facts(relation, facts))
+        mask = mask & ~_hidden_mask(relation, operand, operand_facts(relation, facts))
     absent = set(order) - relation.letters(axes)
     return project(any_over(mask, order, absent), axes, order, relation.size)
 
 
-def _hidden(relation: Relation, operand: int, inputs: list[Fact]) -> Tensor:
+def _hidden_mask(relation: Relation, operand: int, inputs: list[Fact]) -> Tensor:
     """Over letters: where a zero of another operand makes this one irrelevant."""
     mask = torch.zeros([1] * len(relation.size), dtype=torch.bool)
     if relation.entry.fill in ("sum", "mix", "recur") and operand in relation.factors:
@@ -161,11 +160,11 @@ def _hidden(relation: Relation, operand: int, inputs: list[Fact]) -> Tensor:
     if operand == relation.factors[0]:
         mask = mask | uniform_keys(relation, inputs)
     if relation.entry.affine:
-        mask = mask | _scaled_away(relation, operand, inputs)
+        mask = mask | _scaled_away_mask(relation, operand, inputs)
     return mask
 
 
-def _scaled_away(relation: Relation, operand: int, inputs: list) -> Tensor:
+def _scaled_away_mask(relation: Relation, operand: int, inputs: list) -> Tensor:
     """Where a zero scale makes the operand irrelevant (operands other than scale and shift)."""
     names = [o.name for o in relation.operands]
     if "weight" not in names or operand != 0:

@@ -51,12 +51,13 @@ def ranges(graph: fx.Graph, constants: Mapping[str, Tensor], table: Table) -> Ra
 
     Calls of several outputs have one range for all outputs of their dtype; other values have none.
 
-    >>> from demask.graph.capture.capture import capture
-    >>> from demask.ops import TABLE
-    >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU6())
-    >>> program = capture(net, (torch.ones(1, 2),))
-    >>> print(*ranges(program.graph, {}, TABLE).values(), sep=", ")
-    -inf to inf, -inf to inf, -inf to inf, -inf to inf, 0 to 6
+    Example:
+        >>> from demask.graph.capture.capture import capture
+        >>> from demask.ops import TABLE
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU6())
+        >>> program = capture(net, (torch.ones(1, 2),))
+        >>> print(*ranges(program.graph, {}, TABLE).values(), sep=", ")
+        -inf to inf, -inf to inf, -inf to inf, -inf to inf, 0 to 6
     """
     bounds: Ranges = {}
     for node in graph.nodes:
@@ -174,8 +175,7 @@ def _apply_rule(
 
 
 def _activation_range(least: float, known: Range, dtype: torch.dtype) -> Range:
-    """The range of a function that is between `least` and 0 for x < 0, and between 0 and x for x >
-    0."""
+    """The range of a function between `least` and 0 for x < 0, and between 0 and x for x > 0."""
     limits = torch.finfo(dtype)
     room = known.high < limits.max / 8  # intermediate results must not overflow
     most = known.high * (1 + _ULPS * limits.eps) if room else inf
@@ -200,8 +200,7 @@ def _union(
 
 
 def _sign_range(node: fx.Node, known: Range, dtype: torch.dtype) -> Range | None:
-    """The range of sums and averages: numbers of one sign give a result of that sign, of any
-    size."""
+    """The range of sums and averages: numbers of one sign have results of that sign."""
     divisor = schema.arguments(node).get("divisor_override")
     if not dtype.is_floating_point or (divisor is not None and divisor < 0):
         return None

@@ -157,8 +157,7 @@ def _follow_edges(some: Tensor, edges: Tensor) -> Tensor:
 
 
 def deciding_output(relation: Relation, operand: int) -> int:
-    """The output whose need decides what is needed of an operand: that of its units, else that of
-    the cells."""
+    """The output whose need decides that of an operand: that of its units, else of the cells."""
     role = roles(relation)
     letters = relation.letters(relation.ins[operand])
     letter = role.unit if role.unit in letters else role.cell

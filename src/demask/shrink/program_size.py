@@ -1,4 +1,4 @@
-"""How large a program is, and how much it computes: what has to shrink."""
+"""The size of a program, and of what it computes: what has to shrink."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def sizes_of(program: Program, relations: Mapping[fx.Node, Relation | Declined])
     tensors = {
         c.tensor.data_ptr(): c.tensor for c in program.constants.values() if c.tensor.numel()
     }
-    counted = [t for t in tensors.values() if t.is_floating_point()]
+    floating = [t for t in tensors.values() if t.is_floating_point()]
     return Sizes(
-        parameters=sum(t.numel() for t in counted),
+        parameters=sum(t.numel() for t in floating),
         macs=sum(map(_macs, relations.values())),
         bytes=sum(t.numel() * t.element_size() for t in tensors.values()),
     )
 
 
 def _macs(relation: Relation | Declined) -> int:
-    """MACs of a call; 0 where nothing is known of it."""
+    """MACs of a call; 0 for one without a relation."""
     if not isinstance(relation, Relation):
         return 0
     try:
@@ -38,7 +38,7 @@ def _macs(relation: Relation | Declined) -> int:
 
 
 def macs_of(relation: Relation) -> int:
-    """Multiplications that are summed, read off the letters of the line."""
+    """Multiplications that are summed, from the letters of the table line."""
     if relation.back:
         return _recurrent_macs(relation)
     if relation.entry.fill not in ("sum", "mix"):
@@ -53,13 +53,13 @@ def macs_of(relation: Relation) -> int:
     values = math.prod(sizes[a] for a in main | relation.letters(relation.outs[0]))
     if not relation.contracted:
         return values
-    # Attention: the products that make the weights, then those of the weights with the values.
+    # Attention: queries times keys, then weights times values.
     weights = relation.letters(relation.ins[first]) | relation.letters(relation.ins[second])
     return math.prod(sizes[a] for a in weights) + values
 
 
 def _recurrent_macs(relation: Relation) -> int:
-    """Every entry of every matrix once a step."""
+    """Every entry of every matrix once per step."""
     sizes = _letter_sizes(relation)
     weights = [relation.letters(axes) for axes in relation.ins if len(axes) == 2]
     steps = relation.letters(relation.ins[0]) - frozenset().union(*weights)
@@ -82,15 +82,15 @@ def _letter_sizes(relation: Relation) -> dict[str, int]:
     return sizes
 
 
-def removed(before: Program, after: Program) -> dict[str, int]:
-    """Per module, how many parameters are gone."""
-    found: dict[str, int] = {}
+def count_removed(before: Program, after: Program) -> dict[str, int]:
+    """Per module, the number of removed parameters."""
+    counts: dict[str, int] = {}
     for sign, constants in ((1, before.constants), (-1, after.constants)):
         for name, constant in constants.items():
             if constant.tensor.is_floating_point():
                 module = next(iter(constant.aliases), name).rpartition(".")[0]
-                found[module] = found.get(module, 0) + sign * constant.tensor.numel()
-    return {module: count for module, count in found.items() if count > 0}
+                counts[module] = counts.get(module, 0) + sign * constant.tensor.numel()
+    return {module: count for module, count in counts.items() if count > 0}
 
 
 def traffic(program: Program) -> int:
@@ -103,8 +103,8 @@ def traffic(program: Program) -> int:
     return total
 
 
-def counted(network: nn.Module) -> Sizes:
-    """The size of a network, without its MACs; tied tensors count once."""
+def measure_module(network: nn.Module) -> Sizes:
+    """The sizes of a network, without its MACs; tied tensors count once."""
     tensors = {t.data_ptr(): t for t in (*network.parameters(), *network.buffers()) if t.numel()}
-    counted = [t.numel() for t in tensors.values() if t.is_floating_point()]
-    return Sizes(sum(counted), 0, sum(t.numel() * t.element_size() for t in tensors.values()))
+    floating = [t.numel() for t in tensors.values() if t.is_floating_point()]
+    return Sizes(sum(floating), 0, sum(t.numel() * t.element_size() for t in tensors.values()))
