@@ -284,7 +284,7 @@ def test_an_input_is_not_picked():
     wide, inputs, mapping = with_inputs(program, {"index": 12})
     first = next(n for n in program.graph.nodes if n.op == "placeholder")
     pick = Pick(2, RunTimeIndex(inputs["index"], 12), torch.zeros(1, 1, 1))
-    with pytest.raises(BadInput, match="that a call makes"):
+    with pytest.raises(BadInput, match="output of a call"):
         indexed(Analysis(wide, TABLE), {(mapping[first], 0): pick})
     with pytest.raises(BadInput, match="at least 2 positions"):
         with_inputs(program, {"index": 1})
