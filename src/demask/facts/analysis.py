@@ -10,7 +10,7 @@ from typing import Self
 
 from torch import Tensor, fx
 
-from demask.facts.input_independent import Fixed, batch_sizes, find_input_independent
+from demask.facts.input_independent import IndependentMasks, batch_sizes, find_input_independent
 from demask.facts.known import Facts, Relations, known
 from demask.facts.needed import Needs, needed
 from demask.facts.ranges import Ranges, ranges
@@ -119,7 +119,7 @@ class Analysis:
         return needed(self.program.graph, self.relations, self.known)
 
     @cached_property
-    def input_independent(self) -> Fixed:
+    def input_independent(self) -> IndependentMasks:
         """Where values are the same for all inputs of one size."""
         graph, trained = self.program.graph, self.program.trained
         return find_input_independent(

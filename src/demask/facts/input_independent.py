@@ -30,7 +30,7 @@ from demask.facts.trained import trained_nodes
 from demask.numerics import readable
 from demask.ops import Relation, schema
 
-Fixed = dict[Key, Tensor]
+IndependentMasks = dict[Key, Tensor]
 
 
 def find_input_independent(
@@ -39,11 +39,11 @@ def find_input_independent(
     facts: Facts,
     batch: set[sympy.Symbol],
     parameters: Collection[str] = (),
-) -> Fixed:
+) -> IndependentMasks:
     """Per value, a mask of what is the same for every input of one size, and along every axis whose
     size contains one of the `batch` symbols. What calls compute from parameters alone is excluded:
     it stays as it is, to be trained. parameters: by get_attr target."""
-    masks: Fixed = {key: fact.known for key, fact in facts.items()}
+    masks: IndependentMasks = {key: fact.known for key, fact in facts.items()}
     trained = trained_nodes(graph, parameters)
     for node in graph.nodes:
         relation = relations.get(node)
@@ -150,7 +150,7 @@ def _inputs(relation: Relation, facts: Facts, masks: Mapping[Key, Tensor]) -> li
     return result
 
 
-def as_known(facts: Facts, masks: Fixed) -> Facts:
+def as_known(facts: Facts, masks: IndependentMasks) -> Facts:
     """Facts in which input-independent positions count as known."""
     return {key: _with_known(fact, masks[key]) for key, fact in facts.items()}
 

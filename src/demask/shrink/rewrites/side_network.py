@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from demask.facts.input_independent import (
-    Fixed,
+    IndependentMasks,
     as_known,
     batch_sizes,
     finite_argument,
@@ -61,7 +61,11 @@ def split_side_network(analysis: LayoutAnalysis) -> Program | None:
 
 
 def _side_positions(
-    varying: set[Key], facts: Facts, independent: Fixed, needs: Needs, batch: set[sympy.Symbol]
+    varying: set[Key],
+    facts: Facts,
+    independent: IndependentMasks,
+    needs: Needs,
+    batch: set[sympy.Symbol],
 ) -> dict[Key, Tensor]:
     """Per value, its positions that are read and input-independent but not known, as a mask that
     varies along one axis at most."""
@@ -112,7 +116,7 @@ class _Splitter:
     program: Program
     relations: Relations
     facts: Facts
-    independent: Fixed
+    independent: IndependentMasks
     needs: Needs
     batch: set[sympy.Symbol]
     parts: dict[Key, Tensor]
