@@ -54,13 +54,13 @@ def test_a_dump_is_the_same_twice_and_another_for_other_code(
     assert parts <= names and not [name for name in names if name.endswith("_raised")]
     assert raised == ["BudgetTooSmall"] * 2  # of plan_1MiB, in both: the network takes 9 MiB
 
-    adapt = __import__("demask.shrink.emit.adapt", fromlist=["marked"])
-    marked = adapt.marked
+    adapt = __import__("demask.shrink.emit.adapt", fromlist=["mark_effect"])
+    marked = adapt.mark_effect
 
     def planted(node: Any, effect: str) -> Any:
         return marked(node, "gather" if effect == "slice" else effect)
 
-    monkeypatch.setattr(adapt, "marked", planted)
+    monkeypatch.setattr(adapt, "mark_effect", planted)
     dump.written((NAME, third))
     assert dump.hash_of(first) != dump.hash_of(third)
     _, differ, _ = filecmp.cmpfiles(first, third, files(first), shallow=False)

@@ -33,7 +33,7 @@ from demask.shrink.demask import demask
 from demask.shrink.on_device import CPU, device_of, moved, on_cpu
 from demask.shrink.pipeline import given as captured
 from demask.shrink.pipeline import left, reduced
-from demask.shrink.program_size import removed, sizes_of
+from demask.shrink.program_size import count_removed, sizes_of
 from demask.shrink.submodules import merged, sizes_of_parts, with_parts
 from demask.sparse.segment.build_segments import layers_of
 from demask.sparse.segment.candidates import Sparse
@@ -252,7 +252,7 @@ def _fastest(race: CandidateRace, program: Program, smaller: Program, provenance
     if wanted.precision is not None:
         notes.append(_lossy(race, best, wanted.precision))
     made = remembered(form.program, provenance, wanted.table)
-    gone = removed(program, plain(form.program))
+    gone = count_removed(program, plain(form.program))
     record = replace(made, removed=gone, notes=tuple(notes), decisions=decisions, speed=speed)
     kind = _kind(form)
     race.modules.clear()

@@ -256,8 +256,11 @@ def check_op(name: str, number: int, case, seed: int) -> None:
 
 def test_the_law_finds_a_wrong_letter(monkeypatch: pytest.MonkeyPatch):
     """A fault planted: windows count as carried, so positions next to them are forgotten."""
-    right = planning.carried
-    monkeypatch.setattr(planning, "carried", lambda r: right(r) | (r.window & r.letters(r.outs[0])))
+    right = planning.pointwise_letters
+    monkeypatch.setattr(
+        planning, "pointwise_letters",
+        lambda r: right(r) | (r.window & r.letters(r.outs[0])),
+    )  # fmt: skip
     net = nn.Sequential(nn.ReLU(), nn.AvgPool1d(3, 1, 1), nn.ReLU()).double()
     x = torch.randn(2, 4, 9, dtype=torch.float64)
     program = simplified(given(net, (x,), None, None), TABLE)
@@ -269,7 +272,7 @@ def test_the_law_finds_a_wrong_letter(monkeypatch: pytest.MonkeyPatch):
 
 def test_the_law_finds_a_forgotten_fill(monkeypatch: pytest.MonkeyPatch):
     """A fault planted: what a constant leaves to a contraction is dropped."""
-    monkeypatch.setattr(planning, "_leaves", lambda *_: True)
+    monkeypatch.setattr(planning, "_is_rest_known", lambda *_: True)
     program, x = NETWORKS[0].program(0, whole=False)
     made = built(program, by_name(program, NETWORKS[0].places), ["constant"] * 3)
     index = made.indices(0.5, 0)
@@ -281,7 +284,7 @@ def test_an_input_is_not_picked():
     wide, inputs, mapping = with_inputs(program, {"index": 12})
     first = next(n for n in program.graph.nodes if n.op == "placeholder")
     pick = Pick(2, RunTimeIndex(inputs["index"], 12), torch.zeros(1, 1, 1))
-    with pytest.raises(BadInput, match="that a call makes"):
+    with pytest.raises(BadInput, match="output of a call"):
         indexed(Analysis(wide, TABLE), {(mapping[first], 0): pick})
     with pytest.raises(BadInput, match="at least 2 positions"):
         with_inputs(program, {"index": 1})

@@ -172,16 +172,16 @@ def test_a_dead_channel_that_sigmoid_should_wake_is_noticed(monkeypatch):
 
 def test_a_dropped_border_map_is_noticed(monkeypatch):
     def borderless(*args):
-        return border.Absorbed(border.absorbed(*args).bias, None)
+        return border.Absorbed(border.absorb_constants(*args).bias, None)
 
-    monkeypatch.setattr(contract, "absorbed", borderless)
+    monkeypatch.setattr(contract, "absorb_constants", borderless)
     assert "differs by" in broken(convs("v1 * 1"))
 
 
 def test_a_swapped_index_is_noticed(monkeypatch):
     def swapped(self, node, axis, take):
         return self.editor.call(
-            adapt.aten.index_select.default, node, axis, self.pool.index(take[::-1])
+            adapt.aten.index_select.default, node, axis, self.store.index(take[::-1])
         )
 
     monkeypatch.setattr(adapt.Adapter, "select", swapped)

@@ -204,7 +204,7 @@ def outside(name: str, table: Table, bounds: Range) -> list[str]:
                   for n, t in env.items()}  # fmt: skip
         from demask.facts import ranges as module
 
-        (low, high) = module._call(call, values, {}, table)
+        (low, high) = module._call_range(call, values, {}, table)
         for part in made if isinstance(made, (list, tuple)) else [made]:
             if part.dtype != schema.outputs(call)[0].dtype:
                 continue

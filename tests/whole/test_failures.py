@@ -64,8 +64,8 @@ ERRORS = [KeyError("tanh", 0), TableError("3 axes"), RuntimeError("no\nway"), As
 CALLS = [
     ("demask.facts.analysis", "bind"),
     ("demask.facts.known", "forward"),
-    ("demask.facts.needed", "_edge"),
-    ("demask.shrink.layout.placement.Placer", "_tie"),
+    ("demask.facts.needed", "_operand_need"),
+    ("demask.shrink.layout.placement.Placer", "_tie_operand"),
     ("demask.shrink.emit.rewrite", "emit_plain"),
 ]
 
@@ -95,8 +95,9 @@ def test_a_rule_that_fails_declines_its_call(monkeypatch, where, name, error):
     assert type(error).__name__ in note
 
 
-@pytest.mark.parametrize("name", ["spelled", "unmerged", "hoisted", "early", "folded", "stacked",
-                                  "named", "sided", "apart"])  # fmt: skip
+@pytest.mark.parametrize("name", ["spelled", "unmerged", "hoisted", "early", "folded",
+                                  "stack_border_maps", "name_tied_tensors",
+                                  "split_side_network", "unstack_border_maps"])  # fmt: skip
 def test_a_pass_that_fails_is_left_out(monkeypatch, name):
     monkeypatch.setattr(PIPELINE, name, raising(None, KeyError("planted")))
     with strict(False):
@@ -106,15 +107,15 @@ def test_a_pass_that_fails_is_left_out(monkeypatch, name):
 
 
 def test_a_form_that_fails_is_left_out(monkeypatch):
-    forms = [(raising(None, IndexError("planted")), name) for _, name in PIPELINE._FORMS]
-    monkeypatch.setattr(PIPELINE, "_FORMS", tuple(forms))
+    forms = [(raising(None, IndexError("planted")), name) for _, name in PIPELINE._REWRITES]
+    monkeypatch.setattr(PIPELINE, "_REWRITES", tuple(forms))
     with strict(False):
         record = smaller()
     assert record.after.parameters < record.before.parameters
     assert sum("IndexError: planted" in note for note in record.notes) == len(forms)
 
 
-@pytest.mark.parametrize("name", ["rewrite", "_smaller", "_smallest"])
+@pytest.mark.parametrize("name", ["rewrite", "_shrink_once", "_shrink_repeatedly"])
 def test_where_all_fails_the_network_is_as_it_was(monkeypatch, name):
     monkeypatch.setattr(PIPELINE, name, raising(None, ValueError("planted")))
     with strict(False):
@@ -347,7 +348,7 @@ def test_fewer_sizes_are_dynamic_where_more_fail(monkeypatch, shapes, fails, lef
     assert tuple("s" if isinstance(size, str) else size for size in sizes) == left
     torch.testing.assert_close(slim(x), net(x))
     works = slim.demasked.after.parameters < slim.demasked.before.parameters
-    assert works == any("inputs of these sizes alone" in note for note in slim.demasked.notes)
+    assert works == any("only takes inputs of these sizes" in note for note in slim.demasked.notes)
     assert any("planted" in note for note in slim.demasked.notes)
 
 
@@ -490,7 +491,7 @@ def test_a_form_that_always_applies_ends(monkeypatch):
 
     net, x = Net().eval(), torch.randn(2, 6)
     expected = to_graph(net, (x,)).state_dict()
-    monkeypatch.setattr(PIPELINE, "_FORMS", ((endless, "an endless form"), *PIPELINE._FORMS))
+    monkeypatch.setattr(PIPELINE, "_REWRITES", ((endless, "an endless form"), *PIPELINE._REWRITES))
     slim = to_graph(net, (x,)).state_dict()
     assert {k: v.shape for k, v in slim.items()} == {k: v.shape for k, v in expected.items()}
     assert asked

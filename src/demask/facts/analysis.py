@@ -1,4 +1,4 @@
-"""What the table says of the calls of a program, and what the sweeps derive from that."""
+"""What the table states about the calls of a program, and what the sweeps derive from it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Self
 
 from torch import Tensor, fx
 
-from demask.facts.input_independent import Fixed, batch_sizes, fixed
+from demask.facts.input_independent import IndependentMasks, batch_sizes, find_input_independent
 from demask.facts.known import Facts, Relations, known
 from demask.facts.needed import Needs, needed
 from demask.facts.ranges import Ranges, ranges
@@ -32,12 +32,15 @@ class Failed(Declined):
 
 @dataclass(frozen=True, eq=False)
 class Analysis:
-    """Relations of the calls of a program, and what follows from them: each computed at its first
-    use, once. The graph must not change meanwhile.
+    """Relations of the calls of a program, and what follows from them. Each property is computed
+    once, at its first use: the graph must not change meanwhile.
 
-    frugal: known values that would have to be stored as matrices are computed instead. borders:
-    False for those that would leave a border map. bound: relations that exist already, as those of
-    calls whose rules failed.
+    Args:
+        program: the program to analyze, functional and with folded constants.
+        table: the op table that relations are bound by.
+        frugal: whether known values that would have to be stored as matrices are computed instead.
+        borders: False: values that would leave a border map count as unknown.
+        bound: relations that exist already, such as those of calls whose rules failed.
     """
 
     program: Program
@@ -47,13 +50,13 @@ class Analysis:
     bound: Mapping[fx.Node, Relation | Declined] = field(default_factory=dict, repr=False)
 
     def again(self, program: Program, *, frugal: bool = False) -> Self:
-        """The same analysis of another form of the program."""
+        """The analysis, with the same options, of another version of the program."""
         bound = self._bound if program.graph is self.program.graph else {}
         return replace(self, program=program, frugal=frugal, bound=bound)
 
     def without(self, failure: CallFailed) -> Self:
         """The analysis in which nothing is known of a call whose rule failed. Raises `failure`
-        itself where that was so already."""
+        itself if the call had failed before."""
         if not isinstance(self._bound.get(failure.node), Relation):
             raise failure
         return replace(self, bound={**self._bound, failure.node: Failed.of(failure)})
@@ -63,7 +66,7 @@ class Analysis:
         return dict(self.bound)
 
     def relation(self, node: fx.Node) -> Relation | Declined:
-        """What the table says of a call: Failed where its entry fails on it."""
+        """What the table states about a call: Failed if its entry raises an exception for it."""
         if node not in self._bound:
             try:
                 with attributed(node):
@@ -74,8 +77,8 @@ class Analysis:
 
     @cached_property
     def relations(self) -> Relations:
-        """What it says of every call that makes tensors. Groups are cut one by one, which takes a
-        weight that can be cut."""
+        """The relation of every call that returns tensors. Groups are cut one by one, which
+        requires a constant weight."""
         return {
             node: _with_weights(self.relation(node))
             for node in self.program.graph.nodes
@@ -86,15 +89,15 @@ class Analysis:
 
     @property
     def failed(self) -> dict[str, str]:
-        """The calls whose rules failed, in words, by what failed: later passes name calls anew."""
+        """The calls whose rules failed, in words, by failure: later passes name calls anew."""
         places: dict[tuple[str, str], list[str]] = {}
         for node, relation in self.relations.items():
             if isinstance(relation, Failed):
                 key = (op_name(node.target), relation.text)
                 places.setdefault(key, []).append(module_of(node) or node.name)
         return {
-            f"{op}: {text}": f"{op} at {_listed(where)} is kept as it is: {text}"
-            for (op, text), where in places.items()
+            f"{op}: {text}": f"{op} at {_list_places(modules)} stays as it is: {text}"
+            for (op, text), modules in places.items()
         }
 
     @cached_property
@@ -104,21 +107,24 @@ class Analysis:
 
     @cached_property
     def known(self) -> Facts:
-        """What is known of every value. Raises CallFailed where a rule fails, as `needed` does."""
-        zeros = () if self.borders else _framed(self.relations)
+        """The known positions and values of every value. Raises CallFailed where a rule fails, as
+        `needed` does."""
+        zeros = () if self.borders else _values_before_padding(self.relations)
         return known(self.program.graph, self.relations, self.constants, frugal=self.frugal,
                      zeros=zeros, trained=self.program.trained)  # fmt: skip
 
     @cached_property
     def needed(self) -> Needs:
-        """What is read of every value."""
+        """The needed positions of every value."""
         return needed(self.program.graph, self.relations, self.known)
 
     @cached_property
-    def input_independent(self) -> Fixed:
+    def input_independent(self) -> IndependentMasks:
         """Where values are the same for all inputs of one size."""
         graph, trained = self.program.graph, self.program.trained
-        return fixed(graph, self.relations, self.known, batch_sizes(graph), trained)
+        return find_input_independent(
+            graph, self.relations, self.known, batch_sizes(graph), trained
+        )
 
     @cached_property
     def ranges(self) -> Ranges:
@@ -126,24 +132,24 @@ class Analysis:
         return ranges(self.program.graph, self.constants, self.table)
 
 
-def _framed(relations: Relations) -> set[fx.Node]:
-    """Values that a padded window reads, and those that are moved to such values."""
-    found: set[fx.Node] = set()
+def _values_before_padding(relations: Relations) -> set[fx.Node]:
+    """Values that a padded window reads, and values that are moved to such values."""
+    framed: set[fx.Node] = set()
     for node, relation in reversed(list(relations.items())):
         if not isinstance(relation, Relation):
             continue
-        read = relation.operands if node in found and relation.moved else ()
+        read = relation.operands if node in framed and relation.moved else ()
         with attributed(node):
             if relation.entry.fill == "sum" and relation.entry.reads_padding(node):
                 read = (relation.operands[relation.factors[0]],)
         for operand in read:
             if isinstance(operand.value, fx.Node) and operand.value.op == "call_function":
-                found.add(operand.value)
-    return found
+                framed.add(operand.value)
+    return framed
 
 
-def _listed(places: list[str], most: int = 5) -> str:
-    """The first places, and how many more there are."""
+def _list_places(places: list[str], most: int = 5) -> str:
+    """The first places in words, and how many more there are."""
     more = len(places) - most
     return ", ".join(places[:most]) + (f" and {more} more" if more > 0 else "")
 

@@ -1,9 +1,9 @@
-"""Which positions no input reaches, though their value may vary with the size of the input.
+"""Positions that do not depend on the input, though their value may vary with the input's size.
 
-What is known is fixed. Beyond it: a constant that entered a zero-padded window is another number at
-the border, and the mean over an image of such a constant depends on the image's size; yet neither
-depends on what the image shows, and one evaluation for one image serves a whole batch. One forward
-sweep, over the lines that `known` reads.
+What is known is input-independent. So are more values: a constant that enters a zero-padded window
+has another value at the border, and the mean over an image of such a constant depends on the
+image's size. Neither depends on the content of the image, so one evaluation for one image serves a
+whole batch. One forward sweep over the relations that `known` reads.
 """
 
 from __future__ import annotations
@@ -25,50 +25,55 @@ from demask.facts.known import (
     window_mask,
 )
 from demask.facts.masks import Fact, all_over, any_over, mixed, project, spread
-from demask.facts.movement import moved
+from demask.facts.movement import moved_fact
 from demask.facts.trained import trained_nodes
 from demask.numerics import readable
 from demask.ops import Relation, schema
 
-Fixed = dict[Key, Tensor]
+IndependentMasks = dict[Key, Tensor]
 
 
-def fixed(
+def find_input_independent(
     graph: fx.Graph,
     relations: Relations,
     facts: Facts,
     batch: set[sympy.Symbol],
     parameters: Collection[str] = (),
-) -> Fixed:
-    """Per value, a mask of what is the same for every input of one size, and along every axis that
-    one of the `batch` sizes counts. What calls compute of parameters alone is not fixed: it stays
-    as it is, to be trained. parameters: by get_attr target."""
-    found: Fixed = {key: fact.known for key, fact in facts.items()}
+) -> IndependentMasks:
+    """Per value, a mask of what is the same for every input of one size, and along every axis whose
+    size contains one of the `batch` symbols. What calls compute from parameters alone is excluded:
+    it stays as it is, to be trained. parameters: by get_attr target."""
+    masks: IndependentMasks = {key: fact.known for key, fact in facts.items()}
     trained = trained_nodes(graph, parameters)
     for node in graph.nodes:
         relation = relations.get(node)
         if node.op != "call_function" or not isinstance(relation, Relation):
             continue
-        if node in trained or relation.entry.free or not carries(relation, batch):
+        if node in trained or relation.entry.free or not only_carries_batch(relation, batch):
             continue
-        inputs = _inputs(relation, facts, found)
+        inputs = _inputs(relation, facts, masks)
         for k in range(len(relation.outs)):
-            mask = _out(relation, k, inputs)
-            # Where it is not fixed a side network has no value to make a quotient of.
+            mask = _output_mask(relation, k, inputs)
+            # Elsewhere a side network has no value: the call must be finite for some number.
             whole = mask is None or relation.total or bool(mask.all())
-            if mask is not None and (whole or finite_of(relation, facts) is not None):
-                found[node, k] = found[node, k] | mask
-    return found
+            if mask is not None and (whole or finite_argument(relation, facts) is not None):
+                masks[node, k] = masks[node, k] | mask
+    return masks
 
 
-def finite_of(relation: Relation, facts: Facts) -> float | None:
-    """A number for all computed operands of a pointwise call of which it is finite; None: none."""
+def finite_argument(relation: Relation, facts: Facts) -> float | None:
+    """A number at which a pointwise call is finite in all computed operands; None if there is
+    none."""
     dtypes = [o.value.meta["val"].dtype for o in relation.operands if isinstance(o.value, fx.Node)]
-    lines = relation.entry.line, len(relation.outs)
-    pointwise = lines in (("... -> ...", 1), ("..., ... -> ...", 1), ("..., ..., ... -> ...", 1))
+    signature = relation.entry.line, len(relation.outs)
+    pointwise = signature in (
+        ("... -> ...", 1),
+        ("..., ... -> ...", 1),
+        ("..., ..., ... -> ...", 1),
+    )
     if not pointwise or torch.bool in dtypes:
         return None
-    found, inputs = schema.arguments(relation.node), operand_facts(relation, facts)
+    arguments, inputs = schema.arguments(relation.node), operand_facts(relation, facts)
     for number in (1.0, 0.5, 2.0):
         values = [
             o.value if not isinstance(o.value, fx.Node) else fact.fill if o.value.op == "get_attr"
@@ -76,16 +81,16 @@ def finite_of(relation: Relation, facts: Facts) -> float | None:
             for o, fact in zip(relation.operands, inputs, strict=True)
         ]  # fmt: skip
         args, kwargs = schema.call(
-            relation.node.target, schema.replaced(found, relation.operands, values)
+            relation.node.target, schema.replaced(arguments, relation.operands, values)
         )
-        made = relation.node.target(*args, **kwargs)  # type: ignore[operator]
-        if bool(torch.isfinite(readable(made)).all()):
+        output = relation.node.target(*args, **kwargs)  # type: ignore[operator]
+        if bool(torch.isfinite(readable(output)).all()):
             return number
     return None
 
 
 def batch_sizes(graph: fx.Graph) -> set[sympy.Symbol]:
-    """The symbols that dimension 0 of the inputs has."""
+    """The symbols of dimension 0 of the inputs."""
     shapes = [
         node.meta["val"].shape
         for node in graph.nodes
@@ -95,63 +100,64 @@ def batch_sizes(graph: fx.Graph) -> set[sympy.Symbol]:
     return {size.node.expr for size in dynamic if size.node.expr.is_Symbol}
 
 
-def has(size: Any, batch: set[sympy.Symbol]) -> bool:
-    """Does a size depend on how many inputs come?"""
+def has_batch_symbol(size: Any, batch: set[sympy.Symbol]) -> bool:
+    """Whether a size depends on the batch size."""
     return not isinstance(size, int) and bool(size.node.expr.free_symbols & batch)
 
 
-def carries(relation: Relation, batch: set[sympy.Symbol]) -> bool:
-    """Is the call, for one input, the call for many cut to the first: are batch axes only carried,
-    each an axis of its own?"""
+def only_carries_batch(relation: Relation, batch: set[sympy.Symbol]) -> bool:
+    """Whether the call for one input equals the call for many, cut to the first: batch axes are
+    only carried, each as an axis of its own."""
     node, gone = relation.node, relation.window | relation.complete | relation.moved
-    made = relation.letters(relation.outs[0])
+    output_letters = relation.letters(relation.outs[0])
     values = [(o.value.meta["val"], axes) for o, axes in zip(relation.operands, relation.ins,
               strict=True) if isinstance(o.value, fx.Node)]  # fmt: skip
     for value, axes in [*values, *zip(schema.outputs(node), relation.outs, strict=True)]:
         for size, axis in zip(value.shape, axes, strict=True):
-            if has(size, batch):
+            if has_batch_symbol(size, batch):
                 whole = not size.node.expr.is_Symbol or len(axis) != 1
-                if whole or axis[0] in gone or axis[0] not in made:
+                if whole or axis[0] in gone or axis[0] not in output_letters:
                     return False
     if relation.entry.args is not None or relation.moved:
         return True  # Their sizes are rebuilt from shapes.
     names = {operand.name for operand in relation.operands}
     rest = [v for name, v in schema.arguments(node).items() if name not in names]
-    return not any(_counts(v, batch) for v in rest)
+    return not any(_contains_batch_size(v, batch) for v in rest)
 
 
-def _counts(value: Any, batch: set[sympy.Symbol]) -> bool:
-    """Does a plain argument hold a number that depends on how many inputs come?"""
+def _contains_batch_size(value: Any, batch: set[sympy.Symbol]) -> bool:
+    """Whether a plain argument contains a number that depends on the batch size."""
     if isinstance(value, (list, tuple)):
-        return any(_counts(item, batch) for item in value)
-    made = value.meta.get("val") if isinstance(value, fx.Node) else None
-    return isinstance(made, torch.SymInt) and has(made, batch)
+        return any(_contains_batch_size(item, batch) for item in value)
+    number = value.meta.get("val") if isinstance(value, fx.Node) else None
+    return isinstance(number, torch.SymInt) and has_batch_symbol(number, batch)
 
 
-def _inputs(relation: Relation, facts: Facts, found: Mapping[Key, Tensor]) -> list[Fact]:
-    """The operands' facts with all that is fixed taken for known."""
+def _inputs(relation: Relation, facts: Facts, masks: Mapping[Key, Tensor]) -> list[Fact]:
+    """The operands' facts, in which input-independent positions count as known."""
     result = []
     known = operand_facts(relation, facts)
     for operand, fact, axes in zip(relation.operands, known, relation.ins, strict=True):
         if isinstance(operand.value, fx.Node):
-            mask = found[key_of(operand.value)]
+            mask = masks[key_of(operand.value)]
             dynamic = [
                 k for k, axis in enumerate(axes) if any(relation.size[a] is None for a in axis)
             ]
             if operand.value.op != "get_attr":
                 mask = mask.all(dim=dynamic, keepdim=True) if dynamic else mask
-                fact = _taken(fact, mask | fact.known)
+                fact = _with_known(fact, mask | fact.known)
         result.append(fact)
     return result
 
 
-def as_known(facts: Facts, found: Fixed) -> Facts:
-    """Facts in which what is fixed counts as known."""
-    return {key: _taken(fact, found[key]) for key, fact in facts.items()}
+def as_known(facts: Facts, masks: IndependentMasks) -> Facts:
+    """Facts in which input-independent positions count as known."""
+    return {key: _with_known(fact, masks[key]) for key, fact in facts.items()}
 
 
-def _taken(fact: Fact, mask: Tensor) -> Fact:
-    """The value 1 stands for one that is not known, so that it never passes for a zero."""
+def _with_known(fact: Fact, mask: Tensor) -> Fact:
+    """The fact with a mask as its known positions. Those without a value get the fill 1, so that
+    they never count as zeros."""
     if mask is fact.known:
         return fact
     fill = torch.where(mask & ~fact.known, torch.ones_like(fact.fill), fact.fill)
@@ -159,18 +165,18 @@ def _taken(fact: Fact, mask: Tensor) -> Fact:
     return Fact(known, fill, fact.removed)
 
 
-def _out(relation: Relation, k: int, inputs: list[Fact]) -> Tensor | None:
+def _output_mask(relation: Relation, k: int, inputs: list[Fact]) -> Tensor | None:
     entry, order = relation.entry, list(relation.size)
     if relation.moved:
         plain = [Fact(fact.known, torch.zeros_like(fact.fill)) for fact in inputs]
-        result = moved(relation, k, plain)
+        result = moved_fact(relation, k, plain)
         return None if result is None else result.known
     if k > 0 or entry.fill in ("none", "recur"):
         return None
-    made = relation.letters(relation.outs[0])
-    gone = set(relation.complete | relation.window) | (set(order) - made)
+    output_letters = relation.letters(relation.outs[0])
+    gone = set(relation.complete | relation.window) | (set(order) - output_letters)
     if entry.fill == "sum":
-        mask = _sum(relation, inputs)
+        mask = _contraction_mask(relation, inputs)
     else:
         mask = torch.ones([1] * len(order), dtype=torch.bool)
         for operand, fact in enumerate(inputs):
@@ -180,8 +186,8 @@ def _out(relation: Relation, k: int, inputs: list[Fact]) -> Tensor | None:
     return project(mask, axes, order, relation.size)
 
 
-def _sum(relation: Relation, inputs: list[Fact]) -> Tensor:
-    """Fixed where every product that is summed is zero or of two fixed factors."""
+def _contraction_mask(relation: Relation, inputs: list[Fact]) -> Tensor:
+    """Where every product in the sum is zero or has two input-independent factors."""
     order = list(relation.size)
     pairs = [
         [window_mask(relation, k, inputs[k], zero=zero) for k in relation.factors]

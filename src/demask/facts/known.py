@@ -1,11 +1,11 @@
-"""Which slices are known before any input comes: one forward sweep.
+"""Values that are known before any input: one forward sweep over the graph.
 
-Four formulas serve the whole table; which one a call needs follows from its line:
-- pointwise: known where every operand is, or where a factor is a known zero;
-- contraction: unknown where a summed position has neither a zero nor two known factors;
-- complete and windowed axes: known only if the whole axis is (windows: with one value);
-- moves: the map of positions, applied to masks and fills.
-Beside them the affine law: where a norm's scale is 0 the output is its shift, whatever comes in.
+Four formulas serve the whole table. The table line of a call says which one applies:
+- pointwise: known where every operand is known, or where a factor is a known zero;
+- contraction: known where every product in the sum has a zero or two known factors;
+- complete and windowed axes: known only where the whole axis is known (windows: with one value);
+- moves: the index map, applied to masks and fills.
+In addition, the affine law: where a norm's scale is 0, the output is its shift for every input.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from demask.facts.masks import (
     Fact,
     all_over,
     any_over,
-    checked,
+    finite_fact,
     mixed,
-    nothing,
     project,
     spread,
     uniform_over,
+    unknown_fact,
 )
-from demask.facts.movement import moved, shortened
-from demask.facts.recurrent import unchanging
-from demask.facts.trained import computed, given_fact, is_made, trained_nodes
+from demask.facts.movement import moved_fact, shorten_axis
+from demask.facts.recurrent import zero_unit_facts
+from demask.facts.trained import computed_fact, constant_fact, is_computed_weight, trained_nodes
 from demask.failures import attributed
 from demask.numerics import readable
 from demask.ops import Declined, Relation, schema
 from demask.ops.notation import Axes
 
-MAX_FILL = 2**28  # elements of a value that is computed to see what is known of it
+MAX_FILL = 2**28  # most elements of a value that is computed to find known positions
 
 Key = tuple[fx.Node, int]  # a node and which of its outputs
 Facts = dict[Key, Fact]
@@ -46,14 +46,14 @@ Relations = Mapping[fx.Node, "Relation | Declined"]
 
 
 def key_of(node: fx.Node) -> Key:
-    """The value a node stands for: `getitem` is another name of one output of its source."""
+    """The value of a node: a `getitem` is an alias of one output of its source."""
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         return (node.args[0], int(node.args[1]))  # type: ignore[arg-type]
     return (node, 0)
 
 
 def value_of(node: fx.Node) -> Any:
-    """The fake value of a node; of a `getitem` that of the output that it names."""
+    """The fake value of a node; for a `getitem`, that of the output it selects."""
     source, k = key_of(node)
     value = source.meta.get("val")
     return value[k] if isinstance(value, (list, tuple)) else value
@@ -68,39 +68,44 @@ def known(
     zeros: Collection[fx.Node] = (),
     trained: Mapping[str, Tensor | None] = MappingProxyType({}),
 ) -> Facts:
-    """The fact of every tensor the graph makes.
+    """The fact of every tensor that the graph computes.
 
-    constants: by get_attr target; of one that is left out nothing is known. trained: those that are
-    parameters, and where a 0 of theirs counts (None: everywhere). What calls make of parameters
-    alone is computed, whatever it is, so that they can be trained. frugal: values other
-    than 0 that vary along several axes are left unknown, since storing them takes more than
-    computing them; so are those that calls make of constants alone, which folding would have stored
-    otherwise. zeros: of what these nodes make, 0 alone counts as known.
-    Raises CallFailed where the rule of a call fails.
+    Args:
+        constants: by get_attr target; nothing is known of a constant that is absent.
+        frugal: whether known values other than 0 that vary along several axes count as unknown,
+            because storing them takes more than computing them. Such values computed from constants
+            alone always count as unknown: constant folding chose not to store them.
+        zeros: nodes of which only zeros count as known.
+        trained: the constants that are parameters, and where a 0 of each counts as removed (None:
+            everywhere). What calls compute from parameters alone is computed at run time, so that
+            the parameters can be trained.
+
+    Raises:
+        CallFailed: the rule of a call fails.
     """
     facts: Facts = {}
-    spread_out: set[fx.Node] = set()
+    from_constants: set[fx.Node] = set()
     weights = trained_nodes(graph, trained)
     for node in graph.nodes:
         if node.op == "get_attr" and str(node.target) in constants:
             target = str(node.target)
-            facts[node, 0] = given_fact(constants[target], trained.get(target))
+            facts[node, 0] = constant_fact(constants[target], trained.get(target))
         elif node.op in ("placeholder", "get_attr") or node.target is operator.getitem:
             _put_nothing(facts, node)
         elif node.op == "call_function":
             relation, sources = relations.get(node), node.all_input_nodes
-            if sources and all(s.op == "get_attr" or s in spread_out for s in sources):
-                spread_out.add(node)
+            if sources and all(s.op == "get_attr" or s in from_constants for s in sources):
+                from_constants.add(node)
             if isinstance(relation, Relation):
                 with attributed(node):
-                    found = forward(relation, facts, weights=node in weights)
-                    _put(facts, node, found, frugal or node in spread_out)
+                    outputs = forward(relation, facts, weights=node in weights)
+                    _put(facts, node, outputs, frugal or node in from_constants)
             else:
                 _put_nothing(facts, node)
         for k in range(len(schema.outputs(node)) if node in zeros else 0):
             facts[node, k] = facts[node, k].zeros_alone
-        for k in range(len(schema.outputs(node)) if is_made(node, weights) else 0):
-            facts[node, k] = computed(facts[node, k])
+        for k in range(len(schema.outputs(node)) if is_computed_weight(node, weights) else 0):
+            facts[node, k] = computed_fact(facts[node, k])
     return facts
 
 
@@ -109,38 +114,38 @@ def _put_nothing(facts: Facts, node: fx.Node) -> None:
         return
     for k, value in enumerate(schema.outputs(node)):
         if isinstance(value, Tensor):
-            facts[node, k] = nothing(value.ndim, value.dtype)
+            facts[node, k] = unknown_fact(value.ndim, value.dtype)
 
 
-def _put(facts: Facts, node: fx.Node, found: list[Fact | None], frugal: bool) -> None:
-    for k, (value, fact) in enumerate(zip(schema.outputs(node), found, strict=True)):
+def _put(facts: Facts, node: fx.Node, outputs: list[Fact | None], frugal: bool) -> None:
+    for k, (value, fact) in enumerate(zip(schema.outputs(node), outputs, strict=True)):
         if fact is None:
-            facts[node, k] = nothing(value.ndim, value.dtype)
+            facts[node, k] = unknown_fact(value.ndim, value.dtype)
             continue
-        fact = _short(checked(fact.known, fact.fill.to(value.dtype)))
+        fact = _shorten(finite_fact(fact.known, fact.fill.to(value.dtype)))
         if frugal and is_matrix(fact):
             fact = fact.zeros_alone
         facts[node, k] = fact
 
 
 def is_matrix(fact: Fact) -> bool:
-    """Does what is known vary along several axes, in other values than 0?"""
+    """Whether known values other than 0 vary along several axes."""
     return sum(n > 1 for n in fact.fill.shape) > 1 and bool((fact.known & (fact.fill != 0)).any())
 
 
 def operand_facts(relation: Relation, facts: Facts) -> list[Fact]:
     """The facts of a call's operands; a plain number is known."""
-    found = []
+    operands = []
     for operand, axes in zip(relation.operands, relation.ins, strict=True):
         if isinstance(operand.value, fx.Node):
-            found.append(_undynamic(relation, axes, facts[key_of(operand.value)]))
+            operands.append(_uniform_along_dynamic(relation, axes, facts[key_of(operand.value)]))
         else:
-            found.append(Fact(torch.ones((), dtype=torch.bool), torch.as_tensor(operand.value)))
-    return found
+            operands.append(Fact(torch.ones((), dtype=torch.bool), torch.as_tensor(operand.value)))
+    return operands
 
 
-def _undynamic(relation: Relation, axes: Axes, fact: Fact) -> Fact:
-    """An axis that another operand says is dynamic can hold only what is the same all along."""
+def _uniform_along_dynamic(relation: Relation, axes: Axes, fact: Fact) -> Fact:
+    """The fact, known along axes that another operand makes dynamic only where it is uniform."""
     order = [str(k) for k in range(len(axes))]
     dynamic = {
         str(k)
@@ -151,8 +156,8 @@ def _undynamic(relation: Relation, axes: Axes, fact: Fact) -> Fact:
 
 
 def forward(relation: Relation, facts: Facts, *, weights: bool = False) -> list[Fact | None]:
-    """The facts of a call's outputs; None where nothing is known. weights: of a call that makes
-    weights of weights, only their zeros count."""
+    """The facts of a call's outputs; None where nothing is known. weights: whether the call
+    computes weights from weights, of which only zeros count."""
     inputs, count = operand_facts(relation, facts), len(relation.outs)
     entry = relation.entry
     if weights:
@@ -160,15 +165,15 @@ def forward(relation: Relation, facts: Facts, *, weights: bool = False) -> list[
     elif relation.moved or entry.fill in ("same", "mix"):
         inputs = [fact.untrained for fact in inputs]
     if entry.free:
-        return [created(relation)] * count
+        return [created_fact(relation)] * count
     if relation.moved:
-        return [moved(relation, k, inputs) for k in range(count)]
+        return [moved_fact(relation, k, inputs) for k in range(count)]
     if entry.fill == "none" or not any(bool((fact.known | fact.zero).any()) for fact in inputs):
         return [None] * count
     if entry.fill == "sum":
         return [_contract(relation, inputs)]
     if entry.fill == "recur":
-        return unchanging(relation, inputs)
+        return zero_unit_facts(relation, inputs)
     if entry.fill in ("same", "mix"):
         return [_same(relation, inputs[entry.main]), *[None] * (count - 1)]
     return _run(relation, inputs)
@@ -179,7 +184,7 @@ def _order(relation: Relation) -> list[str]:
 
 
 def over_letters(relation: Relation, operand: int, fact: Fact) -> Fact:
-    """A fact of an operand, over all letters of the relation."""
+    """The fact of an operand, over all letters of the relation."""
     order, axes = _order(relation), relation.ins[operand]
     masks = [None if mask is None else spread(mask, axes, order, relation.size)
              for mask in (fact.known, fact.fill, fact.removed)]  # fmt: skip
@@ -187,7 +192,7 @@ def over_letters(relation: Relation, operand: int, fact: Fact) -> Fact:
 
 
 def _project(relation: Relation, fact: Fact, out: int = 0) -> Fact:
-    """A fact over letters, as a fact of an output; letters the output lacks are already 1."""
+    """A fact over letters, as the fact of an output; letters that it lacks already have size 1."""
     order, axes = _order(relation), relation.outs[out]
     fact = uniform_over(fact, order, mixed(axes, relation.size))
     shape = torch.broadcast_shapes(fact.known.shape, fact.fill.shape)
@@ -198,79 +203,82 @@ def _project(relation: Relation, fact: Fact, out: int = 0) -> Fact:
     )
 
 
-def _gone(relation: Relation, operand: int, out: int = 0) -> set[str]:
+def _reduced_letters(relation: Relation, operand: int, out: int = 0) -> set[str]:
     """Letters of an operand that the output lacks or that must be complete or uniform."""
     letters = relation.letters(relation.ins[operand])
     return set(letters - relation.letters(relation.outs[out])) | set(letters & relation.window)
 
 
 def _same(relation: Relation, fact: Fact) -> Fact | None:
-    """Values move along unchanged; a window over one value gives that value."""
+    """The fact of a call that copies values; a window over one value returns that value."""
     order = _order(relation)
     main = relation.entry.main
-    found = over_letters(relation, main, fact)
-    found = uniform_over(found, order, _gone(relation, main) | set(relation.complete))
+    wide = over_letters(relation, main, fact)
+    wide = uniform_over(wide, order, _reduced_letters(relation, main) | set(relation.complete))
     if relation.entry.reads_padding(relation.node):
-        found = Fact(found.zero, found.fill)
-    return _project(relation, found)
+        wide = Fact(wide.zero, wide.fill)
+    return _project(relation, wide)
 
 
-def created(relation: Relation) -> Fact | None:
-    """Created tensors: run with every size 1, and the same all along; infinite ones too."""
+def created_fact(relation: Relation) -> Fact | None:
+    """The fact of a created tensor: the op, run with every size 1. It may be infinite."""
     rank = len(relation.outs[0])
-    found = schema.arguments(relation.node)
-    if "size" in found:
-        found["size"] = [1] * rank
-    if any(schema.is_dynamic(v) for name, v in found.items() if name not in ("self", "input")):
+    arguments = schema.arguments(relation.node)
+    if "size" in arguments:
+        arguments["size"] = [1] * rank
+    if any(schema.is_dynamic(v) for name, v in arguments.items() if name not in ("self", "input")):
         return None
     values = [torch.zeros([1] * rank, dtype=o.value.meta["val"].dtype) for o in relation.operands]
-    found = schema.replaced(found, relation.operands, values)
-    if "device" in found:
-        found["device"] = None
-    return Fact(torch.ones([1] * rank, dtype=torch.bool), _call(relation.node, found))
+    arguments = schema.replaced(arguments, relation.operands, values)
+    if "device" in arguments:
+        arguments["device"] = None
+    return Fact(torch.ones([1] * rank, dtype=torch.bool), _call(relation.node, arguments))
 
 
-def _call(node: fx.Node, found: dict[str, Any]) -> Any:
-    args, kwargs = schema.call(node.target, found)
+def _call(node: fx.Node, arguments: dict[str, Any]) -> Any:
+    args, kwargs = schema.call(node.target, arguments)
     with torch.no_grad():
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _run(relation: Relation, inputs: list[Fact]) -> list[Fact | None]:
-    """Known where all operands are: the op run on their fills, in their own dtype."""
+    """Facts of the outputs, known where all operands are: the op is run on their fills."""
     order = _order(relation)
     facts: list[Fact | None] = [None] * len(relation.outs)
-    found = schema.arguments(relation.node)
+    arguments = schema.arguments(relation.node)
     names = {o.name for o in relation.operands}
-    if any(schema.is_dynamic(v) for name, v in found.items() if name not in names):
+    if any(schema.is_dynamic(v) for name, v in arguments.items() if name not in names):
         return facts
     wide = [over_letters(relation, k, fact) for k, fact in enumerate(inputs)]
     mask = torch.ones([1] * len(order), dtype=torch.bool)
     for fact in wide:
         mask = mask & all_over(fact.known, order, relation.complete)
-    if bool(mask.any()) and (values := _values(relation, inputs, found)) is not None:
-        facts = [_told(relation, mask, value, k) for k, value in enumerate(values)]
-    facts[0] = _affine(relation, wide, _zeroed(relation, wide, facts[0]))
+    if bool(mask.any()) and (values := _values(relation, inputs, arguments)) is not None:
+        facts = [_output_fact(relation, mask, value, k) for k, value in enumerate(values)]
+    facts[0] = _apply_affine(relation, wide, _apply_zeros(relation, wide, facts[0]))
     return [None if fact is None else _project(relation, fact, k) for k, fact in enumerate(facts)]
 
 
-def _told(relation: Relation, mask: Tensor, value: Tensor, out: int) -> Fact:
-    """What a value tells of an output where the mask is on all along what the output lacks."""
-    order, gone = _order(relation), _reduced(relation, out)
+def _output_fact(relation: Relation, mask: Tensor, value: Tensor, out: int) -> Fact:
+    """The fact of an output from one computed value, known where the mask is on all along the
+    letters that the output lacks."""
+    order, gone = _order(relation), _missing_letters(relation, out)
     mask = all_over(mask, order, gone)
     value = spread(value, relation.outs[out], order, relation.size)
     if relation.entry.sized and any(relation.size[a] is None for a in gone | relation.complete):
-        mask = mask & (value == 0)  # Other sums depend on a length that only run time tells.
+        mask = mask & (value == 0)  # Other sums depend on a length known only at run time.
     return Fact(*torch.broadcast_tensors(mask, value))
 
 
-def _reduced(relation: Relation, out: int) -> set[str]:
-    made = relation.letters(relation.outs[out])
-    return {a for axes in relation.ins for a in relation.letters(axes) if a not in made}
+def _missing_letters(relation: Relation, out: int) -> set[str]:
+    output_letters = relation.letters(relation.outs[out])
+    return {a for axes in relation.ins for a in relation.letters(axes) if a not in output_letters}
 
 
-def _values(relation: Relation, inputs: list[Fact], found: dict[str, Any]) -> list[Tensor] | None:
-    """What the op makes of the fills, axes shrunk to 1 wherever nothing varies along them."""
+def _values(
+    relation: Relation, inputs: list[Fact], arguments: dict[str, Any]
+) -> list[Tensor] | None:
+    """The outputs of the op on the fills. Axes along which nothing varies have size 1."""
     sizes, varies = _run_sizes(relation, inputs)
     values = []
     for k, fact in enumerate(inputs):
@@ -285,40 +293,42 @@ def _values(relation: Relation, inputs: list[Fact], found: dict[str, Any]) -> li
             shape.append(max(n, want))
         if math.prod(shape) > MAX_FILL:
             return None
-        # Whole numbers may divide, and nothing divides by zero.
+        # Unknown integers may be divisors: they are 1, not 0.
         fill = torch.where(fact.known, fact.fill, fact.fill.new_ones(()))
         values.append(fill.expand(shape).contiguous())
-    result = _call(relation.node, schema.replaced(found, relation.operands, values))
-    made = list(result) if isinstance(result, (list, tuple)) else [result]
+    result = _call(relation.node, schema.replaced(arguments, relation.operands, values))
+    outputs = list(result) if isinstance(result, (list, tuple)) else [result]
     for out, axes in enumerate(relation.outs):
         for axis, letters in enumerate(axes):
             if not any(letter in varies for letter in letters):
-                made[out] = made[out].narrow(axis, 0, 1)
-    return made
+                outputs[out] = outputs[out].narrow(axis, 0, 1)
+    return outputs
 
 
 def _run_sizes(relation: Relation, inputs: list[Fact]) -> tuple[dict[str, int], set[str]]:
-    """How long each letter is in a run on fills, and which letters the result varies along."""
+    """The size of each letter in a run on fills, and the letters along which the result varies."""
     varies: set[str] = set()
     for axes, fact in zip(relation.ins, inputs, strict=True):
         for axis, n in zip(axes, fact.fill.shape, strict=True):
             if n != 1:
                 varies |= set(axis)
     together = {a for axes in relation.ins for axis in axes if len(axis) > 1 for a in axis}
-    whole = relation.complete.union(*(_reduced(relation, k) for k in range(len(relation.outs))))
+    whole = relation.complete.union(
+        *(_missing_letters(relation, k) for k in range(len(relation.outs)))
+    )
     sizes = {}
     for letter, size in relation.size.items():
         full = letter in varies or letter in together or (letter in whole and relation.entry.sized)
-        # A norm over equal values does not depend on how many; two are enough for a variance.
+        # A norm over equal values does not depend on their number; two are enough for a variance.
         short = min(2, size or 2) if letter in whole else 1
         sizes[letter] = size if full and size is not None else short
     return sizes, varies
 
 
-def _zeroed(relation: Relation, wide: list[Fact], fact: Fact | None) -> Fact | None:
-    """0 · x is 0, but for a number x that is known and not finite."""
-    which = {"": [], "any": wide, "first": wide[:1]}[relation.entry.zero]
-    for factor in which:
+def _apply_zeros(relation: Relation, wide: list[Fact], fact: Fact | None) -> Fact | None:
+    """The fact with 0 where a factor is 0, unless the other factor is known and not finite."""
+    factors = {"": [], "any": wide, "first": wide[:1]}[relation.entry.zero]
+    for factor in factors:
         zero = factor.zero
         if fact is not None and fact.fill.is_floating_point():
             zero = zero & ~(fact.known & ~torch.isfinite(readable(fact.fill)))
@@ -327,23 +337,25 @@ def _zeroed(relation: Relation, wide: list[Fact], fact: Fact | None) -> Fact | N
         if fact is None:
             fact = Fact(zero, torch.zeros(zero.shape, dtype=factor.fill.dtype))
             continue
-        keep, fill = torch.broadcast_tensors(zero, fact.fill)
-        mask, fill = torch.broadcast_tensors(fact.known | zero, fill.masked_fill(keep, 0))
+        is_zero, fill = torch.broadcast_tensors(zero, fact.fill)
+        mask, fill = torch.broadcast_tensors(fact.known | zero, fill.masked_fill(is_zero, 0))
         fact = Fact(mask, fill)
     return fact
 
 
-def _affine(relation: Relation, wide: list[Fact], fact: Fact | None) -> Fact | None:
-    """Where the scale is 0 the output is the shift."""
-    which = {(o.name): wide[k] for k, o in enumerate(relation.operands)}
-    if relation.entry.affine is None or "weight" not in which:
+def _apply_affine(relation: Relation, wide: list[Fact], fact: Fact | None) -> Fact | None:
+    """The fact with the shift where the scale is 0."""
+    by_name = {(o.name): wide[k] for k, o in enumerate(relation.operands)}
+    if relation.entry.affine is None or "weight" not in by_name:
         return fact
-    zero = which["weight"].zero
+    zero = by_name["weight"].zero
     shift = (
-        which["bias"].fill if "bias" in which else torch.zeros((), dtype=which["weight"].fill.dtype)
+        by_name["bias"].fill
+        if "bias" in by_name
+        else torch.zeros((), dtype=by_name["weight"].fill.dtype)
     )
-    if "bias" in which:
-        zero = zero & which["bias"].known
+    if "bias" in by_name:
+        zero = zero & by_name["bias"].known
     if not bool(zero.any()):
         return fact
     if fact is None:
@@ -353,7 +365,7 @@ def _affine(relation: Relation, wide: list[Fact], fact: Fact | None) -> Fact | N
 
 
 def _contract(relation: Relation, inputs: list[Fact]) -> Fact | None:
-    """sum_i a_i · b_i: unknown where some i has neither a zero nor two known factors."""
+    """The fact of sum_i a_i · b_i: known where every product has a zero or two known factors."""
     order, factors = _order(relation), relation.factors
     over = relation.contracted | (relation.complete - relation.letters(relation.outs[0]))
     mask = ~any_over(contributions(relation, inputs), order, over)
@@ -367,21 +379,20 @@ def _contract(relation: Relation, inputs: list[Fact]) -> Fact | None:
     return _project(relation, Fact(*torch.broadcast_tensors(mask, fill)))
 
 
-def _short(fact: Fact) -> Fact:
-    """Every axis along which nothing varies back to 1."""
+def _shorten(fact: Fact) -> Fact:
+    """The fact with size 1 for every axis along which nothing varies."""
     for axis, n in enumerate(fact.fill.shape):
         if n > 1:
-            fact = shortened(fact, axis)
+            fact = shorten_axis(fact, axis)
     return fact
 
 
 def contributions(relation: Relation, inputs: list[Fact], *, absorb: bool = False) -> Tensor:
-    """Over letters: which products a_i · b_i are neither zero nor known.
+    """Over letters: the products a_i · b_i that are neither zero nor known.
 
-    absorb: known products count as known though, under zero padding, their sum varies along the
-    border (a border map takes them, `is_absorbing`).
-
-    Window letters are 1: a product over a window is known if every one of its products is.
+    absorb: whether known products count as known although, under zero padding, their sum varies
+    along the border (a border map absorbs them, see `is_absorbing`). Window letters have size 1: a
+    product over a window is known if each of its products is.
     """
     zeros = [window_mask(relation, k, inputs[k], zero=True) for k in relation.factors]
     zero = zeros[0] | zeros[1]
@@ -389,14 +400,14 @@ def contributions(relation: Relation, inputs: list[Fact], *, absorb: bool = Fals
     if relation.entry.fill == "sum" and constant:
         first, second = relation.factors
         plain = over_letters(relation, first, inputs[first])
-        plain = uniform_over(plain, _order(relation), alike(relation))
+        plain = uniform_over(plain, _order(relation), uniform_letters(relation))
         zero = zero | (plain.known & window_mask(relation, second, inputs[second], zero=False))
-    return ~(zero | forgotten(relation, inputs))
+    return ~(zero | uniform_keys(relation, inputs))
 
 
-def forgotten(relation: Relation, inputs: list[Fact]) -> Tensor:
-    """Over letters: where the keys of attention are known and the same for every token. Their
-    products add one number to all logits of a row, which the softmax takes out again."""
+def uniform_keys(relation: Relation, inputs: list[Fact]) -> Tensor:
+    """Over letters: where the keys of attention are known and equal for every token. Their products
+    add one number to all logits of a row, and softmax does not depend on it."""
     if relation.entry.fill != "mix" or not relation.contracted:
         return torch.zeros((), dtype=torch.bool)
     keys = relation.factors[1]
@@ -405,30 +416,31 @@ def forgotten(relation: Relation, inputs: list[Fact]) -> Tensor:
 
 
 def window_mask(relation: Relation, k: int, fact: Fact, *, zero: bool) -> Tensor:
-    """Over letters: where an operand is known (or zero) all along its windows."""
+    """Over letters: where an operand is known (or zero) throughout its windows."""
     axes = relation.ins[k]
     dims = tuple(d for d, axis in enumerate(axes) if axis and set(axis) <= relation.window)
     return spread(fact.all_over(dims, zero=zero), axes, _order(relation), relation.size)
 
 
 def constant_sums(relation: Relation) -> bool:
-    """Do known products sum to a value that is the same all along windows and dynamic axes? (Not
-    where weights are chosen at run time: their complete axis.)"""
+    """Whether known products sum to a value that is constant along windows and dynamic axes. False
+    where weights are chosen at run time (their complete axis)."""
     if relation.complete or relation.entry.reads_padding(relation.node):
         return False
     return all(relation.size[letter] is not None for letter in relation.contracted)
 
 
 def is_absorbing(relation: Relation) -> bool:
-    """Can the sum of known products be added to what a smaller call makes: a constant, or under
-    zero padding a border map?"""
+    """Whether the sum of known products can be added to the result of a smaller call: as a
+    constant, or under zero padding as a border map."""
     padded = not relation.complete and relation.entry.reads_padding(relation.node)
     return padded or constant_sums(relation)
 
 
-def alike(relation: Relation) -> frozenset[str]:
-    """Letters along which a known operand has one value where its products are summed beforehand:
-    windows; under zero padding all that the kernel lacks, as a border map is of one image."""
+def uniform_letters(relation: Relation) -> frozenset[str]:
+    """Letters along which a known operand must have one value for its products to be summed
+    beforehand: windows, and under zero padding all letters that the kernel lacks, as a border map
+    covers one image."""
     if constant_sums(relation):
         return relation.window
     first, second = (relation.letters(relation.ins[k]) for k in relation.factors)
@@ -436,7 +448,7 @@ def alike(relation: Relation) -> frozenset[str]:
 
 
 def known_sum(relation: Relation, inputs: list[Fact]) -> Tensor:
-    """Over letters: Σ of the products of known factors, in float64."""
+    """Over letters: the sum of the products of known factors, in float64."""
     order = _order(relation)
     if not constant_sums(relation):
         return torch.zeros([1] * len(order), dtype=torch.float64)
@@ -446,33 +458,35 @@ def known_sum(relation: Relation, inputs: list[Fact]) -> Tensor:
         return torch.zeros([1] * len(order), dtype=torch.float64)
     kernel = relation.window & relation.letters(relation.ins[relation.factors[1]])
     over = set(relation.contracted | kernel)
-    return summed(a.fill.double(), b.fill.double(), order, over, relation.size)
+    return sum_products(a.fill.double(), b.fill.double(), order, over, relation.size)
 
 
-def summed(
+def sum_products(
     a: Tensor, b: Tensor, order: list[str], over: set[str], size: Mapping[str, int | None]
 ) -> Tensor:
-    """Σ a · b over the given letters, shaped like a mask; letters alike in both count fully."""
+    """The sum of a · b over some letters, shaped like a mask. Letters of size 1 in both operands
+    count with their full size."""
     dims = [k for k, letter in enumerate(order) if letter in over]
     count = 1
     for k in dims:
         if a.shape[k] == 1 and b.shape[k] == 1:
             count *= size[order[k]] or 1
     rest = [k for k in range(len(order)) if k not in dims]
-    where = rest + dims
+    permutation = rest + dims
     shape = torch.broadcast_shapes(a.shape, b.shape)
-    lines = [
+    flat = [
         t.expand([shape[k] if k in dims else t.shape[k] for k in range(len(order))])
-        .permute(where).reshape([t.shape[k] for k in rest] + [-1])
+        .permute(permutation).reshape([t.shape[k] for k in rest] + [-1])
         for t in (a, b)
     ]  # fmt: skip
-    total = _dot(*lines) * count
+    total = _dot(*flat) * count
     result = total.reshape(list(total.shape) + [1] * len(dims))
-    return result.permute([where.index(k) for k in range(len(order))])
+    return result.permute([permutation.index(k) for k in range(len(order))])
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """Σ over the last dimension of a broadcast product, as an einsum (no product is stored)."""
+    """The sum over the last dimension of a product, as an einsum that does not store the
+    product."""
     letters = "abcdefghijklmnopqrstuvwxyz"[: a.ndim - 1]
     left = "".join(c for c, n in zip(letters, a.shape, strict=False) if n != 1)
     right = "".join(c for c, n in zip(letters, b.shape, strict=False) if n != 1)

@@ -1,7 +1,7 @@
-"""Broadcastable masks: what is the same all along an axis is written once.
+"""Broadcastable masks: a dimension of size 1 represents a whole axis along which nothing varies.
 
-A mask over a tensor is a bool tensor of its rank whose every dimension is 1 ("the same all along")
-or the axis' full size. Over letters it has one dimension per letter. Dynamic axes are always 1.
+A mask over a tensor is a bool tensor of its rank. Every dimension is 1 ("the same all along") or
+the axis' full size. A mask over letters has one dimension per letter. Dynamic axes are always 1.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from demask.ops.notation import Axes, Axis
 
 @dataclass(frozen=True)
 class Fact:
-    """What is known of a tensor before any input: `known` (bool) and, where known, its `fill`.
+    """What is known of a tensor before any input: `known` (bool) and, where known, its value
+    `fill`.
 
-    Both have the tensor's rank; every dimension is 1 or full. Where unknown the fill is 0.
-    removed: of what is made of parameters, where a 0 removes what it is multiplied with; None:
-    where it is known to be 0.
+    Both have the tensor's rank; every dimension is 1 or full. Where unknown, the fill is 0.
+    removed: for values computed from parameters, where a 0 removes what it is multiplied with;
+    None: everywhere the value is known to be 0.
     """
 
     known: Tensor
@@ -35,31 +36,31 @@ class Fact:
 
     @cached_property
     def zero(self) -> Tensor:
-        """Where every element is exactly 0 (−0.0 too), and counts as such."""
+        """Where every element is exactly 0 (-0.0 too) and counts as removed."""
         return self.known & (self.fill == 0) if self.removed is None else self.removed
 
     @property
     def zeros_alone(self) -> Fact:
-        """What is known to be 0; other known values are left unknown."""
+        """The fact in which known values other than 0 are unknown."""
         return Fact(self.zero, torch.zeros_like(self.fill))
 
     @property
     def untrained(self) -> Fact:
-        """What is known without the values of parameters."""
+        """The fact without the values of parameters."""
         return self if self.removed is None else self.zeros_alone
 
     def all_over(self, axes: tuple[int, ...], *, zero: bool) -> Tensor:
-        """Where all along some axes is known (or zero), as dimensions of 1; so is every axis along
-        which nothing varies. Kept: weights are asked by every sweep."""
+        """Where the tensor is known (or zero) all along some axes, which get size 1, as does every
+        axis along which nothing varies. Cached: every sweep queries the weights."""
         key = (zero, axes)
         if key not in self._over:
             mask = self.zero if zero else self.known
-            self._over[key] = narrowed(mask.all(dim=axes, keepdim=True) if axes else mask)
+            self._over[key] = shorten_mask(mask.all(dim=axes, keepdim=True) if axes else mask)
         return self._over[key]
 
 
-def narrowed(mask: Tensor) -> Tensor:
-    """A mask with one position along every axis along which it does not vary."""
+def shorten_mask(mask: Tensor) -> Tensor:
+    """The mask with size 1 for every axis along which it does not vary."""
     for axis, n in enumerate(mask.shape):
         if n > 1:
             first = mask.narrow(axis, 0, 1)
@@ -67,13 +68,13 @@ def narrowed(mask: Tensor) -> Tensor:
     return mask
 
 
-def nothing(rank: int, dtype: torch.dtype) -> Fact:
-    """The fact of a tensor nothing is known of."""
+def unknown_fact(rank: int, dtype: torch.dtype) -> Fact:
+    """The fact of a tensor of which nothing is known."""
     return Fact(torch.zeros([1] * rank, dtype=torch.bool), torch.zeros([1] * rank, dtype=dtype))
 
 
-def checked(known: Tensor, fill: Tensor) -> Fact:
-    """A fact of finite values only: NaN and Inf are alive."""
+def finite_fact(known: Tensor, fill: Tensor) -> Fact:
+    """The fact of finite values only: NaN and infinity count as unknown."""
     if fill.is_floating_point() or fill.is_complex():
         finite = torch.isfinite(readable(fill))
         known = known if bool(finite.all()) else known & finite
@@ -86,27 +87,27 @@ def checked(known: Tensor, fill: Tensor) -> Fact:
 def spread(
     mask: Tensor, axes: Axes, order: Sequence[str], size: Mapping[str, int | None]
 ) -> Tensor:
-    """A mask over a tensor's axes, as one over the letters `order` (1 where it has no letter)."""
+    """A mask over a tensor's axes as a mask over the letters `order` (1 for a letter it lacks)."""
     shape: list[int] = []
     letters: list[str] = []
     for axis, n in zip(axes, mask.shape, strict=True):
         letters += axis
         shape += [1] * len(axis) if n == 1 else _full(axis, size)
     mask = mask.reshape(shape)
-    at = {letter: k for k, letter in enumerate(letters)}
-    mask = mask.permute([at[letter] for letter in order if letter in at])
+    index = {letter: k for k, letter in enumerate(letters)}
+    mask = mask.permute([index[letter] for letter in order if letter in index])
     sizes = iter(mask.shape)
-    return mask.reshape([next(sizes) if letter in at else 1 for letter in order])
+    return mask.reshape([next(sizes) if letter in index else 1 for letter in order])
 
 
 def project(
     mask: Tensor, axes: Axes, order: Sequence[str], size: Mapping[str, int | None]
 ) -> Tensor:
     """The inverse of `spread`, for a mask that is 1 along every letter not in `axes`."""
-    at = {letter: k for k, letter in enumerate(order)}
+    index = {letter: k for k, letter in enumerate(order)}
     letters = [letter for axis in axes for letter in axis]
     rest = [k for k, letter in enumerate(order) if letter not in letters]
-    mask = mask.permute([at[letter] for letter in letters] + rest)
+    mask = mask.permute([index[letter] for letter in letters] + rest)
     mask = mask.reshape(mask.shape[: len(letters)])
     full = [n for axis in axes for n in _sizes(axis, mask, letters, size)]
     mask = mask.expand(full)
@@ -123,7 +124,7 @@ def project(
 def _sizes(
     axis: Axis, mask: Tensor, letters: list[str], size: Mapping[str, int | None]
 ) -> list[int]:
-    """Letters of one axis are all 1, or all full."""
+    """The sizes of the letters of one axis: all 1, or all full."""
     here = [mask.shape[letters.index(letter)] for letter in axis]
     if all(n == 1 for n in here):
         return here
@@ -135,24 +136,24 @@ def _full(axis: Axis, size: Mapping[str, int | None]) -> list[int]:
 
 
 def mixed(axes: Axes, size: Mapping[str, int | None]) -> set[str]:
-    """Letters that share an axis with a dynamic one: a mask cannot tell them apart there."""
+    """Letters that share an axis with a dynamic letter: a mask cannot separate them."""
     dynamic = [axis for axis in axes if len(axis) > 1 and any(size[a] is None for a in axis)]
     return {letter for axis in dynamic for letter in axis}
 
 
 def any_over(mask: Tensor, order: Sequence[str], letters: Collection[str]) -> Tensor:
-    """`any` along the given letters, kept as dimensions of 1."""
+    """`any` along some letters, which get size 1."""
     dims = [k for k, letter in enumerate(order) if letter in letters and mask.shape[k] != 1]
     return mask.any(dim=dims, keepdim=True) if dims else mask
 
 
 def all_over(mask: Tensor, order: Sequence[str], letters: Collection[str]) -> Tensor:
-    """`all` along the given letters, kept as dimensions of 1."""
+    """`all` along some letters, which get size 1."""
     return ~any_over(~mask, order, letters)
 
 
 def uniform_over(fact: Fact, order: Sequence[str], letters: set[str] | frozenset[str]) -> Fact:
-    """Known along the letters only where it is known all along, with one value."""
+    """The fact, known along some letters only where it is known all along with one value."""
     known, fill, removed = fact.known, fact.fill, fact.removed
     for k, letter in enumerate(order):
         if letter in letters and known.shape[k] != 1:

@@ -1,4 +1,4 @@
-"""What is known of values whose positions a call moves: the map of positions, applied."""
+"""Facts of calls that move positions: the index map, applied."""
 
 from __future__ import annotations
 
@@ -8,38 +8,40 @@ from demask.facts.masks import Fact, uniform_over
 from demask.ops import Relation, schema
 
 
-def moved(relation: Relation, out: int, inputs: list[Fact]) -> Fact | None:
-    """Positions move along the map; padded positions are known."""
+def moved_fact(relation: Relation, out: int, inputs: list[Fact]) -> Fact | None:
+    """The fact of an output: positions follow the index map, and padded positions are known."""
     bases = sorted({a.partition("<")[0] for a in relation.moved if "<" in a})
     for base in bases:
         axis = moved_axis(relation, base)
         move = relation.moves[out].get(base)
         if move is None:
-            inputs = [_opaque(relation, inputs, axis)]
+            inputs = [_unknown_map_fact(relation, inputs, axis)]
             continue
-        whole = _widened(relation, inputs, axis)
+        whole = _widen(relation, inputs, axis)
         starts = torch.tensor([0, *(f.fill.shape[axis] for f in whole)]).cumsum(0)
-        at = starts[move.source.clamp(min=0)] + move.position
-        mask = torch.cat([f.known for f in whole], axis).index_select(axis, at)
-        fill = torch.cat([f.fill for f in whole], axis).index_select(axis, at)
+        rows = starts[move.source.clamp(min=0)] + move.position
+        mask = torch.cat([f.known for f in whole], axis).index_select(axis, rows)
+        fill = torch.cat([f.fill for f in whole], axis).index_select(axis, rows)
         padded = (move.source < 0).view([-1 if k == axis else 1 for k in range(mask.ndim)])
         value = torch.tensor(move.value, dtype=torch.float64).to(fill.dtype)
-        inputs = [shortened(Fact(mask | padded, torch.where(padded, value, fill)), axis)]
+        inputs = [shorten_axis(Fact(mask | padded, torch.where(padded, value, fill)), axis)]
     result = inputs[0]
-    made = {letter.partition(">")[0] for letter in relation.letters(relation.outs[out])}
-    for axis in sorted((moved_axis(relation, b) for b in bases if b not in made), reverse=True):
+    output_letters = {letter.partition(">")[0] for letter in relation.letters(relation.outs[out])}
+    for axis in sorted(
+        (moved_axis(relation, b) for b in bases if b not in output_letters), reverse=True
+    ):
         result = Fact(result.known.squeeze(axis), result.fill.squeeze(axis))
     return result
 
 
 def moved_axis(relation: Relation, base: str) -> int:
-    """The axis of the operands that carries the moved letter."""
+    """The axis of the operands that has the moved letter."""
     axes = relation.ins[0]
     return next(k for k, axis in enumerate(axes) if axis and axis[0].partition("<")[0] == base)
 
 
-def _widened(relation: Relation, inputs: list[Fact], axis: int) -> list[Fact]:
-    """Facts with the moved axis in full, and the other axes as long as their fellows'."""
+def _widen(relation: Relation, inputs: list[Fact], axis: int) -> list[Fact]:
+    """The facts with the moved axis at full size, and the other axes broadcast to one another."""
     shapes = [[1 if k == axis else n for k, n in enumerate(f.fill.shape)] for f in inputs]
     shape = list(torch.broadcast_shapes(*shapes))
     result = []
@@ -50,8 +52,8 @@ def _widened(relation: Relation, inputs: list[Fact], axis: int) -> list[Fact]:
     return result
 
 
-def shortened(fact: Fact, axis: int) -> Fact:
-    """The axis back to 1 where nothing varies along it."""
+def shorten_axis(fact: Fact, axis: int) -> Fact:
+    """The fact with size 1 for an axis along which nothing varies."""
     if not fact.known.shape[axis] or not fact.fill.shape[axis]:
         return fact
     known, fill = fact.known.narrow(axis, 0, 1), fact.fill.narrow(axis, 0, 1)
@@ -59,8 +61,8 @@ def shortened(fact: Fact, axis: int) -> Fact:
     return Fact(known, fill) if same else fact
 
 
-def _opaque(relation: Relation, inputs: list[Fact], axis: int) -> Fact:
-    """Moved by an unknown map: known where all is known, with one value all along."""
+def _unknown_map_fact(relation: Relation, inputs: list[Fact], axis: int) -> Fact:
+    """The fact after an unknown index map: known where all is known with one value all along."""
     order = [str(k) for k in range(inputs[0].known.ndim)]
     first, *rest = [uniform_over(fact, order, {str(axis)}) for fact in inputs]
     mask, fill = first.known, first.fill

@@ -1,8 +1,8 @@
-"""Which positions somebody reads: one backward sweep over the same lines.
+"""Positions that are read on a path to an output: one backward sweep over the relations.
 
     need_in = any over the letters the operand lacks of (need_out & not known_out & not zero(other))
 
-A position that is known need not be computed, so nothing is needed for it.
+A known position is not computed, so nothing is needed for it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from demask.facts.known import (
     Facts,
     Key,
     Relations,
-    forgotten,
     key_of,
     operand_facts,
     over_letters,
+    uniform_keys,
     window_mask,
 )
 from demask.facts.masks import Fact, all_over, any_over, mixed, project, spread
 from demask.facts.movement import moved_axis
-from demask.facts.recurrent import read_back, told_by
+from demask.facts.recurrent import add_recurrent_needs, deciding_output
 from demask.failures import attributed
 from demask.ops import Relation, schema
 
@@ -36,9 +36,10 @@ Edge = tuple[fx.Node, int]  # a call and which of its operands
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Masks of what is read: of each value (by anyone), and by each call of each operand.
+    """Masks of the positions that are read: of each value (by any call), and of each operand of
+    each call.
 
-    live: needed and not known, per value: what must really be computed.
+    live: per value, needed and not known: the positions that must be computed.
     """
 
     value: dict[Key, Tensor]
@@ -54,30 +55,30 @@ def needed(
 ) -> Needs:
     """What the graph's outputs need of every value.
 
-    computed: of calls that are not finite whatever they read, per output where they are computed,
-    needed or not: there they read what the network itself has, and no fill.
-    Raises CallFailed where a rule fails.
+    computed: of calls that are not finite for all operands, masks per output of what is computed,
+    needed or not. There they need their true operands instead of fills. Raises CallFailed where a
+    rule fails.
     """
     needs = Needs({k: torch.zeros_like(f.known) for k, f in facts.items()}, {}, {})
     for node in reversed(list(graph.nodes)):
         if node.op == "output":
             for source in node.all_input_nodes:
-                _everything(needs, source)
+                _need_whole(needs, source)
         elif node.op == "call_function" and node.target is not operator.getitem:
             with attributed(node):
-                _through(node, relations.get(node), facts, needs, computed.get(node))
+                _add_needs_of_operands(node, relations.get(node), facts, needs, computed.get(node))
     for key, need in needs.value.items():
         needs.live[key] = need & ~facts[key].known
     return needs
 
 
-def _everything(needs: Needs, node: fx.Node) -> None:
+def _need_whole(needs: Needs, node: fx.Node) -> None:
     key = key_of(node)
     if key in needs.value:
         needs.value[key] = torch.ones_like(needs.value[key])
 
 
-def _through(
+def _add_needs_of_operands(
     node: fx.Node,
     relation: object,
     facts: Facts,
@@ -89,48 +90,51 @@ def _through(
         # A size is read from a tensor's shape, any other number (item) from its values.
         if node.target is not torch.ops.aten.sym_size.int:
             for source in node.all_input_nodes:
-                _everything(needs, source)
+                _need_whole(needs, source)
         return
     live = [needs.value[key] & ~facts[key].known for key in keys]
     if isinstance(relation, Relation) and relation.back and any(bool(m.any()) for m in live):
-        live = read_back(relation, operand_facts(relation, facts), live)
+        live = add_recurrent_needs(relation, operand_facts(relation, facts), live)
         for key, mask in zip(keys, live, strict=True):
             needs.value[key] = needs.value[key] | mask
     if not any(bool(mask.any()) for mask in live):
         return
     if not isinstance(relation, Relation):
         for source in node.all_input_nodes:
-            _everything(needs, source)
+            _need_whole(needs, source)
         return
     for k, operand in enumerate(relation.operands):
         if not isinstance(operand.value, fx.Node) or relation.entry.free:
             continue
-        edge = _edge(relation, k, live, facts)
+        edge = _operand_need(relation, k, live, facts)
         if computed is not None:
-            edge = edge | _edge(relation, k, computed, facts, hidden=False)
+            edge = edge | _operand_need(relation, k, computed, facts, hidden=False)
         needs.edge[node, k] = edge
         key = key_of(operand.value)
         needs.value[key] = needs.value[key] | edge
 
 
-def _edge(
+def _operand_need(
     relation: Relation, operand: int, live: Sequence[Tensor], facts: Facts, *, hidden: bool = True
 ) -> Tensor:
-    """What the live outputs need of one operand. hidden: not where a zero of another hides it."""
+    """What the live outputs need of one operand. hidden: whether zeros of others remove needs."""
     if relation.moved:
-        masks = [_back(relation, k, operand, mask) for k, mask in enumerate(live)]
+        masks = [_need_by_index_map(relation, k, operand, mask) for k, mask in enumerate(live)]
     elif relation.back:
-        out = told_by(relation, operand)
-        masks = [_spelled(relation, out, operand, live[out], facts, hidden)]
+        out = deciding_output(relation, operand)
+        masks = [_need_by_letters(relation, out, operand, live[out], facts, hidden)]
     else:
-        masks = [_spelled(relation, k, operand, mask, facts, hidden) for k, mask in enumerate(live)]
+        masks = [
+            _need_by_letters(relation, k, operand, mask, facts, hidden)
+            for k, mask in enumerate(live)
+        ]
     total = masks[0]
     for mask in masks[1:]:
         total = total | mask
     return total
 
 
-def _spelled(
+def _need_by_letters(
     relation: Relation, out: int, operand: int, live: Tensor, facts: Facts, hidden: bool
 ) -> Tensor:
     order, axes = list(relation.size), relation.ins[operand]
@@ -138,13 +142,13 @@ def _spelled(
     # One needed position of a complete axis needs the axis; so do dynamic composites.
     mask = any_over(mask, order, relation.complete | mixed(axes, relation.size))
     if hidden:
-        mask = mask & ~_hidden(relation, operand, operand_facts(relation, facts))
+        mask = mask & ~_hidden_mask(relation, operand, operand_facts(relation, facts))
     absent = set(order) - relation.letters(axes)
     return project(any_over(mask, order, absent), axes, order, relation.size)
 
 
-def _hidden(relation: Relation, operand: int, inputs: list[Fact]) -> Tensor:
-    """Over letters: where a zero of another operand hides this one."""
+def _hidden_mask(relation: Relation, operand: int, inputs: list[Fact]) -> Tensor:
+    """Over letters: where a zero of another operand makes this one irrelevant."""
     mask = torch.zeros([1] * len(relation.size), dtype=torch.bool)
     if relation.entry.fill in ("sum", "mix", "recur") and operand in relation.factors:
         others = [k for k in relation.factors if k != operand]
@@ -154,14 +158,14 @@ def _hidden(relation: Relation, operand: int, inputs: list[Fact]) -> Tensor:
         if k != operand:
             mask = mask | window_mask(relation, k, inputs[k], zero=True)
     if operand == relation.factors[0]:
-        mask = mask | forgotten(relation, inputs)
+        mask = mask | uniform_keys(relation, inputs)
     if relation.entry.affine:
-        mask = mask | _scaled_away(relation, operand, inputs)
+        mask = mask | _scaled_away_mask(relation, operand, inputs)
     return mask
 
 
-def _scaled_away(relation: Relation, operand: int, inputs: list) -> Tensor:
-    """Where a zero scale hides the operand (for operands other than scale and shift)."""
+def _scaled_away_mask(relation: Relation, operand: int, inputs: list) -> Tensor:
+    """Where a zero scale makes the operand irrelevant (operands other than scale and shift)."""
     names = [o.name for o in relation.operands]
     if "weight" not in names or operand != 0:
         return torch.zeros((), dtype=torch.bool)
@@ -169,11 +173,11 @@ def _scaled_away(relation: Relation, operand: int, inputs: list) -> Tensor:
     return all_over(zero, list(relation.size), relation.complete)
 
 
-def _back(relation: Relation, out: int, operand: int, live: Tensor) -> Tensor:
+def _need_by_index_map(relation: Relation, out: int, operand: int, live: Tensor) -> Tensor:
     """Along moved axes: the positions that the live ones were taken from."""
     bases = sorted({a.partition("<")[0] for a in relation.moved if "<" in a})
-    made = {letter.partition(">")[0] for letter in relation.letters(relation.outs[out])}
-    for axis in sorted(moved_axis(relation, base) for base in bases if base not in made):
+    output_letters = {letter.partition(">")[0] for letter in relation.letters(relation.outs[out])}
+    for axis in sorted(moved_axis(relation, base) for base in bases if base not in output_letters):
         live = live.unsqueeze(axis)
     for base in bases:
         axis, move = moved_axis(relation, base), relation.moves[out].get(base)

@@ -1,10 +1,11 @@
-"""Recurrent calls: which units stay 0 at every step, and which the call itself reads: fixed points.
+"""Recurrent calls: units that stay 0 at every step, and units that the call itself reads. Both are
+fixed points.
 
-    still   the greatest set of units that start at 0 and make, of zeros and each other alone, 0
-    read    the least set that holds what others read, and whatever its members read back
+    still   the greatest set of units that start at 0 and compute 0 from zeros and each other
+    read    the least set that contains what others read, and whatever its members read back
 
-A unit is one letter in most calls; a projected LSTM has cells, and outputs made of them, which are
-what it reads back.
+A unit is one letter in most calls. A projected LSTM has cells, and outputs computed from cells; it
+reads the outputs back.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from demask.ops import Relation
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """The operands of a recurrent call by what they are for, after the input.
+    """The operands of a recurrent call by role, after the input.
 
-    cell, unit: the letters of what has a memory and of what is read back, one letter but for
-    projected calls.
+    cell, unit: the letters of the memory and of what is read back; they differ only in projected
+    calls.
     """
 
     states: tuple[int, ...]
@@ -36,7 +37,7 @@ class Roles:
 
 
 def roles(relation: Relation) -> Roles:
-    """Read off the line: what is summed over the input, what reads back, what has one axis."""
+    """The roles of a relation's operands: input weight, recurrent weight, biases, projection."""
     w_ih = relation.factors[1]
     w_hh = next(k for k, axes in enumerate(relation.ins) if relation.letters(axes) & relation.back)
     biases = tuple(k for k, axes in enumerate(relation.ins) if len(axes) == 1)
@@ -47,54 +48,56 @@ def roles(relation: Relation) -> Roles:
     return Roles(states, w_ih, w_hh, biases, w_hr, cell, back.removesuffix("^"))
 
 
-def unchanging(relation: Relation, inputs: list[Fact]) -> list[Fact | None]:
-    """Per output, the units known to be 0 at every step; None where there is none."""
-    who, batch = roles(relation), _batch(relation)
-    cells, units = still(relation, inputs)
-    found: list[Fact | None] = []
+def zero_unit_facts(relation: Relation, inputs: list[Fact]) -> list[Fact | None]:
+    """Per output, the fact of the units known to be 0 at every step; None where there is none."""
+    role, batch = roles(relation), _batch_axes(relation)
+    cells, units = find_still_units(relation, inputs)
+    facts: list[Fact | None] = []
     for k, axes in enumerate(relation.outs):
-        mask = (cells if axes[-1] == (who.cell,) else units).unsqueeze(1 - batch[k])
+        mask = (cells if axes[-1] == (role.cell,) else units).unsqueeze(1 - batch[k])
         fill = torch.zeros(mask.shape, dtype=inputs[0].fill.dtype)
-        found.append(Fact(mask, fill) if bool(mask.any()) else None)
-    return found
+        facts.append(Fact(mask, fill) if bool(mask.any()) else None)
+    return facts
 
 
-def still(relation: Relation, inputs: list[Fact]) -> tuple[Tensor, Tensor]:
-    """Which cells, and which units, are 0 at every step: bool [n, c] and [n, p], n inputs of the
-    batch (1: all alike)."""
-    who, gate, batch = roles(relation), relation.entry.main, _batch(relation)[0]
+def find_still_units(relation: Relation, inputs: list[Fact]) -> tuple[Tensor, Tensor]:
+    """Cells and units that are 0 at every step: bool [n, c] and [n, p], n inputs of the batch (1:
+    the same for all)."""
+    role, gate, batch = roles(relation), relation.entry.main, _batch_axes(relation)[0]
     starts = {letter: torch.ones(1, _size(relation, letter), dtype=torch.bool)
-              for letter in (who.cell, who.unit)}  # fmt: skip
-    for k in who.states:
+              for letter in (role.cell, role.unit)}  # fmt: skip
+    for k in role.states:
         letter = relation.ins[k][-1][0]
         starts[letter] = starts[letter] & inputs[k].zero.all(0)
-    w_ih, w_hh = (_weights(relation, inputs, k)[gate] for k in (who.w_ih, who.w_hh))
+    w_ih, w_hh = (_weights(relation, inputs, k)[gate] for k in (role.w_ih, role.w_hh))
     fed = ~inputs[0].zero.all(1 - batch)
     fed = fed.expand(len(fed), w_ih.shape[1])
-    cells = starts[who.cell] & ~_reach(fed, w_ih.T) & _stays(relation, inputs, who)
+    cells = (
+        starts[role.cell] & ~_follow_edges(fed, w_ih.T) & _zero_at_biases(relation, inputs, role)
+    )
     while True:
         units = cells
-        if who.w_hr is not None:
-            w_hr = _weights(relation, inputs, who.w_hr)[0]
-            units = starts[who.unit] & ~_reach(~cells, w_hr.T)
-        fewer = cells & ~_reach(~units, w_hh.T)
+        if role.w_hr is not None:
+            w_hr = _weights(relation, inputs, role.w_hr)[0]
+            units = starts[role.unit] & ~_follow_edges(~cells, w_hr.T)
+        fewer = cells & ~_follow_edges(~units, w_hh.T)
         if torch.equal(fewer, cells):
             return cells, units
         cells = fewer
 
 
-def _batch(relation: Relation) -> list[int]:
-    """The batch axis of each output: the states' is the second."""
+def _batch_axes(relation: Relation) -> list[int]:
+    """The batch axis of each output: that of a state is the second."""
     return [relation.outs[0].index(relation.outs[1][1]), *[1] * (len(relation.outs) - 1)]
 
 
-def _stays(relation: Relation, inputs: list[Fact], who: Roles) -> Tensor:
-    """Where the biases alone make nothing new: bool [c]."""
-    count = _size(relation, who.cell)
-    if not who.biases:
+def _zero_at_biases(relation: Relation, inputs: list[Fact], role: Roles) -> Tensor:
+    """Where the biases alone leave a state of 0 at 0: bool [c]."""
+    count = _size(relation, role.cell)
+    if not role.biases:
         return torch.ones(count, dtype=torch.bool)
-    rows = [_rows(relation, inputs[k].known, k) for k in who.biases]
-    fills = [_rows(relation, inputs[k].fill, k) for k in who.biases]
+    rows = [_split_gates(relation, inputs[k].known, k) for k in role.biases]
+    fills = [_split_gates(relation, inputs[k].fill, k) for k in role.biases]
     rule, gate = relation.entry.stays, relation.entry.main
     assert rule is not None
     return rows[0][gate] & rows[1][gate] & rule(fills[0][gate], fills[1][gate])
@@ -104,8 +107,8 @@ def _size(relation: Relation, letter: str) -> int:
     return relation.size[letter] or 0
 
 
-def _rows(relation: Relation, mask: Tensor, operand: int) -> Tensor:
-    """A mask over a parameter with its first axis in gates and units: [k, c, ...]."""
+def _split_gates(relation: Relation, mask: Tensor, operand: int) -> Tensor:
+    """A mask over a parameter with its first axis split into gates and units: [k, c, ...]."""
     axes = relation.ins[operand]
     shape = [relation.size[letter] or 0 for axis in axes for letter in axis]
     full = mask.expand(relation.operands[operand].value.meta["val"].shape).reshape(shape)
@@ -114,72 +117,75 @@ def _rows(relation: Relation, mask: Tensor, operand: int) -> Tensor:
 
 def _weights(relation: Relation, inputs: list[Fact], operand: int) -> Tensor:
     """Where a weight is not known to be 0: bool [k, c, i]."""
-    return ~_rows(relation, inputs[operand].zero, operand)
+    return ~_split_gates(relation, inputs[operand].zero, operand)
 
 
 def _everywhere(mask: Tensor, axis: int) -> Tensor:
-    """Where a mask holds all along the other axes: bool over one axis (1: the same all along)."""
+    """Where a mask is set all along the other axes: bool over one axis (1: the same all along)."""
     return ~along(~mask, axis)
 
 
-def read_back(relation: Relation, inputs: list[Fact], live: list[Tensor]) -> list[Tensor]:
-    """Per output, what its live positions and the call's own reading need of it."""
-    who, batch = roles(relation), _batch(relation)
-    cells, units = still(relation, inputs)
-    alive = {who.cell: ~cells, who.unit: ~units}
+def add_recurrent_needs(relation: Relation, inputs: list[Fact], live: list[Tensor]) -> list[Tensor]:
+    """Per output, what its live positions and the recurrence of the call need of it."""
+    role, batch = roles(relation), _batch_axes(relation)
+    cells, units = find_still_units(relation, inputs)
+    alive = {role.cell: ~cells, role.unit: ~units}
     need: dict[str, Tensor] = {}
-    for mask, axes, at in zip(live, relation.outs, batch, strict=True):
-        over, letter = mask.any(1 - at), axes[-1][0]
+    for mask, axes, batch_axis in zip(live, relation.outs, batch, strict=True):
+        over, letter = mask.any(1 - batch_axis), axes[-1][0]
         need[letter] = need.get(letter, torch.zeros_like(alive[letter])) | over
-    back = _weights(relation, inputs, who.w_hh).any(0)
-    made = None if who.w_hr is None else _weights(relation, inputs, who.w_hr)[0]
+    back = _weights(relation, inputs, role.w_hh).any(0)
+    projection = None if role.w_hr is None else _weights(relation, inputs, role.w_hr)[0]
     while True:
         before = dict(need)
-        if made is not None:
-            need[who.cell] = need[who.cell] | (_reach(need[who.unit], made) & alive[who.cell])
-        need[who.unit] = need[who.unit] | (_reach(need[who.cell], back) & alive[who.unit])
+        if projection is not None:
+            need[role.cell] = need[role.cell] | (
+                _follow_edges(need[role.unit], projection) & alive[role.cell]
+            )
+        need[role.unit] = need[role.unit] | (
+            _follow_edges(need[role.cell], back) & alive[role.unit]
+        )
         if all(torch.equal(before[letter], need[letter]) for letter in need):
             break
-    return [need[axes[-1][0]].unsqueeze(1 - at)
-            for axes, at in zip(relation.outs, batch, strict=True)]  # fmt: skip
+    return [need[axes[-1][0]].unsqueeze(1 - batch_axis)
+            for axes, batch_axis in zip(relation.outs, batch, strict=True)]  # fmt: skip
 
 
-def _reach(some: Tensor, edges: Tensor) -> Tensor:
-    """Where an edge (bool [a, b]) leads from some (bool [n, a]): bool [n, b]."""
+def _follow_edges(some: Tensor, edges: Tensor) -> Tensor:
+    """Where edges (bool [a, b]) lead from a set (bool [n, a]): bool [n, b]."""
     return some.double() @ edges.double() > 0
 
 
-def told_by(relation: Relation, operand: int) -> int:
-    """The output whose need tells what is needed of an operand: that of its units, else of the
-    cells."""
-    who = roles(relation)
+def deciding_output(relation: Relation, operand: int) -> int:
+    """The output whose need decides that of an operand: that of its units, else of the cells."""
+    role = roles(relation)
     letters = relation.letters(relation.ins[operand])
-    letter = who.unit if who.unit in letters else who.cell
+    letter = role.unit if role.unit in letters else role.cell
     return next(k for k, axes in enumerate(relation.outs) if axes[-1] == (letter,))
 
 
-def kept_features(relation: Relation, inputs: list[Fact], live: list[Tensor]) -> Tensor:
-    """Which input features a live cell reads and the biases cannot take: bool [i].
+def needed_features(relation: Relation, inputs: list[Fact], live: list[Tensor]) -> Tensor:
+    """Input features that a live cell reads and the biases cannot absorb: bool [i].
 
     live: per output, what must be computed.
     """
-    who = roles(relation)
-    cells = along(live[told_by(relation, who.w_ih)], 2)
-    read = (_weights(relation, inputs, who.w_ih) & cells[:, None]).any(0).any(0)
-    zero, constant = steady(relation, inputs)
-    return read & ~zero & ~(constant if takes_constants(relation) else zero)
+    role = roles(relation)
+    cells = along(live[deciding_output(relation, role.w_ih)], 2)
+    read = (_weights(relation, inputs, role.w_ih) & cells[:, None]).any(0).any(0)
+    zero, constant = constant_features(relation, inputs)
+    return read & ~zero & ~(constant if has_plain_biases(relation) else zero)
 
 
-def steady(relation: Relation, inputs: list[Fact]) -> tuple[Tensor, Tensor]:
-    """Which input features are known to be 0, and to be one value, at every step of every input:
-    bool [i] each (length 1: all alike)."""
+def constant_features(relation: Relation, inputs: list[Fact]) -> tuple[Tensor, Tensor]:
+    """Input features known to be 0, and known to be one value, at every step of every input: bool
+    [i] each (length 1: the same for all)."""
     fact = inputs[0]
     same = fact.known & (fact.fill == fact.fill[:1, :1])
     return _everywhere(fact.zero, 2), _everywhere(same, 2)
 
 
-def takes_constants(relation: Relation) -> bool:
-    """Are there biases, and plain weights, to put what constant features give into?"""
-    who = roles(relation)
-    values = [relation.operands[k].value for k in (who.w_ih, *who.biases[:1])]
+def has_plain_biases(relation: Relation) -> bool:
+    """Whether there are biases, and constant weights, that can absorb constant features."""
+    role = roles(relation)
+    values = [relation.operands[k].value for k in (role.w_ih, *role.biases[:1])]
     return len(values) == 2 and all(value.op == "get_attr" for value in values)

@@ -1,4 +1,4 @@
-"""demask(): a masked network in, a smaller network that computes the same out."""
+"""demask(): a smaller network that computes the same outputs as a masked one."""
 
 from demask.shrink.demask import demask
 from demask.shrink.pipeline import simplified

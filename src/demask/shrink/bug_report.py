@@ -1,4 +1,4 @@
-"""The file that a defect is reported with: what a network looks like, without its weights."""
+"""The file that a defect is reported with: the graph of a network, without its weights."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torch import Tensor, fx
 
 from demask.graph.program import Constant, Program
 
-SMALL = 4096  # elements of a tensor of whole numbers (indices, sizes) that are written as they are
+SMALL = 4096  # most elements of an integer tensor (indices, sizes) whose values are written
 
 
 def write_bug_report(program: Program, slim: fx.GraphModule, failure: str) -> Path:
-    """The path of a new .zip in the temporary folder: both graphs as text, sizes, versions, what
-    failed, and per tensor where it is zero. It holds no weights."""
+    """The path of a new .zip in the temporary folder: both graphs as text, sizes, versions, the
+    failure, and per tensor where it is zero. It has no weights."""
     folder = Path(tempfile.mkdtemp(prefix="demask-report-"))
     path = folder / "report.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -66,7 +66,7 @@ def _constant(constant: Constant) -> dict[str, Any]:
 
 
 def _text(graph: fx.Graph) -> str:
-    """Every call of a graph, with the shape and dtype of what it makes."""
+    """Every call of a graph, with the shape and dtype of its output."""
     lines = []
     for node in graph.nodes:
         value = node.meta.get("val")

@@ -1,4 +1,4 @@
-"""The module of a program that a pass wrote: nothing of it was cut."""
+"""The module of a rewritten program in which no tensor was cut."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from demask.shrink.program_size import sizes_of
 
 
 def finished(before: Analysis, after: Program, notes: Iterable[str]) -> Demasked:
-    """The module of `after`, with tensors of its own, and what it was made from."""
+    """The module of `after`, with its own tensors and a record of `before`."""
     return shared(before, owned(after), notes)
 
 
 def shared(before: Analysis, after: Program, notes: Iterable[str]) -> Demasked:
-    """The module of `after`, over the very tensors of the program."""
+    """The module of `after`, which shares the tensors of the program."""
     program = before.program
     whole = {name: Cut(c.name, tuple(c.tensor.shape), (None,) * c.tensor.ndim)
              for name, c in after.constants.items() if name in program.constants}  # fmt: skip

@@ -1,8 +1,9 @@
-"""demask() checks itself: the result and the model on the example and on two draws like it.
+"""demask() checks itself: it compares the result and the model on the example and on two similar
+draws.
 
-Three calls of each, in the network's own dtype, sharing the model's tensors. What is more than 64
-units in the last place apart is looked at again in float64: an ill-conditioned network rounds as
-badly before demasking as after it, and only what is worse than that is a defect.
+Each network is called three times, in its own dtype, and shares the model's tensors. A difference
+of more than 64 units in the last place is computed again in float64: an ill-conditioned network
+rounds as badly before demasking as after it, and only a larger difference is a defect.
 """
 
 from __future__ import annotations
@@ -43,11 +44,13 @@ from demask.ops import schema
 from demask.shrink.bug_report import write_bug_report
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-Draws = list[tuple[str, Inputs, Any]]  # what they are, and what the model makes of them
-FLIPS = 2 / 255  # of the largest output: two steps of an 8-bit value, where values are rounded
+Draws = list[tuple[str, Inputs, Any]]  # a description, the inputs, and the outputs of the model
+FLIPS = (
+    2 / 255
+)  # relative to the largest output: two steps of an 8-bit value, in networks that round
 
 
-def checked(
+def check_result(
     slim: Demasked,
     program: Program,
     model: nn.Module | ExportedProgram,
@@ -57,80 +60,85 @@ def checked(
     """`slim`, if it computes what the model does. Else the network as it was captured, with a
     warning and a report that say so, and a file for a bug report.
 
-    program: what `slim` was made from. Raises CaptureDiffers where that differs from the model.
+    program: what `slim` was computed from. Raises CaptureDiffers where that differs from the model,
+    BadInput where the model fails on the example.
     """
-    given = examples((model,), args, dict(kwargs or {}))
+    example = examples((model,), args, dict(kwargs or {}))
     reference = in_eval(model)
     try:
-        draws = [(name, inputs, call(reference, inputs)) for name, inputs in draws_like(given)]
+        draws = [
+            (name, inputs, run_seeded(reference, inputs)) for name, inputs in draws_like(example)
+        ]
     except Exception as error:  # the user's code: on a draw that it refuses, say
-        draws = _first_alone(model, given)
-        if not draws and "not implemented" not in str(error):  # for a dtype, on the CPU
+        draws = _example_draw(model, example)
+        if not draws and "not implemented" not in str(error):  # an op for a dtype, on the CPU
             raise BadInput(f"the model itself fails on the example: {described(error)}") from error
         if not draws:
-            return _noted(
+            return _add_note(
                 slim, f"this result was not checked: the model fails ({described(error)})"
             )
     if not (wrong := _difference(slim, draws)):
         return slim
     if _difference(build(program, slim.demasked), draws):
         if _is_random(program) or _difference(reference, draws):
-            return _noted(slim, _UNREPEATABLE)
+            return _add_note(slim, _NOT_REPEATABLE)
         if not _is_same_in_double(program, model, draws):
             raise _capture_differs(wrong)
     reference = build_plain(program)
-    if _is_rounding(reference, slim, draws, FLIPS if _rounds(program) else 0.0):
+    if _is_rounding(reference, slim, draws, FLIPS if _has_rounding(program) else 0.0):
         return slim
-    return _refused(slim, program, wrong)
+    return _return_captured(slim, program, wrong)
 
 
-def unlike(
+def describe_difference(
     slim: nn.Module, model: nn.Module | ExportedProgram, args: Any, kwargs: Any, *,
     record: Provenance | None = None,
 ) -> str:  # fmt: skip
-    """How a network of the model's class differs from it on the example and two draws like it; ""
-    if it does not. On draws that the model refuses nothing is compared.
+    """How a network of the model's class differs from it on the example and two similar draws; ""
+    if it does not. Draws that the model rejects are not compared.
 
-    record: of a network with graphs for parts. It makes no caches of keys and values, where another
-    does (with fewer heads), and is called at batches 1 and 3, too: the code around a part may call
-    it otherwise there.
+    record: of a network with graphs for some modules. It returns no caches of keys and values,
+    where another one does (with fewer heads), and is called at batches 1 and 3, too: the code
+    around a graph may call it differently there.
     """
-    given, caches = examples((model,), args, dict(kwargs or {})), record is None
+    example, caches = examples((model,), args, dict(kwargs or {})), record is None
     try:
         reference = in_eval(model, caches=caches)
-        draws = [(name, inputs, call(reference, inputs)) for name, inputs in draws_like(given)]
+        draws = [
+            (name, inputs, run_seeded(reference, inputs)) for name, inputs in draws_like(example)
+        ]
     except Exception:
-        draws = _first_alone(model, given, caches=caches)
-    leaves, spec = pytree.tree_flatten(given)
+        draws = _example_draw(model, example, caches=caches)
+    leaves, spec = pytree.tree_flatten(example)
     axes = batch_axes(record, leaves)
     for batch in (1, 3) if any(axes) else ():
         sized = [batched(leaf, where, batch) for leaf, where in zip(leaves, axes, strict=True)]
         inputs = pytree.tree_unflatten(sized, spec)
-        with contextlib.suppress(Exception):  # the model takes no such batch
-            draws.append((f"batch {batch}", inputs, call(in_eval(model), inputs)))
+        with contextlib.suppress(Exception):  # the model rejects this batch size
+            draws.append((f"batch {batch}", inputs, run_seeded(in_eval(model), inputs)))
     wrong = _difference(slim, draws, caches=caches)
     exact = wrong and not isinstance(model, ExportedProgram)
     return "" if exact and _is_rounding(in_eval(model, share=False), slim, draws) else wrong
 
 
-_UNREPEATABLE = (
+_NOT_REPEATABLE = (
     "this result was not checked: the network's outputs differ from call to call (random numbers, "
     "or a state)"
 )
 
 
-def _first_alone(
-    model: nn.Module | ExportedProgram, given: Inputs, *, caches: bool = False
+def _example_draw(
+    model: nn.Module | ExportedProgram, example: Inputs, *, caches: bool = False
 ) -> Draws:
-    """The example alone, where the model refuses draws; nothing where it fails there, too."""
+    """The example alone, for a model that rejects draws; [] where it fails there, too."""
     try:
-        return [("the example inputs", given, call(in_eval(model, caches=caches), given))]
+        return [("the example inputs", example, run_seeded(in_eval(model, caches=caches), example))]
     except Exception:
         return []
 
 
 def _is_same_in_double(program: Program, model: nn.Module | ExportedProgram, draws: Draws) -> bool:
-    """Whether a capture and its model agree in float64: what they differ by is rounding then."""
+    """Whether a capture and its model agree in float64: then they differ by rounding only."""
     if isinstance(model, ExportedProgram):
         return False
     try:
@@ -138,8 +146,8 @@ def _is_same_in_double(program: Program, model: nn.Module | ExportedProgram, dra
         widen(captured)
         for _, inputs, _ in draws:
             doubles = pytree.tree_map(to_double, inputs)
-            rows = _pairs(call(wide, doubles), call(captured, doubles))
-            if any(_leaf(a, b, torch.finfo(torch.float32).eps) for _, a, b in rows):
+            rows = _pairs(run_seeded(wide, doubles), run_seeded(captured, doubles))
+            if any(_describe_leaf(a, b, torch.finfo(torch.float32).eps) for _, a, b in rows):
                 return False
     except Exception:
         return False
@@ -155,10 +163,10 @@ def _capture_differs(wrong: str) -> CaptureDiffers:
     )
 
 
-def _refused(slim: Demasked, program: Program, wrong: str) -> Demasked:
+def _return_captured(slim: Demasked, program: Program, wrong: str) -> Demasked:
     """The network as it was captured, with a report that says why."""
     if is_strict():
-        raise Mismatch(f"demask() made another network: {wrong}")
+        raise Mismatch(f"the result of demask() computes something else: {wrong}")
     path = write_bug_report(program, slim, wrong)
     text = (
         f"demask() changed what this network computes ({wrong}), so the network is returned as it "
@@ -176,27 +184,30 @@ def _refused(slim: Demasked, program: Program, wrong: str) -> Demasked:
     return build(whole, record)
 
 
-def _noted(slim: Demasked, note: str) -> Demasked:
+def _add_note(slim: Demasked, note: str) -> Demasked:
     slim.demasked = replace(slim.demasked, notes=(note, *slim.demasked.notes))
     return slim
 
 
-def draws_like(given: Inputs) -> Iterator[tuple[str, Inputs]]:
+def draws_like(example: Inputs) -> Iterator[tuple[str, Inputs]]:
     """The inputs to compare on: the example; normal numbers; the example's values in another order,
-    a quarter of them 0. Whole numbers stay in the range of the example's."""
-    yield "the example inputs", given
+    a quarter of them 0. Integers stay in the range of the example's."""
+    yield "the example inputs", example
     draw = torch.Generator().manual_seed(0)
-    for name, change in (("normal numbers (seed 0)", like), ("values reordered (seed 0)", _mixed)):
+    for name, change in (
+        ("normal numbers (seed 0)", like),
+        ("values reordered (seed 0)", _shuffle_values),
+    ):
         yield (
             name,
             pytree.tree_map(
-                lambda x, change=change: change(x, draw) if isinstance(x, Tensor) else x, given
+                lambda x, change=change: change(x, draw) if isinstance(x, Tensor) else x, example
             ),
         )
 
 
-def _mixed(leaf: Tensor, draw: torch.Generator) -> Tensor:
-    """The values of a floating tensor in another order, a quarter of them 0."""
+def _shuffle_values(leaf: Tensor, draw: torch.Generator) -> Tensor:
+    """The values of a floating-point tensor in another order, a quarter of them 0."""
     if not leaf.is_floating_point() or leaf.numel() < 2:
         return leaf
     order = torch.randperm(leaf.numel(), generator=draw).to(leaf.device)
@@ -205,16 +216,18 @@ def _mixed(leaf: Tensor, draw: torch.Generator) -> Tensor:
     return values.to(leaf.dtype).reshape(leaf.shape)
 
 
-def call(module: nn.Module | Callable[..., Any], inputs: Inputs, *, grad: bool = False) -> Any:
-    """What a network returns for copies of the inputs, its random numbers seeded."""
-    args, kwargs = pytree.tree_map(_own, inputs)
+def run_seeded(
+    module: nn.Module | Callable[..., Any], inputs: Inputs, *, grad: bool = False
+) -> Any:
+    """The outputs of a network for copies of the inputs, its random numbers seeded."""
+    args, kwargs = pytree.tree_map(_copy_input, inputs)
     with torch.set_grad_enabled(grad), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the network's own
+        warnings.simplefilter("ignore")  # warnings of the network itself
         torch.manual_seed(0)
         return module(*args, **kwargs)
 
 
-def _own(leaf: Any) -> Any:
+def _copy_input(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.detach().clone()
     return leaf if isinstance(leaf, (bool, int, float, str, type(None))) else copy.deepcopy(leaf)
@@ -224,7 +237,7 @@ def in_eval(
     module: nn.Module | ExportedProgram, *, share: bool = True, caches: bool = False
 ) -> nn.Module:
     """A copy in eval mode; its tensors are shared, or cloned. caches: whether a language model
-    makes a cache of keys and values."""
+    returns a cache of keys and values."""
     if isinstance(module, ExportedProgram):
         return module.module(check_guards=False)
     copied = structural_copy(module, share=share)
@@ -236,24 +249,24 @@ def in_eval(
 
 
 def _difference(network: nn.Module | ExportedProgram, draws: Draws, *, caches: bool = False) -> str:
-    """In which output, and by how much, a network differs from what is expected; "" for none."""
+    """The first output that differs from the expected one, and by how much; "" if none does."""
     runner = in_eval(network, caches=caches)
     eps = max((torch.finfo(kind).eps for _, kind in narrowed(runner)), default=0.0)
     for name, inputs, expected in draws:
         try:
-            found = call(runner, inputs)
+            outputs = run_seeded(runner, inputs)
         except Exception as error:
             return f"{described(error)}, on {name}"
-        for where, a, b in _pairs(expected, found):
+        for where, a, b in _pairs(expected, outputs):
             if "past_key_values" in where and caches:
                 continue
-            if text := _leaf(a, b, eps):
+            if text := _describe_leaf(a, b, eps):
                 return f"output {where} {text}, on {name}"
     return ""
 
 
-def _pairs(expected: Any, found: Any) -> Iterator[tuple[str, Any, Any]]:
-    named, leaves = named_leaves(expected), named_leaves(found)
+def _pairs(expected: Any, actual: Any) -> Iterator[tuple[str, Any, Any]]:
+    named, leaves = named_leaves(expected), named_leaves(actual)
     if len(named) != len(leaves):
         yield "count", len(named), len(leaves)
         return
@@ -261,8 +274,8 @@ def _pairs(expected: Any, found: Any) -> Iterator[tuple[str, Any, Any]]:
         yield place or "0", a, b
 
 
-def _leaf(expected: Any, actual: Any, eps: float) -> str:
-    """How two outputs differ, in words. Where the expected one is not finite, nothing is said."""
+def _describe_leaf(expected: Any, actual: Any, eps: float) -> str:
+    """How two outputs differ, in words; "" if not, or where the expected one is not finite."""
     difference = compare(expected, actual)
     if difference.text:
         return difference.text
@@ -289,12 +302,12 @@ def _is_rounding(reference: nn.Module, slim: nn.Module, draws: Draws, flips: flo
     try:
         for _, inputs, expected in draws:
             doubles = pytree.tree_map(to_double, inputs)
-            exact, other = (pytree.tree_leaves(call(network, doubles)) for network in wide)
+            exact, other = (pytree.tree_leaves(run_seeded(network, doubles)) for network in wide)
             with _CoarsestType() as types:
-                after = pytree.tree_leaves(call(runner, inputs))
+                after = pytree.tree_leaves(run_seeded(runner, inputs))
             eps, narrow = min(types.eps, _SINGLE), exact
             if eps < _SINGLE:
-                narrow = pytree.tree_leaves(call(small, pytree.tree_map(_to_single, inputs)))
+                narrow = pytree.tree_leaves(run_seeded(small, pytree.tree_map(_to_single, inputs)))
             rows = zip(pytree.tree_leaves(expected), after, exact, other, narrow, strict=True)
             if not all(_is_rounded(*row, eps, flips) for row in rows):
                 return False
@@ -358,8 +371,8 @@ def _is_rounded(
 _ROUNDS = ("round", "quantize", "floor", "ceil", "trunc", "sign", "argmax", "topk", "sort")
 
 
-def _rounds(program: Program) -> bool:
-    """Whether a network holds calls at which a rounding error may become a step."""
+def _has_rounding(program: Program) -> bool:
+    """Whether a network has calls that may turn a rounding error into a step."""
     return any(word in str(node.target) for node in program.graph.nodes for word in _ROUNDS)
 
 

@@ -1,6 +1,6 @@
-"""Networks on another device than the CPU: demasked on the CPU, given back where they were.
+"""Networks on another device than the CPU: demasked on the CPU, and moved back.
 
-What is known of values is computed on the CPU, so a copy of the network goes there.
+Facts are computed on the CPU, from a copy of the network.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ CPU = torch.device("cpu")
 
 
 def device_of(model: nn.Module | ExportedProgram, args: Any, kwargs: Any) -> torch.device:
-    """The one device, other than the CPU, of a network and its inputs; else the CPU. Raises
+    """The device of a network and its inputs, if it is one other than the CPU; else the CPU. Raises
     BadInput where there are several."""
     if isinstance(model, ExportedProgram):
-        held = [*model.state_dict.values(), *model.constants.values()]
+        tensors = [*model.state_dict.values(), *model.constants.values()]
     elif isinstance(model, nn.Module):
-        held = [*model.parameters(), *model.buffers()]
+        tensors = [*model.parameters(), *model.buffers()]
     else:
-        held = []
-    leaves = [*held, *pytree.tree_leaves((args, kwargs))]
-    found = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)} - {CPU}
-    if len(found) > 1:
-        names = ", ".join(sorted(map(str, found)))
-        raise BadInput(f"expected a network on one device, found {names}: move it to one first")
-    return next(iter(found), CPU)
+        tensors = []
+    leaves = [*tensors, *pytree.tree_leaves((args, kwargs))]
+    devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)} - {CPU}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise BadInput(f"expected a network on one device, got {names}: move it to one first")
+    return next(iter(devices), CPU)
 
 
 def on_cpu(
@@ -59,26 +59,26 @@ def through_cpu(
     function: Callable[..., nn.Module], model: Any, args: Any, kwargs: Any, **options: Any
 ) -> Any:
     """The result of a function of networks for one on another device: computed for a copy on the
-    CPU, then moved there. None for a network on the CPU."""
+    CPU, then moved back. None for a network on the CPU."""
     if (device := device_of(model, args, kwargs)) == CPU:
         return None
     return moved(function(*on_cpu(model, args, kwargs), **options), device)
 
 
-def on_device(tree: Any, device: torch.device) -> Any:
-    """The tensors of a pytree on a device."""
+def move_tensors(tree: Any, device: torch.device) -> Any:
+    """The pytree with its tensors on a device."""
     return pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, tree)
 
 
 def moved(module: nn.Module, device: torch.device) -> nn.Module:
-    """The module on a device, with the devices that its graph names, if it is one."""
+    """The module on a device, including the devices in its graph, if it has one."""
 
-    def there(value: Any) -> Any:
+    def replace_device(value: Any) -> Any:
         return device if isinstance(value, torch.device) else value
 
     for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
-        node.args = map_aggregate(node.args, there)
-        node.kwargs = map_aggregate(node.kwargs, there)
+        node.args = map_aggregate(node.args, replace_device)
+        node.kwargs = map_aggregate(node.kwargs, replace_device)
     if isinstance(module, fx.GraphModule):
         module.recompile()
     return module.to(device)

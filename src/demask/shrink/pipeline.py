@@ -1,4 +1,4 @@
-"""The pipeline: capture, fold, know, need, place, rewrite."""
+"""The pipeline: capture, fold constants, analyze, choose layouts, emit."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from demask.ops.entries.padded import with_padded
 from demask.shrink.emit.rewrite import Rewritten, rewrite
 from demask.shrink.layout.layout_analysis import LayoutAnalysis
 from demask.shrink.layout.placement import Placement, place
-from demask.shrink.program_size import removed, sizes_of, traffic
-from demask.shrink.rewrites.absorb_pads import pads_absorbed, pads_restored
-from demask.shrink.rewrites.group_heads import grouped
-from demask.shrink.rewrites.partial_norms import condensed
-from demask.shrink.rewrites.reorder_heads import aligned
-from demask.shrink.rewrites.side_network import sided
-from demask.shrink.stack_border_maps import apart, stacked
-from demask.shrink.tied_names import named
+from demask.shrink.program_size import count_removed, sizes_of, traffic
+from demask.shrink.rewrites.absorb_pads import absorb_pads, restore_pads
+from demask.shrink.rewrites.group_heads import group_heads
+from demask.shrink.rewrites.partial_norms import condense_axes
+from demask.shrink.rewrites.reorder_heads import reorder_heads
+from demask.shrink.rewrites.side_network import split_side_network
+from demask.shrink.stack_border_maps import stack_border_maps, unstack_border_maps
+from demask.shrink.tied_names import name_tied_tensors
 
 
 def smaller_sizes(program: Program, reason: str) -> Program:
-    """A program for fewer sizes than was tried first, which says so."""
+    """A program for fewer sizes than were tried first, with a note that says so."""
     sizes = ", ".join(f"{spec.name} ({', '.join(map(str, spec.sizes))})"
                       for spec in inputs_of(program))  # fmt: skip
-    note = f"this network takes inputs of these sizes alone: {sizes}; with more of them dynamic, "
+    note = f"this network only takes inputs of these sizes: {sizes}; with more of them dynamic, "
     return replace(program, notes=(f"{note}{reason}", *program.notes))
 
 
@@ -59,10 +59,13 @@ def programs_of(
     dynamic_shapes: Any,
     masks: Masks = "zeros",
 ) -> Iterator[Program]:
-    """A network as functional programs with their constants folded, before anything is removed: the
-    one for most sizes first, then those for fewer, if they are asked for."""
+    """Functional programs of a network with folded constants, before anything is removed: the one
+    for most sizes first, then, if iterated further, those for fewer.
+
+    Raises NotExportable or BadInput where no program can be captured.
+    """
     failure: Exception | None = None
-    done = False
+    has_program = False
     for captured in shared_captures(model, args, kwargs, dynamic_shapes):
         try:
             program = _functional(declaring(captured, masks))
@@ -75,13 +78,13 @@ def programs_of(
             continue
         if (guard := refused_sizes(program, args, kwargs)) is not None:
             advice = "demask an example of more rows, or with static sizes"
-            failure = failure or NotExportable(f"it holds for {guard} alone", "unknown", advice)
+            failure = failure or NotExportable(f"it is valid for {guard} only", "unknown", advice)
             continue
         if failure is not None:
             program = smaller_sizes(program, f"it could not be captured: {described(failure)}")
-        done = True
+        has_program = True
         yield program
-    if failure is not None and not done:
+    if failure is not None and not has_program:
         if isinstance(failure, DemaskError):
             raise failure
         raise NotExportable(
@@ -93,7 +96,7 @@ def _functional(captured: Program) -> Program:
     """A captured program without in-place calls, its constants folded."""
     log = Log()
     program = functionalized(captured)
-    program = log.attempt("one call per border map", partial(apart, program), program)
+    program = log.attempt("one call per border map", partial(unstack_border_maps, program), program)
     program = log.attempt("the folding of constants", partial(folded, program), program)
     return replace(program, notes=(*log.notes, *program.notes))
 
@@ -109,8 +112,8 @@ def given(
 
 
 def simplified(program: Program, table: Table, log: Log | None = None) -> Program:
-    """Canonically spelled, constants folded: what the facts are read off. A pass that fails is left
-    out, and `log` says so."""
+    """The program in canonical notation with folded constants, from which facts are derived. A pass
+    that fails is omitted, and `log` says so."""
     log = Log() if log is None else log
     passes: tuple[tuple[str, Callable[[Program], Program]], ...] = (
         ("the canonical notation of calls", lambda p: spelled(p, log)),
@@ -126,16 +129,15 @@ def simplified(program: Program, table: Table, log: Log | None = None) -> Progra
 
 def uniform(program: Program, table: Table) -> Program:
     """A smaller program in the notation of one that has just been captured."""
-    return simplified(folded(apart(program)), table)
+    return simplified(folded(unstack_border_maps(program)), table)
 
 
 def canonical(program: Program, table: Table) -> Program:
-    """A program rewritten once, whether or not that makes it smaller: what two programs that
-    compute the same are compared in."""
+    """A program rewritten once, smaller or not: a normal form for comparison."""
     log = Log()
     analysis = LayoutAnalysis.of(uniform(program, table), table)
-    made = next(_tried(analysis, log), None)
-    return program if made is None else folded(made.program)
+    rewritten = next(_try_layouts(analysis, log), None)
+    return program if rewritten is None else folded(rewritten.program)
 
 
 def fixed_point(program: Program, table: Table) -> Program:
@@ -143,8 +145,8 @@ def fixed_point(program: Program, table: Table) -> Program:
     return canonical(reduced(program, table, sides=False)[0], table)
 
 
-# How programs are spelled to be compared, the cheapest first.
-FORMS = (uniform, canonical, fixed_point)
+# Normal forms in which programs are compared, the cheapest first.
+NORMAL_FORMS = (uniform, canonical, fixed_point)
 
 
 def shrunk(program: Program, table: Table) -> Demasked:
@@ -160,32 +162,37 @@ def reduced(
     sides: bool = True,
     log: Log | None = None,
 ) -> tuple[Program, Provenance]:
-    """The smallest program that computes the same as a functional, folded one.
+    """The smallest program that computes the same as a functional, folded one, and its record.
 
-    borders: False computes constants that enter padded windows, instead of the maps they leave.
-    sides: False leaves what parameters alone decide among the calls that read inputs.
-    log: collects what failed on the way; where all did, the program is what it was.
+    Args:
+        borders: False: constants that enter padded windows are computed, instead of border maps.
+        sides: False: values that depend on parameters alone stay among the calls that read inputs.
+        log: collects failed steps. Where all failed, the program is unchanged.
 
-    Passes are made until one makes nothing smaller: what a pass adds to keep shapes (a border map,
-    a vector of constants) may itself hold zeros. So demasking twice is demasking once; and where
-    nothing at all became smaller, the program is built as it was given.
+    Passes are repeated until one removes nothing: what a pass adds to preserve shapes (a border
+    map, a vector of constants) may itself have zeros. So demasking twice gives the same as
+    demasking once. Where nothing became smaller, the result is the original program.
     """
     log = Log() if log is None else log
-    first = _measured(whole, table)
-    plain = replace(first, program=owned(whole), cuts=_uncut(whole))
-    step = log.attempt("demasking", lambda: _smallest(first, table, (borders, sides), log), plain)
+    first = _measure(whole, table)
+    plain = replace(first, program=owned(whole), cuts=_whole_cuts(whole))
+    step = log.attempt(
+        "demasking", lambda: _shrink_repeatedly(first, table, (borders, sides), log), plain
+    )
     if step.program is whole:
         step = replace(plain, reasons=step.reasons)
-    program = log.attempt("one call for several border maps", lambda: stacked(step.program), None)
+    program = log.attempt(
+        "one call for several border maps", lambda: stack_border_maps(step.program), None
+    )
     last, cuts = program or step.program, dict(step.cuts)
-    names = partial(named, last, cuts)
+    names = partial(name_tied_tensors, last, cuts)
     program, cuts = log.attempt("all names of tied tensors", names, (last, cuts))
     return program, _provenance(first, replace(step, program=program, cuts=cuts), log)
 
 
 @dataclass(frozen=True, slots=True)
 class _MeasuredProgram:
-    """A program, how it measures, and how its tensors were cut from those of the first."""
+    """A program, its sizes, and the cuts of its tensors from those of the first program."""
 
     program: Program
     sizes: Sizes
@@ -201,49 +208,51 @@ class _MeasuredProgram:
 _Pass = tuple[_MeasuredProgram | None, tuple[Reason, ...]]
 
 
-def _measured(program: Program, table: Table) -> _MeasuredProgram:
+def _measure(program: Program, table: Table) -> _MeasuredProgram:
     whole = Log().attempt("the split of recurrent calls", lambda: layered(program), program)
     sizes = sizes_of(program, Analysis(whole, table).relations)
-    return _MeasuredProgram(program, sizes, _uncut(program))
+    return _MeasuredProgram(program, sizes, _whole_cuts(program))
 
 
-def _smallest(
+def _shrink_repeatedly(
     step: _MeasuredProgram, table: Table, options: tuple[bool, bool], log: Log
 ) -> _MeasuredProgram:
-    """What passes leave of a program, made until one makes nothing smaller. Where the first does
-    not, its reasons are those of the program."""
+    """The program after passes until one removes nothing. If the first one does not, the result has
+    its reasons."""
     first, failed = step, (None, ())
     while True:
-        one_more = partial(_smaller, step, table, options, log)
+        one_more = partial(_shrink_once, step, table, options, log)
         smaller, reasons = log.attempt("a pass", one_more, failed)
         if smaller is None:
             return replace(step, reasons=reasons) if step is first else step
         step = smaller
 
 
-def _smaller(step: _MeasuredProgram, table: Table, options: tuple[bool, bool], log: Log) -> _Pass:
-    """One more pass, if it makes the program smaller in something and no larger in parameters;
-    else what was kept in the first attempt, and why."""
+def _shrink_once(
+    step: _MeasuredProgram, table: Table, options: tuple[bool, bool], log: Log
+) -> _Pass:
+    """The program after one more pass, if something is smaller and it has no more parameters; else
+    None, and the reasons of the first attempt."""
     refused: list[tuple[Reason, ...]] = []
     borders, sides = options
     analysis = LayoutAnalysis.of(simplified(step.program, table, log), table, borders=borders)
     for attempt in _attempts(analysis, log, sides=sides):
         folds = partial(folded, attempt.program)
         program = log.attempt("the folding of constants", folds, attempt.program)
-        made = _measured(program, table)
-        less = made.weight[0] < step.weight[0] or (
-            made.weight[1:] != step.weight[1:]
-            and (made.weight[1] <= step.weight[1] and made.weight[2] <= step.weight[2])
+        measured = _measure(program, table)
+        less = measured.weight[0] < step.weight[0] or (
+            measured.weight[1:] != step.weight[1:]
+            and (measured.weight[1] <= step.weight[1] and measured.weight[2] <= step.weight[2])
         )
-        if made.weight[0] <= step.weight[0] and less:
-            log.apart |= attempt.apart
+        if measured.weight[0] <= step.weight[0] and less:
+            log.apart |= attempt.has_side_network
             cuts = {
                 name: composed
                 for name, cut in attempt.cuts.items()
-                if _is_kept(name, attempt.program, program)
-                and (composed := _composed(cut, step.cuts)) is not None
+                if _is_unchanged(name, attempt.program, program)
+                and (composed := _compose_cuts(cut, step.cuts)) is not None
             }
-            return replace(made, cuts=cuts, reasons=(*step.reasons, *attempt.reasons)), ()
+            return replace(measured, cuts=cuts, reasons=(*step.reasons, *attempt.reasons)), ()
         refused.append(attempt.reasons)
     return None, refused[0] if refused else ()
 
@@ -251,71 +260,79 @@ def _smaller(step: _MeasuredProgram, table: Table, options: tuple[bool, bool], l
 def _attempts(
     analysis: LayoutAnalysis, log: Log, tried: frozenset[str] = frozenset(), *, sides: bool = True
 ) -> Iterator[Rewritten]:
-    """Ways to rewrite a program, the one that removes most first.
+    """Rewritten programs, the one with most removed first.
 
-    Other forms of it, in which more can be cut: pads absorbed by windows, complete axes over what
-    varies alone, heads in groups, heads re-ordered, side networks split off. Then as it is; with
-    weights that several calls read cut alike; and frugal. What fails is left out, and `log` says
-    so. tried: the forms applied already. None is applied twice: one that leaves calls it applies to
-    would never end.
+    First come other versions of the program, in which more can be cut: pads absorbed by windows,
+    complete axes with known positions condensed, heads in groups, heads reordered, side networks
+    split off. Then the program itself; with weights that several calls read cut alike; and frugal.
+    An attempt that fails is omitted, and `log` says so. tried: the rewrites applied already. None
+    is applied twice: one that leaves calls it applies to would never end.
     """
     log.add(analysis.failed)
-    absorbed = None if _PADS in tried else log.attempt(_PADS, partial(_padded, analysis), None)
+    absorbed = (
+        None if _PADS in tried else log.attempt(_PADS, partial(_with_absorbed_pads, analysis), None)
+    )
     for attempt in _attempts(absorbed, log, tried | {_PADS}, sides=sides) if absorbed else ():
-        restored = log.attempt(_PADS, partial(pads_restored, attempt.program), None)
+        restored = log.attempt(_PADS, partial(restore_pads, attempt.program), None)
         if restored is not None:
             yield replace(attempt, program=restored)
-    for form, name in _FORMS:
-        other = None if name in tried else log.attempt(name, partial(_formed, form, analysis), None)
+    for form, name in _REWRITES:
+        other = (
+            None
+            if name in tried
+            else log.attempt(name, partial(_apply_rewrite, form, analysis), None)
+        )
         if other:
             yield from _attempts(other, log, tried | {name}, sides=sides)
     side = (
-        sides and analysis.borders and log.attempt("a side network", partial(sided, analysis), None)
+        sides
+        and analysis.borders
+        and log.attempt("a side network", partial(split_side_network, analysis), None)
     )
     if side and (split := log.attempt("a side network", partial(analysis.again, side), None)):
-        yield from (replace(made, apart=True) for made in _tried(split, log))
-    plain = list(_tried(analysis, log, essential=True))
+        yield from (replace(smaller, has_side_network=True) for smaller in _try_layouts(split, log))
+    plain = list(_try_layouts(analysis, log, essential=True))
     yield from plain
-    if plain and _cut_apart(plain[0]):
-        yield from _tried(analysis, log, tied=True)
+    if plain and _has_split_tensors(plain[0]):
+        yield from _try_layouts(analysis, log, tied=True)
     if analysis.has_matrices:
-        yield from _tried(analysis.again(analysis.program, frugal=True), log)
+        yield from _try_layouts(analysis.again(analysis.program, frugal=True), log)
 
 
 _PADS = "the absorption of pads"
-_Form = Callable[[LayoutAnalysis], Program | None]
-_FORMS: tuple[tuple[_Form, str], ...] = (
-    (condensed, "complete axes over what varies alone"),
-    (grouped, "heads in groups"),
-    (aligned, "heads in another order"),
+_Rewrite = Callable[[LayoutAnalysis], Program | None]
+_REWRITES: tuple[tuple[_Rewrite, str], ...] = (
+    (condense_axes, "condensing complete axes"),
+    (group_heads, "heads in groups"),
+    (reorder_heads, "heads in another order"),
 )
 
 
-def _padded(analysis: LayoutAnalysis) -> LayoutAnalysis | None:
+def _with_absorbed_pads(analysis: LayoutAnalysis) -> LayoutAnalysis | None:
     """The analysis of the program with pads absorbed by windows; None where there are none."""
-    made = pads_absorbed(analysis)
-    if made is None:
+    program = absorb_pads(analysis)
+    if program is None:
         return None
-    return replace(analysis, table=with_padded(analysis.table)).again(folded(made))
+    return replace(analysis, table=with_padded(analysis.table)).again(folded(program))
 
 
-def _formed(form: _Form, analysis: LayoutAnalysis) -> LayoutAnalysis | None:
-    """The analysis of another form of the program; None where it has none."""
-    made = form(analysis)
-    return None if made is None else analysis.again(folded(made))
+def _apply_rewrite(apply: _Rewrite, analysis: LayoutAnalysis) -> LayoutAnalysis | None:
+    """The analysis of the rewritten program; None where the rewrite does not apply."""
+    program = apply(analysis)
+    return None if program is None else analysis.again(folded(program))
 
 
-def _tried(
+def _try_layouts(
     analysis: LayoutAnalysis, log: Log, *, tied: bool = False, essential: bool = False
 ) -> Iterator[Rewritten]:
-    """The program rewritten, if that works out."""
-    attempt = partial(_rewritten, analysis, log, tied)
-    made = log.attempt("a rewritten network", attempt, None, essential=essential)
-    if made is not None:
-        yield made
+    """The program in smaller layouts, if that succeeds."""
+    attempt = partial(_emit_smaller, analysis, log, tied)
+    rewritten = log.attempt("a rewritten network", attempt, None, essential=essential)
+    if rewritten is not None:
+        yield rewritten
 
 
-def _uncut(program: Program) -> dict[str, Cut]:
+def _whole_cuts(program: Program) -> dict[str, Cut]:
     return {
         name: Cut(c.name, tuple(c.tensor.shape), (None,) * c.tensor.ndim)
         for name, c in program.constants.items()
@@ -323,39 +340,39 @@ def _uncut(program: Program) -> dict[str, Cut]:
 
 
 def left(cut: Cut) -> tuple[int, ...]:
-    """The shape of what a cut leaves."""
+    """The shape of a tensor after a cut."""
     return tuple(n if p is None else len(p) for n, p in zip(cut.shape, cut.kept, strict=True))
 
 
-def _is_kept(name: str, before: Program, after: Program) -> bool:
-    """Has a tensor the numbers that it had before folding, which may make another under its name?
-    It may have another shape."""
+def _is_unchanged(name: str, before: Program, after: Program) -> bool:
+    """Whether a tensor has the values that it had before folding, which may store another under its
+    name. Its shape may differ."""
     if name not in before.constants or name not in after.constants:
         return False
     old, new = (program.constants[name].tensor for program in (before, after))
     return old is new or torch.equal(old.reshape(-1), new.reshape(-1))
 
 
-def _composed(later: Cut, earlier: Mapping[str, Cut]) -> Cut | None:
-    """Where a tensor cut twice came from in the first program; None if it was made since."""
+def _compose_cuts(later: Cut, earlier: Mapping[str, Cut]) -> Cut | None:
+    """The cut from the first program of a tensor that was cut twice; None if added since."""
     first = earlier.get(later.source)
     if first is None:
         return None
-    made = left(first)
-    # A norm's scale carries axes of size one behind its own.
-    if later.shape != made + (1,) * (len(later.shape) - len(made)):
+    cut_shape = left(first)
+    # A norm's scale has axes of size one after its own.
+    if later.shape != cut_shape + (1,) * (len(later.shape) - len(cut_shape)):
         return None
-    kept = tuple(
+    positions = tuple(
         b if a is None else a if b is None else tuple(a[p] for p in b)
         for a, b in zip(first.kept, later.kept, strict=False)
     )
-    return Cut(first.source, first.shape, kept)
+    return Cut(first.source, first.shape, positions)
 
 
-def _rewritten(analysis: LayoutAnalysis, log: Log, tied: bool) -> Rewritten:
-    """The program as its placement lays it out; calls whose rules fail stay as they are."""
+def _emit_smaller(analysis: LayoutAnalysis, log: Log, tied: bool) -> Rewritten:
+    """The program in the layouts of its placement; calls whose rules fail stay as they are."""
     while True:
-        placement = _tied(analysis) if tied else analysis.placer.placement()
+        placement = _place_tied(analysis) if tied else analysis.placer.placement()
         program, relations = analysis.program, analysis.relations
         try:
             return rewrite(program, relations, analysis.known, analysis.needs, placement)
@@ -364,13 +381,13 @@ def _rewritten(analysis: LayoutAnalysis, log: Log, tied: bool) -> Rewritten:
             log.add(analysis.failed)
 
 
-def _cut_apart(made: Rewritten) -> bool:
-    """Was one tensor cut in several ways, for several calls that read it?"""
-    ways = {(cut.source, cut.kept) for cut in made.cuts.values()}
+def _has_split_tensors(rewritten: Rewritten) -> bool:
+    """Whether one tensor was cut in several ways, for several calls that read it."""
+    ways = {(cut.source, cut.kept) for cut in rewritten.cuts.values()}
     return len(ways) > len({source for source, _ in ways})
 
 
-def _tied(analysis: LayoutAnalysis) -> Placement:
+def _place_tied(analysis: LayoutAnalysis) -> Placement:
     """A placement in which such a tensor stays one."""
     return place(analysis, tied=True)
 
@@ -385,7 +402,7 @@ def _provenance(first: _MeasuredProgram, last: _MeasuredProgram, log: Log) -> Pr
         inputs=inputs_of(first.program),
         before=first.sizes,
         after=last.sizes,
-        removed=removed(first.program, last.program),
+        removed=count_removed(first.program, last.program),
         guards=first.program.guards,
         values=values_of(first.program.graph),
         interface=first.program.interface,
@@ -393,6 +410,7 @@ def _provenance(first: _MeasuredProgram, last: _MeasuredProgram, log: Log) -> Pr
 
 
 def inputs_of(program: Program) -> tuple[InputSpec, ...]:
+    """The names, sizes (dynamic ones as expressions), dtypes and example sizes of tensor inputs."""
     specs = []
     for node in program.graph.nodes:
         value = node.meta.get("val")

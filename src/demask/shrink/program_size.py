@@ -1,4 +1,4 @@
-"""How large a program is, and how much it computes: what has to shrink."""
+"""The size of a program, and of what it computes: what has to shrink."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _sizes(tensors: Iterable[Tensor], macs: int) -> Sizes:
 
 
 def _macs(relation: Relation | Declined) -> int:
-    """MACs of a call; 0 where nothing is known of it."""
+    """MACs of a call; 0 for one without a relation."""
     if not isinstance(relation, Relation):
         return 0
     try:
@@ -42,7 +42,7 @@ def _macs(relation: Relation | Declined) -> int:
 
 
 def macs_of(relation: Relation) -> int:
-    """Multiplications that are summed, read off the letters of the line."""
+    """Multiplications that are summed, from the letters of the table line."""
     if relation.back:
         return _recurrent_macs(relation)
     if relation.entry.fill not in ("sum", "mix"):
@@ -57,13 +57,13 @@ def macs_of(relation: Relation) -> int:
     values = math.prod(sizes[a] for a in main | relation.letters(relation.outs[0]))
     if not relation.contracted:
         return values
-    # Attention: the products that make the weights, then those of the weights with the values.
+    # Attention: queries times keys, then weights times values.
     weights = relation.letters(relation.ins[first]) | relation.letters(relation.ins[second])
     return math.prod(sizes[a] for a in weights) + values
 
 
 def _recurrent_macs(relation: Relation) -> int:
-    """Every entry of every matrix once a step."""
+    """Every entry of every matrix once per step."""
     sizes = _letter_sizes(relation)
     weights = [relation.letters(axes) for axes in relation.ins if len(axes) == 2]
     steps = relation.letters(relation.ins[0]) - frozenset().union(*weights)
@@ -86,7 +86,7 @@ def _letter_sizes(relation: Relation) -> dict[str, int]:
     return sizes
 
 
-def removed(before: Program, after: Program) -> dict[str, int]:
+def count_removed(before: Program, after: Program) -> dict[str, int]:
     """Parameters removed per module; tied tensors count once, as in `sizes_of`."""
     counts: Counter[str] = Counter()
     for sign, program in ((1, before), (-1, after)):
@@ -116,7 +116,7 @@ def traffic(program: Program) -> int:
     return total
 
 
-def counted(network: nn.Module, parts: Mapping[str, Sizes] | None = None) -> Sizes:
+def measure_module(network: nn.Module, parts: Mapping[str, Sizes] | None = None) -> Sizes:
     """The size of a network: its tensors outside of `parts`, and the sizes of those (by name).
 
     Tied tensors count once; masks of torch.nn.utils.prune, which a captured program has folded into

@@ -1,9 +1,9 @@
-"""Border maps of one size are one convolution: their kernels stacked, its output split.
+"""Border maps of one size as one convolution: their kernels stacked, its output split.
 
     conv(x, cat(a, b)) == cat(conv(x, a), conv(x, b))
 
-Small calls cost what calling costs, and a deep network has a border map per layer. `apart` is the
-inverse, for a network that comes a second time.
+The cost of a small call is that of calling, and a deep network has a border map per layer.
+`unstack_border_maps` is the inverse, for a network that is demasked again.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from demask.ops import schema
 from demask.ops.traits import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS
 
 aten = torch.ops.aten
-ELEMENTS = (
-    2**18
-)  # of one stack on the example sizes: beyond, calling costs nothing and keeping does
+# Most elements of one stack on the example sizes: larger ones cost memory and save no time.
+ELEMENTS = 2**18
 _CONVOLUTIONS = CONVOLUTIONS | TRANSPOSED_CONVOLUTIONS
 
 
-def stacked(program: Program) -> Program:
+def stack_border_maps(program: Program) -> Program:
     """The program with its small border maps of equal geometry computed together."""
     editor = GraphEditor(program)
     alike: dict[Any, list[list[fx.Node]]] = defaultdict(lambda: [[]])
@@ -44,17 +43,19 @@ def stacked(program: Program) -> Program:
     return editor.finish()
 
 
-def apart(program: Program) -> Program:
-    """The program with every convolution over stacked kernels, split as they were, in its parts."""
+def unstack_border_maps(program: Program) -> Program:
+    """The program with every convolution over stacked kernels split into its parts."""
     editor = GraphEditor(program)
     for node in editor.calls(*_CONVOLUTIONS):
         weights = _stacked_weights(node)
         if weights is None:
             continue
         (split,) = node.users
-        found = schema.arguments(node)
+        arguments = schema.arguments(node)
         with editor.graph.inserting_before(node):
-            parts = [editor.call_named(node.target, found | {"weight": w}, node) for w in weights]
+            parts = [
+                editor.call_named(node.target, arguments | {"weight": w}, node) for w in weights
+            ]
         for part in list(split.users):
             k: Any = part.args[1]
             part.replace_all_uses_with(parts[k])
@@ -62,26 +63,26 @@ def apart(program: Program) -> Program:
 
 
 def _is_border(node: fx.Node) -> bool:
-    """Is a convolution one of a channel of ones, or of ones with pads, with a stored kernel?"""
-    found = schema.arguments(node)
-    plain = found["bias"] is None and found["groups"] == 1
-    ones, _ = _ones(found["input"])
-    return plain and ones.target is aten.new_ones.default and found["weight"].op == "get_attr"
+    """Whether a convolution reads a channel of ones, or of ones with pads, by a stored kernel."""
+    arguments = schema.arguments(node)
+    plain = arguments["bias"] is None and arguments["groups"] == 1
+    ones, _ = _ones(arguments["input"])
+    return plain and ones.target is aten.new_ones.default and arguments["weight"].op == "get_attr"
 
 
 def _ones(source: Any) -> tuple[Any, tuple[Any, ...]]:
-    """What a pad reads, and how it pads; any other value as it is, without pads."""
+    """The operand of a pad and its pads; any other value itself, without pads."""
     if source.target is aten.constant_pad_nd.default:
         return source.args[0], source.args[1:]
     return source, ()
 
 
 def _geometry(node: fx.Node) -> Any:
-    """What two calls must share to be stacked: all but their kernels."""
-    found = schema.arguments(node)
-    ones, pads = _ones(found["input"])
-    rest = {k: v for k, v in found.items() if k not in ("input", "weight")}
-    kernel = found["weight"].meta["val"].shape[2:]
+    """What two calls must have in common to be stacked: all but their kernels."""
+    arguments = schema.arguments(node)
+    ones, pads = _ones(arguments["input"])
+    rest = {k: v for k, v in arguments.items() if k not in ("input", "weight")}
+    kernel = arguments["weight"].meta["val"].shape[2:]
     shape = repr((ones.args[1:], ones.kwargs, pads))
     return (node.target, ones.target, shape, repr(rest), kernel)
 
@@ -94,7 +95,7 @@ def _elements(node: fx.Node) -> int:
 
 
 def _axis(node: fx.Node) -> int:
-    """The axis of a kernel that its output channels stand on."""
+    """The axis of a kernel's output channels."""
     return 1 if "output_padding" in schema.arguments(node) else 0
 
 
@@ -120,10 +121,14 @@ def _stack(editor: GraphEditor, nodes: list[fx.Node]) -> None:
 
 
 def _stacked_weights(node: fx.Node) -> list[fx.Node] | None:
-    """The kernels of a stack, if the call is over one and is split just so."""
-    found, axis = schema.arguments(node), _axis(node)
-    weight, users = found["weight"], list(node.users)
-    if weight.target is not aten.cat.default or found["groups"] != 1 or found["bias"] is not None:
+    """The kernels of a stack, if the output of the call is split accordingly; else None."""
+    arguments, axis = schema.arguments(node), _axis(node)
+    weight, users = arguments["weight"], list(node.users)
+    if (
+        weight.target is not aten.cat.default
+        or arguments["groups"] != 1
+        or arguments["bias"] is not None
+    ):
         return None
     weights: Any = weight.args[0]
     cut = schema.arguments(weight)["dim"]

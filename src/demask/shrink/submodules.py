@@ -1,4 +1,4 @@
-"""Part of a model: some submodules demasked, in a copy of the whole."""
+"""Some submodules of a model demasked, in a copy of the whole model."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from demask.graph.module_copy import structural_copy, without_caches
 from demask.graph.provenance import WHOLE, InputSpec, Provenance
 from demask.graph.result.class_result import remember
 from demask.graph.result.resize import put_module
-from demask.shrink.program_size import counted
+from demask.shrink.program_size import measure_module
 
 Part = Callable[[str, tuple[Any, ...], dict[str, Any]], nn.Module]
 
 
 def sizes_of_parts(dynamic_shapes: Any) -> Any:
-    """How the rest of a model will call its parts is not known: any size may come."""
+    """The dynamic shapes of parts: all sizes by default, as the calls of the rest are not known."""
     return "all" if dynamic_shapes is None else dynamic_shapes
 
 
@@ -36,12 +36,15 @@ def with_parts(
     names: str | Sequence[str],
     part: Part,
 ) -> nn.Module:
-    """A copy of `model` in which `part(name, args, kwargs)`, a demasked network, stands in the
-    place of each submodule of `names`, for the inputs of its first call.
+    """A copy of `model` in which each submodule in `names` is replaced by `part(name, args,
+    kwargs)`, a demasked network for the inputs of its first call.
 
-    names: names and globs of submodules, or "auto". The rest of the model need not export. Raises
-    BadInput for a name that is no submodule, lies inside another one named, or is never called;
-    NotExportable for one that does not export.
+    Args:
+        names: names and globs of submodules, or "auto". The rest of the model need not export.
+
+    Raises:
+        BadInput: a name is no submodule, is inside another one in the list, or is never called.
+        NotExportable: a submodule cannot be exported.
     """
     if not isinstance(model, nn.Module):
         raise BadInput(f"modules= takes an nn.Module, got {type(model).__name__}: demask it whole")
@@ -55,12 +58,12 @@ def with_parts(
     if not isinstance(args, tuple) or not isinstance(kwargs or {}, Mapping):
         raise BadInput("args must be a tuple of inputs and kwargs a mapping, got "
                        f"{type(args).__name__} and {type(kwargs).__name__}")  # fmt: skip
-    wanted = blocks_of(model) if names == "auto" else _named(model, names)
+    wanted = blocks_of(model) if names == "auto" else _match_names(model, names)
     calls = first_calls(model, args, dict(kwargs or {}), None if names == "auto" else wanted)
     missing = [name for name in wanted if name not in calls and names != "auto"]
     if missing:
         raise BadInput(
-            f"{missing[0]!r} is never called on the example inputs: give inputs that reach it"
+            f"{missing[0]!r} is never called on the example inputs: pass inputs that reach it"
         )
     result = structural_copy(model, share=False)
     records: dict[str, Provenance] = {}
@@ -68,15 +71,15 @@ def with_parts(
     with sharing():
         for name in queue:
             try:
-                made = part(name, *calls[name])
+                demasked = part(name, *calls[name])
             except NotExportable:
                 if names != "auto":
                     raise
                 inside = model.get_submodule(name).named_children()
                 queue += [f"{name}.{leaf}" for leaf, _ in inside if f"{name}.{leaf}" in calls]
                 continue
-            records[name] = made.demasked  # type: ignore[assignment]
-            put_module(result, name, made)
+            records[name] = demasked.demasked  # type: ignore[assignment]
+            put_module(result, name, demasked)
     if names == "auto" and not records:
         raise NotExportable("no module can be captured", "unknown", "demask it whole to see why")
     remember(result, merged(model, result, records, args, kwargs), args, kwargs)
@@ -86,7 +89,7 @@ def with_parts(
 def merged(
     model: nn.Module, result: nn.Module, records: Mapping[str, Provenance], args: Any, kwargs: Any
 ) -> Provenance:
-    """What was done to a network, of what was done to its parts. MACs are those of the parts."""
+    """The record of a network, merged from those of its parts. MACs are those of the parts."""
     leaves = [x for x in pytree.tree_leaves((args, dict(kwargs or {}))) if isinstance(x, Tensor)]
     inputs = tuple(
         InputSpec(f"input_{k}", tuple(x.shape), str(x.dtype).removeprefix("torch."), tuple(x.shape))
@@ -103,8 +106,8 @@ def merged(
         effects=dict(effects),
         notes=tuple(dict.fromkeys(note for r in records.values() for note in r.notes)),
         inputs=inputs,
-        before=counted(model, {name: r.before for name, r in records.items()}),
-        after=counted(result, {name: r.after for name, r in records.items()}),
+        before=measure_module(model, {name: r.before for name, r in records.items()}),
+        after=measure_module(result, {name: r.after for name, r in records.items()}),
         removed={f"{name}.{key}".rstrip("."): count
                  for name, r in records.items() for key, count in r.removed.items()},
         decisions=tuple(replace(decision, place=name if decision.place == WHOLE
@@ -118,14 +121,14 @@ def merged(
     )  # fmt: skip
 
 
-def _named(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """The submodules of names and globs, in the model's order; raises BadInput."""
+def _match_names(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """The submodules that match names and globs, in the model's order; raises BadInput."""
     known = dict(model.named_modules())
-    found: dict[str, str] = {}
+    matches: dict[str, str] = {}
     for name in names:
         globbed = any(letter in name for letter in "*?[")
-        here = fnmatch.filter([k for k in known if k], name) if globbed else [name]
-        if (name not in known and not (globbed and here)) or not name:
+        matching = fnmatch.filter([k for k in known if k], name) if globbed else [name]
+        if (name not in known and not (globbed and matching)) or not name:
             near = sorted(k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2] and k)
             hint = (
                 f"; did you mean {near[0]!r}?"
@@ -133,45 +136,45 @@ def _named(model: nn.Module, names: Sequence[str]) -> list[str]:
                 else f"; it has {sorted(k for k in known if k)[:8]}"
             )
             raise BadInput(f"the model has no submodule {name!r}{hint}")
-        found |= dict.fromkeys(here, name)
-    for name, by in list(found.items()):
-        outer = [other for other in found if name.startswith(f"{other}.")]
-        if outer and by != name:
-            del found[name]  # a glob matches what lies inside its matches, too
+        matches |= dict.fromkeys(matching, name)
+    for name, pattern in list(matches.items()):
+        outer = [other for other in matches if name.startswith(f"{other}.")]
+        if outer and pattern != name:
+            del matches[name]  # a glob matches modules inside its matches, too
         elif outer:
-            raise BadInput(f"{name!r} lies inside {outer[0]!r}: name only the outer one")
-    return [name for name in known if name in found]
+            raise BadInput(f"{name!r} is inside {outer[0]!r}: name only the outer one")
+    return [name for name in known if name in matches]
 
 
 def blocks_of(model: nn.Module) -> list[str]:
-    """The parts of a model to demask one by one: blocks that repeat; else its children."""
+    """The parts of a model to demask one by one: blocks that repeat, else its children."""
     return repeated_blocks(model) or [name for name, _ in model.named_children()]
 
 
 def repeated_blocks(model: nn.Module) -> list[str]:
-    """The outermost submodules of which there are several of one class in a list."""
-    found: list[str] = []
+    """The outermost submodules in lists that have several of one class."""
+    blocks: list[str] = []
     for path, holder in model.named_modules():
-        if any(path == name or path.startswith(f"{name}.") for name in found):
+        if any(path == name or path.startswith(f"{name}.") for name in blocks):
             continue
         if isinstance(holder, (nn.ModuleList, nn.Sequential)):
             kinds = Counter(type(block) for block in holder if any(True for _ in block.children()))
-            found += [f"{path}.{k}".lstrip(".") for k, block in enumerate(holder)
+            blocks += [f"{path}.{k}".lstrip(".") for k, block in enumerate(holder)
                       if kinds[type(block)] > 1]  # fmt: skip
-    return found
+    return blocks
 
 
 def first_calls(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] | None
 ) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
-    """The inputs of the first call of each submodule named, or of all that are called, from one run
-    in eval mode on a copy."""
-    found: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+    """The inputs of the first call of each submodule in `names` (None: of all that are called),
+    from one run in eval mode on a copy. Raises BadInput where the model fails."""
+    calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     work = without_caches(structural_copy(model, share=True)).eval()
 
     def watch(name: str):
-        def hook(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-            found.setdefault(name, (given, dict(named)))
+        def hook(_: nn.Module, call_args: tuple[Any, ...], call_kwargs: dict[str, Any]) -> None:
+            calls.setdefault(name, (call_args, dict(call_kwargs)))
 
         return hook
 
@@ -184,4 +187,4 @@ def first_calls(
         raise BadInput(
             f"the model itself fails on the example inputs: {described(error)}"
         ) from error
-    return found
+    return calls

@@ -1,8 +1,8 @@
-"""What known inputs of a contraction leave behind: a bias, or under zero padding a border map.
+"""Constants that known inputs add to a contraction: a bias, or under zero padding a border map.
 
-A constant channel entering a zero-padded convolution is not a constant after it: near the border
-part of its window reads zeros. The exact form at any size is the convolution of ones with the
-kernel sum_c fill_c · W[:, c], added to the output: one map of one image, whatever the batch.
+A constant channel that enters a zero-padded convolution is not constant after it: near the border,
+part of its window reads zeros. The exact result at any size is the convolution of ones with the
+kernel sum_c fill_c · W[:, c], added to the output: one map of one image, for the whole batch.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from demask.facts.known import (
     Facts,
-    alike,
     constant_sums,
     contributions,
     is_absorbing,
     operand_facts,
-    summed,
+    sum_products,
+    uniform_letters,
 )
 from demask.facts.masks import Fact, project, spread, uniform_over
 from demask.ops import Relation
@@ -28,55 +28,58 @@ from demask.shrink.layout.cells import Layout
 
 @dataclass(frozen=True, slots=True)
 class Absorbed:
-    """bias: over the output's axes (dimensions of 1 where the same), or None where nothing is left.
-    kernel: a convolution weight for one channel of ones, [out, 1, *k] ([1, out, *k] transposed)."""
+    """Constants to add to a contraction.
+
+    bias: over the output's axes (dimensions of 1 where uniform), or None where it is 0. kernel: a
+    convolution weight for one channel of ones, [out, 1, *k] ([1, out, *k] transposed), or None.
+    """
 
     bias: Tensor | None
     kernel: Tensor | None
 
 
-def absorbed(relation: Relation, facts: Facts, kept: Layout) -> Absorbed:
-    """What the products of known factors, at positions dropped from the layout `kept` of the first
-    factor, leave to a contraction. Everything is over the original positions."""
+def absorb_constants(relation: Relation, facts: Facts, layout: Layout) -> Absorbed:
+    """The sum of the products of known factors at positions that the layout of the first
+    factor drops. Everything is over the original positions."""
     if not is_absorbing(relation):
         return Absorbed(None, None)
     first, second = relation.factors
     inputs = operand_facts(relation, facts)
-    fact, weight = _dropped(relation, inputs[first], first, kept), inputs[second].fill
+    fact, weight = _dropped_fact(relation, inputs[first], first, layout), inputs[second].fill
     if fact is None:
         return Absorbed(None, None)
-    return _sums(relation, fact, weight)
+    return _sum_constants(relation, fact, weight)
 
 
 def constants_alone(relation: Relation, facts: Facts, layout: Layout) -> Absorbed:
-    """What a call leaves of which no product, at the output positions in `layout`, depends on the
-    input: all of it, or nothing where one does."""
+    """The constants that a call computes if, at the output positions in `layout`, no product
+    depends on the input; nothing if one does."""
     if constant_sums(relation) or not is_absorbing(relation):
         return Absorbed(None, None)
     first, second = relation.factors
     inputs, order = operand_facts(relation, facts), list(relation.size)
-    kept = torch.ones([1] * len(layout), dtype=torch.bool)
+    inside = torch.ones([1] * len(layout), dtype=torch.bool)
     for axis, positions in enumerate(layout):
         if positions is not None:
             mask = torch.zeros(relation.node.meta["val"].shape[axis], dtype=torch.bool)
             mask[list(positions)] = True
-            kept = kept & mask.view([-1 if k == axis else 1 for k in range(len(layout))])
+            inside = inside & mask.view([-1 if k == axis else 1 for k in range(len(layout))])
     live = contributions(relation, inputs, absorb=True)
-    live = live & spread(kept, relation.outs[0], order, relation.size)
+    live = live & spread(inside, relation.outs[0], order, relation.size)
     if bool(live.any()):
         return Absorbed(None, None)
-    return _sums(relation, one_value(relation, inputs[first]), inputs[second].fill)
+    return _sum_constants(relation, one_value(relation, inputs[first]), inputs[second].fill)
 
 
 def one_value(relation: Relation, fact: Fact) -> Fact:
-    """What is known of the first factor where it is one value all along what a sum, or a border
-    map, is made for."""
-    axes, letters = relation.ins[relation.factors[0]], alike(relation)
+    """The fact of the first factor, known where it is uniform along all letters that a sum, or a
+    border map, needs it to be."""
+    axes, letters = relation.ins[relation.factors[0]], uniform_letters(relation)
     order = [str(k) for k in range(len(axes))]
     return uniform_over(fact, order, {str(k) for k, a in enumerate(axes) if set(a) & letters})
 
 
-def _sums(relation: Relation, fact: Fact, weight: Tensor) -> Absorbed:
+def _sum_constants(relation: Relation, fact: Fact, weight: Tensor) -> Absorbed:
     """The sum of the products of an operand's known values with the weight."""
     first, second = relation.factors
     order = list(relation.size)
@@ -85,18 +88,18 @@ def _sums(relation: Relation, fact: Fact, weight: Tensor) -> Absorbed:
     windows = relation.window & relation.letters(relation.ins[second])
     if constant_sums(relation):
         over = set(relation.contracted | windows)
-        total = summed(a.double(), b.double(), order, over, relation.size)
+        total = sum_products(a.double(), b.double(), order, over, relation.size)
         bias = project(total, relation.outs[0], order, relation.size)
         return Absorbed(bias if bool((bias != 0).any()) else None, None)
-    total = summed(a.double(), b.double(), order, set(relation.contracted), relation.size)
+    total = sum_products(a.double(), b.double(), order, set(relation.contracted), relation.size)
     return Absorbed(None, _kernel(relation, total, second))
 
 
-def _dropped(relation: Relation, fact: Fact, operand: int, kept: Layout) -> Fact | None:
+def _dropped_fact(relation: Relation, fact: Fact, operand: int, layout: Layout) -> Fact | None:
     """The fact with fills only where the operand's contracted positions are dropped."""
     axes = relation.ins[operand]
     drop = torch.zeros([1] * len(axes), dtype=torch.bool)
-    for axis, positions in enumerate(kept):
+    for axis, positions in enumerate(layout):
         if positions is None or not set(axes[axis]) & relation.contracted:
             continue
         size = 1
@@ -113,12 +116,12 @@ def _dropped(relation: Relation, fact: Fact, operand: int, kept: Layout) -> Fact
 
 
 def _kernel(relation: Relation, total: Tensor, weight: int) -> Tensor | None:
-    """The summed kernel, in the axes of the weight with its input axis one long."""
+    """The summed kernel, in the axes of the weight with its input axis of size one."""
     if not bool((total != 0).any()):
         return None
     order = list(relation.size)
     axes = relation.ins[weight]
-    # Transposed grouped weights are [(g i), o, ...]: their output letters come together in front.
+    # Transposed grouped weights are [(g i), o, ...]: their output letters are joined first.
     out = next(axis for axis in relation.outs[0] if set(axis) & relation.letters(axes))
     taken = tuple(axis for axis in axes if set(axis) & relation.window)
     flat = project(total, (out, *taken), order, relation.size)

@@ -1,4 +1,4 @@
-"""What the new graph reads besides its inputs: cut tensors, fills, indices, run-time sizes."""
+"""Constants of the new graph: cut tensors, fills and indices; and sizes known at run time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from demask.shrink.layout.cells import Layout
 
 
 class ConstantStore:
-    """Constants and sizes of a graph in the making. Each is made once and read by name."""
+    """Constants and sizes of a graph that is being emitted. Each is added once and read by name."""
 
     def __init__(self, editor: GraphEditor):
         self.editor, self.source = editor, editor.program.constants
@@ -35,8 +35,8 @@ class ConstantStore:
         self._sizes: dict[Any, Any] = {}
         self._numbers: dict[Any, fx.Node] = {}
         self._symbols = _symbols(editor.graph.find_nodes(op="placeholder"))
-        # Of sizes that values decide (how many are not zero): what makes each, by its symbol.
-        self.made_by: dict[Any, Callable[[], fx.Node]] = {}
+        # Of sizes known only at run time (a count of nonzeros): what emits each, by its symbol.
+        self.size_emitters: dict[Any, Callable[[], fx.Node]] = {}
 
     def read(self, name: str) -> fx.Node:
         """The get_attr node of a constant."""
@@ -45,45 +45,47 @@ class ConstantStore:
         return self._reads[name]
 
     def cut(self, source: fx.Node, want: Layout) -> fx.Node:
-        """A constant of the old graph, cut to a layout; equal cuts of tied tensors stay tied."""
+        """The read of an old constant, cut to a layout; equal cuts of tied tensors stay tied."""
         old = self.source[str(source.target)]
         key = (old.name, want)
         if key not in self._cut:
             tied = (old.tensor.data_ptr(), old.tensor.shape, old.tensor.stride(), want)
             twin = self._cut.get(tied)
-            made = old.moved(lambda tensor: cut(tensor, want))
-            name = self.add(replace(made, tensor=self.constants[twin].tensor) if twin else made)
+            constant = old.moved(lambda tensor: cut(tensor, want))
+            name = self.add(
+                replace(constant, tensor=self.constants[twin].tensor) if twin else constant
+            )
             self.cuts[name] = Cut(old.name, tuple(old.tensor.shape), want)
             self._cut[key] = name
             self._cut.setdefault(tied, name)
         return self.read(self._cut[key])
 
     def add(self, constant: Constant) -> str:
-        """Store a constant under its name, or the next free one like it; returns the name. One made
-        twice alike, for two calls of one module, is stored once."""
+        """The name under which a constant is stored: its own, or the next free one like it. Two
+        equal constants, for two calls of one module, are stored once."""
         name, k = constant.name, 1
-        while name in self.constants or name in self._modules or self._is_inside(name):
-            if name in self.constants and _alike(self.constants[name], constant):
+        while name in self.constants or name in self._modules or self._is_inside_tensor(name):
+            if name in self.constants and _is_equal(self.constants[name], constant):
                 return name
             name, k = f"{constant.name}_{k}", k + 1
         self.constants[name] = replace(constant, name=name)
-        self._modules.update(_above(name))
+        self._modules.update(_containers(name))
         return name
 
-    def _is_inside(self, name: str) -> bool:
-        """Would a name be an attribute inside another's tensor?"""
-        return any(path in self.constants for path in _above(name))
+    def _is_inside_tensor(self, name: str) -> bool:
+        """Whether a name would be an attribute inside another's tensor."""
+        return any(path in self.constants for path in _containers(name))
 
     def constant(self, tensor: Tensor, name: str) -> fx.Node:
-        """A buffer of the new graph."""
+        """The read of a new buffer."""
         return self.read(self.add(Constant(tensor.contiguous().clone(), name, parameter=False)))
 
-    def here(self, tensor: Tensor, name: str) -> fx.Node:
-        """A buffer read right where the graph grows (other reads stand where the first one is)."""
+    def constant_here(self, tensor: Tensor, name: str) -> fx.Node:
+        """The read of a new buffer at the insertion point (others are at the first read)."""
         return self.editor.read_constant(self.add(Constant(tensor.contiguous(), name, False)))
 
     def index(self, positions: Sequence[int]) -> fx.Node:
-        """An int64 index buffer."""
+        """The read of an int64 index buffer."""
         key = tuple(positions)
         if key not in self._index:
             tensor = torch.tensor(key, dtype=torch.long)
@@ -91,13 +93,13 @@ class ConstantStore:
         return self._index[key]
 
     def value(self, tensor: Tensor, name: str) -> fx.Node:
-        """A known tensor: a number where it is one value (no weight is stored), else a buffer."""
+        """A known tensor: a number where it is uniform (no tensor is stored), else a buffer."""
         flat = tensor.reshape(-1)
         if not self._inputs() or not len(flat) or not bool((flat == flat[0]).all()):
             return self.constant(tensor, name)
         key = (flat[0].item(), tensor.dtype)
         if key not in self._numbers:
-            # Without axes, so that it never decides the dtype of what it is computed with.
+            # Without axes, so that it never decides the dtype of an op's result.
             self._numbers[key] = self.full([], flat[0])
         return self._numbers[key]
 
@@ -106,7 +108,7 @@ class ConstantStore:
         return [n for n in placeholders if isinstance(n.meta.get("val"), Tensor)]
 
     def full(self, sizes: Sequence[Any], number: Tensor) -> fx.Node:
-        """One number all over, on the device of the inputs if there are any."""
+        """A tensor filled with one number, on the device of the inputs if there are any."""
         value, aten = number.item(), torch.ops.aten
         if inputs := self._inputs():
             args: Any = (inputs[0], list(sizes), value)
@@ -114,8 +116,8 @@ class ConstantStore:
         return self.editor.call(aten.full.default, list(sizes), value, dtype=number.dtype)
 
     def ones(self, sizes: Sequence[Any], like: fx.Node) -> fx.Node:
-        """A tensor of ones, made at each call; of the dtype and on the device that `like`, a
-        constant, is moved to."""
+        """A tensor of ones, created at each call, with the dtype and device of the constant `like`,
+        which may be moved."""
         key = (tuple(sizes), like.meta["val"].dtype)
         if key not in self._ones:
             self._ones[key] = self.editor.call(torch.ops.aten.new_ones.default, like, list(sizes))
@@ -141,13 +143,13 @@ class ConstantStore:
         if expr in self._symbols:
             node, axis = self._symbols[expr]
             return self.editor.call(torch.ops.aten.sym_size.int, node, axis)
-        if expr in self.made_by:
-            return self.made_by[expr]()
+        if expr in self.size_emitters:
+            return self.size_emitters[expr]()
         kind = type(expr).__name__
         if expr.is_Mul and isinstance(expr.args[0], sympy.Rational) and not expr.args[0].is_Integer:
             share, rest = expr.args[0], expr / expr.args[0]  # of a whole number, exactly
-            made = self.editor.call(operator.mul, self.expression(rest), int(share.p))
-            return self.editor.call(operator.floordiv, made, int(share.q))
+            product = self.editor.call(operator.mul, self.expression(rest), int(share.p))
+            return self.editor.call(operator.floordiv, product, int(share.q))
         args = [self.expression(a) for a in expr.args]  # type: ignore[arg-type]
         if kind in _REPEATED:
             return reduce(partial(self.editor.call, _REPEATED[kind]), args)
@@ -163,8 +165,8 @@ class ConstantStore:
         )
 
 
-# What functions of sizes (sympy's, and torch's own) are in a graph: of two or more
-# arguments in turn, and of one or two.
+# Python functions of the functions of sizes (of sympy and torch): those applied to two or more
+# arguments in turn, and those of one or two.
 _REPEATED: dict[str, Any] = {
     "Add": operator.add, "Mul": operator.mul, "Max": torch.sym_max, "Min": torch.sym_min,
 }  # fmt: skip
@@ -178,7 +180,7 @@ _FUNCTIONS: dict[str, Any] = {
 
 
 def cut(tensor: Tensor, want: Layout) -> Tensor:
-    """The wanted positions of each axis, as a tensor of its own memory."""
+    """The wanted positions of each axis, as a tensor with its own memory."""
     for axis, positions in enumerate(want):
         if positions is not None:
             index = torch.tensor(positions, dtype=torch.long, device=tensor.device)
@@ -187,17 +189,17 @@ def cut(tensor: Tensor, want: Layout) -> Tensor:
 
 
 def _symbols(inputs: Sequence[fx.Node]) -> dict[Any, tuple[fx.Node, int]]:
-    found: dict[Any, tuple[fx.Node, int]] = {}
+    symbols: dict[Any, tuple[fx.Node, int]] = {}
     for node in inputs:
         value = node.meta.get("val")
         for axis, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
             if not isinstance(size, int) and size.node.expr.is_Symbol:
-                found.setdefault(size.node.expr, (node, axis))
-    return found
+                symbols.setdefault(size.node.expr, (node, axis))
+    return symbols
 
 
-def _alike(a: Constant, b: Constant) -> bool:
-    """Are two constants the same tensor, to be trained the same way?"""
+def _is_equal(a: Constant, b: Constant) -> bool:
+    """Whether two constants are equal tensors that are trained in the same way."""
     if (a.parameter, a.requires_grad) != (
         b.parameter,
         b.requires_grad,
@@ -206,11 +208,11 @@ def _alike(a: Constant, b: Constant) -> bool:
     return a.tensor.shape == b.tensor.shape and torch.equal(a.tensor, b.tensor)
 
 
-def _above(name: str) -> list[str]:
-    """The modules that a name is inside of: "a" and "a.b" of "a.b.weight"."""
+def _containers(name: str) -> list[str]:
+    """The modules that contain a name: "a" and "a.b" of "a.b.weight"."""
     return [name[:k] for k, letter in enumerate(name) if letter == "."]
 
 
 def is_nested(a: str, b: str) -> bool:
-    """Would one name be an attribute inside the other's tensor?"""
+    """Whether one name would be an attribute inside the other's tensor."""
     return a.startswith(f"{b}.") or b.startswith(f"{a}.")

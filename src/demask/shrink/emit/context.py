@@ -1,4 +1,4 @@
-"""The graph that is built: what emitters of single calls read and append to."""
+"""The graph that is emitted: what emitters of single calls read and append to."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from demask.graph.program import module_of
 from demask.graph.provenance import Reason
 from demask.ops import Relation, op_name, schema
 from demask.ops.schema import same_size
-from demask.shrink.emit.adapt import Adapter, Made
+from demask.shrink.emit.adapt import Adapter, EmittedValue
 from demask.shrink.emit.constant_store import ConstantStore
 from demask.shrink.layout.cells import Layout
 from demask.shrink.layout.placement import Placement
@@ -38,18 +38,19 @@ class EmitContext:
         self.inputs: dict[fx.Node, fx.Node] = {}
         for node in self.old_inputs:
             self.inputs[node] = self.editor.graph.node_copy(node)
-        self.pool = ConstantStore(self.editor)
-        self.adapter = Adapter(self.editor, self.pool, facts)
+        self.store = ConstantStore(self.editor)
+        self.adapter = Adapter(self.editor, self.store, facts)
         self.numbers: dict[fx.Node, Any] = {}
         for node in program.graph.nodes:
-            if (symbol := _decided(node)) is not None:
-                self.pool.made_by.setdefault(symbol, partial(self._number, node))
+            if (symbol := _run_time_symbol(node)) is not None:
+                self.store.size_emitters.setdefault(symbol, partial(self._number, node))
         self.reasons: list[Reason] = []
 
     def visit(self, node: fx.Node) -> None:
+        """Append what replaces a node of the old graph."""
         self.editor.origin = node
         if node.op == "placeholder":
-            self.keep(node, 0, self.inputs[node], None)
+            self.emit(node, 0, self.inputs[node], None)
         elif node.op == "output":
             self._output(node)
         elif node.op == "call_function" and node.target is not operator.getitem:
@@ -59,16 +60,17 @@ class EmitContext:
         """Append the calls that replace a live call."""
         raise NotImplementedError
 
-    def keep(self, node: fx.Node, k: int, made: fx.Node, layout: Layout | None) -> None:
+    def emit(self, node: fx.Node, k: int, new: fx.Node, layout: Layout | None) -> None:
+        """Set the node, and its layout (None: whole), of output k of an old node."""
         value = schema.outputs(node)[k]
         if isinstance(value, Tensor):
             full = tuple(None for _ in value.shape)
-            self.adapter.made[node, k] = Made(made, full if layout is None else layout)
+            self.adapter.emitted[node, k] = EmittedValue(new, full if layout is None else layout)
 
     def reason(
         self, node: fx.Node, axis: int, count: Any, text: str, *, barrier: bool = False
     ) -> None:
-        """Note why slices are kept; barrier: because nothing is known of the call itself."""
+        """Add a reason why known slices are computed. barrier: because the op has no rule."""
         count = count if isinstance(count, int) else 0
         op = op_name(node.target) if barrier else ""
         self.reasons.append(Reason(node.name, module_of(node), axis, count, text, op))
@@ -76,31 +78,34 @@ class EmitContext:
     def finish(
         self, node, target, args, kwargs, layouts: list[Layout | None] | None, *, same: Any = False
     ) -> None:
-        """Append the call that replaces `node`, outputs in the given layouts (None: whole). same:
-        its value is that of `node`, which would get other symbols from a run."""
-        like = self._like(node, args, layouts[0] if layouts else None)
+        """Append the call that replaces `node`.
+
+        layouts: of its outputs (None: whole). same: whether its value is that of `node`; a run on
+        fake values would introduce other symbols.
+        """
+        like = self._output_like(node, args, layouts[0] if layouts else None)
         if same:
-            made = self._copied(node, args, kwargs)
+            new = self._copy(node, args, kwargs)
         elif like is None:
-            made = self.editor.call(target, *args, **kwargs)
+            new = self.editor.call(target, *args, **kwargs)
         else:
             shape = like.meta["val"].shape
-            made = self.editor.call_shaped(shape, like, target, args, kwargs)
-        made.meta = {**node.meta, **made.meta}
+            new = self.editor.call_shaped(shape, like, target, args, kwargs)
+        new.meta = {**node.meta, **new.meta}
         outputs = schema.outputs(node)
         if not isinstance(node.meta.get("val"), (list, tuple)):
             if isinstance(outputs[0], Tensor):
-                self.keep(node, 0, made, layouts[0] if layouts else None)
+                self.emit(node, 0, new, layouts[0] if layouts else None)
             else:
-                self.numbers[node] = made
+                self.numbers[node] = new
             return
         for k in range(len(outputs)):
             if (node, k) in self.placement.value:
-                part = self.editor.call(operator.getitem, made, k)
-                self.keep(node, k, part, layouts[k] if layouts else None)
+                part = self.editor.call(operator.getitem, new, k)
+                self.emit(node, k, part, layouts[k] if layouts else None)
 
-    def _like(self, node: fx.Node, args: Any, layout: Layout | None) -> fx.Node | None:
-        """The operand of the new call that has its output's shape and dtype, if one surely has."""
+    def _output_like(self, node: fx.Node, args: Any, layout: Layout | None) -> fx.Node | None:
+        """The operand that certainly has the shape and dtype of the new output, or None."""
         relation = self.relations.get(node)
         if not isinstance(relation, Relation) or relation.moved or len(relation.outs) != 1:
             return None
@@ -120,10 +125,10 @@ class EmitContext:
         return None
 
     def shape(self, node: fx.Node, layout: Layout | None) -> list[Any]:
-        """The sizes of what a call makes, in a layout (None: whole)."""
+        """The sizes of a call's output in a layout (None: whole)."""
         old = node.meta["val"]
-        held = layout or (None,) * old.ndim
-        return [n if p is None else len(p) for n, p in zip(old.shape, held, strict=True)]
+        positions = layout or (None,) * old.ndim
+        return [n if p is None else len(p) for n, p in zip(old.shape, positions, strict=True)]
 
     def argument(self, value: Any) -> Any:
         """An argument for the new graph: tensors whole, sizes recomputed."""
@@ -136,33 +141,33 @@ class EmitContext:
         if node in self.numbers:
             return self.numbers[node]
         if isinstance(value, torch.SymInt):
-            return self.pool.expression(value.node.expr)
+            return self.store.expression(value.node.expr)
         if isinstance(value, int):
             return value
         return self._number(node)
 
     def _number(self, node: fx.Node) -> Any:
-        """A number that no size is, made by the call that made it."""
+        """A number that is no size, computed by a copy of its call."""
         if node not in self.numbers:
             args, kwargs = self.argument(node.args), self.argument(node.kwargs)
-            decided = _decided(node) is not None
-            made = self._copied(node, args, kwargs) if decided else None
-            self.numbers[node] = made or self.editor.call(node.target, *args, **kwargs)
+            is_symbol = _run_time_symbol(node) is not None
+            number = self._copy(node, args, kwargs) if is_symbol else None
+            self.numbers[node] = number or self.editor.call(node.target, *args, **kwargs)
         return self.numbers[node]
 
-    def _copied(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
-        """The call of a node again, which makes the same value."""
-        made = self.editor.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
-        made.meta = dict(node.meta)
-        return made
+    def _copy(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+        """A copy of the call of a node, with the same value."""
+        copy = self.editor.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        copy.meta = dict(node.meta)
+        return copy
 
     def operand(self, relation: Relation, k: int, *, broadcast: bool = False) -> Any:
-        """Operand k of a call in the layout its slot asks for."""
+        """Operand k of a call in the layout of its slot."""
         source = relation.operands[k].value
         if not isinstance(source, fx.Node):
             return source
         slot = self.placement.slot[relation.node, k]
-        # An op that moves positions and is kept as it is moves along whole axes.
+        # An op that moves positions, if not rewritten, moves along whole axes.
         axes = zip(relation.ins[k], slot, strict=True)
         want = tuple(None if set(axis) & relation.moved else p for axis, p in axes)
         return self.adapter.adapt(source, want, broadcast=broadcast)
@@ -171,7 +176,7 @@ class EmitContext:
         """The sizes of output k of an old node in a layout, as call arguments."""
         value = schema.outputs(node)[k]
         return [
-            self.pool.size(size) if layout[axis] is None else len(layout[axis] or ())
+            self.store.size(size) if layout[axis] is None else len(layout[axis] or ())
             for axis, size in enumerate(value.shape)
         ]
 
@@ -182,35 +187,35 @@ class EmitContext:
         layouts: list[Layout],
         more: Mapping[str, Any] = types.MappingProxyType({}),
     ) -> tuple[Any, Any]:
-        """All arguments of a call again: cut operands, rebuilt sizes, recomputed dynamic ones;
-        `more`, by name, above all."""
+        """All arguments of the new call: cut operands, rebuilt sizes, recomputed dynamic ones;
+        `more` overrides them by name."""
         node = relation.node
-        found = schema.arguments(node)
+        old = schema.arguments(node)
         names = {operand.name for operand in relation.operands}
-        plain = {name: v if name in names else self.argument(v) for name, v in found.items()}
+        plain = {name: v if name in names else self.argument(v) for name, v in old.items()}
         plain = schema.replaced(plain, relation.operands, values)
         if relation.entry.args is not None:
-            made: Any = [self.sizes(node, k, layout) for k, layout in enumerate(layouts)]
-            plain |= relation.entry.args(node, made)
+            output_sizes: Any = [self.sizes(node, k, layout) for k, layout in enumerate(layouts)]
+            plain |= relation.entry.args(node, output_sizes)
         return schema.call(node.target, plain | dict(more))
 
     def _output(self, node: fx.Node) -> None:
-        """The model's outputs keep their shape."""
+        """Append the outputs, whose shapes do not change."""
         values = []
         for value in node.args[0]:  # type: ignore[union-attr]
             values.append(self.argument(value) if isinstance(value, fx.Node) else value)
-            held = self.adapter.have(key_of(value)) or () if isinstance(value, fx.Node) else ()
-            if any(p is not None for p in held):
-                axis = next((k for k, p in enumerate(held) if p is not None), 0)
+            layout = self.adapter.have(key_of(value)) or () if isinstance(value, fx.Node) else ()
+            if any(p is not None for p in layout):
+                axis = next((k for k, p in enumerate(layout) if p is not None), 0)
                 self.reason(
                     value, axis, value_of(value).shape[axis], "the model's output keeps its shape"
                 )
         self.editor.graph.output(tuple(values))
 
 
-def _decided(node: fx.Node) -> Any:
-    """The symbol of a number that values decide, if a call makes it (`item`, a size of `nonzero`);
-    else None."""
+def _run_time_symbol(node: fx.Node) -> Any:
+    """The symbol of a number that depends on values, if a call computes it (`item`, a size of
+    `nonzero`); else None."""
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, torch.SymInt):
         return None
@@ -218,5 +223,5 @@ def _decided(node: fx.Node) -> Any:
 
 
 def sizes_depend_on_values(node: fx.Node) -> bool:
-    """Whether the sizes of what a call returns are decided by values."""
+    """Whether the sizes of what a call returns depend on values."""
     return bool(free_unbacked_symbols(schema.outputs(node)))

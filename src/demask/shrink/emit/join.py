@@ -1,7 +1,8 @@
 """Joins: pointwise ops over several values, whose layouts may differ.
 
-A sum never scatters and then adds: one operand is laid out (padded, if order made it a prefix), the
-constants of all operands go in as one vector, and the others are added at their positions.
+A sum is never emitted as scatters and an add: one operand is put in the output's layout (padded, if
+the order makes it a prefix), the constants of all operands are added as one vector, and the other
+operand is added at its positions.
 """
 
 from __future__ import annotations
@@ -14,39 +15,43 @@ from torch import Tensor, fx
 from demask.facts.known import key_of
 from demask.ops import Relation, schema
 from demask.ops.traits import SUM_SIGNS
-from demask.shrink.emit.adapt import marked
+from demask.shrink.emit.adapt import mark_effect
 from demask.shrink.emit.context import EmitContext
 from demask.shrink.layout.cells import Layout, whole
 
 aten = torch.ops.aten
 
 
-def emit_join(walk: EmitContext, relation: Relation) -> None:
-    """Every operand in the output's layout; sums by adding at positions."""
+def emit_join(context: EmitContext, relation: Relation) -> None:
+    """Emit a join with every operand in the output's layout; a sum adds at positions."""
     node = relation.node
-    layout = walk.placement.value[node, 0]
-    if (same := unchanged(walk, relation, layout)) is not None:
-        walk.keep(node, 0, same, layout)
+    layout = context.placement.value[node, 0]
+    if (same := find_unchanged_operand(context, relation, layout)) is not None:
+        context.emit(node, 0, same, layout)
         return
-    made = None
+    value = None
     if node.target in SUM_SIGNS:
-        made = _disjoint(walk, relation, layout) or _sum(walk, relation, layout)
-    if made is not None:
-        made.meta = {**node.meta, **made.meta}
-        walk.keep(node, 0, made, layout)
+        value = _concatenate_disjoint(context, relation, layout) or _emit_sum(
+            context, relation, layout
+        )
+    if value is not None:
+        value.meta = {**node.meta, **value.meta}
+        context.emit(node, 0, value, layout)
         return
     broadcast = relation.entry.affine is None  # statistics and scales are vectors
-    values = [walk.operand(relation, k, broadcast=broadcast)
+    values = [context.operand(relation, k, broadcast=broadcast)
               for k in range(len(relation.operands))]  # fmt: skip
-    values = _widened(walk, relation, values, layout)
-    args, kwargs = walk.arguments(relation, values, [layout])
-    walk.finish(node, node.target, args, kwargs, [layout])
+    values = _expand_constants(context, relation, values, layout)
+    args, kwargs = context.arguments(relation, values, [layout])
+    context.finish(node, node.target, args, kwargs, [layout])
 
 
-def _widened(walk: EmitContext, relation: Relation, values: list[Any], layout: Layout) -> list[Any]:
-    """Operands that are constants broadcast; if only they had some axis, or a number without axes
-    would not decide the dtype as its operand did, they are written out."""
-    sizes = walk.sizes(relation.node, 0, layout)
+def _expand_constants(
+    context: EmitContext, relation: Relation, values: list[Any], layout: Layout
+) -> list[Any]:
+    """The operands, of which constants broadcast. They are expanded if only they have some axis, or
+    if a number without axes would not decide the dtype as its operand did."""
+    sizes = context.sizes(relation.node, 0, layout)
     covered = set()
     for k, value in enumerate(values):
         if isinstance(value, fx.Node):
@@ -61,12 +66,12 @@ def _widened(walk: EmitContext, relation: Relation, values: list[Any], layout: L
         return values
     for k, operand in enumerate(relation.operands):
         if isinstance(operand.value, fx.Node) and operand.value.op != "get_attr":
-            values[k] = walk.operand(relation, k)
+            values[k] = context.operand(relation, k)
     return values
 
 
-def _sum(walk: EmitContext, relation: Relation, layout: Layout) -> fx.Node | None:
-    """a ± b with operands in different layouts along one axis; None where the plain form does."""
+def _emit_sum(context: EmitContext, relation: Relation, layout: Layout) -> fx.Node | None:
+    """a ± b with operands in different layouts along one axis; None for other layouts."""
     sources = [operand.value for operand in relation.operands]
     if not all(isinstance(s, fx.Node) and s.op != "get_attr" for s in sources):
         return None
@@ -74,31 +79,33 @@ def _sum(walk: EmitContext, relation: Relation, layout: Layout) -> fx.Node | Non
     if not isinstance(alpha, (int, float)):
         return None
     signs = [1, alpha * SUM_SIGNS[relation.node.target]]  # type: ignore[index]
-    held = [_held(walk, relation, k) for k in range(2)]
-    if not _same_shape(relation) or any(h is None or not _meet(h, layout) for h in held):
+    layouts = [_layout_of(context, relation, k) for k in range(2)]
+    if not _same_shape(relation) or any(h is None or not _has_any(h, layout) for h in layouts):
         return None
-    differing = [[a for a in range(len(layout)) if h[a] != layout[a]] for h in held]  # type: ignore[index]
+    differing = [[a for a in range(len(layout)) if h[a] != layout[a]] for h in layouts]  # type: ignore[index]
     axes = {axis for axes in differing for axis in axes}
     if len(axes) != 1 or signs[0] == 0 or 0 in signs:
         return None
     axis = axes.pop()
-    base = _base(held, layout, axis, signs)
+    base = _choose_base(layouts, layout, axis, signs)
     if base is None:
         return None
-    return _add_at(walk, relation, layout, axis, base, signs)
+    return _add_at(context, relation, layout, axis, base, signs)
 
 
-def _disjoint(walk: EmitContext, relation: Relation, layout: Layout) -> fx.Node | None:
-    """a + b of which each is zero where the other is not: the two joined along one axis."""
+def _concatenate_disjoint(
+    context: EmitContext, relation: Relation, layout: Layout
+) -> fx.Node | None:
+    """a + b, each zero where the other is not, as a concatenation along one axis; else None."""
     sources = [operand.value for operand in relation.operands]
     if relation.node.target is not aten.add.Tensor or schema.arguments(relation.node)["alpha"] != 1:
         return None
     if not all(isinstance(s, fx.Node) and s.op != "get_attr" for s in sources):
         return None
-    held = [_held(walk, relation, k) for k in range(2)]
-    if any(h is None or len(h) != len(layout) for h in held):
+    layouts = [_layout_of(context, relation, k) for k in range(2)]
+    if any(h is None or len(h) != len(layout) for h in layouts):
         return None
-    differing = {a for h in held for a in range(len(layout)) if h[a] != layout[a]}  # type: ignore[index]
+    differing = {a for h in layouts for a in range(len(layout)) if h[a] != layout[a]}  # type: ignore[index]
     if len(differing) != 1:
         return None
     (axis,) = differing
@@ -106,40 +113,42 @@ def _disjoint(walk: EmitContext, relation: Relation, layout: Layout) -> fx.Node 
     if any(len(axes[axis]) == 0 for axes in relation.ins) or not isinstance(size, int):
         return None
     wanted = list(range(size)) if layout[axis] is None else list(layout[axis] or ())
-    mine = [[p for p in wanted if h[axis] is None or p in set(h[axis])] for h in held]  # type: ignore[index,arg-type]
-    if not all(mine) or sorted(mine[0] + mine[1]) != sorted(wanted):
+    parts = [[p for p in wanted if h[axis] is None or p in set(h[axis])] for h in layouts]  # type: ignore[index,arg-type]
+    if not all(parts) or sorted(parts[0] + parts[1]) != sorted(wanted):
         return None
-    if bool((_delta(walk, relation, layout, axis, [1, 1], wanted) != 0).any()):
+    if bool((_delta(context, relation, layout, axis, [1, 1], wanted) != 0).any()):
         return None
-    return _joined(walk, relation, layout, axis, mine, wanted)
+    return _concatenate(context, relation, layout, axis, parts, wanted)
 
 
-def _joined(walk, relation, layout: Layout, axis: int, mine, wanted: list[int]) -> fx.Node:
-    first, second = (0, 1) if mine[0][0] == wanted[0] else (1, 0)
+def _concatenate(context, relation, layout: Layout, axis: int, parts, wanted: list[int]) -> fx.Node:
+    first, second = (0, 1) if parts[0][0] == wanted[0] else (1, 0)
     pieces = []
     for k in (first, second):
         part = list(layout)
-        part[axis] = whole(mine[k], relation.node.meta["val"].shape[axis])
-        piece = walk.adapter.adapt(relation.operands[k].value, tuple(part))
+        part[axis] = whole(parts[k], relation.node.meta["val"].shape[axis])
+        piece = context.adapter.adapt(relation.operands[k].value, tuple(part))
         if relation.ins[k] != relation.outs[0]:
-            sizes = walk.sizes(relation.node, 0, tuple(part))
-            piece = walk.editor.call(aten.expand.default, piece, sizes)
+            sizes = context.sizes(relation.node, 0, tuple(part))
+            piece = context.editor.call(aten.expand.default, piece, sizes)
         pieces.append(piece)
-    made = walk.editor.call(aten.cat.default, pieces, axis)
-    flat = mine[first] + mine[second]
+    joined = context.editor.call(aten.cat.default, pieces, axis)
+    flat = parts[first] + parts[second]
     if flat == wanted:
-        return made
-    index = walk.pool.index([flat.index(p) for p in wanted])
-    return marked(walk.editor.call(aten.index_select.default, made, axis, index), "scatter")
+        return joined
+    index = context.store.index([flat.index(p) for p in wanted])
+    return mark_effect(
+        context.editor.call(aten.index_select.default, joined, axis, index), "scatter"
+    )
 
 
-def _held(walk: EmitContext, relation: Relation, k: int) -> Layout | None:
-    return walk.adapter.have(key_of(relation.operands[k].value))
+def _layout_of(context: EmitContext, relation: Relation, k: int) -> Layout | None:
+    return context.adapter.have(key_of(relation.operands[k].value))
 
 
-def _meet(held: Layout, layout: Layout) -> bool:
-    """Does an operand hold anything of what the output wants? (Else it is a constant here.)"""
-    pairs = zip(held, layout, strict=True)
+def _has_any(available: Layout, layout: Layout) -> bool:
+    """Whether an operand has any position of the output. If not, it is a constant here."""
+    pairs = zip(available, layout, strict=True)
     return all(h is None or w is None or bool(set(h) & set(w)) for h, w in pairs)
 
 
@@ -147,15 +156,17 @@ def _same_shape(relation: Relation) -> bool:
     return relation.ins[0] == relation.outs[0] == relation.ins[1]
 
 
-def unchanged(walk: EmitContext, relation: Relation, layout: Layout) -> fx.Node | None:
-    """x + 0 and x · 1 are x: the operand that the call leaves as it is, if one does. A parameter
-    stays an operand: training may make it another number."""
+def find_unchanged_operand(
+    context: EmitContext, relation: Relation, layout: Layout
+) -> fx.Node | None:
+    """The operand that a call returns unchanged, or None: x + 0 and x · 1 are x. Does not apply to
+    a neutral parameter, which training may change."""
     if relation.entry.neutral is None or len(relation.operands) != 2:
         return None
-    value, places = relation.entry.neutral
+    value, neutral_operands = relation.entry.neutral
     scaled = schema.arguments(relation.node).get("alpha", 1) != 1  # a + alpha · b
-    for k in places:
-        if _is_parameter(walk, relation.operands[k].value):
+    for k in neutral_operands:
+        if _is_parameter(context, relation.operands[k].value):
             continue
         if scaled and k == 0:
             continue
@@ -165,22 +176,22 @@ def unchanged(walk: EmitContext, relation: Relation, layout: Layout) -> fx.Node 
         same = (
             other.meta["val"].dtype == _dtype(relation) and relation.ins[1 - k] == relation.outs[0]
         )
-        if same and _is_all(walk, relation, k, value):
-            return walk.operand(relation, 1 - k)
+        if same and _is_all(context, relation, k, value):
+            return context.operand(relation, 1 - k)
     return None
 
 
-def _is_parameter(walk: EmitContext, source: Any) -> bool:
-    held = isinstance(source, fx.Node) and source.op == "get_attr"
-    return held and walk.pool.source[str(source.target)].parameter
+def _is_parameter(context: EmitContext, source: Any) -> bool:
+    is_constant = isinstance(source, fx.Node) and source.op == "get_attr"
+    return is_constant and context.store.source[str(source.target)].parameter
 
 
-def _is_all(walk: EmitContext, relation: Relation, k: int, value: float) -> bool:
-    """Is an operand known to be one value at every position that is kept?"""
+def _is_all(context: EmitContext, relation: Relation, k: int, value: float) -> bool:
+    """Whether an operand is known to be one value at every live position."""
     source = relation.operands[k].value
     if not isinstance(source, fx.Node):
         return source == value
-    fact, slot = walk.facts[key_of(source)], walk.placement.slot[relation.node, k]
+    fact, slot = context.facts[key_of(source)], context.placement.slot[relation.node, k]
     known = fact.known & (fact.fill == value)
     for axis, positions in enumerate(slot):
         if positions is not None and known.shape[axis] != 1:
@@ -192,14 +203,14 @@ def _dtype(relation: Relation) -> torch.dtype:
     return relation.node.meta["val"].dtype
 
 
-def _base(held: list[Any], layout: Layout, axis: int, signs: list[Any]) -> int | None:
-    """The operand to lay out first: one that is in place already, or a run of the output, or the
-    larger; a subtracted one never."""
+def _choose_base(layouts: list[Any], layout: Layout, axis: int, signs: list[Any]) -> int | None:
+    """The operand to lay out first: one that already has the wanted layout, else one that is a run
+    of it, else the larger; never a subtracted one."""
     usable = [k for k in range(2) if signs[k] == 1]
     want = layout[axis]
     scores = []
     for k in usable:
-        positions = held[k][axis]
+        positions = layouts[k][axis]
         if positions == want:
             return k
         run = _is_run(positions, want)
@@ -208,88 +219,94 @@ def _base(held: list[Any], layout: Layout, axis: int, signs: list[Any]) -> int |
 
 
 def _is_run(positions: Any, want: Any) -> bool:
-    """Do the positions stand in the wanted ones one after another?"""
+    """Whether the positions are consecutive among the wanted ones."""
     if positions is None or (want is None and not positions):
         return False
-    where = {p: k for k, p in enumerate(want)} if want is not None else None
-    first = positions[0] if where is None else where.get(positions[0])
+    offsets = {p: k for k, p in enumerate(want)} if want is not None else None
+    first = positions[0] if offsets is None else offsets.get(positions[0])
     if first is None:
         return False
-    return all((p if where is None else where.get(p)) == first + k for k, p in enumerate(positions))
+    return all(
+        (p if offsets is None else offsets.get(p)) == first + k for k, p in enumerate(positions)
+    )
 
 
-def _add_at(walk, relation, layout: Layout, axis: int, base: int, signs: list[Any]) -> fx.Node:
-    adapter, other = walk.adapter, 1 - base
+def _add_at(context, relation, layout: Layout, axis: int, base: int, signs: list[Any]) -> fx.Node:
+    adapter, other = context.adapter, 1 - base
     source, added = relation.operands[base].value, relation.operands[other].value
     size = relation.node.meta["val"].shape[axis]
     positions = layout[axis]
     wanted = list(range(size)) if positions is None else list(positions)
-    delta = _delta(walk, relation, layout, axis, signs, wanted)
-    if (grown := _grown(walk, relation, layout, axis, base, signs, delta)) is not None:
+    delta = _delta(context, relation, layout, axis, signs, wanted)
+    if (grown := _extend_prefix(context, relation, layout, axis, base, signs, delta)) is not None:
         return grown
-    made = _laid_out(walk, source, layout, axis, wanted, delta)
-    at = {p: k for k, p in enumerate(wanted)}
-    held = adapter.have(key_of(added))[axis]
-    mine = [p for p in (range(size) if held is None else held) if p in at]
+    laid_out = _lay_out(context, source, layout, axis, wanted, delta)
+    offsets = {p: k for k, p in enumerate(wanted)}
+    available = adapter.have(key_of(added))[axis]
+    mine = [p for p in (range(size) if available is None else available) if p in offsets]
     part = list(layout)
     part[axis] = tuple(mine) if mine != list(range(size)) else None
     value = adapter.adapt(added, tuple(part))
-    places = [at[p] for p in mine]
+    targets = [offsets[p] for p in mine]
     dtype = _dtype(relation)
     if value.meta["val"].dtype != dtype:
-        value = walk.editor.call(aten.to.dtype, value, dtype)
-    if places == list(range(len(wanted))):
-        return walk.editor.call(aten.add.Tensor, made, value, alpha=signs[other])
-    index = walk.pool.index(places)
-    args = (made, axis, index, value)
-    return marked(
-        walk.editor.call(aten.index_add.default, *args, alpha=signs[other]), "scatter-add"
+        value = context.editor.call(aten.to.dtype, value, dtype)
+    if targets == list(range(len(wanted))):
+        return context.editor.call(aten.add.Tensor, laid_out, value, alpha=signs[other])
+    index = context.store.index(targets)
+    args = (laid_out, axis, index, value)
+    return mark_effect(
+        context.editor.call(aten.index_add.default, *args, alpha=signs[other]), "scatter-add"
     )
 
 
-def _grown(walk, relation, layout: Layout, axis: int, base: int, signs, delta) -> fx.Node | None:
-    """A sum whose base is a prefix of it, the rest being the other operand alone: the base with
-    what meets it added, and the rest behind it."""
-    editor, adapter = walk.editor, walk.adapter
+def _extend_prefix(
+    context, relation, layout: Layout, axis: int, base: int, signs, delta
+) -> fx.Node | None:
+    """A sum of which the base is a prefix and the rest is the other operand alone: the base with
+    the common positions added, then the rest. None where that is not so."""
+    editor, adapter = context.editor, context.adapter
     source, added = relation.operands[base].value, relation.operands[1 - base].value
-    held, other = (adapter.have(key_of(n))[axis] for n in (source, added))
+    own, other = (adapter.have(key_of(n))[axis] for n in (source, added))
     wanted = layout[axis] or tuple(range(relation.node.meta["val"].shape[axis]))
-    if held is None or other is None or signs[1 - base] != 1 or len(held) >= len(wanted):
+    if own is None or other is None or signs[1 - base] != 1 or len(own) >= len(wanted):
         return None
-    meets, rest = [p for p in other if p in set(held)], list(wanted[len(held) :])
-    if tuple(wanted[: len(held)]) != tuple(held) or list(other) != meets + rest:
+    common, rest = [p for p in other if p in set(own)], list(wanted[len(own) :])
+    if tuple(wanted[: len(own)]) != tuple(own) or list(other) != common + rest:
         return None
-    if bool((delta != 0).any()) or not _plain(walk, relation, layout, axis):
+    if bool((delta != 0).any()) or not _is_aligned(context, relation, layout, axis):
         return None
-    first, second = adapter.made[key_of(source)].node, adapter.made[key_of(added)].node
-    if meets:
-        part = adapter.select(second, axis, range(len(meets)))
-        index = walk.pool.index([held.index(p) for p in meets])
-        first = marked(editor.call(aten.index_add.default, first, axis, index, part), "scatter-add")
-        second = adapter.select(second, axis, range(len(meets), len(other)))
+    first, second = adapter.emitted[key_of(source)].node, adapter.emitted[key_of(added)].node
+    if common:
+        part = adapter.select(second, axis, range(len(common)))
+        index = context.store.index([own.index(p) for p in common])
+        first = mark_effect(
+            editor.call(aten.index_add.default, first, axis, index, part), "scatter-add"
+        )
+        second = adapter.select(second, axis, range(len(common), len(other)))
     return editor.call(aten.cat.default, [first, second], axis)
 
 
-def _plain(walk: EmitContext, relation: Relation, layout: Layout, axis: int) -> bool:
-    """Do the operands stand in the output's layout and dtype but for one axis?"""
+def _is_aligned(context: EmitContext, relation: Relation, layout: Layout, axis: int) -> bool:
+    """Whether the operands have the output's layout, except along one axis, and its dtype."""
     for operand in relation.operands:
-        held = walk.adapter.have(key_of(operand.value))
-        if any(h != w for a, (h, w) in enumerate(zip(held, layout, strict=True)) if a != axis):  # type: ignore[arg-type]
+        available = context.adapter.have(key_of(operand.value))
+        if any(h != w for a, (h, w) in enumerate(zip(available, layout, strict=True)) if a != axis):  # type: ignore[arg-type]
             return False
         if operand.value.meta["val"].dtype != _dtype(relation):
             return False
     return True
 
 
-def _delta(walk, relation, layout, axis: int, signs, wanted: list[int]) -> Tensor:
-    """What every operand's known part adds at positions it does not hold: one vector."""
+def _delta(context, relation, layout, axis: int, signs, wanted: list[int]) -> Tensor:
+    """One vector: the sum of the known values of every operand at positions that it lacks."""
     total = torch.zeros((), dtype=_dtype(relation))
     for k, operand in enumerate(relation.operands):
         key = key_of(operand.value)
-        held = walk.adapter.have(key)[axis]
-        fill = walk.adapter.fill(key, layout, axis, list(layout))
-        held = set(wanted) if held is None else set(held)
-        missing = torch.tensor([p not in held for p in wanted])
+        available = context.adapter.have(key)[axis]
+        fill = context.adapter.fill(key, layout, axis, list(layout))
+        available = set(wanted) if available is None else set(available)
+        missing = torch.tensor([p not in available for p in wanted])
         shape = [len(wanted) if d == axis else 1 for d in range(fill.ndim)]
         total = (
             total
@@ -298,37 +315,37 @@ def _delta(walk, relation, layout, axis: int, signs, wanted: list[int]) -> Tenso
     return total.to(_dtype(relation))
 
 
-def _laid_out(
-    walk, source: fx.Node, layout, axis: int, wanted: list[int], delta: Tensor
+def _lay_out(
+    context, source: fx.Node, layout, axis: int, wanted: list[int], delta: Tensor
 ) -> fx.Node:
-    """The base operand in the output's layout, with the constants of the join in it."""
-    adapter = walk.adapter
-    held = adapter.have(key_of(source))[axis]
+    """The base operand in the output's layout, with the constants of the join added."""
+    adapter = context.adapter
+    available = adapter.have(key_of(source))[axis]
     part = list(layout)
     real = source.meta["val"].shape[axis]
-    have = list(range(real)) if held is None else list(held)
+    have = list(range(real)) if available is None else list(available)
     if set(have) >= set(wanted):
-        part[axis], have = layout[axis], wanted  # All is held, perhaps in another order.
+        part[axis], have = layout[axis], wanted  # Nothing is missing: only the order may differ.
     elif set(have) <= set(wanted):
-        part[axis] = held
+        part[axis] = available
     else:
         have = [p for p in have if p in set(wanted)]
         part[axis] = whole(have, real)
-    made = adapter.adapt(source, tuple(part))
-    if made.meta["val"].dtype != delta.dtype:
-        made = walk.editor.call(aten.to.dtype, made, delta.dtype)
+    base = adapter.adapt(source, tuple(part))
+    if base.meta["val"].dtype != delta.dtype:
+        base = context.editor.call(aten.to.dtype, base, delta.dtype)
     missing = [k for k, p in enumerate(wanted) if p not in set(have)]
     value = 0.0
     if missing:
         index = torch.tensor(missing)
-        there = delta.index_select(axis, index) if delta.shape[axis] != 1 else delta
-        if bool((there == there.reshape(-1)[0]).all()):
-            value = there.reshape(-1)[0].item()
-            at = torch.zeros(len(wanted), dtype=torch.bool).index_fill(0, index, True)
+        fills = delta.index_select(axis, index) if delta.shape[axis] != 1 else delta
+        if bool((fills == fills.reshape(-1)[0]).all()):
+            value = fills.reshape(-1)[0].item()
+            is_filled = torch.zeros(len(wanted), dtype=torch.bool).index_fill(0, index, True)
             shape = [len(wanted) if d == axis else 1 for d in range(delta.ndim)]
-            delta = delta.masked_fill(at.view(shape), 0)
+            delta = delta.masked_fill(is_filled.view(shape), 0)
         order = {p: k for k, p in enumerate(wanted)}
-        made = adapter.scattered(made, axis, tuple(order[p] for p in have), len(wanted), value)
+        base = adapter.scatter(base, axis, tuple(order[p] for p in have), len(wanted), value)
     if bool((delta != 0).any()):
-        made = walk.editor.call(aten.add.Tensor, made, walk.pool.constant(delta, "shift"))
-    return made
+        base = context.editor.call(aten.add.Tensor, base, context.store.constant(delta, "shift"))
+    return base

@@ -1,6 +1,6 @@
-"""The new graph: every live call again, on smaller operands.
+"""Emits the smaller graph: every live call again, on smaller operands.
 
-One small function per kind of call; which kind a call is follows from its relation.
+One small function per family of calls; the relation of a call decides which one applies.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from demask.facts.known import Facts, Relations, created, key_of, value_of
+from demask.facts.known import Facts, Relations, created_fact, key_of, value_of
 from demask.facts.masks import along
 from demask.facts.needed import Needs
 from demask.failures import attributed
@@ -22,7 +22,7 @@ from demask.ops import Declined, Relation, schema
 from demask.ops.entries.padded import PLAIN
 from demask.shrink.emit.context import EmitContext, sizes_depend_on_values
 from demask.shrink.emit.contraction import emit_contraction
-from demask.shrink.emit.join import emit_join, unchanged
+from demask.shrink.emit.join import emit_join, find_unchanged_operand
 from demask.shrink.emit.norm import emit_cut_norm
 from demask.shrink.emit.plain import emit_move, is_untouched
 from demask.shrink.emit.recurrent import emit_recurrent
@@ -35,26 +35,26 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """A smaller program, how its tensors were cut, and why what was kept was kept."""
+    """A smaller program, the cuts of its tensors, and the reasons for known slices in it."""
 
     program: Program
     cuts: Mapping[str, Cut]
     reasons: tuple[Reason, ...]
-    apart: bool = False  # from the part that no input decides
+    has_side_network: bool = False  # whether a side network was split off before
 
 
 def rewrite(
     program: Program, relations: Relations, facts: Facts, needs: Needs, placement: Placement
 ) -> Rewritten:
-    """The program that computes the same outputs from only what `placement` keeps. Raises
-    CallFailed where the rule of a call fails."""
-    walk = Rewriter(program, relations, facts, needs, placement)
+    """The program that computes the same outputs in the layouts of `placement`. Raises CallFailed
+    where the rule of a call fails."""
+    context = Rewriter(program, relations, facts, needs, placement)
     for node in program.graph.nodes:
         with attributed(node):
-            walk.visit(node)
-    smaller = walk.editor.finish()
-    cuts = {name: cut for name, cut in walk.pool.cuts.items() if name in smaller.constants}
-    return Rewritten(smaller, cuts, tuple(walk.reasons))
+            context.visit(node)
+    smaller = context.editor.finish()
+    cuts = {name: cut for name, cut in context.store.cuts.items() if name in smaller.constants}
+    return Rewritten(smaller, cuts, tuple(context.reasons))
 
 
 class Rewriter(EmitContext):
@@ -66,7 +66,7 @@ class Rewriter(EmitContext):
             return
         relation = self.relations[node]
         if isinstance(relation, Declined):
-            self._barrier(node, relation, live)
+            self._emit_barrier(node, relation, live)
         elif relation.entry.free:
             emit_created(self, relation)
         elif relation.moved:
@@ -84,10 +84,10 @@ class Rewriter(EmitContext):
             emit_plain(self, relation, live)
         if isinstance(relation, Relation):
             for k in live:
-                self._supersets(relation, k)
+                self._explain_supersets(relation, k)
 
-    def _supersets(self, relation: Relation, k: int) -> None:
-        """Say where positions are computed that nothing needs, because others need their cell."""
+    def _explain_supersets(self, relation: Relation, k: int) -> None:
+        """Add reasons for positions that are computed though not needed: others need their cell."""
         whole_axes = relation.window | relation.complete | relation.moved
         layout = self.placement.value[relation.node, k]
         for axis, letters in enumerate(relation.outs[k]):
@@ -95,96 +95,99 @@ class Rewriter(EmitContext):
             size = schema.outputs(relation.node)[k].shape[axis]
             if set(letters) & whole_axes or len(read) == 1 or not isinstance(size, int):
                 continue
-            held = size if layout[axis] is None else len(layout[axis] or ())
-            if held > int(read.sum()):
+            computed = size if layout[axis] is None else len(layout[axis] or ())
+            if computed > int(read.sum()):
                 text = "cut together with axes or tensors that need more"
-                self.reason(relation.node, axis, held - int(read.sum()), text)
+                self.reason(relation.node, axis, computed - int(read.sum()), text)
 
-    def _barrier(self, node: fx.Node, why: Declined, live: list[int]) -> None:
-        """An op with no rule gets its operands whole, and what it makes is whole."""
+    def _emit_barrier(self, node: fx.Node, why: Declined, live: list[int]) -> None:
+        """Emit an op without a rule: its operands and outputs are whole."""
         count = 0
         for source in node.all_input_nodes:
-            held = self.adapter.have(key_of(source))
-            if held is not None and any(p is not None for p in held):
-                axis = next(k for k, p in enumerate(held) if p is not None)
+            layout = self.adapter.have(key_of(source))
+            if layout is not None and any(p is not None for p in layout):
+                axis = next(k for k, p in enumerate(layout) if p is not None)
                 self.reason(node, axis, value_of(source).shape[axis], why.text, barrier=True)
                 count += 1
-        axis, unread = (0, 0) if count else self._unread(node, live)
+        axis, unread = (0, 0) if count else self._count_unread(node, live)
         if not count:
             self.reason(node, axis, unread, why.text, barrier=True)
         args, kwargs = self.argument(node.args), self.argument(node.kwargs)
         self.finish(node, node.target, args, kwargs, None, same=sizes_depend_on_values(node))
 
-    def _unread(self, node: fx.Node, live: list[int]) -> tuple[int, int]:
-        """Along which axis a call makes most positions that nothing reads, and how many."""
-        found = [(0, 0)]
+    def _count_unread(self, node: fx.Node, live: list[int]) -> tuple[int, int]:
+        """The axis of a call with most unread positions, and their number."""
+        counts = [(0, 0)]
         for k in live:
             for axis in range(self.needs.live[node, k].ndim):
                 read = along(self.needs.live[node, k], axis)
-                found.append((axis, int((~read).sum()) if len(read) > 1 else 0))
-        return max(found, key=lambda row: row[1])
+                counts.append((axis, int((~read).sum()) if len(read) > 1 else 0))
+        return max(counts, key=lambda row: row[1])
 
 
-def emit_plain(walk: EmitContext, relation: Relation, live: list[int]) -> None:
-    """A call whose operands and outputs share their cells: the same op, on less."""
+def emit_plain(context: EmitContext, relation: Relation, live: list[int]) -> None:
+    """Emit a call whose operands and outputs share their cells: the same op, on less."""
     node = relation.node
-    layouts = [walk.placement.value.get((node, k)) for k in range(len(relation.outs))]
+    layouts = [context.placement.value.get((node, k)) for k in range(len(relation.outs))]
     known = [tuple(None for _ in axes) for axes in relation.outs]
     filled = [layout if layout is not None else known[k] for k, layout in enumerate(layouts)]
-    if layouts[0] is not None and (same := unchanged(walk, relation, layouts[0])) is not None:
-        walk.keep(node, 0, same, layouts[0])
+    if (
+        layouts[0] is not None
+        and (same := find_unchanged_operand(context, relation, layouts[0])) is not None
+    ):
+        context.emit(node, 0, same, layouts[0])
         return
     for k in range(len(relation.operands)):
-        explain(walk, relation, k)
+        explain(context, relation, k)
     if relation.entry.affine and relation.complete and layouts[0] is not None:
-        held = walk.placement.slot[node, 0]
-        if held != layouts[0] and schema.arguments(node).get("weight") is not None:
+        whole_input = context.placement.slot[node, 0]
+        if whole_input != layouts[0] and schema.arguments(node).get("weight") is not None:
             sizes = node.meta["val"].shape
-            both = zip(layouts[0], held, sizes, strict=True)
-            # A position that others keep and the norm does not see is known: readers put it in.
+            both = zip(layouts[0], whole_input, sizes, strict=True)
+            # A position live for others but not for the norm is known: readers fill it in.
             layout = tuple(_within(want, have, size) for want, have, size in both)
-            made = emit_cut_norm(walk, relation, layout)
-            made.meta = {**node.meta, **made.meta}
-            walk.keep(node, 0, made, layout)
+            value = emit_cut_norm(context, relation, layout)
+            value.meta = {**node.meta, **value.meta}
+            context.emit(node, 0, value, layout)
             return
-        layouts[0] = filled[0] = held
-    values = [walk.operand(relation, k) for k in range(len(relation.operands))]
-    args, kwargs = walk.arguments(relation, values, filled)
-    walk.finish(node, node.target, args, kwargs, layouts)
+        layouts[0] = filled[0] = whole_input
+    values = [context.operand(relation, k) for k in range(len(relation.operands))]
+    args, kwargs = context.arguments(relation, values, filled)
+    context.finish(node, node.target, args, kwargs, layouts)
 
 
-def emit_created(walk: EmitContext, relation: Relation) -> None:
-    """What a call makes of no value, and is not known, since it is not finite: a number all over,
-    made without the operand whose shape it had."""
-    node, layout = relation.node, walk.placement.value[relation.node, 0]
-    fact = created(relation)
+def emit_created(context: EmitContext, relation: Relation) -> None:
+    """Emit a created tensor that counts as unknown, since it is not finite: one number, without the
+    operand whose shape it had."""
+    node, layout = relation.node, context.placement.value[relation.node, 0]
+    fact = created_fact(relation)
     if fact is None:
-        args, kwargs = walk.argument(node.args), walk.argument(node.kwargs)
-        walk.finish(node, node.target, args, kwargs, None)
+        args, kwargs = context.argument(node.args), context.argument(node.kwargs)
+        context.finish(node, node.target, args, kwargs, None)
         return
-    made = walk.pool.full(walk.sizes(node, 0, layout), fact.fill)
-    made.meta = {**node.meta, **made.meta}
-    walk.keep(node, 0, made, layout)
+    value = context.store.full(context.sizes(node, 0, layout), fact.fill)
+    value.meta = {**node.meta, **value.meta}
+    context.emit(node, 0, value, layout)
 
 
 def _within(want: Positions, have: Positions, size: Any) -> Positions:
-    """The wanted positions of an axis that are held."""
+    """The wanted positions of an axis that are available."""
     if have is None:
         return want
-    held = set(have)
-    return whole([p for p in (range(size) if want is None else want) if p in held], size)
+    available = set(have)
+    return whole([p for p in (range(size) if want is None else want) if p in available], size)
 
 
-def explain(walk: EmitContext, relation: Relation, k: int) -> None:
-    """Say why positions are put back before a call: what is known of them does not suffice it."""
+def explain(context: EmitContext, relation: Relation, k: int) -> None:
+    """Add reasons for positions that are computed before a call although their values are known."""
     source = relation.operands[k].value
     if not isinstance(source, fx.Node) or source.op == "get_attr":
         return
-    held, want = walk.adapter.have(key_of(source)), walk.placement.slot[relation.node, k]
+    layout, want = context.adapter.have(key_of(source)), context.placement.slot[relation.node, k]
     for axis, letters in enumerate(relation.ins[k]):
-        if held is None or held[axis] is None or held[axis] == want[axis]:
+        if layout is None or layout[axis] is None or layout[axis] == want[axis]:
             continue
-        have = set(held[axis] or ())
+        have = set(layout[axis] or ())
         wanted = range(value_of(source).shape[axis]) if want[axis] is None else want[axis] or ()
         count = len([p for p in wanted if p not in have])
         if set(letters) & relation.complete:
@@ -194,7 +197,7 @@ def explain(walk: EmitContext, relation: Relation, k: int) -> None:
         else:
             continue
         if count:
-            walk.reason(relation.node, axis, count, f"{schema_name(relation)} {why}")
+            context.reason(relation.node, axis, count, f"{schema_name(relation)} {why}")
 
 
 def schema_name(relation: Relation) -> str:

@@ -1,12 +1,12 @@
-"""Cells: the axes that must be cut alike, and what is left of each.
+"""Cells: groups of axes that must be cut alike, and the support of each.
 
 Every axis of every live tensor is a list of cells, major first. Ops that carry an axis share its
-cell; a `view` splits one. A cell's support is the union of what its tensors need, so along an axis
-of several cells the support is their product. Any superset of what is needed is correct: a position
-kept although it is known is simply computed.
+cell; a `view` splits one. The support of a cell is the union of what its tensors need, so the
+support of an axis with several cells is their product. Any superset of what is needed is correct: a
+position that is live although its value is known is simply computed.
 
-A support that only run time tells is an `RunTimeIndex` beside these: a graph value, another one at every
-call (see `indexed`).
+A support known only at run time is a `RunTimeIndex`: a graph value, another one at every call (see
+`runtime_index`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Layout = tuple[Positions, ...]  # per axis of a tensor
 
 @dataclass(frozen=True, slots=True)
 class RunTimeIndex:
-    """A run-time support of an axis: the positions (a, p, b) for every p that a graph value holds.
+    """A run-time support of an axis: the positions (a, p, b) for every p in a graph value.
 
     source: an input of the graph, int64 [k], distinct positions below `size`, in any order. outer,
-    inner: how many positions the cells before and behind make, where an axis has several.
+    inner: number of positions of the cells before and after, where an axis has several cells.
     """
 
     source: fx.Node
@@ -38,13 +38,12 @@ class RunTimeIndex:
 
     @property
     def length(self) -> int:
-        """How long the whole axis is."""
+        """The size of the whole axis."""
         return self.outer * self.size * self.inner
 
 
-At = tuple[
-    tuple[int, RunTimeIndex], ...
-]  # run-time supports of a tensor, by axis; others are whole
+# Per axis with a run-time support, in any order; the other axes of the tensor are whole.
+RunTimeSupports = tuple[tuple[int, RunTimeIndex], ...]
 
 
 def whole(positions: Sequence[int], size: int) -> Positions:
@@ -65,38 +64,41 @@ class _Cell:
 
 
 class Cells:
-    """Union-find over cells, with splitting. Mutable while a placement is made, and only there."""
+    """Union-find over cells, with splitting. Mutable only while a placement is computed."""
 
     def __init__(self) -> None:
         self._cells: list[_Cell] = []
-        self._up: dict[int, int] = {}
+        self._parents: dict[int, int] = {}
         self._parts: dict[int, tuple[int, ...]] = {}
 
     def new(self, size: int | None) -> int:
-        """A fresh cell; size None is a dynamic axis, which is never cut, as is one that
-        is too long to be looked at."""
+        """A new cell. size: None for a dynamic axis; it is never cut, nor one above MAX_AXIS."""
         size = None if size is None or size > MAX_AXIS else size
         live = None if size is None else torch.zeros(size, dtype=torch.bool)
         self._cells.append(_Cell(size, live))
         return len(self._cells) - 1
 
     def leaves(self, cells: Iterable[int]) -> list[int]:
-        """The cells that these have become: roots, split where they were split."""
-        found: list[int] = []
+        """The current cells of an axis: roots, and the parts of split cells."""
+        current: list[int] = []
         for cell in cells:
-            while cell in self._up:
-                cell = self._up[cell]
-            found += self.leaves(self._parts[cell]) if cell in self._parts else [cell]
-        return found
+            while cell in self._parents:
+                cell = self._parents[cell]
+            current += self.leaves(self._parts[cell]) if cell in self._parts else [cell]
+        return current
 
     def size(self, cell: int) -> int | None:
+        """The size of a cell; None where dynamic."""
         return self._cells[cell].size
 
     def unify(self, left: Sequence[int], right: Sequence[int]) -> bool:
-        """Tie two axes cell by cell, splitting where one is finer; False where sizes do not divide
-        (the axes then stay untied, and values are adapted between them)."""
+        """Tie two axes cell by cell, splitting where one is finer.
+
+        Returns False where sizes do not divide: the axes then stay separate, and values are adapted
+        between them.
+        """
         a, b = self.leaves(left), self.leaves(right)
-        if not self._divides([self.size(c) for c in a], [self.size(c) for c in b]):
+        if not self._has_common_split([self.size(c) for c in a], [self.size(c) for c in b]):
             return False
         while a and b:
             m, n = self.size(a[0]), self.size(b[0])
@@ -113,8 +115,8 @@ class Cells:
             a, b = self.leaves(a), self.leaves(b)
         return True
 
-    def _divides(self, a: list[int | None], b: list[int | None]) -> bool:
-        """Can both lists be split into one common list?"""
+    def _has_common_split(self, a: list[int | None], b: list[int | None]) -> bool:
+        """Whether both lists of sizes can be split into one common list."""
         while a and b:
             m, n = a.pop(0), b.pop(0)
             if m == n:
@@ -149,7 +151,7 @@ class Cells:
         if a == b:
             return
         low, high = min(a, b), max(a, b)
-        self._up[high] = low
+        self._parents[high] = low
         self._cells[low].forced |= self._cells[high].forced
         self._cells[low].ordered |= self._cells[high].ordered
         live, other = self._cells[low].live, self._cells[high].live
@@ -157,26 +159,28 @@ class Cells:
             live |= other
 
     def force(self, cells: Iterable[int]) -> None:
-        """These must stay whole and in order."""
+        """Require these cells to be whole and in order."""
         for cell in self.leaves(cells):
             self._cells[cell].forced = True
 
     def order(self, cells: Iterable[int]) -> None:
-        """What is kept of these stays in order."""
+        """Require the support of these cells to be in order."""
         for cell in self.leaves(cells):
             self._cells[cell].ordered = True
 
     def ordered(self, cell: int) -> bool:
+        """Whether the support must be in order."""
         return self._cells[cell].ordered or self.forced(cell)
 
     def forced(self, cell: int) -> bool:
+        """Whether the cell must be whole and in order."""
         return self._cells[cell].forced or self._cells[cell].size is None
 
     def need(self, cells: Sequence[int], mask: Tensor) -> None:
-        """Add to the support: mask is bool over the axis (length 1: the same all along)."""
-        found = self.leaves(cells)
-        sizes = [self.size(cell) for cell in found]
-        for k, cell in enumerate(found):
+        """Add to the support. mask: bool over the axis (length 1: the same all along)."""
+        current = self.leaves(cells)
+        sizes = [self.size(cell) for cell in current]
+        for k, cell in enumerate(current):
             live = self._cells[cell].live
             if live is None:
                 continue
@@ -184,11 +188,11 @@ class Cells:
                 live |= bool(mask.any())
                 continue
             part = mask.reshape([1 if size is None else size for size in sizes])
-            rest = [d for d in range(len(found)) if d != k]
+            rest = [d for d in range(len(current)) if d != k]
             live |= part.any(dim=rest) if rest else part
 
     def support(self, cell: int) -> Tensor | None:
-        """bool [size]: what is kept; None where dynamic."""
+        """The support of a cell, bool [size]; None where dynamic."""
         live = self._cells[cell].live
         if live is None:
             return None

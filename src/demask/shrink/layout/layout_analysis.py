@@ -1,4 +1,4 @@
-"""The analysis that a program is cut by: which positions of each axis must be computed, too."""
+"""The analysis that a program is cut by: it adds the positions of each axis to compute."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from demask.facts.needed import Needs
 from demask.failures import CallFailed
 from demask.graph.program import Program
 from demask.ops import Table
-from demask.shrink.layout.heads import Fibers
-from demask.shrink.layout.placement import Placer, settled
+from demask.shrink.layout.heads import HeadGroups
+from demask.shrink.layout.placement import Placer, settle_needs
 
 
 @dataclass(frozen=True, eq=False)
 class LayoutAnalysis(Analysis):
-    """An analysis with the axes tied that must be cut alike. `of` returns one in which no rule
-    fails before anything is rewritten; so do `again` and `without`."""
+    """An analysis in which axes that must be cut alike are tied. `of`, `again` and `without` return
+    one in which no rule fails before emission."""
 
     @classmethod
     def of(cls, program: Program, table: Table, *, borders: bool = True) -> LayoutAnalysis:
-        """The analysis of a program. borders: as of `Analysis`."""
+        """The analysis of a program. borders: as in `Analysis`."""
         return cls(program, table, borders=borders)._checked()
 
     def again(self, program: Program, *, frugal: bool = False) -> Self:
@@ -41,11 +41,11 @@ class LayoutAnalysis(Analysis):
 
     @cached_property
     def _settled(self) -> tuple[Needs, Placer]:
-        return settled(self)
+        return settle_needs(self)
 
     @property
     def needs(self) -> Needs:
-        """What is needed, also by calls that are computed at more than that (`settled`)."""
+        """The needs, including those of calls computed at more positions (`settle_needs`)."""
         return self._settled[0]
 
     @property
@@ -54,11 +54,11 @@ class LayoutAnalysis(Analysis):
         return self._settled[1]
 
     @cached_property
-    def fibers(self) -> Fibers:
-        return Fibers(self.placer)
+    def head_groups(self) -> HeadGroups:
+        return HeadGroups(self.placer)
 
     @property
     def has_matrices(self) -> bool:
-        """Would known values have to be stored as matrices?"""
+        """Whether known values would have to be stored as matrices."""
         calls = (fact for (node, _), fact in self.known.items() if node.op == "call_function")
         return any(map(is_matrix, calls))

@@ -1,4 +1,4 @@
-"""The order of positions inside cells. It is free; the right one turns scatters into slices.
+"""The order of positions inside cells. It is free; a suitable one turns scatters into slices.
 
 In a residual stream every tensor's support grows: x1 = x0 + f1, x2 = x1 + f2. Ranked by first
 appearance, every stream tensor is a prefix of every later sum: a join pads and never scatters.
@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 
-def ranked(
-    universe: Iterable[int], supports: Mapping[int, Tensor], fixed: bool
+def rank_positions(
+    component: Iterable[int], supports: Mapping[int, Tensor], fixed: bool
 ) -> list[int] | None:
-    """One order for all cells of a universe (cells joined by adds): every position, by first
+    """One order for all cells of a component (cells joined by adds): every position, by first
     appearance; None for the natural order.
 
-    universe: cells in the order their tensors are made. supports: bool [size] of each. fixed: some
-    cell must stay in natural order.
+    component: cells in the order of their tensors. supports: bool [size] of each. fixed: whether
+    some cell must stay in natural order.
     """
     masks: list[Tensor] = []
-    for cell in universe:
+    for cell in component:
         mask = supports[cell]
         if bool(mask.any()) and not any(torch.equal(mask, seen) for seen in masks):
             masks.append(mask)
@@ -33,21 +33,21 @@ def ranked(
     return sorted(range(len(keys)), key=lambda p: ([-k for k in keys[p]], p))
 
 
-def groups(links: Iterable[tuple[int, int]]) -> list[list[int]]:
-    """Connected components of cells, each sorted (cells are numbered as tensors are made)."""
-    up: dict[int, int] = {}
+def connect_cells(links: Iterable[tuple[int, int]]) -> list[list[int]]:
+    """Connected components of cells, each sorted: cells are numbered in tensor order."""
+    parents: dict[int, int] = {}
 
     def root(cell: int) -> int:
-        up.setdefault(cell, cell)
-        while up[cell] != cell:
-            up[cell] = up[up[cell]]
-            cell = up[cell]
+        parents.setdefault(cell, cell)
+        while parents[cell] != cell:
+            parents[cell] = parents[parents[cell]]
+            cell = parents[cell]
         return cell
 
     for a, b in links:
         low, high = sorted((root(a), root(b)))
-        up[high] = low
-    found: dict[int, list[int]] = {}
-    for cell in sorted(up):
-        found.setdefault(root(cell), []).append(cell)
-    return list(found.values())
+        parents[high] = low
+    components: dict[int, list[int]] = {}
+    for cell in sorted(parents):
+        components.setdefault(root(cell), []).append(cell)
+    return list(components.values())

@@ -1,9 +1,9 @@
-"""Placement: which positions of every axis are kept, and in which order.
+"""Placement: which positions of every axis are live, and in which order.
 
-Ties are rigid (an axis a unary op, a norm, a move or a product carries) or soft (contractions with
-a constant weight, joins of several values, windows, complete axes, inputs and outputs, ops with no
-entry). A rigid tie whose reader needs less than its value holds is cut: a gather goes there. At a
-soft tie nothing is forced, and `adapt` makes the layouts meet.
+Ties are rigid (an axis that a unary op, a norm, a move or a product carries) or soft (contractions
+with a constant weight, joins of several values, windows, complete axes, inputs and outputs, ops
+without an entry). A rigid tie whose reader needs less than the value has is cut: a gather is
+emitted there. A soft tie forces nothing, and `adapt` converts between the layouts.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from demask.facts.analysis import Analysis
 from demask.facts.known import Key, key_of, operand_facts
 from demask.facts.masks import along, any_over
 from demask.facts.needed import Needs, needed
-from demask.facts.recurrent import kept_features, roles
+from demask.facts.recurrent import needed_features, roles
 from demask.failures import attributed
 from demask.ops import Relation, schema
 from demask.ops.notation import Axis
 from demask.shrink.layout.cells import Cells, Layout, Positions, whole
-from demask.shrink.layout.order import groups, ranked
-from demask.shrink.layout.ties import forced, is_join, kept_products, sampling
+from demask.shrink.layout.order import connect_cells, rank_positions
+from demask.shrink.layout.ties import is_join, needed_products, sampling, whole_letters
 
 CellAxes = tuple[tuple[int, ...], ...]  # the cells of each axis
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The layout each value should be made in, and each call's operands should come in.
+    """The layout of each value, and of each call's operands.
 
-    value: per value, `slot`: per call and operand. A value missing here is not computed at all.
+    value: per value; one that is absent is not computed at all. slot: per call and operand.
     """
 
     value: Mapping[Key, Layout]
@@ -42,32 +42,32 @@ class Placement:
 
 
 def place(analysis: Analysis, *, tied: bool = False) -> Placement:
-    """The smallest layouts that compute every live position. tied: a weight that several calls read
-    is cut alike in all of them, and so stays one tensor."""
-    return settled(analysis, tied=tied)[1].placement()
+    """The smallest layouts that compute every live position. tied: whether a weight that several
+    calls read is cut alike in all of them, and so stays one tensor."""
+    return settle_needs(analysis, tied=tied)[1].placement()
 
 
-def settled(analysis: Analysis, *, tied: bool = False) -> tuple[Needs, Placer]:
-    """What is needed, and the axes tied, so that calls which are not finite whatever they read
-    (quotients, powers) read no fill: what they are computed at is needed of their operands."""
+def settle_needs(analysis: Analysis, *, tied: bool = False) -> tuple[Needs, Placer]:
+    """The needs and the tied axes, such that calls that are not finite for all operands (quotients,
+    powers) read no fill: wherever they are computed, their operands are needed."""
     computed: dict[fx.Node, list[Tensor]] = {}
     needs, graph = analysis.needed, analysis.program.graph
     while True:
         placer = Placer(analysis, needs, tied=tied)
         placer.tie()
         boxes = placer.boxes()
-        if all(node in computed and _equal(boxes[node], computed[node]) for node in boxes):
+        if all(node in computed and _all_equal(boxes[node], computed[node]) for node in boxes):
             return needs, placer
         computed |= boxes
         needs = needed(graph, analysis.relations, analysis.known, computed)
 
 
-def _equal(a: list[Tensor], b: list[Tensor]) -> bool:
+def _all_equal(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 class Placer:
-    """Ties the axes of a graph, and lays them out."""
+    """Ties the axes of a graph, and computes their layouts."""
 
     def __init__(self, analysis: Analysis, needs: Needs, *, tied: bool = False):
         self.graph, self.relations = analysis.program.graph, analysis.relations
@@ -79,35 +79,35 @@ class Placer:
         self.links: list[tuple[CellAxes, CellAxes]] = []
 
     def tie(self) -> None:
-        """Cells for every axis of every live value and operand, tied where they must agree."""
+        """Create cells for the axes of live values and operands, tied where they must agree."""
         for node in self.graph.nodes:
             if node.op == "placeholder":
-                self._whole(node)
+                self._add_whole(node)
             elif node.op == "call_function" and node.target is not operator.getitem:
                 with attributed(node):
-                    self._call(node)
+                    self._add_call(node)
         for key, axes in self.value.items():
-            self._need(axes, self.needs.live[key])
+            self._add_need(axes, self.needs.live[key])
         for node, relation in self.relations.items():
             if isinstance(relation, Relation) and relation.back and (node, 0) in self.slot:
                 with attributed(node):
-                    self._outnumber(relation)
+                    self._need_more_cells(relation)
             if isinstance(relation, Relation) and relation.entry.align > 1:
                 with attributed(node):
-                    self._align(relation)
+                    self._align_rows(relation)
 
     def placement(self) -> Placement:
-        """The layouts, once everything is tied."""
-        order = self._orders()
+        """The layouts, after all axes are tied."""
+        order = self._find_orders()
         return Placement(
             {key: self._layout(axes, order) for key, axes in self.value.items()},
             {edge: self._layout(axes, order) for edge, axes in self.slot.items()},
         )
 
     def boxes(self) -> dict[fx.Node, list[Tensor]]:
-        """Of each call that is not finite whatever it reads, and is computed at more than what is
-        needed of it: where, per output."""
-        found = {}
+        """For each call that is not finite for all operands, and is computed at more positions than
+        needed: a mask of these positions per output."""
+        computed = {}
         for node, relation in self.relations.items():
             if not isinstance(relation, Relation) or relation.total:
                 continue
@@ -115,11 +115,11 @@ class Placer:
             with attributed(node):
                 boxes = [self._box(key) for key in keys]
             if any(bool((b & ~self.needs.live[k]).any()) for k, b in zip(keys, boxes, strict=True)):
-                found[node] = boxes
-        return found
+                computed[node] = boxes
+        return computed
 
     def _box(self, key: Key) -> Tensor:
-        """Where a value is computed: what is kept of each of its axes, and nowhere else."""
+        """Where a value is computed: the product of the supports of its axes."""
         box = torch.ones([1] * self.needs.live[key].ndim, dtype=torch.bool)
         if key not in self.value:
             return torch.zeros_like(box)
@@ -135,18 +135,18 @@ class Placer:
     def live(self, key: Key) -> bool:
         return bool(self.needs.live[key].any()) if key in self.needs.live else False
 
-    def _whole(self, node: fx.Node) -> None:
-        """Inputs, and what ops without an entry make, keep their shape."""
-        for k, made in enumerate(schema.outputs(node)):
-            if isinstance(made, Tensor) and (node.op == "placeholder" or self.live((node, k))):
-                axes = tuple((self.cells.new(size),) for size in schema.sizes(made))
+    def _add_whole(self, node: fx.Node) -> None:
+        """Require inputs, and outputs of ops without an entry, to be whole."""
+        for k, output in enumerate(schema.outputs(node)):
+            if isinstance(output, Tensor) and (node.op == "placeholder" or self.live((node, k))):
+                axes = tuple((self.cells.new(size),) for size in schema.sizes(output))
                 self.cells.force(cell for axis in axes for cell in axis)
                 self.value[node, k] = axes
 
-    def _call(self, node: fx.Node) -> None:
+    def _add_call(self, node: fx.Node) -> None:
         relation = self.relations.get(node)
         if not isinstance(relation, Relation):
-            self._whole(node)
+            self._add_whole(node)
             return
         outs = [k for k in range(len(relation.outs)) if self.live((node, k))]
         if not outs:
@@ -154,39 +154,42 @@ class Placer:
         letters = {letter: self.cells.new(size) for letter, size in relation.size.items()}
         for letter in relation.back:
             letters[letter] = letters[letter.removesuffix("^")]
-        self.cells.force(letters[a] for a in forced(relation))
+        self.cells.force(letters[a] for a in whole_letters(relation))
         flat = relation.is_grouped
         norm = relation.entry.affine is not None and bool(relation.complete)
-        made = letters
+        output_letters = letters
         if norm:
-            # A norm reads whole axes; of what it makes, only what is read is scaled and shifted.
-            made = letters | {a: self.cells.new(relation.size[a]) for a in relation.complete}
-            self._need(
+            # A norm reads whole axes; only needed positions are scaled and shifted.
+            output_letters = letters | {
+                a: self.cells.new(relation.size[a]) for a in relation.complete
+            }
+            self._add_need(
                 self._axes(relation.outs[0], letters, relation, False), self.needs.live[node, 0]
             )
-        made = made | self._sampled(relation)
+        output_letters = output_letters | self._strided_letters(relation)
         for k in outs:
-            self.value[node, k] = self._axes(relation.outs[k], made, relation, flat or norm)
+            self.value[node, k] = self._axes(
+                relation.outs[k], output_letters, relation, flat or norm
+            )
         for k, operand in enumerate(relation.operands):
             if isinstance(operand.value, fx.Node) and not relation.entry.free:
                 axes = self._axes(relation.ins[k], letters, relation, flat)
                 self.slot[node, k] = axes
-                self._contract(relation, k, axes)
-                self._tie(relation, k, axes)
+                self._need_products(relation, k, axes)
+                self._tie_operand(relation, k, axes)
 
-    def _sampled(self, relation: Relation) -> dict[str, int]:
-        """Cells of the axes along which only evenly spaced windows of a convolution are read: it
-        can make those alone."""
-        found: dict[str, int] = {}
+    def _strided_letters(self, relation: Relation) -> dict[str, int]:
+        """Cells of the axes along which a convolution can compute evenly spaced windows only."""
+        letters: dict[str, int] = {}
         for axis in sampling(relation):
             live = along(self.needs.live[relation.node, 0], axis)
             size = relation.node.meta["val"].shape[axis]
             if not isinstance(size, int) or len(live) != size or bool(live.all()):
                 continue
             (letter,) = relation.outs[0][axis]
-            found[letter] = self.cells.new(size)
-            self.cells.order([found[letter]])
-        return found
+            letters[letter] = self.cells.new(size)
+            self.cells.order([letters[letter]])
+        return letters
 
     def _axes(self, axes, letters: dict[str, int], relation: Relation, flat: bool) -> CellAxes:
         """Cells of axes; composite axes of grouped contractions are cut position by position."""
@@ -201,16 +204,16 @@ class Placer:
 
         return tuple(cells_of(axis) for axis in axes)
 
-    def _contract(self, relation: Relation, operand: int, axes: CellAxes) -> None:
-        """Summed positions are kept where some live output needs a product that is not known."""
+    def _need_products(self, relation: Relation, operand: int, axes: CellAxes) -> None:
+        """Need summed positions for which a live output needs a product that is not known."""
         if relation.back and operand == 0:
             live = [self.needs.live[relation.node, k] for k in range(len(relation.outs))]
             inputs = operand_facts(relation, self.facts)
-            self.cells.need(axes[-1], kept_features(relation, inputs, live))
+            self.cells.need(axes[-1], needed_features(relation, inputs, live))
             return
         if relation.entry.fill not in ("sum", "mix") or operand not in relation.factors[:1]:
             return
-        mask = kept_products(relation, self.facts, self.needs)
+        mask = needed_products(relation, self.facts, self.needs)
         order = list(relation.size)
         for axis, cells in zip(relation.ins[operand], axes, strict=True):
             if set(axis) & relation.contracted:
@@ -220,27 +223,27 @@ class Placer:
                 )
                 sizes = [relation.size[a] or 1 for a in axis]
                 if relation.entry.fill == "mix" and not bool(line.any()):
-                    line[:1] = (
-                        True  # Weights that come from no product need one, of zeros, all the same.
-                    )
+                    line[:1] = True  # Weights computed from no product still need one, of zeros.
                 self.cells.need(cells, line.expand(sizes).reshape(-1) if len(axis) > 1 else line)
 
-    def _outnumber(self, relation: Relation) -> None:
-        """A projected call has more cells than outputs: torch tells it from a plain one by that."""
+    def _need_more_cells(self, relation: Relation) -> None:
+        """Give a projected call more cells than outputs, which is how torch recognizes it."""
         projection = roles(relation).w_hr
         if projection is None:
             return
         units, cells = self.slot[relation.node, projection]
-        made, held = (self.cells.support(self.cells.leaves(c)[0]) for c in (units, cells))
-        assert made is not None
-        assert held is not None
-        short = int(made.sum()) + 1 - int(held.sum())
-        if short > 0:
-            more = (~held).nonzero().squeeze(1)[:short]
-            self.cells.need(cells, held.index_fill(0, more, True))
+        unit_support, support = (
+            self.cells.support(self.cells.leaves(c)[0]) for c in (units, cells)
+        )
+        assert unit_support is not None
+        assert support is not None
+        missing = int(unit_support.sum()) + 1 - int(support.sum())
+        if missing > 0:
+            more = (~support).nonzero().squeeze(1)[:missing]
+            self.cells.need(cells, support.index_fill(0, more, True))
 
-    def _align(self, relation: Relation) -> None:
-        """Positions more, where rows would not be as long as the call wants them."""
+    def _align_rows(self, relation: Relation) -> None:
+        """Add positions to the support until rows have the alignment that the call needs."""
         if (relation.node, 0) not in self.value:
             return
         multiple = max(relation.entry.align // relation.node.meta["val"].element_size(), 1)
@@ -253,7 +256,7 @@ class Placer:
             more = (~support).nonzero().squeeze(1)[: -int(support.sum()) % multiple]
             self.cells.need([leaves[0]], support.index_fill(0, more, True))
 
-    def _tie(self, relation: Relation, operand: int, axes: CellAxes) -> None:
+    def _tie_operand(self, relation: Relation, operand: int, axes: CellAxes) -> None:
         source = relation.operands[operand].value
         key = key_of(source)
         if source.op == "get_attr" and self.tied:
@@ -270,26 +273,26 @@ class Placer:
         soft = relation.window | relation.complete | relation.moved
         for k, (mine, theirs) in enumerate(zip(axes, self.value[key], strict=True)):
             letters = relation.ins[operand][k]
-            rigid = mine and not set(letters) & soft and self._equal(key, k, along(read, k))
-            if rigid and not self._outgrown(relation, key, k, letters):
+            rigid = mine and not set(letters) & soft and self._needs_all(key, k, along(read, k))
+            if rigid and not self._is_outgrown(relation, key, k, letters):
                 self.cells.unify(mine, theirs)
 
-    def _outgrown(self, relation: Relation, key: Key, axis: int, letters: Axis) -> bool:
-        """Whether a move of several values keeps more along an axis than this one of them. This
-        one then stays as narrow as it is, and is widened for the move."""
+    def _is_outgrown(self, relation: Relation, key: Key, axis: int, letters: Axis) -> bool:
+        """Whether a move of several values has more live positions along an axis than this one of
+        them. Then this one is not widened before the move."""
         joined = [o for o in relation.operands if isinstance(o.value, fx.Node)]
         if not relation.moved or len(joined) < 2 or letters not in relation.outs[0]:
             return False
         live = along(self.needs.live[relation.node, 0], relation.outs[0].index(letters))
-        return not self._equal(key, axis, live)
+        return not self._needs_all(key, axis, live)
 
-    def _equal(self, key: Key, axis: int, read: Tensor) -> bool:
-        """Does the reader need all that the value holds along an axis?"""
-        held = self._held(key, axis)
-        return bool((read.expand(max(len(held), len(read))) == held).all())
+    def _needs_all(self, key: Key, axis: int, read: Tensor) -> bool:
+        """Whether the reader needs everything that the value has along an axis."""
+        available = self._available(key, axis)
+        return bool((read.expand(max(len(available), len(read))) == available).all())
 
-    def _held(self, key: Key, axis: int) -> Tensor:
-        """What the value will hold along an axis: the product of what its cells keep."""
+    def _available(self, key: Key, axis: int) -> Tensor:
+        """The positions that the value will have along an axis: the product of its supports."""
         live = along(self.needs.live[key], axis)
         cells = self.cells.leaves(self.value[key][axis])
         sizes = [self.cells.size(cell) for cell in cells]
@@ -298,20 +301,20 @@ class Placer:
             return torch.ones(1, dtype=torch.bool)
         if len(cells) == 1 or len(live) == 1:
             return live
-        part, held = live.reshape([n or 1 for n in sizes]), torch.ones((), dtype=torch.bool)
+        part, product = live.reshape([n or 1 for n in sizes]), torch.ones((), dtype=torch.bool)
         for k in range(len(cells)):
             rest = [d for d in range(len(cells)) if d != k]
             mine = (
                 part.any(dim=rest) if not whole[k] else torch.ones(part.shape[k], dtype=torch.bool)
             )
-            held = held.unsqueeze(-1) & mine
-        return held.reshape(-1)
+            product = product.unsqueeze(-1) & mine
+        return product.reshape(-1)
 
-    def _need(self, axes: CellAxes, mask: Tensor) -> None:
+    def _add_need(self, axes: CellAxes, mask: Tensor) -> None:
         for k, cells in enumerate(axes):
             self.cells.need(cells, along(mask, k))
 
-    def _orders(self) -> dict[int, list[int]]:
+    def _find_orders(self) -> dict[int, list[int]]:
         links = []
         for left, right in self.links:
             for mine, theirs in zip(left[::-1], right[::-1], strict=False):
@@ -319,90 +322,97 @@ class Placer:
                 if len(a) == len(b) == 1 and self.cells.size(a[0]) == self.cells.size(b[0]):
                     links.append((a[0], b[0]))
         result: dict[int, list[int]] = {}
-        for universe in groups(links):
-            supports = {c: s for c in universe if (s := self.cells.support(c)) is not None}
-            if len(supports) < len(universe):
+        for component in connect_cells(links):
+            supports = {c: s for c in component if (s := self.cells.support(c)) is not None}
+            if len(supports) < len(component):
                 continue  # Dynamic axes are never cut, nor reordered.
-            rank = ranked(universe, supports, any(self.cells.ordered(c) for c in universe))
+            rank = rank_positions(
+                component, supports, any(self.cells.ordered(c) for c in component)
+            )
             if rank is not None:
-                result |= dict.fromkeys(universe, rank)
-        above, below = self._bounds()
-        self._parts(result, above)
-        self._moves(result, below)
+                result |= dict.fromkeys(component, rank)
+        above, below = self._order_constraints()
+        self._order_parts(result, above)
+        self._order_moves(result, below)
         return result
 
-    def _bounds(self) -> tuple[set[int], set[int]]:
-        """Cells that have their order from what makes them, and from what reads them: anything but
-        constant weights, which can be stored in any order, and moves of such."""
-        above: set[int] = set()
-        below: set[int] = set()
-        up: list[tuple[int, int]] = []  # what a move makes, and of what
+    def _order_constraints(self) -> tuple[set[int], set[int]]:
+        """Cells whose order is decided by what computes them, and cells whose order is decided by
+        what reads them: all but constant weights, which can be stored in any order, and moves of
+        these."""
+        written: set[int] = set()
+        read: set[int] = set()
+        moves: list[tuple[int, int]] = []  # cells of the output and of the operand of a move
         for node in self.graph.nodes:
             relation = self.relations.get(node)
             if not isinstance(relation, Relation):
-                above |= self._cells_of((node, 0))
-                below |= {
+                written |= self._cells_of((node, 0))
+                read |= {
                     c for source in node.all_input_nodes for c in self._cells_of(key_of(source))
                 }
                 continue
             for k, operand in enumerate(relation.operands):
                 if (node, k) in self.slot and key_of(operand.value) in self.value:
-                    self._bound(relation, k, above, below, up)
+                    self._add_constraints(relation, k, written, read, moves)
         while True:
-            sizes = len(above), len(below)
-            above |= {made for made, source in up if source in above}
-            below |= {source for made, source in up if made in below}
-            if sizes == (len(above), len(below)):
-                return above, below
+            sizes = len(written), len(read)
+            written |= {output for output, source in moves if source in written}
+            read |= {source for output, source in moves if output in read}
+            if sizes == (len(written), len(read)):
+                return written, read
 
     def _cells_of(self, key: Key) -> set[int]:
         return {c for cells in self.value.get(key, ()) for c in self.cells.leaves(cells)}
 
-    def _bound(
-        self, relation: Relation, k: int, above: set[int], below: set[int], up: list
+    def _add_constraints(
+        self, relation: Relation, k: int, written: set[int], read: set[int], moves: list
     ) -> None:
-        """What one operand's axes say of the order of their cells."""
-        node, held = relation.node, self.value[key_of(relation.operands[k].value)]
+        """Add the constraints of one operand on the order of its cells."""
+        node, value_axes = relation.node, self.value[key_of(relation.operands[k].value)]
         factors = relation.factors if relation.entry.fill == "sum" else ()
         weighed = any(schema.is_constant(relation.operands[j].value) for j in factors)
         summed = relation.contracted if weighed else frozenset()
-        for d, (mine, theirs) in enumerate(zip(self.slot[node, k], held, strict=True)):
+        for d, (mine, theirs) in enumerate(zip(self.slot[node, k], value_axes, strict=True)):
             letters = set(relation.ins[k][d])
             leaves = set(self.cells.leaves(theirs))
             if letters & relation.moved and len(relation.outs) == 1:
-                made = self.value.get((node, 0), ())
-                same = len(made) == len(held)
-                outs = set(self.cells.leaves(made[d])) if same else leaves
-                up += [(a, b) for a in outs for b in leaves]
-                (above if same else below).update(set() if same else leaves)
+                output_axes = self.value.get((node, 0), ())
+                same = len(output_axes) == len(value_axes)
+                outs = set(self.cells.leaves(output_axes[d])) if same else leaves
+                moves += [(a, b) for a in outs for b in leaves]
+                (written if same else read).update(set() if same else leaves)
             elif not letters & summed and self.cells.leaves(mine) != self.cells.leaves(theirs):
-                below |= leaves
-                above |= set(self.cells.leaves(mine))
+                read |= leaves
+                written |= set(self.cells.leaves(mine))
 
-    def _leaf(self, key: Key, axis: int, taken: Mapping[int, list[int]]) -> int | None:
-        """The one cell of an axis, if its order is still free."""
+    def _free_cell(self, key: Key, axis: int, taken: Mapping[int, list[int]]) -> int | None:
+        """The single cell of an axis, if its order is still free; else None."""
         leaves = self.cells.leaves(self.value[key][axis])
         free = len(leaves) == 1 and leaves[0] not in taken and not self.cells.ordered(leaves[0])
         return leaves[0] if free else None
 
-    def _parts(self, orders: dict[int, list[int]], above: set[int]) -> None:
-        """Orders of axes that calls only take parts of: one part after another, each a slice."""
+    def _order_parts(self, orders: dict[int, list[int]], above: set[int]) -> None:
+        """Order axes of which calls take only parts: one part after another, each a slice."""
         for key, axes in reversed(self.value.items()):
             users = [u for u in key[0].users if u.op == "output" or (u, 0) in self.value]
             for k in range(len(axes)):
-                leaf = self._leaf(key, k, orders)
+                leaf = self._free_cell(key, k, orders)
                 leaf = None if leaf in above else leaf
-                parts = [] if leaf is None else [self._taken(u, key[0], k, orders) for u in users]
+                parts = (
+                    []
+                    if leaf is None
+                    else [self._positions_taken(u, key[0], k, orders) for u in users]
+                )
                 if leaf is None or not parts or None in parts:
                     continue
                 flat = [p for part in parts for p in part or ()]
                 if len(flat) == self.cells.size(leaf) == len(set(flat)):
                     orders[leaf] = flat
 
-    def _taken(
+    def _positions_taken(
         self, user: fx.Node, source: fx.Node, axis: int, orders: Mapping[int, list[int]]
     ) -> list[int] | None:
-        """The positions along an axis that a call takes, in its own order, if it does no more."""
+        """The positions that a call takes along an axis, if it does nothing else; else None."""
         relation = self.relations.get(user)
         if not isinstance(relation, Relation) or len(relation.operands) != 1:
             return None
@@ -412,15 +422,15 @@ class Placer:
         move = relation.moves[0].get(letter.partition("<")[0]) if letter in relation.moved else None
         if move is None or bool((move.source < 0).any()):
             return None
-        found = move.position.tolist()
+        positions = move.position.tolist()
         if (user, 0) in self.value and len(relation.outs[0]) == len(relation.ins[0]):
             leaves = self.cells.leaves(self.value[user, 0][axis])
             if len(leaves) == 1 and leaves[0] in orders:
-                found = [found[p] for p in orders[leaves[0]]]
-        return found
+                positions = [positions[p] for p in orders[leaves[0]]]
+        return positions
 
-    def _moves(self, orders: dict[int, list[int]], below: set[int]) -> None:
-        """Orders of axes whose positions a call moves: as they come, so that they need not move."""
+    def _order_moves(self, orders: dict[int, list[int]], below: set[int]) -> None:
+        """Order axes that a call moves in the order of its operand, so that they need not move."""
         for node, relation in self.relations.items():
             if not isinstance(relation, Relation) or len(relation.outs) != 1:
                 continue
@@ -429,7 +439,7 @@ class Placer:
             for axis, letters in enumerate(relation.outs[0]):
                 base = "".join(letters).partition(">")[0]
                 move = relation.moves[0].get(base) if set(letters) & relation.moved else None
-                leaf = None if move is None else self._leaf((node, 0), axis, orders)
+                leaf = None if move is None else self._free_cell((node, 0), axis, orders)
                 if (
                     move is None
                     or leaf is None
@@ -443,7 +453,7 @@ class Placer:
                 orders[leaf] = sorted(range(len(keys)), key=keys.__getitem__)
 
     def _ranks(self, source: object, axis: int, orders: Mapping[int, list[int]]) -> dict[int, int]:
-        """Where each position of an operand's axis comes in its order; {}: natural."""
+        """The rank of each position of an operand's axis in its order; {} for the natural order."""
         axes = self.value.get(key_of(source)) if isinstance(source, fx.Node) else None
         if axes is None or axis >= len(axes):
             return {}
@@ -456,13 +466,13 @@ class Placer:
 
     def _positions(self, cells: list[int], order: Mapping[int, list[int]]) -> Positions:
         """Old positions of an axis in their new order: the product of its cells' positions."""
-        total, found = 1, [0]
+        total, positions = 1, [0]
         for cell in cells:
             size, support = self.cells.size(cell), self.cells.support(cell)
             if size is None or support is None:
                 return None
-            lives = support.tolist()  # reading a tensor place by place takes long
+            lives = support.tolist()  # reading a tensor element by element is slow
             mine = [p for p in order.get(cell, range(size)) if lives[p]]
-            found = [before * size + p for before in found for p in mine]
+            positions = [before * size + p for before in positions for p in mine]
             total *= size
-        return whole(found, total)
+        return whole(positions, total)

@@ -1,4 +1,4 @@
-"""The numbers that modules' own code reads, for tensors that became smaller."""
+"""Number attributes that modules' own code reads, fitted to tensors that became smaller."""
 
 from __future__ import annotations
 
@@ -15,70 +15,71 @@ from demask.graph.program import Program
 from demask.graph.provenance import Cut
 from demask.graph.result.resize import has_numbers, numbers_of
 from demask.shrink.own_class.pretrained import fitting_configs
-from demask.shrink.own_class.proof import Proof, Unlike, path_of
+from demask.shrink.own_class.proof import ProgramMismatch, Proof, path_of
 
 MOST_TRIES = 64
 
 
 def fit_numbers(network: nn.Module, proof: Proof, parts: Collection[str] = ()) -> None:
-    """Set the numbers that the modules' own code reads, until the network is proved to compute the
-    smaller program; raises Unlike where no numbers do. parts: modules that are graphs already."""
+    """Set the numbers that the modules' own code reads, such that the network is proved to compute
+    the smaller program; raises ProgramMismatch where no numbers do. parts: modules that are graphs
+    already."""
     for _ in fitting_configs(network):
-        if proof.unlike(network) is None:
+        if proof.find_difference(network) is None:
             return
     choices = _choices(network, proof, parts)
     for choice in choices:
         choice.use()
-    failure: Unlike | None = None
+    failure: ProgramMismatch | None = None
     for _ in range(MOST_TRIES):
-        failure = proof.unlike(network)
+        failure = proof.find_difference(network)
         if failure is None:
             return
-        choice = _next(choices, failure.place)
+        choice = _choice_at(choices, failure.place)
         if choice is None:
             raise failure
-        choice.at += 1
+        choice.current += 1
         choice.use()
     assert failure is not None
     raise failure
 
 
 def is_below(path: str, parts: Collection[str]) -> bool:
-    """Does a path lead to one of some modules, or to what is below them?"""
+    """Whether a path leads to one of some modules, or inside one."""
     return any(path == part or path.startswith(f"{part}.") for part in parts)
 
 
 def calls_of(program: Program) -> dict[str, list[fx.Node]]:
-    """The calls of a program by the module whose code makes them."""
-    found: dict[str, list[fx.Node]] = defaultdict(list)
+    """The calls of a program by the module whose code contains them."""
+    calls: dict[str, list[fx.Node]] = defaultdict(list)
     for node in program.graph.nodes:
         if node.op == "call_function" and node.target is not operator.getitem:
-            found[path_of(node)].append(node)
-    return found
+            calls[path_of(node)].append(node)
+    return calls
 
 
 @dataclass(slots=True)
 class _NumberChoice:
-    """The numbers that modules of one kind, cut alike, could have: attributes, and their values in
-    the order of trying; `at` is the one in use."""
+    """The possible numbers of modules of one class that were cut alike: attributes, and their
+    values in the order of trial; `current` is the index of the current ones."""
 
     modules: list[nn.Module]
     names: tuple[str, ...]
     values: list[tuple[Any, ...]]
-    at: int = 0
+    current: int = 0
     paths: list[str] = field(default_factory=list)
 
     def use(self) -> None:
         for module in self.modules:
-            for name, value in zip(self.names, self.values[self.at], strict=True):
+            for name, value in zip(self.names, self.values[self.current], strict=True):
                 setattr(module, name, value)
 
 
-def _next(choices: Sequence[_NumberChoice], place: str) -> _NumberChoice | None:
-    """The choice to change: of the module where something differs, or of the nearest around it."""
+def _choice_at(choices: Sequence[_NumberChoice], place: str) -> _NumberChoice | None:
+    """The choice to change: of the module with the difference, or of the nearest one around it."""
     while True:
         for choice in choices:
-            if place in choice.paths and choice.at + 1 < len(choice.values):
+            if place in choice.paths and choice.current + 1 < len(choice.values):
                 return choice
         if not place:
             return None
@@ -88,7 +89,7 @@ def _next(choices: Sequence[_NumberChoice], place: str) -> _NumberChoice | None:
 def _choices(network: nn.Module, proof: Proof, parts: Collection[str]) -> list[_NumberChoice]:
     """The numbers of modules that could follow from sizes that became smaller."""
     old, new = calls_of(proof.forms[0](proof.before)), calls_of(proof.target(0))
-    found: dict[Any, _NumberChoice] = {}
+    choices: dict[Any, _NumberChoice] = {}
     for path, module in network.named_modules():
         numbers = numbers_of(module)
         if has_numbers(module) or not numbers or is_below(path, parts):
@@ -99,16 +100,18 @@ def _choices(network: nn.Module, proof: Proof, parts: Collection[str]) -> list[_
                for values, value in zip(options, numbers.values(), strict=True)):  # fmt: skip
             continue
         key = (type(module), repr(numbers), repr(options))
-        if key not in found:
-            found[key] = _NumberChoice([], tuple(numbers), _rows(tuple(numbers.values()), options))
-        found[key].modules.append(module)
-        found[key].paths.append(path)
-    return list(found.values())
+        if key not in choices:
+            choices[key] = _NumberChoice(
+                [], tuple(numbers), _combinations(tuple(numbers.values()), options)
+            )
+        choices[key].modules.append(module)
+        choices[key].paths.append(path)
+    return list(choices.values())
 
 
-def _rows(old: tuple[Any, ...], options: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
-    """What numbers could be together, those first in which fewest change: a number that the call
-    does not read (which of the layers this is) stays."""
+def _combinations(old: tuple[Any, ...], options: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+    """Possible combinations of numbers, those with fewest changes first: a number that the call
+    does not read (such as the index of the layer) stays."""
     rows = itertools.islice(itertools.product(*options), 2**14)
 
     def changes(row: tuple[Any, ...]) -> int:
@@ -123,28 +126,28 @@ def _sizes(
     new: Mapping[str, list[fx.Node]],
     cuts: Mapping[str, Cut],
 ) -> dict[int, list[int]]:
-    """What sizes in a module became: of its tensors, its layers', and the values that they make."""
-    found: dict[int, dict[int, None]] = defaultdict(dict)
+    """New sizes in a module by old size: of its tensors, its layers, and computed values."""
+    new_sizes: dict[int, dict[int, None]] = defaultdict(dict)
 
     def note(a: Any, b: Any) -> None:
         if isinstance(a, int) and isinstance(b, int):
-            found[a].setdefault(b)
+            new_sizes[a].setdefault(b)
 
-    for name, how in cuts.items():
+    for name, cut in cuts.items():
         holder = name.rpartition(".")[0]
         if path in (holder, holder.rpartition(".")[0]):
-            for size, kept in zip(how.shape, how.kept, strict=True):
-                note(size, size if kept is None else len(kept))
+            for size, positions in zip(cut.shape, cut.kept, strict=True):
+                note(size, size if positions is None else len(positions))
     for place in [place for place in old if path in (place, place.rpartition(".")[0])]:
-        for a, b in _aligned(old[place], new.get(place, [])):
+        for a, b in _pair_calls(old[place], new.get(place, [])):
             for one, other in zip(_shapes(a), _shapes(b), strict=False):
                 for m, n in zip(one, other, strict=False):
                     note(m, n)
-    return {a: list(bs) for a, bs in found.items()}
+    return {a: list(bs) for a, bs in new_sizes.items()}
 
 
-def _aligned(old: list[fx.Node], new: list[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Calls of one module in two programs: of each op, as many in both, in order."""
+def _pair_calls(old: list[fx.Node], new: list[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Pairs of calls of one module in two programs, of each op with equally many calls."""
     for target in dict.fromkeys(node.target for node in old):
         mine, other = ([n for n in calls if n.target is target] for calls in (old, new))
         if len(mine) == len(other):
@@ -158,8 +161,7 @@ def _shapes(node: fx.Node) -> list[tuple[Any, ...]]:
 
 
 def _options(value: Any, sizes: Mapping[int, list[int]]) -> list[Any]:
-    """What a number could become: what sizes of it became; what it is, where some stayed or there
-    is none."""
+    """Possible values of a number: what its size became, and itself if some size stayed."""
     if isinstance(value, int):
         return sorted({value, *sizes.get(value, ())}, reverse=True)
     each = itertools.product(*(_options(v, sizes) for v in value))

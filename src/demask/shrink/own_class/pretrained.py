@@ -1,4 +1,4 @@
-"""Models of transformers whose layers were cut alike: their config says the new sizes."""
+"""Models of transformers whose layers were cut alike: a config with the new sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from demask.errors import BadInput
 from demask.graph.result.resize import numbers_of
 
-# What configs call sizes, and counts of heads.
+# Attributes of configs with sizes, and with counts of heads.
 _SIZES = (
     "intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "n_inner", "d_ff",
     "hidden_dim", "hidden_size", "n_embd", "dim", "d_model", "vocab_size", "embedding_size",
@@ -26,20 +26,21 @@ REFUSE = "save_pretrained"
 
 
 def fitting_configs(model: nn.Module) -> Iterator[None]:
-    """Have the config of a model with cut tensors say their sizes, and its modules those numbers
-    that a model of this config has: one config after the other that has such tensors. Where the
-    caller takes none, the model has its old ones again, and `save_pretrained` refuses from now on;
-    nothing happens to other models.
+    """Set the config of a model with cut tensors to its sizes, and the numbers of its modules to
+    those of a model with this config; yields after each config with such tensors.
+
+    If the caller accepts none, the model has its old numbers again, and `save_pretrained` raises
+    BadInput from now on; other models are not affected.
     """
     config = getattr(model, "config", None)
     if config is None or not callable(getattr(model, REFUSE, None)):
         return
     old = copies.deepcopy(config)
     numbers = {path: numbers_of(module) for path, module in model.named_modules()}
-    found = _config_of(model, old)
-    if found is not None:
+    fitting = _find_config(model, old)
+    if fitting is not None:
         vars(model).pop(REFUSE, None)  # of an earlier round
-        _take(model, *found)
+        _copy_numbers(model, *fitting)
         yield
     vars(config).update(vars(old))
     for path, module in model.named_modules():
@@ -49,35 +50,36 @@ def fitting_configs(model: nn.Module) -> Iterator[None]:
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise BadInput(
-        "save_pretrained writes a config, and none says the sizes of this network: its layers were "
-        "cut differently. Use demask.save(model, path) and demask.load(path, into=Model(config)), "
+        "save_pretrained writes a config, and no config has the sizes of this network: its layers "
+        "were cut differently. Use demask.save(model, path) and "
+        "demask.load(path, into=Model(config)), "
         "or mask as many heads and units in every layer"
     )
 
 
-def _config_of(model: nn.Module, config: Any) -> tuple[nn.Module, Any] | None:
-    """A config, and a model made from it, that has tensors of the model's shapes: found by changing
-    one number after the other, each time the one that makes most shapes right."""
-    fresh = _made(type(model), config)
-    options = _options(config, _changes(fresh, model))
-    best = _misfits(model, fresh)
+def _find_config(model: nn.Module, config: Any) -> tuple[nn.Module, Any] | None:
+    """A model and its config with tensors of the model's shapes, or None. The search changes one
+    number after the other, each time the one that corrects most shapes."""
+    fresh = _build_on_meta(type(model), config)
+    options = _options(config, _changed_sizes(fresh, model))
+    best = _count_misfits(model, fresh)
     while fresh is not None and best > 0:
         tries = []
         for name, values in options.items():
             for value in values:
                 other = copies.deepcopy(config)
                 setattr(other, name, value)
-                made = _made(type(model), other)
-                tries.append((_misfits(model, made), len(tries), other, made))
-        least, _, other, made = min(tries, default=(best, 0, None, None))
+                candidate = _build_on_meta(type(model), other)
+                tries.append((_count_misfits(model, candidate), len(tries), other, candidate))
+        least, _, other, candidate = min(tries, default=(best, 0, None, None))
         if least >= best:
             return None
-        best, config, fresh = least, other, made
+        best, config, fresh = least, other, candidate
     return None if fresh is None else (fresh, config)
 
 
-def _misfits(model: nn.Module, other: nn.Module | None) -> int:
-    """How many tensors of two models differ in shape. Buffers, which nobody prunes, count most."""
+def _count_misfits(model: nn.Module, other: nn.Module | None) -> int:
+    """The number of tensors that differ in shape; buffers, which are not pruned, count most."""
     if other is None:
         return 10**9
     total = 0
@@ -89,8 +91,8 @@ def _misfits(model: nn.Module, other: nn.Module | None) -> int:
     return total
 
 
-def _made(kind: type[nn.Module], config: Any) -> nn.Module | None:
-    """A model of a config that takes no memory; None where there is none."""
+def _build_on_meta(kind: type[nn.Module], config: Any) -> nn.Module | None:
+    """A model of a config, without memory for its tensors; None if there is none."""
     try:
         with torch.device("meta"):
             return kind(copies.deepcopy(config))
@@ -98,7 +100,7 @@ def _made(kind: type[nn.Module], config: Any) -> nn.Module | None:
         return None
 
 
-def _changes(fresh: nn.Module | None, model: nn.Module) -> set[tuple[int, int]]:
+def _changed_sizes(fresh: nn.Module | None, model: nn.Module) -> set[tuple[int, int]]:
     """The sizes of parameters that differ in two models, in pairs."""
     new = {name: p.shape for name, p in model.named_parameters()}
     old = {} if fresh is None else {name: p.shape for name, p in fresh.named_parameters()}
@@ -108,22 +110,22 @@ def _changes(fresh: nn.Module | None, model: nn.Module) -> set[tuple[int, int]]:
 
 
 def _options(config: Any, pairs: set[tuple[int, int]]) -> dict[str, list[int]]:
-    """What numbers of a config could become: what axes of their size became; of heads, as large a
-    share as of any axis."""
-    found: dict[str, list[int]] = {}
+    """Possible values of numbers of a config: those that axes of their size became; for heads, also
+    the same share as of any axis."""
+    options: dict[str, list[int]] = {}
     for name, value in vars(config).items():
         if name not in _SIZES + _HEADS or not isinstance(value, int | None):
-            continue  # some list a number for each stage
+            continue  # some configs list a number per stage
         sizes = {b for a, b in pairs if value is None or a == value}
         if name in _HEADS and type(value) is int:
             sizes |= {value * b // a for a, b in pairs if value * b % a == 0}
         if sizes := sizes - {0, value}:
-            found[name] = sorted(sizes)
-    return found
+            options[name] = sorted(sizes)
+    return options
 
 
-def _take(model: nn.Module, fresh: nn.Module, config: Any) -> None:
-    """Give a model the numbers of one that has the same tensors, and its config."""
+def _copy_numbers(model: nn.Module, fresh: nn.Module, config: Any) -> None:
+    """Copy to a model the numbers of one with the same tensors, and its config."""
     for name, value in vars(config).items():
         setattr(model.config, name, value)  # one object, which all modules share
     modules = dict(model.named_modules())

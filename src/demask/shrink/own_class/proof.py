@@ -1,4 +1,4 @@
-"""Does a network compute a program? Proved by capturing the network and comparing the programs."""
+"""Proves that a network computes a program: captures the network and compares programs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from demask.graph.normalize.program_equality import difference
 from demask.graph.program import Program, module_of
 from demask.graph.provenance import Cut
 from demask.graph.result.uncalled_modules import is_holder
-from demask.shrink.check import Inputs, call, in_eval
+from demask.shrink.check import Inputs, in_eval, run_seeded
 
-Form = Callable[[Program], Program]
+NormalForm = Callable[[Program], Program]
 
 
-class Unlike(DemaskError):
-    """How a network differs from a program. place: the module where."""
+class ProgramMismatch(DemaskError):
+    """How a network differs from a program. place: the path of the module."""
 
     def __init__(self, text: str, place: str = "") -> None:
         super().__init__(text)
@@ -30,11 +30,11 @@ class Unlike(DemaskError):
 
 @dataclass(slots=True)
 class Proof:
-    """What a network has to compute, and how to find out whether it does.
+    """The program that a network has to compute, and how to test whether it does.
 
-    before, after: the program that was captured, and the smaller one it became. cuts: of the
-    constants of `after`. inputs: the example's, args and kwargs. capture: the programs of a network
-    that is called as the model was. forms: normal forms to compare programs in, the cheapest first.
+    before, after: the captured program, and the smaller one it became. cuts: of the constants of
+    `after`. inputs: the example's args and kwargs. capture: the programs of a network that is
+    called like the model. forms: normal forms in which programs are compared, the cheapest first.
     """
 
     before: Program
@@ -42,28 +42,28 @@ class Proof:
     cuts: Mapping[str, Cut]
     inputs: Inputs
     capture: Callable[[nn.Module], Iterator[Program]]
-    forms: Sequence[Form]
+    forms: Sequence[NormalForm]
     _normal: dict[int, Program] = field(default_factory=dict)
 
     def target(self, k: int) -> Program:
-        """`after` in the form number k, computed when it is first needed."""
+        """`after` in normal form k, computed at first use."""
         if k not in self._normal:
             self._normal[k] = self.forms[k](self.after)
         return self._normal[k]
 
     def run(self, network: nn.Module) -> Any:
-        """Call a network on the example, in eval mode. Raises Unlike where it does not run."""
-        with _placed(network):
-            # With gradients on: some modules take a shorter way without.
-            return call(in_eval(network), self.inputs, grad=True)
+        """The outputs of a network on the example, in eval mode. Raises ProgramMismatch."""
+        with _locate_errors(network):
+            # With gradients enabled: some modules use a fused kernel without.
+            return run_seeded(in_eval(network), self.inputs, grad=True)
 
-    def unlike(self, network: nn.Module) -> Unlike | None:
-        """How a network fails to compute `after`, in any form; None where it does not."""
+    def find_difference(self, network: nn.Module) -> ProgramMismatch | None:
+        """How a network fails to compute `after`, in every form; None if it computes it."""
         try:
             self.run(network)
-            with _placed(network):
+            with _locate_errors(network):
                 for program in self.capture(network):
-                    if _dynamic(program) != _dynamic(self.before):
+                    if _dynamic_sizes(program) != _dynamic_sizes(self.before):
                         continue
                     node = None
                     for k, form in enumerate(self.forms):
@@ -72,52 +72,52 @@ class Proof:
                             return None
                     assert node is not None
                     place = path_of(node) if node.op == "call_function" else ""
-                    text = f"{place or 'the network'} makes another call than shapes say"
-                    return Unlike(f"{text} ({node.target})", place)
-        except Unlike as error:
+                    text = f"{place or 'the network'} differs in a call by more than shapes"
+                    return ProgramMismatch(f"{text} ({node.target})", place)
+        except ProgramMismatch as error:
             return error
-        return Unlike("the network is captured for other sizes than the model")
+        return ProgramMismatch("the network is captured for other sizes than the model")
 
 
 def path_of(node: fx.Node) -> str:
-    """The path of the module whose code makes a call, however often it is called."""
+    """The path of the module whose code contains a call, for all calls of that module."""
     return module_of(node).partition("@")[0]
 
 
-def _dynamic(program: Program) -> list[list[bool]]:
+def _dynamic_sizes(program: Program) -> list[list[bool]]:
     """Which sizes of a program's inputs are dynamic."""
     values = [node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")]
     return [[not isinstance(size, int) for size in v.shape] for v in values
             if isinstance(v, Tensor)]  # fmt: skip
 
 
-# What a network's own code raises where sizes or parts are not what it expects.
-_OF_NETWORKS = (DemaskError, RuntimeError, ValueError, AttributeError, IndexError)
+# Errors that a network's own code raises for sizes or modules that it does not expect.
+_NETWORK_ERRORS = (DemaskError, RuntimeError, ValueError, AttributeError, IndexError)
 
 
 @contextlib.contextmanager
-def _placed(network: nn.Module) -> Iterator[None]:
-    """Have errors of a network be Unlike, with the path of the module that runs then."""
+def _locate_errors(network: nn.Module) -> Iterator[None]:
+    """Convert errors of a network to ProgramMismatch, with the path of the module that raised."""
     stack: list[str] = []
     handles = [handle for path, module in network.named_modules() if not is_holder(module)
-               for handle in _watch(module, path, stack)]  # fmt: skip
+               for handle in _track_calls(module, path, stack)]  # fmt: skip
     try:
         yield
-    except (MemoryError, Unlike):
+    except (MemoryError, ProgramMismatch):
         raise
     except Exception as error:
-        if is_strict() and not isinstance(error, _OF_NETWORKS):
+        if is_strict() and not isinstance(error, _NETWORK_ERRORS):
             raise
         place = stack[-1] if stack else ""
         text = f"{place or 'the network'} does not run: {described(error)}"
-        raise Unlike(text, place) from error
+        raise ProgramMismatch(text, place) from error
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _watch(module: nn.Module, path: str, stack: list[str]) -> list[Any]:
-    """Keep the paths of the modules that run on a stack; what raises stays on top."""
+def _track_calls(module: nn.Module, path: str, stack: list[str]) -> list[Any]:
+    """Push the paths of running modules on a stack; the one that raises stays on top."""
 
     def enter(*_: Any) -> None:
         if not path:

@@ -1,7 +1,7 @@
 """How modules are called: which argument, and which part of a result, is which value of a region.
 
-Read off a run of both on the example; that the whole is then right is
-proved elsewhere (`Proof`).
+Determined from a run of both on the example; that the whole is then correct is proved separately
+(`Proof`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.utils import _pytree as pytree
 from demask.graph.module_copy import structural_copy
 from demask.graph.recorded_run import RecordedRun
 from demask.graph.result.resize import put_module
-from demask.shrink.check import call
-from demask.shrink.own_class.proof import Proof, Unlike
+from demask.shrink.check import run_seeded
+from demask.shrink.own_class.proof import ProgramMismatch, Proof
 from demask.shrink.own_class.regions import ModuleRegion
 
-NEAR = 1e-3  # relative: as near are two values that are the same but for rounding
+NEAR = 1e-3  # largest relative difference of values that are equal except for rounding
 
 
 @dataclass(slots=True)
@@ -31,35 +31,35 @@ class ModuleCall:
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] | None = None
-    inputs: Mapping[int, fx.Node] | None = None  # of the leaves of the call
-    outputs: Sequence[Any] = ()  # leaves of the result: nodes, or what is no tensor
+    inputs: Mapping[int, fx.Node] | None = None  # by leaf of the arguments
+    outputs: Sequence[Any] = ()  # leaves of the result: nodes, or values that are not tensors
     out_spec: Any = None
 
 
 def match_calls(
     network: nn.Module, model: nn.Module, proof: Proof, regions: Sequence[ModuleRegion]
 ) -> dict[str, ModuleCall]:
-    """The calls of the regions' modules, by path. network: a copy of the model that has the smaller
-    tensors. Raises Unlike with the place where a call cannot be matched."""
-    values = _values_at(regions, proof)
-    returned = _returned(model, [region.path for region in regions], proof)
+    """The calls of the regions' modules, by path. network: a copy of the model with the smaller
+    tensors. Raises ProgramMismatch with the place where a call cannot be matched."""
+    values = _record_values(regions, proof)
+    returned = _record_results(model, [region.path for region in regions], proof)
     calls = {region.path: ModuleCall() for region in regions}
     probed = structural_copy(network, share=True)
     for region in regions:
         if region.path not in returned:
-            raise Unlike(f"{region.path} is not called", region.path)
-        matched = partial(_matched, region, returned[region.path], values, calls[region.path])
+            raise ProgramMismatch(f"{region.path} is not called", region.path)
+        matched = partial(_match_call, region, returned[region.path], values, calls[region.path])
         put_module(probed, region.path, _RegionProbe(matched))
     proof.run(probed)
     return calls
 
 
 class _RegionProbe(nn.Module):
-    """Stands where a region's graph will, for one run."""
+    """A module in place of a region's graph, for one run."""
 
-    def __init__(self, call: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    def __init__(self, function: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()
-        self._function = (call,)  # a tuple of what copies share
+        self._function = (function,)  # a tuple, so that copies share it
 
     def __deepcopy__(self, memo: Any) -> _RegionProbe:
         return _RegionProbe(*self._function)
@@ -68,33 +68,33 @@ class _RegionProbe(nn.Module):
         return self._function[0](args, kwargs)
 
 
-def _values_at(regions: Sequence[ModuleRegion], proof: Proof) -> dict[fx.Node, Any]:
-    """What goes in and out of regions, for the example."""
+def _record_values(regions: Sequence[ModuleRegion], proof: Proof) -> dict[fx.Node, Any]:
+    """The values that enter and leave regions, for the example."""
     wanted = {node for region in regions for node in (*region.inputs, *region.outputs)}
     run = RecordedRun(proof.after, wanted)
-    call(run.run, (tuple(pytree.tree_leaves(proof.inputs)), {}))
+    run_seeded(run.run, (tuple(pytree.tree_leaves(proof.inputs)), {}))
     return run.values
 
 
-def _returned(model: nn.Module, paths: Sequence[str], proof: Proof) -> dict[str, Any]:
-    """What modules return for the example."""
-    found: dict[str, Any] = {}
+def _record_results(model: nn.Module, paths: Sequence[str], proof: Proof) -> dict[str, Any]:
+    """The results of modules for the example."""
+    results: dict[str, Any] = {}
     work = structural_copy(model, share=True)
 
-    def keep(path: str) -> Callable[..., None]:
-        return lambda module, inputs, output: found.update({path: output})
+    def store(path: str) -> Callable[..., None]:
+        return lambda module, inputs, output: results.update({path: output})
 
     for path in paths:
-        work.get_submodule(path).register_forward_hook(keep(path))
+        work.get_submodule(path).register_forward_hook(store(path))
     proof.run(work)
-    return found
+    return results
 
 
-def _matched(
-    region: ModuleRegion, returned: Any, values: Mapping[fx.Node, Any], found: ModuleCall,
+def _match_call(
+    region: ModuleRegion, returned: Any, values: Mapping[fx.Node, Any], call: ModuleCall,
     args: tuple[Any, ...], kwargs: dict[str, Any],
 ) -> Any:  # fmt: skip
-    """Fill in how a module is called, now that it is; what it returns."""
+    """The result of a region's module for a call; sets in `call` how the module is called."""
     leaves = pytree.tree_leaves((args, kwargs))
     inputs: dict[int, fx.Node] = {}
     for node in region.inputs:
@@ -116,15 +116,15 @@ def _matched(
         fits = {node: _share(values[node], leaf) for node in free
                 if _can_be_cut(values[node], leaf)}  # fmt: skip
         if not fits:
-            raise Unlike(f"not all that {region.path} returns is used", region.path)
+            raise ProgramMismatch(f"some results of {region.path} are not used", region.path)
         outputs[k] = max(fits, key=fits.__getitem__)
         free.remove(outputs[k])
     if free:
-        raise Unlike(f"values inside {region.path} are read elsewhere", region.path)
-    found.args, found.kwargs, found.inputs = args, kwargs, inputs
-    found.outputs, found.out_spec = outputs, spec
-    made = [values[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in outputs]
-    return pytree.tree_unflatten(made, spec)
+        raise ProgramMismatch(f"values inside {region.path} are read elsewhere", region.path)
+    call.args, call.kwargs, call.inputs = args, kwargs, inputs
+    call.outputs, call.out_spec = outputs, spec
+    values_returned = [values[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in outputs]
+    return pytree.tree_unflatten(values_returned, spec)
 
 
 def _gap(a: Tensor, b: Tensor) -> float:
@@ -136,10 +136,11 @@ def _gap(a: Tensor, b: Tensor) -> float:
 
 
 def _can_be_cut(value: Any, of: Tensor) -> bool:
+    """Whether a value could be a cut of a tensor, by its dtype and shape."""
     same = isinstance(value, Tensor) and value.dtype == of.dtype and value.ndim == of.ndim
     return same and all(a <= b for a, b in zip(value.shape, of.shape, strict=True))
 
 
 def _share(value: Tensor, of: Tensor) -> float:
-    """How large a part of a tensor's values another has."""
+    """The share of the elements of a value that another tensor has."""
     return float(torch.isin(value.detach(), of.detach()).double().mean()) if value.numel() else 1.0

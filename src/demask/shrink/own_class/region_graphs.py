@@ -1,5 +1,4 @@
-"""Graphs of regions, in the places of their modules: they take what the module takes, and return
-what it returns."""
+"""Graphs of regions, in place of their modules: same arguments, same results."""
 
 from __future__ import annotations
 
@@ -18,37 +17,37 @@ from demask.graph.result.demasked_module import Demasked, build
 from demask.graph.result.hooks import HOOKS
 from demask.graph.result.resize import put_module
 from demask.graph.result.restore_modules import Originals
-from demask.shrink.own_class.proof import Proof, Unlike
+from demask.shrink.own_class.proof import ProgramMismatch, Proof
 from demask.shrink.own_class.region_calls import ModuleCall, match_calls
 from demask.shrink.own_class.regions import ModuleRegion
 from demask.shrink.pipeline import inputs_of
-from demask.shrink.program_size import counted
+from demask.shrink.program_size import measure_module
 
 
-def graphs_in(
+def insert_graphs(
     network: nn.Module,
     model: nn.Module,
     proof: Proof,
     regions: Sequence[ModuleRegion],
     originals: Originals | None,
 ) -> None:
-    """Put graphs of regions in the places of their modules, in a copy of the model that has the
-    smaller tensors. Raises Unlike with the place that no graph can take."""
+    """Replace the modules of regions by graphs, in a copy of the model with the smaller tensors.
+    Raises ProgramMismatch with the path of a module that cannot be a graph."""
     calls = match_calls(network, model, proof, regions)
     for region in regions:
         module = network.get_submodule(region.path)
-        graph = _graph(region, calls[region.path], proof, module, originals)
+        graph = _build_graph(region, calls[region.path], proof, module, originals)
         hooks = {k: v for k, v in vars(module).items() if k.startswith(("_forward_", "_backward_"))}
         vars(graph).update(hooks)
         put_module(network, region.path, graph)
 
 
-def _graph(
+def _build_graph(
     region: ModuleRegion, call: ModuleCall, proof: Proof, module: nn.Module,
     originals: Originals | None,
 ) -> Demasked:  # fmt: skip
-    """The network of a region, called as its module is."""
-    program = _program(region, call, proof.after, module)
+    """The network of a region, called like its module."""
+    program = _region_program(region, call, proof.after, module)
     prefix = f"{region.path}."
     cuts = {name.removeprefix(prefix): replace(cut, source=cut.source.removeprefix(prefix))
             for name, cut in proof.cuts.items() if name.startswith(prefix)}  # fmt: skip
@@ -59,35 +58,39 @@ def _graph(
         effects={},
         notes=(),
         inputs=tuple(spec for spec in inputs_of(program) if spec.name in used),
-        before=counted(module),
-        after=counted(module),
+        before=measure_module(module),
+        after=measure_module(module),
         guards=(),
     )
-    return build(program, record, originals=_inside(originals, region.path))
+    return build(program, record, originals=_originals_inside(originals, region.path))
 
 
-def _inside(originals: Originals | None, path: str) -> Originals | None:
-    """The originals of a module, which by itself has no hooks: its graph keeps them."""
+def _originals_inside(originals: Originals | None, path: str) -> Originals | None:
+    """The originals of a module, without its own hooks, which are copied to its graph."""
     if originals is None:
         return None
     prefix = f"{path}."
     module = copy.copy(originals.model.get_submodule(path))
     for name in HOOKS:
         vars(module)[name] = {}
-    kept = {name.removeprefix(prefix): layer for name, layer in originals.kept.items()
+    layers = {name.removeprefix(prefix): layer for name, layer in originals.kept.items()
             if name.startswith(prefix)}  # fmt: skip
-    return Originals(module, kept)
+    return Originals(module, layers)
 
 
-def _program(region: ModuleRegion, call: ModuleCall, whole: Program, module: nn.Module) -> Program:
+def _region_program(
+    region: ModuleRegion, call: ModuleCall, whole: Program, module: nn.Module
+) -> Program:
     """The program of a region, its inputs and outputs those of its module."""
     assert call.inputs is not None
     graph, mapping = fx.Graph(), dict[fx.Node, fx.Node]()
     leaves, in_spec = pytree.tree_flatten((call.args, dict(call.kwargs or {})))
     for k, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
-            # The code around may give a tensor in other calls: masks are often left out.
-            raise Unlike(f"{region.path} takes {leaf!r:.40}, which is no tensor", region.path)
+            # The code around may pass a tensor in other calls: masks are often omitted.
+            raise ProgramMismatch(
+                f"{region.path} takes {leaf!r:.40}, which is not a tensor", region.path
+            )
         input_, node = graph.placeholder(f"input_{k}"), call.inputs.get(k)
         input_.meta["val"] = node.meta["val"] if node is not None else leaf
         if node is not None:
@@ -99,7 +102,7 @@ def _program(region: ModuleRegion, call: ModuleCall, whole: Program, module: nn.
         _copy(node, graph, mapping, constants, region.path)
     values = [mapping[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in call.outputs]
     graph.output(tuple(values))
-    names = _names(module, call)
+    names = _argument_names(module, call)
     return Program(graph, constants.own, in_spec, call.out_spec, names, training=whole.training)
 
 
@@ -111,13 +114,13 @@ class _Constants:
         self.own: dict[str, Constant] = {}
 
     def take(self, target: str) -> str:
-        """The name in the module of a constant of the program. Raises Unlike for a parameter that
-        is others', too."""
+        """The name in the module of a constant of the program. Raises ProgramMismatch for a
+        parameter that other modules share."""
         constant, prefix = self.all[target], f"{self.path}."
         names = constant.aliases or (constant.name,)
         inside = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
         if constant.parameter and len(inside) < len(names):
-            raise Unlike(f"{self.path} shares {target} with other modules", self.path)
+            raise ProgramMismatch(f"{self.path} shares {target} with other modules", self.path)
         name = target.removeprefix(prefix)
         if not target.startswith(prefix):
             name = "constant_" + target.replace(".", "_")
@@ -130,8 +133,8 @@ def _compute(
     node: fx.Node, graph: fx.Graph, mapping: dict[fx.Node, fx.Node], constants: _Constants,
     path: str,
 ) -> None:  # fmt: skip
-    """Compute in a region a value from elsewhere that is none of its module's arguments: a size,
-    or what follows from sizes and constants. Raises Unlike."""
+    """Compute in a region a value from elsewhere that is none of its module's arguments: a size, or
+    a value computed from sizes and constants. Raises ProgramMismatch."""
     if node in mapping:
         return
     if node.op == "get_attr":
@@ -150,7 +153,7 @@ def _compute(
                     mapping[node].meta["val"] = value
                     return
     if node.op != "call_function":
-        raise Unlike(f"{path} reads a value that is none of its arguments ({node})", path)
+        raise ProgramMismatch(f"{path} reads a value that is none of its arguments ({node})", path)
     for source in node.all_input_nodes:
         _compute(source, graph, mapping, constants, path)
     _copy(node, graph, mapping, constants, path)
@@ -160,7 +163,7 @@ def _copy(
     node: fx.Node, graph: fx.Graph, mapping: dict[fx.Node, fx.Node], constants: _Constants,
     path: str,
 ) -> None:  # fmt: skip
-    """Copy a call into the graph of a region; its module's names begin there."""
+    """Copy a call into the graph of a region; paths of modules begin at the region's module."""
     for source in node.all_input_nodes:
         if source not in mapping:  # a constant
             _copy(source, graph, mapping, constants, path)
@@ -176,7 +179,7 @@ def _copy(
     mapping[node] = new
 
 
-def _names(module: nn.Module, call: ModuleCall) -> tuple[str, ...]:
+def _argument_names(module: nn.Module, call: ModuleCall) -> tuple[str, ...]:
     """The names of forward's arguments, in the order of the call."""
     named = inspect.signature(module.forward).parameters.values()
     plain = [p.name for p in named if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

@@ -1,4 +1,4 @@
-"""Which modules of a smaller program become graphs: the smallest that hold what keeps shapes."""
+"""The modules of a smaller program that become graphs: the smallest that preserve shapes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from demask.graph.program import Program
 from demask.graph.result.module_calls import kind_of
 from demask.graph.result.resize import has_numbers
 from demask.shrink.own_class.numbers import is_below
-from demask.shrink.own_class.proof import Unlike, path_of
+from demask.shrink.own_class.proof import ProgramMismatch, path_of
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleRegion:
-    """The calls of one module in a program. inputs: the values from elsewhere that they read;
-    outputs: their values that are read elsewhere."""
+    """The calls of one module in a program. inputs: values from elsewhere that they read. outputs:
+    their values that are read elsewhere."""
 
     path: str
     nodes: tuple[fx.Node, ...]
@@ -26,8 +26,8 @@ class ModuleRegion:
 
 
 def regions_of(program: Program, model: nn.Module, places: Iterable[str]) -> list[ModuleRegion]:
-    """The smallest modules that hold what keeps shapes by more than smaller layers, and `places`.
-    Raises Unlike where that is the whole model."""
+    """The smallest modules that contain what preserves shapes by more than smaller layers, and
+    `places`. Raises ProgramMismatch where that is the whole model."""
     modules = _Modules(program, model)
     owners: dict[fx.Node, str] = {}
     for node in program.graph.nodes:
@@ -35,25 +35,25 @@ def regions_of(program: Program, model: nn.Module, places: Iterable[str]) -> lis
             owners[node] = modules.owner(node)
     wanted = {*owners.values(), *map(modules.around, places)}
     if "" in wanted:
-        raise Unlike("more than shapes changed between the modules of the whole model")
+        raise ProgramMismatch("more than shapes changed between the modules of the whole model")
     paths = [path for path in sorted(wanted)
              if not any(path != other and is_below(path, [other]) for other in wanted)]  # fmt: skip
     order = {node: k for k, node in enumerate(program.graph.nodes)}
-    found, taken = [], dict[fx.Node, str]()
+    regions, taken = [], dict[fx.Node, str]()
     for path in paths:
         inside = {node for node in order if path in modules.scopes(node)}
         effects = {node for node, owner in owners.items() if is_below(owner, [path])}
-        own = _closed((inside - owners.keys()) | effects, order)
+        own = _close((inside - owners.keys()) | effects, order)
         for node in own:
             if node in taken:
-                raise Unlike(f"{path} and {taken[node]} are computed in one another", path)
+                raise ProgramMismatch(f"{path} and {taken[node]} are computed in one another", path)
             taken[node] = path
-        found.append(_region(path, sorted(own, key=order.__getitem__)))
-    return found
+        regions.append(_build_region(path, sorted(own, key=order.__getitem__)))
+    return regions
 
 
 class _Modules:
-    """The modules of a model whose calls can be told in a program."""
+    """The modules of a model whose calls can be identified in a program."""
 
     def __init__(self, program: Program, model: nn.Module) -> None:
         self._scopes = {node: _scopes(node) for node in program.graph.nodes}
@@ -67,16 +67,16 @@ class _Modules:
         return self._scopes[node]
 
     def around(self, path: str) -> str:
-        """The smallest module around a place that a graph can stand for; "" for the whole model."""
+        """The smallest module around a place that a graph can replace; "" for the whole model."""
         while path and path not in self.graphs:
             path = path.rpartition(".")[0]
         return path
 
     def owner(self, effect: fx.Node) -> str:
-        """The module that computes what keeps a shape: that of all who read it, or that of all it
-        is computed from, whichever is the smaller."""
-        readers = self._common(_beyond(effect, lambda node: list(node.users)))
-        sources = self._common(_beyond(effect, _tensors_read))
+        """The module that computes a node that preserves a shape: that of all its readers, or that
+        of all its operands, whichever is smaller."""
+        readers = self._common(_nearest_beyond(effect, lambda node: list(node.users)))
+        sources = self._common(_nearest_beyond(effect, _tensors_read))
         return readers if readers and not is_below(sources, [readers]) else sources or readers
 
     def _common(self, nodes: Sequence[fx.Node]) -> str:
@@ -90,7 +90,7 @@ class _Modules:
 
 
 def _scopes(node: fx.Node) -> tuple[str, ...]:
-    """The paths of the modules in whose code a call is made, the outermost first."""
+    """The paths of the modules in whose code a call is, the outermost first."""
     return tuple(path for path, _ in (node.meta.get("nn_module_stack") or {}).values())
 
 
@@ -98,20 +98,20 @@ def _tensors_read(node: fx.Node) -> list[fx.Node]:
     return [n for n in node.all_input_nodes if n.op != "get_attr"]
 
 
-def _beyond(effect: fx.Node, step: Callable[[fx.Node], list[fx.Node]]) -> list[fx.Node]:
-    """The nearest nodes in a direction that keep no shapes themselves."""
-    found, stack = [], step(effect)
+def _nearest_beyond(effect: fx.Node, step: Callable[[fx.Node], list[fx.Node]]) -> list[fx.Node]:
+    """The nearest nodes in a direction that do not preserve shapes themselves."""
+    nearest, stack = [], step(effect)
     while stack:
         node = stack.pop()
         if "effect" in node.meta:
             stack += step(node)
         elif isinstance(node.meta.get("val"), Tensor) or node.op == "output":
-            found.append(node)
-    return found
+            nearest.append(node)
+    return nearest
 
 
-def _closed(own: set[fx.Node], order: dict[fx.Node, int]) -> set[fx.Node]:
-    """The nodes with what lies on the way between them."""
+def _close(own: set[fx.Node], order: dict[fx.Node, int]) -> set[fx.Node]:
+    """The nodes, and those on a path between them."""
     after: set[fx.Node] = set()
     for node in order:
         if any(n in own or n in after for n in node.all_input_nodes):
@@ -123,7 +123,7 @@ def _closed(own: set[fx.Node], order: dict[fx.Node, int]) -> set[fx.Node]:
     return own | (after & before)
 
 
-def _region(path: str, nodes: Sequence[fx.Node]) -> ModuleRegion:
+def _build_region(path: str, nodes: Sequence[fx.Node]) -> ModuleRegion:
     own = set(nodes)
     inputs = dict.fromkeys(n for node in nodes for n in node.all_input_nodes
                            if n not in own and n.op != "get_attr")  # fmt: skip

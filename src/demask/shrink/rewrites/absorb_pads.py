@@ -1,13 +1,13 @@
 """Explicit pads, absorbed into the windows that read them while a graph is rewritten.
 
-    conv(pad(x))         ==  padded_conv(x)            (see `ops.padded`)
+    conv(pad(x))         ==  padded_conv(x)            (see `ops.entries.padded`)
     pad(pad(x, a), b)    ==  pad(x, a + b)             pads of one value that only add
-    f(pad(x, v))         ==  pad(f(x), f(v))           f of each element alone
+    f(pad(x, v))         ==  pad(f(x), f(v))           f elementwise
     max_pool(pad(x, v))  ==  max_pool(pad(x, -inf))    where no x is below v
     conv(pad(x, v))      ==  conv(pad(x - v, 0)) + v · Σ weight
 
-Constant channels that enter a pad are then treated as those that enter a convolution which pads by
-itself. Nothing is cut here. `pads_restored` writes calls that every library knows.
+Constant channels that enter a pad are then treated like those that enter a convolution with its own
+padding. Nothing is cut here. `restore_pads` writes standard calls again.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from demask.shrink.layout.layout_analysis import LayoutAnalysis
 aten = torch.ops.aten
 
 
-def pads_absorbed(analysis: LayoutAnalysis) -> Program | None:
-    """The program with pads absorbed by the windows that read them; None where no constant enters
-    a pad that all of its readers can absorb."""
+def absorb_pads(analysis: LayoutAnalysis) -> Program | None:
+    """The program with pads absorbed by the windows that read them; None where no constant enters a
+    pad that all of its readers can absorb."""
     if not any(_constant_pad(node) for node in analysis.program.graph.nodes):
         return None
     editor = GraphEditor(analysis.program)
     for node in list(editor.graph.nodes):
         if _constant_pad(node):
-            _postponed(editor, node, analysis.table)
+            _postpone_pad(editor, node, analysis.table)
     analysis = analysis.again(editor.finish())
     facts = analysis.known
-    pads = [n for n in editor.graph.nodes if _constant_pad(n) and _constant_enters(n, facts)]
-    values = {node: _absorbed_values(node, analysis) for node in pads}
+    pads = [n for n in editor.graph.nodes if _constant_pad(n) and _has_constant_input(n, facts)]
+    values = {node: _pad_values(node, analysis) for node in pads}
     if not any(values.values()):
         return None
     for node, value in values.items():
@@ -63,42 +63,46 @@ def _constant_pad(node: fx.Node) -> tuple[list[Any], float] | None:
     return (list(call["pad"]), float(value)) if isinstance(value, (int, float)) else None
 
 
-def _postponed(editor: GraphEditor, node: fx.Node, table: Table) -> None:
-    """Put a pad behind what reads it: the pad behind it, functions of each element alone."""
+def _postpone_pad(editor: GraphEditor, node: fx.Node, table: Table) -> None:
+    """Move a pad after its reader while that is another pad, or an elementwise function."""
     while len(node.users) == 1:
         (reader,), (pads, value) = node.users, _constant_pad(node) or ([], 0.0)
         later = _constant_pad(reader)
         with editor.graph.inserting_before(reader):
             if later is not None:
-                if later[1] != value or not _only_add([*pads, *later[0]]):
+                if later[1] != value or not _is_nonnegative([*pads, *later[0]]):
                     return
-                node = _replaced(editor, reader, node.args[0], _summed(pads, later[0]), value)
-            elif (new := _of_number(reader, node, value, table)) is not None:
+                node = _replace_with_pad(
+                    editor, reader, node.args[0], _add_pads(pads, later[0]), value
+                )
+            elif (new := _value_after(reader, node, value, table)) is not None:
                 args = [node.args[0] if a is node else a for a in reader.args]
                 moved = editor.call_for(reader, reader.target, *args, **reader.kwargs)
-                node = _replaced(editor, reader, moved, pads, new)
+                node = _replace_with_pad(editor, reader, moved, pads, new)
             else:
                 return
 
 
-def _only_add(pads: list[Any]) -> bool:
+def _is_nonnegative(pads: list[Any]) -> bool:
     return all(isinstance(n, int) and n >= 0 for n in pads)
 
 
-def _summed(a: list[int], b: list[int]) -> list[int]:
+def _add_pads(a: list[int], b: list[int]) -> list[int]:
     size = max(len(a), len(b))
     a, b = (pads + [0] * (size - len(pads)) for pads in (a, b))
     return [m + n for m, n in zip(a, b, strict=True)]
 
 
-def _replaced(editor: GraphEditor, node: fx.Node, x: Any, pads: list[Any], value: float) -> fx.Node:
+def _replace_with_pad(
+    editor: GraphEditor, node: fx.Node, x: Any, pads: list[Any], value: float
+) -> fx.Node:
     new = editor.call(aten.constant_pad_nd.default, x, pads, value)
     editor.replace(node, new, inherit=True)
     return new
 
 
-def _of_number(reader: fx.Node, pad: fx.Node, value: float, table: Table) -> float | None:
-    """What a function of each element alone makes of the value of a pad, if it is one."""
+def _value_after(reader: fx.Node, pad: fx.Node, value: float, table: Table) -> float | None:
+    """The value of an elementwise function at the value of a pad; None for other calls."""
     if reader.op != "call_function" or reader.all_input_nodes != [pad]:
         return None
     relation = bind(reader, table)
@@ -114,8 +118,8 @@ def _of_number(reader: fx.Node, pad: fx.Node, value: float, table: Table) -> flo
     return number if abs(number) < inf else None
 
 
-def _constant_enters(node: fx.Node, facts: Any) -> bool:
-    """Is a position that enters a pad known, and another number than the pad's?"""
+def _has_constant_input(node: fx.Node, facts: Any) -> bool:
+    """Whether a known position with another value than the pad's enters a pad."""
     pads, value = _constant_pad(node) or ([], 0.0)
     fact = facts[key_of(node.args[0])]  # type: ignore[arg-type]
     rank = fact.known.ndim
@@ -124,51 +128,50 @@ def _constant_enters(node: fx.Node, facts: Any) -> bool:
     return bool((fact.known & (fact.fill != value)).any())
 
 
-def _absorbed_values(node: fx.Node, analysis: Analysis) -> dict[fx.Node, float] | None:
-    """The windows that read a pad, and the value that each may take for the pad's; None where some
-    reader cannot absorb it."""
+def _pad_values(node: fx.Node, analysis: Analysis) -> dict[fx.Node, float] | None:
+    """The pad value of each window that reads a pad; None if some reader cannot absorb it."""
     pads, value = _constant_pad(node) or ([], 0.0)
     least = -inf
-    if value != -inf and any(_maximum(window) for window in node.users):
+    if value != -inf and any(_is_max_pool(window) for window in node.users):
         bounds = analysis.ranges
         least = bounds[node.args[0]].low if node.args[0] in bounds else -inf  # type: ignore[index]
     result = {}
     for window in node.users:
         if window.target not in PADDED or window.args[0] is not node:
             return None
-        if window.all_input_nodes.count(node) != 1 or len(pads) > 2 * _space(window):
+        if window.all_input_nodes.count(node) != 1 or len(pads) > 2 * _window_rank(window):
             return None
         seen = value
-        if _maximum(window):
-            if not _touches(window, pads):
+        if _is_max_pool(window):
+            if not _reads_input(window, pads):
                 return None
             seen = -inf if value <= least or value == -inf else value
-        elif seen != 0 and not _shifts(window):
+        elif seen != 0 and not _can_shift_input(window):
             return None
         result[window] = seen
     return result or None
 
 
-def _shifts(window: fx.Node) -> bool:
-    """Is it a convolution that reads no other number than its input's, plain in its weight?"""
+def _can_shift_input(window: fx.Node) -> bool:
+    """Whether a call is a convolution with a constant weight and no padding of its own."""
     call = schema.arguments(window)
     if window.target not in CONVOLUTIONS or call["weight"].op != "get_attr":
         return False
     return all(n == 0 for n in call["padding"])
 
 
-def _maximum(window: fx.Node) -> bool:
+def _is_max_pool(window: fx.Node) -> bool:
     return "max_pool" in str(window.target)
 
 
-def _space(window: fx.Node) -> int:
-    """How many axes a window slides over."""
+def _window_rank(window: fx.Node) -> int:
+    """The number of axes a window slides over."""
     return int(str(window.target).partition("d.")[0][-1])
 
 
-def _touches(window: fx.Node, pads: list[Any]) -> bool:
-    """Does every window of a maximum read a position that is no padding?"""
-    call, rank = schema.arguments(window), _space(window)
+def _reads_input(window: fx.Node, pads: list[Any]) -> bool:
+    """Whether every window of a maximum reads a position that is not padding."""
+    call, rank = schema.arguments(window), _window_rank(window)
     wide = {name: [v] * rank if isinstance(v := call[name], int) else list(v) * (rank // len(v))
             for name in ("kernel_size", "padding", "dilation")}  # fmt: skip
     if call["ceil_mode"] or any(n != 1 for n in wide["dilation"]):
@@ -179,20 +182,20 @@ def _touches(window: fx.Node, pads: list[Any]) -> bool:
 
 
 def _absorb(editor: GraphEditor, node: fx.Node, window: fx.Node, value: float) -> None:
-    """Put the window that reads the pads in the place of one that reads their result."""
+    """Replace a window that reads the result of a pad by one with the pads."""
     pads, _ = _constant_pad(node) or ([], 0.0)
     call = schema.arguments(window)
     name = next(iter(call))  # the first argument is what the window reads
     call |= {name: node.args[0], "pads": pads, "pad_value": value}
     with editor.graph.inserting_before(window):
-        if value != 0 and not _maximum(window):
-            call |= _shifted(editor, call, value)
+        if value != 0 and not _is_max_pool(window):
+            call |= _shift_input(editor, call, value)
         new = editor.call_named(PADDED[window.target], call)
     editor.replace(window, new, inherit=True)
 
 
-def _shifted(editor: GraphEditor, call: dict[str, Any], value: float) -> dict[str, Any]:
-    """Arguments of a convolution of x - value, padded with zeros, that makes the same."""
+def _shift_input(editor: GraphEditor, call: dict[str, Any], value: float) -> dict[str, Any]:
+    """Arguments of a convolution of x - value, padded with zeros, with the same result."""
     weight = call["weight"]
     dims = list(range(1, weight.meta["val"].ndim))
     bias = editor.call(aten.mul.Tensor, editor.call(aten.sum.dim_IntList, weight, dims), value)
@@ -203,8 +206,8 @@ def _shifted(editor: GraphEditor, call: dict[str, Any], value: float) -> dict[st
     }  # fmt: skip
 
 
-def pads_restored(program: Program) -> Program:
-    """The program with pads and windows apart again, and pads that are the same on both sides as
+def restore_pads(program: Program) -> Program:
+    """The program with pads and windows separate again; pads that are equal on both sides become
     the convolution's own padding."""
     if not any(node.target in PLAIN for node in program.graph.nodes):
         return program
@@ -212,15 +215,15 @@ def pads_restored(program: Program) -> Program:
     done: dict[str, fx.Node] = {}
     for node in editor.calls(*PLAIN):
         with editor.graph.inserting_before(node):
-            new = _restored(editor, node, done)
+            new = _restore_pad(editor, node, done)
         editor.replace(node, new, inherit=True)
     return editor.finish()
 
 
-def _restored(editor: GraphEditor, node: fx.Node, done: dict[str, fx.Node]) -> fx.Node:
+def _restore_pad(editor: GraphEditor, node: fx.Node, done: dict[str, fx.Node]) -> fx.Node:
     target, call = PLAIN[node.target], schema.arguments(node)
     pads, value = call.pop("pads"), call.pop("pad_value")
-    own = _own(target, call, pads)
+    own = _symmetric_padding(target, call, pads)
     name = next(iter(call))  # the first argument is what the window reads
     if own is not None:
         call["padding"] = own
@@ -232,9 +235,9 @@ def _restored(editor: GraphEditor, node: fx.Node, done: dict[str, fx.Node]) -> f
     return editor.call_named(target, call)
 
 
-def _own(target: Any, call: dict[str, Any], pads: list[Any]) -> list[int] | None:
-    """The convolution's own padding that does the same, if there is one."""
-    if target not in CONVOLUTIONS or not _only_add(pads):
+def _symmetric_padding(target: Any, call: dict[str, Any], pads: list[Any]) -> list[int] | None:
+    """The convolution's own padding that is equivalent, or None."""
+    if target not in CONVOLUTIONS or not _is_nonnegative(pads):
         return None
     sides = list(zip(pads[::2], pads[1::2], strict=True))[::-1]
     if any(a != b for a, b in sides) or any(not isinstance(n, int) for n in call["padding"]):

@@ -1,16 +1,16 @@
-"""Axes that must be complete, over what varies of them alone.
+"""Calls over a complete axis, of which only the positions that vary are read.
 
 A norm, a softmax or a mean reads a whole axis, of which some positions may be known before any
-input comes. What those add to a sum, a mean or a variance is a constant; and what becomes of them
-is told by few values per token:
+input. What these add to a sum, a mean or a variance is a constant, and a few values per token
+determine their outputs:
 
     layer norm  y_c = g_c · (-m/s) + g_c f_c · (1/s) + b_c      m, s of all N, from the live alone
     RMS norm    y_c = g_c f_c · (1/s)
     softmax     y_c = exp(f_c) / Σ                              equal ones merged: one with + ln n
 
 So where every reader multiplies the axis by constant weights, W · y = W_live · y_live + U · z, with
-z those values and U what the weights of the known positions make of them (design, section 4).
-Nothing is cut here: known positions leave as zeros, and the passes that follow remove them.
+z these values and U computed from the weights of the known positions. Nothing is cut here: known
+positions become zeros, and the following passes remove them.
 """
 
 from __future__ import annotations
@@ -33,28 +33,29 @@ from demask.shrink.layout.layout_analysis import LayoutAnalysis
 
 aten = torch.ops.aten
 _PASS = IDENTITIES | {aten.dropout.default}
-_BARE = {aten.addmm.default: aten.mm.default}  # the product alone, without what is added to it
+_BARE = {aten.addmm.default: aten.mm.default}  # the product alone, without the addend
 
 
-def condensed(analysis: LayoutAnalysis) -> Program | None:
+def condense_axes(analysis: LayoutAnalysis) -> Program | None:
     """The program with such calls on what varies alone; None where there are none."""
     program, relations, facts = analysis.program, analysis.relations, analysis.known
-    found = {
+    axes = {
         node: axis
         for node, relation in relations.items()
-        if isinstance(relation, Relation) and (axis := _partly_known(relation, facts)) is not None
+        if isinstance(relation, Relation)
+        and (axis := _find_partly_known(relation, facts)) is not None
     }
-    if not found:
+    if not axes:
         return None
-    walk = _Condenser(program, relations, facts)
-    changed = [walk.visit(node, axis) for node, axis in found.items()]
-    return walk.editor.finish() if any(changed) else None
+    condenser = _Condenser(program, relations, facts)
+    changed = [condenser.visit(node, axis) for node, axis in axes.items()]
+    return condenser.editor.finish() if any(changed) else None
 
 
 @dataclass(frozen=True, slots=True)
 class _CompleteAxis:
-    """A complete axis: its dimension and size, the positions that vary, those that are known, and
-    what is known of these (float64)."""
+    """A complete axis: its dimension and size, the positions that vary (`live`), those that are
+    known (`dead`), and the values of these (float64)."""
 
     dim: int
     size: int
@@ -67,8 +68,8 @@ class _CompleteAxis:
         return len(self.live) / self.size
 
 
-def _partly_known(relation: Relation, facts: Facts) -> _CompleteAxis | None:
-    """The one complete axis of a call, if some of its positions are known and some are not."""
+def _find_partly_known(relation: Relation, facts: Facts) -> _CompleteAxis | None:
+    """The one complete axis of a call, if only some of its positions are known; else None."""
     if not relation.entry.rest:
         return None
     dims = [k for k, axis in enumerate(relation.ins[0]) if set(axis) & relation.complete]
@@ -77,7 +78,7 @@ def _partly_known(relation: Relation, facts: Facts) -> _CompleteAxis | None:
         return None
     weight = schema.arguments(relation.node).get("weight")
     if isinstance(weight, fx.Node) and not bool(facts[key_of(weight)].known.all()):
-        return None  # a scale that only a call tells
+        return None  # a scale computed by a call
     (dim,), fact = dims, facts[key_of(source)]
     if fact.known.shape[dim] == 1 or not fact.fill.is_floating_point():
         return None
@@ -92,9 +93,12 @@ def _partly_known(relation: Relation, facts: Facts) -> _CompleteAxis | None:
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """What a call over the live positions made. scattered: the output, zero where known (before
-    scale and shift). values: [..., k] along the axis, what known positions depend on; columns: for
-    each known position its k factors, float64 [dead, k]."""
+    """The result of a call over the live positions.
+
+    scattered: the output, zero where known (before scale and shift). values: [..., k] along the
+    axis, the values that known positions depend on. columns: k factors for each known position,
+    float64 [dead, k].
+    """
 
     scattered: fx.Node
     values: fx.Node | None
@@ -117,57 +121,60 @@ class _Condenser:
         self.relations, self.facts = relations, facts
         self.editor = GraphEditor(program)
         self.graph, self.copies = self.editor.graph, self.editor.copies
-        self.pool = ConstantStore(self.editor)
+        self.store = ConstantStore(self.editor)
 
     def visit(self, node: fx.Node, axis: _CompleteAxis) -> bool:
-        """Replace a call, if what is known of its axis can be kept out of it."""
+        """Replace a call by one on the live positions of its axis; returns whether it can be."""
         kind = self.relations[node].entry.rest  # type: ignore[union-attr]
         with self.graph.inserting_before(self.copies[node]):
             if kind in _REDUCED:
                 self._replace(node, self._reduction(node, axis, kind))
                 return True
             readers = self._readers(node, axis.dim)
-            if readers is None and not (kind != "softmax" and self._scaled_away(node, axis)):
+            if readers is None and not (kind != "softmax" and self._is_scaled_away(node, axis)):
                 return False
-            shared = {"softmax": self._softmax, "layer": self._layer, "rms": self._rms}[kind](
-                node, axis
-            )
-            made = self._scaled(node, shared) if kind != "softmax" else shared.scattered
-        self._replace(node, made)
+            shared = {"softmax": self._softmax, "layer": self._layer_norm, "rms": self._rms_norm}[
+                kind
+            ](node, axis)
+            output = self._apply_scale(node, shared) if kind != "softmax" else shared.scattered
+        self._replace(node, output)
         for reader in readers or ():
             self._correct(reader, shared, axis)
         return True
 
-    def _replace(self, node: fx.Node, made: fx.Node) -> None:
-        self.editor.replace(self.copies[node], made, inherit=True)
-        self.copies[node] = made
+    def _replace(self, node: fx.Node, new: fx.Node) -> None:
+        self.editor.replace(self.copies[node], new, inherit=True)
+        self.copies[node] = new
 
     def _source(self, node: fx.Node) -> fx.Node:
         source = self.relations[node].operands[0].value  # type: ignore[union-attr]
         return self.copies[source]
 
-    def _live(self, node: fx.Node, axis: _CompleteAxis) -> fx.Node:
-        index = self.pool.here(torch.tensor(axis.live), f"{node.name}_live")
+    def _select_live(self, node: fx.Node, axis: _CompleteAxis) -> fx.Node:
+        index = self.store.constant_here(torch.tensor(axis.live), f"{node.name}_live")
         return self.editor.call(aten.index_select.default, self._source(node), axis.dim, index)
 
     def _reduction(self, node: fx.Node, axis: _CompleteAxis, kind: str) -> fx.Node:
-        """sum, mean, maximum or minimum of the live positions, and of what is known beforehand."""
-        found = schema.arguments(self.copies[node])
-        found[self.relations[node].operands[0].name] = self._live(node, axis)  # type: ignore[union-attr]
-        made = self.editor.call_named(node.target, found)
+        """The sum, mean, maximum or minimum of the live positions and of the known values."""
+        arguments = schema.arguments(self.copies[node])
+        arguments[self.relations[node].operands[0].name] = self._select_live(node, axis)  # type: ignore[union-attr]
+        reduced = self.editor.call_named(node.target, arguments)
         if kind == "max":
-            return self.editor.call(aten.clamp_min.default, made, float(axis.fill.max()))
+            return self.editor.call(aten.clamp_min.default, reduced, float(axis.fill.max()))
         if kind == "min":
-            return self.editor.call(aten.clamp_max.default, made, float(axis.fill.min()))
+            return self.editor.call(aten.clamp_max.default, reduced, float(axis.fill.min()))
         total = float(axis.fill.sum())
         if kind == "mean":
-            made, total = self.editor.call(aten.mul.Tensor, made, axis.share), total / axis.size
-        return self.editor.call(aten.add.Tensor, made, total) if total else made
+            reduced, total = (
+                self.editor.call(aten.mul.Tensor, reduced, axis.share),
+                total / axis.size,
+            )
+        return self.editor.call(aten.add.Tensor, reduced, total) if total else reduced
 
     def _softmax(self, node: fx.Node, axis: _CompleteAxis) -> _Shared:
         values, group, count = torch.unique(axis.fill, return_inverse=True, return_counts=True)
         logits = values + count.double().log()
-        live, k = self._live(node, axis), len(values)
+        live, k = self._select_live(node, axis), len(values)
         pads = [0, 0] * (node.meta["val"].ndim - axis.dim - 1)
         if k == 1:
             both = self.editor.call(
@@ -176,58 +183,62 @@ class _Condenser:
         else:
             shape = [k if d == axis.dim else n for d, n in enumerate(self.editor.sizes(live))]
             line = logits.view([-1 if d == axis.dim else 1 for d in range(len(shape))])
-            merged = self.pool.here(line.to(node.meta["val"].dtype), f"{node.name}_merged")
+            merged = self.store.constant_here(
+                line.to(node.meta["val"].dtype), f"{node.name}_merged"
+            )
             both = self.editor.call(aten.expand.default, merged, shape)
             both = self.editor.call(aten.cat.default, [live, both], axis.dim)
-        found = schema.arguments(self.copies[node]) | {"self": both}
-        made, n = self.editor.call_named(node.target, found), len(axis.live)
-        first = self.editor.call(aten.slice.Tensor, made, axis.dim, 0, n)
-        last = self.editor.call(aten.slice.Tensor, made, axis.dim, n, n + k)
+        arguments = schema.arguments(self.copies[node]) | {"self": both}
+        probabilities, n = self.editor.call_named(node.target, arguments), len(axis.live)
+        first = self.editor.call(aten.slice.Tensor, probabilities, axis.dim, 0, n)
+        last = self.editor.call(aten.slice.Tensor, probabilities, axis.dim, n, n + k)
         columns = torch.zeros(len(axis.dead), k, dtype=torch.float64)
         columns[torch.arange(len(group)), group] = 1 / count[group].double()
-        return _Shared(self._scattered(first, axis), last, columns)
+        return _Shared(self._scatter(first, axis), last, columns)
 
-    def _layer(self, node: fx.Node, axis: _CompleteAxis) -> _Shared:
+    def _layer_norm(self, node: fx.Node, axis: _CompleteAxis) -> _Shared:
         """Moments of the whole axis from those of its live part, then (x - m) / s."""
-        call, live, dead = self.editor.call, self._live(node, axis), len(axis.dead)
+        call, live, dead = self.editor.call, self._select_live(node, axis), len(axis.dead)
         both = call(aten.var_mean.correction, live, [axis.dim], correction=0, keepdim=True)
         var, mean = (self._item(both, k) for k in range(2))
-        middle = float(axis.fill.mean())
-        spread = float(((axis.fill - middle) ** 2).sum()) / axis.size
+        known_mean = float(axis.fill.mean())
+        known_variance = float(((axis.fill - known_mean) ** 2).sum()) / axis.size
         whole = call(aten.mul.Tensor, mean, axis.share)
-        if middle:
-            whole = call(aten.add.Tensor, whole, middle * dead / axis.size)
-        off = call(aten.sub.Tensor, mean, whole)
-        var = call(aten.add.Tensor, var, call(aten.mul.Tensor, off, off))
-        away = call(aten.sub.Tensor, whole, middle) if middle else whole
-        rest = call(aten.mul.Tensor, call(aten.mul.Tensor, away, away), dead / axis.size)
+        if known_mean:
+            whole = call(aten.add.Tensor, whole, known_mean * dead / axis.size)
+        offset = call(aten.sub.Tensor, mean, whole)
+        var = call(aten.add.Tensor, var, call(aten.mul.Tensor, offset, offset))
+        known_offset = call(aten.sub.Tensor, whole, known_mean) if known_mean else whole
+        rest = call(
+            aten.mul.Tensor, call(aten.mul.Tensor, known_offset, known_offset), dead / axis.size
+        )
         var = call(aten.add.Tensor, call(aten.mul.Tensor, var, axis.share), rest)
-        var = call(aten.add.Tensor, var, spread + schema.arguments(node)["eps"])
+        var = call(aten.add.Tensor, var, known_variance + schema.arguments(node)["eps"])
         scale = call(aten.rsqrt.default, var)
         shift = call(aten.neg.default, call(aten.mul.Tensor, whole, scale))
-        made = call(aten.addcmul.default, shift, live, scale)
-        return self._two(node, axis, made, shift, scale)
+        normalized = call(aten.addcmul.default, shift, live, scale)
+        return self._share(node, axis, normalized, shift, scale)
 
-    def _rms(self, node: fx.Node, axis: _CompleteAxis) -> _Shared:
-        """x / s, s from the live squares and what the known ones add to their mean."""
-        call, live = self.editor.call, self._live(node, axis)
+    def _rms_norm(self, node: fx.Node, axis: _CompleteAxis) -> _Shared:
+        """x / s, with s from the live squares and the known part of their mean."""
+        call, live = self.editor.call, self._select_live(node, axis)
         eps = schema.arguments(node)["eps"]
         eps = torch.finfo(node.meta["val"].dtype).eps if eps is None else eps
         eps += float((axis.fill**2).sum()) / axis.size
         squares = call(aten.mean.dim, call(aten.mul.Tensor, live, live), [axis.dim], True)
         squares = call(aten.mul.Tensor, squares, axis.share)
         scale = call(aten.rsqrt.default, call(aten.add.Tensor, squares, eps))
-        return self._two(node, axis, call(aten.mul.Tensor, live, scale), None, scale)
+        return self._share(node, axis, call(aten.mul.Tensor, live, scale), None, scale)
 
-    def _two(
+    def _share(
         self,
         node: fx.Node,
         axis: _CompleteAxis,
-        made: fx.Node,
+        normalized: fx.Node,
         shift: fx.Node | None,
         scale: fx.Node,
     ) -> _Shared:
-        """The values known positions depend on, -m/s and 1/s, and their factors g and g · f."""
+        """What known positions depend on, -m/s and 1/s, and their factors g and g · f."""
         gains = self._gains(node)[list(axis.dead)]
         pairs = [(shift, gains), (scale, gains * axis.fill)]
         pairs = [(v, c) for v, c in pairs if v is not None and bool((c != 0).any())]
@@ -238,7 +249,7 @@ class _Condenser:
             else values[0] if values else None
         )  # fmt: skip
         columns = torch.stack([c for _, c in pairs], 1) if pairs else torch.zeros(len(axis.dead), 0)
-        return _Shared(self._scattered(made, axis), both, columns)
+        return _Shared(self._scatter(normalized, axis), both, columns)
 
     def _gains(self, node: fx.Node) -> Tensor:
         """The norm's scale, float64."""
@@ -248,16 +259,16 @@ class _Condenser:
             return torch.ones(size, dtype=torch.float64)
         return self.facts[key_of(weight)].fill.double().expand(size)
 
-    def _scaled_away(self, node: fx.Node, axis: _CompleteAxis) -> bool:
-        """Is nothing left of the known positions, whatever the statistics?"""
+    def _is_scaled_away(self, node: fx.Node, axis: _CompleteAxis) -> bool:
+        """Whether the known positions become 0 for all statistics."""
         gains = self._gains(node)[list(axis.dead)]
         layer = self.relations[node].entry.rest == "layer"  # type: ignore[union-attr]
         return bool((gains == 0).all()) or (not layer and bool((gains * axis.fill == 0).all()))
 
-    def _scaled(self, node: fx.Node, shared: _Shared) -> fx.Node:
-        """Scale and shift, over the whole axis: known positions are left with their shift."""
-        found = schema.arguments(self.copies[node])
-        weight, bias = found.get("weight"), found.get("bias")
+    def _apply_scale(self, node: fx.Node, shared: _Shared) -> fx.Node:
+        """Scale and shift, over the whole axis: known positions have only their shift."""
+        arguments = schema.arguments(self.copies[node])
+        weight, bias = arguments.get("weight"), arguments.get("bias")
         if weight is None:
             return shared.scattered
         if bias is None:
@@ -267,18 +278,18 @@ class _Condenser:
     def _item(self, node: fx.Node, k: int) -> fx.Node:
         return self.editor.call(operator.getitem, node, k)
 
-    def _scattered(self, made: fx.Node, axis: _CompleteAxis) -> fx.Node:
-        """Live positions back where they were, zeros between."""
-        pads = [0, 0] * (made.meta["val"].ndim - axis.dim - 1)
-        wide = self.editor.call(aten.constant_pad_nd.default, made, [*pads, 0, 1])
-        at = {p: k for k, p in enumerate(axis.live)}
-        take = torch.tensor([at.get(p, len(axis.live)) for p in range(axis.size)])
-        index = self.pool.here(take, f"{made.name}_scattered")
+    def _scatter(self, values: fx.Node, axis: _CompleteAxis) -> fx.Node:
+        """Live positions at their old places, zeros between."""
+        pads = [0, 0] * (values.meta["val"].ndim - axis.dim - 1)
+        wide = self.editor.call(aten.constant_pad_nd.default, values, [*pads, 0, 1])
+        offsets = {p: k for k, p in enumerate(axis.live)}
+        take = torch.tensor([offsets.get(p, len(axis.live)) for p in range(axis.size)])
+        index = self.store.constant_here(take, f"{values.name}_scattered")
         return self.editor.call(aten.index_select.default, wide, axis.dim, index)
 
     def _readers(self, node: fx.Node, dim: int) -> list[_AxisReader] | None:
-        """The products with constant weights that are all that reads an axis, if so."""
-        found: list[_AxisReader] = []
+        """The products with constant weights that read an axis; None if anything else reads it."""
+        readers: list[_AxisReader] = []
         for user in node.users:
             relation = self.relations.get(user)
             if not isinstance(relation, Relation):
@@ -293,7 +304,7 @@ class _Condenser:
                     return None
                 if weight.meta["val"].ndim != 2:
                     return None
-                found.append(_AxisReader((), user, weight))
+                readers.append(_AxisReader((), user, weight))
                 continue
             plain = relation.entry.fill == "same" and not (relation.moved | relation.window)
             if not (plain or user.target in _PASS) or letters not in relation.outs[0]:
@@ -301,12 +312,12 @@ class _Condenser:
             more = self._readers(user, relation.outs[0].index(letters))
             if more is None:
                 return None
-            found += [_AxisReader((user, *r.moves), r.product, r.weight) for r in more]
-        return found
+            readers += [_AxisReader((user, *r.moves), r.product, r.weight) for r in more]
+        return readers
 
     def _correct(self, reader: _AxisReader, shared: _Shared, axis: _CompleteAxis) -> None:
-        """Add to a product what the weights of the known positions make of the shared values."""
-        constant = self.pool.source[str(reader.weight.target)]
+        """Add the contribution of known positions to a product: weights times shared values."""
+        constant = self.store.source[str(reader.weight.target)]
         rows = reader.product.target is not aten.linear.default  # [in, out]
         weight = constant.tensor.double().index_select(0 if rows else 1, torch.tensor(axis.dead))
         columns = shared.columns.to(weight)
@@ -317,11 +328,11 @@ class _Condenser:
         with self.graph.inserting_before(old):
             name = _sibling(constant.name)
             tensor = rest.to(constant.tensor.dtype)
-            made = Constant(tensor, name, constant.parameter, constant.requires_grad)
-            read = self.editor.read_constant(self.pool.add(made))
+            factors = Constant(tensor, name, constant.parameter, constant.requires_grad)
+            read = self.editor.read_constant(self.store.add(factors))
             values = shared.values
             for move in reader.moves:
-                values = self._again(move, values, len(shared.columns.T))
+                values = self._apply_move(move, values, len(shared.columns.T))
             target = _BARE.get(old.target, old.target)  # type: ignore[call-overload]
             more = self.editor.call(target, values, read)
         with self.graph.inserting_after(old):
@@ -331,27 +342,27 @@ class _Condenser:
         both.meta = {**old.meta, **both.meta}
         self.copies[reader.product] = both
 
-    def _again(self, move: fx.Node, value: fx.Node, k: int) -> fx.Node:
-        """A move, of the k shared values in the place of the axis."""
+    def _apply_move(self, move: fx.Node, value: fx.Node, k: int) -> fx.Node:
+        """A move, applied to the k shared values in place of the axis."""
         relation: Any = self.relations[move]
         copy = self.copies[move]
         before = next(o.value for o in relation.operands if isinstance(o.value, fx.Node))
-        found = schema.arguments(copy) | {relation.operands[0].name: value}
+        arguments = schema.arguments(copy) | {relation.operands[0].name: value}
         if relation.entry.args is not None:
             axis = next(d for d, n in enumerate(value.meta["val"].shape)
                         if not schema.same_size(n, before.meta["val"].shape[d]))  # fmt: skip
             out = relation.outs[0].index(relation.ins[0][axis])
             sizes = self.editor.sizes(copy)
             sizes[out] = k
-            found |= relation.entry.args(move, [sizes])
-        return self.editor.call_named(move.target, found)
+            arguments |= relation.entry.args(move, [sizes])
+        return self.editor.call_named(move.target, arguments)
 
 
 _REDUCED = ("sum", "mean", "max", "min")
 
 
 def _sibling(name: str) -> str:
-    """`fc.weight` -> `fc.rest`: what the weights of known positions make of shared values."""
+    """`fc.weight` -> `fc.rest`: the name of the factors of shared values."""
     prefix, _, last = name.rpartition(".")
     leaf = "rest" if last == "weight" else f"{last}_rest"
     return f"{prefix}.{leaf}" if prefix else leaf

@@ -1,15 +1,15 @@
-"""Run-time supports: which calls are made on an index alone, where the index comes with the input.
+"""Run-time supports: calls that are computed only at an index, where the index is an input.
 
-A `Pick` says of one value: along this axis only the positions in this index are computed; elsewhere
-it is a constant (or a value that comes with the input). What follows is read off the table's lines,
-in two sweeps:
+A `Pick` states about one value: along this axis only the positions in this index are computed;
+elsewhere it is a constant (or a value that is an input). The consequences follow from the
+relations, in two sweeps:
 
-    forward:   op(scatter(x, fill)) == scatter(op(x), op(fill))       along axes that a line carries
+    forward:   op(scatter(x, fill)) == scatter(op(x), op(fill))       along axes that an op carries
     backward:  op(x)[index] == op(x[index])                           likewise
 
-and at a contraction over the axis, sum_c x_c · w_c == sum_{c in index} (x_c − fill_c) · w_c + what
-the fills leave (nothing, a bias or a border map). A value that readers want in several ways is
-computed whole.
+and at a contraction over the axis, sum_c x_c · w_c == sum_{c in index} (x_c − fill_c) · w_c + the
+contribution of the fills (nothing, a bias or a border map). A value that readers need in several
+ways is computed whole.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from torch import Tensor, fx
 
 from demask.errors import BadInput
 from demask.facts.known import Facts, Key, Relations, forward, is_absorbing, key_of, value_of
-from demask.facts.masks import Fact, checked
+from demask.facts.masks import Fact, finite_fact
 from demask.ops import Relation, schema
 from demask.ops.notation import Axes
 from demask.shrink.emit.border_map import one_value
-from demask.shrink.layout.cells import At, RunTimeIndex
-from demask.shrink.layout.ties import forced
+from demask.shrink.layout.cells import RunTimeIndex, RunTimeSupports
+from demask.shrink.layout.ties import whole_letters
 
-WHOLE: At = ()
+WHOLE: RunTimeSupports = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """Of an axis of a value only the positions in an index are computed.
+    """A run-time support of a value: only the positions of an axis that are in an index are
+    computed.
 
-    axis: of the value. index: which positions. fill: what the others are: a constant that
-    broadcasts over the value, or an input of the graph of the value's shape.
+    axis: of the value. index: the positions. fill: value of the other positions: a constant that
+    broadcasts over the value, or an input of the graph with the value's shape.
     """
 
     axis: int
@@ -48,60 +49,64 @@ class Pick:
 
 @dataclass(slots=True)
 class IndexPlan:
-    """What the sweeps find. picks: by value.
+    """The result of the sweeps. picks: by value.
 
-    fills: values that are `fill` outside an index: where, and what. chosen: calls made on an index
-    alone: their letter, and the index of that letter. wants: per call and operand, what it is read
-    at. shifts: contractions whose first factor leaves something where it is not read, with the fact
-    of it. added: sums that add one operand at an index. reads: per value, at what it is read; read
-    in two ways it is read whole.
+    fills: values that are `fill` outside an index: support and fill. chosen: calls computed only at
+    an index: their letter, and its index. wants: per call and operand, the support that it reads.
+    shifts: contractions whose first factor is not 0 where it is not read, with its fact there.
+    added: sums that add one operand at an index. reads: per value, the support that is read; the
+    whole value if it is read in two ways.
     """
 
     relations: Relations
     facts: Facts
     picks: Mapping[Key, Pick]
-    fills: dict[Key, tuple[At, Tensor]] = field(default_factory=dict)
+    fills: dict[Key, tuple[RunTimeSupports, Tensor]] = field(default_factory=dict)
     chosen: dict[fx.Node, tuple[str, RunTimeIndex]] = field(default_factory=dict)
-    wants: dict[tuple[fx.Node, int], At] = field(default_factory=dict)
+    wants: dict[tuple[fx.Node, int], RunTimeSupports] = field(default_factory=dict)
     shifts: dict[fx.Node, tuple[str, Fact]] = field(default_factory=dict)
     added: dict[fx.Node, int] = field(default_factory=dict)
-    reads: dict[Key, At] = field(default_factory=dict)
+    reads: dict[Key, RunTimeSupports] = field(default_factory=dict)
 
-    def made(self, node: fx.Node, k: int) -> At:
-        """The indices at which a call makes an output."""
+    def output_supports(self, node: fx.Node, k: int) -> RunTimeSupports:
+        """The support at which a call computes an output."""
         relation = self.relations.get(node)
         if node not in self.chosen or not isinstance(relation, Relation):
             return WHOLE
         letter, index = self.chosen[node]
         return at_letter(relation, relation.outs[k], letter, index)
 
-    def held(self, key: Key) -> At:
-        """The indices at which readers find a value."""
+    def value_supports(self, key: Key) -> RunTimeSupports:
+        """The support at which a value is available to readers."""
         pick = self.picks.get(key)
         if pick is None:
-            return self.made(*key)
+            return self.output_supports(*key)
         return WHOLE if isinstance(pick.fill, fx.Node) else ((pick.axis, pick.index),)
 
 
-def planned(
+def plan_indices(
     graph: fx.Graph, relations: Relations, facts: Facts, picks: Mapping[Key, Pick], *, push: bool
 ) -> IndexPlan:
-    """Where which index is used. push: False gathers and scatters at the picks alone, so that every
-    call is made whole: what the plan with push must equal."""
+    """The plan of which call uses which index.
+
+    push: False gathers and scatters only at the picks, so that every call is computed whole: the
+    reference for the plan with push. Raises BadInput for a pick of anything but the output of a
+    call.
+    """
     for node, k in picks:
         if node.op != "call_function" or not isinstance(schema.outputs(node)[k], Tensor):
-            raise BadInput(f"expected a pick of a tensor that a call makes, found {node.name!r}")
+            raise BadInput(f"expected a pick of the output of a call, got {node.name!r}")
     plan = IndexPlan(relations, facts, picks)
     for node in graph.nodes:
         if node.op == "call_function" and node.target is not operator.getitem:
-            _spread(plan, node, push)
+            _visit_forward(plan, node, push)
     for node in reversed(graph.nodes):
-        _ask(plan, node, push)
+        _visit_backward(plan, node, push)
     return plan
 
 
 def letter_at(relation: Relation, axes: Axes, axis: int, index: RunTimeIndex) -> str | None:
-    """The letter of an axis whose positions an index tells."""
+    """The letter of an axis whose positions are in an index, or None."""
     before = 1
     for k, letter in enumerate(axes[axis]):
         size = relation.size[letter]
@@ -114,7 +119,7 @@ def letter_at(relation: Relation, axes: Axes, axis: int, index: RunTimeIndex) ->
     return None
 
 
-def at_letter(relation: Relation, axes: Axes, letter: str, index: RunTimeIndex) -> At:
+def at_letter(relation: Relation, axes: Axes, letter: str, index: RunTimeIndex) -> RunTimeSupports:
     """The index of a letter, on the axis of a tensor that has it; WHOLE where none has."""
     for axis, letters in enumerate(axes):
         if letter in letters:
@@ -126,14 +131,14 @@ def at_letter(relation: Relation, axes: Axes, letter: str, index: RunTimeIndex) 
     return WHOLE
 
 
-def carried(relation: Relation) -> frozenset[str]:
+def pointwise_letters(relation: Relation) -> frozenset[str]:
     """Letters along which every position of every output depends on that position alone."""
-    made = [relation.letters(axes) for axes in relation.outs]
-    if relation.back or relation.entry.free or not made:
+    output_letters = [relation.letters(axes) for axes in relation.outs]
+    if relation.back or relation.entry.free or not output_letters:
         return frozenset()
-    marked = relation.window | relation.complete | relation.moved | forced(relation)
-    found = frozenset.intersection(*made) - marked - relation.contracted
-    return frozenset(a for a in found if relation.size[a] is not None)
+    excluded = relation.window | relation.complete | relation.moved | whole_letters(relation)
+    common = frozenset.intersection(*output_letters) - excluded - relation.contracted
+    return frozenset(a for a in common if relation.size[a] is not None)
 
 
 def _count(relation: Relation, letters: Sequence[str]) -> int | None:
@@ -146,85 +151,85 @@ def _count(relation: Relation, letters: Sequence[str]) -> int | None:
     return total
 
 
-def _spread(plan: IndexPlan, node: fx.Node, push: bool) -> None:
-    """Forward: what a call makes of operands that are constant outside an index."""
+def _visit_forward(plan: IndexPlan, node: fx.Node, push: bool) -> None:
+    """Forward: the outputs of a call whose operands are constant outside an index."""
     relation = plan.relations.get(node)
-    mine = {k: plan.picks[node, k] for k in range(len(schema.outputs(node)))
+    picks = {k: plan.picks[node, k] for k in range(len(schema.outputs(node)))
             if (node, k) in plan.picks}  # fmt: skip
-    sources = {pick.index.source for pick in mine.values()}
+    sources = {pick.index.source for pick in picks.values()}
     if push and isinstance(relation, Relation):
         for index in _indices(plan, relation):
             if sources <= {index.source} and _known_outside(plan, relation, index):
                 break
-    for k, pick in mine.items():
+    for k, pick in picks.items():
         plan.fills.pop((node, k), None)
         if push and isinstance(pick.fill, Tensor):
             value = schema.outputs(node)[k]
-            plan.fills[node, k] = (((pick.axis, pick.index),), _ranked(pick.fill, value))
+            plan.fills[node, k] = (((pick.axis, pick.index),), _expand_rank(pick.fill, value))
 
 
 def _indices(plan: IndexPlan, relation: Relation) -> list[RunTimeIndex]:
     """The indices outside of which some operand is constant, one per source."""
-    found: dict[fx.Node, RunTimeIndex] = {}
+    indices: dict[fx.Node, RunTimeIndex] = {}
     for operand in relation.operands:
         if isinstance(operand.value, fx.Node) and key_of(operand.value) in plan.fills:
             for _, index in plan.fills[key_of(operand.value)][0]:
-                found.setdefault(index.source, index)
-    return list(found.values())
+                indices.setdefault(index.source, index)
+    return list(indices.values())
 
 
 def _letters(plan: IndexPlan, relation: Relation, index: RunTimeIndex) -> dict[int, str]:
-    """Per operand that is constant outside an index, the letter that it stands on there."""
-    found: dict[int, str] = {}
+    """Per operand that is constant outside an index, the letter of the index in it."""
+    letters: dict[int, str] = {}
     for k, operand in enumerate(relation.operands):
         key = key_of(operand.value) if isinstance(operand.value, fx.Node) else None
-        for axis, mine in plan.fills[key][0] if key in plan.fills else ():
-            letter = letter_at(relation, relation.ins[k], axis, mine)
-            if mine.source is index.source and letter is not None:
-                found[k] = letter
-    return found
+        for axis, other in plan.fills[key][0] if key in plan.fills else ():
+            letter = letter_at(relation, relation.ins[k], axis, other)
+            if other.source is index.source and letter is not None:
+                letters[k] = letter
+    return letters
 
 
 def _known_outside(plan: IndexPlan, relation: Relation, index: RunTimeIndex) -> bool:
-    """Are the outputs constant outside an index? Then the call is made on the index."""
+    """Whether the outputs are constant outside an index; if so, the call is set to that index."""
     letters = _letters(plan, relation, index)
     if len(set(letters.values())) != 1:
         return False
     (letter,) = set(letters.values())
-    if letter not in carried(relation):
+    if letter not in pointwise_letters(relation):
         return False
     facts = dict(plan.facts)
     for k, operand in enumerate(relation.operands):
         if k in letters:
             key = key_of(operand.value)
             facts[key] = _fact(plan.fills[key][1])
-    found = forward(relation, facts)
-    if any(fact is None or not bool(fact.known.all()) for fact in found):
+    outputs = forward(relation, facts)
+    if any(fact is None or not bool(fact.known.all()) for fact in outputs):
         return False
     plan.chosen[relation.node] = (letter, RunTimeIndex(index.source, index.size))
-    for k, fact in enumerate(found):
+    for k, fact in enumerate(outputs):
         assert fact is not None
         value = schema.outputs(relation.node)[k]
-        at = at_letter(relation, relation.outs[k], letter, index)
-        plan.fills[relation.node, k] = (at, _ranked(fact.fill, value))
+        supports = at_letter(relation, relation.outs[k], letter, index)
+        plan.fills[relation.node, k] = (supports, _expand_rank(fact.fill, value))
     return True
 
 
 def _fact(fill: Tensor) -> Fact:
-    return checked(torch.ones([1] * fill.ndim, dtype=torch.bool), fill)
+    return finite_fact(torch.ones([1] * fill.ndim, dtype=torch.bool), fill)
 
 
-def _ranked(fill: Tensor, value: Tensor) -> Tensor:
+def _expand_rank(fill: Tensor, value: Tensor) -> Tensor:
     """A fill in the dtype of a value, with all of its axes."""
     shape = [1] * (value.ndim - fill.ndim) + list(fill.shape)
     return fill.to(value.dtype).reshape(shape)
 
 
-def _ask(plan: IndexPlan, node: fx.Node, push: bool) -> None:
-    """Backward: at what a call makes its outputs, and so wants its operands."""
+def _visit_backward(plan: IndexPlan, node: fx.Node, push: bool) -> None:
+    """Backward: the support at which a call computes its outputs, and so reads its operands."""
     if node.op == "output":
         for source in node.all_input_nodes:
-            _want(plan, source, WHOLE)
+            _add_read(plan, source, WHOLE)
         return
     relation = plan.relations.get(node)
     keys = [(node, k) for k in range(len(schema.outputs(node)))]
@@ -232,7 +237,7 @@ def _ask(plan: IndexPlan, node: fx.Node, push: bool) -> None:
         return
     if not isinstance(relation, Relation):
         for source in node.all_input_nodes:
-            _want(plan, source, WHOLE)
+            _add_read(plan, source, WHOLE)
         return
     if push and node not in plan.chosen:
         _choose(plan, relation)
@@ -241,84 +246,86 @@ def _ask(plan: IndexPlan, node: fx.Node, push: bool) -> None:
         if isinstance(operand.value, fx.Node):
             plan.wants[node, k] = wants[k]
             if operand.value.op != "get_attr":
-                _want(plan, operand.value, wants[k])
+                _add_read(plan, operand.value, wants[k])
 
 
-def _want(plan: IndexPlan, source: fx.Node, at: At) -> None:
-    """Note how a value is read; read in two ways it is made whole."""
+def _add_read(plan: IndexPlan, source: fx.Node, supports: RunTimeSupports) -> None:
+    """Add a read of a value; one read in two ways is computed whole."""
     if source.op == "get_attr" or not isinstance(value_of(source), Tensor):
         return
     key = key_of(source)
-    plan.reads[key] = at if plan.reads.get(key, at) == at else WHOLE
+    plan.reads[key] = supports if plan.reads.get(key, supports) == supports else WHOLE
 
 
 def _choose(plan: IndexPlan, relation: Relation) -> None:
-    """Make a call on an index where all that is read of it is read at that index."""
-    node, found = relation.node, set()
+    """Compute a call at an index where all reads of it are at that index."""
+    node, supports = relation.node, set()
     for k in range(len(relation.outs)):
         if (node, k) not in plan.reads:
             continue
         pick = plan.picks.get((node, k))
-        at = ((pick.axis, pick.index),) if pick is not None else plan.reads[node, k]
-        axis, index = at[0] if at else (0, None)
+        support = ((pick.axis, pick.index),) if pick is not None else plan.reads[node, k]
+        axis, index = support[0] if support else (0, None)
         letter = letter_at(relation, relation.outs[k], axis, index) if index else None
-        found.add((letter, index and RunTimeIndex(index.source, index.size)))
-    if len(found) == 1:
-        letter, index = found.pop()
-        if letter is not None and index is not None and letter in carried(relation):
+        supports.add((letter, index and RunTimeIndex(index.source, index.size)))
+    if len(supports) == 1:
+        letter, index = supports.pop()
+        if letter is not None and index is not None and letter in pointwise_letters(relation):
             plan.chosen[node] = (letter, index)
 
 
-def _wants(plan: IndexPlan, relation: Relation, push: bool) -> list[At]:
-    """At what a call reads its operands."""
+def _wants(plan: IndexPlan, relation: Relation, push: bool) -> list[RunTimeSupports]:
+    """The supports at which a call reads its operands."""
     wants = [WHOLE] * len(relation.operands)
     if relation.node in plan.chosen:
         letter, index = plan.chosen[relation.node]
         wants = [at_letter(relation, axes, letter, index) for axes in relation.ins]
     if push:
-        summed = _summed(plan, relation)
+        summed = _summed_letter(plan, relation)
         for k, axes in enumerate(relation.ins):
             if summed is not None:
                 more = at_letter(relation, axes, *summed)
-                wants[k] = wants[k] + more if _apart(wants[k], more) else wants[k]
+                wants[k] = wants[k] + more if _is_disjoint(wants[k], more) else wants[k]
         if summed is None and relation.node not in plan.chosen:
             _add_at(plan, relation, wants)
     return wants
 
 
-def _apart(a: At, b: At) -> bool:
+def _is_disjoint(a: RunTimeSupports, b: RunTimeSupports) -> bool:
     return not {axis for axis, _ in a} & {axis for axis, _ in b}
 
 
-def _summed(plan: IndexPlan, relation: Relation) -> tuple[str, RunTimeIndex] | None:
-    """The letter that a contraction sums over an index alone: outside of it one factor is zero, or
-    a constant that meets constants."""
+def _summed_letter(plan: IndexPlan, relation: Relation) -> tuple[str, RunTimeIndex] | None:
+    """The letter that a contraction sums over an index alone, and the index: elsewhere one factor
+    is zero, or a constant times constants. Else None."""
     if relation.entry.fill != "sum" or relation.back:
         return None
     for index in _indices(plan, relation):
         letters = _letters(plan, relation, index)
         summed = {a for k, a in letters.items() if k in relation.factors} & relation.contracted
-        if len(summed) != 1 or not summed.isdisjoint(forced(relation)):
+        if len(summed) != 1 or not summed.isdisjoint(whole_letters(relation)):
             continue
         (letter,) = summed
         wide = [axes for axes in relation.ins if at_letter(relation, axes, letter, index)]
-        if len(wide) != len(relation.factors) or _collides(plan, relation, letter):
+        if len(wide) != len(relation.factors) or _is_axis_shared(plan, relation, letter):
             continue
-        if _leaves(plan, relation, letters, letter):
+        if _is_rest_known(plan, relation, letters, letter):
             return letter, index
     return None
 
 
-def _collides(plan: IndexPlan, relation: Relation, letter: str) -> bool:
-    """Does some axis hold both the summed letter and the one that the call is made on?"""
+def _is_axis_shared(plan: IndexPlan, relation: Relation, letter: str) -> bool:
+    """Whether some axis has both the summed letter and the one that the call is computed at."""
     if relation.node not in plan.chosen:
         return False
     other = plan.chosen[relation.node][0]
     return any({letter, other} <= set(axis) for axes in relation.ins for axis in axes)
 
 
-def _leaves(plan: IndexPlan, relation: Relation, letters: dict[int, str], letter: str) -> bool:
-    """Can what is left outside the index be told? Notes it where it is not nothing."""
+def _is_rest_known(
+    plan: IndexPlan, relation: Relation, letters: dict[int, str], letter: str
+) -> bool:
+    """Whether the contribution outside the index is known; adds it to the plan if not 0."""
     factors = [k for k, a in letters.items() if a == letter and k in relation.factors]
     fills = [plan.fills[key_of(relation.operands[k].value)][1] for k in factors]
     if any(bool((fill == 0).all()) for fill in fills):
@@ -331,15 +338,15 @@ def _leaves(plan: IndexPlan, relation: Relation, letters: dict[int, str], letter
     fact = _fact(fills[0])
     summed = is_absorbing(relation) and bool(one_value(relation, fact).known.all())
     if relation.is_grouped or not summed:
-        return False  # What differs from place to place leaves no border map.
+        return False  # A fill that varies along the image has no border map.
     plan.shifts[relation.node] = (letter, fact)
     return True
 
 
-def _add_at(plan: IndexPlan, relation: Relation, wants: list[At]) -> None:
-    """a + scatter(b) adds b at its positions; an operand that is read at nothing stays whole."""
-    found = schema.arguments(relation.node)
-    if relation.node.target is not torch.ops.aten.add.Tensor or found.get("alpha", 1) != 1:
+def _add_at(plan: IndexPlan, relation: Relation, wants: list[RunTimeSupports]) -> None:
+    """a + scatter(b): add b at its positions. An operand that is read at no index stays whole."""
+    arguments = schema.arguments(relation.node)
+    if relation.node.target is not torch.ops.aten.add.Tensor or arguments.get("alpha", 1) != 1:
         return
     if not relation.ins[0] == relation.ins[1] == relation.outs[0]:
         return
@@ -352,9 +359,9 @@ def _add_at(plan: IndexPlan, relation: Relation, wants: list[At]) -> None:
             or key_of(value) not in plan.fills
         ):
             continue
-        at, fill = plan.fills[key_of(value)]
+        supports, fill = plan.fills[key_of(value)]
         same = value.meta["val"].dtype == other.meta["val"].dtype == dtype
-        if same and len(at) == 1 and bool((fill == 0).all()):
-            wants[k] = at
+        if same and len(supports) == 1 and bool((fill == 0).all()):
+            wants[k] = supports
             plan.added[relation.node] = k
             return
