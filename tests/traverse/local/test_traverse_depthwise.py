@@ -17,7 +17,7 @@ from demask.ops import Declined
 from demask.ops.entry import Shape as S
 from demask.traverse import axes as parts
 from demask.traverse.axes import Axes
-from demask.traverse.local.depthwise import Depthwise, LocalPool, fused, quicker
+from demask.traverse.local.depthwise import Depthwise, LocalPool, faster_kind, fused
 from demask.tune.epilogue import Epilogue
 from local_runs import IMAGE, Placed, Scratch, image_call, run, values_of, windows
 
@@ -36,7 +36,7 @@ F = torch.nn.functional
 def placed(name: str, *args, **how) -> Placed:
     """A call on parts, by the kernel where it can be."""
     here = image_call(name, *args, **how)
-    kind = quicker(here.kind)
+    kind = faster_kind(here.kind)
     assert not isinstance(kind, Declined)
     return Placed(replace(here._here, kind=kind), here.call_axes)
 
@@ -69,7 +69,7 @@ def holds(kind: type, name: str, *args, pair: Axes = IMAGE, **kwargs) -> None:
         close(made, parts.part(expected, here.axes, window))
         if kind is Depthwise:
             assert torch.equal(made, parts.part(whole, here.axes, window)), window
-            assert scratch.bytes == here.temporary(window) == 0
+            assert scratch.bytes == here.scratch_bytes(window) == 0
 
 
 def pair_of(low: int, high: int):

@@ -70,7 +70,7 @@ class RegionNetwork:
         ends = ends_of(main)
         rows, columns = max(ends.values()), max(map(flow.columns, ends))
         for unit in main.units:  # machine code is made once, before anything is timed
-            flow.local[unit.node].kind.compiled(unit.after, unit.addend is not None)
+            flow.local[unit.node].kind.compile(unit.after, unit.addend is not None)
         return cls(flow, staged(flow, rest, ()), main, (rows, columns))
 
     def frustum(self, where: Rectangle) -> Step:

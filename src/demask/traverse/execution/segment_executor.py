@@ -103,7 +103,7 @@ class Sweep:
         self.first, self.last = _uses(stage)
         cut = ((u.node, self.flow.local.get(u.node)) for u in stage.units)
         self.streamed = {e for u in stage.units for e in stage.streamed(u, ends.maps)}
-        self.packs = frozenset(n for n, here in cut if here is not None and here.kind.packs)
+        self.packs = frozenset(n for n, here in cut if here is not None and here.kind.packed_bytes)
 
     def run(self, steps: Iterable[Step], told: Callable[[Step], None] | None = None) -> None:
         """Run all steps. told: called after each. Statistics are finished when all rows were seen,
@@ -247,7 +247,7 @@ class Sweep:
         """A weight laid out for the stage, by whichever worker needs it first."""
         if node not in self.ends.packed:
             kind: Any = self.flow.local[node].kind
-            self.ends.packed[node] = kind.prepared(self._value(weight), window)
+            self.ends.packed[node] = kind.pack_weight(self._value(weight), window)
         return self.ends.packed[node]
 
     def _value(self, value: Any) -> Any:

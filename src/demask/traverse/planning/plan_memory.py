@@ -88,7 +88,7 @@ class MemoryLayout:
         """Make the machine code that the plan takes; the bytes of its compiler."""
         local = (((u, place.stage.flow.local.get(u.node)) for u in place.stage.units)
                  for place in self.places)  # fmt: skip
-        found = [here.kind.compiled(unit.after, unit.addend is not None)
+        found = [here.kind.compile(unit.after, unit.addend is not None)
                  for pairs in local for unit, here in pairs if here is not None]  # fmt: skip
         return max(found, default=0)
 

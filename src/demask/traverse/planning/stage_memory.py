@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx
 
 from demask.machine.arena import ArenaPlan, Block, aligned, peak, planned
-from demask.traverse.analysis.streamed_attention import temporary
+from demask.traverse.analysis.streamed_attention import scratch_bytes
 from demask.traverse.axes import cut_shape
 from demask.traverse.planning.schedule import LiveRows, Step
 from demask.traverse.planning.stage import Stage, Unit
@@ -78,7 +78,7 @@ class _Most:
             elif unit.node in self.stage.flow.gathers:
                 held = step.get(unit.node, step[unit.edges[0].source])
                 window = (held.done, max(held.done, held.end)), held.columns
-                self._beside(k, self.stage.flow.gathers[unit.node].temporary(window))
+                self._beside(k, self.stage.flow.gathers[unit.node].scratch_bytes(window))
         for value, base in list(self.same):
             mine, theirs = step.get(value), step[base]
             if mine is None or mine.made != theirs.made or mine.columns != theirs.columns:
@@ -96,11 +96,11 @@ class _Most:
         if self.stage.streamed(unit, self.maps):
             value = unit.value.meta["val"]
             queries = cut_shape(value.shape, self.stage.flow.axes[unit.value], window)
-            self._beside(k, temporary(unit.node, queries, value.dtype))
+            self._beside(k, scratch_bytes(unit.node, queries, value.dtype))
             return
-        self.scratch[k] = max(self.scratch[k], here.temporary(window))
-        self._beside(k, here.beside(window))
-        self.kernels.add(here.kind.kernel(window))
+        self.scratch[k] = max(self.scratch[k], here.scratch_bytes(window))
+        self._beside(k, here.allocated_bytes(window))
+        self.kernels.add(here.kind.onednn_key(window))
 
 
 def part_bytes(stage: Stage, node: fx.Node, held: LiveRows, rows: int) -> int:
@@ -134,7 +134,7 @@ def memory(
             tails[v], size = size, size + aligned(n)
     at = {k: (where.offsets[len(lives) + i], n) for i, (k, n) in enumerate(scratch.items())}
     cut = [stage.flow.local[u.node] for u in stage.units if u.node in stage.flow.local]
-    packs = [here.kind.packs for here in cut]
+    packs = [here.kind.packed_bytes for here in cut]
     packed = sum(packs) + max(packs, default=0)  # one is laid out by way of a copy
     kernels = frozenset(most.kernels - {None})
     found = dict(zip(lives, where.offsets, strict=False))
