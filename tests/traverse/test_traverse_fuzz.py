@@ -148,18 +148,18 @@ class Centred(nn.Module):
 
 
 def test_a_line_buffer_one_row_short_is_noticed(monkeypatch):
-    kept = schedule._kept
+    kept = schedule._first_rows_read
 
     def short(stage, strip, end):
         return {v: n + (n < end[v]) for v, n in kept(stage, strip, end).items()}
 
-    monkeypatch.setattr(schedule, "_kept", short)
+    monkeypatch.setattr(schedule, "_first_rows_read", short)
     assert seen(chain(), Setting(BANDS, 3))
 
 
 def test_a_map_written_over_too_early_is_noticed(monkeypatch):
-    monkeypatch.setattr(layout, "_follows", lambda *args: True)
-    monkeypatch.setattr(layout, "_behind", lambda *args: True)
+    monkeypatch.setattr(layout, "_can_overwrite", lambda *args: True)
+    monkeypatch.setattr(layout, "_writes_no_live_rows", lambda *args: True)
     found = [seen(alike(), Setting(BANDS, 3, cuts=seed)) for seed in range(1, 6)]
     assert any("differs by" in text for text in found), found
 

@@ -27,7 +27,7 @@ from demask.traverse.axes import NONE, Axes, Window
 from demask.traverse.execution.run import ImageRun, execute
 from demask.traverse.planning.plan import TilePlan
 from demask.traverse.planning.plan_memory import MemoryLayout
-from demask.traverse.planning.planner import planned
+from demask.traverse.planning.planner import plan_tiles
 from demask.traverse.storage.dtype_conversion import name_of
 from demask.traverse.storage.sources_and_sinks import (
     ArraySink,
@@ -146,9 +146,9 @@ def _planned(flow: Flow, budget: int, source: Any, sink: Any) -> tuple[TilePlan,
     """The plan of one image. Buffers of the ends are largest for windows that are all of a value;
     they are read and written one after the other."""
     beside = max(end.workspace(_all(end)) for end in (source, sink))
-    plan, layout = planned(flow, budget, beside=beside)
-    compiler = layout.compiled()
-    return planned(flow, budget, beside=beside + compiler) if compiler else (plan, layout)
+    plan, layout = plan_tiles(flow, budget, reserved=beside)
+    compiler = layout.compile_kernels()
+    return plan_tiles(flow, budget, reserved=beside + compiler) if compiler else (plan, layout)
 
 
 @dataclass(frozen=True, slots=True)

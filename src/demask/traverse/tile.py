@@ -23,7 +23,7 @@ from demask.traverse.axes import Axes, axes_of
 from demask.traverse.execution.tiled_module import Tiled, tiled
 from demask.traverse.planning.plan import TilePlan
 from demask.traverse.planning.plan_memory import WORKERS, MemoryLayout
-from demask.traverse.planning.planner import planned
+from demask.traverse.planning.planner import plan_tiles
 
 
 @public
@@ -106,7 +106,7 @@ def _planned(
         raise BadInput(
             "no input has rows to cut: expected images (N, C, H, W), volumes or sequences"
         )
-    made, layout = planned(flow, budget, workers=workers)
+    made, layout = plan_tiles(flow, budget, workers=workers)
     return given, flow, replace(made, images=several), layout
 
 

@@ -21,9 +21,9 @@ from demask.traverse.execution.rectangles import Rectangle
 from demask.traverse.execution.run import fresh
 from demask.traverse.execution.segment_executor import Counter, Ends, Sweep
 from demask.traverse.planning.plan_memory import step_macs, tile_at, value_bytes
-from demask.traverse.planning.schedule import Step, at_once, banded, ends_of
-from demask.traverse.planning.stage import Stage, staged
-from demask.traverse.planning.stage_memory import memory
+from demask.traverse.planning.schedule import Step, target_rows, tile_bands, whole_step
+from demask.traverse.planning.stage import Stage, build_stage
+from demask.traverse.planning.stage_memory import plan_stage_memory
 from demask.traverse.storage.sources_and_sinks import tensor_sink, tensor_source
 
 # So much takes a band's largest value. Measured: 8 MiB took 13 % longer, and rectangles of 26 MiB
@@ -66,12 +66,12 @@ class RegionNetwork:
         """Of a flow without refusals."""
         cut = [n for n in flow.calls if n in flow.local]
         rest = [n for n in flow.calls if n not in flow.local]
-        main = staged(flow, cut, {n for n in flow.outputs if isinstance(n, fx.Node)})
-        ends = ends_of(main)
+        main = build_stage(flow, cut, {n for n in flow.outputs if isinstance(n, fx.Node)})
+        ends = target_rows(main)
         rows, columns = max(ends.values()), max(map(flow.columns, ends))
         for unit in main.units:  # machine code is made once, before anything is timed
             flow.local[unit.node].kind.compile(unit.after, unit.addend is not None)
-        return cls(flow, staged(flow, rest, ()), main, (rows, columns))
+        return cls(flow, build_stage(flow, rest, ()), main, (rows, columns))
 
     def frustum(self, where: Rectangle) -> Step:
         """The positions of each value that a rectangle needs."""
@@ -88,7 +88,7 @@ class RegionNetwork:
         moved = 0.0
         for unit in self.main.units:
             held, share = step[unit.value], 1 / max(self._positions(unit.value), 1)
-            moved += 2 * value_bytes(unit.value) * share * _positions(held.made, held.columns)
+            moved += 2 * value_bytes(unit.value) * share * _positions(held.computed, held.columns)
         bands = -(-(where.bottom - where.top) // self.band(where))
         calls, at = bands * len(self.main.units), TWO_CORES
         return step_macs(self.main, step) / at.macs + moved / at.near + calls * at.call
@@ -107,7 +107,7 @@ class RegionNetwork:
     def steps(self, places: Sequence[Rectangle]) -> Iterator[Step]:
         """The steps in which rectangles are made, one after another."""
         for where in places:
-            yield from banded(self.main, self.frustum(where), self.band(where))
+            yield from tile_bands(self.main, self.frustum(where), self.band(where))
 
     def run(
         self,
@@ -128,10 +128,10 @@ class RegionNetwork:
                 ends.wholes[node] = value
         for node, value in results.items():
             ends.sinks[node] = tensor_sink(value, axes[node], node.meta["val"].dtype, index)
-        empty = memory(self.front, (), frozenset())
-        Sweep(self.front, empty, ends, fresh(0), Counter()).run([at_once(self.front)])
+        empty = plan_stage_memory(self.front, (), frozenset())
+        Sweep(self.front, empty, ends, fresh(0), Counter()).run([whole_step(self.front)])
         steps = list(self.steps(places))
-        held = memory(self.main, steps, frozenset())
+        held = plan_stage_memory(self.main, steps, frozenset())
         Sweep(self.main, held, ends, fresh(held.size), counter).run(steps)
         return counter
 

@@ -94,10 +94,10 @@ def _executed(
         _direct(place, call, ends)
         walk(place, ends, work, counter, _telling(told, place))
         ends.packed.clear()
-        if place.beside >= LARGE:
+        if place.allocated >= LARGE:
             give_back()
         _forget(layout, k, spills)
-        for v in layout.dies[k]:
+        for v in layout.last_used[k]:
             wholes.pop(v, None)
     return wholes, counter
 
@@ -130,7 +130,7 @@ def _begin(
         left = {unit.value for unit in place.stage.units if unit.value in place.stage.flow.axes}
         for step in steps_of(place.stage, place.segment):
             yield step
-            left -= {v for v in left if v not in step or step[v].made[0] < step[v].made[1]}
+            left -= {v for v in left if v not in step or step[v].computed[0] < step[v].computed[1]}
             if not left:
                 return
 

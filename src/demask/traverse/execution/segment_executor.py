@@ -132,7 +132,7 @@ class Sweep:
                 self._gather(unit, step)
             elif unit.value not in self.flow.axes or unit.node not in self.flow.local:
                 self._whole(unit, step)
-            elif step[unit.value].made[0] < step[unit.value].made[1]:
+            elif step[unit.value].computed[0] < step[unit.value].computed[1]:
                 self._make(k, unit, step)
             if k in self.memory.large:
                 give_back()
@@ -152,7 +152,11 @@ class Sweep:
                 found |= {edge.source for edge in unit.edges}
         found |= {v for v, held in step.items() if held.done < held.end}
         owner = self.memory.owner
-        return {v for v in found if v in owner or (v in step and step[v].lent[0] < step[v].lent[1])}
+        return {
+            v
+            for v in found
+            if v in owner or (v in step and step[v].received[0] < step[v].received[1])
+        }
 
     def _load(self, node: fx.Node, step: Step) -> None:
         """Put the rows kept in front of the block, and, of what is read from elsewhere, the new."""
@@ -163,7 +167,7 @@ class Sweep:
         if node in self.ends.sources and held.done < held.end:
             window = (held.done, held.end), held.columns
             self.ends.sources[node].read(window, self._rows(node, step, held.done, held.end))
-        low, high = held.lent
+        low, high = held.received
         if low < high and self.below is not None:
             lent = self.below.take(node, self.flow.axes[node][0] or 0, (low, high))
             if lent is not None:
@@ -189,8 +193,8 @@ class Sweep:
 
     def _make(self, k: int, unit: Unit, step: Step) -> None:
         held, here = step[unit.value], self.flow.local[unit.node]
-        window = held.made, held.columns
-        into = self._rows(unit.value, step, *held.made)
+        window = held.computed, held.columns
+        into = self._rows(unit.value, step, *held.computed)
         if any(edge in self.streamed for edge in unit.edges):
             into.copy_(self._attended(unit, step, window))
             self._made(unit, held, into)
@@ -198,7 +202,7 @@ class Sweep:
         operands = self._operands(unit, step, window)
         fused: dict[str, Any] = {}
         if unit.addend is not None:
-            addend = self._rows(unit.addend, step, *held.made, held.columns)
+            addend = self._rows(unit.addend, step, *held.computed, held.columns)
             if addend.data_ptr() != into.data_ptr():
                 into.copy_(addend)
             fused["add"] = True
@@ -220,12 +224,12 @@ class Sweep:
 
     def _made(self, unit: Unit, held: LiveRows, into: Tensor) -> None:
         """Count what was made, and hand it on to who waits for it."""
-        window = held.made, held.columns
+        window = held.computed, held.columns
         self.counter.macs += self.flow.local[unit.node].macs(window)
         if unit.value in self.ends.sinks:
             self.ends.sinks[unit.value].write(window, into)
         if self.above is not None and unit.value in self.above.spans:
-            self.above.put(unit.value, self.flow.axes[unit.value][0] or 0, held.made, into)
+            self.above.put(unit.value, self.flow.axes[unit.value][0] or 0, held.computed, into)
 
     def _operands(self, unit: Unit, step: Step, window: Window) -> list[Any]:
         """The operands of a cut call, in the order of its relation: the parts that it needs."""

@@ -27,7 +27,7 @@ from demask.traverse.analysis.flow import Flow, flow_of
 from demask.traverse.execution.run import ImageRun, Told, execute, rehearse
 from demask.traverse.execution.segment_executor import Counter
 from demask.traverse.planning.plan import TilePlan
-from demask.traverse.planning.plan_memory import MemoryLayout, admitted
+from demask.traverse.planning.plan_memory import MemoryLayout, lay_out_checked
 from demask.traverse.storage.sources_and_sinks import tensor_sink, tensor_source
 
 # An image of a call: the network, met with its plan; inputs; results, filled in; which of how many.
@@ -106,8 +106,8 @@ class Tiled(Demasked):
         """The plan met with the graph."""
         if self.prepared is None:
             flow = flow_of(program_of(self), self.table)
-            self.prepared = Prepared(flow, admitted(flow, self.plan.segments))
-            self.prepared.layout.compiled()
+            self.prepared = Prepared(flow, lay_out_checked(flow, self.plan.segments))
+            self.prepared.layout.compile_kernels()
         return self.prepared
 
 
@@ -124,7 +124,7 @@ def tiled(
         {}, (), {}, notes, inputs_of(program), nothing, nothing, guards=program.guards
     )
     made: Any = build(program, record, Tiled)
-    layout.compiled()
+    layout.compile_kernels()
     if plan.budget - plan.peak < LOADED:
         rehearse(flow, layout, constants(made, flow))
     made.plan, made.table, made.prepared = plan, table, Prepared(flow, layout)

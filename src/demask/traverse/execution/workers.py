@@ -18,7 +18,7 @@ from demask.machine.threads import set_threads
 from demask.traverse.axes import cut_shape
 from demask.traverse.execution.segment_executor import BandBorder, Counter, Ends, Sweep, seen
 from demask.traverse.planning.plan_memory import PlacedSegment
-from demask.traverse.planning.schedule import Step, Strip, walked
+from demask.traverse.planning.schedule import Step, Strip, walk_bands
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ def _walk(
 ) -> None:
     torch.set_num_threads(threads)
     with torch.no_grad():
-        sweep.run(walked(place.stage, place.segment.rows, strip), told)
+        sweep.run(walk_bands(place.stage, place.segment.rows, strip), told)
 
 
 def _border(place: PlacedSegment, upper: Strip, arena: _WorkerArena) -> BandBorder:
