@@ -22,7 +22,7 @@ import traverse_networks as networks
 from demask.errors import BadInput, BudgetTooSmall
 from demask.traverse import plan, tile
 from demask.traverse.execution import run
-from demask.traverse.execution.segment_executor import Sweep
+from demask.traverse.execution.segment_executor import SegmentExecutor
 from night import at_night
 from tiled_networks import EPS, MIB, NETWORKS, least, made, same
 
@@ -335,7 +335,7 @@ def test_no_more_memory_is_used_than_the_plan_says(name: str, monkeypatch) -> No
         arenas.append(torch.from_numpy(np.full(size + 64, 165, np.uint8)))
         return arenas[-1]
 
-    monkeypatch.setattr(run, "fresh", marked)
+    monkeypatch.setattr(run, "new_memory", marked)
     results = []
     beside = allocated(lambda: results.append(module(x))) - results[0].nbytes
     (arena,) = arenas
@@ -358,13 +358,13 @@ def test_every_call_is_rehearsed_where_the_budget_is_tight(name: str, monkeypatc
 
     monkeypatch.setattr(run, "suppress", nothing_fails)
     ran: set[str] = set()
-    make = Sweep._make
+    make = SegmentExecutor._compute
 
     def spied(self, k, unit, step):
         ran.add(unit.node.name)
         return make(self, k, unit, step)
 
-    monkeypatch.setattr(Sweep, "_make", spied)
+    monkeypatch.setattr(SegmentExecutor, "_compute", spied)
     module = tile(model, (x,), memory=least(model, x) + MIB)
     rehearsed = set(ran)
     assert entered == ["Exception"]

@@ -193,7 +193,7 @@ class Streaming:
         node, made = flow.inputs[0], flow.outputs[0]
         cut = made in flow.axes
         call = ImageRun({node: source}, {made: sink} if cut else {}, flow.constants)
-        values, counter = execute(flow, self.layout, call, folder=self.folder, told=tell.step)
+        values, counter = execute(flow, self.layout, call, folder=self.folder, on_step=tell.step)
         if not cut:
             sink.write(_all(self.sink), values[made])
         return counter.macs
