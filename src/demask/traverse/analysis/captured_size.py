@@ -27,7 +27,7 @@ from demask.graph.capture.capture import interface_of
 from demask.graph.program import Program
 from demask.graph.result.demasked_module import Demasked
 from demask.traverse.analysis.flow import read
-from demask.traverse.storage.dtype_conversion import holds, name_of
+from demask.traverse.storage.dtype_conversion import can_store, name_of
 
 Sizes = tuple[int | str, ...]
 
@@ -150,7 +150,7 @@ def _reads(node: fx.Node, has_property: Any) -> bool:
 
 def _check_dtype(name: str, dtype: torch.dtype, wanted: torch.dtype) -> None:
     would_round = dtype.is_floating_point and not wanted.is_floating_point
-    if would_round or not holds(dtype, wanted):
+    if would_round or not can_store(dtype, wanted):
         raise BadInput(f"{name} takes {name_of(wanted)}, and the source holds {name_of(dtype)}: "
                        "convert it first")  # fmt: skip
 

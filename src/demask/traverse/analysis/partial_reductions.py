@@ -107,7 +107,7 @@ def _pieces(
 
 
 @dataclass(frozen=True, slots=True)
-class _Base:
+class _PartialReduction:
     """Sizes of a reduction. tensors: bytes of a state per output position; copies, small: tensors
     alive at once in an update, of the size of a piece and of a tensor of the state."""
 
@@ -130,7 +130,7 @@ class _Base:
 
 
 @dataclass(frozen=True, slots=True)
-class Folded(_Base):
+class FoldReduction(_PartialReduction):
     """Sums, products, extrema: acc = combine(acc, of(piece)) from a neutral element.
 
     of: (piece, dims) -> the piece reduced, axes of size one; combine: changes its first operand;
@@ -159,7 +159,7 @@ class Folded(_Base):
 
 
 @dataclass(frozen=True, slots=True)
-class Moments(_Base):
+class MomentsReduction(_PartialReduction):
     """Count, mean and sum of squared deviations. last: (mean, sum of squares) -> the result."""
 
     last: Callable[[Tensor, Tensor], Tensor]
@@ -199,7 +199,7 @@ def _merge_moments(state: State, other: tuple[Any, ...]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class LogSumExp(_Base):
+class LogSumExpReduction(_PartialReduction):
     """The largest value and the sum of exp(x - largest)."""
 
     def begin(self) -> State:
@@ -234,7 +234,7 @@ def _merge_exponentials(state: State, other: State) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Extreme(_Base):
+class ExtremeReduction(_PartialReduction):
     """Value and index of the largest (or smallest) along `dim` (-1: of the flattened operand).
 
     Of equal ones the first; NaN exceeds all."""
@@ -331,7 +331,7 @@ _MAX, _MIN = partial(_join_into, torch.maximum), partial(_join_into, torch.minim
 def _sum(operand: ReducedOperand, bound: Bound, *, mean: bool = False) -> Reduction:
     dtype = torch.float64 if operand.work.is_floating_point else torch.int64
     last = partial(torch.div, other=operand.count) if mean else Tensor.detach
-    return Folded(operand, 8, 0, 2, 0, dtype, _total, Tensor.add_, last)
+    return FoldReduction(operand, 8, 0, 2, 0, dtype, _total, Tensor.add_, last)
 
 
 def _total(piece: Tensor, dims: tuple[int, ...]) -> Tensor:
@@ -347,7 +347,7 @@ def _prod(operand: ReducedOperand, bound: Bound) -> Reduction:
         return piece
 
     copies = 2 * (8 // operand.work.itemsize)
-    return Folded(operand, 8, copies, 2, 1, dtype, product, Tensor.mul_)
+    return FoldReduction(operand, 8, copies, 2, 1, dtype, product, Tensor.mul_)
 
 
 def _norm(operand: ReducedOperand, bound: Bound) -> Reduction | Declined:
@@ -355,7 +355,7 @@ def _norm(operand: ReducedOperand, bound: Bound) -> Reduction | Declined:
     power = 2.0 if power is None else float(power)
     dtype, copies = torch.float64, 1 + (8 // operand.work.itemsize) * (operand.work.itemsize < 8)
     if power == math.inf:
-        return Folded(operand, 8, 1, 3, 0, dtype, _largest_magnitude, _MAX)
+        return FoldReduction(operand, 8, 1, 3, 0, dtype, _largest_magnitude, _MAX)
     if power <= 0:
         return Declined(f"a norm of order {power}")
 
@@ -363,7 +363,7 @@ def _norm(operand: ReducedOperand, bound: Bound) -> Reduction | Declined:
         return _total(piece.abs().double().pow_(power), dims)  # a square may be too large for float
 
     root = partial(torch.pow, exponent=1 / power)
-    return Folded(operand, 8, copies, 2, 0, dtype, powers, Tensor.add_, root)
+    return FoldReduction(operand, 8, copies, 2, 0, dtype, powers, Tensor.add_, root)
 
 
 def _largest_magnitude(piece: Tensor, dims: tuple[int, ...]) -> Tensor:
@@ -375,7 +375,7 @@ def _extreme(operand: ReducedOperand, bound: Bound, *, largest: bool) -> Reducti
         return _any_or_all(operand, bound, every=not largest)
     start, dtype = _lowest_of(operand.work, largest), operand.work
     of = partial(torch.amax if largest else torch.amin, keepdim=True)
-    return Folded(operand, dtype.itemsize, 0, 2, start, dtype, of, _MAX if largest else _MIN)
+    return FoldReduction(operand, dtype.itemsize, 0, 2, start, dtype, of, _MAX if largest else _MIN)
 
 
 def _any_or_all(operand: ReducedOperand, bound: Bound, *, every: bool) -> Reduction:
@@ -384,7 +384,7 @@ def _any_or_all(operand: ReducedOperand, bound: Bound, *, every: bool) -> Reduct
     def of(piece: Tensor, dims: tuple[int, ...]) -> Tensor:
         return reduce(piece.bool(), dim=dims, keepdim=True)
 
-    return Folded(operand, 1, 1, 3, every, torch.bool, of, partial(_join_into, join))
+    return FoldReduction(operand, 1, 1, 3, every, torch.bool, of, partial(_join_into, join))
 
 
 def _variance(operand: ReducedOperand, bound: Bound, *, root: bool = False) -> Reduction:
@@ -394,30 +394,30 @@ def _variance(operand: ReducedOperand, bound: Bound, *, root: bool = False) -> R
     def last(mean: Tensor, squares: Tensor) -> Tensor:
         return operand.result((squares / degrees).sqrt_() if root else squares / degrees)
 
-    return Moments(operand, 24, 1, 9, last)
+    return MomentsReduction(operand, 24, 1, 9, last)
 
 
-def _moments(operand: ReducedOperand, bound: Bound) -> Moments:
+def _moments(operand: ReducedOperand, bound: Bound) -> MomentsReduction:
     if not operand.work.is_floating_point:
         operand = replace(operand, work=torch.float64)
 
     def last(mean: Tensor, squares: Tensor) -> Tensor:
         return operand.result(torch.stack([mean, squares / operand.count]))
 
-    return Moments(operand, 24, 1, 9, last)
+    return MomentsReduction(operand, 24, 1, 9, last)
 
 
 def _log_sum_exp(operand: ReducedOperand, bound: Bound) -> Reduction:
     if not operand.work.is_floating_point:
         operand = replace(operand, work=operand.dtype)
-    return LogSumExp(operand, 16, 1, 8)
+    return LogSumExpReduction(operand, 16, 1, 8)
 
 
 def _argmax(operand: ReducedOperand, bound: Bound, *, largest: bool) -> Reduction | Declined:
     if operand.work == torch.bool:
         return Declined("the index of an extreme of booleans")
     dim = -1 if bound["dim"] is None else operand.dims[0]
-    return Extreme(operand, operand.work.itemsize + 8, 1, 4, largest, dim)
+    return ExtremeReduction(operand, operand.work.itemsize + 8, 1, 4, largest, dim)
 
 
 _Rule = Callable[[ReducedOperand, Bound], "Reduction | Declined"]

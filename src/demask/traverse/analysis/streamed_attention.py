@@ -23,7 +23,7 @@ SCORES = 2**22  # bytes of the scores of one block
 aten = torch.ops.aten
 
 
-def streams_keys(node: fx.Node) -> bool:
+def can_stream_keys(node: fx.Node) -> bool:
     """Whether a call can read its keys and values in blocks."""
     if node.target is not aten.scaled_dot_product_attention.default:
         return False

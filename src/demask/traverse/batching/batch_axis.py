@@ -33,7 +33,7 @@ class BatchAxis:
     """An axis of (outer, inputs, count) positions.
 
     >>> x = torch.arange(12).view(2, 3, 2)
-    >>> Lane(0, 2, 2).part(x.flatten(), 3, 1, 2).tolist()
+    >>> BatchAxis(0, 2, 2).part(x.flatten(), 3, 1, 2).tolist()
     [2, 3, 8, 9]
     """
 

@@ -66,7 +66,7 @@ class TooSmall(Exception):
     """The image is so small that every position of a call reads its border."""
 
 
-# --- what a call reads along it -----------------------------------------------------------------
+# --- the positions that a call reads ------------------------------------------------------------
 
 
 class Rules:

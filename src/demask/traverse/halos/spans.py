@@ -200,7 +200,7 @@ def _scale(edges, scales: Mapping[fx.Node, Fraction], parts, part: Part) -> Frac
     return scales[source] * Fraction(parts[source].size, part.size)
 
 
-# --- the walk -----------------------------------------------------------------------------------
+# --- from outputs to inputs ---------------------------------------------------------------------
 
 Span = tuple[float, float]
 ALL: Span = (-math.inf, math.inf)

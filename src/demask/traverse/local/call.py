@@ -188,7 +188,7 @@ def _formats(rank: int) -> tuple[torch.memory_format, ...]:
     return (torch.contiguous_format, *([torch.channels_last] if rank == 4 else []))
 
 
-def alike(x: Tensor, into: Tensor) -> bool:
+def is_same_format(x: Tensor, into: Tensor) -> bool:
     """Whether both tensors are dense in the same memory format of torch's image kernels."""
     return any(x.is_contiguous(memory_format=f) and into.is_contiguous(memory_format=f)
                for f in _formats(x.ndim))  # fmt: skip
@@ -200,7 +200,7 @@ def write_result(op: Any, into: Tensor, *args: Any, over: Any = None) -> None:
     Image kernels accept any `out`, and write it as if it were dense in the input's memory format:
     in other formats the result is copied. over: the packet that has the `out` overload.
     """
-    if alike(args[0], into):
+    if is_same_format(args[0], into):
         (over or op).out(*args, out=into)
     else:
         into.copy_(op.default(*args))
@@ -212,7 +212,7 @@ def writes_in_place(call: LocalCall, window: Window) -> bool:
     if axis is not None and window[COLUMNS] != (0, call.shape[axis]):
         return False
     cut = call.cuts[0]
-    return alike(_dense(cut.part(window), cut.axes), _dense(call.sizes(window), call.axes))
+    return is_same_format(_dense(cut.part(window), cut.axes), _dense(call.sizes(window), call.axes))
 
 
 def _dense(shape: Sizes, axes: Axes) -> Tensor:

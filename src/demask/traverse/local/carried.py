@@ -109,7 +109,7 @@ def _carried(call: LocalCall) -> _Carried | Declined:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Apply(LocalKind):
+class LocalApply(LocalKind):
     """The op on parts, with size arguments replaced by those of the part.
 
     how: "copy", "write" (a function of this file), "out" (the op's overload), "inplace" (over a
@@ -125,7 +125,7 @@ class Apply(LocalKind):
     count: int
 
     @staticmethod
-    def of(call: LocalCall) -> Apply | Declined:
+    def of(call: LocalCall) -> LocalApply | Declined:
         carried = _carried(call)
         if isinstance(carried, Declined):
             return carried
@@ -136,7 +136,7 @@ class Apply(LocalKind):
         even = carried.tiles in ((1, 1), (1, 0))
         pointwise = torch.Tag.pointwise in target.tags or how == "copy" or target in _WRITERS
         pointwise &= even and chosen not in _PRODUCTS
-        return Apply(call, carried, how, chosen, pointwise, _products(call))
+        return LocalApply(call, carried, how, chosen, pointwise, _products(call))
 
     @property
     def pointwise(self) -> bool:  # type: ignore[override]
@@ -195,7 +195,7 @@ class Apply(LocalKind):
 
 
 def _way(call: LocalCall, target: Any) -> tuple[str, Any]:
-    """How a call writes into its output's memory (see `Apply.how`), and the target."""
+    """How a call writes into its output's memory (see `LocalApply.how`), and the target."""
     first = call.relation.operands[0].value if call.relation.operands else None
     if target.overloadpacket in _COPIES:
         return "copy", target
@@ -287,7 +287,7 @@ def is_rearranged(call: LocalCall) -> bool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rearrange(LocalKind):
+class LocalRearrange(LocalKind):
     """A copy between two views with one axis per letter; it allocates nothing.
 
     before, after: the letters of operand and output; the letters that both share along rows or
@@ -312,7 +312,7 @@ class Rearrange(LocalKind):
                 ins[operand_axis] = (f"#{dim}", *ins[operand_axis][common:])
                 outs[axis] = (f"#{dim}", *outs[axis][common:])
         before, after = (tuple(a for axis in axes for a in axis) for axes in (ins, outs))
-        return Rearrange(call, carried, before, after)
+        return LocalRearrange(call, carried, before, after)
 
     def computed_window(self, window: Window) -> Window:
         return self.carried.window(self.call, window)
@@ -328,4 +328,4 @@ class Rearrange(LocalKind):
         into.view([size[a] for a in self.after]).copy_(x)
 
 
-__all__ = ["Apply", "Rearrange", "bind_arguments", "is_rearranged"]
+__all__ = ["LocalApply", "LocalRearrange", "bind_arguments", "is_rearranged"]

@@ -23,7 +23,7 @@ from demask.ops.regions import Interval
 from demask.traverse.axes import COLUMNS, ROWS
 from demask.traverse.axes import Window as Part
 from demask.traverse.local.call import LocalCall, LocalKind, Scratch, Sliding
-from demask.traverse.local.pools import AvgPool, MaxPool
+from demask.traverse.local.pools import LocalAvgPool, LocalMaxPool
 from demask.traverse.local.windows import LocalConv
 from demask.tune.epilogue import Epilogue, plain_call
 
@@ -32,14 +32,14 @@ LLVM = 40 * 2**20  # bytes that the compiler takes, measured
 
 def faster_kind(kind: LocalKind | Declined) -> LocalKind | Declined:
     """The call with a compiled kernel, where that is available; else the kind as it is."""
-    if isinstance(kind, LocalConv) and available(kind):
-        return Depthwise.of(kind)
-    if isinstance(kind, (AvgPool, MaxPool)) and available(kind):
-        return LocalPool.of(kind)
+    if isinstance(kind, LocalConv) and is_supported(kind):
+        return CompiledDepthwise.of(kind)
+    if isinstance(kind, (LocalAvgPool, LocalMaxPool)) and is_supported(kind):
+        return CompiledPool.of(kind)
     return kind
 
 
-def available(kind: LocalConv | AvgPool | MaxPool) -> bool:
+def is_supported(kind: LocalConv | LocalAvgPool | LocalMaxPool) -> bool:
     """Whether the compiled kernel can run this call.
 
     It takes float32 on the CPU, one image (or sequence) whose windows slide along rows and columns,
@@ -116,7 +116,7 @@ class _PartDims(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Kernels(LocalKind):
+class _CompiledWindows(LocalKind):
     """A call that runs by compiled kernels.
 
     across: windows along rows (None for a sequence) and columns. fallback: runs the call without
@@ -126,11 +126,11 @@ class _Kernels(LocalKind):
     call: LocalCall
     across: tuple[Sliding | None, Sliding]
     layout: _PartDims
-    fallback: LocalConv | AvgPool | MaxPool
+    fallback: LocalConv | LocalAvgPool | LocalMaxPool
     runners: dict[tuple[Act | None, bool], Runner] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, kind: LocalConv | AvgPool | MaxPool) -> Self:
+    def of(cls, kind: LocalConv | LocalAvgPool | LocalMaxPool) -> Self:
         call, across = kind.call, _across(kind.call, kind.axes)
         rows, columns = (None if s is None else s.axis for s in across)
         channels = -1 - len(kind.axes)
@@ -168,7 +168,7 @@ def _before(s: Sliding, interval: Interval) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Depthwise(_Kernels):
+class CompiledDepthwise(_CompiledWindows):
     """A convolution of each channel by itself, with a sum and an activation in the same kernel."""
 
     adds = True
@@ -218,7 +218,7 @@ def fused(after: Epilogue | None) -> Act | None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LocalPool(_Kernels):
+class CompiledPool(_CompiledWindows):
     """A max pool, or an average pool whose windows are all divided by the same number."""
 
     def compile(self, after: Epilogue | None, add: bool) -> int:
@@ -228,7 +228,7 @@ class LocalPool(_Kernels):
 
     @property
     def _mode(self) -> str:
-        return "mean" if isinstance(self.fallback, AvgPool) else "max"
+        return "mean" if isinstance(self.fallback, LocalAvgPool) else "max"
 
     @property
     def _taps(self) -> int:
@@ -252,7 +252,7 @@ class LocalPool(_Kernels):
 
     def _divisor(self, window: Part) -> int | None:
         """The divisor of all windows of a part; None where divisors differ."""
-        if isinstance(self.fallback, MaxPool):
+        if isinstance(self.fallback, LocalMaxPool):
             return 1
         axes, bound = self.fallback.axes, self.call.bound
         override = bound.get("divisor_override")
@@ -273,4 +273,4 @@ def _last(s: Sliding) -> int:
     return (g.output - 1) * g.step - g.padding + g.kernel
 
 
-__all__ = ["available", "faster_kind"]
+__all__ = ["faster_kind", "is_supported"]

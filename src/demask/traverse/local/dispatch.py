@@ -23,10 +23,10 @@ from demask.ops.relation import Relation
 from demask.traverse import axes as parts
 from demask.traverse.axes import COLUMNS, NONE, ROWS, Axes, Window
 from demask.traverse.local.call import LocalCall, LocalKind, OperandCut, Scratch, narrowed, nbytes
-from demask.traverse.local.carried import Apply, Rearrange, is_rearranged
+from demask.traverse.local.carried import LocalApply, LocalRearrange, is_rearranged
 from demask.traverse.local.depthwise import faster_kind
 from demask.traverse.local.moves import LocalMove
-from demask.traverse.local.resize import Resize
+from demask.traverse.local.resize import LocalResize
 from demask.traverse.local.windows import windowed
 from demask.tune.epilogue import Epilogue, plain_call
 
@@ -220,12 +220,12 @@ def _kind(call: LocalCall) -> LocalKind | Declined:
     if letters & relation.moved:
         return LocalMove.of(call)
     if letters & relation.window and relation.entry.region in RESIZES:
-        return Resize.of(call)
+        return LocalResize.of(call)
     if letters & relation.window:
         return faster_kind(windowed(call))
     if is_rearranged(call):
-        return Rearrange.of(call)
-    return Apply.of(call)
+        return LocalRearrange.of(call)
+    return LocalApply.of(call)
 
 
 __all__ = ["Local", "Read", "local"]

@@ -35,7 +35,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MaxPool(LocalWindows):
+class LocalMaxPool(LocalWindows):
     """A max pool: a running maximum over the taps of the window."""
 
     def run(self, values: list[Any], window: Window, into: Tensor, scratch: Scratch) -> None:
@@ -129,7 +129,7 @@ def _lowest(dtype: torch.dtype) -> float | int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AvgPool(LocalWindows):
+class LocalAvgPool(LocalWindows):
     """An average pool: the op inside the image; at a border sums, divided by window sizes."""
 
     def run(self, values: list[Any], window: Window, into: Tensor, scratch: Scratch) -> None:
@@ -210,7 +210,7 @@ class AvgPool(LocalWindows):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Adaptive(LocalWindows):
+class LocalAdaptivePool(LocalWindows):
     """An adaptive average pool: one call where all windows are alike, else window by window."""
 
     def run(self, values: list[Any], window: Window, into: Tensor, scratch: Scratch) -> None:
@@ -250,4 +250,4 @@ class Adaptive(LocalWindows):
         return 0 if writes_in_place(self.call, window) else self.call.bytes(window)
 
 
-__all__ = ["Adaptive", "AvgPool", "MaxPool"]
+__all__ = ["LocalAdaptivePool", "LocalAvgPool", "LocalMaxPool"]

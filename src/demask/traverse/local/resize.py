@@ -89,7 +89,7 @@ def _is_periodic(starts: list[int], every: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Resize(LocalKind):
+class LocalResize(LocalKind):
     """A resize, by the op or by taps.
 
     factors: of axes that are resized by a power of two; None for others. tables: taps, filled on
@@ -102,12 +102,12 @@ class Resize(LocalKind):
     tables: dict[tuple[int, torch.dtype], Taps] = field(default_factory=dict)
 
     @staticmethod
-    def of(call: LocalCall) -> Resize | Declined:
+    def of(call: LocalCall) -> LocalResize | Declined:
         axes, region = slidings(call.relation), call.relation.entry.region
         if region in ("linear", "cubic") and not call.dtype.is_floating_point:
             return Declined(f"{op_name(call.node.target)} of integers")
         align = bool(call.bound.get("align_corners"))
-        return Resize(call, axes, tuple(_factor(s, align) for s in axes))
+        return LocalResize(call, axes, tuple(_factor(s, align) for s in axes))
 
     def computed_window(self, window: Window) -> Window:
         if not self._uses_op(window) or self._head(window):
@@ -341,4 +341,4 @@ def resample(
                 torch.mul(source, factor, out=target)
 
 
-__all__ = ["Resize", "Taps", "combs", "resample"]
+__all__ = ["LocalResize", "Taps", "combs", "resample"]

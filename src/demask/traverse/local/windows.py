@@ -30,7 +30,7 @@ from demask.traverse.local.call import (
     slidings,
 )
 from demask.traverse.local.carried import bind_arguments
-from demask.traverse.local.pools import Adaptive, AvgPool, MaxPool
+from demask.traverse.local.pools import LocalAdaptivePool, LocalAvgPool, LocalMaxPool
 from demask.tune.epilogue import Epilogue, plain_call
 
 aten = torch.ops.aten
@@ -45,13 +45,13 @@ def windowed(call: LocalCall) -> LocalKind | Declined:
     if entry.region == "conv" and "weight" in call.bound:
         return LocalConv(call, axes)
     if entry.region == "transposed":
-        return Transposed(call, axes)
+        return LocalTransposedConv(call, axes)
     if entry.region == "conv" and name.startswith("aten.max_pool"):
-        return MaxPool(call, axes)
+        return LocalMaxPool(call, axes)
     if entry.region == "conv" and name.startswith("aten.avg_pool"):
-        return AvgPool(call, axes)
+        return LocalAvgPool(call, axes)
     if entry.region == "adaptive" and name.startswith("aten.adaptive_avg_pool"):
-        return Adaptive(call, axes)
+        return LocalAdaptivePool(call, axes)
     return Declined(f"{name}: its windows have no rule for parts yet")
 
 
@@ -189,7 +189,7 @@ def _onto(into: Tensor, x: Tensor, weight, bias, geometry, groups: int, relu: st
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Transposed(LocalWindows):
+class LocalTransposedConv(LocalWindows):
     """A transposed convolution of the parts, cropped to the window."""
 
     def run(self, values: list[Any], window: Window, into: Tensor, scratch: Scratch) -> None:

@@ -18,7 +18,7 @@ from demask.errors import BadInput
 from demask.machine.arena import Block, aligned, planned
 from demask.ops.regions import Interval
 from demask.traverse.analysis.flow import Flow
-from demask.traverse.analysis.streamed_attention import streams_keys
+from demask.traverse.analysis.streamed_attention import can_stream_keys
 from demask.traverse.planning.plan import BANDS, FRUSTUMS, Segment
 from demask.traverse.planning.schedule import (
     Step,
@@ -198,7 +198,7 @@ def check(flow: Flow, segments: Sequence[Segment]) -> None:
         spilled = {name for s in segments for name in s.spills}
         for unit in stage.units:
             for edge in unit.edges:
-                if edge.whole and edge.source.name in spilled and not streams_keys(unit.node):
+                if edge.whole and edge.source.name in spilled and not can_stream_keys(unit.node):
                     raise BadInput(f"the plan stores {edge.source.name} on disk, but "
                                    f"{unit.node.name} reads all of its rows at once")  # fmt: skip
             missing = [n.name for node in unit.nodes for n in node.all_input_nodes

@@ -20,7 +20,7 @@ from demask.errors import BudgetTooSmall
 from demask.machine.byte_sizes import human
 from demask.machine.roofline import TWO_CORES
 from demask.traverse.analysis.flow import Flow
-from demask.traverse.analysis.streamed_attention import streams_keys
+from demask.traverse.analysis.streamed_attention import can_stream_keys
 from demask.traverse.planning.plan import BANDS, BARRIER, FRUSTUMS, LAYERWISE, Segment, TilePlan
 from demask.traverse.planning.plan_memory import (
     LIBRARIES,
@@ -277,7 +277,7 @@ class Planner:
         return (
             self.spills
             and not self._is_only_returned(node)
-            and not self._is_read_whole(node, unless=streams_keys)
+            and not self._is_read_whole(node, unless=can_stream_keys)
             and value_bytes(node) >= self.smallest
         )
 

@@ -26,14 +26,14 @@ def scratch_size(values: torch.dtype, stored: torch.dtype) -> int:
 
 def check_conversion(values: torch.dtype, stored: torch.dtype) -> None:
     """Raise BadInput where numbers of dtype `values` would lose information as `stored`."""
-    if not holds(values, stored):
+    if not can_store(values, stored):
         raise BadInput(
             f"values of {name_of(values)} cannot be stored as {name_of(stored)}: numbers would be "
             "lost; choose another dtype, or convert them in the network"
         )
 
 
-def holds(values: torch.dtype, stored: torch.dtype) -> bool:
+def can_store(values: torch.dtype, stored: torch.dtype) -> bool:
     """Whether `values` may be stored as `stored`: without loss, or as floating point of any size or
     8-bit images."""
     if values == stored or values.is_complex or stored.is_complex:

@@ -428,7 +428,7 @@ def _release_pages(mapping: mmap.mmap | None) -> None:
 def box_of(shape: tuple[int, ...], axes: Axes, window: Window) -> Box:
     """A window as one interval per dimension.
 
-    >>> boxed((1, 3, 8, 9), (2, 3), ((2, 4), (0, 9)))
+    >>> box_of((1, 3, 8, 9), (2, 3), ((2, 4), (0, 9)))
     ((0, 1), (0, 3), (2, 4), (0, 9))
     """
     box: list[Interval] = [(0, size) for size in shape]
