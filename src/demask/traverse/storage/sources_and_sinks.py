@@ -439,10 +439,12 @@ def box_of(shape: tuple[int, ...], axes: Axes, window: Window) -> Box:
 
 
 def extents(box: Box) -> tuple[int, ...]:
+    """The shape of a box."""
     return tuple(end - start for start, end in box)
 
 
 def elements(box: Box) -> int:
+    """The number of positions of a box."""
     return math.prod(extents(box))
 
 
