@@ -14,7 +14,7 @@ from demask.ops import TABLE
 from demask.traverse.analysis.flow import Flow, flow_of, read
 from demask.traverse.execution.tiled_module import Tiled, tiled
 from demask.traverse.planning.plan import BANDS, BARRIER, FRUSTUMS, LAYERWISE, Segment
-from demask.traverse.planning.plan_memory import laid
+from demask.traverse.planning.plan_memory import lay_out
 from demask.traverse.planning.planner import Planner, packed_plan
 
 
@@ -27,19 +27,19 @@ def executed(model: nn.Module, x: Tensor, mode: str, rows: int, columns: int = 0
     segments = told(flow, mode, rows, columns, seed=seed, spills=spills, again=again)
     segments = [replace(s, workers=workers, over={}) if s.mode == BANDS and workers > 1 else s
                 for s in segments]  # fmt: skip
-    layout = laid(flow, segments)
+    layout = lay_out(flow, segments)
     return tiled(program, packed_plan(flow, layout, 2**40, 0), flow, layout, TABLE)
 
 
 def told(flow: Flow, mode: str, rows: int, columns: int = 0, *, seed: int = 0, spills: bool = False,
          again: bool = False) -> list[Segment]:  # fmt: skip
-    planner = Planner(flow, again=again, spills=spills, smallest=0)
+    planner = Planner(flow, recompute=again, spills=spills, smallest=0)
     draw, last = random.Random(seed), len(planner.calls)
     drawn = {draw.randint(0, last) for _ in range(2)} if seed else set[int]()
     ends = sorted({0, last, *planner.forced, *drawn})
     found = []
     for low, high in itertools.pairwise(ends):
-        found.append(planner.made(low, high, mode, rows, columns))
+        found.append(planner.build_segment(low, high, mode, rows, columns))
     return found
 
 

@@ -179,7 +179,7 @@ def check_windows(here: Local, axes, chance: random.Random, exact: bool, found: 
         )
         error = float(gap.max() / top.max().clamp(min=1e-300)) if gap.numel() else 0.0
         assert error <= 1e-12, (here.node.target, here.axes, window, error)
-        assert scratch.bytes <= here.temporary(window), (here.node.target, here.axes, window)
+        assert scratch.bytes <= here.scratch_bytes(window), (here.node.target, here.axes, window)
         found.runs += 1
         found.error = max(found.error, error)
 

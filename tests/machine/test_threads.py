@@ -40,7 +40,7 @@ def tiled_and_failed() -> None:
     model, x = net()
     small = demask.traverse.tile(model, (x,), memory="14MiB", workers=4)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workers.Sweep, "run", lambda *_: 1 / 0)
+        patch.setattr(workers.SegmentExecutor, "run", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             small(x)
 

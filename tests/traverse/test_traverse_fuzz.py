@@ -148,24 +148,24 @@ class Centred(nn.Module):
 
 
 def test_a_line_buffer_one_row_short_is_noticed(monkeypatch):
-    kept = schedule._kept
+    kept = schedule._first_rows_read
 
     def short(stage, strip, end):
         return {v: n + (n < end[v]) for v, n in kept(stage, strip, end).items()}
 
-    monkeypatch.setattr(schedule, "_kept", short)
+    monkeypatch.setattr(schedule, "_first_rows_read", short)
     assert seen(chain(), Setting(BANDS, 3))
 
 
 def test_a_map_written_over_too_early_is_noticed(monkeypatch):
-    monkeypatch.setattr(layout, "_follows", lambda *args: True)
-    monkeypatch.setattr(layout, "_behind", lambda *args: True)
+    monkeypatch.setattr(layout, "_can_overwrite", lambda *args: True)
+    monkeypatch.setattr(layout, "_writes_no_live_rows", lambda *args: True)
     found = [seen(alike(), Setting(BANDS, 3, cuts=seed)) for seed in range(1, 6)]
     assert any("differs by" in text for text in found), found
 
 
 def test_a_halo_one_column_short_is_noticed(monkeypatch):
-    rows = sweep.Sweep._rows
+    rows = sweep.SegmentExecutor._rows
 
     def short(self, node, step, low, high, columns=None):
         found = rows(self, node, step, low, high, columns)
@@ -174,21 +174,21 @@ def test_a_halo_one_column_short_is_noticed(monkeypatch):
             found[..., -1] = 0
         return found
 
-    monkeypatch.setattr(sweep.Sweep, "_rows", short)
+    monkeypatch.setattr(sweep.SegmentExecutor, "_rows", short)
     assert "differs by" in seen(
         Chain(nn.Conv2d(2, 2, (1, 7), padding=(0, 3))).eval(), Setting(FRUSTUMS, 24, 7)
     )
 
 
 def test_a_moment_counted_twice_is_noticed(monkeypatch):
-    gather = sweep.Sweep._gather
+    gather = sweep.SegmentExecutor._gather
 
     def twice(self, unit, step):
         gather(self, unit, step)
-        if unit.node not in self.ends.wholes:
+        if unit.node not in self.ends.whole_values:
             gather(self, unit, step)
 
-    monkeypatch.setattr(sweep.Sweep, "_gather", twice)
+    monkeypatch.setattr(sweep.SegmentExecutor, "_gather", twice)
     assert "differs by" in seen(averaged(), Setting(BANDS, 5))
 
 

@@ -255,7 +255,7 @@ def test_an_update_allocates_no_more_than_it_says(case, dtype):
     with mock.patch.object(reductions, "_PIECE", 1 << 18):
         for window in (((0, 16), (0, 128)), ((3, 4), (0, 128)), ((0, 16), (10, 20))):
             state, piece = found.begin(), part(x, ROWS_AND_COLUMNS, window)
-            said = found.temporary(window)
+            said = found.scratch_bytes(window)
             assert allocated(partial(found.update, state, piece, window)) <= said <= (1 << 18) * 8
 
 

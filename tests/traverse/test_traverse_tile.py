@@ -22,7 +22,7 @@ import traverse_networks as networks
 from demask.errors import BadInput, BudgetTooSmall
 from demask.traverse import plan, tile
 from demask.traverse.execution import run
-from demask.traverse.execution.segment_executor import Sweep
+from demask.traverse.execution.segment_executor import SegmentExecutor
 from night import at_night
 from tiled_networks import EPS, MIB, NETWORKS, least, made, same
 
@@ -335,13 +335,13 @@ def test_no_more_memory_is_used_than_the_plan_says(name: str, monkeypatch) -> No
         arenas.append(torch.from_numpy(np.full(size + 64, 165, np.uint8)))
         return arenas[-1]
 
-    monkeypatch.setattr(run, "fresh", marked)
+    monkeypatch.setattr(run, "new_memory", marked)
     results = []
     beside = allocated(lambda: results.append(module(x))) - results[0].nbytes
     (arena,) = arenas
     touched = sum(bool((page != 165).any()) for page in arena.split(4096)) * 4096
     where = module.ready().layout
-    said = max(p.beside + held for p, held in zip(where.places, where.wholes, strict=True))
+    said = max(p.allocated + held for p, held in zip(where.places, where.whole_bytes, strict=True))
     assert 0.9 * where.size <= touched <= where.size + 4096 and where.size <= module.plan.live
     assert beside <= said + 64 * 1024
 
@@ -358,13 +358,13 @@ def test_every_call_is_rehearsed_where_the_budget_is_tight(name: str, monkeypatc
 
     monkeypatch.setattr(run, "suppress", nothing_fails)
     ran: set[str] = set()
-    make = Sweep._make
+    make = SegmentExecutor._compute
 
     def spied(self, k, unit, step):
         ran.add(unit.node.name)
         return make(self, k, unit, step)
 
-    monkeypatch.setattr(Sweep, "_make", spied)
+    monkeypatch.setattr(SegmentExecutor, "_compute", spied)
     module = tile(model, (x,), memory=least(model, x) + MIB)
     rehearsed = set(ran)
     assert entered == ["Exception"]

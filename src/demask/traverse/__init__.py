@@ -1,4 +1,4 @@
-"""Depth-first execution: a network within a budget of memory, exactly (rows 003-a to 003-h)."""
+"""Depth-first execution of networks within a memory budget, with equal results."""
 
 from demask.traverse.batching.batch import batch, traffic
 from demask.traverse.halos.halo import Halo, halo

@@ -1,8 +1,8 @@
-"""Which axis of each value the rows and the columns of the input run along.
+"""The axes of values that correspond to the input's rows and columns, along which tiles are cut.
 
-Tiles are cut along them. A value that has none, but depends on the input, is *whole*: a pooled
-vector, a count. The axes follow the table from operand to output: an axis carried, moved or seen
-through windows goes on; one that is summed over ends (`ops.flow`).
+A value without such axes that depends on the input is *whole*: a pooled vector, a count. Axes
+follow the table from operand to output (`ops.flow`): a carried, moved or windowed axis continues;
+one that is summed over ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from demask.ops.regions import Interval
 from demask.ops.relation import Relation
 
 ROWS, COLUMNS = 0, 1
-Axes = tuple[int | None, int | None]  # of a value: where its rows run, where its columns do
+Axes = tuple[int | None, int | None]  # of a value: its axis of rows, its axis of columns
 Window = tuple[Interval, Interval]  # positions along rows and columns; (0, 1) where there are none
 NONE: Axes = (None, None)
 
@@ -30,46 +30,46 @@ def axes_of(
     relations: Mapping[fx.Node, Relation | Declined],
     inputs: Mapping[fx.Node, Axes],
 ) -> dict[fx.Node, Axes]:
-    """The axes of each value that depends on an input along which tiles are cut.
+    """The axes of each value that has rows.
 
-    inputs: of the placeholders, and of calls behind which rows begin anew. Calls with several
-    outputs have none: their outputs end there.
+    inputs: axes of placeholders, and of results of whole calls that are cut anew. Calls with
+    several outputs have none.
     """
-    found = dict(inputs)
+    axes = dict(inputs)
     for node in graph.nodes:
         relation = None if node in inputs else relations.get(node)
         if not isinstance(relation, Relation) or not isinstance(node.meta.get("val"), Tensor):
             continue
-        pair = (_axis(relation, found, ROWS), _axis(relation, found, COLUMNS))
+        pair = (_axis(relation, axes, ROWS), _axis(relation, axes, COLUMNS))
         if pair[ROWS] is None or pair[ROWS] == pair[COLUMNS]:
             pair = (pair[ROWS], None)
         if pair != NONE:
-            found[node] = pair if pair[ROWS] is not None else NONE
-    return {node: pair for node, pair in found.items() if pair[ROWS] is not None}
+            axes[node] = pair if pair[ROWS] is not None else NONE
+    return {node: pair for node, pair in axes.items() if pair[ROWS] is not None}
 
 
-def _axis(relation: Relation, found: Mapping[fx.Node, Axes], dim: int) -> int | None:
-    """The output's axis along which the operands' rows or columns run, as its major part."""
+def _axis(relation: Relation, axes: Mapping[fx.Node, Axes], dim: int) -> int | None:
+    """The output's axis whose major part is the operands' rows or columns."""
     value = relation.node.meta["val"]
-    along = []
+    candidates = []
     for k, operand in enumerate(relation.operands):
-        if (axis := found.get(operand.value, NONE)[dim]) is None:
+        if (axis := axes.get(operand.value, NONE)[dim]) is None:
             continue
         size = schema.hint(operand.value.meta["val"].shape[axis])
         part = follow(relation, k, Part(axis, 1, size))
         if part is not None and part.covers(schema.hint(value.shape[part.axis])):
-            along.append(part.axis)
-    return min(along, default=None)
+            candidates.append(part.axis)
+    return min(candidates, default=None)
 
 
 def length(node: fx.Node, axes: Axes, dim: int) -> int:
-    """Positions of a value along its rows or columns; 1 where it has none."""
+    """The number of rows or columns of a value; 1 where it has none."""
     axis = axes[dim]
     return 1 if axis is None else schema.hint(node.meta["val"].shape[axis])
 
 
 def whole(node: fx.Node, axes: Axes) -> Window:
-    """The window that is all of a value."""
+    """The window of a whole value."""
     return (0, length(node, axes, ROWS)), (0, length(node, axes, COLUMNS))
 
 
@@ -87,8 +87,8 @@ def cut_shape(shape: Sequence[int], axes: Axes, window: Window) -> tuple[int, ..
 
 
 def order(rank: int, axes: Axes) -> tuple[int, ...]:
-    """The dimensions of a part from outermost to innermost in memory: rows first, so that some
-    rows of a part are one piece of memory; then columns; channels of images (axis 1) last.
+    """The dimensions of a part from outermost to innermost in memory: rows first, so that rows are
+    contiguous; then columns; channels of images (axis 1) last.
 
     >>> order(4, (2, 3)), order(3, (1, None))
     ((2, 3, 0, 1), (1, 0, 2))
@@ -102,20 +102,20 @@ def order(rank: int, axes: Axes) -> tuple[int, ...]:
 
 
 def strides(shape: Sequence[int], axes: Axes) -> tuple[int, ...]:
-    """The strides, in elements, of a dense part of this shape in the order that `order` says.
+    """The strides, in elements, of a dense part of this shape in the order of `order`.
 
-    A first axis of one image steps over all of it, as torch wants it of channels_last.
+    The first axis of a single image has the stride of the whole image, as in torch's channels_last.
 
     >>> strides((1, 8, 2, 32), (2, 3))
     (512, 1, 256, 8)
     """
-    found, step = [0] * len(shape), 1
+    result, step = [0] * len(shape), 1
     for axis in reversed(order(len(shape), axes)):
-        found[axis] = step
+        result[axis] = step
         step *= max(shape[axis], 1)
     if shape and shape[0] == 1:
-        found[0] = step
-    return tuple(found)
+        result[0] = step
+    return tuple(result)
 
 
 def part(tensor: Tensor, axes: Axes, window: Window, origin: tuple[int, int] = (0, 0)) -> Tensor:
@@ -128,10 +128,10 @@ def part(tensor: Tensor, axes: Axes, window: Window, origin: tuple[int, int] = (
 
 
 def empty(shape: Sequence[int], axes: Axes, dtype: torch.dtype) -> Tensor:
-    """New memory for a part, laid out as parts are."""
+    """New memory for a part, in the layout of parts."""
     return torch.empty_strided(tuple(shape), strides(shape, axes), dtype=dtype)
 
 
 def is_pick(node: fx.Node) -> bool:
-    """Is a node one of several outputs of a call?"""
+    """Whether a node is one of several outputs of a call."""
     return node.target is operator.getitem

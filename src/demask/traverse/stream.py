@@ -1,4 +1,4 @@
-"""stream(): a network over images that need not fit into memory, from a file to a file."""
+"""stream(): run a network on images that need not fit into memory, from file to file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from demask.traverse.axes import NONE, Axes, Window
 from demask.traverse.execution.run import ImageRun, execute
 from demask.traverse.planning.plan import TilePlan
 from demask.traverse.planning.plan_memory import MemoryLayout
-from demask.traverse.planning.planner import planned
+from demask.traverse.planning.planner import plan_tiles
 from demask.traverse.storage.dtype_conversion import name_of
 from demask.traverse.storage.sources_and_sinks import (
     ArraySink,
@@ -48,8 +48,12 @@ OUTPUTS = ("uint8", "float16", "float32", "float64")
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """What stream() did. shape, dtype: of what was written. seconds: of execution. peak: bytes
-    predicted at most, beside what the process held before. macs: multiply-adds, counted."""
+    """The report of a `stream` call.
+
+    shape, dtype: of the written result. images, rows: that were written. seconds: of execution.
+    peak: predicted maximum bytes in addition to the process before the call. macs: counted
+    multiply-adds.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -60,7 +64,7 @@ class Streamed:
     macs: int
 
     def to_dict(self) -> dict[str, Any]:
-        """In JSON types."""
+        """The report as a dictionary of JSON types."""
         return {name: getattr(self, name) for name in self.__slots__} | {"shape": list(self.shape)}
 
     def __str__(self) -> str:
@@ -82,26 +86,34 @@ def stream(
     spill: str | os.PathLike[str] | None = None,
     table: Table = TABLE,
 ) -> Streamed:
-    """Run a network on the images in `source`, one after another, within a budget of memory.
+    """Run a network on each image of `source` within a memory budget. Returns a `Streamed` report.
 
-    model: a module, an ExportedProgram, or the path of a .pt2, .demask or .onnx file. source:
-    images (N, C, H, W), volumes or sequences: the path of a .npy file, an array, which may be
-    memory-mapped, or a tensor. destination: the path of a .npy file, which appears when all is
-    done, or an array or tensor to fill. memory: bytes above what the process holds at the call.
-    output: a dtype to write, None for the network's; "uint8" is round(clamp(y, 0, 1) * 255), NaN
-    as 0. Images of uint8 are given to networks that take floating numbers as x / 255. client: for
-    clusters, which are not built yet. progress: called with words and, as `done`, steps done since.
-    spill: a folder for intermediate maps; None: that of the destination's file, else the system's.
-    table: the op table, as `demask.demask` takes it.
+    Results equal those of the model in eval mode on each image, as for `tile`. uint8 images are
+    passed as x / 255 to networks that take floating-point inputs.
 
-    The result equals that of the model in eval mode on each image alone, as `tile` says. BadInput:
-    what does not fit together, and budgets that no plan fits. Rows 003-a and 003-h.
+    Args:
+        model: a module, an ExportedProgram, or the path of a .pt2, .demask or .onnx file.
+        source: images (N, C, H, W), volumes or sequences: the path of a .npy file, an array, which
+            may be memory-mapped, or a tensor.
+        destination: the path of a .npy file, which appears when it is complete, or an array or
+            tensor to fill.
+        memory: bytes in addition to the process at the call.
+        output: dtype to write; None: the network's; "uint8": round(clamp(y, 0, 1) * 255), NaN as 0.
+        client: must be None; clusters are not supported yet.
+        progress: called with a text and, as `done`, the number of steps since the last call.
+        spill: a folder for intermediate maps; None: the destination's folder, else the system's.
+        table: the op table, as in `demask.demask`.
 
-    >>> import torch
-    >>> net = torch.nn.Conv2d(3, 1, 3, padding=1)
-    >>> x, y = torch.rand(2, 3, 64, 48), torch.empty(2, 1, 64, 48)
-    >>> stream(net, x, y, memory="16MiB").rows, torch.allclose(y, net(x), atol=1e-6)
-    (128, True)
+    Raises:
+        BadInput: if model, source, destination and output do not fit together.
+        BudgetTooSmall: if no plan fits the budget.
+
+    Example:
+        >>> import torch
+        >>> net = torch.nn.Conv2d(3, 1, 3, padding=1)
+        >>> x, y = torch.rand(2, 3, 64, 48), torch.empty(2, 1, 64, 48)
+        >>> stream(net, x, y, memory="16MiB").rows, torch.allclose(y, net(x), atol=1e-6)
+        (128, True)
     """
     job = prepare(
         model, source, destination, memory=memory, output=output, client=client, spill=spill,
@@ -121,20 +133,20 @@ def prepare(
     spill: str | os.PathLike[str] | None = None,
     table: Table = TABLE,
 ) -> Streaming:
-    """What `stream` would do, with its plan; nothing has run and nothing is written yet."""
+    """The job of `stream` with its plan, before anything runs or is written."""
     if client is not None:
         raise BadInput("client: streaming over a cluster is not built yet; leave it out")
     if output is not None and output not in OUTPUTS:
         raise BadInput(f"expected output=None or one of {OUTPUTS}, got {output!r}")
-    budget, given = parse_memory(memory), _source(source)
-    flow, node = _flow(model, given, table)
-    made = flow.outputs[0]
-    axes = flow.axes.get(made, NONE)
-    images = given.shape[0]
-    shape = _batched(tuple(made.meta["val"].shape), images)
-    sink = _sink(destination, shape, axes, made.meta["val"].dtype, output)
-    _check_apart(source, destination, given, sink)
-    ends = replace(given, axes=flow.axes[node], index=0), sink.image(0)
+    budget, reader = parse_memory(memory), _source(source)
+    flow, node = _flow(model, reader, table)
+    output_node = flow.outputs[0]
+    axes = flow.axes.get(output_node, NONE)
+    images = reader.shape[0]
+    shape = _batched(tuple(output_node.meta["val"].shape), images)
+    sink = _sink(destination, shape, axes, output_node.meta["val"].dtype, output)
+    _check_separate(source, destination, reader, sink)
+    ends = replace(reader, axes=flow.axes[node], index=0), sink.image(0)
     folder = str(spill or _folder(destination))
     if not os.path.isdir(folder):
         raise BadInput(f"spill: expected a folder that exists, got {folder}")
@@ -143,17 +155,17 @@ def prepare(
 
 
 def _planned(flow: Flow, budget: int, source: Any, sink: Any) -> tuple[TilePlan, MemoryLayout]:
-    """The plan of one image. Buffers of the ends are largest for windows that are all of a value;
-    they are read and written one after the other."""
-    beside = max(end.workspace(_all(end)) for end in (source, sink))
-    plan, layout = planned(flow, budget, beside=beside)
-    compiler = layout.compiled()
-    return planned(flow, budget, beside=beside + compiler) if compiler else (plan, layout)
+    """The plan of one image. Its reserved bytes are the larger buffer of source and sink, which is
+    largest for a whole value."""
+    reserved = max(end.workspace(_all(end)) for end in (source, sink))
+    plan, layout = plan_tiles(flow, budget, reserved=reserved)
+    compiler = layout.compile_kernels()
+    return plan_tiles(flow, budget, reserved=reserved + compiler) if compiler else (plan, layout)
 
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """A network, its plan and its ends, ready to run. source, sink: of the first image."""
+    """A network with its plan, ready to run. source, sink: of the first image."""
 
     flow: Flow
     plan: TilePlan
@@ -165,12 +177,12 @@ class Streaming:
 
     @property
     def rows(self) -> int:
-        """Rows that will be written, of all images."""
+        """The number of rows to write, of all images."""
         return self.images * _extents(_all(self.sink))[0]
 
     @property
     def steps(self) -> int:
-        """How often `run` calls its progress with one step done."""
+        """The number of times that `run` calls `progress`."""
         return self.images * sum(segment.steps for segment in self.plan.segments)
 
     def run(self, progress: Callable[..., object] | None = None) -> Streamed:
@@ -188,19 +200,19 @@ class Streaming:
                         self.plan.peak, macs)  # fmt: skip
 
     def _execute(self, source: Any, sink: Counted, tell: _RowProgress) -> int:
-        """One image; the multiply-adds that it took."""
+        """Run one image. Returns its multiply-adds."""
         flow = self.flow
-        node, made = flow.inputs[0], flow.outputs[0]
-        cut = made in flow.axes
-        call = ImageRun({node: source}, {made: sink} if cut else {}, flow.constants)
-        values, counter = execute(flow, self.layout, call, folder=self.folder, told=tell.step)
-        if not cut:
-            sink.write(_all(self.sink), values[made])
+        node, output = flow.inputs[0], flow.outputs[0]
+        has_rows = output in flow.axes
+        call = ImageRun({node: source}, {output: sink} if has_rows else {}, flow.constants)
+        values, counter = execute(flow, self.layout, call, folder=self.folder, on_step=tell.step)
+        if not has_rows:
+            sink.write(_all(self.sink), values[output])
         return counter.macs
 
 
 class Counted:
-    """A sink that counts the positions it is given, so that none is missing at the end."""
+    """A sink that counts written positions, to check that none is missing."""
 
     def __init__(self, sink: Sink, window: Window, tell: _RowProgress):
         self.sink, self.tell, self.done = sink, tell, 0
@@ -213,14 +225,14 @@ class Counted:
         self.tell.rows += rows * columns / self.width
 
     def check(self) -> None:
-        """Raise RuntimeError where positions were left out or came twice: never a file of those."""
+        """Raise RuntimeError where positions were missed or written twice."""
         if self.done != self.height * self.width:
             raise RuntimeError(f"the plan wrote {self.done} positions of an image of "
                                f"{self.height} x {self.width}; please report this")  # fmt: skip
 
 
 class _RowProgress:
-    """Tells how many rows were written so far."""
+    """Reports the number of rows written so far."""
 
     def __init__(self, total: int, progress: Callable[..., object] | None):
         self.total, self.progress, self.rows = total, progress, 0.0
@@ -241,41 +253,43 @@ def _flow(model: Model, source: ArraySource | TensorSource, table: Table) -> tup
                        f"(N, C, L) of at least one position, got {shape}")  # fmt: skip
     flow = flow_of(captured(network_of(model), (1, *shape[1:]), source.dtype), table)
     nodes = [n for n in flow.inputs if n in flow.axes]
-    made = [n for n in flow.outputs if isinstance(n, fx.Node) and n.op == "call_function"]
+    computed = [n for n in flow.outputs if isinstance(n, fx.Node) and n.op == "call_function"]
     if len(flow.inputs) != 1 or len(nodes) != 1:
         raise BadInput(f"stream() takes networks of one input, got {len(flow.inputs)}")
-    if len(flow.outputs) != 1 or len(made) != 1:
+    if len(flow.outputs) != 1 or len(computed) != 1:
         raise BadInput(f"stream() takes networks of one output that they compute, "
                        f"got {len(flow.outputs)}")  # fmt: skip
     return flow, nodes[0]
 
 
-def _source(given: End) -> ArraySource | TensorSource:
-    if isinstance(given, str | os.PathLike):
-        return array_source(given, NONE)
-    if isinstance(given, np.ndarray | Tensor):
-        return tensor_source(given, NONE)
+def _source(source: End) -> ArraySource | TensorSource:
+    if isinstance(source, str | os.PathLike):
+        return array_source(source, NONE)
+    if isinstance(source, np.ndarray | Tensor):
+        return tensor_source(source, NONE)
     raise BadInput(f"source: expected the path of a .npy file, an array or a tensor, "
-                   f"got {type(given).__name__}")  # fmt: skip
+                   f"got {type(source).__name__}")  # fmt: skip
 
 
 def _sink(
-    given: End, shape: tuple[int, ...], axes: Axes, values: torch.dtype, output: str | None
+    destination: End, shape: tuple[int, ...], axes: Axes, values: torch.dtype, output: str | None
 ) -> ArraySink | TensorSink:
     wanted = values if output is None else getattr(torch, output)
-    if isinstance(given, str | os.PathLike):
-        if Path(given).suffix != ".npy":
-            raise BadInput(f"expected a destination that ends in .npy, got {given}; rename it")
-        return array_sink(given, shape, axes, values, wanted)
-    if not isinstance(given, np.ndarray | Tensor):
+    if isinstance(destination, str | os.PathLike):
+        if Path(destination).suffix != ".npy":
+            raise BadInput(
+                f"expected a destination that ends in .npy, got {destination}; rename it"
+            )
+        return array_sink(destination, shape, axes, values, wanted)
+    if not isinstance(destination, np.ndarray | Tensor):
         raise BadInput(f"destination: expected the path of a .npy file, an array or a tensor, "
-                       f"got {type(given).__name__}")  # fmt: skip
-    sink = tensor_sink(given, axes, values)
+                       f"got {type(destination).__name__}")  # fmt: skip
+    sink = tensor_sink(destination, axes, values)
     if sink.shape != shape:
         raise BadInput(f"the destination has the shape {sink.shape}, the result {shape}")
     if output is not None and sink.tensor.dtype != wanted:
         raise BadInput(f"the destination holds {name_of(sink.tensor.dtype)}, and output={output!r} "
-                       "was asked for: leave `output` out")  # fmt: skip
+                       "was requested: leave `output` out")  # fmt: skip
     return sink
 
 
@@ -287,28 +301,32 @@ def _batched(shape: tuple[int, ...], images: int) -> tuple[int, ...]:
     return (images, *shape[1:]) if shape else shape
 
 
-def _check_apart(source: End, destination: End, given: Any, sink: Any) -> None:
-    """Raise BadInput where writing would change what is still to be read. A path as destination is
-    a new file, even where it replaces the source."""
+def _check_separate(source: End, destination: End, reader: Any, sink: Any) -> None:
+    """Raise BadInput where source and destination share memory or a mapped file. A path as
+    destination is a new file, even where it replaces the source."""
     if not isinstance(sink, TensorSink):
         return
-    held, name = getattr(destination, "filename", None), getattr(source, "filename", source)
-    if held is not None and isinstance(name, str | os.PathLike) and os.path.samefile(held, name):
-        raise BadInput(f"source and destination both lie in {held}")
-    if isinstance(given, TensorSource):
-        (first, last), (start, end) = _place(given.tensor), _place(sink.tensor)
+    mapped_file, name = getattr(destination, "filename", None), getattr(source, "filename", source)
+    if (
+        mapped_file is not None
+        and isinstance(name, str | os.PathLike)
+        and os.path.samefile(mapped_file, name)
+    ):
+        raise BadInput(f"source and destination are both in {mapped_file}; write to another file")
+    if isinstance(reader, TensorSource):
+        (first, last), (start, end) = _address_range(reader.tensor), _address_range(sink.tensor)
         if first < end and start < last:
-            raise BadInput("source and destination share memory; give a destination of its own")
+            raise BadInput("source and destination share memory; give a separate destination")
 
 
-def _place(tensor: Tensor) -> tuple[int, int]:
+def _address_range(tensor: Tensor) -> tuple[int, int]:
     """The addresses that a tensor spans."""
     first = tensor.data_ptr()
     return first, first + extent(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 def _folder(destination: End) -> Path | str:
-    """Where intermediate maps go: a disk that has room for the result has room for more."""
+    """The folder for intermediate maps: that of the result, whose disk is likely to have room."""
     if isinstance(destination, str | os.PathLike):
         return Path(destination).resolve().parent
     return tempfile.gettempdir()
@@ -324,7 +342,7 @@ def _opened(sink: ArraySink | TensorSink) -> Iterator[ArraySink | TensorSink]:
 
 
 def _all(end: Any) -> Window:
-    """The window that is all of an end's value."""
+    """The window of the whole value of a source or sink."""
     rows, columns = ((0, 1 if axis is None else end.shape[axis]) for axis in end.axes)
     return rows, columns
 

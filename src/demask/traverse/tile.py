@@ -23,7 +23,7 @@ from demask.traverse.axes import Axes, axes_of
 from demask.traverse.execution.tiled_module import Tiled, tiled
 from demask.traverse.planning.plan import TilePlan
 from demask.traverse.planning.plan_memory import WORKERS, MemoryLayout
-from demask.traverse.planning.planner import planned
+from demask.traverse.planning.planner import plan_tiles
 
 
 @public
@@ -36,32 +36,41 @@ def tile(
     workers: int = 1,
     table: Table = TABLE,
 ) -> Tiled:
-    """The model as a module that computes the same within a budget of memory (rows 003-a to 003-h).
+    """A module that computes the model within a memory budget; its `plan` is a `Plan`.
 
-    memory: bytes ("256MiB", "1GiB", 10**9) above what the process holds at the call, but for the
-    caller's input and the result. args, kwargs: an example; the sizes of its images are those the
-    plan is for. An example of two images or more allows any number: they run one after another.
-    workers: threads that walk strips of bands side by side, each with memory of its own and its
-    share of torch's threads; 1 leaves the threads to torch's calls, which is as fast on an idle
-    machine. table: the op table, as `demask.demask` takes it.
+    Results equal those of the model in eval mode, except for the order of sums in statistics over
+    space (in float64 here) and kernels that torch selects by size. Unchanged weights are shared
+    with the model, not copied.
 
-    Weights that stay as they are given are shared with the model, not copied. The result equals the
-    model in eval mode but for the order of sums in statistics over space (float64 there) and the
-    kernels that torch chooses by size. BudgetTooSmall: no plan fits; `least` bytes would do.
-    NotExportable: torch.export does not take the model.
+    Args:
+        model: an nn.Module that torch.export supports.
+        args, kwargs: an example call with images (N, C, H, W), volumes or sequences. The plan is
+            for the sizes of its images. With an example of two images or more, calls may pass any
+            number; they run one after another.
+        memory: bytes ("256MiB", "1GiB", 10**9) in addition to the process at the call, the caller's
+            inputs and the results.
+        workers: threads that run strips of bands in parallel, each with its own memory and share of
+            torch's threads. 1 leaves the threads to torch, which is as fast on an idle machine.
+        table: the op table, as in `demask.demask`.
 
-    >>> import torch
-    >>> from torch import nn
-    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 3, 3, padding=1))
-    >>> x = torch.randn(1, 3, 64, 64)
-    >>> small = tile(net, (x,), memory="16MiB")
-    >>> torch.allclose(small(x), net(x), atol=1e-6)
-    True
+    Raises:
+        BudgetTooSmall: if no plan fits; its `least` is a sufficient budget in bytes.
+        BadInput: if no input has rows, or the network mixes the images of a batch.
+        NotExportable: if torch.export does not support the model.
+
+    Example:
+        >>> import torch
+        >>> from torch.nn import Conv2d, ReLU, Sequential
+        >>> net = Sequential(Conv2d(3, 8, 3, padding=1), ReLU(), Conv2d(8, 3, 3, padding=1))
+        >>> x = torch.randn(1, 3, 64, 64)
+        >>> small = tile(net, (x,), memory="16MiB")
+        >>> torch.allclose(small(x), net(x), atol=1e-6)
+        True
     """
-    program, flow, made, layout = _planned(
+    program, flow, tile_plan, layout = _planned(
         model, args, kwargs, parse_memory(memory), workers, table
     )
-    return tiled(program, made, flow, layout, table)
+    return tiled(program, tile_plan, flow, layout, table)
 
 
 @public
@@ -74,13 +83,16 @@ def plan(
     workers: int = 1,
     table: Table = TABLE,
 ) -> TilePlan:
-    """How `tile` would run the model: a value that prints. Nothing of the model runs.
+    """The plan by which `tile` would run the model; prints as a table. The model does not run.
 
-    >>> import torch
-    >>> from torch import nn
-    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 3, 3, padding=1))
-    >>> plan(net, (torch.empty(1, 3, 2048, 2048),), memory="32MiB").recompute
-    1.0
+    The arguments and errors are those of `tile`.
+
+    Example:
+        >>> import torch
+        >>> from torch.nn import Conv2d, ReLU, Sequential
+        >>> net = Sequential(Conv2d(3, 8, 3, padding=1), ReLU(), Conv2d(8, 3, 3, padding=1))
+        >>> plan(net, (torch.empty(1, 3, 2048, 2048),), memory="32MiB").recompute
+        1.0
     """
     return _planned(model, args, kwargs, parse_memory(memory), workers, table)[2]
 
@@ -95,55 +107,55 @@ def _planned(
 ) -> tuple[Program, Flow, TilePlan, MemoryLayout]:
     if not 1 <= workers <= WORKERS:
         raise BadInput(f"expected 1 to {WORKERS} workers, got {workers}")
-    given = read(model, args, kwargs)
-    count = _count(given)
-    several = count > 1
-    if several:
-        _check_independent(given, count, table)
-        given = read(model, *_first(args, kwargs or {}, count))
-    flow = flow_of(given, table)
+    program = read(model, args, kwargs)
+    count = _count(program)
+    has_several = count > 1
+    if has_several:
+        _check_independent(program, count, table)
+        program = read(model, *_first(args, kwargs or {}, count))
+    flow = flow_of(program, table)
     if not flow.axes:
         raise BadInput(
             "no input has rows to cut: expected images (N, C, H, W), volumes or sequences"
         )
-    made, layout = planned(flow, budget, workers=workers)
-    return given, flow, replace(made, images=several), layout
+    tile_plan, layout = plan_tiles(flow, budget, workers=workers)
+    return program, flow, replace(tile_plan, images=has_several), layout
 
 
 def _count(program: Program) -> int:
-    """Images of the example."""
+    """The number of images in the example."""
     values = [n.meta.get("val") for n in program.graph.find_nodes(op="placeholder")]
     return max((v.shape[0] for v in values if isinstance(v, Tensor) and v.ndim >= 3), default=1)
 
 
 def _first(args: Any, kwargs: Any, count: int) -> tuple[Any, Any]:
-    """The example with its first image alone."""
+    """The example with its first image only."""
 
-    def one(leaf: Any) -> Any:
-        mine = isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == count
-        return leaf[:1] if mine else leaf
+    def first_image(leaf: Any) -> Any:
+        has_images = isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == count
+        return leaf[:1] if has_images else leaf
 
-    return pytree.tree_map(one, (args, dict(kwargs)))
+    return pytree.tree_map(first_image, (args, dict(kwargs)))
 
 
 def _check_independent(program: Program, count: int, table: Table) -> None:
-    """BadInput unless every result of an image depends on that image alone."""
+    """Raise BadInput unless each result of an image depends on that image only."""
     inputs = {n: (0, None) for n in program.graph.find_nodes(op="placeholder")
               if tuple(getattr(n.meta.get("val"), "shape", ()))[:1] == (count,)}  # fmt: skip
     relations = Analysis(program, with_reductions(table)).relations
-    found = axes_of(program.graph, relations, inputs)
+    axes = axes_of(program.graph, relations, inputs)
     outputs: Any = next(iter(program.graph.find_nodes(op="output"))).args[0]
     for node in [*program.graph.nodes, *outputs]:
         if not isinstance(node, fx.Node) or node.op != "call_function":
             continue
-        read = [n for n in node.all_input_nodes if n in found]
-        if read and (found.get(node) != (0, None) or _mixes(relations[node], found, count)):
+        operands = [n for n in node.all_input_nodes if n in axes]
+        if operands and (axes.get(node) != (0, None) or _mixes(relations[node], axes, count)):
             raise BadInput(f"{node.name} ({node.target}) mixes the images of a batch; give an "
-                           "example of one image, and call it so")  # fmt: skip
+                           "example of one image, and pass one image per call")  # fmt: skip
 
 
-def _mixes(relation: Any, found: Mapping[fx.Node, Axes], count: int) -> bool:
-    """Does an image of a call's output need another of an operand?"""
-    mine = [k for k, operand in enumerate(relation.operands) if operand.value in found]
+def _mixes(relation: Any, axes: Mapping[fx.Node, Axes], count: int) -> bool:
+    """Whether an image of a call's output needs another image of an operand."""
+    cut_operands = [k for k, operand in enumerate(relation.operands) if operand.value in axes]
     return any(axis_of(relation, k, 0) != 0 or rule(relation, k, 0)(i, i + 1) != (i, i + 1)
-               for k in mine for i in range(count))  # fmt: skip
+               for k in cut_operands for i in range(count))  # fmt: skip

@@ -17,7 +17,7 @@ from demask.ops import Declined
 from demask.ops.entry import Shape as S
 from demask.traverse import axes as parts
 from demask.traverse.axes import Axes
-from demask.traverse.local.depthwise import Depthwise, LocalPool, fused, quicker
+from demask.traverse.local.depthwise import CompiledDepthwise, CompiledPool, faster_kind, fused
 from demask.tune.epilogue import Epilogue
 from local_runs import IMAGE, Placed, Scratch, image_call, run, values_of, windows
 
@@ -36,7 +36,7 @@ F = torch.nn.functional
 def placed(name: str, *args, **how) -> Placed:
     """A call on parts, by the kernel where it can be."""
     here = image_call(name, *args, **how)
-    kind = quicker(here.kind)
+    kind = faster_kind(here.kind)
     assert not isinstance(kind, Declined)
     return Placed(replace(here._here, kind=kind), here.call_axes)
 
@@ -67,9 +67,9 @@ def holds(kind: type, name: str, *args, pair: Axes = IMAGE, **kwargs) -> None:
     for window in windows(expected.shape, here.axes, chance):
         made = run(here, window, values, scratch)
         close(made, parts.part(expected, here.axes, window))
-        if kind is Depthwise:
+        if kind is CompiledDepthwise:
             assert torch.equal(made, parts.part(whole, here.axes, window)), window
-            assert scratch.bytes == here.temporary(window) == 0
+            assert scratch.bytes == here.scratch_bytes(window) == 0
 
 
 def pair_of(low: int, high: int):
@@ -87,7 +87,7 @@ def test_convolutions(channels, size, kernel, stride, pad, dilation, bias, axes)
     assume(all(n + 2 * p > r for n, p, r in zip(size, pad, reach, strict=True)))
     weight, vector = S((channels, 1, *kernel), True), S((channels,), True) if bias else None
     x, how = S((1, channels, *size)), (list(stride), list(pad), list(dilation), channels)
-    holds(Depthwise, "aten.conv2d.default", x, weight, vector, *how, pair=axes)
+    holds(CompiledDepthwise, "aten.conv2d.default", x, weight, vector, *how, pair=axes)
 
 
 @settings(DRAWS, max_examples=15)
@@ -97,9 +97,9 @@ def test_sequences(channels, size, kernel, stride, pad):
     x, line = S((1, channels, size)), (2, None)
     weight = S((channels, 1, kernel), True)
     how = ([stride], [pad], [1], channels)
-    holds(Depthwise, "aten.conv1d.default", x, weight, None, *how, pair=line)
-    holds(LocalPool, "aten.avg_pool1d.default", x, [kernel], [stride], [pad], pair=line)
-    holds(LocalPool, "aten.max_pool1d.default", x, [kernel], [stride], [pad], pair=line)
+    holds(CompiledDepthwise, "aten.conv1d.default", x, weight, None, *how, pair=line)
+    holds(CompiledPool, "aten.avg_pool1d.default", x, [kernel], [stride], [pad], pair=line)
+    holds(CompiledPool, "aten.max_pool1d.default", x, [kernel], [stride], [pad], pair=line)
 
 
 @pytest.mark.nightly
@@ -109,14 +109,14 @@ def test_sequences(channels, size, kernel, stride, pad):
 def test_pools(channels, size, kernel, stride, pad, ceil, include, divisor):
     assume(all(2 * p <= k for p, k in zip(pad, kernel, strict=True)))
     x, how = S((1, channels, *size)), (list(kernel), list(stride), list(pad))
-    holds(LocalPool, "aten.avg_pool2d.default", x, *how, ceil, include, divisor)
-    holds(LocalPool, "aten.max_pool2d.default", x, *how, [1, 1], ceil)
+    holds(CompiledPool, "aten.avg_pool2d.default", x, *how, ceil, include, divisor)
+    holds(CompiledPool, "aten.max_pool2d.default", x, *how, [1, 1], ceil)
 
 
 def test_an_image_without_a_batch():
     x, how = S((10, 9, 12)), ([2, 1], [1, 1], [1, 1], 10)
     weight = S((10, 1, 3, 3), True)
-    holds(Depthwise, "aten.conv2d.default", x, weight, None, *how, pair=(1, 2))
+    holds(CompiledDepthwise, "aten.conv2d.default", x, weight, None, *how, pair=(1, 2))
 
 
 @pytest.mark.parametrize("planted", ["top", "left", "rows_in", "columns_in"])
@@ -129,7 +129,7 @@ def test_a_planted_fault_breaks_the_law(monkeypatch, planted):
 
     monkeypatch.setattr(Runner, "run", run_wrong)
     with pytest.raises(AssertionError):
-        holds(Depthwise, *depthwise())
+        holds(CompiledDepthwise, *depthwise())
 
 
 @pytest.mark.parametrize("name", ["max", "avg"])
@@ -231,4 +231,4 @@ KEPT = [
 @pytest.mark.parametrize("call", KEPT, ids=str)
 def test_other_calls_stay_as_they_are(call):
     args, how = call
-    assert not isinstance(placed(*args, **how).kind, (Depthwise, LocalPool))
+    assert not isinstance(placed(*args, **how).kind, (CompiledDepthwise, CompiledPool))

@@ -143,7 +143,7 @@ def test_temporary_is_what_scratch_and_torch_allocate(call):
         with torch.profiler.profile(profile_memory=True) as seen:
             here.run(operands, window, into, scratch)
         allocated = sum(e.nbytes() for e in _allocations(seen) if e.nbytes() > 0)
-        asked, beside = here.temporary(window), here.beside(window)
+        asked, beside = here.scratch_bytes(window), here.allocated_bytes(window)
         assert asked - ALIGNMENT <= scratch.bytes <= asked, (window, scratch.asked)
         assert allocated <= beside + 4096 + _of_onednn(here), (window, allocated)
         assert allocated >= beside - ALIGNMENT, (window, allocated)  # nothing is counted in vain
@@ -151,7 +151,7 @@ def test_temporary_is_what_scratch_and_torch_allocate(call):
 
 def _of_onednn(here: Placed) -> int:
     """What its convolutions allocate inside: the weight laid out anew, twice, and a scratchpad."""
-    weight = here.call.found.get("weight")
+    weight = here.call.bound.get("weight")
     if weight is None or "conv" not in str(here.node.target):
         return 0
     return 2 * weight.meta["val"].nbytes + 64 * 1024

@@ -1,8 +1,7 @@
-"""A network of any kind, captured for inputs of one size, at no cost of memory.
+"""Capture of a network for one input size, without memory for the input.
 
-The example input is a fake tensor: it has a shape and no values, so a network can be captured for
-an image that fits into no memory. What a file says of its sizes is checked first, so that a network
-with fixed ones is refused in the user's words.
+The example input is a fake tensor, without values: the image need not fit into memory. Sizes that
+the network's file declares are checked first, so that the error names them.
 """
 
 from __future__ import annotations
@@ -28,15 +27,18 @@ from demask.graph.capture.capture import interface_of
 from demask.graph.program import Program
 from demask.graph.result.demasked_module import Demasked
 from demask.traverse.analysis.flow import read
-from demask.traverse.storage.dtype_conversion import holds, name_of
+from demask.traverse.storage.dtype_conversion import can_store, name_of
 
 Sizes = tuple[int | str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SizedNetwork:
-    """A module, and what is known of its one input: its sizes (text for those that vary) and dtype;
-    None where only the module's code knows. remedy: a call that makes one of other sizes."""
+    """A module with one input.
+
+    sizes: of the input, text for those that vary; sizes, dtype: None where nothing declares them.
+    remedy: the function that exports the network again for other sizes.
+    """
 
     module: nn.Module
     name: str
@@ -46,14 +48,18 @@ class SizedNetwork:
 
 
 def network_of(model: Any) -> SizedNetwork:
-    """The network that a user names. BadInput: it is none, or takes more than one tensor."""
+    """The network of a module, an exported program or a path.
+
+    Raises:
+        BadInput: if `model` is none of these, or takes more than one tensor.
+    """
     name = "the network"
     if isinstance(model, str | os.PathLike):
         name, path = str(model), Path(model)
         model = from_onnx(path) if path.suffix == ".onnx" else read_model(path)
     if isinstance(model, ExportedProgram):
         sizes, dtype = _exported_input(model, name)
-        # With its guards: they hold for every size that it was exported for, and no other.
+        # With its guards, which fail for sizes that it was not exported for.
         return SizedNetwork(
             model.module(check_guards=True), name, sizes, dtype, "torch.export.export"
         )
@@ -82,26 +88,28 @@ def _exported_input(model: ExportedProgram, name: str) -> tuple[Sizes, torch.dty
     return sizes, values[0].dtype
 
 
-def captured(network: SizedNetwork, shape: tuple[int, ...], held: torch.dtype) -> Program:
-    """The program of a network for one image of this shape, held as this dtype.
+def captured(network: SizedNetwork, shape: tuple[int, ...], dtype: torch.dtype) -> Program:
+    """The program of a network for one image of this shape and dtype.
 
-    Where the network's code alone knows what it takes: images of uint8 stay what they are if every
-    call can take them, else they are converted, as are floating numbers, to its parameters' dtype.
+    If nothing declares the input's dtype: uint8 images stay uint8 if every call accepts them. Else
+    they are converted to the parameters' dtype, as are floating-point images.
     """
     _check_sizes(network, shape)
     if network.dtype is not None:
-        _check_dtype(network.name, held, network.dtype)
+        _check_dtype(network.name, dtype, network.dtype)
         return _read(network, shape, network.dtype)
-    own = next((p.dtype for p in network.module.parameters() if p.is_floating_point()), None)
-    if held.is_floating_point:
-        return _read(network, shape, own or held)
-    if held != torch.uint8 or own is None:
-        return _read(network, shape, held)
+    parameter_dtype = next(
+        (p.dtype for p in network.module.parameters() if p.is_floating_point()), None
+    )
+    if dtype.is_floating_point:
+        return _read(network, shape, parameter_dtype or dtype)
+    if dtype != torch.uint8 or parameter_dtype is None:
+        return _read(network, shape, dtype)
     try:
-        program = _read(network, shape, held)
+        program = _read(network, shape, dtype)
     except BadInput:
-        return _read(network, shape, own)
-    return _read(network, shape, own) if _wants_numbers(program) else program
+        return _read(network, shape, parameter_dtype)
+    return _read(network, shape, parameter_dtype) if _mixes_dtypes(program) else program
 
 
 def _read(network: SizedNetwork, shape: tuple[int, ...], dtype: torch.dtype) -> Program:
@@ -121,9 +129,11 @@ def _read(network: SizedNetwork, shape: tuple[int, ...], dtype: torch.dtype) -> 
         ) from error
 
 
-def _wants_numbers(program: Program) -> bool:
-    """Does a call read 8 bits beside floating numbers, and not convert them? Only pointwise ops do;
-    fake tensors let others pass."""
+def _mixes_dtypes(program: Program) -> bool:
+    """Whether a call other than a pointwise op reads both uint8 and floating-point tensors.
+
+    Such a call fails when it runs, but not on fake tensors.
+    """
     return any(
         node.op == "call_function"
         and torch.Tag.pointwise not in getattr(node.target, "tags", ())
@@ -133,40 +143,40 @@ def _wants_numbers(program: Program) -> bool:
     )
 
 
-def _reads(node: fx.Node, holds: Any) -> bool:
+def _reads(node: fx.Node, has_property: Any) -> bool:
     values = [n.meta.get("val") for n in node.all_input_nodes]
-    return any(isinstance(value, Tensor) and holds(value) for value in values)
+    return any(isinstance(value, Tensor) and has_property(value) for value in values)
 
 
-def _check_dtype(name: str, held: torch.dtype, wanted: torch.dtype) -> None:
-    rounded = held.is_floating_point and not wanted.is_floating_point
-    if rounded or not holds(held, wanted):
-        raise BadInput(f"{name} takes {name_of(wanted)}, and the source holds {name_of(held)}: "
+def _check_dtype(name: str, dtype: torch.dtype, wanted: torch.dtype) -> None:
+    would_round = dtype.is_floating_point and not wanted.is_floating_point
+    if would_round or not can_store(dtype, wanted):
+        raise BadInput(f"{name} takes {name_of(wanted)}, and the source holds {name_of(dtype)}: "
                        "convert it first")  # fmt: skip
 
 
 def _check_sizes(network: SizedNetwork, shape: tuple[int, ...]) -> None:
-    """Raise BadInput where sizes that the network has fixed are not those of an image."""
+    """Raise BadInput where the network's fixed sizes are not those of an image."""
     sizes = network.sizes
     if sizes is None:
         return
     if len(sizes) != len(shape):
-        raise BadInput(f"{network.name} takes inputs of {len(sizes)} axes, {_spelled(sizes)}, and "
-                       f"one image of the source has {len(shape)}: {shape}")  # fmt: skip
+        raise BadInput(f"{network.name} takes inputs of {len(sizes)} axes, {_sizes_text(sizes)}, "
+                       f"and one image of the source has {len(shape)}: {shape}")  # fmt: skip
     fixed = [k for k, n in enumerate(sizes) if isinstance(n, int) and n != shape[k]]
     if not fixed:
         return
-    words = f"{network.name} takes {_spelled(sizes)}, and one image of the source is {shape}"
+    mismatch = f"{network.name} takes {_sizes_text(sizes)}, and one image of the source is {shape}"
     if 1 in fixed and len(sizes) > 2:
-        raise BadInput(f"{words}: expected {sizes[1]} channels on axis 1, got {shape[1]}")
+        raise BadInput(f"{mismatch}: expected {sizes[1]} channels on axis 1, got {shape[1]}")
     raise BadInput(
-        f"{words}: its sizes are fixed. Make one of any size:\n{_remedy(network, shape)}"
+        f"{mismatch}: its sizes are fixed. Export it for any size:\n{_remedy(network, shape)}"
     )
 
 
 def _remedy(network: SizedNetwork, shape: tuple[int, ...]) -> str:
-    """A call that makes the network anew, of any size. The example has two images: torch.export
-    takes a size of one for a constant."""
+    """Code that exports the network for any size. The example has two images: torch.export takes a
+    size of one for a constant."""
     sizes = network.sizes or shape
     known = [n if isinstance(n, int) else m for n, m in zip(sizes, shape, strict=True)]
     example = ", ".join(map(str, [2, *known[1:]]))
@@ -176,13 +186,13 @@ def _remedy(network: SizedNetwork, shape: tuple[int, ...]) -> str:
             f"{file}, dynamic_shapes=({{{axes}}},))")  # fmt: skip
 
 
-def _spelled(sizes: Sizes) -> str:
+def _sizes_text(sizes: Sizes) -> str:
     return f"({', '.join(map(str, sizes))})"
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's log of what went wrong: our errors tell it."""
+    """A context without torch's log of errors: the raised BadInput contains them."""
     logger = logging.getLogger("torch")
     before = logger.level
     logger.setLevel(logging.CRITICAL)

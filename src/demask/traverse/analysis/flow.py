@@ -1,8 +1,9 @@
-"""A captured network as values that can be cut, and how: read once, asked by everything else.
+"""A captured network, and how each of its calls can be computed in parts.
 
-Calls are of three kinds. *Cut*: makes rows from rows (`local`). *Gathered*: makes a whole value
-from rows, each counted once (`reductions`). *Whole*: everything else; it takes whole values and
-makes one. A call that reads rows whole (keys and values of attention) must wait until all are made.
+There are three kinds of calls. *Cut*: computes rows from rows (`local`). *Gathered*: reduces rows
+to a whole value, each row counted once (`partial_reductions`). *Whole*: everything else; it reads
+and writes whole values. A cut call that needs all rows of an operand (keys and values of attention)
+waits until all of them are computed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,11 @@ Rule = Callable[[int, int], Interval]  # positions of an output -> those of an o
 
 @dataclass(frozen=True, slots=True)
 class FlowEdge:
-    """One operand with rows that a call reads. rules: along rows and columns; whole: all of it."""
+    """An operand with rows that a call reads.
+
+    rules: from positions of the output to those of the operand, along rows and columns. whole:
+    whether the call needs all of its rows.
+    """
 
     source: fx.Node
     rules: tuple[Rule, Rule]
@@ -44,10 +49,10 @@ class FlowEdge:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What is known of each call of a program.
+    """A program, and how each of its calls runs.
 
-    axes: of the values that are cut. local, gathers: how cut and gathered calls run. refusals: why
-    a call that reads rows runs whole.
+    axes: of the values that are cut. local, gathers: how cut and gathered calls run. refusals:
+    reasons why other calls that read rows run whole.
     """
 
     program: Program
@@ -71,7 +76,7 @@ class Flow:
 
     @property
     def outputs(self) -> tuple[Any, ...]:
-        """What the network returns, flat."""
+        """The network's results, flat."""
         return tuple(next(iter(self.program.graph.find_nodes(op="output"))).args[0])  # type: ignore[arg-type]
 
     @property
@@ -80,13 +85,13 @@ class Flow:
 
     @property
     def constants(self) -> dict[fx.Node, Tensor]:
-        """The tensors that the calls read, as they were captured."""
-        held = self.program.constants
-        return {n: held[str(n.target)].tensor
+        """The captured tensors that the calls read."""
+        constants = self.program.constants
+        return {n: constants[str(n.target)].tensor
                 for n in self.program.graph.find_nodes(op="get_attr")}  # fmt: skip
 
     def edges(self, node: fx.Node) -> tuple[FlowEdge, ...]:
-        """The operands with rows that a call reads: of whole calls, all of each."""
+        """The operands with rows that a call reads; whole calls read them whole."""
         if node in self.local:
             reads = self.local[node].reads
             return tuple(FlowEdge(read.node, read.rules, read.whole) for read in reads)
@@ -96,7 +101,7 @@ class Flow:
                      for n in node.all_input_nodes if n in self.axes)  # fmt: skip
 
     def gathered(self, node: fx.Node) -> fx.Node:
-        """The rows that a gathering call reads."""
+        """The operand with rows of a gathered call."""
         return next(n for n in node.all_input_nodes if n in self.axes)
 
     def rows(self, node: fx.Node) -> int:
@@ -113,18 +118,18 @@ def _same(start: int, end: int) -> Interval:
 def read(
     model: nn.Module | Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
 ) -> Program:
-    """A model captured at the sizes of the example, for traversal."""
+    """A model captured at the sizes of the example: functional, constants folded, canonical."""
     return spelled(folded(functionalized(capture(model, args, kwargs, dynamic_shapes={}))))
 
 
 def flow_of(program: Program, table: Table) -> Flow:
-    """The flow of a program; its global calls become statistics and what applies them."""
+    """The flow of a program whose global calls are split into statistics and their application."""
     table = with_reductions(table)
-    program = _hoisted(parted(program, table))
-    found = _flow(program, table)
-    reads = (read for here in found.local.values() for read in here.reads if read.whole)
-    entered = {read.node for read in reads if read.node.op == "placeholder"}
-    return _flow(_copied(program, entered), table) if entered else found
+    program = _hoist_whole_calls(parted(program, table))
+    flow = _flow(program, table)
+    reads = (read for here in flow.local.values() for read in here.reads if read.whole)
+    inputs_read_whole = {read.node for read in reads if read.node.op == "placeholder"}
+    return _flow(_copy_inputs(program, inputs_read_whole), table) if inputs_read_whole else flow
 
 
 def _flow(program: Program, table: Table) -> Flow:
@@ -132,25 +137,25 @@ def _flow(program: Program, table: Table) -> Flow:
               if (axes := _input_axes(n)) is not None}  # fmt: skip
     relations = Analysis(program, table).relations
     axes = axes_of(program.graph, relations, inputs)
-    while afresh := _afresh(relations, axes):
-        inputs |= afresh
+    while new_inputs := _cut_anew(relations, axes):
+        inputs |= new_inputs
         axes = axes_of(program.graph, relations, inputs)
     cut, gathers, refusals = {}, {}, {}
     for node, relation in relations.items():
         if not any(n in axes for n in node.all_input_nodes):
             continue
         if node in axes:
-            found = relation if isinstance(relation, Declined) else local(node, relation, axes)
-            if isinstance(found, Declined):
-                refusals[node] = found.text
+            local_call = relation if isinstance(relation, Declined) else local(node, relation, axes)
+            if isinstance(local_call, Declined):
+                refusals[node] = local_call.text
             else:
-                cut[node] = found
+                cut[node] = local_call
         else:
-            made = relation if isinstance(relation, Declined) else reduction(node, relation, axes)
-            if isinstance(made, Declined):
-                refusals[node] = made.text
+            gather = relation if isinstance(relation, Declined) else reduction(node, relation, axes)
+            if isinstance(gather, Declined):
+                refusals[node] = gather.text
             else:
-                gathers[node] = made
+                gathers[node] = gather
     return Flow(program, axes, cut, gathers, refusals, relations)
 
 
@@ -158,52 +163,52 @@ def _calls(graph: fx.Graph) -> Iterator[fx.Node]:
     return (n for n in graph.nodes if n.op == "call_function")
 
 
-def _afresh(
+def _cut_anew(
     relations: Mapping[fx.Node, Relation | Declined], axes: Mapping[fx.Node, Axes]
 ) -> dict[fx.Node, Axes]:
-    """Results of calls that must run whole: behind them rows begin anew, as behind an input."""
-    found = {}
+    """Axes of results of calls that must run whole: they are cut anew, like inputs."""
+    new_inputs = {}
     for node, relation in relations.items():
         if node in axes or not any(n in axes for n in node.all_input_nodes):
             continue
-        refused = isinstance(relation, Declined) or isinstance(
+        is_whole = isinstance(relation, Declined) or isinstance(
             reduction(node, relation, axes), Declined
         )
-        pair = _input_axes(node) if refused else None
+        pair = _input_axes(node) if is_whole else None
         if pair is not None and length(node, pair, 0) > 1:
-            found[node] = pair
-    return found
+            new_inputs[node] = pair
+    return new_inputs
 
 
 def _input_axes(node: fx.Node) -> Axes | None:
-    """Images and volumes are cut along their first two spatial axes, sequences (N, C, L) along
-    their positions."""
+    """The axes of an input: the first two spatial axes of images and volumes, the last axis of
+    sequences (N, C, L); None for other ranks."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.ndim < 3:
         return None
     return (2, None) if value.ndim == 3 else (2, 3)
 
 
-def _copied(program: Program, inputs: Collection[fx.Node]) -> Program:
-    """The program whose calls read copies of some inputs: what is read whole must lie somewhere."""
+def _copy_inputs(program: Program, inputs: Collection[fx.Node]) -> Program:
+    """The program whose calls read copies of some inputs: whole values must be in memory."""
     for node in inputs:
         readers = [user for user in node.users if user.op == "call_function"]
         with program.graph.inserting_before(next(_calls(program.graph))):
-            made = program.graph.call_function(torch.ops.aten.clone.default, (node,))
-        made.meta["val"] = node.meta["val"]
+            copy = program.graph.call_function(torch.ops.aten.clone.default, (node,))
+        copy.meta["val"] = node.meta["val"]
         for reader in readers:
-            reader.replace_input_with(node, made)
+            reader.replace_input_with(node, copy)
     return program
 
 
-def _hoisted(program: Program) -> Program:
-    """The program with calls that no rows reach in front: they run once, whole."""
-    reached = {n for n in program.graph.find_nodes(op="placeholder") if _input_axes(n) is not None}
+def _hoist_whole_calls(program: Program) -> Program:
+    """The program with calls that depend on no rows moved first: they run once, whole."""
+    has_rows = {n for n in program.graph.find_nodes(op="placeholder") if _input_axes(n) is not None}
     for node in program.graph.nodes:
-        if node.op == "call_function" and any(n in reached for n in node.all_input_nodes):
-            reached.add(node)
-    places = {"placeholder": 0, "get_attr": 1, "output": 4}
+        if node.op == "call_function" and any(n in has_rows for n in node.all_input_nodes):
+            has_rows.add(node)
+    op_order = {"placeholder": 0, "get_attr": 1, "output": 4}
     graph, mapping = fx.Graph(), {}
-    for node in sorted(program.graph.nodes, key=lambda n: places.get(n.op, 2 + (n in reached))):
+    for node in sorted(program.graph.nodes, key=lambda n: op_order.get(n.op, 2 + (n in has_rows))):
         mapping[node] = graph.node_copy(node, mapping.__getitem__)
     return program.with_graph(graph)

@@ -1,10 +1,10 @@
-"""Calls that need every row at once, spelled so that all but their statistics goes row by row.
+"""Split calls that need every row at once into statistics and a pointwise application.
 
     norm(x) == x * scale + shift           scale, shift: of the moments of x, one per channel
     softmax(x) == exp(x - max(x)) / sum(exp(x - max(x)))
 
-The statistics are reductions, whole values computed part by part (`reductions`); the application
-is pointwise. Calls with several outputs become calls with one, which can be cut.
+The statistics are reductions, computed part by part (`partial_reductions`). Calls with several
+outputs become calls with one, which can be cut.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ _Rule = Callable[[GraphEditor, fx.Node, Mapping[str, Any]], "fx.Node | None"]
 
 @torch.library.custom_op("demask::moments", mutates_args=())
 def moments(x: Tensor, dims: list[int]) -> Tensor:
-    """Mean and population variance over some axes, kept one long, stacked, in float64."""
+    """Mean and population variance over some axes, stacked, float64 [2, ...]; these axes have size
+    one."""
     return moments_of(x, tuple(dims))
 
 
 @moments.register_fake
 def _(x: Tensor, dims: list[int]) -> Tensor:
-    gone = {dim % x.ndim for dim in dims}
-    kept = [1 if k in gone else n for k, n in enumerate(x.shape)]
-    return x.new_empty([2, *kept], dtype=torch.float64)
+    reduced = {dim % x.ndim for dim in dims}
+    sizes = [1 if k in reduced else n for k, n in enumerate(x.shape)]
+    return x.new_empty([2, *sizes], dtype=torch.float64)
 
 
 def _moments(x: Tensor, dims: list[int]) -> Tensor:
@@ -56,16 +57,17 @@ CUSTOM_OPS.register("moments", Own(_moments))
 
 
 def _moments_line(node: fx.Node) -> str:
-    found = schema.arguments(node)
-    rank = found["x"].meta["val"].ndim
-    gone = {dim % rank for dim in found["dims"]}
-    before = " ".join(f"!a{k}" if k in gone else f"a{k}" for k in range(rank))
-    after = " ".join("1" if k in gone else f"a{k}" for k in range(rank))
+    """The entry line of a `moments` call: the reduced axes must be complete."""
+    bound = schema.arguments(node)
+    rank = bound["x"].meta["val"].ndim
+    reduced = {dim % rank for dim in bound["dims"]}
+    before = " ".join(f"!a{k}" if k in reduced else f"a{k}" for k in range(rank))
+    after = " ".join("1" if k in reduced else f"a{k}" for k in range(rank))
     return f"{before} -> which {after}"
 
 
 def _reduction(*cases: tuple[Any, ...]) -> Entry:
-    """Axes of `dim` must be complete and are gone, or one long, in the output."""
+    """An entry whose axes `dim` must be complete; they are removed or of size one in the output."""
     return Entry(_LINE, sized=True, cases=tuple(Case(args, {}) for args in cases))
 
 
@@ -73,7 +75,7 @@ _LINE = dict(norm.ENTRIES)["aten.amax.default"].line
 _X, _BOOL = S((2, 3, 4)), S((2, 3, 4), of="bool")
 _MOMENTS = (Case((_X, [1]), {}), Case((S((2, 3, 4, 5)), [2, 3]), {}))
 ENTRIES: Mapping[str, Entry] = {
-    # Each of its values is two: the table says one of a position.
+    # Two output values per reduced position, so it has no transfer rule.
     "demask.moments.default": Entry(_moments_line, fill="none", sized=True, cases=_MOMENTS),
     "aten.prod.dim_int": _reduction((_X, 1)),
     **{f"aten.{op}.default": _reduction((_X,)) for op in ("prod", "max", "min", "var", "std")},
@@ -89,59 +91,64 @@ ENTRIES: Mapping[str, Entry] = {
 
 
 def with_reductions(table: Table) -> Table:
-    """The table with entries of reductions that only traversal splits, unless it has its own."""
+    """The table, extended by reductions that only traversal uses."""
     return table.extended({op: entry for op, entry in ENTRIES.items() if op not in table})
 
 
 def parted(program: Program, table: Table, nodes: Collection[str] | None = None) -> Program:
-    """The program with calls that need all rows as statistics and what applies them.
+    """The program with global calls replaced by statistics and their application.
 
-    nodes: names of the calls to rewrite; None: those that `global_calls` names. Outputs of calls
-    with several are made by calls with one in either case. Names that the graph does not have, or
-    that no rule rewrites, raise BadInput. table: one of `with_reductions`, as the result's.
+    Calls with several outputs are replaced by calls with one output.
+
+    Args:
+        table: one of `with_reductions`, also to be used for the result.
+        nodes: names of the calls to rewrite; None: those that `global_calls` returns.
+
+    Raises:
+        BadInput: for names that the graph lacks or that no rule rewrites.
     """
     chosen = global_calls(program, table) if nodes is None else sorted(nodes)
-    editor = _picked(program)
+    editor = _with_single_outputs(program)
     known = {node.name: node for node in program.graph.nodes}
-    left = {node.name: node for node in editor.graph.nodes}
+    copies = {node.name: node for node in editor.graph.nodes}
     for name in chosen:
         if name not in known:
             raise BadInput(f"expected names of calls in the graph, got {name!r}, which it lacks")
         target = known[name].target
-        if target not in _RULES and target not in _PICKED:
-            raise BadInput(f"{name} ({target}) has no statistics to take apart")
+        if target not in _RULES and target not in _OUTPUT_RULES:
+            raise BadInput(f"{name} ({target}) has no statistics to separate")
         if target in _RULES:
-            _replace(editor, left[name])
+            _replace(editor, copies[name])
     for node in editor.graph.find_nodes(op="call_function", target=aten.expand.default):
-        _unexpand(node)
+        _broadcast_again(node)
     return editor.finish()
 
 
 def global_calls(
     program: Program, table: Table, inputs: Mapping[str, Axes] | None = None
 ) -> tuple[str, ...]:
-    """Names of the calls that pass rows or columns on, but need them all.
+    """Names of the calls whose output has rows or columns, each of which needs all of the input's.
 
-    table: one of `with_reductions`. inputs: the axes of placeholders by name; None: of images
+    table: one of `with_reductions`. inputs: the axes of placeholders by name; None: those of images
     (n c h w) and sequences (n c l).
     """
-    editor = _picked(program)
+    editor = _with_single_outputs(program)
     trained = [node for node in editor.graph.nodes if _is_trained(node)]
     names = [node.name for node in trained]
-    for node in trained:  # the table has no line for them, so that their axes would end there
+    for node in trained:  # the table has no entry for them, so that their axes would end there
         _replace(editor, node)
     relations = Analysis(program.with_graph(editor.graph), table).relations
-    axes = axes_of(editor.graph, relations, _given(editor.graph, inputs))
+    axes = axes_of(editor.graph, relations, _input_axes(editor.graph, inputs))
     for node, relation in relations.items():
-        if node.target in _RULES and isinstance(relation, Relation) and _needs(relation, axes):
+        if node.target in _RULES and isinstance(relation, Relation) and _needs_all(relation, axes):
             names.append(node.name)
     return tuple(names)
 
 
 def folded_scale(program: Program) -> Program:
-    """The program of `parted` with norms in the weights of the 1x1 convolutions before them.
+    """The program of `parted` with norms folded into the weights of 1x1 convolutions before them.
 
-    Such a convolution runs twice, for the moments and scaled, and its result is kept by nobody.
+    Such a convolution runs twice, for the moments and scaled; its unscaled result is not stored.
     """
     editor = GraphEditor(program)
     for node in editor.calls(aten.addcmul.default):
@@ -149,37 +156,37 @@ def folded_scale(program: Program) -> Program:
         shift, conv, scale = operands
         if not _is_point(conv, node) or tuple(scale.meta["val"].shape[2:]) != (1, 1):
             continue
-        found = schema.arguments(conv)
+        bound = schema.arguments(conv)
         with editor.graph.inserting_before(node):
-            flat, bias = (editor.call(aten.reshape.default, v, [-1]) for v in (scale, shift))
-            if found["bias"] is not None:
-                bias = editor.call(aten.addcmul.default, bias, found["bias"], flat)
+            factors, bias = (editor.call(aten.reshape.default, v, [-1]) for v in (scale, shift))
+            if bound["bias"] is not None:
+                bias = editor.call(aten.addcmul.default, bias, bound["bias"], factors)
             column = editor.call(aten.reshape.default, scale, [-1, 1, 1, 1])
-            weight = editor.call(aten.mul.Tensor, found["weight"], column)
-            made = editor.call_named(conv.target, found | {"weight": weight, "bias": bias})
-        editor.replace(node, made, inherit=True)
+            weight = editor.call(aten.mul.Tensor, bound["weight"], column)
+            scaled = editor.call_named(conv.target, bound | {"weight": weight, "bias": bias})
+        editor.replace(node, scaled, inherit=True)
     return editor.finish()
 
 
 def _is_point(conv: Any, norm: fx.Node) -> bool:
-    """Is it a dense 1x1 convolution of one image that only a norm and its moments read?"""
+    """Whether this is a 1x1 convolution of one image that only a norm and its moments read."""
     if conv.target is not aten.conv2d.default or conv.meta["val"].shape[0] != 1:
         return False
-    found, readers = schema.arguments(conv), {user.target for user in conv.users}
-    point = found["weight"].meta["val"].shape[2:] == (1, 1) and found["groups"] == 1
-    return point and readers == {norm.target, torch.ops.demask.moments.default}
+    bound, readers = schema.arguments(conv), {user.target for user in conv.users}
+    is_dense_point = bound["weight"].meta["val"].shape[2:] == (1, 1) and bound["groups"] == 1
+    return is_dense_point and readers == {norm.target, torch.ops.demask.moments.default}
 
 
-def _picked(program: Program) -> GraphEditor:
-    """A copy of the graph whose calls with several outputs are calls with one, where known."""
+def _with_single_outputs(program: Program) -> GraphEditor:
+    """An editor whose graph has calls of one output in place of calls of several, where known."""
     editor = GraphEditor(program)
-    for node in editor.calls(*_PICKED):
-        _pick(editor, node)
+    for node in editor.calls(*_OUTPUT_RULES):
+        _split_outputs(editor, node)
     return editor
 
 
-def _given(graph: fx.Graph, inputs: Mapping[str, Axes] | None) -> dict[fx.Node, Axes]:
-    found: dict[fx.Node, Axes] = {}
+def _input_axes(graph: fx.Graph, inputs: Mapping[str, Axes] | None) -> dict[fx.Node, Axes]:
+    axes: dict[fx.Node, Axes] = {}
     for node in graph.nodes:
         value = node.meta.get("val")
         if node.op != "placeholder" or not isinstance(value, Tensor):
@@ -187,38 +194,38 @@ def _given(graph: fx.Graph, inputs: Mapping[str, Axes] | None) -> dict[fx.Node, 
         plain: Axes = (2, 3) if value.ndim > 3 else (2, None) if value.ndim == 3 else (None, None)
         pair = plain if inputs is None else inputs.get(node.name, (None, None))
         if pair[0] is not None:
-            found[node] = pair
-    return found
+            axes[node] = pair
+    return axes
 
 
-def _needs(relation: Relation, axes: Mapping[fx.Node, Axes]) -> bool:
-    """Must an axis be complete along which the operand is cut, or does a pool leave one of many?"""
-    x, made = relation.operands[0].value, relation.node.meta["val"]
+def _needs_all(relation: Relation, axes: Mapping[fx.Node, Axes]) -> bool:
+    """Whether a cut axis of the operand must be complete, or a pool reduces it to one position."""
+    x, output = relation.operands[0].value, relation.node.meta["val"]
     cut = [axis for axis in axes.get(x, (None, None)) if axis is not None]
     if relation.node.target in _POOLS:
-        return any(made.shape[axis] == 1 < x.meta["val"].shape[axis] for axis in cut)
+        return any(output.shape[axis] == 1 < x.meta["val"].shape[axis] for axis in cut)
     return any(set(relation.ins[0][axis]) & relation.complete for axis in cut)
 
 
 def _replace(editor: GraphEditor, node: fx.Node) -> None:
     with editor.graph.inserting_before(node):
-        made = _RULES[node.target](editor, node, schema.arguments(node))
-    if made is not None:
-        editor.replace(node, made, inherit=True)
+        replacement = _RULES[node.target](editor, node, schema.arguments(node))
+    if replacement is not None:
+        editor.replace(node, replacement, inherit=True)
 
 
-def _unexpand(node: fx.Node) -> None:
-    """Let arithmetic read a whole value itself, not widened to the size of what is beside it."""
+def _broadcast_again(node: fx.Node) -> None:
+    """Let arithmetic broadcast a whole value instead of reading its expanded copy."""
     for user in [user for user in node.users if user.target in traits.ARITHMETIC]:
         others = [n.meta["val"] for n in user.all_input_nodes if n is not node]
         if any(same_shape(v, user.meta["val"]) for v in others):
             user.replace_input_with(node, node.args[0])  # type: ignore[arg-type]
 
 
-def _moments_of(editor: GraphEditor, x: fx.Node, dims: list[int]) -> tuple[fx.Node, fx.Node]:
-    """The nodes of mean and variance, in float64, their axes one long."""
-    both = editor.call(torch.ops.demask.moments.default, x, dims)
-    return editor.call(aten.select.int, both, 0, 0), editor.call(aten.select.int, both, 0, 1)
+def _mean_and_variance(editor: GraphEditor, x: fx.Node, dims: list[int]) -> tuple[fx.Node, fx.Node]:
+    """The nodes of mean and variance, float64, reduced axes of size one."""
+    stacked = editor.call(torch.ops.demask.moments.default, x, dims)
+    return editor.call(aten.select.int, stacked, 0, 0), editor.call(aten.select.int, stacked, 0, 1)
 
 
 def _deviation(editor: GraphEditor, variance: fx.Node, eps: float) -> fx.Node:
@@ -226,157 +233,157 @@ def _deviation(editor: GraphEditor, variance: fx.Node, eps: float) -> fx.Node:
     return editor.call(aten.rsqrt.default, editor.call(aten.add.Scalar, variance, eps))
 
 
-def _applied(
+def _apply_norm(
     editor: GraphEditor, node: fx.Node, x: fx.Node, scale: fx.Node, shift: fx.Node | None
 ) -> fx.Node:
-    """x * scale + shift, in single precision at least, as torch's norms do."""
+    """x * scale + shift, in float32 at least, as torch's norms do."""
     dtype = node.meta["val"].dtype
-    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    scale = _cast(editor, scale, wide)
+    work = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    scale = _cast(editor, scale, work)
     if shift is None:
-        made = editor.call(aten.mul.Tensor, x, scale)
+        result = editor.call(aten.mul.Tensor, x, scale)
     else:
-        made = editor.call(aten.addcmul.default, _cast(editor, shift, wide), x, scale)
-    return _cast(editor, made, dtype)
+        result = editor.call(aten.addcmul.default, _cast(editor, shift, work), x, scale)
+    return _cast(editor, result, dtype)
 
 
 def _cast(editor: GraphEditor, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    same = node.meta["val"].dtype == dtype
-    return node if same else editor.call(aten.to.dtype, node, dtype)
+    is_same = node.meta["val"].dtype == dtype
+    return node if is_same else editor.call(aten.to.dtype, node, dtype)
 
 
-def _channels(
-    editor: GraphEditor, node: fx.Node, found: Mapping[str, Any], groups: int, dims: list[int]
+def _normalize_groups(
+    editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any], groups: int, dims: list[int]
 ) -> fx.Node:
     """The norm over groups of channels: moments per channel, merged in each group."""
-    x = found["input"]
+    x = bound["input"]
     shape = x.meta["val"].shape
-    batch, inside = 1 if 0 in dims else shape[0], shape[1] // groups
-    mean, variance = _moments_of(editor, x, dims)
-    apart = [batch, groups, inside]
-    mean, variance = (editor.call(aten.reshape.default, v, apart) for v in (mean, variance))
-    if inside > 1:
-        mean, variance = _merged(editor, mean, variance)
-    scale = _deviation(editor, variance, found["eps"])
-    weight, bias = (_by_group(editor, found[name], apart) for name in ("weight", "bias"))
+    batch, per_group = 1 if 0 in dims else shape[0], shape[1] // groups
+    mean, variance = _mean_and_variance(editor, x, dims)
+    grouped = [batch, groups, per_group]
+    mean, variance = (editor.call(aten.reshape.default, v, grouped) for v in (mean, variance))
+    if per_group > 1:
+        mean, variance = _merge_groups(editor, mean, variance)
+    scale = _deviation(editor, variance, bound["eps"])
+    weight, bias = (_by_group(editor, bound[name], grouped) for name in ("weight", "bias"))
     if weight is not None:
         scale = editor.call(aten.mul.Tensor, weight, scale)
     shift = editor.call(aten.neg.default, editor.call(aten.mul.Tensor, mean, scale))
     if bias is not None:
         shift = editor.call(aten.add.Tensor, bias, shift)
-    pair = [_per_channel(editor, v, apart, x.meta["val"].ndim) for v in (scale, shift)]
-    return _applied(editor, node, x, *pair)
+    pair = [_per_channel(editor, v, grouped, x.meta["val"].ndim) for v in (scale, shift)]
+    return _apply_norm(editor, node, x, *pair)
 
 
-def _merged(editor: GraphEditor, mean: fx.Node, variance: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Over channels of as many positions each: the mean of means, and of variances and squared
-    distances from it."""
-    middle = editor.call(aten.mean.dim, mean, [2], True)
-    apart = editor.call(aten.square.default, editor.call(aten.sub.Tensor, mean, middle))
-    spread = editor.call(aten.add.Tensor, variance, apart)
-    return middle, editor.call(aten.mean.dim, spread, [2], True)
+def _merge_groups(editor: GraphEditor, mean: fx.Node, variance: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Mean and variance over channels of equal size: the mean of means; the mean of variances plus
+    squared distances from that mean."""
+    overall = editor.call(aten.mean.dim, mean, [2], True)
+    distances = editor.call(aten.square.default, editor.call(aten.sub.Tensor, mean, overall))
+    second_moments = editor.call(aten.add.Tensor, variance, distances)
+    return overall, editor.call(aten.mean.dim, second_moments, [2], True)
 
 
-def _by_group(editor: GraphEditor, given: fx.Node | None, apart: list[int]) -> fx.Node | None:
-    return None if given is None else editor.call(aten.reshape.default, given, [1, *apart[1:]])
+def _by_group(editor: GraphEditor, value: fx.Node | None, grouped: list[int]) -> fx.Node | None:
+    return None if value is None else editor.call(aten.reshape.default, value, [1, *grouped[1:]])
 
 
-def _per_channel(editor: GraphEditor, value: fx.Node, apart: list[int], rank: int) -> fx.Node:
-    wide = value if apart[2] == 1 else editor.call(aten.expand.default, value, apart)
-    sizes = [apart[0], apart[1] * apart[2], *[1] * (rank - 2)]
-    return editor.call(aten.reshape.default, wide, sizes)
+def _per_channel(editor: GraphEditor, value: fx.Node, grouped: list[int], rank: int) -> fx.Node:
+    expanded = value if grouped[2] == 1 else editor.call(aten.expand.default, value, grouped)
+    sizes = [grouped[0], grouped[1] * grouped[2], *[1] * (rank - 2)]
+    return editor.call(aten.reshape.default, expanded, sizes)
 
 
-def _group_norm(editor: GraphEditor, node: fx.Node, found: Mapping[str, Any]) -> fx.Node | None:
+def _group_norm(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | None:
     space = list(range(2, node.meta["val"].ndim))
-    return _channels(editor, node, found, found["num_groups"], space) if space else None
+    return _normalize_groups(editor, node, bound, bound["num_groups"], space) if space else None
 
 
-def _instance_norm(editor: GraphEditor, node: fx.Node, found: Mapping[str, Any]) -> fx.Node | None:
-    if not found["use_input_stats"]:
+def _instance_norm(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | None:
+    if not bound["use_input_stats"]:
         return None
     value = node.meta["val"]
-    return _channels(editor, node, found, value.shape[1], list(range(2, value.ndim)))
+    return _normalize_groups(editor, node, bound, value.shape[1], list(range(2, value.ndim)))
 
 
 def _is_trained(node: fx.Node) -> bool:
-    """A batch norm that uses the statistics of its batch; the table has no line for it."""
+    """Whether this is a batch norm that uses the statistics of its batch."""
     return node.target is aten.batch_norm.default and schema.arguments(node)["training"]
 
 
-def _batch_norm(editor: GraphEditor, node: fx.Node, found: Mapping[str, Any]) -> fx.Node | None:
+def _batch_norm(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | None:
     value = node.meta["val"]
     dims = [0, *range(2, value.ndim)]
-    return _channels(editor, node, found, value.shape[1], dims)
+    return _normalize_groups(editor, node, bound, value.shape[1], dims)
 
 
-def _layer_norm(editor: GraphEditor, node: fx.Node, found: Mapping[str, Any]) -> fx.Node:
-    x, rank = found["input"], node.meta["val"].ndim
-    dims = list(range(rank - len(found["normalized_shape"]), rank))
-    mean, variance = _moments_of(editor, x, dims)
-    scale = _deviation(editor, variance, found["eps"])
+def _layer_norm(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node:
+    x, rank = bound["input"], node.meta["val"].ndim
+    dims = list(range(rank - len(bound["normalized_shape"]), rank))
+    mean, variance = _mean_and_variance(editor, x, dims)
+    scale = _deviation(editor, variance, bound["eps"])
     shift = editor.call(aten.neg.default, editor.call(aten.mul.Tensor, mean, scale))
-    return _weighted(editor, node, x, (scale, shift), (found["weight"], found["bias"]))
+    return _apply_affine(editor, node, x, (scale, shift), (bound["weight"], bound["bias"]))
 
 
-def _rms_norm(editor: GraphEditor, node: fx.Node, found: Mapping[str, Any]) -> fx.Node:
-    """The mean of squares is the variance and the squared mean together."""
-    x, rank = found["input"], node.meta["val"].ndim
-    dims = list(range(rank - len(found["normalized_shape"]), rank))
-    mean, variance = _moments_of(editor, x, dims)
+def _rms_norm(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node:
+    """The mean of squares is the variance plus the squared mean."""
+    x, rank = bound["input"], node.meta["val"].ndim
+    dims = list(range(rank - len(bound["normalized_shape"]), rank))
+    mean, variance = _mean_and_variance(editor, x, dims)
     power = editor.call(aten.add.Tensor, variance, editor.call(aten.square.default, mean))
-    eps = found["eps"]
-    single = torch.float64 if x.meta["val"].dtype == torch.float64 else torch.float32
-    scale = _deviation(editor, power, torch.finfo(single).eps if eps is None else eps)
-    return _weighted(editor, node, x, (scale, None), (found["weight"], None))
+    eps = bound["eps"]
+    work = torch.float64 if x.meta["val"].dtype == torch.float64 else torch.float32
+    scale = _deviation(editor, power, torch.finfo(work).eps if eps is None else eps)
+    return _apply_affine(editor, node, x, (scale, None), (bound["weight"], None))
 
 
-def _weighted(
+def _apply_affine(
     editor: GraphEditor,
     node: fx.Node,
     x: fx.Node,
     norm: tuple[fx.Node, fx.Node | None],
     affine: tuple[fx.Node | None, fx.Node | None],
 ) -> fx.Node:
-    """The norm applied, then a weight and a bias per position."""
-    made, (weight, bias) = _applied(editor, node, x, *norm), affine
+    """Apply the norm, then a weight and a bias per position."""
+    result, (weight, bias) = _apply_norm(editor, node, x, *norm), affine
     if weight is not None and bias is not None:
-        made = editor.call(aten.addcmul.default, bias, made, weight)
+        result = editor.call(aten.addcmul.default, bias, result, weight)
     elif weight is not None:
-        made = editor.call(aten.mul.Tensor, made, weight)
+        result = editor.call(aten.mul.Tensor, result, weight)
     elif bias is not None:
-        made = editor.call(aten.add.Tensor, made, bias)
-    return _cast(editor, made, node.meta["val"].dtype)
+        result = editor.call(aten.add.Tensor, result, bias)
+    return _cast(editor, result, node.meta["val"].dtype)
 
 
-def _shifted(
-    editor: GraphEditor, node: fx.Node, found: Mapping[str, Any]
+def _exponentials(
+    editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]
 ) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """x - max(x), its exponentials, and their sum; half precision in single, as torch does."""
-    x, dtype = found["self"], node.meta["val"].dtype
-    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    x = _cast(editor, x, wide)
-    dim = found["dim"]
-    apart = editor.call(aten.sub.Tensor, x, editor.call(aten.amax.default, x, [dim], True))
-    raised = editor.call(aten.exp.default, apart)
-    return apart, raised, editor.call(aten.sum.dim_IntList, raised, [dim], True)
+    """x - max(x), its exponentials, and their sum; half precision in float32, as torch does."""
+    x, dtype = bound["self"], node.meta["val"].dtype
+    work = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    x = _cast(editor, x, work)
+    dim = bound["dim"]
+    shifted = editor.call(aten.sub.Tensor, x, editor.call(aten.amax.default, x, [dim], True))
+    exponentials = editor.call(aten.exp.default, shifted)
+    return shifted, exponentials, editor.call(aten.sum.dim_IntList, exponentials, [dim], True)
 
 
-def _softmax(editor: GraphEditor, node: fx.Node, found: Mapping[str, Any]) -> fx.Node:
-    _, raised, total = _shifted(editor, node, found)
-    made = editor.call(aten.div.Tensor, raised, total)
-    return _cast(editor, made, node.meta["val"].dtype)
+def _softmax(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node:
+    _, exponentials, total = _exponentials(editor, node, bound)
+    result = editor.call(aten.div.Tensor, exponentials, total)
+    return _cast(editor, result, node.meta["val"].dtype)
 
 
-def _log_softmax(editor: GraphEditor, node: fx.Node, found: Mapping[str, Any]) -> fx.Node:
-    apart, _, total = _shifted(editor, node, found)
-    made = editor.call(aten.sub.Tensor, apart, editor.call(aten.log.default, total))
-    return _cast(editor, made, node.meta["val"].dtype)
+def _log_softmax(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node:
+    shifted, _, total = _exponentials(editor, node, bound)
+    result = editor.call(aten.sub.Tensor, shifted, editor.call(aten.log.default, total))
+    return _cast(editor, result, node.meta["val"].dtype)
 
 
-def _adaptive(editor: GraphEditor, node: fx.Node, found: Mapping[str, Any]) -> fx.Node | None:
-    """An adaptive average of all positions along an axis is their mean; along others it stays."""
-    x, sizes = found["self"], list(found["output_size"])
+def _adaptive(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | None:
+    """The mean along axes of which one position remains, then the pool along the others."""
+    x, sizes = bound["self"], list(bound["output_size"])
     rank = x.meta["val"].ndim
     space = range(rank - len(sizes), rank)
     dims = [k for k, size in zip(space, sizes, strict=True) if size == 1 < x.meta["val"].shape[k]]
@@ -389,35 +396,35 @@ def _adaptive(editor: GraphEditor, node: fx.Node, found: Mapping[str, Any]) -> f
     return editor.call(node.target, mean, sizes)
 
 
-def _whole_pool(editor: GraphEditor, node: fx.Node, found: Mapping[str, Any]) -> fx.Node | None:
-    """A pool whose one window is the whole image."""
-    x = found["self"]
-    size, kernel, padding = x.meta["val"].shape, found["kernel_size"], found["padding"]
+def _whole_pool(editor: GraphEditor, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | None:
+    """A mean or maximum in place of a pool whose window is the whole image."""
+    x = bound["self"]
+    size, kernel, padding = x.meta["val"].shape, bound["kernel_size"], bound["padding"]
     space = list(range(x.meta["val"].ndim - len(kernel), x.meta["val"].ndim))
-    inside = [size[k] for k in space]
+    image = [size[k] for k in space]
     kernel = list(kernel) * (len(space) // len(kernel))
-    if list(kernel) != inside or any(padding) or math.prod(inside) == 1:
+    if list(kernel) != image or any(padding) or math.prod(image) == 1:
         return None
-    if found.get("divisor_override") is not None or any(d != 1 for d in found.get("dilation", ())):
+    if bound.get("divisor_override") is not None or any(d != 1 for d in bound.get("dilation", ())):
         return None
     reduce = aten.mean.dim if "avg" in str(node.target) else aten.amax.default
     return editor.call(reduce, x, space, True)
 
 
-def _pick(editor: GraphEditor, node: fx.Node) -> None:
-    """Put a call of one output in the place of each output of a call, where one is known."""
+def _split_outputs(editor: GraphEditor, node: fx.Node) -> None:
+    """Replace each output of a call by a call with one output, where a rule is known."""
     for user in list(node.users):
         if user.target is not operator.getitem:
             continue
         with editor.graph.inserting_before(user):
-            made = _PICKED[node.target](editor, node, int(user.args[1]))  # type: ignore[arg-type]
-        if made is not None:
-            editor.replace(user, made, inherit=True)
+            replacement = _OUTPUT_RULES[node.target](editor, node, int(user.args[1]))  # type: ignore[arg-type]
+        if replacement is not None:
+            editor.replace(user, replacement, inherit=True)
 
 
 def _split(editor: GraphEditor, node: fx.Node, k: int) -> fx.Node | None:
-    found, values = schema.arguments(node), schema.outputs(node)
-    x, dim = found["self"], found["dim"] % values[0].ndim
+    bound, values = schema.arguments(node), schema.outputs(node)
+    x, dim = bound["self"], bound["dim"] % values[0].ndim
     sizes = [value.shape[dim] for value in values]
     if not all(isinstance(size, int) for size in sizes):
         return None
@@ -426,48 +433,48 @@ def _split(editor: GraphEditor, node: fx.Node, k: int) -> fx.Node | None:
 
 
 def _unbind(editor: GraphEditor, node: fx.Node, k: int) -> fx.Node:
-    found = schema.arguments(node)
-    return editor.call(aten.select.int, found["self"], found["dim"], k)
+    bound = schema.arguments(node)
+    return editor.call(aten.select.int, bound["self"], bound["dim"], k)
 
 
-def _spread_and_mean(editor: GraphEditor, node: fx.Node, k: int) -> fx.Node:
-    found = schema.arguments(node)
-    x, keep = found["self"], found.get("keepdim", False)
-    dims = found.get("dim") or list(range(x.meta["val"].ndim))
+def _variance_or_mean(editor: GraphEditor, node: fx.Node, k: int) -> fx.Node:
+    bound = schema.arguments(node)
+    x, keep = bound["self"], bound.get("keepdim", False)
+    dims = bound.get("dim") or list(range(x.meta["val"].ndim))
     if k:
         return editor.call(aten.mean.dim, x, dims, keep)
-    less = found["correction"] if "correction" in found else float(found["unbiased"])
-    return editor.call(aten.var.correction, x, dims, correction=less, keepdim=keep)
+    correction = bound["correction"] if "correction" in bound else float(bound["unbiased"])
+    return editor.call(aten.var.correction, x, dims, correction=correction, keepdim=keep)
 
 
 def _extreme(editor: GraphEditor, node: fx.Node, k: int) -> fx.Node:
-    """Values and places of the largest or smallest along an axis."""
-    found, largest = schema.arguments(node), node.target is aten.max.dim
-    x, dim, keep = found["self"], found["dim"], found["keepdim"]
+    """Values (output 0) or positions (output 1) of the largest or smallest along an axis."""
+    bound, largest = schema.arguments(node), node.target is aten.max.dim
+    x, dim, keep = bound["self"], bound["dim"], bound["keepdim"]
     if k == 0:
         return editor.call(aten.amax.default if largest else aten.amin.default, x, [dim], keep)
     return editor.call(aten.argmax.default if largest else aten.argmin.default, x, dim, keep)
 
 
 def _adaptive_max(editor: GraphEditor, node: fx.Node, k: int) -> fx.Node | None:
-    found = schema.arguments(node)
-    x, sizes = found["self"], list(found["output_size"])
+    bound = schema.arguments(node)
+    x, sizes = bound["self"], list(bound["output_size"])
     if k or any(size != 1 for size in sizes):
         return None
     rank = x.meta["val"].ndim
     return editor.call(aten.amax.default, x, list(range(rank - len(sizes), rank)), True)
 
 
-_PICKED: dict[Any, Callable[[GraphEditor, fx.Node, int], fx.Node | None]] = {
+_OUTPUT_RULES: dict[Any, Callable[[GraphEditor, fx.Node, int], fx.Node | None]] = {
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split,
     aten.chunk.default: _split,
     aten.tensor_split.sections: _split,
     aten.tensor_split.indices: _split,
     aten.unbind.int: _unbind,
-    aten.var_mean.correction: _spread_and_mean,
-    aten.var_mean.dim: _spread_and_mean,
-    aten.var_mean.default: _spread_and_mean,
+    aten.var_mean.correction: _variance_or_mean,
+    aten.var_mean.dim: _variance_or_mean,
+    aten.var_mean.default: _variance_or_mean,
     aten.max.dim: _extreme,
     aten.min.dim: _extreme,
     **dict.fromkeys(traits.ADAPTIVE_MAX_POOLS, _adaptive_max),

@@ -1,8 +1,8 @@
-"""Attention whose keys and values lie on disk: read block by block for each band of queries.
+"""Attention whose keys and values are stored on disk: read in blocks for each band of queries.
 
-    attention(q, k, v) == online softmax over blocks of rows of k and v        (`reductions`)
+    attention(q, k, v) == online softmax over blocks of rows of k and v   (`partial_reductions`)
 
-In memory they are read whole, and torch's own kernel runs.
+Keys and values in memory are read whole, by torch's kernel.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ SCORES = 2**22  # bytes of the scores of one block
 aten = torch.ops.aten
 
 
-def streams_keys(node: fx.Node) -> bool:
-    """Can a call take its keys and values in blocks?"""
+def can_stream_keys(node: fx.Node) -> bool:
+    """Whether a call can read its keys and values in blocks."""
     if node.target is not aten.scaled_dot_product_attention.default:
         return False
-    found = schema.arguments(node)
-    plain = found["attn_mask"] is None and not found["is_causal"] and not found["dropout_p"]
-    return plain and not found["enable_gqa"]
+    bound = schema.arguments(node)
+    has_no_mask = bound["attn_mask"] is None and not bound["is_causal"] and not bound["dropout_p"]
+    return has_no_mask and not bound["enable_gqa"]
 
 
 def keys_of(node: fx.Node) -> tuple[fx.Node, fx.Node]:
     """The keys and the values of a call."""
-    found = schema.arguments(node)
-    return found["key"], found["value"]
+    bound = schema.arguments(node)
+    return bound["key"], bound["value"]
 
 
 def attend(
@@ -45,29 +45,29 @@ def attend(
     axes: Mapping[fx.Node, Axes],
     columns: Interval,
 ) -> Tensor:
-    """The call for some queries. columns: of the values, and of the result."""
+    """The call's result for queries `q`. columns: interval of the values' and the result's."""
     rows, (keys, values) = _block_rows(node, tuple(q.shape)), keys_of(node)
-    everything = 0, length(keys, axes[keys], 1)
+    all_columns = 0, length(keys, axes[keys], 1)
     return attention(
         q,
-        _blocks(keys, sources[keys], axes[keys], rows, everything),
+        _blocks(keys, sources[keys], axes[keys], rows, all_columns),
         _blocks(values, sources[values], axes[values], rows, columns),
         scale=schema.arguments(node)["scale"],
     )
 
 
-def temporary(node: fx.Node, queries: tuple[int, ...], dtype: torch.dtype) -> int:
+def scratch_bytes(node: fx.Node, queries: tuple[int, ...], dtype: torch.dtype) -> int:
     """Bytes that `attend` allocates: two blocks and their copies, scores, weights, and sums."""
-    rows, wide = _block_rows(node, queries), max(dtype.itemsize, 4)
+    rows, itemsize = _block_rows(node, queries), max(dtype.itemsize, 4)
     blocks = sum(math.prod(n.meta["val"].shape[:-2]) * rows * n.meta["val"].shape[-1]
                  for n in keys_of(node))  # fmt: skip
     scores = math.prod(queries[:-1]) * rows
     width = max(n.meta["val"].shape[-1] for n in keys_of(node))
-    return wide * (2 * blocks + 2 * scores + 4 * math.prod(queries[:-1]) * (width + 2))
+    return itemsize * (2 * blocks + 2 * scores + 4 * math.prod(queries[:-1]) * (width + 2))
 
 
 def _block_rows(node: fx.Node, queries: tuple[int, ...]) -> int:
-    """Keys of one block."""
+    """The number of keys in a block."""
     return max(64, SCORES // (4 * max(math.prod(queries[:-1]), 1)))
 
 

@@ -1,11 +1,11 @@
-"""Fully connected layers run for a batch: their weights are read once for N inputs.
+"""Batched fully connected layers: their weights are read once for N inputs.
 
     linear(cat(x_1, ..., x_N), W)[:, rows] == cat(linear(x_k, W[rows]) for each k)
 
-so a block of a weight's rows is read, multiplied with the activations of all N inputs, and
-forgotten; then comes the next. The calls between such layers run for a few inputs at a time. The
-weights may lie in a file far larger than memory. Source: US 10,417,555 B2 (batched fully connected
-layers); the arithmetic is in `demask.traverse.traffic`.
+A block of a weight's rows is read, multiplied with the activations of all N inputs, and dropped
+before the next block. The calls between such layers run for a few inputs at a time. The weights may
+be in a file far larger than memory. Source: US 10,417,555 B2 (batched fully connected layers); the
+arithmetic is in `demask.traverse.traffic`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from demask.graph.result.demasked_module import attach, build
 from demask.machine.byte_sizes import BUDGET, human, parse_memory
 from demask.ops import TABLE, Table
 from demask.shrink.pipeline import inputs_of
-from demask.traverse.batching.batch_axis import Lane
+from demask.traverse.batching.batch_axis import BatchAxis
 from demask.traverse.batching.batch_plan import (
     BatchCall,
     BatchPlan,
@@ -46,11 +46,11 @@ from demask.traverse.batching.batch_plan import (
     constants_of,
     weights_of,
 )
-from demask.traverse.batching.levels import is_view, planned, streamable
+from demask.traverse.batching.levels import is_view, plan_batches, streamable
 from demask.traverse.batching.weight_traffic import LayerTraffic, Traffic
 
 Weights = str | os.PathLike[str] | None
-FILE = "weights.safetensors"  # in a folder that is given for weights
+FILE = "weights.safetensors"  # written to the folder `weights`
 
 
 @public
@@ -65,35 +65,41 @@ def batch(
     at_once: int | None = None,
     table: Table = TABLE,
 ) -> Batched:
-    """The network with its fully connected layers run for up to `inputs` inputs at a time.
+    """A module that runs the model's fully connected layers for up to `inputs` inputs at a time.
 
-    It is called as the model is, with any number of inputs: they go through in passes of `inputs`.
-    For inference: no gradients. model: captured in eval mode; with a file of weights it may be on
-    the meta device. memory: bytes for what a pass makes (activations, blocks of weights), and for
-    constants where weights are in a file; the caller's own inputs and results come on top, so does
-    memory that convolutions take for themselves. weights: None, those of the model, shared with
-    it; a .safetensors file with the model's names; or a folder, into which the model's are
-    written. Weights in a file are read block by block and never held. at_once: inputs at a time
-    between fully connected layers; None: as many as the budget holds. table: the op table, as
-    `demask.demask` takes it.
+    It is called like the model, with any number of inputs, which run in passes of `inputs`. It is
+    for inference: calls record no gradients. Results equal those of the model for a batch of
+    `inputs`, or of `at_once` between fully connected layers. With weights in a file, products are
+    computed in blocks of rows, which a BLAS may sum in another order: float32 results may differ by
+    rounding. For weights stored as [in, out], blocks are inputs, and partial products are summed.
 
-    Results are those of the model for a batch of `inputs`, or of `at_once` between fully connected
-    layers. Weights in memory: the same calls. In a file: the same products, of a block's rows; a
-    BLAS may sum those in another order for another number of rows, so float32 is often equal,
-    not always. Weights stored [in, out] are read by inputs, and partial sums added up.
+    Args:
+        model: captured in eval mode; with a file of weights it may be on the meta device.
+        args, kwargs: an example call whose first dimension is the batch.
+        memory: bytes for activations and blocks of weights, and for constants if weights are in a
+            file. The caller's inputs, the results and memory of convolutions are not included.
+        inputs: per pass.
+        weights: None for the model's weights, which are shared; a .safetensors file with the
+            model's names; or a folder, to which the model's weights are written. Weights in a file
+            are read in blocks.
+        at_once: inputs at a time between fully connected layers; None: as many as fit the budget.
+        table: the op table, as in `demask.demask`.
 
-    Raises BadInput with the least budget that would do, or where inputs of a batch are mixed.
+    Raises:
+        BadInput: if no plan fits the budget (the message has the least one), or the network mixes
+            inputs of a batch.
 
-    >>> import torch
-    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
-    >>> x = torch.randn(5, 8)
-    >>> small = batch(model, (x[:2],), inputs=4)
-    >>> torch.allclose(small(x), model(x)), small.traffic.weight_bytes_read
-    (True, 320)
+    Example:
+        >>> import torch
+        >>> from torch.nn import Linear, ReLU, Sequential
+        >>> model, x = Sequential(Linear(8, 4), ReLU(), Linear(4, 2)), torch.randn(5, 8)
+        >>> small = batch(model, (x[:2],), inputs=4)
+        >>> torch.allclose(small(x), model(x)), small.traffic.weight_bytes_read
+        (True, 320)
     """
     _check_counts(inputs=inputs, at_once=inputs if at_once is None else at_once)
     program, stored, file = _source(model, args, kwargs, weights, inputs, table, keep=True)
-    plan = planned(program, stored, parse_memory(memory), inputs, table, at_once)
+    plan = plan_batches(program, stored, parse_memory(memory), inputs, table, at_once)
     return Batched(program, plan, file)
 
 
@@ -110,29 +116,36 @@ def traffic(
     at_once: int | None = None,
     table: Table = TABLE,
 ) -> Traffic:
-    """What `module.traffic` would say after one call with `batch` inputs (None: `inputs`).
+    """Predicted bytes of weights that the module of `batch()` reads in one call, as a `Traffic`.
 
-    Found from the graph; nothing runs and nothing is written. at_once=1 is the order in which the
-    layers in front of the fully connected ones run image by image.
+    It follows from the graph: nothing runs and nothing is written.
 
-    >>> import torch
-    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
-    >>> traffic(model, (torch.randn(2, 8),), inputs=16).saved == 15 / 16
-    True
+    Args:
+        batch: inputs of the call; None: `inputs`.
+        at_once: 1 runs the layers before the fully connected ones image by image.
+
+    The other arguments and `Raises` are those of `batch()`.
+
+    Example:
+        >>> import torch
+        >>> from torch.nn import Linear, ReLU, Sequential
+        >>> model = Sequential(Linear(8, 4), ReLU(), Linear(4, 2))
+        >>> traffic(model, (torch.randn(2, 8),), inputs=16).saved == 15 / 16
+        True
     """
     count = inputs if batch is None else batch
     _check_counts(inputs=inputs, at_once=inputs if at_once is None else at_once, batch=count)
     program, stored, _ = _source(model, args, kwargs, weights, inputs, table, keep=False)
-    plan = planned(program, stored, parse_memory(memory), inputs, table, at_once)
+    plan = plan_batches(program, stored, parse_memory(memory), inputs, table, at_once)
     return plan.traffic(count)
 
 
 class Batched(nn.Module):
-    """A network whose fully connected layers run for many inputs at a time; `batch()` makes it.
+    """A network whose fully connected layers run for many inputs at a time, from `batch()`.
 
-    plan: the levels of a pass, with their blocks and the memory predicted. traffic: what was read
-    of the weights since it was made or copied. Its parameters are those constants that stay in
-    memory, under `held`, by the model's names.
+    plan: the levels of a pass, with their blocks and the predicted memory. traffic: bytes of
+    weights read since the module was created or copied. Its parameters are the constants in memory,
+    by the model's names.
     """
 
     def __init__(self, program: Program, plan: BatchPlan, file: WeightFile | None):
@@ -148,96 +161,100 @@ class Batched(nn.Module):
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes of weights that were read, by layer, and how many inputs they were read for."""
-        found = [
+        """Bytes of weights that were read, by layer, and the number of inputs."""
+        layers = [
             LayerTraffic(name, weight.constant, weight.connected, weight.nbytes, self._read[name])
             for name, weight in weights_of(self.plan.levels)
         ]
-        return Traffic(self._inputs, tuple(found))
+        return Traffic(self._inputs, tuple(layers))
 
     def extra_repr(self) -> str:
         plan = self.plan
         return f"inputs={plan.inputs}, at_once={plan.at_once}, peak={human(plan.peak)}"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(self.plan.given, self.front(*args, **kwargs), strict=True))
+        inputs = dict(zip(self.plan.input_names, self.front(*args, **kwargs), strict=True))
         with torch.no_grad():
-            return pytree.tree_unflatten(self._run(given), self.plan.out_spec)
+            return pytree.tree_unflatten(self._run(inputs), self.plan.out_spec)
 
-    def _run(self, given: dict[str, Any]) -> list[Any]:
-        """All inputs, in passes of N."""
-        lanes = self.plan.lanes
-        size = next(v.shape[lanes[name].axis] for name, v in given.items() if name in lanes)
+    def _run(self, inputs: dict[str, Any]) -> list[Any]:
+        """The network's outputs for all inputs, in passes of N."""
+        axes = self.plan.batch_axes
+        size = next(v.shape[axes[name].axis] for name, v in inputs.items() if name in axes)
         if size == 0:
             raise BadInput("expected a batch of one input or more, got none")
         constants = {f"={n}": t for n, t in _tensors(self.held).items()}
-        made: dict[str, Any] = {}
+        outputs: dict[str, Any] = {}
         for start in range(0, size, self.plan.inputs):
             n = min(self.plan.inputs, size - start)
-            values = constants | _parts(given, given, lanes, size, start, n)
+            values = constants | _parts(inputs, inputs, axes, size, start, n)
             for level in self.plan.levels:
                 self._level(level, values, n)
             names = [
-                r.name for r in self.plan.made if isinstance(r, BatchRef) and r.name not in given
+                r.name
+                for r in self.plan.outputs
+                if isinstance(r, BatchRef) and r.name not in inputs
             ]
-            _collect(made, names, values, lanes, size, start, n)
+            _collect(outputs, names, values, axes, size, start, n)
             self._inputs += n
-        known = constants | given | made
-        return [known[r.name] if isinstance(r, BatchRef) else r for r in self.plan.made]
+        results = constants | inputs | outputs
+        return [results[r.name] if isinstance(r, BatchRef) else r for r in self.plan.outputs]
 
     def _level(self, level: Level, values: dict[str, Any], n: int) -> None:
-        """Put what a level writes among the values held for n inputs; drop what it read last."""
+        """Run a level for n inputs: add its results to `values`, and delete those it reads last."""
         at_once = n if level.connected else min(self.plan.at_once, n)
         if level.streamed is not None:
             values[level.streamed.name] = self._streamed(level.streamed, values)
         else:
-            made: dict[str, Any] = {}
+            written: dict[str, Any] = {}
             for start in range(0, n, at_once):
                 count = min(at_once, n - start)
-                here = values | _parts(values, level.reads, self.plan.lanes, n, start, count)
-                self._calls(level.calls, here, count)
-                _collect(made, level.writes, here, self.plan.lanes, n, start, count)
-            values |= made
+                level_values = values | _parts(
+                    values, level.reads, self.plan.batch_axes, n, start, count
+                )
+                self._calls(level.calls, level_values, count)
+                _collect(written, level.writes, level_values, self.plan.batch_axes, n, start, count)
+            values |= written
         for name in level.drops:
             del values[name]
 
     def _calls(self, calls: tuple[BatchCall, ...], values: dict[str, Any], n: int) -> None:
-        def found(leaf: Any) -> Any:
+        def resolve(leaf: Any) -> Any:
             if not isinstance(leaf, BatchRef):
                 return leaf
             sizes = self.plan.sizes.get(leaf.name)
             return values[leaf.name] if sizes is None else sizes[n - 1]
 
         for call in calls:
-            args, kwargs = map_aggregate((call.args, call.kwargs), found)  # type: ignore[misc]
+            args, kwargs = map_aggregate((call.args, call.kwargs), resolve)  # type: ignore[misc]
             values[call.name] = call.target(*args, **kwargs)
-            del args, kwargs  # else they would hold what is freed next
+            del args, kwargs  # else they would keep freed values alive
             if call.weight is not None:
                 self._read[call.name] += call.weight.nbytes
             for name in call.frees:
                 del values[name]
 
     def _streamed(self, layer: StreamedLayer, values: Mapping[str, Any]) -> Tensor:
-        """A layer's output for all inputs, block by block of a weight in a file."""
+        """A layer's output for all inputs, computed in blocks of a weight in a file."""
         x = values[layer.x]
         bias = None if layer.bias is None else values[f"={layer.bias}"]
         if not layer.out_first:
             return self._summed(layer, x, bias)
-        made = x.new_empty(*x.shape[:-1], layer.outputs)
+        output = x.new_empty(*x.shape[:-1], layer.outputs)
         for start, w_oi in self._blocks(layer):
             rows = slice(start, start + len(w_oi))
-            made[..., rows] = linear(x, w_oi, None if bias is None else bias[rows])
-        return made
+            output[..., rows] = linear(x, w_oi, None if bias is None else bias[rows])
+        return output
 
     def _summed(self, layer: StreamedLayer, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The same of a weight [in, out]: the sum of the blocks' partial products."""
-        flat = x.reshape(-1, x.shape[-1])
-        kind = torch.float32 if layer.sums_wide else x.dtype
-        total = torch.zeros(len(flat), layer.outputs, dtype=kind)
+        """A layer's output for a weight [in, out]: the sum of the blocks' partial products."""
+        matrix = x.reshape(-1, x.shape[-1])
+        dtype = torch.float32 if layer.sums_wide else x.dtype
+        total = torch.zeros(len(matrix), layer.outputs, dtype=dtype)
         if bias is not None:
             total += bias
         for start, w_io in self._blocks(layer):
-            total.addmm_(flat[:, start : start + len(w_io)].to(kind), w_io.to(kind))
+            total.addmm_(matrix[:, start : start + len(w_io)].to(dtype), w_io.to(dtype))
         return total.to(x.dtype).view(*x.shape[:-1], layer.outputs)
 
     def _blocks(self, layer: StreamedLayer) -> Any:
@@ -250,29 +267,34 @@ class Batched(nn.Module):
 
 
 def _parts(
-    values: Mapping[str, Any], names: Any, lanes: Mapping[str, Lane], n: int, start: int, count: int
+    values: Mapping[str, Any],
+    names: Any,
+    axes: Mapping[str, BatchAxis],
+    n: int,
+    start: int,
+    count: int,
 ) -> dict[str, Any]:
-    """Of n inputs those from `start` on, in each of the named values that holds any."""
+    """The named values; of those with a batch axis of n inputs, `count` inputs from `start` on."""
     return {
-        name: lanes[name].part(values[name], n, start, start + count)
-        if name in lanes else values[name]
+        name: axes[name].part(values[name], n, start, start + count)
+        if name in axes else values[name]
         for name in names
     }  # fmt: skip
 
 
 def _collect(
-    into: dict[str, Any], names: Any, values: Mapping[str, Any], lanes: Mapping[str, Lane],
+    into: dict[str, Any], names: Any, values: Mapping[str, Any], axes: Mapping[str, BatchAxis],
     n: int, start: int, count: int,
 ) -> None:  # fmt: skip
-    """Put the named values, of `count` inputs from `start` on, in their place among n."""
+    """Write the named values, of `count` inputs from `start` on, into values of n inputs."""
     for name in names:
-        lane, value = lanes.get(name), values[name]
-        if lane is None or count == n:
+        axis, value = axes.get(name), values[name]
+        if axis is None or count == n:
             into[name] = value
             continue
         if name not in into:
-            into[name] = lane.full(value, n)
-        lane.put(into[name], n, start, value)
+            into[name] = axis.full(value, n)
+        axis.put(into[name], n, start, value)
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -282,7 +304,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _own(tensor: Tensor, file: WeightFile | None) -> Tensor:
-    """A constant as the module keeps it: the model's memory, but no view of a mapped file."""
+    """A constant of the module: the model's memory, or a copy of a mapped file's."""
     tensor = tensor.detach() if file is None else tensor.detach().clone()
     if tensor.is_floating_point() or tensor.is_complex():
         return nn.Parameter(tensor, requires_grad=False)
@@ -296,18 +318,17 @@ def _check_counts(**counts: Any) -> None:
 
 
 def _front(program: Program) -> nn.Module:
-    """A module that is called as the network is, checks what it is given, and returns the inputs
-    flattened."""
+    """A module that is called like the network, checks the inputs, and returns them flattened."""
     graph = fx.Graph()
-    given = [graph.node_copy(node) for node in program.graph.find_nodes(op="placeholder")]
-    graph.output(tuple(given))
+    inputs = [graph.node_copy(node) for node in program.graph.find_nodes(op="placeholder")]
+    graph.output(tuple(inputs))
     nothing = Sizes(0, 0, 0)
     provenance = Provenance(
         {}, (), {}, program.notes, inputs_of(program), nothing, nothing,
         guards=program.guards, values=values_of(program.graph),
     )  # fmt: skip
-    flat = pytree.tree_structure(tuple(range(len(given))))
-    return build(replace(program, graph=graph, constants={}, out_spec=flat), provenance)
+    out_spec = pytree.tree_structure(tuple(range(len(inputs))))
+    return build(replace(program, graph=graph, constants={}, out_spec=out_spec), provenance)
 
 
 # ------------------------------------------------------------------------- where weights come from
@@ -323,8 +344,8 @@ def _source(
     *,
     keep: bool,
 ) -> tuple[Program, dict[str, StoredTensor], WeightFile | None]:
-    """The captured network, which of its constants stay in a file, and the file. keep: write those
-    for which a folder is given."""
+    """The captured network, its constants in a file, and the file. keep: whether to write them, if
+    `weights` is a folder."""
     if weights is None:
         return _read(model, args, kwargs), {}, None
     if Path(weights).is_dir():
@@ -336,18 +357,18 @@ def _source(
         file = WeightFile.write(Path(weights) / FILE, tensors)
         return program, {name: file.tensors[name] for name in stored}, file
     file = WeightFile.read(weights)
-    program = _on_cpu(_read(_filled(model, file), args, kwargs, fold=False))
+    program = _on_cpu(_read(_with_file_weights(model, file), args, kwargs, fold=False))
     stored = {}
     for name, constant in program.constants.items():
-        found = next((n for n in (name, *constant.aliases) if n in file.tensors), None)
-        if found is not None:
-            stored[name] = replace(file.tensors[found], name=name)
+        stored_name = next((n for n in (name, *constant.aliases) if n in file.tensors), None)
+        if stored_name is not None:
+            stored[name] = replace(file.tensors[stored_name], name=name)
     return program, stored, file
 
 
 def _read(model: nn.Module, args: Any, kwargs: Any, *, fold: bool = True) -> Program:
-    """A captured network without in-place calls; what is computed from constants alone is computed
-    once, unless it would be from values in a file."""
+    """The captured, functional network. fold: compute calls on constants once; off where the values
+    are in a file."""
     program = functionalized(capture(model, args, kwargs))
     constant = {n for n in program.graph.nodes if n.op == "get_attr"}
     for node in program.graph.nodes:
@@ -364,17 +385,17 @@ def _read(model: nn.Module, args: Any, kwargs: Any, *, fold: bool = True) -> Pro
 
 
 def _on_cpu(program: Program) -> Program:
-    """The program, as long as it can multiply with what is read from a file."""
+    """The program, if it is on the CPU, as weights from a file are; else BadInput."""
     leaves = [leaf for n in program.graph.nodes for leaf in pytree.tree_leaves(n.meta.get("val"))]
-    found = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)}
-    if found - {"cpu"}:
-        raise BadInput(f"weights in a file are for networks on the CPU, got one on {found}; move "
+    devices = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)}
+    if devices - {"cpu"}:
+        raise BadInput(f"weights in a file are for networks on the CPU, got one on {devices}; move "
                        "it there, or give weights=None")  # fmt: skip
     return program
 
 
-def _filled(model: nn.Module, file: WeightFile) -> nn.Module:
-    """A copy of the model with the file's tensors, mapped, in the place of its own."""
+def _with_file_weights(model: nn.Module, file: WeightFile) -> nn.Module:
+    """A copy of the model with the file's mapped tensors in place of its own."""
     if not isinstance(model, nn.Module):
         raise BadInput(f"expected an nn.Module, got {type(model).__name__}")
     try:

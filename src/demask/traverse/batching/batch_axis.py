@@ -1,10 +1,10 @@
-"""Where in each value the inputs of a batch lie, and whether they stay apart.
+"""The batch axis of each value, and a check that inputs of a batch stay separate.
 
     f(cat(x_1, ..., x_n)) == cat(f(x_1), ..., f(x_n))
 
-holds of a network in which every call carries the letter of the batch from its operands to its
-outputs. Calls that sum over it, normalise along it or move its positions mix inputs: such a
-network is refused, with the name of the call.
+holds for a network in which every call carries the letter of the batch from its operands to its
+outputs. Calls that sum over it, normalize along it or move its positions mix inputs: such a network
+is refused, with the name of the call.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _ADVICE = "inputs of a batch cannot be computed a few at a time; give a part of 
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
-    """An axis of (outer, inputs, count) positions: where each input's lie.
+class BatchAxis:
+    """An axis of (outer, inputs, count) positions.
 
     >>> x = torch.arange(12).view(2, 3, 2)
-    >>> Lane(0, 2, 2).part(x.flatten(), 3, 1, 2).tolist()
+    >>> BatchAxis(0, 2, 2).part(x.flatten(), 3, 1, 2).tolist()
     [2, 3, 8, 9]
     """
 
@@ -43,39 +43,42 @@ class Lane:
 
     @property
     def copies(self) -> bool:
-        """Is a part of it a copy?"""
+        """Whether a part of the batch is a copy, not a view."""
         return self.axis > 0 or self.outer > 1
 
     def part(self, value: Tensor, n: int, start: int, end: int) -> Tensor:
-        """Inputs start..end of the n in a value, contiguous where they are not first in it."""
+        """Inputs [start, end) of the n in a value; a copy where the axis is not the first."""
         if (start, end) == (0, n):
             return value
-        found = self.cut(value, n).narrow(self.axis + 1, start, end - start)
-        found = found.flatten(self.axis, self.axis + 2)
-        return found if self.axis == 0 else found.contiguous()
+        inputs = self.cut(value, n).narrow(self.axis + 1, start, end - start)
+        inputs = inputs.flatten(self.axis, self.axis + 2)
+        return inputs if self.axis == 0 else inputs.contiguous()
 
     def put(self, into: Tensor, n: int, start: int, part: Tensor) -> None:
-        """Write inputs start.. of the n in a contiguous value."""
+        """Write `part` to the inputs from `start` on of the n in a contiguous value."""
         size = part.shape[self.axis] // (self.outer * self.count)
         self.cut(into, n).narrow(self.axis + 1, start, size).copy_(self.cut(part, size))
 
     def cut(self, value: Tensor, n: int) -> Tensor:
-        """The value with its axis as three."""
+        """A view of the value with its axis as three: outer, n, count."""
         return value.unflatten(self.axis, (self.outer, n, self.count))
 
     def full(self, like: Tensor, n: int) -> Tensor:
-        """New memory for n inputs of which `like` holds some."""
+        """New memory for n inputs, of the shape and dtype of `like`, which has fewer."""
         shape = list(like.shape)
         shape[self.axis] = self.outer * n * self.count
         return like.new_empty(shape)
 
 
 @dataclass(frozen=True, slots=True)
-class Lanes:
-    """of: the lane of every value of the batch (per output, where a call makes several). sizes: of
-    nodes that are numbers, what they are for 1, 2, ... inputs. symbol: the batch, in sizes."""
+class BatchAxes:
+    """The batch axes of a program.
 
-    of: Mapping[fx.Node, Any]
+    by_value: the axis of every value of the batch; a tuple for calls with several outputs. sizes:
+    values of integer nodes for 1, 2, ... inputs. symbol: the batch size in symbolic shapes.
+    """
+
+    by_value: Mapping[fx.Node, Any]
     sizes: Mapping[fx.Node, tuple[int, ...]]
     symbol: Any
 
@@ -88,39 +91,44 @@ class Lanes:
         )
 
 
-def lanes_of(analysis: Analysis, inputs: int) -> Lanes:
-    """The lanes of a program captured with a dynamic batch. BadInput where the batch is no such
-    thing, or its inputs do not stay apart. inputs: the most at a time, for the table of sizes."""
+def find_batch_axes(analysis: Analysis, inputs: int) -> BatchAxes:
+    """The batch axes of a program captured with a dynamic batch size.
+
+    inputs: largest number at a time, for the table of sizes.
+
+    Raises:
+        BadInput: if no single size is dynamic, or a call mixes inputs of a batch.
+    """
     program = analysis.program
     symbol = _symbol(program)
-    of: dict[fx.Node, Any] = {}
+    batch_axes: dict[fx.Node, Any] = {}
     sizes: dict[fx.Node, tuple[int, ...]] = {}
     for node in program.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt):
             sizes[node] = tuple(_at(value, symbol, n) for n in range(1, inputs + 1))
         elif node.op == "placeholder":
-            of |= _given(node, symbol)
+            batch_axes |= _input_axis(node, symbol)
         elif node.target is operator.getitem:
-            of |= _picked(node, of)
+            batch_axes |= _axis_of_output(node, batch_axes)
         elif node.op == "call_function":
-            of |= _made(node, of, symbol, analysis)
-    return Lanes(of, sizes, symbol)
+            batch_axes |= _axes_of_call(node, batch_axes, symbol, analysis)
+    return BatchAxes(batch_axes, sizes, symbol)
 
 
 def _symbol(program: Program) -> Any:
-    found = {
+    symbols = {
         size.node.expr
         for node in program.graph.find_nodes(op="placeholder")
         for leaf in pytree.tree_leaves(node.meta.get("val"))
         for size in getattr(leaf, "shape", ())
         if isinstance(size, torch.SymInt)
     }
-    if len(found) == 1 and next(iter(found)).is_Symbol:
-        return found.pop()
-    words = " (" + program.notes[0] + ")" if not found and program.notes else ""
+    if len(symbols) == 1 and next(iter(symbols)).is_Symbol:
+        return symbols.pop()
+    hint = " (" + program.notes[0] + ")" if not symbols and program.notes else ""
     raise BadInput(
-        f"expected one dynamic size, the inputs' first, got {sorted(map(str, found))}{words}; "
+        f"expected one dynamic size, the inputs' first, got {sorted(map(str, symbols))}{hint}; "
         "batch() takes networks that run at any batch size"
     )
 
@@ -130,40 +138,42 @@ def _at(size: Any, symbol: Any, n: int) -> int:
     return size if isinstance(size, int) else int(size.node.expr.subs(symbol, n))
 
 
-def _given(node: fx.Node, symbol: Any) -> dict[fx.Node, Lane]:
-    """Of an input: its first axis."""
+def _input_axis(node: fx.Node, symbol: Any) -> dict[fx.Node, BatchAxis]:
+    """The batch axis of an input, its first one."""
     shape: Any = getattr(node.meta.get("val"), "shape", ())
     if not any(isinstance(size, torch.SymInt) for size in shape):
         return {}
     if isinstance(shape[0], torch.SymInt) and all(isinstance(size, int) for size in shape[1:]):
-        return {node: Lane(0)}
+        return {node: BatchAxis(0)}
     raise BadInput(f"input {node.name}: expected the batch as its first axis, got {tuple(shape)}")
 
 
-def _picked(node: fx.Node, of: Mapping[fx.Node, Any]) -> dict[fx.Node, Lane]:
+def _axis_of_output(node: fx.Node, by_value: Mapping[fx.Node, Any]) -> dict[fx.Node, BatchAxis]:
     source: Any = node.args[0]
-    lanes = of.get(source)
-    found = None if lanes is None else lanes[node.args[1]]  # type: ignore[index]
-    return {} if found is None else {node: found}
+    axes = by_value.get(source)
+    axis = None if axes is None else axes[node.args[1]]  # type: ignore[index]
+    return {} if axis is None else {node: axis}
 
 
-def _made(
-    node: fx.Node, of: Mapping[fx.Node, Any], symbol: Any, analysis: Analysis
+def _axes_of_call(
+    node: fx.Node, by_value: Mapping[fx.Node, Any], symbol: Any, analysis: Analysis
 ) -> dict[fx.Node, Any]:
-    reads = [source for source in node.all_input_nodes if source in of]
+    reads = [source for source in node.all_input_nodes if source in by_value]
     outs = schema.outputs(node)
     if not any(isinstance(s, torch.SymInt) for out in outs for s in getattr(out, "shape", ())):
-        return _without(node, reads, analysis)
+        return _check_without_batch(node, reads, analysis)
     relation = analysis.relation(node)
     if isinstance(relation, Declined):
         raise BadInput(f"{node.name}: {relation.text}, so {_ADVICE}")
-    lanes = [_lane(relation, k, of, symbol) for k in range(len(outs))]
-    several = isinstance(node.meta["val"], (list, tuple))
-    return {node: tuple(lanes) if several else lanes[0]}
+    axes = [_batch_axis(relation, k, by_value, symbol) for k in range(len(outs))]
+    has_several = isinstance(node.meta["val"], (list, tuple))
+    return {node: tuple(axes) if has_several else axes[0]}
 
 
-def _without(node: fx.Node, reads: list[fx.Node], analysis: Analysis) -> dict[fx.Node, Any]:
-    """A value in which there is nothing of the batch."""
+def _check_without_batch(
+    node: fx.Node, reads: list[fx.Node], analysis: Analysis
+) -> dict[fx.Node, Any]:
+    """No batch axis, for a value without a dynamic size; BadInput if it reads the batch."""
     relation = analysis.relation(node) if reads else None
     free = isinstance(relation, Relation) and relation.entry.free
     if reads and not free and node.target is not torch.ops.aten.sym_size.int:
@@ -172,41 +182,49 @@ def _without(node: fx.Node, reads: list[fx.Node], analysis: Analysis) -> dict[fx
     return {}
 
 
-def _lane(relation: Relation, out: int, of: Mapping[fx.Node, Any], symbol: Any) -> Lane | None:
-    """The lane of an output; the operands' lanes lead to one and the same."""
+def _batch_axis(
+    relation: Relation, out: int, by_value: Mapping[fx.Node, Any], symbol: Any
+) -> BatchAxis | None:
+    """The batch axis of an output; all operands' batch axes must lead to the same one."""
     shape = schema.outputs(relation.node)[out].shape
     axis = next((k for k, size in enumerate(shape) if isinstance(size, torch.SymInt)), None)
-    read = [] if relation.entry.free else list(_carried(relation, out, of))
+    read = [] if relation.entry.free else list(_carried(relation, out, by_value))
     if axis is None:
-        return None if not read else _mixes(relation)
+        return None if not read else _refuse_mixed(relation)
     if not read:
-        return _spread(relation, out, axis, symbol)
+        return _repeated_axis(relation, out, axis, symbol)
     part = read[0]
     if part is None or part.axis != axis or any(other != part for other in read):
-        return _mixes(relation)
+        return _refuse_mixed(relation)
     outer = shape[axis].node.expr / (part.inner * symbol)
-    return Lane(axis, int(outer), part.inner) if outer.is_Integer else _mixes(relation)
+    return BatchAxis(axis, int(outer), part.inner) if outer.is_Integer else _refuse_mixed(relation)
 
 
-def _carried(relation: Relation, out: int, of: Mapping[fx.Node, Any]) -> Iterator[Part | None]:
-    """Where each operand's lane is in an output; None where it does not get there."""
+def _carried(
+    relation: Relation, out: int, by_value: Mapping[fx.Node, Any]
+) -> Iterator[Part | None]:
+    """The part of an output that each operand's batch axis becomes; None where there is none."""
     for k, operand in enumerate(relation.operands):
-        lane = of.get(operand.value)
-        if lane is not None:
-            mixed = is_mixed(relation, k, lane.axis)
-            yield None if mixed else follow(relation, k, Part(lane.axis, lane.count), out=out)
+        batch_axis = by_value.get(operand.value)
+        if batch_axis is not None:
+            mixed = is_mixed(relation, k, batch_axis.axis)
+            yield (
+                None
+                if mixed
+                else follow(relation, k, Part(batch_axis.axis, batch_axis.count), out=out)
+            )
 
 
-def _spread(relation: Relation, out: int, axis: int, symbol: Any) -> Lane:
-    """A value that is the same for every input: made of none, or of a constant repeated."""
+def _repeated_axis(relation: Relation, out: int, axis: int, symbol: Any) -> BatchAxis:
+    """The batch axis of a value that is the same for every input, such as a repeated constant."""
     letters = relation.outs[out][axis]
     inside = {letter for axes in relation.ins for letter in relation.letters(axes)}
     if not relation.entry.free and set(letters) & inside:
-        return _mixes(relation)
+        return _refuse_mixed(relation)
     size = schema.outputs(relation.node)[out].shape[axis]
-    return Lane(axis, 1, int(size.node.expr / symbol))
+    return BatchAxis(axis, 1, int(size.node.expr / symbol))
 
 
-def _mixes(relation: Relation) -> Any:
+def _refuse_mixed(relation: Relation) -> Any:
     raise BadInput(f"{relation.node.name} ({relation.node.target}) mixes the inputs of a batch: "
                    f"{_ADVICE}")  # fmt: skip

@@ -2,7 +2,7 @@
 
 A level is one fully connected layer, which runs for all N inputs at once so that its weights are
 read once, or the calls between such layers, which run for `at_once` inputs at a time. Values that
-outlive a level are held for all N inputs (`demask.traverse.batching.levels` makes the plan).
+later levels read are stored for all N inputs. `demask.traverse.batching.levels` computes the plan.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from torch.fx.node import map_aggregate
 
 from demask.files.weight_file import StoredTensor
-from demask.traverse.batching.batch_axis import Lane
+from demask.traverse.batching.batch_axis import BatchAxis
 from demask.traverse.batching.weight_traffic import LayerTraffic, Traffic
 
 
@@ -27,7 +27,7 @@ class BatchRef:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeight:
-    """The constant a call multiplies with: its name, its bytes, whether for all inputs at once."""
+    """The constant that a call multiplies with. connected: used for all inputs at once."""
 
     constant: str
     nbytes: int
@@ -50,8 +50,8 @@ class BatchCall:
 class StreamedLayer:
     """A fully connected layer whose weight stays in a file.
 
-    x, bias: names of its operands. out_first: is the weight [out, in]? Then blocks are outputs;
-    else they are inputs, and partial products are summed. rows: of a block.
+    x, bias: names of its operands. out_first: whether the weight is [out, in]; then blocks are
+    outputs, else they are inputs, and partial products are summed. rows: of a block.
     """
 
     name: str
@@ -63,18 +63,23 @@ class StreamedLayer:
 
     @property
     def outputs(self) -> int:
+        """The number of output features."""
         return self.stored.shape[0 if self.out_first else 1]
 
     @property
     def sums_wide(self) -> bool:
-        """Partial products of narrow types are summed in float32."""
+        """Whether partial products are summed in float32, as for dtypes of less than 4 bytes."""
         return not self.out_first and self.stored.dtype.itemsize < 4
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """connected: for all inputs at once. writes: values held after it; drops: held ones that are
-    read no more. streamed: the layer, where its weight is in a file (then there are no calls)."""
+    """A level of a pass.
+
+    connected: whether it runs for all inputs at once. reads, writes: values that are stored for all
+    inputs. drops: values that no later level reads. streamed: a layer whose weight is in a file;
+    then there are no calls.
+    """
 
     connected: bool
     calls: tuple[BatchCall, ...] = ()
@@ -86,40 +91,39 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """Levels in order, and what is known of them.
+    """The levels of a pass, in order.
 
-    lanes: of held values, by name. sizes: of numbers, for 1, 2, ... inputs. inputs: at a time, N.
-    at_once: of those between fully connected layers. peak: bytes at most, predicted; least: what
-    the smallest blocks would take. resident: those of constants in memory, where others are in a
-    file. given, made: the network's inputs and outputs, and how those are
-    packed.
+    batch_axes: of stored values, by name. sizes: values of integer nodes for 1, 2, ... inputs.
+    inputs: per pass, N. at_once: inputs at a time between fully connected layers. peak: predicted
+    maximum bytes; least: with the smallest blocks. resident: bytes of constants in memory, if
+    others are in a file. input_names, outputs, out_spec: of the network.
     """
 
     levels: tuple[Level, ...]
-    lanes: Mapping[str, Lane]
+    batch_axes: Mapping[str, BatchAxis]
     sizes: Mapping[str, tuple[int, ...]]
     inputs: int
     at_once: int
     peak: int
     least: int
     resident: int
-    given: tuple[str, ...]
-    made: tuple[Any, ...]
+    input_names: tuple[str, ...]
+    outputs: tuple[Any, ...]
     out_spec: Any
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BatchPlan:
         return self
 
     def traffic(self, batch: int) -> Traffic:
-        """Bytes of weights that a call with `batch` inputs reads."""
+        """Predicted bytes of weights that a call with `batch` inputs reads."""
         passes = [min(self.inputs, batch - start) for start in range(0, batch, self.inputs)]
         steps = sum(-(-n // self.at_once) for n in passes)
-        found = [
+        layers = [
             LayerTraffic(name, w.constant, w.connected, w.nbytes,
                          w.nbytes * (len(passes) if w.connected else steps))
             for name, w in weights_of(self.levels)
         ]  # fmt: skip
-        return Traffic(batch, tuple(found))
+        return Traffic(batch, tuple(layers))
 
 
 def weights_of(levels: Sequence[Level]) -> Iterator[tuple[str, LayerWeight]]:
@@ -135,23 +139,24 @@ def weights_of(levels: Sequence[Level]) -> Iterator[tuple[str, LayerWeight]]:
 
 def constants_of(plan: BatchPlan) -> set[str]:
     """The names of the constants that a plan reads from memory."""
-    return constants_read(plan.levels) | {r.name[1:] for r in plan.made if _is_constant(r)}
+    return constants_read(plan.levels) | {r.name[1:] for r in plan.outputs if _is_constant(r)}
 
 
 def constants_read(levels: Sequence[Level]) -> set[str]:
-    found: set[str] = set()
+    """The names of the constants that levels read from memory."""
+    names: set[str] = set()
 
     def visit(leaf: Any) -> Any:
         if _is_constant(leaf):
-            found.add(leaf.name[1:])
+            names.add(leaf.name[1:])
         return leaf
 
     for level in levels:
         if level.streamed is not None and level.streamed.bias is not None:
-            found.add(level.streamed.bias)
+            names.add(level.streamed.bias)
         for call in level.calls:
             map_aggregate((call.args, call.kwargs), visit)
-    return found
+    return names
 
 
 def _is_constant(leaf: Any) -> bool:

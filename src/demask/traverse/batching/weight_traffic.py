@@ -1,8 +1,7 @@
-"""How many bytes of weights are read for how many inputs: counted where they are read, predicted
-from the plan, and printed as one table.
+"""Bytes of weights that are read for a number of inputs: counted or predicted, and as a table.
 
-Weights are the matrices and kernels that a call multiplies with. Biases, the numbers of norms and
-rows taken from an embedding are left out: together they are a thousandth of the traffic.
+Weights are the matrices and kernels that a call multiplies with. Biases, parameters of norms and
+rows of embeddings are left out: together they are a thousandth of the traffic.
 """
 
 from __future__ import annotations
@@ -12,8 +11,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LayerTraffic:
-    """One call with constant weights. weight: their name. weight_bytes: of one reading. connected:
-    is it a fully connected layer, which runs for many inputs at a time? read: bytes so far."""
+    """One call with constant weights.
+
+    weight: their name. connected: whether it is a fully connected layer, which runs for many inputs
+    at a time. weight_bytes: of the weights. read: bytes read so far.
+    """
 
     name: str
     weight: str
@@ -24,12 +26,12 @@ class LayerTraffic:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes of weights read to run a number of inputs.
+    """Bytes of weights read for a number of inputs; prints as a table.
 
     US 10,417,555 B2 counts, in its example of batched fully connected layers, 16M weights of two
-    bytes, for sixteen images. One pass over them is 16M · 2 B = 32 MB; sixteen images one by one
-    read 512 MB (the patent prints 256 MB, which would be one byte a weight). Batched, they are
-    read once; with 90 % of all weights there, 15/16 · 0.9 = 84 % of all weight traffic is saved.
+    bytes for sixteen images. One pass over them reads 16M · 2 B = 32 MB; sixteen images one by one
+    read 512 MB (the patent prints 256 MB, which would be one byte per weight). Batched, they are
+    read once; with 90 % of all weights in such layers, 15/16 · 0.9 = 84 % of the traffic is saved.
 
     >>> M = 2**20
     >>> alone = Traffic(16, (LayerTraffic("fc", "fc.weight", True, 16 * M * 2, 16 * 16 * M * 2),))
@@ -47,31 +49,31 @@ class Traffic:
 
     @property
     def weight_bytes(self) -> int:
-        """All weights, each once: what several layers share counts once."""
+        """Bytes of all weights; those that several layers share count once."""
         return sum({layer.weight: layer.weight_bytes for layer in self.layers}.values())
 
     @property
     def weight_bytes_read(self) -> int:
-        """What was read."""
+        """Bytes that were read."""
         return sum(layer.read for layer in self.layers)
 
     @property
     def unbatched(self) -> int:
-        """What reading all weights of every call for each input alone would be."""
+        """Bytes to read if every call read its weights for each input separately."""
         return self.inputs * sum(layer.weight_bytes for layer in self.layers)
 
     @property
     def saved(self) -> float:
-        """The share of the unbatched traffic that was not read."""
+        """The share of the unbatched bytes that was not read."""
         return 1 - self.weight_bytes_read / self.unbatched if self.unbatched else 0.0
 
     @property
     def connected(self) -> Traffic:
-        """Of the fully connected layers alone."""
+        """The traffic of the fully connected layers only."""
         return Traffic(self.inputs, tuple(layer for layer in self.layers if layer.connected))
 
     def __str__(self) -> str:
-        """A table: a line per layer, the fully connected ones together, and all."""
+        """A table: a row per layer, the sum of the fully connected ones, and of all."""
         lines = [("layer", "kind", "weights, MB", "one by one, MB", "read, MB", "saved")]
         for layer in self.layers:
             kind = "connected" if layer.connected else ""
@@ -92,6 +94,6 @@ def _cells(traffic: Traffic) -> tuple[str, str, str, str]:
 
 
 def _aligned(line: tuple[str, ...], widths: list[int]) -> list[str]:
-    """Words to the left, numbers to the right."""
+    """Words aligned left, numbers right."""
     pairs = enumerate(zip(line, widths, strict=True))
     return [word.ljust(width) if k < 2 else word.rjust(width) for k, (word, width) in pairs]

@@ -1,7 +1,8 @@
-"""Selected tiles as few rectangles.
+"""Cover selected tiles with few rectangles.
 
-Every rectangle is run with a halo, and small calls cost what calling costs; a rectangle over two
-costs what lies between them. So rectangles are merged, the best pair first, while that is cheaper.
+Every rectangle runs with a halo and has the overhead of its calls; a rectangle around two others
+also covers the positions between them. Rectangles are merged, the best pair first, while merging
+reduces the cost.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 # Cost of rectangles by their heights and widths, in positions: arrays of one shape -> another.
 Cost = Callable[[np.ndarray, np.ndarray], np.ndarray]
-MANY = 512  # rectangles to merge at most; of more, four tiles become one
+MANY = 512  # rectangles to merge at most; for more, four tiles become one
 
 
 class Rectangle(NamedTuple):
@@ -28,76 +29,81 @@ class Rectangle(NamedTuple):
 
     @property
     def pixels(self) -> int:
+        """The number of positions."""
         return (self.bottom - self.top) * (self.right - self.left)
 
 
 def rectangles(
     selected: Tensor, tile: int, size: tuple[int, int], cost: Cost
 ) -> tuple[Rectangle, ...]:
-    """Rectangles that hold all selected tiles of an image of `size`, top to bottom; they may
-    overlap. selected: bool [rows, columns] of tiles of `tile` x `tile` positions, those at the end
-    of the image perhaps smaller.
+    """Rectangles that cover all selected tiles of an image of `size`, sorted by their top; they may
+    overlap.
+
+    selected: bool [rows, columns] of tiles of `tile` x `tile` positions; the last ones may be
+    smaller.
 
     >>> corner = Tensor([[1, 0], [1, 1]]).bool()
-    >>> for found in rectangles(corner, 8, (16, 12), lambda h, w: h * w + 1.0): print(*found)
+    >>> for area in rectangles(corner, 8, (16, 12), lambda h, w: h * w + 1.0): print(*area)
     0 8 0 8
     8 16 0 12
-    >>> for found in rectangles(corner, 8, (16, 12), lambda h, w: (h + 4) * (w + 4)): print(*found)
+    >>> for area in rectangles(corner, 8, (16, 12), lambda h, w: (h + 4) * (w + 4)): print(*area)
     0 16 0 12
     """
-    found = runs(selected)
-    while len(found) > MANY:
+    tiles = runs(selected)
+    while len(tiles) > MANY:
         selected, tile = _coarser(selected), 2 * tile
-        found = runs(selected)
-    if not found:
+        tiles = runs(selected)
+    if not tiles:
         return ()
-    places = np.minimum(np.array(found) * tile, [size[0], size[0], size[1], size[1]])
-    return tuple(sorted(Rectangle(*map(int, row)) for row in merged(places, cost)))
+    bounds = np.minimum(np.array(tiles) * tile, [size[0], size[0], size[1], size[1]])
+    return tuple(sorted(Rectangle(*map(int, row)) for row in merge(bounds, cost)))
 
 
 def runs(selected: Tensor) -> list[tuple[int, int, int, int]]:
-    """Runs of selected tiles in a row, and in rows below that have the very same run: top, bottom,
-    left, right in tiles. They cover each selected tile once, and no other."""
-    found: list[tuple[int, int, int, int]] = []
+    """Runs of selected tiles in a row, extended over rows below with the same run: (top, bottom,
+    left, right) in tiles. They cover each selected tile once, and no other tile."""
+    result: list[tuple[int, int, int, int]] = []
     above: dict[tuple[int, int], int] = {}
     for row, line in enumerate(F.pad(selected, (1, 1)).diff(dim=1).tolist()):
         edges = [k for k, change in enumerate(line) if change]
-        here: dict[tuple[int, int], int] = {}
+        current: dict[tuple[int, int], int] = {}
         for left, right in zip(edges[::2], edges[1::2], strict=True):
             k = above.get((left, right))
             if k is None:
-                k = len(found)
-                found.append((row, row, left, right))
-            found[k] = (found[k][0], row + 1, left, right)
-            here[left, right] = k
-        above = here
-    return found
+                k = len(result)
+                result.append((row, row, left, right))
+            result[k] = (result[k][0], row + 1, left, right)
+            current[left, right] = k
+        above = current
+    return result
 
 
-def merged(places: np.ndarray, cost: Cost) -> np.ndarray:
-    """Rectangles of which no two are cheaper as one; or the one around all, where that is cheaper.
-    places: [count, (top, bottom, left, right)]."""
-    found = places.astype(np.int64)
-    gain = _gain(found[:, None], found[None], cost)
+def merge(bounds: np.ndarray, cost: Cost) -> np.ndarray:
+    """Rectangles merged while that reduces the cost; or the one around all, where that is cheaper.
+
+    bounds: int [count, (top, bottom, left, right)], as is the result.
+    """
+    result = bounds.astype(np.int64)
+    gain = _gain(result[:, None], result[None], cost)
     np.fill_diagonal(gain, -np.inf)
-    while len(found) > 1:
+    while len(result) > 1:
         i, j = np.unravel_index(np.argmax(gain), gain.shape)
         if gain[i, j] <= 0:
             break
-        found[i] = _around(found[i], found[j])
-        keep = ~_inside(found, found[i])
+        result[i] = _around(result[i], result[j])
+        keep = ~_inside(result, result[i])
         keep[i] = True
         i = int(keep[:i].sum())
-        found, gain = found[keep], gain[np.ix_(keep, keep)]
-        gain[i] = gain[:, i] = _gain(found[i], found, cost)
+        result, gain = result[keep], gain[np.ix_(keep, keep)]
+        gain[i] = gain[:, i] = _gain(result[i], result, cost)
         gain[i, i] = -np.inf
-    whole = np.array([[*found.min(0)[[0]], *found.max(0)[[1]], *found.min(0)[[2]],
-                       *found.max(0)[[3]]]])  # fmt: skip
-    return whole if _costs(whole, cost).sum() <= _costs(found, cost).sum() else found
+    whole = np.array([[*result.min(0)[[0]], *result.max(0)[[1]], *result.min(0)[[2]],
+                       *result.max(0)[[3]]]])  # fmt: skip
+    return whole if _costs(whole, cost).sum() <= _costs(result, cost).sum() else result
 
 
 def _coarser(selected: Tensor) -> Tensor:
-    """Four tiles as one, which is selected if one of them is."""
+    """Tiles of twice the size, selected where one of their four tiles is."""
     return F.max_pool2d(selected[None].float(), 2, ceil_mode=True)[0] > 0
 
 
@@ -110,13 +116,13 @@ def _inside(inner: np.ndarray, outer: np.ndarray) -> np.ndarray:
     return (_around(inner, outer) == outer).all(-1)
 
 
-def _costs(places: np.ndarray, cost: Cost) -> np.ndarray:
-    found = cost(places[..., 1] - places[..., 0], places[..., 3] - places[..., 2])
-    return np.asarray(found, np.float64)
+def _costs(bounds: np.ndarray, cost: Cost) -> np.ndarray:
+    costs = cost(bounds[..., 1] - bounds[..., 0], bounds[..., 3] - bounds[..., 2])
+    return np.asarray(costs, np.float64)
 
 
 def _gain(a: np.ndarray, b: np.ndarray, cost: Cost) -> np.ndarray:
-    """What one rectangle saves over two."""
+    """The cost that one rectangle saves over two."""
     return _costs(a, cost) + _costs(b, cost) - _costs(_around(a, b), cost)
 
 

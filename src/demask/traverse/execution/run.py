@@ -1,4 +1,4 @@
-"""A plan, executed: segment after segment in one arena, from sources to sinks."""
+"""Execute a plan: segment after segment in one arena, from sources to sinks."""
 
 from __future__ import annotations
 
@@ -16,27 +16,34 @@ from demask.machine.allocator import give_back
 from demask.machine.arena import ALIGNMENT
 from demask.traverse.analysis.flow import Flow
 from demask.traverse.axes import Window
-from demask.traverse.execution.segment_executor import Counter, Ends, Sweep, seen
-from demask.traverse.execution.workers import side_by_side
+from demask.traverse.execution.segment_executor import (
+    Counter,
+    SegmentExecutor,
+    SourcesAndSinks,
+    view_part,
+)
+from demask.traverse.execution.workers import run_strips
 from demask.traverse.planning.plan_memory import MemoryLayout, PlacedSegment, steps_of
 from demask.traverse.planning.schedule import Step
 from demask.traverse.planning.stage_memory import LARGE
 from demask.traverse.storage.sources_and_sinks import Spill, in_place, spill, tensor_source
 
-Told = Callable[[PlacedSegment, Step], None]
-Walk = Callable[[PlacedSegment, Ends, Tensor, Counter, Callable[[Step], None] | None], None]
+OnStep = Callable[[PlacedSegment, Step], None]
+RunSegment = Callable[
+    [PlacedSegment, SourcesAndSinks, Tensor, Counter, Callable[[Step], None] | None], None
+]
 
 
 @dataclass(frozen=True, slots=True)
 class ImageRun:
-    """One image: where its rows come from and go to.
+    """The sources and sinks of one image.
 
-    sources, sinks: of values with rows; wholes: inputs without, and constants.
+    sources, sinks: of values with rows. whole_values: inputs without rows, and constants.
     """
 
     sources: Mapping[fx.Node, Any]
     sinks: Mapping[fx.Node, Any]
-    wholes: Mapping[fx.Node, Any]
+    whole_values: Mapping[fx.Node, Any]
 
 
 def execute(
@@ -45,45 +52,50 @@ def execute(
     call: ImageRun,
     *,
     folder: str = tempfile.gettempdir(),
-    told: Told | None = None,
+    on_step: OnStep | None = None,
 ) -> tuple[dict[fx.Node, Any], Counter]:
-    """Run all segments. Returns the results without rows, and what was done.
+    """Run all segments. Returns the values without rows, and multiply-adds and steps.
 
-    folder: for maps on disk, which are gone when they were read. told: called
-    after each step of each segment, by whichever thread made it.
+    folder: for maps on disk, which are deleted after the last read. on_step: called after each step
+    of each segment, by the thread that ran it.
     """
-    return _executed(flow, layout, call, _walk, folder, told)
+    return _execute(flow, layout, call, _run_segment, folder, on_step)
 
 
 def rehearse(flow: Flow, layout: MemoryLayout, constants: Mapping[fx.Node, Any]) -> None:
-    """Run each segment on zeros until each of its calls ran once: code that the process loads and
-    kernels that it makes for them stay with it, and take nothing of the budget of a call."""
-    sources, wholes = {}, dict(constants)
+    """Run each segment on zeros until each of its calls ran once, so that code and kernels that the
+    process loads are not allocated during a call."""
+    sources, whole_values = {}, dict(constants)
     for node in flow.inputs:
         value: Any = node.meta.get("val")
         if node in flow.axes:
             sources[node] = tensor_source(_zeros(value), flow.axes[node])
         else:
-            wholes[node] = _zeros(value) if isinstance(value, Tensor) else value
+            whole_values[node] = _zeros(value) if isinstance(value, Tensor) else value
     sinks = {v: Nowhere() for v in flow.outputs if isinstance(v, fx.Node) and v in flow.axes}
-    call = ImageRun(sources, sinks, wholes)
-    with torch.no_grad(), suppress(Exception):  # what fails on zeros may do with other values
-        _executed(flow, layout, call, _begin, tempfile.gettempdir(), None)
+    call = ImageRun(sources, sinks, whole_values)
+    with torch.no_grad(), suppress(Exception):  # a call that fails on zeros may succeed on others
+        _execute(flow, layout, call, _run_until_all_computed, tempfile.gettempdir(), None)
 
 
 def _zeros(value: Tensor) -> Tensor:
-    """Zeros of the shape of a fake value, which take no memory."""
+    """Zeros of the shape of a fake value, expanded from one element."""
     return torch.zeros((), dtype=value.dtype).expand(value.shape)
 
 
-def _executed(
-    flow: Flow, layout: MemoryLayout, call: ImageRun, walk: Walk, folder: str, told: Told | None
+def _execute(
+    flow: Flow,
+    layout: MemoryLayout,
+    call: ImageRun,
+    walk: RunSegment,
+    folder: str,
+    on_step: OnStep | None,
 ) -> tuple[dict[fx.Node, Any], Counter]:
-    counter, arena = Counter(), fresh(layout.size)
-    wholes, spills = dict(call.wholes), dict[fx.Node, Spill]()
+    counter, arena = Counter(), new_memory(layout.size)
+    whole_values, spills = dict(call.whole_values), dict[fx.Node, Spill]()
     for k, place in enumerate(layout.places):
         maps = _maps(flow, layout, place, arena)
-        ends = Ends(maps, dict(call.sources), dict(call.sinks), wholes)
+        ends = SourcesAndSinks(maps, dict(call.sources), dict(call.sinks), whole_values)
         for v in place.stage.targets:
             if v.name in place.segment.spills:
                 value = v.meta["val"]
@@ -91,66 +103,68 @@ def _executed(
                 ends.sinks[v] = spills[v] if v not in call.sinks else Tee(spills[v], call.sinks[v])
         ends.sources.update({v: spills[v] for v in place.stage.enters if v in spills})
         work = arena[layout.work[k] : layout.work[k] + place.bytes]
-        _direct(place, call, ends)
-        walk(place, ends, work, counter, _telling(told, place))
+        _use_in_place(place, call, ends)
+        walk(place, ends, work, counter, _step_callback(on_step, place))
         ends.packed.clear()
-        if place.beside >= LARGE:
+        if place.allocated >= LARGE:
             give_back()
-        _forget(layout, k, spills)
-        for v in layout.dies[k]:
-            wholes.pop(v, None)
-    return wholes, counter
+        _delete_spills(layout, k, spills)
+        for v in layout.last_used[k]:
+            whole_values.pop(v, None)
+    return whole_values, counter
 
 
-def _walk(
+def _run_segment(
     place: PlacedSegment,
-    ends: Ends,
+    ends: SourcesAndSinks,
     work: Tensor,
     counter: Counter,
-    told: Callable[[Step], None] | None,
+    on_step: Callable[[Step], None] | None,
 ) -> None:
     """Run one segment."""
     if place.strips:
-        side_by_side(place, ends, work, counter, told)
+        run_strips(place, ends, work, counter, on_step)
     else:
-        sweep = Sweep(place.stage, place.memory, ends, work, counter)
-        sweep.run(steps_of(place.stage, place.segment), told)
+        executor = SegmentExecutor(place.stage, place.memory, ends, work, counter)
+        executor.run(steps_of(place.stage, place.segment), on_step)
 
 
-def _begin(
+def _run_until_all_computed(
     place: PlacedSegment,
-    ends: Ends,
+    ends: SourcesAndSinks,
     work: Tensor,
     counter: Counter,
-    told: Callable[[Step], None] | None,
+    on_step: Callable[[Step], None] | None,
 ) -> None:
-    """Run one segment, by one worker, until each of its calls made something."""
+    """Run one segment with one worker until each of its calls has computed rows."""
 
     def steps() -> Iterator[Step]:
-        left = {unit.value for unit in place.stage.units if unit.value in place.stage.flow.axes}
+        pending = {unit.value for unit in place.stage.units if unit.value in place.stage.flow.axes}
         for step in steps_of(place.stage, place.segment):
             yield step
-            left -= {v for v in left if v not in step or step[v].made[0] < step[v].made[1]}
-            if not left:
+            pending -= {
+                v for v in pending if v not in step or step[v].computed[0] < step[v].computed[1]
+            }
+            if not pending:
                 return
 
-    sweep = Sweep(place.stage, place.memory, ends, work, counter)
-    sweep.run(steps(), told)
-    for node, (statistic, state) in sweep.states.items():
-        if node not in ends.wholes:  # of the rows so far
-            ends.wholes[node] = statistic.finish(state)
+    executor = SegmentExecutor(place.stage, place.memory, ends, work, counter)
+    executor.run(steps(), on_step)
+    for node, (statistic, state) in executor.states.items():
+        if node not in ends.whole_values:  # statistics of the rows so far
+            ends.whole_values[node] = statistic.finish(state)
 
 
 class Nowhere:
-    """A sink that drops what is written."""
+    """A sink that ignores what is written."""
 
     def write(self, window: Window, part: Tensor) -> None:
-        """Nothing."""
+        """Ignore a part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tee:
-    """A value that goes to two places."""
+    """A sink that writes to two others."""
 
     first: Any
     second: Any
@@ -160,42 +174,42 @@ class Tee:
         self.second.write(window, part)
 
 
-def _telling(told: Told | None, place: PlacedSegment) -> Callable[[Step], None] | None:
-    return None if told is None else lambda step: told(place, step)
+def _step_callback(on_step: OnStep | None, place: PlacedSegment) -> Callable[[Step], None] | None:
+    return None if on_step is None else lambda step: on_step(place, step)
 
 
 def _maps(
     flow: Flow, layout: MemoryLayout, place: PlacedSegment, arena: Tensor
 ) -> dict[fx.Node, Tensor]:
     values = {v: v.meta["val"] for v in place.maps}
-    return {v: seen(arena, layout.maps[v], tuple(value.shape), flow.axes[v], value.dtype)
+    return {v: view_part(arena, layout.maps[v], tuple(value.shape), flow.axes[v], value.dtype)
             for v, value in values.items()}  # fmt: skip
 
 
-def _direct(place: PlacedSegment, call: ImageRun, ends: Ends) -> None:
-    """Read and write without a copy what lies in memory as parts do: the plan counts a block for
-    it, which is then left untouched."""
+def _use_in_place(place: PlacedSegment, call: ImageRun, ends: SourcesAndSinks) -> None:
+    """Use tensors in the layout of parts directly, without a copy; their planned blocks stay
+    untouched."""
     for v in place.stage.enters:
-        held = in_place(call.sources.get(v))
-        if held is not None:
-            ends.maps[v] = held
+        part = in_place(call.sources.get(v))
+        if part is not None:
+            ends.maps[v] = part
             ends.sources.pop(v)
     for v in place.stage.targets:
-        held = in_place(call.sinks.get(v))
-        if held is not None and ends.sinks.get(v) is call.sinks[v] and v not in ends.maps:
-            ends.maps[v] = held
+        part = in_place(call.sinks.get(v))
+        if part is not None and ends.sinks.get(v) is call.sinks[v] and v not in ends.maps:
+            ends.maps[v] = part
             ends.sinks.pop(v)
 
 
-def _forget(layout: MemoryLayout, k: int, spills: dict[fx.Node, Spill]) -> None:
-    """Free the disk of maps that no later segment reads."""
+def _delete_spills(layout: MemoryLayout, k: int, spills: dict[fx.Node, Spill]) -> None:
+    """Delete maps on disk that no later segment reads."""
     later = {v for place in layout.places[k + 1 :] for v in place.stage.enters}
     for v in [v for v in spills if v not in later]:
         del spills[v]
 
 
-def fresh(size: int) -> Tensor:
-    """Memory of our own: given back as a whole when the last view goes."""
+def new_memory(size: int) -> Tensor:
+    """New memory, uint8 [size or more], returned to the system when the last view is deleted."""
     if not size:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(mmap.mmap(-1, size + ALIGNMENT), dtype=torch.uint8)

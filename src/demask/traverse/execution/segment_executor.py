@@ -1,4 +1,4 @@
-"""A stage, executed: its steps, one unit after the other, in the memory planned for them."""
+"""Execute a stage: its steps, unit after unit, in the memory planned for them."""
 
 from __future__ import annotations
 
@@ -24,77 +24,85 @@ from demask.traverse.storage.sources_and_sinks import RowSource, Sink, tensor_so
 
 
 @dataclass(slots=True)
-class Ends:
-    """What a stage reads from and writes to.
+class SourcesAndSinks:
+    """The values that a stage reads and writes.
 
-    maps: values that lie whole in memory, in the layout of parts. sources: of values that do not.
-    sinks: of targets, also of those that are maps. wholes: values without rows. packed: weights
-    laid out for the calls that read them.
+    maps: values that are whole in memory, in the layout of parts. sources: of other values. sinks:
+    of targets, including those that are maps. whole_values: values without rows. packed: weights in
+    the layout of the calls that read them.
     """
 
     maps: MutableMapping[fx.Node, Tensor] = field(default_factory=dict)
     sources: MutableMapping[fx.Node, RowSource] = field(default_factory=dict)
     sinks: MutableMapping[fx.Node, Sink] = field(default_factory=dict)
-    wholes: MutableMapping[fx.Node, Any] = field(default_factory=dict)
+    whole_values: MutableMapping[fx.Node, Any] = field(default_factory=dict)
     packed: MutableMapping[fx.Node, Tensor] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Counter:
-    """What the executor did. macs: multiply-adds; steps: bands, tiles and whole segments."""
+    """Multiply-adds, and steps (bands, tiles and whole segments) that were executed."""
 
     macs: int = 0
     steps: int = 0
 
 
 class BandBorder:
-    """Rows that one worker makes in its first steps and the worker above it needs in its last.
+    """Rows that one worker computes in its first steps and the worker above needs in its last.
 
-    held: of each value, the rows from `first` on; None for values that lie in maps, which both see.
+    rows: of each value, memory for the rows of its span; None for maps, which both workers read.
+    spans: the interval of rows of each value.
     """
 
-    def __init__(self, held: Mapping[fx.Node, Tensor | None], spans: Mapping[fx.Node, Interval]):
-        self.held, self.spans = held, spans
+    def __init__(self, rows: Mapping[fx.Node, Tensor | None], spans: Mapping[fx.Node, Interval]):
+        self.rows, self.spans = rows, spans
         self.missing = {v: high - low for v, (low, high) in spans.items()}
         self.ready, self.failed = threading.Event(), False
 
-    def put(self, node: fx.Node, axis: int, rows: Interval, made: Tensor) -> None:
-        """Take over those of some rows that belong to the border."""
+    def put(self, node: fx.Node, axis: int, rows: Interval, computed: Tensor) -> None:
+        """Copy those of some computed rows that belong to the border."""
         first, last = self.spans[node]
         low, high = max(rows[0], first), min(rows[1], last)
         if low >= high:
             return
-        held = self.held[node]
-        if held is not None:
-            held.narrow(axis, low - first, high - low).copy_(
-                made.narrow(axis, low - rows[0], high - low)
+        border = self.rows[node]
+        if border is not None:
+            border.narrow(axis, low - first, high - low).copy_(
+                computed.narrow(axis, low - rows[0], high - low)
             )
         self.missing[node] -= high - low
         if not any(self.missing.values()):
             self.ready.set()
 
     def fail(self) -> None:
-        """The worker that makes the rows stopped: who waits for them is to stop too."""
+        """Stop the worker that waits for the rows, as the worker that computes them failed."""
         self.failed = True
         self.ready.set()
 
     def take(self, node: fx.Node, axis: int, rows: Interval) -> Tensor | None:
-        """Some rows, as soon as all of the border are made; None where they lie in a map."""
+        """Some rows, once all rows of the border are computed; None for a map.
+
+        Raises:
+            RuntimeError: if the worker that computes them failed.
+        """
         self.ready.wait()
         if self.failed:
             raise RuntimeError("the worker of the next strip stopped")
-        held = self.held[node]
+        border = self.rows[node]
         first = self.spans[node][0]
-        return None if held is None else held.narrow(axis, rows[0] - first, rows[1] - rows[0])
+        return None if border is None else border.narrow(axis, rows[0] - first, rows[1] - rows[0])
 
 
-class Sweep:
-    """One stage with its memory and ends, ready to run. arena: at least memory.size bytes. above,
-    below: the borders to the workers beside this one; a worker alone has none."""
+class SegmentExecutor:
+    """One stage with its memory, sources and sinks.
+
+    arena: uint8 [memory.size or more]. above, below: the borders to the neighboring workers; None
+    where there is none.
+    """
 
     def __init__(
-        self, stage: Stage, memory: StageMemory, ends: Ends, arena: Tensor, counter: Counter,
-        above: BandBorder | None = None, below: BandBorder | None = None,
+        self, stage: Stage, memory: StageMemory, ends: SourcesAndSinks, arena: Tensor,
+        counter: Counter, above: BandBorder | None = None, below: BandBorder | None = None,
     ):  # fmt: skip
         self.stage, self.flow, self.memory, self.ends = stage, stage.flow, memory, ends
         self.arena, self.counter, self.above, self.below = arena, counter, above, below
@@ -103,20 +111,24 @@ class Sweep:
         self.first, self.last = _uses(stage)
         cut = ((u.node, self.flow.local.get(u.node)) for u in stage.units)
         self.streamed = {e for u in stage.units for e in stage.streamed(u, ends.maps)}
-        self.packs = frozenset(n for n, here in cut if here is not None and here.kind.packs)
+        self.packable = frozenset(
+            n for n, local in cut if local is not None and local.kind.packed_bytes
+        )
 
-    def run(self, steps: Iterable[Step], told: Callable[[Step], None] | None = None) -> None:
-        """Run all steps. told: called after each. Statistics are finished when all rows were seen,
-        by the worker alone, or by who merges the states of several."""
+    def run(self, steps: Iterable[Step], on_step: Callable[[Step], None] | None = None) -> None:
+        """Run all steps. on_step: called after each.
+
+        A single worker finishes statistics after the last row; those of several are merged first.
+        """
         for node in (u.node for u in self.stage.sinks):
-            made = self.flow.gathers[node]
-            self.states[node] = made, made.begin()
+            reduction = self.flow.gathers[node]
+            self.states[node] = reduction, reduction.begin()
         try:
             for step in steps:
                 self._step(step)
                 self.counter.steps += 1
-                if told is not None:
-                    told(step)
+                if on_step is not None:
+                    on_step(step)
         except BaseException:
             if self.above is not None:
                 self.above.fail()
@@ -131,84 +143,89 @@ class Sweep:
             if unit.node in self.states:
                 self._gather(unit, step)
             elif unit.value not in self.flow.axes or unit.node not in self.flow.local:
-                self._whole(unit, step)
-            elif step[unit.value].made[0] < step[unit.value].made[1]:
-                self._make(k, unit, step)
+                self._run_whole(unit, step)
+            elif step[unit.value].computed[0] < step[unit.value].computed[1]:
+                self._compute(k, unit, step)
             if k in self.memory.large:
                 give_back()
             for node in self.last.get(k, ()):
                 if node in active:
-                    self._put_aside(node, step)
+                    self._save_tail(node, step)
 
     def _active(self, step: Step) -> set[fx.Node]:
-        """Values in blocks that are made or read in a step, and those lent by the next worker."""
-        found = set()
+        """Values in blocks that are computed, read, or received from the next worker in a step."""
+        active = set()
         for unit in self.stage.units:
-            held = step.get(unit.value)
-            if (held is None and unit.node not in self.states) or (
-                held is not None and held.done < held.end
+            live = step.get(unit.value)
+            if (live is None and unit.node not in self.states) or (
+                live is not None and live.done < live.end
             ):
-                found.add(unit.value)
-                found |= {edge.source for edge in unit.edges}
-        found |= {v for v, held in step.items() if held.done < held.end}
+                active.add(unit.value)
+                active |= {edge.source for edge in unit.edges}
+        active |= {v for v, live in step.items() if live.done < live.end}
         owner = self.memory.owner
-        return {v for v in found if v in owner or (v in step and step[v].lent[0] < step[v].lent[1])}
+        return {
+            v
+            for v in active
+            if v in owner or (v in step and step[v].received[0] < step[v].received[1])
+        }
 
     def _load(self, node: fx.Node, step: Step) -> None:
-        """Put the rows kept in front of the block, and, of what is read from elsewhere, the new."""
-        held = step[node]
-        if held.first < held.done and node in self.memory.tail:
-            tail = self._tail(node, held, held.done - held.first)
-            self._rows(node, step, held.first, held.done).copy_(tail)
-        if node in self.ends.sources and held.done < held.end:
-            window = (held.done, held.end), held.columns
-            self.ends.sources[node].read(window, self._rows(node, step, held.done, held.end))
-        low, high = held.lent
+        """Fill a block with the rows of its tail, new rows of its source, and received rows."""
+        live = step[node]
+        if live.first < live.done and node in self.memory.tail:
+            tail = self._tail(node, live, live.done - live.first)
+            self._rows(node, step, live.first, live.done).copy_(tail)
+        if node in self.ends.sources and live.done < live.end:
+            window = (live.done, live.end), live.columns
+            self.ends.sources[node].read(window, self._rows(node, step, live.done, live.end))
+        low, high = live.received
         if low < high and self.below is not None:
-            lent = self.below.take(node, self.flow.axes[node][0] or 0, (low, high))
-            if lent is not None:
-                self._rows(node, step, low, high).copy_(lent)
+            received = self.below.take(node, self.flow.axes[node][0] or 0, (low, high))
+            if received is not None:
+                self._rows(node, step, low, high).copy_(received)
 
-    def _put_aside(self, node: fx.Node, step: Step) -> None:
-        held = step[node]
-        if held.tail and node in self.memory.tail:
-            rows = self._rows(node, step, held.keep, held.end)
-            self._tail(node, held, held.tail).copy_(rows)
+    def _save_tail(self, node: fx.Node, step: Step) -> None:
+        live = step[node]
+        if live.tail and node in self.memory.tail:
+            rows = self._rows(node, step, live.keep, live.end)
+            self._tail(node, live, live.tail).copy_(rows)
 
     def _gather(self, unit: Unit, step: Step) -> None:
         source = unit.edges[0].source
-        held = step.get(unit.node, step[source])
-        made, state = self.states[unit.node]
-        if held.done < held.end:
-            window = (held.done, held.end), held.columns
-            rows = self._rows(source, step, held.done, held.end, held.columns)
-            made.update(state, rows, window)
-        seen = held.end >= self.flow.rows(source) and held.columns[1] >= self.flow.columns(source)
-        if seen and self.above is None and self.below is None:
-            self.ends.wholes[unit.node] = made.finish(state)
+        live = step.get(unit.node, step[source])
+        reduction, state = self.states[unit.node]
+        if live.done < live.end:
+            window = (live.done, live.end), live.columns
+            rows = self._rows(source, step, live.done, live.end, live.columns)
+            reduction.update(state, rows, window)
+        rows, columns = self.flow.rows(source), self.flow.columns(source)
+        is_last = live.end >= rows and live.columns[1] >= columns
+        if is_last and self.above is None and self.below is None:
+            self.ends.whole_values[unit.node] = reduction.finish(state)
 
-    def _make(self, k: int, unit: Unit, step: Step) -> None:
-        held, here = step[unit.value], self.flow.local[unit.node]
-        window = held.made, held.columns
-        into = self._rows(unit.value, step, *held.made)
+    def _compute(self, k: int, unit: Unit, step: Step) -> None:
+        live, local = step[unit.value], self.flow.local[unit.node]
+        window = live.computed, live.columns
+        into = self._rows(unit.value, step, *live.computed)
         if any(edge in self.streamed for edge in unit.edges):
-            into.copy_(self._attended(unit, step, window))
-            self._made(unit, held, into)
+            into.copy_(self._attend(unit, step, window))
+            self._deliver(unit, live, into)
             return
         operands = self._operands(unit, step, window)
         fused: dict[str, Any] = {}
         if unit.addend is not None:
-            addend = self._rows(unit.addend, step, *held.made, held.columns)
+            addend = self._rows(unit.addend, step, *live.computed, live.columns)
             if addend.data_ptr() != into.data_ptr():
                 into.copy_(addend)
             fused["add"] = True
         if unit.after is not None:
             fused["after"] = unit.after
-        here.run(operands, window, into, scratch=self._scratch(k), **fused)
-        self._made(unit, held, into)
+        local.run(operands, window, into, scratch=self._scratch(k), **fused)
+        self._deliver(unit, live, into)
 
-    def _attended(self, unit: Unit, step: Step, window: Window) -> Tensor:
-        """Attention to keys and values of which some are read block by block."""
+    def _attend(self, unit: Unit, step: Step, window: Window) -> Tensor:
+        """Attention whose keys or values are read in blocks."""
         axes, sources = self.flow.axes, dict(self.ends.sources)
         for node in keys_of(unit.node):
             if node not in sources:
@@ -218,124 +235,125 @@ class Sweep:
         columns = next(e.rules[1](*window[1]) for e in others if e.source is keys_of(unit.node)[1])
         return attend(unit.node, queries, sources, axes, columns)
 
-    def _made(self, unit: Unit, held: LiveRows, into: Tensor) -> None:
-        """Count what was made, and hand it on to who waits for it."""
-        window = held.made, held.columns
+    def _deliver(self, unit: Unit, live: LiveRows, into: Tensor) -> None:
+        """Count multiply-adds, and write the rows to the sink and to the border above."""
+        window = live.computed, live.columns
         self.counter.macs += self.flow.local[unit.node].macs(window)
         if unit.value in self.ends.sinks:
             self.ends.sinks[unit.value].write(window, into)
         if self.above is not None and unit.value in self.above.spans:
-            self.above.put(unit.value, self.flow.axes[unit.value][0] or 0, held.made, into)
+            self.above.put(unit.value, self.flow.axes[unit.value][0] or 0, live.computed, into)
 
     def _operands(self, unit: Unit, step: Step, window: Window) -> list[Any]:
         """The operands of a cut call, in the order of its relation: the parts that it needs."""
-        here = self.flow.local[unit.node]
-        cut = {read.operand: edge for read, edge in zip(here.reads, unit.edges, strict=False)}
-        found: list[Any] = []
-        for k, operand in enumerate(here.relation.operands):
+        local = self.flow.local[unit.node]
+        cut = {read.operand: edge for read, edge in zip(local.reads, unit.edges, strict=False)}
+        operands: list[Any] = []
+        for k, operand in enumerate(local.relation.operands):
             edge = cut.get(k)
-            if edge is None and operand.name == "weight" and unit.node in self.packs:
-                found.append(self._packed(unit.node, operand.value, window))
+            if edge is None and operand.name == "weight" and unit.node in self.packable:
+                operands.append(self._packed(unit.node, operand.value, window))
             elif edge is None:
-                found.append(self._value(operand.value))
+                operands.append(self._value(operand.value))
             else:
                 rows, columns = edge.rules[0](*window[0]), edge.rules[1](*window[1])
-                found.append(self._rows(edge.source, step, *rows, columns))
-        return found
+                operands.append(self._rows(edge.source, step, *rows, columns))
+        return operands
 
     def _packed(self, node: fx.Node, weight: Any, window: Window) -> Tensor:
-        """A weight laid out for the stage, by whichever worker needs it first."""
+        """A weight in the layout of its call, packed by the worker that needs it first."""
         if node not in self.ends.packed:
             kind: Any = self.flow.local[node].kind
-            self.ends.packed[node] = kind.prepared(self._value(weight), window)
+            self.ends.packed[node] = kind.pack_weight(self._value(weight), window)
         return self.ends.packed[node]
 
     def _value(self, value: Any) -> Any:
-        return self.ends.wholes[value] if isinstance(value, fx.Node) else value
+        return self.ends.whole_values[value] if isinstance(value, fx.Node) else value
 
-    def _whole(self, unit: Unit, step: Step) -> None:
-        """A call on whole values, as torch makes it."""
+    def _run_whole(self, unit: Unit, step: Step) -> None:
+        """Run a call on whole values."""
 
         def value(source: fx.Node) -> Any:
-            if source in self.ends.wholes:
-                return self.ends.wholes[source]
+            if source in self.ends.whole_values:
+                return self.ends.whole_values[source]
             return self._rows(source, step, 0, self.flow.rows(source))
 
         node = unit.node
-        found: Any = map_arg((node.args, dict(node.kwargs)), value)
-        args, kwargs = found
-        made = node.target(*args, **kwargs)  # type: ignore[operator]
+        arguments: Any = map_arg((node.args, dict(node.kwargs)), value)
+        args, kwargs = arguments
+        result = node.target(*args, **kwargs)  # type: ignore[operator]
         self.counter.macs += self.flow.macs(node)
         if node not in self.flow.axes:
-            self.ends.wholes[node] = made
+            self.ends.whole_values[node] = result
             return
         into = self._rows(node, step, 0, self.flow.rows(node))
-        into.copy_(made)
+        into.copy_(result)
         if node in self.ends.sinks:
             self.ends.sinks[node].write(whole(node, self.flow.axes[node]), into)
 
     def _rows(
         self, node: fx.Node, step: Step, low: int, high: int, columns: Interval | None = None
     ) -> Tensor:
-        """Rows of a value, and columns of them, wherever they lie."""
-        held, axes = step[node], self.flow.axes[node]
-        wanted = held.columns if columns is None or axes[1] is None else columns
-        if low >= high or wanted[0] >= wanted[1]:  # windows that see nothing but padding
+        """A view of some rows and columns of a value, in a map or a block."""
+        live, axes = step[node], self.flow.axes[node]
+        columns_read = live.columns if columns is None or axes[1] is None else columns
+        if low >= high or columns_read[0] >= columns_read[1]:  # windows that read only padding
             value = node.meta["val"]
-            return empty(cut_shape(value.shape, axes, ((low, high), wanted)), axes, value.dtype)
+            shape = cut_shape(value.shape, axes, ((low, high), columns_read))
+            return empty(shape, axes, value.dtype)
         if node in self.ends.maps:
-            return part(self.ends.maps[node], axes, ((low, high), wanted))
+            return part(self.ends.maps[node], axes, ((low, high), columns_read))
         owner = self.memory.owner[node]
-        origin = min(step[owner].first, held.first)
-        left, right = held.columns
-        rows = max(step[owner].end, held.end) - origin
+        origin = min(step[owner].first, live.first)
+        left, right = live.columns
+        rows = max(step[owner].end, live.end) - origin
         key = (
             node,
             rows,
             low - origin,
             high - origin,
-            wanted[0] - left,
-            wanted[1] - left,
+            columns_read[0] - left,
+            columns_read[1] - left,
             right - left,
         )
-        found = self.views.get(key)
-        if found is None:
-            block = self._view(node, self.memory.block[owner], rows, held.columns)
-            found = part(block, axes, ((low, high), wanted), (origin, left))
-            self.views[key] = found
-        return found
+        view = self.views.get(key)
+        if view is None:
+            block = self._view(node, self.memory.block[owner], rows, live.columns)
+            view = part(block, axes, ((low, high), columns_read), (origin, left))
+            self.views[key] = view
+        return view
 
-    def _tail(self, node: fx.Node, held: LiveRows, rows: int) -> Tensor:
-        key = (node, rows, held.columns)
-        found = self.views.get(key)
-        if found is None:
-            found = self._view(node, self.memory.tail[node], rows, held.columns)
-            self.views[key] = found
-        return found
+    def _tail(self, node: fx.Node, live: LiveRows, rows: int) -> Tensor:
+        key = (node, rows, live.columns)
+        tail = self.views.get(key)
+        if tail is None:
+            tail = self._view(node, self.memory.tail[node], rows, live.columns)
+            self.views[key] = tail
+        return tail
 
     def _view(self, node: fx.Node, offset: int, rows: int, columns: Interval) -> Tensor:
         value, axes = node.meta["val"], self.flow.axes[node]
         shape = cut_shape(value.shape, axes, ((0, rows), columns))
-        return seen(self.arena, offset, shape, axes, value.dtype)
+        return view_part(self.arena, offset, shape, axes, value.dtype)
 
     def _scratch(self, k: int) -> Callable[..., Tensor]:
-        """Memory for what a unit needs while it runs: one piece behind the other."""
-        place, size = self.memory.scratch.get(k, (0, 0))
-        end = place + size
+        """A function that returns pieces of the scratch memory of a unit."""
+        offset, size = self.memory.scratch.get(k, (0, 0))
+        end = offset + size
 
         def take(shape: Any, axes: Axes, dtype: torch.dtype) -> Tensor:
-            nonlocal place
-            made = seen(self.arena, place, shape, axes, dtype)
-            place += aligned(made.numel() * dtype.itemsize)
-            if place > end:
-                raise RuntimeError(f"{self.stage.units[k].node} asks for more memory than planned")
-            return made
+            nonlocal offset
+            piece = view_part(self.arena, offset, shape, axes, dtype)
+            offset += aligned(piece.numel() * dtype.itemsize)
+            if offset > end:
+                raise RuntimeError(f"{self.stage.units[k].node} needs more memory than planned")
+            return piece
 
         return take
 
 
-def seen(arena: Tensor, offset: int, shape: Any, axes: Axes, dtype: torch.dtype) -> Tensor:
-    """A part in an arena of bytes, beginning at an offset."""
+def view_part(arena: Tensor, offset: int, shape: Any, axes: Axes, dtype: torch.dtype) -> Tensor:
+    """A view of bytes of an arena from `offset` on, as a part of this shape."""
     count = dtype.itemsize
     for size in shape:
         count *= size
@@ -344,7 +362,7 @@ def seen(arena: Tensor, offset: int, shape: Any, axes: Axes, dtype: torch.dtype)
 
 
 def _uses(stage: Stage) -> tuple[dict[int, list[fx.Node]], dict[int, list[fx.Node]]]:
-    """Per unit, the values in blocks that are used by it first, and those used by it last."""
+    """Per unit, the values that it is the first to use, and those that it is the last to use."""
     first: dict[fx.Node, int] = {}
     last: dict[fx.Node, int] = {}
     for k, unit in enumerate(stage.units):
@@ -352,11 +370,11 @@ def _uses(stage: Stage) -> tuple[dict[int, list[fx.Node]], dict[int, list[fx.Nod
             if node in stage.flow.axes:
                 first.setdefault(node, k)
                 last[node] = k
-    found: tuple[dict[int, list[fx.Node]], dict[int, list[fx.Node]]] = {}, {}
-    for uses, made in zip((first, last), found, strict=True):
+    result: tuple[dict[int, list[fx.Node]], dict[int, list[fx.Node]]] = {}, {}
+    for uses, by_unit in zip((first, last), result, strict=True):
         for node, k in uses.items():
-            made.setdefault(k, []).append(node)
-    return found
+            by_unit.setdefault(k, []).append(node)
+    return result
 
 
-__all__ = ["Counter", "Ends", "Sweep", "seen"]
+__all__ = ["Counter", "SegmentExecutor", "SourcesAndSinks", "view_part"]

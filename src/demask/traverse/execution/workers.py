@@ -1,7 +1,7 @@
-"""Several workers side by side, each down its strip of bands in a thread of its own (row 003-e).
+"""Several workers in parallel: each runs its strip of bands in its own thread.
 
-Each has memory of its own and one of torch's threads; they share the ends, and the borders between
-their strips. What they counted and the statistics they gathered are merged when all are done.
+Each has its own memory and its share of torch's threads; they share sources, sinks and the borders
+between their strips. Their counters and statistics are merged at the end.
 """
 
 from __future__ import annotations
@@ -16,14 +16,20 @@ from torch import Tensor, fx
 from demask.machine.arena import aligned
 from demask.machine.threads import set_threads
 from demask.traverse.axes import cut_shape
-from demask.traverse.execution.segment_executor import BandBorder, Counter, Ends, Sweep, seen
+from demask.traverse.execution.segment_executor import (
+    BandBorder,
+    Counter,
+    SegmentExecutor,
+    SourcesAndSinks,
+    view_part,
+)
 from demask.traverse.planning.plan_memory import PlacedSegment
-from demask.traverse.planning.schedule import Step, Strip, walked
+from demask.traverse.planning.schedule import Step, Strip, walk_bands
 
 
 @dataclass(slots=True)
 class _WorkerArena:
-    """Memory handed out piece by piece."""
+    """Memory from which consecutive pieces are taken."""
 
     memory: Tensor
     taken: int = 0
@@ -34,66 +40,66 @@ class _WorkerArena:
         return self.memory[start : start + size]
 
 
-def side_by_side(
+def run_strips(
     place: PlacedSegment,
-    ends: Ends,
+    ends: SourcesAndSinks,
     work: Tensor,
     counter: Counter,
-    told: Callable[[Step], None] | None,
+    on_step: Callable[[Step], None] | None,
 ) -> None:
-    """Run a place's strips at once. work: memory of place.bytes."""
+    """Run the strips of a segment in parallel. work: uint8 [place.bytes]."""
     arena = _WorkerArena(work)
     memories = [arena.take(place.memory.size) for _ in place.strips]
     borders = [_border(place, strip, arena) for strip in place.strips[:-1]]
-    beside = [None, *borders, None]
-    sides = zip(memories, beside, beside[1:], strict=False)
-    sweeps = [Sweep(place.stage, place.memory, ends, memory, Counter(), above, below)
-              for memory, above, below in sides]  # fmt: skip
+    neighbors = [None, *borders, None]
+    work_and_borders = zip(memories, neighbors, neighbors[1:], strict=False)
+    executors = [SegmentExecutor(place.stage, place.memory, ends, memory, Counter(), above, below)
+              for memory, above, below in work_and_borders]  # fmt: skip
     count = torch.get_num_threads()
-    threads = max(1, count // len(sweeps))
-    # A worker's number of threads is also that of threads that start later: put it back at the end.
-    with set_threads(count), ThreadPoolExecutor(len(sweeps)) as pool:
-        jobs = [pool.submit(_walk, sweep, place, strip, threads, told)
-                for sweep, strip in zip(sweeps, place.strips, strict=True)]  # fmt: skip
+    threads = max(1, count // len(executors))
+    # A worker's thread count is also that of threads that start later: restore it at the end.
+    with set_threads(count), ThreadPoolExecutor(len(executors)) as pool:
+        jobs = [pool.submit(_run_strip, executor, place, strip, threads, on_step)
+                for executor, strip in zip(executors, place.strips, strict=True)]  # fmt: skip
     failures = [error for job in jobs if (error := job.exception()) is not None]
     if failures:
-        raise failures[-1]  # those above only waited for it
-    for sweep in sweeps:
-        counter.macs += sweep.counter.macs
-        counter.steps += sweep.counter.steps
-    _merged(sweeps, ends)
+        raise failures[-1]  # the workers above only waited for it
+    for executor in executors:
+        counter.macs += executor.counter.macs
+        counter.steps += executor.counter.steps
+    _merge_statistics(executors, ends)
 
 
-def _walk(
-    sweep: Sweep,
+def _run_strip(
+    executor: SegmentExecutor,
     place: PlacedSegment,
     strip: Strip,
     threads: int,
-    told: Callable[[Step], None] | None,
+    on_step: Callable[[Step], None] | None,
 ) -> None:
     torch.set_num_threads(threads)
     with torch.no_grad():
-        sweep.run(walked(place.stage, place.segment.rows, strip), told)
+        executor.run(walk_bands(place.stage, place.segment.rows, strip), on_step)
 
 
 def _border(place: PlacedSegment, upper: Strip, arena: _WorkerArena) -> BandBorder:
-    """The rows that go to a strip from the one below it."""
-    held: dict[fx.Node, Tensor | None] = {}
+    """Memory for the rows that a strip receives from the one below it."""
+    rows: dict[fx.Node, Tensor | None] = {}
     spans = {v: (upper.own[v], upper.own[v] + n) for v, n in upper.borders.items()}
     for v, (low, high) in spans.items():
-        held[v] = None
+        rows[v] = None
         if v not in place.maps:
             value, axes = v.meta["val"], place.stage.flow.axes[v]
             columns = 0, place.stage.flow.columns(v)
             shape = cut_shape(value.shape, axes, ((low, high), columns))
             memory = arena.take(place.border_bytes(v, high - low))
-            held[v] = seen(memory, 0, shape, axes, value.dtype)
-    return BandBorder(held, spans)
+            rows[v] = view_part(memory, 0, shape, axes, value.dtype)
+    return BandBorder(rows, spans)
 
 
-def _merged(sweeps: list[Sweep], ends: Ends) -> None:
+def _merge_statistics(executors: list[SegmentExecutor], ends: SourcesAndSinks) -> None:
     """Finish the statistics of all strips."""
-    for node, (made, state) in sweeps[0].states.items():
-        for other in sweeps[1:]:
-            made.merge(state, other.states[node][1])
-        ends.wholes[node] = made.finish(state)
+    for node, (reduction, state) in executors[0].states.items():
+        for other in executors[1:]:
+            reduction.merge(state, other.states[node][1])
+        ends.whole_values[node] = reduction.finish(state)

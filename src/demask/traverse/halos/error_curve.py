@@ -1,4 +1,4 @@
-"""The error of a tile against the padding it is given: what a guessed halo costs."""
+"""The error of a tile as a function of its padding."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ TILE = 4  # the tile is this part of the image a side, in its middle
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One padding: per image axis, in positions of the first input; as a share of the halo; the
-    largest absolute error of the tile; and the share of its 8-bit values that change."""
+    """The error of a tile with one padding.
+
+    padding: per image axis, in positions of the first input. share: of the halo. max_abs: largest
+    absolute error of the tile. changed: share of its 8-bit values that differ.
+    """
 
     padding: tuple[int, ...]
     share: float
@@ -37,8 +40,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """Where an image axis runs in an input or output, and how many positions of the first input
-    there are per position of it."""
+    """An image axis of an input or output. scale: positions of the first input per position."""
 
     axis: int
     scale: Fraction
@@ -46,11 +48,14 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class TileCut:
-    """Tiles along one image axis: the leaves of the call and of its result (None: not cut), the
-    halo, and the grid on which crops begin and end, in positions of the first input."""
+    """Tiles along one image axis.
 
-    given: tuple[Leaf | None, ...]
-    made: tuple[Leaf | None, ...]
+    inputs, outputs: the leaves of the call and of its result; None: not cut. halo, grid: in
+    positions of the first input; crops begin and end on the grid.
+    """
+
+    inputs: tuple[Leaf | None, ...]
+    outputs: tuple[Leaf | None, ...]
     halo: int
     grid: int
 
@@ -65,11 +70,12 @@ def curve_of(
     levels: tuple[float, float],
     progress: Callable[[str, float], object] | None,
 ) -> tuple[Point, ...]:
-    """The error of the tile in the middle of the image for growing paddings, each but once,
-    as long as the image is larger than tile and padding.
+    """The errors of the tile in the middle of the image for distinct, growing paddings.
 
-    Padding grows to the grid of the network's strides. Raises BadInput where the model does not
-    take tiles, or has no output that is cut along every axis.
+    Paddings are multiples of the grid of the network's strides, and smaller than the image.
+
+    Raises:
+        BadInput: if the model does not run on tiles, or no output is cut along every axis.
     """
     if not isinstance(model, nn.Module):
         raise BadInput(f"a curve needs a model that runs, got {type(model).__name__}: give the "
@@ -89,10 +95,10 @@ def curve_of(
         padding = tuple(max(one[0] - crop[0], crop[1] - one[1])
                         for one, crop in zip(tile, crops, strict=True))  # fmt: skip
         if padding in points or crops == [(0, size) for size in sizes]:
-            continue  # a crop that is the whole image tells nothing of tiles
+            continue  # a crop that is the whole image is no tile
         parts = [_part(leaf, cuts, k, crops) for k, leaf in enumerate(leaves)]
-        made = _outputs(work, parts, spec)
-        pairs = _tiles(made, whole, cuts, tile, crops)
+        outputs = _outputs(work, parts, spec)
+        pairs = _tiles(outputs, whole, cuts, tile, crops)
         points[padding] = Point(padding, float(share), *_errors(pairs, levels))
     tell("compared", 1.0)
     return tuple(points.values())
@@ -110,9 +116,9 @@ def _outputs(work: nn.Module, leaves: Sequence[Any], spec: Any) -> list[Any]:
 
 
 def _length(cut: TileCut, leaves: Sequence[Any]) -> int:
-    """Positions of the first input."""
-    k, place = next((k, place) for k, place in enumerate(cut.given) if place is not None)
-    return leaves[k].shape[place.axis]
+    """The number of positions of the first input that is cut."""
+    k, leaf = next((k, leaf) for k, leaf in enumerate(cut.inputs) if leaf is not None)
+    return leaves[k].shape[leaf.axis]
 
 
 def _middle(size: int, grid: int) -> Range:
@@ -122,37 +128,37 @@ def _middle(size: int, grid: int) -> Range:
 
 
 def _padded(tile: Range, cut: TileCut, share: Fraction, size: int) -> Range:
-    """A tile with some of the halo around, out to the grid, within the image."""
+    """A tile padded by a share of the halo, rounded up to the grid, within the image."""
     pad = math.ceil(share * cut.halo / cut.grid) * cut.grid
     return max(tile[0] - pad, 0), min(tile[1] + pad, size)
 
 
 def _part(leaf: Any, cuts: Sequence[TileCut], k: int, crops: Sequence[Range]) -> Any:
     for cut, (start, end) in zip(cuts, crops, strict=True):
-        place = cut.given[k]
-        if place is not None:
-            first, last = int(start / place.scale), int(end / place.scale)
-            leaf = leaf.narrow(place.axis, first, last - first)
+        leaf_cut = cut.inputs[k]
+        if leaf_cut is not None:
+            first, last = int(start / leaf_cut.scale), int(end / leaf_cut.scale)
+            leaf = leaf.narrow(leaf_cut.axis, first, last - first)
     return leaf
 
 
 def _tiles(
-    made: Sequence[Any],
+    outputs: Sequence[Any],
     whole: Sequence[Any],
     cuts: Sequence[TileCut],
     tile: Sequence[Range],
     crops: Sequence[Range],
 ) -> list[tuple[Tensor, Tensor]]:
-    """The tile as it was made from a crop, and as it is in the whole image, of each output."""
+    """The tile of each output: computed from a crop, and cut from the whole output."""
     pairs = []
-    for k, (part, image) in enumerate(zip(made, whole, strict=True)):
-        places = [cut.made[k] for cut in cuts]
-        if any(place is None for place in places):
+    for k, (part, image) in enumerate(zip(outputs, whole, strict=True)):
+        leaves = [cut.outputs[k] for cut in cuts]
+        if any(leaf is None for leaf in leaves):
             continue
-        for place, (start, end), (first, _) in zip(places, tile, crops, strict=True):
-            length = int((end - start) / place.scale)  # type: ignore[union-attr]
-            part = part.narrow(place.axis, int((start - first) / place.scale), length)  # type: ignore[union-attr]
-            image = image.narrow(place.axis, int(start / place.scale), length)  # type: ignore[union-attr]
+        for leaf, (start, end), (first, _) in zip(leaves, tile, crops, strict=True):
+            length = int((end - start) / leaf.scale)  # type: ignore[union-attr]
+            part = part.narrow(leaf.axis, int((start - first) / leaf.scale), length)  # type: ignore[union-attr]
+            image = image.narrow(leaf.axis, int(start / leaf.scale), length)  # type: ignore[union-attr]
         pairs.append((part, image))
     if not pairs:
         raise BadInput("no output has positions along the image's axes, so tiles have no curve")

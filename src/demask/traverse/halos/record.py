@@ -1,9 +1,9 @@
-"""The calls of one run of a model, recorded on tensors that hold no data.
+"""The calls of one run of a model, recorded on tensors without data.
 
-torch.export proves much that a halo does not need, and takes seconds for hundreds of layers. Here
-a dispatch mode writes down the calls as they come: in inference mode torch hands it composite ops
-(conv2d, linear, group_norm) whole, which is the level of the table. What the recording cannot
-follow (a value that decides which way to go, a write through a view) is left to torch.export.
+torch.export proves much that a halo does not need, and takes seconds for hundreds of layers. This
+dispatch mode records the calls as they run: in inference mode torch dispatches composite ops
+(conv2d, linear, group_norm) whole, which is the level of the table. Models that the recording does
+not support (control flow that depends on values, writes through views) go through torch.export.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from demask.ops.entry import op_name
 class HaloRecording:
     """The calls of one run that depend on the inputs.
 
-    inputs, outputs: a node per leaf of (args, kwargs) and of what the model returns; None for what
-    is no tensor or, of outputs, depends on no input. Nodes have meta["val"], and meta["module"],
-    the path of the module that made the call.
+    inputs, outputs: a node per leaf of (args, kwargs) and of the result; None for leaves that are
+    no tensors, and for outputs that depend on no input. Nodes have meta["val"], and meta["module"],
+    the path of the calling module.
     """
 
     graph: fx.Graph
@@ -49,11 +49,11 @@ class HaloRecording:
     outputs: tuple[fx.Node | None, ...]
 
 
-class _Lost(Exception):
-    """The recording cannot follow the model; the message says why."""
+class _NotRecordable(Exception):
+    """The recording does not support the model; the message contains the reason."""
 
 
-def recorded(
+def record_calls(
     model: nn.Module | ExportedProgram,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -61,16 +61,17 @@ def recorded(
 ) -> HaloRecording:
     """The calls of `model(*args, **kwargs)` in eval mode; the model is not changed.
 
-    Raises what `capture` raises where neither way takes the model.
+    Raises:
+        NotExportable, BadInput: as `capture`, if neither recording nor export supports the model.
     """
     if isinstance(model, ExportedProgram):
         return _exported(model, args, kwargs)
     try:
-        found = _run(exportable(structural_copy(model, share=True).eval()), args, kwargs)
-    except Exception:  # whatever it was: export says it better, or takes the model
+        recording = _run(exportable(structural_copy(model, share=True).eval()), args, kwargs)
+    except Exception:  # export has a better message, or supports the model
         return _exported(model, args, kwargs)
-    known = all(_is_known(node, table) for node in found.graph.nodes)
-    return found if known else _exported(model, args, kwargs)
+    is_known = all(_is_known(node, table) for node in recording.graph.nodes)
+    return recording if is_known else _exported(model, args, kwargs)
 
 
 def _is_known(node: fx.Node, table: Table) -> bool:
@@ -79,7 +80,7 @@ def _is_known(node: fx.Node, table: Table) -> bool:
 
 
 def _exported(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> HaloRecording:
-    """By torch.export, with in-place ops and ops outside the table respelled."""
+    """The recording by torch.export, functional and canonical."""
     program = spelled(folded(functionalized(capture(model, args, kwargs, dynamic_shapes={}))))
     inputs = [n if isinstance(n.meta.get("val"), Tensor) else None
               for n in program.graph.find_nodes(op="placeholder")]  # fmt: skip
@@ -101,112 +102,114 @@ def _run(work: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> H
             leaves[k] = torch.empty_like(leaf, device="meta", requires_grad=False)
             nodes[k] = mode.input(leaves[k])
     for name, module in work.named_modules():
-        module.register_forward_pre_hook(_entering(mode.where, name))
-        module.register_forward_hook(_leaving(mode.where))
-    given, named = pytree.tree_unflatten(leaves, spec)
+        module.register_forward_pre_hook(_entering(mode.modules, name))
+        module.register_forward_hook(_leaving(mode.modules))
+    meta_args, meta_kwargs = pytree.tree_unflatten(leaves, spec)
     with torch.inference_mode(), mode:
-        result = work(*given, **named)
-    made = [mode.node(v) for v in pytree.tree_leaves(result)]
-    return HaloRecording(mode.graph, tuple(nodes), tuple(made))
+        result = work(*meta_args, **meta_kwargs)
+    outputs = [mode.node(v) for v in pytree.tree_leaves(result)]
+    return HaloRecording(mode.graph, tuple(nodes), tuple(outputs))
 
 
-def _entering(where: list[str], name: str) -> Callable[..., None]:
-    return lambda *_: where.append(name)
+def _entering(modules: list[str], name: str) -> Callable[..., None]:
+    return lambda *_: modules.append(name)
 
 
-def _leaving(where: list[str]) -> Callable[..., None]:
+def _leaving(modules: list[str]) -> Callable[..., None]:
     def leave(*_: Any) -> None:
-        where.pop()  # a hook that returns something replaces the module's output
+        modules.pop()  # a hook that returns something replaces the module's output
 
     return leave
 
 
 class _HaloRecorder(TorchDispatchMode):
-    """Writes down every call that reads a tensor that depends on an input; such tensors are meta
-    tensors, all others are real, and calls among them run.
+    """A mode that records every call that reads a tensor that depends on an input. Such tensors are
+    meta tensors; all others are real, and calls among them run.
 
-    where: the modules being called, innermost last. held: all recorded tensors by id, with their
-    node: kept alive, so that an id stays theirs. shared: the same by storage. like: what calls that
-    are alike made, a new tensor each: torch takes long to find that out.
+    modules: names of the modules being called, innermost last. recorded: tensors with their node by
+    id; they stay alive, so that no id is reused. aliases: recorded tensors by storage. results:
+    shape, strides and dtype by call, as torch takes long to compute them.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.graph = fx.Graph()
-        self.where = [""]
-        self.held: dict[int, tuple[Tensor, fx.Node]] = {}
+        self.modules = [""]
+        self.recorded: dict[int, tuple[Tensor, fx.Node]] = {}
         self.constants: dict[int, tuple[Tensor, fx.Node]] = {}
-        self.shared: dict[int, list[Tensor]] = {}
-        self.like: dict[Any, tuple[Any, ...]] = {}
+        self.aliases: dict[int, list[Tensor]] = {}
+        self.results: dict[Any, tuple[Any, ...]] = {}
 
     def input(self, tensor: Tensor) -> fx.Node:
-        node = self.graph.placeholder(f"input_{len(self.held)}")
+        node = self.graph.placeholder(f"input_{len(self.recorded)}")
         node.meta["val"] = tensor
-        return self._hold(tensor, node)
+        return self._remember(tensor, node)
 
     def node(self, value: Any) -> fx.Node | None:
-        return self.held[id(value)][1] if id(value) in self.held else None
+        return self.recorded[id(value)][1] if id(value) in self.recorded else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs or {}))
-        if not any(id(leaf) in self.held for leaf in leaves):
+        if not any(id(leaf) in self.recorded for leaf in leaves):
             return func(*args, **(kwargs or {}))
-        made = self._made(func, [self._value(leaf) for leaf in leaves], spec)
-        calls = [self._operand(leaf) for leaf in leaves]
-        operands, keywords = pytree.tree_unflatten(calls, spec)
+        result = self._result(func, [self._value(leaf) for leaf in leaves], spec)
+        nodes = [self._operand(leaf) for leaf in leaves]
+        operands, keywords = pytree.tree_unflatten(nodes, spec)
         if is_mutable(func):
             self._write(func, args, operands, keywords)
             return args[0]
-        node = self._call(func, operands, keywords, made)
-        if isinstance(made, Tensor):
-            self._hold(made, node)
-            return made
-        for k, part in enumerate(made):
+        node = self._call(func, operands, keywords, result)
+        if isinstance(result, Tensor):
+            self._remember(result, node)
+            return result
+        for k, part in enumerate(result):
             if isinstance(part, Tensor):
-                self._hold(part, self._call(operator.getitem, (node, k), {}, part))
-        return made
+                self._remember(part, self._call(operator.getitem, (node, k), {}, part))
+        return result
 
-    def _made(self, func: Any, leaves: list[Any], spec: Any) -> Any:
-        """What a call makes of tensors without data."""
-        key = (func, spec, *map(_described, leaves))
-        if key in self.like:
-            return torch.empty_strided(*self.like[key][:2], dtype=self.like[key][2], device="meta")
+    def _result(self, func: Any, leaves: list[Any], spec: Any) -> Any:
+        """The result of a call on tensors without data."""
+        key = (func, spec, *map(_describe, leaves))
+        if key in self.results:
+            return torch.empty_strided(
+                *self.results[key][:2], dtype=self.results[key][2], device="meta"
+            )
         args, kwargs = pytree.tree_unflatten(leaves, spec)
-        made = func(*args, **kwargs)
-        if isinstance(made, Tensor):
-            given = {_storage(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
-            if _storage(made) not in given and not is_mutable(func):
-                self.like[key] = (made.shape, made.stride(), made.dtype)
-        return made
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor):
+            storages = {_storage(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+            if _storage(result) not in storages and not is_mutable(func):
+                self.results[key] = (result.shape, result.stride(), result.dtype)
+        return result
 
-    def _call(self, target: Any, args: Any, kwargs: Any, made: Any) -> fx.Node:
+    def _call(self, target: Any, args: Any, kwargs: Any, value: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
-        node.meta.update(val=made, module=self.where[-1])
+        node.meta.update(val=value, module=self.modules[-1])
         return node
 
     def _write(self, func: Any, args: Any, operands: Any, keywords: Any) -> None:
-        """An in-place call is recorded as the op that makes a new value."""
+        """Record an in-place call as the op that returns a new value."""
         name = base_name(func)
-        plain = getattr(torch.ops.aten, name.removesuffix("_"), None)
-        plain = getattr(plain, overload_name(func), None)
-        if not name.endswith("_") or plain is None or id(args[0]) not in self.held:
-            raise _Lost(f"{func} writes into what is no value of its own")
-        alike = self.shared[_storage(args[0])]
-        if any(_geometry(tensor) != _geometry(args[0]) for tensor in alike):
-            raise _Lost(f"{func} writes through a view")
-        node = self._call(plain, operands, keywords, args[0])
-        for tensor in alike:
-            self.held[id(tensor)] = (tensor, node)
+        functional = getattr(torch.ops.aten, name.removesuffix("_"), None)
+        functional = getattr(functional, overload_name(func), None)
+        if not name.endswith("_") or functional is None or id(args[0]) not in self.recorded:
+            raise _NotRecordable(f"{func} writes into a value that no input determines")
+        aliases = self.aliases[_storage(args[0])]
+        if any(_geometry(tensor) != _geometry(args[0]) for tensor in aliases):
+            raise _NotRecordable(f"{func} writes through a view")
+        node = self._call(functional, operands, keywords, args[0])
+        for tensor in aliases:
+            self.recorded[id(tensor)] = (tensor, node)
 
-    def _hold(self, tensor: Tensor, node: fx.Node) -> fx.Node:
-        if id(tensor) not in self.held:
-            self.shared.setdefault(_storage(tensor), []).append(tensor)
-        self.held[id(tensor)] = (tensor, node)
+    def _remember(self, tensor: Tensor, node: fx.Node) -> fx.Node:
+        if id(tensor) not in self.recorded:
+            self.aliases.setdefault(_storage(tensor), []).append(tensor)
+        self.recorded[id(tensor)] = (tensor, node)
         return node
 
     def _value(self, leaf: Any) -> Any:
-        """What a call is run on: no data."""
-        if not isinstance(leaf, Tensor) or id(leaf) in self.held:
+        """A leaf of a call as the call runs on it: without data."""
+        if not isinstance(leaf, Tensor) or id(leaf) in self.recorded:
             return leaf
         return self._constant(leaf).meta["val"]
 
@@ -226,7 +229,7 @@ class _HaloRecorder(TorchDispatchMode):
         return node
 
 
-def _described(leaf: Any) -> Any:
+def _describe(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.dtype, leaf.shape, leaf.stride()
     return type(leaf), leaf if isinstance(leaf, (int, float, bool)) else repr(leaf)

@@ -1,4 +1,4 @@
-"""What the ways to run a call on parts of its operands share."""
+"""Base classes and helpers of the ways to run a call on parts of its operands."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class OperandCut:
-    """How one operand runs along the output's rows and columns.
+    """How one operand is cut along the output's rows and columns.
 
-    axes: its axes along them, None where it has none. rules: what a window needs along each.
-    arrives: does it come as a part along each? What does not is narrowed here.
+    axes: its axes along rows and columns, None where it has none. rules: the interval that a window
+    needs along each. arrives: whether the operand arrives as a part along each; else it is narrowed
+    here. shape: of the whole operand.
     """
 
     axes: Axes
@@ -36,7 +37,7 @@ class OperandCut:
     shape: Sizes
 
     def part(self, window: Window) -> Sizes:
-        """The shape of what a window needs of it."""
+        """The shape of the part that a window needs."""
         needs = [
             (0, 1) if rule is None else rule(*w) for rule, w in zip(self.rules, window, strict=True)
         ]
@@ -45,13 +46,17 @@ class OperandCut:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalCall:
-    """A call of which parts are made. found: its arguments by name, operands as nodes."""
+    """A call that is computed in parts.
+
+    axes, shape, dtype: of its output. bound: its arguments by name, operands as nodes. cuts: one
+    per operand.
+    """
 
     relation: Relation
     axes: Axes
     shape: Sizes
     dtype: torch.dtype
-    found: Mapping[str, Any]
+    bound: Mapping[str, Any]
     cuts: tuple[OperandCut, ...]
 
     @property
@@ -65,68 +70,73 @@ class LocalCall:
         return nbytes(self.sizes(window), self.dtype)
 
     def arguments(self, values: Sequence[Any], **changed: Any) -> dict[str, Any]:
-        """The arguments by name, with these operands and changes."""
-        return schema.replaced(self.found, self.relation.operands, values) | changed
+        """The arguments by name, with `values` for the operands and other changes."""
+        return schema.replaced(self.bound, self.relation.operands, values) | changed
 
     def window(self, axis: int, window: Window) -> Interval:
-        """The interval of an axis of the output, all of it where it is not cut."""
+        """The interval of an axis of the output; the whole axis where it is not cut."""
         dim = self.axes.index(axis) if axis in self.axes else None
         return (0, self.shape[axis]) if dim is None else window[dim]
 
 
 class LocalKind:
-    """A way to run a call on parts. pointwise: may the output be written over an operand? adds: can
-    it add onto what the output's memory holds?"""
+    """A way to run a call on parts.
+
+    pointwise: whether the output may be written over an operand. adds: whether the call can add to
+    the values in the output's memory.
+    """
 
     pointwise = False
     adds = False
 
-    def made(self, window: Window) -> Window:
-        """The window that `run` fills, which holds the one asked for."""
+    def computed_window(self, window: Window) -> Window:
+        """The window that `run` fills. It contains the requested one."""
         return window
 
     def run(self, values: list[Any], window: Window, into: Tensor, scratch: Scratch) -> None:
-        """Fill `into`, the part `made(window)`, from exactly what the window needs."""
+        """Fill `into`, the part `computed_window(window)`, from exactly what the window needs."""
         raise NotImplementedError
 
-    def temporary(self, window: Window) -> int:
-        """Bytes of scratch that `run` asks for."""
+    def scratch_bytes(self, window: Window) -> int:
+        """Bytes of scratch that `run` requests."""
         return 0
 
-    def beside(self, window: Window) -> int:
-        """Bytes that torch allocates for results while `run` runs, beside scratch."""
+    def allocated_bytes(self, window: Window) -> int:
+        """Bytes that torch allocates during `run`, in addition to scratch."""
         return 0
 
-    def compiled(self, after: Epilogue | None, add: bool) -> int:
-        """Make the machine code of runs with this activation, onto sums or not, if it is ours; the
-        bytes that its compiler takes."""
+    def compile(self, after: Epilogue | None, add: bool) -> int:
+        """Compile a kernel of ours for this activation, with or without adding to the output.
+        Returns the bytes that the compiler takes; 0 where there is nothing to compile."""
         return 0
 
     def macs(self, window: Window) -> int:
+        """Multiply-adds of a window."""
         return 0
 
-    def kernel(self, window: Window) -> Any:
-        """What tells apart the kernels that oneDNN makes, and keeps, for windows; None for no such
-        kernel."""
+    def onednn_key(self, window: Window) -> Any:
+        """A key of the kernel that oneDNN creates and caches for a window; None for no kernel."""
         return None
 
     @property
-    def packs(self) -> int:
-        """Bytes of the weight as `prepared` lays it out; 0 where it stays as it is."""
+    def packed_bytes(self) -> int:
+        """Bytes of the weight as `pack_weight` lays it out; 0 where it stays as it is."""
         return 0
 
 
 @dataclass(frozen=True, slots=True)
 class Sliding:
-    """One axis along which a window slides. axis: of the output, counted from the end, as of the
-    operand."""
+    """One axis along which a window slides.
+
+    axis: negative index of the axis, the same for output and operand.
+    """
 
     axis: int
     geometry: Geometry
 
     def margins(self, interval: Interval) -> tuple[int, int, int]:
-        """Of an interval of the output: positions before the operand's first, positions of the
-        operand, positions behind its last."""
+        """Positions that an interval of the output reads: before the operand's first, inside the
+        operand, after its last."""
         g = self.geometry
         low = interval[0] * g.step - g.padding
         high = (interval[1] - 1) * g.step - g.padding + g.reach + 1
@@ -157,12 +167,12 @@ class LocalWindows(LocalKind):
         return [self.call.window(rank + s.axis, window) for s in self.axes]
 
     def operand(self, window: Window) -> tuple[int, ...]:
-        """The shape of the first operand's part."""
+        """The shape of the first operand's part for a window."""
         return self.call.cuts[0].part(window)
 
 
 def out_overload(target: Any) -> Any:
-    """The overload that writes into memory it is given, if it is no copy behind the scenes."""
+    """The overload that writes into an `out` tensor; None where torch generates it as a copy."""
     names = [(a.name, str(a.type)) for a in schema_of(target).arguments]
     for overload in target.overloadpacket.overloads():
         op = getattr(target.overloadpacket, overload)
@@ -174,45 +184,49 @@ def out_overload(target: Any) -> Any:
 
 
 def _formats(rank: int) -> tuple[torch.memory_format, ...]:
-    """Volumes are pooled into dense memory only."""
+    """The memory formats of images; volumes are pooled into contiguous memory only."""
     return (torch.contiguous_format, *([torch.channels_last] if rank == 4 else []))
 
 
-def alike(x: Tensor, into: Tensor) -> bool:
-    """Are both dense in one of the layouts that torch's kernels of images write?"""
+def is_same_format(x: Tensor, into: Tensor) -> bool:
+    """Whether both tensors are dense in the same memory format of torch's image kernels."""
     return any(x.is_contiguous(memory_format=f) and into.is_contiguous(memory_format=f)
                for f in _formats(x.ndim))  # fmt: skip
 
 
-def written(op: Any, into: Tensor, *args: Any, over: Any = None) -> None:
-    """An op's result in `into`. Kernels of images take any `out`, and write it as if it were dense
-    in the layout of the input: elsewhere the result is copied. over: what has the `out`."""
-    if alike(args[0], into):
+def write_result(op: Any, into: Tensor, *args: Any, over: Any = None) -> None:
+    """Write an op's result into `into`.
+
+    Image kernels accept any `out`, and write it as if it were dense in the input's memory format:
+    in other formats the result is copied. over: the packet that has the `out` overload.
+    """
+    if is_same_format(args[0], into):
         (over or op).out(*args, out=into)
     else:
         into.copy_(op.default(*args))
 
 
-def written_in_place(call: LocalCall, window: Window) -> bool:
-    """Is the part of a window, and what it reads, dense as `written` needs it?"""
+def writes_in_place(call: LocalCall, window: Window) -> bool:
+    """Whether the parts of output and operand are dense, so that `write_result` copies nothing."""
     axis = call.axes[COLUMNS]
     if axis is not None and window[COLUMNS] != (0, call.shape[axis]):
         return False
     cut = call.cuts[0]
-    return alike(_dense(cut.part(window), cut.axes), _dense(call.sizes(window), call.axes))
+    return is_same_format(_dense(cut.part(window), cut.axes), _dense(call.sizes(window), call.axes))
 
 
 def _dense(shape: Sizes, axes: Axes) -> Tensor:
-    made = torch.empty_strided(shape, strides(shape, axes), device="meta")
-    return made.unsqueeze(-2) if made.ndim == 3 else made
+    layout = torch.empty_strided(shape, strides(shape, axes), device="meta")
+    return layout.unsqueeze(-2) if layout.ndim == 3 else layout
 
 
 def narrowed(value: Tensor, axis: int, interval: Interval) -> Tensor:
+    """A view of an interval of an axis."""
     return value.narrow(axis, interval[0], interval[1] - interval[0])
 
 
 def stepped(value: Tensor, axis: int, start: int, count: int, step: int) -> Tensor:
-    """`count` positions of an axis, `step` apart."""
+    """A view of `count` positions of an axis: start, start + step, ..."""
     stop = start + (count - 1) * step + 1
     return torch.ops.aten.slice.Tensor(value, axis, start, stop, step)
 
@@ -221,19 +235,20 @@ def padded(
     x: Tensor, axes: Axes, margins: Mapping[int, Interval], value: float, scratch: Scratch,
     dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """A copy with a border. margins: per axis, counted from the end, before and after."""
-    made = scratch(grown(x.shape, margins), axes, dtype or x.dtype)
-    inner = made
+    """A copy with a border of `value`. margins: per negative axis, positions before and after."""
+    copy = scratch(grown(x.shape, margins), axes, dtype or x.dtype)
+    interior = copy
     for axis, (before, after) in margins.items():
-        for start, count in ((0, before), (inner.shape[axis] - after, after)):
+        for start, count in ((0, before), (interior.shape[axis] - after, after)):
             if count:
-                inner.narrow(axis, start, count).fill_(value)
-        inner = inner.narrow(axis, before, inner.shape[axis] - before - after)
-    inner.copy_(x)
-    return made
+                interior.narrow(axis, start, count).fill_(value)
+        interior = interior.narrow(axis, before, interior.shape[axis] - before - after)
+    interior.copy_(x)
+    return copy
 
 
 def grown(shape: Sequence[int], margins: Mapping[int, Interval]) -> Sizes:
+    """A shape with margins added."""
     sizes = list(shape)
     for axis, (before, after) in margins.items():
         sizes[axis] += before + after
@@ -241,5 +256,5 @@ def grown(shape: Sequence[int], margins: Mapping[int, Interval]) -> Sizes:
 
 
 def nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Bytes of a piece of scratch, as an arena holds it."""
+    """Bytes of a tensor in scratch, aligned as in an arena."""
     return aligned(math.prod(shape) * dtype.itemsize)

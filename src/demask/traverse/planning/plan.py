@@ -1,5 +1,6 @@
-"""A plan as a value: which calls run together, how, and what that takes. It can be printed, kept in
-a file, refused before anything runs, and held to its prediction.
+"""Execution plans: which calls run together, how, and with which memory and multiply-adds.
+
+A plan can be printed, stored in a file, and rejected before anything runs.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ MODES = (LAYERWISE, BANDS, FRUSTUMS, BARRIER)
 class Segment:
     """Calls that run together.
 
-    mode: "layer-wise" (call by call, whole values), "bands" (`rows` rows of the tallest value made
-    per step, over the full width, with rolling line buffers), "frustums" (tiles of `rows` x
-    `columns` that overlap and share nothing), "barrier" (what is made of statistics: no rows).
-    nodes: the calls, in order; some may have run in an earlier segment and run again. keeps: values
-    that are read later. spills: those of them on disk. over: maps written over a map read here.
-    bytes: of the segment's own memory, without the maps that live beside it. traffic: bytes that
-    enter and leave the segment. steps: bands or tiles. workers: walk strips of bands side by side.
+    mode: "layer-wise" (call by call, whole values), "bands" (per step `rows` rows of the tallest
+    target, over the full width, with rolling line buffers), "frustums" (tiles of `rows` x `columns`
+    that overlap and share nothing), "barrier" (calls on statistics, without rows). nodes: the
+    calls, in order; some may run a second time. keeps: values that later segments read. spills:
+    those of them on disk. over: target map -> the map that it overwrites. bytes: of the segment's
+    memory, without maps of other segments. traffic: bytes read and written by the segment. steps:
+    number of bands or tiles. workers: threads, one per strip of bands.
     """
 
     mode: str
@@ -44,13 +45,18 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class TilePlan:
-    """How a network is executed within a budget.
+    """How a network is executed within a memory budget.
 
-    budget, peak: bytes asked for, and predicted at most: everything live at once, and what the
-    process takes beside (`overhead`). macs: multiply-adds, those computed twice included;
-    macs_untiled: of the network as given. traffic: bytes that segments read and write.
-    sizes: of the inputs the plan is for, one image each; images: may a call bring several, which
-    are independent of each other?
+    budget: bytes available. peak: predicted maximum, `live` bytes of values and weights plus
+    `overhead` of the process. macs: multiply-adds, including those computed twice; macs_untiled: of
+    the network without tiling. traffic: bytes that segments read and write. sizes: of the inputs,
+    one image each. images: whether a call may pass several, independent images. notes: calls that
+    run whole, with reasons.
+
+    >>> import torch, demask
+    >>> plan = demask.traverse.plan(torch.nn.Conv2d(1, 4, 3), (torch.zeros(1, 1, 64, 64),))
+    >>> plan.peak <= plan.budget and TilePlan.from_dict(plan.to_dict()) == plan
+    True
     """
 
     segments: tuple[Segment, ...]
@@ -67,16 +73,20 @@ class TilePlan:
 
     @property
     def recompute(self) -> float:
-        """Multiply-adds over those of the network as given."""
+        """Ratio of the plan's multiply-adds to those of the network without tiling."""
         return self.macs / self.macs_untiled if self.macs_untiled else 1.0
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan in JSON types."""
+        """The plan as a dictionary of JSON types."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Any) -> TilePlan:
-        """The plan that to_dict() gave. BadInput: damaged."""
+        """The plan of a dictionary from `to_dict()`.
+
+        Raises:
+            BadInput: if a field is missing or of another type.
+        """
         try:
             segments = tuple(_segment(row) for row in data["segments"])
             numbers = {key: _number(data[key]) for key in _NUMBERS}
@@ -110,13 +120,13 @@ _NUMBERS = ("budget", "peak", "live", "overhead", "macs", "macs_untiled", "traff
 
 def _row(k: int, segment: Segment) -> tuple[str, ...]:
     tile = {BANDS: f"{segment.rows} rows", FRUSTUMS: f"{segment.rows} x {segment.columns}"}
-    kept = ", ".join(
+    stored = ", ".join(
         f"{name} on disk" if name in segment.spills else name for name in segment.keeps
     )
     if segment.workers > 1:
         tile[BANDS] += f" x {segment.workers} strips"
     return (str(k), segment.mode, tile.get(segment.mode, "whole"), str(segment.steps),
-            _span(segment.nodes), kept, human(segment.bytes), f"{segment.macs:.3g}",
+            _span(segment.nodes), stored, human(segment.bytes), f"{segment.macs:.3g}",
             human(segment.traffic))  # fmt: skip
 
 
@@ -134,8 +144,8 @@ def _segment(row: Any) -> Segment:
         for key in ("rows", "columns", "steps", "workers", "bytes", "macs", "traffic")
     }
     over = {_word(a): _word(b) for a, b in row["over"].items()}
-    found: dict[str, Any] = {**names, **numbers}
-    return Segment(mode, over=over, **found)
+    fields: dict[str, Any] = {**names, **numbers}
+    return Segment(mode, over=over, **fields)
 
 
 def _number(value: Any) -> int:

@@ -1,10 +1,10 @@
-"""From a budget to a plan: where the graph is cut, and how each piece runs.
+"""Search for the fastest plan within a budget: cuts of the graph, and a mode for each segment.
 
-Between two cuts lies a segment; what crosses a cut is kept as a map (its dependence closure, as in
-Occam, arXiv 2006.15308). Cuts are forced where a call waits for all rows of something (statistics,
-keys of attention); others are offered where little crosses. A dynamic program over the cuts finds
-the fastest sequence of segments of which none takes more than the budget: the memory of a segment
-depends on its own cuts alone, and a plan takes as much as its largest segment.
+The calls between two cuts are a segment; values that cross a cut are stored whole, as maps (the
+dependence closure of Occam, arXiv 2006.15308). Cuts are forced where a call waits for all rows of a
+value (statistics, keys of attention), and optional where few bytes cross. A dynamic program over
+the cuts finds the fastest sequence of segments that all fit the budget: the memory of a segment
+depends on its own cuts alone, and a plan takes as much memory as its largest segment.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from demask.errors import BudgetTooSmall
 from demask.machine.byte_sizes import human
 from demask.machine.roofline import TWO_CORES
 from demask.traverse.analysis.flow import Flow
-from demask.traverse.analysis.streamed_attention import streams_keys
+from demask.traverse.analysis.streamed_attention import can_stream_keys
 from demask.traverse.planning.plan import BANDS, BARRIER, FRUSTUMS, LAYERWISE, Segment, TilePlan
 from demask.traverse.planning.plan_memory import (
     LIBRARIES,
     MemoryLayout,
     count_steps,
-    laid,
+    find_overwrites,
+    lay_out,
     step_macs,
     tile_at,
     value_bytes,
-    written_over,
 )
-from demask.traverse.planning.schedule import Step, at_once, ends_of, middle
-from demask.traverse.planning.stage import Stage, staged
-from demask.traverse.planning.stage_memory import memory
+from demask.traverse.planning.schedule import Step, middle_steps, target_rows, whole_step
+from demask.traverse.planning.stage import Stage, build_stage
+from demask.traverse.planning.stage_memory import plan_stage_memory
 
 BANDS_TRIED = tuple(2**k for k in range(12))
 TILES_TRIED = (1024, 512, 256, 128, 64, 32, 16)
-CUTS, MANY = 12, 400  # offered between forced ones; fewer in graphs of many calls
-RECOMPUTED = 0.003  # of the multiply-adds may run twice where that saves a map
+CUTS, MANY = 12, 400  # optional cuts; a third of them in graphs of MANY calls or more
+RECOMPUTED = 0.003  # largest share of multiply-adds to run twice to save maps
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +48,21 @@ class StageChoice:
 
     segment: Segment
     seconds: float
-    bytes: int  # with the maps that live beside it
+    bytes: int  # including maps of other segments that are alive
 
 
 class Planner:
-    """The search for one flow. again: cheap values are computed twice rather than kept; spills:
-    maps lie on disk; tiles: they may overlap."""
+    """The search for the plan of a flow.
+
+    recompute: compute cheap values twice instead of storing maps. spills: store maps on disk.
+    tiles: try overlapping tiles (frustums). smallest: bytes of the smallest map stored on disk.
+    """
 
     def __init__(
         self,
         flow: Flow,
         *,
-        again: bool,
+        recompute: bool,
         spills: bool,
         tiles: bool = True,
         workers: int = 1,
@@ -67,216 +70,233 @@ class Planner:
     ):
         self.flow, self.spills, self.smallest = flow, spills, smallest
         self.calls = list(flow.calls)
-        self.place = {node: k for k, node in enumerate(self.calls)}
+        self.index_of = {node: k for k, node in enumerate(self.calls)}
         self.outputs = {n for n in flow.outputs if isinstance(n, fx.Node)}
-        self.forced = _forced(flow, self.calls)
+        self.forced = _forced_cuts(flow, self.calls)
         self.tiles, self.workers = tiles, workers
-        self.known: dict[tuple[int, int, str, int, int], StageChoice] = {}
+        self.cache: dict[tuple[int, int, str, int, int], StageChoice] = {}
         self.stages: dict[tuple[int, int], Stage] = {}
-        self.again = frozenset[fx.Node]()
+        self.recomputed = frozenset[fx.Node]()
         self.last = self._last_reads()
-        if again:
-            self.again = self._cheap()
+        if recompute:
+            self.recomputed = self._find_cheap()
             self.last = self._last_reads()
 
     def _last_reads(self) -> dict[fx.Node, int]:
-        """The last call that reads each value; what is computed again reads where it is read."""
-        found: dict[fx.Node, int] = {}
+        """The index of the last call that reads each value. A recomputed call reads its operands
+        where its own value is read."""
+        last_reads: dict[fx.Node, int] = {}
         for n in reversed(list(self.flow.program.graph.nodes)):
             if n in self.flow.axes:
-                found[n] = max((self._read_at(u, found) for u in n.users), default=-1)
-        return found
+                last_reads[n] = max((self._read_at(u, last_reads) for u in n.users), default=-1)
+        return last_reads
 
     def _read_at(self, user: fx.Node, last: Mapping[fx.Node, int]) -> int:
         if user.op == "output":
             return len(self.calls)
-        return max(self.place[user], last[user]) if user in self.again else self.place[user]
+        index = self.index_of[user]
+        return max(index, last[user]) if user in self.recomputed else index
 
-    def _cheap(self) -> frozenset[fx.Node]:
-        """Values across forced cuts that are computed again rather than kept: what they are made of
-        is kept anyway, and all of them together take few multiply-adds."""
+    def _find_cheap(self) -> frozenset[fx.Node]:
+        """Values across forced cuts to recompute instead of storing them: their operands are stored
+        anyway, and all of them together take few multiply-adds."""
         total = sum(self.flow.macs(n) for n in self.calls)
-        found, spent = set[fx.Node](), 0
+        cheap, spent = set[fx.Node](), 0
         for cut in self.forced:
             crossing = self._crossing(cut)
             for v in sorted(crossing - self.outputs, key=lambda v: -value_bytes(v)):
                 read = [n for n in v.all_input_nodes if n in self.flow.axes]
-                held = all(n in crossing or n.op == "placeholder" for n in read)
-                held = held and not self._read_whole(v)
+                is_cheap = all(n in crossing or n.op == "placeholder" for n in read)
+                is_cheap = is_cheap and not self._is_read_whole(v)
                 cost = self.flow.macs(v) if v in self.flow.local else math.inf
-                if held and v not in found and spent + cost <= RECOMPUTED * total:
-                    found.add(v)
+                if is_cheap and v not in cheap and spent + cost <= RECOMPUTED * total:
+                    cheap.add(v)
                     spent += int(cost)
-        return frozenset(found)
+        return frozenset(cheap)
 
     def _crossing(self, cut: int) -> set[fx.Node]:
-        """Values made before a cut that are read behind it."""
+        """Values that are computed before a cut and read after it."""
         calls = (n for n in self.flow.axes if n.op == "call_function")
-        return {n for n in calls if self.place[n] < cut <= self.last[n]}
+        return {n for n in calls if self.index_of[n] < cut <= self.last[n]}
 
     def cuts(self) -> list[int]:
-        """Forced cuts, and the narrowest places between them."""
+        """Forced cuts, and optional cuts at local minima of the bytes that cross."""
         ends = sorted({0, len(self.calls), *self.forced})
         crossing = self._crossing_bytes()
-        offered: list[tuple[float, int]] = []
+        minima: list[tuple[float, int]] = []
         for low, high in itertools.pairwise(ends):
-            inner = [
+            local_minima = [
                 (crossing[k], k)
                 for k in range(low + 1, high)
                 if crossing[k] <= min(crossing[max(low, k - 1)], crossing[min(high, k + 1)])
             ]
-            offered += inner
-        offered.sort()
-        spread: list[int] = []
-        for _, k in offered:
-            if len(spread) < (CUTS if len(self.calls) < MANY else CUTS // 3):
-                spread.append(k)
-        return sorted({*ends, *spread})
+            minima += local_minima
+        minima.sort()
+        optional: list[int] = []
+        for _, k in minima:
+            if len(optional) < (CUTS if len(self.calls) < MANY else CUTS // 3):
+                optional.append(k)
+        return sorted({*ends, *optional})
 
     def _crossing_bytes(self) -> list[float]:
         change = [0.0] * (len(self.calls) + 2)
         for node, last in self.last.items():
-            if node.op == "call_function" and last > self.place[node]:
+            if node.op == "call_function" and last > self.index_of[node]:
                 size = value_bytes(node)
-                change[self.place[node] + 1] += size
+                change[self.index_of[node] + 1] += size
                 change[min(last, len(self.calls)) + 1] -= size
-        total, found = 0.0, []
-        for step in change:
-            total += step
-            found.append(total)
-        return found
+        total, totals = 0.0, []
+        for difference in change:
+            total += difference
+            totals.append(total)
+        return totals
 
     def pieces(self, low: int, high: int) -> tuple[list[fx.Node], set[fx.Node]]:
-        """The calls between two cuts, with those made again for them; and what is kept of them."""
-        mine = self.calls[low:high]
-        inside, front = set(mine), list[fx.Node]()
-        stack = [n for node in mine for n in node.all_input_nodes]
+        """The calls between two cuts, after those recomputed for them; and their values that later
+        segments read."""
+        calls = self.calls[low:high]
+        inside, recomputed = set(calls), list[fx.Node]()
+        stack = [n for node in calls for n in node.all_input_nodes]
         while stack:
             node = stack.pop()
-            if node in self.again and node not in inside:
+            if node in self.recomputed and node not in inside:
                 inside.add(node)
-                front.append(node)
+                recomputed.append(node)
                 stack += node.all_input_nodes
-        front.sort(key=self.place.__getitem__)
+        recomputed.sort(key=self.index_of.__getitem__)
         keeps = {
-            n for n in mine if n in self.flow.axes and n not in self.again and self._kept(n, high)
+            n
+            for n in calls
+            if n in self.flow.axes and n not in self.recomputed and self._is_read_after(n, high)
         }
-        return front + mine, keeps
+        return recomputed + calls, keeps
 
-    def _kept(self, node: fx.Node, high: int) -> bool:
-        """Is a value read behind a cut?"""
+    def _is_read_after(self, node: fx.Node, high: int) -> bool:
+        """Whether a value is read after a cut."""
         return self.last[node] >= high
 
     def choices(self, low: int, high: int, budget: float) -> list[StageChoice]:
-        """Ways to run the calls between two cuts, among them the best within a budget."""
+        """Ways to run the calls between two cuts, including the fastest within a budget."""
         nodes, keeps = self.pieces(low, high)
         if self._is_barrier(nodes):
             segment = Segment(BARRIER, tuple(n.name for n in nodes), ())
-            return [StageChoice(segment, 0.0, self._beside(low, high, set()))]
+            return [StageChoice(segment, 0.0, self._live_map_bytes(low, high, set()))]
         if (low, high) not in self.stages:
-            self.stages[low, high] = staged(self.flow, nodes, keeps)
+            self.stages[low, high] = build_stage(self.flow, nodes, keeps)
         stage = self.stages[low, high]
 
-        def one(mode: str, rows: int = 0, columns: int = 0) -> StageChoice:
+        def choice(mode: str, rows: int = 0, columns: int = 0) -> StageChoice:
             key = low, high, mode, rows, columns
-            if key not in self.known:
-                self.known[key] = self._choice(stage, nodes, (low, high), mode, rows, columns)
-            return self.known[key]
+            if key not in self.cache:
+                self.cache[key] = self._build_choice(stage, nodes, (low, high), mode, rows, columns)
+            return self.cache[key]
 
-        found = [one(LAYERWISE)]
-        if stage.streams and ends_of(stage):
-            found += _bands(stage, lambda rows: one(BANDS, rows), budget)
-        if self.tiles and self._tiles(stage):
-            width = max(stage.flow.columns(v) for v in ends_of(stage))
+        choices = [choice(LAYERWISE)]
+        if stage.is_streamable and target_rows(stage):
+            choices += _try_bands(stage, lambda rows: choice(BANDS, rows), budget)
+        if self.tiles and self._has_columns(stage):
+            width = max(stage.flow.columns(v) for v in target_rows(stage))
             sizes = [n for n in TILES_TRIED if n < width]
-            fits = next((c for n in sizes if (c := one(FRUSTUMS, n, n)).bytes <= budget), None)
-            found += [fits] if fits is not None else [one(FRUSTUMS, n, n) for n in sizes[-1:]]
-        return found
+            fit = next((c for n in sizes if (c := choice(FRUSTUMS, n, n)).bytes <= budget), None)
+            choices += [fit] if fit is not None else [choice(FRUSTUMS, n, n) for n in sizes[-1:]]
+        return choices
 
-    def made(self, low: int, high: int, mode: str, rows: int, columns: int) -> Segment:
-        """The calls between two cuts in one mode; layer-wise where they cannot run in it."""
+    def build_segment(self, low: int, high: int, mode: str, rows: int, columns: int) -> Segment:
+        """The segment between two cuts in a mode; layer-wise where it cannot run in this mode."""
         nodes, keeps = self.pieces(low, high)
         if self._is_barrier(nodes):
             return Segment(BARRIER, tuple(n.name for n in nodes), ())
-        stage = staged(self.flow, nodes, keeps)
-        can = stage.streams and bool(ends_of(stage)) and (mode != FRUSTUMS or self._tiles(stage))
-        way = (mode, rows, columns) if can else (LAYERWISE, 0, 0)
-        return self._choice(stage, nodes, (low, high), *way).segment
+        stage = build_stage(self.flow, nodes, keeps)
+        is_possible = (
+            stage.is_streamable
+            and bool(target_rows(stage))
+            and (mode != FRUSTUMS or self._has_columns(stage))
+        )
+        chosen = (mode, rows, columns) if is_possible else (LAYERWISE, 0, 0)
+        return self._build_choice(stage, nodes, (low, high), *chosen).segment
 
     def _is_barrier(self, nodes: Sequence[fx.Node]) -> bool:
         return not any(n in self.flow.axes or n in self.flow.gathers for n in nodes)
 
-    def _tiles(self, stage: Stage) -> bool:
-        """Have all values columns, so that tiles can be cut along them?"""
+    def _has_columns(self, stage: Stage) -> bool:
+        """Whether the stage runs in parts and all of its values have columns to cut."""
         axes = self.flow.axes
         values = [*stage.enters, *(u.value for u in stage.units if u.value in axes)]
         return (
-            stage.streams and bool(ends_of(stage)) and all(axes[v][1] is not None for v in values)
+            stage.is_streamable
+            and bool(target_rows(stage))
+            and all(axes[v][1] is not None for v in values)
         )
 
-    def _choice(
+    def _build_choice(
         self, stage: Stage, nodes: Sequence[fx.Node], cuts: tuple[int, int], mode: str, rows: int,
         columns: int,
     ) -> StageChoice:  # fmt: skip
         low, high = cuts
         names, keeps = (tuple(n.name for n in some) for some in (nodes, stage.targets))
-        spills = tuple(v.name for v in stage.targets if self._spilled(v))
+        spills = tuple(v.name for v in stage.targets if self._is_spilled(v))
         count = self.workers if mode == BANDS else 1
         segment = Segment(mode, names, keeps, spills, rows=rows, columns=columns, workers=count)
         maps = frozenset(v for v in [*stage.enters, *stage.targets] if self._is_map(v))
-        steps = _sample(stage, segment)
-        where = memory(stage, steps, maps, estimate=True)
-        over = {} if mode == FRUSTUMS or count > 1 else written_over(stage, steps, maps)
+        steps = _sample_steps(stage, segment)
+        stage_memory = plan_stage_memory(stage, steps, maps, estimate=True)
+        over = {} if mode == FRUSTUMS or count > 1 else find_overwrites(stage, steps, maps)
         over = {a: b for a, b in over.items() if self.last[b] < high}
         segment = replace(
             segment,
             over={a.name: b.name for a, b in over.items()},
             steps=count_steps(stage, segment),
-            bytes=count * where.size,
+            bytes=count * stage_memory.size,
             traffic=sum(value_bytes(v) for v in [*stage.enters, *stage.targets]),
         )
-        doing = step_macs(stage, steps[0]) * segment.steps if mode == FRUSTUMS else _all_macs(stage)
-        segment = replace(segment, macs=doing)
-        beside = self._beside(low, high, set(over))
-        taken = segment.bytes + where.packed + count * where.beside
-        return StageChoice(segment, _seconds(stage, segment), beside + taken)
+        macs = step_macs(stage, steps[0]) * segment.steps if mode == FRUSTUMS else _all_macs(stage)
+        segment = replace(segment, macs=macs)
+        map_bytes = self._live_map_bytes(low, high, set(over))
+        own_bytes = segment.bytes + stage_memory.packed + count * stage_memory.allocated
+        return StageChoice(segment, _seconds(stage, segment), map_bytes + own_bytes)
 
     def _is_map(self, node: fx.Node) -> bool:
-        return node.op == "call_function" and not self._spilled(node) and not self._leaves(node)
+        return (
+            node.op == "call_function"
+            and not self._is_spilled(node)
+            and not self._is_only_returned(node)
+        )
 
-    def _leaves(self, node: fx.Node) -> bool:
-        """Is a value only handed out, to a sink?"""
+    def _is_only_returned(self, node: fx.Node) -> bool:
+        """Whether a value is an output that no call reads."""
         return node in self.outputs and all(u.op == "output" for u in node.users)
 
-    def _read_whole(
+    def _is_read_whole(
         self, node: fx.Node, unless: Callable[[fx.Node], bool] = lambda reader: False
     ) -> bool:
-        """Does a call read all rows of a value at once, but for calls that take blocks of them?"""
+        """Whether a call reads all rows of a value at once. unless: readers to ignore."""
         readers = [u for u in node.users if u.op == "call_function" and not unless(u)]
         return any(e.whole and e.source is node for u in readers for e in self.flow.edges(u))
 
-    def _spilled(self, node: fx.Node) -> bool:
+    def _is_spilled(self, node: fx.Node) -> bool:
         return (
             self.spills
-            and not self._leaves(node)
-            and not self._read_whole(node, unless=streams_keys)
+            and not self._is_only_returned(node)
+            and not self._is_read_whole(node, unless=can_stream_keys)
             and value_bytes(node) >= self.smallest
         )
 
-    def _beside(self, low: int, high: int, over: set[fx.Node]) -> int:
-        """Bytes of the maps that live while the calls between two cuts run."""
-        made = [*self.calls[:high]]
+    def _live_map_bytes(self, low: int, high: int, over: set[fx.Node]) -> int:
+        """Bytes of the maps that are alive while the calls between two cuts run. over: maps that
+        overwrite others."""
+        computed = [*self.calls[:high]]
         live = 0
-        for n in made:
-            if n not in self.flow.axes or n in self.again or n in over or not self._is_map(n):
+        for n in computed:
+            if n not in self.flow.axes or n in self.recomputed or n in over or not self._is_map(n):
                 continue
-            before, behind = self.place[n] < low, self._kept(n, high)
-            if behind or (before and self._kept(n, low)):
+            before, read_later = self.index_of[n] < low, self._is_read_after(n, high)
+            if read_later or (before and self._is_read_after(n, low)):
                 live += value_bytes(n)
         return live
 
     def search(self, budget: float) -> tuple[float, list[Segment]] | None:
-        """The fastest sequence of segments within a budget of live bytes, and its seconds."""
+        """The predicted seconds and the segments of the fastest plan within a budget of live bytes;
+        None where none fits."""
         cuts = self.cuts()
         best: dict[int, tuple[float, list[Segment]]] = {0: (0.0, [])}
         for j, high in enumerate(cuts):
@@ -288,76 +308,81 @@ class Planner:
         return best.get(len(self.calls))
 
     def least(self) -> tuple[float, float, list[Segment]]:
-        """The fewest live bytes, by estimates that may be some rows too low; the seconds of the
-        segments that take them, and these."""
+        """The fewest live bytes, and the seconds and segments of that plan. The estimate of bytes
+        may be some rows too low."""
         cuts = self.cuts()
         best: dict[int, tuple[float, float, list[Segment]]] = {0: (0.0, 0.0, [])}
         for j, high in enumerate(cuts[1:], 1):
-            ways = [(max(best[low][0], c.bytes), best[low][1] + c.seconds, low, c.segment)
-                    for low in cuts[:j] for c in self.choices(low, high, 0)]  # fmt: skip
-            size, seconds, low, segment = min(ways, key=lambda way: way[:2])
+            candidates = [(max(best[low][0], c.bytes), best[low][1] + c.seconds, low, c.segment)
+                          for low in cuts[:j] for c in self.choices(low, high, 0)]  # fmt: skip
+            size, seconds, low, segment = min(candidates, key=lambda candidate: candidate[:2])
             best[high] = size, seconds, [*best[low][2], segment]
         return best[len(self.calls)]
 
 
-def _bands(stage: Stage, one: Callable[[int], StageChoice], budget: float) -> list[StageChoice]:
-    """The lowest bands, and the fastest that fit. Memory grows with the height of bands by so much
-    a row, which two heights tell; the others are tried where the estimate calls for them."""
-    heights = [n for n in BANDS_TRIED if n < max(ends_of(stage).values())]
+def _try_bands(
+    stage: Stage, choose: Callable[[int], StageChoice], budget: float
+) -> list[StageChoice]:
+    """The bands of least height, and the fastest that fit the budget.
+
+    Memory is linear in the height of bands: two heights determine it, and other heights are tried
+    in the order of the estimated seconds.
+    """
+    heights = [n for n in BANDS_TRIED if n < max(target_rows(stage).values())]
     if not heights:
         return []
-    least, more = one(heights[0]), one(heights[min(6, len(heights) - 1)])
-    apart = max(more.segment.rows - least.segment.rows, 1)
-    slope = max(more.bytes - least.bytes, 0) / apart
+    lowest, higher = choose(heights[0]), choose(heights[min(6, len(heights) - 1)])
+    row_difference = max(higher.segment.rows - lowest.segment.rows, 1)
+    bytes_per_row = max(higher.bytes - lowest.bytes, 0) / row_difference
 
-    def guess(rows: int) -> tuple[float, int]:
-        extra = int(slope * (rows - least.segment.rows))
-        like = replace(least.segment, rows=rows, bytes=least.segment.bytes + extra)
-        like = replace(like, steps=count_steps(stage, like))
-        fits = least.bytes + 0.9 * extra <= budget
-        return (_seconds(stage, like) if fits else math.inf), rows
+    def estimate(rows: int) -> tuple[float, int]:
+        extra = int(bytes_per_row * (rows - lowest.segment.rows))
+        scaled = replace(lowest.segment, rows=rows, bytes=lowest.segment.bytes + extra)
+        scaled = replace(scaled, steps=count_steps(stage, scaled))
+        fits = lowest.bytes + 0.9 * extra <= budget
+        return (_seconds(stage, scaled) if fits else math.inf), rows
 
-    for seconds, rows in sorted(guess(n) for n in heights):
-        found = one(rows) if seconds < math.inf else least
-        if found.bytes <= budget:
-            return [least, found]
-    return [least]
+    for seconds, rows in sorted(estimate(n) for n in heights):
+        candidate = choose(rows) if seconds < math.inf else lowest
+        if candidate.bytes <= budget:
+            return [lowest, candidate]
+    return [lowest]
 
 
-def _forced(flow: Flow, calls: Sequence[fx.Node]) -> list[int]:
-    """Where a call waits for all rows of something made since the last cut."""
-    found: list[int] = []
+def _forced_cuts(flow: Flow, calls: Sequence[fx.Node]) -> list[int]:
+    """Indices of calls that wait for all rows of a value computed since the last cut."""
+    cuts: list[int] = []
     group: set[fx.Node] = set()
-    ready: set[fx.Node] = set()  # whole values made since the last cut
+    ready: set[fx.Node] = set()  # whole values computed since the last cut
     for k, node in enumerate(calls):
         cut = node in flow.local or node in flow.gathers
-        waits = any(e.whole and e.source in group for e in flow.edges(node))
-        waits |= any(n in ready for n in node.all_input_nodes) and cut
-        waits |= any(n in ready and n in flow.gathers for n in node.all_input_nodes)
-        waits |= bool(group) and cut != _streams(flow, calls[k - 1])
-        if waits:
-            found.append(k)
+        must_wait = any(e.whole and e.source in group for e in flow.edges(node))
+        must_wait |= any(n in ready for n in node.all_input_nodes) and cut
+        must_wait |= any(n in ready and n in flow.gathers for n in node.all_input_nodes)
+        must_wait |= bool(group) and cut != _runs_in_parts(flow, calls[k - 1])
+        if must_wait:
+            cuts.append(k)
             group, ready = set(), set()
         group.add(node)
         if node not in flow.axes:
             ready.add(node)
-    return found
+    return cuts
 
 
-def _streams(flow: Flow, node: fx.Node) -> bool:
+def _runs_in_parts(flow: Flow, node: fx.Node) -> bool:
     return node in flow.local or node in flow.gathers
 
 
-def _sample(stage: Stage, segment: Segment) -> list[Step]:
-    """Steps that stand for all others: two in the middle of bands, a tile in the middle."""
+def _sample_steps(stage: Stage, segment: Segment) -> list[Step]:
+    """Representative steps: two in the middle of bands, or a tile in the middle."""
     if segment.mode == BANDS:
-        return middle(stage, segment.rows)
+        return middle_steps(stage, segment.rows)
     if segment.mode == FRUSTUMS:
-        ends, (rows, columns) = ends_of(stage), (segment.rows, segment.columns)
-        top = max(ends.values()) // 2 // rows * rows
-        left = max(stage.flow.columns(v) for v in ends) // 2 // columns * columns
+        targets, (rows, columns) = target_rows(stage), (segment.rows, segment.columns)
+        top = max(targets.values()) // 2 // rows * rows
+        left = max(stage.flow.columns(v) for v in targets) // 2 // columns * columns
         return [tile_at(stage, (top, top + rows), (left, left + columns))]
-    return [at_once(stage)]
+    return [whole_step(stage)]
 
 
 def _all_macs(stage: Stage) -> int:
@@ -365,44 +390,50 @@ def _all_macs(stage: Stage) -> int:
 
 
 def _seconds(stage: Stage, segment: Segment) -> float:
-    """An estimate, to rank plans by."""
-    at = TWO_CORES
-    seconds = segment.macs / at.macs + segment.bytes / at.new + segment.traffic / at.far
-    again = max(segment.macs / max(_all_macs(stage), 1), 1)
+    """Estimated seconds, to rank plans by."""
+    rates = TWO_CORES
+    seconds = segment.macs / rates.macs + segment.bytes / rates.new + segment.traffic / rates.far
+    recomputation = max(segment.macs / max(_all_macs(stage), 1), 1)
     for unit in stage.units:
         moved = 2 * value_bytes(unit.value)
-        seconds += again * moved / (at.near if moved / segment.steps < at.cache else at.far)
+        rate = rates.near if moved / segment.steps < rates.cache else rates.far
+        seconds += recomputation * moved / rate
     spilled = sum(value_bytes(v) for v in stage.targets if v.name in segment.spills)
-    return seconds + segment.steps * len(stage.units) * at.call + 2 * spilled / at.disk
+    return seconds + segment.steps * len(stage.units) * rates.call + 2 * spilled / rates.disk
 
 
-def planned(
+def plan_tiles(
     flow: Flow,
     budget: int,
     *,
-    beside: int = 0,
+    reserved: int = 0,
     disk: bool = True,
     workers: int = 1,
 ) -> tuple[TilePlan, MemoryLayout]:
-    """The fastest plan found within a budget, and where everything lies.
+    """The fastest plan within a budget, and its memory layout.
 
-    beside: bytes the call takes for other things. disk: maps may be kept in files. BudgetTooSmall:
-    no plan fits; `least` bytes would do.
+    Args:
+        budget: bytes.
+        reserved: bytes of the budget that the call uses for other data.
+        disk: whether maps may be stored in files.
+
+    Raises:
+        BudgetTooSmall: if no plan fits; its `least` is a sufficient budget in bytes.
     """
-    room, tried = budget - beside, list[Planner]()
+    available, tried = budget - reserved, list[Planner]()
     for tiles, spills in itertools.product((False, True), repeat=2):
         if spills and not disk:
             continue
-        both = [Planner(flow, again=again, spills=spills, tiles=tiles, workers=workers)
-                for again in (False, True)]  # fmt: skip
-        both = both if both[1].again else both[:1]
-        tried += both
-        made = [found for p in both if (found := _fitted(p, room)) is not None]
-        if made:
-            layout = min(made, key=lambda found: found[0])[1]
-            return packed_plan(flow, layout, budget, beside), layout
-    planner, found = min(((p, p.least()) for p in tried), key=lambda pair: pair[1][0])
-    least = _exact(planner, found[1:])[1].peak + beside
+        planners = [Planner(flow, recompute=recompute, spills=spills, tiles=tiles, workers=workers)
+                for recompute in (False, True)]  # fmt: skip
+        planners = planners if planners[1].recomputed else planners[:1]
+        tried += planners
+        layouts = [fitted for p in planners if (fitted := _find_fitting(p, available)) is not None]
+        if layouts:
+            layout = min(layouts, key=lambda fitted: fitted[0])[1]
+            return packed_plan(flow, layout, budget, reserved), layout
+    planner, fitted = min(((p, p.least()) for p in tried), key=lambda pair: pair[1][0])
+    least = _lay_out(planner, fitted[1:])[1].peak + reserved
     raise BudgetTooSmall(
         f"no plan of this network fits {human(budget)}; the least budget that would do is about "
         f"{human(math.ceil(least * 1.01))}",
@@ -410,40 +441,40 @@ def planned(
     )
 
 
-def _fitted(planner: Planner, room: int) -> tuple[float, MemoryLayout] | None:
-    """The fastest segments whose exact layout fits, after their seconds; estimates of memory may
-    be some rows too low."""
-    limit = float(room - LIBRARIES)
+def _find_fitting(planner: Planner, available: int) -> tuple[float, MemoryLayout] | None:
+    """The seconds and the exact layout of the fastest segments that fit; None where none fit. The
+    limit is lowered where an estimate of memory was too low."""
+    limit = float(available - LIBRARIES)
     for _ in range(8):
-        found = planner.search(limit)
-        if found is None:
+        fastest = planner.search(limit)
+        if fastest is None:
             break
-        made = _exact(planner, found)
-        if made[1].peak <= room:
-            return made
-        limit -= made[1].peak - room
+        exact = _lay_out(planner, fastest)
+        if exact[1].peak <= available:
+            return exact
+        limit -= exact[1].peak - available
     size, seconds, segments = planner.least()
-    made = _exact(planner, (seconds, segments)) if size + LIBRARIES <= room else None
-    return made if made is not None and made[1].peak <= room else None
+    exact = _lay_out(planner, (seconds, segments)) if size + LIBRARIES <= available else None
+    return exact if exact is not None and exact[1].peak <= available else None
 
 
-def _exact(planner: Planner, found: tuple[float, list[Segment]]) -> tuple[float, MemoryLayout]:
-    """Segments that were found, as they really lie, after their seconds."""
-    return found[0], laid(planner.flow, found[1])
+def _lay_out(planner: Planner, fastest: tuple[float, list[Segment]]) -> tuple[float, MemoryLayout]:
+    """The seconds of segments, and their exact memory layout."""
+    return fastest[0], lay_out(planner.flow, fastest[1])
 
 
-def packed_plan(flow: Flow, layout: MemoryLayout, budget: int, beside: int) -> TilePlan:
-    """The plan of segments as they lie: exact counts."""
+def packed_plan(flow: Flow, layout: MemoryLayout, budget: int, reserved: int) -> TilePlan:
+    """The plan of placed segments, with exact counts."""
     exact = tuple(place.segment for place in layout.places)
-    live = layout.live + beside
+    live = layout.live + reserved
     total = sum(s.macs for s in exact)
     untiled = sum(flow.macs(n) for n in flow.calls)
     sizes = tuple(tuple(n.meta["val"].shape) for n in flow.inputs if n in flow.axes)
     return TilePlan(exact, budget, live + layout.overhead, live, layout.overhead, total, untiled,
-                sum(s.traffic for s in exact), sizes, notes=tuple(_refused(flow)))  # fmt: skip
+                sum(s.traffic for s in exact), sizes, notes=tuple(_notes(flow)))  # fmt: skip
 
 
-def _refused(flow: Flow) -> Iterator[str]:
-    """Which calls run whole, and why."""
+def _notes(flow: Flow) -> Iterator[str]:
+    """Notes on calls that run whole, with reasons."""
     for node, text in flow.refusals.items():
         yield f"{node.name} runs whole: {text}"

@@ -1,15 +1,15 @@
-"""Which rows and columns of each value a stage holds, step by step.
+"""The rows and columns of each value that are in memory in each step of a stage.
 
-Bands walk down the image. What a step needs is found backward from the rows of the targets that it
-completes (pull): `end[v] = max over readers of needs(end[reader])`, so that strides, dilation,
-delays of residual branches and concatenations follow from the table's rules alone. Deep stages
-start before their first output: a layer that is n rows ahead of the outputs is so from the first
-step on, else the first step would make all n at once.
+Bands walk down the image. The rows that a step needs follow backward from the rows of the targets
+that it completes: `end[v] = max over readers of needs(end[reader])`. Strides, dilation, delays of
+residual branches and concatenations follow from the table's rules. Deep stages start before their
+first output: a layer that is n rows ahead of the outputs is ahead from the first step on, else the
+first step would compute all n rows at once.
 
-Several workers walk side by side, each down a strip of its own (row 003-e). Strips are cut
-slantwise: a worker's layers begin at the rows that its first outputs need, so that it needs nothing
-from the worker above; that one ends where the other began, and takes the few rows beyond from what
-the other made in its first steps. Nothing is computed twice, and only borders are exchanged.
+Several workers run in parallel, each down its own strip. The first row of a strip differs by layer:
+each layer begins at the rows that the strip's first outputs need, so that a worker needs nothing
+from the worker above. The worker above ends there, and copies the few rows that it needs beyond
+from the first steps of the worker below. Nothing is computed twice; only borders are exchanged.
 """
 
 from __future__ import annotations
@@ -31,9 +31,12 @@ EMPTY: Interval = (0, 0)
 
 @dataclass(frozen=True, slots=True)
 class LiveRows:
-    """Rows of a value in one step: those before `first` are gone, `done` were made by earlier
-    steps, `end` are there when the step is over; the next step starts with those from `keep` on.
-    columns: the same in every step of a walk. own: rows from there on come from the next worker."""
+    """Rows of a value in one step.
+
+    first: of the rows in memory. done: end of the rows of earlier steps. end: of the rows after the
+    step. keep: first row that the next step reads. columns: the same in every step of a walk. own:
+    rows from there on are received from the next worker.
+    """
 
     first: int
     done: int
@@ -43,41 +46,43 @@ class LiveRows:
     own: int = 2**62
 
     @property
-    def made(self) -> Interval:
+    def computed(self) -> Interval:
         """The rows that the step computes."""
         return self.done, min(self.end, max(self.own, self.done))
 
     @property
-    def lent(self) -> Interval:
-        """The rows that the step takes over from the next worker."""
+    def received(self) -> Interval:
+        """The rows that the step receives from the next worker."""
         return max(self.done, min(self.own, self.end)), self.end
 
     @property
     def rows(self) -> int:
-        """How many rows lie in memory during the step."""
+        """The number of rows in memory during the step."""
         return max(self.end - self.first, 0)
 
     @property
     def tail(self) -> int:
-        """Rows kept for the next step."""
+        """The number of rows that the next step reads again."""
         return max(self.end - self.keep, 0)
 
 
 Step = Mapping[fx.Node, LiveRows]
 
 
-def ends_of(stage: Stage) -> dict[fx.Node, int]:
-    """The values that a stage walks along in full, and their rows: targets, and what sinks read."""
+def target_rows(stage: Stage) -> dict[fx.Node, int]:
+    """The rows of the values that a stage computes in full: targets, and operands of sinks."""
     flow = stage.flow
-    found = {node: flow.rows(node) for node in stage.targets}
-    return found | {e.source: flow.rows(e.source) for u in stage.sinks for e in u.edges}
+    rows = {node: flow.rows(node) for node in stage.targets}
+    return rows | {e.source: flow.rows(e.source) for u in stage.sinks for e in u.edges}
 
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """The rows of each value that are one worker's: from `first` to `last`. It makes those up to
-    `own` and sees those up to `seen`; what a stage enters with each worker reads for itself. due:
-    rows that the worker above waits for, whether or not this one needs them."""
+    """The rows of each value of one worker: from `first` to `last`.
+
+    It computes those up to `own` and reads those up to `seen`; each worker reads the stage's
+    entering values for itself. due: end of the rows that the worker above waits for.
+    """
 
     first: Mapping[fx.Node, int]
     last: Mapping[fx.Node, int]
@@ -87,31 +92,30 @@ class Strip:
 
     @property
     def borders(self) -> dict[fx.Node, int]:
-        """How many rows of each value come from the next worker."""
+        """The number of rows of each value that are received from the next worker."""
         return {v: self.seen[v] - n for v, n in self.own.items() if self.seen[v] > n}
 
 
-def strips(stage: Stage, workers: int) -> list[Strip]:
-    """Strips for so many workers, or for as many as the stage has rows for: a border must lie
-    within the next strip."""
+def cut_strips(stage: Stage, workers: int) -> list[Strip]:
+    """Strips for this many workers, or fewer where a border would not fit into the next strip."""
     for count in range(workers, 1, -1):
-        found = _strips(stage, count)
-        pairs = itertools.pairwise(found)
+        candidate = _cut_strips(stage, count)
+        pairs = itertools.pairwise(candidate)
         if all(a.last[v] >= a.first[v] and a.seen[v] <= b.own[v] for a, b in pairs for v in a.own):
-            return found
-    return [_undivided(stage)]
+            return candidate
+    return [_whole_strip(stage)]
 
 
-def _undivided(stage: Stage) -> Strip:
-    """The strip that is all rows."""
+def _whole_strip(stage: Stage) -> Strip:
+    """One strip of all rows."""
     rows = {v: stage.flow.rows(v) for v in _values(stage)}
     return Strip(dict.fromkeys(rows, 0), rows, rows, rows, {})
 
 
-def _strips(stage: Stage, count: int) -> list[Strip]:
+def _cut_strips(stage: Stage, count: int) -> list[Strip]:
     rows = {v: stage.flow.rows(v) for v in _values(stage)}
     tops = [_top(stage, rows, k / count) for k in range(count)]
-    found: list[Strip] = []
+    result: list[Strip] = []
     for k, first in enumerate(tops):
         last = tops[k + 1] if k + 1 < count else rows
         own = {v: rows[v] if v in stage.enters else last[v] for v in rows}
@@ -120,60 +124,62 @@ def _strips(stage: Stage, count: int) -> list[Strip]:
             if unit.value not in own or unit.node in stage.flow.gathers:
                 continue
             if first[unit.value] < own[unit.value]:
-                for edge in _cut(unit):
+                for edge in _cut_edges(unit):
                     high = edge.rules[0](first[unit.value], own[unit.value])[1]
                     seen[edge.source] = max(seen[edge.source], high)
-        due = {v: found[-1].seen[v] for v in found[-1].borders} if found else {}
-        found.append(Strip(first, last, own, seen, due))
-    return found
+        due = {v: result[-1].seen[v] for v in result[-1].borders} if result else {}
+        result.append(Strip(first, last, own, seen, due))
+    return result
 
 
 def _top(stage: Stage, rows: Mapping[fx.Node, int], share: float) -> dict[fx.Node, int]:
     """The first row of each value in the strip whose targets begin at a share of their rows."""
     if not share:
         return dict.fromkeys(rows, 0)
-    found = dict(rows)
-    for v, n in ends_of(stage).items():
-        found[v] = min(found[v], math.floor(n * share))
+    first = dict(rows)
+    for v, n in target_rows(stage).items():
+        first[v] = min(first[v], math.floor(n * share))
     for unit in reversed(stage.units):
-        mine = unit.value
-        if unit.node in stage.flow.gathers or found[mine] >= rows[mine]:
+        value = unit.value
+        if unit.node in stage.flow.gathers or first[value] >= rows[value]:
             continue
-        for edge in _cut(unit):
-            low, high = edge.rules[0](found[mine], rows[mine])
+        for edge in _cut_edges(unit):
+            low, high = edge.rules[0](first[value], rows[value])
             if low < high:
-                found[edge.source] = min(found[edge.source], low)
-    return found
+                first[edge.source] = min(first[edge.source], low)
+    return first
 
 
-def walked(
+def walk_bands(
     stage: Stage,
     band: int,
     strip: Strip | None = None,
     columns: Mapping[fx.Node, Interval] | None = None,
 ) -> Iterator[Step]:
     """The steps of bands of `band` rows of the tallest target, down a strip or the whole image.
-    columns: of each value, where not the full width."""
-    strip = strip or _undivided(stage)
-    ends = ends_of(stage)
+
+    columns: of each value; None: the full width.
+    """
+    strip = strip or _whole_strip(stage)
+    ends = target_rows(stage)
     height = max(ends.values())
     top = min(strip.first[v] * height // n for v, n in ends.items())
     bottom = max(math.ceil(strip.last[v] * height / n) for v, n in ends.items())
     ahead = _ahead(stage, ends, height, band)
-    most = max((n * height / stage.flow.rows(v) for v, n in ahead.items()), default=0.0)
-    start = math.ceil(most / band) * band if band < bottom - top else 0
+    largest_lead = max((n * height / stage.flow.rows(v) for v, n in ahead.items()), default=0.0)
+    start = math.ceil(largest_lead / band) * band if band < bottom - top else 0
     columns = columns or {v: (0, stage.flow.columns(v)) for v in _values(stage)}
-    done, kept = dict(strip.first), dict(strip.first)
+    done, first_live = dict(strip.first), dict(strip.first)
     for row in range(top + band - start, bottom + band, band):
         last = row >= bottom
         wanted = {v: strip.last[v] if last else min(strip.last[v], math.floor(row * n / height))
                   for v, n in ends.items()}  # fmt: skip
         for v, n in strip.due.items() if last else ():
             wanted[v] = max(n, wanted.get(v, 0))
-        end = _pulled(stage, strip, wanted, done, row, height, ahead)
-        keep = _kept(stage, strip, end)
+        end = _rows_after(stage, strip, wanted, done, row, height, ahead)
+        keep = _first_rows_read(stage, strip, end)
         step = {
-            v: LiveRows(kept[v], done[v], end[v], keep[v], columns[v], strip.own[v])
+            v: LiveRows(first_live[v], done[v], end[v], keep[v], columns[v], strip.own[v])
             for v in columns
         }
         for unit in stage.sinks:  # each row is counted by one worker
@@ -181,38 +187,38 @@ def walked(
             low, high = (min(n, strip.last[v]) for n in (done[v], end[v]))
             step[unit.node] = LiveRows(low, low, high, high, columns[v])
         yield step
-        done, kept = end, keep
+        done, first_live = end, keep
 
 
-def tile(stage: Stage, window: Mapping[fx.Node, Window]) -> Step:
-    """The one step that makes a window of each target and shares nothing with others."""
+def tile_step(stage: Stage, window: Mapping[fx.Node, Window]) -> Step:
+    """The step that computes a window of each target without rows of other steps."""
     need = {v: w for v, w in window.items() if not _is_empty(w)}
     for unit in reversed(stage.units):
         if unit.node in stage.flow.gathers or unit.value not in need:
             continue
         rows, columns = need[unit.value]
-        for edge in _cut(unit):
-            found = edge.rules[0](*rows), edge.rules[1](*columns)
-            if not _is_empty(found):
-                before = need.get(edge.source, found)
-                need[edge.source] = _union(before[0], found[0]), _union(before[1], found[1])
-    steps = {v: _alone(need.get(v, (EMPTY, EMPTY))) for v in _values(stage)}
-    for unit in stage.sinks:  # halos are no part of what a tile counts
-        mine = window[unit.edges[0].source]
-        steps[unit.node] = _alone((EMPTY, EMPTY) if _is_empty(mine) else mine)
+        for edge in _cut_edges(unit):
+            read = edge.rules[0](*rows), edge.rules[1](*columns)
+            if not _is_empty(read):
+                before = need.get(edge.source, read)
+                need[edge.source] = _union(before[0], read[0]), _union(before[1], read[1])
+    steps = {v: _single_step(need.get(v, (EMPTY, EMPTY))) for v in _values(stage)}
+    for unit in stage.sinks:  # a tile's halo is not counted
+        window_read = window[unit.edges[0].source]
+        steps[unit.node] = _single_step((EMPTY, EMPTY) if _is_empty(window_read) else window_read)
     return steps
 
 
-def banded(stage: Stage, frustum: Step, band: int) -> Iterator[Step]:
-    """The rows and columns of each value that `tile` found, made in bands, none of them twice."""
+def tile_bands(stage: Stage, frustum: Step, band: int) -> Iterator[Step]:
+    """The steps that compute the rows and columns of `frustum` in bands, none of them twice."""
     values = _values(stage)
     first = {v: frustum[v].first for v in values}
     last = {v: frustum[v].end for v in values}
     columns = {v: frustum[v].columns for v in values}
-    return walked(stage, band, Strip(first, last, last, last, {}), columns)
+    return walk_bands(stage, band, Strip(first, last, last, last, {}), columns)
 
 
-def _alone(window: Window) -> LiveRows:
+def _single_step(window: Window) -> LiveRows:
     (low, high), columns = window
     return LiveRows(low, low, high, high, columns)
 
@@ -221,39 +227,39 @@ def _is_empty(window: Window) -> bool:
     return any(start >= end for start, end in window)
 
 
-def middle(stage: Stage, band: int) -> list[Step]:
-    """Two steps from the middle of walked(): what most of them hold."""
-    ends, strip = ends_of(stage), _undivided(stage)
+def middle_steps(stage: Stage, band: int) -> list[Step]:
+    """Two steps from the middle of `walk_bands`, representative of most of them."""
+    ends, strip = target_rows(stage), _whole_strip(stage)
     height = max(ends.values())
     row = height // 2 // band * band
     values = _values(stage)
     done = dict.fromkeys(values, 0)
-    found: list[Step] = []
-    kept: dict[fx.Node, int] = {}
+    steps: list[Step] = []
+    first_live: dict[fx.Node, int] = {}
     for k in range(3):
         wanted = {v: min(n, (row + k * band) * n // height) for v, n in ends.items()}
-        end = _pulled(stage, strip, wanted, done, row, height, {})
-        keep = _kept(stage, strip, end)
+        end = _rows_after(stage, strip, wanted, done, row, height, {})
+        keep = _first_rows_read(stage, strip, end)
         if k:
             columns = {v: (0, stage.flow.columns(v)) for v in values}
-            found.append(
-                {v: LiveRows(kept[v], done[v], end[v], keep[v], columns[v]) for v in values}
+            steps.append(
+                {v: LiveRows(first_live[v], done[v], end[v], keep[v], columns[v]) for v in values}
             )
-        done, kept = end, keep
-    return found
+        done, first_live = end, keep
+    return steps
 
 
-def at_once(stage: Stage) -> Step:
-    """The one step that makes all of every value."""
-    found = {}
+def whole_step(stage: Stage) -> Step:
+    """The step that computes every value whole."""
+    step = {}
     for node in _values(stage):
         (_, rows), columns = whole(node, stage.flow.axes[node])
-        found[node] = LiveRows(0, 0, rows, rows, columns)
-    return found
+        step[node] = LiveRows(0, 0, rows, rows, columns)
+    return step
 
 
-def _cut(unit: Unit) -> list[FlowEdge]:
-    """The operands that a unit reads in parts; what it reads whole lies in memory as a map."""
+def _cut_edges(unit: Unit) -> list[FlowEdge]:
+    """The operands that a unit reads in parts; those that it reads whole are maps."""
     return [edge for edge in unit.edges if not edge.whole]
 
 
@@ -269,20 +275,23 @@ def _union(a: Interval, b: Interval) -> Interval:
 def _ahead(
     stage: Stage, ends: Mapping[fx.Node, int], height: int, band: int
 ) -> dict[fx.Node, float]:
-    """Rows by which each value is ahead of its share, seen from a band near the top."""
+    """Rows by which each value is ahead of its share, from the first band."""
     nothing = dict.fromkeys(_values(stage), 0)
-    strip = _undivided(stage)
+    strip = _whole_strip(stage)
     wanted = {v: math.floor(min(band, height) * n / height) for v, n in ends.items()}
-    end = _pulled(stage, strip, wanted, nothing, 0, height, {})
+    end = _rows_after(stage, strip, wanted, nothing, 0, height, {})
     rows = stage.flow.rows
     return {v: max(0.0, n - rows(v) * min(band, height) / height) for v, n in end.items()}
 
 
-def _pulled(
+def _rows_after(
     stage: Stage, strip: Strip, wanted: Mapping[fx.Node, int], done: Mapping[fx.Node, int],
     row: int, height: int, ahead: Mapping[fx.Node, float],
 ) -> dict[fx.Node, int]:  # fmt: skip
-    """Rows of each value there when the step is over that brings the tallest target to `row`."""
+    """The end of the rows of each value after the step that completes `row` of the tallest target.
+
+    wanted: rows of targets. done: rows of earlier steps. ahead: rows ahead of a value's share.
+    """
     flow, end = stage.flow, dict(done)
     for v, n in wanted.items():
         end[v] = max(end[v], n)
@@ -291,23 +300,23 @@ def _pulled(
             due = math.floor(row * flow.rows(v) / height + lead)
             end[v] = max(end[v], min(strip.own[v], due))
     for unit in reversed(stage.units):
-        mine = unit.value
+        value = unit.value
         if unit.node in flow.gathers:
             continue
-        last = min(end[mine], strip.own[mine])
-        for edge in _cut(unit) if done[mine] < last else ():
-            need = edge.rules[0](done[mine], last)[1]
+        last = min(end[value], strip.own[value])
+        for edge in _cut_edges(unit) if done[value] < last else ():
+            need = edge.rules[0](done[value], last)[1]
             end[edge.source] = max(end[edge.source], min(need, strip.seen[edge.source]))
     return end
 
 
-def _kept(stage: Stage, strip: Strip, end: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
+def _first_rows_read(stage: Stage, strip: Strip, end: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
     """The first row of each value that a later step reads; `end` where none is read again."""
     keep = dict(end)
     for unit in stage.units:
         if unit.node in stage.flow.gathers or end[unit.value] >= strip.own[unit.value]:
             continue
-        for edge in _cut(unit):
+        for edge in _cut_edges(unit):
             low, high = edge.rules[0](end[unit.value], strip.own[unit.value])
             if low < high:
                 keep[edge.source] = min(keep[edge.source], low)

@@ -1,9 +1,9 @@
-"""The calls that one segment runs, as units: a call with what is fused into its store.
+"""The calls of a segment as units: a call with the calls that are fused into it.
 
     relu(conv(x) + y)  is one unit, which reads x through the windows of the convolution and y as is
 
-A unit makes one value. What a segment *enters* with was made before it (an input, a map kept);
-*targets* are what it must make in full: maps that later segments read, outputs, and statistics.
+A unit computes one value. *enters*: values that a segment reads and others computed (inputs, maps).
+*targets*: values that it must compute in full: maps that later segments read, and outputs.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from demask.tune.epilogue import Epilogue, epilogue
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A call and what is computed as it stores.
+    """A call and the calls fused into it.
 
-    nodes: the call, then those fused into it. addend: what is added before the activation `after`.
-    edges: the operands with rows; the addend is the last.
+    nodes: the call, then those fused into it. addend: a value that is added before the activation
+    `after`. edges: the operands with rows; the addend is the last.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -39,7 +39,7 @@ class Unit:
 
     @property
     def value(self) -> fx.Node:
-        """What the unit makes."""
+        """The value that the unit computes."""
         return self.nodes[-1]
 
 
@@ -47,8 +47,8 @@ class Unit:
 class Stage:
     """The units of a segment in the order in which they run.
 
-    enters: values with rows that are read but not made here. targets: values made in full. sinks:
-    calls that gather. readers: of each value, its units.
+    enters: values with rows that are read but not computed here. targets: values computed in full.
+    sinks: units of gathered calls. readers: the units that read each value, by index.
     """
 
     flow: Flow
@@ -68,22 +68,22 @@ class Stage:
         return tuple(u for u in self.units if u.node not in cut)
 
     def streamed(self, unit: Unit, maps: Container[fx.Node]) -> list[FlowEdge]:
-        """The operands that a unit reads whole, block by block, from where they lie."""
+        """The operands that a unit reads whole, in blocks, from their source."""
         return [e for e in unit.edges
                 if e.whole and e.source in self.enters and e.source not in maps]  # fmt: skip
 
     @property
-    def streams(self) -> bool:
-        """Can the stage run in parts? Nothing in it waits until all rows of something are made."""
-        made = {u.value for u in self.units} | {u.node for u in self.units}
-        waits = any(e.whole and e.source in made for u in self.units for e in u.edges)
+    def is_streamable(self) -> bool:
+        """Whether the stage can run in parts: no unit waits for all rows of another's value."""
+        computed = {u.value for u in self.units} | {u.node for u in self.units}
+        waits = any(e.whole and e.source in computed for u in self.units for e in u.edges)
         gathered = {u.node for u in self.sinks}
-        reads = any(n in gathered for u in self.units for n in u.node.all_input_nodes)
-        return not self.wholes and not waits and not reads
+        reads_statistics = any(n in gathered for u in self.units for n in u.node.all_input_nodes)
+        return not self.wholes and not waits and not reads_statistics
 
 
-def staged(flow: Flow, nodes: Sequence[fx.Node], keeps: Collection[fx.Node]) -> Stage:
-    """The stage of some calls. keeps: values of them that are read elsewhere."""
+def build_stage(flow: Flow, nodes: Sequence[fx.Node], keeps: Collection[fx.Node]) -> Stage:
+    """The stage of some calls. keeps: those of their values that other segments read."""
     inside, units, fused = set(nodes), [], set[fx.Node]()
     for node in nodes:
         if node in fused:
@@ -92,22 +92,22 @@ def staged(flow: Flow, nodes: Sequence[fx.Node], keeps: Collection[fx.Node]) -> 
         fused |= set(unit.nodes)
         units.append(unit)
     units = _ordered(units)
-    made = {u.value for u in units}
+    computed = {u.value for u in units}
     readers: dict[fx.Node, list[tuple[int, FlowEdge]]] = {}
     for k, unit in enumerate(units):
         for edge in unit.edges:
             readers.setdefault(edge.source, []).append((k, edge))
-    enters = tuple(n for n in readers if n not in made)
+    enters = tuple(n for n in readers if n not in computed)
     targets = tuple(u.value for u in units if u.value in keeps and u.value in flow.axes)
     return Stage(flow, tuple(units), enters, targets, readers)
 
 
 def _unit(flow: Flow, node: fx.Node, inside: set[fx.Node], keeps: set[fx.Node]) -> Unit:
-    """The call with the sum and the activation that follow it, where oneDNN computes them."""
-    plain = Unit((node,), flow.edges(node))
+    """The call fused with the sum and the activation that follow it, where oneDNN can fuse them."""
+    unfused = Unit((node,), flow.edges(node))
     if node not in flow.local or not _fuses(node):
-        return plain
-    nodes, edges, addend, after = [node], plain.edges, None, None
+        return unfused
+    nodes, edges, addend, after = [node], unfused.edges, None, None
     follower = _only(node, inside, keeps)
     if follower is not None and _adds(follower, node, flow):
         addend = next(n for n in follower.args if n is not node)
@@ -126,44 +126,48 @@ def _fuses(node: fx.Node) -> bool:
 
 
 def _only(node: fx.Node, inside: set[fx.Node], keeps: set[fx.Node]) -> fx.Node | None:
-    """The only reader of a value, if it is of the same stage."""
+    """The only reader of a value, if it is in the same stage; else None."""
     readers = list(node.users)
     return readers[0] if len(readers) == 1 and readers[0] in inside and node not in keeps else None
 
 
 def _adds(node: fx.Node, value: fx.Node, flow: Flow) -> bool:
-    """Is a call the sum of a value and another with rows, of the same shape and type?"""
+    """Whether a call adds a value and another with rows, of the same shape and dtype."""
     if node.target not in ADDS or node.kwargs or len(node.args) != 2:
         return False
     other = next((n for n in node.args if n is not value), None)
     if not isinstance(other, fx.Node) or other not in flow.axes or node not in flow.local:
         return False
-    theirs, mine = other.meta["val"], node.meta["val"]
-    return isinstance(theirs, Tensor) and theirs.shape == mine.shape and theirs.dtype == mine.dtype
+    other_value, value_added = other.meta["val"], node.meta["val"]
+    return (
+        isinstance(other_value, Tensor)
+        and other_value.shape == value_added.shape
+        and other_value.dtype == value_added.dtype
+    )
 
 
 def _ordered(units: list[Unit]) -> list[Unit]:
-    """The units so that each stands behind what it reads: a fused unit may read an addend that is
-    made after its convolution."""
-    makers = {u.value: u for u in units}
-    done, found = set[fx.Node](), []
+    """The units in topological order: a fused unit may read an addend that is computed after its
+    convolution."""
+    unit_of = {u.value: u for u in units}
+    done, ordered = set[fx.Node](), []
 
     def put(unit: Unit) -> None:
         stack = [unit]
         while stack:
             top = stack[-1]
-            missing = [makers[n] for n in _operands(top) if n in makers and n not in done]
+            missing = [unit_of[n] for n in _operands(top) if n in unit_of and n not in done]
             if missing:
                 stack.append(missing[0])
                 continue
             stack.pop()
             if top.value not in done:
                 done.add(top.value)
-                found.append(top)
+                ordered.append(top)
 
     for unit in units:
         put(unit)
-    return found
+    return ordered
 
 
 def _operands(unit: Unit) -> list[fx.Node]:

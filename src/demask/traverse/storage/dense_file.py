@@ -1,4 +1,4 @@
-"""Boxes of dense files: read into memory and written from it, piece by piece that is contiguous."""
+"""Read and write boxes of dense files, one contiguous piece at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UNSUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 
 class Descriptor:
-    """An open file, closed with the last reference to it. name: what errors call it."""
+    """An open file, closed with the last reference to it. name: for error messages."""
 
     __slots__ = ("name", "number")
 
@@ -44,8 +44,8 @@ class Descriptor:
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """Where the elements of a file lie: dense from byte `offset` on, with the dimensions in `order`
-    from outermost to innermost."""
+    """The layout of a file: dense from byte `offset` on, dimensions in `order` from outermost to
+    innermost."""
 
     offset: int
     shape: tuple[int, ...]
@@ -58,8 +58,8 @@ class FileLayout:
         return self.offset + math.prod(self.shape) * self.dtype.itemsize
 
     def outer(self, box: Box) -> int:
-        """How many of the outermost dimensions a box must be walked along: of the rest, what is in
-        the box lies in one piece."""
+        """The number of outermost dimensions to iterate over: along the others, the box is
+        contiguous."""
         depth = len(self.order)
         while depth > 1 and box[self.order[depth - 1]] == (0, self.shape[self.order[depth - 1]]):
             depth -= 1
@@ -75,31 +75,38 @@ class FileLayout:
         for axis in reversed(self.order):
             steps[axis] = step
             step *= self.shape[axis]
-        walked, rest = self.order[:outer], self.order[outer:]
+        iterated, rest = self.order[:outer], self.order[outer:]
         first = self.offset + sum(box[axis][0] * steps[axis] for axis in self.order)
         size = self.dtype.itemsize * math.prod(box[a][1] - box[a][0] for a in rest)
-        strides = [range(0, (box[a][1] - box[a][0]) * steps[a], steps[a]) for a in walked]
-        return ((first + sum(at), size) for at in product(*strides))
+        strides = [range(0, (box[a][1] - box[a][0]) * steps[a], steps[a]) for a in iterated]
+        return ((first + sum(offsets), size) for offsets in product(*strides))
 
-    def seen(self, buffer: Tensor, box: Box) -> Tensor:
-        """A flat buffer that holds a box in the file's order, as a tensor of the box's shape."""
-        held = buffer.view([box[axis][1] - box[axis][0] for axis in self.order])
-        places = [self.order.index(axis) for axis in range(len(self.order))]
-        return held.permute(places)
+    def view_box(self, buffer: Tensor, box: Box) -> Tensor:
+        """A view of a flat buffer in the file's order, as a tensor of the box's shape."""
+        in_file_order = buffer.view([box[axis][1] - box[axis][0] for axis in self.order])
+        dims = [self.order.index(axis) for axis in range(len(self.order))]
+        return in_file_order.permute(dims)
 
 
 def fetch(file: Descriptor, layout: FileLayout, box: Box, into: Tensor) -> None:
-    """Read a box. into: a flat buffer, filled in the file's order, or a tensor of the box's shape
-    whose memory has the file's order within each piece."""
-    _moved(file, layout, box, into, lambda at, memory: os.preadv(file.number, [memory], at))
+    """Read a box.
+
+    into: a flat buffer, filled in the file's order, or a tensor of the box's shape whose memory has
+    the file's order within each contiguous piece.
+    """
+    _transfer(
+        file, layout, box, into, lambda position, memory: os.preadv(file.number, [memory], position)
+    )
 
 
-def put(file: Descriptor, layout: FileLayout, box: Box, given: Tensor) -> None:
-    """Write a box, from what `fetch` would fill."""
-    _moved(file, layout, box, given, lambda at, memory: os.pwrite(file.number, memory, at))
+def store(file: Descriptor, layout: FileLayout, box: Box, values: Tensor) -> None:
+    """Write a box from a tensor as `fetch` fills it."""
+    _transfer(
+        file, layout, box, values, lambda position, memory: os.pwrite(file.number, memory, position)
+    )
 
 
-def _moved(
+def _transfer(
     file: Descriptor,
     layout: FileLayout,
     box: Box,
@@ -108,25 +115,25 @@ def _moved(
 ) -> None:
     runs = layout.runs(box)
     try:
-        for (at, size), memory in zip(runs, _memory(layout, box, tensor), strict=True):
+        for (position, size), memory in zip(runs, _memory(layout, box, tensor), strict=True):
             done = 0
             while done < size:
-                moved = move(at + done, memory[done:])
-                if moved == 0:
-                    raise BadInput(f"{file.name} ended at byte {at + done}: was it changed?")
-                done += moved
+                count = move(position + done, memory[done:])
+                if count == 0:
+                    raise BadInput(f"{file.name} ended at byte {position + done}: was it changed?")
+                done += count
     except OSError as error:
-        words = _room(file.name, layout.end, Path(file.name).parent, error)
-        raise BadInput(words) from error
+        message = _error_text(file.name, layout.end, Path(file.name).parent, error)
+        raise BadInput(message) from error
 
 
 def _memory(layout: FileLayout, box: Box, tensor: Tensor) -> Iterator[memoryview]:
     """The memory of each contiguous piece of a box."""
     outer = layout.outer(box)
-    if tensor.dim() == 1:  # a buffer in the file's order: one piece after the other
+    if tensor.dim() == 1:  # a buffer in the file's order: consecutive pieces
         whole, runs = _bytes(tensor), math.prod(box[a][1] - box[a][0] for a in layout.order[:outer])
         size = len(whole) // max(runs, 1)
-        yield from (whole[at : at + size] for at in range(0, runs * size, max(size, 1)))
+        yield from (whole[start : start + size] for start in range(0, runs * size, max(size, 1)))
         return
     ordered = tensor.detach().permute(layout.order)
     for index in product(*map(range, ordered.shape[:outer])):
@@ -151,17 +158,17 @@ def temporary(folder: str | os.PathLike[str]) -> Descriptor:
         raise BadInput(f"cannot write in {folder}: {error.strerror or error}") from error
 
 
-def reserved(file: Descriptor, size: int, folder: Path) -> None:
-    """Have the disk keep room for `size` bytes, so that it is not full after hours of work."""
+def reserve(file: Descriptor, size: int, folder: Path) -> None:
+    """Reserve `size` bytes on the disk, so that it is not full after hours of work."""
     try:
         if not _allocated(file.number, size):
             os.ftruncate(file.number, size)
     except OSError as error:
-        raise BadInput(_room(file.name, size, folder, error)) from error
+        raise BadInput(_error_text(file.name, size, folder, error)) from error
 
 
 def _allocated(number: int, size: int) -> bool:
-    """Whether the file system took the wish."""
+    """Whether the file system reserved the bytes."""
     if size == 0 or not hasattr(os, "posix_fallocate"):
         return False
     try:
@@ -173,7 +180,7 @@ def _allocated(number: int, size: int) -> bool:
     return True
 
 
-def _room(name: str, size: int, folder: Path, error: OSError) -> str:
+def _error_text(name: str, size: int, folder: Path, error: OSError) -> str:
     if error.errno in FULL:
         return (f"{folder} has no room for {name}, which needs {size:,} bytes "
                 f"({error.strerror}): free some, or name a folder on another disk")  # fmt: skip

@@ -1,8 +1,8 @@
-"""How numbers of one type are held as another, where parts come from and go to.
+"""Conversion of dtypes between the parts of a value and its source or sink.
 
-8-bit images: y is written as round(clamp(y, 0, 1) * 255), halves to even, in the value's own
-floating type (float16 and bfloat16 in float32), and NaN as 0. x is read for a network that takes
-floating numbers as x / 255, the inverse. All other numbers keep their value, as by `Tensor.copy_`.
+8-bit images: y is written as round(clamp(y, 0, 1) * 255), halves to even, computed in y's dtype
+(float16 and bfloat16 in float32), and NaN as 0. uint8 x is read as x / 255 by networks that take
+floating-point inputs. Other conversions keep the value, like `Tensor.copy_`.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ from demask.traverse.axes import Axes, strides
 
 
 def is_quantized(values: torch.dtype, stored: torch.dtype) -> bool:
-    """Are floating numbers written in 8 bits?"""
+    """Whether floating-point values are stored as uint8."""
     return stored == torch.uint8 and values.is_floating_point
 
 
 def scratch_size(values: torch.dtype, stored: torch.dtype) -> int:
-    """Bytes for each element that the conversion needs."""
-    return computed(values).itemsize if is_quantized(values, stored) else 0
+    """Bytes per element that the conversion needs."""
+    return work_dtype(values).itemsize if is_quantized(values, stored) else 0
 
 
 def check_conversion(values: torch.dtype, stored: torch.dtype) -> None:
-    """Raise BadInput where `values` cannot be held as `stored`: bits would be lost unasked."""
-    if not holds(values, stored):
+    """Raise BadInput where numbers of dtype `values` would lose information as `stored`."""
+    if not can_store(values, stored):
         raise BadInput(
-            f"values of {name_of(values)} cannot be held as {name_of(stored)}: numbers would be "
+            f"values of {name_of(values)} cannot be stored as {name_of(stored)}: numbers would be "
             "lost; choose another dtype, or convert them in the network"
         )
 
 
-def holds(values: torch.dtype, stored: torch.dtype) -> bool:
-    """Can values be held as another type, for a user who asked for it or at no loss?"""
+def can_store(values: torch.dtype, stored: torch.dtype) -> bool:
+    """Whether `values` may be stored as `stored`: without loss, or as floating point of any size or
+    8-bit images."""
     if values == stored or values.is_complex or stored.is_complex:
         return values == stored
     if values.is_floating_point:
@@ -47,29 +48,29 @@ def holds(values: torch.dtype, stored: torch.dtype) -> bool:
     return other.min <= one.min and one.max <= other.max
 
 
-def computed(values: torch.dtype) -> torch.dtype:
-    """The type in which 8 bits are made of values."""
+def work_dtype(values: torch.dtype) -> torch.dtype:
+    """The dtype in which values are converted to 8 bits."""
     return torch.float64 if values == torch.float64 else torch.float32
 
 
-def assign(into: Tensor, held: Tensor) -> None:
-    """What a source holds, as the network takes it."""
-    into.copy_(held)
-    if is_quantized(into.dtype, held.dtype):
+def assign(into: Tensor, values: Tensor) -> None:
+    """Copy a source's values into a part; uint8 becomes x / 255 in floating-point parts."""
+    into.copy_(values)
+    if is_quantized(into.dtype, values.dtype):
         into.div_(255)
 
 
-def convert(given: Tensor, into: Tensor, axes: Axes, scratch: Tensor) -> None:
-    """Write values as the dtype of `into` holds them; scratch: as many elements, for 8 bits."""
-    if not is_quantized(given.dtype, into.dtype):
-        into.copy_(given)
+def convert(values: Tensor, into: Tensor, axes: Axes, scratch: Tensor) -> None:
+    """Write values to `into` in its dtype. scratch: memory of as many elements, for 8 bits."""
+    if not is_quantized(values.dtype, into.dtype):
+        into.copy_(values)
         return
     # In the order of the part, which is fast; the copy at the end changes order and dtype at once.
-    work = scratch[: given.numel()].as_strided(given.shape, strides(given.shape, axes))
-    if given.dtype == work.dtype:
-        torch.clamp(given, 0, 1, out=work)
+    work = scratch[: values.numel()].as_strided(values.shape, strides(values.shape, axes))
+    if values.dtype == work.dtype:
+        torch.clamp(values, 0, 1, out=work)
     else:
-        work.copy_(given).clamp_(0, 1)
+        work.copy_(values).clamp_(0, 1)
     into.copy_(work.nan_to_num_(0.0).mul_(255).round_())
 
 

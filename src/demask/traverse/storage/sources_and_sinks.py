@@ -1,13 +1,13 @@
-"""Where the parts of a value come from and go to: tensors, .npy files, temporary files.
+"""Sources and sinks of the parts of a value: tensors, .npy files, temporary files.
 
-Files are read and written through a small buffer, not mapped: the pages of a mapping are memory
-that nobody counts, and a full disk or a file cut short kills a process that maps it. It costs
-some speed. Measured with one thread of an EPYC (Zen 4), the file in the kernel's cache, float32
-images that lie channels first, in bands of 2 to 64 rows: 2.3-3.2 GB/s by the buffer, 3.1-5.4 by a
-mapping whose pages are given back after each piece; writing in 8 bits takes 2.3 GB/s of float32, a
-spill reads and writes 5-7. Networks are far slower than all of these.
+Files are read and written through a small buffer, not mapped: the pages of a mapping are not
+counted in the budget, and a full disk or a truncated file kills a process that maps it. The buffer
+costs some speed. Measured with one thread of an EPYC (Zen 4), the file in the kernel's cache,
+float32 images with channels first, in bands of 2 to 64 rows: 2.3-3.2 GB/s with the buffer, 3.1-5.4
+with a mapping whose pages are released after each piece; writing 8 bits takes 2.3 GB/s of float32,
+a spill reads and writes 5-7. Networks are far slower than all of these.
 
-How numbers are converted: `convert`. Zarr arrays and TIFF files would be two more pairs of classes.
+`dtype_conversion` converts numbers.
 """
 
 from __future__ import annotations
@@ -38,71 +38,71 @@ from demask.traverse.storage.dense_file import (
     Descriptor,
     FileLayout,
     fetch,
-    put,
-    reserved,
+    reserve,
+    store,
     temporary,
 )
 from demask.traverse.storage.dtype_conversion import (
     assign,
     check_conversion,
-    computed,
     convert,
     is_quantized,
     name_of,
     scratch_size,
+    work_dtype,
 )
 
 LIMIT = 1 << 20  # bytes of buffers; 256 KiB read 10 % slower, 4 MiB no faster
 
 
 class RowSource(Protocol):
-    """Where parts of a value are read from."""
+    """A value whose parts can be read."""
 
     def read(self, window: Window, into: Tensor) -> None:
-        """Fill `into`, a part laid out as parts are, with the positions of a window."""
+        """Fill `into`, in the layout of parts, with the positions of a window."""
         ...
 
 
 class Sink(Protocol):
-    """Where parts of a value are written to: each position once, in any order."""
+    """A value whose parts can be written: each position once, in any order."""
 
     def write(self, window: Window, part: Tensor) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class _End:
-    """What all ends share. axes: of the value; index: which image of a batch it is, None: all.
+class _SourceOrSink:
+    """Base class of sources and sinks. axes: of the value. index: of an image in a batch, or None.
 
-    `workspace` of an end: bytes that it allocates to read or write a window.
+    `workspace` of a subclass: bytes that it allocates to read or write a window.
     """
 
     axes: Axes
     index: int | None
 
     def image(self, index: int) -> Self:
-        """The end of one image of the batch."""
+        """The source or sink of one image of the batch."""
         return replace(self, index=index)
 
     def _shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         return whole if self.index is None else (1, *whole[1:])
 
     def _pieces(self, whole: tuple[int, ...], window: Window, each: int) -> Iterator[Box]:
-        """A window in boxes whose buffers hold LIMIT bytes at most, `each` for an element."""
-        box = boxed(self._shape(whole), self.axes, window)
+        """A window in boxes whose buffers have LIMIT bytes at most, `each` bytes per element."""
+        box = box_of(self._shape(whole), self.axes, window)
         return pieces(box, order(len(whole), self.axes), LIMIT // each)
 
     def _buffered(self, whole: tuple[int, ...], window: Window, each: int) -> int:
-        """Bytes of the buffers: those of the first box, which is the largest."""
+        """Bytes of the buffer of the first box, which is the largest."""
         return each * elements(next(self._pieces(whole, window, each), ((0, 0),)))
 
-    def _here(self, box: Box) -> Box:
-        """A box of the image, in the batch."""
+    def _in_batch(self, box: Box) -> Box:
+        """A box of the image as a box of the batch."""
         return box if self.index is None else ((self.index, self.index + 1), *box[1:])
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSource(_End):
-    """A tensor of any layout. mapping: where its memory is a file, whose pages are given back."""
+class TensorSource(_SourceOrSink):
+    """A tensor of any layout. mapping: of its memory, if that is a file; its pages are released."""
 
     tensor: Tensor
     mapping: mmap.mmap | None = None
@@ -117,26 +117,26 @@ class TensorSource(_End):
 
     def read(self, window: Window, into: Tensor) -> None:
         for box in self._boxes(window):
-            assign(within(into, box, self.axes, window), view(self.tensor, self._here(box)))
-            _give_back(self.mapping)
+            assign(within(into, box, self.axes, window), view(self.tensor, self._in_batch(box)))
+            _release_pages(self.mapping)
 
     def workspace(self, window: Window) -> int:
-        """Bytes of a mapping's pages held at once, but for those beside; none for a tensor."""
+        """Bytes of a mapping's pages that are loaded at once; 0 for a tensor."""
         if self.mapping is None:
             return 0
         return self._buffered(tuple(self.tensor.shape), window, self.dtype.itemsize)
 
     def _boxes(self, window: Window) -> Iterator[Box]:
         if self.mapping is None:
-            return iter([boxed(self.shape, self.axes, window)])
+            return iter([box_of(self.shape, self.axes, window)])
         return self._pieces(tuple(self.tensor.shape), window, self.dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSink(_End):
-    """A tensor of any layout; one of 8 bits takes floating numbers by the rule of 8-bit images.
+class TensorSink(_SourceOrSink):
+    """A tensor of any layout; floating-point parts are converted to uint8 as 8-bit images.
 
-    values: the dtype of the parts. mapping: as of TensorSource.
+    values: dtype of the parts. mapping: as in TensorSource.
     """
 
     tensor: Tensor
@@ -150,32 +150,32 @@ class TensorSink(_End):
     def write(self, window: Window, part: Tensor) -> None:
         scratch = _scratch(self, window)
         for box in self._boxes(window):
-            given = within(part, box, self.axes, window)
-            convert(given, view(self.tensor, self._here(box)), self.axes, scratch)
-            _give_back(self.mapping)
+            values = within(part, box, self.axes, window)
+            convert(values, view(self.tensor, self._in_batch(box)), self.axes, scratch)
+            _release_pages(self.mapping)
 
     def workspace(self, window: Window) -> int:
-        if self._plain:
+        if self._is_direct:
             return 0
-        return self._buffered(tuple(self.tensor.shape), window, self._each)
+        return self._buffered(tuple(self.tensor.shape), window, self._element_bytes)
 
     @property
-    def _plain(self) -> bool:
+    def _is_direct(self) -> bool:
         return self.mapping is None and not is_quantized(self.values, self.tensor.dtype)
 
     @property
-    def _each(self) -> int:
+    def _element_bytes(self) -> int:
         mapped = 0 if self.mapping is None else self.tensor.dtype.itemsize
         return mapped + scratch_size(self.values, self.tensor.dtype)
 
     def _boxes(self, window: Window) -> Iterator[Box]:
-        if self._plain:
-            return iter([boxed(self.shape, self.axes, window)])
-        return self._pieces(tuple(self.tensor.shape), window, self._each)
+        if self._is_direct:
+            return iter([box_of(self.shape, self.axes, window)])
+        return self._pieces(tuple(self.tensor.shape), window, self._element_bytes)
 
 
 @dataclass(frozen=True, slots=True)
-class ArraySource(_End):
+class ArraySource(_SourceOrSink):
     """A .npy file, in C or Fortran order."""
 
     layout: FileLayout
@@ -193,19 +193,19 @@ class ArraySource(_End):
         size = self.workspace(window) // self.dtype.itemsize
         buffer = torch.empty(size, dtype=self.dtype)
         for box in self._pieces(self.layout.shape, window, self.dtype.itemsize):
-            held = buffer[: elements(box)]
-            fetch(self.file, self.layout, self._here(box), held)
-            assign(within(into, box, self.axes, window), self.layout.seen(held, box))
+            values = buffer[: elements(box)]
+            fetch(self.file, self.layout, self._in_batch(box), values)
+            assign(within(into, box, self.axes, window), self.layout.view_box(values, box))
 
     def workspace(self, window: Window) -> int:
         return self._buffered(self.layout.shape, window, self.dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
-class ArraySink(_End):
-    """A new .npy file in C order, of the dtype of `layout`; values: the dtype of the parts.
+class ArraySink(_SourceOrSink):
+    """A new .npy file in C order, of the dtype of `layout`. values: dtype of the parts.
 
-    It is written between `opened` and the end of that block, beside `path`, and renamed.
+    It is written inside the block of `opened`, to a file next to `path`, which is then renamed.
     """
 
     path: Path
@@ -220,42 +220,43 @@ class ArraySink(_End):
 
     @contextmanager
     def opened(self) -> Iterator[ArraySink]:
-        """The same sink, to write to: its file appears, whole, when the block ends well.
+        """The sink with its file open. The file appears when the block ends without an error.
 
-        BadInput where the disk has no room for all of it.
+        Raises:
+            BadInput: if the disk has no room for the file.
         """
-        with atomic.write(self.path) as beside:
-            file = Descriptor(os.dup(beside.fileno()), str(self.path))
-            reserved(file, self.layout.end, self.path.parent)
-            beside.write(self.header)
+        with atomic.write(self.path) as temporary_file:
+            file = Descriptor(os.dup(temporary_file.fileno()), str(self.path))
+            reserve(file, self.layout.end, self.path.parent)
+            temporary_file.write(self.header)
             yield replace(self, file=file)
 
     def write(self, window: Window, part: Tensor) -> None:
         if self.file is None:
             raise ValueError("the sink is not open: write inside `with sink.opened() as sink:`")
-        count = self.workspace(window) // self._each
+        count = self.workspace(window) // self._element_bytes
         buffer = torch.empty(count, dtype=self.layout.dtype)
         scratch = _scratch(self, window)
-        for box in self._pieces(self.layout.shape, window, self._each):
-            held = buffer[: elements(box)]
-            given = within(part, box, self.axes, window)
-            convert(given, self.layout.seen(held, box), self.axes, scratch)
-            put(self.file, self.layout, self._here(box), held)
+        for box in self._pieces(self.layout.shape, window, self._element_bytes):
+            stored = buffer[: elements(box)]
+            values = within(part, box, self.axes, window)
+            convert(values, self.layout.view_box(stored, box), self.axes, scratch)
+            store(self.file, self.layout, self._in_batch(box), stored)
 
     def workspace(self, window: Window) -> int:
-        return self._buffered(self.layout.shape, window, self._each)
+        return self._buffered(self.layout.shape, window, self._element_bytes)
 
     @property
-    def _each(self) -> int:
+    def _element_bytes(self) -> int:
         dtype = self.layout.dtype
         return dtype.itemsize + scratch_size(self.values, dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Spill:
-    """A value in a temporary file that has no name and goes with the last reference to it.
+    """A value in a temporary file without a name, deleted with the last reference to it.
 
-    It lies there as parts do in memory, so that rows are one piece, and nothing is copied between.
+    The file has the layout of parts in memory: rows are contiguous and need no copy.
     """
 
     axes: Axes
@@ -271,25 +272,25 @@ class Spill:
         return self.layout.dtype
 
     def read(self, window: Window, into: Tensor) -> None:
-        box = self._checked(window, into)
+        box = self._checked_box(window, into)
         fetch(self.file, self.layout, box, into)
 
     def write(self, window: Window, part: Tensor) -> None:
-        box = self._checked(window, part)
-        put(self.file, self.layout, box, part)
+        box = self._checked_box(window, part)
+        store(self.file, self.layout, box, part)
 
     def workspace(self, window: Window) -> int:
         return 0
 
-    def _checked(self, window: Window, part: Tensor) -> Box:
-        box = boxed(self.shape, self.axes, window)
+    def _checked_box(self, window: Window, part: Tensor) -> Box:
+        box = box_of(self.shape, self.axes, window)
         if part.dtype != self.dtype or tuple(part.shape) != extents(box):
             raise ValueError(f"expected a part of {extents(box)} in {self.dtype}, "
                              f"got {tuple(part.shape)} in {part.dtype}")  # fmt: skip
         return box
 
     def close(self) -> None:
-        """Free its disk now."""
+        """Close the file, which deletes it."""
         self.file.close()
 
 
@@ -299,19 +300,19 @@ class Spill:
 def spill(
     shape: Sequence[int], dtype: torch.dtype, axes: Axes, folder: str | os.PathLike[str]
 ) -> Spill:
-    """A new temporary file for a value; BadInput where the disk has no room for it.
+    """A new temporary file for a value. Raises BadInput where the disk has no room for it.
 
-    folder: on a disk; many systems keep their folder for temporary files in memory.
+    folder: on a disk; on many systems the default folder for temporary files is in memory.
     """
     sizes = tuple(map(int, shape))
     layout = FileLayout(0, sizes, order(len(sizes), axes), dtype)
     file = temporary(folder)
-    reserved(file, layout.end, Path(folder))
+    reserve(file, layout.end, Path(folder))
     return Spill(axes, layout, file)
 
 
 def array_source(path: str | os.PathLike[str], axes: Axes, index: int | None = None) -> ArraySource:
-    """A .npy file to read from. BadInput: there is none, it is damaged, or of another dtype."""
+    """A .npy file to read. Raises BadInput where it is missing, damaged, or of another dtype."""
     with open_plain(path) as opened:
         header = npy_header(opened, os.fstat(opened.fileno()).st_size, str(path))
         file = Descriptor(os.dup(opened.fileno()), str(path))
@@ -331,69 +332,69 @@ def array_sink(
     stored: torch.dtype | None = None,
     index: int | None = None,
 ) -> ArraySink:
-    """A .npy file to write, not opened yet. values: the dtype of the parts; stored: of the file,
-    None for the same. BadInput where the file cannot be made, or numpy has no such dtype."""
-    final = atomic.check_writable(path)
+    """A .npy file to write, not opened yet. values: dtype of the parts; stored: of the file, None
+    for the same. Raises BadInput where it cannot be created, or numpy has no such dtype."""
+    target = atomic.check_writable(path)
     dtype = stored or values
     check_conversion(values, dtype)
     try:
         descr = np.lib.format.dtype_to_descr(torch.empty(0, dtype=dtype).numpy().dtype)
     except TypeError as error:
         raise BadInput(
-            f"{path}: numpy has no {name_of(dtype)}; ask for another dtype: output='float32'"
+            f"{path}: numpy has no {name_of(dtype)}; choose another dtype: output='float32'"
         ) from error
     header = BytesIO()
-    fields = {"descr": descr, "fortran_order": False, "shape": tuple(shape)}
-    np.lib.format.write_array_header_1_0(header, fields)
+    header_fields = {"descr": descr, "fortran_order": False, "shape": tuple(shape)}
+    np.lib.format.write_array_header_1_0(header, header_fields)
     text = header.getvalue()
     layout = FileLayout(len(text), tuple(shape), tuple(range(len(shape))), dtype)
-    return ArraySink(axes, index, final, layout, text, values)
+    return ArraySink(axes, index, target, layout, text, values)
 
 
-def tensor_source(given: Tensor | np.ndarray, axes: Axes, index: int | None = None) -> TensorSource:
-    """A tensor or an array, of any layout; the pages of a memory-mapped one are given back."""
-    tensor, mapping = _tensor(given)
+def tensor_source(data: Tensor | np.ndarray, axes: Axes, index: int | None = None) -> TensorSource:
+    """A tensor or an array of any layout to read; pages of a memory-mapped one are released."""
+    tensor, mapping = _tensor(data)
     return TensorSource(axes, index, tensor, mapping)
 
 
 def tensor_sink(
-    given: Tensor | np.ndarray, axes: Axes, values: torch.dtype, index: int | None = None
+    data: Tensor | np.ndarray, axes: Axes, values: torch.dtype, index: int | None = None
 ) -> TensorSink:
-    """A tensor or an array to write to, in place. values: the dtype of the parts."""
-    if isinstance(given, np.ndarray) and not given.flags.writeable:
+    """A tensor or an array to write to, in place. values: dtype of the parts."""
+    if isinstance(data, np.ndarray) and not data.flags.writeable:
         raise BadInput("the destination is a read-only array; open it with mode='r+'")
-    tensor, mapping = _tensor(given)
+    tensor, mapping = _tensor(data)
     check_conversion(values, tensor.dtype)
     return TensorSink(axes, index, tensor, values, mapping)
 
 
 def in_place(end: Any) -> Tensor | None:
-    """The image of an end as a part, where it is a tensor that lies in memory as parts do."""
+    """The image of a source or sink as a part; None unless it is a tensor in that layout."""
     if not isinstance(end, TensorSource | TensorSink) or end.mapping is not None:
         return None
     values = end.tensor.dtype if isinstance(end, TensorSource) else end.values
     if values != end.tensor.dtype:
         return None
     image = end.tensor if end.index is None else end.tensor[end.index : end.index + 1]
-    wanted = strides(tuple(image.shape), end.axes)
-    alike = all(n == 1 or a == b
-                for n, a, b in zip(image.shape, image.stride(), wanted, strict=True))  # fmt: skip
-    return image.as_strided(image.shape, wanted) if alike else None
+    expected = strides(tuple(image.shape), end.axes)
+    triples = zip(image.shape, image.stride(), expected, strict=True)
+    fits = all(size == 1 or stride == wanted for size, stride, wanted in triples)
+    return image.as_strided(image.shape, expected) if fits else None
 
 
-def _tensor(given: Tensor | np.ndarray) -> tuple[Tensor, mmap.mmap | None]:
-    if isinstance(given, Tensor):
-        if given.device.type != "cpu" or given.layout != torch.strided:
-            raise BadInput(f"expected a dense tensor on the CPU, got {given.layout} on "
-                           f"{given.device}; move it first: tensor.cpu()")  # fmt: skip
-        return given.detach(), None
-    _dtype(given.dtype, "the array")
+def _tensor(data: Tensor | np.ndarray) -> tuple[Tensor, mmap.mmap | None]:
+    if isinstance(data, Tensor):
+        if data.device.type != "cpu" or data.layout != torch.strided:
+            raise BadInput(f"expected a dense tensor on the CPU, got {data.layout} on "
+                           f"{data.device}; move it first: tensor.cpu()")  # fmt: skip
+        return data.detach(), None
+    _dtype(data.dtype, "the array")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of arrays that are read-only: a source is only read
-            return torch.from_numpy(given), _mapping(given)
+            return torch.from_numpy(data), _mapping(data)
     except ValueError as error:
-        raise BadInput(f"the array cannot be used as it lies ({error}); copy it first") from error
+        raise BadInput(f"the array's layout is not supported ({error}); copy it first") from error
 
 
 def _dtype(dtype: np.dtype[Any], name: str) -> torch.dtype:
@@ -407,8 +408,8 @@ def _dtype(dtype: np.dtype[Any], name: str) -> torch.dtype:
 
 
 def _mapping(array: Any) -> mmap.mmap | None:
-    """The mapping that an array lies in, if its pages may be given back: those that hold a file.
-    What was written to a private copy is nowhere else."""
+    """The mapping of an array, if its pages may be released because a file backs them; a private
+    copy (mode "c") is not backed."""
     shared = False
     while array is not None and not isinstance(array, mmap.mmap):
         shared = shared or (isinstance(array, np.memmap) and array.mode in ("r", "r+", "w+"))
@@ -416,7 +417,7 @@ def _mapping(array: Any) -> mmap.mmap | None:
     return array if shared else None
 
 
-def _give_back(mapping: mmap.mmap | None) -> None:
+def _release_pages(mapping: mmap.mmap | None) -> None:
     if mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
         mapping.madvise(mmap.MADV_DONTNEED)
 
@@ -424,10 +425,10 @@ def _give_back(mapping: mmap.mmap | None) -> None:
 # --------------------------------------------------------------------------------------- boxes
 
 
-def boxed(shape: tuple[int, ...], axes: Axes, window: Window) -> Box:
-    """A window as one interval for each dimension.
+def box_of(shape: tuple[int, ...], axes: Axes, window: Window) -> Box:
+    """A window as one interval per dimension.
 
-    >>> boxed((1, 3, 8, 9), (2, 3), ((2, 4), (0, 9)))
+    >>> box_of((1, 3, 8, 9), (2, 3), ((2, 4), (0, 9)))
     ((0, 1), (0, 3), (2, 4), (0, 9))
     """
     box: list[Interval] = [(0, size) for size in shape]
@@ -438,10 +439,12 @@ def boxed(shape: tuple[int, ...], axes: Axes, window: Window) -> Box:
 
 
 def extents(box: Box) -> tuple[int, ...]:
+    """The shape of a box."""
     return tuple(end - start for start, end in box)
 
 
 def elements(box: Box) -> int:
+    """The number of positions of a box."""
     return math.prod(extents(box))
 
 
@@ -474,7 +477,7 @@ def view(tensor: Tensor, box: Box) -> Tensor:
 
 
 def within(part: Tensor, box: Box, axes: Axes, window: Window) -> Tensor:
-    """The positions of a box in the part that holds a window."""
+    """The positions of a box in the part of a window."""
     starts = {
         axis: first for axis, (first, _) in zip(axes, window, strict=True) if axis is not None
     }
@@ -483,12 +486,12 @@ def within(part: Tensor, box: Box, axes: Axes, window: Window) -> Tensor:
 
 
 def _scratch(sink: TensorSink | ArraySink, window: Window) -> Tensor:
-    """Memory for the largest piece of a window, if what is written is converted to 8 bits."""
+    """Memory to convert the largest piece of a window to 8 bits; empty for other dtypes."""
     stored = sink.tensor.dtype if isinstance(sink, TensorSink) else sink.layout.dtype
-    dtype = computed(sink.values)
+    dtype = work_dtype(sink.values)
     if not is_quantized(sink.values, stored):
         return torch.empty(0, dtype=dtype)
-    return torch.empty(sink.workspace(window) // sink._each, dtype=dtype)
+    return torch.empty(sink.workspace(window) // sink._element_bytes, dtype=dtype)
 
 
 __all__ = [
