@@ -83,7 +83,7 @@ def optimized(model: nn.Module, **options: Any) -> Any:
 def raced(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Answers to whether a whole network is as fast as the one given, in the order of asking."""
     answers: list[bool] = []
-    real = race.Race.speed
+    real = race.CandidateRace.speed
 
     def speed(self: Any, name: str) -> Any:
         if self.program is not None:
@@ -92,7 +92,7 @@ def raced(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         fast = answers.pop(0)
         return module.replace(found, least=1.0 if fast else 0.5), not fast
 
-    monkeypatch.setattr(race.Race, "speed", speed)
+    monkeypatch.setattr(race.CandidateRace, "speed", speed)
     return answers
 
 
@@ -166,13 +166,13 @@ def test_the_whole_is_never_slower(
 
 
 def test_parts_that_make_the_whole_differ_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, real = model_of(), race.Race.difference
+    model, real = model_of(), race.CandidateRace.difference
 
     def planted(self: Any, network: Any) -> str:
         wrong = self.program is None and isinstance(network.blocks[0], Optimized)
         return "output 0 by 1e6 units" if wrong else real(self, network)
 
-    monkeypatch.setattr(race.Race, "difference", planted)
+    monkeypatch.setattr(race.CandidateRace, "difference", planted)
     fast = optimized(model)
     assert type(fast.blocks[0]) is Block
     assert any("left out, output 0" in note for note in fast.demasked.notes)

@@ -53,13 +53,13 @@ class AveragePool:
             return _adaptive(node)
         if node.target not in traits.AVERAGE_POOLS:
             return None
-        found, rank = schema.arguments(node), traits.AVERAGE_POOLS[node.target]
-        kernel, padding = (spread(found[name], rank) for name in ("kernel_size", "padding"))
-        stride = spread(found["stride"], rank) if found["stride"] else kernel
+        arguments, rank = schema.arguments(node), traits.AVERAGE_POOLS[node.target]
+        kernel, padding = (spread(arguments[name], rank) for name in ("kernel_size", "padding"))
+        stride = spread(arguments["stride"], rank) if arguments["stride"] else kernel
         if kernel is None or stride is None or padding is None:
             return None
-        override = found.get("divisor_override")
-        flags = bool(found["ceil_mode"]), bool(found["count_include_pad"])
+        override = arguments.get("divisor_override")
+        flags = bool(arguments["ceil_mode"]), bool(arguments["count_include_pad"])
         return cls(kernel, stride, padding, *flags, override)
 
     @property
@@ -281,11 +281,11 @@ def _is_trained(editor: GraphEditor, node: fx.Node) -> bool:
 
 
 def _sums(editor: GraphEditor, node: fx.Node) -> _Sums | None:
-    found, rank = schema.arguments(node), traits.CONVOLUTIONS[node.target]
-    weight, x = editor.tensor(found["weight"]), found["input"]
-    stride, dilation = spread(found["stride"], rank), spread(found["dilation"], rank)
-    inner = spread(found["padding"], rank)
-    if weight is None or stride is None or inner is None or found["bias"] is not None:
+    arguments, rank = schema.arguments(node), traits.CONVOLUTIONS[node.target]
+    weight, x = editor.tensor(arguments["weight"]), arguments["input"]
+    stride, dilation = spread(arguments["stride"], rank), spread(arguments["dilation"], rank)
+    inner = spread(arguments["padding"], rank)
+    if weight is None or stride is None or inner is None or arguments["bias"] is not None:
         return None
     weights = _channel_weights(weight)
     if weights is None or dilation != (1,) * rank or x.meta["val"].shape[-rank - 1] != len(weights):
@@ -315,9 +315,9 @@ def _zeros_around(x: fx.Node, rank: int) -> Pads | None:
     """What a call pads with zeros along the last axes; None if it does something else."""
     if x.target is not PAD:
         return None
-    found = schema.arguments(x)
-    flat = list(found["pad"])
-    if found["value"] or len(flat) > 2 * rank or not all(isinstance(n, int) for n in flat):
+    arguments = schema.arguments(x)
+    flat = list(arguments["pad"])
+    if arguments["value"] or len(flat) > 2 * rank or not all(isinstance(n, int) for n in flat):
         return None
     flat += [0] * (2 * rank - len(flat))
     if any(n < 0 for n in flat):

@@ -289,12 +289,12 @@ def _reduction(reader: SpacedReader, found: _Letters) -> SpacedRule | NotSpaced:
 
 def _summed_mean(reader: SpacedReader) -> SpacedRule | NotSpaced:
     """A mean over images as a convolution that reads the grid alone."""
-    found = schema.arguments(reader.node)
-    value = found["self"].meta["val"]
-    dims = sorted(dim % value.ndim for dim in found.get("dim") or range(value.ndim))
+    arguments = schema.arguments(reader.node)
+    value = arguments["self"].meta["val"]
+    dims = sorted(dim % value.ndim for dim in arguments.get("dim") or range(value.ndim))
     rank = value.ndim - 2
     sizes = value.shape[2:]
-    if dims != list(range(2, value.ndim)) or not 1 <= rank <= 3 or found.get("dtype"):
+    if dims != list(range(2, value.ndim)) or not 1 <= rank <= 3 or arguments.get("dtype"):
         return NotSpaced(UNMASKED)
     if not all(isinstance(n, int) for n in sizes):
         return NotSpaced("sizes of images are known at run time alone")
@@ -308,7 +308,7 @@ def _summed_mean(reader: SpacedReader) -> SpacedRule | NotSpaced:
 
     def emit(here: Emission) -> fx.Node:
         made = step.emit(here)
-        return made if found.get("keepdim") else here.call(aten.squeeze.dims, made, dims)
+        return made if arguments.get("keepdim") else here.call(aten.squeeze.dims, made, dims)
 
     return SpacedRule(({},), emit)
 
@@ -368,9 +368,9 @@ def _insert(after: list[list[str]], name: str, front: list[str]) -> None:
 
 def _pad(reader: SpacedReader) -> SpacedRule | NotSpaced:
     """Constants around a value: gap times as many."""
-    found = schema.arguments(reader.node)
-    x, flat = found["self"], list(found["pad"])
-    if found.get("mode", "constant") != "constant":
+    arguments = schema.arguments(reader.node)
+    x, flat = arguments["self"], list(arguments["pad"])
+    if arguments.get("mode", "constant") != "constant":
         return NotSpaced("it pads with what stands at the border")
     grid, rank = reader.plan.grid(x), x.meta["val"].ndim
     axes, pads = dict(grid), list(flat)
@@ -384,5 +384,5 @@ def _pad(reader: SpacedReader) -> SpacedRule | NotSpaced:
         pads[at : at + 2] = [front, behind]
         count = part.count + sum(flat[at : at + 2])
         axes[axis] = Spread.even(count, part.gap, part.size + front + behind)
-    wild = not math.isfinite(found["value"] or 0)  # a window may find nothing else
+    wild = not math.isfinite(arguments["value"] or 0)  # a window may find nothing else
     return SpacedRule((kept(axes),), lambda here: here.again(pad=pads), wild)

@@ -88,8 +88,8 @@ def is_strided(node: fx.Node) -> bool:
     rank = axes.get(node.target)
     if rank is None:
         return False
-    found = schema.arguments(node)
-    stride = spread(found["stride"] or found["kernel_size"], rank)
+    arguments = schema.arguments(node)
+    stride = spread(arguments["stride"] or arguments["kernel_size"], rank)
     return stride is not None and any(step > 1 for step in stride)
 
 
@@ -140,9 +140,9 @@ def _place(
 
 def _windows(node: fx.Node, kernel: Sequence[int], pads: Pads | None) -> list[SpacedWindow] | None:
     """The windows of a call; None where an argument is no number."""
-    found, rank = schema.arguments(node), len(kernel)
-    stride = spread(found["stride"] or list(kernel), rank)
-    dilation = spread(found.get("dilation", 1), rank)
+    arguments, rank = schema.arguments(node), len(kernel)
+    stride = spread(arguments["stride"] or list(kernel), rank)
+    dilation = spread(arguments.get("dilation", 1), rank)
     counts = node.meta["val"].shape[-rank:]
     if stride is None or dilation is None or pads is None:
         return None
@@ -166,12 +166,12 @@ def _pads(value: Any, kernel: Sequence[int], dilation: Any) -> Pads | None:
 
 
 def _convolution(reader: SpacedReader, rank: int) -> SpacedRule | NotSpaced:
-    found = schema.arguments(reader.node)
-    x, weight = found["input"], found["weight"]
-    if any(reader.plan.grid(found[name]) for name in ("weight", "bias")):
+    arguments = schema.arguments(reader.node)
+    x, weight = arguments["input"], arguments["weight"]
+    if any(reader.plan.grid(arguments[name]) for name in ("weight", "bias")):
         return NotSpaced("its weights stand apart")
     kernel = tuple(weight.meta["val"].shape[2:])
-    windows = _windows(reader.node, kernel, _pads(found["padding"], kernel, found["dilation"]))
+    windows = _windows(reader.node, kernel, _pads(arguments["padding"], kernel, arguments["dilation"]))
     if windows is None:
         return NotSpaced("a convolution whose sizes are computed")
     placed = _place(reader, x, windows)
@@ -181,18 +181,18 @@ def _convolution(reader: SpacedReader, rank: int) -> SpacedRule | NotSpaced:
     def emit(here: Emission) -> fx.Node:
         value, inner = padded(here.editor, here.node, here.read(x), placed.pads, 0)
         gaps = [w.dilation * gap for w, gap in zip(windows, placed.gaps, strict=True)]
-        args = (value, here.read(weight), found["bias"], [1] * rank, list(inner), gaps)
-        return here.call(traits.CONV_OF_AXES[rank], *args, found["groups"])
+        args = (value, here.read(weight), arguments["bias"], [1] * rank, list(inner), gaps)
+        return here.call(traits.CONV_OF_AXES[rank], *args, arguments["groups"])
 
     return SpacedRule((placed.grid,), emit)
 
 
 def _maximum(reader: SpacedReader, rank: int) -> SpacedRule | NotSpaced:
-    found = schema.arguments(reader.node)
-    x, kernel = found["self"], spread(found["kernel_size"], rank)
+    arguments = schema.arguments(reader.node)
+    x, kernel = arguments["self"], spread(arguments["kernel_size"], rank)
     if reader.plan.target.pool_windows != "any" and kernel != (1,) * rank:
         return NotSpaced("windows of the target's pools do not overlap")
-    pads = None if kernel is None else _pads(found["padding"], kernel, 1)
+    pads = None if kernel is None else _pads(arguments["padding"], kernel, 1)
     windows = None if kernel is None else _windows(reader.node, kernel, pads)
     if windows is None:
         return NotSpaced("a pool whose sizes are computed")

@@ -183,8 +183,8 @@ def site_of(
     """The site of a strided convolution, the first of a chain (`chain_of`); why it has none.
     largest: bound of all values."""
     node = chain[0]
-    found, rank = schema.arguments(node), CONVOLUTIONS_ANY_PADDING[node.target]
-    x, weight = found["input"].meta["val"], found["weight"].meta["val"]
+    arguments, rank = schema.arguments(node), CONVOLUTIONS_ANY_PADDING[node.target]
+    x, weight = arguments["input"].meta["val"], arguments["weight"].meta["val"]
     sizes = [*x.shape[-rank:], *weight.shape]
     if not all(isinstance(n, int) for n in sizes):
         return "its spatial sizes are dynamic; they have to be static"
@@ -198,17 +198,17 @@ def site_of(
     )  # fmt: skip
     bounds = (known[n] for n in chain)
     ranges = tuple(Range(max(r.low, -largest), min(r.high, largest)) for r in bounds)
-    channels = (weight.shape[1] * found["groups"], weight.shape[0])
-    constant = editor.tensor(found["weight"]) is not None
-    return StridedConv(axes, channels, found["groups"], node.meta["val"].dtype, ranges, constant)
+    channels = (weight.shape[1] * arguments["groups"], weight.shape[0])
+    constant = editor.tensor(arguments["weight"]) is not None
+    return StridedConv(axes, channels, arguments["groups"], node.meta["val"].dtype, ranges, constant)
 
 
 def call_of(editor: GraphEditor, chain: Sequence[fx.Node]) -> FormInputs:
     """What a form of the convolution reads, the first of a chain (`chain_of`)."""
-    found = schema.arguments(chain[0])
+    arguments = schema.arguments(chain[0])
     steps = tuple(_step(chain[k], chain[k + 1]) for k in range(len(chain) - 1))
-    numbers = editor.tensor(found["weight"])
-    return FormInputs(found["input"], found["weight"], found["bias"], numbers, steps)
+    numbers = editor.tensor(arguments["weight"])
+    return FormInputs(arguments["input"], arguments["weight"], arguments["bias"], numbers, steps)
 
 
 def _step(source: fx.Node, node: fx.Node) -> Step:

@@ -71,12 +71,12 @@ def windows(node: fx.Node) -> Gaps | None:
     """The gaps with which a convolution or a max pool reads the axes of its windows."""
     if node.target not in CONVOLUTIONS | MAX_POOLS:
         return None
-    found = schema.arguments(node)
-    weight = found.get("weight")
-    kernel = list(found["kernel_size"]) if weight is None else list(weight.meta["val"].shape[2:])
+    arguments = schema.arguments(node)
+    weight = arguments.get("weight")
+    kernel = list(arguments["kernel_size"]) if weight is None else list(weight.meta["val"].shape[2:])
     rank = len(kernel)
     stride, padding, dilation = (
-        each(found[name] or kernel, rank) for name in ("stride", "padding", "dilation")
+        each(arguments[name] or kernel, rank) for name in ("stride", "padding", "dilation")
     )
     stride = (
         s if n != 1 else 0 for s, n in zip(stride, node.meta["val"].shape[-rank:], strict=True)

@@ -49,13 +49,13 @@ def root_of(node: Any) -> Any:
 
 def cut_of(node: fx.Node) -> tuple[int, Any, Any, Any]:
     """Axis, start, end and step of a slice; a start that is counted from the end is so no more."""
-    found = schema.arguments(node)
-    value, start = found["self"].meta["val"], found["start"] or 0
-    axis = found["dim"] % value.ndim
+    arguments = schema.arguments(node)
+    value, start = arguments["self"].meta["val"], arguments["start"] or 0
+    axis = arguments["dim"] % value.ndim
     size = value.shape[axis]
     if isinstance(start, int) and isinstance(size, int):
         start = min(max(start + size if start < 0 else start, 0), size)
-    return axis, start, found["end"], found["step"]
+    return axis, start, arguments["end"], arguments["step"]
 
 
 def spaced(editor: GraphEditor, table: Table) -> bool:
@@ -108,15 +108,15 @@ def _less(node: fx.Node, every: Sequence[int]) -> Again | None:
     would be others."""
     if node.target is aten.slice.Tensor:
         return _less_slices(node, every)
-    found, rank = schema.arguments(node), len(windows(node) or ())
-    source, steps = "input" if "input" in found else "self", every[-rank:]
+    arguments, rank = schema.arguments(node), len(windows(node) or ())
+    source, steps = "input" if "input" in arguments else "self", every[-rank:]
     if any(step > 1 for step in every[:-rank]):
         return None
-    sizes, weight = found[source].meta["val"].shape[-rank:], found.get("weight")
-    kernel = list(found["kernel_size"]) if weight is None else list(weight.meta["val"].shape[2:])
+    sizes, weight = arguments[source].meta["val"].shape[-rank:], arguments.get("weight")
+    kernel = list(arguments["kernel_size"]) if weight is None else list(weight.meta["val"].shape[2:])
     names = ("stride", "padding", "dilation")
     less = {name: [max(n // g, int(name != "padding")) for n, g in
-                   zip(each(found[name] or kernel, rank), steps, strict=True)]
+                   zip(each(arguments[name] or kernel, rank), steps, strict=True)]
             for name in names}  # fmt: skip
     made = [_windows(-(-sizes[k] // steps[k]), *(less[name][k] for name in names), kernel[k])  # type: ignore[call-arg]
             for k in range(rank)]  # fmt: skip
@@ -168,8 +168,8 @@ def shifted(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
         or schema.arguments(x).get("mode", "constant") != "constant"
     ):
         return None
-    found, (axis, start, _, step) = schema.arguments(x), cut_of(node)
-    inner, flat = found["self"], list(found["pad"])
+    arguments, (axis, start, _, step) = schema.arguments(x), cut_of(node)
+    inner, flat = arguments["self"], list(arguments["pad"])
     size, at = inner.meta["val"].shape[axis], 2 * (inner.meta["val"].ndim - 1 - axis)
     flat += [0] * (at + 2 - len(flat))
     front, count = flat[at], node.meta["val"].shape[axis]
@@ -180,7 +180,7 @@ def shifted(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     less = -(-size // step)
     small = slices(editor, node, inner, [(0, step, less), *_whole(inner, axis)])
     flat[at : at + 2] = [front // step, count - less - front // step]
-    args, kwargs = schema.call(x.target, found | {"self": small, "pad": flat})
+    args, kwargs = schema.call(x.target, arguments | {"self": small, "pad": flat})
     return editor.insert(node, node, x.target, *args, **kwargs)
 
 
@@ -194,10 +194,10 @@ def padded(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     x: Any = node.args[0] if node.target in MAX_POOLS else None
     if x is None or x.target is not aten.constant_pad_nd.default:
         return None
-    found, pad = schema.arguments(node), schema.arguments(x)
-    rank = len(found["kernel_size"])
+    arguments, pad = schema.arguments(node), schema.arguments(x)
+    rank = len(arguments["kernel_size"])
     pads, sizes = list(pad["pad"]), pad["self"].meta["val"].shape[-rank:]
-    own = each(found["padding"], rank)
+    own = each(arguments["padding"], rank)
     if pad["value"] != -math.inf or len(pads) > 2 * rank:
         return None
     if not all(isinstance(n, int) for n in (*pads, *sizes)):
@@ -208,12 +208,12 @@ def padded(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     if any(a and b for a, b in zip(own, before, strict=True)):
         return None
     before = [a + b for a, b in zip(own, before, strict=True)]
-    kernel = each(found["kernel_size"], rank)
-    steps = each(found["stride"] or kernel, rank)
-    axes = zip(sizes, steps, before, each(found["dilation"], rank), kernel, strict=True)
+    kernel = each(arguments["kernel_size"], rank)
+    steps = each(arguments["stride"] or kernel, rank)
+    axes = zip(sizes, steps, before, each(arguments["dilation"], rank), kernel, strict=True)
     made = [_windows(*axis) for axis in axes]
     small = all(0 <= b <= k // 2 for b, k in zip(before, kernel, strict=True))
-    if not small or found["ceil_mode"] or made != list(node.meta["val"].shape[-rank:]):
+    if not small or arguments["ceil_mode"] or made != list(node.meta["val"].shape[-rank:]):
         return None
     return editor.repeat_call(node, self=pad["self"], padding=before)
 
@@ -242,23 +242,23 @@ def pooled(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
         return None
     if any(len(cut.users) > 1 for cut in cuts[:-1]) or len(pool.users) > 1:
         return None
-    found, rank = schema.arguments(pool), len(schema.arguments(pool)["kernel_size"])
-    sizes, kernel = found["self"].meta["val"].shape[-rank:], each(found["kernel_size"], rank)
-    step = each(found["stride"] or kernel, rank)
+    arguments, rank = schema.arguments(pool), len(schema.arguments(pool)["kernel_size"])
+    sizes, kernel = arguments["self"].meta["val"].shape[-rank:], each(arguments["kernel_size"], rank)
+    step = each(arguments["stride"] or kernel, rank)
     for cut in cuts:
         axis, start, _, more = cut_of(cut)
         axis -= node.meta["val"].ndim - rank
         if axis < 0 or start or not isinstance(more, int):
             return None
         step[axis] *= more
-    dilation = each(found.get("dilation", 1), rank)
-    if found["ceil_mode"] or not all(isinstance(n, int) for n in sizes):
+    dilation = each(arguments.get("dilation", 1), rank)
+    if arguments["ceil_mode"] or not all(isinstance(n, int) for n in sizes):
         return None
-    made = [_windows(*one) for one in zip(sizes, step, each(found["padding"], rank), dilation,
+    made = [_windows(*one) for one in zip(sizes, step, each(arguments["padding"], rank), dilation,
                                             kernel, strict=True)]  # fmt: skip
     if made != list(node.meta["val"].shape[-rank:]):
         return None
-    args, kwargs = schema.call(pool.target, found | {"stride": step})
+    args, kwargs = schema.call(pool.target, arguments | {"stride": step})
     return editor.insert(node, node, pool.target, *args, **kwargs)
 
 

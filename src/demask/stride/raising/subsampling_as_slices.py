@@ -137,8 +137,8 @@ def _behind(table: Table, editor: GraphEditor, node: fx.Node, rank: int) -> _Mas
     if masked is None:
         return None
     name, dtype = relation.operands[0].name, masked.value.meta["val"].dtype
-    found = schema.arguments(node)
-    args, kwargs = schema.call(node.target, found | {name: torch.tensor(masked.fill, dtype=dtype)})
+    arguments = schema.arguments(node)
+    args, kwargs = schema.call(node.target, arguments | {name: torch.tensor(masked.fill, dtype=dtype)})
     fill = float(node.target(*args, **kwargs))  # type: ignore[operator]
     value = _scaled(editor, node, masked.value, masked.scale)
     return _Masked(editor.repeat_call(node, **{name: value}), masked.keep, fill)
@@ -200,8 +200,8 @@ def _pool(table: Table, editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     average = node.target in AVERAGE_POOLS
     if not average and node.target not in MAX_POOLS:
         return None
-    found = schema.arguments(node)
-    x, rank = found["self"], len(found["kernel_size"])
+    arguments = schema.arguments(node)
+    x, rank = arguments["self"], len(arguments["kernel_size"])
     sizes = x.meta["val"].shape[-rank:]
     if not all(isinstance(n, int) for n in sizes):
         return None
@@ -212,7 +212,7 @@ def _pool(table: Table, editor: GraphEditor, node: fx.Node) -> fx.Node | None:
         return None
     factor = masked.scale
     if average:
-        shares = node.target(masked.keep[None, None].double(), *_rest(found)).unique()  # type: ignore[operator]
+        shares = node.target(masked.keep[None, None].double(), *_rest(arguments)).unique()  # type: ignore[operator]
         if masked.fill or len(shares) != 1:
             return None
         factor *= 1 / round(1 / float(shares))
@@ -228,10 +228,10 @@ def _rest(found: Mapping[str, Any]) -> list[Any]:
 def _picked(node: fx.Node, keep: Tensor) -> list[Every] | None:
     """Per axis the positions that the windows of a pool keep; None unless each keeps one, evenly
     spaced."""
-    found = schema.arguments(node)
+    arguments = schema.arguments(node)
     pool = getattr(F, f"max_pool{(MAX_POOLS | AVERAGE_POOLS)[node.target]}d")
-    args = found["kernel_size"], found["stride"] or None, found["padding"]
-    more = {"ceil_mode": found["ceil_mode"], "dilation": found.get("dilation", 1)}
+    args = arguments["kernel_size"], arguments["stride"] or None, arguments["padding"]
+    more = {"ceil_mode": arguments["ceil_mode"], "dilation": arguments.get("dilation", 1)}
     numbers = torch.arange(1, keep.numel() + 1, dtype=torch.float64).view(keep.shape)
     last = pool(torch.where(keep, numbers, 0.0)[None, None], *args, **more)[0, 0]
     first = -pool(torch.where(keep, -numbers, -math.inf)[None, None], *args, **more)[0, 0]

@@ -37,12 +37,12 @@ def unblocked(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     """The strided convolution that one over blocks of positions stands for."""
     if node.target not in CONVOLUTIONS:
         return None
-    found = schema.arguments(node)
-    weight = editor.tensor(found["weight"])
-    if weight is None or _moves(found):
+    arguments = schema.arguments(node)
+    weight = editor.tensor(arguments["weight"])
+    if weight is None or _moves(arguments):
         return None
     rank = weight.ndim - 2
-    blocks = _blocks(found["input"], rank)
+    blocks = _blocks(arguments["input"], rank)
     if blocks is None:
         return None
     x, step = blocks
@@ -53,7 +53,7 @@ def unblocked(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     spread = parts.permute(0, 1, *order)
     sizes = [n * s for n, s in zip(weight.shape[2:], step, strict=True)]
     dense = spread.reshape(outer, inner, *sizes)
-    return _put(editor, node, _unpadded(_Strided(x, dense, step, (0,) * rank)), found["bias"])
+    return _put(editor, node, _unpadded(_Strided(x, dense, step, (0,) * rank)), arguments["bias"])
 
 
 def joined(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
@@ -100,19 +100,19 @@ def _leaves(node: Any) -> Iterator[fx.Node]:
 
 def _phase(editor: GraphEditor, conv: fx.Node) -> tuple[Any, ...] | None:
     """The source, its steps, the first position of the phase, the weight, positions apart."""
-    found = schema.arguments(conv)
-    weight = editor.tensor(found["weight"])
-    if weight is None or set(found["stride"]) != {1} or any(found["padding"]):
+    arguments = schema.arguments(conv)
+    weight = editor.tensor(arguments["weight"])
+    if weight is None or set(arguments["stride"]) != {1} or any(arguments["padding"]):
         return None
     rank = weight.ndim - 2
-    start, step, x = [0] * rank, [1] * rank, found["input"]
+    start, step, x = [0] * rank, [1] * rank, arguments["input"]
     while x.target is aten.slice.Tensor:
         cut = schema.arguments(x)
         axis = cut["dim"] % x.meta["val"].ndim - (x.meta["val"].ndim - rank)
         if axis < 0 or not isinstance(cut["start"], int) or step[axis] != 1:
             return None
         start[axis], step[axis], x = cut["start"], cut["step"], cut["self"]
-    dilation = list(found["dilation"]) * (rank if len(found["dilation"]) == 1 else 1)
+    dilation = list(arguments["dilation"]) * (rank if len(arguments["dilation"]) == 1 else 1)
     apart = [d * s for d, s in zip(dilation, step, strict=True)]
     return x, tuple(step), tuple(start), weight, tuple(apart)
 
