@@ -412,14 +412,14 @@ def test_a_life_that_ends_too_early_is_noticed(monkeypatch) -> None:
     def early(self, node):
         return min((self.order[u] for m in self.members(node) for u in m.users), default=0)
 
-    assert broken_by(monkeypatch, "last", early)
+    assert broken_by(monkeypatch, "last_read", early)
 
 
 def test_a_view_that_keeps_nothing_alive_is_noticed(monkeypatch) -> None:
     def alone(self, node):
         return max((self.order[u] for u in node.users), default=0)
 
-    assert broken_by(monkeypatch, "last", alone)
+    assert broken_by(monkeypatch, "last_read", alone)
 
 
 def test_no_fault_no_noise(monkeypatch) -> None:
