@@ -41,7 +41,7 @@ from demask.tune.candidates import Candidate, forms
 from demask.tune.epilogue import is_fused, plain
 from demask.tune.layer_costs import Asker
 from demask.tune.module.optimized_module import Optimized
-from demask.tune.race import CandidateRace, own_inputs
+from demask.tune.race import CandidateRace, clone_inputs
 
 BACKENDS, PRECISIONS = ("torch", "sparse"), ("bf16", "int8")
 # A sparse candidate that takes less than this share of the time of all dense layers has won.
@@ -49,7 +49,7 @@ AHEAD = 0.7
 DRAWS = 3  # random inputs on which lossy storage is judged, in addition to the example
 DEMASKED, PARTS = "demasked alone", "parts optimized one by one"
 NAN = "a ReLU fused into a layer maps NaN to 0: outputs may hide values that are not finite"
-Tell = Callable[[str], object]
+ProgressCallback = Callable[[str], object]
 
 
 @public
@@ -64,7 +64,7 @@ def optimize(
     precision: str | None = None,
     backends: Sequence[str] = BACKENDS,
     cache: str | os.PathLike[str] | Literal[False] | None = None,
-    progress: Tell = lambda words: None,
+    progress: ProgressCallback = lambda words: None,
     table: Table = TABLE,
 ) -> nn.Module:
     """The fastest measured network that computes what `model` computes in eval mode.
@@ -124,10 +124,10 @@ def optimize(
         program = captured(*here, dynamic_shapes)
         progress("removing what is masked")
         smaller, provenance = reduced(program, table)
-        args, named = own_inputs((args, named))
+        args, named = clone_inputs((args, named))
         race = CandidateRace(in_eval(model), program, args, named, device, count)
         wanted = _Wanted("sparse" in backends, precision, cache, table)
-        return _fastest(race, program, smaller, provenance, wanted, progress)
+        return _choose(race, program, smaller, provenance, wanted, progress)
 
 
 def _check(precision: str | None, backends: Sequence[str]) -> None:
@@ -164,7 +164,7 @@ class _Parts:
     names: str | Sequence[str]
     options: Mapping[str, Any]
 
-    def fastest(self, threads: int, progress: Tell) -> nn.Module:
+    def fastest(self, threads: int, progress: ProgressCallback) -> nn.Module:
         """A copy of the model with optimized parts, with demasked parts, or with its own parts."""
 
         def part(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> nn.Module:
@@ -174,25 +174,27 @@ class _Parts:
             return optimize(self._module(name), args, named, progress=tell, **self.options)
 
         fast = with_parts(self.model, self.args, self.kwargs, self.names, part)
-        args, kwargs = own_inputs((self.args, self.kwargs))
+        args, kwargs = clone_inputs((self.args, self.kwargs))
         device = device_of(self.model, args, kwargs)
         race = CandidateRace(in_eval(self.model), None, args, kwargs, device, threads)
-        notes = list(_entered_whole(race, PARTS, fast))
+        notes = list(_enter_network(race, PARTS, fast))
         progress("measuring against the original network")
         best, speed = _winner(race, PARTS, notes) if race.modules else (GIVEN, None)
         if best == PARTS:
             notes += _without_cache(race, fast)
             return self._recorded(fast, best, speed, notes)
         slim = self._demasked()
-        notes += _entered_whole(race, DEMASKED, slim)
+        notes += _enter_network(race, DEMASKED, slim)
         if DEMASKED in race.modules:
             best, speed = _winner(race, DEMASKED, notes)
         return self._recorded(slim if best == DEMASKED else self._copy(), best, speed, notes)
 
     def _module(self, name: str) -> nn.Module:
+        """A submodule of the model."""
         return self.model.get_submodule(name)  # type: ignore[union-attr]
 
     def _demasked(self) -> nn.Module:
+        """A copy of the model with demasked parts."""
         shapes, table = self.options["dynamic_shapes"], self.options["table"]
 
         def part(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> nn.Module:
@@ -201,6 +203,7 @@ class _Parts:
         return with_parts(self.model, self.args, self.kwargs, self.names, part)
 
     def _copy(self) -> nn.Module:
+        """A copy of the model, with its own provenance."""
         assert isinstance(self.model, nn.Module)
         copy = structural_copy(self.model, share=False)
         record = merged(self.model, copy, {}, self.args, self.kwargs)
@@ -217,13 +220,13 @@ class _Parts:
         return chosen
 
 
-def _entered_whole(race: CandidateRace, name: str, network: nn.Module) -> Iterator[str]:
+def _enter_network(race: CandidateRace, name: str, network: nn.Module) -> Iterator[str]:
     """Add a network with replaced parts to the race; yield the reason if it cannot be added."""
     copy = in_eval(network)
     try:
         failure = race.difference(copy)
     except Exception as error:  # of any type: another network is returned
-        failure = f"it fails ({_words(error)})"
+        failure = f"it fails ({_first_line(error)})"
     if failure:
         yield f"{name}: left out, {failure}"
     else:
@@ -240,15 +243,22 @@ def _without_cache(race: CandidateRace, network: nn.Module) -> Iterator[str]:
                "optimize parts without one: modules=['*.mlp']")  # fmt: skip
 
 
-def _fastest(race: CandidateRace, program: Program, smaller: Program, provenance: Provenance,
-             wanted: _Wanted, progress: Tell) -> Demasked:  # fmt: skip
+def _choose(
+    race: CandidateRace, program: Program, smaller: Program, provenance: Provenance,
+    wanted: _Wanted, progress: ProgressCallback,
+) -> Demasked:  # fmt: skip
     """The fastest candidate, or the original network."""
-    notes = [*provenance.notes, *_all(race, program, smaller, provenance, wanted, progress)]
+    notes = [
+        *provenance.notes,
+        *_enter_candidates(race, program, smaller, provenance, wanted, progress),
+    ]
     if not race.modules:
         chosen = (TuneDecision(WHOLE, GIVEN, {}),)
-        return _original(race, program, provenance, (*notes, "no form is as exact"), chosen, None)
+        return _original(
+            race, program, provenance, (*notes, "no candidate is as exact"), chosen, None
+        )
     progress("measuring the candidates")
-    seconds = race.forms()
+    seconds = race.times()
     best = min(race.modules, key=seconds.__getitem__)
     progress("measuring against the original network")
     best, speed = _winner(race, best, notes)
@@ -261,12 +271,14 @@ def _fastest(race: CandidateRace, program: Program, smaller: Program, provenance
     if any(is_fused(node) for node in candidate.program.graph.nodes):
         notes.append(NAN)
     if wanted.precision is not None:
-        notes.append(_lossy(race, best, wanted.precision))
-    measured = remembered(candidate.program, provenance, wanted.table)
+        notes.append(_describe_loss(race, best, wanted.precision))
+    measured = optimized_provenance(candidate.program, provenance, wanted.table)
     record = replace(measured, notes=tuple(notes), decisions=decisions, speed=speed)
-    module_type = _kind(candidate)
+    module_type = _module_type(candidate)
     race.modules.clear()
-    return _built(race, owned(candidate.program, program.constants.values()), record, module_type)
+    return _build_module(
+        race, owned(candidate.program, program.constants.values()), record, module_type
+    )
 
 
 def _winner(race: CandidateRace, best: str, notes: list[str]) -> tuple[str, Speed]:
@@ -283,7 +295,7 @@ def _winner(race: CandidateRace, best: str, notes: list[str]) -> tuple[str, Spee
     return best, speed
 
 
-def _lossy(race: CandidateRace, name: str, precision: str) -> str:
+def _describe_loss(race: CandidateRace, name: str, precision: str) -> str:
     """Description of how far the outputs of a lossy candidate are from exact ones."""
     if name not in race.exact:
         return f"precision={precision!r} has no effect: the fastest candidate has no sparse layer"
@@ -303,7 +315,7 @@ def _lossy(race: CandidateRace, name: str, precision: str) -> str:
             "random inputs like it")  # fmt: skip
 
 
-def remembered(program: Program, provenance: Provenance, table: Table) -> Provenance:
+def optimized_provenance(program: Program, provenance: Provenance, table: Table) -> Provenance:
     """The provenance of an optimized program: its sizes, cuts, and ops that only adapt shapes."""
     whole = plain(program)
     sizes = sizes_of(whole, Analysis(whole, table).relations)
@@ -320,7 +332,7 @@ def remembered(program: Program, provenance: Provenance, table: Table) -> Proven
                    densities=densities)  # fmt: skip
 
 
-def unchanged(provenance: Provenance) -> Provenance:
+def unchanged_provenance(provenance: Provenance) -> Provenance:
     """The provenance of a network from which nothing was removed."""
     return replace(provenance, after=provenance.before, removed={}, cuts={}, effects={}, reasons=())
 
@@ -334,33 +346,35 @@ def _original(
         copy = structural_copy(race.baseline, share=False)
         copy.demasked = replace(copy.demasked, notes=(*copy.demasked.notes, notes[-1]))  # type: ignore
         return copy  # type: ignore[return-value]
-    same = replace(unchanged(provenance), notes=notes, decisions=decisions, speed=speed)
+    same = replace(unchanged_provenance(provenance), notes=notes, decisions=decisions, speed=speed)
     first = build(program, same).eval()
     return moved(first, race.device) if race.device != CPU else first  # type: ignore[return-value]
 
 
-def _all(race: CandidateRace, program: Program, smaller: Program, provenance: Provenance,
-         wanted: _Wanted, progress: Tell) -> Iterator[str]:  # fmt: skip
+def _enter_candidates(
+    race: CandidateRace, program: Program, smaller: Program, provenance: Provenance,
+    wanted: _Wanted, progress: ProgressCallback,
+) -> Iterator[str]:  # fmt: skip
     """Add sparse candidates to the race, then dense ones; yield which fail, and why."""
     costs = Costs.open(wanted.cache, threads=race.threads, measure=race.device == CPU)
     leaves = pytree.tree_leaves((race.args, race.kwargs))
     asker = Asker(costs, ExampleSizes.of(smaller.graph, leaves))
     sparse = Sparse(asker, wanted.table, wanted.precision)
     if wanted.sparse and race.device == CPU:
-        yield from _entered(race, sparse.forms(smaller, program, progress), provenance, progress)
-    dense = _dense(race, smaller, asker, sparse, progress)
-    yield from _entered(race, dense, provenance, progress)
+        yield from _enter_all(race, sparse.forms(smaller, program, progress), provenance, progress)
+    dense = _dense_candidates(race, smaller, asker, sparse, progress)
+    yield from _enter_all(race, dense, provenance, progress)
     costs.save()
 
 
-def _entered(race: CandidateRace, candidates: Iterator[Candidate], provenance: Provenance,
-             progress: Tell) -> Iterator[str]:  # fmt: skip
+def _enter_all(race: CandidateRace, candidates: Iterator[Candidate], provenance: Provenance,
+               progress: ProgressCallback) -> Iterator[str]:  # fmt: skip
     """Add all candidates to the race; yield which fail, and why."""
     while True:
         try:
             candidate = next(candidates, None)
         except Exception as error:  # of any type: the earlier candidates are enough
-            yield f"no further candidates are built: {_words(error)}"
+            yield f"no further candidates are built: {_first_line(error)}"
             return
         if candidate is None:
             return
@@ -370,13 +384,14 @@ def _entered(race: CandidateRace, candidates: Iterator[Candidate], provenance: P
             yield f"{candidate.name} is left out: {failure}"
 
 
-def _words(error: Exception) -> str:
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__} {first:.120}".strip()
+def _first_line(error: Exception) -> str:
+    """Type and first line of an exception."""
+    line = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__} {line:.120}".strip()
 
 
-def _dense(race: CandidateRace, smaller: Program, asker: Asker, sparse: Sparse,
-           progress: Tell) -> Iterator[Candidate]:  # fmt: skip
+def _dense_candidates(race: CandidateRace, smaller: Program, asker: Asker, sparse: Sparse,
+                      progress: ProgressCallback) -> Iterator[Candidate]:  # fmt: skip
     """The dense candidates, unless a sparse one is far faster."""
     if race.modules and min(race.screened().values()) < AHEAD * sparse.least:
         return  # the layers of a dense candidate alone take longer
@@ -386,9 +401,9 @@ def _dense(race: CandidateRace, smaller: Program, asker: Asker, sparse: Sparse,
 
 def _enter(race: CandidateRace, candidate: Candidate, provenance: Provenance) -> str:
     """Add a candidate to the race; the reason if it cannot be added, else ""."""
-    module_type = _kind(candidate)
+    module_type = _module_type(candidate)
     try:
-        exact = _built(
+        exact = _build_module(
             race,
             candidate.program if candidate.exact is None else candidate.exact,
             provenance,
@@ -397,9 +412,9 @@ def _enter(race: CandidateRace, candidate: Candidate, provenance: Provenance) ->
         difference = race.difference(exact)
         module = exact
         if candidate.exact is not None:
-            module = _built(race, candidate.program, provenance, module_type)
+            module = _build_module(race, candidate.program, provenance, module_type)
     except Exception as error:  # of any type: the other candidates are enough
-        return f"it fails ({_words(error)})"
+        return f"it fails ({_first_line(error)})"
     if difference:
         return f"its outputs differ: {difference}"
     race.modules[candidate.name], race.candidates[candidate.name] = module, candidate
@@ -408,11 +423,12 @@ def _enter(race: CandidateRace, candidate: Candidate, provenance: Provenance) ->
     return ""
 
 
-def _kind(candidate: Candidate) -> type[Demasked]:
+def _module_type(candidate: Candidate) -> type[Demasked]:
+    """The class of a candidate's module."""
     return Demasked if candidate.name == DEMASKED else Optimized
 
 
-def _built(
+def _build_module(
     race: CandidateRace, program: Program, provenance: Provenance, module_type: type[Demasked]
 ) -> Demasked:
     module = build(program, provenance, module_type).eval()

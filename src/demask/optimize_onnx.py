@@ -35,7 +35,7 @@ from demask.machine.benchmark import ALLOWED, PAIRS
 from demask.machine.threads import checked_threads
 from demask.machine.timing import sampled
 from demask.ops import TABLE, Table
-from demask.optimize import remembered, unchanged
+from demask.optimize import optimized_provenance, unchanged_provenance
 from demask.shrink.pipeline import given as captured
 from demask.shrink.pipeline import reduced
 from demask.tune.onnxruntime_candidate import for_runtime
@@ -44,7 +44,7 @@ from demask.tune.race import speed_of
 WIDTH = 8  # widths are rounded up to a multiple of it if nothing can be measured
 MULTIPLES = (1, 4, 16)  # also measured if ONNX Runtime is installed
 ROUNDS, SECONDS = 15, 10.0
-Tell = Callable[[str], object]
+ProgressCallback = Callable[[str], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def optimize_onnx(
     threads: int | None = None,
     tolerance: float | None = None,
     table: Table = TABLE,
-    progress: Tell = lambda words: None,
+    progress: ProgressCallback = lambda words: None,
 ) -> Deployed:
     """Demask a network and write it to `path` as the ONNX file that ONNX Runtime runs fastest.
 
@@ -125,7 +125,7 @@ def deploy(
     threads: int | None = None,
     tolerance: float | None = None,
     table: Table = TABLE,
-    progress: Tell = lambda words: None,
+    progress: ProgressCallback = lambda words: None,
 ) -> Deployed:
     """As `optimize_onnx`, for a loaded network. file: the ONNX file that it was read from."""
     check_writable(path)
@@ -141,7 +141,9 @@ def deploy(
     candidates = _OnnxCandidates(program, race, table, progress)
     name = _winner(candidates, race, minimal, progress)
     if name is None:
-        slim = build(program, candidates.recorded(unchanged(candidates.reduced(True)[1]))).eval()
+        slim = build(
+            program, candidates.recorded(unchanged_provenance(candidates.reduced(True)[1]))
+        ).eval()
         progress("writing the original network")
         copy_file(race.baseline, path)
         return Deployed(slim, 0.0)
@@ -153,7 +155,7 @@ def deploy(
 
 
 def _winner(
-    candidates: _OnnxCandidates, race: _SessionRace, minimal: bool, progress: Tell
+    candidates: _OnnxCandidates, race: _SessionRace, minimal: bool, progress: ProgressCallback
 ) -> str | None:
     """Name of the candidate to write; None for the original network."""
     if minimal or race.runtime is None:
@@ -200,7 +202,7 @@ class _OnnxCandidates:
     program: Program
     race: _SessionRace
     table: Table
-    progress: Tell
+    progress: ProgressCallback
     valid: dict[str, tuple[Demasked, Any, float | None]] = field(default_factory=dict)
     borders: dict[str, bool] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -230,7 +232,7 @@ class _OnnxCandidates:
         program, provenance = self.reduced(borders)
         rewritten = for_runtime(program, self.table, multiple)
         try:
-            slim = build(rewritten, remembered(rewritten, provenance, self.table)).eval()
+            slim = build(rewritten, optimized_provenance(rewritten, provenance, self.table)).eval()
             model = proto_of(slim)
             data = serialized(model)
             if len(data) > size_of(self.race.baseline):

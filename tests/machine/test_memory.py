@@ -22,9 +22,9 @@ from demask.tune.module import buffer_assignment as memory
 from demask.tune.module import shape_cache as plans
 from demask.tune.module.buffer_assignment import InArena, InPlace, assign_buffers
 from demask.tune.module.optimized_module import Optimized
-from demask.tune.passes.channels_last import laid_out
+from demask.tune.passes.channels_last import convert_layouts
 from demask.tune.passes.fold_affine import absorbed
-from demask.tune.passes.fuse_epilogues import fused
+from demask.tune.passes.fuse_epilogues import fuse_epilogues
 from fuzz.laws import difference
 from micro import MICROS, Micro
 from night import every
@@ -58,11 +58,11 @@ def plain_form(program):
 
 
 def fused_form(program):
-    return fused(absorbed(program), lambda *_: True)
+    return fuse_epilogues(absorbed(program), lambda *_: True)
 
 
 def last_form(program):
-    return laid_out(fused_form(program), lambda _: True, TABLE)
+    return convert_layouts(fused_form(program), lambda _: True, TABLE)
 
 
 FORMS = {"plain": plain_form, "fused": fused_form, "last": last_form}

@@ -145,7 +145,9 @@ def test_a_refusal_says_why() -> None:
     assert "rounds" in reason("two_masks", site(0, 1), ops, finite=True, mask=3.0)
     assert "overflow" in reason("two_masks", site(0, 3e38), ops, finite=True)
     assert "no 1 / 2" in reason("two_masks", site(0, 1, WHOLE), ops)
-    assert "as large as their stride" in reason("pool_1x1", site(0, 1), "max_pool", pool_windows="stride")
+    assert "as large as their stride" in reason(
+        "pool_1x1", site(0, 1), "max_pool", pool_windows="stride"
+    )
     assert "up to 1" in reason("select_max_pool", site(0, 1), "max_pool select", pool_size=1)
     assert "cannot pad" in reason("mask_sum_pool", replace(site(0, 1), axes=(ConvAxis(9, 3, 2),)),
                                   "sum_pool select", pool_ceil=False)  # fmt: skip

@@ -53,8 +53,8 @@ class AveragePool:
         if node.target not in traits.AVERAGE_POOLS:
             return None
         arguments, rank = schema.arguments(node), traits.AVERAGE_POOLS[node.target]
-        kernel, padding = (spread(arguments[name], rank) for name in ("kernel_size", "padding"))
-        stride = spread(arguments["stride"], rank) if arguments["stride"] else kernel
+        kernel, padding = (per_axis(arguments[name], rank) for name in ("kernel_size", "padding"))
+        stride = per_axis(arguments["stride"], rank) if arguments["stride"] else kernel
         if kernel is None or stride is None or padding is None:
             return None
         override = arguments.get("divisor_override")
@@ -119,7 +119,7 @@ def _adaptive(node: fx.Node) -> AveragePool | None:
     return AveragePool(kernel, kernel, (0,) * rank)
 
 
-def spread(value: Any, rank: int) -> tuple[int, ...] | None:
+def per_axis(value: Any, rank: int) -> tuple[int, ...] | None:
     """An argument as one number per axis; None if one is not an int."""
     items = list(value) if isinstance(value, (list, tuple)) else [value]
     items = items * rank if len(items) == 1 else items
@@ -184,8 +184,8 @@ def _as_conv(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
         pads, kernel = pool.pads(sizes), pool.taps(sizes)
     shared = divisors(pool, sizes)
     weight = 1.0 if shared.ndim else 1 / int(shared)
-    sums = summed(editor, node, x, kernel, weight, pads=pads, stride=pool.stride)
-    return scaled(editor, node, sums, shared.double().reciprocal()) if shared.ndim else sums
+    sums = sum_windows(editor, node, x, kernel, weight, pads=pads, stride=pool.stride)
+    return multiply(editor, node, sums, shared.double().reciprocal()) if shared.ndim else sums
 
 
 def static_sizes(x: fx.Node, rank: int) -> tuple[int, ...] | None:
@@ -194,7 +194,7 @@ def static_sizes(x: fx.Node, rank: int) -> tuple[int, ...] | None:
     return sizes if all(isinstance(n, int) for n in sizes) else None
 
 
-def summed(
+def sum_windows(
     editor: GraphEditor,
     node: fx.Node,
     x: fx.Node,
@@ -209,15 +209,15 @@ def summed(
     inserted before `node`."""
     value, rank = x.meta["val"], len(kernel)
     channels = value.shape[-rank - 1]
-    x, inner = padded(editor, node, x, pads, 0)
+    x, inner = pad_input(editor, node, x, pads, 0)
     taps = torch.full((channels, 1, *kernel), weight, dtype=value.dtype)
     read = editor.add_constant(f"{node.name}_taps", taps, node)
     gaps = [1] * rank if dilation is None else list(dilation)
     args = (x, read, None, list(stride), list(inner), gaps, channels)
-    return described(editor.insert(node, None, traits.CONV_OF_AXES[rank], *args), node)
+    return copy_metadata(editor.insert(node, None, traits.CONV_OF_AXES[rank], *args), node)
 
 
-def padded(
+def pad_input(
     editor: GraphEditor, reader: fx.Node, x: fx.Node, pads: Pads, value: float
 ) -> tuple[fx.Node, tuple[int, ...]]:
     """`x` and the padding argument of a call that reads it: `pads` if they are symmetric zeros,
@@ -229,14 +229,14 @@ def padded(
     return padded_x, (0,) * len(pads)
 
 
-def scaled(editor: GraphEditor, node: fx.Node, x: fx.Node, factor: Tensor) -> fx.Node:
+def multiply(editor: GraphEditor, node: fx.Node, x: fx.Node, factor: Tensor) -> fx.Node:
     """`x` times a constant, inserted before `node`."""
     dtype = x.meta["val"].dtype
     read = editor.add_constant(f"{node.name}_scale", factor.to(dtype), node)
-    return described(editor.insert(node, None, aten.mul.Tensor, x, read), node)
+    return copy_metadata(editor.insert(node, None, aten.mul.Tensor, x, read), node)
 
 
-def described(replacement: fx.Node, node: fx.Node) -> fx.Node:
+def copy_metadata(replacement: fx.Node, node: fx.Node) -> fx.Node:
     """The replacement of a call, with the call's metadata except for its value."""
     metadata = {k: v for k, v in node.meta.items() if k not in ("val", "effect", "positions")}
     replacement.meta = {**metadata, **replacement.meta}
@@ -286,8 +286,8 @@ def _sums(editor: GraphEditor, node: fx.Node) -> _Sums | None:
     """A convolution as sums of windows; None if it is none."""
     arguments, rank = schema.arguments(node), traits.CONVOLUTIONS[node.target]
     weight, x = editor.tensor(arguments["weight"]), arguments["input"]
-    stride, dilation = spread(arguments["stride"], rank), spread(arguments["dilation"], rank)
-    inner = spread(arguments["padding"], rank)
+    stride, dilation = per_axis(arguments["stride"], rank), per_axis(arguments["dilation"], rank)
+    inner = per_axis(arguments["padding"], rank)
     if weight is None or stride is None or inner is None or arguments["bias"] is not None:
         return None
     weights = _channel_weights(weight)
@@ -369,7 +369,7 @@ def _as_pool(editor: GraphEditor, sums: _Sums, *, scales: bool) -> fx.Node | Non
     factor = sums.weights.double().reshape(-1, *[1] * rank)
     factor = factor * divisors(pool, sizes).double()
     factor = factor if sums.scale is None else factor * sums.scale.double()
-    return scaled(editor, sums.last, _call(editor, sums, pool), factor)
+    return multiply(editor, sums.last, _call(editor, sums, pool), factor)
 
 
 def _candidates(sums: _Sums) -> list[AveragePool]:
@@ -412,4 +412,4 @@ def _call(editor: GraphEditor, sums: _Sums, pool: AveragePool) -> fx.Node:
     replacement = editor.insert(
         sums.last, None, traits.AVERAGE_POOL_OF_AXES[len(pool.kernel)], *args
     )
-    return described(replacement, sums.last)
+    return copy_metadata(replacement, sums.last)

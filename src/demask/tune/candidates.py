@@ -23,15 +23,19 @@ from demask.ops.traits import CONV_OF_AXES
 from demask.tune.epilogue import Epilogue
 from demask.tune.layer_costs import FUSED, PLAIN, Asker, Layer
 from demask.tune.passes.channels_last import CONVOLUTIONS as IMAGES
-from demask.tune.passes.channels_last import convolves, laid_out, movable
-from demask.tune.passes.conv_into_arena import prefilled
-from demask.tune.passes.fold_affine import absorbed, contraction
-from demask.tune.passes.fuse_epilogues import chain, fused
-from demask.tune.passes.join_as_sum import Sum, summed
-from demask.tune.passes.merge_activations import named
-from demask.tune.passes.one_pixel_as_linear import flattened
-from demask.tune.passes.pack_pixels import paired
-from demask.tune.passes.pad_channels import Widening, rounded, widened
+from demask.tune.passes.channels_last import (
+    convert_layouts,
+    is_image_convolution,
+    may_change_layout,
+)
+from demask.tune.passes.conv_into_arena import move_convs_into_arena
+from demask.tune.passes.fold_affine import absorbed, contraction_weight
+from demask.tune.passes.fuse_epilogues import chain, fuse_epilogues
+from demask.tune.passes.join_as_sum import Sum, rewrite_joins
+from demask.tune.passes.merge_activations import merge_activations
+from demask.tune.passes.one_pixel_as_linear import convert_one_pixel_convs
+from demask.tune.passes.pack_pixels import pack_pixels
+from demask.tune.passes.pad_channels import Widening, remove_pads, round_widths
 
 aten = torch.ops.aten
 GAIN = 0.97  # a rewrite must take less than this share of the original time
@@ -54,12 +58,12 @@ def forms(
 ) -> Iterator[Candidate]:
     """The program with norms folded into weights, then with the fastest implementation of each
     layer: in the default layout, in channels last, or in the faster one for each image size."""
-    base = flattened(absorbed(named(program)), table)
+    base = convert_one_pixel_convs(absorbed(merge_activations(program)), table)
     yield Candidate("norms in the weights", base)
     tell("measuring layers")
     groups = by_size(base, asker)
     yield from _both(Maker(asker, lambda _: False, table), "layers with their epilogues", base)
-    if not groups or not movable(base):
+    if not groups or not may_change_layout(base):
         return
     yield from _both(Maker(asker, lambda _: True, table), "channels last", base)
     choice = {size: costs[True] < GAIN * costs[False] for size, costs in groups.items()}
@@ -86,7 +90,11 @@ def by_size(program: Program, asker: Asker) -> dict[tuple[int, ...], dict[bool, 
     live = input_dependent(editor.graph)
     seconds: dict[tuple[int, ...], dict[bool, float]] = defaultdict(lambda: {True: 0.0, False: 0.0})
     for node in editor.calls(*IMAGES):
-        if node in live and contraction(editor, node) is not None and convolves(node):
+        if (
+            node in live
+            and contraction_weight(editor, node) is not None
+            and is_image_convolution(node)
+        ):
             after = chain(node, live)
             for last in (True, False):
                 _, taken = asker.layer(
@@ -107,23 +115,23 @@ class Maker:
 
     def made(self, name: str, base: Program) -> Candidate:
         """The candidate for a program whose norms are folded into the weights."""
-        program = summed(base, self.join)
-        program = widened(program, self.worth, self.table)
+        program = rewrite_joins(base, self.join)
+        program = remove_pads(program, self.worth, self.table)
         for multiple in MULTIPLES:
             width = lambda n, m=multiple: -(-n // m) * m  # noqa: E731
-            program = rounded(program, width, self.worth, self.table)
-        program = fused(program, self.fuse)
+            program = round_widths(program, width, self.worth, self.table)
+        program = fuse_epilogues(program, self.fuse)
         return Candidate(name, self.arranged(program), self.decisions)
 
     def arranged(self, program: Program) -> Program:
         """A fused program in the chosen memory layout."""
-        return paired(laid_out(program, self.last, self.table), self.pair)
+        return pack_pixels(convert_layouts(program, self.last, self.table), self.pair)
 
     def in_arena(self, candidate: Candidate) -> Iterator[Candidate]:
         """The candidate with its large convolutions in the arena; nothing if it has none."""
-        program = prefilled(candidate.program, self.asker.example)
+        program = move_convs_into_arena(candidate.program, self.asker.example)
         if program is not None:
-            converted = laid_out(program, self.last, self.table)
+            converted = convert_layouts(program, self.last, self.table)
             yield Candidate(f"{candidate.name}, in one arena", converted, candidate.decisions)
 
     def join(self, editor: GraphEditor, terms: Sum, branch: fx.Node, join: fx.Node) -> str | None:

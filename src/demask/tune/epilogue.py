@@ -73,7 +73,7 @@ def _targets(*names: str) -> list[Any]:
     return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
 
 
-def packed(node: fx.Node, weight: Tensor, x: Tensor) -> Tensor:
+def pack_weight(node: fx.Node, weight: Tensor, x: Tensor) -> Tensor:
     """The weight of a fused call, packed for the sizes of its input `x`."""
     arguments = schema.arguments(node)
     if "padding" not in arguments:
@@ -96,7 +96,7 @@ def plain_call(after: Epilogue, x: Tensor) -> Tensor:
     return (target if over is None else over.default)(x, *args, **kwargs)
 
 
-def run_plain(values: Mapping[str, Any]) -> Tensor:
+def run_unfused(values: Mapping[str, Any]) -> Tensor:
     """The result of a fused call with these arguments, computed by ATen ops.
 
     Raises ValueError if the added tensor has another shape, which oneDNN would not check.

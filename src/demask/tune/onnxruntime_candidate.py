@@ -11,17 +11,17 @@ from demask.graph.program import Program
 from demask.ops import Table
 from demask.tune.passes.absorb_gathers import ungathered
 from demask.tune.passes.fold_affine import absorbed
-from demask.tune.passes.join_as_sum import summed
-from demask.tune.passes.pad_channels import rounded, widened
+from demask.tune.passes.join_as_sum import rewrite_joins
+from demask.tune.passes.pad_channels import remove_pads, round_widths
 
 
 def for_runtime(program: Program, table: Table, multiple: int = 1) -> Program:
     """The program with norms folded into weights, joins as sums of layers that write at their own
     positions, and widths rounded up to a multiple. Equal up to rounding of the weights."""
-    program = summed(absorbed(program), lambda *_: "grow")
-    program = widened(program, lambda *_: True, table)
+    program = rewrite_joins(absorbed(program), lambda *_: "grow")
+    program = remove_pads(program, lambda *_: True, table)
     if multiple == 1:
         return program
     program = ungathered(program, table)
     width = lambda count: -(-count // multiple) * multiple  # noqa: E731
-    return rounded(program, width, lambda *_: True, table)
+    return round_widths(program, width, lambda *_: True, table)

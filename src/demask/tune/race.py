@@ -29,7 +29,7 @@ WARMUP = 1  # calls before the timed ones: every network has been called before
 FAR = 1.5  # candidates slower than this many times the fastest do not enter the final
 
 
-def own_inputs(inputs: Any) -> Any:
+def clone_inputs(inputs: Any) -> Any:
     """The inputs, a pytree, with copies of the tensors."""
     return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
 
@@ -58,7 +58,7 @@ class CandidateRace:
     expected: list[tuple[str, Inputs, list[Any]]] = field(default_factory=list)
     wide: dict[str, list[Any]] = field(default_factory=dict)
 
-    def forms(self) -> dict[str, float]:
+    def times(self) -> dict[str, float]:
         """Median seconds of the candidates; far slower ones are only screened."""
         whole = self.screened()
         near = [name for name in whole if whole[name] <= FAR * min(whole.values())]
@@ -90,7 +90,7 @@ class CandidateRace:
 
     def outputs(self, module: nn.Module, inputs: Inputs | None = None) -> list[Any]:
         """The flattened outputs of a network for the example, or for other inputs."""
-        args, kwargs = own_inputs((self.args, self.kwargs) if inputs is None else inputs)
+        args, kwargs = clone_inputs((self.args, self.kwargs) if inputs is None else inputs)
         with torch.no_grad(), set_threads(self.threads):
             return pytree.tree_leaves(module(*args, **kwargs))
 

@@ -27,7 +27,7 @@ class PlacedInstructions:
     sizes: Mapping[str, int]
 
 
-def placed(listing: Listing, machine: Machine) -> PlacedInstructions:
+def assign_addresses(listing: Listing, machine: Machine) -> PlacedInstructions:
     """The steps of a network with addresses. Raises BadInput if a buffer is too small.
 
     Weights are stored one after another, since every run needs all of them. Activations share

@@ -54,7 +54,7 @@ def expand(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     return e.put("repeat", [x], shape)
 
 
-def permuted(e: InstructionEmitter, x: ValueRef, order: Sequence[int]) -> ValueRef:
+def permute_axes(e: InstructionEmitter, x: ValueRef, order: Sequence[int]) -> ValueRef:
     """The axes in another order; free if only axes of size 1 move."""
     shape = [x.shape[axis] for axis in order]
     long = [axis for axis in order if x.shape[axis] > 1]
@@ -63,7 +63,7 @@ def permuted(e: InstructionEmitter, x: ValueRef, order: Sequence[int]) -> ValueR
 
 def permute(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     x = e.ref(a["self"])
-    return permuted(e, x, [axis % len(x.shape) for axis in a["dims"]])
+    return permute_axes(e, x, [axis % len(x.shape) for axis in a["dims"]])
 
 
 def transpose(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
@@ -72,7 +72,7 @@ def transpose(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     first, second = (a.get(name, k) for k, name in enumerate(("dim0", "dim1")))
     if len(order) > 1:
         order[first], order[second] = order[second], order[first]
-    return permuted(e, x, order)
+    return permute_axes(e, x, order)
 
 
 def movedim(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
@@ -82,7 +82,7 @@ def movedim(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     sources, destinations = ([axis % len(x.shape) for axis in axes] for axes in lists)
     rest = iter(axis for axis in range(len(x.shape)) if axis not in sources)
     moved = dict(zip(destinations, sources, strict=True))
-    return permuted(e, x, [moved[k] if k in moved else next(rest) for k in range(len(x.shape))])
+    return permute_axes(e, x, [moved[k] if k in moved else next(rest) for k in range(len(x.shape))])
 
 
 def matrix_transpose(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
@@ -95,15 +95,15 @@ def rows_of(e: InstructionEmitter, x: ValueRef, axes: Sequence[int]) -> tuple[Va
     rest = [axis for axis in range(len(x.shape)) if axis not in axes]
     order = [*rest, *axes]
     count = math.prod(x.shape[axis] for axis in axes)
-    return permuted(e, x, order).view(math.prod(x.shape) // count, count), order
+    return permute_axes(e, x, order).view(math.prod(x.shape) // count, count), order
 
 
-def moved_back(
+def undo_rows(
     e: InstructionEmitter, rows: ValueRef, shape: Sequence[int], order: Sequence[int]
 ) -> ValueRef:
     """The inverse of `rows_of`: the value in its original shape and order."""
     moved = rows.view(*(shape[axis] for axis in order))
-    return permuted(e, moved, [order.index(axis) for axis in range(len(shape))])
+    return permute_axes(e, moved, [order.index(axis) for axis in range(len(shape))])
 
 
 def cat(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
@@ -200,7 +200,7 @@ def split(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     return tuple(parts)
 
 
-def gathered(e: InstructionEmitter, x: ValueRef, axis: int, positions: Sequence[int]) -> ValueRef:
+def gather(e: InstructionEmitter, x: ValueRef, axis: int, positions: Sequence[int]) -> ValueRef:
     """A gather of positions of one axis: each run of consecutive positions is one move."""
     shape = tuple(len(positions) if k == axis else n for k, n in enumerate(x.shape))
     offset, result = 0, None
@@ -231,13 +231,13 @@ def index_select(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs
     if not isinstance(index, Tensor):
         raise CannotEmit("its positions depend on the input; expected constants")
     axis = a["dim"] % len(x.shape)
-    return gathered(e, x, axis, [n % x.shape[axis] for n in index.reshape(-1).tolist()])
+    return gather(e, x, axis, [n % x.shape[axis] for n in index.reshape(-1).tolist()])
 
 
 def flip(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     x = e.ref(a["self"])
     for axis in (axis % len(x.shape) for axis in a["dims"]):
-        x = gathered(e, x, axis, range(x.shape[axis])[::-1])
+        x = gather(e, x, axis, range(x.shape[axis])[::-1])
     return x
 
 
@@ -252,7 +252,7 @@ def pad_by_mode(
                   "replicate": lambda k, last=size - 1: min(max(k, 0), last),
                   "circular": lambda k, count=size: k % count}[mode]  # fmt: skip
         if (low, high) != (0, 0):
-            x = gathered(e, x, axis, [source_of(k) for k in wide])
+            x = gather(e, x, axis, [source_of(k) for k in wide])
     return x
 
 
@@ -264,7 +264,7 @@ def roll(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     for axis, shift in zip(a["dims"], a["shifts"], strict=True):
         size = x.shape[axis]
         positions = [(k - shift) % size for k in range(size)]
-        x = gathered(e, x, axis % len(x.shape), positions) if shift % size else x
+        x = gather(e, x, axis % len(x.shape), positions) if shift % size else x
     return x
 
 
@@ -290,7 +290,7 @@ def pixel_unshuffle(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeR
     x, r = e.ref(a["self"]), a["downscale_factor"]
     *_, c, h, w = x.shape
     blocks = x.view(math.prod(x.shape) // (c * h * w), c, h // r, r, w // r, r)
-    return permuted(e, blocks, (0, 1, 3, 5, 2, 4)).view(*shape_of(node))
+    return permute_axes(e, blocks, (0, 1, 3, 5, 2, 4)).view(*shape_of(node))
 
 
 def pixel_shuffle(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
@@ -298,7 +298,7 @@ def pixel_shuffle(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRef
     x, r = e.ref(a["self"]), a["upscale_factor"]
     *_, c, h, w = x.shape
     blocks = x.view(math.prod(x.shape) // (c * h * w), c // r**2, r, r, h, w)
-    return permuted(e, blocks, (0, 1, 4, 2, 5, 3)).view(*shape_of(node))
+    return permute_axes(e, blocks, (0, 1, 4, 2, 5, 3)).view(*shape_of(node))
 
 
 SHAPES: dict[Any, Rule] = {

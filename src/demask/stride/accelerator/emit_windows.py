@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from demask.ops import traits
-from demask.stride.accelerator.emit_layout import every_step, moved_back, rows_of
+from demask.stride.accelerator.emit_layout import every_step, rows_of, undo_rows
 from demask.stride.accelerator.emitter import (
     CannotEmit,
     InstructionEmitter,
@@ -57,7 +57,7 @@ def softmax_of(
         y = e.put("subtract", [low, e.put("log", [total], total.shape)], rows.shape)
     else:
         y = e.put("divide", [exponents, total], rows.shape)
-    return moved_back(e, y, x.shape, order)
+    return undo_rows(e, y, x.shape, order)
 
 
 def log_softmax(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
@@ -100,7 +100,7 @@ def batch_norm(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     return y
 
 
-def normalized(
+def normalize(
     e: InstructionEmitter, rows: ValueRef, eps: float, *, centred: bool = True
 ) -> ValueRef:
     """(x - mean) / sqrt(var + eps) of each row."""
@@ -114,13 +114,13 @@ def normalized(
 
 def layer_norm(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     x, count = e.ref(a["input"]), math.prod(a["normalized_shape"])
-    y = normalized(e, x.view(math.prod(x.shape) // count, count), _eps(a))
+    y = normalize(e, x.view(math.prod(x.shape) // count, count), _eps(a))
     return affine(e, y.view(*x.shape), a, 0)
 
 
 def rms_norm(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     x, count = e.ref(a["input"]), math.prod(a["normalized_shape"])
-    y = normalized(e, x.view(math.prod(x.shape) // count, count), _eps(a), centred=False)
+    y = normalize(e, x.view(math.prod(x.shape) // count, count), _eps(a), centred=False)
     return affine(e, y.view(*x.shape), a, 0)
 
 
@@ -134,7 +134,7 @@ def group_norm(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
         raise CannotEmit("it uses tracked statistics; expected those of the input")
     groups = a.get("num_groups", x.shape[1])
     rows = x.view(x.shape[0] * groups, math.prod(x.shape[1:]) // groups)
-    return affine(e, normalized(e, rows, a["eps"]).view(*x.shape), a, len(x.shape) - 2)
+    return affine(e, normalize(e, rows, a["eps"]).view(*x.shape), a, len(x.shape) - 2)
 
 
 def affine(e: InstructionEmitter, y: ValueRef, a: Arguments, axes: int) -> ValueRef:
@@ -152,10 +152,10 @@ def max_pool(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     axes = _AXES[node.target]
     window, before = each(a["kernel_size"], axes), each(a["padding"], axes)
     step, dilation = each(a["stride"] or window, axes), each(a["dilation"], axes)
-    return pooled(e, "max_pool", x, y, window, step, before, dilation)
+    return pool(e, "max_pool", x, y, window, step, before, dilation)
 
 
-def pooled(
+def pool(
     e: InstructionEmitter, op: str, x: ValueRef, shape: tuple[int, ...], window: Sequence[int],
     step: Sequence[int], before: Sequence[int], dilation: Sequence[int],
 ) -> ValueRef:  # fmt: skip
@@ -182,8 +182,8 @@ def average_pool(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs
     counts = _counts(x.shape[-axes:], y[-axes:], window, step, before, a)
     ones = (1,) * axes
     if bool((counts == math.prod(window)).all()):
-        return pooled(e, "average_pool", x, y, window, step, before, ones)
-    total = pooled(e, "sum_pool", x, y, window, step, before, ones)
+        return pool(e, "average_pool", x, y, window, step, before, ones)
+    total = pool(e, "sum_pool", x, y, window, step, before, ones)
     first = float(counts.flatten()[0])
     if bool((counts == first).all()):
         return total if first == 1 else e.put("divide", [total], y, immediate=first)
@@ -218,7 +218,7 @@ def adaptive_pool(op: str) -> Rule:
         if any(n % m for n, m in zip(x.shape[-axes:], y[-axes:], strict=True)):
             raise CannotEmit(f"its windows differ: {x.shape[-axes:]} is no multiple of {y[-axes:]}")
         window = tuple(n // m for n, m in zip(x.shape[-axes:], y[-axes:], strict=True))
-        value = pooled(e, op, x, y, window, window, (0,) * axes, (1,) * axes)
+        value = pool(e, op, x, y, window, window, (0,) * axes, (1,) * axes)
         return (value,) if several else value
 
     return rule

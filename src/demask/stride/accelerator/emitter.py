@@ -158,7 +158,7 @@ class InstructionEmitter:
         return name
 
 
-def emitted(program: Program, rules: Mapping[Any, Rule]) -> Listing:
+def emit(program: Program, rules: Mapping[Any, Rule]) -> Listing:
     """The steps of a program with static sizes. Raises BadInput if the machine lacks an op."""
     emitter = InstructionEmitter(program)
     refused: list[str] = []

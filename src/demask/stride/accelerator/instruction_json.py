@@ -26,7 +26,7 @@ from demask.stride.accelerator.machine import (
     Setting,
     machine_of,
 )
-from demask.stride.accelerator.units import checked
+from demask.stride.accelerator.units import check_instruction
 
 FORMAT = "demask instructions 1"
 MAX_INSTRUCTIONS, MAX_RANK, MAX_TEXT = 1_000_000, 16, 1000
@@ -36,7 +36,7 @@ _FIELDS = {"format", "machine", "inputs", "outputs", "weights", "instructions", 
 _NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
-def encoded(
+def encode(
     machine: Machine,
     inputs: Ports,
     outputs: Ports,
@@ -58,7 +58,7 @@ def encoded(
     }
 
 
-def decoded(data: Any) -> dict[str, Any]:
+def decode(data: Any) -> dict[str, Any]:
     """The fields of an instruction list that `encoded` wrote. Raises BadInput if it is damaged or
     cannot run on its machine."""
     _need(
@@ -167,7 +167,7 @@ def _instruction(
     instruction = Instruction(
         _text(data["op"]), operands, _operand(data["writes"], sizes, wanted), parsed_settings
     )
-    checked(instruction)
+    check_instruction(instruction)
     return instruction
 
 

@@ -25,18 +25,18 @@ from demask.graph.program import Program
 from demask.machine.byte_sizes import human
 from demask.ops import TABLE, Table
 from demask.stride.accelerator import instruction_json as stored
-from demask.stride.accelerator.addresses import placed
+from demask.stride.accelerator.addresses import assign_addresses
 from demask.stride.accelerator.emit_compute import RULES
-from demask.stride.accelerator.emitter import emitted
+from demask.stride.accelerator.emitter import emit
 from demask.stride.accelerator.instruction_json import Ports
-from demask.stride.accelerator.interpreter import executed
+from demask.stride.accelerator.interpreter import run_instructions
 from demask.stride.accelerator.machine import (
     Counts,
     Instruction,
     InstructionWork,
     Machine,
     Setting,
-    counted,
+    count_work,
 )
 from demask.stride.accelerator.units import unit_of, work_of
 from demask.stride.lowering.lower import lowered
@@ -87,8 +87,8 @@ def instructions(
 
 def listed(program: Program, machine: Machine, notes: tuple[str, ...] = ()) -> Instructions:
     """The instruction list of a program with static sizes and without strided convolutions."""
-    listing = emitted(program, RULES)
-    plan = placed(listing, machine)
+    listing = emit(program, RULES)
+    plan = assign_addresses(listing, machine)
     return Instructions(machine, listing.inputs, listing.outputs, listing.weights,
                         plan.instructions, plan.sizes, notes)  # fmt: skip
 
@@ -123,14 +123,14 @@ class Instructions:
         host = dict(self.weights)
         for (name, _), tensor in zip(self.inputs, inputs, strict=True):
             host[name] = tensor.detach().to("cpu")
-        values = executed(self.instructions, host, self.sizes)
+        values = run_instructions(self.instructions, host, self.sizes)
         outputs = tuple(values[name] for name, _ in self.outputs)
         return outputs[0] if len(outputs) == 1 else outputs
 
     @property
     def counts(self) -> Counts:
         """Cycles by unit, multiply-adds, bytes by buffer, transfers between host and device."""
-        return counted((unit, row, work) for unit, row, work in self._works())
+        return count_work((unit, row, work) for unit, row, work in self._works())
 
     def _works(self) -> Iterator[tuple[str, Instruction, InstructionWork]]:
         for row in self.instructions:
@@ -138,13 +138,13 @@ class Instructions:
 
     def to_dict(self) -> dict[str, Any]:
         """The list in JSON types, weights as base64 text."""
-        return stored.encoded(self.machine, self.inputs, self.outputs, self.weights,
+        return stored.encode(self.machine, self.inputs, self.outputs, self.weights,
                               self.instructions, self.sizes, self.notes)  # fmt: skip
 
     @classmethod
     def from_dict(cls, data: Any) -> Instructions:
         """The list that to_dict() returned. Raises BadInput if it is damaged or cannot run."""
-        return cls(**stored.decoded(data))
+        return cls(**stored.decode(data))
 
     def __str__(self) -> str:
         counts = self.counts

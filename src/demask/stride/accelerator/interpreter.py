@@ -14,7 +14,7 @@ from torch import Tensor
 
 from demask.errors import BadInput
 from demask.stride.accelerator.machine import HOST, WORD, BufferOperand, Instruction
-from demask.stride.accelerator.units import checked
+from demask.stride.accelerator.units import check_instruction
 
 NOTHING = 0  # tag of a word that was never written
 
@@ -34,7 +34,7 @@ class MachineMemory:
     def execute(self, instruction: Instruction) -> None:
         """Run an instruction. Raises BadInput if it violates the rules of its unit or reads a value
         that is not in memory."""
-        ability = checked(instruction)
+        ability = check_instruction(instruction)
         _check_overlap(instruction, inplace=ability.inplace)
         reads = [self.read(operand) for operand in instruction.reads]
         result = ability.run(reads, instruction.settings, instruction.writes.shape)
@@ -87,7 +87,7 @@ class MachineMemory:
         return buffer[start : start + count]
 
 
-def executed(
+def run_instructions(
     instructions: Sequence[Instruction],
     host: Mapping[str, Tensor],
     sizes: Mapping[str, int],

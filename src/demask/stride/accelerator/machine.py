@@ -143,7 +143,7 @@ class Counts:
         return sum(self.cycles.values()) - self.loading
 
 
-def counted(steps: Iterable[tuple[str, Instruction, InstructionWork]]) -> Counts:
+def count_work(steps: Iterable[tuple[str, Instruction, InstructionWork]]) -> Counts:
     """The total cost of instructions, each passed with its unit and its work."""
     cycles, number = _none(UNITS), _none(UNITS)
     read, written = _none(BUFFERS), _none(BUFFERS)

@@ -53,7 +53,7 @@ class Ability:
     inplace: bool = False
 
 
-def checked(instruction: Instruction) -> Ability:
+def check_instruction(instruction: Instruction) -> Ability:
     """The entry of an instruction. Raises BadInput if the instruction violates it."""
     ability = ABILITIES.get(instruction.op)
     if ability is None:

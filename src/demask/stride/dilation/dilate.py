@@ -28,14 +28,14 @@ from demask.stride.dilation.spaced_axes import (
     SpacedReader,
     SpacedRule,
 )
-from demask.stride.dilation.spaced_calls import rule
+from demask.stride.dilation.spaced_calls import rule_of
 from demask.stride.dilation.spaced_windows import is_strided
 from demask.stride.targets import Target
 
 aten = torch.ops.aten
 
 
-def dilated(editor: GraphEditor, node: fx.Node, target: Target, table: Table) -> str | None:
+def dilate(editor: GraphEditor, node: fx.Node, target: Target, table: Table) -> str | None:
     """Replace a strided convolution or pool by one of stride 1, so that calls after it read every
     s-th position.
 
@@ -98,7 +98,7 @@ def _step(editor: GraphEditor, node: fx.Node, plan: SpacedPlan) -> SpacedRule | 
         return SpacedRule(
             (spacing,), lambda here: here.call(operator.getitem, here.read(source), index)
         )
-    return rule(SpacedReader(editor, node, plan))
+    return rule_of(SpacedReader(editor, node, plan))
 
 
 def _reason(node: fx.Node, text: str) -> str:

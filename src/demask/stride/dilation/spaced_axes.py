@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 from demask.facts.analysis import Analysis
 from demask.graph.editor import GraphEditor
 from demask.ops import schema
-from demask.stride.average_pools import PAD, described
+from demask.stride.average_pools import PAD, copy_metadata
 from demask.stride.targets import Target
 
 aten = torch.ops.aten
@@ -74,7 +74,7 @@ SpacedAxes = Mapping[
 ]  # the spaced axes of a value, by axis; all others are unchanged
 
 
-def merged(parts: Sequence[SpacedAxis]) -> SpacedAxis:
+def merge_axes(parts: Sequence[SpacedAxis]) -> SpacedAxis:
     """Axes merged into one, in row-major order."""
     places = torch.zeros((), dtype=torch.int64)
     for part in parts:
@@ -172,7 +172,7 @@ class Emission:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A call inserted before the node, with the node's metadata."""
         call = self.editor.insert(self.node, None, target, *args, **kwargs)
-        return described(call, self.node)
+        return copy_metadata(call, self.node)
 
     def again(self, /, **changed: Any) -> fx.Node:
         """The node's own call on the replacements of its operands, with some arguments changed."""
@@ -205,14 +205,14 @@ class Emission:
         return self.call(aten.where.self, self.constant("mask", keep), x, other)
 
 
-def share_of(over: SpacedAxes, kind: str) -> float:
+def mean_correction(over: SpacedAxes, kind: str) -> float:
     """The factor that corrects a reduction of a masked value: a mean counts masked zeros, too."""
     return math.prod(part.size / part.count for part in over.values()) if kind == "mean" else 1
 
 
 def reduced(x: fx.Node, over: SpacedAxes, outs: tuple[SpacedAxes, ...], kind: str) -> SpacedRule:
     """The rule of a reduction over spaced axes of a masked operand. kind: key of NEUTRAL."""
-    share = share_of(over, kind)
+    share = mean_correction(over, kind)
 
     def emit(here: Emission) -> fx.Node:
         fill, dtype = NEUTRAL[kind], x.meta["val"].dtype

@@ -31,12 +31,12 @@ from demask.stride.dilation.spaced_axes import (
     SpacedReader,
     SpacedRule,
     mask_of,
-    merged,
+    mean_correction,
+    merge_axes,
     only_spaced,
     reduced,
-    share_of,
 )
-from demask.stride.dilation.spaced_windows import WINDOWS, average, windowed
+from demask.stride.dilation.spaced_windows import WINDOWS, average_rule, window_rule
 
 aten = torch.ops.aten
 LetteredAxes = Mapping[str, SpacedAxis]  # spaced axes by letter of the op table's line
@@ -49,11 +49,11 @@ _PARTIAL = frozenset(f"aten.{name}.default" for name in (
 ))  # fmt: skip
 
 
-def rule(reader: SpacedReader) -> SpacedRule | NotSpaced:
+def rule_of(reader: SpacedReader) -> SpacedRule | NotSpaced:
     """The rule of a call that reads values with spaced axes, or why there is none."""
     target = reader.node.target
     if target in WINDOWS:
-        return windowed(reader)
+        return window_rule(reader)
     if target in RESHAPES:
         return _viewed(reader)
     if target in PADS:
@@ -296,7 +296,7 @@ def _reduction(reader: SpacedReader, letters: _Letters) -> SpacedRule | NotSpace
     over = {k: part for k, part in letters.of(relation.ins[0]).items()
             if relation.ins[0][k][0] in letters.reduced}  # fmt: skip
     outs = tuple(only_spaced(letters.of(axes)) for axes in relation.outs)
-    if reader.plan.may_mask(x, NEUTRAL[kind], share_of(over, kind)):
+    if reader.plan.may_mask(x, NEUTRAL[kind], mean_correction(over, kind)):
         return reduced(x, over, outs, kind)
     if kind == "mean" and not outs[0]:
         return _summed_mean(reader)
@@ -314,7 +314,7 @@ def _summed_mean(reader: SpacedReader) -> SpacedRule | NotSpaced:
         return NotSpaced(UNMASKED)
     if not all(isinstance(n, int) for n in sizes):
         return NotSpaced("sizes of images are known only at run time")
-    step = average(reader, AveragePool(tuple(sizes), tuple(sizes), (0,) * rank))
+    step = average_rule(reader, AveragePool(tuple(sizes), tuple(sizes), (0,) * rank))
     if isinstance(step, NotSpaced):
         return step
     if step.outs[0]:
@@ -355,7 +355,7 @@ def _viewed(reader: SpacedReader) -> SpacedRule | NotSpaced:
         parts = [spreads.get(name) or _whole(sizes[name]) for name in letters]
         if any(part is None for part in parts):
             return NotSpaced("it merges them with an axis whose size is known only at run time")
-        axes[axis] = merged([part for part in parts if part is not None])
+        axes[axis] = merge_axes([part for part in parts if part is not None])
     shape = [axes[k].size if k in axes else n if isinstance(n, int) else -1
              for k, n in enumerate(new)]  # fmt: skip
     if shape.count(-1) > 1:

@@ -24,12 +24,12 @@ from demask.stride.average_pools import (
     AveragePool,
     Pads,
     divisors,
-    padded,
-    spread,
+    pad_input,
+    per_axis,
     static_sizes,
-    summed,
+    sum_windows,
 )
-from demask.stride.average_pools import scaled as times
+from demask.stride.average_pools import multiply as times
 from demask.stride.dilation.spaced_axes import (
     Emission,
     NotSpaced,
@@ -37,9 +37,9 @@ from demask.stride.dilation.spaced_axes import (
     SpacedAxis,
     SpacedReader,
     SpacedRule,
+    mean_correction,
     only_spaced,
     reduced,
-    share_of,
 )
 
 aten = torch.ops.aten
@@ -90,11 +90,11 @@ def is_strided(node: fx.Node) -> bool:
     if rank is None:
         return False
     arguments = schema.arguments(node)
-    stride = spread(arguments["stride"] or arguments["kernel_size"], rank)
+    stride = per_axis(arguments["stride"] or arguments["kernel_size"], rank)
     return stride is not None and any(step > 1 for step in stride)
 
 
-def windowed(reader: SpacedReader) -> SpacedRule | NotSpaced:
+def window_rule(reader: SpacedReader) -> SpacedRule | NotSpaced:
     """The rule of a convolution or pool (`WINDOWS`)."""
     target = reader.node.target
     if target in traits.CONVOLUTIONS_ANY_PADDING:
@@ -104,7 +104,9 @@ def windowed(reader: SpacedReader) -> SpacedRule | NotSpaced:
     if target in traits.AVERAGE_POOLS:
         pool = AveragePool.of(reader.node)
         return (
-            NotSpaced("the sizes of a pool are computed") if pool is None else average(reader, pool)
+            NotSpaced("the sizes of a pool are computed")
+            if pool is None
+            else average_rule(reader, pool)
         )
     return _adaptive(reader, traits.ADAPTIVE_AVERAGE_POOLS[target])
 
@@ -143,8 +145,8 @@ def _spaced_windows(
 def _windows(node: fx.Node, kernel: Sequence[int], pads: Pads | None) -> list[SpacedWindow] | None:
     """The windows of a call, one per axis; None if an argument is not constant."""
     arguments, rank = schema.arguments(node), len(kernel)
-    stride = spread(arguments["stride"] or list(kernel), rank)
-    dilation = spread(arguments.get("dilation", 1), rank)
+    stride = per_axis(arguments["stride"] or list(kernel), rank)
+    dilation = per_axis(arguments.get("dilation", 1), rank)
     counts = node.meta["val"].shape[-rank:]
     if stride is None or dilation is None or pads is None:
         return None
@@ -158,12 +160,12 @@ def _pads(value: Any, kernel: Sequence[int], dilation: Any) -> Pads | None:
     if value == "valid":
         return ((0, 0),) * len(kernel)
     if isinstance(value, str):
-        gaps = spread(dilation, len(kernel))
+        gaps = per_axis(dilation, len(kernel))
         if gaps is None:
             return None
         reach = [gap * (size - 1) for gap, size in zip(gaps, kernel, strict=True)]
         return tuple((n // 2, n - n // 2) for n in reach)
-    numbers = spread(value, len(kernel))
+    numbers = per_axis(value, len(kernel))
     return None if numbers is None else tuple((n, n) for n in numbers)
 
 
@@ -183,7 +185,7 @@ def _convolution(reader: SpacedReader, rank: int) -> SpacedRule | NotSpaced:
         return placed
 
     def emit(here: Emission) -> fx.Node:
-        value, inner = padded(here.editor, here.node, here.read(x), placed.pads, 0)
+        value, inner = pad_input(here.editor, here.node, here.read(x), placed.pads, 0)
         gaps = [w.dilation * gap for w, gap in zip(windows, placed.gaps, strict=True)]
         args = (value, here.read(weight), arguments["bias"], [1] * rank, list(inner), gaps)
         return here.call(traits.CONV_OF_AXES[rank], *args, arguments["groups"])
@@ -194,7 +196,7 @@ def _convolution(reader: SpacedReader, rank: int) -> SpacedRule | NotSpaced:
 def _maximum(reader: SpacedReader, rank: int) -> SpacedRule | NotSpaced:
     """The rule of a max pool."""
     arguments = schema.arguments(reader.node)
-    x, kernel = arguments["self"], spread(arguments["kernel_size"], rank)
+    x, kernel = arguments["self"], per_axis(arguments["kernel_size"], rank)
     if reader.plan.target.pool_windows != "any" and kernel != (1,) * rank:
         return NotSpaced("windows of the target's pools do not overlap")
     pads = None if kernel is None else _pads(arguments["padding"], kernel, 1)
@@ -241,7 +243,7 @@ def _is_own(pads: Pads, kernel: Sequence[int]) -> bool:
                for (before, after), n in zip(pads, kernel, strict=True))  # fmt: skip
 
 
-def average(reader: SpacedReader, pool: AveragePool) -> SpacedRule | NotSpaced:
+def average_rule(reader: SpacedReader, pool: AveragePool) -> SpacedRule | NotSpaced:
     """The rule of an average pool: a depthwise convolution, and a count map if divisors differ."""
     node, rank = reader.node, len(pool.kernel)
     x = schema.arguments(node)["self"]
@@ -271,7 +273,7 @@ def average(reader: SpacedReader, pool: AveragePool) -> SpacedRule | NotSpaced:
 
     def emit(here: Emission) -> fx.Node:
         weight = 1.0 if shared.ndim else 1 / int(shared)
-        sums = summed(here.editor, here.node, here.read(x), kernel, weight,
+        sums = sum_windows(here.editor, here.node, here.read(x), kernel, weight,
                       pads=placed.pads, stride=[1] * rank, dilation=placed.gaps)  # fmt: skip
         if not shared.ndim:
             return sums
@@ -298,6 +300,6 @@ def _adaptive(reader: SpacedReader, rank: int) -> SpacedRule | NotSpaced:
     if min(spacing) < x.meta["val"].ndim - rank:
         return NotSpaced("its channels are spaced")
     whole = pool.kernel == tuple(x.meta["val"].shape[-rank:])
-    if whole and reader.plan.may_mask(x, 0, share_of(spacing, "mean")):
+    if whole and reader.plan.may_mask(x, 0, mean_correction(spacing, "mean")):
         return reduced(x, spacing, ({},), "mean")
-    return average(reader, pool)
+    return average_rule(reader, pool)

@@ -213,7 +213,7 @@ def _taps(site: StridedConv, target: Target, known: Range) -> str | None:
 # --- what is written ------------------------------------------------------------------------------
 
 
-def wide(write: FormWriter, site: StridedConv, call: FormInputs, functions: int) -> Any:
+def write_dense(write: FormWriter, site: StridedConv, call: FormInputs, functions: int) -> Any:
     """The convolution of stride 1, and the first `functions` functions after it."""
     x, padding = call.x, [axis.before for axis in site.axes]
     if any(axis.before != axis.after for axis in site.axes):
@@ -272,14 +272,14 @@ def _padded(write: FormWriter, site: StridedConv, y: Any, fill: float) -> Any:
 def _build_mask_max_pool(
     write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int
 ) -> Any:
-    y = _masked(write, site, target, wide(write, site, call, functions))
+    y = _masked(write, site, target, write_dense(write, site, call, functions))
     return _pooled(write, site, target, y, MAX_POOL, 0 if site.drops else _lowest(site))
 
 
 def _build_two_masks(
     write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int
 ) -> Any:
-    y = _scaled(write, site, wide(write, site, call, functions), target.mask)
+    y = _scaled(write, site, write_dense(write, site, call, functions), target.mask)
     y = _pooled(write, site, target, y, MAX_POOL, 0 if site.drops else _lowest(site))
     return write.call(aten.mul.Tensor, y, 1 / target.mask)
 
@@ -288,7 +288,7 @@ def _build_select(
     write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int
 ) -> Any:
     lowest = _lowest(site)
-    y = _masked(write, site, target, wide(write, site, call, functions), lowest)
+    y = _masked(write, site, target, write_dense(write, site, call, functions), lowest)
     return _pooled(write, site, target, y, MAX_POOL, lowest)
 
 
@@ -299,14 +299,14 @@ def _lowest(site: StridedConv) -> float:
 def _build_pool_1x1(
     write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int
 ) -> Any:
-    y = wide(write, site, call, functions)
+    y = write_dense(write, site, call, functions)
     return write.call(MAX_POOL[site.rank], y, [1] * site.rank, site.stride)
 
 
 def _build_slice(
     write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int
 ) -> Any:
-    y = wide(write, site, call, functions)
+    y = write_dense(write, site, call, functions)
     for k, axis in enumerate(site.axes):
         if axis.stride > 1:
             end = (axis.out - 1) * axis.stride + 1
@@ -317,7 +317,7 @@ def _build_slice(
 def _build_sum_pool(
     write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int
 ) -> Any:
-    y = _masked(write, site, target, wide(write, site, call, functions))
+    y = _masked(write, site, target, write_dense(write, site, call, functions))
     if site.rank > 1:
         return _pooled(write, site, target, y, AVG_POOL, 0, True, 1)
     (axis,) = site.axes  # pools of one axis have no divisor
@@ -332,7 +332,7 @@ def _build_sum_pool(
 def _build_avg_pool(
     write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int
 ) -> Any:
-    y = _masked(write, site, target, wide(write, site, call, functions))
+    y = _masked(write, site, target, write_dense(write, site, call, functions))
     if any(_excess(site)):
         y = _padded(write, site, y, 0)
     y = write.call(AVG_POOL[site.rank], y, site.stride, site.stride)
@@ -343,7 +343,7 @@ def _build_avg_pool(
 def _build_split(
     write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int
 ) -> Any:
-    y = _masked(write, site, target, wide(write, site, call, functions))
+    y = _masked(write, site, target, write_dense(write, site, call, functions))
     signs = (y, write.call(aten.neg.default, y))
     parts = [write.call(aten.relu.default, part) for part in signs]
     above, below = (_pooled(write, site, target, part, MAX_POOL, 0) for part in parts)
@@ -355,7 +355,7 @@ def _build_rotate(
 ) -> Any:
     """Along each axis, output i moves back by i (s - 1): by 2^b (s - 1) for each bit b of i, the
     lowest bit first, so that no two outputs collide."""
-    y = wide(write, site, call, functions)
+    y = write_dense(write, site, call, functions)
     for k, axis in enumerate(site.axes):
         numbers = torch.arange(axis.out)
         for bit in range((axis.out - 1).bit_length() if axis.stride > 1 else 0):
@@ -399,4 +399,4 @@ FORMS: Mapping[str, StrideForm] = {
     )
 }
 
-__all__ = ["FORMS", "StrideForm", "selected", "wide"]
+__all__ = ["FORMS", "StrideForm", "selected", "write_dense"]

@@ -30,16 +30,16 @@ from demask.shrink.build_uncut import finished
 from demask.shrink.on_device import through_cpu
 from demask.shrink.pipeline import given
 from demask.stride.average_pools import pools_to_convs
-from demask.stride.dilation.dilate import dilated
+from demask.stride.dilation.dilate import dilate
 from demask.stride.lowering.form_writers import Cost, CostCounter, GraphWriter
-from demask.stride.lowering.forms import FORMS, LACKING, StrideForm, wide
+from demask.stride.lowering.forms import FORMS, LACKING, StrideForm, write_dense
 from demask.stride.lowering.strided_conv import (
     FormInputs,
     StridedConv,
     call_of,
     chain_of,
+    has_stride,
     site_of,
-    strided,
 )
 from demask.stride.targets import KINDS, Target
 from demask.stride.targets import target as target_of
@@ -171,7 +171,7 @@ def _ranges(editor: GraphEditor, table: Table) -> Ranges:
 def _next(editor: GraphEditor, target: Target) -> fx.Node | None:
     """The first convolution whose stride the target does not have."""
     convolutions = editor.calls(*CONVOLUTIONS_ANY_PADDING)
-    return next((node for node in convolutions if strided(node, target.conv_stride)), None)
+    return next((node for node in convolutions if has_stride(node, target.conv_stride)), None)
 
 
 def _lowered(
@@ -189,7 +189,7 @@ def _lowered(
         raise NoSoundForm(f"{_named(editor, node)}: {site}", {})
     call = call_of(editor, chain)
     if not site.drops:
-        value = wide(_writing(editor, node, node, constants), site, call, 0)
+        value = write_dense(_writing(editor, node, node, constants), site, call, 0)
         editor.replace(node, value)
         return Choice(node.name, _module(editor, node), STRIDE_1, "there is only one window")
     names = target.forms or tuple(FORMS)
@@ -224,7 +224,7 @@ def _dilated(editor: GraphEditor, node: fx.Node, target: Target, table: Table) -
     """Push a stride downstream: None on success, else why it cannot be."""
     if DILATION not in target.ops:
         return "the target has no dilation"
-    return dilated(editor, node, target, table)
+    return dilate(editor, node, target, table)
 
 
 def cost_of(

@@ -60,7 +60,7 @@ class ConvAxis(NamedTuple):
 
 
 @functools.cache
-def reading(axis: ConvAxis) -> tuple[bool, bool]:
+def reads_input(axis: ConvAxis) -> tuple[bool, bool]:
     """Whether any selected position reads the input, and whether any dropped one does."""
     selected = any(axis.reads(v) for v in range(0, axis.wide, axis.stride))
     dropped = any(axis.reads(v) for v in range(axis.wide) if v % axis.stride)
@@ -113,7 +113,7 @@ class StridedConv:
     @property
     def drops_input(self) -> bool:
         """Whether any dropped position reads the input, so that only it may be Inf or NaN."""
-        reads = [reading(axis) for axis in self.axes]
+        reads = [reads_input(axis) for axis in self.axes]
         return any(
             dropped and all(any(other) for other in reads[:k] + reads[k + 1 :])
             for k, (_, dropped) in enumerate(reads)
@@ -136,7 +136,7 @@ class FormInputs:
     steps: tuple[Step, ...] = ()
 
 
-def strided(node: fx.Node, largest: int = 1) -> bool:
+def has_stride(node: fx.Node, largest: int = 1) -> bool:
     """Whether a call is a convolution with a stride larger than `largest`."""
     if node.op != "call_function" or node.target not in CONVOLUTIONS_ANY_PADDING:
         return False
@@ -238,6 +238,6 @@ __all__ = [
     "StridedConv",
     "call_of",
     "chain_of",
+    "has_stride",
     "site_of",
-    "strided",
 ]

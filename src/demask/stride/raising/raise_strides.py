@@ -29,7 +29,7 @@ from demask.shrink.on_device import through_cpu
 from demask.shrink.pipeline import given
 from demask.shrink.program_size import macs_of, traffic
 from demask.stride.average_pools import convs_to_pools
-from demask.stride.raising.subsampling_as_slices import sliced
+from demask.stride.raising.subsampling_as_slices import rewrite_as_slices
 
 PASSES = 1000  # upper bound; every pass reduces the work of some call
 
@@ -79,10 +79,12 @@ def raise_strides(
 def raised(program: Program, table: Table = TABLE) -> tuple[Program, tuple[str, ...]]:
     """The program with raised strides, and a description of each strided convolution."""
     best = folded(spelled(program))
-    start, weight = sliced(best, table), _weight(best, table)
+    start, weight = rewrite_as_slices(best, table), _weight(best, table)
     for _ in range(PASSES):
         pulled = _absorbed(folded(spelled(start)), table)
-        start = sliced(pulled, table)  # may compute more until its slices are pulled back in turn
+        start = rewrite_as_slices(
+            pulled, table
+        )  # may compute more until its slices are pulled back in turn
         lightest = min(((_weight(one, table), k, one) for k, one in enumerate((pulled, start))))
         if lightest[0] >= weight:
             break

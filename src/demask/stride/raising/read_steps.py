@@ -62,7 +62,7 @@ def _read(
 
 def _windows(node: fx.Node) -> list[tuple[fx.Node, Gaps]] | None:
     """The input of a convolution or max pool, with its gaps."""
-    axes = windows(node)
+    axes = window_gaps(node)
     if axes is None:
         return None
     x = node.args[0]
@@ -70,7 +70,7 @@ def _windows(node: fx.Node) -> list[tuple[fx.Node, Gaps]] | None:
     return [(x, (*[1] * lead, *axes))]  # type: ignore[list-item]
 
 
-def windows(node: fx.Node) -> Gaps | None:
+def window_gaps(node: fx.Node) -> Gaps | None:
     """The gaps of a convolution or max pool along its spatial axes; None for other calls."""
     if node.target not in CONVOLUTIONS | MAX_POOLS:
         return None
@@ -81,7 +81,7 @@ def windows(node: fx.Node) -> Gaps | None:
     )
     rank = len(kernel)
     stride, padding, dilation = (
-        each(arguments[name] or kernel, rank) for name in ("stride", "padding", "dilation")
+        per_axis(arguments[name] or kernel, rank) for name in ("stride", "padding", "dilation")
     )
     stride = (
         s if n != 1 else 0 for s, n in zip(stride, node.meta["val"].shape[-rank:], strict=True)
@@ -89,7 +89,7 @@ def windows(node: fx.Node) -> Gaps | None:
     return tuple(map(math.gcd, stride, padding, dilation))
 
 
-def each(value: Any, rank: int) -> list[int]:
+def per_axis(value: Any, rank: int) -> list[int]:
     """An argument as one number per axis."""
     values = list(value) if isinstance(value, list | tuple) else [value]
     return values * rank if len(values) == 1 else values
@@ -128,12 +128,12 @@ def _carried(
     return list(reads.items())
 
 
-def skipping(graph: fx.Graph, table: Table) -> dict[fx.Node, tuple[bool, ...]]:
+def skippable_axes(graph: fx.Graph, table: Table) -> dict[fx.Node, tuple[bool, ...]]:
     """The values that can be computed at some positions only, with a flag per axis: outputs of
     convolutions and pools along spatial axes, and values of calls that carry these axes."""
     flags_by_node: dict[fx.Node, tuple[bool, ...]] = {}
     for node in graph.nodes:
-        value, axes = node.meta.get("val"), windows(node)
+        value, axes = node.meta.get("val"), window_gaps(node)
         if axes is not None:
             lead = value.ndim - len(axes)
             flags_by_node[node] = (*[False] * lead, *[True] * len(axes))
@@ -163,4 +163,4 @@ def _flags(value: Any, flags_by_node: Mapping[fx.Node, tuple[bool, ...]]) -> tup
     return flags_by_node.get(value, ()) if isinstance(value, fx.Node) else ()
 
 
-__all__ = ["Gaps", "each", "gaps_of", "skipping", "windows"]
+__all__ = ["Gaps", "gaps_of", "per_axis", "skippable_axes", "window_gaps"]

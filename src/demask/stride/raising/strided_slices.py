@@ -16,13 +16,13 @@ from demask.graph.editor import GraphEditor
 from demask.graph.queries import only_reader
 from demask.ops import Table, schema
 from demask.ops.traits import AVERAGE_POOLS, MAX_POOLS, PADS
-from demask.stride.raising.read_steps import Gaps, each, gaps_of, skipping, windows
+from demask.stride.raising.read_steps import Gaps, gaps_of, per_axis, skippable_axes, window_gaps
 
 aten = ops.aten
 Progression = tuple[int, int, int]  # first position, step, count
 
 
-def slices(
+def insert_slices(
     editor: GraphEditor, reader: fx.Node, x: fx.Node, where: Sequence[Progression]
 ) -> fx.Node:  # fmt: skip
     """Slices of the last axes of a value, inserted before `reader`. where: one progression per
@@ -60,15 +60,17 @@ def cut_of(node: fx.Node) -> tuple[int, Any, Any, Any]:
     return axis, start, arguments["end"], arguments["step"]
 
 
-def spaced(editor: GraphEditor, table: Table) -> bool:
+def share_slices(editor: GraphEditor, table: Table) -> bool:
     """If windows and slices read only every g-th position of a value, and the value can be computed
     at these positions only, insert one slice that they share. Whether the graph changed."""
-    gaps, optional = gaps_of(editor.graph, table), skipping(editor.graph, table)
+    gaps, optional = gaps_of(editor.graph, table), skippable_axes(editor.graph, table)
     changed = False
     for x in [node for node in editor.graph.nodes if node in optional]:
         readers = [_last(node) for node in x.users]
-        steppers = [n for n in readers if windows(n) is not None or n.target is aten.slice.Tensor]
-        if len(steppers) > 1 or any(windows(node) is not None for node in steppers):
+        steppers = [
+            n for n in readers if window_gaps(n) is not None or n.target is aten.slice.Tensor
+        ]
+        if len(steppers) > 1 or any(window_gaps(node) is not None for node in steppers):
             some = tuple(g if free else 1 for g, free in zip(gaps[x], optional[x], strict=True))
             changed |= _shared(editor, x, some, steppers)
     return changed
@@ -96,7 +98,7 @@ def _shared(editor: GraphEditor, x: fx.Node, gaps: Gaps, readers: Sequence[fx.No
     if not all(less.values()) or all(_cuts_alike(node, x, where) for node in readers):
         return False
     reader = next(node for node in editor.graph.nodes if node in x.users)
-    small = slices(editor, reader, x, where)
+    small = insert_slices(editor, reader, x, where)
     for node, rebuild in less.items():
         assert rebuild is not None
         editor.replace(node, rebuild(editor, small))
@@ -111,7 +113,7 @@ def _less(node: fx.Node, every: Sequence[int]) -> Again | None:
     would change. every: g for each axis."""
     if node.target is aten.slice.Tensor:
         return _less_slices(node, every)
-    arguments, rank = schema.arguments(node), len(windows(node) or ())
+    arguments, rank = schema.arguments(node), len(window_gaps(node) or ())
     source, steps = "input" if "input" in arguments else "self", every[-rank:]
     if any(step > 1 for step in every[:-rank]):
         return None
@@ -121,7 +123,7 @@ def _less(node: fx.Node, every: Sequence[int]) -> Again | None:
     )
     names = ("stride", "padding", "dilation")
     less = {name: [max(n // g, int(name != "padding")) for n, g in
-                   zip(each(arguments[name] or kernel, rank), steps, strict=True)]
+                   zip(per_axis(arguments[name] or kernel, rank), steps, strict=True)]
             for name in names}  # fmt: skip
     counts = [_windows(-(-sizes[k] // steps[k]), *(less[name][k] for name in names), kernel[k])  # type: ignore[call-arg]
             for k in range(rank)]  # fmt: skip
@@ -142,7 +144,7 @@ def _less_slices(node: fx.Node, every: Sequence[int]) -> Again:
         where: list[Progression] = [(0, 1, n) for n in x.meta["val"].shape]
         for axis, (first, step) in cuts.items():
             where[axis] = (first // every[axis], max(step // every[axis], 1), shape[axis])
-        return slices(editor, node, x, where)
+        return insert_slices(editor, node, x, where)
 
     return again
 
@@ -164,7 +166,7 @@ def _cuts_alike(node: fx.Node, x: fx.Node, where: Sequence[Progression]) -> bool
     return node.target is aten.slice.Tensor and _cuts(node) == wanted
 
 
-def shifted(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
+def slice_before_pad(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     """A pad of a slice in place of a slice of a pad, if the padding is a multiple of the step."""
     x: Any = node.args[0] if node.target is aten.slice.Tensor else None
     if (
@@ -183,7 +185,7 @@ def shifted(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     if before < 0 or before % step:
         return None
     less = -(-size // step)
-    small = slices(editor, node, inner, [(0, step, less), *_whole(inner, axis)])
+    small = insert_slices(editor, node, inner, [(0, step, less), *_whole(inner, axis)])
     flat[k : k + 2] = [before // step, count - less - before // step]
     args, kwargs = schema.call(x.target, arguments | {"self": small, "pad": flat})
     return editor.insert(node, node, x.target, *args, **kwargs)
@@ -194,7 +196,7 @@ def _whole(x: fx.Node, axis: int) -> list[Progression]:
     return [(0, 1, n) for n in x.meta["val"].shape[axis + 1 :]]
 
 
-def padded(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
+def absorb_pad(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     """A max pool with padding in place of a max pool of a value padded with the lowest number."""
     x: Any = node.args[0] if node.target in MAX_POOLS else None
     if x is None or x.target is not aten.constant_pad_nd.default:
@@ -202,7 +204,7 @@ def padded(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     arguments, pad = schema.arguments(node), schema.arguments(x)
     rank = len(arguments["kernel_size"])
     pads, sizes = list(pad["pad"]), pad["self"].meta["val"].shape[-rank:]
-    own = each(arguments["padding"], rank)
+    own = per_axis(arguments["padding"], rank)
     if pad["value"] != -math.inf or len(pads) > 2 * rank:
         return None
     if not all(isinstance(n, int) for n in (*pads, *sizes)):
@@ -213,9 +215,9 @@ def padded(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     if any(a and b for a, b in zip(own, before, strict=True)):
         return None
     before = [a + b for a, b in zip(own, before, strict=True)]
-    kernel = each(arguments["kernel_size"], rank)
-    steps = each(arguments["stride"] or kernel, rank)
-    axes = zip(sizes, steps, before, each(arguments["dilation"], rank), kernel, strict=True)
+    kernel = per_axis(arguments["kernel_size"], rank)
+    steps = per_axis(arguments["stride"] or kernel, rank)
+    axes = zip(sizes, steps, before, per_axis(arguments["dilation"], rank), kernel, strict=True)
     counts = [_windows(*axis) for axis in axes]
     small = all(0 <= b <= k // 2 for b, k in zip(before, kernel, strict=True))
     if not small or arguments["ceil_mode"] or counts != list(node.meta["val"].shape[-rank:]):
@@ -223,7 +225,7 @@ def padded(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     return editor.repeat_call(node, self=pad["self"], padding=before)
 
 
-def padded_once(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
+def merge_pads(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     """One pad in place of two consecutive pads with the same value."""
     inner: Any = node.args[0] if node.target is aten.constant_pad_nd.default else None
     if inner is None or inner.target is not node.target or len(inner.users) > 1:
@@ -238,7 +240,7 @@ def padded_once(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     return editor.insert(node, node, node.target, first["self"], both, first["value"])
 
 
-def pooled(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
+def absorb_slices(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     """A pool with a larger stride in place of slices that alone read a pool."""
     if node.target is not aten.slice.Tensor:
         return None
@@ -250,19 +252,19 @@ def pooled(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     arguments, rank = schema.arguments(pool), len(schema.arguments(pool)["kernel_size"])
     sizes, kernel = (
         arguments["self"].meta["val"].shape[-rank:],
-        each(arguments["kernel_size"], rank),
+        per_axis(arguments["kernel_size"], rank),
     )
-    step = each(arguments["stride"] or kernel, rank)
+    step = per_axis(arguments["stride"] or kernel, rank)
     for cut in cuts:
         axis, start, _, more = cut_of(cut)
         axis -= node.meta["val"].ndim - rank
         if axis < 0 or start or not isinstance(more, int):
             return None
         step[axis] *= more
-    dilation = each(arguments.get("dilation", 1), rank)
+    dilation = per_axis(arguments.get("dilation", 1), rank)
     if arguments["ceil_mode"] or not all(isinstance(n, int) for n in sizes):
         return None
-    axes = zip(sizes, step, each(arguments["padding"], rank), dilation, kernel, strict=True)
+    axes = zip(sizes, step, per_axis(arguments["padding"], rank), dilation, kernel, strict=True)
     counts = [_windows(*axis) for axis in axes]
     if counts != list(node.meta["val"].shape[-rank:]):
         return None

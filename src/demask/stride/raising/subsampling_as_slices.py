@@ -32,22 +32,22 @@ from demask.ops import Relation, Table, bind, schema
 from demask.ops.traits import AVERAGE_POOLS, DIVISIONS, MAX_POOLS, MULTIPLICATIONS, WHERES
 from demask.stride.raising.strided_slices import (
     Progression,
+    absorb_pad,
+    absorb_slices,
     cut_of,
     cuts_of,
-    padded,
-    padded_once,
-    pooled,
+    insert_slices,
+    merge_pads,
     root_of,
-    shifted,
-    slices,
-    spaced,
+    share_slices,
+    slice_before_pad,
 )
-from demask.stride.raising.undo_blocks import joined, unblocked
+from demask.stride.raising.undo_blocks import undo_blocks, undo_phases
 
 aten = torch.ops.aten
 
 
-def sliced(program: Program, table: Table) -> Program:
+def rewrite_as_slices(program: Program, table: Table) -> Program:
     """The program with slices for all calls that select every s-th position; the same program if
     there are none."""
     editor = GraphEditor(program)
@@ -58,14 +58,14 @@ def sliced(program: Program, table: Table) -> Program:
         partial(_unmasked, table),
         _split,
         _factors,
-        shifted,
-        padded,
-        padded_once,
-        pooled,
-        unblocked,
-        joined,
+        slice_before_pad,
+        absorb_pad,
+        merge_pads,
+        absorb_slices,
+        undo_blocks,
+        undo_phases,
     )
-    while any(_rewritten(editor, rule) for rule in rules) or spaced(editor, table):
+    while any(_rewritten(editor, rule) for rule in rules) or share_slices(editor, table):
         changed = True
     return editor.finish() if changed else program
 
@@ -227,7 +227,7 @@ def _pool(table: Table, editor: GraphEditor, node: fx.Node) -> fx.Node | None:
         factor *= 1 / round(1 / float(shares))
     elif not (bool(masked.keep.all()) or _is_least(table, editor, masked)):
         return None
-    return _scaled(editor, node, slices(editor, node, masked.value, where), factor)
+    return _scaled(editor, node, insert_slices(editor, node, masked.value, where), factor)
 
 
 def _rest(arguments: Mapping[str, Any]) -> list[Any]:
@@ -306,7 +306,7 @@ def _mean(table: Table, editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     if where is None:
         return None
     share = int(masked.keep.sum()) / masked.keep.numel()
-    small = slices(editor, node, masked.value, where)
+    small = insert_slices(editor, node, masked.value, where)
     mean = editor.repeat_call(node, **{next(iter(schema.arguments(node))): small})
     return _scaled(editor, node, mean, masked.scale * share)
 
@@ -397,4 +397,4 @@ def _scaled(editor: GraphEditor, reader: fx.Node, x: fx.Node, factor: float) -> 
     return x if factor == 1 else editor.insert(reader, x, aten.mul.Tensor, x, factor)
 
 
-__all__ = ["sliced"]
+__all__ = ["rewrite_as_slices"]

@@ -33,7 +33,7 @@ class _Strided:
     before: tuple[int, ...]
 
 
-def unblocked(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
+def undo_blocks(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     """The strided convolution that is equal to one over blocks; None if a call is none."""
     if node.target not in CONVOLUTIONS:
         return None
@@ -56,7 +56,7 @@ def unblocked(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     return _emit(editor, node, _unpadded(_Strided(x, dense, step, (0,) * rank)), arguments["bias"])
 
 
-def joined(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
+def undo_phases(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     """The strided convolution that is equal to a sum over phases; None if a call is none."""
     addends = list(_addends(node))
     if len(addends) < 2 or any(addend.target not in CONVOLUTIONS for addend in addends):
@@ -209,4 +209,4 @@ def _named(editor: GraphEditor, name: str) -> str:
     return editor.constants[name].name
 
 
-__all__ = ["joined", "unblocked"]
+__all__ = ["undo_blocks", "undo_phases"]

@@ -25,7 +25,7 @@ from demask.graph.result.codegen import TRACED, Codegen
 from demask.graph.result.demasked_module import Demasked, attach, changed
 from demask.machine.arena import Block, View, extent, planned
 from demask.ops import schema
-from demask.tune.epilogue import is_fused, is_pack, packed, plain, run_plain
+from demask.tune.epilogue import is_fused, is_pack, pack_weight, plain, run_unfused
 from demask.tune.module.buffer_assignment import InArena, InPlace, assign_buffers, sharing_cached
 from demask.tune.module.shape_cache import Plans, ShapeEntry
 from demask.tune.stale_sources import count_writes, sources_of
@@ -271,10 +271,10 @@ def _run(
             values[node] = values[node.args[0]]  # type: ignore[index]
         elif is_fused(node):
             arguments = schema.arguments(node)
-            values[node] = run_plain(map_arg(arguments, lambda n: values[n]))
+            values[node] = run_unfused(map_arg(arguments, lambda n: values[n]))
             if is_pack(arguments["W"]) and arguments["W"] in wanted:
                 weight, x = values[arguments["W"]], values[arguments["X"]]
-                results[arguments["W"]] = packed(node, weight, x)
+                results[arguments["W"]] = pack_weight(node, weight, x)
         else:
             args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
             values[node] = _called(module, node)(*args, **kwargs)

@@ -19,7 +19,7 @@ from demask.graph.program import Program
 from demask.graph.queries import channels_of, input_dependent, is_pointwise
 from demask.ops import Table, schema
 from demask.ops.traits import OUTPUT_AXIS
-from demask.tune.passes.fold_affine import channel_axis, contraction
+from demask.tune.passes.fold_affine import channel_axis, contraction_weight
 from demask.tune.passes.pad_channels import is_depthwise, is_pooling, is_rounding
 
 aten = torch.ops.aten
@@ -87,7 +87,7 @@ def _positions(editor: GraphEditor, gather: fx.Node, count: int) -> Tensor | Non
 
 def _absorbs(editor: GraphEditor, user: fx.Node, node: fx.Node, axis: int) -> bool:
     """Whether a layer contracts the channels of `node`, so that its weight can absorb a gather."""
-    weight = contraction(editor, user)
+    weight = contraction_weight(editor, user)
     if weight is None or schema.arguments(user)["input"] is not node:
         return False
     plain = schema.arguments(user).get("groups", 1) == 1
@@ -96,7 +96,7 @@ def _absorbs(editor: GraphEditor, user: fx.Node, node: fx.Node, axis: int) -> bo
 
 def _passes(editor: GraphEditor, user: fx.Node, axis: int, table: Table) -> bool:
     """Whether a call computes each channel separately, so that it can compute all of them."""
-    if contraction(editor, user) is not None:
+    if contraction_weight(editor, user) is not None:
         return axis == 1 and is_depthwise(editor, user)
     one = len(user.all_input_nodes) == 1
     if is_rounding(editor, user):
@@ -109,7 +109,7 @@ def _worth(editor: GraphEditor, region: _GatherRegion) -> bool:
     more, selected = region.count - len(region.positions), len(region.positions)
     products = 0
     for reader in region.readers:
-        weight = contraction(editor, reader)
+        weight = contraction_weight(editor, reader)
         assert weight is not None
         products += more * weight.numel() // weight.shape[1 - OUTPUT_AXIS[reader.target]]
     return bool(region.readers) and products <= COPY * selected
@@ -117,7 +117,7 @@ def _worth(editor: GraphEditor, region: _GatherRegion) -> bool:
 
 def _apply(editor: GraphEditor, gather: fx.Node, region: _GatherRegion) -> None:
     """Remove a gather and widen the calls after it."""
-    depthwise = [node for node in region.through if contraction(editor, node) is not None]
+    depthwise = [node for node in region.through if contraction_weight(editor, node) is not None]
     for node in depthwise:
         _spread(editor, node, region, rows=True)
         changed = schema.arguments(node) | {"groups": region.count}

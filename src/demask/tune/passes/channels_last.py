@@ -27,7 +27,7 @@ CONVOLUTIONS = {
 Wants = Callable[[fx.Node], bool]  # whether a convolution should run in channels last
 
 
-def convolves(node: fx.Node) -> bool:
+def is_image_convolution(node: fx.Node) -> bool:
     """Whether a call is a convolution of images, fused or not."""
     pointwise = ops()._convolution_pointwise
     return is_image(node) and (
@@ -41,12 +41,12 @@ def is_image(node: fx.Node) -> bool:
     return isinstance(value, Tensor) and value.ndim in FORMATS
 
 
-def movable(program: Program) -> bool:
+def may_change_layout(program: Program) -> bool:
     """Whether the memory format may change: not if a call depends on it (`as_strided`)."""
     return not any(n.target is aten.as_strided.default for n in program.graph.nodes)
 
 
-def laid_out(program: Program, wants: Wants, table: Table) -> Program:
+def convert_layouts(program: Program, wants: Wants, table: Table) -> Program:
     """The program with convolutions in channels last if `wants` returns True; its outputs have
     their former layout.
 
@@ -57,7 +57,7 @@ def laid_out(program: Program, wants: Wants, table: Table) -> Program:
     for node in editor.calls():
         if node not in layout.live or not is_image(node):
             continue
-        if convolves(node):
+        if is_image_convolution(node):
             layout.settle(node, wants(node))
         elif layout.continues(node):
             layout.settle(node, True)

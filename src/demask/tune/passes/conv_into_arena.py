@@ -25,7 +25,7 @@ aten = torch.ops.aten
 SMALL = 2**17  # bytes: glibc maps only larger blocks separately (its M_MMAP_THRESHOLD)
 
 
-def prefilled(program: Program, example: ExampleSizes) -> Program | None:
+def move_convs_into_arena(program: Program, example: ExampleSizes) -> Program | None:
     """The fused program with its large convolutions in the arena; None if it has none."""
     editor, count = GraphEditor(program), 0
     live = input_dependent(editor.graph)

@@ -49,7 +49,7 @@ def absorbed(program: Program) -> Program:
     return editor.finish()
 
 
-def contraction(editor: GraphEditor, node: Any) -> Tensor | None:
+def contraction_weight(editor: GraphEditor, node: Any) -> Tensor | None:
     """The weight of a contraction with constant weight and bias; None for other calls."""
     if not isinstance(node, fx.Node) or node.target not in OUTPUT_AXIS:
         return None
@@ -72,7 +72,7 @@ def channel_axis(node: fx.Node) -> int:
     return node.meta["val"].ndim - 1 if node.target is aten.linear.default else 1
 
 
-def rewritten(
+def replace_layer(
     editor: GraphEditor, node: fx.Node, weight: Tensor, bias: Tensor | None, reader: fx.Node
 ) -> fx.Node:
     """The call that replaces a contraction, with another weight and bias, rounded to its dtype. It
@@ -109,7 +109,7 @@ def _step(editor: GraphEditor, node: fx.Node) -> Affine | None:
         value = torch.tensor(other, dtype=torch.float64)
     if value is None or not isinstance(x, fx.Node) or not isinstance(node.meta.get("val"), Tensor):
         return None
-    if contraction(editor, x) is None or x.meta["val"].ndim != node.meta["val"].ndim:
+    if contraction_weight(editor, x) is None or x.meta["val"].ndim != node.meta["val"].ndim:
         return None
     axis = channel_axis(x)
     count = channels_of(x, axis)
@@ -154,7 +154,7 @@ def _pushed(
     node = step.x
     if only_reader(node) is None:
         return None
-    if contraction(editor, node) is not None:
+    if contraction_weight(editor, node) is not None:
         return _into(editor, step, reader) if channel_axis(node) == step.axis else None
     plain = node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs
     if not plain or not all(isinstance(a, fx.Node) for a in node.args):
@@ -194,4 +194,4 @@ def _into(editor: GraphEditor, step: Affine, reader: fx.Node) -> fx.Node:
         bias = None if bias is None else bias * step.scale
     if step.shift is not None:
         bias = step.shift if bias is None else bias + step.shift
-    return rewritten(editor, step.x, weight, bias, reader)
+    return replace_layer(editor, step.x, weight, bias, reader)

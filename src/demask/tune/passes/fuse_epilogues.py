@@ -24,19 +24,19 @@ from demask.ops import schema
 from demask.ops.schema import same_size
 from demask.ops.traits import CONVOLUTIONS
 from demask.tune.epilogue import Epilogue, convolution, epilogue
-from demask.tune.passes.fold_affine import contraction
+from demask.tune.passes.fold_affine import contraction_weight
 
 aten = torch.ops.aten
 # Whether to fuse a layer. Called with the layer, its epilogue, and whether another value is added.
 Wanted = Callable[[fx.Node, Epilogue, bool], bool]
 
 
-def fused(program: Program, wanted: Wanted) -> Program:
+def fuse_epilogues(program: Program, wanted: Wanted) -> Program:
     """The program with layers and their epilogues fused if `wanted` returns True."""
     editor = GraphEditor(program)
     live = input_dependent(editor.graph)
     for node in editor.calls(*CONVOLUTIONS, aten.linear.default):
-        weight = contraction(editor, node)
+        weight = contraction_weight(editor, node)
         value = node.meta["val"]
         if weight is None or node not in live or not available(weight.dtype, weight.device):
             continue

@@ -25,7 +25,7 @@ from demask.graph.queries import channels_of, input_dependent, only_reader, per_
 from demask.ops import schema
 from demask.ops.schema import same_shape
 from demask.ops.traits import JOIN_TREES, JOINS, OUTPUT_AXIS
-from demask.tune.passes.fold_affine import channel_axis, contraction, rewritten
+from demask.tune.passes.fold_affine import channel_axis, contraction_weight, replace_layer
 
 aten = torch.ops.aten
 # How a branch writes at its channels: rows for all channels, or a 1 x 1 convolution after it.
@@ -58,7 +58,7 @@ class Sum:
 Chooser = Callable[[GraphEditor, Sum, fx.Node, fx.Node], str | None]
 
 
-def summed(program: Program, choose: Chooser) -> Program:
+def rewrite_joins(program: Program, choose: Chooser) -> Program:
     """The program with joins as sums. choose(editor, sum, branch, join): one of FORMS for a branch,
     or None to leave the join unchanged."""
     editor = GraphEditor(program)
@@ -257,7 +257,7 @@ def _emit(
 def _owned(editor: GraphEditor, node: fx.Node, total: Sum) -> bool:
     """Whether a term is a layer that only the tree reads. Rows of a grouped convolution cannot
     move: they are bound to their columns."""
-    if contraction(editor, node) is None or schema.arguments(node).get("groups", 1) != 1:
+    if contraction_weight(editor, node) is None or schema.arguments(node).get("groups", 1) != 1:
         return False
     once = sum(n is node for n, _ in total.terms) == 1
     return once and set(node.users) <= set(total.inner) and channel_axis(node) == total.axis
@@ -320,7 +320,7 @@ def _branch(
     if bias is not None:
         bias = torch.where(present, bias[index].double(), torch.zeros((), dtype=torch.float64))
     offset = bias if add is None else add if bias is None else bias + add
-    layer = rewritten(editor, node, grown, offset, root)
+    layer = replace_layer(editor, node, grown, offset, root)
     layer.meta = dict(root.meta)
     return layer
 

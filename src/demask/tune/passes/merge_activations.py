@@ -24,7 +24,7 @@ aten = torch.ops.aten
 SIXTH = 1e-6  # largest relative error of 1/6 in float32
 
 
-def named(program: Program) -> Program:
+def merge_activations(program: Program) -> Program:
     """The program with each of these activations as one call."""
     editor = GraphEditor(program)
     for node in editor.calls(aten.mul.Tensor, aten.div.Tensor, aten.clamp.default):

@@ -15,12 +15,12 @@ from demask.graph.program import Program
 from demask.graph.queries import POINTWISE, only_reader
 from demask.ops import Table, op_name, schema
 from demask.ops.traits import CONVOLUTIONS
-from demask.tune.passes.fold_affine import contraction
+from demask.tune.passes.fold_affine import contraction_weight
 
 aten = torch.ops.aten
 
 
-def flattened(program: Program, table: Table) -> Program:
+def convert_one_pixel_convs(program: Program, table: Table) -> Program:
     """The program with such convolutions as linear layers."""
     editor = GraphEditor(program)
     rows: dict[fx.Node, fx.Node] = {}  # one-pixel images as (batch, channels), by image
@@ -32,7 +32,7 @@ def flattened(program: Program, table: Table) -> Program:
 
 def _has_one_pixel(editor: GraphEditor, node: fx.Node) -> bool:
     """Whether input and kernel of an ungrouped, unpadded convolution have one pixel."""
-    weight = contraction(editor, node)
+    weight = contraction_weight(editor, node)
     if weight is None:
         return False
     arguments = schema.arguments(node)

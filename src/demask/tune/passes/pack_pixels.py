@@ -28,18 +28,18 @@ GROUPS = (2, 4)  # pixels
 Width = Callable[[GraphEditor, fx.Node], int]
 
 
-def paired(program: Program, width: Width) -> Program:
+def pack_pixels(program: Program, width: Width) -> Program:
     """The program (fused, in channels last) with narrow convolutions that compute `width` pixels at
     once."""
     editor = GraphEditor(program)
     pointwise = ops()._convolution_pointwise
     for node in editor.calls(pointwise.default, pointwise.binary):
-        if applies(editor, node) and (count := width(editor, node)) > 1:
+        if can_pack(editor, node) and (count := width(editor, node)) > 1:
             _pair(editor, node, count)
     return editor.finish()
 
 
-def applies(editor: GraphEditor, node: fx.Node) -> bool:
+def can_pack(editor: GraphEditor, node: fx.Node) -> bool:
     """Whether a fused convolution can be computed for groups of pixels."""
     arguments = schema.arguments(node)
     weight, shape = packed_from(editor, arguments["W"]), node.meta["val"].shape

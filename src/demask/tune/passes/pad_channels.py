@@ -22,7 +22,7 @@ from demask.graph.program import Program
 from demask.graph.queries import channels_of, input_dependent, is_pointwise
 from demask.ops import Table, schema
 from demask.ops.traits import OUTPUT_AXIS, POOLS
-from demask.tune.passes.fold_affine import channel_axis, contraction
+from demask.tune.passes.fold_affine import channel_axis, contraction_weight
 
 aten = torch.ops.aten
 QUANTIZE, DEQUANTIZE = torch.ops.demask.quantize.default, torch.ops.demask.dequantize.default
@@ -49,7 +49,7 @@ class Widening:
 Worth = Callable[[GraphEditor, Widening, fx.Node | None], bool]
 
 
-def widened(program: Program, worth: Worth, table: Table) -> Program:
+def remove_pads(program: Program, worth: Worth, table: Table) -> Program:
     """The program without pads, if `worth` finds wider values faster."""
     editor = GraphEditor(program)
     for pad in reversed(editor.calls(aten.constant_pad_nd.default)):
@@ -58,29 +58,31 @@ def widened(program: Program, worth: Worth, table: Table) -> Program:
         if pad_arguments is None:
             continue
         source, axis, more = pad_arguments
-        plan = closure(editor, source, axis, more, live, table)
+        plan = plan_widening(editor, source, axis, more, live, table)
         if plan is not None and worth(editor, plan, pad):
-            apply(editor, plan)
+            apply_widening(editor, plan)
             editor.replace(pad, source)
     return editor.finish()
 
 
-def rounded(program: Program, wanted: Callable[[int], int], worth: Worth, table: Table) -> Program:
+def round_widths(
+    program: Program, wanted: Callable[[int], int], worth: Worth, table: Table
+) -> Program:
     """The program with the widths of layers rounded up to `wanted(width)` if that is faster."""
     editor = GraphEditor(program)
     for node in editor.calls(*OUTPUT_AXIS):
         live = input_dependent(editor.graph)
-        if node not in live or contraction(editor, node) is None:
+        if node not in live or contraction_weight(editor, node) is None:
             continue
         axis = channel_axis(node)
         count = channels_of(node, axis)
         more = 0 if count is None else wanted(count) - count
         if more > 0:
-            plan = closure(editor, node, axis, more, live, table)
+            plan = plan_widening(editor, node, axis, more, live, table)
             # Readers of a slice would copy it: no kernel is so much faster by its width.
             sliced = plan is not None and any(map(plan.others, plan.values))
             if plan is not None and not sliced and worth(editor, plan, None):
-                apply(editor, plan)
+                apply_widening(editor, plan)
     return editor.finish()
 
 
@@ -103,7 +105,7 @@ def _pad(node: fx.Node) -> tuple[fx.Node, int, int] | None:
     )
 
 
-def closure(
+def plan_widening(
     editor: GraphEditor, start: fx.Node, axis: int, more: int, live: set[fx.Node], table: Table
 ) -> Widening | None:
     """All values that must become wider with `start`; None if one of them cannot."""
@@ -119,7 +121,7 @@ def closure(
         if sources is None:
             return None
         plan.values[node] = None
-        if contraction(editor, node) is not None:
+        if contraction_weight(editor, node) is not None:
             plan.rows[node] = None
         stack += sources
         stack += [user for user in node.users if _follows(editor, user, node, table)]
@@ -134,7 +136,7 @@ def _sources(editor: GraphEditor, node: fx.Node, axis: int, table: Table) -> lis
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, Tensor):
         return None
-    if contraction(editor, node) is not None:
+    if contraction_weight(editor, node) is not None:
         arguments = schema.arguments(node)
         if is_depthwise(editor, node):
             return [arguments["input"]] if axis == 1 else None
@@ -158,7 +160,7 @@ def _sources(editor: GraphEditor, node: fx.Node, axis: int, table: Table) -> lis
 
 def is_depthwise(editor: GraphEditor, node: fx.Node) -> bool:
     """Whether a convolution computes each channel from the same channel of its input."""
-    weight, arguments = contraction(editor, node), schema.arguments(node)
+    weight, arguments = contraction_weight(editor, node), schema.arguments(node)
     groups = arguments.get("groups", 1)
     return (
         weight is not None
@@ -210,17 +212,17 @@ def _follows(editor: GraphEditor, user: fx.Node, node: fx.Node, table: Table) ->
         return True
     if is_pooling(user):
         return True
-    return contraction(editor, user) is not None and is_depthwise(editor, user)
+    return contraction_weight(editor, user) is not None and is_depthwise(editor, user)
 
 
 def _reads(editor: GraphEditor, user: fx.Node, node: fx.Node, axis: int) -> bool:
     """Whether a layer contracts the axis of `node`."""
-    if contraction(editor, user) is None or schema.arguments(user)["input"] is not node:
+    if contraction_weight(editor, user) is None or schema.arguments(user)["input"] is not node:
         return False
     return channel_axis(user) == axis and schema.arguments(user).get("groups", 1) == 1
 
 
-def apply(editor: GraphEditor, plan: Widening) -> None:
+def apply_widening(editor: GraphEditor, plan: Widening) -> None:
     """Append the channels: weights get rows and columns of zeros, other readers a slice."""
     depthwise = {node for node in plan.rows if is_depthwise(editor, node)}
     for node in plan.rows:
