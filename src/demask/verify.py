@@ -123,7 +123,7 @@ def verify(
     """
     args, kwargs = examples((slim, model), args, dict(kwargs or {}))
     networks = model, slim
-    if isinstance(getattr(slim, "demasked", None), Provenance):  # its cache holds fewer heads
+    if isinstance(getattr(slim, "demasked", None), Provenance):  # its cache has fewer heads
         model, slim = _without_cache(model), _without_cache(slim)
     layers = _layers(model, slim) if _copies(model, slim) > memory() / SHARE else []
     if layers:

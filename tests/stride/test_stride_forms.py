@@ -140,7 +140,7 @@ def reason(name: str, where: StridedConv, ops: str, **more: Any) -> str:
 def test_a_refusal_says_why() -> None:
     ops = "max_pool multiply"
     assert "below the zeros" in reason("mask_max_pool", site(-1, 1), f"{ops} select")
-    assert "is not finite" in reason("mask_max_pool", site(0, 1), ops)
+    assert "is not declared finite" in reason("mask_max_pool", site(0, 1), ops)
     assert "has no max_pool" in reason("select_max_pool", site(0, 1), "select")
     assert "rounds" in reason("two_masks", site(0, 1), ops, finite=True, mask=3.0)
     assert "overflow" in reason("two_masks", site(0, 3e38), ops, finite=True)

@@ -141,7 +141,7 @@ class Asker:
 
         def make() -> Callable[[], object]:
             draw = _drawn()
-            tensors = [_laid(draw(*s, dtype=dtype), last) for s in shapes]
+            tensors = [_formatted(draw(*s, dtype=dtype), last) for s in shapes]
             if index:
                 tensors.insert(1, torch.arange(index))
                 return lambda: target(tensors[0], *args, *tensors[1:])
@@ -186,7 +186,7 @@ def _drawn() -> Callable[..., Tensor]:
     return draw
 
 
-def _laid(tensor: Tensor, last: bool) -> Tensor:
+def _formatted(tensor: Tensor, last: bool) -> Tensor:
     """An image tensor in channels last if `last`, else the tensor itself."""
     if last and tensor.ndim in FORMATS:
         return tensor.contiguous(memory_format=FORMATS[tensor.ndim])
@@ -201,11 +201,11 @@ def _call(
     options: Any = {"dtype": layer.dtype}
     if draw is not torch.empty:
         options["device"] = layer.device
-    x, weight = _laid(draw(*layer.x, **options), last), draw(*layer.weight, **options)
+    x, weight = _formatted(draw(*layer.x, **options), last), draw(*layer.weight, **options)
     bias = draw(_outputs(layer), **options) if layer.bias else None
     if implementation == PLAIN:
-        product = _plain(layer, x, _laid(weight, last), bias)
-        added = _laid(draw(*product().shape, **options), last) if other else None
+        product = _plain(layer, x, _formatted(weight, last), bias)
+        added = _formatted(draw(*product().shape, **options), last) if other else None
         return partial(_activated, product, added, after)
     if not layer.convolves:
         return _linear(x, weight, bias, draw, options, after, other)

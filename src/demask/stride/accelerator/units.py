@@ -260,7 +260,7 @@ def _windows(x: Tensor, settings: Settings, shape: Shape, outside: float) -> Ten
 
 
 def _tap_axes(windows: Tensor, shape: Shape) -> tuple[int, ...]:
-    """The axes of windows that hold taps."""
+    """The axes of taps."""
     return tuple(range(len(shape), windows.ndim))
 
 

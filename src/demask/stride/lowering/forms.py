@@ -126,7 +126,7 @@ def _product(site: StridedConv, target: Target) -> str | None:
     finite = target.finite or site.whole or not site.drops_input
     if "select" in target.ops or finite:
         return None
-    return "0 times Inf or NaN is NaN: the target multiplies by the mask, and is not finite"
+    return "0 times Inf or NaN is NaN: masks multiply here; the target is not declared finite"
 
 
 def _largest_pool(site: StridedConv, target: Target, known: Range) -> str | None:
@@ -194,7 +194,7 @@ def _split(site: StridedConv, target: Target, known: Range) -> str | None:
 def _rotate(site: StridedConv, target: Target, known: Range) -> str | None:
     moves = any(axis.stride > 1 and axis.out > 1 for axis in site.axes)
     if moves and not (target.finite or site.whole):
-        return "0 times Inf or NaN is NaN: the form multiplies by masks; the target is not finite"
+        return "0 times Inf or NaN is NaN: the form needs masks; the target is not declared finite"
     return None
 
 

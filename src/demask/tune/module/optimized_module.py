@@ -27,7 +27,7 @@ from demask.machine.arena import Block, View, extent, planned
 from demask.ops import schema
 from demask.tune.epilogue import is_fused, is_pack, pack_weight, plain, run_unfused
 from demask.tune.module.buffer_assignment import InArena, InPlace, assign_buffers, sharing_cached
-from demask.tune.module.shape_cache import Plans, ShapeEntry
+from demask.tune.module.shape_cache import ShapeCache, ShapeEntry
 from demask.tune.stale_sources import count_writes, sources_of
 
 WHOLE = "_demask_whole"  # name of the whole graph's function in generated code
@@ -72,7 +72,7 @@ class FastCodegen(Codegen):
 class Optimized(Demasked):
     """A network optimized for one machine, for inference: calls record no gradients.
 
-    It can be copied, pickled and saved, without the values cached between calls (see `Plans`).
+    It can be copied, pickled and saved, without the values cached between calls (`ShapeCache`).
     After conversion to another dtype or device it runs torch's plain ops. Several threads may call
     it. The next call uses changed weights; only after writes through NumPy or DLPack, or through
     `.data` of a buffer, call `refresh()`. torch.compile and torch.export see a network of ATen ops
@@ -81,7 +81,7 @@ class Optimized(Demasked):
 
     codegen = FastCodegen
     trains = False
-    plans: Plans
+    plans: ShapeCache
 
     @classmethod
     def of(cls, root: nn.Module, graph: fx.Graph, specs: Any, provenance: Any) -> Self:
@@ -93,7 +93,7 @@ class Optimized(Demasked):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.plans = Plans()
+        self.plans = ShapeCache()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -120,7 +120,7 @@ class Optimized(Demasked):
 
     def refresh(self) -> None:
         """Drop values computed from weights: the next call computes them again."""
-        self.plans = Plans()
+        self.plans = ShapeCache()
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self.refresh()  # also where a parent's state is loaded

@@ -50,7 +50,7 @@ class ShapeEntry:
             self.spare.append(memory)
 
 
-class Plans:
+class ShapeCache:
     """Entries by input sizes, at most `ENTRIES`."""
 
     def __init__(self) -> None:
@@ -83,8 +83,8 @@ class Plans:
             self.known.move_to_end(key)
             return entry
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Plans:
-        return Plans()
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShapeCache:
+        return ShapeCache()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Plans, ()
+        return ShapeCache, ()
