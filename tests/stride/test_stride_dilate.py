@@ -363,7 +363,7 @@ def test_where_a_grid_stands():
     assert (part.positions, part.gap, part.count, part.is_all) == ((0, 3, 6, 9), 3, 4, False)
     assert SpacedAxis.even(4, 3, 13).gap is None  # position 12 would be read as padding
     assert SpacedAxis.even(1, 3, 2).gap == 2
-    assert part.keep().nonzero().flatten().tolist() == [0, 3, 6, 9]
+    assert part.valid_mask().nonzero().flatten().tolist() == [0, 3, 6, 9]
     assert part.nearest().tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3]
     assert grid.merge_axes([SpacedAxis.even(2, 2, 3), SpacedAxis.even(2, 1, 2)]).positions == (
         0,

@@ -57,7 +57,7 @@ class SpacedAxis:
         """Whether every position is valid."""
         return self.count == self.size
 
-    def keep(self) -> Tensor:
+    def valid_mask(self) -> Tensor:
         """Mask of valid positions, bool (size,)."""
         mask = torch.zeros(self.size, dtype=torch.bool)
         mask[list(self.positions)] = True
@@ -65,21 +65,19 @@ class SpacedAxis:
 
     def nearest(self) -> Tensor:
         """For each position the index k of the last valid one up to it, int64 (size,)."""
-        return (self.keep().cumsum(0) - 1).clamp_min(0)
+        return (self.valid_mask().cumsum(0) - 1).clamp_min(0)
 
 
 Nodes = Mapping[fx.Node, fx.Node]
-SpacedAxes = Mapping[
-    int, SpacedAxis
-]  # the spaced axes of a value, by axis; all others are unchanged
+SpacedAxes = Mapping[int, SpacedAxis]  # the spaced axes of a value; all others are unchanged
 
 
 def merge_axes(parts: Sequence[SpacedAxis]) -> SpacedAxis:
     """Axes merged into one, in row-major order."""
-    places = torch.zeros((), dtype=torch.int64)
+    positions = torch.zeros((), dtype=torch.int64)
     for part in parts:
-        places = places.unsqueeze(-1) * part.size + torch.tensor(part.positions)
-    return SpacedAxis(tuple(places.flatten().tolist()), math.prod(part.size for part in parts))
+        positions = positions.unsqueeze(-1) * part.size + torch.tensor(part.positions)
+    return SpacedAxis(tuple(positions.flatten().tolist()), math.prod(part.size for part in parts))
 
 
 def only_spaced(axes: Mapping[int, SpacedAxis]) -> SpacedAxes:
@@ -92,7 +90,7 @@ def mask_of(spacing: SpacedAxes, rank: int) -> Tensor:
     not spaced."""
     mask = torch.ones([1] * rank, dtype=torch.bool)
     for axis, part in spacing.items():
-        mask = mask & part.keep().reshape([-1 if k == axis else 1 for k in range(rank)])
+        mask = mask & part.valid_mask().reshape([-1 if k == axis else 1 for k in range(rank)])
     return mask
 
 
@@ -228,7 +226,7 @@ def reduced(x: fx.Node, over: SpacedAxes, outs: tuple[SpacedAxes, ...], kind: st
 
 @dataclass(frozen=True, slots=True)
 class SpacedReader:
-    """A call that reads values with spaced axes."""
+    """A call that reads values with spaced axes, and the plan so far."""
 
     editor: GraphEditor
     node: fx.Node

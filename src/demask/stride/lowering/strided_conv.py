@@ -94,10 +94,12 @@ class StridedConv:
 
     @property
     def stride(self) -> list[int]:
+        """Stride of each spatial axis."""
         return [axis.stride for axis in self.axes]
 
     @property
     def wide(self) -> tuple[int, ...]:
+        """Spatial output sizes of the convolution of stride 1."""
         return tuple(axis.wide for axis in self.axes)
 
     @property
