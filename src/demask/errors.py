@@ -1,4 +1,4 @@
-"""The errors of demask: each says what was expected, what was found, where, and what to do next."""
+"""Exceptions of demask: a message states what was expected, what came, where, and what to do."""
 
 
 class DemaskError(Exception):
@@ -6,15 +6,15 @@ class DemaskError(Exception):
 
 
 class BadInput(DemaskError, ValueError):
-    """The caller gave something that cannot be worked with: an argument, a path, a file."""
+    """An argument, a path or a file of the caller is not usable."""
 
 
 class RefusedFile(BadInput):
-    """A file from outside holds something that could run code or exhaust the machine."""
+    """A file contains something that could run code or exhaust the machine."""
 
 
 class BudgetTooSmall(BadInput):
-    """No plan fits a budget of memory. least: bytes that do."""
+    """No plan fits the memory budget. least: the smallest budget that is enough, in bytes."""
 
     def __init__(self, text: str, least: int):
         super().__init__(text)
@@ -22,7 +22,7 @@ class BudgetTooSmall(BadInput):
 
 
 class Mismatch(DemaskError, AssertionError):
-    """Two networks that should compute the same do not."""
+    """Two networks that should compute the same outputs do not."""
 
 
 class TableError(DemaskError, ValueError):
@@ -48,9 +48,9 @@ class CaptureDiffers(NotExportable):
 
 
 class NeedsGraph(DemaskError):
-    """The demasked network cannot be of the caller's own class: something beside shapes changed.
+    """The demasked network cannot be an instance of the caller's class: not only shapes changed.
 
-    places: the modules where, and what would have to be masked alike.
+    places: the modules concerned, with what would have to be masked in the same way.
     """
 
     def __init__(self, text: str, places: tuple[str, ...] = ()) -> None:
@@ -63,9 +63,9 @@ class FileError(DemaskError, OSError):
 
 
 class InternalError(DemaskError, RuntimeError):
-    """Something failed that should not have: a defect of demask.
+    """A defect of demask.
 
-    where: the public function. reason: what was raised inside; it is also the exception's cause.
+    where: the public function. reason: the exception raised inside, which is also the cause.
     """
 
     def __init__(self, where: str, reason: str):

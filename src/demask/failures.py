@@ -1,8 +1,8 @@
-"""What becomes of an exception that nobody raised on purpose.
+"""Handling of unexpected exceptions.
 
-A rule that fails on one call leaves that call as it is; a pass that fails is skipped; a public
-function that still fails raises InternalError. Each says what failed. In strict mode, which tests
-run in, the exception itself is raised.
+A rule that fails on one call leaves that call unchanged; a pass that fails is skipped; a public
+function that still fails raises InternalError. Each reports what failed. Tests run in strict mode,
+where the exception itself is raised.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _STRICT: ContextVar[bool] = ContextVar("demask_strict", default=False)
 
 
 def is_strict() -> bool:
-    """Whether exceptions are raised as they are."""
+    """Whether unexpected exceptions are raised unchanged."""
     return _STRICT.get()
 
 
 def set_strict(on: bool) -> None:
-    """Raise exceptions as they are (on) or not, in this thread from now on."""
+    """Switch strict mode on or off in this thread, from now on."""
     _STRICT.set(on)
 
 
 @contextlib.contextmanager
 def strict(on: bool) -> Iterator[None]:
-    """Strict mode on or off while it lasts, in this thread."""
+    """A context in which strict mode is on or off, in this thread."""
     token = _STRICT.set(on)
     try:
         yield
@@ -48,9 +48,9 @@ def strict(on: bool) -> Iterator[None]:
 
 
 class CallFailed(Exception):
-    """A rule raised on one call of a graph. It never leaves demask: the call is declined.
+    """A rule raised on one call of a graph. Internal: the call is declined.
 
-    node: the call. reason: what was raised, in one line.
+    node: the call. reason: type and first line of the exception.
     """
 
     def __init__(self, node: Any, reason: str):
@@ -59,7 +59,7 @@ class CallFailed(Exception):
 
 
 def described(error: BaseException) -> str:
-    """The type of an exception and the first line of its text."""
+    """Type and first line of an exception, as text."""
     if type(error).__name__ == "GuardOnDataDependentSymNode":
         return "GuardOnDataDependentSymNode: a size depends on the values of a tensor"
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
@@ -68,7 +68,7 @@ def described(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def attributed(node: Any) -> Iterator[None]:
-    """What is raised inside becomes CallFailed of a call; in strict mode it stays what it is."""
+    """A context that turns exceptions into CallFailed of `node`, except in strict mode."""
     try:
         yield
     except (MemoryError, CallFailed):
@@ -81,10 +81,11 @@ def attributed(node: Any) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Log:
-    """Runs steps that a result can do without, and collects what failed, in words.
+    """Runs optional steps and collects descriptions of those that failed.
 
-    gave_up: whether a step failed without which nothing, or little, can be removed. apart: whether
-    what no input decides was split off, to be computed once a call.
+    gave_up: whether an essential step failed, without which little or nothing can be removed.
+    apart: whether the side network (values that no input determines) was separated, to be computed
+    once per call.
     """
 
     failures: dict[str, str] = field(default_factory=dict)
@@ -93,18 +94,18 @@ class Log:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What failed, in words."""
+        """Descriptions of what failed."""
         return tuple(self.failures.values())
 
     def add(self, failures: Mapping[str, str]) -> None:
-        """Collect what failed, in words, by what it was: each once."""
+        """Add descriptions of failures, keyed by what failed; a known key is skipped."""
         for what, text in failures.items():
             self.failures.setdefault(what, text)
 
     def attempt(
         self, what: str, step: Callable[[], T], otherwise: U, *, essential: bool = False
     ) -> T | U:
-        """What `step` returns; `otherwise`, with a note that `what` is left out, where it fails."""
+        """The result of `step`, or `otherwise` and a note that `what` is left out if it fails."""
         try:
             return step()
         except MemoryError:
@@ -118,7 +119,7 @@ class Log:
             return otherwise
 
 
-# What public functions take under these names.
+# Types that public functions accept for parameters of these names.
 _ARGUMENTS: dict[str, tuple[tuple[type, ...], str]] = {
     "model": ((nn.Module, ExportedProgram), "an nn.Module or an ExportedProgram"),
     "slim": ((nn.Module,), "an nn.Module"),
@@ -130,19 +131,19 @@ _ARGUMENTS: dict[str, tuple[tuple[type, ...], str]] = {
 }
 
 
-def _wrong_argument(named: Mapping[str, Any]) -> str:
-    """Which argument is not what its name takes, in words; "" for none."""
-    for name, value in named.items():
-        kinds, words = _ARGUMENTS.get(name, ((object,), ""))
-        if not isinstance(value, kinds):
-            return f"{name} must be {words}, got {type(value).__name__}"
+def _wrong_argument(arguments: Mapping[str, Any]) -> str:
+    """Description of the first argument of a wrong type; "" for none."""
+    for name, value in arguments.items():
+        types, expected = _ARGUMENTS.get(name, ((object,), ""))
+        if not isinstance(value, types):
+            return f"{name} must be {expected}, got {type(value).__name__}"
     return ""
 
 
 def public(function: Callable[P, T]) -> Callable[P, T]:
-    """A function of the public interface: what it raises is a DemaskError.
+    """Decorator of the public functions: every exception they raise is a DemaskError.
 
-    A TypeError of a call that does not fit the signature, KeyboardInterrupt and MemoryError pass.
+    Except TypeError for a call that does not fit the signature, KeyboardInterrupt and MemoryError.
     """
     signature = inspect.signature(function)
 
@@ -155,10 +156,10 @@ def public(function: Callable[P, T]) -> Callable[P, T]:
         except OSError as error:
             raise FileError(f"{function.__name__}: {error}") from error
         except Exception as error:
-            named = signature.bind(*args, **kwargs).arguments
+            arguments = signature.bind(*args, **kwargs).arguments
             if is_strict():
                 raise
-            if wrong := _wrong_argument(named):
+            if wrong := _wrong_argument(arguments):
                 raise BadInput(f"{function.__name__}: {wrong}") from error
             raise InternalError(function.__name__, described(error)) from error
 

@@ -68,7 +68,7 @@ def test_lower_exits_with_2_and_leaves_nothing(run, model, tmp_path, words, comp
 def test_a_target_of_ones_own(run, model, tmp_path):
     (tmp_path / "own.toml").write_text('ops = ["slice"]\n')
     outcome = run("lower", "model.pt2", "-o", "low.pt2", "--target", "own.toml")
-    assert outcome.code == 0 and "slice, the one sound form" in outcome.out
+    assert outcome.code == 0 and "slice, the only sound form" in outcome.out
     (tmp_path / "none.toml").write_text('ops = ["add"]\n')
     outcome = run("lower", "model.pt2", "-o", "none.pt2", "--target", "none.toml")
     assert outcome.code == 2 and "has no form that is sound" in outcome.err

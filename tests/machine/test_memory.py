@@ -20,11 +20,11 @@ from demask.ops import TABLE
 from demask.shrink.pipeline import given, reduced
 from demask.tune.module import buffer_assignment as memory
 from demask.tune.module import shape_cache as plans
-from demask.tune.module.buffer_assignment import InArena, InPlace, decided
+from demask.tune.module.buffer_assignment import InArena, InPlace, assign_buffers
 from demask.tune.module.optimized_module import Optimized
-from demask.tune.passes.channels_last import laid_out
+from demask.tune.passes.channels_last import convert_layouts
 from demask.tune.passes.fold_affine import absorbed
-from demask.tune.passes.fuse_epilogues import fused
+from demask.tune.passes.fuse_epilogues import fuse_epilogues
 from fuzz.laws import difference
 from micro import MICROS, Micro
 from night import every
@@ -58,11 +58,11 @@ def plain_form(program):
 
 
 def fused_form(program):
-    return fused(absorbed(program), lambda *_: True)
+    return fuse_epilogues(absorbed(program), lambda *_: True)
 
 
 def last_form(program):
-    return laid_out(fused_form(program), lambda _: True, TABLE)
+    return convert_layouts(fused_form(program), lambda _: True, TABLE)
 
 
 FORMS = {"plain": plain_form, "fused": fused_form, "last": last_form}
@@ -131,16 +131,16 @@ def test_any_strides(form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_more_sizes_than_plans_are_kept(form: str) -> None:
     expected, module, (x,) = residual(FORMS[form])
-    for batch in [*range(1, plans.KEPT + 5), 1, 2, 1, plans.KEPT]:
+    for batch in [*range(1, plans.ENTRIES + 5), 1, 2, 1, plans.ENTRIES]:
         same(expected, module, (torch.randn(batch, *x.shape[1:]),))
-    assert len(module.plans.known) == plans.KEPT
+    assert len(module.plans.known) == plans.ENTRIES
 
 
 def test_the_plan_used_longest_ago_goes_first() -> None:
     _, module, (x,) = residual()
     module(x)
     mine = next(iter(module.plans.known.values()))
-    for batch in range(len(x) + 1, len(x) + 2 * plans.KEPT):
+    for batch in range(len(x) + 1, len(x) + 2 * plans.ENTRIES):
         module(torch.randn(batch, *x.shape[1:]))
         module(x)
     assert any(plan is mine for plan in module.plans.known.values())
@@ -226,7 +226,9 @@ def test_outputs_share_no_memory() -> None:
         outputs = [o for o in pytree.tree_leaves(module(*args)) if o.numel()]
         plans_made = list(module.plans.known.values())
         arenas = [view for plan in plans_made for memory in plan.spare for view in memory]
-        kept = [t for plan in plans_made for t in plan.kept if isinstance(t, Tensor)] + arenas
+        kept = [
+            t for plan in plans_made for t in plan.precomputed if isinstance(t, Tensor)
+        ] + arenas
         places = {t.untyped_storage().data_ptr() for t in kept if not t.is_mkldnn}
         assert not places & {o.untyped_storage().data_ptr() for o in outputs}, case.name
 
@@ -330,7 +332,7 @@ def calls_of(run: Callable[..., object], **parts) -> dict[str, InPlace | InArena
     program, provenance = reduced(given(Calls(run, **parts).eval(), (torch.randn(2, 4),),
                                         None, None), TABLE)  # fmt: skip
     graph = build(program, provenance, Optimized).graph
-    found = decided(graph)
+    found = assign_buffers(graph)
     return {n.target._opname: found.get(n) for n in graph.nodes if hasattr(n.target, "_opname")}
 
 
@@ -386,7 +388,7 @@ def late(m: nn.Module, x: Tensor) -> Tensor:
 
 def broken_by(monkeypatch, name: str, wrong) -> bool:
     """Does a fault in what is known of bodies show in what comes out?"""
-    monkeypatch.setattr(memory._Bodies, name, wrong)
+    monkeypatch.setattr(memory._Buffers, name, wrong)
     x = torch.randn(2, 4)
     runs = [
         (late, {"t": torch.randn(4, 4)}),
@@ -403,22 +405,22 @@ def broken_by(monkeypatch, name: str, wrong) -> bool:
 
 
 def test_memory_of_others_taken_for_ours_is_noticed(monkeypatch) -> None:
-    assert broken_by(monkeypatch, "ours", lambda self, node: True)
+    assert broken_by(monkeypatch, "is_own", lambda self, node: True)
 
 
 def test_a_life_that_ends_too_early_is_noticed(monkeypatch) -> None:
     def early(self, node):
         return min((self.order[u] for m in self.members(node) for u in m.users), default=0)
 
-    assert broken_by(monkeypatch, "last", early)
+    assert broken_by(monkeypatch, "last_read", early)
 
 
 def test_a_view_that_keeps_nothing_alive_is_noticed(monkeypatch) -> None:
     def alone(self, node):
         return max((self.order[u] for u in node.users), default=0)
 
-    assert broken_by(monkeypatch, "last", alone)
+    assert broken_by(monkeypatch, "last_read", alone)
 
 
 def test_no_fault_no_noise(monkeypatch) -> None:
-    assert not broken_by(monkeypatch, "last", memory._Bodies.last)
+    assert not broken_by(monkeypatch, "last_read", memory._Buffers.last_read)

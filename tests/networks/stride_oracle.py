@@ -217,14 +217,14 @@ class Truth:
 
 
 def truth(cell: Cell, site: StridedConv, call: FormInputs, write: Eager) -> Truth:
-    pads = [n for axis in reversed(cell.axes) for n in (axis.before, axis.behind)]
+    pads = [n for axis in reversed(cell.axes) for n in (axis.before, axis.after)]
     padded = aten.constant_pad_nd.default(call.x, pads, 0) if any(pads) else call.x
     rank, dilation = site.rank, [axis.dilation for axis in cell.axes]
     convolve = functools.partial(write.call, _CONVS[rank], padded, call.weight, call.bias)
     ones, none = [1] * rank, [0] * rank
     values = [convolve(ones, none, dilation, cell.groups)]
     own = [axis.before for axis in cell.axes]
-    if any(pads) and own == [axis.behind for axis in cell.axes]:
+    if any(pads) and own == [axis.after for axis in cell.axes]:
         # Torch may sum in another order where it pads itself: to the bit forms are held to that.
         made = write.call(_CONVS[rank], call.x, call.weight, call.bias, ones, own, dilation,
                           cell.groups)  # fmt: skip
@@ -244,8 +244,8 @@ def truth(cell: Cell, site: StridedConv, call: FormInputs, write: Eager) -> Trut
     return Truth(kept, finite[flat], large[flat], tuple(strided))
 
 
-def holds(form: StrideForm, cell: Cell, site: StridedConv, call: FormInputs, target: Target, place: int,
-          expected: Truth, write: Eager) -> bool:  # fmt: skip
+def holds(form: StrideForm, cell: Cell, site: StridedConv, call: FormInputs, target: Target,
+          place: int, expected: Truth, write: Eager) -> bool:  # fmt: skip
     """Is the form, written at a place whatever it refuses, what the stride keeps?"""
     try:
         made = form.built(write, site, target, call, place)
@@ -313,7 +313,7 @@ class Tried:
                      self.write)  # fmt: skip
 
     def missed(self, form: StrideForm, target: Target) -> Iterator[str]:
-        place = form.place(self.site, target)
+        place = form.first_sound(self.site, target)
         bounded = FUNCTIONS[self.cell.dtype][self.cell.function].bounded
         hidden = bounded and not target.finite and "select" not in target.ops
         for at in range(len(self.site.ranges)) if isinstance(place, str) else [place]:

@@ -29,7 +29,7 @@ from demask.sparse.segment.build_segments import segmented, segments_of
 from demask.sparse.segment_program import SegmentProgram
 from demask.traverse import batch, halo, plan, stream, tile, traffic
 from demask.tune.epilogue import epilogue
-from demask.tune.passes.fuse_epilogues import fused
+from demask.tune.passes.fuse_epilogues import fuse_epilogues
 from interpreted import DEVICES, rows_of, run_on
 from test_kernels_activations import check, computed, points
 from test_optimize import prefer, quick  # noqa: F401  (a fixture: costs are not measured)
@@ -164,7 +164,7 @@ def test_a_segment_takes_it() -> None:
 
 def test_onednn_leaves_it() -> None:
     model, x = network(), torch.randn(4, 9)
-    program = fused(given(model, (x,), None, None), lambda *_: True)
+    program = fuse_epilogues(given(model, (x,), None, None), lambda *_: True)
     (node,) = (n for n in program.graph.nodes if n.target is aten.softshrink.default)
     assert epilogue(node) is None
     close(ran(program, (x,))[0], model(x).detach())

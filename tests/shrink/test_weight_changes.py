@@ -15,9 +15,9 @@ from demask.graph.result.demasked_module import build
 from demask.ops import TABLE
 from demask.shrink.pipeline import given, reduced
 from demask.tune.module.optimized_module import Optimized
-from demask.tune.passes.channels_last import laid_out
+from demask.tune.passes.channels_last import convert_layouts
 from demask.tune.passes.fold_affine import absorbed
-from demask.tune.passes.fuse_epilogues import fused
+from demask.tune.passes.fuse_epilogues import fuse_epilogues
 from demask.tune.stale_sources import CountedParameter, Sources
 from fuzz.laws import difference
 
@@ -42,8 +42,8 @@ class Border(nn.Module):
 def optimized(last: bool = True) -> Optimized:
     torch.manual_seed(1)
     program, provenance = reduced(given(Border().eval(), (X,), None, None), TABLE)
-    program = fused(absorbed(program), lambda *_: True)
-    return build(laid_out(program, lambda _: last, TABLE), provenance, Optimized).eval()
+    program = fuse_epilogues(absorbed(program), lambda *_: True)
+    return build(convert_layouts(program, lambda _: last, TABLE), provenance, Optimized).eval()
 
 
 def scaled_in_place(module: nn.Module, name: str, tensor: Tensor) -> None:

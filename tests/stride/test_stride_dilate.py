@@ -20,8 +20,8 @@ from demask.ops import TABLE
 from demask.stride.dilation import spaced_axes as grid
 from demask.stride.dilation import spaced_calls as grid_rules
 from demask.stride.dilation import spaced_windows as grid_windows
-from demask.stride.dilation.dilate import dilated
-from demask.stride.dilation.spaced_axes import Spread
+from demask.stride.dilation.dilate import dilate
+from demask.stride.dilation.spaced_axes import SpacedAxis
 from demask.stride.dilation.spaced_windows import is_strided
 from demask.stride.targets import Target
 from stride_networks import Drawn
@@ -50,7 +50,7 @@ def check(seed: int, name: str, length: int | None = None) -> str:
     before = text(program.with_graph(editor.graph))
     strides = list(filter(is_strided, editor.graph.nodes))
     first = strides[0] if seed % 3 else drawn.rng.choice(strides)
-    reason = dilated(editor, first, target, TABLE)
+    reason = dilate(editor, first, target, TABLE)
     if reason is not None:
         assert reason
         assert text(program.with_graph(editor.graph)) == before
@@ -59,7 +59,7 @@ def check(seed: int, name: str, length: int | None = None) -> str:
     # Others may be left: before it, or behind a grid that ended where one position was left.
     while (strided := next(filter(is_strided, editor.graph.nodes), None)) is not None:
         assert strided is not first
-        if dilated(editor, strided, target, TABLE) is not None:
+        if dilate(editor, strided, target, TABLE) is not None:
             break
     editor.graph.lint()
     made = editor.finish()
@@ -113,7 +113,7 @@ def a_pad_not_widened(monkeypatch):
 
     def wrong(self, source):  # fmt: skip
         pads, made = on(self, source)
-        front = self.front
+        front = self.before
         return (front, pads[1] + pads[0] - front), made
 
     monkeypatch.setattr(grid_windows.SpacedWindow, "on", wrong)  # fmt: skip
@@ -127,7 +127,7 @@ def a_mean_over_all(monkeypatch):
 @fault
 def a_constant_as_it_was(monkeypatch):
     even = lambda self: torch.arange(self.size) % self.count  # noqa: E731
-    monkeypatch.setattr(Spread, "nearest", even)
+    monkeypatch.setattr(SpacedAxis, "nearest", even)
 
 
 @fault
@@ -137,8 +137,8 @@ def a_mask_that_multiplies_nan(monkeypatch):
 
 @fault
 def a_view_that_forgets_an_axis(monkeypatch):
-    merged = grid_rules.merged
-    monkeypatch.setattr(grid_rules, "merged", lambda parts: merged(parts[::-1]))
+    merged = grid_rules.merge_axes
+    monkeypatch.setattr(grid_rules, "merge_axes", lambda parts: merged(parts[::-1]))
 
 
 @fault
@@ -152,8 +152,8 @@ def a_last_window_that_is_lost(monkeypatch):
 
     def wrong(self, source):
         (front, behind), made = on(self, source)
-        less = max(0, behind - self.behind * (source.gap or 1))
-        return (front, behind - less), Spread(made.places, made.size - less)
+        less = max(0, behind - self.after * (source.gap or 1))
+        return (front, behind - less), SpacedAxis(made.positions, made.size - less)
 
     monkeypatch.setattr(grid_windows.SpacedWindow, "on", wrong)
 
@@ -184,7 +184,7 @@ def pushed(model: nn.Module, x: Tensor, name: str) -> Program | str:
     program = read(model.double(), x)
     editor = GraphEditor(program)
     first = next(n for n in editor.graph.nodes if is_strided(n))
-    reason = dilated(editor, first, TARGETS[name], TABLE)
+    reason = dilate(editor, first, TARGETS[name], TABLE)
     return editor.finish() if reason is None else reason
 
 
@@ -244,7 +244,7 @@ def test_strides_compose_and_weights_behind_a_view_are_spread():
     ("name", "model", "reason"),
     [
         ("select", nn.Sequential(nn.Conv2d(3, 4, 3, 2)), "cannot slice"),
-        ("select", nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.GroupNorm(2, 4)), "an axis whole"),
+        ("select", nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.GroupNorm(2, 4)), "a whole axis"),
         ("select", nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.Upsample(scale_factor=2)), "windows"),
         ("none", nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.Flatten(), nn.Linear(4 * 49, 2)), "NaN"),
         ("select", nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.AdaptiveAvgPool2d(2)), "overlap"),
@@ -279,7 +279,7 @@ def test_pools_whose_windows_may_not_overlap_are_refused_or_sliced():
     for ops, left in (({"dilation", "select", "multiply"}, 2), ({"dilation", "slice"}, 1)):
         editor = GraphEditor(program)
         target = Target("apart", frozenset(ops), **apart)
-        reason = dilated(editor, editor.calls(aten.conv2d.default)[0], target, TABLE)
+        reason = dilate(editor, editor.calls(aten.conv2d.default)[0], target, TABLE)
         assert (reason is None) is ("slice" in ops)
         assert reason is None or "do not overlap" in reason
         assert sum(map(is_strided, editor.graph.nodes)) == left
@@ -291,15 +291,15 @@ def test_windows_reach_over_as_much_as_the_targets(size, fits):
     model = nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.MaxPool2d(2, 1), nn.AdaptiveAvgPool2d(1))
     editor = GraphEditor(read(model.double(), torch.randn(2, 3, 16, 16, dtype=torch.float64)))
     target = Target("small", frozenset({"dilation", "select", "multiply"}), pool_size=size)
-    reason = dilated(editor, editor.calls(aten.conv2d.default)[0], target, TABLE)
+    reason = dilate(editor, editor.calls(aten.conv2d.default)[0], target, TABLE)
     assert (reason is None) is fits
-    assert reason is None or "windows would reach over [3, 3]" in reason
+    assert reason is None or "windows would cover [3, 3]" in reason
 
 
 def test_a_convolution_without_a_stride_is_none():
     editor = GraphEditor(read(nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8)))
     (conv,) = editor.calls(aten.conv2d.default)
-    assert dilated(editor, conv, TARGETS["slice"], TABLE) == "it has no stride"
+    assert dilate(editor, conv, TARGETS["slice"], TABLE) == "it has no stride"
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
@@ -321,7 +321,7 @@ def test_images_without_a_batch():
     model, x = nn.Sequential(*layers), torch.randn(3, 15, 16, dtype=torch.float64)
     program = read(model.double(), x, shapes={})
     editor = GraphEditor(program)
-    assert dilated(editor, editor.calls(aten.conv2d.default)[0], SLICES, TABLE) is None
+    assert dilate(editor, editor.calls(aten.conv2d.default)[0], SLICES, TABLE) is None
     with torch.no_grad():
         assert torch.allclose(ran(editor.finish(), x)[0], model(x), rtol=0, atol=1e-12)
 
@@ -359,10 +359,15 @@ def test_windows_of_padding_alone_are_not_multiplied_by_zero():
 
 
 def test_where_a_grid_stands():
-    part = Spread.even(4, 3, 11)
-    assert (part.places, part.gap, part.count, part.is_all) == ((0, 3, 6, 9), 3, 4, False)
-    assert Spread.even(4, 3, 13).gap is None  # position 12 would be read as padding
-    assert Spread.even(1, 3, 2).gap == 2
-    assert part.keep().nonzero().flatten().tolist() == [0, 3, 6, 9]
+    part = SpacedAxis.even(4, 3, 11)
+    assert (part.positions, part.gap, part.count, part.is_all) == ((0, 3, 6, 9), 3, 4, False)
+    assert SpacedAxis.even(4, 3, 13).gap is None  # position 12 would be read as padding
+    assert SpacedAxis.even(1, 3, 2).gap == 2
+    assert part.valid_mask().nonzero().flatten().tolist() == [0, 3, 6, 9]
     assert part.nearest().tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3]
-    assert grid.merged([Spread.even(2, 2, 3), Spread.even(2, 1, 2)]).places == (0, 1, 4, 5)
+    assert grid.merge_axes([SpacedAxis.even(2, 2, 3), SpacedAxis.even(2, 1, 2)]).positions == (
+        0,
+        1,
+        4,
+        5,
+    )

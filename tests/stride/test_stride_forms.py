@@ -13,7 +13,7 @@ import torch
 from demask.facts.ranges import Range
 from demask.stride.lowering import forms as module
 from demask.stride.lowering.block_forms import zero_taps
-from demask.stride.lowering.forms import FORMS, StrideForm, kept
+from demask.stride.lowering.forms import FORMS, StrideForm, selected
 from demask.stride.lowering.strided_conv import ConvAxis, StridedConv
 from demask.stride.targets import Target
 from stride_oracle import FLOAT, KERNELS, SIZES, STRIDES, WHOLE, Cell, grid, misses, sample
@@ -48,8 +48,8 @@ def images(count: int, seed: int, largest: int, rank: int) -> list[tuple[ConvAxi
     draw, made = random.Random(seed), []
     while len(made) < count:
         axes = tuple(
-            ConvAxis(draw.randint(1, largest), draw.randint(1, 7 - 2 * rank + 2), draw.randint(1, 4),
-                 draw.randint(1, 2), draw.randint(0, 3), draw.randint(0, 3))
+            ConvAxis(draw.randint(1, largest), draw.randint(1, 7 - 2 * rank + 2),
+                     draw.randint(1, 4), draw.randint(1, 2), draw.randint(0, 3), draw.randint(0, 3))
             for _ in range(rank)
         )  # fmt: skip
         if all(axis.wide > 0 for axis in axes):
@@ -106,12 +106,12 @@ def test_a_sound_form_that_is_refused_is_a_miss(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["mask_max_pool", "select_max_pool", "mask_sum_pool", "split"])
 def test_a_pool_that_ends_inside_is_a_miss(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_left", lambda site: [0] * site.rank)
+    monkeypatch.setattr(module, "_excess", lambda site: [0] * site.rank)
     assert any("accepted" in miss for miss in found((ConvAxis(8, 2, 2),), {name: FORMS[name]}))
 
 
 def test_a_mask_one_off_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "kept", lambda site: kept(site).roll(1, -1))
+    monkeypatch.setattr(module, "selected", lambda site: selected(site).roll(1, -1))
     assert found(AXES, {"mask_sum_pool": FORMS["mask_sum_pool"]})
 
 
@@ -121,7 +121,7 @@ def test_a_mask_one_off_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_mask_is_one_where_the_stride_computes_and_zero_elsewhere() -> None:
     """Row 002-b, and 002-c: windows from each kept position on hold it first, and no other."""
     site = Cell((ConvAxis(8, 3, 2, 1, 1, 1), ConvAxis(9, 3, 3, 1, 1, 1))).site()
-    mask = kept(site)
+    mask = selected(site)
     assert mask.shape == (8, 9)
     assert mask.int().tolist() == [[int(i % 2 == 0 and j % 3 == 0) for j in range(9)]
                                    for i in range(8)]  # fmt: skip
@@ -140,17 +140,19 @@ def reason(name: str, where: StridedConv, ops: str, **more: Any) -> str:
 def test_a_refusal_says_why() -> None:
     ops = "max_pool multiply"
     assert "below the zeros" in reason("mask_max_pool", site(-1, 1), f"{ops} select")
-    assert "not said finite" in reason("mask_max_pool", site(0, 1), ops)
+    assert "is not declared finite" in reason("mask_max_pool", site(0, 1), ops)
     assert "has no max_pool" in reason("select_max_pool", site(0, 1), "select")
     assert "rounds" in reason("two_masks", site(0, 1), ops, finite=True, mask=3.0)
     assert "overflow" in reason("two_masks", site(0, 3e38), ops, finite=True)
     assert "no 1 / 2" in reason("two_masks", site(0, 1, WHOLE), ops)
-    assert "stride's size" in reason("pool_1x1", site(0, 1), "max_pool", pool_windows="stride")
+    assert "as large as their stride" in reason(
+        "pool_1x1", site(0, 1), "max_pool", pool_windows="stride"
+    )
     assert "up to 1" in reason("select_max_pool", site(0, 1), "max_pool select", pool_size=1)
     assert "cannot pad" in reason("mask_sum_pool", replace(site(0, 1), axes=(ConvAxis(9, 3, 2),)),
                                   "sum_pool select", pool_ceil=False)  # fmt: skip
     assert "negative" in reason("split", site(-(2.0**31), 1, WHOLE), f"{ops} relu add")
-    assert "weights of zero" in reason("space_to_depth", site(0, 1), "space_to_depth pad")
+    assert "zero weights" in reason("space_to_depth", site(0, 1), "space_to_depth pad")
     assert "run time" in reason("phase_split", site(0, 1, constant=False), "slice add pad")
 
 
@@ -161,8 +163,9 @@ def test_a_target_whose_numbers_are_bounded_takes_two_masks() -> None:
 
 @pytest.mark.parametrize(
     ("axis", "expected"),
-    [(ConvAxis(8, 2, 2), False), (ConvAxis(8, 4, 4), False), (ConvAxis(8, 3, 2), True), (ConvAxis(8, 1, 2), True),
-     (ConvAxis(1, 1, 2), False), (ConvAxis(8, 2, 2, 2), True), (ConvAxis(9, 3, 3), False)],
+    [(ConvAxis(8, 2, 2), False), (ConvAxis(8, 4, 4), False), (ConvAxis(8, 3, 2), True),
+     (ConvAxis(8, 1, 2), True), (ConvAxis(1, 1, 2), False), (ConvAxis(8, 2, 2, 2), True),
+     (ConvAxis(9, 3, 3), False)],
 )  # fmt: skip
 def test_zero_taps_are_found_where_they_meet_the_input(axis: ConvAxis, expected: bool) -> None:
     assert zero_taps(Cell((axis,)).site()) is expected
@@ -171,7 +174,7 @@ def test_zero_taps_are_found_where_they_meet_the_input(axis: ConvAxis, expected:
 @pytest.mark.parametrize("size", SIZES)
 def test_positions_that_read_the_input_are_told(size: int) -> None:
     for axis in (a for a in sample(20, seed=size) if a.size == size):
-        line = torch.zeros(axis.before + size + axis.behind)
+        line = torch.zeros(axis.before + size + axis.after)
         line[axis.before : axis.before + size] = 1
         taps = [axis.dilation * j for j in range(axis.kernel)]
         for place in range(axis.wide):

@@ -257,7 +257,7 @@ def test_a_network_without_a_sound_form_is_refused_with_every_reason() -> None:
     assert "conv2d (0)" in str(caught.value) and "'bare'" in str(caught.value)
     reason = caught.value.reasons["mask_max_pool"]
     assert reason.startswith("values from -inf to inf may be below the zeros of the mask, and ")
-    assert "behind function 1: 0 times Inf or NaN is NaN" in reason
+    assert "after function 1: 0 times Inf or NaN is NaN" in reason
     assert "no dilation" in caught.value.reasons["dilation"]
 
 

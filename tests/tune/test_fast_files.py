@@ -19,10 +19,10 @@ from demask.graph.result.demasked_module import Demasked, build
 from demask.ops import TABLE
 from demask.shrink.pipeline import given, reduced
 from demask.tune.module.optimized_module import Optimized
-from demask.tune.passes.channels_last import laid_out
+from demask.tune.passes.channels_last import convert_layouts
 from demask.tune.passes.fold_affine import absorbed
-from demask.tune.passes.fuse_epilogues import fused
-from demask.tune.passes.join_as_sum import summed
+from demask.tune.passes.fuse_epilogues import fuse_epilogues
+from demask.tune.passes.join_as_sum import rewrite_joins
 
 pytestmark = pytest.mark.skipif(
     not available(torch.float32, torch.device("cpu")), reason="this torch has no oneDNN"
@@ -53,8 +53,8 @@ def network():
         model.norm.bias[0] = 0.5
     x = torch.randn(2, 3, 8, 8)
     program, provenance = reduced(given(model, (x,), None, None), TABLE)
-    program = fused(summed(absorbed(program), lambda *_: "grow"), lambda *_: True)
-    return model, build(laid_out(program, lambda _: True, TABLE), provenance, Optimized), x
+    program = fuse_epilogues(rewrite_joins(absorbed(program), lambda *_: "grow"), lambda *_: True)
+    return model, build(convert_layouts(program, lambda _: True, TABLE), provenance, Optimized), x
 
 
 def close(a, b):

@@ -60,7 +60,7 @@ def agree(a: object, b: object, limit: float = LIMIT) -> None:
 
 
 def prefer(monkeypatch, name: str) -> None:
-    """Let the form of this name win every race."""
+    """Let the candidate of this name win every race."""
 
     def sampled(contenders, pairs=30, warmup=3, **_):
         for call in contenders.values():
@@ -104,7 +104,7 @@ def convs() -> nn.Module:
 X = torch.randn(2, 3, 10, 10, generator=torch.Generator().manual_seed(5))
 
 
-# Bounds of the ratios: of the fastest form (lower), of the demasked network (lower, upper).
+# Bounds of the ratios: of the fastest candidate (lower), of the demasked network (lower, upper).
 RETURNED = {
     "norms in the weights": (0.97, 0.0, 0.0),
     "demasked alone": (0.96, 0.9, 0.98),
@@ -125,7 +125,7 @@ def test_what_is_returned_when_the_fastest_form_may_be_slower(name: str, monkeyp
     agree(model(X), found(X))
     record = found.demasked
     assert isinstance(found, Optimized) == (name == "norms in the weights")
-    assert any("may be slower than the network as given" in n for n in record.notes) == (
+    assert any("may be slower than the original network" in n for n in record.notes) == (
         name != "norms in the weights")  # fmt: skip
     assert record.decisions[0].chosen == name and name in record.decisions[0].seconds
     shown = demask.report(found)

@@ -30,7 +30,7 @@ from demask.tune.passes import pack_pixels as pair
 from demask.tune.passes import pad_channels as widen
 from demask.tune.passes.absorb_gathers import ungathered
 from demask.tune.passes.fold_affine import absorbed
-from demask.tune.passes.one_pixel_as_linear import flattened
+from demask.tune.passes.one_pixel_as_linear import convert_one_pixel_convs
 from fuzz.generate import generate
 from fuzz.laws import difference
 from micro import MICROS, Micro, Net, dead
@@ -133,17 +133,17 @@ def _joined(form: str | None) -> Pass:
         places = found.axis == 1 and "conv" in name and "transpose" not in name
         return "grow" if form == "place" and not places else form
 
-    return lambda program: joins.summed(program, choose)
+    return lambda program: joins.rewrite_joins(program, choose)
 
 
 def _rounded(multiple: int) -> Pass:
-    return lambda program: widen.rounded(
+    return lambda program: widen.round_widths(
         program, lambda n: -(-n // multiple) * multiple, lambda *_: True, TABLE
     )
 
 
 def _laid(wants: Callable[[], Callable[[fx.Node], bool]]) -> Pass:
-    return lambda program: layout.laid_out(program, wants(), TABLE)
+    return lambda program: layout.convert_layouts(program, wants(), TABLE)
 
 
 def _alternating() -> Callable[[fx.Node], bool]:
@@ -155,11 +155,11 @@ def _paired(width: int) -> Pass:
     def wanted(editor: GraphEditor, node: fx.Node) -> int:
         return width if node.meta["val"].shape[3] % width == 0 else 1
 
-    return lambda program: pair.paired(program, wanted)
+    return lambda program: pair.pack_pixels(program, wanted)
 
 
 def fused(program: Program) -> Program:
-    return fuse.fused(program, lambda *_: True)
+    return fuse.fuse_epilogues(program, lambda *_: True)
 
 
 def then(*passes: Pass) -> Pass:
@@ -172,7 +172,7 @@ def then(*passes: Pass) -> Pass:
 
 
 def widened(program: Program) -> Program:
-    return widen.widened(program, lambda *_: True, TABLE)
+    return widen.remove_pads(program, lambda *_: True, TABLE)
 
 
 LAST, FIRST = _laid(lambda: lambda _: True), _laid(lambda: lambda _: False)
@@ -411,7 +411,7 @@ class Squeezed(nn.Module):
 
 def test_convolutions_of_one_pixel_are_linear_layers() -> None:
     net, x = Squeezed().eval(), torch.randn(2, 6, 5, 7)
-    program = flattened(absorbed(given(net, (x,), None, None)), TABLE)
+    program = convert_one_pixel_convs(absorbed(given(net, (x,), None, None)), TABLE)
     calls = [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
     assert [name for name in calls if "conv" in name or "linear" in name] == (
         ["aten.linear.default"] * 2

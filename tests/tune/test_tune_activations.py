@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from demask.graph.result.demasked_module import build_plain
 from demask.ops import TABLE
 from demask.shrink.pipeline import given, reduced
-from demask.tune.passes.merge_activations import named
+from demask.tune.passes.merge_activations import merge_activations
 from fuzz.laws import difference
 
 X = torch.linspace(-9, 9, 181).view(1, 1, -1)
@@ -31,7 +31,7 @@ def calls(run: Callable[[Tensor], Tensor]) -> list[str]:
     """The ops behind the first one, of a network that computes the same."""
     model = Called(run)
     program, _ = reduced(given(model, (X,), None, None), TABLE)
-    made = build_plain(named(program))
+    made = build_plain(merge_activations(program))
     assert difference(model(X), made(X)) < 1e-6
     return [node.target._opname for node in made.graph.nodes if node.op == "call_function"][1:]
 

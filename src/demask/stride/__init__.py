@@ -1,4 +1,4 @@
-"""Strides for targets that have none, and strides given back."""
+"""Rewriting of strided convolutions for targets that lack them, and the inverse."""
 
 from demask.stride.accelerator.instructions import Instructions, instructions
 from demask.stride.accelerator.machine import Machine

@@ -1,18 +1,18 @@
-"""What an accelerator without strided convolutions can do instead: its table of ops, and its sizes.
+"""Accelerators without strided convolutions: the ops that they have, and their limits.
 
-Built in are targets of one idea each. A user's own is a small TOML file:
+Each built-in target demonstrates one kind of hardware. A custom target is a small TOML file:
 
     name = "my accelerator"
     ops = ["max_pool", "multiply", "relu", "add"]
     finite = true
-    forms = ["mask_max_pool", "split"]      # optional: the first that is sound, not the cheapest
+    forms = ["mask_max_pool", "split"]      # optional: the first sound one, not the cheapest
     [conv]
-    stride = 1                              # the largest that convolutions have
+    stride = 1                              # largest stride of convolutions
     [pool]
-    size = 3                                # the largest window and stride
+    size = 3                                # largest window and stride
     stride = 3
-    windows = "stride"                      # windows have their stride's size; else "any"
-    ceil = false                            # windows end inside; what is left over is padded
+    windows = "stride"                      # windows are as large as their stride; else "any"
+    ceil = false                            # windows must end inside the value
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from typing import Any
 from demask.errors import BadInput
 from demask.files.bounded_read import read_toml
 
-# What a form may use, in words.
+# Ops that a form may use, with descriptions.
 OPS: Mapping[str, str] = {
     "max_pool": "the maximum of windows",
     "avg_pool": "the mean of windows, divided by their size",
     "sum_pool": "the sum of windows: a mean whose divisor is 1",
-    "select": "of two values, position by position, as a constant mask says",
-    "multiply": "a value times a constant, position by position; or times a number",
+    "select": "one of two values at each position, chosen by a constant mask",
+    "multiply": "a value times a constant, elementwise, or times a number",
     "relu": "the larger of a value and zero",
     "add": "the sum, difference and negative of values",
     "slice": "every s-th position of a value",
-    "pad": "a constant around a value, or less of its border",
+    "pad": "a constant around a value, or a value without part of its border",
     "space_to_depth": "blocks of positions as channels",
-    "rotate": "positions moved around by as much as is said",
+    "rotate": "positions moved cyclically along an axis",
     "crop": "the first positions of a value",
     "dilation": "convolutions of any dilation: strides are pushed downstream",
 }
-# Ops that a network may hold and a target may not have at all. Average pools then become
-# convolutions; means over all positions stay.
+# Ops that a target may lack altogether, by prefix of their names. Average pools then become
+# convolutions; means over all positions remain.
 KINDS: Mapping[str, tuple[str, ...]] = {
     "max_pool": ("aten.max_pool", "aten.adaptive_max_pool", "aten.amax", "aten.max."),
     "avg_pool": ("aten.avg_pool",),
@@ -51,8 +51,8 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 WINDOWS = ("any", "stride")
 
 
-def _known(what: str, given: Any, names: Any, where: str) -> None:
-    unknown = [name for name in given if name not in names]
+def _check_known(what: str, values: Any, names: Any, where: str) -> None:
+    unknown = [name for name in values if name not in names]
     if unknown:
         raise BadInput(f"target {where}: {what} {unknown[0]!r} is unknown; "
                        f"expected some of {', '.join(names)}")  # fmt: skip
@@ -60,17 +60,28 @@ def _known(what: str, given: Any, names: Any, where: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What an accelerator has: `ops`, names of `OPS`, and sizes of them.
+    """An accelerator: the ops that it has, and their limits.
 
-    conv_stride: the largest stride of its convolutions. pool_size, pool_stride: the largest of its
-    pools. pool_windows: "stride" if windows are as large as their stride, which do not overlap;
-    else "any". pool_ceil: may the last window reach beyond the value? finite: no value on it is Inf
-    or NaN, so that 0 * x is 0. largest: no value on it is larger. mask: a of the two masks a and
-    1 / a. forms: if given, the forms it takes, the first sound one before the others; else the
-    cheapest is. forbidden: kinds of ops (`KINDS`) that no network on it may hold.
+    Args:
+        name: for messages.
+        ops: names of `OPS`.
+        conv_stride: largest stride of convolutions.
+        pool_size, pool_stride: largest window and stride of pools.
+        pool_windows: "stride" if windows must be as large as their stride, else "any".
+        pool_ceil: whether the last window may reach beyond the value.
+        finite: whether no value is Inf or NaN, so that 0 * x is 0.
+        largest: upper bound of absolute values.
+        mask: the factor a of the two masks a and 1 / a.
+        forms: forms to use, in order of preference: the first sound one is taken. By default all,
+            and the cheapest sound one is taken.
+        forbidden: kinds of ops (`KINDS`) that no network on the target may contain.
 
-    >>> Target("mine", frozenset({"slice"})).finite
-    False
+    Raises:
+        BadInput: a name is unknown, or a number out of range.
+
+    Example:
+        >>> Target("mine", frozenset({"slice"})).finite
+        False
     """
 
     name: str
@@ -87,9 +98,9 @@ class Target:
     forbidden: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _known("op", self.ops, OPS, self.name)
-        _known("forbidden op", self.forbidden, KINDS, self.name)
-        _known("windows", (self.pool_windows,), WINDOWS, self.name)
+        _check_known("op", self.ops, OPS, self.name)
+        _check_known("forbidden op", self.forbidden, KINDS, self.name)
+        _check_known("windows", (self.pool_windows,), WINDOWS, self.name)
         sizes = {"conv stride": self.conv_stride, "pool size": self.pool_size,
                  "pool stride": self.pool_stride}  # fmt: skip
         for what, size in sizes.items():
@@ -122,9 +133,9 @@ TARGETS: Mapping[str, Target] = {
 
 
 def target(of: str | Path | Target) -> Target:
-    """A target itself, the built-in one of a name, or the one that a TOML file describes.
+    """A target itself, a built-in one by name, or one from a TOML file.
 
-    BadInput: there is none of this name, or what is wrong with the file.
+    Raises BadInput if the name is unknown or the file is not valid.
 
     >>> target("slice").ops
     frozenset({'slice'})
@@ -142,7 +153,7 @@ def target(of: str | Path | Target) -> Target:
 
 
 _NUMBER, _FLAG, _TEXT, _WORDS = "a number", "true or false", "text", "a list of names"
-# Per key of the file, and of its tables: the field, and what is expected.
+# By key of the file and of its tables: the field of Target, and the expected type.
 _KEYS: Mapping[str, tuple[str, str]] = {
     "name": ("name", _TEXT), "ops": ("ops", _WORDS), "finite": ("finite", _FLAG),
     "largest": ("largest", _NUMBER), "mask": ("mask", _NUMBER), "forms": ("forms", _WORDS),
@@ -153,31 +164,32 @@ _KEYS: Mapping[str, tuple[str, str]] = {
 
 
 def parsed(data: Mapping[str, Any], where: str) -> Target:
-    """The target that a TOML document describes; `where` it comes from is said in errors."""
+    """The target of a TOML document. where: its origin, for error messages."""
     flat: dict[str, Any] = {}
     for key, value in data.items():
         inner = value if isinstance(value, dict) else None
         flat |= {key: value} if inner is None else {f"{key}.{k}": v for k, v in inner.items()}
-    _known("key", flat, _KEYS, where)
+    _check_known("key", flat, _KEYS, where)
     if "ops" not in flat:
         raise BadInput(f"target {where}: expected a list `ops` of {', '.join(OPS)}")
-    made: dict[str, Any] = {"name": Path(where).stem}
+    values: dict[str, Any] = {"name": Path(where).stem}
     for key, value in flat.items():
         field, expected = _KEYS[key]
-        if not _is(value, expected):
+        if not _has_type(value, expected):
             raise BadInput(f"target {where}: {key} is {value!r:.60}; expected {expected}")
-        made[field] = value
-    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in made.items()}
+        values[field] = value
+    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
     fields["ops"] = frozenset(fields["ops"])
     return Target(**fields)
 
 
-def _is(value: Any, expected: str) -> bool:
+def _has_type(value: Any, expected: str) -> bool:
+    """Whether a value of a TOML document has the expected type, and is not NaN."""
     if expected is _WORDS:
         return isinstance(value, list) and all(isinstance(item, str) for item in value)
-    kinds: Mapping[str, Any] = {_NUMBER: (int, float), _FLAG: bool, _TEXT: str}
+    types: Mapping[str, Any] = {_NUMBER: (int, float), _FLAG: bool, _TEXT: str}
     flag = isinstance(value, bool)
-    return isinstance(value, kinds[expected]) and flag == (expected is _FLAG) and value == value
+    return isinstance(value, types[expected]) and flag == (expected is _FLAG) and value == value
 
 
 __all__ = ["KINDS", "OPS", "TARGETS", "Target", "parsed", "target"]

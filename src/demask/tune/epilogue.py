@@ -1,7 +1,7 @@
-"""What oneDNN computes as it stores: the activation, or the sum, behind a convolution or a linear
-layer, as torch names it. And the inverse: every such call as the ATen calls it stands for.
+"""oneDNN's fused layers: convolutions and linear layers that also compute the activation or sum
+after them. And the inverse: the ATen calls that are equivalent to a fused call.
 
-The ops are torch's own (its compiler emits them); they take float32 and bfloat16 on the CPU.
+The ops belong to torch (its compiler emits them). They accept float32 and bfloat16 on the CPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Epilogue:
-    """An activation as oneDNN is asked for it."""
+    """An activation in oneDNN's notation: name, parameters and algorithm."""
 
     name: str = "none"
     scalars: tuple[float, ...] = ()
@@ -35,7 +35,7 @@ class Epilogue:
 
 
 def epilogue(node: fx.Node) -> Epilogue | None:
-    """The activation that a call is, None if it is none of them."""
+    """The activation that a call computes; None if oneDNN has no such activation."""
     for activation, op in by_op().get(node.target, ()):
         numbers = op.read(schema.arguments(node).__getitem__)
         if activation.onednn and op.onednn and numbers is not None:
@@ -44,25 +44,27 @@ def epilogue(node: fx.Node) -> Epilogue | None:
 
 
 def convolution(
-    x: Any, weight: Any, bias: Any, padding: Any, stride: Any, dilation: Any, groups: int,
-    after: Epilogue, other: Any = None,
+    x: Any, weight: Any, bias: Any, geometry: tuple[Any, Any, Any, int], after: Epilogue,
+    other: Any = None,
 ) -> tuple[Any, tuple[Any, ...]]:  # fmt: skip
-    """Target and arguments of a convolution with its epilogue; other: what is added before it."""
-    geometry = (weight, bias, list(padding), list(stride), list(dilation), groups)
+    """Target and arguments of a convolution with an epilogue. geometry: padding, stride, dilation,
+    groups. other: a value added before the epilogue."""
+    padding, stride, dilation, groups = geometry
+    layer = (weight, bias, list(padding), list(stride), list(dilation), groups)
     if other is None:
         target = ops()._convolution_pointwise.default
-        return target, (x, *geometry, after.name, list(after.scalars), after.algorithm)
+        return target, (x, *layer, after.name, list(after.scalars), after.algorithm)
     unary = None if after.name == "none" else after.name
-    return ops()._convolution_pointwise.binary, (x, other, *geometry, "add", 1, unary, [], "")
+    return ops()._convolution_pointwise.binary, (x, other, *layer, "add", 1, unary, [], "")
 
 
 def is_fused(node: fx.Node) -> bool:
-    """Is a call a layer of oneDNN's, with its epilogue?"""
+    """Whether a call is a fused layer of oneDNN."""
     return node.target in _targets("_convolution_pointwise", "_linear_pointwise")
 
 
 def is_pack(node: fx.Node) -> bool:
-    """Does a call lay a weight out for such a layer?"""
+    """Whether a call packs a weight for a fused layer."""
     return node.target in _targets("_reorder_convolution_weight", "_reorder_linear_weight")
 
 
@@ -71,17 +73,22 @@ def _targets(*names: str) -> list[Any]:
     return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
 
 
-def packed(node: fx.Node, weight: Tensor, x: Tensor) -> Tensor:
-    """The weight of a fused call, laid out for what it convolves."""
-    found = schema.arguments(node)
-    if "padding" not in found:
+def pack_weight(node: fx.Node, weight: Tensor, x: Tensor) -> Tensor:
+    """The weight of a fused call, packed for the sizes of its input `x`."""
+    arguments = schema.arguments(node)
+    if "padding" not in arguments:
         return ops()._reorder_linear_weight(weight, None)
-    geometry = (found["padding"], found["stride"], found["dilation"], found["groups"])
+    geometry = (
+        arguments["padding"],
+        arguments["stride"],
+        arguments["dilation"],
+        arguments["groups"],
+    )
     return ops()._reorder_convolution_weight(weight, *geometry, list(x.shape))
 
 
 def plain_call(after: Epilogue, x: Tensor) -> Tensor:
-    """An activation of a tensor, over it where torch can."""
+    """The activation of a tensor, computed in place if torch has such an op."""
     if after.name == "none":
         return x
     target, args, kwargs = _activation(after.name, after.scalars, after.algorithm)
@@ -89,55 +96,69 @@ def plain_call(after: Epilogue, x: Tensor) -> Tensor:
     return (target if over is None else over.default)(x, *args, **kwargs)
 
 
-def run_plain(values: Mapping[str, Any]) -> Tensor:
-    """What a fused call makes of these arguments, by the ATen ops it stands for. ValueError where
-    what it adds has another shape: oneDNN would not check."""
+def run_unfused(values: Mapping[str, Any]) -> Tensor:
+    """The result of a fused call with these arguments, computed by ATen ops.
+
+    Raises ValueError if the added tensor has another shape, which oneDNN would not check.
+    """
     return _plain(values, lambda target, *args, **kwargs: target(*args, **kwargs), _same_shape)
 
 
-def _same_shape(made: Tensor, other: Tensor) -> None:
-    if made.shape != other.shape:
-        raise ValueError(f"expected {tuple(made.shape)} to be added, got {tuple(other.shape)}")
+def _same_shape(output: Tensor, other: Tensor) -> None:
+    if output.shape != other.shape:
+        raise ValueError(
+            f"expected to add a tensor of shape {tuple(output.shape)}, got {tuple(other.shape)}"
+        )
 
 
 def plain(program: Program) -> Program:
-    """The program with every fused call as the ATen calls it stands for, weights as they are: it
-    runs in any dtype on any device, and exports."""
+    """The program with fused calls replaced by ATen calls on unpacked weights: it runs in every
+    dtype on every device, and can be exported."""
     editor = GraphEditor(program)
     for node in editor.calls():
         if is_pack(node):
             editor.replace(node, node.args[0])
         elif is_fused(node):
             call = partial(editor.insert, node, node)
-            editor.replace(node, _plain(schema.arguments(node), call, lambda made, other: None))
+            editor.replace(node, _plain(schema.arguments(node), call, lambda output, other: None))
     return editor.finish()
 
 
 def _plain(
-    found: Mapping[str, Any], call: Callable[..., Any], check: Callable[[Any, Any], None]
+    arguments: Mapping[str, Any], call: Callable[..., Any], check: Callable[[Any, Any], None]
 ) -> Any:
-    """The ATen calls of a fused one: the layer, what is added, the activation."""
-    if "padding" in found:
-        target = CONV_OF_AXES[len(found["padding"])]
-        geometry = (found["stride"], found["padding"], found["dilation"], found["groups"])
-        made = call(target, found["X"], found["W"], found["B"], *geometry)
+    """The result of the ATen calls of a fused one: layer, sum, activation. check: called with the
+    layer's output and the value to add."""
+    if "padding" in arguments:
+        target = CONV_OF_AXES[len(arguments["padding"])]
+        geometry = (
+            arguments["stride"],
+            arguments["padding"],
+            arguments["dilation"],
+            arguments["groups"],
+        )
+        output = call(target, arguments["X"], arguments["W"], arguments["B"], *geometry)
     else:
-        made = call(aten.linear.default, found["X"], found["W"], found["B"])
-    name, scalars, algorithm = found.get("attr"), found.get("scalars"), found.get("algorithm")
-    if "other" in found:
-        check(made, found["other"])
-        made = call(aten.add.Tensor, made, found["other"])
-        name, scalars, algorithm = found.get("unary_attr"), (), ""
+        output = call(aten.linear.default, arguments["X"], arguments["W"], arguments["B"])
+    name, scalars, algorithm = (
+        arguments.get("attr"),
+        arguments.get("scalars"),
+        arguments.get("algorithm"),
+    )
+    if "other" in arguments:
+        check(output, arguments["other"])
+        output = call(aten.add.Tensor, output, arguments["other"])
+        name, scalars, algorithm = arguments.get("unary_attr"), (), ""
     if name in (None, "none"):
-        return made
+        return output
     target, args, kwargs = _activation(name, scalars or (), algorithm)
-    return call(target, made, *args, **kwargs)
+    return call(target, output, *args, **kwargs)
 
 
 def _activation(
     name: Any, scalars: Any, algorithm: str | None
 ) -> tuple[Any, list[Any], dict[str, Any]]:
-    """An activation in ATen: op, arguments, keyword arguments."""
+    """An activation in ATen: op, arguments after the first, keyword arguments."""
     activation = by_onednn(name, algorithm)
     if activation is None:
         raise ValueError(f"expected an activation that oneDNN has, got {name!r}, {algorithm!r}")

@@ -1,8 +1,8 @@
-"""The form of a program that runtimes of ONNX files like: plain layers, at widths they are fast at.
+"""A program rewritten for ONNX runtimes: plain layers, with widths for which kernels are fast.
 
-A runtime fuses layers with norms and activations behind them, and keeps images in blocks of
-channels: 16 wide, of tensors whose channels come in fours (ONNX Runtime 1.31, MLAS). What stands
-between layers breaks both: a scatter at a join, a border map, a norm behind a sum.
+A runtime fuses layers with the norms and activations that follow, and stores images in blocks of 16
+channels if the channel count is a multiple of 4 (ONNX Runtime 1.31, MLAS). Ops between layers
+prevent both: a scatter at a join, a border map, a norm after a sum.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from demask.graph.program import Program
 from demask.ops import Table
 from demask.tune.passes.absorb_gathers import ungathered
 from demask.tune.passes.fold_affine import absorbed
-from demask.tune.passes.join_as_sum import summed
-from demask.tune.passes.pad_channels import rounded, widened
+from demask.tune.passes.join_as_sum import rewrite_joins
+from demask.tune.passes.pad_channels import remove_pads, round_widths
 
 
 def for_runtime(program: Program, table: Table, multiple: int = 1) -> Program:
-    """The program with norms in the weights, joins as sums of layers that write at their places,
-    and widths rounded up to a multiple. Equal up to the rounding of weights in their dtype."""
-    program = summed(absorbed(program), lambda *_: "grow")
-    program = widened(program, lambda *_: True, table)
+    """The program with norms folded into weights, joins as sums of layers that write at their own
+    positions, and widths rounded up to a multiple. Equal up to rounding of the weights."""
+    program = rewrite_joins(absorbed(program), lambda *_: "grow")
+    program = remove_pads(program, lambda *_: True, table)
     if multiple == 1:
         return program
     program = ungathered(program, table)
     width = lambda count: -(-count // multiple) * multiple  # noqa: E731
-    return rounded(program, width, lambda *_: True, table)
+    return round_widths(program, width, lambda *_: True, table)

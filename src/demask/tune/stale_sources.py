@@ -1,7 +1,7 @@
-"""The tensors that plans were computed from, and whether they are still the same.
+"""The tensors from which cached values were computed, and whether they have changed.
 
-torch counts the writes to a tensor (`_version`), but not those through `.data`. The parameters of
-an optimized network are `CountedParameter`s, of which these are counted, too.
+torch counts writes to a tensor (`_version`), but not writes through `.data`. Parameters of an
+optimized network are `CountedParameter`s, which count these, too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _data: Any = Tensor.data
 
 
 class CountedParameter(nn.Parameter):
-    """A parameter of which writes through `.data` are counted in `_version`, too.
+    """A parameter whose `_version` also counts writes through `.data`.
 
     It is pickled as an `nn.Parameter`.
 
@@ -31,7 +31,7 @@ class CountedParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        """The tensor without its gradient, with which it shares memory and the count."""
+        """The detached tensor, which shares memory and `_version` with the parameter."""
         return self.detach()
 
     @data.setter
@@ -41,12 +41,12 @@ class CountedParameter(nn.Parameter):
 
 
 def count_writes(module: nn.Module) -> None:
-    """Let writes to parameters be counted, and make normal tensors of inference tensors, of which
-    torch counts none."""
+    """Make parameters count writes. Inference tensors, for which torch counts no writes, become
+    normal tensors."""
     normal: dict[int, Tensor] = {}
-    for part in module.modules():
-        kinds: Any = part._parameters, part._buffers
-        for tensors in kinds:
+    for submodule in module.modules():
+        tables: Any = submodule._parameters, submodule._buffers
+        for tensors in tables:
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.is_inference():
                     tensors[name] = normal.setdefault(id(tensor), _normal(tensor))
@@ -55,6 +55,7 @@ def count_writes(module: nn.Module) -> None:
 
 
 def _normal(tensor: Tensor) -> Tensor:
+    """A copy of an inference tensor as a normal one; of a parameter, a parameter."""
     with torch.inference_mode(False), torch.no_grad():
         copy = tensor.clone()
         return CountedParameter(copy, False) if isinstance(tensor, nn.Parameter) else copy
@@ -62,11 +63,11 @@ def _normal(tensor: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class Sources:
-    """Tensors by where a module has them, their aliases by name, and how often they were written to
-    when plans were made from them.
+    """Tensors and modules of a network, and the tensors' versions when values were computed.
 
-    aliases: share memory and version with the tensors, and are of no subclass, with which torch's
-    calls take longer. Writes that torch does not count (through NumPy or DLPack) are not seen.
+    holders, names: the dictionaries and keys under which `objects` are stored. aliases: plain
+    tensors that share memory and version with the parameters (torch's calls on subclasses take
+    longer), by path. Writes that torch does not count (through NumPy or DLPack) are not seen.
     """
 
     holders: list[dict[str, Any]]
@@ -74,7 +75,7 @@ class Sources:
     objects: list[Any]
     aliases: dict[str, Tensor]
     versions: list[int]
-    buffers: list[Tensor]  # their `.data` can be set without being counted
+    buffers: list[Tensor]  # setting their `.data` is not counted: addresses are compared
     addresses: list[int]
 
     def unchanged(self) -> bool:
@@ -91,27 +92,27 @@ class Sources:
 
 
 def sources_of(module: nn.Module, paths: Iterable[str]) -> Sources | None:
-    """The tensors that a module has under these names; None where one is computed when it is read
-    (by `torch.nn.utils.parametrize`, say), so that no change of it can be seen."""
+    """The tensors that a module has under these paths. None if one is computed on access (by
+    `torch.nn.utils.parametrize`, say), so that changes cannot be detected."""
     count_writes(module)
-    places: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
+    entries: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
     aliases: dict[str, Tensor] = {}
     for path in dict.fromkeys(paths):
         *steps, leaf = path.split(".")
-        here = module
+        owner = module
         for step in steps:
-            child = here._modules[step]
-            places[id(here), step] = (here._modules, step, child)
+            child = owner._modules[step]
+            entries[id(owner), step] = (owner._modules, step, child)
             assert child is not None
-            here = child
-        kinds = (vars(here), here._parameters, here._buffers)
+            owner = child
+        kinds = (vars(owner), owner._parameters, owner._buffers)
         holder: Any = next((kind for kind in kinds if leaf in kind), None)
         if holder is None or not isinstance(holder[leaf], Tensor):
             return None
-        places[id(here), leaf] = (holder, leaf, holder[leaf])
+        entries[id(owner), leaf] = (holder, leaf, holder[leaf])
         aliases[path] = holder[leaf].detach()
-    holders, names, objects = (list(column) for column in zip(*places.values(), strict=True)) if (
-        places) else ([], [], [])  # fmt: skip
+    holders, names, objects = (list(column) for column in zip(*entries.values(), strict=True)) if (
+        entries) else ([], [], [])  # fmt: skip
     if any(alias.is_inference() for alias in aliases.values()):
         return None
     buffers = [t for t in objects if isinstance(t, Tensor) and type(t) is not CountedParameter]

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from demask.errors import BadInput
 from demask.stride.accelerator.instructions import Instructions
 from demask.stride.accelerator.machine import ACTIVATIONS, BufferOperand, Instruction
-from demask.stride.accelerator.units import ABILITIES, checked
+from demask.stride.accelerator.units import ABILITIES, check_instruction
 from instruction_networks import (
     Function,
     drawn,
@@ -138,7 +138,7 @@ def test_every_op_checks_its_operands(op):
     """No op takes as many operands as none does, or a setting that nobody knows."""
     x = BufferOperand("x", ACTIVATIONS, 0, (1,))
     with pytest.raises(BadInput, match="operands"):
-        checked(Instruction(op, (x,) * 5, x, {}))
+        check_instruction(Instruction(op, (x,) * 5, x, {}))
     count = ABILITIES[op].reads[0]
     with pytest.raises(BadInput):
-        checked(Instruction(op, (x,) * count, x, {"unknown": 1}))
+        check_instruction(Instruction(op, (x,) * count, x, {"unknown": 1}))

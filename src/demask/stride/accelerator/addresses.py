@@ -1,4 +1,4 @@
-"""Steps by value -> instructions with addresses: each value lies where its lifetime allows it."""
+"""Assignment of addresses: each value is stored where its lifetime allows."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from demask.stride.accelerator.units import ABILITIES
 
 @dataclass(frozen=True, slots=True)
 class PlacedInstructions:
-    """Instructions, and how many bytes of each buffer they reach."""
+    """Instructions with addresses. sizes: used bytes of each buffer."""
 
     instructions: tuple[Instruction, ...]
     sizes: Mapping[str, int]
 
 
-def placed(listing: Listing, machine: Machine) -> PlacedInstructions:
-    """The steps of a network with addresses. BadInput: a buffer is too small.
+def assign_addresses(listing: Listing, machine: Machine) -> PlacedInstructions:
+    """The steps of a network with addresses. Raises BadInput if a buffer is too small.
 
-    Weights lie one behind another: all are wanted in every run. Activations share places: a value
-    lives from the step that begins to write it to the last that reads it. What the vector unit
-    makes element by element lies on an operand that nobody reads later.
+    Weights are stored one after another, since every run needs all of them. Activations share
+    memory: a value is alive from the first step that writes it to the last that reads it. The
+    vector unit may write its result over an operand that no later step reads.
     """
     weights, end = dict[str, int](), 0
     for name, tensor in listing.weights.items():
         weights[name] = end
         end += aligned(tensor.numel() * 4)
-    places = _shared(listing.steps)
-    blocks = _blocks(listing.steps, places)
+    owners = _shared(listing.steps)
+    blocks = _blocks(listing.steps, owners)
     plan = planned([*blocks.values()])
     offsets = dict(zip(blocks, plan.offsets, strict=True))
     sizes = {WEIGHTS: end, ACTIVATIONS: plan.size}
@@ -50,40 +50,39 @@ def placed(listing: Listing, machine: Machine) -> PlacedInstructions:
         if ref.buffer == WEIGHTS:
             address = weights[ref.value]
         elif ref.buffer == ACTIVATIONS:
-            address = offsets[places[ref.value]]
+            address = offsets[owners[ref.value]]
         return BufferOperand(ref.value, ref.buffer, address, ref.shape)
 
-    made = (Instruction(step.op, tuple(map(operand, step.reads)), operand(step.writes),
-                        step.settings) for step in listing.steps)  # fmt: skip
-    return PlacedInstructions(tuple(made), sizes)
+    instructions = (Instruction(step.op, tuple(map(operand, step.reads)), operand(step.writes),
+                                step.settings) for step in listing.steps)  # fmt: skip
+    return PlacedInstructions(tuple(instructions), sizes)
 
 
 def _shared(steps: tuple[UnitStep, ...]) -> dict[str, str]:
-    """Per value in the activations buffer, the value in whose place it lies: its own, or that of
-    an operand."""
+    """By value in the activations buffer, the value whose memory it uses: itself, or an operand."""
     last = {ref.value: k for k, step in enumerate(steps) for ref in step.reads}
-    places: dict[str, str] = {}
+    owners: dict[str, str] = {}
     for k, step in enumerate(steps):
-        made = step.writes
-        if made.buffer != ACTIVATIONS or made.value in places:
+        result = step.writes
+        if result.buffer != ACTIVATIONS or result.value in owners:
             continue
         over = [ref for ref in step.reads if ref.buffer == ACTIVATIONS
-                and last[ref.value] == k and ref.bytes == made.bytes]  # fmt: skip
+                and last[ref.value] == k and ref.bytes == result.bytes]  # fmt: skip
         inplace = over and ABILITIES[step.op].inplace
-        places[made.value] = places[over[0].value] if inplace else made.value
-    return places
+        owners[result.value] = owners[over[0].value] if inplace else result.value
+    return owners
 
 
-def _blocks(steps: tuple[UnitStep, ...], places: Mapping[str, str]) -> dict[str, Block]:
-    """The bytes and the lifetime of each place."""
-    found: dict[str, Block] = {}
+def _blocks(steps: tuple[UnitStep, ...], owners: Mapping[str, str]) -> dict[str, Block]:
+    """Bytes and lifetime of the memory of each owner. owners: by value (`_shared`)."""
+    blocks: dict[str, Block] = {}
     for k, step in enumerate(steps):
         for ref in (*step.reads, step.writes):
             if ref.buffer == ACTIVATIONS:
-                place = places[ref.value]
-                before = found.get(place, Block(ref.bytes, k, k))
-                found[place] = Block(before.size, before.start, k)
-    return found
+                owner = owners[ref.value]
+                before = blocks.get(owner, Block(ref.bytes, k, k))
+                blocks[owner] = Block(before.size, before.start, k)
+    return blocks
 
 
 def _check_room(sizes: Mapping[str, int], machine: Machine) -> None:
@@ -92,6 +91,6 @@ def _check_room(sizes: Mapping[str, int], machine: Machine) -> None:
         if sizes[buffer] > room:
             raise BadInput(
                 f"the {buffer} buffer has {human(room)}, the network needs {human(sizes[buffer])} "
-                f"of it at once: give machine=Machine({name}={sizes[buffer]}), or run a smaller "
+                f"of it at once: pass machine=Machine({name}={sizes[buffer]}), or use a smaller "
                 "batch or smaller images"
             )

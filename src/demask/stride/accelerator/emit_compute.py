@@ -1,6 +1,6 @@
-"""How ATen calls that compute become steps: convolutions, products, attention, functions.
+"""Rules of ATen calls that compute: convolutions, products, attention, functions.
 
-`RULES` holds these and those of windows and shapes: one entry per op.
+`RULES` also contains the rules of windows and layouts: one entry per op.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from demask.stride.accelerator.emit_windows import WINDOWS, each, per_channel, s
 from demask.stride.accelerator.emitter import (
     CannotEmit,
     InstructionEmitter,
-    Made,
+    NodeRefs,
     Rule,
     ValueRef,
     shape_of,
@@ -29,12 +29,14 @@ aten = torch.ops.aten
 Arguments = dict[str, Any]
 
 
-def convolution(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
-    """The matrix unit slides a kernel in steps of one; the bias is added by the vector unit."""
+def convolution(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
+    """A convolution of stride 1 by the matrix unit; the vector unit adds the bias."""
     w = e.ref(a["weight"])
     axes, x = len(w.shape) - 2, e.ref(a["input"])
     if any(step != 1 for step in a["stride"]):
-        raise CannotEmit(f"its stride is {list(a['stride'])}; the matrix unit has steps of one")
+        raise CannotEmit(
+            f"its stride is {list(a['stride'])}; the matrix unit only has steps of one"
+        )
     dilation = each(a["dilation"], axes)
     before = after = (0,) * axes
     if a["padding"] == "same":
@@ -52,7 +54,7 @@ def convolution(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     return y.view(*shape_of(node))
 
 
-def linear(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
+def linear(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     x, w = e.ref(a["input"]), e.ref(a["weight"])
     w = w if len(w.shape) == 2 else w.view(1, w.shape[0])
     rows = x.view(math.prod(x.shape[:-1]), x.shape[-1])
@@ -62,15 +64,15 @@ def linear(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
     return y.view(*shape_of(node))
 
 
-def addmm(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
+def addmm(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     if a["beta"] != 1 or a["alpha"] != 1:
-        raise CannotEmit(f"expected factors of 1, found beta {a['beta']} and alpha {a['alpha']}")
+        raise CannotEmit(f"expected factors of 1, got beta {a['beta']} and alpha {a['alpha']}")
     x, w = e.ref(a["mat1"]), e.ref(a["mat2"])
     y = e.put("product", [x, w], shape_of(node), transposed=0)
     return e.put("add", [y, e.ref(a["self"])], y.shape)
 
 
-def matmul(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
+def matmul(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     x, w = (e.ref(a[name]) for name in list(a)[:2])
     x = x if len(x.shape) > 1 else x.view(1, math.prod(x.shape))
     w = w if len(w.shape) > 1 else w.view(math.prod(w.shape), 1)
@@ -78,7 +80,7 @@ def matmul(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
 
 
 def product(e: InstructionEmitter, x: ValueRef, w: ValueRef, transposed: int) -> ValueRef:
-    """Matrices by matrices, in as many pairs as there are; either side may be one for all."""
+    """Products of pairs of matrices; one matrix of either side may be shared by all pairs."""
     if math.prod(w.shape[:-2]) == 1:
         rows, w = x.view(math.prod(x.shape[:-1]), x.shape[-1]), w.view(*w.shape[-2:])
         channels = w.shape[0] if transposed else w.shape[1]
@@ -91,7 +93,7 @@ def product(e: InstructionEmitter, x: ValueRef, w: ValueRef, transposed: int) ->
     return e.put("product", [x, w], (*x.shape[:-1], channels), transposed=transposed)
 
 
-def attention(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
+def attention(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     """softmax(q k' scale + mask) v, step by step."""
     q, k, v = (e.ref(a[name]) for name in ("query", "key", "value"))
     if a.get("enable_gqa") or a["dropout_p"]:
@@ -110,26 +112,28 @@ def attention(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
 
 
 def _additive(allowed: Any) -> Tensor:
+    """A boolean mask as numbers to add: 0 or -inf."""
     return torch.zeros(allowed.shape).masked_fill(~allowed, -math.inf)
 
 
 def function(op: str, **settings: str) -> Rule:
-    """A function of the vector unit; settings: by the names of the call's arguments."""
+    """The rule of a function of the vector unit. settings: by name, the call's argument."""
 
-    def rule(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
-        given: Arguments = {k: float(a[name]) for k, name in settings.items()}
-        return e.put(op, [e.ref(a[next(iter(a))])], shape_of(node), **given)
+    def rule(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
+        numbers: Arguments = {k: float(a[name]) for k, name in settings.items()}
+        return e.put(op, [e.ref(a[next(iter(a))])], shape_of(node), **numbers)
 
     return rule
 
 
 def binary(op: str) -> Rule:
-    """A function of two operands, either of them a number; `alpha` multiplies the second one."""
+    """The rule of a function of two operands; the second one may be a number. `alpha` multiplies
+    it."""
 
-    def rule(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
+    def rule(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
         x, other = (a[name] for name in list(a)[:2])
         if a.get("rounding_mode") is not None:
-            raise CannotEmit("it rounds what it divides")
+            raise CannotEmit("it rounds the quotient")
         alpha, x = a.get("alpha", 1), e.ref(x)
         if isinstance(other, int | float):
             return e.put(op, [x], shape_of(node), immediate=float(other * alpha))
@@ -141,7 +145,7 @@ def binary(op: str) -> Rule:
     return rule
 
 
-def reversed_subtract(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
+def reversed_subtract(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     x = e.ref(a["self"])
     x = e.put("multiply", [x], x.shape, immediate=-float(a["alpha"]))
     if isinstance(a["other"], int | float):
@@ -150,59 +154,60 @@ def reversed_subtract(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Mad
 
 
 def clamp(low: str | float | None, high: str | float | None) -> Rule:
-    """Between two bounds: numbers, the names of the call's arguments that hold them, or none."""
+    """The rule of a clamp. low, high: bounds as numbers or as names of the call's arguments; None
+    for no bound."""
 
-    def rule(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
+    def rule(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
         ends = [a[bound] if isinstance(bound, str) else bound for bound in (low, high)]
-        given: Arguments = {}
+        bounds: Arguments = {}
         for name, end in zip(("low", "high"), ends, strict=True):
             if end is not None:
-                given[name] = float(end)
-        return e.put("clamp", [e.ref(a["self"])], shape_of(node), **given)
+                bounds[name] = float(end)
+        return e.put("clamp", [e.ref(a["self"])], shape_of(node), **bounds)
 
     return rule
 
 
-def power(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
+def power(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     x, exponent = e.ref(a["self"]), a["exponent"]
     if exponent == 2:
         return e.put("multiply", [x, x], x.shape)
     return e.put("power", [x], x.shape, immediate=float(exponent))
 
 
-def square(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
+def square(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     x = e.ref(a["self"])
     return e.put("multiply", [x, x], x.shape)
 
 
-def elu(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
+def elu(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     if a["scale"] != 1 or a["input_scale"] != 1:
         raise CannotEmit("its scales are not 1")
     return e.put("elu", [e.ref(a["self"])], shape_of(node), alpha=float(a["alpha"]))
 
 
-def softplus(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
+def softplus(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     if a["beta"] != 1 or a["threshold"] != 20:
         raise CannotEmit("its beta is not 1, or its threshold not 20")
     return e.put("softplus", [e.ref(a["self"])], shape_of(node))
 
 
-def gelu(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
+def gelu(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     op = "gelu_tanh" if a["approximate"] == "tanh" else "gelu"
     return e.put(op, [e.ref(a["self"])], shape_of(node))
 
 
-def prelu(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
+def prelu(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     """max(x, 0) + w min(x, 0)."""
     x, w = e.ref(a["self"]), e.ref(a["weight"])
-    slope = per_channel(w, len(x.shape) - 2) if math.prod(w.shape) > 1 else w
+    gradient = per_channel(w, len(x.shape) - 2) if math.prod(w.shape) > 1 else w
     low = e.put("minimum", [x], x.shape, immediate=0.0)
-    low = e.put("multiply", [low, slope], x.shape)
+    low = e.put("multiply", [low, gradient], x.shape)
     return e.put("add", [e.put("relu", [x], x.shape), low], x.shape)
 
 
-def select(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
-    """By a mask that is known before the run."""
+def select(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
+    """A selection by a constant mask."""
     mask = a.get("condition", a.get("mask"))
     if not e.is_fixed(mask):
         raise CannotEmit("its condition depends on the input; expected a constant mask")

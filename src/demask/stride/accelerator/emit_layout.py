@@ -1,7 +1,8 @@
-"""How ATen calls that lay values out become steps: what is free, what is moved, what is left out.
+"""Rules of ATen calls that change the layout of values: views, moves, slices.
 
-Values lie in row-major order, so another shape of as many elements is free. Everything else is
-blocks that are moved: a cat is one per part, a pad is a fill and one.
+Values are stored in row-major order, so that another shape with as many elements is free.
+Everything else moves blocks: a cat moves each part, a pad fills a value and moves one block into
+it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from demask.ops.traits import IDENTITIES, RESHAPES
 from demask.stride.accelerator.emitter import (
     CannotEmit,
     InstructionEmitter,
-    Made,
+    NodeRefs,
     Rule,
     ValueRef,
     shape_of,
@@ -28,193 +29,194 @@ aten = torch.ops.aten
 Arguments = dict[str, Any]
 
 
-def view(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
+def view(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     """The same elements, in the same order: no step."""
     return e.ref(a[next(iter(a))]).view(*shape_of(node))
 
 
-def dropout(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
+def dropout(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     if a["train"]:
         raise CannotEmit("it drops at random; expected eval mode")
     return view(e, node, a)
 
 
-def getitem(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
-    made = e.refs.get(a["0"])
-    if not isinstance(made, tuple):
+def getitem(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
+    results = e.refs.get(a["0"])
+    if not isinstance(results, tuple):
         raise CannotEmit("it reads one of several results of a call that the machine does not have")
-    return made[a["1"]]
+    return results[a["1"]]
 
 
-def expand(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
+def expand(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     x, shape = e.ref(a["self"]), shape_of(node)
     if math.prod(x.shape) == math.prod(shape):
         return x.view(*shape)
     return e.put("repeat", [x], shape)
 
 
-def permuted(e: InstructionEmitter, x: ValueRef, order: Sequence[int]) -> ValueRef:
-    """The axes in another order; where only axes of size 1 move, that is free."""
+def permute_axes(e: InstructionEmitter, x: ValueRef, order: Sequence[int]) -> ValueRef:
+    """The axes in another order; free if only axes of size 1 move."""
     shape = [x.shape[axis] for axis in order]
     long = [axis for axis in order if x.shape[axis] > 1]
     return x.view(*shape) if long == sorted(long) else e.move(x, order)
 
 
-def permute(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
+def permute(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     x = e.ref(a["self"])
-    return permuted(e, x, [axis % len(x.shape) for axis in a["dims"]])
+    return permute_axes(e, x, [axis % len(x.shape) for axis in a["dims"]])
 
 
-def transpose(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
+def transpose(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     x = e.ref(a["self"])
     order = list(range(len(x.shape)))
     first, second = (a.get(name, k) for k, name in enumerate(("dim0", "dim1")))
     if len(order) > 1:
         order[first], order[second] = order[second], order[first]
-    return permuted(e, x, order)
+    return permute_axes(e, x, order)
 
 
-def movedim(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
+def movedim(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     x = e.ref(a["self"])
-    given = ([a[name]] if isinstance(a[name], int) else a[name]
+    lists = ([a[name]] if isinstance(a[name], int) else a[name]
              for name in ("source", "destination"))  # fmt: skip
-    sources, places = ([axis % len(x.shape) for axis in axes] for axes in given)
+    sources, destinations = ([axis % len(x.shape) for axis in axes] for axes in lists)
     rest = iter(axis for axis in range(len(x.shape)) if axis not in sources)
-    found = dict(zip(places, sources, strict=True))
-    return permuted(e, x, [found[k] if k in found else next(rest) for k in range(len(x.shape))])
+    moved = dict(zip(destinations, sources, strict=True))
+    return permute_axes(e, x, [moved[k] if k in moved else next(rest) for k in range(len(x.shape))])
 
 
-def matrix_transpose(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
+def matrix_transpose(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     return transpose(e, node, {**a, "dim0": -2, "dim1": -1})
 
 
 def rows_of(e: InstructionEmitter, x: ValueRef, axes: Sequence[int]) -> tuple[ValueRef, list[int]]:
-    """(rows, elements): the given axes merged behind all others, and the order in which they came
-    to lie."""
+    """A value as (rows, elements), where `axes` are merged into elements and the others into rows;
+    and the order of all axes."""
     rest = [axis for axis in range(len(x.shape)) if axis not in axes]
     order = [*rest, *axes]
     count = math.prod(x.shape[axis] for axis in axes)
-    return permuted(e, x, order).view(math.prod(x.shape) // count, count), order
+    return permute_axes(e, x, order).view(math.prod(x.shape) // count, count), order
 
 
-def moved_back(
+def undo_rows(
     e: InstructionEmitter, rows: ValueRef, shape: Sequence[int], order: Sequence[int]
 ) -> ValueRef:
-    """What `rows_of` merged, in its first shape and order."""
+    """The inverse of `rows_of`: the value in its original shape and order."""
     moved = rows.view(*(shape[axis] for axis in order))
-    return permuted(e, moved, [order.index(axis) for axis in range(len(shape))])
+    return permute_axes(e, moved, [order.index(axis) for axis in range(len(shape))])
 
 
-def cat(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
-    """Each part is moved to its place."""
+def cat(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
+    """A concatenation: each part is moved to its position."""
     shape = shape_of(node)
-    axis, place, made = a["dim"] % len(shape), 0, None
+    axis, offset, result = a["dim"] % len(shape), 0, None
     for part in (e.ref(value) for value in a["tensors"]):
         if len(part.shape) != len(shape):
             raise CannotEmit("it joins values of different ranks")
-        at = [place if k == axis else 0 for k in range(len(shape))]
-        if made is None:
-            made = e.put("move", [part], shape, start=(0,) * len(shape), size=part.shape,
-                         order=tuple(range(len(shape))), at=tuple(at))  # fmt: skip
+        start = [offset if k == axis else 0 for k in range(len(shape))]
+        if result is None:
+            result = e.put("move", [part], shape, start=(0,) * len(shape), size=part.shape,
+                         order=tuple(range(len(shape))), at=tuple(start))  # fmt: skip
         else:
-            e.move(part, into=made, at=at)
-        place += part.shape[axis]
-    assert made is not None
-    return made
+            e.move(part, into=result, at=start)
+        offset += part.shape[axis]
+    assert result is not None
+    return result
 
 
-def pad(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
-    """A value full of one number, the middle of it moved in; negative padding cuts."""
+def pad(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
+    """A pad: a block is moved into a value filled with one number. Negative padding crops."""
     x, shape = e.ref(a["self"]), shape_of(node)
     axes, pads = len(shape), list(a["pad"])
     ends = [(pads[2 * k], pads[2 * k + 1]) if 2 * k < len(pads) else (0, 0) for k in range(axes)]
     ends.reverse()
     if a.get("mode", "constant") != "constant":
-        return around(e, x, ends, a["mode"])
+        return pad_by_mode(e, x, ends, a["mode"])
     start = [max(0, -low) for low, _ in ends]
     size = [n - max(0, -low) - max(0, -high)
             for n, (low, high) in zip(x.shape, ends, strict=True)]  # fmt: skip
     if min(size) <= 0:
-        raise CannotEmit("it keeps nothing of what it pads")
-    at = [max(0, low) for low, _ in ends]
+        raise CannotEmit("its padding removes all positions")
+    offsets = [max(0, low) for low, _ in ends]
     if tuple(size) == shape:
         return x if tuple(size) == x.shape else e.move(x, start=start, size=size)
-    made = e.put("fill", [], shape, value=float(a.get("value") or 0))
-    return e.move(x, into=made, start=start, size=size, at=at)
+    filled = e.put("fill", [], shape, value=float(a.get("value") or 0))
+    return e.move(x, into=filled, start=start, size=size, at=offsets)
 
 
 def block(e: InstructionEmitter, x: ValueRef, axis: int, start: int, end: int) -> ValueRef:
-    """Positions start to end - 1 of one axis."""
+    """Positions start, ..., end - 1 of one axis."""
     if (start, end) == (0, x.shape[axis]):
         return x
     return e.move(x, **_block(x.shape, axis, start, end - start, 0))
 
 
-def every(e: InstructionEmitter, x: ValueRef, axis: int, step: int) -> ValueRef:
-    """Every step-th position of one axis: the others times 0, then sums of windows that touch."""
+def every_step(e: InstructionEmitter, x: ValueRef, axis: int, step: int) -> ValueRef:
+    """Every step-th position of one axis: others are multiplied by 0, then adjacent windows are
+    summed."""
     size = x.shape[axis]
     if step == 1 or size == 1:
         return x
     count, inner = -(-size // step), math.prod(x.shape[axis + 1 :])
     outer = math.prod(x.shape) // (size * inner)
-    kept = (torch.arange(size) % step == 0).float()[:, None]
+    mask = (torch.arange(size) % step == 0).float()[:, None]
     flat = x.view(outer, size, inner)
-    flat = e.put("multiply", [flat, e.constant(f"every_{step}", kept)], flat.shape)
-    made = e.put("sum_pool", [flat], (outer, count, inner), window=(step, 1), step=(step, 1),
+    flat = e.put("multiply", [flat, e.constant(f"every_{step}", mask)], flat.shape)
+    sums = e.put("sum_pool", [flat], (outer, count, inner), window=(step, 1), step=(step, 1),
                  before=(0, 0), dilation=(1, 1))  # fmt: skip
-    return made.view(*x.shape[:axis], count, *x.shape[axis + 1 :])
+    return sums.view(*x.shape[:axis], count, *x.shape[axis + 1 :])
 
 
-def cut(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
+def slice_axis(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     x = e.ref(a["self"])
     axis = a["dim"] % len(x.shape)
     start, end, _ = slice(a["start"], a["end"]).indices(x.shape[axis])
-    return every(e, block(e, x, axis, start, end), axis, a["step"])
+    return every_step(e, block(e, x, axis, start, end), axis, a["step"])
 
 
-def narrow(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
+def narrow(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     x = e.ref(a["self"])
     axis = a["dim"] % len(x.shape)
     start = a["start"] % x.shape[axis]
     return block(e, x, axis, start, start + a["length"])
 
 
-def select(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
+def select(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     x = e.ref(a["self"])
     axis = a["dim"] % len(x.shape)
     at = a["index"] % x.shape[axis]
     return block(e, x, axis, at, at + 1).view(*shape_of(node))
 
 
-def split(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
-    """Its parts, as they follow each other along one axis."""
+def split(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
+    """Consecutive blocks along one axis."""
     x = e.ref(a["self"])
-    axis, place, parts = a["dim"] % len(x.shape), 0, list[ValueRef]()
+    axis, offset, parts = a["dim"] % len(x.shape), 0, list[ValueRef]()
     for value in node.meta["val"]:
         shape = tuple(value.shape)
         size = shape[axis] if len(shape) == len(x.shape) else 1  # unbind drops the axis
-        parts.append(block(e, x, axis, place, place + size).view(*shape))
-        place += size
+        parts.append(block(e, x, axis, offset, offset + size).view(*shape))
+        offset += size
     return tuple(parts)
 
 
-def gathered(e: InstructionEmitter, x: ValueRef, axis: int, places: Sequence[int]) -> ValueRef:
-    """These positions of one axis: each run of them is moved to its place."""
-    shape = tuple(len(places) if k == axis else n for k, n in enumerate(x.shape))
-    at, made = 0, None
-    while at < len(places):
-        end = at + 1
-        while end < len(places) and places[end] == places[end - 1] + 1:
+def gather(e: InstructionEmitter, x: ValueRef, axis: int, positions: Sequence[int]) -> ValueRef:
+    """A gather of positions of one axis: each run of consecutive positions is one move."""
+    shape = tuple(len(positions) if k == axis else n for k, n in enumerate(x.shape))
+    offset, result = 0, None
+    while offset < len(positions):
+        end = offset + 1
+        while end < len(positions) and positions[end] == positions[end - 1] + 1:
             end += 1
-        run = _block(x.shape, axis, places[at], end - at, at)
-        made = e.put("move", [x], shape, made, order=tuple(range(len(shape))), **run)
-        at = end
-    assert made is not None
-    return made
+        run = _block(x.shape, axis, positions[offset], end - offset, offset)
+        result = e.put("move", [x], shape, result, order=tuple(range(len(shape))), **run)
+        offset = end
+    assert result is not None
+    return result
 
 
 def _block(shape: Sequence[int], axis: int, start: int, size: int, at: int) -> dict[str, Any]:
-    """What a move is told to take positions of one axis to others."""
+    """Settings of a move of `size` positions of one axis from `start` to `at`."""
     rest = [0] * len(shape)
     return {"start": tuple(_with(rest, axis, start)), "size": tuple(_with(shape, axis, size)),
             "at": tuple(_with(rest, axis, at))}  # fmt: skip
@@ -224,79 +226,79 @@ def _with(sizes: Sequence[int], axis: int, value: int) -> list[int]:
     return [value if k == axis else n for k, n in enumerate(sizes)]
 
 
-def index_select(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
+def index_select(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     index, x = e.fixed.get(a["index"]), e.ref(a["self"])
     if not isinstance(index, Tensor):
         raise CannotEmit("its positions depend on the input; expected constants")
     axis = a["dim"] % len(x.shape)
-    return gathered(e, x, axis, [n % x.shape[axis] for n in index.reshape(-1).tolist()])
+    return gather(e, x, axis, [n % x.shape[axis] for n in index.reshape(-1).tolist()])
 
 
-def flip(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
+def flip(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     x = e.ref(a["self"])
     for axis in (axis % len(x.shape) for axis in a["dims"]):
-        x = gathered(e, x, axis, range(x.shape[axis])[::-1])
+        x = gather(e, x, axis, range(x.shape[axis])[::-1])
     return x
 
 
-def around(
+def pad_by_mode(
     e: InstructionEmitter, x: ValueRef, ends: Sequence[tuple[int, int]], mode: str
 ) -> ValueRef:
-    """Padded by what is inside: reflected, repeated, or from the other end."""
+    """A pad by the value's own positions. mode: "reflect", "replicate" or "circular"."""
     for axis, (low, high) in enumerate(ends):
         size = x.shape[axis]
         wide = range(-low, size + high)
-        places = {"reflect": lambda k, last=size - 1: abs(last - abs(last - k)),
+        source_of = {"reflect": lambda k, last=size - 1: abs(last - abs(last - k)),
                   "replicate": lambda k, last=size - 1: min(max(k, 0), last),
                   "circular": lambda k, count=size: k % count}[mode]  # fmt: skip
         if (low, high) != (0, 0):
-            x = gathered(e, x, axis, [places(k) for k in wide])
+            x = gather(e, x, axis, [source_of(k) for k in wide])
     return x
 
 
-def roll(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
-    """Two blocks per axis, in the other order."""
+def roll(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
+    """A cyclic shift: two blocks per axis, exchanged."""
     x = e.ref(a["self"])
     if not a["dims"]:
         raise CannotEmit("it rolls without axes")
     for axis, shift in zip(a["dims"], a["shifts"], strict=True):
         size = x.shape[axis]
-        places = [(k - shift) % size for k in range(size)]
-        x = gathered(e, x, axis % len(x.shape), places) if shift % size else x
+        positions = [(k - shift) % size for k in range(size)]
+        x = gather(e, x, axis % len(x.shape), positions) if shift % size else x
     return x
 
 
-def cast(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
+def cast(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     x = a[next(iter(a))]
     if isinstance(x, fx.Node) and x.meta["val"].dtype != node.meta["val"].dtype:
         raise CannotEmit(f"it casts from {x.meta['val'].dtype}")
     return view(e, node, a)
 
 
-def upsample_nearest(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
-    """Every pixel a whole number of times."""
+def upsample_nearest(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
+    """Nearest-neighbor upsampling by whole factors."""
     x, y = e.ref(a["input"]), shape_of(node)
     if any(m % n for n, m in zip(x.shape[2:], y[2:], strict=True)):
         raise CannotEmit(f"{y[2:]} is no multiple of {x.shape[2:]}")
-    apart = [size for n in x.shape[2:] for size in (n, 1)]
-    wide = [size for n, m in zip(x.shape[2:], y[2:], strict=True) for size in (n, m // n)]
-    return e.put("repeat", [x.view(*x.shape[:2], *apart)], (*x.shape[:2], *wide)).view(*y)
+    single = [size for n in x.shape[2:] for size in (n, 1)]
+    repeated = [size for n, m in zip(x.shape[2:], y[2:], strict=True) for size in (n, m // n)]
+    return e.put("repeat", [x.view(*x.shape[:2], *single)], (*x.shape[:2], *repeated)).view(*y)
 
 
-def pixel_unshuffle(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
+def pixel_unshuffle(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     """(…, c, h r, w r) -> (…, c r r, h, w)."""
     x, r = e.ref(a["self"]), a["downscale_factor"]
     *_, c, h, w = x.shape
-    apart = x.view(math.prod(x.shape) // (c * h * w), c, h // r, r, w // r, r)
-    return permuted(e, apart, (0, 1, 3, 5, 2, 4)).view(*shape_of(node))
+    blocks = x.view(math.prod(x.shape) // (c * h * w), c, h // r, r, w // r, r)
+    return permute_axes(e, blocks, (0, 1, 3, 5, 2, 4)).view(*shape_of(node))
 
 
-def pixel_shuffle(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
+def pixel_shuffle(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     """(…, c r r, h, w) -> (…, c, h r, w r)."""
     x, r = e.ref(a["self"]), a["upscale_factor"]
     *_, c, h, w = x.shape
-    apart = x.view(math.prod(x.shape) // (c * h * w), c // r**2, r, r, h, w)
-    return permuted(e, apart, (0, 1, 4, 2, 5, 3)).view(*shape_of(node))
+    blocks = x.view(math.prod(x.shape) // (c * h * w), c // r**2, r, r, h, w)
+    return permute_axes(e, blocks, (0, 1, 4, 2, 5, 3)).view(*shape_of(node))
 
 
 SHAPES: dict[Any, Rule] = {
@@ -308,7 +310,7 @@ SHAPES: dict[Any, Rule] = {
     aten.movedim.intlist: movedim, aten.narrow.default: narrow, aten.flip.default: flip,
 
     aten.cat.default: cat, aten.constant_pad_nd.default: pad, aten.pad.default: pad,
-    aten.slice.Tensor: cut, aten.select.int: select, aten.split.Tensor: split,
+    aten.slice.Tensor: slice_axis, aten.select.int: select, aten.split.Tensor: split,
     aten.split_with_sizes.default: split, aten.chunk.default: split, aten.unbind.int: split,
     aten.index_select.default: index_select, aten.roll.default: roll,
     aten.to.dtype: cast, aten.to.dtype_layout: cast, aten.to.device: cast,

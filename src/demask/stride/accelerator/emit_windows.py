@@ -1,6 +1,6 @@
-"""How ATen calls that look at windows or whole rows become steps: pools, norms, softmax, sums.
+"""Rules of ATen calls that read windows or whole rows: pools, norms, softmax, sums.
 
-A sum, mean or maximum over whole rows is a pool with one window per row.
+A sum, mean or maximum over rows is a pool with one window per row.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, fx
 
 from demask.ops import traits
-from demask.stride.accelerator.emit_layout import every, moved_back, rows_of
+from demask.stride.accelerator.emit_layout import every_step, rows_of, undo_rows
 from demask.stride.accelerator.emitter import (
     CannotEmit,
     InstructionEmitter,
-    Made,
+    NodeRefs,
     Rule,
     ValueRef,
     shape_of,
@@ -29,17 +29,17 @@ Arguments = dict[str, Any]
 
 
 def each(value: Any, axes: int) -> tuple[int, ...]:
-    """One number per axis, where a call may give one for all."""
-    given = [value] if isinstance(value, int) else list(value)
-    return tuple(given * axes if len(given) == 1 else given)
+    """An argument as one number per axis."""
+    numbers = [value] if isinstance(value, int) else list(value)
+    return tuple(numbers * axes if len(numbers) == 1 else numbers)
 
 
 def per_channel(vector: ValueRef, axes: int) -> ValueRef:
-    """A vector that is repeated over the `axes` behind the channels."""
+    """A vector of channels that broadcasts over the `axes` axes after them."""
     return vector.view(math.prod(vector.shape), *(1,) * axes)
 
 
-def softmax(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
+def softmax(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     x = e.ref(a["self"])
     return softmax_of(e, x, a["dim"] % max(len(x.shape), 1))
 
@@ -47,80 +47,80 @@ def softmax(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
 def softmax_of(
     e: InstructionEmitter, x: ValueRef, axis: int, *, logarithm: bool = False
 ) -> ValueRef:
-    """exp(x - max) over its sum, the sums by the pooling unit."""
+    """exp(x - max) divided by its sum, or the logarithm of that. Sums are pools."""
     rows, order = rows_of(e, x, [axis])
-    top = whole(e, "max_pool", rows)
+    top = pool_rows(e, "max_pool", rows)
     low = e.put("subtract", [rows, top], rows.shape)
     exponents = e.put("exp", [low], rows.shape)
-    total = whole(e, "sum_pool", exponents)
+    total = pool_rows(e, "sum_pool", exponents)
     if logarithm:
         y = e.put("subtract", [low, e.put("log", [total], total.shape)], rows.shape)
     else:
         y = e.put("divide", [exponents, total], rows.shape)
-    return moved_back(e, y, x.shape, order)
+    return undo_rows(e, y, x.shape, order)
 
 
-def log_softmax(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
+def log_softmax(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     x = e.ref(a["self"])
     return softmax_of(e, x, a["dim"] % max(len(x.shape), 1), logarithm=True)
 
 
-def whole(e: InstructionEmitter, op: str, rows: ValueRef) -> ValueRef:
+def pool_rows(e: InstructionEmitter, op: str, rows: ValueRef) -> ValueRef:
     """One pool over each row: (rows, elements) -> (rows, 1)."""
     return e.put(op, [rows], (rows.shape[0], 1), window=(rows.shape[1],), step=(1,), before=(0,),
                  dilation=(1,))  # fmt: skip
 
 
 def reduction(op: str) -> Rule:
-    """A sum, mean or maximum over some axes, or all."""
+    """The rule of a sum, mean or maximum over some axes, or all."""
 
-    def rule(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
-        x, given = e.ref(a["self"]), a.get("dim")
-        given = [given] if isinstance(given, int) else list(given or range(len(x.shape)))
-        rows, _ = rows_of(e, x, sorted(axis % max(len(x.shape), 1) for axis in given))
-        return whole(e, op, rows).view(*shape_of(node))
+    def rule(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
+        x, dims = e.ref(a["self"]), a.get("dim")
+        dims = [dims] if isinstance(dims, int) else list(dims or range(len(x.shape)))
+        rows, _ = rows_of(e, x, sorted(axis % max(len(x.shape), 1) for axis in dims))
+        return pool_rows(e, op, rows).view(*shape_of(node))
 
     return rule
 
 
-def batch_norm(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
+def batch_norm(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     """A scale and a shift per channel, computed before the run."""
     names = ("weight", "bias", "running_mean", "running_var")
-    given = [None if a[name] is None else e.fixed.get(a[name]) for name in names]
-    weight, bias, mean, var = (None if t is None else t.double() for t in given)
+    tensors = [None if a[name] is None else e.fixed.get(a[name]) for name in names]
+    weight, bias, mean, var = (None if t is None else t.double() for t in tensors)
     if a["training"] or mean is None or var is None:
-        raise CannotEmit("it takes statistics of the batch; expected eval mode")
+        raise CannotEmit("it computes statistics of the batch; expected eval mode")
     scale = torch.rsqrt(var + a["eps"]) * (1 if weight is None else weight)
     shift = (0 if bias is None else bias) - mean * scale
     x = e.ref(a["input"])
     y = x
     for op, vector in (("multiply", scale), ("add", shift)):
-        held = e.constant(f"{node.name}.{'scale' if op == 'multiply' else 'shift'}", vector)
-        y = e.put(op, [y, per_channel(held, len(x.shape) - 2)], x.shape)
+        constant = e.constant(f"{node.name}.{'scale' if op == 'multiply' else 'shift'}", vector)
+        y = e.put(op, [y, per_channel(constant, len(x.shape) - 2)], x.shape)
     return y
 
 
-def normalized(
+def normalize(
     e: InstructionEmitter, rows: ValueRef, eps: float, *, centred: bool = True
 ) -> ValueRef:
     """(x - mean) / sqrt(var + eps) of each row."""
     if centred:
-        rows = e.put("subtract", [rows, whole(e, "average_pool", rows)], rows.shape)
+        rows = e.put("subtract", [rows, pool_rows(e, "average_pool", rows)], rows.shape)
     squares = e.put("multiply", [rows, rows], rows.shape)
-    var = whole(e, "average_pool", squares)
+    var = pool_rows(e, "average_pool", squares)
     scale = e.put("rsqrt", [e.put("add", [var], var.shape, immediate=float(eps))], var.shape)
     return e.put("multiply", [rows, scale], rows.shape)
 
 
-def layer_norm(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
+def layer_norm(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     x, count = e.ref(a["input"]), math.prod(a["normalized_shape"])
-    y = normalized(e, x.view(math.prod(x.shape) // count, count), _eps(a))
+    y = normalize(e, x.view(math.prod(x.shape) // count, count), _eps(a))
     return affine(e, y.view(*x.shape), a, 0)
 
 
-def rms_norm(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
+def rms_norm(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     x, count = e.ref(a["input"]), math.prod(a["normalized_shape"])
-    y = normalized(e, x.view(math.prod(x.shape) // count, count), _eps(a), centred=False)
+    y = normalize(e, x.view(math.prod(x.shape) // count, count), _eps(a), centred=False)
     return affine(e, y.view(*x.shape), a, 0)
 
 
@@ -128,38 +128,39 @@ def _eps(a: Arguments) -> float:
     return torch.finfo(torch.float32).eps if a["eps"] is None else a["eps"]
 
 
-def group_norm(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
+def group_norm(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     x = e.ref(a["input"])
     if a.get("running_mean") is not None and not a["use_input_stats"]:
-        raise CannotEmit("it takes statistics that were tracked; expected those of the input")
+        raise CannotEmit("it uses tracked statistics; expected those of the input")
     groups = a.get("num_groups", x.shape[1])
     rows = x.view(x.shape[0] * groups, math.prod(x.shape[1:]) // groups)
-    return affine(e, normalized(e, rows, a["eps"]).view(*x.shape), a, len(x.shape) - 2)
+    return affine(e, normalize(e, rows, a["eps"]).view(*x.shape), a, len(x.shape) - 2)
 
 
 def affine(e: InstructionEmitter, y: ValueRef, a: Arguments, axes: int) -> ValueRef:
-    """Times the weight, plus the bias of a norm, where it has them; `axes` stand behind theirs."""
+    """A normalized value times the norm's weight, plus its bias, if it has them. axes: number of
+    axes after the channels."""
     for op, name in (("multiply", "weight"), ("add", "bias")):
         if a.get(name) is not None:
-            held = e.ref(a[name])
-            y = e.put(op, [y, held.view(*held.shape, *(1,) * axes)], y.shape)
+            parameter = e.ref(a[name])
+            y = e.put(op, [y, parameter.view(*parameter.shape, *(1,) * axes)], y.shape)
     return y
 
 
-def max_pool(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
+def max_pool(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
     x, y = e.ref(a["self"]), shape_of(node)
     axes = _AXES[node.target]
     window, before = each(a["kernel_size"], axes), each(a["padding"], axes)
     step, dilation = each(a["stride"] or window, axes), each(a["dilation"], axes)
-    return pooled(e, "max_pool", x, y, window, step, before, dilation)
+    return pool(e, "max_pool", x, y, window, step, before, dilation)
 
 
-def pooled(
+def pool(
     e: InstructionEmitter, op: str, x: ValueRef, shape: tuple[int, ...], window: Sequence[int],
     step: Sequence[int], before: Sequence[int], dilation: Sequence[int],
 ) -> ValueRef:  # fmt: skip
-    """A step of the pooling unit, whose windows leave no sample out: where those of the call do,
-    all windows are made, and every so many kept."""
+    """A pool. Windows of the pooling unit cover all positions: if those of the call do not, the
+    unit computes windows of stride 1, and every step-th one is selected."""
     spans = [(k - 1) * d + 1 for k, d in zip(window, dilation, strict=True)]
     steps, sizes = list(step), list(shape)
     for k, (by, span) in enumerate(zip(step, spans, strict=True), len(shape) - len(spans)):
@@ -169,20 +170,20 @@ def pooled(
               dilation=tuple(dilation))  # fmt: skip
     for axis, (size, by) in enumerate(zip(shape, (1,) * (len(shape) - len(step)) + tuple(step),
                                           strict=True)):  # fmt: skip
-        x = every(e, x, axis, by) if x.shape[axis] != size else x
+        x = every_step(e, x, axis, by) if x.shape[axis] != size else x
     return x
 
 
-def average_pool(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
-    """The average where every window counts as many samples, else the sum over how many it does."""
+def average_pool(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
+    """An average pool if all windows have the same count, else a sum divided by the counts."""
     x, y, axes = e.ref(a["self"]), shape_of(node), _AXES[node.target]
     window, before = each(a["kernel_size"], axes), each(a["padding"], axes)
     step = each(a["stride"] or window, axes)
     counts = _counts(x.shape[-axes:], y[-axes:], window, step, before, a)
     ones = (1,) * axes
     if bool((counts == math.prod(window)).all()):
-        return pooled(e, "average_pool", x, y, window, step, before, ones)
-    total = pooled(e, "sum_pool", x, y, window, step, before, ones)
+        return pool(e, "average_pool", x, y, window, step, before, ones)
+    total = pool(e, "sum_pool", x, y, window, step, before, ones)
     first = float(counts.flatten()[0])
     if bool((counts == first).all()):
         return total if first == 1 else e.put("divide", [total], y, immediate=first)
@@ -190,14 +191,14 @@ def average_pool(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
 
 
 def _counts(
-    sizes: Sequence[int], made: Sequence[int], window: Sequence[int], step: Sequence[int],
+    sizes: Sequence[int], output_sizes: Sequence[int], window: Sequence[int], step: Sequence[int],
     before: Sequence[int], a: Arguments,
 ) -> Tensor:  # fmt: skip
-    """What each window is divided by: (made)."""
+    """The divisor of each window, with the output's spatial shape."""
     if a.get("divisor_override"):
-        return torch.full(tuple(made), float(a["divisor_override"]))
+        return torch.full(tuple(output_sizes), float(a["divisor_override"]))
     counts = torch.ones(())
-    for n, m, k, by, pad in zip(sizes, made, window, step, before, strict=True):
+    for n, m, k, by, pad in zip(sizes, output_sizes, window, step, before, strict=True):
         start = torch.arange(m) * by - pad
         end = (start + k).clamp(max=n + pad)
         if not a["count_include_pad"]:
@@ -207,17 +208,18 @@ def _counts(
 
 
 def adaptive_pool(op: str) -> Rule:
-    """Windows that share no sample; of a maximum, the place where it was is not known."""
+    """The rule of an adaptive pool with disjoint windows of one size. Indices of maxima are not
+    computed."""
 
-    def rule(e: InstructionEmitter, node: fx.Node, a: Arguments) -> Made:
+    def rule(e: InstructionEmitter, node: fx.Node, a: Arguments) -> NodeRefs:
         values, axes = node.meta["val"], _AXES[node.target]
         x, several = e.ref(a["self"]), isinstance(values, tuple)
         y = tuple((values[0] if several else values).shape)
         if any(n % m for n, m in zip(x.shape[-axes:], y[-axes:], strict=True)):
             raise CannotEmit(f"its windows differ: {x.shape[-axes:]} is no multiple of {y[-axes:]}")
         window = tuple(n // m for n, m in zip(x.shape[-axes:], y[-axes:], strict=True))
-        made = pooled(e, op, x, y, window, window, (0,) * axes, (1,) * axes)
-        return (made,) if several else made
+        value = pool(e, op, x, y, window, window, (0,) * axes, (1,) * axes)
+        return (value,) if several else value
 
     return rule
 

@@ -1,8 +1,7 @@
-"""A program as steps of the accelerator, by value: what each unit does, before it has a place.
+"""A program as steps of the accelerator's units: instructions on values without addresses.
 
-The rules, which write the steps of one ATen call each, stand in `emit_rules`, `emit_windows` and
-`emit_shapes`. Calls that have no rule, or that their rule refuses, are named with the reason, and
-nothing is emitted.
+Rules that write the steps of one ATen call are in `emit_compute`, `emit_windows` and `emit_layout`.
+If a call has no rule, or its rule refuses it, an error names the call and the reason.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ MOST = 5  # refused calls that an error names
 
 @dataclass(frozen=True, slots=True)
 class ValueRef:
-    """A value, the buffer it is in, and the shape it is taken for."""
+    """A value, its buffer, and the shape with which it is read or written."""
 
     value: str
     buffer: str
     shape: tuple[int, ...]
 
     def view(self, *shape: int) -> ValueRef:
-        """The same bytes, taken for another shape."""
+        """The same value with another shape."""
         assert math.prod(shape) == math.prod(self.shape), (self, shape)
         return replace(self, shape=shape)
 
@@ -57,7 +56,8 @@ class UnitStep:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The steps of a whole network, in order, and what the host has and gets, by name and shape."""
+    """The steps of a network, in order. weights: on the host, by name. inputs, outputs: names and
+    shapes."""
 
     steps: tuple[UnitStep, ...]
     weights: Mapping[str, Tensor]
@@ -66,40 +66,44 @@ class Listing:
 
 
 class CannotEmit(Exception):
-    """Why the machine cannot do a call; the text completes "node: "."""
+    """Why the machine cannot run a call; the text completes "node: "."""
 
 
-Made = ValueRef | tuple[ValueRef, ...]
-Rule = Callable[["InstructionEmitter", fx.Node, dict[str, Any]], Made]
+NodeRefs = ValueRef | tuple[ValueRef, ...]
+Rule = Callable[["InstructionEmitter", fx.Node, dict[str, Any]], NodeRefs]
 
 
 class InstructionEmitter:
-    """Writes the steps of a program. `put`, `move` and `constant` are what rules use."""
+    """Writes the steps of a program. Rules call `put`, `move` and `constant`.
+
+    refs: values of live nodes. fixed: results of nodes that depend on no input.
+    """
 
     def __init__(self, program: Program):
         self.program, self.graph = program, program.graph
         self.live = input_dependent(program.graph)
         self.steps: list[UnitStep] = []
         self.weights: dict[str, Tensor] = {}
-        self.refs: dict[fx.Node, Made] = {}
+        self.refs: dict[fx.Node, NodeRefs] = {}
         self.fixed: dict[fx.Node, Any] = {}
         self.names: set[str] = set()
         self.ports = {node.name for node in program.graph.find_nodes(op="placeholder")}
         self.node: fx.Node | None = None
 
     def put(
-        self, op: str, reads: Sequence[ValueRef], shape: Sequence[int], into: ValueRef | None = None,
-        **settings: Setting,
+        self, op: str, reads: Sequence[ValueRef], shape: Sequence[int],
+        into: ValueRef | None = None, **settings: Setting,
     ) -> ValueRef:  # fmt: skip
-        """A step that makes a new value of a shape, or writes part of the value `into`."""
-        made = into or ValueRef(self._fresh(op), ACTIVATIONS, tuple(shape))
-        self.steps.append(UnitStep(op, tuple(reads), made, settings))
-        return made
+        """The result of a new step: a new value of `shape`, or `into`, of which a part is
+        written."""
+        result = into or ValueRef(self._fresh(op), ACTIVATIONS, tuple(shape))
+        self.steps.append(UnitStep(op, tuple(reads), result, settings))
+        return result
 
     def move(self, x: ValueRef, order: Sequence[int] | None = None, into: ValueRef | None = None,
              **block: Sequence[int]) -> ValueRef:  # fmt: skip
-        """A block of a value (start, size: all of it), its axes in another order, as a new value or
-        `at` a place of another."""
+        """A block of a value (`start`, `size`; default all of it), its axes in `order`, as a new
+        value, or written `into` another at the position `at`."""
         axes = range(len(x.shape))
         settings = {"start": tuple(block.get("start", (0 for _ in axes))),
                     "size": tuple(block.get("size", x.shape)),
@@ -109,7 +113,7 @@ class InstructionEmitter:
         return self.put("move", [x], shape, into, **settings)
 
     def constant(self, name: str, tensor: Tensor) -> ValueRef:
-        """A tensor in the weights buffer; one that is there already is found again."""
+        """A tensor in the weights buffer, shared if the same one is there already."""
         value = tensor.detach().to("cpu", torch.float32).contiguous()
         names = (
             f"{name}.{k}" if k else name for k in range(len(self.weights) + len(self.ports) + 1)
@@ -117,44 +121,45 @@ class InstructionEmitter:
         for free in names:
             if free in self.ports:
                 continue
-            held = self.weights.setdefault(free, value)
-            if held is value or (held.shape == value.shape and torch.equal(held, value)):
+            stored = self.weights.setdefault(free, value)
+            if stored is value or (stored.shape == value.shape and torch.equal(stored, value)):
                 return ValueRef(free, WEIGHTS, tuple(value.shape))
-        raise AssertionError("there is a free name among one more than are taken")
+        raise AssertionError("there are more candidate names than names in use")
 
     def number(self, value: float) -> ValueRef:
         """A number in the weights buffer."""
         return self.constant(f"number_{value:g}", torch.tensor(float(value)))
 
     def ref(self, value: Any) -> ValueRef:
-        """What an argument stands for. Refused: no float32 tensor that the device has."""
+        """The value of an argument. Raises CannotEmit if it is no float32 tensor of the device."""
         if isinstance(value, bool | int | float):
             return self.number(value)
-        made = self.refs.get(value)
-        if isinstance(made, ValueRef):
-            return made
+        known = self.refs.get(value)
+        if isinstance(known, ValueRef):
+            return known
         tensor = self.fixed.get(value)
         if not isinstance(tensor, Tensor):
-            raise CannotEmit(f"it reads {value}, which is no tensor that the machine holds")
+            raise CannotEmit(f"it reads {value}, which is no tensor in the machine's memory")
         name = str(value.target) if value.op == "get_attr" else value.name
-        found = self.refs[value] = self.constant(name, tensor)
-        return found
+        constant = self.refs[value] = self.constant(name, tensor)
+        return constant
 
     def is_fixed(self, value: Any) -> bool:
-        """Is an argument a tensor known before the run?"""
+        """Whether an argument is a tensor known before the run."""
         return isinstance(value, fx.Node) and isinstance(self.fixed.get(value), Tensor)
 
     def _fresh(self, op: str) -> str:
+        """An unused name for the result of a step."""
         assert self.node is not None
         names = [self.node.name, f"{self.node.name}.{op}"]
         numbered = (f"{names[1]}.{k}" for k in range(2, len(self.names) + 4))
-        found = next(n for n in (*names, *numbered) if n not in self.names)
-        self.names.add(found)
-        return found
+        name = next(n for n in (*names, *numbered) if n not in self.names)
+        self.names.add(name)
+        return name
 
 
-def emitted(program: Program, rules: Mapping[Any, Rule]) -> Listing:
-    """The steps of a program, whose sizes are static. BadInput: what the machine does not have."""
+def emit(program: Program, rules: Mapping[Any, Rule]) -> Listing:
+    """The steps of a program with static sizes. Raises BadInput if the machine lacks an op."""
     emitter = InstructionEmitter(program)
     refused: list[str] = []
     inputs = [n for n in program.graph.find_nodes(op="placeholder")
@@ -173,7 +178,7 @@ def emitted(program: Program, rules: Mapping[Any, Rule]) -> Listing:
         more = f"; and {len(refused) - MOST} more" if len(refused) > MOST else ""
         raise BadInput("the accelerator cannot run this network: "
                        + "; ".join(refused[:MOST]) + more
-                       + "; run these parts elsewhere, or spell them in other ops")  # fmt: skip
+                       + "; run these parts elsewhere, or rewrite them in other ops")  # fmt: skip
     loads = [_load(name, tuple(tensor.shape), WEIGHTS) for name, tensor in emitter.weights.items()]
     loads += [_load(node.name, shape_of(node), ACTIVATIONS) for node in inputs]
     outputs = list(zip(_named(results, emitter), results, strict=True))
@@ -189,13 +194,13 @@ def _check_sizes(inputs: Sequence[fx.Node]) -> None:
     for node in inputs:
         if any(not isinstance(size, int) for size in node.meta["val"].shape):
             raise BadInput(
-                f"the sizes of {node.name} are dynamic; expected those of one example: give the "
+                f"the sizes of {node.name} are dynamic; expected those of one example: pass the "
                 "model itself, or export it without dynamic shapes"
             )
 
 
 def _named(results: list[ValueRef], emitter: InstructionEmitter) -> list[str]:
-    """Names for what the host gets, which nothing has that it holds already."""
+    """Unused names for the outputs on the host."""
     taken, start = {*emitter.weights, *emitter.ports}, "output_"
     while any(name.startswith(start) for name in taken):
         start += "_"
@@ -203,18 +208,19 @@ def _named(results: list[ValueRef], emitter: InstructionEmitter) -> list[str]:
 
 
 def _results(program: Program, emitter: InstructionEmitter, refused: list[str]) -> list[ValueRef]:
-    """What the network returns, as values; what is no tensor of the machine's goes to `refused`."""
-    found: list[ValueRef] = []
+    """The network's outputs. Reasons for those that are no tensor of the machine are appended to
+    `refused`."""
+    outputs: list[ValueRef] = []
     output = next(iter(program.graph.find_nodes(op="output")))
     for value in output.args[0]:  # type: ignore[union-attr]
         try:
             if not isinstance(value, fx.Node):
-                raise CannotEmit(f"it is {value!r:.40}; expected tensors alone")
+                raise CannotEmit(f"it is {value!r:.40}; expected only tensors")
             _check(value)
-            found.append(emitter.ref(value).view(*shape_of(value)))
+            outputs.append(emitter.ref(value).view(*shape_of(value)))
         except CannotEmit as reason:
             refused.append(f"output: {reason}")
-    return found
+    return outputs
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
@@ -223,6 +229,7 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
 
 
 def _emit(emitter: InstructionEmitter, node: fx.Node, rules: Mapping[Any, Rule]) -> None:
+    """Write the steps of a node. Raises CannotEmit."""
     if node.op == "get_attr":
         emitter.fixed[node] = emitter.program.constants[str(node.target)].tensor
     elif node.op == "placeholder":
@@ -235,30 +242,31 @@ def _emit(emitter: InstructionEmitter, node: fx.Node, rules: Mapping[Any, Rule])
     elif node.op != "output":
         rule = rules.get(node.target)
         if rule is None:
-            raise CannotEmit("no unit of the machine does this op")
+            raise CannotEmit("no unit of the machine runs this op")
         _check(node)
         emitter.refs[node] = rule(emitter, node, arguments(node))
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of a call by name; of a builtin (getitem), by position."""
+    """The arguments of a call by name; for a builtin (getitem), by position."""
     if not has_schema(node.target):
         return {str(k): value for k, value in enumerate(node.args)}
     return schema.arguments(node)
 
 
 def _check(node: fx.Node) -> None:
+    """Raise CannotEmit unless the values of a node are nonempty float32 tensors of static size."""
     values = node.meta.get("val")
-    if isinstance(values, (list, tuple)):  # of several results, those that are read
+    if isinstance(values, (list, tuple)):  # only results that are read count
         read = [user.args[1] for user in node.users if user.target is operator.getitem]
         values = [value for k, value in enumerate(values) if k in read]
     for value in values if isinstance(values, list) else [values]:
         if not isinstance(value, Tensor):
-            raise CannotEmit("it makes no tensor")
+            raise CannotEmit("its result is no tensor")
         if any(not isinstance(size, int) for size in value.shape):
             raise CannotEmit("its sizes are dynamic; expected those of one example")
         if value.dtype != torch.float32:
-            raise CannotEmit(f"it is {value.dtype}; the machine has torch.float32 alone")
+            raise CannotEmit(f"it is {value.dtype}; the machine has only torch.float32")
         if value.numel() == 0:
             raise CannotEmit("it is empty")
 
@@ -269,7 +277,7 @@ def _evaluated(emitter: InstructionEmitter, node: fx.Node) -> Any:
     def known(source: fx.Node) -> Any:
         if source in emitter.fixed:
             return emitter.fixed[source]
-        value = source.meta["val"]  # of an input the sizes alone are read
+        value = source.meta["val"]  # an input: only its sizes are read
         return torch.empty(value.shape, dtype=value.dtype)
 
     args, kwargs = map_arg((node.args, node.kwargs), known)
@@ -277,8 +285,8 @@ def _evaluated(emitter: InstructionEmitter, node: fx.Node) -> Any:
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _guess(node: fx.Node) -> Made:
-    """A stand-in for what a refused call makes, so that the calls behind it are looked at too."""
+def _guess(node: fx.Node) -> NodeRefs:
+    """A placeholder for the result of a refused call, so that later calls are checked, too."""
     values = node.meta.get("val")
     if isinstance(values, (list, tuple)):
         return tuple(ValueRef(node.name, ACTIVATIONS, tuple(value.shape)) for value in values)

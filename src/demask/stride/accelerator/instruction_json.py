@@ -1,4 +1,4 @@
-"""Instruction lists as JSON and back. What comes from outside is hostile until it is checked."""
+"""Instruction lists as JSON and back. Everything that is read is validated."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from demask.stride.accelerator.machine import (
     Setting,
     machine_of,
 )
-from demask.stride.accelerator.units import checked
+from demask.stride.accelerator.units import check_instruction
 
 FORMAT = "demask instructions 1"
 MAX_INSTRUCTIONS, MAX_RANK, MAX_TEXT = 1_000_000, 16, 1000
-MAX_BYTES = 2**34  # of one buffer: the interpreter allocates it
+MAX_BYTES = 2**34  # of one buffer, which the interpreter allocates
 Ports = tuple[tuple[str, tuple[int, ...]], ...]  # names and shapes
 _FIELDS = {"format", "machine", "inputs", "outputs", "weights", "instructions", "sizes", "notes"}
 _NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
-def encoded(
+def encode(
     machine: Machine,
     inputs: Ports,
     outputs: Ports,
@@ -45,7 +45,7 @@ def encoded(
     sizes: Mapping[str, int],
     notes: tuple[str, ...],
 ) -> dict[str, Any]:
-    """A list of instructions, by its fields, in JSON types."""
+    """An instruction list in JSON types."""
     return {
         "format": FORMAT,
         "machine": {name: getattr(machine, name) for name in Machine.__slots__},
@@ -58,9 +58,9 @@ def encoded(
     }
 
 
-def decoded(data: Any) -> dict[str, Any]:
-    """The fields of the list that `encoded` wrote. BadInput: it is damaged, or not one that a
-    machine can run."""
+def decode(data: Any) -> dict[str, Any]:
+    """The fields of an instruction list that `encoded` wrote. Raises BadInput if it is damaged or
+    cannot run on its machine."""
     _need(
         isinstance(data, dict) and set(data) == _FIELDS, f"an object with {sorted(_FIELDS)}", data
     )
@@ -76,28 +76,28 @@ def decoded(data: Any) -> dict[str, Any]:
     distinct = len(names) == len(inputs) + len(outputs) and not names & set(weights)
     _need(distinct, "distinct names of inputs, outputs and weights", sorted(names))
     host = {name: tuple(tensor.shape) for name, tensor in weights.items()} | dict(inputs)
-    wanted, made = dict(outputs), list[Instruction]()
+    wanted, instructions = dict(outputs), list[Instruction]()
     for k, row in enumerate(rows):
         try:
-            made.append(_instruction(row, sizes, host, wanted))
+            instructions.append(_instruction(row, sizes, host, wanted))
         except BadInput as error:
             raise BadInput(f"instruction {k}: {error}") from error
-    stored = [row.writes.value for row in made if row.writes.buffer == HOST]
+    stored = [row.writes.value for row in instructions if row.writes.buffer == HOST]
     _need(sorted(stored) == sorted(wanted), f"each of {sorted(wanted)} stored once", stored)
     return {"machine": machine, "inputs": inputs, "outputs": outputs, "weights": weights,
-            "instructions": tuple(made), "sizes": sizes, "notes": tuple(notes)}  # fmt: skip
+            "instructions": tuple(instructions), "sizes": sizes, "notes": tuple(notes)}  # fmt: skip
 
 
 def _row(row: Instruction) -> dict[str, Any]:
     return {
         "op": row.op,
-        "reads": [_place(operand) for operand in row.reads],
-        "writes": _place(row.writes),
+        "reads": [_operand_fields(operand) for operand in row.reads],
+        "writes": _operand_fields(row.writes),
         "settings": {name: _encode(value) for name, value in row.settings.items()},
     }
 
 
-def _place(operand: BufferOperand) -> list[Any]:
+def _operand_fields(operand: BufferOperand) -> list[Any]:
     return [operand.value, operand.buffer, operand.address, list(operand.shape)]
 
 
@@ -124,11 +124,11 @@ def _tensor(name: str, data: Any) -> Tensor:
     _need(isinstance(text, str) and len(text) == 4 * -(-size // 3),
           f"{size} bytes in base64 for the weight {name:.60}", text)  # fmt: skip
     try:
-        held = base64.b64decode(text, validate=True)
+        content = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise BadInput(f"weight {name:.60}: expected base64, found something else") from error
-    _need(len(held) == size, f"{size} bytes for the weight {name:.60}", len(held))
-    return torch.from_numpy(np.frombuffer(held, "<f4").astype(np.float32)).reshape(shape)
+        raise BadInput(f"weight {name:.60}: expected base64 text, got other characters") from error
+    _need(len(content) == size, f"{size} bytes for the weight {name:.60}", len(content))
+    return torch.from_numpy(np.frombuffer(content, "<f4").astype(np.float32)).reshape(shape)
 
 
 def _sizes(data: Any, machine: Machine, weights: Mapping[str, Tensor]) -> dict[str, int]:
@@ -139,8 +139,8 @@ def _sizes(data: Any, machine: Machine, weights: Mapping[str, Tensor]) -> dict[s
                                                    for t in weights.values())),
             ACTIVATIONS: min(machine.activation_bytes, MAX_BYTES)}  # fmt: skip
     for buffer, size in data.items():
-        held = type(size) is int and 0 <= size <= room[buffer] and size % WORD == 0
-        _need(held, f"at most {room[buffer]} bytes of {buffer}", size)
+        is_valid = type(size) is int and 0 <= size <= room[buffer] and size % WORD == 0
+        _need(is_valid, f"at most {room[buffer]} bytes of {buffer}", size)
     return dict(data)
 
 
@@ -157,15 +157,18 @@ def _instruction(
     host: Mapping[str, tuple[int, ...]],
     wanted: Mapping[str, tuple[int, ...]],
 ) -> Instruction:
+    """An instruction from JSON. host: shapes of values that it may load. wanted: of outputs."""
     fields = {"op", "reads", "writes", "settings"}
     _need(isinstance(data, dict) and set(data) == fields, f"an object with {sorted(fields)}", data)
     reads, settings = data["reads"], data["settings"]
     _need(isinstance(reads, list) and isinstance(settings, dict), "operands and settings", data)
     operands = tuple(_operand(x, sizes, host) for x in reads)
-    told = {_text(name): _setting(value) for name, value in settings.items()}
-    made = Instruction(_text(data["op"]), operands, _operand(data["writes"], sizes, wanted), told)
-    checked(made)
-    return made
+    parsed_settings = {_text(name): _setting(value) for name, value in settings.items()}
+    instruction = Instruction(
+        _text(data["op"]), operands, _operand(data["writes"], sizes, wanted), parsed_settings
+    )
+    check_instruction(instruction)
+    return instruction
 
 
 def _operand(
@@ -176,10 +179,10 @@ def _operand(
     _need(isinstance(buffer, str) and buffer in BUFFERS, f"one of {BUFFERS}", buffer)
     _need(type(address) is int and address >= 0 and address % WORD == 0, "an address", address)
     if buffer == HOST:
-        _need(host.get(value) == shape and address == 0, "a value of the host's", data)
+        _need(host.get(value) == shape and address == 0, "a value of the host", data)
     else:
         end = address + math.prod(shape) * WORD
-        _need(end <= sizes[buffer], f"a place in {sizes[buffer]} bytes of {buffer}", data)
+        _need(end <= sizes[buffer], f"an address within {sizes[buffer]} bytes of {buffer}", data)
     return BufferOperand(value, buffer, address, shape)
 
 
@@ -191,12 +194,12 @@ def _setting(value: Any) -> Setting:
     if isinstance(value, list) and len(value) <= MAX_RANK:
         _need(all(type(n) is int and abs(n) < 2**48 for n in value), "integers", value)
         return tuple(value)
-    raise BadInput(f"instruction list: expected a number or integers, found {value!r:.80}")
+    raise BadInput(f"instruction list: expected a number or integers, got {value!r:.80}")
 
 
 def _shape(data: Any) -> tuple[int, ...]:
-    held = isinstance(data, list) and len(data) <= MAX_RANK
-    _need(held and all(type(n) is int and 0 < n < 2**40 for n in data), "a shape", data)
+    is_list = isinstance(data, list) and len(data) <= MAX_RANK
+    _need(is_list and all(type(n) is int and 0 < n < 2**40 for n in data), "a shape", data)
     _need(math.prod(data) * WORD <= MAX_BYTES, f"at most {MAX_BYTES} bytes", data)
     return tuple(data)
 
@@ -206,7 +209,7 @@ def _text(data: Any) -> str:
     return data
 
 
-def _need(holds: bool, expected: str, found: Any) -> None:
-    if not holds:
-        text = repr(found) if isinstance(found, (str, int, float)) else str(found)
-        raise BadInput(f"instruction list: expected {expected}, found {text[:80]}")
+def _need(is_valid: bool, expected: str, actual: Any) -> None:
+    if not is_valid:
+        text = repr(actual) if isinstance(actual, (str, int, float)) else str(actual)
+        raise BadInput(f"instruction list: expected {expected}, got {text[:80]}")

@@ -1,7 +1,7 @@
-"""A whole network as the instruction list of an accelerator that has no strided convolution.
+"""Instruction lists of whole networks for an accelerator without strided convolutions.
 
-Weights and inputs go to the device, outputs come back, and nothing in between: an op that the
-device does not have is refused before the first instruction (feature row 002-d).
+Only weights, inputs and outputs cross between host and device: a network with an op that the device
+does not have is refused.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from demask.graph.program import Program
 from demask.machine.byte_sizes import human
 from demask.ops import TABLE, Table
 from demask.stride.accelerator import instruction_json as stored
-from demask.stride.accelerator.addresses import placed
+from demask.stride.accelerator.addresses import assign_addresses
 from demask.stride.accelerator.emit_compute import RULES
-from demask.stride.accelerator.emitter import emitted
+from demask.stride.accelerator.emitter import emit
 from demask.stride.accelerator.instruction_json import Ports
-from demask.stride.accelerator.interpreter import executed
+from demask.stride.accelerator.interpreter import run_instructions
 from demask.stride.accelerator.machine import (
     Counts,
     Instruction,
     InstructionWork,
     Machine,
     Setting,
-    counted,
+    count_work,
 )
 from demask.stride.accelerator.units import unit_of, work_of
 from demask.stride.lowering.lower import lowered
@@ -54,42 +54,51 @@ def instructions(
     machine: Machine | None = None,
     table: Table = TABLE,
 ) -> Instructions:
-    """The instruction list of `model(*args, **kwargs)`, in eval mode, at the sizes of the example.
+    """The instruction list of `model(*args, **kwargs)` in eval mode, for the sizes of the example.
 
-    Batch norms go into the weights before them, strided convolutions into the form that `target`
-    allows (`demask.stride.lower`). machine: sizes of the units and buffers. table: the op table, as
-    `demask.demask` takes it. Raises BadInput, which names the nodes: an op that the machine does
-    not have, a stride that the target has no sound form for, numbers other than float32, a buffer
-    that is too small; and NotExportable.
+    Batch norms are folded into weights, and strided convolutions are lowered
+    (`demask.stride.lower`).
 
-    >>> import torch, demask.stride
-    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU())
-    >>> listing = instructions(net, (torch.ones(1, 4),))
-    >>> [row.op for row in listing.instructions]
-    ['load', 'load', 'load', 'product', 'add', 'relu', 'store']
-    >>> torch.equal(listing.run(torch.ones(1, 4)), net(torch.ones(1, 4)))
-    True
+    Args:
+        model: the network; it computes in float32.
+        args, kwargs: example inputs.
+        target: what convolutions with strides may become, as for `demask.stride.lower`.
+        machine: sizes of units and buffers; default `Machine()`.
+        table: the op table, as for `demask.demask`.
+
+    Raises:
+        BadInput: the machine lacks an op, no form of a strided convolution is sound, a number is
+            not float32, or a buffer is too small. The message names the nodes.
+        NotExportable: the model cannot be captured.
+
+    Example:
+        >>> import torch, demask.stride
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU())
+        >>> listing = instructions(net, (torch.ones(1, 4),))
+        >>> [row.op for row in listing.instructions]
+        ['load', 'load', 'load', 'product', 'add', 'relu', 'store']
+        >>> torch.equal(listing.run(torch.ones(1, 4)), net(torch.ones(1, 4)))
+        True
     """
-    given = spelled(folded(functionalized(capture(model, args, kwargs, dynamic_shapes={}))))
-    program, choices = lowered(absorbed(given), target, table)
+    captured = spelled(folded(functionalized(capture(model, args, kwargs, dynamic_shapes={}))))
+    program, choices = lowered(absorbed(captured), target, table)
     return listed(program, machine or Machine(), tuple(map(str, choices)))
 
 
 def listed(program: Program, machine: Machine, notes: tuple[str, ...] = ()) -> Instructions:
-    """The instruction list of a program without strided convolutions, whose sizes are static."""
-    listing = emitted(program, RULES)
-    plan = placed(listing, machine)
+    """The instruction list of a program with static sizes and without strided convolutions."""
+    listing = emit(program, RULES)
+    plan = assign_addresses(listing, machine)
     return Instructions(machine, listing.inputs, listing.outputs, listing.weights,
                         plan.instructions, plan.sizes, notes)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Instructions:
-    """What an accelerator does to run a network once, from the load of its weights on.
+    """The instructions with which an accelerator loads a network's weights and runs it once.
 
-    inputs, outputs: names and shapes, in the order of the network's. weights: the host's copy of
-    what is loaded before. sizes: bytes of each buffer that are used. notes: what became of the
-    strides.
+    inputs, outputs: names and shapes, in the network's order. weights: tensors on the host, by
+    name. instructions: in order. sizes: used bytes by buffer. notes: how strides were replaced.
     """
 
     machine: Machine
@@ -101,21 +110,27 @@ class Instructions:
     notes: tuple[str, ...] = ()
 
     def run(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """What the network returns for inputs of the shapes of the example (those given by keyword
-        behind the others), computed by the reference interpreter: one tensor, or a tuple. BadInput:
-        other inputs; or an instruction reads what is not there."""
+        """The network's outputs, computed by the reference interpreter: one tensor, or a tuple.
+
+        Args:
+            inputs: float32 tensors of the example's shapes; keyword arguments follow the others.
+
+        Raises:
+            BadInput: inputs have other shapes or dtypes, or an instruction reads a value that is
+                not in memory.
+        """
         _check_inputs(inputs, self.inputs)
         host = dict(self.weights)
         for (name, _), tensor in zip(self.inputs, inputs, strict=True):
             host[name] = tensor.detach().to("cpu")
-        held = executed(self.instructions, host, self.sizes)
-        made = tuple(held[name] for name, _ in self.outputs)
-        return made[0] if len(made) == 1 else made
+        values = run_instructions(self.instructions, host, self.sizes)
+        outputs = tuple(values[name] for name, _ in self.outputs)
+        return outputs[0] if len(outputs) == 1 else outputs
 
     @property
     def counts(self) -> Counts:
         """Cycles by unit, multiply-adds, bytes by buffer, transfers between host and device."""
-        return counted((unit, row, work) for unit, row, work in self._works())
+        return count_work((unit, row, work) for unit, row, work in self._works())
 
     def _works(self) -> Iterator[tuple[str, Instruction, InstructionWork]]:
         for row in self.instructions:
@@ -123,13 +138,13 @@ class Instructions:
 
     def to_dict(self) -> dict[str, Any]:
         """The list in JSON types, weights as base64 text."""
-        return stored.encoded(self.machine, self.inputs, self.outputs, self.weights,
+        return stored.encode(self.machine, self.inputs, self.outputs, self.weights,
                               self.instructions, self.sizes, self.notes)  # fmt: skip
 
     @classmethod
     def from_dict(cls, data: Any) -> Instructions:
-        """The list that to_dict() gave. BadInput: damaged, or no list that the machine can run."""
-        return cls(**stored.decoded(data))
+        """The list that to_dict() returned. Raises BadInput if it is damaged or cannot run."""
+        return cls(**stored.decode(data))
 
     def __str__(self) -> str:
         counts = self.counts
@@ -157,10 +172,10 @@ def _plain(value: Setting) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else f"{value:g}"
 
 
-def _check_inputs(given: tuple[Any, ...], expected: Ports) -> None:
-    found = [f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor)
-             else type(value).__name__ for value in given]  # fmt: skip
-    if found != [f"{torch.float32} {shape}" for _, shape in expected]:
+def _check_inputs(inputs: tuple[Any, ...], expected: Ports) -> None:
+    actual = [f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor)
+              else type(value).__name__ for value in inputs]  # fmt: skip
+    if actual != [f"{torch.float32} {shape}" for _, shape in expected]:
         wanted = ", ".join(f"{name} {shape}" for name, shape in expected)
-        raise BadInput(f"expected float32 tensors {wanted}; got {', '.join(found) or 'nothing'}: "
-                       "a list of instructions is for the sizes of its example")  # fmt: skip
+        raise BadInput(f"expected float32 tensors {wanted}; got {', '.join(actual) or 'nothing'}: "
+                       "an instruction list is for the sizes of its example")  # fmt: skip

@@ -1,9 +1,10 @@
-"""A small accelerator beside a host: what it is made of, an instruction of it, and what one costs.
+"""A small accelerator attached to a host: its units, instructions and their costs.
 
-A matrix unit (a systolic array that holds one tile of weights while data stream through it), a
-vector unit, a pooling unit, a unit that moves blocks, and two buffers on the device: weights, and
-activations. All of it is float32. After US patent 9,721,203 (strides without strided convolutions)
-and Jouppi et al. 2017, "In-datacenter performance analysis of a tensor processing unit".
+It has a matrix unit (a systolic array that stores one tile of weights while data stream through
+it), a vector unit, a pooling unit, a unit that moves blocks, and two buffers: weights and
+activations. All numbers are float32. After US patent 9,721,203 (strides without strided
+convolutions) and Jouppi et al. 2017, "In-datacenter performance analysis of a tensor processing
+unit".
 """
 
 from __future__ import annotations
@@ -19,27 +20,33 @@ HOST, WEIGHTS, ACTIVATIONS = "host", "weights", "activations"
 BUFFERS = (HOST, WEIGHTS, ACTIVATIONS)
 CROSSINGS = ("weights", "inputs", "outputs")  # between host and device
 UNITS = ("dma", "matrix", "vector", "pool", "move")
-WORD = 4  # bytes of a float32: the one type of number that the machine has
+WORD = 4  # bytes of a float32, the machine's only number type
 Setting = int | float | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Sizes of the units, and what they do in a cycle.
+    """Sizes and throughput of the units.
 
-    rows, columns: of the matrix unit, which makes `rows * columns` multiply-adds per cycle. lanes,
-    pool_lanes: elements that the vector unit and the pooling unit take per cycle. move_bytes,
-    host_bytes: bytes per cycle inside of the activations buffer, and to or from the host.
-    weight_bytes, activation_bytes: of the buffers.
+    rows, columns: of the matrix unit, which computes `rows * columns` multiply-adds per cycle.
+    lanes, pool_lanes: elements per cycle of the vector unit and the pooling unit. move_bytes,
+    host_bytes: bytes per cycle within the activations buffer, and to or from the host.
+    weight_bytes, activation_bytes: sizes of the buffers.
 
-    Cycles, one instruction after another (units do not overlap):
-    matrix: with M positions, K terms each, N channels, in G groups: per tile of weights
-        max(M, rows), since the next tile is loaded while data stream through this one; and rows +
-        columns to fill and drain. Tiles: ceil(K / rows) * ceil(N / columns) per group; groups that
-        fit beside each other on the diagonal share one.
-    vector: elements written / lanes, whatever the function.
-    pool: elements written / pool_lanes, times the elements of a window that lie in the image.
+    Cycles of an instruction (units do not overlap):
+    matrix: for M positions, K terms each, N channels, in G groups: per tile of weights max(M,
+        rows), since the next tile is loaded while data stream through this one; plus rows + columns
+        to fill and drain. Tiles: ceil(K / rows) * ceil(N / columns) per group; several groups share
+        a tile if they fit on its diagonal.
+    vector: written elements / lanes, for every function.
+    pool: written elements / pool_lanes, times the elements of a window that are in the image.
     move, dma: bytes / bytes per cycle.
+
+    Raises BadInput if a field is not a positive integer.
+
+    Example:
+        >>> Machine(rows=2, columns=2).matrix(positions=3, terms=2, channels=4, groups=1)
+        10
     """
 
     rows: int = 128
@@ -59,17 +66,21 @@ class Machine:
 
     def matrix(self, positions: int, terms: int, channels: int, groups: int) -> int:
         """Cycles of `groups` products of (positions, terms) by (terms, channels)."""
-        beside = max(1, min(self.rows // max(terms, 1), self.columns // max(channels, 1)))
-        tiles = _over(terms, self.rows) * _over(channels, self.columns) * _over(groups, beside)
+        groups_per_tile = max(1, min(self.rows // max(terms, 1), self.columns // max(channels, 1)))
+        tiles = (
+            _ceil_div(terms, self.rows)
+            * _ceil_div(channels, self.columns)
+            * _ceil_div(groups, groups_per_tile)
+        )
         return tiles * max(positions, self.rows) + self.rows + self.columns
 
 
 @dataclass(frozen=True, slots=True)
 class BufferOperand:
-    """A value where it lies: its buffer, the byte it begins at, and the shape it is taken for.
+    """A value in memory: its name, buffer, first byte and shape.
 
-    value: what must be there. Elements stand in row-major order, so a value of another shape with
-    as many elements is the same bytes. On the host values are found by name, at address 0.
+    Elements are in row-major order, so that a value of another shape with as many elements has the
+    same bytes. Values on the host are identified by name, at address 0.
     """
 
     value: str
@@ -88,7 +99,7 @@ class BufferOperand:
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One step of one unit: what it does, what it reads, what it writes, and how."""
+    """One step of one unit: op, operands, result and settings."""
 
     op: str
     reads: tuple[BufferOperand, ...]
@@ -98,8 +109,8 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class InstructionWork:
-    """What an instruction takes: cycles of its unit, multiply-adds of the matrix unit, bytes read
-    per operand, bytes written."""
+    """Cost of an instruction: cycles of its unit, bytes read per operand, bytes written,
+    multiply-adds of the matrix unit."""
 
     cycles: int
     reads: tuple[int, ...]
@@ -109,12 +120,12 @@ class InstructionWork:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What a list of instructions takes.
+    """Cost of an instruction list.
 
-    cycles, instructions: by unit. macs: of the matrix unit. read, written: bytes by buffer.
-    transfers, transferred: how often something crosses between host and device, and its bytes:
-    "weights" and "inputs" to the device, "outputs" from it. loading: cycles of the transfers of
-    weights, which are loaded once for many runs.
+    cycles, instructions: by unit. macs: multiply-adds of the matrix unit. read, written: bytes by
+    buffer. transfers, transferred: number and bytes of transfers between host and device:
+    "weights" and "inputs" to the device, "outputs" from it. loading: cycles to load the weights,
+    once for many runs.
     """
 
     cycles: Mapping[str, int]
@@ -128,12 +139,12 @@ class Counts:
 
     @property
     def total(self) -> int:
-        """Cycles of a run, one instruction after another, weights loaded before."""
+        """Cycles of a run, without loading the weights."""
         return sum(self.cycles.values()) - self.loading
 
 
-def counted(steps: Iterable[tuple[str, Instruction, InstructionWork]]) -> Counts:
-    """The sums over instructions, each with its unit and what it takes."""
+def count_work(steps: Iterable[tuple[str, Instruction, InstructionWork]]) -> Counts:
+    """The total cost of instructions, each passed with its unit and its work."""
     cycles, number = _none(UNITS), _none(UNITS)
     read, written = _none(BUFFERS), _none(BUFFERS)
     transfers, transferred = _none(CROSSINGS), _none(CROSSINGS)
@@ -157,7 +168,8 @@ def _none(names: Iterable[str]) -> dict[str, int]:
 
 
 def crossing(instruction: Instruction) -> str | None:
-    """What crosses between host and device: "weights", "inputs", "outputs", or None."""
+    """What an instruction transfers between host and device: "weights", "inputs", "outputs", or
+    None."""
     if instruction.writes.buffer == HOST:
         return "outputs"
     if any(operand.buffer == HOST for operand in instruction.reads):
@@ -166,12 +178,12 @@ def crossing(instruction: Instruction) -> str | None:
 
 
 def machine_of(data: Any) -> Machine:
-    """The machine whose fields stand in a JSON object. BadInput: damaged."""
+    """The machine of a JSON object. Raises BadInput if it is damaged."""
     names = set(Machine.__slots__)
     if not isinstance(data, dict) or set(data) != names:
         raise BadInput(f"machine: expected an object with {sorted(names)}, got {data!r:.80}")
     return Machine(**data)
 
 
-def _over(amount: int, size: int) -> int:
+def _ceil_div(amount: int, size: int) -> int:
     return -(-amount // size)

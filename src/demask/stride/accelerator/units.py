@@ -1,7 +1,7 @@
-"""What the units of the accelerator can do: one entry per op, and nothing about it elsewhere.
+"""The ops of the accelerator's units: one entry per op.
 
-An entry says which operands and settings an instruction has, which shape comes out (the law that
-`checked` holds every instruction to), what it computes, and what it takes. Numbers are float32.
+An entry defines the operands and settings of an instruction, a check of its shapes (see `checked`),
+its result, and its cost. Numbers are float32.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from demask.stride.accelerator.machine import (
 Shape = tuple[int, ...]
 Settings = Mapping[str, Setting]
 FLOAT, INT, INTS = "a number", "an integer", "a list of integers"
-REACH = 4096  # the largest padding and dilation that an instruction has room for
+REACH = 4096  # largest padding and dilation of an instruction
 
 
 @dataclass(frozen=True, slots=True)
 class Ability:
     """One op of one unit.
 
-    reads: how many operands it may have. settings, optional: what it is told, by name, and of
-    which kind. shape: raises BadInput for operands that do not make what is written. run: the
-    value of operands and settings, for the shape that is written. work: what it takes.
-    inplace: may the result lie where its first operand of the same size lies?
+    reads: allowed numbers of operands. shape: raises BadInput if shapes of operands and result do
+    not fit. run(values, settings, shape): the result. work: its cost. settings, optional: kinds of
+    required and of optional settings, by name. inplace: whether the result may be written over the
+    first operand of the same size.
     """
 
     unit: str
@@ -53,17 +53,17 @@ class Ability:
     inplace: bool = False
 
 
-def checked(instruction: Instruction) -> Ability:
-    """The entry of an instruction that obeys it. BadInput: what was expected, what was found."""
+def check_instruction(instruction: Instruction) -> Ability:
+    """The entry of an instruction. Raises BadInput if the instruction violates it."""
     ability = ABILITIES.get(instruction.op)
     if ability is None:
-        raise BadInput(f"expected an op of the machine, found {instruction.op!r:.40}")
+        raise BadInput(f"expected an op of the machine, got {instruction.op!r:.40}")
     if len(instruction.reads) not in ability.reads:
         raise BadInput(f"{instruction.op}: expected operands {ability.reads}, "
-                       f"found {len(instruction.reads)}")  # fmt: skip
+                       f"got {len(instruction.reads)}")  # fmt: skip
     known = {**ability.settings, **ability.optional}
     for name, value in instruction.settings.items():
-        if name not in known or not _is(known[name], value):
+        if name not in known or not _is_of_kind(known[name], value):
             raise BadInput(f"{instruction.op}: setting {name!r:.40} is {value!r:.60}; expected "
                            f"{known.get(name, f'one of {sorted(known)}')}")  # fmt: skip
     if missing := set(ability.settings) - set(instruction.settings):
@@ -76,7 +76,8 @@ def checked(instruction: Instruction) -> Ability:
     return ability
 
 
-def _is(kind: str, value: Any) -> bool:
+def _is_of_kind(kind: str, value: Any) -> bool:
+    """Whether a setting has the kind FLOAT, INT or INTS."""
     if kind == FLOAT:
         return type(value) in (int, float)
     if kind == INT:
@@ -84,10 +85,11 @@ def _is(kind: str, value: Any) -> bool:
     return isinstance(value, tuple) and all(type(n) is int for n in value)
 
 
-def _need(instruction: Instruction, holds: bool, what: str) -> None:
-    if not holds:
+def _need(instruction: Instruction, is_valid: bool, what: str) -> None:
+    """Raise BadInput with the expectation `what` if a check failed."""
+    if not is_valid:
         shapes = ", ".join(str(operand.shape) for operand in instruction.reads)
-        raise BadInput(f"{instruction.op}: expected {what}, found {shapes} -> "
+        raise BadInput(f"{instruction.op}: expected {what}, got {shapes} -> "
                        f"{instruction.writes.shape} with {dict(instruction.settings)}")  # fmt: skip
 
 
@@ -102,28 +104,28 @@ def _convolves(i: Instruction) -> None:
     _need(i, all(len(n) == axes for n in lists), "one padding and dilation per axis")
     _need(i, groups > 0 and x[1] == w[1] * groups and w[0] % groups == 0, "channels that fit")  # type: ignore[operator]
     for before, after, step in zip(*lists, strict=True):
-        held = 0 <= before <= REACH and 0 <= after <= REACH and 0 < step <= REACH
-        _need(i, held, f"paddings and dilations up to {REACH}")
+        in_range = 0 <= before <= REACH and 0 <= after <= REACH and 0 < step <= REACH
+        _need(i, in_range, f"paddings and dilations up to {REACH}")
     sizes = [n + before + after - (k - 1) * step for n, k, before, after, step
              in zip(x[2:], w[2:], *lists, strict=True)]  # fmt: skip
     _need(i, y == (x[0], w[0], *sizes), f"the result {(x[0], w[0], *sizes)}")
 
 
 def _convolve(reads: Sequence[Tensor], s: Settings, shape: Shape) -> Tensor:
-    """The systolic data setup moves the image under the kernel; each tap is one product."""
+    """The convolution as one product per tap of the kernel, as a systolic array computes it."""
     (x, w), settings, groups = reads, _tuples(s), s["groups"]
     assert isinstance(groups, int)
     ends = zip(settings["before"], settings["after"], strict=True)
     x = F.pad(x, [n for pair in reversed(list(ends)) for n in pair])
     x = x.unflatten(1, (groups, -1))
     kernel = w.unflatten(0, (groups, -1))
-    made = x.new_zeros(shape[0], groups, shape[1] // groups, math.prod(shape[2:]))
+    total = x.new_zeros(shape[0], groups, shape[1] // groups, math.prod(shape[2:]))
     for tap in itertools.product(*map(range, w.shape[2:])):
-        seen = x
-        for axis, at in enumerate(tap):
-            seen = seen.narrow(3 + axis, at * settings["dilation"][axis], shape[2 + axis])
-        made += kernel[(..., *tap)] @ seen.flatten(3)
-    return made.reshape(shape)
+        part = x
+        for axis, k in enumerate(tap):
+            part = part.narrow(3 + axis, k * settings["dilation"][axis], shape[2 + axis])
+        total += kernel[(..., *tap)] @ part.flatten(3)
+    return total.reshape(shape)
 
 
 def _convolve_work(i: Instruction, machine: Machine) -> InstructionWork:
@@ -131,17 +133,18 @@ def _convolve_work(i: Instruction, machine: Machine) -> InstructionWork:
     groups, terms = i.settings["groups"], math.prod(w.shape[1:])
     assert isinstance(groups, int)
     positions, channels = y.shape[0] * math.prod(y.shape[2:]), w.shape[0] // groups
-    again = -(-channels // machine.columns)
-    return InstructionWork(machine.matrix(positions, terms, channels, groups), (x.bytes * again, w.bytes),
-                y.bytes, groups * positions * terms * channels)  # fmt: skip
+    passes = -(-channels // machine.columns)  # x streams through once per tile of channels
+    cycles = machine.matrix(positions, terms, channels, groups)
+    macs = groups * positions * terms * channels
+    return InstructionWork(cycles, (x.bytes * passes, w.bytes), y.bytes, macs)
 
 
 def _multiplies(i: Instruction) -> None:
     x, w, y = i.reads[0].shape, i.reads[1].shape, i.writes.shape
-    turned = i.settings["transposed"]
-    _need(i, turned in (0, 1) and len(x) == len(w) == len(y) >= 2, "matrices")
+    transposed = i.settings["transposed"]
+    _need(i, transposed in (0, 1) and len(x) == len(w) == len(y) >= 2, "matrices")
     _need(i, x[:-2] == w[:-2] == y[:-2], "as many matrices on both sides")
-    terms, channels = (w[-1], w[-2]) if turned else (w[-2], w[-1])
+    terms, channels = (w[-1], w[-2]) if transposed else (w[-2], w[-1])
     _need(i, x[-1] == terms and y[-2:] == (x[-2], channels), "rows and columns that fit")
 
 
@@ -154,16 +157,17 @@ def _multiply_work(i: Instruction, machine: Machine) -> InstructionWork:
     x, w, y = (*i.reads, i.writes)
     groups = math.prod(x.shape[:-2])
     positions, terms, channels = x.shape[-2], x.shape[-1], y.shape[-1]
-    again = -(-channels // machine.columns)
-    return InstructionWork(machine.matrix(positions, terms, channels, groups), (x.bytes * again, w.bytes),
-                y.bytes, groups * positions * terms * channels)  # fmt: skip
+    passes = -(-channels // machine.columns)  # x streams through once per tile of channels
+    cycles = machine.matrix(positions, terms, channels, groups)
+    macs = groups * positions * terms * channels
+    return InstructionWork(cycles, (x.bytes * passes, w.bytes), y.bytes, macs)
 
 
 # The vector unit.
 
 
 def _broadcasts(i: Instruction) -> None:
-    """Operands are repeated along axes of size 1, as NumPy does it."""
+    """Check operands that are repeated along axes of size 1, as in NumPy."""
     if "immediate" in ABILITIES[i.op].optional:
         numbers = len(i.reads) + ("immediate" in i.settings)
         _need(i, numbers == 2, "a second operand, or an immediate one")
@@ -182,7 +186,7 @@ def _vector_work(i: Instruction, machine: Machine) -> InstructionWork:
 
 
 def _unary(function: Callable[..., Tensor], **settings: str) -> Ability:
-    """A function of one operand and, by keyword, of numbers."""
+    """The entry of a function of one operand and of numbers, passed by keyword."""
 
     def run(reads: Sequence[Tensor], s: Settings, shape: Shape) -> Tensor:
         return function(reads[0], **s).expand(shape)
@@ -191,7 +195,7 @@ def _unary(function: Callable[..., Tensor], **settings: str) -> Ability:
 
 
 def _binary(function: Callable[..., Tensor]) -> Ability:
-    """A function of two operands; the second one may be a number."""
+    """The entry of a function of two operands; the second one may be a number."""
 
     def run(reads: Sequence[Tensor], s: Settings, shape: Shape) -> Tensor:
         other = reads[1] if len(reads) == 2 else torch.tensor(s["immediate"], dtype=torch.float32)
@@ -214,7 +218,7 @@ def _fill(reads: Sequence[Tensor], s: Settings, shape: Shape) -> Tensor:
     return torch.full(shape, float(s["value"]), dtype=torch.float32)  # type: ignore[arg-type]
 
 
-# The pooling unit: windows over the last axes. What lies outside of the image is left out.
+# The pooling unit: windows over the last axes. Positions outside of the image are ignored.
 
 
 def _pools(i: Instruction) -> None:
@@ -225,48 +229,49 @@ def _pools(i: Instruction) -> None:
     _need(i, x[:-axes] == y[:-axes], "the other axes as they are")
     for n, m, k, step, before, dilation in zip(x[-axes:], y[-axes:], *lists, strict=True):
         span = (k - 1) * dilation + 1
-        held = 0 <= before <= REACH and 0 < dilation <= REACH
-        _need(i, held, f"paddings and dilations up to {REACH}")
-        _need(i, 0 < step <= span and before < span, "windows that leave nothing out")
+        in_range = 0 <= before <= REACH and 0 < dilation <= REACH
+        _need(i, in_range, f"paddings and dilations up to {REACH}")
+        _need(i, 0 < step <= span and before < span, "windows that cover all positions")
         _need(i, m > 0 and (m - 1) * step - before < n, "windows that begin in the image")
 
 
 def _taps(shape: Shape, s: Mapping[str, tuple[int, ...]]) -> list[int]:
-    """Per axis, the taps of a window that meet the image for some output."""
+    """Number of taps of a window that read the image for some output, along each axis."""
     sizes = shape[len(shape) - len(s["window"]) :]
-    found = zip(sizes, s["window"], s["before"], s["dilation"], strict=True)
-    return [min(k, -(-(n + before) // dilation)) for n, k, before, dilation in found]
+    axes = zip(sizes, s["window"], s["before"], s["dilation"], strict=True)
+    return [min(k, -(-(n + before) // dilation)) for n, k, before, dilation in axes]
 
 
 def _windows(x: Tensor, settings: Settings, shape: Shape, outside: float) -> Tensor:
-    """The windows of each output, one axis more per axis that they have; `outside` is what they
-    see where there is no image. Taps that no window has in the image are left out."""
+    """The windows of each output, (*shape, *taps). outside: the value of positions outside of the
+    image. Taps that read no position of the image in any window are dropped."""
     s = _tuples(settings)
     lists = [s[name] for name in ("window", "step", "before", "dilation")]
     axes, pads = len(lists[0]), list[int]()
     taps = _taps(x.shape, s)
     spans = [(k - 1) * dilation + 1 for k, dilation in zip(taps, s["dilation"], strict=True)]
     for axis, (step, before, span) in enumerate(zip(lists[1], lists[2], spans, strict=True)):
-        seen = (shape[axis - axes] - 1) * step + span
-        pads = [before, seen - before - x.shape[axis - axes], *pads]
+        needed = (shape[axis - axes] - 1) * step + span
+        pads = [before, needed - before - x.shape[axis - axes], *pads]
     x = F.pad(x, pads, value=outside)
     for axis, (step, span, dilation) in enumerate(zip(lists[1], spans, lists[3], strict=True)):
         x = x.unfold(len(shape) - axes + axis, span, step)[..., ::dilation]
     return x
 
 
-def _over(windows: Tensor, shape: Shape) -> tuple[int, ...]:
+def _tap_axes(windows: Tensor, shape: Shape) -> tuple[int, ...]:
+    """The axes of taps."""
     return tuple(range(len(shape), windows.ndim))
 
 
 def _max_pool(reads: Sequence[Tensor], s: Settings, shape: Shape) -> Tensor:
-    found = _windows(reads[0], s, shape, -math.inf)
-    return found.amax(_over(found, shape))
+    windows = _windows(reads[0], s, shape, -math.inf)
+    return windows.amax(_tap_axes(windows, shape))
 
 
 def _sum_pool(reads: Sequence[Tensor], s: Settings, shape: Shape) -> Tensor:
-    found = _windows(reads[0], s, shape, 0.0)
-    return found.sum(_over(found, shape))
+    windows = _windows(reads[0], s, shape, 0.0)
+    return windows.sum(_tap_axes(windows, shape))
 
 
 def _average_pool(reads: Sequence[Tensor], s: Settings, shape: Shape) -> Tensor:
@@ -287,7 +292,7 @@ def _pool(run: Callable[[Sequence[Tensor], Settings, Shape], Tensor]) -> Ability
     return Ability("pool", (1,), _pools, run, _pool_work, _WINDOW)
 
 
-# The unit that moves blocks: a box of one value, its axes in another order, into a box of another.
+# The unit that moves blocks: a block of one value, its axes permuted, into a block of another.
 
 
 def _moves(i: Instruction) -> None:
@@ -296,13 +301,13 @@ def _moves(i: Instruction) -> None:
     _need(i, len(x) == len(y) and all(len(s[name]) == len(x) for name in _MOVE), "axes that fit")
     _need(i, sorted(s["order"]) == list(axes), "an order of the axes")
     for n, start, size in zip(x, s["start"], s["size"], strict=True):
-        _need(i, 0 <= start < start + size <= n, "a block inside of what is read")
+        _need(i, 0 <= start < start + size <= n, "a block within the operand")
     for m, at, axis in zip(y, s["at"], s["order"], strict=True):
-        _need(i, 0 <= at <= m - s["size"][axis], "a block inside of what is written")
+        _need(i, 0 <= at <= m - s["size"][axis], "a block within the result")
 
 
 def _moved(reads: Sequence[Tensor], s: Settings, shape: Shape) -> Tensor:
-    """The block, in the order in which it is written."""
+    """The block, its axes in the order of the result."""
     settings, x = _tuples(s), reads[0]
     for axis, (start, size) in enumerate(zip(settings["start"], settings["size"], strict=True)):
         x = x.narrow(axis, start, size)
@@ -321,12 +326,12 @@ _MOVE = ("start", "size", "order", "at")
 
 
 def _loads(i: Instruction) -> None:
-    _need(i, i.reads[0].buffer == HOST != i.writes.buffer, "something of the host's")
+    _need(i, i.reads[0].buffer == HOST != i.writes.buffer, "an operand on the host")
     _need(i, i.reads[0].shape == i.writes.shape, "one shape")
 
 
 def _stores(i: Instruction) -> None:
-    _need(i, i.reads[0].buffer != HOST == i.writes.buffer, "something of the device's")
+    _need(i, i.reads[0].buffer != HOST == i.writes.buffer, "an operand on the device")
     _need(i, i.reads[0].shape == i.writes.shape, "one shape")
 
 
@@ -398,10 +403,10 @@ ABILITIES: Mapping[str, Ability] = {
 
 
 def unit_of(op: str) -> str:
-    """The unit that does an op."""
+    """The unit that runs an op."""
     return ABILITIES[op].unit
 
 
 def work_of(instruction: Instruction, machine: Machine) -> InstructionWork:
-    """What an instruction takes on a machine."""
+    """Cost of an instruction on a machine."""
     return ABILITIES[instruction.op].work(instruction, machine)

@@ -1,12 +1,12 @@
-"""Convolutions and pools of values that stand on a grid of gap g: dilation and padding times g.
+"""Rules of convolutions and pools on axes spaced by g: dilation and padding are multiplied by g.
 
-    conv(x, stride s, dilation d, padding p) on grid g == conv(y, 1, d g, p g) on grid g s
-    max_pool(x, ...)                                   == max_pool(y, ...), alike
-    avg_pool(x)                                        == conv(y, ones / divisor, 1, g, p g)
+    conv(x, stride s, dilation d, padding p) == conv(y, 1, d g, p g), whose axes are spaced by g s
+    max_pool(x, ...)                         == max_pool(y, ...), likewise
+    avg_pool(x)                              == conv(y, ones / divisor, 1, g, p g)
 
-Of x the call reads positions j, -p <= j < n + p. Of y it reads j g: what x has at j where
-0 <= j < n; zeros where j < 0, and where j >= n, since y ends before n g. With a gap of 1 these are
-strided calls themselves, computed with stride 1.
+y is x on axes spaced by g. The call reads positions j of x, -p <= j < n + p, and positions j g of
+y: these are x[j] for 0 <= j < n, and zeros for j < 0 and for j >= n, since y ends before n g. With
+g = 1 this is the strided call itself, computed with stride 1.
 """
 
 from __future__ import annotations
@@ -24,77 +24,78 @@ from demask.stride.average_pools import (
     AveragePool,
     Pads,
     divisors,
-    padded,
-    spread,
+    pad_input,
+    per_axis,
     static_sizes,
-    summed,
+    sum_windows,
 )
-from demask.stride.average_pools import scaled as times
+from demask.stride.average_pools import multiply as times
 from demask.stride.dilation.spaced_axes import (
     Emission,
-    Grid,
     NotSpaced,
+    SpacedAxes,
+    SpacedAxis,
     SpacedReader,
     SpacedRule,
-    Spread,
-    kept,
+    mean_correction,
+    only_spaced,
     reduced,
-    share_of,
 )
 
 aten = torch.ops.aten
 WINDOWS = frozenset({*traits.CONVOLUTIONS_ANY_PADDING, *traits.POOLS})
-LOWEST = float("-inf")  # what a maximum is padded with
+LOWEST = float("-inf")  # padding of a maximum
 
 
 @dataclass(frozen=True, slots=True)
 class SpacedWindow:
-    """The window of a call along one axis, and how many there are: of `count` positions."""
+    """The windows of a call along one axis. before, after: its padding. count: of windows."""
 
     kernel: int
     stride: int
     dilation: int
-    front: int
-    behind: int
+    before: int
+    after: int
     count: int
 
-    def on(self, source: Spread) -> tuple[tuple[int, int], Spread]:
-        """Padding in front and behind for a window of stride 1 on a grid, and where its values
-        stand: 0, g s, 2 g s, ..."""
+    def on(self, source: SpacedAxis) -> tuple[tuple[int, int], SpacedAxis]:
+        """Padding before and after for windows of stride 1 on an axis spaced by g, and the axis of
+        their values, spaced by g s."""
         gap = source.gap
         assert gap is not None
         step = gap * self.stride
-        front, behind = self.front * gap, self.behind * gap
-        made = source.size + front + behind - self.dilation * gap * (self.kernel - 1)
-        more = max(0, (self.count - 1) * step + 1 - made)  # windows that ceil_mode adds
-        assert made + more <= self.count * step
-        return (front, behind + more), Spread.even(self.count, step, made + more)
+        before, after = self.before * gap, self.after * gap
+        size = source.size + before + after - self.dilation * gap * (self.kernel - 1)
+        more = max(0, (self.count - 1) * step + 1 - size)  # windows that ceil_mode adds
+        assert size + more <= self.count * step
+        return (before, after + more), SpacedAxis.even(self.count, step, size + more)
 
 
 @dataclass(frozen=True, slots=True)
 class _SpacedWindows:
-    """Windows of all axes, on their grids."""
+    """The windows of all axes. pads: padding in positions of the spaced axes. gaps, sources: of the
+    input's axes. spreads: the output's axes. spacing: those of `spreads` that are spaced."""
 
     pads: Pads
     gaps: tuple[int, ...]
-    sources: tuple[Spread, ...]
-    spreads: tuple[Spread, ...]
-    grid: Grid
+    sources: tuple[SpacedAxis, ...]
+    spreads: tuple[SpacedAxis, ...]
+    spacing: SpacedAxes
 
 
 def is_strided(node: fx.Node) -> bool:
-    """Is a call a convolution or a pool of stride larger than 1?"""
+    """Whether a call is a convolution or pool with a stride larger than 1."""
     axes = traits.CONVOLUTIONS_ANY_PADDING | traits.MAX_POOLS | traits.AVERAGE_POOLS
     rank = axes.get(node.target)
     if rank is None:
         return False
-    found = schema.arguments(node)
-    stride = spread(found["stride"] or found["kernel_size"], rank)
+    arguments = schema.arguments(node)
+    stride = per_axis(arguments["stride"] or arguments["kernel_size"], rank)
     return stride is not None and any(step > 1 for step in stride)
 
 
-def windowed(reader: SpacedReader) -> SpacedRule | NotSpaced:
-    """A convolution or a pool (`WINDOWS`) of a value on a grid, or of one as it was."""
+def window_rule(reader: SpacedReader) -> SpacedRule | NotSpaced:
+    """The rule of a convolution or pool (`WINDOWS`)."""
     target = reader.node.target
     if target in traits.CONVOLUTIONS_ANY_PADDING:
         return _convolution(reader, traits.CONVOLUTIONS_ANY_PADDING[target])
@@ -103,46 +104,49 @@ def windowed(reader: SpacedReader) -> SpacedRule | NotSpaced:
     if target in traits.AVERAGE_POOLS:
         pool = AveragePool.of(reader.node)
         return (
-            NotSpaced("a pool whose sizes are computed") if pool is None else average(reader, pool)
+            NotSpaced("the sizes of a pool are computed")
+            if pool is None
+            else average_rule(reader, pool)
         )
     return _adaptive(reader, traits.ADAPTIVE_AVERAGE_POOLS[target])
 
 
-def _sources(reader: SpacedReader, x: fx.Node, rank: int) -> list[Spread] | NotSpaced:
-    """How the last `rank` axes of a value stand."""
-    grid, value, found = reader.plan.grid(x), x.meta["val"], []
-    if any(axis < value.ndim - rank for axis in grid):
-        return NotSpaced("positions of channels stand apart")
+def _sources(reader: SpacedReader, x: fx.Node, rank: int) -> list[SpacedAxis] | NotSpaced:
+    """The last `rank` axes of a value as spaced axes."""
+    spacing, value, axes = reader.plan.spacing(x), x.meta["val"], []
+    if any(axis < value.ndim - rank for axis in spacing):
+        return NotSpaced("its channels are spaced")
     for axis in range(value.ndim - rank, value.ndim):
         size = value.shape[axis]
         if not isinstance(size, int):
-            return NotSpaced("sizes of images are known at run time alone")
-        part = grid.get(axis, Spread.even(size, 1, size))
+            return NotSpaced("sizes of images are known only at run time")
+        part = spacing.get(axis, SpacedAxis.even(size, 1, size))
         if part.gap is None:
-            return NotSpaced("positions stand on no even grid")
-        found.append(part)
-    return found
+            return NotSpaced("positions are not evenly spaced")
+        axes.append(part)
+    return axes
 
 
-def _place(
+def _spaced_windows(
     reader: SpacedReader, x: fx.Node, windows: Sequence[SpacedWindow]
 ) -> _SpacedWindows | NotSpaced:
+    """Windows on the spaced axes of a value."""
     sources = _sources(reader, x, len(windows))
     if isinstance(sources, NotSpaced):
         return sources
-    found = [window.on(source) for window, source in zip(windows, sources, strict=True)]
-    spreads = tuple(made for _, made in found)
+    placed = [window.on(source) for window, source in zip(windows, sources, strict=True)]
+    spreads = tuple(axis for _, axis in placed)
     first = x.meta["val"].ndim - len(windows)
-    grid = kept({first + k: made for k, made in enumerate(spreads)})
+    spacing = only_spaced({first + k: axis for k, axis in enumerate(spreads)})
     gaps = tuple(source.gap or 1 for source in sources)
-    return _SpacedWindows(tuple(pads for pads, _ in found), gaps, tuple(sources), spreads, grid)
+    return _SpacedWindows(tuple(pads for pads, _ in placed), gaps, tuple(sources), spreads, spacing)
 
 
 def _windows(node: fx.Node, kernel: Sequence[int], pads: Pads | None) -> list[SpacedWindow] | None:
-    """The windows of a call; None where an argument is no number."""
-    found, rank = schema.arguments(node), len(kernel)
-    stride = spread(found["stride"] or list(kernel), rank)
-    dilation = spread(found.get("dilation", 1), rank)
+    """The windows of a call, one per axis; None if an argument is not constant."""
+    arguments, rank = schema.arguments(node), len(kernel)
+    stride = per_axis(arguments["stride"] or list(kernel), rank)
+    dilation = per_axis(arguments.get("dilation", 1), rank)
     counts = node.meta["val"].shape[-rank:]
     if stride is None or dilation is None or pads is None:
         return None
@@ -152,61 +156,66 @@ def _windows(node: fx.Node, kernel: Sequence[int], pads: Pads | None) -> list[Sp
 
 
 def _pads(value: Any, kernel: Sequence[int], dilation: Any) -> Pads | None:
-    """Positions in front and behind; "same" has one more behind where they are odd."""
+    """Padding before and after each axis; of an odd number, "same" has one more after."""
     if value == "valid":
         return ((0, 0),) * len(kernel)
     if isinstance(value, str):
-        gaps = spread(dilation, len(kernel))
+        gaps = per_axis(dilation, len(kernel))
         if gaps is None:
             return None
         reach = [gap * (size - 1) for gap, size in zip(gaps, kernel, strict=True)]
         return tuple((n // 2, n - n // 2) for n in reach)
-    numbers = spread(value, len(kernel))
+    numbers = per_axis(value, len(kernel))
     return None if numbers is None else tuple((n, n) for n in numbers)
 
 
 def _convolution(reader: SpacedReader, rank: int) -> SpacedRule | NotSpaced:
-    found = schema.arguments(reader.node)
-    x, weight = found["input"], found["weight"]
-    if any(reader.plan.grid(found[name]) for name in ("weight", "bias")):
-        return NotSpaced("its weights stand apart")
+    """The rule of a convolution."""
+    arguments = schema.arguments(reader.node)
+    x, weight = arguments["input"], arguments["weight"]
+    if any(reader.plan.spacing(arguments[name]) for name in ("weight", "bias")):
+        return NotSpaced("its weights are spaced")
     kernel = tuple(weight.meta["val"].shape[2:])
-    windows = _windows(reader.node, kernel, _pads(found["padding"], kernel, found["dilation"]))
+    pads = _pads(arguments["padding"], kernel, arguments["dilation"])
+    windows = _windows(reader.node, kernel, pads)
     if windows is None:
-        return NotSpaced("a convolution whose sizes are computed")
-    placed = _place(reader, x, windows)
+        return NotSpaced("the sizes of a convolution are computed")
+    placed = _spaced_windows(reader, x, windows)
     if isinstance(placed, NotSpaced):
         return placed
 
     def emit(here: Emission) -> fx.Node:
-        value, inner = padded(here.editor, here.node, here.read(x), placed.pads, 0)
+        value, inner = pad_input(here.editor, here.node, here.read(x), placed.pads, 0)
         gaps = [w.dilation * gap for w, gap in zip(windows, placed.gaps, strict=True)]
-        args = (value, here.read(weight), found["bias"], [1] * rank, list(inner), gaps)
-        return here.call(traits.CONV_OF_AXES[rank], *args, found["groups"])
+        args = (value, here.read(weight), arguments["bias"], [1] * rank, list(inner), gaps)
+        return here.call(traits.CONV_OF_AXES[rank], *args, arguments["groups"])
 
-    return SpacedRule((placed.grid,), emit)
+    return SpacedRule((placed.spacing,), emit)
 
 
 def _maximum(reader: SpacedReader, rank: int) -> SpacedRule | NotSpaced:
-    found = schema.arguments(reader.node)
-    x, kernel = found["self"], spread(found["kernel_size"], rank)
+    """The rule of a max pool."""
+    arguments = schema.arguments(reader.node)
+    x, kernel = arguments["self"], per_axis(arguments["kernel_size"], rank)
     if reader.plan.target.pool_windows != "any" and kernel != (1,) * rank:
         return NotSpaced("windows of the target's pools do not overlap")
-    pads = None if kernel is None else _pads(found["padding"], kernel, 1)
+    pads = None if kernel is None else _pads(arguments["padding"], kernel, 1)
     windows = None if kernel is None else _windows(reader.node, kernel, pads)
     if windows is None:
-        return NotSpaced("a pool whose sizes are computed")
-    placed = _place(reader, x, windows)
+        return NotSpaced("the sizes of a pool are computed")
+    placed = _spaced_windows(reader, x, windows)
     if isinstance(placed, NotSpaced):
         return placed
     gaps = [w.dilation * gap for w, gap in zip(windows, placed.gaps, strict=True)]
     own = _is_own(placed.pads, [w.kernel for w in windows])
     spans = [gap * (w.kernel - 1) + 1 for w, gap in zip(windows, gaps, strict=True)]
     if max(spans) > (most := reader.plan.target.pool_size):
-        return NotSpaced(f"its windows would reach over {spans}, the target's over up to {most:g}")
+        return NotSpaced(
+            f"its windows would cover {spans} positions, the target's at most {most:g}"
+        )
 
     def emit(here: Emission) -> fx.Node:
-        value, inner = here.read(x), [front for front, _ in placed.pads]
+        value, inner = here.read(x), [before for before, _ in placed.pads]
         if not own:
             dtype = value.meta["val"].dtype
             lowest = LOWEST if dtype.is_floating_point else torch.iinfo(dtype).min
@@ -217,80 +226,80 @@ def _maximum(reader: SpacedReader, rank: int) -> SpacedRule | NotSpaced:
 
     sizes = [source.size for source in placed.sources]
     empty = zip(windows, sizes, placed.pads, gaps, placed.spreads, strict=True)
-    return SpacedRule((placed.grid,), emit, wild=any(_is_empty(*axis) for axis in empty))
+    return SpacedRule((placed.spacing,), emit, non_finite=any(_is_empty(*axis) for axis in empty))
 
 
 def _is_empty(
-    window: SpacedWindow, size: int, pads: tuple[int, int], gap: int, made: Spread
+    window: SpacedWindow, size: int, pads: tuple[int, int], gap: int, output: SpacedAxis
 ) -> bool:
-    """Does some window read padding alone?"""
-    reads = [range(k - pads[0], k - pads[0] + gap * window.kernel, gap) for k in range(made.size)]
-    return any(all(not 0 <= n < size for n in places) for places in reads)
+    """Whether some window reads only padding."""
+    reads = [range(k - pads[0], k - pads[0] + gap * window.kernel, gap) for k in range(output.size)]
+    return any(all(not 0 <= n < size for n in positions) for positions in reads)
 
 
 def _is_own(pads: Pads, kernel: Sequence[int]) -> bool:
-    """Can a pool pad so? By half a window at most, alike at both ends."""
-    return all(front == behind and 2 * front <= n
-               for (front, behind), n in zip(pads, kernel, strict=True))  # fmt: skip
+    """Whether a pool can pad by itself: symmetrically, by at most half a window."""
+    return all(before == after and 2 * before <= n
+               for (before, after), n in zip(pads, kernel, strict=True))  # fmt: skip
 
 
-def average(reader: SpacedReader, pool: AveragePool) -> SpacedRule | NotSpaced:
-    """An average pool: a depthwise convolution, and its count map where its divisors differ."""
+def average_rule(reader: SpacedReader, pool: AveragePool) -> SpacedRule | NotSpaced:
+    """The rule of an average pool: a depthwise convolution, and a count map if divisors differ."""
     node, rank = reader.node, len(pool.kernel)
     x = schema.arguments(node)["self"]
     value = x.meta["val"]
     counts = node.meta["val"].shape[-rank:] if node.target in WINDOWS else (1,) * rank
     sizes = static_sizes(x, rank)
     if sizes is None:
-        return NotSpaced("sizes of images are known at run time alone")
+        return NotSpaced("sizes of images are known only at run time")
     kernel = pool.taps(sizes)
     windows = [SpacedWindow(k, s, 1, *pair, n) for k, s, pair, n in
                zip(kernel, pool.stride, pool.pads(sizes), counts, strict=True)]  # fmt: skip
-    placed = _place(reader, x, windows)
+    placed = _spaced_windows(reader, x, windows)
     if isinstance(placed, NotSpaced):
         return placed
     fits = max(pool.kernel) <= reader.plan.target.pool_size
     if _stays(node, pool, placed) and reader.plan.target.pool_windows == "any" and fits:
         return SpacedRule(
-            (placed.grid,), lambda here: here.again(stride=[1] * rank, ceil_mode=False)
+            (placed.spacing,), lambda here: here.again(stride=[1] * rank, ceil_mode=False)
         )
     if not value.is_floating_point():
-        return NotSpaced("an average of integers is rounded, which a convolution is not")
+        return NotSpaced("an average of integers is rounded, unlike a convolution")
     if not isinstance(value.shape[-rank - 1], int):
-        return NotSpaced("the number of channels is known at run time alone")
+        return NotSpaced("the number of channels is known only at run time")
     shared = divisors(pool, sizes)
     if shared.ndim and "multiply" not in reader.plan.target.ops:
-        return NotSpaced("windows at borders count less, and the target cannot multiply")
+        return NotSpaced("windows at borders have other divisors, and the target cannot multiply")
 
     def emit(here: Emission) -> fx.Node:
         weight = 1.0 if shared.ndim else 1 / int(shared)
-        made = summed(here.editor, here.node, here.read(x), kernel, weight,
+        sums = sum_windows(here.editor, here.node, here.read(x), kernel, weight,
                       pads=placed.pads, stride=[1] * rank, dilation=placed.gaps)  # fmt: skip
         if not shared.ndim:
-            return made
+            return sums
         factor = shared.double().reciprocal()
         for axis, part in enumerate(placed.spreads):
             factor = factor.index_select(axis, part.nearest())
-        return times(here.editor, here.node, made, factor)
+        return times(here.editor, here.node, sums, factor)
 
-    return SpacedRule((placed.grid,), emit)
+    return SpacedRule((placed.spacing,), emit)
 
 
 def _stays(node: fx.Node, pool: AveragePool, placed: _SpacedWindows) -> bool:
-    """Is a pool of a value as it was the same pool with stride 1?"""
+    """Whether an average pool of an unspaced value is the same pool with stride 1."""
     own = all(pair == (p, p) for pair, p in zip(placed.pads, pool.padding, strict=True))
     return node.target in traits.AVERAGE_POOLS and own and set(placed.gaps) == {1} and not pool.ceil
 
 
 def _adaptive(reader: SpacedReader, rank: int) -> SpacedRule | NotSpaced:
-    """Windows of one size that do not overlap: a pool; of another kind there is none."""
+    """The rule of an adaptive pool whose windows have one size and do not overlap."""
     pool, x = AveragePool.of(reader.node), schema.arguments(reader.node)["self"]
     if pool is None:
         return NotSpaced("windows of an adaptive pool overlap, or its sizes are dynamic")
-    grid = reader.plan.grid(x)
-    if min(grid) < x.meta["val"].ndim - rank:
-        return NotSpaced("positions of channels stand apart")
+    spacing = reader.plan.spacing(x)
+    if min(spacing) < x.meta["val"].ndim - rank:
+        return NotSpaced("its channels are spaced")
     whole = pool.kernel == tuple(x.meta["val"].shape[-rank:])
-    if whole and reader.plan.may_mask(x, 0, share_of(grid, "mean")):
-        return reduced(x, grid, ({},), "mean")
-    return average(reader, pool)
+    if whole and reader.plan.may_mask(x, 0, mean_correction(spacing, "mean")):
+        return reduced(x, spacing, ({},), "mean")
+    return average_rule(reader, pool)

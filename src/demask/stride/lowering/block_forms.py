@@ -1,12 +1,12 @@
-"""Forms that compute what a stride would, and no more, in another order of sums.
+"""Forms that compute only the outputs of a strided convolution, with another order of sums.
 
-space_to_depth: blocks of s positions become channels; a kernel of stride s over positions is one of
-stride 1 over blocks. Taps that fill its last block are zero.
+space_to_depth: blocks of s positions become channels, and a kernel of stride s over positions
+becomes one of stride 1 over blocks. Taps that complete its last block are zero.
 
     x[(i + q) s + r] w[q s + r], summed over q and r  ==  conv(blocks of x, blocks of w)
 
-phase_split: each phase of the input, every s-th position, has its own taps of the kernel, and a
-convolution of stride 1; their sum is the output. No tap is added, and none is left out.
+phase_split: each phase of the input (every s-th position) is convolved with its own taps of the
+kernel, with stride 1. The sum over phases is the output. Every tap is used exactly once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from demask.stride.lowering.form_writers import Write
+from demask.stride.lowering.form_writers import FormWriter
 from demask.stride.lowering.strided_conv import ConvAxis, FormInputs, StridedConv
 from demask.stride.targets import Target
 
@@ -28,34 +28,35 @@ _CONVOLVE = {1: aten.conv1d.default, 2: aten.conv2d.default, 3: aten.conv3d.defa
 
 
 def blocks(axis: ConvAxis) -> int:
-    """Blocks that a kernel covers."""
+    """Number of blocks that a kernel covers."""
     return -(-axis.span // axis.stride)
 
 
 @cache
 def _met(axis: ConvAxis) -> tuple[bool, bool]:
-    """Does any tap of the kernel in blocks meet some of the input; does any that is zero?"""
+    """Whether any tap of the kernel in blocks is multiplied by a position of the input, and whether
+    an added zero tap is."""
     taps = range(blocks(axis) * axis.stride)
-    places = [i * axis.stride - axis.before for i in range(axis.out)]
-    meets = [any(0 <= place + t < axis.size for place in places) for t in taps]
+    starts = [i * axis.stride - axis.before for i in range(axis.out)]
+    meets = [any(0 <= start + t < axis.size for start in starts) for t in taps]
     zero = [t % axis.dilation != 0 or t >= axis.span for t in taps]
     return any(meets), any(m and z for m, z in zip(meets, zero, strict=True))
 
 
 def zero_taps(site: StridedConv) -> bool:
-    """Does a weight of zero, that space_to_depth adds, meet any of the input?"""
-    found = [_met(axis) for axis in site.axes]
+    """Whether a zero weight that space_to_depth adds is multiplied by a position of the input."""
+    met = [_met(axis) for axis in site.axes]
     return any(
-        zero and all(any_tap for any_tap, _ in found[:k] + found[k + 1 :])
-        for k, (_, zero) in enumerate(found)
+        zero and all(any_tap for any_tap, _ in met[:k] + met[k + 1 :])
+        for k, (_, zero) in enumerate(met)
     )
 
 
 def space_to_depth(
-    write: Write, site: StridedConv, target: Target, call: FormInputs, place: int
+    write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int
 ) -> Any:
-    """Input and weights in blocks, and a convolution of stride 1 over them."""
-    del target, place
+    """A convolution of stride 1 over blocks of the input. Arguments: see `StrideForm.built`."""
+    del target, functions
     x = write.call(aten.constant_pad_nd.default, call.x, _block_pads(site), 0)
     x = _as_channels(write, site, x)
     weight = _weight(write, site, call)
@@ -65,21 +66,22 @@ def space_to_depth(
 
 
 def _block_pads(site: StridedConv) -> list[int]:
-    """Zeros before and behind each axis, the last one first, so that it is whole blocks."""
-    found = []
+    """Zeros before and after each axis, the last axis first, that complete its blocks."""
+    pads = []
     for axis in reversed(site.axes):
         length = _length(axis)
-        behind = length - axis.before - axis.size
-        # A kernel that reads nothing of the input: what is left is padding alone.
-        found += [axis.before, behind] if behind >= -axis.size else [length, -axis.size]
-    return found
+        after = length - axis.before - axis.size
+        # A kernel that reads no position of the input: only padding remains.
+        pads += [axis.before, after] if after >= -axis.size else [length, -axis.size]
+    return pads
 
 
 def _length(axis: ConvAxis) -> int:
+    """Length of an axis in whole blocks."""
     return (axis.out - 1 + blocks(axis)) * axis.stride
 
 
-def _as_channels(write: Write, site: StridedConv, x: Any) -> Any:
+def _as_channels(write: FormWriter, site: StridedConv, x: Any) -> Any:
     """(n, c, b0 s0, b1 s1) -> (n, c s0 s1, b0, b1)."""
     inner, rank = site.channels[0], site.rank
     parts = [n for axis in site.axes for n in (_length(axis) // axis.stride, axis.stride)]
@@ -89,12 +91,12 @@ def _as_channels(write: Write, site: StridedConv, x: Any) -> Any:
     counts, steps = range(first, first + 2 * rank, 2), range(first + 1, first + 2 * rank, 2)
     x = write.call(aten.reshape.default, x, [*lead, inner, *parts])
     x = write.call(aten.permute.default, x, [*range(first), *steps, *counts])
-    made = [*lead, inner * math.prod(site.stride), *parts[::2]]
-    return write.call(aten.reshape.default, x, made)
+    merged = [*lead, inner * math.prod(site.stride), *parts[::2]]
+    return write.call(aten.reshape.default, x, merged)
 
 
-def _weight(write: Write, site: StridedConv, call: FormInputs) -> Any:
-    """(o, i, k0, k1) -> (o, i s0 s1, blocks, blocks), its taps where they are read."""
+def _weight(write: FormWriter, site: StridedConv, call: FormInputs) -> Any:
+    """The weight (o, i, k0, k1) in blocks: (o, i s0 s1, blocks, blocks)."""
     assert call.numbers is not None
     outer, inner = call.numbers.shape[:2]
     long = [blocks(axis) * axis.stride for axis in site.axes]
@@ -103,48 +105,54 @@ def _weight(write: Write, site: StridedConv, call: FormInputs) -> Any:
     spread[(slice(None), slice(None), *index)] = call.numbers
     parts = [n for axis in site.axes for n in (blocks(axis), axis.stride)]
     steps, counts = range(3, 3 + 2 * site.rank, 2), range(2, 2 + 2 * site.rank, 2)
-    laid = spread.reshape([outer, inner, *parts]).permute([0, 1, *steps, *counts])
-    made = laid.reshape([outer, inner * math.prod(site.stride), *parts[::2]])
-    return write.constant("blocks", made.contiguous(), weight=True)
+    permuted = spread.reshape([outer, inner, *parts]).permute([0, 1, *steps, *counts])
+    merged = permuted.reshape([outer, inner * math.prod(site.stride), *parts[::2]])
+    return write.constant("blocks", merged.contiguous(), weight=True)
 
 
 def phase_split(
-    write: Write, site: StridedConv, target: Target, call: FormInputs, place: int
+    write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int
 ) -> Any:
-    """A convolution of stride 1 for each phase of the input that has taps, and their sum."""
-    del target, place
+    """The sum of convolutions of stride 1, one for each phase of the input that has taps.
+    Arguments: see `StrideForm.built`."""
+    del target, functions
     x = call.x
-    if any(axis.before or axis.behind for axis in site.axes):
-        pads = [n for axis in reversed(site.axes) for n in (axis.before, axis.behind)]
+    if any(axis.before or axis.after for axis in site.axes):
+        pads = [n for axis in reversed(site.axes) for n in (axis.before, axis.after)]
         x = write.call(aten.constant_pad_nd.default, x, pads, 0)
     total, bias = None, call.bias
     for first in itertools.product(*(range(_phases(axis)) for axis in site.axes)):
-        made = _phase(write, site, call, x, first, bias)
-        total = made if total is None else write.call(aten.add.Tensor, total, made)
+        part = _phase(write, site, call, x, first, bias)
+        total = part if total is None else write.call(aten.add.Tensor, total, part)
         bias = None
     return total
 
 
 def _phases(axis: ConvAxis) -> int:
-    """Taps 0, 1, ... of the kernel that begin a phase: the others are some phases' later taps."""
+    """Number of phases: tap k is the first tap of phase k; later taps belong to these phases."""
     return min(axis.kernel, axis.stride // math.gcd(axis.stride, axis.dilation))
 
 
 def _phase(
-    write: Write, site: StridedConv, call: FormInputs, x: Any, first: tuple[int, ...], bias: Any
+    write: FormWriter,
+    site: StridedConv,
+    call: FormInputs,
+    x: Any,
+    first: tuple[int, ...],
+    bias: Any,
 ) -> Any:
-    """Of each axis taps j, j + s / g, ..., which stand d / g apart in every s-th position from
-    d j on; g: the greatest common divisor of stride s and dilation d."""
+    """The convolution of one phase. Its taps along each axis are j, j + s / g, ...; they read every
+    s-th position from d j on with dilation d / g, where g = gcd(stride s, dilation d)."""
     dilation, taps = [], []
     for k, (axis, j) in enumerate(zip(site.axes, first, strict=True)):
         common = math.gcd(axis.stride, axis.dilation)
-        every, apart = axis.stride // common, axis.dilation // common
+        every, gap = axis.stride // common, axis.dilation // common
         count = -(-(axis.kernel - j) // every)
-        length = axis.out + (count - 1) * apart
+        length = axis.out + (count - 1) * gap
         start = axis.dilation * j
         end = start + (length - 1) * axis.stride + 1
         x = write.call(aten.slice.Tensor, x, site.axis(k), start, end, axis.stride)
-        dilation.append(apart)
+        dilation.append(gap)
         taps.append(slice(j, None, every))
     assert call.numbers is not None
     part = call.numbers[(slice(None), slice(None), *taps)]

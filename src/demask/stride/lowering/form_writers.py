@@ -1,7 +1,7 @@
-"""What writes a form: into a graph, or onto values without numbers, which tells what it costs.
+"""Writers of forms: into a graph, or on meta tensors, to count the cost.
 
-A form names calls and constants, and is written the same by everything that has a `Write`: tests
-have one that computes at once.
+A form is a sequence of calls and constants, written through the `FormWriter` protocol. Tests have a
+writer that computes eagerly.
 """
 
 from __future__ import annotations
@@ -19,22 +19,25 @@ from demask.ops.traits import CONVOLUTIONS
 aten = torch.ops.aten
 
 
-class Write(Protocol):
-    """Calls and constants, in order; values are of its own kind. weight: is a constant made of a
-    layer's weight, and a parameter as that was?"""
+class FormWriter(Protocol):
+    """Receives the calls and constants of a form, in order. Values are of the writer's own type."""
 
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> Any: ...
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        """The value of a call."""
+        ...
 
-    def constant(self, name: str, tensor: Tensor, *, weight: bool = False) -> Any: ...
+    def constant(self, name: str, tensor: Tensor, *, weight: bool = False) -> Any:
+        """A constant. weight: whether it is computed from a layer's weight: then a parameter."""
+        ...
 
     def read(self, node: fx.Node) -> Any:
-        """The value of a node that the form did not make."""
+        """The value of a node outside the form."""
         ...
 
 
 class Cost(NamedTuple):
-    """What a form computes and writes: multiply-adds, elements, calls. Less is better, in this
-    order; among forms of as many multiply-adds, those that round nothing come first."""
+    """Cost of a form: multiply-adds, whether it rounds, written elements, calls. Costs compare in
+    this order; less is better."""
 
     macs: int
     rounds: bool
@@ -44,13 +47,14 @@ class Cost(NamedTuple):
 
 @dataclass(slots=True)
 class GraphWriter:
-    """Writes before a node of a graph. name: of the module, under which new constants stand; equal
-    ones are one. meta: what made nodes tell of themselves."""
+    """Writes a form before a node of a graph. name: of the module to which new constants belong.
+    constants: names of those written so far, by content; equal ones are shared. meta: metadata of
+    new nodes."""
 
     editor: GraphEditor
     reader: fx.Node
     name: str
-    kept: dict[Any, str]
+    constants: dict[Any, str]
     meta: dict[str, Any] = field(default_factory=dict)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -59,36 +63,36 @@ class GraphWriter:
         return node
 
     def constant(self, name: str, tensor: Tensor, *, weight: bool = False) -> fx.Node:
-        held_bytes = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        key = (name, tensor.dtype, tuple(tensor.shape), held_bytes)
-        held = self.kept.get(key)
-        if held is None:
+        content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        key = (name, tensor.dtype, tuple(tensor.shape), content)
+        known = self.constants.get(key)
+        if known is None:
             full = f"{self.name}.{name}".lstrip(".")
             node = self.editor.add_constant(full, tensor, self.reader, parameter=weight)
-            self.kept[key] = str(node.target)
+            self.constants[key] = str(node.target)
             return node
         with self.editor.graph.inserting_before(self.reader):
-            return self.editor.read_constant(held)
+            return self.editor.read_constant(known)
 
     def read(self, node: fx.Node) -> fx.Node:
         return node
 
 
 @dataclass(slots=True)
-class Counting:
-    """Writes onto values that have shapes alone, and counts."""
+class CostCounter:
+    """Runs a form on meta tensors and counts its cost."""
 
     macs: int = 0
     elements: int = 0
     nodes: int = 0
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Tensor:
-        made = target(*args, **kwargs)
+        value = target(*args, **kwargs)
         self.nodes += 1
-        self.elements += made.numel()
+        self.elements += value.numel()
         if target in CONVOLUTIONS:
-            self.macs += made.numel() * args[1][0].numel()
-        return made
+            self.macs += value.numel() * args[1][0].numel()
+        return value
 
     def constant(self, name: str, tensor: Tensor, *, weight: bool = False) -> Tensor:
         return tensor.to("meta")
@@ -99,7 +103,8 @@ class Counting:
         return torch.empty(shape, dtype=value.dtype, device="meta")
 
     def cost(self, *, rounds: bool) -> Cost:
+        """The cost of all calls so far."""
         return Cost(self.macs, rounds, self.elements, self.nodes)
 
 
-__all__ = ["Cost", "Counting", "GraphWriter", "Write"]
+__all__ = ["Cost", "CostCounter", "FormWriter", "GraphWriter"]

@@ -1,6 +1,6 @@
-"""Forms that compute all positions of a convolution, and drop those that its stride would not make.
+"""Forms that compute all positions of a convolution with stride 1, and drop the superfluous ones.
 
-    y: the convolution of stride 1; m: a mask of what is kept (1) and dropped (0); s: the stride
+    y: the convolution of stride 1; m: mask of selected (1) and dropped (0) positions; s: the stride
 
     mask_max_pool   max_pool(m y)                       where y >= 0
     two_masks       max_pool(a m y) (1 / a)             where y >= 0, for a power of two a
@@ -10,11 +10,11 @@
     mask_sum_pool   sum_pool(m y)
     mask_avg_pool   avg_pool(m y) s^2
     split           max_pool(relu(m y)) - max_pool(relu(-m y))
-    rotate          kept positions moved together, bit by bit of how far, and the rest cropped
+    rotate          selected positions moved to the front, one bit of the distance at a time; crop
 
-Windows have the stride's size, start at kept positions, and the last one may be cut off. `m y` is a
-selection where the target has one; as a product it is sound where no dropped y is Inf or NaN.
-Except for mask_avg_pool, which divides and multiplies, every kept number stays as it is.
+Windows have the stride's size and start at selected positions; the last one may be incomplete.
+`m y` is a selection if the target has one; as a product it is sound if no dropped y is Inf or NaN.
+Except for mask_avg_pool, which divides and multiplies, the selected numbers do not change.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from demask.facts.ranges import Range
 from demask.stride.lowering.block_forms import phase_split, space_to_depth, zero_taps
-from demask.stride.lowering.form_writers import Write
+from demask.stride.lowering.form_writers import FormWriter
 from demask.stride.lowering.strided_conv import FormInputs, StridedConv
 from demask.stride.targets import Target
 
@@ -39,18 +39,19 @@ MAX_POOL = {1: aten.max_pool1d.default, 2: aten.max_pool2d.default, 3: aten.max_
 AVG_POOL = {1: aten.avg_pool1d.default, 2: aten.avg_pool2d.default, 3: aten.avg_pool3d.default}
 
 LACKING = "the target has no"
-# Why a form is unsound at a place: behind the convolution (0), or behind a function that follows.
+# Why a form is unsound for values of a range; None if it is sound.
 Refusal = Callable[[StridedConv, Target, Range], "str | None"]
-Build = Callable[[Write, StridedConv, Target, FormInputs, int], Any]
+Build = Callable[[FormWriter, StridedConv, Target, FormInputs, int], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class StrideForm:
-    """One way to do without a stride.
+    """One way to replace a strided convolution.
 
-    needs: ops that the target must have. masks: does it mask, by a selection or a product?
-    refused: why it is unsound, if it is. built: what it writes instead of the convolution and the
-    functions up to a place; functions behind stay. rounds: is it equal up to rounding alone?
+    needs: ops that the target must have. refused: why the form is unsound for a range of values.
+    built(write, site, target, call, functions): writes the form; it replaces the convolution and
+    the first `functions` functions after it. masks: whether it masks, by a selection or a product.
+    rounds: whether it is equal only up to rounding.
     """
 
     name: str
@@ -60,22 +61,22 @@ class StrideForm:
     masks: bool = False
     rounds: bool = False
 
-    def place(self, site: StridedConv, target: Target) -> int | str:
-        """The first place where the form is sound: 0 behind the convolution, k behind the k-th
-        function; or why there is none."""
+    def first_sound(self, site: StridedConv, target: Target) -> int | str:
+        """After how many functions the form is first sound: 0 directly after the convolution, k
+        after the k-th function. Or why it never is."""
         if (lacking := self.lacking(site, target)) is not None:
             return lacking
         reasons = [self.refused(site, target, known) for known in site.ranges]
-        found = next((k for k, reason in enumerate(reasons) if reason is None), None)
-        return _joined(reasons) if found is None else found
+        first = next((k for k, reason in enumerate(reasons) if reason is None), None)
+        return _joined(reasons) if first is None else first
 
     def refusal(self, site: StridedConv, target: Target) -> str | None:
-        """Why the form cannot be taken, in words; None if it is sound."""
-        found = self.place(site, target)
-        return found if isinstance(found, str) else None
+        """Why the form cannot be used; None if it is sound."""
+        sound = self.first_sound(site, target)
+        return sound if isinstance(sound, str) else None
 
     def lacking(self, site: StridedConv, target: Target) -> str | None:
-        """Which op it needs that the target does not have."""
+        """Why the target cannot run the form: ops that it does not have; None if it has all."""
         absent = [op for op in self.needs if op not in target.ops]
         if self.masks and site.drops and not target.ops & {"select", "multiply"}:
             absent.append("select or multiply")
@@ -83,10 +84,10 @@ class StrideForm:
 
 
 def _joined(reasons: list[str | None]) -> str:
-    """Reasons by place, each said once, where it holds first."""
+    """The distinct reasons, each with the first function after which it applies."""
     first = dict(reversed([(reason, k) for k, reason in enumerate(reasons)]))
-    said = sorted((k, reason) for reason, k in first.items())
-    return ", and ".join(f"behind function {k}: {r}" if k else str(r) for k, r in said)
+    distinct = sorted((k, reason) for reason, k in first.items())
+    return ", and ".join(f"after function {k}: {r}" if k else str(r) for k, r in distinct)
 
 
 # --- what is sound --------------------------------------------------------------------------------
@@ -97,33 +98,35 @@ def _always(site: StridedConv, target: Target, known: Range) -> str | None:
 
 
 def _pool(site: StridedConv, target: Target, windows: list[int]) -> str | None:
-    """Why the target has no such pool."""
+    """Why the target has no pool with these windows and the stride's; None if it has."""
     if max(windows) > target.pool_size or max(site.stride) > target.pool_stride:
         return (f"its pools have windows up to {target.pool_size:g} and strides up to "
                 f"{target.pool_stride:g}; needed are {windows} and {site.stride}")  # fmt: skip
     if target.pool_windows == "stride" and windows != site.stride:
-        return f"its pools have windows of their stride's size; needed are {windows}, {site.stride}"
-    if not target.pool_ceil and windows == site.stride and any(_left(site)):
-        return None if "pad" in target.ops else "its pools end inside, and it cannot pad"
+        return (f"its pools have windows as large as their stride; needed are {windows}, "
+                f"{site.stride}")  # fmt: skip
+    if not target.pool_ceil and windows == site.stride and any(_excess(site)):
+        return None if "pad" in target.ops else (
+            "its pools have no incomplete windows, and it cannot pad")  # fmt: skip
     return None
 
 
-def _left(site: StridedConv) -> list[int]:
-    """Positions by which the last window reaches beyond the value."""
+def _excess(site: StridedConv) -> list[int]:
+    """Positions by which the last window reaches beyond the value, along each axis."""
     return [axis.out * axis.stride - axis.wide for axis in site.axes]
 
 
 def _too_small(site: StridedConv) -> bool:
-    """Is a volume smaller than a window? Torch takes only images and lines for means over such."""
+    """Whether a volume is smaller than a window: torch's 3D average pool rejects it."""
     return site.rank == 3 and any(axis.wide < axis.stride for axis in site.axes)
 
 
 def _product(site: StridedConv, target: Target) -> str | None:
-    """Why a mask cannot be multiplied by, where the target cannot select."""
+    """Why a value cannot be multiplied by a mask on a target without selections."""
     finite = target.finite or site.whole or not site.drops_input
     if "select" in target.ops or finite:
         return None
-    return "0 times Inf or NaN is NaN: the target multiplies by the mask, and is not said finite"
+    return "0 times Inf or NaN is NaN: masks multiply here; the target is not declared finite"
 
 
 def _largest_pool(site: StridedConv, target: Target, known: Range) -> str | None:
@@ -135,7 +138,7 @@ def _largest_pool(site: StridedConv, target: Target, known: Range) -> str | None
 def _two_masks(site: StridedConv, target: Target, known: Range) -> str | None:
     a = target.mask
     if site.whole:
-        return f"whole numbers of {site.dtype} have no 1 / {a:g}"
+        return f"integers of {site.dtype} have no 1 / {a:g}"
     if math.frexp(a)[0] != 0.5:
         return f"a product with {a:g} rounds: only powers of two and their inverses do not"
     most = max(abs(known.low), abs(known.high))
@@ -157,26 +160,26 @@ def _single_pool(site: StridedConv, target: Target, known: Range) -> str | None:
 
 def _sum_pool(site: StridedConv, target: Target, known: Range) -> str | None:
     if _too_small(site) and "pad" not in target.ops:
-        return "torch has no mean over a window larger than a volume, and the target cannot pad"
+        return "torch has no pool with windows larger than a volume, and the target cannot pad"
     return _pool(site, target, site.stride) or _product(site, target)
 
 
 def _avg_pool(site: StridedConv, target: Target, known: Range) -> str | None:
     count = math.prod(site.stride)
     if count > 1 and site.whole:
-        return "a mean of whole numbers is rounded to one"
+        return "a mean of integers is rounded"
     if count > 1 and "multiply" not in target.ops:
         return f"the target cannot multiply by {count}"
-    if any(_left(site)) and "pad" not in target.ops:
-        return "windows at the end hold less than others, and the target cannot pad"
-    if count > 1 and not _holds(site.dtype, count, known):
+    if any(_excess(site)) and "pad" not in target.ops:
+        return "windows at the end are incomplete, and the target cannot pad"
+    if count > 1 and not _stays_finite(site.dtype, count, known):
         return f"values from {known}, divided by {count} and multiplied, may overflow"
     within = Target("", target.ops, pool_size=target.pool_size, pool_stride=target.pool_stride)
     return _pool(site, within, site.stride) or _product(site, target)
 
 
-def _holds(dtype: torch.dtype, count: int, known: Range) -> bool:
-    """Is (y / count) * count finite for all finite y between bounds? It rises with y."""
+def _stays_finite(dtype: torch.dtype, count: int, known: Range) -> bool:
+    """Whether (y / count) * count, which increases with y, is finite for all finite y in range."""
     limits = torch.finfo(dtype)
     ends = torch.tensor([max(known.low, limits.min), min(known.high, limits.max)], dtype=dtype)
     return bool((ends / count * count).isfinite().all())
@@ -191,68 +194,69 @@ def _split(site: StridedConv, target: Target, known: Range) -> str | None:
 def _rotate(site: StridedConv, target: Target, known: Range) -> str | None:
     moves = any(axis.stride > 1 and axis.out > 1 for axis in site.axes)
     if moves and not (target.finite or site.whole):
-        return "0 times Inf or NaN is NaN: masks are multiplied by, and the target is not finite"
+        return "0 times Inf or NaN is NaN: the form needs masks; the target is not declared finite"
     return None
 
 
-def _laid_anew(site: StridedConv, target: Target, known: Range) -> str | None:
+def _constant_weight(site: StridedConv, target: Target, known: Range) -> str | None:
     return None if site.constant else "its weights are computed at run time"
 
 
 def _taps(site: StridedConv, target: Target, known: Range) -> str | None:
     if not site.constant:
-        return _laid_anew(site, target, known)
+        return _constant_weight(site, target, known)
     if not (target.finite or site.whole) and zero_taps(site):
-        return "weights of zero would meet values that may be Inf or NaN: 0 times these is NaN"
+        return "zero weights would multiply values that may be Inf or NaN: the result is NaN"
     return None
 
 
 # --- what is written ------------------------------------------------------------------------------
 
 
-def wide(write: Write, site: StridedConv, call: FormInputs, place: int) -> Any:
-    """The convolution of stride 1, and the functions behind it up to a place."""
+def write_dense(write: FormWriter, site: StridedConv, call: FormInputs, functions: int) -> Any:
+    """The convolution of stride 1, and the first `functions` functions after it."""
     x, padding = call.x, [axis.before for axis in site.axes]
-    if any(axis.before != axis.behind for axis in site.axes):
-        pads = [n for axis in reversed(site.axes) for n in (axis.before, axis.behind)]
+    if any(axis.before != axis.after for axis in site.axes):
+        pads = [n for axis in reversed(site.axes) for n in (axis.before, axis.after)]
         x, padding = write.call(aten.constant_pad_nd.default, x, pads, 0), [0] * site.rank
     dilation = [axis.dilation for axis in site.axes]
     y = write.call(CONVOLVE[site.rank], x, call.weight, call.bias, [1] * site.rank, padding,
                    dilation, site.groups)  # fmt: skip
-    for step in call.steps[:place]:
+    for step in call.steps[:functions]:
         y = step(write, y)
     return y
 
 
-def kept(site: StridedConv) -> Tensor:
-    """True where the wide value is kept, over its spatial axes."""
+def selected(site: StridedConv) -> Tensor:
+    """Mask of the positions of the wide value that the stride selects: bool, its spatial shape."""
     mask = torch.zeros(site.wide, dtype=torch.bool)
     mask[tuple(slice(None, None, axis.stride) for axis in site.axes)] = True
     return mask
 
 
-def _masked(write: Write, site: StridedConv, target: Target, y: Any, fill: float = 0) -> Any:
-    """The value where it is kept, `fill` elsewhere."""
+def _masked(write: FormWriter, site: StridedConv, target: Target, y: Any, fill: float = 0) -> Any:
+    """The value at selected positions, `fill` elsewhere."""
     if not site.drops:
         return y
     if "select" in target.ops:
         other = write.constant("fill", torch.tensor(fill, dtype=site.dtype))
-        return write.call(aten.where.self, write.constant("mask", kept(site)), y, other)
+        return write.call(aten.where.self, write.constant("mask", selected(site)), y, other)
     return _scaled(write, site, y, 1)
 
 
-def _scaled(write: Write, site: StridedConv, y: Any, factor: float) -> Any:
-    """The value times `factor` where it is kept, times 0 elsewhere."""
-    mask = (kept(site) * factor).to(site.dtype)
+def _scaled(write: FormWriter, site: StridedConv, y: Any, factor: float) -> Any:
+    """The value times `factor` at selected positions, times 0 elsewhere."""
+    mask = (selected(site) * factor).to(site.dtype)
     return write.call(aten.mul.Tensor, y, write.constant("mask", mask))
 
 
 def _pooled(
-    write: Write, site: StridedConv, target: Target, y: Any, pool: Mapping[int, Any], fill: float,
-    *more: Any,
+    write: FormWriter, site: StridedConv, target: Target, y: Any, pool: Mapping[int, Any],
+    fill: float, *more: Any,
 ) -> Any:  # fmt: skip
-    """A pool over windows of the stride's size; what a target cannot cut off is padded."""
-    ceil, average = any(_left(site)), pool is AVG_POOL
+    """A pool over windows of the stride's size. The value is padded if the target has no incomplete
+    windows."""
+    ceil, average = any(_excess(site)), pool is AVG_POOL
     if ceil and (not target.pool_ceil or (average and _too_small(site))):
         y, ceil = _padded(write, site, y, fill), False
     dilation = [] if average else [[1] * site.rank]
@@ -260,31 +264,31 @@ def _pooled(
                       ceil, *more)  # fmt: skip
 
 
-def _padded(write: Write, site: StridedConv, y: Any, fill: float) -> Any:
-    pads = [n for left in reversed(_left(site)) for n in (0, left)]
+def _padded(write: FormWriter, site: StridedConv, y: Any, fill: float) -> Any:
+    pads = [n for left in reversed(_excess(site)) for n in (0, left)]
     return write.call(aten.constant_pad_nd.default, y, pads, fill)
 
 
 def _build_mask_max_pool(
-    write: Write, site: StridedConv, target: Target, call: FormInputs, place: int
+    write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int
 ) -> Any:
-    y = _masked(write, site, target, wide(write, site, call, place))
+    y = _masked(write, site, target, write_dense(write, site, call, functions))
     return _pooled(write, site, target, y, MAX_POOL, 0 if site.drops else _lowest(site))
 
 
 def _build_two_masks(
-    write: Write, site: StridedConv, target: Target, call: FormInputs, place: int
+    write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int
 ) -> Any:
-    y = _scaled(write, site, wide(write, site, call, place), target.mask)
+    y = _scaled(write, site, write_dense(write, site, call, functions), target.mask)
     y = _pooled(write, site, target, y, MAX_POOL, 0 if site.drops else _lowest(site))
     return write.call(aten.mul.Tensor, y, 1 / target.mask)
 
 
 def _build_select(
-    write: Write, site: StridedConv, target: Target, call: FormInputs, place: int
+    write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int
 ) -> Any:
     lowest = _lowest(site)
-    y = _masked(write, site, target, wide(write, site, call, place), lowest)
+    y = _masked(write, site, target, write_dense(write, site, call, functions), lowest)
     return _pooled(write, site, target, y, MAX_POOL, lowest)
 
 
@@ -293,16 +297,16 @@ def _lowest(site: StridedConv) -> float:
 
 
 def _build_pool_1x1(
-    write: Write, site: StridedConv, target: Target, call: FormInputs, place: int
+    write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int
 ) -> Any:
-    y = wide(write, site, call, place)
+    y = write_dense(write, site, call, functions)
     return write.call(MAX_POOL[site.rank], y, [1] * site.rank, site.stride)
 
 
 def _build_slice(
-    write: Write, site: StridedConv, target: Target, call: FormInputs, place: int
+    write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int
 ) -> Any:
-    y = wide(write, site, call, place)
+    y = write_dense(write, site, call, functions)
     for k, axis in enumerate(site.axes):
         if axis.stride > 1:
             end = (axis.out - 1) * axis.stride + 1
@@ -311,25 +315,25 @@ def _build_slice(
 
 
 def _build_sum_pool(
-    write: Write, site: StridedConv, target: Target, call: FormInputs, place: int
+    write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int
 ) -> Any:
-    y = _masked(write, site, target, wide(write, site, call, place))
+    y = _masked(write, site, target, write_dense(write, site, call, functions))
     if site.rank > 1:
         return _pooled(write, site, target, y, AVG_POOL, 0, True, 1)
     (axis,) = site.axes  # pools of one axis have no divisor
-    if any(_left(site)) and not target.pool_ceil:
+    if any(_excess(site)) and not target.pool_ceil:
         y = _padded(write, site, y, 0)
     flat = write.call(aten.unsqueeze.default, y, -2)
-    windows, ceil = [1, axis.stride], target.pool_ceil and any(_left(site))
+    windows, ceil = [1, axis.stride], target.pool_ceil and any(_excess(site))
     y = write.call(AVG_POOL[2], flat, windows, windows, [0, 0], ceil, True, 1)
     return write.call(aten.squeeze.dims, y, [-2])
 
 
 def _build_avg_pool(
-    write: Write, site: StridedConv, target: Target, call: FormInputs, place: int
+    write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int
 ) -> Any:
-    y = _masked(write, site, target, wide(write, site, call, place))
-    if any(_left(site)):
+    y = _masked(write, site, target, write_dense(write, site, call, functions))
+    if any(_excess(site)):
         y = _padded(write, site, y, 0)
     y = write.call(AVG_POOL[site.rank], y, site.stride, site.stride)
     count = math.prod(site.stride)
@@ -337,9 +341,9 @@ def _build_avg_pool(
 
 
 def _build_split(
-    write: Write, site: StridedConv, target: Target, call: FormInputs, place: int
+    write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int
 ) -> Any:
-    y = _masked(write, site, target, wide(write, site, call, place))
+    y = _masked(write, site, target, write_dense(write, site, call, functions))
     signs = (y, write.call(aten.neg.default, y))
     parts = [write.call(aten.relu.default, part) for part in signs]
     above, below = (_pooled(write, site, target, part, MAX_POOL, 0) for part in parts)
@@ -347,19 +351,19 @@ def _build_split(
 
 
 def _build_rotate(
-    write: Write, site: StridedConv, target: Target, call: FormInputs, place: int
+    write: FormWriter, site: StridedConv, target: Target, call: FormInputs, functions: int
 ) -> Any:
-    """Along each axis, output i is moved back by i (s - 1): by 2^b (s - 1) for each bit b of i,
-    the lowest first, so that no two of them meet."""
-    y = wide(write, site, call, place)
+    """Along each axis, output i moves back by i (s - 1): by 2^b (s - 1) for each bit b of i, the
+    lowest bit first, so that no two outputs collide."""
+    y = write_dense(write, site, call, functions)
     for k, axis in enumerate(site.axes):
         numbers = torch.arange(axis.out)
         for bit in range((axis.out - 1).bit_length() if axis.stride > 1 else 0):
             step = (axis.stride - 1) << bit
-            at = numbers * axis.stride - (axis.stride - 1) * (numbers & ((1 << bit) - 1))
+            positions = numbers * axis.stride - (axis.stride - 1) * (numbers & ((1 << bit) - 1))
             moves = (numbers >> bit) & 1 == 1
-            rests = write.call(aten.mul.Tensor, y, _line(write, site, k, at[~moves]))
-            moved = write.call(aten.mul.Tensor, y, _line(write, site, k, at[moves]))
+            rests = write.call(aten.mul.Tensor, y, _line(write, site, k, positions[~moves]))
+            moved = write.call(aten.mul.Tensor, y, _line(write, site, k, positions[moves]))
             moved = write.call(aten.roll.default, moved, [-step], [site.axis(k)])
             y = write.call(aten.add.Tensor, rests, moved)
         if axis.out < axis.wide:
@@ -367,10 +371,10 @@ def _build_rotate(
     return y
 
 
-def _line(write: Write, site: StridedConv, k: int, places: Tensor) -> Any:
-    """A mask along one axis."""
+def _line(write: FormWriter, site: StridedConv, k: int, positions: Tensor) -> Any:
+    """A mask of positions along one spatial axis, 1 elsewhere 0."""
     mask = torch.zeros(site.axes[k].wide, dtype=site.dtype)
-    mask[places] = 1
+    mask[positions] = 1
     return write.constant("mask", mask.reshape([-1] + [1] * (site.rank - 1 - k)))
 
 
@@ -389,8 +393,10 @@ FORMS: Mapping[str, StrideForm] = {
         StrideForm("split", ("max_pool", "relu", "add"), _split, _build_split, masks=True),
         StrideForm("rotate", ("rotate", "multiply", "add", "crop"), _rotate, _build_rotate),
         StrideForm("space_to_depth", ("space_to_depth", "pad"), _taps, space_to_depth, rounds=True),
-        StrideForm("phase_split", ("slice", "add", "pad"), _laid_anew, phase_split, rounds=True),
+        StrideForm(
+            "phase_split", ("slice", "add", "pad"), _constant_weight, phase_split, rounds=True
+        ),
     )
 }
 
-__all__ = ["FORMS", "StrideForm", "kept", "wide"]
+__all__ = ["FORMS", "StrideForm", "selected", "write_dense"]

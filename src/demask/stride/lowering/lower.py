@@ -1,9 +1,9 @@
-"""lower(): a network for a target that has no strided convolution.
+"""lower(): a network rewritten for a target without strided convolutions.
 
-Each strided convolution takes the cheapest form that the target's ops allow and that is sound where
-it stands (`forms`): least multiply-adds, then nothing rounded, then fewest elements written, then
-fewest calls. Where no form of the convolution alone is sound, its stride is pushed downstream
-(`dilate`), if the target can; and where that is refused too, the network is, with every reason.
+Each strided convolution is replaced by the cheapest sound form in the target's ops (`forms`): the
+fewest multiply-adds, then no rounding, then the fewest written elements, then the fewest calls. If
+no form is sound, the stride is pushed downstream (`dilate`), if the target allows. Otherwise the
+network is refused, with all reasons.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from demask.shrink.build_uncut import finished
 from demask.shrink.on_device import through_cpu
 from demask.shrink.pipeline import given
 from demask.stride.average_pools import pools_to_convs
-from demask.stride.dilation.dilate import dilated
-from demask.stride.lowering.form_writers import Cost, Counting, GraphWriter
-from demask.stride.lowering.forms import FORMS, LACKING, StrideForm, wide
+from demask.stride.dilation.dilate import dilate
+from demask.stride.lowering.form_writers import Cost, CostCounter, GraphWriter
+from demask.stride.lowering.forms import FORMS, LACKING, StrideForm, write_dense
 from demask.stride.lowering.strided_conv import (
     FormInputs,
     StridedConv,
     call_of,
     chain_of,
+    has_stride,
     site_of,
-    strided,
 )
 from demask.stride.targets import KINDS, Target
 from demask.stride.targets import target as target_of
 
-STRIDE_1 = "stride 1"  # what a convolution becomes whose stride leaves nothing out
-DILATION = "dilation"  # the form that rewrites what reads the convolution, not it alone
+STRIDE_1 = "stride 1"  # the form of a convolution whose stride drops no position
+DILATION = "dilation"  # the form that also rewrites the calls after the convolution
 
 
 class NoSoundForm(BadInput):
-    """A strided convolution has no form that is sound in the ops of a target. reasons: per form,
-    why not."""
+    """A strided convolution has no sound form in the ops of a target. reasons: by form, why it
+    cannot be used."""
 
     def __init__(self, text: str, reasons: Mapping[str, str]):
         super().__init__(text)
@@ -59,10 +59,11 @@ class NoSoundForm(BadInput):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a strided convolution became.
+    """The replacement of a strided convolution.
 
-    node: the convolution. module: where it stood. form: what was taken, `why` in words, at which
-    cost (None for a stride that was pushed downstream). refused: the other forms, and why not.
+    node: name of the convolution. module: name of the module that owns its weight, or "". form: the
+    chosen one. why: the reason. cost: of the form; None for "dilation" and "stride 1". refused: by
+    other form, why it could not be used.
     """
 
     node: str
@@ -74,11 +75,11 @@ class Choice:
 
     def __str__(self) -> str:
         lacking = [name for name, reason in self.refused.items() if reason.startswith(LACKING)]
-        said = [f"{name}: {reason}" for name, reason in self.refused.items()
+        reasons = [f"{name}: {reason}" for name, reason in self.refused.items()
                 if name not in lacking]  # fmt: skip
-        said += [f"without the ops that they need: {', '.join(lacking)}"] if lacking else []
+        reasons += [f"without the ops that they need: {', '.join(lacking)}"] if lacking else []
         text = f"{self.module or self.node}: {self.form}, {self.why}"
-        return f"{text}. Refused: {'; '.join(said)}" if said else text
+        return f"{text}. Refused: {'; '.join(reasons)}" if reasons else text
 
 
 @public
@@ -93,19 +94,25 @@ def lower(
 ) -> Demasked:
     """The model without strided convolutions, for a target that has none: same call, same outputs.
 
-    args, kwargs, dynamic_shapes, table: as of `demask.demask`; spatial sizes must be static.
-    target: the name of a built-in one (`demask.stride.TARGETS`), a TOML file, or a `Target`. What
-    each convolution became, why, and which forms were refused is told by `result.demasked.notes`.
-    Raises NoSoundForm, a BadInput, which names the convolution and every form's reason; BadInput
-    for a target that cannot be read or an op that it forbids; NotExportable. Feature rows 002-a, b,
-    c, e.
+    `result.demasked.notes` report what each convolution became, why, and which forms were refused.
 
-    >>> import torch
-    >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, 2, 1), torch.nn.ReLU()).eval()
-    >>> x = torch.randn(1, 3, 9, 9)
-    >>> plain = lower(net, (x,), target="matrix_unit")
-    >>> torch.allclose(plain(x), net(x), atol=1e-6)
-    True
+    Args:
+        model, args, kwargs, dynamic_shapes, table: as for `demask.demask`; spatial sizes must be
+            static.
+        target: name of a built-in target (`demask.stride.TARGETS`), a TOML file, or a `Target`.
+
+    Raises:
+        NoSoundForm: a convolution has no sound form. The message has the reason of every form.
+        BadInput: the target cannot be read, or the network contains an op that it forbids.
+        NotExportable: the model cannot be captured.
+
+    Example:
+        >>> import torch
+        >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, 2, 1), torch.nn.ReLU()).eval()
+        >>> x = torch.randn(1, 3, 9, 9)
+        >>> plain = lower(net, (x,), target="matrix_unit")
+        >>> torch.allclose(plain(x), net(x), atol=1e-6)
+        True
     """
     wanted = target_of(target)
     rest = {"target": wanted, "dynamic_shapes": dynamic_shapes, "table": table}
@@ -120,7 +127,7 @@ def lower(
 def lowered(
     program: Program, target: str | Path | Target = "max_pool", table: Table = TABLE
 ) -> tuple[Program, tuple[Choice, ...]]:
-    """A program without strided convolutions, and what became of each; raises as `lower`."""
+    """A program without strided convolutions, and the replacement of each. Raises as `lower`."""
     wanted = target_of(target)
     _check_forms(wanted)
     if "avg_pool" in wanted.forbidden:
@@ -128,12 +135,12 @@ def lowered(
     _check_ops(program.graph, wanted)
     editor = GraphEditor(program)
     reshape_views(editor.graph)
-    known, kept, choices = _known(editor, table), {}, []
+    known, constants, choices = _ranges(editor, table), {}, []
     while (node := _next(editor, wanted)) is not None:
-        choice = _lowered(editor, node, wanted, known, kept, table)
+        choice = _lowered(editor, node, wanted, known, constants, table)
         choices.append(choice)
         if choice.form == DILATION:
-            known = _known(editor, table)
+            known = _ranges(editor, table)
     return editor.finish(), tuple(choices)
 
 
@@ -156,13 +163,15 @@ def _check_ops(graph: fx.Graph, target: Target) -> None:
                            f"({name})")  # fmt: skip
 
 
-def _known(editor: GraphEditor, table: Table) -> Ranges:
+def _ranges(editor: GraphEditor, table: Table) -> Ranges:
+    """The ranges of all values."""
     return ranges(editor.graph, {name: c.tensor for name, c in editor.constants.items()}, table)
 
 
 def _next(editor: GraphEditor, target: Target) -> fx.Node | None:
-    found = editor.calls(*CONVOLUTIONS_ANY_PADDING)
-    return next((node for node in found if strided(node, target.conv_stride)), None)
+    """The first convolution whose stride the target does not have."""
+    convolutions = editor.calls(*CONVOLUTIONS_ANY_PADDING)
+    return next((node for node in convolutions if has_stride(node, target.conv_stride)), None)
 
 
 def _lowered(
@@ -170,37 +179,39 @@ def _lowered(
     node: fx.Node,
     target: Target,
     known: Ranges,
-    kept: dict[Any, str],
+    constants: dict[Any, str],
     table: Table,
 ) -> Choice:
-    """Put a form in the place of one strided convolution."""
+    """Replace one strided convolution by a form. constants: written so far, by content."""
     chain = chain_of(node, table)
     site = site_of(editor, chain, known, target.largest)
     if isinstance(site, str):
         raise NoSoundForm(f"{_named(editor, node)}: {site}", {})
     call = call_of(editor, chain)
     if not site.drops:
-        made = wide(_writing(editor, node, node, kept), site, call, 0)
-        editor.replace(node, made)
-        return Choice(node.name, _module(editor, node), STRIDE_1, "there is one window to make")
+        value = write_dense(_writing(editor, node, node, constants), site, call, 0)
+        editor.replace(node, value)
+        return Choice(node.name, _module(editor, node), STRIDE_1, "there is only one window")
     names = target.forms or tuple(FORMS)
-    places = {name: FORMS[name].place(site, target) for name in names if name in FORMS}
-    refused = {name: reason for name, reason in places.items() if isinstance(reason, str)}
-    sound = {name: place for name, place in places.items() if isinstance(place, int)}
-    costs = {name: cost_of(FORMS[name], site, target, node, call, place)
-             for name, place in sound.items()}  # fmt: skip
+    outcomes = {name: FORMS[name].first_sound(site, target) for name in names if name in FORMS}
+    refused = {name: reason for name, reason in outcomes.items() if isinstance(reason, str)}
+    sound = {name: functions for name, functions in outcomes.items() if isinstance(functions, int)}
+    costs = {name: cost_of(FORMS[name], site, target, node, call, functions)
+             for name, functions in sound.items()}  # fmt: skip
     order = names if target.forms else (*sorted(costs, key=lambda name: costs[name]), DILATION)
     module = _module(editor, node)
     for name in order:
         if name == DILATION:
             text = _dilated(editor, node, target, table)
             if text is None:
-                return Choice(node.name, module, DILATION, "all that reads it is dilated", None,
+                return Choice(node.name, module, DILATION, "all calls after it are dilated", None,
                               refused)  # fmt: skip
             refused[DILATION] = text
         elif name in sound:
             why = _why(site, sound[name], costs[name], len(sound))
-            _put(editor, chain, FORMS[name], site, target, call, sound[name], kept)
+            write = _writing(editor, chain[0], chain[sound[name]], constants)
+            value = FORMS[name].built(write, site, target, call, sound[name])
+            _replace(editor, chain[: sound[name] + 1], value)
             return Choice(node.name, module, name, why, costs[name], refused)
     reasons = "".join(f"\n  {name}: {reason}" for name, reason in refused.items())
     raise NoSoundForm(
@@ -210,63 +221,64 @@ def _lowered(
 
 
 def _dilated(editor: GraphEditor, node: fx.Node, target: Target, table: Table) -> str | None:
+    """Push a stride downstream: None on success, else why it cannot be."""
     if DILATION not in target.ops:
         return "the target has no dilation"
-    return dilated(editor, node, target, table)
+    return dilate(editor, node, target, table)
 
 
 def cost_of(
-    form: StrideForm, site: StridedConv, target: Target, node: fx.Node, call: FormInputs, place: int
+    form: StrideForm,
+    site: StridedConv,
+    target: Target,
+    node: fx.Node,
+    call: FormInputs,
+    functions: int,
 ) -> Cost:
-    """What the convolution and all functions behind it take, in a form, on the example's sizes."""
-    count = Counting()
+    """Cost of the convolution in a form and of all functions after it, on the example's sizes."""
+    count = CostCounter()
     x, weight = count.read(call.x), count.read(call.weight)
     bias = None if call.bias is None else count.read(call.bias)
     numbers = None if call.numbers is None else call.numbers.to("meta")
     value = form.built(count, site, target, replace(call, x=x, weight=weight, bias=bias,
-                                                    numbers=numbers), place)  # fmt: skip
-    for step in call.steps[place:]:
+                                                    numbers=numbers), functions)  # fmt: skip
+    for step in call.steps[functions:]:
         value = step(count, value)
     return count.cost(rounds=form.rounds)
 
 
-def _why(site: StridedConv, place: int, cost: Cost, sound: int) -> str:
-    """How the form was chosen, what is known of the values there, and what it costs."""
-    known = site.ranges[place]
-    where = f" behind {place} function{'s' * (place > 1)}" if place else ""
+def _why(site: StridedConv, functions: int, cost: Cost, sound: int) -> str:
+    """Description of why a form was chosen: the range of values, and the cost."""
+    known = site.ranges[functions]
+    where = f" after {functions} function{'s' * (functions > 1)}" if functions else ""
     values = f"values from {known}{where}; " if known != ANY else ""
-    cheapest = f"the cheapest of {sound} sound forms" if sound > 1 else "the one sound form"
+    cheapest = f"the cheapest of {sound} sound forms" if sound > 1 else "the only sound form"
     return f"{cheapest} ({values}{cost.macs} multiply-adds, {cost.elements} elements written)"
 
 
-def _put(
-    editor: GraphEditor, chain: Sequence[fx.Node], form: StrideForm, site: StridedConv, target: Target,
-    call: FormInputs, place: int, kept: dict[Any, str],
-) -> None:  # fmt: skip
-    """Write the form before the last node that it stands for, and let it be read instead."""
-    chain = chain[: place + 1]
-    write = _writing(editor, chain[0], chain[-1], kept)
-    made = form.built(write, site, target, call, place)
-    editor.replace(chain[-1], made)
-    for gone in reversed(chain[:-1]):
-        editor.graph.erase_node(gone)
+def _replace(editor: GraphEditor, chain: Sequence[fx.Node], value: fx.Node) -> None:
+    """Replace a chain of nodes by one value."""
+    editor.replace(chain[-1], value)
+    for node in reversed(chain[:-1]):
+        editor.graph.erase_node(node)
 
 
 def _writing(
-    editor: GraphEditor, node: fx.Node, reader: fx.Node, kept: dict[Any, str]
+    editor: GraphEditor, node: fx.Node, reader: fx.Node, constants: dict[Any, str]
 ) -> GraphWriter:
-    """What writes, before `reader`, calls that stand for `node`."""
+    """A writer of calls that replace `node`, before `reader`."""
     meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
-    return GraphWriter(editor, reader, _module(editor, node), kept, meta)
+    return GraphWriter(editor, reader, _module(editor, node), constants, meta)
 
 
 def _module(editor: GraphEditor, node: fx.Node) -> str:
-    """The module that a convolution's weight belongs to; else none."""
+    """Name of the module that owns a convolution's weight; "" if it is computed."""
     weight = node.args[1]
-    held = isinstance(weight, fx.Node) and weight.op == "get_attr"
-    return editor.constants[str(weight.target)].name.rpartition(".")[0] if held else ""  # type: ignore[union-attr]
+    constant = isinstance(weight, fx.Node) and weight.op == "get_attr"
+    return editor.constants[str(weight.target)].name.rpartition(".")[0] if constant else ""  # type: ignore[union-attr]
 
 
 def _named(editor: GraphEditor, node: fx.Node) -> str:
+    """A convolution and its module, for messages."""
     module = _module(editor, node)
     return f"the convolution {node.name}" + (f" ({module})" if module else "")

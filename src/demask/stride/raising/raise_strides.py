@@ -1,9 +1,9 @@
-"""raise_strides(): a convolution of stride 1 that is subsampled behind becomes a strided one.
+"""raise_strides(): subsampling after a convolution of stride 1 becomes the convolution's stride.
 
-What keeps every s-th position is spelled as a slice (`kept`). The slice is a support, a progression
-along a spatial axis: the sweeps and the placement of demask() pull it back through all that carries
-positions, and the convolution absorbs it as its stride (`shrink.sample`). Nothing else is cut: of
-the constants nothing is known here, so that zeros in weights stay where they are.
+Calls that select every s-th position are rewritten as slices (`subsampling_as_slices`). A slice is
+a support, a progression along a spatial axis: the sweeps and the placement of demask() move it back
+through calls that carry positions, and the convolution absorbs it as a stride
+(`shrink.emit.strided_conv`). Constants are hidden from the analysis, so that nothing else is cut.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from demask.shrink.on_device import through_cpu
 from demask.shrink.pipeline import given
 from demask.shrink.program_size import macs_of, traffic
 from demask.stride.average_pools import convs_to_pools
-from demask.stride.raising.subsampling_as_slices import sliced
+from demask.stride.raising.subsampling_as_slices import rewrite_as_slices
 
-PASSES = 1000  # at most; each makes some call do less, those behind it first
+PASSES = 1000  # upper bound; every pass reduces the work of some call
 
 
 @public
@@ -43,24 +43,30 @@ def raise_strides(
     dynamic_shapes: Any = None,
     table: Table = TABLE,
 ) -> Demasked:
-    """The model with convolutions that make only what is kept of them (row 002; the inverse of
-    `lower`): same call, same outputs.
+    """The model with subsampling moved into the strides of convolutions: same call, same outputs.
 
-    A slice, a pool of single positions, or a mask and a pool behind a convolution, also behind
-    pointwise calls, norms, joins and sums, becomes the convolution's stride; a depthwise
-    convolution that is a mean, whose weights are no parameters, an average pool. args, kwargs,
-    dynamic_shapes, table: as of `demask.demask`; axes whose size is dynamic are left as they are.
-    NotExportable: torch.export does not take the model.
+    The inverse of `lower`. A slice, a pool of single positions, or a mask and a pool after a
+    convolution, also after pointwise calls, norms, joins and sums, becomes the convolution's
+    stride. A depthwise convolution that computes means, and whose weights are not parameters,
+    becomes an average pool.
 
-    >>> import torch
-    >>> from torch import nn
-    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(1, 2)).eval()
-    >>> x = torch.randn(1, 3, 32, 32)
-    >>> fast = raise_strides(net, (x,))
-    >>> fast.get_submodule("0").stride
-    (2, 2)
-    >>> torch.allclose(fast(x), net(x), atol=1e-6)
-    True
+    Args:
+        model, args, kwargs, dynamic_shapes, table: as for `demask.demask`. Axes with dynamic sizes
+            do not change.
+
+    Raises:
+        NotExportable: the model cannot be captured.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(1, 2)).eval()
+        >>> x = torch.randn(1, 3, 32, 32)
+        >>> fast = raise_strides(net, (x,))
+        >>> fast.get_submodule("0").stride
+        (2, 2)
+        >>> torch.allclose(fast(x), net(x), atol=1e-6)
+        True
     """
     rest = {"dynamic_shapes": dynamic_shapes, "table": table}
     if (elsewhere := through_cpu(raise_strides, model, args, kwargs, **rest)) is not None:
@@ -71,37 +77,40 @@ def raise_strides(
 
 @public
 def raised(program: Program, table: Table = TABLE) -> tuple[Program, tuple[str, ...]]:
-    """The program with strides given back, and in words which."""
+    """The program with raised strides, and a description of each strided convolution."""
     best = folded(spelled(program))
-    start, weight = sliced(best, table), _weight(best, table)
+    start, weight = rewrite_as_slices(best, table), _weight(best, table)
     for _ in range(PASSES):
         pulled = _absorbed(folded(spelled(start)), table)
-        start = sliced(pulled, table)  # which may take more, until it is pulled back in turn
-        found = min(((_weight(made, table), k, made) for k, made in enumerate((pulled, start))))
-        if found[0] >= weight:
+        start = rewrite_as_slices(
+            pulled, table
+        )  # may compute more until its slices are pulled back in turn
+        lightest = min(((_weight(one, table), k, one) for k, one in enumerate((pulled, start))))
+        if lightest[0] >= weight:
             break
-        weight, best = found[0], found[2]
+        weight, best = lightest[0], lightest[2]
     best = convs_to_pools(best, means=True)
-    return best, _told(best, table)
+    return best, _described(best, table)
 
 
 def _absorbed(program: Program, table: Table) -> Program:
-    """Slices pulled back to convolutions, and absorbed there."""
+    """The program with slices moved back to convolutions and absorbed there."""
     hidden = program.with_graph(program.graph, {})
     analysis = LayoutAnalysis.of(hidden, table)
     placement = analysis.placer.placement()
-    made = rewrite(program, analysis.relations, analysis.known, analysis.needs, placement)
-    return folded(made.program)
+    rewritten = rewrite(program, analysis.relations, analysis.known, analysis.needs, placement)
+    return folded(rewritten.program)
 
 
 def _weight(program: Program, table: Table) -> tuple[int, int]:
-    """Multiply-adds, and elements written."""
+    """Multiply-adds, and written elements."""
     relations = Analysis(program, table).relations
     macs = sum(macs_of(r) for r in relations.values() if isinstance(r, Relation))
     return macs, traffic(program)
 
 
-def _told(program: Program, table: Table) -> tuple[str, ...]:
+def _described(program: Program, table: Table) -> tuple[str, ...]:
+    """The strided convolutions of a program, with their strides."""
     relations = Analysis(program, table).relations
     convolutions = [r.node for r in relations.values() if isinstance(r, Relation) and sampling(r)]
     strided = [n for n in convolutions if any(s > 1 for s in schema.arguments(n)["stride"])]

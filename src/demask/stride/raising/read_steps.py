@@ -1,13 +1,13 @@
-"""Which positions of a value calls could do with: every s-th from the first on, axis by axis.
+"""Which positions of a value its readers need: every g-th from the first on, along each axis.
 
     a convolution or a pool      gcd(stride, padding, dilation), without the
                                  stride of one window; so a strided convolution
                                  of one tap reads all, unless it was dilated
     y[first::s], gap g of y      gcd(first, s g)
-    what carries positions       the gaps of its value
+    a call that carries axes     the gaps of its value
 
-A sweep from the outputs back over the letters of the op table. Gap 0: the first position alone;
-1: all of them.
+A backward sweep from the outputs over the letters of the op table. Gap 0: only the first position;
+1: all positions.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from demask.ops.flow import carry, carry_back
 from demask.ops.traits import CONVOLUTIONS, MAX_POOLS, PADS
 
 aten = ops.aten
-Gaps = tuple[int, ...]  # per axis of a value
+Gaps = tuple[int, ...]  # distance of the positions that are read, per axis of a value
 
 
 def gaps_of(graph: fx.Graph, table: Table) -> dict[fx.Node, Gaps]:
-    """Per value the distance of the positions that its readers could do with, along each axis.
+    """By value, the distance of the positions that its readers need, along each axis.
 
     >>> import torch
     >>> from torch import nn
@@ -39,19 +39,21 @@ def gaps_of(graph: fx.Graph, table: Table) -> dict[fx.Node, Gaps]:
     >>> [gaps for node, gaps in gaps_of(graph, TABLE).items() if node.name == "relu"]
     [(1, 1, 2, 2)]
     """
-    found: dict[fx.Node, Gaps] = {}
+    gaps_by_node: dict[fx.Node, Gaps] = {}
     for node in reversed(graph.nodes):
-        for operand, gaps in _read(node, found, table):
-            before = found.get(operand, (0,) * len(gaps))
-            found[operand] = tuple(map(math.gcd, before, gaps))
-    return found
+        for operand, gaps in _read(node, gaps_by_node, table):
+            before = gaps_by_node.get(operand, (0,) * len(gaps))
+            gaps_by_node[operand] = tuple(map(math.gcd, before, gaps))
+    return gaps_by_node
 
 
 def _read(
-    node: fx.Node, found: Mapping[fx.Node, Gaps], table: Table
+    node: fx.Node, gaps_by_node: Mapping[fx.Node, Gaps], table: Table
 ) -> Iterator[tuple[fx.Node, Gaps]]:
-    """The operands of a node, and the gaps with which it reads them."""
-    known = dict(_windows(node) or _slice(node, found) or _carried(node, found, table))
+    """The operands of a node, with the gaps of the positions that it reads."""
+    known = dict(
+        _windows(node) or _slice(node, gaps_by_node) or _carried(node, gaps_by_node, table)
+    )
     for operand in node.all_input_nodes:
         value = operand.meta.get("val")
         if isinstance(value, Tensor):
@@ -59,7 +61,8 @@ def _read(
 
 
 def _windows(node: fx.Node) -> list[tuple[fx.Node, Gaps]] | None:
-    axes = windows(node)
+    """The input of a convolution or max pool, with its gaps."""
+    axes = window_gaps(node)
     if axes is None:
         return None
     x = node.args[0]
@@ -67,16 +70,18 @@ def _windows(node: fx.Node) -> list[tuple[fx.Node, Gaps]] | None:
     return [(x, (*[1] * lead, *axes))]  # type: ignore[list-item]
 
 
-def windows(node: fx.Node) -> Gaps | None:
-    """The gaps with which a convolution or a max pool reads the axes of its windows."""
+def window_gaps(node: fx.Node) -> Gaps | None:
+    """The gaps of a convolution or max pool along its spatial axes; None for other calls."""
     if node.target not in CONVOLUTIONS | MAX_POOLS:
         return None
-    found = schema.arguments(node)
-    weight = found.get("weight")
-    kernel = list(found["kernel_size"]) if weight is None else list(weight.meta["val"].shape[2:])
+    arguments = schema.arguments(node)
+    weight = arguments.get("weight")
+    kernel = (
+        list(arguments["kernel_size"]) if weight is None else list(weight.meta["val"].shape[2:])
+    )
     rank = len(kernel)
     stride, padding, dilation = (
-        each(found[name] or kernel, rank) for name in ("stride", "padding", "dilation")
+        per_axis(arguments[name] or kernel, rank) for name in ("stride", "padding", "dilation")
     )
     stride = (
         s if n != 1 else 0 for s, n in zip(stride, node.meta["val"].shape[-rank:], strict=True)
@@ -84,75 +89,78 @@ def windows(node: fx.Node) -> Gaps | None:
     return tuple(map(math.gcd, stride, padding, dilation))
 
 
-def each(value: Any, rank: int) -> list[int]:
-    """An argument with one number for every axis, or one for all."""
+def per_axis(value: Any, rank: int) -> list[int]:
+    """An argument as one number per axis."""
     values = list(value) if isinstance(value, list | tuple) else [value]
     return values * rank if len(values) == 1 else values
 
 
-def _slice(node: fx.Node, found: Mapping[fx.Node, Gaps]) -> list[tuple[fx.Node, Gaps]] | None:
-    if node.target is not aten.slice.Tensor or node not in found:
+def _slice(
+    node: fx.Node, gaps_by_node: Mapping[fx.Node, Gaps]
+) -> list[tuple[fx.Node, Gaps]] | None:
+    """The source of a slice, with its gaps; None for other calls."""
+    if node.target is not aten.slice.Tensor or node not in gaps_by_node:
         return None
     cut = schema.arguments(node)
     first, step = cut["start"] or 0, cut["step"]
     if not isinstance(first, int) or not isinstance(step, int) or first < 0:
         return None
-    gaps = list(found[node])
+    gaps = list(gaps_by_node[node])
     axis = cut["dim"] % len(gaps)
     gaps[axis] = math.gcd(first, step * gaps[axis])
     return [(cut["self"], tuple(gaps))]
 
 
 def _carried(
-    node: fx.Node, found: Mapping[fx.Node, Gaps], table: Table
+    node: fx.Node, gaps_by_node: Mapping[fx.Node, Gaps], table: Table
 ) -> list[tuple[fx.Node, Gaps]]:
-    """Of what a call does at each position alone, the gaps of its value."""
-    relation = bind(node, table) if node.op == "call_function" and node in found else None
+    """The operands of a call along whose axes it carries positions, with the gaps of its value."""
+    relation = bind(node, table) if node.op == "call_function" and node in gaps_by_node else None
     if not isinstance(relation, Relation) or len(relation.outs) != 1:
         return []
     reads: dict[fx.Node, Gaps] = {}
-    carried = carry_back(relation, dict(enumerate(found[node])))
+    carried = carry_back(relation, dict(enumerate(gaps_by_node[node])))
     for operand, gaps, axes in zip(relation.operands, carried, relation.ins, strict=True):
         if isinstance(operand.value, fx.Node):
-            made = tuple(gaps.get(k, int(bool(axis))) for k, axis in enumerate(axes))
-            before = reads.get(operand.value, (0,) * len(made))
-            reads[operand.value] = tuple(map(math.gcd, before, made))
+            axis_gaps = tuple(gaps.get(k, int(bool(axis))) for k, axis in enumerate(axes))
+            before = reads.get(operand.value, (0,) * len(axis_gaps))
+            reads[operand.value] = tuple(map(math.gcd, before, axis_gaps))
     return list(reads.items())
 
 
-def skipping(graph: fx.Graph, table: Table) -> dict[fx.Node, tuple[bool, ...]]:
-    """The values that can be made at some positions alone, and along which axes: the windows of
-    what a convolution or a pool makes, and what carries the positions of such a value."""
-    found: dict[fx.Node, tuple[bool, ...]] = {}
+def skippable_axes(graph: fx.Graph, table: Table) -> dict[fx.Node, tuple[bool, ...]]:
+    """The values that can be computed at some positions only, with a flag per axis: outputs of
+    convolutions and pools along spatial axes, and values of calls that carry these axes."""
+    flags_by_node: dict[fx.Node, tuple[bool, ...]] = {}
     for node in graph.nodes:
-        value, axes = node.meta.get("val"), windows(node)
+        value, axes = node.meta.get("val"), window_gaps(node)
         if axes is not None:
             lead = value.ndim - len(axes)
-            found[node] = (*[False] * lead, *[True] * len(axes))
-        elif any(n in found for n in node.all_input_nodes) and any(
-            kept := _keeps(node, found, table)
+            flags_by_node[node] = (*[False] * lead, *[True] * len(axes))
+        elif any(n in flags_by_node for n in node.all_input_nodes) and any(
+            flags := _skips(node, flags_by_node, table)
         ):
-            found[node] = kept
-    return found
+            flags_by_node[node] = flags
+    return flags_by_node
 
 
-def _keeps(
-    node: fx.Node, found: Mapping[fx.Node, tuple[bool, ...]], table: Table
+def _skips(
+    node: fx.Node, flags_by_node: Mapping[fx.Node, tuple[bool, ...]], table: Table
 ) -> tuple[bool, ...]:
-    """Along which axes a call carries positions, or moves them by as much, that can be left out."""
+    """Whether positions can be skipped, for each axis of a call that carries or shifts it."""
     if node.target in PADS | {aten.slice.Tensor}:
-        return found.get(node.args[0], ())  # type: ignore[arg-type]
+        return flags_by_node.get(node.args[0], ())  # type: ignore[arg-type]
     relation = bind(node, table) if node.op == "call_function" else None
     if not isinstance(relation, Relation) or len(relation.outs) != 1:
         return ()
-    flags = [{k: True for k, free in enumerate(_flags(operand.value, found)) if free}
+    flags = [{k: True for k, free in enumerate(_flags(operand.value, flags_by_node)) if free}
              for operand in relation.operands]  # fmt: skip
-    (made,) = carry(relation, flags, operator.or_)
-    return tuple(k in made for k in range(len(relation.outs[0])))
+    (carried,) = carry(relation, flags, operator.or_)
+    return tuple(k in carried for k in range(len(relation.outs[0])))
 
 
-def _flags(value: Any, found: Mapping[fx.Node, tuple[bool, ...]]) -> tuple[bool, ...]:
-    return found.get(value, ()) if isinstance(value, fx.Node) else ()
+def _flags(value: Any, flags_by_node: Mapping[fx.Node, tuple[bool, ...]]) -> tuple[bool, ...]:
+    return flags_by_node.get(value, ()) if isinstance(value, fx.Node) else ()
 
 
-__all__ = ["Gaps", "each", "gaps_of", "skipping", "windows"]
+__all__ = ["Gaps", "gaps_of", "per_axis", "skippable_axes", "window_gaps"]

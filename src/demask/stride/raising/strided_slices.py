@@ -1,4 +1,4 @@
-"""Windows that slide over every s-th position alone, and slices of what they make.
+"""Windows that read only every s-th position, and slices of their outputs.
 
 conv(x, stride, dilation, padding all multiples of g) == conv(x[::g], all of them / g)
 max_pool(x, stride)[::s]                              == max_pool(x, stride * s)
@@ -16,16 +16,17 @@ from demask.graph.editor import GraphEditor
 from demask.graph.queries import only_reader
 from demask.ops import Table, schema
 from demask.ops.traits import AVERAGE_POOLS, MAX_POOLS, PADS
-from demask.stride.raising.read_steps import Gaps, each, gaps_of, skipping, windows
+from demask.stride.raising.read_steps import Gaps, gaps_of, per_axis, skippable_axes, window_gaps
 
 aten = ops.aten
-Every = tuple[int, int, int]  # first position, step, how many
+Progression = tuple[int, int, int]  # first position, step, count
 
 
-def slices(
-    editor: GraphEditor, reader: fx.Node, x: fx.Node, where: Sequence[Every]
+def insert_slices(
+    editor: GraphEditor, reader: fx.Node, x: fx.Node, where: Sequence[Progression]
 ) -> fx.Node:  # fmt: skip
-    """Positions of the last axes of a value."""
+    """Slices of the last axes of a value, inserted before `reader`. where: one progression per
+    axis."""
     rank = x.meta["val"].ndim
     for k, (first, step, count) in enumerate(where):
         axis = rank - len(where) + k
@@ -36,51 +37,55 @@ def slices(
 
 
 def cuts_of(node: fx.Node) -> Iterator[fx.Node]:
-    """The slices that a value went through, the last one first."""
+    """The consecutive slices that end at a node, the last one first."""
     while node.target is aten.slice.Tensor:
         yield node
         node = node.args[0]  # type: ignore[assignment]
 
 
 def root_of(node: Any) -> Any:
+    """The value before the slices that end at a node."""
     last = list(cuts_of(node))
     return last[-1].args[0] if last else node
 
 
 def cut_of(node: fx.Node) -> tuple[int, Any, Any, Any]:
-    """Axis, start, end and step of a slice; a start that is counted from the end is so no more."""
-    found = schema.arguments(node)
-    value, start = found["self"].meta["val"], found["start"] or 0
-    axis = found["dim"] % value.ndim
+    """Axis, start, end and step of a slice; a negative start is resolved if the size is known."""
+    arguments = schema.arguments(node)
+    value, start = arguments["self"].meta["val"], arguments["start"] or 0
+    axis = arguments["dim"] % value.ndim
     size = value.shape[axis]
     if isinstance(start, int) and isinstance(size, int):
         start = min(max(start + size if start < 0 else start, 0), size)
-    return axis, start, found["end"], found["step"]
+    return axis, start, arguments["end"], arguments["step"]
 
 
-def spaced(editor: GraphEditor, table: Table) -> bool:
-    """Where all windows and slices that read a value could do with every g-th position, let them
-    read one slice of those, if what makes the value can do without the others; does any?"""
-    gaps, made = gaps_of(editor.graph, table), skipping(editor.graph, table)
-    found = False
-    for x in [node for node in editor.graph.nodes if node in made]:
+def share_slices(editor: GraphEditor, table: Table) -> bool:
+    """If windows and slices read only every g-th position of a value, and the value can be computed
+    at these positions only, insert one slice that they share. Whether the graph changed."""
+    gaps, optional = gaps_of(editor.graph, table), skippable_axes(editor.graph, table)
+    changed = False
+    for x in [node for node in editor.graph.nodes if node in optional]:
         readers = [_last(node) for node in x.users]
-        taken = [n for n in readers if windows(n) is not None or n.target is aten.slice.Tensor]
-        if len(taken) > 1 or any(windows(node) is not None for node in taken):
-            some = tuple(g if free else 1 for g, free in zip(gaps[x], made[x], strict=True))
-            found |= _shared(editor, x, some, taken)
-    return found
+        steppers = [
+            n for n in readers if window_gaps(n) is not None or n.target is aten.slice.Tensor
+        ]
+        if len(steppers) > 1 or any(window_gaps(node) is not None for node in steppers):
+            some = tuple(g if free else 1 for g, free in zip(gaps[x], optional[x], strict=True))
+            changed |= _shared(editor, x, some, steppers)
+    return changed
 
 
 def _last(node: fx.Node) -> fx.Node:
-    """The last of slices one behind another that nobody else reads; other nodes are themselves."""
+    """The last of consecutive slices, if each is the only reader of the one before it; other nodes
+    themselves."""
     reader = only_reader(node) if node.target is aten.slice.Tensor else None
     more = reader is not None and reader.target is aten.slice.Tensor
     return _last(reader) if more and reader is not None else node
 
 
 def _shared(editor: GraphEditor, x: fx.Node, gaps: Gaps, readers: Sequence[fx.Node]) -> bool:
-    """Let readers read a slice of what they could do with; does it leave anything out?"""
+    """Let readers share a slice of the positions that they read; whether the graph changed."""
     sizes = x.meta["val"].shape
     axes = [k for k, gap in enumerate(gaps) if gap != 1 and isinstance(sizes[k], int)]
     first = min(axes, default=len(sizes))
@@ -88,39 +93,41 @@ def _shared(editor: GraphEditor, x: fx.Node, gaps: Gaps, readers: Sequence[fx.No
              for k, (g, n) in enumerate(zip(gaps, sizes, strict=True))][first:]  # fmt: skip
     if all(count == n for (_, _, count), n in zip(where, sizes[first:], strict=True)):
         return False
-    every = [step for _, step, _ in where]
-    less = {node: _less(node, [*[1] * first, *every]) for node in readers}
+    steps = [step for _, step, _ in where]
+    less = {node: _less(node, [*[1] * first, *steps]) for node in readers}
     if not all(less.values()) or all(_cuts_alike(node, x, where) for node in readers):
         return False
-    place = next(node for node in editor.graph.nodes if node in x.users)
-    small = slices(editor, place, x, where)
-    for node, again in less.items():
-        assert again is not None
-        editor.replace(node, again(editor, small))
+    reader = next(node for node in editor.graph.nodes if node in x.users)
+    small = insert_slices(editor, reader, x, where)
+    for node, rebuild in less.items():
+        assert rebuild is not None
+        editor.replace(node, rebuild(editor, small))
     return True
 
 
-Again = Callable[[GraphEditor, fx.Node], fx.Node]
+Again = Callable[[GraphEditor, fx.Node], fx.Node]  # repeats a call on a slice of its operand
 
 
 def _less(node: fx.Node, every: Sequence[int]) -> Again | None:
-    """How a call is made on every g-th position of each axis of its operand; None if its windows
-    would be others."""
+    """A function that repeats a call on every g-th position of its operand; None if its windows
+    would change. every: g for each axis."""
     if node.target is aten.slice.Tensor:
         return _less_slices(node, every)
-    found, rank = schema.arguments(node), len(windows(node) or ())
-    source, steps = "input" if "input" in found else "self", every[-rank:]
+    arguments, rank = schema.arguments(node), len(window_gaps(node) or ())
+    source, steps = "input" if "input" in arguments else "self", every[-rank:]
     if any(step > 1 for step in every[:-rank]):
         return None
-    sizes, weight = found[source].meta["val"].shape[-rank:], found.get("weight")
-    kernel = list(found["kernel_size"]) if weight is None else list(weight.meta["val"].shape[2:])
+    sizes, weight = arguments[source].meta["val"].shape[-rank:], arguments.get("weight")
+    kernel = (
+        list(arguments["kernel_size"]) if weight is None else list(weight.meta["val"].shape[2:])
+    )
     names = ("stride", "padding", "dilation")
     less = {name: [max(n // g, int(name != "padding")) for n, g in
-                   zip(each(found[name] or kernel, rank), steps, strict=True)]
+                   zip(per_axis(arguments[name] or kernel, rank), steps, strict=True)]
             for name in names}  # fmt: skip
-    made = [_windows(-(-sizes[k] // steps[k]), *(less[name][k] for name in names), kernel[k])  # type: ignore[call-arg]
+    counts = [_windows(-(-sizes[k] // steps[k]), *(less[name][k] for name in names), kernel[k])  # type: ignore[call-arg]
             for k in range(rank)]  # fmt: skip
-    if made != list(node.meta["val"].shape[-rank:]):
+    if counts != list(node.meta["val"].shape[-rank:]):
         return None
 
     def again(editor: GraphEditor, x: fx.Node) -> fx.Node:
@@ -130,37 +137,37 @@ def _less(node: fx.Node, every: Sequence[int]) -> Again | None:
 
 
 def _less_slices(node: fx.Node, every: Sequence[int]) -> Again:
+    """A function that repeats consecutive slices on every g-th position of their operand."""
     cuts, shape = _cuts(node), node.meta["val"].shape
 
     def again(editor: GraphEditor, x: fx.Node) -> fx.Node:
-        where: list[Every] = [(0, 1, n) for n in x.meta["val"].shape]
+        where: list[Progression] = [(0, 1, n) for n in x.meta["val"].shape]
         for axis, (first, step) in cuts.items():
             where[axis] = (first // every[axis], max(step // every[axis], 1), shape[axis])
-        return slices(editor, node, x, where)
+        return insert_slices(editor, node, x, where)
 
     return again
 
 
 def _cuts(node: fx.Node) -> dict[int, tuple[int, int]]:
-    """Per axis the first position and the step of slices one behind another."""
-    found: dict[int, tuple[int, int]] = {}
+    """First position and step of consecutive slices, by axis."""
+    cuts: dict[int, tuple[int, int]] = {}
     for axis, start, _, step in reversed([cut_of(cut) for cut in cuts_of(node)]):
-        first, apart = found.get(axis, (0, 1))
-        found[axis] = (first + start * apart, step * apart)
-    return found
+        first, gap = cuts.get(axis, (0, 1))
+        cuts[axis] = (first + start * gap, step * gap)
+    return cuts
 
 
-def _cuts_alike(node: fx.Node, x: fx.Node, where: Sequence[Every]) -> bool:
-    """Is a reader the very slice that would be shared?"""
+def _cuts_alike(node: fx.Node, x: fx.Node, where: Sequence[Progression]) -> bool:
+    """Whether a reader already is the slice that would be shared."""
     first = x.meta["val"].ndim - len(where)
-    wanted = {first + k: (at, step) for k, (at, step, count) in enumerate(where)
+    wanted = {first + k: (start, step) for k, (start, step, count) in enumerate(where)
               if count != x.meta["val"].shape[first + k]}  # fmt: skip
     return node.target is aten.slice.Tensor and _cuts(node) == wanted
 
 
-def shifted(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
-    """A slice of what was padded by as many positions as its step, or so many times: padded less,
-    behind the slice."""
+def slice_before_pad(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
+    """A pad of a slice in place of a slice of a pad, if the padding is a multiple of the step."""
     x: Any = node.args[0] if node.target is aten.slice.Tensor else None
     if (
         x is None
@@ -168,36 +175,36 @@ def shifted(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
         or schema.arguments(x).get("mode", "constant") != "constant"
     ):
         return None
-    found, (axis, start, _, step) = schema.arguments(x), cut_of(node)
-    inner, flat = found["self"], list(found["pad"])
-    size, at = inner.meta["val"].shape[axis], 2 * (inner.meta["val"].ndim - 1 - axis)
-    flat += [0] * (at + 2 - len(flat))
-    front, count = flat[at], node.meta["val"].shape[axis]
-    if start or not all(isinstance(n, int) for n in (size, count, front, step)) or step == 1:
+    arguments, (axis, start, _, step) = schema.arguments(x), cut_of(node)
+    inner, flat = arguments["self"], list(arguments["pad"])
+    size, k = inner.meta["val"].shape[axis], 2 * (inner.meta["val"].ndim - 1 - axis)
+    flat += [0] * (k + 2 - len(flat))
+    before, count = flat[k], node.meta["val"].shape[axis]
+    if start or not all(isinstance(n, int) for n in (size, count, before, step)) or step == 1:
         return None
-    if front < 0 or front % step:
+    if before < 0 or before % step:
         return None
     less = -(-size // step)
-    small = slices(editor, node, inner, [(0, step, less), *_whole(inner, axis)])
-    flat[at : at + 2] = [front // step, count - less - front // step]
-    args, kwargs = schema.call(x.target, found | {"self": small, "pad": flat})
+    small = insert_slices(editor, node, inner, [(0, step, less), *_whole(inner, axis)])
+    flat[k : k + 2] = [before // step, count - less - before // step]
+    args, kwargs = schema.call(x.target, arguments | {"self": small, "pad": flat})
     return editor.insert(node, node, x.target, *args, **kwargs)
 
 
-def _whole(x: fx.Node, axis: int) -> list[Every]:
-    """All positions of the axes behind one."""
+def _whole(x: fx.Node, axis: int) -> list[Progression]:
+    """All positions of the axes after one."""
     return [(0, 1, n) for n in x.meta["val"].shape[axis + 1 :]]
 
 
-def padded(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
-    """A max pool of what was padded with the lowest value: it pads so itself."""
+def absorb_pad(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
+    """A max pool with padding in place of a max pool of a value padded with the lowest number."""
     x: Any = node.args[0] if node.target in MAX_POOLS else None
     if x is None or x.target is not aten.constant_pad_nd.default:
         return None
-    found, pad = schema.arguments(node), schema.arguments(x)
-    rank = len(found["kernel_size"])
+    arguments, pad = schema.arguments(node), schema.arguments(x)
+    rank = len(arguments["kernel_size"])
     pads, sizes = list(pad["pad"]), pad["self"].meta["val"].shape[-rank:]
-    own = each(found["padding"], rank)
+    own = per_axis(arguments["padding"], rank)
     if pad["value"] != -math.inf or len(pads) > 2 * rank:
         return None
     if not all(isinstance(n, int) for n in (*pads, *sizes)):
@@ -208,18 +215,18 @@ def padded(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     if any(a and b for a, b in zip(own, before, strict=True)):
         return None
     before = [a + b for a, b in zip(own, before, strict=True)]
-    kernel = each(found["kernel_size"], rank)
-    steps = each(found["stride"] or kernel, rank)
-    axes = zip(sizes, steps, before, each(found["dilation"], rank), kernel, strict=True)
-    made = [_windows(*axis) for axis in axes]
+    kernel = per_axis(arguments["kernel_size"], rank)
+    steps = per_axis(arguments["stride"] or kernel, rank)
+    axes = zip(sizes, steps, before, per_axis(arguments["dilation"], rank), kernel, strict=True)
+    counts = [_windows(*axis) for axis in axes]
     small = all(0 <= b <= k // 2 for b, k in zip(before, kernel, strict=True))
-    if not small or found["ceil_mode"] or made != list(node.meta["val"].shape[-rank:]):
+    if not small or arguments["ceil_mode"] or counts != list(node.meta["val"].shape[-rank:]):
         return None
     return editor.repeat_call(node, self=pad["self"], padding=before)
 
 
-def padded_once(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
-    """Two paddings with one value, one behind the other: one."""
+def merge_pads(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
+    """One pad in place of two consecutive pads with the same value."""
     inner: Any = node.args[0] if node.target is aten.constant_pad_nd.default else None
     if inner is None or inner.target is not node.target or len(inner.users) > 1:
         return None
@@ -233,8 +240,8 @@ def padded_once(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     return editor.insert(node, node, node.target, first["self"], both, first["value"])
 
 
-def pooled(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
-    """A slice of a pool that nobody else reads: a pool of a longer stride."""
+def absorb_slices(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
+    """A pool with a larger stride in place of slices that alone read a pool."""
     if node.target is not aten.slice.Tensor:
         return None
     pool, cuts = root_of(node), list(cuts_of(node))[::-1]
@@ -242,25 +249,29 @@ def pooled(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
         return None
     if any(len(cut.users) > 1 for cut in cuts[:-1]) or len(pool.users) > 1:
         return None
-    found, rank = schema.arguments(pool), len(schema.arguments(pool)["kernel_size"])
-    sizes, kernel = found["self"].meta["val"].shape[-rank:], each(found["kernel_size"], rank)
-    step = each(found["stride"] or kernel, rank)
+    arguments, rank = schema.arguments(pool), len(schema.arguments(pool)["kernel_size"])
+    sizes, kernel = (
+        arguments["self"].meta["val"].shape[-rank:],
+        per_axis(arguments["kernel_size"], rank),
+    )
+    step = per_axis(arguments["stride"] or kernel, rank)
     for cut in cuts:
         axis, start, _, more = cut_of(cut)
         axis -= node.meta["val"].ndim - rank
         if axis < 0 or start or not isinstance(more, int):
             return None
         step[axis] *= more
-    dilation = each(found.get("dilation", 1), rank)
-    if found["ceil_mode"] or not all(isinstance(n, int) for n in sizes):
+    dilation = per_axis(arguments.get("dilation", 1), rank)
+    if arguments["ceil_mode"] or not all(isinstance(n, int) for n in sizes):
         return None
-    made = [_windows(*one) for one in zip(sizes, step, each(found["padding"], rank), dilation,
-                                            kernel, strict=True)]  # fmt: skip
-    if made != list(node.meta["val"].shape[-rank:]):
+    axes = zip(sizes, step, per_axis(arguments["padding"], rank), dilation, kernel, strict=True)
+    counts = [_windows(*axis) for axis in axes]
+    if counts != list(node.meta["val"].shape[-rank:]):
         return None
-    args, kwargs = schema.call(pool.target, found | {"stride": step})
+    args, kwargs = schema.call(pool.target, arguments | {"stride": step})
     return editor.insert(node, node, pool.target, *args, **kwargs)
 
 
 def _windows(size: int, stride: int, padding: int, dilation: int, kernel: int) -> int:
+    """Number of windows along an axis."""
     return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1

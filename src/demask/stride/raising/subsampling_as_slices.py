@@ -1,12 +1,12 @@
-"""Evenly spaced positions, however a graph spells that it keeps them, as slices.
+"""Rewriting of every selection of evenly spaced positions as a slice.
 
-    max_pool(where(m, y, c), s)      == y[first::s]    each window keeps one position; y >= c
-    avg_pool(where(m, y, 0), s) * n  == y[first::s]    n: what a window is divided by
+    max_pool(where(m, y, c), s)      == y[first::s]    one selected position per window; y >= c
+    avg_pool(where(m, y, 0), s) * n  == y[first::s]    n: the divisor of windows
     relu(y)[::s] - relu(-y)[::s]     == y[::s]
 
-Each is an identity on its own, checked call by call: which positions a window keeps is found by
-pooling their numbers, and what may be dropped by the ranges of values (`facts.ranges`). A mask that
-multiplies is read under the one licence: 0 · x is 0.
+Each rule is an identity. Pooling the numbers of positions determines which one a window selects;
+ranges of values (`facts.ranges`) determine which may be dropped. Masks that multiply assume that
+0 · x is 0.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from demask.graph.queries import is_pointwise
 from demask.ops import Relation, Table, bind, schema
 from demask.ops.traits import AVERAGE_POOLS, DIVISIONS, MAX_POOLS, MULTIPLICATIONS, WHERES
 from demask.stride.raising.strided_slices import (
-    Every,
+    Progression,
+    absorb_pad,
+    absorb_slices,
     cut_of,
     cuts_of,
-    padded,
-    padded_once,
-    pooled,
+    insert_slices,
+    merge_pads,
     root_of,
-    shifted,
-    slices,
-    spaced,
+    share_slices,
+    slice_before_pad,
 )
-from demask.stride.raising.undo_blocks import joined, unblocked
+from demask.stride.raising.undo_blocks import undo_blocks, undo_phases
 
 aten = torch.ops.aten
 
 
-def sliced(program: Program, table: Table) -> Program:
-    """The program in which what keeps every s-th position is a slice; the same one, where nothing
-    does."""
+def rewrite_as_slices(program: Program, table: Table) -> Program:
+    """The program with slices for all calls that select every s-th position; the same program if
+    there are none."""
     editor = GraphEditor(program)
     changed = False
     rules = (
@@ -58,27 +58,27 @@ def sliced(program: Program, table: Table) -> Program:
         partial(_unmasked, table),
         _split,
         _factors,
-        shifted,
-        padded,
-        padded_once,
-        pooled,
-        unblocked,
-        joined,
+        slice_before_pad,
+        absorb_pad,
+        merge_pads,
+        absorb_slices,
+        undo_blocks,
+        undo_phases,
     )
-    while any(_rewritten(editor, rule) for rule in rules) or spaced(editor, table):
+    while any(_rewritten(editor, rule) for rule in rules) or share_slices(editor, table):
         changed = True
     return editor.finish() if changed else program
 
 
 def _rewritten(editor: GraphEditor, rule: Callable[[GraphEditor, fx.Node], fx.Node | None]) -> bool:
-    """Apply a rule to every call; did it change one?"""
-    found = False
+    """Apply a rule to every call; whether it changed one."""
+    changed = False
     for node in editor.calls():
-        made = rule(editor, node) if node.users else None
-        if made is not None:
-            editor.replace(node, made)
-            found = True
-    return found
+        replacement = rule(editor, node) if node.users else None
+        if replacement is not None:
+            editor.replace(node, replacement)
+            changed = True
+    return changed
 
 
 # --- masks ----------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def _rewritten(editor: GraphEditor, rule: Callable[[GraphEditor, fx.Node], fx.No
 
 @dataclass(frozen=True, slots=True)
 class _Masked:
-    """value * scale where `keep`, `fill` elsewhere. keep: bool over the spatial axes."""
+    """value * scale where `keep`, `fill` elsewhere. keep: bool, the spatial shape."""
 
     value: fx.Node
     keep: Tensor
@@ -95,40 +95,46 @@ class _Masked:
 
 
 def _masked(table: Table, editor: GraphEditor, node: Any, rank: int) -> _Masked | None:
-    """How a call masks positions of the last `rank` axes, alike in all images and channels."""
-    found = _select(editor, node) or _product(editor, node) or _behind(table, editor, node, rank)
-    if found is None:
+    """A call as a mask over the last `rank` axes, the same for all images and channels; None if it
+    is none."""
+    masked = _select(editor, node) or _product(editor, node) or _through(table, editor, node, rank)
+    if masked is None:
         return None
-    shape = found.value.meta["val"].shape[-rank:]
-    lead = found.keep.shape[:-rank] if found.keep.ndim > rank else ()
+    shape = masked.value.meta["val"].shape[-rank:]
+    lead = masked.keep.shape[:-rank] if masked.keep.ndim > rank else ()
     if any(n != 1 for n in lead) or not all(isinstance(n, int) for n in shape):
         return None
-    left = (1,) * (rank - found.keep.ndim)
-    keep = found.keep.reshape(*left, *found.keep.shape[max(found.keep.ndim - rank, 0) :])
-    if tuple(found.value.meta["val"].shape) != tuple(node.meta["val"].shape):
+    left = (1,) * (rank - masked.keep.ndim)
+    keep = masked.keep.reshape(*left, *masked.keep.shape[max(masked.keep.ndim - rank, 0) :])
+    if tuple(masked.value.meta["val"].shape) != tuple(node.meta["val"].shape):
         return None
-    return _Masked(found.value, keep.expand(shape), found.fill, found.scale)
+    return _Masked(masked.value, keep.expand(shape), masked.fill, masked.scale)
 
 
 def _select(editor: GraphEditor, node: fx.Node) -> _Masked | None:
-    found = schema.arguments(node) if isinstance(node.target, OpOverload) else {}
+    """A selection by a constant mask, with a number at the other positions."""
+    arguments = schema.arguments(node) if isinstance(node.target, OpOverload) else {}
     if node.target in WHERES:
-        keep, yes, no = _constant(editor, found["condition"]), found["self"], found["other"]
+        keep, yes, no = (
+            _constant(editor, arguments["condition"]),
+            arguments["self"],
+            arguments["other"],
+        )
     elif node.target is aten.masked_fill.Scalar:
-        keep, yes, no = _constant(editor, found["mask"]), found["value"], found["self"]
+        keep, yes, no = _constant(editor, arguments["mask"]), arguments["value"], arguments["self"]
     else:
         return None
     if keep is None:
         return None
-    for value, other, kept in ((yes, no, keep), (no, yes, ~keep)):
+    for value, other, mask in ((yes, no, keep), (no, yes, ~keep)):
         fill = _number(editor, other)
         if fill is not None and isinstance(value, fx.Node) and value.op != "get_attr":
-            return _Masked(value, kept, fill)
+            return _Masked(value, mask, fill)
     return None
 
 
-def _behind(table: Table, editor: GraphEditor, node: fx.Node, rank: int) -> _Masked | None:
-    """A function of single values behind a mask: the mask behind the function."""
+def _through(table: Table, editor: GraphEditor, node: fx.Node, rank: int) -> _Masked | None:
+    """A pointwise function of a masked value, as a mask of the function's value."""
     relation = bind(node, table) if is_pointwise(node, table) else None
     if not isinstance(relation, Relation) or len(relation.operands) != 1:
         return None
@@ -137,28 +143,31 @@ def _behind(table: Table, editor: GraphEditor, node: fx.Node, rank: int) -> _Mas
     if masked is None:
         return None
     name, dtype = relation.operands[0].name, masked.value.meta["val"].dtype
-    found = schema.arguments(node)
-    args, kwargs = schema.call(node.target, found | {name: torch.tensor(masked.fill, dtype=dtype)})
+    arguments = schema.arguments(node)
+    args, kwargs = schema.call(
+        node.target, arguments | {name: torch.tensor(masked.fill, dtype=dtype)}
+    )
     fill = float(node.target(*args, **kwargs))  # type: ignore[operator]
     value = _scaled(editor, node, masked.value, masked.scale)
     return _Masked(editor.repeat_call(node, **{name: value}), masked.keep, fill)
 
 
 def _product(editor: GraphEditor, node: fx.Node) -> _Masked | None:
+    """A product with a constant that has one nonzero number."""
     if node.target is not aten.mul.Tensor:
         return None
     for value, other in (node.args, node.args[::-1]):
         mask = _constant(editor, other)
         if mask is None or mask.numel() == 1 or not isinstance(value, fx.Node):
             continue
-        kept = mask[mask != 0]
-        if kept.numel() and bool((kept == kept[0]).all()):
-            return _Masked(value, mask != 0, 0.0, float(kept[0]))
+        nonzero = mask[mask != 0]
+        if nonzero.numel() and bool((nonzero == nonzero[0]).all()):
+            return _Masked(value, mask != 0, 0.0, float(nonzero[0]))
     return None
 
 
 def _constant(editor: GraphEditor, node: Any) -> Tensor | None:
-    """What a node makes, if it is a constant or made of constants alone."""
+    """The value of a node that is a constant or computed only from constants; else None."""
     if not isinstance(node, fx.Node) or node.op == "get_attr":
         return editor.tensor(node)
     order: dict[fx.Node, None] = {}
@@ -180,12 +189,12 @@ def _constant(editor: GraphEditor, node: Any) -> Tensor | None:
 
 
 def _is_plain(value: Tensor) -> bool:
-    """Has a value sizes that are known, and not many elements?"""
+    """Whether the sizes of a value are known, and its elements few enough to compute it."""
     return all(isinstance(n, int) for n in value.shape) and value.numel() <= 2**24
 
 
 def _number(editor: GraphEditor, value: Any) -> float | None:
-    """A number that a call reads, as such or as a constant of one element."""
+    """A number, or the element of a constant with one; else None."""
     tensor = _constant(editor, value)
     if tensor is not None:
         return float(tensor.reshape(-1)[0]) if tensor.numel() == 1 else None
@@ -196,12 +205,12 @@ def _number(editor: GraphEditor, value: Any) -> float | None:
 
 
 def _pool(table: Table, editor: GraphEditor, node: fx.Node) -> fx.Node | None:
-    """A pool each of whose windows keeps one position."""
+    """A slice in place of a pool whose windows select one position each."""
     average = node.target in AVERAGE_POOLS
     if not average and node.target not in MAX_POOLS:
         return None
-    found = schema.arguments(node)
-    x, rank = found["self"], len(found["kernel_size"])
+    arguments = schema.arguments(node)
+    x, rank = arguments["self"], len(arguments["kernel_size"])
     sizes = x.meta["val"].shape[-rank:]
     if not all(isinstance(n, int) for n in sizes):
         return None
@@ -212,26 +221,26 @@ def _pool(table: Table, editor: GraphEditor, node: fx.Node) -> fx.Node | None:
         return None
     factor = masked.scale
     if average:
-        shares = node.target(masked.keep[None, None].double(), *_rest(found)).unique()  # type: ignore[operator]
+        shares = node.target(masked.keep[None, None].double(), *_rest(arguments)).unique()  # type: ignore[operator]
         if masked.fill or len(shares) != 1:
             return None
         factor *= 1 / round(1 / float(shares))
     elif not (bool(masked.keep.all()) or _is_least(table, editor, masked)):
         return None
-    return _scaled(editor, node, slices(editor, node, masked.value, where), factor)
+    return _scaled(editor, node, insert_slices(editor, node, masked.value, where), factor)
 
 
-def _rest(found: Mapping[str, Any]) -> list[Any]:
-    return [value for name, value in found.items() if name != "self"]
+def _rest(arguments: Mapping[str, Any]) -> list[Any]:
+    return [value for name, value in arguments.items() if name != "self"]
 
 
-def _picked(node: fx.Node, keep: Tensor) -> list[Every] | None:
-    """Per axis the positions that the windows of a pool keep; None unless each keeps one, evenly
-    spaced."""
-    found = schema.arguments(node)
+def _picked(node: fx.Node, keep: Tensor) -> list[Progression] | None:
+    """The positions that the windows of a pool select, as a progression per axis; None unless each
+    window selects one, evenly spaced."""
+    arguments = schema.arguments(node)
     pool = getattr(F, f"max_pool{(MAX_POOLS | AVERAGE_POOLS)[node.target]}d")
-    args = found["kernel_size"], found["stride"] or None, found["padding"]
-    more = {"ceil_mode": found["ceil_mode"], "dilation": found.get("dilation", 1)}
+    args = arguments["kernel_size"], arguments["stride"] or None, arguments["padding"]
+    more = {"ceil_mode": arguments["ceil_mode"], "dilation": arguments.get("dilation", 1)}
     numbers = torch.arange(1, keep.numel() + 1, dtype=torch.float64).view(keep.shape)
     last = pool(torch.where(keep, numbers, 0.0)[None, None], *args, **more)[0, 0]
     first = -pool(torch.where(keep, -numbers, -math.inf)[None, None], *args, **more)[0, 0]
@@ -240,23 +249,26 @@ def _picked(node: fx.Node, keep: Tensor) -> list[Every] | None:
     return _evenly(torch.unravel_index((last - 1).long(), keep.shape))
 
 
-def _evenly(places: Sequence[Tensor]) -> list[Every] | None:
-    """Coordinates of a grid as a progression along each axis; None where they are no such grid."""
-    found: list[Every] = []
-    for axis, place in enumerate(places):
-        line = place.movedim(axis, 0).reshape(place.shape[axis], -1)
+def _evenly(coordinates: Sequence[Tensor]) -> list[Progression] | None:
+    """Coordinates of an evenly spaced grid as a progression per axis; None for other coordinates.
+
+    coordinates: one tensor per axis, of the grid's shape.
+    """
+    progressions: list[Progression] = []
+    for axis, positions in enumerate(coordinates):
+        line = positions.movedim(axis, 0).reshape(positions.shape[axis], -1)
         if not bool((line == line[:, :1]).all()):
             return None
         row = line[:, 0].tolist()
         steps = {b - a for a, b in itertools.pairwise(row)}
         if len(steps) > 1 or any(step <= 0 for step in steps):
             return None
-        found.append((row[0], steps.pop() if steps else 1, len(row)))
-    return found
+        progressions.append((row[0], steps.pop() if steps else 1, len(row)))
+    return progressions
 
 
 def _is_least(table: Table, editor: GraphEditor, masked: _Masked) -> bool:
-    """Is what stands in masked positions never larger than what is kept?"""
+    """Whether the fill of a mask is never larger than the values at other positions."""
     dtype = masked.value.meta["val"].dtype
     lowest = -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
     if masked.fill == lowest:
@@ -271,7 +283,8 @@ def _range(table: Table, editor: GraphEditor, node: fx.Node) -> Range:
 
 
 def _mean(table: Table, editor: GraphEditor, node: fx.Node) -> fx.Node | None:
-    """A mean over all positions of which a grid is kept: the grid's mean, less."""
+    """A mean over a slice, scaled, in place of a mean over a value masked to evenly spaced
+    positions."""
     if node.target is not aten.mean.dim and node.target is not aten.adaptive_avg_pool2d.default:
         return None
     x = node.args[0]
@@ -293,16 +306,16 @@ def _mean(table: Table, editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     if where is None:
         return None
     share = int(masked.keep.sum()) / masked.keep.numel()
-    small = slices(editor, node, masked.value, where)
-    made = editor.repeat_call(node, **{next(iter(schema.arguments(node))): small})
-    return _scaled(editor, node, made, masked.scale * share)
+    small = insert_slices(editor, node, masked.value, where)
+    mean = editor.repeat_call(node, **{next(iter(schema.arguments(node))): small})
+    return _scaled(editor, node, mean, masked.scale * share)
 
 
 # --- slices ---------------------------------------------------------------------------------------
 
 
 def _unmasked(table: Table, editor: GraphEditor, node: fx.Node) -> fx.Node | None:
-    """A slice of which a mask keeps all: of what was masked."""
+    """A slice of the value before a mask, if the mask selects all positions of the slice."""
     if node.target is not aten.slice.Tensor or any(
         u.target is aten.slice.Tensor for u in node.users
     ):
@@ -312,23 +325,25 @@ def _unmasked(table: Table, editor: GraphEditor, node: fx.Node) -> fx.Node | Non
     masked = _masked(table, editor, root, rank) if rank > 0 and root.op == "call_function" else None
     if masked is None:
         return None
-    left, made = masked.keep[None, None], masked.value
+    mask, sliced_value = masked.keep[None, None], masked.value
     for cut in cuts:
         axis, start, stop, step = cut_of(cut)
         if axis < 2:
             return None
-        left = aten.slice.Tensor(left, axis, start, stop, step)
-        made = editor.insert(node, None, aten.slice.Tensor, made, axis, start, stop, step)
-    if not bool(left.all()):
+        mask = aten.slice.Tensor(mask, axis, start, stop, step)
+        sliced_value = editor.insert(
+            node, None, aten.slice.Tensor, sliced_value, axis, start, stop, step
+        )
+    if not bool(mask.all()):
         return None
-    return _scaled(editor, node, made, masked.scale)
+    return _scaled(editor, node, sliced_value, masked.scale)
 
 
 # --- sums and factors -----------------------------------------------------------------------------
 
 
 def _split(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
-    """The parts of a value above and below zero, one less the other: the value."""
+    """The value itself in place of relu(value) - relu(-value), with the slices of both."""
     if node.target is not aten.sub.Tensor or node.kwargs:
         return None
     a, b = node.args
@@ -341,14 +356,14 @@ def _split(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     negative: Any = below.args[0]
     if _factor(editor, negative) != (above.args[0], -1.0):
         return None
-    made: Any = above.args[0]
+    value: Any = above.args[0]
     for cut in cuts[0]:
-        made = editor.insert(node, None, aten.slice.Tensor, made, *cut)
-    return made
+        value = editor.insert(node, None, aten.slice.Tensor, value, *cut)
+    return value
 
 
 def _factor(editor: GraphEditor, node: fx.Node) -> tuple[Any, float] | None:
-    """What a call multiplies by one number, and the number."""
+    """The value that a call multiplies by one number, and the number; else None."""
     if node.target is aten.neg.default:
         return node.args[0], -1.0
     if node.target in MULTIPLICATIONS:
@@ -364,7 +379,7 @@ def _factor(editor: GraphEditor, node: fx.Node) -> tuple[Any, float] | None:
 
 
 def _factors(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
-    """Two numbers that multiply to 1, one behind the other."""
+    """The value itself in place of two consecutive factors whose product is 1."""
     second = _factor(editor, node)
     first = None if second is None else _factor(editor, second[0])
     if second is None or first is None or not _inverse(first[1], second[1]):
@@ -374,7 +389,7 @@ def _factors(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
 
 
 def _inverse(a: float, b: float) -> bool:
-    """Do two numbers multiply to 1, but for the rounding of a quotient and a few products?"""
+    """Whether the product of two numbers is 1, up to the rounding of a quotient and products."""
     return math.isclose(a * b, 1, rel_tol=2.0**-50)
 
 
@@ -382,4 +397,4 @@ def _scaled(editor: GraphEditor, reader: fx.Node, x: fx.Node, factor: float) -> 
     return x if factor == 1 else editor.insert(reader, x, aten.mul.Tensor, x, factor)
 
 
-__all__ = ["sliced"]
+__all__ = ["rewrite_as_slices"]

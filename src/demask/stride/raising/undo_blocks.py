@@ -1,9 +1,9 @@
-"""Convolutions over blocks or over phases of their input, as the strided ones that they stand for.
+"""Convolutions over blocks or phases of their input, rewritten as strided convolutions.
 
-    conv(space_to_depth(x, s), w)                     == conv(x, w in its places, stride s)
+    conv(space_to_depth(x, s), w)                     == conv(x, w over positions, stride s)
     sum over phases r of conv(x[r::s], w[r::s])       == conv(x, w, stride s)
 
-Taps of zero around a kernel are left out, and evenly spaced ones become a dilation.
+Zero taps around a kernel are dropped, and evenly spaced taps become a dilation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class _Strided:
-    """A convolution of stride `step` whose kernel begins `before` positions before the input."""
+    """A convolution of x with stride `step`, whose kernel begins `before` positions before x."""
 
     x: fx.Node
     weight: Tensor
@@ -33,16 +33,16 @@ class _Strided:
     before: tuple[int, ...]
 
 
-def unblocked(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
-    """The strided convolution that one over blocks of positions stands for."""
+def undo_blocks(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
+    """The strided convolution that is equal to one over blocks; None if a call is none."""
     if node.target not in CONVOLUTIONS:
         return None
-    found = schema.arguments(node)
-    weight = editor.tensor(found["weight"])
-    if weight is None or _moves(found):
+    arguments = schema.arguments(node)
+    weight = editor.tensor(arguments["weight"])
+    if weight is None or _moves(arguments):
         return None
     rank = weight.ndim - 2
-    blocks = _blocks(found["input"], rank)
+    blocks = _blocks(arguments["input"], rank)
     if blocks is None:
         return None
     x, step = blocks
@@ -53,15 +53,15 @@ def unblocked(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     spread = parts.permute(0, 1, *order)
     sizes = [n * s for n, s in zip(weight.shape[2:], step, strict=True)]
     dense = spread.reshape(outer, inner, *sizes)
-    return _put(editor, node, _unpadded(_Strided(x, dense, step, (0,) * rank)), found["bias"])
+    return _emit(editor, node, _unpadded(_Strided(x, dense, step, (0,) * rank)), arguments["bias"])
 
 
-def joined(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
-    """The strided convolution that a sum over phases of an input stands for."""
-    leaves = list(_leaves(node))
-    if len(leaves) < 2 or any(leaf.target not in CONVOLUTIONS for leaf in leaves):
+def undo_phases(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
+    """The strided convolution that is equal to a sum over phases; None if a call is none."""
+    addends = list(_addends(node))
+    if len(addends) < 2 or any(addend.target not in CONVOLUTIONS for addend in addends):
         return None
-    phases = [_phase(editor, leaf) for leaf in leaves]
+    phases = [_phase(editor, addend) for addend in addends]
     if any(p is None for p in phases):
         return None
     first: Any = phases[0]
@@ -70,24 +70,24 @@ def joined(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
              for k in range(rank)]  # fmt: skip
     dense = first[3].new_zeros(*first[3].shape[:2], *reach)
     for phase in phases:
-        source, steps, start, weight, apart = phase  # type: ignore[misc]
+        source, steps, start, weight, gaps = phase  # type: ignore[misc]
         if source is not x or steps != step or weight.shape[:2] != dense.shape[:2]:
             return None
         taps = tuple(slice(a, a + (n - 1) * d + 1, d)
-                     for a, n, d in zip(start, weight.shape[2:], apart, strict=True))  # fmt: skip
+                     for a, n, d in zip(start, weight.shape[2:], gaps, strict=True))  # fmt: skip
         if bool(dense[(slice(None), slice(None), *taps)].any()):
             return None
         dense[(slice(None), slice(None), *taps)] = weight
-    biases = [b for leaf in leaves if (b := schema.arguments(leaf)["bias"]) is not None]
-    groups = {schema.arguments(leaf)["groups"] for leaf in leaves}
+    biases = [b for conv in addends if (b := schema.arguments(conv)["bias"]) is not None]
+    groups = {schema.arguments(conv)["groups"] for conv in addends}
     if len(biases) > 1 or len(groups) > 1 or set(step) == {1}:
         return None
-    found = _unpadded(_Strided(x, dense, step, (0,) * rank))
-    return _put(editor, node, found, biases[0] if biases else None, like=leaves[0])
+    strided = _unpadded(_Strided(x, dense, step, (0,) * rank))
+    return _emit(editor, node, strided, biases[0] if biases else None, like=addends[0])
 
 
-def _leaves(node: Any) -> Iterator[fx.Node]:
-    """The addends of a tree of sums that nobody else reads."""
+def _addends(node: Any) -> Iterator[fx.Node]:
+    """The addends of a tree of sums whose inner nodes have no other readers."""
     stack = [node]
     while stack:
         top = stack.pop()
@@ -99,33 +99,35 @@ def _leaves(node: Any) -> Iterator[fx.Node]:
 
 
 def _phase(editor: GraphEditor, conv: fx.Node) -> tuple[Any, ...] | None:
-    """The source, its steps, the first position of the phase, the weight, positions apart."""
-    found = schema.arguments(conv)
-    weight = editor.tensor(found["weight"])
-    if weight is None or set(found["stride"]) != {1} or any(found["padding"]):
+    """Source, its steps, first position of the phase, weight, and distance of taps in the source;
+    None if a convolution reads no phase."""
+    arguments = schema.arguments(conv)
+    weight = editor.tensor(arguments["weight"])
+    if weight is None or set(arguments["stride"]) != {1} or any(arguments["padding"]):
         return None
     rank = weight.ndim - 2
-    start, step, x = [0] * rank, [1] * rank, found["input"]
+    start, step, x = [0] * rank, [1] * rank, arguments["input"]
     while x.target is aten.slice.Tensor:
         cut = schema.arguments(x)
         axis = cut["dim"] % x.meta["val"].ndim - (x.meta["val"].ndim - rank)
         if axis < 0 or not isinstance(cut["start"], int) or step[axis] != 1:
             return None
         start[axis], step[axis], x = cut["start"], cut["step"], cut["self"]
-    dilation = list(found["dilation"]) * (rank if len(found["dilation"]) == 1 else 1)
-    apart = [d * s for d, s in zip(dilation, step, strict=True)]
-    return x, tuple(step), tuple(start), weight, tuple(apart)
+    dilation = list(arguments["dilation"]) * (rank if len(arguments["dilation"]) == 1 else 1)
+    gaps = [d * s for d, s in zip(dilation, step, strict=True)]
+    return x, tuple(step), tuple(start), weight, tuple(gaps)
 
 
-def _moves(found: Any) -> bool:
-    """Does a convolution have a stride, a padding or a dilation of its own?"""
-    return any(n != 1 for n in (*found["stride"], *found["dilation"])) or (
-        isinstance(found["padding"], str) or any(found["padding"])
+def _moves(arguments: Any) -> bool:
+    """Whether a convolution has a stride, padding or dilation."""
+    return any(n != 1 for n in (*arguments["stride"], *arguments["dilation"])) or (
+        isinstance(arguments["padding"], str) or any(arguments["padding"])
     )
 
 
 def _blocks(node: fx.Node, rank: int) -> tuple[fx.Node, tuple[int, ...]] | None:
-    """What was laid out in blocks, each position of one a channel, and the blocks' sizes."""
+    """The value before a rearrangement of blocks into channels, and the block sizes; None for
+    other nodes."""
     if node.target is aten.pixel_unshuffle.default and rank == 2:
         return node.args[0], (node.args[1],) * 2  # type: ignore[return-value]
     if node.target not in VIEW_OR_RESHAPE:
@@ -144,65 +146,67 @@ def _blocks(node: fx.Node, rank: int) -> tuple[fx.Node, tuple[int, ...]] | None:
     steps = tuple(int(wide[lead + 1 + 2 * k]) for k in range(rank))
     whole = all(wide[lead + 2 * k] * steps[k] == shape[lead + k] for k in range(rank))
     order = [*range(lead), *range(lead + 1, lead + 2 * rank, 2), *range(lead, lead + 2 * rank, 2)]
-    made = node.meta["val"].shape
-    blocked = all(made[lead + k] == wide[lead + 2 * k] for k in range(rank))
+    output = node.meta["val"].shape
+    blocked = all(output[lead + k] == wide[lead + 2 * k] for k in range(rank))
     right = whole and blocked and list(permuted.args[1]) == order
-    return (x, steps) if right and made[lead - 1] == shape[lead - 1] * math.prod(steps) else None
+    return (x, steps) if right and output[lead - 1] == shape[lead - 1] * math.prod(steps) else None
 
 
-def _unpadded(found: _Strided) -> _Strided:
-    """Zeros that were put before the input, as the kernel's begin."""
-    x, rank = found.x, len(found.step)
+def _unpadded(strided: _Strided) -> _Strided:
+    """A convolution without a pad before it: the kernel begins before the input instead."""
+    x, rank = strided.x, len(strided.step)
     if x.target is not aten.constant_pad_nd.default or schema.arguments(x)["value"]:
-        return found
+        return strided
     pads: Any = list(schema.arguments(x)["pad"])
     if len(pads) > 2 * rank or not all(isinstance(n, int) for n in pads):
-        return found
+        return strided
     before = [0] * rank
     for k in range(len(pads) // 2):
         before[rank - 1 - k] = pads[2 * k]
-    return _Strided(x.args[0], found.weight, found.step, tuple(before))  # type: ignore[arg-type]
+    return _Strided(x.args[0], strided.weight, strided.step, tuple(before))  # type: ignore[arg-type]
 
 
-def _put(
-    editor: GraphEditor, node: fx.Node, found: _Strided, bias: Any, like: fx.Node | None = None
+def _emit(
+    editor: GraphEditor, node: fx.Node, strided: _Strided, bias: Any, like: fx.Node | None = None
 ) -> fx.Node | None:
-    """The convolution in the graph, its kernel without the zeros around it."""
-    rank, weight = len(found.step), found.weight
-    first, dilation, sizes = [], [], found.x.meta["val"].shape[-rank:]
+    """The convolution as a call, its kernel without zeros around it. like: the convolution whose
+    op, groups and name of the weight it gets; default `node`."""
+    rank, weight = len(strided.step), strided.weight
+    first, dilation, sizes = [], [], strided.x.meta["val"].shape[-rank:]
     if not all(isinstance(n, int) for n in sizes):
         return None
     for k in range(rank):
         rest = [a for a in range(weight.ndim) if a != 2 + k]
         taps = (weight != 0).any(rest) if rest else weight != 0
-        places = taps.nonzero().flatten().tolist() or [0]
-        apart = math.gcd(*(p - places[0] for p in places)) or 1
-        index = torch.arange(places[0], places[-1] + 1, apart)
+        positions = taps.nonzero().flatten().tolist() or [0]
+        gap = math.gcd(*(p - positions[0] for p in positions)) or 1
+        index = torch.arange(positions[0], positions[-1] + 1, gap)
         weight = weight.index_select(2 + k, index)
-        first.append(places[0])
-        dilation.append(apart)
-    before = [b - a for a, b in zip(first, found.before, strict=True)]
+        first.append(positions[0])
+        dilation.append(gap)
+    before = [b - a for a, b in zip(first, strided.before, strict=True)]
     out = [int(n) for n in node.meta["val"].shape[-rank:]]
     reach = [d * (n - 1) for d, n in zip(dilation, weight.shape[2:], strict=True)]
-    behind = [(o - 1) * s + r + 1 - n - b for o, s, r, n, b in
-              zip(out, found.step, reach, sizes, before, strict=True)]  # fmt: skip
+    after = [(o - 1) * s + r + 1 - n - b for o, s, r, n, b in
+              zip(out, strided.step, reach, sizes, before, strict=True)]  # fmt: skip
     own = [b >= 0 and (n + 2 * b - r - 1) // s + 1 == o for o, s, r, n, b in
-           zip(out, found.step, reach, sizes, before, strict=True)]  # fmt: skip
-    x, padding = found.x, before
+           zip(out, strided.step, reach, sizes, before, strict=True)]  # fmt: skip
+    x, padding = strided.x, before
     if not all(own):
-        flat = [n for pair in reversed(list(zip(before, behind, strict=True))) for n in pair]
+        flat = [n for pair in reversed(list(zip(before, after, strict=True))) for n in pair]
         x = editor.insert(node, None, aten.constant_pad_nd.default, x, flat, 0)
         padding = [0] * rank
     conv = like or node
     name = str(schema.arguments(conv)["weight"].target)
     read = editor.add_constant(_named(editor, name), weight, node, parameter=True)
     groups = schema.arguments(conv)["groups"]
-    return editor.insert(node, node, conv.target, x, read, bias, list(found.step), padding,
+    return editor.insert(node, node, conv.target, x, read, bias, list(strided.step), padding,
                          dilation, groups)  # fmt: skip
 
 
 def _named(editor: GraphEditor, name: str) -> str:
+    """The module path of a constant."""
     return editor.constants[name].name
 
 
-__all__ = ["joined", "unblocked"]
+__all__ = ["undo_blocks", "undo_phases"]

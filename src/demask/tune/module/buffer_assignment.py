@@ -1,8 +1,8 @@
-"""Where each value of a pass lies: in the memory of a value that is no longer read, in the arena,
-or where torch puts it.
+"""Where each value of a graph is stored: in the memory of a value that is no longer read, in the
+arena, or in memory that torch allocates.
 
-The graph stays functional; this says how its calls are made. Values that alias each other (views)
-are one *body*: it is alive as long as any of them is read.
+The graph stays functional; only the calls that run it change. Values that alias each other (views)
+share one *buffer*, which is alive as long as any of them is read.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from demask.ops import traits
 from demask.ops.entry import op_name
 
 aten = torch.ops.aten
-# Views in which several elements lie at one place.
+# Views in which several elements share one address.
 _STRETCHES = re.compile("expand|broadcast|meshgrid|as_strided|unfold")
 
 
 @dataclass(frozen=True, slots=True)
 class InPlace:
-    """A call that writes its result over one operand: what to call instead."""
+    """A call that writes its result over one operand: target and arguments to call instead."""
 
     target: OpOverload
     args: tuple[Any, ...]
@@ -44,67 +44,70 @@ class InPlace:
 
 @dataclass(frozen=True, slots=True)
 class InArena:
-    """A call that writes into memory planned for it: the overload that takes `out`, and the steps
-    from which and up to which its body is alive."""
+    """A call that writes into the arena. target: the overload with `out`. start, end: positions in
+    the graph of the first and last call during which its buffer is alive."""
 
     target: OpOverload
     start: int
     end: int
 
 
-class _Bodies:
-    """Values by the memory they share: union-find."""
+class _Buffers:
+    """Values grouped by the memory they share (union-find)."""
 
     def __init__(self, graph: fx.Graph, live: set[fx.Node]):
         self.order = {node: k for k, node in enumerate(graph.nodes)}
         self.parent: dict[fx.Node, fx.Node] = {node: node for node in graph.nodes}
         for node in graph.nodes:
-            if node.op == "call_function" and node in live and not fresh(node):
+            if node.op == "call_function" and node in live and not returns_new_memory(node):
                 for source in node.all_input_nodes:
                     self.join(node, source)
         self.live = live
 
     def root(self, node: fx.Node) -> fx.Node:
+        """The representative of a value's buffer."""
         while self.parent[node] is not node:
             self.parent[node] = self.parent[self.parent[node]]
             node = self.parent[node]
         return node
 
     def join(self, node: fx.Node, other: fx.Node) -> None:
+        """Put two values into one buffer."""
         self.parent[self.root(node)] = self.root(other)
 
     def members(self, node: fx.Node) -> list[fx.Node]:
+        """The values that share memory with a value."""
         root = self.root(node)
         return [other for other in self.parent if self.root(other) is root]
 
-    def ours(self, node: fx.Node) -> bool:
-        """Is the memory of a value made by the pass, not the caller's, kept, or given back?"""
+    def is_own(self, node: fx.Node) -> bool:
+        """Whether a value's memory is allocated by the call, and neither cached nor returned."""
         for member in self.members(node):
-            kept = member.op != "call_function" or member not in self.live
+            foreign = member.op != "call_function" or member not in self.live
             stretched = _STRETCHES.search(str(member.target)) is not None
-            if kept or stretched or any(user.op == "output" for user in member.users):
+            if foreign or stretched or any(user.op == "output" for user in member.users):
                 return False
         return True
 
-    def last(self, node: fx.Node) -> int:
-        """The last step that reads a body."""
+    def last_read(self, node: fx.Node) -> int:
+        """Position in the graph of the last call that reads a value's buffer."""
         return max(
             (self.order[user] for member in self.members(node) for user in member.users), default=0
         )
 
 
-def kept_bodies(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Those of some values that share memory with what is kept between calls."""
+def sharing_cached(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Those of `nodes` that share memory with values cached between calls."""
     live = input_dependent(graph)
-    bodies = _Bodies(graph, live)
-    return [n for n in nodes if any(m not in live for m in bodies.members(n))]
+    buffers = _Buffers(graph, live)
+    return [n for n in nodes if any(m not in live for m in buffers.members(n))]
 
 
-def fresh(node: fx.Node) -> bool:
-    """Does a call return memory of its own, never that of an operand?"""
+def returns_new_memory(node: fx.Node) -> bool:
+    """Whether a call returns new memory, never that of an operand."""
     target = node.target
     if not isinstance(target, OpOverload) or "unsafe" in base_name(target):
-        return False  # the unsafe views share memory without saying so
+        return False  # the unsafe views share memory, which their schemas do not state
     name = op_name(target)
     if name in traits.OWN_MEMORY:
         return True
@@ -114,35 +117,35 @@ def fresh(node: fx.Node) -> bool:
     return not aliases and not has_composite_kernel(target)
 
 
-def decided(graph: fx.Graph) -> dict[fx.Node, InPlace | InArena]:
-    """What is written over an operand, and what into the arena; all else is left to torch."""
+def assign_buffers(graph: fx.Graph) -> dict[fx.Node, InPlace | InArena]:
+    """The calls that write over an operand or into the arena; torch allocates for all others."""
     if any(node.target is aten.as_strided.default for node in graph.nodes):
-        return {}  # it speaks of memory as the calls before it left it
+        return {}  # as_strided depends on the memory layout that earlier calls produced
     live = input_dependent(graph)
-    bodies = _Bodies(graph, live)
-    found: dict[fx.Node, InPlace | InArena] = {}
+    buffers = _Buffers(graph, live)
+    decisions: dict[fx.Node, InPlace | InArena] = {}
     for node in graph.nodes:
         if node.op == "call_function" and node in live and isinstance(node.target, OpOverload):
-            over = _over(node, bodies)
+            over = _over(node, buffers)
             if over is not None:
                 base, call = over
-                found[node] = call
-                bodies.join(node, base)
+                decisions[node] = call
+                buffers.join(node, base)
     for node in graph.nodes:
-        if node in found or node.op != "call_function" or node not in live:
+        if node in decisions or node.op != "call_function" or node not in live:
             continue
         target = _with_out(node)
-        if target is not None and bodies.ours(node):
-            found[node] = InArena(target, bodies.order[node], bodies.last(node))
-    return found
+        if target is not None and buffers.is_own(node):
+            decisions[node] = InArena(target, buffers.order[node], buffers.last_read(node))
+    return decisions
 
 
-def _over(node: fx.Node, bodies: _Bodies) -> tuple[fx.Node, InPlace] | None:
+def _over(node: fx.Node, buffers: _Buffers) -> tuple[fx.Node, InPlace] | None:
     """The operand that a call may write over, and how."""
     pointwise = ops()._convolution_pointwise
     if node.target is pointwise.binary:
         x, other, *rest = node.args
-        if _dies(node, other, bodies) and _alike(node, other):
+        if _dies(node, other, buffers) and _alike(node, other):
             target = ops()._convolution_pointwise_.binary
             return other, InPlace(target, (other, x, *rest), node.kwargs)  # type: ignore[return-value]
         return None
@@ -154,22 +157,25 @@ def _over(node: fx.Node, bodies: _Bodies) -> tuple[fx.Node, InPlace] | None:
         orders.append((node.args[1], node.args[0]))
     for args in orders:
         base = args[0] if args else None
-        if _dies(node, base, bodies) and _alike(node, base):
+        if _dies(node, base, buffers) and _alike(node, base):
             return base, InPlace(target, tuple(args), node.kwargs)  # type: ignore[return-value]
     return None
 
 
-def _dies(node: fx.Node, base: Any, bodies: _Bodies) -> bool:
-    """Is a call the last to read a body of ours, and once?"""
-    if not isinstance(base, fx.Node) or not bodies.ours(base):
+def _dies(node: fx.Node, base: Any, buffers: _Buffers) -> bool:
+    """Whether a call is the last to read `base`, reads it once, and may write over it."""
+    if not isinstance(base, fx.Node) or not buffers.is_own(base):
         return False
-    members = set(bodies.members(base))
+    members = set(buffers.members(base))
     others = [source for source in node.all_input_nodes if source is not base]
     reads = sum(argument is base for argument in node.args)
-    return bodies.last(base) == bodies.order[node] and reads == 1 and not members & set(others)
+    return (
+        buffers.last_read(base) == buffers.order[node] and reads == 1 and not members & set(others)
+    )
 
 
 def _alike(node: fx.Node, base: Any) -> bool:
+    """Whether two values have the same shape, strides, dtype and device."""
     mine = node.meta.get("value")
     return isinstance(mine, TensorType) and mine == base.meta.get("value")
 
@@ -185,10 +191,14 @@ def _inplace(target: OpOverload) -> OpOverload | None:
 
 
 def _with_out(node: fx.Node) -> OpOverload | None:
-    """The overload that writes into memory it is given, if it is no copy behind the scenes."""
+    """The overload that writes into `out`, unless it is generated: then it computes and copies."""
     target: Any = node.target
     value = node.meta.get("value")
-    if not isinstance(target, OpOverload) or target.namespace != "aten" or not fresh(node):
+    if (
+        not isinstance(target, OpOverload)
+        or target.namespace != "aten"
+        or not returns_new_memory(node)
+    ):
         return None
     if not isinstance(value, TensorType) or value.device != "cpu":
         return None
@@ -201,7 +211,7 @@ def _with_out(node: fx.Node) -> OpOverload | None:
         outs = len(schema_of(op).arguments) - len(plain)
         if outs != 1 or plain != names or torch.Tag.generated in op.tags:
             continue
-        kinds = [str(a.type) for a in schema_of(op).arguments if not a.is_out]
-        if kinds == [str(a.type) for a in schema_of(target).arguments]:
+        types = [str(a.type) for a in schema_of(op).arguments if not a.is_out]
+        if types == [str(a.type) for a in schema_of(target).arguments]:
             return op
     return None

@@ -1,9 +1,9 @@
-"""The module that optimize() gives back: a graph like any other, and code that runs it fast.
+"""The module that optimize() returns: a functional graph, and faster code that runs it.
 
-The graph is functional and whole: it is what is saved, copied, verified and exported. The code that
-calls run is made from it: what depends on the sizes of inputs alone (border maps, side networks,
-weights in the layout that a kernel wants) is computed by the first call with these sizes and kept;
-values are written over what is no longer read, or into an arena (`memory`).
+The graph is what is saved, copied, verified and exported. The code that calls run is generated from
+it: values that depend only on input sizes (border maps, side networks, packed weights) are computed
+by the first call with these sizes and cached; results are written over values that are no longer
+read, or into an arena (`buffer_assignment`).
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from demask.graph.result.codegen import TRACED, Codegen
 from demask.graph.result.demasked_module import Demasked, attach, changed
 from demask.machine.arena import Block, View, extent, planned
 from demask.ops import schema
-from demask.tune.epilogue import is_fused, is_pack, packed, plain, run_plain
-from demask.tune.module.buffer_assignment import InArena, InPlace, decided, kept_bodies
-from demask.tune.module.shape_cache import Plans, ShapeEntry
+from demask.tune.epilogue import is_fused, is_pack, pack_weight, plain, run_unfused
+from demask.tune.module.buffer_assignment import InArena, InPlace, assign_buffers, sharing_cached
+from demask.tune.module.shape_cache import ShapeCache, ShapeEntry
 from demask.tune.stale_sources import count_writes, sources_of
 
-WHOLE = "_demask_whole"  # in the code: the function of the whole graph
+WHOLE = "_demask_whole"  # name of the whole graph's function in generated code
 
 
 class FastCodegen(Codegen):
-    """Writes the code of the fast graph where that of the whole graph is asked for.
+    """Generates code for the fast graph in place of the module's graph.
 
-    While torch.compile or torch.export trace a call, it is that of `traced`: the whole graph in
+    While torch.compile or torch.export trace a call, the code runs `traced`: the whole graph in
     ATen ops.
     """
 
@@ -54,38 +54,38 @@ class FastCodegen(Codegen):
         return code
 
     def gen_fn_def(self, *args: Any, **kwargs: Any) -> str:
-        """The head of the function, which leaves the call to the whole graph if it is traced."""
+        """The head of the function, which calls the whole graph's function while traced."""
         head, line, rest = super().gen_fn_def(*args, **kwargs).partition("\n")
         names = ", ".join(["self", *(n for n in self.pytree_info.orig_args if n != "self")])
         return f"{head}\n    if {TRACED}():\n        return {WHOLE}({names}){line}{rest}"
 
     def _whole(self, graph: fx.Graph) -> fx.Graph:
-        """A graph in ATen ops."""
+        """A copy of a graph with fused calls replaced by ATen ops."""
         copy, info = fx.Graph(), self.pytree_info
         copy.output(copy.graph_copy(graph, {}))
         program = Program(copy, {}, info.in_spec, info.out_spec, tuple(info.orig_args))
-        made = plain(program).graph
-        made.set_codegen(Codegen(info, self.provenance))
-        return made
+        plain_graph = plain(program).graph
+        plain_graph.set_codegen(Codegen(info, self.provenance))
+        return plain_graph
 
 
 class Optimized(Demasked):
-    """A network made fast for one machine, for inference: calls record no gradients.
+    """A network optimized for one machine, for inference: calls record no gradients.
 
-    It can be copied, pickled and saved; what it keeps between calls (see `Plans`) is not part of
-    that. Converted to another dtype or moved to another device it goes on with torch's plain ops.
-    Several threads may call it. Weights that change are seen by the next call; only after writing
-    to them through NumPy or DLPack, or through `.data` of a buffer, call `refresh()`. torch.compile
-    and torch.export see the network in ATen ops alone (`FastCodegen`).
+    It can be copied, pickled and saved, without the values cached between calls (`ShapeCache`).
+    After conversion to another dtype or device it runs torch's plain ops. Several threads may call
+    it. The next call uses changed weights; only after writes through NumPy or DLPack, or through
+    `.data` of a buffer, call `refresh()`. torch.compile and torch.export see a network of ATen ops
+    (`FastCodegen`).
     """
 
     codegen = FastCodegen
     trains = False
-    plans: Plans
+    plans: ShapeCache
 
     @classmethod
     def of(cls, root: nn.Module, graph: fx.Graph, specs: Any, provenance: Any) -> Self:
-        """The module of a graph whose call and result have the given pytrees."""
+        """The module of a graph. specs: pytrees of the call and the result."""
         reshape_views(graph)
         module = super().of(root, graph, specs, provenance)
         count_writes(module)
@@ -93,7 +93,7 @@ class Optimized(Demasked):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.plans = Plans()
+        self.plans = ShapeCache()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -115,20 +115,20 @@ class Optimized(Demasked):
         fx.GraphModule.graph.__set__(self, g)
 
     def plan_for(self, inputs: tuple[Any, ...]) -> ShapeEntry:
-        """What is kept for inputs of these sizes (flattened, as the graph's placeholders)."""
-        return self.plans.of(inputs, lambda: made(self, inputs))
+        """The cached entry for inputs of these sizes (flattened, as the graph's placeholders)."""
+        return self.plans.of(inputs, lambda: _new_entry(self, inputs))
 
     def refresh(self) -> None:
-        """Forget what was computed from the weights: the next call computes it anew."""
-        self.plans = Plans()
+        """Drop values computed from weights: the next call computes them again."""
+        self.plans = ShapeCache()
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self.refresh()  # also where a parent's state is loaded
         super()._load_from_state_dict(*args, **kwargs)
 
     def plain(self) -> Demasked:
-        """The same network in ATen ops alone, sharing its tensors: it exports, compiles, and runs
-        in every dtype and on every device."""
+        """The same network in ATen ops only, sharing its tensors: it can be exported and compiled,
+        and runs in every dtype and on every device."""
         return changed(self, plain).plain()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -140,10 +140,10 @@ class Optimized(Demasked):
         return self
 
     def _becomes(self, other: Demasked) -> None:
-        """Take over the graph of another network, with what it reads and not what it does not."""
+        """Adopt the graph of another network, with the tensors that it reads."""
         before, graph = _read(self.graph), other.graph
         for node in graph.nodes:
-            node.meta.pop("value", None)  # planned memory was for what the values were
+            node.meta.pop("value", None)  # memory was planned for the former dtype and device
         for name in _read(graph) - before:
             attach(self, name, operator.attrgetter(name)(other))
         for name in before - _read(graph):
@@ -154,35 +154,37 @@ class Optimized(Demasked):
 
 
 def _read(graph: fx.Graph) -> set[str]:
+    """Names of the tensors that a graph reads."""
     return {str(node.target) for node in graph.find_nodes(op="get_attr")}
 
 
 def _kinds(module: nn.Module) -> set[Any]:
+    """The dtypes and devices of a module's floating tensors."""
     tensors = [*module.parameters(), *module.buffers()]
     return {(t.dtype, t.device) for t in tensors if t.is_floating_point()}
 
 
 def fast_graph(graph: fx.Graph) -> fx.Graph:
-    """The graph that is run: it asks for the plan of its inputs' sizes, and reads from that what no
-    input reaches."""
-    live, calls = input_dependent(graph), decided(graph)
+    """The graph that calls run: it gets the cached entry for its inputs' sizes, and reads from it
+    the values that depend on no input, and views of an arena."""
+    live, calls = input_dependent(graph), assign_buffers(graph)
     quick, new = fx.Graph(), {}
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     for node in inputs:
         new[node] = quick.node_copy(node)
         new[node].name = node.name
     plan = quick.call_method("__call__", (quick.get_attr("plan_for"), tuple(map(new.get, inputs))))
-    kept, memory = kept_nodes(graph, live), arena_nodes(calls)
-    values = quick.call_function(getattr, (plan, "kept")) if kept else None
-    new |= {n: quick.call_function(operator.getitem, (values, k)) for k, n in enumerate(kept)}
+    cached, memory = precomputed_nodes(graph, live), arena_nodes(calls)
+    values = quick.call_function(getattr, (plan, "precomputed")) if cached else None
+    new |= {n: quick.call_function(operator.getitem, (values, k)) for k, n in enumerate(cached)}
     taken = quick.call_method("take", (plan,)) if memory else None
     views = {n: quick.call_function(operator.getitem, (taken, k)) for k, n in enumerate(memory)}
     for node in graph.nodes:
         if node in new or node not in live:
             continue
         if node.op == "output":
-            for source in kept_bodies(graph, node.all_input_nodes):
-                # The caller may write to what it gets.
+            for source in sharing_cached(graph, node.all_input_nodes):
+                # The caller may write to returned tensors.
                 new[source] = quick.call_function(COPY, (new[source],))
             if taken is not None:
                 quick.call_method("give", (plan, taken))
@@ -194,6 +196,8 @@ def _copied(
     quick: fx.Graph, node: fx.Node, new: dict[fx.Node, Any], call: InPlace | InArena | None,
     views: dict[fx.Node, fx.Node],
 ) -> fx.Node:  # fmt: skip
+    """A node copied into the fast graph, in place or into a view of the arena if `call` says so.
+    new: copies of the nodes before it."""
     if call is None:
         return quick.node_copy(node, lambda n: new[n])
     if isinstance(call, InPlace):
@@ -206,8 +210,8 @@ def _copied(
     return quick.call_function(call.target, args, {**kwargs, out: views[node]})
 
 
-def kept_nodes(graph: fx.Graph, live: set[fx.Node]) -> list[fx.Node]:
-    """What no input reaches and something that one does reach reads."""
+def precomputed_nodes(graph: fx.Graph, live: set[fx.Node]) -> list[fx.Node]:
+    """The nodes that depend on no input and are read by nodes that do (`live`)."""
     return [n for n in graph.nodes if n not in live and any(user in live for user in n.users)]
 
 
@@ -216,15 +220,15 @@ def arena_nodes(calls: dict[fx.Node, InPlace | InArena]) -> list[fx.Node]:
     return [node for node, call in calls.items() if isinstance(call, InArena)]
 
 
-def made(module: Optimized, inputs: Sequence[Any]) -> ShapeEntry:
-    """The plan for inputs of these sizes: the graph is run once, to see what it makes."""
+def _new_entry(module: Optimized, inputs: Sequence[Any]) -> ShapeEntry:
+    """The entry for inputs of these sizes. The graph runs once to measure its values."""
     graph = module.graph
-    live, calls = input_dependent(graph), decided(graph)
-    kept, memory = kept_nodes(graph, live), arena_nodes(calls)
-    with torch.inference_mode(False), torch.no_grad():  # later calls may be outside of it
+    live, calls = input_dependent(graph), assign_buffers(graph)
+    cached, memory = precomputed_nodes(graph, live), arena_nodes(calls)
+    with torch.inference_mode(False), torch.no_grad():  # later calls may not be in inference mode
         sources = sources_of(module, (str(n.target) for n in graph.find_nodes(op="get_attr")))
         aliases = {} if sources is None else sources.aliases
-        values = _run(module, inputs, {*kept, *memory}, aliases)
+        values = _run(module, inputs, {*cached, *memory}, aliases)
     views, blocks = [], []
     for node in memory:
         shape, stride, dtype = values[node]
@@ -232,25 +236,25 @@ def made(module: Optimized, inputs: Sequence[Any]) -> ShapeEntry:
         assert isinstance(call, InArena)
         blocks.append(Block(extent(shape, stride, dtype), call.start, call.end))
         views.append(View(0, shape, stride, dtype))
-    plan = planned(blocks)
+    arena = planned(blocks)
     placed = tuple(View(offset, v.shape, v.stride, v.dtype)
-                   for offset, v in zip(plan.offsets, views, strict=True))  # fmt: skip
-    if not values.keys() >= set(kept):
+                   for offset, v in zip(arena.offsets, views, strict=True))  # fmt: skip
+    if not values.keys() >= set(cached):
         raise ValueError("this graph reads packed weights where no layer does: it is damaged")
     valid = (lambda: False) if sources is None else sources.unchanged
-    return ShapeEntry(tuple(values[node] for node in kept), plan.size, placed, valid)
+    return ShapeEntry(tuple(values[node] for node in cached), arena.size, placed, valid)
 
 
 def _run(
     module: nn.Module, inputs: Sequence[Any], wanted: set[fx.Node], tensors: Mapping[str, Tensor]
 ) -> dict[fx.Node, Any]:
-    """Run a graph as it stands; of wanted values that inputs reach, their shape, stride, dtype.
-    tensors: of the module, by name; those that are not among them are read from it.
+    """Run a graph; the `wanted` values, or shape, stride and dtype of those that depend on inputs.
+    tensors: of the module, by name; others are read from the module.
 
-    Fused calls are made in the ATen ops they stand for, which check every shape: what oneDNN is
-    then called on was seen to fit, whatever file the graph came from.
+    Fused calls run as ATen ops, which check every shape, so that oneDNN is later called only on
+    shapes that fit, even for a graph from a file.
     """
-    given, found = iter(inputs), {}
+    remaining, results = iter(inputs), {}
     graph: fx.Graph = module.graph  # type: ignore[assignment]
     live = input_dependent(graph)
     values: dict[fx.Node, Any] = {}
@@ -259,7 +263,7 @@ def _run(
         if node.op == "output":
             break
         if node.op == "placeholder":
-            values[node] = next(given)
+            values[node] = next(remaining)
         elif node.op == "get_attr":
             name = str(node.target)
             values[node] = tensors[name] if name in tensors else operator.attrgetter(name)(module)
@@ -267,26 +271,27 @@ def _run(
             values[node] = values[node.args[0]]  # type: ignore[index]
         elif is_fused(node):
             arguments = schema.arguments(node)
-            values[node] = run_plain(map_arg(arguments, lambda n: values[n]))
+            values[node] = run_unfused(map_arg(arguments, lambda n: values[n]))
             if is_pack(arguments["W"]) and arguments["W"] in wanted:
                 weight, x = values[arguments["W"]], values[arguments["X"]]
-                found[arguments["W"]] = packed(node, weight, x)
+                results[arguments["W"]] = pack_weight(node, weight, x)
         else:
             args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
             values[node] = _called(module, node)(*args, **kwargs)
         if node in wanted and not is_pack(node):
             value = values[node]
-            found[node] = (
+            results[node] = (
                 (tuple(value.shape), value.stride(), value.dtype) if node in live else value
             )
         for source in node.all_input_nodes:
             left[source] -= 1
             if not left[source]:
                 values.pop(source, None)
-    return found
+    return results
 
 
 def _called(module: nn.Module, node: fx.Node) -> Callable[..., Any]:
+    """The function that a node calls."""
     if node.op == "call_module":
         return module.get_submodule(str(node.target))
     if node.op == "call_method":

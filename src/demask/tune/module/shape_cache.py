@@ -1,8 +1,8 @@
-"""What a pass keeps between calls, per tuple of input sizes and dtypes: values that no input
-reaches, and memory. Values computed from weights are dropped when the weights change.
+"""A cache, by input sizes and dtypes, of values that depend on no input and of planned memory.
+Entries are dropped when weights change.
 
-A bounded number of plans is held, the one used longest ago dropped first. Copies and files hold
-none: each is made again by the first call with its sizes.
+The number of entries is bounded; the least recently used is dropped first. Copies and files contain
+none: the first call with new sizes builds an entry.
 """
 
 from __future__ import annotations
@@ -18,69 +18,73 @@ from torch import Tensor
 
 from demask.machine.arena import View, allocate
 
-KEPT = 8  # plans of a network
-SPARE = 4  # arenas of a plan: calls that run at the same time
+ENTRIES = 8  # at most, of a network
+SPARE = 4  # arenas of an entry at most, for calls that run at the same time
 
 
 @dataclass(slots=True)
 class ShapeEntry:
-    """For one tuple of input sizes: values computed once, and where values lie in an arena of
-    `size` bytes. valid: whether the values are those of the weights as they are now. take() and
-    give() may be called from several threads."""
+    """What is cached for one tuple of input sizes.
 
-    kept: tuple[Any, ...]
+    precomputed: values that depend on no input. size: bytes of an arena. views: the values in it.
+    valid: whether the values are those of the present weights. take() and give() may be called from
+    several threads.
+    """
+
+    precomputed: tuple[Any, ...]
     size: int
     views: tuple[View, ...]
     valid: Callable[[], bool]
     spare: list[list[Tensor]] = field(default_factory=list)
 
     def take(self) -> list[Tensor]:
-        """Memory that nobody else uses until it is given back."""
+        """The views of an arena that no other call uses until it is passed to give()."""
         try:
             return self.spare.pop()
         except IndexError:
             return allocate(self.size, self.views, torch.device("cpu"))
 
     def give(self, memory: list[Tensor]) -> None:
-        """Hand memory back for the next call."""
+        """Return an arena for the next call."""
         if len(self.spare) < SPARE:
             self.spare.append(memory)
 
 
-class Plans:
-    """Plans by input sizes, at most `KEPT`."""
+class ShapeCache:
+    """Entries by input sizes, at most `ENTRIES`."""
 
     def __init__(self) -> None:
         self.known: OrderedDict[Any, ShapeEntry] = OrderedDict()
         self.lock = threading.Lock()
 
     def of(self, inputs: Sequence[Any], make: Callable[[], ShapeEntry]) -> ShapeEntry:
-        """The plan for inputs of these sizes; `make` is called for new ones, and after weights
+        """The entry for inputs of these sizes. `make` is called for new sizes, and after weights
         changed."""
         key = tuple([(x.shape, x.dtype) if isinstance(x, Tensor) else None for x in inputs])
-        plan = self.known.get(key)
-        if plan is None or not plan.valid():
-            return self._made(key, make)
+        entry = self.known.get(key)
+        if entry is None or not entry.valid():
+            return self._renewed(key, make)
         try:  # noqa: SIM105  (contextlib.suppress costs as much as the lookup)
             self.known.move_to_end(key)
         except KeyError:  # another thread dropped it
             pass
-        return plan
+        return entry
 
-    def _made(self, key: Any, make: Callable[[], ShapeEntry]) -> ShapeEntry:
+    def _renewed(self, key: Any, make: Callable[[], ShapeEntry]) -> ShapeEntry:
+        """The entry of a key, built by `make` if it is missing or stale."""
         with self.lock:
-            plan = self.known.get(key)
-            if plan is None or not plan.valid():
-                if plan is not None:
-                    self.known.clear()  # those of other sizes are of the same weights
-                self.known[key] = plan = make()
-            while len(self.known) > KEPT:
+            entry = self.known.get(key)
+            if entry is None or not entry.valid():
+                if entry is not None:
+                    self.known.clear()  # the other entries depend on the same weights
+                self.known[key] = entry = make()
+            while len(self.known) > ENTRIES:
                 self.known.popitem(last=False)
             self.known.move_to_end(key)
-            return plan
+            return entry
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Plans:
-        return Plans()
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShapeCache:
+        return ShapeCache()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Plans, ()
+        return ShapeCache, ()

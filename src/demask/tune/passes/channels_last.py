@@ -1,7 +1,7 @@
-"""Images with their channels last in memory, where their convolutions are faster so.
+"""Conversion of images to channels last in memory if their convolutions are faster that way.
 
-The same numbers in another order: oneDNN need not reorder them around each call, and a narrow
-layer is not rounded up to whole vectors of channels.
+The values are the same in another order. oneDNN then does not reorder them around each call, nor
+pad narrow layers to whole vectors of channels.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.graph.queries import COPY, input_dependent, is_pointwise
 from demask.ops import Table, traits
-from demask.tune.module.buffer_assignment import fresh
+from demask.tune.module.buffer_assignment import returns_new_memory
 
 aten = torch.ops.aten
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 CONVOLUTIONS = {
     op for op, axes in (traits.CONVOLUTIONS | traits.TRANSPOSED_CONVOLUTIONS).items() if axes > 1
 }
-Wants = Callable[[fx.Node], bool]  # should this convolution have its channels last?
+Wants = Callable[[fx.Node], bool]  # whether a convolution should run in channels last
 
 
-def convolves(node: fx.Node) -> bool:
-    """Is a call a convolution of images, with an epilogue or without?"""
+def is_image_convolution(node: fx.Node) -> bool:
+    """Whether a call is a convolution of images, fused or not."""
     pointwise = ops()._convolution_pointwise
     return is_image(node) and (
         node.target in CONVOLUTIONS or node.target in (pointwise.default, pointwise.binary)
@@ -36,27 +36,28 @@ def convolves(node: fx.Node) -> bool:
 
 
 def is_image(node: fx.Node) -> bool:
-    """Is a value an image or a volume, with a batch and channels?"""
+    """Whether a value is a batch of images or volumes."""
     value = node.meta.get("val")
     return isinstance(value, Tensor) and value.ndim in FORMATS
 
 
-def movable(program: Program) -> bool:
-    """May images be laid out anew? Not where a call speaks of memory itself."""
+def may_change_layout(program: Program) -> bool:
+    """Whether the memory format may change: not if a call depends on it (`as_strided`)."""
     return not any(n.target is aten.as_strided.default for n in program.graph.nodes)
 
 
-def laid_out(program: Program, wants: Wants, table: Table) -> Program:
-    """The program with channels last where `wants` says so; what it returns is laid out as before.
+def convert_layouts(program: Program, wants: Wants, table: Table) -> Program:
+    """The program with convolutions in channels last if `wants` returns True; its outputs have
+    their former layout.
 
-    Views that other strides would refuse have become reshapes (`affine.absorbed`).
+    Views that would fail on other strides must be reshapes already (see `fold_affine.absorbed`).
     """
     editor = GraphEditor(program)
     layout = _ChannelsLast(editor, table)
     for node in editor.calls():
         if node not in layout.live or not is_image(node):
             continue
-        if convolves(node):
+        if is_image_convolution(node):
             layout.settle(node, wants(node))
         elif layout.continues(node):
             layout.settle(node, True)
@@ -65,21 +66,22 @@ def laid_out(program: Program, wants: Wants, table: Table) -> Program:
 
 
 class _ChannelsLast:
-    """Which values have their channels last, while a graph is walked."""
+    """Rewrites a graph from call to call. last: values in channels last. conversions: by value and
+    target layout (True: channels last)."""
 
     def __init__(self, editor: GraphEditor, table: Table):
         self.editor, self.table = editor, table
         self.live = input_dependent(editor.graph)
         self.last: set[fx.Node] = set()
-        self.made: dict[tuple[fx.Node, bool], fx.Node] = {}
+        self.conversions: dict[tuple[fx.Node, bool], fx.Node] = {}
 
     def continues(self, node: fx.Node) -> bool:
-        """Does a call keep the layout of its operands, some of which have their channels last?"""
-        keeps = is_pointwise(node, self.table) or node.target in traits.FORMAT_PRESERVING
-        return keeps and any(source in self.last for source in node.all_input_nodes)
+        """Whether a call preserves the layout of its operands, and one is in channels last."""
+        preserves = is_pointwise(node, self.table) or node.target in traits.FORMAT_PRESERVING
+        return preserves and any(source in self.last for source in node.all_input_nodes)
 
     def settle(self, node: fx.Node, last: bool) -> None:
-        """Give a call its images in one layout; its own value then has it, too."""
+        """Convert a call's images to one layout, which its own value then has, too."""
         for source in node.all_input_nodes:
             if not is_image(source) or _is_packed(source):
                 continue
@@ -93,23 +95,23 @@ class _ChannelsLast:
             self.last.add(node)
 
     def spread(self, node: Any) -> None:
-        """Lay out the map that is expanded to all images."""
+        """Convert the map that `node` expands to all images."""
         for source in node.all_input_nodes if node.target is aten.expand.default else ():
             if is_image(source) and source not in self.last:
                 node.replace_input_with(source, self.converted(source, True, node))
 
     def converted(self, source: fx.Node, last: bool, reader: fx.Node) -> fx.Node:
         """A value in the other layout."""
-        if (source, last) not in self.made:
+        if (source, last) not in self.conversions:
             kwargs = {"memory_format": FORMATS[_rank(source)]} if last else {}
-            made = self.editor.insert(reader, source, aten.contiguous.default, source, **kwargs)
-            self.made[source, last] = made
+            copy = self.editor.insert(reader, source, aten.contiguous.default, source, **kwargs)
+            self.conversions[source, last] = copy
             if last:
-                self.last.add(made)
-        return self.made[source, last]
+                self.last.add(copy)
+        return self.conversions[source, last]
 
     def restore(self) -> None:
-        """Images that are returned, in torch's usual layout."""
+        """Convert returned images to torch's default layout."""
         for source in list(self.last):
             for user in [u for u in source.users if _returns_view(u)]:
                 user.replace_input_with(source, self.converted(source, False, user))
@@ -121,8 +123,8 @@ class _ChannelsLast:
 
 
 def _returns_view(node: fx.Node) -> bool:
-    """Is a call a view, itself returned or a view of it?"""
-    if node.op != "call_function" or fresh(node):
+    """Whether a call is a view that is returned, directly or through other views."""
+    if node.op != "call_function" or returns_new_memory(node):
         return False
     return any(user.op == "output" or _returns_view(user) for user in node.users)
 

@@ -1,9 +1,10 @@
-"""Batch norms, and constants added or multiplied per channel, go into the weights before them.
+"""Folding of batch norms, and of constants added or multiplied per channel, into weights.
 
     norm(W x + b) == (s W) x + (s b + t)        with s = scale / sqrt(var + eps), t = shift - s mean
 
-What does not depend on the input may stand between (a border map m): norm(W x + b + m) ==
-(s W) x + (s b + t) + s m, and s m is computed once per size. The products are taken in float64.
+A value m that does not depend on the input (a border map) may be added in between: norm(W x + b +
+m) == (s W) x + (s b + t) + s m, where s m is computed once per size. Products are computed in
+float64.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """x * scale + shift along one axis: float64 vectors, None for 1 and 0."""
+    """x * scale + shift along one axis. scale, shift: float64 vectors; None for 1 and for 0."""
 
     x: fx.Node
     axis: int
@@ -34,64 +35,66 @@ class Affine:
 
 
 def absorbed(program: Program) -> Program:
-    """The program with every such norm and constant in the weights of the layer before it."""
+    """The program with norms and per-channel constants folded into the layers before them."""
     editor = GraphEditor(program)
     live = input_dependent(editor.graph)
     reshape_views(editor.graph)
     for node in editor.calls():
         step = _step(editor, node)
         if step is not None and step.x in live:
-            made = _pushed(editor, step, node, live)
-            if made is not None:
-                live.add(made)
-                editor.replace(node, made)
+            folded = _pushed(editor, step, node, live)
+            if folded is not None:
+                live.add(folded)
+                editor.replace(node, folded)
     return editor.finish()
 
 
-def contraction(editor: GraphEditor, node: Any) -> Tensor | None:
-    """The weight of a call that multiplies by a constant one, its bias constant too; else None."""
+def contraction_weight(editor: GraphEditor, node: Any) -> Tensor | None:
+    """The weight of a contraction with constant weight and bias; None for other calls."""
     if not isinstance(node, fx.Node) or node.target not in OUTPUT_AXIS:
         return None
-    found = schema.arguments(node)
-    weight = editor.tensor(found["weight"])
-    if weight is None or (found["bias"] is not None and editor.tensor(found["bias"]) is None):
+    arguments = schema.arguments(node)
+    weight = editor.tensor(arguments["weight"])
+    if weight is None or (
+        arguments["bias"] is not None and editor.tensor(arguments["bias"]) is None
+    ):
         return None
-    if OUTPUT_AXIS[node.target] == 1 and found["groups"] != 1:
+    if OUTPUT_AXIS[node.target] == 1 and arguments["groups"] != 1:
         return None
     batched = node.target is aten.linear.default or node.meta["val"].ndim == weight.ndim
     if not batched:
-        return None  # an image without a batch: its channels stand on another axis
+        return None  # an image without a batch: its channels are on another axis
     return weight if weight.is_floating_point() else None
 
 
 def channel_axis(node: fx.Node) -> int:
-    """The axis that a contraction's output channels stand on."""
+    """The axis of a contraction's output channels."""
     return node.meta["val"].ndim - 1 if node.target is aten.linear.default else 1
 
 
-def rewritten(
+def replace_layer(
     editor: GraphEditor, node: fx.Node, weight: Tensor, bias: Tensor | None, reader: fx.Node
 ) -> fx.Node:
-    """A contraction with another weight and bias in its place, moved before `reader`, which alone
-    reads it; float64 tensors are rounded."""
-    found = schema.arguments(node)
-    dtype = found["weight"].meta["val"].dtype
-    kernel = editor.replace_constant(found["weight"], weight.to(dtype).contiguous(), node)
+    """The call that replaces a contraction, with another weight and bias, rounded to its dtype. It
+    is inserted before `reader`, the only call that reads it."""
+    arguments = schema.arguments(node)
+    dtype = arguments["weight"].meta["val"].dtype
+    kernel = editor.replace_constant(arguments["weight"], weight.to(dtype).contiguous(), node)
     offset = None
-    if bias is not None and found["bias"] is not None:
-        offset = editor.replace_constant(found["bias"], bias.to(dtype), node)
+    if bias is not None and arguments["bias"] is not None:
+        offset = editor.replace_constant(arguments["bias"], bias.to(dtype), node)
     elif bias is not None:
-        name = str(found["weight"].target).rpartition(".")[0]
+        name = str(arguments["weight"].target).rpartition(".")[0]
         offset = editor.add_constant(
             f"{name}.bias".lstrip("."), bias.to(dtype), reader, parameter=True
         )
-    made = editor.repeat_call(node, reader, weight=kernel, bias=offset)
-    editor.replace(node, made)
-    return made
+    layer = editor.repeat_call(node, reader, weight=kernel, bias=offset)
+    editor.replace(node, layer)
+    return layer
 
 
 def _step(editor: GraphEditor, node: fx.Node) -> Affine | None:
-    """A call as an affine map of one operand, if it is one."""
+    """A call as an affine map of a layer's output; None if it is none."""
     if node.target is aten.batch_norm.default:
         return _norm(editor, node)
     if node.target not in ARITHMETIC:
@@ -106,7 +109,7 @@ def _step(editor: GraphEditor, node: fx.Node) -> Affine | None:
         value = torch.tensor(other, dtype=torch.float64)
     if value is None or not isinstance(x, fx.Node) or not isinstance(node.meta.get("val"), Tensor):
         return None
-    if contraction(editor, x) is None or x.meta["val"].ndim != node.meta["val"].ndim:
+    if contraction_weight(editor, x) is None or x.meta["val"].ndim != node.meta["val"].ndim:
         return None
     axis = channel_axis(x)
     count = channels_of(x, axis)
@@ -122,30 +125,36 @@ def _step(editor: GraphEditor, node: fx.Node) -> Affine | None:
 
 
 def _norm(editor: GraphEditor, node: fx.Node) -> Affine | None:
-    found = schema.arguments(node)
-    if found["training"]:
+    """A batch norm with constant statistics as an affine map."""
+    arguments = schema.arguments(node)
+    if arguments["training"]:
         return None
     names = ("weight", "bias", "running_mean", "running_var")
-    tensors = [None if found[name] is None else editor.tensor(found[name]) for name in names]
-    absent = any(found[n] is not None and t is None for n, t in zip(names, tensors, strict=True))
+    tensors = [
+        None if arguments[name] is None else editor.tensor(arguments[name]) for name in names
+    ]
+    absent = any(
+        arguments[n] is not None and t is None for n, t in zip(names, tensors, strict=True)
+    )
     if absent or tensors[2] is None or tensors[3] is None:
         return None
     weight, bias, mean, var = (None if t is None else t.double() for t in tensors)
     assert mean is not None and var is not None
-    scale = torch.rsqrt(var + found["eps"])
+    scale = torch.rsqrt(var + arguments["eps"])
     if weight is not None:
         scale = scale * weight
-    return Affine(found["input"], 1, scale, (0 if bias is None else bias) - mean * scale)
+    return Affine(arguments["input"], 1, scale, (0 if bias is None else bias) - mean * scale)
 
 
 def _pushed(
     editor: GraphEditor, step: Affine, reader: fx.Node, live: set[fx.Node]
 ) -> fx.Node | None:
-    """The node that computes step of its x, by changing what computes x; None if it cannot be."""
+    """The node that computes `step`, by changing the call that computes its operand; None if that
+    is impossible."""
     node = step.x
     if only_reader(node) is None:
         return None
-    if contraction(editor, node) is not None:
+    if contraction_weight(editor, node) is not None:
         return _into(editor, step, reader) if channel_axis(node) == step.axis else None
     plain = node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs
     if not plain or not all(isinstance(a, fx.Node) for a in node.args):
@@ -165,16 +174,17 @@ def _pushed(
         factor = step.scale.to(node.meta["val"].dtype).reshape(shape)
         read = editor.add_constant(f"{inner.name}_scale", factor, reader)
         offset = editor.insert(reader, None, aten.mul.Tensor, offset, read)
-    made = editor.insert(reader, node, aten.add.Tensor, inner, offset)
-    live.update((inner, made))
-    return made
+    total = editor.insert(reader, node, aten.add.Tensor, inner, offset)
+    live.update((inner, total))
+    return total
 
 
 def _into(editor: GraphEditor, step: Affine, reader: fx.Node) -> fx.Node:
-    found = schema.arguments(step.x)
+    """The layer that computes `step`, with its scale and shift in weight and bias."""
+    arguments = schema.arguments(step.x)
     axis = OUTPUT_AXIS[step.x.target]
-    weight = editor.tensor(found["weight"])
-    bias = None if found["bias"] is None else editor.tensor(found["bias"])
+    weight = editor.tensor(arguments["weight"])
+    bias = None if arguments["bias"] is None else editor.tensor(arguments["bias"])
     assert weight is not None
     weight, bias = weight.double(), None if bias is None else bias.double()
     if step.scale is not None:
@@ -184,4 +194,4 @@ def _into(editor: GraphEditor, step: Affine, reader: fx.Node) -> fx.Node:
         bias = None if bias is None else bias * step.scale
     if step.shift is not None:
         bias = step.shift if bias is None else bias + step.shift
-    return rewritten(editor, step.x, weight, bias, reader)
+    return replace_layer(editor, step.x, weight, bias, reader)

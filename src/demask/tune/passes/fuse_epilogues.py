@@ -1,10 +1,10 @@
-"""Convolutions and linear layers with what follows them, in one call: oneDNN adds and activates
-as it stores.
+"""Fusion of convolutions and linear layers with the sum and activation after them: oneDNN computes
+all in one call.
 
     relu(conv(x) + y) == conv_add_relu(x, y)
 
-What is added may be another value of the same shape, or a map for all images (a border map).
-Weights are laid out as oneDNN wants them, once (what no input reaches is computed once).
+y is a value of the same shape, or one map for all images (a border map). Weights are packed for
+oneDNN once: values that depend on no input are computed once.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from demask.ops import schema
 from demask.ops.schema import same_size
 from demask.ops.traits import CONVOLUTIONS
 from demask.tune.epilogue import Epilogue, convolution, epilogue
-from demask.tune.passes.fold_affine import contraction
+from demask.tune.passes.fold_affine import contraction_weight
 
 aten = torch.ops.aten
-# May layers be linear layers of oneDNN's? Called with the layer, its epilogue, what is added.
+# Whether to fuse a layer. Called with the layer, its epilogue, and whether another value is added.
 Wanted = Callable[[fx.Node, Epilogue, bool], bool]
 
 
-def fused(program: Program, wanted: Wanted) -> Program:
-    """The program with its layers and their epilogues as single calls, where `wanted` says so."""
+def fuse_epilogues(program: Program, wanted: Wanted) -> Program:
+    """The program with layers and their epilogues fused if `wanted` returns True."""
     editor = GraphEditor(program)
     live = input_dependent(editor.graph)
     for node in editor.calls(*CONVOLUTIONS, aten.linear.default):
-        weight = contraction(editor, node)
+        weight = contraction_weight(editor, node)
         value = node.meta["val"]
         if weight is None or node not in live or not available(weight.dtype, weight.device):
             continue
@@ -50,14 +50,15 @@ def fused(program: Program, wanted: Wanted) -> Program:
 
 
 def _numbers(node: fx.Node) -> list[Any]:
-    found = schema.arguments(node)
-    return [n for key in ("stride", "padding", "dilation") for n in found.get(key, ())]
+    """Strides, paddings and dilations of a convolution; none of a linear layer."""
+    arguments = schema.arguments(node)
+    return [n for key in ("stride", "padding", "dilation") for n in arguments.get(key, ())]
 
 
 @dataclass(frozen=True, slots=True)
 class EpilogueChain:
-    """A layer and what could be computed with it: the last call of them, the activation, what is
-    added before it."""
+    """The calls that can be fused with a layer. last: the last of them, or the layer itself. after:
+    the activation. other: the value added before it."""
 
     last: fx.Node
     after: Epilogue
@@ -65,12 +66,12 @@ class EpilogueChain:
 
 
 def chain(node: fx.Node, live: set[fx.Node]) -> EpilogueChain:
-    """What oneDNN could compute with a layer."""
+    """The calls after a layer that oneDNN could compute with it."""
     convolves = node.target is not aten.linear.default
     last, other = node, None
     reader = only_reader(node)
-    if reader is not None and (found := _addend(node, reader, live, convolves)) is not None:
-        last, other = reader, found
+    if reader is not None and (addend := _addend(node, reader, live, convolves)) is not None:
+        last, other = reader, addend
         reader = only_reader(last)
     act = None if reader is None else epilogue(reader)
     fits = other is None or (act is not None and act.name == "relu" and convolves)
@@ -84,17 +85,17 @@ def chain(node: fx.Node, live: set[fx.Node]) -> EpilogueChain:
 def _fuse(
     editor: GraphEditor, node: fx.Node, live: set[fx.Node], wanted: Wanted, convolves: bool
 ) -> None:
-    found = chain(node, live)
-    if not wanted(node, found.after, found.other is not None):
+    calls = chain(node, live)
+    if not wanted(node, calls.after, calls.other is not None):
         return
     make = _convolution if convolves else _linear
-    made = make(editor, node, found.last, found.after, found.other)
-    live.update((found.last, made))
-    editor.replace(found.last, made)
+    layer = make(editor, node, calls.last, calls.after, calls.other)
+    live.update((calls.last, layer))
+    editor.replace(calls.last, layer)
 
 
 def _addend(node: fx.Node, reader: fx.Node, live: set[fx.Node], convolves: bool) -> fx.Node | None:
-    """What `reader` adds to a layer's output, if oneDNN can."""
+    """The value that `reader` adds to a layer's output, if oneDNN can add it."""
     if reader.target is not aten.add.Tensor or len(reader.args) != 2 or reader.kwargs:
         return None
     sides: Any = reader.args
@@ -115,41 +116,43 @@ def _addend(node: fx.Node, reader: fx.Node, live: set[fx.Node], convolves: bool)
 def _convolution(
     editor: GraphEditor, node: fx.Node, last: fx.Node, after: Epilogue, other: fx.Node | None
 ) -> fx.Node:
-    found = schema.arguments(node)
+    arguments = schema.arguments(node)
     count = node.meta["val"].ndim - 2
     padding, stride, dilation = (
-        _spread(found[key], count) for key in ("padding", "stride", "dilation")
+        _per_axis(arguments[key], count) for key in ("padding", "stride", "dilation")
     )
     sizes = [size if isinstance(size, int) else
-             editor.insert(last, None, aten.sym_size.int, found["input"], axis)
-             for axis, size in enumerate(found["input"].meta["val"].shape)]  # fmt: skip
-    geometry = (padding, stride, dilation, found["groups"])
-    weight = found["weight"]
+             editor.insert(last, None, aten.sym_size.int, arguments["input"], axis)
+             for axis, size in enumerate(arguments["input"].meta["val"].shape)]  # fmt: skip
+    geometry = (padding, stride, dilation, arguments["groups"])
+    weight = arguments["weight"]
     if count == 2:
         pack = ops()._reorder_convolution_weight.default
         weight = editor.insert(last, weight, pack, weight, *geometry, sizes)
     if other is not None and not same_size(other.meta["val"].shape[0], last.meta["val"].shape[0]):
-        # One map for all images: oneDNN would broadcast it slowly, and adds over a copy in place.
+        # One map for all images: oneDNN broadcasts slowly, but adds to an expanded copy in place.
         spread = [sizes[0]] + [-1] * (count + 1)
         other = editor.insert(last, last, aten.expand.default, other, spread)
         other = editor.insert(last, last, COPY, other)
-    target, args = convolution(found["input"], weight, found["bias"], *geometry, after, other)
+    target, args = convolution(
+        arguments["input"], weight, arguments["bias"], geometry, after, other
+    )
     return editor.insert(last, last, target, *args)
 
 
-def _spread(value: Any, count: int) -> list[int]:
+def _per_axis(value: Any, count: int) -> list[int]:
     return list(value) * count if len(value) == 1 else list(value)
 
 
 def _linear(
     editor: GraphEditor, node: fx.Node, last: fx.Node, after: Epilogue, other: fx.Node | None
 ) -> fx.Node:
-    found = schema.arguments(node)
-    x, weight, bias = found["input"], found["weight"], found["bias"]
+    arguments = schema.arguments(node)
+    x, weight, bias = arguments["input"], arguments["weight"], arguments["bias"]
     packed = editor.insert(last, weight, ops()._reorder_linear_weight.default, weight, None)
     if other is not None:
         return editor.insert(
             last, last, ops()._linear_pointwise.binary, x, other, packed, bias, "add"
         )
-    arguments = (after.name, list(after.scalars), after.algorithm)
-    return editor.insert(last, last, ops()._linear_pointwise.default, x, packed, bias, *arguments)
+    activation = (after.name, list(after.scalars), after.algorithm)
+    return editor.insert(last, last, ops()._linear_pointwise.default, x, packed, bias, *activation)

@@ -1,10 +1,10 @@
-"""Activations that files write as several calls, as the one op that torch has for them.
+"""Merging of activations written as several calls into torch's single op.
 
     x * sigmoid(x) == silu(x)
     clamp(x / 6 + 1/2, 0, 1) == clamp(x + 3, 0, 6) / 6 == hardsigmoid(x)
     x * hardsigmoid(x) == hardswish(x)
 
-Equal but for rounding. One call reads and writes memory once, and a layer may take it along.
+Equal up to rounding. One call reads and writes memory once, and can be fused with a layer.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from demask.graph.program import Program
 from demask.ops import schema
 
 aten = torch.ops.aten
-SIXTH = 1e-6  # relative error of 1/6 in float32, at most
+SIXTH = 1e-6  # largest relative error of 1/6 in float32
 
 
-def named(program: Program) -> Program:
-    """The program with these activations as one call each."""
+def merge_activations(program: Program) -> Program:
+    """The program with each of these activations as one call."""
     editor = GraphEditor(program)
     for node in editor.calls(aten.mul.Tensor, aten.div.Tensor, aten.clamp.default):
         match = _silu(node) or _hardswish(node) or _hardsigmoid(node)
@@ -34,7 +34,7 @@ def named(program: Program) -> Program:
     return editor.finish()
 
 
-Match = tuple[Any, fx.Node] | None  # an op, and what it is called on
+Match = tuple[Any, fx.Node] | None  # an op and its operand
 
 
 def _silu(node: fx.Node) -> Match:
@@ -66,17 +66,21 @@ def _between(node: Any, high: int) -> fx.Node | None:
     """The x of clamp(x + high / 2, 0, high)."""
     if not _is(node, aten.clamp.default):
         return None
-    found = schema.arguments(node)
-    return _plus(found["self"], high / 2) if (found["min"], found["max"]) == (0, high) else None
+    arguments = schema.arguments(node)
+    return (
+        _plus(arguments["self"], high / 2)
+        if (arguments["min"], arguments["max"]) == (0, high)
+        else None
+    )
 
 
 def _plus(node: Any, number: float) -> fx.Node | None:
     """The x of x + number."""
     if not _is(node, aten.add.Tensor):
         return None
-    found = schema.arguments(node)
-    same = found["other"] == number and found["alpha"] == 1
-    return found["self"] if same and isinstance(found["self"], fx.Node) else None
+    arguments = schema.arguments(node)
+    same = arguments["other"] == number and arguments["alpha"] == 1
+    return arguments["self"] if same and isinstance(arguments["self"], fx.Node) else None
 
 
 def _scaled(node: Any) -> fx.Node | None:
@@ -91,7 +95,7 @@ def _scaled(node: Any) -> fx.Node | None:
 
 
 def _factors(node: Any) -> list[tuple[fx.Node, fx.Node]]:
-    """Both orders of the factors of a product of two values."""
+    """The factors of a product of two values, in both orders; none for other calls."""
     if not _is(node, aten.mul.Tensor):
         return []
     a, b = node.args[:2]

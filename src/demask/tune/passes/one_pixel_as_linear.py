@@ -1,8 +1,8 @@
-"""Convolutions of images of one pixel as linear layers, as squeeze-and-excitation blocks have them.
+"""Convolutions of one-pixel images as linear layers (in squeeze-and-excitation blocks).
 
     conv(x)[n, :, 0, 0] == W x[n, :, 0, 0] + b
 
-What is computed number by number behind one stays on rows, so that the next layer finds them.
+Pointwise calls after such a layer run on rows, too, so that the next layer can read them.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from demask.graph.program import Program
 from demask.graph.queries import POINTWISE, only_reader
 from demask.ops import Table, op_name, schema
 from demask.ops.traits import CONVOLUTIONS
-from demask.tune.passes.fold_affine import contraction
+from demask.tune.passes.fold_affine import contraction_weight
 
 aten = torch.ops.aten
 
 
-def flattened(program: Program, table: Table) -> Program:
+def convert_one_pixel_convs(program: Program, table: Table) -> Program:
     """The program with such convolutions as linear layers."""
     editor = GraphEditor(program)
-    rows: dict[fx.Node, fx.Node] = {}  # of images of one pixel: their channels alone
+    rows: dict[fx.Node, fx.Node] = {}  # one-pixel images as (batch, channels), by image
     for node in editor.calls(*CONVOLUTIONS):
         if _has_one_pixel(editor, node):
             _flatten(editor, node, rows, table)
@@ -31,25 +31,26 @@ def flattened(program: Program, table: Table) -> Program:
 
 
 def _has_one_pixel(editor: GraphEditor, node: fx.Node) -> bool:
-    weight = contraction(editor, node)
+    """Whether input and kernel of an ungrouped, unpadded convolution have one pixel."""
+    weight = contraction_weight(editor, node)
     if weight is None:
         return False
-    found = schema.arguments(node)
-    sizes = [*found["input"].meta["val"].shape[2:], *weight.shape[2:]]
+    arguments = schema.arguments(node)
+    sizes = [*arguments["input"].meta["val"].shape[2:], *weight.shape[2:]]
     plain = all(isinstance(n, int) and n == 1 for n in sizes)
-    return plain and found["groups"] == 1 and not any(found["padding"])
+    return plain and arguments["groups"] == 1 and not any(arguments["padding"])
 
 
 def _flatten(
     editor: GraphEditor, node: fx.Node, rows: dict[fx.Node, fx.Node], table: Table
 ) -> None:
-    found = schema.arguments(node)
-    x, axes = found["input"], node.meta["val"].ndim - 2
-    weight = editor.tensor(found["weight"])
+    arguments = schema.arguments(node)
+    x, axes = arguments["input"], node.meta["val"].ndim - 2
+    weight = editor.tensor(arguments["weight"])
     assert weight is not None
-    kernel = editor.replace_constant(found["weight"], weight.flatten(1), node)
+    kernel = editor.replace_constant(arguments["weight"], weight.flatten(1), node)
     row = rows.get(x) or editor.insert(node, None, aten.flatten.using_ints, x, 1)
-    row = editor.insert(node, None, aten.linear.default, row, kernel, found["bias"])
+    row = editor.insert(node, None, aten.linear.default, row, kernel, arguments["bias"])
     while (reader := only_reader(node)) is not None and _is_pointwise(reader, table):
         row = editor.insert(reader, None, reader.target, row, *reader.args[1:], **reader.kwargs)
         editor.replace(node, row)
@@ -62,6 +63,6 @@ def _flatten(
 
 
 def _is_pointwise(node: fx.Node, table: Table) -> bool:
-    """Whether a call changes its one tensor number by number."""
+    """Whether a call computes each element from the same element of its only tensor."""
     entry = table.get(op_name(node.target)) if node.op == "call_function" else None
     return entry is not None and entry.line in POINTWISE and len(node.all_input_nodes) == 1

@@ -1,8 +1,8 @@
-"""Values with channels of zeros behind their own, where that is cheaper than to be narrow.
+"""Padding of values with channels of zeros if that is cheaper than narrow layers.
 
-A stream that grows from join to join is padded at each; made at its final width from the start, it
-is not. And kernels like some widths better than smaller ones. Whatever makes a value makes zeros
-too (rows of zeros in its weights), and whatever reads it has columns of zeros for them:
+A stream that grows from join to join is padded at each; at its final width from the start, it needs
+no pads. And kernels are faster for some widths than for smaller ones. A call that computes a wider
+value has rows of zeros in its weight, a call that reads it columns of zeros:
 
     conv(x, W) == conv(pad(x), [W 0])        pad(relu(conv(x, W))) == relu(conv(x, [W; 0]))
 """
@@ -22,7 +22,7 @@ from demask.graph.program import Program
 from demask.graph.queries import channels_of, input_dependent, is_pointwise
 from demask.ops import Table, schema
 from demask.ops.traits import OUTPUT_AXIS, POOLS
-from demask.tune.passes.fold_affine import channel_axis, contraction
+from demask.tune.passes.fold_affine import channel_axis, contraction_weight
 
 aten = torch.ops.aten
 QUANTIZE, DEQUANTIZE = torch.ops.demask.quantize.default, torch.ops.demask.dequantize.default
@@ -30,8 +30,8 @@ QUANTIZE, DEQUANTIZE = torch.ops.demask.quantize.default, torch.ops.demask.dequa
 
 @dataclass(slots=True)
 class Widening:
-    """Values to be made `more` channels wider: those made wider, layers whose rows or columns
-    grow, pads that go or shrink, and fixed values that are padded."""
+    """A plan to append `more` channels of zeros. values: those that become wider. rows, columns:
+    layers whose weights grow. fixed: values that depend on no input and get a pad."""
 
     axis: int
     more: int
@@ -41,71 +41,74 @@ class Widening:
     fixed: dict[fx.Node, None] = field(default_factory=dict)
 
     def others(self, node: fx.Node) -> list[fx.Node]:
-        """Readers of a value that take a slice of it, since they cannot be made wider."""
+        """Readers of a value that need a slice of it, since they cannot become wider."""
         return [u for u in node.users if u not in self.values and u not in self.columns]
 
 
-# Is a widening worth it? pad: the call it makes unnecessary, None if it only rounds a width up.
+# Whether a widening is faster. pad: the call that it removes; None if it only rounds up a width.
 Worth = Callable[[GraphEditor, Widening, fx.Node | None], bool]
 
 
-def widened(program: Program, worth: Worth, table: Table) -> Program:
-    """The program without the pads that `worth` says cost more than wider values do."""
+def remove_pads(program: Program, worth: Worth, table: Table) -> Program:
+    """The program without pads, if `worth` finds wider values faster."""
     editor = GraphEditor(program)
     for pad in reversed(editor.calls(aten.constant_pad_nd.default)):
         live = input_dependent(editor.graph)
-        found = _pad(pad) if pad in live else None
-        if found is None:
+        pad_arguments = _pad(pad) if pad in live else None
+        if pad_arguments is None:
             continue
-        source, axis, more = found
-        plan = closure(editor, source, axis, more, live, table)
+        source, axis, more = pad_arguments
+        plan = plan_widening(editor, source, axis, more, live, table)
         if plan is not None and worth(editor, plan, pad):
-            apply(editor, plan)
+            apply_widening(editor, plan)
             editor.replace(pad, source)
     return editor.finish()
 
 
-def rounded(program: Program, wanted: Callable[[int], int], worth: Worth, table: Table) -> Program:
-    """The program with the widths of layers rounded up to what `wanted` says, where that is worth
-    it."""
+def round_widths(
+    program: Program, wanted: Callable[[int], int], worth: Worth, table: Table
+) -> Program:
+    """The program with the widths of layers rounded up to `wanted(width)` if that is faster."""
     editor = GraphEditor(program)
     for node in editor.calls(*OUTPUT_AXIS):
         live = input_dependent(editor.graph)
-        if node not in live or contraction(editor, node) is None:
+        if node not in live or contraction_weight(editor, node) is None:
             continue
         axis = channel_axis(node)
         count = channels_of(node, axis)
         more = 0 if count is None else wanted(count) - count
         if more > 0:
-            plan = closure(editor, node, axis, more, live, table)
-            # Who reads a slice would copy it: no kernel gains that back by its width.
+            plan = plan_widening(editor, node, axis, more, live, table)
+            # Readers of a slice would copy it: no kernel is so much faster by its width.
             sliced = plan is not None and any(map(plan.others, plan.values))
             if plan is not None and not sliced and worth(editor, plan, None):
-                apply(editor, plan)
+                apply_widening(editor, plan)
     return editor.finish()
 
 
 def _pad(node: fx.Node) -> tuple[fx.Node, int, int] | None:
-    """Source, axis and count of a call that appends zeros along its channels."""
-    found = schema.arguments(node)
-    pads, rank = list(found["pad"]), node.meta["val"].ndim
+    """Source, axis and count of a pad that appends zeros along the channels; None for others."""
+    arguments = schema.arguments(node)
+    pads, rank = list(arguments["pad"]), node.meta["val"].ndim
     if (
         not node.meta["val"].is_floating_point()
         or not all(isinstance(n, int) for n in pads)
-        or (found["value"] or 0) != 0
+        or (arguments["value"] or 0) != 0
     ):
         return None
-    places = [k for k, n in enumerate(pads) if n]
-    axis = rank - 1 - places[0] // 2 if places else 0
-    if len(places) != 1 or places[0] % 2 == 0 or pads[places[0]] < 0:
+    padded_ends = [k for k, n in enumerate(pads) if n]
+    axis = rank - 1 - padded_ends[0] // 2 if padded_ends else 0
+    if len(padded_ends) != 1 or padded_ends[0] % 2 == 0 or pads[padded_ends[0]] < 0:
         return None
-    return (found["self"], axis, pads[places[0]]) if axis == 1 or axis == rank - 1 else None
+    return (
+        (arguments["self"], axis, pads[padded_ends[0]]) if axis == 1 or axis == rank - 1 else None
+    )
 
 
-def closure(
+def plan_widening(
     editor: GraphEditor, start: fx.Node, axis: int, more: int, live: set[fx.Node], table: Table
 ) -> Widening | None:
-    """All that must become wider for `start` to be; None where something cannot."""
+    """All values that must become wider with `start`; None if one of them cannot."""
     plan, stack = Widening(axis, more), [start]
     while stack:
         node = stack.pop()
@@ -114,11 +117,11 @@ def closure(
         if node not in live and node.op != "placeholder":
             plan.fixed[node] = None
             continue
-        sources = _makers(editor, node, axis, table)
+        sources = _sources(editor, node, axis, table)
         if sources is None:
             return None
         plan.values[node] = None
-        if contraction(editor, node) is not None:
+        if contraction_weight(editor, node) is not None:
             plan.rows[node] = None
         stack += sources
         stack += [user for user in node.users if _follows(editor, user, node, table)]
@@ -128,19 +131,19 @@ def closure(
     return plan
 
 
-def _makers(editor: GraphEditor, node: fx.Node, axis: int, table: Table) -> list[fx.Node] | None:
-    """The operands that must be wider for a value to be; None if it cannot be made wider."""
+def _sources(editor: GraphEditor, node: fx.Node, axis: int, table: Table) -> list[fx.Node] | None:
+    """The operands that must become wider with a value; None if it cannot become wider."""
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, Tensor):
         return None
-    if contraction(editor, node) is not None:
-        found = schema.arguments(node)
+    if contraction_weight(editor, node) is not None:
+        arguments = schema.arguments(node)
         if is_depthwise(editor, node):
-            return [found["input"]] if axis == 1 else None
-        return [] if channel_axis(node) == axis and found.get("groups", 1) == 1 else None
+            return [arguments["input"]] if axis == 1 else None
+        return [] if channel_axis(node) == axis and arguments.get("groups", 1) == 1 else None
     if node.target is aten.constant_pad_nd.default:
-        found = _pad(node)
-        return [] if found is not None and found[1] == axis else None
+        pad = _pad(node)
+        return [] if pad is not None and pad[1] == axis else None
     if is_pointwise(node, table) and len(node.all_input_nodes) == 1:
         return node.all_input_nodes if _keeps_zero(node) else None
     if is_rounding(editor, node):
@@ -156,29 +159,29 @@ def _makers(editor: GraphEditor, node: fx.Node, axis: int, table: Table) -> list
 
 
 def is_depthwise(editor: GraphEditor, node: fx.Node) -> bool:
-    """Does a convolution make each of its channels of one of its own?"""
-    weight, found = contraction(editor, node), schema.arguments(node)
-    groups = found.get("groups", 1)
+    """Whether a convolution computes each channel from the same channel of its input."""
+    weight, arguments = contraction_weight(editor, node), schema.arguments(node)
+    groups = arguments.get("groups", 1)
     return (
         weight is not None
         and groups > 1
         and weight.shape[0] == groups
-        and (channels_of(found["input"], 1) == groups)
+        and (channels_of(arguments["input"], 1) == groups)
     )
 
 
 def is_pooling(node: fx.Node) -> bool:
-    """Does a call sum an image up, each channel by itself?"""
+    """Whether a call pools an image, each channel separately."""
     if node.target is aten.mean.dim:
-        found = schema.arguments(node)
-        rank, dims = found["self"].meta["val"].ndim, found["dim"] or [1]
+        arguments = schema.arguments(node)
+        rank, dims = arguments["self"].meta["val"].ndim, arguments["dim"] or [1]
         return all(dim % rank > 1 for dim in dims)
     return node.target in POOLS and node.meta["val"].ndim == POOLS[node.target] + 2
 
 
 def is_rounding(editor: GraphEditor, node: fx.Node) -> bool:
-    """Does a call quantize with one scale, or dequantize again? Zero becomes the zero point, and
-    zero again."""
+    """Whether a call quantizes with one scale, or dequantizes such a value: zero becomes the zero
+    point, and zero again."""
     source: Any = node.args[0] if node.target is DEQUANTIZE else node
     if not isinstance(source, fx.Node) or source.target is not QUANTIZE:
         return False
@@ -192,15 +195,15 @@ def is_rounding(editor: GraphEditor, node: fx.Node) -> bool:
 
 
 def _keeps_zero(node: fx.Node) -> bool:
-    """Is a pointwise op of zero zero?"""
+    """Whether a pointwise call maps zero to zero."""
     zero = torch.zeros(1, dtype=node.meta["val"].dtype)
     args, kwargs = map_arg((node.args, node.kwargs), lambda _: zero)
     return bool((node.target(*args, **kwargs) == 0).all())  # type: ignore[operator]
 
 
 def _follows(editor: GraphEditor, user: fx.Node, node: fx.Node, table: Table) -> bool:
-    """Is a reader made wider with what it reads? Sums, depthwise layers, activations and pools are;
-    the others take a slice."""
+    """Whether a reader becomes wider with its operand, as sums, depthwise layers, activations and
+    pools do. Others read a slice."""
     if user.target is aten.add.Tensor:
         return node in user.args
     if is_pointwise(user, table) and len(user.all_input_nodes) == 1:
@@ -209,18 +212,18 @@ def _follows(editor: GraphEditor, user: fx.Node, node: fx.Node, table: Table) ->
         return True
     if is_pooling(user):
         return True
-    return contraction(editor, user) is not None and is_depthwise(editor, user)
+    return contraction_weight(editor, user) is not None and is_depthwise(editor, user)
 
 
 def _reads(editor: GraphEditor, user: fx.Node, node: fx.Node, axis: int) -> bool:
-    """Does a layer contract the axis?"""
-    if contraction(editor, user) is None or schema.arguments(user)["input"] is not node:
+    """Whether a layer contracts the axis of `node`."""
+    if contraction_weight(editor, user) is None or schema.arguments(user)["input"] is not node:
         return False
     return channel_axis(user) == axis and schema.arguments(user).get("groups", 1) == 1
 
 
-def apply(editor: GraphEditor, plan: Widening) -> None:
-    """Make the values wider: weights get rows and columns of zeros, other readers a slice."""
+def apply_widening(editor: GraphEditor, plan: Widening) -> None:
+    """Append the channels: weights get rows and columns of zeros, other readers a slice."""
     depthwise = {node for node in plan.rows if is_depthwise(editor, node)}
     for node in plan.rows:
         _grow(editor, node, plan.more, rows=True)
@@ -252,28 +255,31 @@ def apply(editor: GraphEditor, plan: Widening) -> None:
 
 
 def _pad_fixed(editor: GraphEditor, node: fx.Node, plan: Widening) -> None:
+    """Pad a value that depends on no input, for the readers that become wider."""
     users = [user for user in node.users if user in plan.values]
     first = next(n for n in editor.graph.nodes if n in users)
     after = [0, 0] * (node.meta["val"].ndim - 1 - plan.axis)
-    made = editor.insert(
+    padded = editor.insert(
         first, None, aten.constant_pad_nd.default, node, [*after, 0, plan.more], 0.0
     )
     for user in users:
-        user.replace_input_with(node, made)
+        user.replace_input_with(node, padded)
 
 
 def _grow(editor: GraphEditor, node: fx.Node, more: int, *, rows: bool) -> None:
     """Append rows (output channels) or columns (input channels) of zeros to a layer's weight."""
-    found = schema.arguments(node)
-    weight = editor.tensor(found["weight"])
+    arguments = schema.arguments(node)
+    weight = editor.tensor(arguments["weight"])
     assert weight is not None
     out = OUTPUT_AXIS[node.target]
-    names = ["weight", "bias"] if rows and found["bias"] is not None else ["weight"]
+    names = ["weight", "bias"] if rows and arguments["bias"] is not None else ["weight"]
     for name in names:
-        tensor = editor.tensor(found[name])
+        tensor = editor.tensor(arguments[name])
         assert tensor is not None
         axis = 0 if name == "bias" else out if rows else 1 - out
         shape = list(tensor.shape)
         shape[axis] = more
         grown = torch.cat([tensor, tensor.new_zeros(shape)], axis)
-        node.replace_input_with(found[name], editor.replace_constant(found[name], grown, node))
+        node.replace_input_with(
+            arguments[name], editor.replace_constant(arguments[name], grown, node)
+        )
